@@ -1,0 +1,1 @@
+"""Everything that a configuration can choose by name, described without torch."""

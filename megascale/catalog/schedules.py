@@ -1,0 +1,28 @@
+"""Pipeline schedules: functions of (stages p, chunks v, micro-batches m) that return each rank's compute order."""
+
+from megascale.core.registry import Card, Registry
+
+SCHEDULES = Registry(
+    "schedule",
+    "megascale.schedules",
+    [
+        Card(
+            "gpipe",
+            "all forwards, then all backwards (Huang et al. 2019)",
+            "megascale.schedule.gpipe:gpipe",
+            {"chunks": False},
+        ),
+        Card(
+            "1f1b",
+            "one forward, one backward: p live micro-batches instead of m (Narayanan et al. 2021)",
+            "megascale.schedule.one_f_one_b:one_f_one_b",
+            {"chunks": False},
+        ),
+        Card(
+            "interleaved_1f1b",
+            "1f1b over v chunks a rank: a bubble of (p-1)/(v m) (Narayanan et al. 2021)",
+            "megascale.schedule.interleaved:interleaved_1f1b",
+            {"chunks": True},
+        ),
+    ],
+)

@@ -1,0 +1,116 @@
+"""Saving a run and resuming it."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+import megascale
+from megascale.checkpoint import store
+from megascale.checkpoint.plan import LoadPlanner, SavePlanner
+from megascale.checkpoint.state import Progress, global_tensors
+from megascale.comm.collectives import barrier, broadcast_object
+from megascale.comm.mesh import Mesh
+from megascale.config.run import RunConfig
+from megascale.core.errors import CheckpointError
+from megascale.optim.sharded import ShardState
+
+COMPARED = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "vocab_size", "norm", "activation",
+            "position", "bias", "tie_embeddings", "block")  # fmt: skip
+"""Keys of `[model]` that a checkpoint must share with the run that resumes from it."""
+
+
+class Checkpoints:
+    """The checkpoints of one run. Every rank calls `save` and `resume` together."""
+
+    def __init__(self, config: RunConfig, mesh: Mesh, shards: Sequence[ShardState]) -> None:
+        self._config = config
+        self._mesh = mesh
+        self._shards = shards
+        self.folder = config.folder / "checkpoints"
+        self._saved_step: int | None = None
+
+    def save(self, progress: Progress) -> Path | None:
+        """Write a checkpoint and return its folder, or None if this step is on disk already.
+
+        Raises: CheckpointError on every rank if any could not write; nothing of the attempt is left.
+        """
+        if self._saved_step == progress.step:
+            return None
+        first = self._mesh.rank == 0
+        path = broadcast_object(self._mesh.world, store.fresh_folder(self.folder, progress.step) if first else None)
+        assert path is not None, "rank 0 names the folder"
+        try:
+            dcp.save(
+                global_tensors(self._shards, self._mesh),  # type: ignore[arg-type]
+                storage_writer=store.Writer(path, self._mesh.rank, self._facts(progress)),
+                planner=SavePlanner(),
+            )
+        except CheckpointException as error:
+            barrier(self._mesh.world)
+            if first:
+                shutil.rmtree(path, ignore_errors=True)
+            raise _first_failure(error) from None
+        self._saved_step = progress.step
+        if first:
+            store.keep_newest(self.folder, self._config.checkpoint.keep)
+        return path
+
+    def resume(self) -> tuple[Progress, Path] | None:
+        """Load what `checkpoint.resume` asks for into the shards; None if there is nothing to resume from.
+
+        Raises: CheckpointError for a checkpoint that cannot be trusted or is of another model.
+        """
+        path = broadcast_object(self._mesh.world, self._find() if self._mesh.rank == 0 else None)
+        if path is None:
+            return None
+        reader = store.Reader(path)
+        manifest = store.read_manifest(path)
+        self._compare(path, manifest["config"]["model"])
+        try:
+            dcp.load(global_tensors(self._shards, self._mesh), storage_reader=reader, planner=LoadPlanner())  # type: ignore[arg-type]
+        except CheckpointException as error:
+            raise _first_failure(error) from None
+        progress = Progress(**manifest["progress"])
+        self._saved_step = progress.step if path.parent.absolute() == self.folder.absolute() else None
+        return progress, path
+
+    def _find(self) -> Path | None:
+        """The run's own newest checkpoint; without one, the one that the configuration names."""
+        asked = self._config.checkpoint.resume
+        store.remove_unfinished(self.folder)
+        if asked != "never" and (found := store.complete(self.folder)):
+            return found[-1].path
+        return None if asked in ("auto", "never") else Path(asked)
+
+    def _compare(self, path: Path, saved: dict[str, Any]) -> None:
+        ours = self._config.model.model_dump()
+        different = [f"{key} {saved.get(key)} there, {ours[key]} here" for key in COMPARED if saved.get(key) != ours[key]]
+        if different:
+            raise CheckpointError(f"{path} is of another model: {'; '.join(different)}", mend="another name for this run")
+
+    def _facts(self, progress: Progress) -> dict[str, Any]:
+        return {
+            "progress": asdict(progress),
+            "config": self._config.model_dump(by_alias=True, mode="json"),
+            "layout": asdict(self._mesh.topology),
+            "versions": {"megascale": megascale.__version__, "torch": torch.__version__, "python": platform.python_version()},
+            "host": socket.gethostname(),
+        }
+
+
+def _first_failure(error: CheckpointException) -> CheckpointError:
+    """What went wrong on the lowest rank that failed."""
+    rank, (cause, _) = min(error.failures.items())
+    if isinstance(cause, CheckpointError):
+        return CheckpointError(f"rank {rank}: {cause.what}", mend=cause.mend)
+    return CheckpointError(f"rank {rank}: {type(cause).__name__}: {cause}")

@@ -1,0 +1,108 @@
+"""The planners of torch.distributed.checkpoint over `GlobalTensor`s.
+
+torch's planner finds which rank writes a piece that several hold, balances them, proves that the pieces of each tensor
+fill it without overlap, and on loading which stored boxes a wanted box meets. Only the description of our pieces is here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from megascale.checkpoint.state import GlobalTensor, Piece
+from megascale.core.errors import CheckpointError
+
+State = Mapping[str, GlobalTensor]
+
+
+def _chunk(piece: Piece) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(piece.offset), sizes=torch.Size(piece.size))
+
+
+def _by_place(state: State) -> dict[tuple[str, torch.Size], torch.Tensor]:
+    return {(name, torch.Size(p.offset)): p.data for name, tensor in state.items() for p in tensor.pieces}
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Plans which of this rank's pieces it writes."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(self, state_dict: State, storage_meta: StorageMeta | None = None, is_coordinator: bool = False) -> None:  # type: ignore[override]
+        self._state = state_dict
+        self._data = _by_place(state_dict)
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> SavePlan:
+        items = []
+        for name, tensor in self._state.items():
+            properties = TensorProperties(dtype=tensor.dtype)
+            for piece in tensor.pieces:
+                data = TensorWriteData(_chunk(piece), properties, torch.Size(tensor.shape))
+                items.append(WriteItem(MetadataIndex(name, piece.offset), WriteItemType.SHARD, tensor_data=data))
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        offset = write_item.index.offset
+        assert offset is not None, "every piece has an offset"
+        return self._data[write_item.index.fqn, offset]
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Plans which stored boxes fill this rank's pieces.
+
+    Raises: CheckpointError for a tensor that is missing, has another shape, or is not stored as a whole.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(self, state_dict: State, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:  # type: ignore[override]
+        self._state = state_dict
+        self._data = _by_place(state_dict)
+        self.metadata = metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None, "the reader gives the metadata"
+        items: list[ReadItem] = []
+        for name, tensor in self._state.items():
+            stored = self.metadata.state_dict_metadata.get(name)
+            if not isinstance(stored, TensorStorageMetadata):
+                raise CheckpointError(f"the checkpoint has no tensor {name}", mend="it is of another model or optimizer")
+            if tuple(stored.size) != tensor.shape:
+                raise CheckpointError(
+                    f"{name} has shape {list(stored.size)} in the checkpoint, {list(tensor.shape)} in this run",
+                    mend="resume with the [model] section that it was saved with",
+                )
+            found = create_read_items_for_chunk_list(name, stored, [_chunk(piece) for piece in tensor.pieces])
+            wanted = sum(math.prod(piece.size) for piece in tensor.pieces)
+            if sum(math.prod(item.lengths) for item in found) != wanted:
+                raise CheckpointError(f"the checkpoint holds only a part of {name}", mend="use another checkpoint")
+            items += found
+        return LoadPlan(items)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        offset = read_item.dest_index.offset
+        assert offset is not None, "every piece has an offset"
+        data = self._data[read_item.dest_index.fqn, offset]
+        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            data = data.narrow(dim, start, length)
+        return data
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        return None

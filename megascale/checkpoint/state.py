@@ -1,0 +1,65 @@
+"""What must survive a restart, cut into boxes of named global tensors.
+
+Weights are saved as the optimizer holds them (`weights.NAME`), beside each of its state tensors (`STATE.NAME`), from this
+rank's shards. Learning rate, dropout and the order of samples are functions of the numbers in `Progress`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megascale.comm.mesh import Mesh
+from megascale.layout.shards import boxes
+from megascale.optim.sharded import ShardState
+
+
+@dataclass
+class Progress:
+    """How far a run is: finished steps, and the samples and tokens that they trained on."""
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a global tensor; `data` [size] is a view of this rank's memory."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    data: torch.Tensor
+
+
+@dataclass
+class GlobalTensor:
+    """The pieces of one named tensor that this rank holds, and the tensor's whole shape."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: list[Piece]
+
+
+def global_tensors(shards: Sequence[ShardState], mesh: Mesh) -> dict[str, GlobalTensor]:
+    """Everything in this rank's shards by global name, as views."""
+    found: dict[str, GlobalTensor] = {}
+    for shard in shards:
+        for kind, flat in {"weights": shard.master, **shard.state}.items():
+            for name, shape, piece in _pieces(shard, flat, mesh):
+                tensor = found.setdefault(f"{kind}.{name}", GlobalTensor(shape, flat.dtype, []))
+                tensor.pieces.append(piece)
+    return found
+
+
+def _pieces(shard: ShardState, flat: torch.Tensor, mesh: Mesh) -> Iterator[tuple[str, tuple[int, ...], Piece]]:
+    first, last = shard.bucket.shard
+    for slot in shard.bucket.layout.slots:
+        shapes = {tensor.name: tensor.shape for tensor in slot.parameter.tensors}
+        low, high = max(slot.start, first), min(slot.stop, last)
+        for box in boxes(slot.parameter, mesh.tp.index, mesh.tp.size, low - slot.start, high - slot.start):
+            start = slot.start + box.start - first
+            count = torch.Size(box.size).numel()
+            yield box.name, shapes[box.name], Piece(box.offset, box.size, flat[start : start + count].view(box.size))

@@ -1,0 +1,241 @@
+"""Checkpoints on disk: a fresh folder for each, safetensors shards, and a JSON manifest that is renamed into place last.
+
+A folder without a manifest is an attempt that did not finish and is never read. Nothing is executed on reading, and every
+tensor is checked against its CRC-32: torch's own file writer unpickles, reuses folders and has no checksums.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch.distributed.checkpoint import StorageReader, StorageWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from megascale.core.errors import CheckpointError
+from megascale.core.files import sync_folder, write_text
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+_FOLDER = re.compile(r"step-(\d+)(?:\.(\d+))?")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A complete checkpoint. `attempt` tells apart several of the same step."""
+
+    path: Path
+    step: int
+    attempt: int
+
+
+def complete(folder: Path) -> list[Stored]:
+    """The complete checkpoints in a folder, the oldest step first; found by looking, not by a pointer that may be stale."""
+    found = []
+    for path in folder.glob("step-*"):
+        match = _FOLDER.fullmatch(path.name)
+        if match and (path / MANIFEST).is_file():
+            found.append(Stored(path, int(match.group(1)), int(match.group(2) or 0)))
+    return sorted(found, key=lambda s: (s.step, s.attempt))
+
+
+def fresh_folder(folder: Path, step: int) -> Path:
+    """Make a folder for a checkpoint that has never been used."""
+    folder.mkdir(parents=True, exist_ok=True)
+    attempt = 0
+    while True:
+        path = folder / (f"step-{step:08d}" + (f".{attempt}" if attempt else ""))
+        try:
+            path.mkdir()
+        except FileExistsError:
+            attempt += 1
+            continue
+        return path
+
+
+def remove_unfinished(folder: Path) -> list[Path]:
+    """Delete attempts that have no manifest; no other process may be writing. Returns what was deleted."""
+    removed = [p for p in folder.glob("step-*") if _FOLDER.fullmatch(p.name) and p.is_dir() and not (p / MANIFEST).exists()]
+    for path in removed:
+        shutil.rmtree(path)
+    return removed
+
+
+def keep_newest(folder: Path, keep: int) -> None:
+    """Delete all complete checkpoints but the newest `keep`; 0 keeps all. The manifest goes first."""
+    for stored in complete(folder)[:-keep] if keep else []:
+        (stored.path / MANIFEST).unlink()
+        shutil.rmtree(stored.path)
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint's folder.
+
+    Raises: CheckpointError if it is missing, damaged, or of a later format.
+    """
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        version = manifest["format"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path / MANIFEST} cannot be read: {error!r}", mend="use another checkpoint") from None
+    if version != FORMAT:
+        raise CheckpointError(f"{path} has format {version}, this version reads {FORMAT}", mend="use the version that wrote it")
+    return manifest
+
+
+# ---- torch.distributed.checkpoint's view ------------------------------------------------------------------------------
+
+
+class Writer(StorageWriter):
+    """Writes this rank's pieces to one file, and on the coordinator the manifest. `facts` goes into the manifest."""
+
+    def __init__(self, path: Path, rank: int, facts: dict[str, Any]) -> None:
+        self._path = path
+        self._rank = rank
+        self._facts = facts
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        return None
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        name = f"rank-{self._rank:05d}.safetensors"
+        tensors, results = {}, []
+        for item in plan.items:
+            tensor = planner.resolve_data(item)
+            assert isinstance(tensor, torch.Tensor)
+            tensor = tensor.detach().cpu().contiguous()
+            key = _key(item.index)
+            tensors[key] = tensor
+            storage = {"file": name, "key": key, "crc32": _crc32(tensor)}
+            results.append(WriteResult(item.index, tensor.nbytes, storage))
+        if tensors:
+            try:
+                save_file(tensors, self._path / name)
+                _flush(self._path / name)
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"cannot write {self._path / name}: {error}", mend="check space and permissions") from None
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        places = {(r.index.fqn, r.index.offset): r.storage_data for rank in results for r in rank}
+        tensors = {}
+        for name, tensor in metadata.state_dict_metadata.items():
+            assert isinstance(tensor, TensorStorageMetadata)
+            boxes = [
+                {"offset": list(chunk.offsets), "size": list(chunk.sizes), **places[name, chunk.offsets]}
+                for chunk in tensor.chunks
+            ]
+            dtype = str(tensor.properties.dtype).removeprefix("torch.")
+            tensors[name] = {"shape": list(tensor.size), "dtype": dtype, "boxes": boxes}
+        sync_folder(self._path)
+        write_text(self._path / MANIFEST, json.dumps({"format": FORMAT, **self._facts, "tensors": tensors}, indent=1))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        return True
+
+
+class Reader(StorageReader):
+    """Reads what a `Writer` wrote, for any layout."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._manifest = read_manifest(path)
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        return None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        tensors, storage = {}, {}
+        for name, tensor in self._manifest["tensors"].items():
+            chunks = []
+            for number, box in enumerate(tensor["boxes"]):
+                chunks.append(ChunkStorageMetadata(torch.Size(box["offset"]), torch.Size(box["size"])))
+                storage[MetadataIndex(name, box["offset"], number)] = box
+            properties = TensorProperties(dtype=getattr(torch, tensor["dtype"]))
+            tensors[name] = TensorStorageMetadata(properties, torch.Size(tensor["shape"]), chunks)
+        return Metadata(tensors, storage_data=storage)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._storage: dict[MetadataIndex, dict[str, Any]] = metadata.storage_data
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file = defaultdict(list)
+        for item in plan.items:
+            box = self._storage[item.storage_index]
+            by_file[box["file"]].append((box, item))
+        for file, wanted in by_file.items():
+            for item, data in self._read_file(file, wanted):
+                for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                    data = data.narrow(dim, start, length)
+                planner.resolve_tensor(item).copy_(data)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read_file(self, file: str, wanted: list[tuple[dict[str, Any], Any]]) -> Iterator[tuple[Any, torch.Tensor]]:
+        """The wanted boxes of a file, each checked."""
+        path = self._path / file
+        try:
+            with safe_open(path, framework="pt") as shard:
+                for box, item in wanted:
+                    data = shard.get_tensor(box["key"])
+                    if _crc32(data) != box["crc32"]:
+                        raise CheckpointError(f"{path}: {box['key']} is not what was written", mend="use another checkpoint")
+                    yield item, data
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}", mend="use another checkpoint") from None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        return True
+
+
+def _key(index: MetadataIndex) -> str:
+    return f"{index.fqn}@{','.join(map(str, index.offset or ()))}"
+
+
+def _crc32(tensor: torch.Tensor) -> int:
+    return zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def _flush(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())

@@ -1,0 +1,1 @@
+"""The `megascale` command: one file a subcommand, imported only when it runs."""

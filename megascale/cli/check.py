@@ -1,0 +1,50 @@
+"""`megascale check`: answers in a fraction of a second, without torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from megascale.cli.main import add_config_arguments
+from megascale.config.explain import load
+from megascale.config.resolved import to_toml
+from megascale.config.run import RunConfig
+from megascale.core.errors import ConfigError, Exit
+from megascale.core.units import format_count
+from megascale.plan.params import parameter_count
+
+
+def add_arguments(sub: argparse.ArgumentParser) -> None:
+    add_config_arguments(sub)
+    sub.add_argument("--gpus", type=int, metavar="N", help="check for a job of N processes")
+    sub.add_argument("--show", action="store_true", help="print the resolved configuration")
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(options: argparse.Namespace) -> int:
+    try:
+        config = load(options.config, options.overrides, world=options.gpus)
+    except ConfigError as error:
+        if not options.json:
+            raise
+        print(json.dumps({"ok": False, "problems": [vars(problem) for problem in error.problems]}))
+        return Exit.CONFIG
+    if options.json:
+        print(json.dumps({"ok": True, "config": config.model_dump(by_alias=True, mode="json")}))
+    elif options.show:
+        print(to_toml(config), end="")
+    else:
+        print(summary(config))
+    return Exit.OK
+
+
+def summary(config: RunConfig) -> str:
+    """One line: what would run."""
+    p, m = config.parallel, config.model
+    layout = f"tp {p.tp}{' sp' if p.sp else ''} x pp {p.pp}{f' (vpp {p.vpp})' if p.vpp > 1 else ''} x dp {config.dp}"
+    tokens = config.batch.total * m.seq_length
+    return (
+        f"{config.name}: {format_count(parameter_count(m))} parameters, {layout} = {config.world} processes, "
+        f"{config.micro_batches} micro-batches of {config.batch.micro}, {format_count(tokens)} tokens a step, "
+        f"{format_count(tokens * config.train.steps)} in {config.train.steps} steps: no mistakes found"
+    )

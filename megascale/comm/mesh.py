@@ -1,0 +1,69 @@
+"""The topology with live groups. A `Mesh` is passed as an argument; there is no global one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megascale.comm.group import DIRECT_LIMIT, Group, alone, open_group
+from megascale.comm.p2p import Channels
+from megascale.layout.topology import Coord, Topology
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's place and the groups it belongs to.
+
+    `dp` sums gradients: data and context parallel ranks. `tied` joins the first and the last pipeline stage where both
+    hold the token embedding, and is this rank alone elsewhere. `world` is every rank of the job.
+    """
+
+    topology: Topology
+    rank: int
+    tp: Group
+    dp: Group
+    up: Group
+    down: Group
+    tied: Group
+    world: Group
+
+    @property
+    def coord(self) -> Coord:
+        return self.topology.coord(self.rank)
+
+    @property
+    def channels(self) -> Channels:
+        return Channels(self.up, self.down)
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        return (self.tp, self.dp, self.up, self.down, self.tied, self.world)
+
+
+def open_mesh(topology: Topology, rank: int, backend: str, *, tied: bool) -> Mesh:
+    """Open the groups that `rank` belongs to, and no others.
+
+    Every rank opens its groups in the same order, so that groups of the same kind come up side by side and none waits for
+    another kind. `tied`: the model's first and last stage share the token embedding.
+    """
+    coord = topology.coord(rank)
+    stages = topology.group(rank, "pp")
+    ends = [stages[0], stages[-1]]
+    share = tied and topology.pp > 1 and coord.pp in (0, topology.pp - 1)
+    everyone = tuple(range(topology.world))
+    direct = backend == "gloo" and topology.world <= DIRECT_LIMIT
+    return Mesh(
+        topology,
+        rank,
+        tp=open_group("tp", topology.group(rank, "tp"), rank, backend),
+        dp=open_group("dp", topology.group(rank, "cp", "dp"), rank, backend),
+        up=open_group("pp.up", stages, rank, backend),
+        down=open_group("pp.down", stages, rank, backend),
+        tied=open_group("tied", ends, rank, backend) if share else alone("tied", rank),
+        world=Group("world", everyone, rank, None, direct),  # the default process group
+    )
+
+
+def single() -> Mesh:
+    """A world of one process."""
+    names = ("tp", "dp", "pp.up", "pp.down", "tied", "world")
+    return Mesh(Topology(), 0, *(alone(name) for name in names))

@@ -1,0 +1,42 @@
+"""Messages between neighbouring pipeline stages.
+
+Each ordered pair of ranks is a channel of its own: messages in one direction never wait for those in the other, and
+arrive in the order in which they were sent. Shapes are known to both sides, so nothing but the data travels.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megascale.comm.group import Group, Pending
+
+
+class Channels:
+    """This rank's channels to the other stages of its pipeline.
+
+    Messages to a later rank of the pipeline go through `up`, to an earlier one through `down`. With one communicator for
+    each direction, two ranks that send to each other at once cannot block each other on NCCL.
+    """
+
+    def __init__(self, up: Group, down: Group) -> None:
+        self._up = up
+        self._down = down
+
+    def send(self, tensor: Tensor, to: int) -> Pending:
+        """Start sending a contiguous tensor to stage rank `to`. It may not change before the result was waited for."""
+        group = self._up if to > self._up.index else self._down
+        group.count("send", tensor.nbytes)
+        return _work(dist.isend(tensor, group.ranks[to], group=group.process_group))
+
+    def receive(self, out: Tensor, source: int) -> Pending:
+        """Start receiving the next message of stage rank `source` into `out`."""
+        group = self._up if source < self._up.index else self._down
+        group.count("receive", out.nbytes)
+        return _work(dist.irecv(out, group.ranks[source], group=group.process_group))
+
+
+def _work(work: dist.Work | None) -> Pending:
+    if work is None:
+        raise RuntimeError("this rank is not in its own pipeline's group")
+    return work

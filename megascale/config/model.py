@@ -1,0 +1,77 @@
+"""The network: sizes and parts of a decoder-only transformer."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from megascale.catalog.layers import ACTIVATIONS, NORMS
+from megascale.catalog.presets import PRESETS
+from megascale.config.section import Count, Section, choice
+from megascale.core.registry import nearest
+
+
+class ModelConfig(Section):
+    """`[model]`: a preset, sizes, or a preset with some sizes changed."""
+
+    preset: str | None = Field(None, description="a named model whose keys fill in for those left out")
+    num_layers: Count = Field(description="transformer blocks")
+    hidden_size: Count = Field(description="width of the residual stream")
+    num_heads: Count = Field(description="attention heads")
+    num_kv_heads: Count = Field(
+        description="heads of keys and values, shared by groups of query heads; default num_heads"
+    )
+    ffn_size: Count = Field(
+        description="inner width of the MLP; default 4 x hidden_size, or for a gated activation 8/3 x hidden_size "
+        "rounded up to a multiple of 64"
+    )
+    vocab_size: Count = Field(description="tokens in the vocabulary, without padding")
+    seq_length: Count = Field(description="tokens in a sample")
+    norm: Annotated[str, choice(NORMS)] = Field("layernorm", description="normalisation before each branch")
+    norm_eps: float = Field(1e-5, gt=0, description="added to the variance in a norm")
+    activation: Annotated[str, choice(ACTIVATIONS)] = Field("gelu", description="non-linearity of the MLP")
+    position: Literal["learned", "rope"] = Field("learned", description="learned position vectors, or rotary embeddings")
+    rope_theta: float = Field(10_000.0, gt=0, description="base of the rotary frequencies")
+    bias: bool = Field(True, description="biases in linear layers")
+    tie_embeddings: bool = Field(True, description="the output projection shares the weight of the token embedding")
+    block: Literal["serial"] = Field("serial", description="attention then MLP")
+    window: None = Field(None, description="sliding-window attention; not available yet: leave it out")
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description="probability of dropping: embeddings, attention weights, and both branches"
+    )
+    init_std: float = Field(
+        0.02, gt=0, description="standard deviation of initial weights; projections back into the residual stream get "
+        "init_std / sqrt(2 x num_layers)"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, given: Any) -> Any:
+        return fill_in(given) if isinstance(given, dict) else given
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def gated(self) -> bool:
+        return bool(ACTIVATIONS[self.activation].facts["gated"])
+
+
+def fill_in(given: dict[str, Any]) -> dict[str, Any]:
+    """`given` with the keys of its preset and the sizes that follow from others."""
+    name = given.get("preset")
+    if isinstance(name, str) and name not in PRESETS:
+        close = nearest(name, PRESETS)
+        raise PydanticCustomError("preset", "{message}", {"message": f"there is no preset '{name}'", "nearest": close})
+    full = (PRESETS[name] if isinstance(name, str) else {}) | given
+    hidden, heads = full.get("hidden_size"), full.get("num_heads")
+    if "num_kv_heads" not in full and isinstance(heads, int):
+        full["num_kv_heads"] = heads
+    if "ffn_size" not in full and isinstance(hidden, int):
+        gated = full.get("activation") in ACTIVATIONS.cards and ACTIVATIONS[full["activation"]].facts["gated"]
+        full["ffn_size"] = 64 * math.ceil(8 * hidden / 3 / 64) if gated else 4 * hidden
+    return full

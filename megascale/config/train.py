@@ -1,0 +1,92 @@
+"""The run itself: batch, steps, optimizer, data, checkpoints, and where results go."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megascale.catalog.decays import DECAYS
+from megascale.catalog.optimizers import OPTIMIZERS
+from megascale.catalog.precisions import PRECISIONS
+from megascale.config.section import Count, Section, choice
+
+Whole = Annotated[int, Field(ge=0)]
+
+
+class BatchConfig(Section):
+    """`[batch]`: sequences in one forward of one rank, and in one optimizer step of the whole job."""
+
+    micro: Count = Field(1, description="sequences in a micro-batch")
+    total: Count = Field(alias="global", description="sequences in a step, over all ranks")
+
+
+class TrainConfig(Section):
+    """`[train]`"""
+
+    steps: Count = Field(description="optimizer steps of the whole run")
+    seed: Whole = Field(1234, description="initial weights, dropout and the order of samples follow from it")
+    precision: Annotated[str, choice(PRECISIONS)] = Field("fp32", description="number format of compute")
+    recompute: Literal["none"] = Field("none", description="activation recomputation; not available yet")
+    compile: Literal[False] = Field(False, description="torch.compile of each block; not available yet")
+    log_every: Count = Field(10, description="steps between lines of metrics")
+    eval_every: Whole = Field(0, description="steps between evaluations on validation data, and one at the end; 0: never")
+    eval_steps: Count = Field(10, description="global batches in an evaluation")
+
+
+class OptimizerConfig(Section):
+    """`[optimizer]`"""
+
+    name: Annotated[str, choice(OPTIMIZERS)] = Field("adamw", description="update rule")
+    lr: float = Field(gt=0, description="learning rate after the warm-up")
+    min_lr: float = Field(0.0, ge=0, description="learning rate at the end")
+    warmup_steps: Whole = Field(0, description="steps of linear rise from 0 to lr")
+    decay: Annotated[str, choice(DECAYS)] = Field("cosine", description="course of the learning rate after the warm-up")
+    decay_steps: Count | None = Field(None, description="for wsd: steps of the final fall; default a tenth of train.steps")
+    weight_decay: float = Field(0.1, ge=0, description="decoupled decay of matrices; norms and biases have none")
+    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = Field(
+        [0.9, 0.95], description="decay of the first and second moment"
+    )
+    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
+    clip_norm: float = Field(1.0, ge=0, description="largest norm of the whole gradient; 0: no clipping")
+
+
+Blend = list[tuple[Annotated[float, Field(gt=0)], str]]
+
+
+class DataConfig(Section):
+    """`[data]`: token datasets in megatron-core's .bin/.idx format, named without their ending."""
+
+    train: str | Annotated[Blend, Field(min_length=1, strict=False)] | None = Field(
+        None, description="a dataset's prefix, or a blend: [[weight, prefix], ...]"
+    )
+    valid: str | Annotated[Blend, Field(min_length=1, strict=False)] | None = Field(
+        None, description="validation data, likewise; without it, a part of train, see split"
+    )
+    split: Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=2, max_length=2)] = Field(
+        [0.99, 0.01], description="shares of the documents of train that train and validate, when valid is not given"
+    )
+    tokenizer: str | None = Field(None, description="tokenizer file; checked against the one the data was made with")
+    cache: str | None = Field(None, description="folder of the sample indices; default: beside the first dataset")
+    mock: bool = Field(False, description="random tokens instead of data, for measuring speed")
+
+
+class CheckpointConfig(Section):
+    """`[checkpoint]`"""
+
+    every: Whole = Field(1000, description="steps between checkpoints, and one at the end; 0: no checkpoints at all")
+    keep: Whole = Field(0, description="newest checkpoints kept; 0: all")
+    resume: str = Field(
+        "auto",
+        description="auto: from the run's newest complete checkpoint; a checkpoint's folder: from it, until the run has one of "
+        "its own; never",
+    )
+    background: Literal[False] = Field(False, alias="async", description="write in the background; not available yet")
+
+
+class ObserveConfig(Section):
+    """`[observe]`"""
+
+    dir: str = Field("runs", description="parent of the run's folder")
+    tensorboard: bool = Field(True, description="write TensorBoard events")
+    events: Literal[False] = Field(False, description="write a record of every collective; not available yet")

@@ -1,0 +1,1 @@
+"""Names every layer shares: errors, choices, units, and who this process is. Standard library only."""

@@ -1,0 +1,46 @@
+"""Numbers as people read them. The only place that knows 1024 from 1000."""
+
+from __future__ import annotations
+
+import math
+
+GIB = 1024**3
+MIB = 1024**2
+
+
+def format_count(value: float) -> str:
+    """1234567 -> '1.23M'. For parameters, tokens and other counts."""
+    for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.2f}{suffix}"
+    return f"{value:.0f}"
+
+
+def format_bytes(value: float) -> str:
+    """2147483648 -> '2.00 GiB'."""
+    for size, suffix in ((1024**4, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (1024, "KiB")):
+        if abs(value) >= size:
+            return f"{value / size:.2f} {suffix}"
+    return f"{value:.0f} B"
+
+
+def format_flops(value: float) -> str:
+    """9.89e14 -> '989.0 TFLOP/s'. `value` in FLOP/s."""
+    for size, suffix in ((1e15, "PFLOP/s"), (1e12, "TFLOP/s"), (1e9, "GFLOP/s")):
+        if abs(value) >= size:
+            return f"{value / size:.1f} {suffix}"
+    return f"{value:.0f} FLOP/s"
+
+
+def format_duration(seconds: float) -> str:
+    """3725 -> '1h 02m'; 42 -> '42s'."""
+    if not math.isfinite(seconds):
+        return "unknown"
+    minutes, secs = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d {hours:02d}h"
+    if hours:
+        return f"{hours}h {minutes:02d}m"
+    return f"{minutes}m {secs:02d}s" if minutes else f"{secs}s"

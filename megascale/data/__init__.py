@@ -1,0 +1,1 @@
+"""Tokens in: from text to the batches of a step."""

@@ -1,0 +1,101 @@
+"""The batch of a step on one rank.
+
+A step trains on the samples that follow those already seen. They go to micro-batches and data-parallel ranks by arithmetic
+alone, so every rank knows which samples any other has, and no layout changes what a step trains on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megascale.data.mixture import Sample
+from megascale.parallel.microbatch import MicroBatch
+from megascale.parallel.rng import Dropout
+
+
+class Samples(Protocol):
+    """What a loader draws from."""
+
+    samples: int
+
+    def __getitem__(self, index: int) -> Sample: ...
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How the rows of a step are dealt out: `total` rows over `ranks` data-parallel ranks in micro-batches of `micro`."""
+
+    total: int
+    micro: int
+    ranks: int
+
+    @property
+    def micro_batches(self) -> int:
+        return self.total // (self.micro * self.ranks)
+
+    def rows(self, micro_batch: int, rank: int) -> range:
+        """The rows of one micro-batch of one rank."""
+        first = (micro_batch * self.ranks + rank) * self.micro
+        return range(first, first + self.micro)
+
+
+class StepBatch:
+    """A step's samples on this rank. `tokens`: labels that count in the loss, over this rank's micro-batches."""
+
+    def __init__(self, micro_batches: list[MicroBatch], tokens: int) -> None:
+        self._micro_batches = micro_batches
+        self.tokens = tokens
+
+    def micro_batch(self, index: int) -> MicroBatch:
+        return self._micro_batches[index]
+
+
+class Loader:
+    """Makes the batches of one split on data-parallel rank `rank`. `samples` is None on ranks that have neither the first nor
+    the last stage: their micro-batches carry no tokens."""
+
+    def __init__(
+        self, samples: Samples | None, shape: Shape, rank: int, *, dropout: float, seed: int, device: torch.device
+    ) -> None:
+        self._samples = samples
+        self._shape = shape
+        self._rank = rank
+        self._dropout = dropout
+        self._seed = seed
+        self._device = device
+
+    def batch(self, seen: int) -> StepBatch:
+        """The samples of the step that begins when `seen` samples of the run have been trained on."""
+        micro_batches = [self._micro_batch(seen, index) for index in range(self._shape.micro_batches)]
+        return StepBatch(micro_batches, sum(_counted(micro_batch) for micro_batch in micro_batches))
+
+    def batches(self, count: int) -> Iterator[StepBatch]:
+        """The first `count` batches."""
+        return (self.batch(index * self._shape.total) for index in range(count))
+
+    def _micro_batch(self, seen: int, index: int) -> MicroBatch:
+        numbers = [seen + row for row in self._shape.rows(index, self._rank)]
+        dropout = Dropout(self._dropout, self._seed, numbers, self._device)
+        if self._samples is None:
+            return MicroBatch(None, None, None, dropout)
+        samples = [self._samples[number] for number in numbers]
+        masks = [sample.mask for sample in samples]
+        mask = None
+        if any(m is not None for m in masks):
+            mask = self._rows([torch.ones_like(s.labels) if s.mask is None else s.mask for s in samples])
+        return MicroBatch(self._rows([s.tokens for s in samples]), self._rows([s.labels for s in samples]), mask, dropout)
+
+    def _rows(self, rows: list[Tensor]) -> Tensor:
+        """Rows [s] side by side: [s, b], on the device."""
+        return torch.stack(rows, 1).to(self._device, non_blocking=True)
+
+
+def _counted(batch: MicroBatch) -> int:
+    if batch.labels is None:
+        return 0
+    return batch.labels.numel() if batch.mask is None else int(batch.mask.sum())

@@ -1,0 +1,1 @@
+"""From a configuration to running processes. No torch here: the launcher must survive what its ranks do not."""

@@ -1,0 +1,170 @@
+"""The ranks of one host, started and watched without torchrun.
+
+torchrun, when a rank dies, prints the errors of those that lost their peer among that rank's own, and its workers go on
+when it is killed itself. Here every rank dies with the launcher; when one fails, the others are ended and the error shown
+is that of the rank that failed first, by its number and host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from megascale.core.errors import Exit
+from megascale.launch.failure import ERROR_FILE, Failure, first_cause
+
+GRACE = 10.0
+"""Seconds that ranks have to end after one has failed, before they are killed."""
+
+SETTLE = 1.0
+"""Seconds in which other ranks may report their own errors, so that the first cause is found among them."""
+
+_SET_PDEATHSIG = 1  # of prctl(2)
+
+
+@dataclass
+class _Worker:
+    rank: int
+    process: subprocess.Popen
+    log: Path | None
+
+
+def run(arguments: Sequence[str], world: int, logs: Path) -> int:
+    """Run `python -m megascale ARGUMENTS` as `world` ranks on this host and return the exit status of the job.
+
+    Rank 0 shares this terminal; the others write to `logs`/rank-N.log. SIGTERM and SIGINT are passed on once, so that the
+    ranks finish their step and save; a second one ends them.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    for old in logs.glob("rank-*.*"):
+        old.unlink()
+    with _listening() as listener:
+        workers = [_start(arguments, rank, world, listener, logs) for rank in range(world)]
+    with _forwarded(workers):
+        return _watch(workers, world, logs)
+
+
+@contextlib.contextmanager
+def _listening():
+    """A socket on a free loopback port for the store of rank 0."""
+    listener = socket.socket()
+    try:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener
+    finally:
+        listener.close()
+
+
+def _start(arguments: Sequence[str], rank: int, world: int, listener: socket.socket, logs: Path) -> _Worker:
+    address = ":".join(map(str, listener.getsockname()))
+    fd = listener.fileno()
+    env = dict(
+        os.environ,
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_WORLD_SIZE=str(world),
+        MEGASCALE_STORE=f"{address}:{fd}" if rank == 0 else address,
+    )
+    env[ERROR_FILE] = str(logs / f"rank-{rank}.error.json")
+    env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    log = logs / f"rank-{rank}.log" if rank else None
+    parent = os.getpid()
+    with open(log, "wb") if log else contextlib.nullcontext() as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "megascale", *arguments],
+            env=env,
+            stdout=output,
+            stderr=subprocess.STDOUT if log else None,
+            pass_fds=[fd] if rank == 0 else [],
+            start_new_session=True,  # Ctrl-C reaches the launcher alone, which passes it on as a request to stop
+            preexec_fn=lambda: _die_with(parent),
+        )
+    return _Worker(rank, process, log)
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies, whatever it dies of."""
+    ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the call
+        os._exit(Exit.UNCLASSIFIED)
+
+
+@contextlib.contextmanager
+def _forwarded(workers: Sequence[_Worker]):
+    """Pass SIGTERM and SIGINT on: the first as a request to stop, the second as the end."""
+    asked = False
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        _signal(workers, signal.SIGKILL if asked else signal.SIGTERM)
+        asked = True
+
+    previous = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _watch(workers: Sequence[_Worker], world: int, logs: Path) -> int:
+    """Wait for all ranks, or for the first that fails; then end the others and say what happened."""
+    while True:
+        codes = {worker.rank: worker.process.poll() for worker in workers}
+        failed = [rank for rank, code in codes.items() if code not in (None, Exit.OK, Exit.STOPPED)]
+        if failed:
+            break
+        if None not in codes.values():
+            return Exit.STOPPED if Exit.STOPPED in codes.values() else Exit.OK
+        time.sleep(0.05)
+    time.sleep(SETTLE)
+    died = {w.rank: -w.process.returncode for w in workers if (w.process.poll() or 0) < 0}  # by a signal, not ours
+    _end(workers)
+    codes = {worker.rank: worker.process.returncode for worker in workers}
+    failure = first_cause(logs, died, codes)
+    print(_report(failure, world, workers), file=sys.stderr)
+    return failure.exit_status
+
+
+def _report(failure: Failure, world: int, workers: Sequence[_Worker]) -> str:
+    lines = [f"megascale: rank {failure.rank} of {world} on {failure.host} failed: {failure.what}"]
+    log = workers[failure.rank].log
+    if log is not None:
+        if failure.unexplained:
+            lines += [f"  | {line}" for line in log.read_text(errors="replace").splitlines()[-20:]]
+        lines.append(f"its output: {log}")
+    if world > 1:
+        lines.append(f"the other {world - 1} rank{'s were' if world > 2 else ' was'} ended")
+    return "\n".join(lines)
+
+
+def _end(workers: Sequence[_Worker]) -> None:
+    """End the ranks that still run: SIGTERM twice (the second does not wait for the step), then SIGKILL."""
+    for _ in range(2):
+        _signal(workers, signal.SIGTERM)
+        time.sleep(0.1)
+    deadline = time.monotonic() + GRACE
+    while any(w.process.poll() is None for w in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    _signal(workers, signal.SIGKILL)
+    for worker in workers:
+        worker.process.wait()
+
+
+def _signal(workers: Sequence[_Worker], number: int) -> None:
+    for worker in workers:
+        if worker.process.poll() is None:
+            worker.process.send_signal(number)

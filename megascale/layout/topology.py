@@ -1,0 +1,70 @@
+"""Ranks and their coordinates. tp varies fastest, then cp, dp, and pp slowest.
+
+Tensor parallelism so stays inside a node, and data-parallel groups are placed before pipeline stages, as in section 2 of
+the paper.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+AXES = ("tp", "cp", "dp", "pp")
+"""Axes of parallelism, the fastest first."""
+
+
+class Coord(NamedTuple):
+    """A rank's index on each axis."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The sizes of the axes; everything else is arithmetic, for worlds of any size."""
+
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
+    pp: int = 1
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.tp * self.cp * self.dp * self.pp
+
+    def coord(self, rank: int) -> Coord:
+        """Where `rank` stands.
+
+        Raises: IndexError outside the world.
+        """
+        if not 0 <= rank < self.world:
+            raise IndexError(f"rank {rank} is not in a world of {self.world}")
+        indices = []
+        for axis in AXES:
+            rank, index = divmod(rank, getattr(self, axis))
+            indices.append(index)
+        return Coord(*indices)
+
+    def rank(self, coord: Coord) -> int:
+        """The rank that stands at `coord`."""
+        rank = 0
+        for axis in reversed(AXES):
+            rank = rank * getattr(self, axis) + getattr(coord, axis)
+        return rank
+
+    def group(self, rank: int, *axes: str) -> list[int]:
+        """The ranks that differ from `rank` on `axes` only, itself among them, in ascending order."""
+        coord = self.coord(rank)
+        ranges = [range(getattr(self, axis)) for axis in axes]
+        members = (coord._replace(**dict(zip(axes, indices, strict=True))) for indices in itertools.product(*ranges))
+        return sorted(self.rank(member) for member in members)
+
+    def groups(self, *axes: str) -> list[list[int]]:
+        """All groups along `axes`; each rank is in exactly one."""
+        first = (rank for rank in range(self.world) if all(getattr(self.coord(rank), axis) == 0 for axis in axes))
+        return [self.group(rank, *axes) for rank in first]

@@ -1,0 +1,35 @@
+"""What an optimizer is given and what it must offer, so that the sharding layer need not know it.
+
+An element-wise optimizer (`needs` = element on its card) sees its shard as flat segments, cut anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from megascale.config.train import OptimizerConfig
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A flat run of weights that are treated alike: `weight`, `grad` and each of `state` are [n] views of one format."""
+
+    weight: Tensor
+    grad: Tensor
+    state: Mapping[str, Tensor]
+    decays: bool
+
+
+class Optimizer(Protocol):
+    """An update rule over segments. `state_names`: the tensors it keeps for each segment, zero at the start."""
+
+    state_names: tuple[str, ...]
+
+    def __init__(self, segments: Sequence[Segment], config: OptimizerConfig) -> None: ...
+
+    def step(self, lr: float, step: int) -> None:
+        """Update all segments from their gradients; `step` counts from 1."""

@@ -1,0 +1,1 @@
+"""Many devices compute one thing."""

@@ -1,0 +1,208 @@
+"""Weights and gradients of this rank in contiguous buckets, reduced, sharded and gathered over data parallelism.
+
+ZeRO (Rajbhandari et al. 2020), a model chunk at a time as in MegaScale 3.2: with zero = 0 gradients are all-reduced and
+every rank updates all weights; with 1 they are reduce-scattered, each rank updates its contiguous shard, and the weights
+are all-gathered; with 2 the whole gradient exists only during a backward, and the sum over micro-batches is kept as a
+shard. Gradients are sums over tokens: they are divided once, by the global number of tokens, when they are clipped.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megascale.comm.collectives import all_gather, all_reduce, reduce_scatter
+from megascale.comm.group import DONE, Pending, alone
+from megascale.comm.mesh import Mesh
+from megascale.layout import buckets as layouts
+from megascale.layout.tensors import TOKEN_EMBEDDING, Parameter
+
+
+class Bucket:
+    """One contiguous run of parameters.
+
+    `weights` [size], in the format of compute; `shard`: the range that this rank updates (everything with zero = 0);
+    `grad` [size of the shard]: its gradient after a reduction. `counts`: whether this rank's copy enters the global norm,
+    false for the second copy of a tied embedding.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Parameter], mesh: Mesh, zero: int, formats: tuple[torch.dtype, torch.dtype], device: torch.device
+    ) -> None:
+        compute, self._accumulate = formats
+        layout = self.layout = layouts.pack(parameters, mesh.tp.size, mesh.dp.size)
+        tied = [p.name for p in parameters] == [TOKEN_EMBEDDING]
+        self.zero = zero
+        self.counts = not tied or mesh.tied.index == 0
+        self.group = mesh.dp
+        self._tp = mesh.tp
+        self._tied = mesh.tied if tied else alone("tied")
+        self.weights = torch.zeros(layout.size, dtype=compute, device=device)
+        self.shard = layout.shard(mesh.dp.index) if zero else (0, layout.size)
+        self.parameters: dict[str, nn.Parameter] = {}
+        for slot in layout.slots:
+            view = self.weights[slot.start : slot.stop].view(slot.parameter.local_shape(mesh.tp.size))
+            parameter = self.parameters[slot.parameter.name] = nn.Parameter(view)
+            parameter.register_post_accumulate_grad_hook(_into_bucket)
+        self._full: Tensor | None = None
+        self._reducing: tuple[Pending, Tensor | None] = (DONE, None)
+        self._gathering: Pending = DONE
+        self.finite_before = torch.ones((), dtype=torch.bool, device=device)
+        if zero == 2:
+            self.grad = torch.zeros(self.shard[1] - self.shard[0], dtype=self._accumulate, device=device)
+        else:
+            full = torch.zeros(layout.size, dtype=self._accumulate, device=device)
+            self._bind(full)
+            self.grad = full[slice(*self.shard)]
+
+    @property
+    def shard_weights(self) -> Tensor:
+        """This rank's shard of the weights, a view."""
+        return self.weights[slice(*self.shard)]
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """Bytes that stay allocated: weights and gradients."""
+        return {"weights": self.weights.nbytes, "gradients": (self.grad if self._full is None else self._full).nbytes}
+
+    def clear(self) -> None:
+        """Forget the gradients of the last step."""
+        (self.grad if self._full is None else self._full).zero_()
+        self.finite_before.fill_(True)
+
+    def make_room(self) -> None:
+        """With zero = 2: a whole gradient for the backward that follows."""
+        self._bind(torch.zeros(self.layout.size, dtype=self._accumulate, device=self.weights.device))
+
+    def reduce(self) -> None:
+        """Start the sum over data parallelism of the gradients accumulated since the last one."""
+        full = self._full
+        assert full is not None, "a backward comes before the reduction of its gradients"
+        if self.group.size > 1:  # after the reduction no one can say whose gradient it was
+            self.finite_before &= full.sum().isfinite()
+        self.finish_reduction()
+        if self.zero == 0:
+            self._reducing = (all_reduce(self.group, full, wait=False), None)
+        elif self.zero == 1:
+            self._reducing = (reduce_scatter(self.group, self.grad, full, wait=False), None)
+        else:
+            self._unbind()
+            part = torch.empty_like(self.grad)
+            self._reducing = (reduce_scatter(self.group, part, full, wait=False), part)
+
+    def finish_reduction(self) -> None:
+        """Wait for the reduction under way, if any."""
+        pending, part = self._reducing
+        self._reducing = (DONE, None)
+        pending.wait()
+        if part is not None:
+            self.grad += part
+
+    def sum_partial(self, *, sequence: bool) -> None:
+        """Sum what data parallelism leaves partial: over the pipeline's ends a tied embedding's gradient, and with sequence
+        parallelism over tp those of the parameters that every tp rank holds whole, which have seen a part of the tokens."""
+        if sequence and self._tp.size > 1:
+            low, high = (min(max(edge, self.shard[0]), self.shard[1]) for edge in self.layout.whole)
+            if low < high:
+                all_reduce(self._tp, self.grad[low - self.shard[0] : high - self.shard[0]])
+        all_reduce(self._tied, self.grad)
+
+    def start_gather(self) -> None:
+        """Start collecting the weights that the other ranks have updated."""
+        if self.zero:
+            self._gathering = all_gather(self.group, self.weights, self.shard_weights, wait=False)
+
+    def finish_gather(self) -> None:
+        self._gathering.wait()
+        self._gathering = DONE
+
+    def _bind(self, full: Tensor) -> None:
+        """Let the parameters' gradients accumulate in `full` [size]."""
+        self._full = full
+        for slot in self.layout.slots:
+            parameter = self.parameters[slot.parameter.name]
+            parameter.main_grad = full[slot.start : slot.stop].view(parameter.shape)  # type: ignore[attr-defined]
+
+    def _unbind(self) -> None:
+        self._full = None
+        for parameter in self.parameters.values():
+            del parameter.main_grad
+
+
+def _into_bucket(parameter: Tensor) -> None:
+    """A gradient that autograd formed moves into the bucket; there is none where `parallel.weights` has added it already."""
+    if parameter.grad is None:
+        return
+    parameter.main_grad += parameter.grad  # type: ignore[attr-defined]
+    parameter.grad = None
+
+
+class Gradients:
+    """The buckets of this rank's chunks (`layout.chunks.chunk_buckets`)."""
+
+    def __init__(
+        self, chunks: Sequence[Sequence[Sequence[Parameter]]], mesh: Mesh, *, zero: int, sequence: bool, overlap: bool,
+        formats: tuple[torch.dtype, torch.dtype], device: torch.device,
+    ) -> None:  # fmt: skip
+        self._zero = zero
+        self._sequence = sequence
+        self._overlap = overlap
+        self._reducing: deque[int] = deque()  # chunks, the oldest reduction first
+        self.chunks = [
+            [Bucket(parameters, mesh, zero, formats, device) for parameters in buckets] for buckets in chunks
+        ]
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        return [bucket for chunk in self.chunks for bucket in chunk]
+
+    def parameters(self, chunk: int) -> dict[str, nn.Parameter]:
+        """The parameters of a chunk by name."""
+        return {name: p for bucket in self.chunks[chunk] for name, p in bucket.parameters.items()}
+
+    def clear(self) -> None:
+        """Begin a step: no gradients."""
+        for bucket in self.buckets:
+            bucket.clear()
+
+    def begin_backward(self, chunk: int) -> None:
+        """A backward of this chunk follows. With zero = 2 this makes room for its gradient: one other may still be being
+        reduced, no more."""
+        if self._zero == 2:
+            self._finish_reductions(leave=1)
+            for bucket in self.chunks[chunk]:
+                bucket.make_room()
+
+    def reduce(self, chunk: int) -> None:
+        """The gradients of a chunk are complete: sum them over data parallelism, in the background if overlapped."""
+        for bucket in self.chunks[chunk]:
+            bucket.reduce()
+        self._reducing.append(chunk)
+        if not self._overlap:
+            self._finish_reductions()
+
+    def finish(self) -> None:
+        """Wait until every gradient of this rank's shards is the sum over the whole job."""
+        self._finish_reductions()
+        for bucket in self.buckets:
+            bucket.sum_partial(sequence=self._sequence)
+
+    def start_gather(self) -> None:
+        """Begin to collect the updated weights, in the order in which the next step needs them."""
+        for bucket in self.buckets:
+            bucket.start_gather()
+        if not self._overlap:
+            self.finish_gather()
+
+    def finish_gather(self, chunk: int | None = None) -> None:
+        """Wait until the weights of a chunk, or of all, are complete."""
+        for bucket in self.buckets if chunk is None else self.chunks[chunk]:
+            bucket.finish_gather()
+
+    def _finish_reductions(self, leave: int = 0) -> None:
+        while len(self._reducing) > leave:
+            for bucket in self.chunks[self._reducing.popleft()]:
+                bucket.finish_reduction()

@@ -1,0 +1,1 @@
+"""What a run costs: parameters, FLOPs, bytes. Formulas over the configuration, no torch."""

@@ -1,0 +1,58 @@
+"""What devices can do at most: dense matrix products without sparsity, in FLOP/s, as their makers state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TERA = 1e12
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """`match`: words that all occur in the name that the driver reports. `peak`: FLOP/s by format."""
+
+    name: str
+    match: tuple[str, ...]
+    peak: dict[str, float]
+
+
+def _peaks(**teraflops: float) -> dict[str, float]:
+    return {number_format: value * TERA for number_format, value in teraflops.items()}
+
+
+ACCELERATORS = (
+    Accelerator("V100", ("V100",), _peaks(fp64=7.8, fp32=15.7, fp16=125)),
+    Accelerator("A100", ("A100",), _peaks(fp64=19.5, fp32=19.5, tf32=156, fp16=312, bf16=312)),
+    Accelerator("H100 PCIe", ("H100", "PCIe"), _peaks(fp64=51, fp32=51, tf32=378, fp16=756, bf16=756, fp8=1513)),
+    Accelerator("H100", ("H100",), _peaks(fp64=67, fp32=67, tf32=495, fp16=989, bf16=989, fp8=1979)),
+    Accelerator("H200", ("H200",), _peaks(fp64=67, fp32=67, tf32=495, fp16=989, bf16=989, fp8=1979)),
+    Accelerator("B200", ("B200",), _peaks(fp64=37, fp32=75, tf32=1125, fp16=2250, bf16=2250, fp8=4500)),
+    # one MI250X is two devices (GCDs); the peaks are of one
+    Accelerator("MI250X", ("MI250X",), _peaks(fp64=47.9, fp32=47.9, fp16=191.5, bf16=191.5)),
+    Accelerator("MI300X", ("MI300X",), _peaks(fp64=163.4, fp32=163.4, tf32=653.7, fp16=1307.4, bf16=1307.4, fp8=2614.9)),
+)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The FLOP/s that MFU is measured against, for one device. `source`: where the number comes from, for people."""
+
+    flops: float
+    source: str
+
+
+def find(device_name: str) -> Accelerator | None:
+    """The accelerator that a driver's device name means, None if it is not listed: a peak is never guessed."""
+    words = device_name.replace("-", " ").split()
+    for accelerator in ACCELERATORS:
+        if all(any(part in word for word in words) for part in accelerator.match):
+            return accelerator
+    return None
+
+
+def stated_peak(device_name: str, number_format: str) -> Peak | None:
+    """The maker's peak of a device in `number_format` (fp64, fp32, bf16, fp8), None if it is not known."""
+    accelerator = find(device_name)
+    if accelerator is None or number_format not in accelerator.peak:
+        return None
+    return Peak(accelerator.peak[number_format], f"{accelerator.name} {number_format}, stated")

@@ -1,0 +1,1 @@
+"""In which order a pipeline computes and communicates: pure functions that return lists. No torch."""

@@ -1,0 +1,146 @@
+"""What a schedule must satisfy, and what it costs in units: the proofs that tests run for every shape.
+
+A schedule is run by an event simulation in which a forward takes `f` units and a backward `b`, and a message no time. An
+order that cannot be finished is a deadlock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from megascale.schedule.ir import Action, Kind, Schedule
+
+
+class ScheduleError(Exception):
+    """A schedule that cannot be run, or does not compute what it should."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """`time`: units until the last rank is done. `bubble`: idle over busy time of a rank. `live`: for each rank, the most
+    (chunk, micro-batch) pairs between their forward and their backward."""
+
+    time: float
+    bubble: float
+    live: tuple[int, ...]
+
+
+def check_complete(schedule: Schedule, v: int, m: int) -> None:
+    """Each rank runs each (chunk, micro-batch) once forward and then once backward.
+
+    Raises: ScheduleError
+    """
+    expected = {(chunk, i) for chunk in range(v) for i in range(m)}
+    for rank, order in enumerate(schedule):
+        seen: set[tuple[int, int]] = set()
+        for kind in (Kind.F, Kind.B):
+            pairs = [(a.chunk, a.microbatch) for a in order if a.kind is kind]
+            if len(pairs) != len(expected) or set(pairs) != expected:
+                raise ScheduleError(f"rank {rank}: {kind} covers {len(set(pairs))} of {len(expected)} pairs in {len(pairs)} actions")
+        for action in order:
+            pair = (action.chunk, action.microbatch)
+            if action.kind is Kind.F:
+                seen.add(pair)
+            elif action.kind is Kind.B and pair not in seen:
+                raise ScheduleError(f"rank {rank}: {action} comes before its forward")
+
+
+def simulate(schedule: Schedule, v: int, f: float = 1.0, b: float = 2.0) -> Cost:
+    """Run a compute schedule in unit times.
+
+    Raises: ScheduleError on a deadlock, naming what each rank waits for.
+    """
+    p = len(schedule)
+    done: dict[tuple[Kind, int, int], float] = {}  # (kind, virtual stage, micro-batch) -> time it ended
+    clock, queues = [0.0] * p, [deque(order) for order in schedule]
+    progress = True
+    while progress:
+        progress = False
+        for rank, queue in enumerate(queues):
+            while queue:
+                action = queue[0]
+                needs = dependencies(action, rank, p, v)
+                if not all(need in done for need in needs):
+                    break
+                start = max([clock[rank], *(done[need] for need in needs)])
+                clock[rank] = start + (f if action.kind is Kind.F else b)
+                done[action.kind, action.chunk * p + rank, action.microbatch] = clock[rank]
+                queue.popleft()
+                progress = True
+    if any(queues):
+        waiting = ", ".join(f"rank {rank} at {queue[0]}" for rank, queue in enumerate(queues) if queue)
+        raise ScheduleError(f"deadlock: {waiting}")
+    busy = [sum(f if a.kind is Kind.F else b for a in order) for order in schedule]
+    time = max(clock)
+    return Cost(time, (time - max(busy)) / max(busy), tuple(_live(order) for order in schedule))
+
+
+def dependencies(action: Action, rank: int, p: int, v: int) -> list[tuple[Kind, int, int]]:
+    """What must be done, as (kind, virtual stage, micro-batch), before a forward or backward can start."""
+    stage, i = action.chunk * p + rank, action.microbatch
+    if action.kind is Kind.F:
+        return [(Kind.F, stage - 1, i)] if stage else []
+    after = [(Kind.B, stage + 1, i)] if stage < p * v - 1 else []
+    return [(Kind.F, stage, i), *after]
+
+
+def _live(order: list[Action]) -> int:
+    most = live = 0
+    for action in order:
+        live += {Kind.F: 1, Kind.B: -1}.get(action.kind, 0)
+        most = max(most, live)
+    return most
+
+
+def check_messages(schedule: Schedule) -> None:
+    """Run a lowered schedule's messages: between two ranks they arrive in the order in which they were sent, receives
+    must be posted in that order, and no rank may wait for a message that is never sent.
+
+    Raises: ScheduleError
+    """
+    p = len(schedule)
+    channels: dict[tuple[int, int], deque[tuple[Kind, int, int]]] = {}
+    position = [0] * p
+    held: list[set[tuple[Kind, int, int]]] = [set() for _ in range(p)]  # messages posted, by what they carry
+    sent: set[tuple[int, int, Kind, int, int]] = set()
+    progress = True
+    while progress:
+        progress = False
+        for rank, order in enumerate(schedule):
+            while position[rank] < len(order):
+                action = order[position[rank]]
+                stage, i = action.chunk * p + rank, action.microbatch
+                if action.kind in (Kind.SEND_F, Kind.SEND_B):
+                    forward = action.kind is Kind.SEND_F
+                    peer_stage = stage + 1 if forward else stage - 1
+                    key = (Kind.F if forward else Kind.B, peer_stage, i)
+                    channels.setdefault((rank, peer_stage % p), deque()).append(key)
+                    sent.add((rank, peer_stage % p, *key))
+                elif action.kind in (Kind.RECV_F, Kind.RECV_B):
+                    held[rank].add((Kind.F if action.kind is Kind.RECV_F else Kind.B, stage, i))
+                elif action.kind in (Kind.F, Kind.B) and (action.kind, stage, i) in held[rank]:
+                    source = (stage - 1 if action.kind is Kind.F else stage + 1) % p
+                    if (source, rank, action.kind, stage, i) not in sent:
+                        break
+                position[rank] += 1
+                progress = True
+    stuck = [f"rank {r} at {schedule[r][position[r]]}" for r in range(p) if position[r] < len(schedule[r])]
+    if stuck:
+        raise ScheduleError(f"deadlock: {', '.join(stuck)}")
+    _check_channel_order(schedule, channels)
+
+
+def _check_channel_order(schedule: Schedule, channels: dict[tuple[int, int], deque[tuple[Kind, int, int]]]) -> None:
+    p = len(schedule)
+    posted: dict[tuple[int, int], list[tuple[Kind, int, int]]] = {}
+    for rank, order in enumerate(schedule):
+        for action in order:
+            stage, i = action.chunk * p + rank, action.microbatch
+            if action.kind is Kind.RECV_F:
+                posted.setdefault(((stage - 1) % p, rank), []).append((Kind.F, stage, i))
+            elif action.kind is Kind.RECV_B:
+                posted.setdefault(((stage + 1) % p, rank), []).append((Kind.B, stage, i))
+    for channel in channels.keys() | posted.keys():
+        if list(channels.get(channel, ())) != posted.get(channel, []):
+            raise ScheduleError(f"ranks {channel[0]} -> {channel[1]}: receives are not posted in the order of the sends")

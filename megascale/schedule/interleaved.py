@@ -1,0 +1,38 @@
+"""Interleaved 1F1B: each rank runs v chunks in turn, so the pipeline fills in 1/v of the time (Narayanan et al. 2021, 2.2).
+
+Micro-batches go through the chunks in groups of p: chunk 0 of the group, chunk 1 of the group, and so on. Where p does
+not divide their number, some groups are larger, so any number can be run.
+"""
+
+from __future__ import annotations
+
+from megascale.schedule.ir import Schedule, backward, forward
+from megascale.schedule.one_f_one_b import alternate
+
+
+def interleaved_1f1b(p: int, v: int, m: int) -> Schedule:
+    """Orders of p ranks with v chunks each, for m micro-batches. Bubble (p - 1) / (v m) of the work where p divides m."""
+    groups = _groups(p, m)
+    forwards = [forward(chunk, i) for group in groups for chunk in range(v) for i in group]
+    backwards = [backward(chunk, i) for group in groups for chunk in reversed(range(v)) for i in group]
+    # The first backward of the last rank follows the first forward of its last chunk; ranks before it need two more
+    # forwards for each step that the activation and then its gradient travel.
+    first = (v - 1) * len(groups[0])
+    hops = 2 if v > 1 else 1
+    return [alternate(forwards, backwards, first + hops * (p - rank - 1)) for rank in range(p)]
+
+
+def _groups(p: int, m: int) -> list[range]:
+    """Micro-batches 0 to m in runs as equal as can be, none shorter than p unless m is.
+
+    A run shorter than p would come back to rank 0 for its next chunk before it has left the last rank: ranks would wait
+    for each other for ever in the steady phase.
+    """
+    count = max(1, m // p)
+    each, extra = divmod(m, count)
+    groups, start = [], 0
+    for index in range(count):
+        stop = start + each + (index < extra)
+        groups.append(range(start, stop))
+        start = stop
+    return groups

@@ -1,0 +1,88 @@
+"""From a compute schedule to everything a rank does: sends, receives, gathers of weights, reductions of gradients.
+
+Messages between two ranks form one channel in each direction, and arrive in the order in which they were sent. Receives
+are therefore posted in the sender's order, which is known here for all ranks: no tags, no handshakes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from megascale.schedule.ir import Action, Kind, Order, Schedule
+
+Message = tuple[Kind, int, int]  # F or B, the virtual stage that consumes it, micro-batch
+
+
+def lower(compute: Schedule, v: int, *, ahead: int = 1, training: bool = True, reduce_each: bool = False) -> Schedule:
+    """Add communication to a compute schedule of p ranks with v chunks each.
+
+    `ahead`: compute actions by which a receive is posted before the one that needs it (0: directly before).
+    `training`: add REDUCE after the last backward of a chunk, or after each backward if `reduce_each`.
+    """
+    p = len(compute)
+    sends = [[_message(action, rank, p, v) for action in order] for rank, order in enumerate(compute)]
+    channels: dict[tuple[int, int], list[Message]] = defaultdict(list)
+    for rank, messages in enumerate(sends):
+        for message in messages:
+            if message is not None:
+                channels[rank, message[1] % p].append(message)
+    return [_lower_rank(rank, compute, sends, channels, v, ahead, training, reduce_each) for rank in range(p)]
+
+
+def _message(action: Action, rank: int, p: int, v: int) -> Message | None:
+    """What an action's result becomes: a message to the virtual stage that needs it; None at the ends, or on one rank."""
+    stage = action.chunk * p + rank
+    target = stage + 1 if action.kind is Kind.F else stage - 1
+    return (action.kind, target, action.microbatch) if p > 1 and 0 <= target < p * v else None
+
+
+def _lower_rank(
+    rank: int,
+    compute: Schedule,
+    sends: list[list[Message | None]],
+    channels: dict[tuple[int, int], list[Message]],
+    v: int,
+    ahead: int,
+    training: bool,
+    reduce_each: bool,
+) -> Order:
+    p, order = len(compute), compute[rank]
+    posts = _receive_posts(rank, p, v, order, channels, ahead)
+    last_backward = {a.chunk: a.microbatch for a in order if a.kind is Kind.B}
+    gathered: set[int] = set()
+    lowered: Order = []
+    for index, action in enumerate(order):
+        lowered += posts[index]
+        if action.kind is Kind.F and action.chunk not in gathered:
+            gathered.add(action.chunk)
+            lowered.append(Action(Kind.GATHER, action.chunk, action.microbatch))
+        lowered.append(action)
+        if sends[rank][index] is not None:
+            send = Kind.SEND_F if action.kind is Kind.F else Kind.SEND_B
+            lowered.append(Action(send, action.chunk, action.microbatch))
+        complete = reduce_each or last_backward.get(action.chunk) == action.microbatch
+        if training and action.kind is Kind.B and complete:
+            lowered.append(Action(Kind.REDUCE, action.chunk, action.microbatch))
+    return lowered
+
+
+def _receive_posts(
+    rank: int, p: int, v: int, order: Order, channels: dict[tuple[int, int], list[Message]], ahead: int
+) -> list[Order]:
+    """For each compute action, the receives to post before it: those that it or the next `ahead` actions need, and those
+    that were sent before them on the same channel."""
+    posts: list[Order] = [[] for _ in order]
+    posted: dict[int, int] = defaultdict(int)  # sender -> messages of its channel posted so far
+    for index, action in enumerate(order):
+        stage = action.chunk * p + rank
+        source = stage - 1 if action.kind is Kind.F else stage + 1
+        if p == 1 or not 0 <= source < p * v:
+            continue
+        sender = source % p
+        channel = channels[sender, rank]
+        needed = channel.index((action.kind, stage, action.microbatch), 0) + 1
+        for kind, target, microbatch in channel[posted[sender] : needed]:
+            receive = Kind.RECV_F if kind is Kind.F else Kind.RECV_B
+            posts[max(0, index - ahead)].append(Action(receive, target // p, microbatch))
+        posted[sender] = max(posted[sender], needed)
+    return posts

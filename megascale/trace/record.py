@@ -1,0 +1,42 @@
+"""One line of metrics: a logged step, or an evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """A logged step. `tokens`: trained on so far. `step_time_s`, `tokens_per_s` and what follows from them are means over the
+    steps since the last record, without evaluations and checkpoints. MFU is named by its convention (`plan.flops`)."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    samples: int
+    tokens: int
+    step_time_s: float
+    tokens_per_s: float
+    tflops_per_device: float
+    mfu_full: float | None
+    mfu_causal: float | None
+    peak_memory_bytes: int
+
+
+@dataclass(frozen=True)
+class EvaluationRecord:
+    """An evaluation after `step`: the mean loss a token over `valid_tokens` tokens."""
+
+    step: int
+    valid_loss: float
+    valid_tokens: int
+
+
+Record = StepRecord | EvaluationRecord
+
+
+def as_json(record: Record) -> dict[str, Any]:
+    """The record's fields, without those that have no value."""
+    return {key: value for key, value in asdict(record).items() if value is not None}

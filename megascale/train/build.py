@@ -1,0 +1,196 @@
+"""From a configuration to a run, in the order in which its parts depend on each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megascale.catalog.precisions import PRECISIONS
+from megascale.catalog.schedules import SCHEDULES
+from megascale.checkpoint.checkpoints import Checkpoints
+from megascale.checkpoint.state import Progress
+from megascale.comm.collectives import broadcast_object
+from megascale.comm.mesh import Mesh, open_mesh
+from megascale.config.run import RunConfig
+from megascale.core.errors import DataError
+from megascale.core.rank import Rank
+from megascale.data.loader import Loader, Samples, Shape
+from megascale.data.mixture import SplitName, mixture
+from megascale.device import Device
+from megascale.layout.chunks import chunk_buckets, stages_of
+from megascale.layout.topology import Topology
+from megascale.model.initialize import fill
+from megascale.model.transformer import Stage
+from megascale.optim.lr import learning_rate
+from megascale.optim.sharded import ShardedOptimizer
+from megascale.parallel.gradients import Gradients
+from megascale.parallel.pipeline import Pipeline
+from megascale.parallel.tensor import TensorAxis
+from megascale.schedule.ir import Order, Schedule, forwards_only
+from megascale.schedule.lower import lower
+from megascale.train.stop import Stop
+
+Formats = tuple[torch.dtype, torch.dtype]
+"""Of compute, and of what accumulates."""
+
+
+@dataclass
+class Run:
+    """A run on one rank, built. `progress` is the only part that is replaced by numbers; the rest changes in place."""
+
+    config: RunConfig
+    device: Device
+    mesh: Mesh
+    formats: Formats
+    stages: list[Stage]
+    gradients: Gradients
+    optimizer: ShardedOptimizer
+    pipeline: Pipeline
+    train_order: Order
+    valid_order: Order
+    train: Loader
+    valid: Loader | None
+    valid_batches: int
+    lr: Callable[[int], float]
+    checkpoints: Checkpoints
+    progress: Progress
+    stop: Stop
+
+
+def topology_of(config: RunConfig) -> Topology:
+    """The axes of a resolved configuration."""
+    p = config.parallel
+    return Topology(tp=p.tp, cp=p.cp, dp=config.dp, pp=p.pp)
+
+
+def build(config: RunConfig, rank: Rank, device: Device, stop: Stop) -> Run:
+    """Build this rank's part of a run. `config` is resolved, and the job's processes have been brought together."""
+    formats = number_formats(config)
+    mesh = open_mesh(topology_of(config), rank.rank, device.backend, tied=config.model.tie_embeddings)
+    axis = TensorAxis(mesh.tp, config.parallel.sp, config.overlap.tp)
+    gradients = build_gradients(config, mesh, formats, device.torch)
+    stages = build_stages(config, mesh, gradients, axis)
+    optimizer = ShardedOptimizer(gradients.buckets, mesh, config.optimizer)
+    train, valid, valid_batches = build_loaders(config, mesh, device)
+    return Run(
+        config=config,
+        device=device,
+        mesh=mesh,
+        formats=formats,
+        stages=stages,
+        gradients=gradients,
+        optimizer=optimizer,
+        pipeline=build_pipeline(config, mesh, stages, gradients, formats, device),
+        train_order=build_schedule(config)[mesh.coord.pp],
+        valid_order=build_schedule(config, training=False)[mesh.coord.pp],
+        train=train,
+        valid=valid,
+        valid_batches=valid_batches,
+        lr=learning_rate(config.optimizer, config.train.steps),
+        checkpoints=Checkpoints(config, mesh, optimizer.shards),
+        progress=Progress(),
+        stop=stop,
+    )
+
+
+def number_formats(config: RunConfig) -> Formats:
+    """The torch types of `train.precision`."""
+    facts = PRECISIONS[config.train.precision].facts
+    return getattr(torch, facts["compute"]), getattr(torch, facts["accumulate"])
+
+
+def build_gradients(config: RunConfig, mesh: Mesh, formats: Formats, device: torch.device) -> Gradients:
+    """Allocate this rank's weights and gradients, and give the weights their initial values."""
+    gradients = Gradients(
+        chunk_buckets(config, mesh.coord.pp),
+        mesh,
+        zero=config.parallel.zero,
+        sequence=config.parallel.sp,
+        overlap=config.overlap.dp,
+        formats=formats,
+        device=device,
+    )
+    for bucket in gradients.buckets:
+        for slot in bucket.layout.slots:
+            target = bucket.parameters[slot.parameter.name]
+            fill(target, slot.parameter, mesh.tp.index, mesh.tp.size, config.train.seed)
+    return gradients
+
+
+def build_stages(config: RunConfig, mesh: Mesh, gradients: Gradients, axis: TensorAxis) -> list[Stage]:
+    """The modules of this rank's model chunks, over the weights in `gradients`."""
+    layout, found = stages_of(config), []
+    for chunk in range(config.parallel.vpp):
+        index = layout.index(mesh.coord.pp, chunk)
+        first, last = index == 0, index == layout.count - 1
+        found.append(Stage(config.model, gradients.parameters(chunk), layout.layers(index), first, last, axis))
+    return found
+
+
+def build_schedule(config: RunConfig, training: bool = True) -> Schedule:
+    """What every pipeline rank does in a step, or in an evaluation of one global batch."""
+    p = config.parallel
+    assert p.schedule is not None, "a resolved configuration names its schedule"
+    compute = SCHEDULES[p.schedule].load()(p.pp, p.vpp, config.micro_batches)
+    return lower(
+        compute if training else forwards_only(compute),
+        p.vpp,
+        ahead=1 if config.overlap.pp else 0,
+        training=training,
+        reduce_each=p.zero == 2,
+    )
+
+
+def build_pipeline(
+    config: RunConfig, mesh: Mesh, stages: list[Stage], gradients: Gradients, formats: Formats, device: Device
+) -> Pipeline:
+    """The executor of this rank's actions."""
+    m = config.model
+    rows = m.seq_length // mesh.tp.size if config.parallel.sp else m.seq_length
+    return Pipeline(
+        stages,
+        gradients,
+        mesh.channels,
+        rank=mesh.coord.pp,
+        ranks=mesh.topology.pp,
+        shape=(rows, config.batch.micro, m.hidden_size),
+        dtype=formats[0],
+        loss_dtype=formats[1],
+        device=device.torch,
+    )
+
+
+def build_loaders(config: RunConfig, mesh: Mesh, device: Device) -> tuple[Loader, Loader | None, int]:
+    """Loaders of training and validation data, and how many batches an evaluation has."""
+    total = config.batch.total
+    train, _ = _loader(config, "train", config.train.steps * total, mesh, device, config.model.dropout)
+    if not config.train.eval_every:
+        return train, None, 0
+    valid, samples = _loader(config, "valid", config.train.eval_steps * total, mesh, device, dropout=0.0)
+    return train, valid, samples // total
+
+
+def _loader(
+    config: RunConfig, split: SplitName, wanted: int, mesh: Mesh, device: Device, dropout: float
+) -> tuple[Loader, int]:
+    """A split's loader and the number of its samples. Rank 0 builds first: it writes the indices that others read.
+
+    Raises: DataError on rank 0 for data that cannot be used.
+    """
+    total = config.batch.total
+    samples: Samples | None = None
+    if mesh.rank == 0:
+        samples = mixture(config, split, wanted)
+        if samples.samples < total:
+            raise DataError(
+                f"{samples.samples} samples to {'train' if split == 'train' else 'validate'} on are fewer than one global "
+                f"batch of {total}",
+                mend="more data, another data.split, or a smaller batch.global",
+            )
+    count = broadcast_object(mesh.world, samples.samples if samples is not None else 0)
+    if samples is None and mesh.coord.pp in (0, mesh.topology.pp - 1):
+        samples = mixture(config, split, wanted)
+    shape = Shape(total, config.batch.micro, config.dp)
+    return Loader(samples, shape, mesh.coord.dp, dropout=dropout, seed=config.train.seed, device=device.torch), count

@@ -1,0 +1,101 @@
+"""One rank's life: join the job, build, resume, train, leave."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+import torch
+
+from megascale.bench.gemm import measured_peak
+from megascale.comm import init
+from megascale.config.resolved import to_toml
+from megascale.config.run import RunConfig
+from megascale.core.errors import Exit, MegascaleError
+from megascale.core.files import write_text
+from megascale.core.rank import Rank
+from megascale.core.units import format_bytes, format_count, format_flops
+from megascale.device import Device, detect
+from megascale.launch.failure import exit_status_of, peer_was_lost, write_error
+from megascale.plan.hardware import Peak, stated_peak
+from megascale.plan.memory import state_bytes
+from megascale.plan.params import parameter_count
+from megascale.train.build import Run, build
+from megascale.train.loop import resume, train
+from megascale.train.report import Reporter, open_writers
+from megascale.train.stop import Stop
+
+
+def run_rank(config: RunConfig, rank: Rank) -> int:
+    """Run this rank to its end and return its exit status. On an error the process ends here and now: the communication
+    library's own tear-down would wait for ranks that wait for this one."""
+    stop = Stop().listen()
+    try:
+        status = _run(config, rank, stop)
+        init.stop()
+    except (Exception, KeyboardInterrupt) as error:
+        write_error(error, rank)
+        if isinstance(error, MegascaleError):
+            print(f"{rank}: {error}", file=sys.stderr)
+        elif not peer_was_lost(error):
+            print(f"{rank}:\n{traceback.format_exc()}", file=sys.stderr)
+        else:
+            print(f"{rank}: lost another rank: {error}", file=sys.stderr)
+        _leave(exit_status_of(error))
+    return status
+
+
+def _leave(status: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _run(config: RunConfig, rank: Rank, stop: Stop) -> Exit:
+    device = detect(rank.local)
+    init.start(rank, device)
+    first = rank.rank == 0
+    if first:
+        config.folder.mkdir(parents=True, exist_ok=True)
+        write_text(config.folder / "config.toml", to_toml(config))
+    run = build(config, rank, device, stop)
+    peak = find_peak(run)
+    resumed = resume(run)
+    reporter = Reporter(config, device, peak, open_writers(config, run.progress.step) if first else [])
+    try:
+        reporter.note(introduction(run, peak))
+        if resumed:
+            reporter.note(resumed)
+        if run.progress.step >= config.train.steps:
+            reporter.note(f"all {config.train.steps} steps are done: raise train.steps to go on")
+            return Exit.OK
+        return train(run, reporter)
+    finally:
+        reporter.close()
+
+
+def find_peak(run: Run) -> Peak | None:
+    """What MFU is measured against: the maker's figure of a GPU that is known, on a CPU a measurement."""
+    compute = run.formats[0]
+    if run.device.is_cpu:
+        return measured_peak(run.device, compute, run.mesh)
+    return stated_peak(run.device.name, run.config.train.precision)
+
+
+def introduction(run: Run, peak: Peak | None) -> str:
+    """What is about to run, for people."""
+    config, p, m = run.config, run.config.parallel, run.config.model
+    threads = f", {torch.get_num_threads()} threads each" if run.device.is_cpu else ""
+    state = state_bytes(config, run.mesh.coord.pp)
+    lines = [
+        f"{config.name}: {format_count(parameter_count(m))} parameters, tp {p.tp}{' with sp' if p.sp else ''} x pp {p.pp} "
+        f"(vpp {p.vpp}, {p.schedule}) x dp {config.dp} (zero {p.zero}) = {config.world} ranks{threads}, {config.train.precision}",
+        f"a step is {config.batch.total} x {m.seq_length} tokens, {config.micro_batches} micro-batches of {config.batch.micro} "
+        f"on each rank; weights, gradients and optimizer take {format_bytes(state.total)} on rank 0",
+        f"MFU is measured against {format_flops(peak.flops)} for each rank ({peak.source})"
+        if peak
+        else f"MFU n/a: the peak of {run.device.name!r} is not known",
+        f"writing to {config.folder}",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,25 @@
+"""Loss on validation data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from megascale.train.step import totals
+from megascale.trace.record import EvaluationRecord
+
+if TYPE_CHECKING:
+    from megascale.train.build import Run
+
+
+def evaluate(run: Run) -> EvaluationRecord:
+    """The mean loss a token over the same validation batches each time, without dropout."""
+    assert run.valid is not None, "a run that evaluates has validation data"
+    loss = torch.zeros((), dtype=run.formats[1], device=run.device.torch)
+    tokens = 0
+    for batch in run.valid.batches(run.valid_batches):
+        loss += run.pipeline.run(run.valid_order, batch)
+        tokens += batch.tokens
+    total, count, _ = totals(run.mesh, loss, tokens)
+    return EvaluationRecord(run.progress.step, total / count, int(count))

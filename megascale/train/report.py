@@ -1,0 +1,87 @@
+"""From step results to records: speed and MFU since the last record, on rank 0."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megascale.config.run import RunConfig
+from megascale.device import Device
+from megascale.plan.flops import mfu, token_flops
+from megascale.plan.hardware import Peak
+from megascale.trace.record import Record, StepRecord
+from megascale.trace.writers import JsonLines, TensorBoard, Terminal, Writer
+
+if TYPE_CHECKING:
+    from megascale.checkpoint.state import Progress
+    from megascale.train.step import StepResult
+
+
+class Reporter:
+    """Times steps and writes records. On ranks without writers it only keeps time."""
+
+    def __init__(self, config: RunConfig, device: Device, peak: Peak | None, writers: Sequence[Writer]) -> None:
+        self._flops = token_flops(config.model)
+        self._world = config.world
+        self._device = device
+        self._peak = peak
+        self._writers = writers
+        self._steps = self._tokens = 0
+        self._seconds = 0.0
+        self._started = time.perf_counter()
+
+    def start_step(self) -> None:
+        """Everything until `end_step` counts as the step's time."""
+        self._started = time.perf_counter()
+
+    def end_step(self, result: StepResult) -> None:
+        self._seconds += time.perf_counter() - self._started
+        self._steps += 1
+        self._tokens += result.tokens
+
+    def step(self, result: StepResult, progress: Progress) -> None:
+        """Write a record of the steps since the last one."""
+        speed = self._tokens / self._seconds
+        peak = self._peak.flops * self._world if self._peak else None
+        self.write(
+            StepRecord(
+                step=progress.step,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                lr=result.lr,
+                samples=progress.samples,
+                tokens=progress.tokens,
+                step_time_s=self._seconds / self._steps,
+                tokens_per_s=speed,
+                tflops_per_device=self._flops.full * speed / self._world / 1e12,
+                mfu_full=mfu(self._flops.full, speed, peak) if peak else None,
+                mfu_causal=mfu(self._flops.causal, speed, peak) if peak else None,
+                peak_memory_bytes=self._device.peak_memory(),
+            )
+        )
+        self._steps = self._tokens = 0
+        self._seconds = 0.0
+
+    def write(self, record: Record) -> None:
+        for writer in self._writers:
+            writer.write(record)
+
+    def note(self, text: str) -> None:
+        for writer in self._writers:
+            writer.note(text)
+
+    def close(self) -> None:
+        for writer in self._writers:
+            writer.close()
+
+
+def open_writers(config: RunConfig, resumed_step: int) -> list[Writer]:
+    """The writers of rank 0, in the run's folder."""
+    writers: list[Writer] = [
+        JsonLines(config.folder / "metrics.jsonl", resumed_step),
+        Terminal(config.train.steps, resumed_step),
+    ]
+    if config.observe.tensorboard:
+        writers.append(TensorBoard(config.folder / "tensorboard", resumed_step))
+    return writers

@@ -1,0 +1,27 @@
+"""A request to stop: SIGTERM or Ctrl-C finishes the step and saves; a second one ends the process at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+
+from megascale.core.errors import Exit
+
+
+class Stop:
+    """Whether this rank was asked to stop. Ranks agree in the step's own reduction, so one that was asked is enough."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def listen(self) -> Stop:
+        """Take over SIGTERM and SIGINT."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        return self
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            os._exit(Exit.STOPPED)
+        self.asked = True
