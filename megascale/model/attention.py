@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megascale.config.model import ModelConfig
 from megascale.model.parts import Linear, Parameters
-from megascale.model.rope import rope_table, rotate
+from megascale.model.rope import rope_table, rotate_heads
 from megascale.ops.attention import causal_attention
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.tensor import TensorAxis, column_linear, row_linear
@@ -31,16 +31,14 @@ class Attention(nn.Module):
         model, axis, d = self._model, self._axis, self._model.head_dim
         qkv = column_linear(x_sbh, self.qkv.weight, self.qkv.bias, axis)
         s, b, _ = qkv.shape
-        q, k, v = (
-            part.view(s, b, -1, d)
-            for part in qkv.split([self._heads * d, self._kv_heads * d, self._kv_heads * d], dim=-1)
-        )
+        heads = qkv.view(s, b, -1, d)
         if model.position == "rope":
             wide = torch.promote_types(qkv.dtype, torch.float32)
             table = rope_table(s, d, model.rope_theta, wide, qkv.device)
-            q, k = rotate(q, *table), rotate(k, *table)
+            heads = rotate_heads(heads, self._heads + self._kv_heads, *table)
+        q, k, v = heads.permute(1, 2, 0, 3).split([self._heads, self._kv_heads, self._kv_heads], dim=1)
         first = axis.index * self._heads
         keep = batch.dropout.attention(self._place, range(first, first + self._heads), s)
-        out_bhsd = causal_attention(*(t.permute(1, 2, 0, 3) for t in (q, k, v)), keep, model.dropout)
+        out_bhsd = causal_attention(q, k, v, keep, model.dropout)
         out = out_bhsd.permute(2, 0, 1, 3).reshape(s, b, -1)
         return row_linear(out, self.out.weight, self.out.bias, axis)

@@ -17,29 +17,36 @@ def rope_table(s: int, head_dim: int, theta: float, dtype: torch.dtype, device: 
     return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
 
 
-def rotate(x_sbnd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads x [s, b, n, d] turned by the table's angles, in fp32 or wider."""
-    return _Rotate.apply(x_sbnd, cos, sin)
+def rotate_heads(qkv_sbnd: Tensor, turned: int, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads [s, b, n, d] of which the first `turned` (queries and keys) turn by the table's angles; the others (values) stay.
+    Computed in the table's format."""
+    return _RotateHeads.apply(qkv_sbnd, turned, cos, sin)
 
 
-class _Rotate(torch.autograd.Function):
+class _RotateHeads(torch.autograd.Function):
     """Written out because four passes over half a head are fewer than autograd would take; nothing is saved but angles."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, qkv: Tensor, turned: int, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin, 1.0)
+        ctx.turned = turned
+        return _turn(qkv, turned, cos, sin, 1.0)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return _turn(grads[0], cos, sin, -1.0), None, None
+        return _turn(grads[0], ctx.turned, cos, sin, -1.0), None, None, None
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    first, second = x.to(cos.dtype).chunk(2, -1)
-    out = torch.empty(x.shape, dtype=cos.dtype, device=x.device)
-    out_first, out_second = out.chunk(2, -1)
-    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-sign)
-    torch.mul(second, cos, out=out_second).addcmul_(first, sin, value=sign)
-    return out.to(x.dtype)
+def _turn(x: Tensor, turned: int, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    """The rotation by `sign` times the angles; its own inverse and transpose with the sign changed."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    first, second = x[:, :, :turned].to(cos.dtype).chunk(2, -1)
+    into = out[:, :, :turned] if x.dtype == cos.dtype else torch.empty_like(x[:, :, :turned], dtype=cos.dtype)
+    into_first, into_second = into.chunk(2, -1)
+    torch.mul(first, cos, out=into_first).addcmul_(second, sin, value=-sign)
+    torch.mul(second, cos, out=into_second).addcmul_(first, sin, value=sign)
+    if x.dtype != cos.dtype:
+        out[:, :, :turned] = into
+    out[:, :, turned:] = x[:, :, turned:]
+    return out

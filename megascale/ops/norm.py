@@ -24,8 +24,8 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = _wide(x)
-        scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        wide, h = _wide(x), x.shape[-1]
+        scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(h).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
         return (wide * scale).mul_(_wide(weight)).to(x.dtype)
 

@@ -1,0 +1,88 @@
+"""Small runs for tests: configurations in memory, and what a rank does with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megascale.config.explain import load
+from megascale.config.resolved import to_toml
+from megascale.config.run import RunConfig
+from megascale.core.rank import Rank
+
+GPT = {
+    "num_layers": 4, "hidden_size": 32, "num_heads": 4, "vocab_size": 101, "seq_length": 16,
+}  # fmt: skip
+LLAMA = GPT | {
+    "num_kv_heads": 2, "norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False, "tie_embeddings": False,
+    "ffn_size": 48,
+}  # fmt: skip
+FAMILIES = {"gpt": GPT, "llama": LLAMA}
+
+
+def settings(model: dict[str, Any], folder: Path, **overrides: Any) -> dict[str, Any]:
+    """A whole configuration: `model` on mock data, 8 samples a step, with `section__key=value` overrides."""
+    tree: dict[str, Any] = {
+        "name": "test",
+        "model": dict(model),
+        "batch": {"micro": 1, "global": 8},
+        "train": {"steps": 10, "precision": "fp64", "log_every": 1},
+        "optimizer": {"lr": 1e-2, "warmup_steps": 2},
+        "data": {"mock": True},
+        "checkpoint": {"every": 0},
+        "observe": {"dir": str(folder), "tensorboard": False},
+    }
+    for name, value in overrides.items():
+        section, _, key = name.partition("__")
+        tree.setdefault(section, {})[key] = value
+    return tree
+
+
+def write_config(tree: dict[str, Any], path: Path) -> Path:
+    """A configuration as a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(toml(tree))
+    return path
+
+
+def toml(tree: dict[str, Any]) -> str:
+    """A tree of settings as TOML."""
+    import json
+
+    lines = [f"{key} = {json.dumps(value)}" for key, value in tree.items() if not isinstance(value, dict)]
+    for table, keys in tree.items():
+        if isinstance(keys, dict):
+            lines += [f"[{table}]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items())]
+    return "\n".join(lines) + "\n"
+
+
+def config_of(tree: dict[str, Any], folder: Path, overrides: Sequence[str] = (), world: int | None = None) -> RunConfig:
+    """A checked and resolved configuration."""
+    path = write_config(tree, folder / "config-in.toml")
+    return load(str(path), overrides, world)
+
+
+def build_run(rank: Rank, config: RunConfig) -> Any:
+    """A built run on this rank, on the CPU."""
+    from megascale.device import detect
+    from megascale.train.build import build
+    from megascale.train.stop import Stop
+
+    return build(config, rank, detect(allow_gpu=False), Stop())
+
+
+def train_curve(rank: Rank, config: RunConfig, steps: int | None = None) -> list[tuple[float, float]]:
+    """Train and return (loss, gradient norm) of each step."""
+    from megascale.train.step import train_step
+
+    run = build_run(rank, config)
+    curve = []
+    for _ in range(steps or config.train.steps):
+        result = train_step(run, run.train.batch(run.progress.samples))
+        curve.append((result.loss, result.grad_norm))
+    run.gradients.finish_gather()
+    return curve
+
+
+__all__ = ["FAMILIES", "GPT", "LLAMA", "build_run", "config_of", "settings", "to_toml", "train_curve", "write_config"]
