@@ -10,8 +10,8 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from megascale.comm import exchange
-from megascale.comm.group import DONE, Group, Pending
+from megascale.comm.group import Group
+from megascale.comm.pending import DONE, Pending
 
 T = TypeVar("T")
 
@@ -23,8 +23,8 @@ def all_reduce(group: Group, tensor: Tensor, op: str = "sum", *, wait: bool = Tr
     if group.size == 1:
         return DONE
     group.count("all_reduce", tensor.nbytes)
-    if group.direct:
-        return _finish(exchange.all_reduce(group, tensor, op), wait)
+    if group.transport is not None:
+        return _finish(group.transport.all_reduce(tensor, op), wait)
     return _finish(dist.all_reduce(tensor, _OPS[op], group.process_group, async_op=True), wait)
 
 
@@ -35,8 +35,8 @@ def all_gather(group: Group, out: Tensor, part: Tensor, *, wait: bool = True) ->
             out.copy_(part)
         return DONE
     group.count("all_gather", out.nbytes)
-    if group.direct:
-        return _finish(exchange.all_gather(group, out, part), wait)
+    if group.transport is not None:
+        return _finish(group.transport.all_gather(out, part), wait)
     return _finish(dist.all_gather_into_tensor(out, part, group.process_group, async_op=True), wait)
 
 
@@ -47,8 +47,8 @@ def reduce_scatter(group: Group, out: Tensor, full: Tensor, *, wait: bool = True
             out.copy_(full)
         return DONE
     group.count("reduce_scatter", full.nbytes)
-    if group.direct:
-        return _finish(exchange.reduce_scatter(group, out, full), wait)
+    if group.transport is not None:
+        return _finish(group.transport.reduce_scatter(out, full), wait)
     return _finish(dist.reduce_scatter_tensor(out, full, group=group.process_group, async_op=True), wait)
 
 

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megascale.comm.group import DIRECT_LIMIT, Group, alone, open_group
+from megascale.comm.group import Group, alone, open_group, open_transport
 from megascale.comm.p2p import Channels
 from megascale.layout.topology import Coord, Topology
+
+SLOT = 1 << 20
+"""Bytes that a rank of a small CPU group puts out at once."""
+
+SCALARS = 1 << 12
+"""The same for the group of all ranks, which only ever sums a few numbers."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +56,18 @@ def open_mesh(topology: Topology, rank: int, backend: str, *, tied: bool) -> Mes
     ends = [stages[0], stages[-1]]
     share = tied and topology.pp > 1 and coord.pp in (0, topology.pp - 1)
     everyone = tuple(range(topology.world))
-    direct = backend == "gloo" and topology.world <= DIRECT_LIMIT
+    world = Group("world", everyone, rank)  # the default process group
+    if backend == "gloo":
+        world.transport = open_transport(world, SCALARS)
     return Mesh(
         topology,
         rank,
-        tp=open_group("tp", topology.group(rank, "tp"), rank, backend),
-        dp=open_group("dp", topology.group(rank, "cp", "dp"), rank, backend),
+        tp=open_group("tp", topology.group(rank, "tp"), rank, backend, slot_bytes=SLOT),
+        dp=open_group("dp", topology.group(rank, "cp", "dp"), rank, backend, slot_bytes=SLOT),
         up=open_group("pp.up", stages, rank, backend),
         down=open_group("pp.down", stages, rank, backend),
-        tied=open_group("tied", ends, rank, backend) if share else alone("tied", rank),
-        world=Group("world", everyone, rank, None, direct),  # the default process group
+        tied=open_group("tied", ends, rank, backend, slot_bytes=SLOT) if share else alone("tied", rank),
+        world=world,
     )
 
 

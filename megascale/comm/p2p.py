@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from megascale.comm.group import Group, Pending
+from megascale.comm.group import Group
+from megascale.comm.pending import Pending
 
 
 class Channels:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from megascale.comm.collectives import all_gather, all_reduce, reduce_scatter
-from megascale.comm.group import DONE, Pending, alone
+from megascale.comm.group import alone
+from megascale.comm.pending import DONE, Pending
 from megascale.comm.mesh import Mesh
 from megascale.layout import buckets as layouts
 from megascale.layout.tensors import TOKEN_EMBEDDING, Parameter

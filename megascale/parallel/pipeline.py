@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megascale.comm.group import Pending
+from megascale.comm.pending import Pending
 from megascale.comm.p2p import Channels
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.gradients import Gradients

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megascale.comm.collectives import all_gather, all_reduce, reduce_scatter
-from megascale.comm.group import DONE, Group, Pending
+from megascale.comm.group import Group
+from megascale.comm.pending import DONE, Pending
 from megascale.parallel.weights import add_product, add_sum
 
 
