@@ -15,8 +15,8 @@ GPT = {
     "num_layers": 4, "hidden_size": 32, "num_heads": 4, "vocab_size": 101, "seq_length": 16,
 }  # fmt: skip
 LLAMA = GPT | {
-    "num_kv_heads": 2, "norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False, "tie_embeddings": False,
-    "ffn_size": 48,
+    "num_kv_heads": 2, "ffn_size": 48, "norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False,
+    "tie_embeddings": False,
 }  # fmt: skip
 FAMILIES = {"gpt": GPT, "llama": LLAMA}
 

@@ -15,7 +15,13 @@ from typing import Any
 
 from megascale.core.rank import Rank
 
-_PRELOAD = ["torch", "torch.distributed.checkpoint", "megascale.train.build", "megascale.train.step", "megascale.train.loop"]
+_PRELOAD = [
+    "torch",
+    "torch.distributed.checkpoint",
+    "megascale.train.build",
+    "megascale.train.step",
+    "megascale.train.loop",
+]
 
 SECONDS = 300
 """A world that takes longer is stuck."""

@@ -31,7 +31,9 @@ def measure(device: Device, dtype: torch.dtype, seconds: float = 0.4) -> float:
 
 
 def measured_peak(device: Device, dtype: torch.dtype, mesh: Mesh) -> Peak:
-    """The mean rate of all ranks that measure at the same time, so that ranks which share cores share their peak too."""
+    """The mean rate of all ranks that measure at the same time, so that ranks which share cores share their peak
+    too.
+    """
     barrier(mesh.world)
     total = torch.tensor([measure(device, dtype)], dtype=torch.float64, device=device.torch)
     all_reduce(mesh.world, total)

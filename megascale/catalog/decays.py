@@ -10,14 +10,17 @@ from megascale.core.registry import Card, Registry
 
 
 def constant(step: int, total: int, decay_steps: int) -> float:
+    """No decay."""
     return 1.0
 
 
 def linear(step: int, total: int, decay_steps: int) -> float:
+    """A straight line to zero."""
     return 1.0 - min(step / max(total, 1), 1.0)
 
 
 def cosine(step: int, total: int, decay_steps: int) -> float:
+    """Half a cosine to zero (Loshchilov and Hutter 2017, without restarts)."""
     return 0.5 * (1.0 + math.cos(math.pi * min(step / max(total, 1), 1.0)))
 
 

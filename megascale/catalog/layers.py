@@ -16,7 +16,9 @@ ACTIVATIONS = Registry(
     "megascale.activations",
     [
         Card("gelu", "GELU, exact", "megascale.ops.activation:gelu", {"gated": False}),
-        Card("gelu_tanh", "GELU, tanh approximation, as in GPT-2", "megascale.ops.activation:gelu_tanh", {"gated": False}),
+        Card(
+            "gelu_tanh", "GELU, tanh approximation, as in GPT-2", "megascale.ops.activation:gelu_tanh", {"gated": False}
+        ),
         Card("swiglu", "SiLU(gate) * up (Shazeer 2020)", "megascale.ops.activation:swiglu", {"gated": True}),
     ],
 )

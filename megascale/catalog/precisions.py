@@ -19,7 +19,9 @@ PRECISIONS = Registry(
     "megascale.precisions",
     [
         _card("fp32", "everything in 32 bits", "float32", "float32", 4, 4),
-        _card("bf16", "compute in bfloat16; gradients, master weights and optimizer in fp32", "bfloat16", "float32", 2, 4),
+        _card(
+            "bf16", "compute in bfloat16; gradients, master weights and optimizer in fp32", "bfloat16", "float32", 2, 4
+        ),
         _card("fp64", "everything in 64 bits: for checking layouts against each other", "float64", "float64", 8, 8),
     ],
 )

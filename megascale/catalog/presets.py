@@ -1,4 +1,6 @@
-"""Model sizes by name, as their papers give them. A preset fills the keys of `[model]` that the configuration leaves out."""
+"""Model sizes by name, as their papers give them. A preset fills the keys of `[model]` that the configuration leaves
+out.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gpt2-355m": _gpt2(24, 1024, 16),
     "gpt2-774m": _gpt2(36, 1280, 20),
     "gpt2-1.5b": _gpt2(48, 1600, 25),
-    # Brown et al. 2020, table 2.1; 1.3b has 16 heads (24 do not divide 2048), 13b a width of 5120 (40 do not divide 5140)
+    # Brown et al. 2020, table 2.1; 1.3b has 16 heads (24 do not divide 2048), 13b a width of 5120 (40 do not divide
+    # 5140)
     "gpt3-125m": _gpt3(12, 768, 12),
     "gpt3-350m": _gpt3(24, 1024, 16),
     "gpt3-760m": _gpt3(24, 1536, 16),

@@ -5,5 +5,11 @@ from megascale.core.registry import Card, Registry
 TOKENIZERS = Registry(
     "tokenizer",
     "megascale.tokenizers",
-    [Card("bytes", "a token for each byte of UTF-8, and one that ends a document", "megascale.data.tokenizer:ByteTokenizer")],
+    [
+        Card(
+            "bytes",
+            "a token for each byte of UTF-8, and one that ends a document",
+            "megascale.data.tokenizer:ByteTokenizer",
+        )
+    ],
 )

@@ -22,7 +22,7 @@ from megascale.comm.collectives import barrier, broadcast_object
 from megascale.comm.mesh import Mesh
 from megascale.config.run import RunConfig
 from megascale.core.errors import CheckpointError
-from megascale.optim.sharded import ShardState
+from megascale.parallel.shards import ShardState
 
 COMPARED = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "vocab_size", "norm", "activation",
             "position", "bias", "tie_embeddings", "block")  # fmt: skip
@@ -51,7 +51,7 @@ class Checkpoints:
         assert path is not None, "rank 0 names the folder"
         try:
             dcp.save(
-                global_tensors(self._shards, self._mesh),  # type: ignore[arg-type]
+                global_tensors(self._shards, self._mesh),
                 storage_writer=store.Writer(path, self._mesh.rank, self._facts(progress)),
                 planner=SavePlanner(),
             )
@@ -77,7 +77,7 @@ class Checkpoints:
         manifest = store.read_manifest(path)
         self._compare(path, manifest["config"]["model"])
         try:
-            dcp.load(global_tensors(self._shards, self._mesh), storage_reader=reader, planner=LoadPlanner())  # type: ignore[arg-type]
+            dcp.load(global_tensors(self._shards, self._mesh), storage_reader=reader, planner=LoadPlanner())
         except CheckpointException as error:
             raise _first_failure(error) from None
         progress = Progress(**manifest["progress"])
@@ -94,16 +94,24 @@ class Checkpoints:
 
     def _compare(self, path: Path, saved: dict[str, Any]) -> None:
         ours = self._config.model.model_dump()
-        different = [f"{key} {saved.get(key)} there, {ours[key]} here" for key in COMPARED if saved.get(key) != ours[key]]
+        different = [
+            f"{key} {saved.get(key)} there, {ours[key]} here" for key in COMPARED if saved.get(key) != ours[key]
+        ]
         if different:
-            raise CheckpointError(f"{path} is of another model: {'; '.join(different)}", mend="another name for this run")
+            raise CheckpointError(
+                f"{path} is of another model: {'; '.join(different)}", mend="another name for this run"
+            )
 
     def _facts(self, progress: Progress) -> dict[str, Any]:
         return {
             "progress": asdict(progress),
             "config": self._config.model_dump(by_alias=True, mode="json"),
             "layout": asdict(self._mesh.topology),
-            "versions": {"megascale": megascale.__version__, "torch": torch.__version__, "python": platform.python_version()},
+            "versions": {
+                "megascale": megascale.__version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
             "host": socket.gethostname(),
         }
 

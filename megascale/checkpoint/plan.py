@@ -1,7 +1,8 @@
 """The planners of torch.distributed.checkpoint over `GlobalTensor`s.
 
 torch's planner finds which rank writes a piece that several hold, balances them, proves that the pieces of each tensor
-fill it without overlap, and on loading which stored boxes a wanted box meets. Only the description of our pieces is here.
+fill it without overlap, and on loading which stored boxes a wanted box meets. Only the description of our pieces is
+here.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class SavePlanner(DefaultSavePlanner):
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
-    def set_up_planner(self, state_dict: State, storage_meta: StorageMeta | None = None, is_coordinator: bool = False) -> None:  # type: ignore[override]
+    def set_up_planner(
+        self, state_dict: State, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
         self._state = state_dict
         self._data = _by_place(state_dict)
         self.is_coordinator = is_coordinator
@@ -72,7 +75,7 @@ class LoadPlanner(DefaultLoadPlanner):
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
-    def set_up_planner(self, state_dict: State, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:  # type: ignore[override]
+    def set_up_planner(self, state_dict: State, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         self._state = state_dict
         self._data = _by_place(state_dict)
         self.metadata = metadata
@@ -83,7 +86,9 @@ class LoadPlanner(DefaultLoadPlanner):
         for name, tensor in self._state.items():
             stored = self.metadata.state_dict_metadata.get(name)
             if not isinstance(stored, TensorStorageMetadata):
-                raise CheckpointError(f"the checkpoint has no tensor {name}", mend="it is of another model or optimizer")
+                raise CheckpointError(
+                    f"the checkpoint has no tensor {name}", mend="it is of another model or optimizer"
+                )
             if tuple(stored.size) != tensor.shape:
                 raise CheckpointError(
                     f"{name} has shape {list(stored.size)} in the checkpoint, {list(tensor.shape)} in this run",
@@ -99,10 +104,8 @@ class LoadPlanner(DefaultLoadPlanner):
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         offset = read_item.dest_index.offset
         assert offset is not None, "every piece has an offset"
-        data = self._data[read_item.dest_index.fqn, offset]
-        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            data = data.narrow(dim, start, length)
-        return data
+        part = tuple(slice(o, o + n) for o, n in zip(read_item.dest_offsets, read_item.lengths, strict=True))
+        return self._data[read_item.dest_index.fqn, offset][part]
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         return None

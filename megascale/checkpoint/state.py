@@ -1,7 +1,7 @@
 """What must survive a restart, cut into boxes of named global tensors.
 
-Weights are saved as the optimizer holds them (`weights.NAME`), beside each of its state tensors (`STATE.NAME`), from this
-rank's shards. Learning rate, dropout and the order of samples are functions of the numbers in `Progress`.
+Weights are saved as the optimizer holds them (`weights.NAME`), beside each of its state tensors (`STATE.NAME`), from
+this rank's shards. Learning rate, dropout and the order of samples are functions of the numbers in `Progress`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from megascale.comm.mesh import Mesh
 from megascale.layout.shards import boxes
-from megascale.optim.sharded import ShardState
+from megascale.parallel.shards import ShardState
 
 
 @dataclass

@@ -1,7 +1,8 @@
-"""Checkpoints on disk: a fresh folder for each, safetensors shards, and a JSON manifest that is renamed into place last.
+"""Checkpoints on disk: a fresh folder for each, safetensors shards, and a JSON manifest that is renamed into place
+last.
 
-A folder without a manifest is an attempt that did not finish and is never read. Nothing is executed on reading, and every
-tensor is checked against its CRC-32: torch's own file writer unpickles, reuses folders and has no checksums.
+A folder without a manifest is an attempt that did not finish and is never read. Nothing is executed on reading, and
+every tensor is checked against its CRC-32: torch's own file writer unpickles, reuses folders and has no checksums.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import StorageReader, StorageWriter
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -50,7 +52,9 @@ class Stored:
 
 
 def complete(folder: Path) -> list[Stored]:
-    """The complete checkpoints in a folder, the oldest step first; found by looking, not by a pointer that may be stale."""
+    """The complete checkpoints in a folder, the oldest step first; found by looking, not by a pointer that may be
+    stale.
+    """
     found = []
     for path in folder.glob("step-*"):
         match = _FOLDER.fullmatch(path.name)
@@ -75,7 +79,9 @@ def fresh_folder(folder: Path, step: int) -> Path:
 
 def remove_unfinished(folder: Path) -> list[Path]:
     """Delete attempts that have no manifest; no other process may be writing. Returns what was deleted."""
-    removed = [p for p in folder.glob("step-*") if _FOLDER.fullmatch(p.name) and p.is_dir() and not (p / MANIFEST).exists()]
+    removed = [
+        p for p in folder.glob("step-*") if _FOLDER.fullmatch(p.name) and p.is_dir() and not (p / MANIFEST).exists()
+    ]
     for path in removed:
         shutil.rmtree(path)
     return removed
@@ -99,11 +105,14 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path / MANIFEST} cannot be read: {error!r}", mend="use another checkpoint") from None
     if version != FORMAT:
-        raise CheckpointError(f"{path} has format {version}, this version reads {FORMAT}", mend="use the version that wrote it")
+        raise CheckpointError(
+            f"{path} has format {version}, this version reads {FORMAT}", mend="use the version that wrote it"
+        )
     return manifest
 
 
-# ---- torch.distributed.checkpoint's view ------------------------------------------------------------------------------
+# ---- torch.distributed.checkpoint's view
+# ------------------------------------------------------------------------------
 
 
 class Writer(StorageWriter):
@@ -142,7 +151,9 @@ class Writer(StorageWriter):
                 save_file(tensors, self._path / name)
                 _flush(self._path / name)
             except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"cannot write {self._path / name}: {error}", mend="check space and permissions") from None
+                raise CheckpointError(
+                    f"cannot write {self._path / name}: {error}", mend="check space and permissions"
+                ) from None
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -177,7 +188,8 @@ class Reader(StorageReader):
         return None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        tensors, storage = {}, {}
+        tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        storage = {}
         for name, tensor in self._manifest["tensors"].items():
             chunks = []
             for number, box in enumerate(tensor["boxes"]):
@@ -203,9 +215,8 @@ class Reader(StorageReader):
             by_file[box["file"]].append((box, item))
         for file, wanted in by_file.items():
             for item, data in self._read_file(file, wanted):
-                for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                    data = data.narrow(dim, start, length)
-                planner.resolve_tensor(item).copy_(data)
+                part = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
+                planner.resolve_tensor(item).copy_(data[part])
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -218,7 +229,9 @@ class Reader(StorageReader):
                 for box, item in wanted:
                     data = shard.get_tensor(box["key"])
                     if _crc32(data) != box["crc32"]:
-                        raise CheckpointError(f"{path}: {box['key']} is not what was written", mend="use another checkpoint")
+                        raise CheckpointError(
+                            f"{path}: {box['key']} is not what was written", mend="use another checkpoint"
+                        )
                     yield item, data
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}", mend="use another checkpoint") from None
@@ -233,7 +246,7 @@ def _key(index: MetadataIndex) -> str:
 
 
 def _crc32(tensor: torch.Tensor) -> int:
-    return zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+    return zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def _flush(path: Path) -> None:

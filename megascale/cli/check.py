@@ -15,6 +15,7 @@ from megascale.plan.params import parameter_count
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
+    """Declare the subcommand's arguments."""
     add_config_arguments(sub)
     sub.add_argument("--gpus", type=int, metavar="N", help="check for a job of N processes")
     sub.add_argument("--show", action="store_true", help="print the resolved configuration")
@@ -22,6 +23,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    """Run the subcommand and return its exit status."""
     try:
         config = load(options.config, options.overrides, world=options.gpus)
     except ConfigError as error:

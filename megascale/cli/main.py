@@ -47,4 +47,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def add_config_arguments(sub: argparse.ArgumentParser) -> None:
     """The arguments of every subcommand that reads a run's configuration."""
     sub.add_argument("config", metavar="CONFIG", help="a TOML file")
-    sub.add_argument("overrides", metavar="key=value", nargs="*", help="settings that win over the file, as section.key=value")
+    sub.add_argument(
+        "overrides", metavar="key=value", nargs="*", help="settings that win over the file, as section.key=value"
+    )

@@ -1,4 +1,6 @@
-"""`megascale train`: a rank of a job under torchrun or srun; elsewhere the launcher of the ranks that the layout needs."""
+"""`megascale train`: a rank of a job under torchrun or srun; elsewhere the launcher of the ranks that the layout
+needs.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,12 @@ from megascale.core.rank import Rank, from_environment
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
+    """Declare the subcommand's arguments."""
     add_config_arguments(sub)
 
 
 def run(options: argparse.Namespace) -> int:
+    """Run the subcommand and return its exit status."""
     rank = from_environment()
     config = load(options.config, options.overrides, world=rank.world if rank else None)
     if rank is None or rank.rank == 0:
@@ -43,5 +47,12 @@ def refuse_to_overwrite(config: RunConfig) -> None:
     """
     if config.checkpoint.resume == "never" and (config.folder / "metrics.jsonl").exists():
         raise ConfigError(
-            [Problem(str(config.folder), "name", "there is a run of this name already", "another name, or checkpoint.resume = auto")]
+            [
+                Problem(
+                    str(config.folder),
+                    "name",
+                    "there is a run of this name already",
+                    "another name, or checkpoint.resume = auto",
+                )
+            ]
         )

@@ -1,6 +1,7 @@
 """The collectives. Each is counted in its group; in a group of one it does nothing.
 
-With `wait=False` a collective is only started, and the returned `Pending` must be waited for before its tensors are used.
+With `wait=False` a collective is only started, and the returned `Pending` must be waited for before its tensors are
+used.
 """
 
 from __future__ import annotations

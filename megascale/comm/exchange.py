@@ -1,8 +1,8 @@
 """Collectives on a CPU by direct messages.
 
-gloo's own collectives hand each step to a worker thread; sending every rank its part at once takes a quarter to a half of
-their time for groups of up to eight (docs/performance.md). Sums are formed in the order of the ranks, so every rank has
-the same bits.
+gloo's own collectives hand each step to a worker thread; sending every rank its part at once takes a quarter to a half
+of their time for groups of up to eight (docs/performance.md). Sums are formed in the order of the ranks, so every rank
+has the same bits.
 """
 
 from __future__ import annotations
@@ -86,12 +86,12 @@ class Exchange:
 
     def _start(self, outgoing: list[Tensor], incoming: list[Tensor]) -> list[dist.Work]:
         """Send outgoing[i] to and receive incoming[i] from rank i of the group, for every other rank."""
-        works = []
+        works: list[dist.Work | None] = []
         for step in range(1, self._size):  # each rank begins with its neighbour: no rank is sent to by all at once
             to, source = (self._index + step) % self._size, (self._index - step) % self._size
             works.append(dist.isend(outgoing[to], self._ranks[to], group=self._process_group))
             works.append(dist.irecv(incoming[source], self._ranks[source], group=self._process_group))
-        return works
+        return [work for work in works if work is not None]
 
 
 def _combine(out: Tensor, terms: list[Tensor], op: str) -> None:

@@ -38,8 +38,8 @@ class Traffic:
 class Group:
     """The ranks of one group, this rank's index among them, and the traffic so far by operation.
 
-    `process_group` is None for the group of all ranks, and for a group of one, in which nothing is ever sent. `transport`
-    carries the collectives in place of the backend's own, see `open_transport`.
+    `process_group` is None for the group of all ranks, and for a group of one, in which nothing is ever sent.
+    `transport` carries the collectives in place of the backend's own, see `open_transport`.
     """
 
     name: str
@@ -80,7 +80,9 @@ def open_group(name: str, ranks: Sequence[int], rank: int, backend: str, *, slot
 
 
 SMALL_GROUP = 8
-"""Ranks up to which direct transports are used: in these each rank talks to each other, where gloo's ring has neighbours."""
+"""Ranks up to which direct transports are used: in these each rank talks to each other, where gloo's ring has
+neighbours.
+"""
 
 
 def open_transport(group: Group, slot_bytes: int) -> Transport | None:

@@ -6,6 +6,7 @@ import datetime
 import os
 
 import torch.distributed as dist
+from torch.distributed import Store
 
 from megascale.core.rank import Rank
 from megascale.device import Device
@@ -20,24 +21,25 @@ TIMEOUT = datetime.timedelta(minutes=30)
 def start(rank: Rank, device: Device, timeout: datetime.timedelta = TIMEOUT) -> None:
     """Join the job: rendezvous and open the default process group.
 
-    The store is that of our launcher (on its own loopback socket), of torchrun, or MASTER_ADDR and MASTER_PORT; a world of
-    one needs none.
+    The store is that of our launcher (on its own loopback socket), of torchrun, or MASTER_ADDR and MASTER_PORT; a world
+    of one needs none.
     """
-    options = {"timeout": timeout, "rank": rank.rank, "world_size": rank.world}
     if rank.world == 1:
-        dist.init_process_group(device.backend, store=dist.HashStore(), **options)
+        store: Store | None = dist.HashStore()
     elif STORE in os.environ:
-        dist.init_process_group(device.backend, store=_own_store(rank, timeout), **options)
+        store = _own_store(rank, timeout)
     else:
         os.environ.setdefault("MASTER_PORT", "29500")
-        dist.init_process_group(device.backend, **options)
+        store = None
+    dist.init_process_group(device.backend, store=store, rank=rank.rank, world_size=rank.world, timeout=timeout)
 
 
-def _own_store(rank: Rank, timeout: datetime.timedelta) -> dist.Store:
+def _own_store(rank: Rank, timeout: datetime.timedelta) -> Store:
     """TCPStore binds to every interface; a socket that was bound to loopback before is handed to it instead."""
     host, port, *listening = os.environ[STORE].split(":")
-    listen = {"master_listen_fd": int(listening[0])} if listening else {}
-    return dist.TCPStore(host, int(port), rank.world, is_master=rank.rank == 0, timeout=timeout, **listen)
+    first = rank.rank == 0
+    socket = int(listening[0]) if first and listening else None
+    return dist.TCPStore(host, int(port), rank.world, first, timeout, master_listen_fd=socket)
 
 
 def stop() -> None:

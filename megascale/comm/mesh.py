@@ -48,8 +48,8 @@ class Mesh:
 def open_mesh(topology: Topology, rank: int, backend: str, *, tied: bool) -> Mesh:
     """Open the groups that `rank` belongs to, and no others.
 
-    Every rank opens its groups in the same order, so that groups of the same kind come up side by side and none waits for
-    another kind. `tied`: the model's first and last stage share the token embedding.
+    Every rank opens its groups in the same order, so that groups of the same kind come up side by side and none waits
+    for another kind. `tied`: the model's first and last stage share the token embedding.
     """
     coord = topology.coord(rank)
     stages = topology.group(rank, "pp")

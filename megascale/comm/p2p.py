@@ -16,13 +16,23 @@ from megascale.comm.pending import Pending
 class Channels:
     """This rank's channels to the other stages of its pipeline.
 
-    Messages to a later rank of the pipeline go through `up`, to an earlier one through `down`. With one communicator for
-    each direction, two ranks that send to each other at once cannot block each other on NCCL.
+    Messages to a later rank of the pipeline go through `up`, to an earlier one through `down`. With one communicator
+    for each direction, two ranks that send to each other at once cannot block each other on NCCL.
     """
 
     def __init__(self, up: Group, down: Group) -> None:
         self._up = up
         self._down = down
+
+    @property
+    def rank(self) -> int:
+        """This rank's index in its pipeline."""
+        return self._up.index
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the pipeline."""
+        return self._up.size
 
     def send(self, tensor: Tensor, to: int) -> Pending:
         """Start sending a contiguous tensor to stage rank `to`. It may not change before the result was waited for."""

@@ -1,9 +1,9 @@
 """Collectives of ranks on one host through memory that they share.
 
-A rank copies its part into a slot, raises a counter and reads the slots of the others: two copies at the speed of memory,
-where a message over loopback costs a wake-up of four threads (docs/performance.md). Each group has a ring of slots, so a
-rank may be some operations ahead of another. Waiting spins for a moment and then sleeps on the counter (futex). Sums are
-formed in the order of the ranks, so every rank has the same bits.
+A rank copies its part into a slot, raises a counter and reads the slots of the others: two copies at the speed of
+memory, where a message over loopback costs a wake-up of four threads (docs/performance.md). Each group has a ring of
+slots, so a rank may be some operations ahead of another. Waiting spins for a moment and then sleeps on the counter
+(futex). Sums are formed in the order of the ranks, so every rank has the same bits.
 """
 
 from __future__ import annotations
@@ -43,13 +43,16 @@ def usable() -> bool:
 
 
 def host_key() -> str:
-    """Equal for processes that can share memory, and that users mean by one host: network namespaces stand for hosts."""
+    """Equal for processes that can share memory, and that users mean by one host: network namespaces stand for
+    hosts.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{os.stat(FOLDER).st_dev}"
+    return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}/{FOLDER.stat().st_dev}"
 
 
 def create(size: int, slot_bytes: int) -> Path:
-    """Reserve the memory of a ring for `size` ranks; the others open it by its path, then it is removed from the folder.
+    """Reserve the memory of a ring for `size` ranks; the others open it by its path, then it is removed from the
+    folder.
 
     Raises: OSError if there is not enough shared memory.
     """
@@ -57,7 +60,7 @@ def create(size: int, slot_bytes: int) -> Path:
     try:
         os.posix_fallocate(descriptor, 0, _total(size, slot_bytes))
     except OSError:
-        os.unlink(name)
+        Path(name).unlink()
         raise
     finally:
         os.close(descriptor)

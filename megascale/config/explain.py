@@ -10,7 +10,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from megascale.config.files import Source, read
-from megascale.config.run import NAME, RULES, Finding, RunConfig, world_findings
+from megascale.config.rules import RULES, Finding, world_findings
+from megascale.config.run import NAME, RunConfig
 from megascale.config.section import Section
 from megascale.core.errors import ConfigError, Problem
 from megascale.core.registry import nearest
@@ -50,9 +51,9 @@ def _check(source: Source, world: int | None) -> Iterator[Problem]:
         except ValidationError as error:
             for detail in error.errors():
                 yield _problem(source, section, name, detail)
-    name = source.tree.get("name")
-    if not (isinstance(name, str) and NAME.fullmatch(name)):
-        yield _name_problem(source, name)
+    given_name = source.tree.get("name")
+    if not (isinstance(given_name, str) and NAME.fullmatch(given_name)):
+        yield _name_problem(source, given_name)
     checked = SimpleNamespace(**valid)
     for needs, rule in RULES:
         if all(need in valid for need in needs):
@@ -96,7 +97,9 @@ def _problem(source: Source, section: type[Section], table: str, detail: ErrorDe
         key = f"{table}.preset" if detail["type"] == "preset" else key
         return Problem(source.place(key), key, detail["msg"], f"did you mean '{close}'?" if close else "")
     if not last:
-        return Problem(source.place(table), table, f"must be a table, not {value!r}", f"write [{table}] and its keys below it")
+        return Problem(
+            source.place(table), table, f"must be a table, not {value!r}", f"write [{table}] and its keys below it"
+        )
     field = keys.get(last)
     mend = f"{last}: {field.description}" if field is not None and field.description else ""
     if detail["type"] == "literal_error":

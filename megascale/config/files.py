@@ -69,24 +69,32 @@ def _read_file(path: Path, seen: tuple[Path, ...]) -> Source:
     except tomllib.TOMLDecodeError as error:
         line = re.search(r"line (\d+)", str(error))
         where = f"{path}:{line.group(1)}" if line else str(path)
-        raise ConfigError([Problem(where, "", f"is not TOML: {error}", "strings need quotes, tables need [brackets]")]) from None
+        raise ConfigError(
+            [Problem(where, "", f"is not TOML: {error}", "strings need quotes, tables need [brackets]")]
+        ) from None
     own = Source(str(path), tree, {key: f"{path}:{line}" for key, line in _lines(text).items()})
     base = own.tree.pop("extends", None)
     if base is None:
         return own
     if not isinstance(base, str):
         where = own.place("extends")
-        raise ConfigError([Problem(where, "extends", f"must be the name of a file, not {base!r}", 'extends = "other.toml"')])
+        raise ConfigError(
+            [Problem(where, "extends", f"must be the name of a file, not {base!r}", 'extends = "other.toml"')]
+        )
     parent_path = path.parent / base
     if not parent_path.is_file():
         where = own.place("extends")
-        raise ConfigError([Problem(where, "extends", f"there is no file {parent_path}", "the path counts from this file")])
+        raise ConfigError(
+            [Problem(where, "extends", f"there is no file {parent_path}", "the path counts from this file")]
+        )
     parent = _read_file(parent_path, (*seen, path.resolve()))
     return Source(str(path), _merge(parent.tree, own.tree), parent.places | own.places)
 
 
 def _lines(text: str) -> dict[str, int]:
-    """The line of each table and key. Lines inside a multi-line string may be taken for keys; nothing asks for those."""
+    """The line of each table and key. Lines inside a multi-line string may be taken for keys; nothing asks for
+    those.
+    """
     lines: dict[str, int] = {}
     table = ""
     for number, line in enumerate(text.splitlines(), start=1):

@@ -33,7 +33,9 @@ class ModelConfig(Section):
     norm: Annotated[str, choice(NORMS)] = Field("layernorm", description="normalisation before each branch")
     norm_eps: float = Field(1e-5, gt=0, description="added to the variance in a norm")
     activation: Annotated[str, choice(ACTIVATIONS)] = Field("gelu", description="non-linearity of the MLP")
-    position: Literal["learned", "rope"] = Field("learned", description="learned position vectors, or rotary embeddings")
+    position: Literal["learned", "rope"] = Field(
+        "learned", description="learned position vectors, or rotary embeddings"
+    )
     rope_theta: float = Field(10_000.0, gt=0, description="base of the rotary frequencies")
     bias: bool = Field(True, description="biases in linear layers")
     tie_embeddings: bool = Field(True, description="the output projection shares the weight of the token embedding")
@@ -43,8 +45,10 @@ class ModelConfig(Section):
         0.0, ge=0, lt=1, description="probability of dropping: embeddings, attention weights, and both branches"
     )
     init_std: float = Field(
-        0.02, gt=0, description="standard deviation of initial weights; projections back into the residual stream get "
-        "init_std / sqrt(2 x num_layers)"
+        0.02,
+        gt=0,
+        description="standard deviation of initial weights; projections back into the residual stream get "
+        "init_std / sqrt(2 x num_layers)",
     )
 
     @model_validator(mode="before")

@@ -17,14 +17,17 @@ class ParallelConfig(Section):
     sp: bool = Field(False, description="sequence parallelism: norms and dropout are cut over tp along the sequence")
     cp: Literal[1] = Field(1, description="context parallelism; not available yet")
     ep: Literal[1] = Field(1, description="expert parallelism; not available yet")
-    dp: Count | Literal["auto"] = Field("auto", description="data parallelism; auto: what the number of processes leaves")
+    dp: Count | Literal["auto"] = Field(
+        "auto", description="data parallelism; auto: what the number of processes leaves"
+    )
     pp: Count = Field(1, description="pipeline stages")
     vpp: Count = Field(1, description="model chunks on each pipeline stage")
     schedule: Annotated[str, choice(SCHEDULES)] | None = Field(
         None, description="order of forwards and backwards; default 1f1b, with vpp > 1 interleaved_1f1b"
     )
     layers_per_chunk: list[Annotated[int, Field(ge=0)]] | None = Field(
-        None, description="layers of each of the pp x vpp chunks, in the order of the network; default: as even as can be"
+        None,
+        description="layers of each of the pp x vpp chunks, in the order of the network; default: as even as can be",
     )
     zero: Literal[0, 1, 2] = Field(
         1, description="sharded over dp: 0 nothing, 1 optimizer state, 2 optimizer state and gradients"
@@ -34,6 +37,10 @@ class ParallelConfig(Section):
 class OverlapConfig(Section):
     """`[overlap]`: communication hidden behind compute. Off, the same operations run one after the other."""
 
-    tp: bool = Field(True, description="in the backward, gradients of inputs are reduced while those of weights are computed")
+    tp: bool = Field(
+        True, description="in the backward, gradients of inputs are reduced while those of weights are computed"
+    )
     pp: bool = Field(True, description="receives are posted one action ahead, sends are not waited for")
-    dp: bool = Field(True, description="a chunk's gradients are reduced, and its weights gathered, behind other chunks' work")
+    dp: bool = Field(
+        True, description="a chunk's gradients are reduced, and its weights gathered, behind other chunks' work"
+    )

@@ -1,18 +1,14 @@
-"""The whole configuration of a run, and every rule that concerns more than one key."""
+"""The whole configuration of a run."""
 
 from __future__ import annotations
 
-import json
-import math
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
-from megascale.catalog.schedules import SCHEDULES
+from megascale.catalog.tokenizers import TOKENIZERS
 from megascale.config.model import ModelConfig
 from megascale.config.parallel import OverlapConfig, ParallelConfig
 from megascale.config.section import Section
@@ -25,7 +21,6 @@ from megascale.config.train import (
     OptimizerConfig,
     TrainConfig,
 )
-from megascale.core.files import fingerprint
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 """What can name a run, and so a folder."""
@@ -97,18 +92,22 @@ def replicas_of(parallel: ParallelConfig) -> int:
     return parallel.tp * parallel.cp * parallel.pp
 
 
+def _absolute(path: str | None) -> str | None:
+    return path and str(Path(path).absolute())
+
+
 def _absolute_data(data: DataConfig) -> DataConfig:
     def absolute(source: str | Blend | None) -> str | Blend | None:
         if source is None or isinstance(source, str):
-            return source and str(Path(source).absolute())
+            return _absolute(source)
         return [(weight, str(Path(prefix).absolute())) for weight, prefix in source]
 
     return data.model_copy(
         update={
             "train": absolute(data.train),
             "valid": absolute(data.valid),
-            "tokenizer": data.tokenizer and str(Path(data.tokenizer).absolute()),
-            "cache": data.cache and str(Path(data.cache).absolute()),
+            "tokenizer": data.tokenizer if data.tokenizer in TOKENIZERS.cards else _absolute(data.tokenizer),
+            "cache": _absolute(data.cache),
         }
     )
 
@@ -118,204 +117,3 @@ def prefixes(source: str | Blend | None) -> list[str]:
     if source is None:
         return []
     return [source] if isinstance(source, str) else [prefix for _, prefix in source]
-
-
-# ---- rules ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A broken rule: the key to change, what is wrong, and how to mend it."""
-
-    key: str
-    found: str
-    mend: str
-
-
-Rule = Callable[[Any], Iterator[Finding]]
-RULES: list[tuple[tuple[str, ...], Rule]] = []
-
-
-def rule(*sections: str) -> Callable[[Rule], Rule]:
-    """Register a rule that reads `sections`; it runs when these are valid in themselves, whatever else is wrong."""
-
-    def register(function: Rule) -> Rule:
-        RULES.append((sections, function))
-        return function
-
-    return register
-
-
-def divisors(n: int, limit: int | None = None) -> list[int]:
-    """The whole numbers that divide n, up to `limit`."""
-    return [d for d in range(1, min(n, limit or n) + 1) if n % d == 0]
-
-
-def _listed(values: list[int]) -> str:
-    shown = values if len(values) <= 12 else [*values[:6], "...", *values[-5:]]
-    return ", ".join(map(str, shown))
-
-
-@rule("model")
-def heads(c: Any) -> Iterator[Finding]:
-    m = c.model
-    if m.hidden_size % m.num_heads:
-        options = divisors(m.hidden_size, 512)
-        yield Finding(
-            "model.num_heads", f"hidden_size {m.hidden_size} is not divisible by {m.num_heads} heads", f"one of {_listed(options)}"
-        )
-    elif m.position == "rope" and m.head_dim % 2:
-        yield Finding("model.num_heads", f"rope needs an even head size, not {m.head_dim}", "change hidden_size or num_heads")
-    if m.num_heads % m.num_kv_heads:
-        options = divisors(m.num_heads)
-        yield Finding(
-            "model.num_kv_heads", f"{m.num_heads} heads cannot share {m.num_kv_heads} key-value heads", f"one of {_listed(options)}"
-        )
-
-
-@rule("model", "parallel")
-def tensor_parallel(c: Any) -> Iterator[Finding]:
-    m, p = c.model, c.parallel
-    both = [t for t in divisors(m.num_kv_heads) if m.ffn_size % t == 0 and m.num_heads % t == 0]
-    for number, what in ((m.num_heads, "heads"), (m.num_kv_heads, "key-value heads"), (m.ffn_size, "columns of the MLP")):
-        if number % p.tp:
-            yield Finding("parallel.tp", f"{number} {what} cannot be split over tp = {p.tp}", f"tp in {_listed(both)}")
-            break
-    if p.sp and m.seq_length % p.tp:
-        yield Finding(
-            "model.seq_length",
-            f"with sp a sequence of {m.seq_length} cannot be split over tp = {p.tp}",
-            f"seq_length a multiple of {p.tp}, or sp = false",
-        )
-
-
-@rule("model", "parallel")
-def pipeline(c: Any) -> Iterator[Finding]:
-    m, p = c.model, c.parallel
-    chunks = p.pp * p.vpp
-    if p.vpp > 1 and p.pp == 1:
-        yield Finding("parallel.vpp", f"vpp = {p.vpp} splits pipeline stages, but pp = 1", "vpp = 1, or pp > 1")
-    if p.layers_per_chunk is None:
-        if m.num_layers < chunks:
-            fits = [v for v in range(1, p.vpp + 1) if p.pp * v <= m.num_layers]
-            mend = f"vpp at most {fits[-1]}" if fits else f"pp at most {m.num_layers}"
-            yield Finding("parallel.pp", f"{m.num_layers} layers are fewer than pp x vpp = {p.pp} x {p.vpp}", mend)
-    else:
-        given = p.layers_per_chunk
-        if len(given) != chunks:
-            yield Finding(
-                "parallel.layers_per_chunk", f"{len(given)} numbers for pp x vpp = {chunks} chunks", f"give {chunks} numbers"
-            )
-        elif sum(given) != m.num_layers:
-            yield Finding(
-                "parallel.layers_per_chunk",
-                f"adds up to {sum(given)}, but num_layers = {m.num_layers}",
-                f"numbers that add up to {m.num_layers}",
-            )
-        elif 0 in given[1:-1]:
-            yield Finding("parallel.layers_per_chunk", "a chunk between the ends has no layer", "only the ends may have 0")
-
-
-@rule("parallel")
-def schedule(c: Any) -> Iterator[Finding]:
-    p = c.parallel
-    if p.schedule and p.vpp > 1 and not SCHEDULES[p.schedule].facts["chunks"]:
-        able = [card.name for card in SCHEDULES.cards.values() if card.facts["chunks"]]
-        yield Finding("parallel.schedule", f"{p.schedule} runs one chunk a stage, but vpp = {p.vpp}", f"{' or '.join(able)}, or vpp = 1")
-
-
-@rule("parallel", "batch")
-def batch(c: Any) -> Iterator[Finding]:
-    dp = c.parallel.dp if isinstance(c.parallel.dp, int) else 1
-    unit = c.batch.micro * dp
-    if c.batch.total % unit:
-        near = sorted({max(unit, c.batch.total // unit * unit), (c.batch.total // unit + 1) * unit})
-        yield Finding(
-            "batch.global",
-            f"{c.batch.total} is not divisible by micro x dp = {c.batch.micro} x {dp}",
-            f"{' or '.join(map(str, near))}",
-        )
-
-
-@rule("train", "optimizer")
-def learning_rate(c: Any) -> Iterator[Finding]:
-    o = c.optimizer
-    if o.min_lr > o.lr:
-        yield Finding("optimizer.min_lr", f"{o.min_lr:g} is more than lr = {o.lr:g}", f"at most {o.lr:g}")
-    if o.warmup_steps >= c.train.steps:
-        yield Finding(
-            "optimizer.warmup_steps", f"{o.warmup_steps} of train.steps = {c.train.steps}", f"fewer than {c.train.steps}"
-        )
-    elif o.decay == "wsd" and (o.decay_steps or 0) > c.train.steps - o.warmup_steps:
-        most = c.train.steps - o.warmup_steps
-        yield Finding("optimizer.decay_steps", f"{o.decay_steps} do not fit after the warm-up", f"at most {most}")
-
-
-@rule("data", "train")
-def data_is_given(c: Any) -> Iterator[Finding]:
-    d = c.data
-    if d.mock and (d.train or d.valid):
-        yield Finding("data.mock", "both mock data and datasets are asked for", "remove data.mock or data.train and data.valid")
-    if not d.mock and d.train is None:
-        yield Finding("data.train", "no training data", "data.train = \"prefix\" (see `megascale data prepare`), or data.mock = true")
-    if c.train.eval_every and not d.mock and d.valid is None and d.split[1] == 0:
-        yield Finding("data.split", "evaluation needs validation data, but its share is 0", "data.valid, or a second share above 0")
-    if d.split[0] == 0:
-        yield Finding("data.split", "the share of training documents is 0", "for example [0.99, 0.01]")
-
-
-@rule("data", "model")
-def data_files(c: Any) -> Iterator[Finding]:
-    d = c.data
-    for key, source in (("data.train", d.train), ("data.valid", d.valid)):
-        for prefix in prefixes(source):
-            missing = [prefix + end for end in (".bin", ".idx") if not Path(prefix + end).is_file()]
-            if missing:
-                mend = "a prefix is the path without .bin" if Path(prefix).is_file() else "`megascale data prepare` makes them"
-                yield Finding(key, f"there is no file {' nor '.join(missing)}", mend)
-                continue
-            yield from _prepared_with(key, prefix, d.tokenizer, c.model.vocab_size)
-    if d.tokenizer and not Path(d.tokenizer).is_file():
-        yield Finding("data.tokenizer", f"there is no file {d.tokenizer}", "leave it out, or give the tokenizer of the data")
-
-
-def _prepared_with(key: str, prefix: str, tokenizer: str | None, vocab_size: int) -> Iterator[Finding]:
-    """Compare a dataset with the description that `megascale data prepare` wrote beside it, where there is one."""
-    try:
-        facts = json.loads(Path(prefix + ".json").read_text(encoding="utf-8"))
-        made_with, needed = facts["tokenizer"], int(facts["vocab_size"])
-    except FileNotFoundError:
-        return  # made by another tool: nothing is known of its tokenizer
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        yield Finding(key, f"{prefix}.json cannot be read: {error!r}", "prepare the data again")
-        return
-    if needed > vocab_size:
-        yield Finding("model.vocab_size", f"{vocab_size} is less than the {needed} tokens of {prefix}", f"at least {needed}")
-    if tokenizer and Path(tokenizer).is_file() and fingerprint(Path(tokenizer)) != made_with["fingerprint"]:
-        yield Finding(
-            "data.tokenizer", f"{tokenizer} is not the tokenizer that made {prefix} ({made_with['name']})", "give that one, or prepare again"
-        )
-
-
-@rule("checkpoint")
-def resume(c: Any) -> Iterator[Finding]:
-    value = c.checkpoint.resume
-    if value not in ("auto", "never") and not (Path(value) / "manifest.json").is_file():
-        yield Finding("checkpoint.resume", f"there is no checkpoint in {value}", "auto, never, or a folder with a manifest.json")
-
-
-def world_findings(c: RunConfig, world: int) -> Iterator[Finding]:
-    """What does not fit when the job has `world` processes."""
-    p, replica = c.parallel, replicas_of(c.parallel)
-    shape = f"tp {p.tp} x cp {p.cp} x pp {p.pp}"
-    if isinstance(p.dp, int):
-        if replica * p.dp != world:
-            mend = f"dp = {world // replica}" if world % replica == 0 else f"start {replica * p.dp} processes"
-            yield Finding("parallel.dp", f"{shape} x dp {p.dp} = {replica * p.dp}, but there are {world} processes", mend)
-        return
-    if world % replica:
-        near = sorted({max(replica, world // replica * replica), math.ceil(world / replica) * replica})
-        yield Finding("parallel.tp", f"{world} processes are not a multiple of {shape} = {replica}", f"start {' or '.join(map(str, near))}")
-        return
-    for finding in batch(c.resolve(world)):
-        yield finding

@@ -25,7 +25,9 @@ def choice(registry: Registry) -> Any:
     def known(name: str) -> str:
         if name not in registry.cards:
             message = f"'{name}' is not one of {', '.join(registry.names())}"
-            raise PydanticCustomError("choice", "{message}", {"message": message, "nearest": nearest(name, registry.names())})
+            raise PydanticCustomError(
+                "choice", "{message}", {"message": message, "nearest": nearest(name, registry.names())}
+            )
         return name
 
     return AfterValidator(known)

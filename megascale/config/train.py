@@ -30,7 +30,9 @@ class TrainConfig(Section):
     recompute: Literal["none"] = Field("none", description="activation recomputation; not available yet")
     compile: Literal[False] = Field(False, description="torch.compile of each block; not available yet")
     log_every: Count = Field(10, description="steps between lines of metrics")
-    eval_every: Whole = Field(0, description="steps between evaluations on validation data, and one at the end; 0: never")
+    eval_every: Whole = Field(
+        0, description="steps between evaluations on validation data, and one at the end; 0: never"
+    )
     eval_steps: Count = Field(10, description="global batches in an evaluation")
 
 
@@ -42,7 +44,9 @@ class OptimizerConfig(Section):
     min_lr: float = Field(0.0, ge=0, description="learning rate at the end")
     warmup_steps: Whole = Field(0, description="steps of linear rise from 0 to lr")
     decay: Annotated[str, choice(DECAYS)] = Field("cosine", description="course of the learning rate after the warm-up")
-    decay_steps: Count | None = Field(None, description="for wsd: steps of the final fall; default a tenth of train.steps")
+    decay_steps: Count | None = Field(
+        None, description="for wsd: steps of the final fall; default a tenth of train.steps"
+    )
     weight_decay: float = Field(0.1, ge=0, description="decoupled decay of matrices; norms and biases have none")
     betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = Field(
         [0.9, 0.95], description="decay of the first and second moment"
@@ -64,7 +68,7 @@ class DataConfig(Section):
         None, description="validation data, likewise; without it, a part of train, see split"
     )
     split: Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=2, max_length=2)] = Field(
-        [0.99, 0.01], description="shares of the documents of train that train and validate, when valid is not given"
+        [0.99, 0.01], description="shares of train's documents that train and validate, when valid is not given"
     )
     tokenizer: str | None = Field(None, description="tokenizer file; checked against the one the data was made with")
     cache: str | None = Field(None, description="folder of the sample indices; default: beside the first dataset")
@@ -78,8 +82,8 @@ class CheckpointConfig(Section):
     keep: Whole = Field(0, description="newest checkpoints kept; 0: all")
     resume: str = Field(
         "auto",
-        description="auto: from the run's newest complete checkpoint; a checkpoint's folder: from it, until the run has one of "
-        "its own; never",
+        description="auto: from the run's newest complete checkpoint; a checkpoint's folder: from it, until the run "
+        "has one of its own; never",
     )
     background: Literal[False] = Field(False, alias="async", description="write in the background; not available yet")
 

@@ -20,7 +20,7 @@ def atomic(path: Path, mode: str = "wb") -> Iterator[IO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

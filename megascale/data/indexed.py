@@ -1,8 +1,8 @@
 """megatron-core's token dataset format, written and read with numpy alone.
 
 PREFIX.bin holds the tokens of all documents one after the other. PREFIX.idx holds, little-endian: 9 bytes of magic, u64
-version 1, u8 code of the token format, u64 number of documents n, u64 n + 1, i32[n] lengths in tokens, i64[n] offsets in
-bytes, i64[n + 1] bounds of documents (here 0 to n, since a document is one sequence). PREFIX.json is ours: which
+version 1, u8 code of the token format, u64 number of documents n, u64 n + 1, i32[n] lengths in tokens, i64[n] offsets
+in bytes, i64[n + 1] bounds of documents (here 0 to n, since a document is one sequence). PREFIX.json is ours: which
 tokenizer made it.
 """
 

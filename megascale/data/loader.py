@@ -1,7 +1,7 @@
 """The batch of a step on one rank.
 
-A step trains on the samples that follow those already seen. They go to micro-batches and data-parallel ranks by arithmetic
-alone, so every rank knows which samples any other has, and no layout changes what a step trains on.
+A step trains on the samples that follow those already seen. They go to micro-batches and data-parallel ranks by
+arithmetic alone, so every rank knows which samples any other has, and no layout changes what a step trains on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class Shape:
-    """How the rows of a step are dealt out: `total` rows over `ranks` data-parallel ranks in micro-batches of `micro`."""
+    """How the rows of a step are dealt out: `total` rows over `ranks` data-parallel ranks in micro-batches of
+    `micro`.
+    """
 
     total: int
     micro: int
@@ -56,8 +58,9 @@ class StepBatch:
 
 
 class Loader:
-    """Makes the batches of one split on data-parallel rank `rank`. `samples` is None on ranks that have neither the first nor
-    the last stage: their micro-batches carry no tokens."""
+    """Makes the batches of one split on data-parallel rank `rank`. `samples` is None on ranks that have neither the
+    first nor the last stage: their micro-batches carry no tokens.
+    """
 
     def __init__(
         self, samples: Samples | None, shape: Shape, rank: int, *, dropout: float, seed: int, device: torch.device
@@ -88,7 +91,9 @@ class Loader:
         mask = None
         if any(m is not None for m in masks):
             mask = self._rows([torch.ones_like(s.labels) if s.mask is None else s.mask for s in samples])
-        return MicroBatch(self._rows([s.tokens for s in samples]), self._rows([s.labels for s in samples]), mask, dropout)
+        return MicroBatch(
+            self._rows([s.tokens for s in samples]), self._rows([s.labels for s in samples]), mask, dropout
+        )
 
     def _rows(self, rows: list[Tensor]) -> Tensor:
         """Rows [s] side by side: [s, b], on the device."""

@@ -7,7 +7,9 @@ epoch is a dataset of its own, shuffled with its own seed: a run that is prolong
 
 from __future__ import annotations
 
+import importlib
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,28 +97,34 @@ def _cache(config: RunConfig) -> Path:
 
 @dataclass(frozen=True)
 class _Tokenizer:
-    """What megatron-core's datasets ask of a tokenizer. `unique_identifiers` enters the names of cached indices: with it
-    they are not mistaken for those of another dataset that was prepared under the same name."""
+    """What megatron-core's datasets ask of a tokenizer. `unique_identifiers` enters the names of cached indices: with
+    it they are not mistaken for those of another dataset that was prepared under the same name.
+    """
 
     eod: int
     vocab_size: int | None
     unique_identifiers: Mapping[str, Any]
 
 
-def _blend(datasets: list[_Epochs], shares: list[float], samples: int) -> Any:
-    from megatron.core.datasets.blended_dataset import BlendedDataset
+def _megatron(module: str) -> Any:
+    """A module of megatron-core's datasets: imported when data is first read, since it takes seconds and brings torch
+    extensions with it, and without its warnings about those that this machine lacks.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module(f"megatron.core.datasets.{module}")
 
-    return BlendedDataset(datasets, shares, samples, datasets[0].config)
+
+def _blend(datasets: list[_Epochs], shares: list[float], samples: int) -> Any:
+    return _megatron("blended_dataset").BlendedDataset(datasets, shares, samples, datasets[0].config)
 
 
 class _Epochs:
     """One dataset, repeated as often as needed, each epoch in an order of its own. It stands in for a dataset of
-    megatron-core in a blend, hence `index_split` and `unique_identifiers`."""
+    megatron-core in a blend, hence `index_split` and `unique_identifiers`.
+    """
 
     def __init__(self, config: RunConfig, split: SplitName, prefix: Path, documents: tuple[float, float]) -> None:
-        from megatron.core.datasets.gpt_dataset import GPTDataset
-        from megatron.core.datasets.utils import Split
-
         reader, made = indexed.read(prefix), indexed.describe(prefix)
         first, last = (round(len(reader) * edge) for edge in documents)
         tokens = int(reader.lengths[first:last].sum())
@@ -131,10 +139,10 @@ class _Epochs:
         self._tokenizer = _Tokenizer(made.tokenizer["eod"] if made else 0, None, identity)
         self._run = config
         self._prefix = prefix
-        self.index_split = Split[split]
+        self.index_split = _megatron("utils").Split[split]
         self._indices = np.arange(first, last, dtype=np.int32)
         self.config = self._settings(0)
-        self._low_level = GPTDataset.build_low_level_dataset(str(prefix), self.config)
+        self._low_level = _megatron("gpt_dataset").GPTDataset.build_low_level_dataset(str(prefix), self.config)
         self._epochs: dict[int, Any] = {}
         self.per_epoch = len(self._epoch(0))
         self._prepared = 1
@@ -155,18 +163,14 @@ class _Epochs:
             self._epoch(epoch)
 
     def _epoch(self, epoch: int) -> Any:
-        from megatron.core.datasets.gpt_dataset import GPTDataset
-
         if epoch not in self._epochs:
-            self._epochs[epoch] = GPTDataset(
+            self._epochs[epoch] = _megatron("gpt_dataset").GPTDataset(
                 self._low_level, str(self._prefix), self._indices, None, self.index_split, self._settings(epoch)
             )
         return self._epochs[epoch]
 
     def _settings(self, epoch: int) -> Any:
-        from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
-
-        return GPTDatasetConfig(
+        return _megatron("gpt_dataset").GPTDatasetConfig(
             random_seed=(self._run.train.seed + epoch) % 2**32,
             sequence_length=self._run.model.seq_length,
             blend=([str(self._prefix)], None),

@@ -7,9 +7,9 @@ by the tokenizer's end-of-document token. No torch.
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from collections import deque
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -115,7 +115,9 @@ def _json_lines(path: Path, key: str) -> Iterator[tuple[str, int]]:
             try:
                 record = json.loads(line)
             except ValueError as error:  # also UnicodeDecodeError
-                raise DataError(f"{path}:{number} is not a line of JSON: {error}", mend="mend or remove the line") from None
+                raise DataError(
+                    f"{path}:{number} is not a line of JSON: {error}", mend="mend or remove the line"
+                ) from None
             text = record.get(key) if isinstance(record, dict) else None
             if not isinstance(text, str):
                 keys = f"its keys are {', '.join(record) or 'none'}" if isinstance(record, dict) else "it is no object"

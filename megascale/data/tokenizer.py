@@ -79,5 +79,7 @@ def load_tokenizer(name: str, eod: str | None = None) -> Tokenizer:
     if name in TOKENIZERS.cards:
         return TOKENIZERS[name].load()()
     if not Path(name).is_file():
-        raise DataError(f"there is no tokenizer file {name}", mend="a tokenizer.json, or " + " or ".join(TOKENIZERS.names()))
+        raise DataError(
+            f"there is no tokenizer file {name}", mend="a tokenizer.json, or " + " or ".join(TOKENIZERS.names())
+        )
     return FileTokenizer(Path(name), eod)

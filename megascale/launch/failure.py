@@ -1,7 +1,8 @@
 """What a failed rank leaves behind, and which of several failures came first.
 
-When a rank dies its neighbours fail next, each blaming its own neighbour. A rank therefore writes its error with the time
-and with whether it only lost a peer; the cause is the rank that a signal killed, else the first error that is its own.
+When a rank dies its neighbours fail next, each blaming its own neighbour. A rank therefore writes its error with the
+time and with whether it only lost a peer; the cause is the rank that a signal killed, else the first error that is its
+own.
 """
 
 from __future__ import annotations
@@ -56,7 +57,11 @@ def exit_status_of(error: BaseException) -> int:
 def peer_was_lost(error: BaseException) -> bool:
     """Whether an error only says that another rank has gone."""
     text = str(error).lower()
-    return not isinstance(error, MegascaleError) and isinstance(error, RuntimeError | OSError) and any(s in text for s in _PEER_LOST)
+    return (
+        not isinstance(error, MegascaleError)
+        and isinstance(error, RuntimeError | OSError)
+        and any(s in text for s in _PEER_LOST)
+    )
 
 
 def write_error(error: BaseException, rank: Rank) -> None:
@@ -68,7 +73,9 @@ def write_error(error: BaseException, rank: Rank) -> None:
         "time": time.time(),
         "rank": rank.rank,
         "host": rank.host,
-        "what": str(error) if isinstance(error, MegascaleError) else "".join(traceback.format_exception_only(error)).strip(),
+        "what": str(error)
+        if isinstance(error, MegascaleError)
+        else "".join(traceback.format_exception_only(error)).strip(),
         "exit_status": exit_status_of(error),
         "peer_was_lost": peer_was_lost(error),
     }
@@ -76,7 +83,9 @@ def write_error(error: BaseException, rank: Rank) -> None:
 
 
 def first_cause(logs: Path, died: Mapping[int, int], codes: Mapping[int, int]) -> Failure:
-    """The failure that caused the others. `died`: ranks that a signal killed, with its number; `codes`: exit statuses."""
+    """The failure that caused the others. `died`: ranks that a signal killed, with its number; `codes`: exit
+    statuses.
+    """
     host = os.uname().nodename
     errors = [json.loads(path.read_text(encoding="utf-8")) for path in logs.glob("rank-*.error.json")]
     own = sorted((e for e in errors if not e["peer_was_lost"]), key=lambda e: e["time"])

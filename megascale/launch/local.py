@@ -1,8 +1,8 @@
 """The ranks of one host, started and watched without torchrun.
 
 torchrun, when a rank dies, prints the errors of those that lost their peer among that rank's own, and its workers go on
-when it is killed itself. Here every rank dies with the launcher; when one fails, the others are ended and the error shown
-is that of the rank that failed first, by its number and host.
+when it is killed itself. Here every rank dies with the launcher; when one fails, the others are ended and the error
+shown is that of the rank that failed first, by its number and host.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -42,20 +42,20 @@ class _Worker:
 def run(arguments: Sequence[str], world: int, logs: Path) -> int:
     """Run `python -m megascale ARGUMENTS` as `world` ranks on this host and return the exit status of the job.
 
-    Rank 0 shares this terminal; the others write to `logs`/rank-N.log. SIGTERM and SIGINT are passed on once, so that the
-    ranks finish their step and save; a second one ends them.
+    Rank 0 shares this terminal; the others write to `logs`/rank-N.log. SIGTERM and SIGINT are passed on once, so that
+    the ranks finish their step and save; a second one ends them.
     """
     logs.mkdir(parents=True, exist_ok=True)
     for old in logs.glob("rank-*.*"):
         old.unlink()
     with _listening() as listener:
         workers = [_start(arguments, rank, world, listener, logs) for rank in range(world)]
-    with _forwarded(workers):
-        return _watch(workers, world, logs)
+    with _Forward(workers) as forward:
+        return _watch(workers, forward, logs)
 
 
 @contextlib.contextmanager
-def _listening():
+def _listening() -> Iterator[socket.socket]:
     """A socket on a free loopback port for the store of rank 0."""
     listener = socket.socket()
     try:
@@ -90,7 +90,7 @@ def _start(arguments: Sequence[str], rank: int, world: int, listener: socket.soc
             stderr=subprocess.STDOUT if log else None,
             pass_fds=[fd] if rank == 0 else [],
             start_new_session=True,  # Ctrl-C reaches the launcher alone, which passes it on as a request to stop
-            preexec_fn=lambda: _die_with(parent),
+            preexec_fn=lambda: _die_with(parent),  # noqa: PLW1509  the launcher has no threads
         )
     return _Worker(rank, process, log)
 
@@ -102,44 +102,47 @@ def _die_with(parent: int) -> None:
         os._exit(Exit.UNCLASSIFIED)
 
 
-@contextlib.contextmanager
-def _forwarded(workers: Sequence[_Worker]):
-    """Pass SIGTERM and SIGINT on: the first as a request to stop, the second as the end."""
-    asked = False
+class _Forward:
+    """While open, passes SIGTERM and SIGINT on: the first as a request to stop, the second as the end."""
 
-    def forward(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        _signal(workers, signal.SIGKILL if asked else signal.SIGTERM)
-        asked = True
+    def __init__(self, workers: Sequence[_Worker]) -> None:
+        self._workers = workers
+        self.asked = False
 
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
+    def __enter__(self) -> _Forward:
+        self._previous = {number: signal.signal(number, self._pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
 
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        _signal(self._workers, signal.SIGKILL if self.asked else signal.SIGTERM)
+        self.asked = True
 
-def _watch(workers: Sequence[_Worker], world: int, logs: Path) -> int:
+
+def _watch(workers: Sequence[_Worker], forward: _Forward, logs: Path) -> int:
     """Wait for all ranks, or for the first that fails; then end the others and say what happened."""
-    while True:
-        codes = {worker.rank: worker.process.poll() for worker in workers}
-        failed = [rank for rank, code in codes.items() if code not in (None, Exit.OK, Exit.STOPPED)]
-        if failed:
-            break
-        if None not in codes.values():
-            return Exit.STOPPED if Exit.STOPPED in codes.values() else Exit.OK
+    good = (None, Exit.OK, Exit.STOPPED)
+    while all((code := worker.process.poll()) in good for worker in workers):
+        if code is not None and all(worker.process.poll() is not None for worker in workers):
+            stopped = any(worker.process.returncode == Exit.STOPPED for worker in workers)
+            return Exit.STOPPED if stopped else Exit.OK
         time.sleep(0.05)
     time.sleep(SETTLE)
     died = {w.rank: -w.process.returncode for w in workers if (w.process.poll() or 0) < 0}  # by a signal, not ours
     _end(workers)
-    codes = {worker.rank: worker.process.returncode for worker in workers}
-    failure = first_cause(logs, died, codes)
-    print(_report(failure, world, workers), file=sys.stderr)
+    if forward.asked and set(died.values()) <= {signal.SIGTERM, signal.SIGKILL} and died:
+        print("megascale: stopped before the first step", file=sys.stderr)
+        return Exit.STOPPED
+    failure = first_cause(logs, died, {worker.rank: worker.process.returncode for worker in workers})
+    print(_report(failure, workers), file=sys.stderr)
     return failure.exit_status
 
 
-def _report(failure: Failure, world: int, workers: Sequence[_Worker]) -> str:
+def _report(failure: Failure, workers: Sequence[_Worker]) -> str:
+    world = len(workers)
     lines = [f"megascale: rank {failure.rank} of {world} on {failure.host} failed: {failure.what}"]
     log = workers[failure.rank].log
     if log is not None:

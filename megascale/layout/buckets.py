@@ -1,8 +1,9 @@
 """Parameters side by side in one contiguous buffer.
 
 A bucket is reduced, sharded over data parallelism and gathered as a whole: its shards are equal contiguous ranges, so
-that a reduce-scatter and an all-gather are one collective without copies (MegaScale 3.2: a model chunk at a time). Inside
-it parameters are grouped, so that what decays, and what every tp rank holds whole, are contiguous ranges as well.
+that a reduce-scatter and an all-gather are one collective without copies (MegaScale 3.2: a model chunk at a time).
+Inside it parameters are grouped, so that what decays, and what every tp rank holds whole, are contiguous ranges as
+well.
 """
 
 from __future__ import annotations

@@ -24,8 +24,10 @@ def chunk_parameters(config: RunConfig, pp_rank: int) -> list[list[Parameter]]:
 
 
 def chunk_buckets(config: RunConfig, pp_rank: int) -> list[list[list[Parameter]]]:
-    """For each chunk of a pipeline rank the parameters of its buckets: one, or two where it shares the token embedding with
-    the other end of the pipeline. That is then a bucket of its own, so that both ends shard it alike and sum its gradient."""
+    """For each chunk of a pipeline rank the parameters of its buckets: one, or two where it shares the token embedding
+    with the other end of the pipeline. That is then a bucket of its own, so that both ends shard it alike and sum its
+    gradient.
+    """
     shared = config.model.tie_embeddings and config.parallel.pp > 1
     found = []
     for parameters in chunk_parameters(config, pp_rank):

@@ -1,7 +1,8 @@
-"""Every tensor of the model by its global name: shape, how tensor parallelism cuts it, how it starts, whether it decays.
+"""Every tensor of the model by its global name: shape, how tensor parallelism cuts it, how it starts, whether it
+decays.
 
-Initialisation, sharding, checkpoints, parameter counts and memory all read this one list. A `Parameter` is what a module
-holds: one tensor, or several that are multiplied at once (q, k and v; gate and up), one above the other.
+Initialisation, sharding, checkpoints, parameter counts and memory all read this one list. A `Parameter` is what a
+module holds: one tensor, or several that are multiplied at once (q, k and v; gate and up), one above the other.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Ranks and their coordinates. tp varies fastest, then cp, dp, and pp slowest.
 
-Tensor parallelism so stays inside a node, and data-parallel groups are placed before pipeline stages, as in section 2 of
-the paper.
+Tensor parallelism so stays inside a node, and data-parallel groups are placed before pipeline stages, as in section 2
+of the paper.
 """
 
 from __future__ import annotations

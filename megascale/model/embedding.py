@@ -15,7 +15,9 @@ from megascale.parallel.vocabulary import VocabularyRange, embed
 class Embedding(nn.Module):
     """Token vectors, and learned position vectors where the model has them."""
 
-    def __init__(self, model: ModelConfig, parameters: Parameters, vocabulary: VocabularyRange, axis: TensorAxis) -> None:
+    def __init__(
+        self, model: ModelConfig, parameters: Parameters, vocabulary: VocabularyRange, axis: TensorAxis
+    ) -> None:
         super().__init__()
         self.token = parameters[TOKEN_EMBEDDING]
         self.position = parameters.get("embedding.position.weight")

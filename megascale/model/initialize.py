@@ -1,7 +1,7 @@
 """Initial weights by global name, so that every layout starts from the same model.
 
-A tensor is drawn in blocks of rows, each from a generator seeded by (seed, name, block). A rank draws the blocks that its
-box touches and keeps its part, so no rank ever holds a whole matrix of a large model.
+A tensor is drawn in blocks of rows, each from a generator seeded by (seed, name, block). A rank draws the blocks that
+its box touches and keeps its part, so no rank ever holds a whole matrix of a large model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ BLOCK = 1 << 20
 
 @torch.no_grad()
 def fill(target: torch.Tensor, parameter: Parameter, rank: int, tp: int, seed: int) -> None:
-    """Write the initial values of `parameter` on tp rank `rank` of `tp` into `target` [local shape], padding as zero."""
+    """Write the initial values of `parameter` on tp rank `rank` of `tp` into `target` [local shape], padding as
+    zero.
+    """
     target.zero_()
     row = 0
     for tensor in parameter.tensors:

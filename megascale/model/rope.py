@@ -1,4 +1,6 @@
-"""Rotary position embedding (Su et al. 2021): pairs (i, i + d/2) of a head turn by an angle that grows with position."""
+"""Rotary position embedding (Su et al. 2021): pairs (i, i + d/2) of a head turn by an angle that grows with
+position.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,16 @@ def rope_table(s: int, head_dim: int, theta: float, dtype: torch.dtype, device: 
 
 
 def rotate_heads(qkv_sbnd: Tensor, turned: int, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads [s, b, n, d] of which the first `turned` (queries and keys) turn by the table's angles; the others (values) stay.
-    Computed in the table's format."""
+    """Heads [s, b, n, d] of which the first `turned` (queries and keys) turn by the table's angles; the others (values)
+    stay. Computed in the table's format.
+    """
     return _RotateHeads.apply(qkv_sbnd, turned, cos, sin)
 
 
 class _RotateHeads(torch.autograd.Function):
-    """Written out because four passes over half a head are fewer than autograd would take; nothing is saved but angles."""
+    """Written out because four passes over half a head are fewer than autograd would take; nothing is saved but
+    angles.
+    """
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, turned: int, cos: Tensor, sin: Tensor) -> Tensor:

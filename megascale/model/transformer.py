@@ -17,7 +17,9 @@ from megascale.parallel.vocabulary import VocabularyRange, cross_entropy_sum
 class Head(nn.Module):
     """The final norm and the projection to the vocabulary, whose weight may be the token embedding's."""
 
-    def __init__(self, model: ModelConfig, parameters: Parameters, vocabulary: VocabularyRange, axis: TensorAxis) -> None:
+    def __init__(
+        self, model: ModelConfig, parameters: Parameters, vocabulary: VocabularyRange, axis: TensorAxis
+    ) -> None:
         super().__init__()
         self.norm = Norm(model, parameters, "final_norm")
         self.weight = parameters[TOKEN_EMBEDDING if model.tie_embeddings else "head.weight"]
@@ -36,8 +38,9 @@ class Head(nn.Module):
 
 
 class Stage(nn.Module):
-    """One virtual pipeline stage. `forward` takes the boundary activation (None on the first stage) and returns the next
-    one, or on the last stage the sum of the losses."""
+    """One virtual pipeline stage. `forward` takes the boundary activation (None on the first stage) and returns the
+    next one, or on the last stage the sum of the losses.
+    """
 
     def __init__(
         self, model: ModelConfig, parameters: Parameters, layers: range, first: bool, last: bool, axis: TensorAxis

@@ -12,8 +12,8 @@ from torch import Tensor
 def causal_attention(q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, keep: Tensor | None, dropout: float) -> Tensor:
     """softmax(q k^T / sqrt(d), causal) v for q [b, heads, s, d] and k, v [b, kv heads, s, d]; result as q.
 
-    Without dropout this is torch's fused kernel. `keep` [b, heads, s, s], bool: the attention weights that dropout keeps;
-    fused kernels draw their own mask, which depends on the layout, so with it the weights are formed in full.
+    Without dropout this is torch's fused kernel. `keep` [b, heads, s, s], bool: the attention weights that dropout
+    keeps; fused kernels draw their own mask, which depends on the layout, so with it the weights are formed in full.
     """
     if keep is None:
         shared = k_bhsd.shape[1] != q_bhsd.shape[1]

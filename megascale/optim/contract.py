@@ -16,7 +16,9 @@ from megascale.config.train import OptimizerConfig
 
 @dataclass(frozen=True)
 class Segment:
-    """A flat run of weights that are treated alike: `weight`, `grad` and each of `state` are [n] views of one format."""
+    """A flat run of weights that are treated alike: `weight`, `grad` and each of `state` are [n] views of one
+    format.
+    """
 
     weight: Tensor
     grad: Tensor

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.comm.collectives import all_reduce
@@ -15,28 +13,7 @@ from megascale.comm.mesh import Mesh
 from megascale.config.train import OptimizerConfig
 from megascale.optim.contract import Optimizer, Segment
 from megascale.parallel.gradients import Bucket
-
-
-@dataclass(frozen=True)
-class ShardState:
-    """What the optimizer holds for one bucket: the weights that it updates, and its state, each [size of the shard].
-
-    `master` is the shard of the bucket's own weights where these have the optimizer's format.
-    """
-
-    bucket: Bucket
-    master: Tensor
-    state: dict[str, Tensor]
-
-    @property
-    def separate(self) -> bool:
-        """Whether `master` is a copy of its own, to be rounded into the bucket's weights."""
-        return self.master.dtype != self.bucket.weights.dtype
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that the optimizer adds to the bucket's."""
-        return sum(t.nbytes for t in self.state.values()) + (self.master.nbytes if self.separate else 0)
+from megascale.parallel.shards import ShardState
 
 
 class ShardedOptimizer:
@@ -50,8 +27,8 @@ class ShardedOptimizer:
         self._optimizer = body([s for shard in self.shards for s in _segments(shard)], config)
 
     def scale_and_clip(self, scale: float) -> float:
-        """Multiply all gradients by `scale`, and further so that their norm is at most the limit. Returns the norm of the
-        whole gradient after `scale` and before clipping; every parameter of the model counts once.
+        """Multiply all gradients by `scale`, and further so that their norm is at most the limit. Returns the norm of
+        the whole gradient after `scale` and before clipping; every parameter of the model counts once.
 
         If the norm is not finite the gradients are left as they are.
         """

@@ -1,9 +1,10 @@
 """Weights and gradients of this rank in contiguous buckets, reduced, sharded and gathered over data parallelism.
 
 ZeRO (Rajbhandari et al. 2020), a model chunk at a time as in MegaScale 3.2: with zero = 0 gradients are all-reduced and
-every rank updates all weights; with 1 they are reduce-scattered, each rank updates its contiguous shard, and the weights
-are all-gathered; with 2 the whole gradient exists only during a backward, and the sum over micro-batches is kept as a
-shard. Gradients are sums over tokens: they are divided once, by the global number of tokens, when they are clipped.
+every rank updates all weights; with 1 they are reduce-scattered, each rank updates its contiguous shard, and the
+weights are all-gathered; with 2 the whole gradient exists only during a backward, and the sum over micro-batches is
+kept as a shard. Gradients are sums over tokens: they are divided once, by the global number of tokens, when they are
+clipped.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from torch import Tensor, nn
 
 from megascale.comm.collectives import all_gather, all_reduce, reduce_scatter
 from megascale.comm.group import alone
-from megascale.comm.pending import DONE, Pending
 from megascale.comm.mesh import Mesh
+from megascale.comm.pending import DONE, Pending
 from megascale.layout import buckets as layouts
 from megascale.layout.tensors import TOKEN_EMBEDDING, Parameter
 
@@ -26,12 +27,17 @@ class Bucket:
     """One contiguous run of parameters.
 
     `weights` [size], in the format of compute; `shard`: the range that this rank updates (everything with zero = 0);
-    `grad` [size of the shard]: its gradient after a reduction. `counts`: whether this rank's copy enters the global norm,
-    false for the second copy of a tied embedding.
+    `grad` [size of the shard]: its gradient after a reduction. `counts`: whether this rank's copy enters the global
+    norm, false for the second copy of a tied embedding.
     """
 
     def __init__(
-        self, parameters: Sequence[Parameter], mesh: Mesh, zero: int, formats: tuple[torch.dtype, torch.dtype], device: torch.device
+        self,
+        parameters: Sequence[Parameter],
+        mesh: Mesh,
+        zero: int,
+        formats: tuple[torch.dtype, torch.dtype],
+        device: torch.device,
     ) -> None:
         compute, self._accumulate = formats
         layout = self.layout = layouts.pack(parameters, mesh.tp.size, mesh.dp.size)
@@ -103,8 +109,10 @@ class Bucket:
             self.grad += part
 
     def sum_partial(self, *, sequence: bool) -> None:
-        """Sum what data parallelism leaves partial: over the pipeline's ends a tied embedding's gradient, and with sequence
-        parallelism over tp those of the parameters that every tp rank holds whole, which have seen a part of the tokens."""
+        """Sum what data parallelism leaves partial: over the pipeline's ends a tied embedding's gradient, and with
+        sequence parallelism over tp those of the parameters that every tp rank holds whole, which have seen a part of
+        the tokens.
+        """
         if sequence and self._tp.size > 1:
             low, high = (min(max(edge, self.shard[0]), self.shard[1]) for edge in self.layout.whole)
             if low < high:
@@ -130,11 +138,13 @@ class Bucket:
     def _unbind(self) -> None:
         self._full = None
         for parameter in self.parameters.values():
-            del parameter.main_grad
+            del parameter.main_grad  # type: ignore[attr-defined]
 
 
 def _into_bucket(parameter: Tensor) -> None:
-    """A gradient that autograd formed moves into the bucket; there is none where `parallel.weights` has added it already."""
+    """A gradient that autograd formed moves into the bucket; there is none where `parallel.weights` has added it
+    already.
+    """
     if parameter.grad is None:
         return
     parameter.main_grad += parameter.grad  # type: ignore[attr-defined]
@@ -170,8 +180,9 @@ class Gradients:
             bucket.clear()
 
     def begin_backward(self, chunk: int) -> None:
-        """A backward of this chunk follows. With zero = 2 this makes room for its gradient: one other may still be being
-        reduced, no more."""
+        """A backward of this chunk follows. With zero = 2 this makes room for its gradient: one other may still be
+        being reduced, no more.
+        """
         if self._zero == 2:
             self._finish_reductions(leave=1)
             for bucket in self.chunks[chunk]:

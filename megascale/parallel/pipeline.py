@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megascale.comm.pending import Pending
 from megascale.comm.p2p import Channels
-from megascale.parallel.microbatch import MicroBatch
+from megascale.comm.pending import Pending
 from megascale.parallel.gradients import Gradients
+from megascale.parallel.microbatch import MicroBatch
 from megascale.schedule.ir import Action, Kind, Order
 
 GRADIENTS_IN_FLIGHT = 2
-"""Gradients sent to earlier stages and not yet known to have arrived. A forward's arrival is known from the gradient that
-comes back for it; a gradient's is waited for when this many are under way (`schedule.check` proves that none waits for
-ever)."""
+"""Gradients sent to earlier stages and not yet known to have arrived. A forward's arrival is known from the gradient
+that comes back for it; a gradient's is waited for when this many are under way (`schedule.check` proves that none waits
+for ever).
+"""
 
 
 class Batch(Protocol):
@@ -28,23 +30,43 @@ class Batch(Protocol):
     def micro_batch(self, index: int) -> MicroBatch: ...
 
 
+@dataclass(frozen=True)
+class Boundary:
+    """The activation between two stages, [s, b, h]."""
+
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self) -> Tensor:
+        """Room to receive one."""
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+
 class Pipeline:
-    """This rank's stages. `shape` [s, b, h] and `dtype` are those of the activation between two stages."""
+    """This rank's stages, in the order of its chunks. `loss_dtype`: the format in which losses are formed."""
 
     def __init__(
-        self, stages: Sequence[nn.Module], gradients: Gradients, channels: Channels, *, rank: int, ranks: int,
-        shape: tuple[int, int, int], dtype: torch.dtype, loss_dtype: torch.dtype, device: torch.device,
-    ) -> None:  # fmt: skip
-        self._stages = stages
-        self._gradients = gradients
-        self._channels = channels
-        self._rank = rank
-        self._ranks = ranks
-        self._last = ranks * len(stages) - 1
-        self._shape = shape
-        self._dtype = dtype
-        self._loss_dtype = loss_dtype
-        self._device = device
+        self,
+        stages: Sequence[nn.Module],
+        gradients: Gradients,
+        channels: Channels,
+        boundary: Boundary,
+        loss_dtype: torch.dtype,
+    ) -> None:
+        self.stages = stages
+        self.gradients = gradients
+        self.channels = channels
+        self.boundary = boundary
+        self.loss_dtype = loss_dtype
+
+    def stage(self, chunk: int) -> int:
+        """The virtual stage that is `chunk` of this rank."""
+        return chunk * self.channels.ranks + self.channels.rank
+
+    def scalar(self, value: float) -> Tensor:
+        """A loss, or a loss's gradient."""
+        return torch.full((), value, dtype=self.loss_dtype, device=self.boundary.device)
 
     def run(self, order: Order, batch: Batch) -> Tensor:
         """Do the actions of one step, or of one evaluation if there is no backward among them.
@@ -57,18 +79,21 @@ class Pipeline:
 
 
 class _Run:
-    """The state of one run: what has arrived, what waits to be sent, and what backwards need. Keys are (chunk, micro-batch)."""
+    """The state of one run: what has arrived, what waits to be sent, and what backwards need. Keys are (chunk,
+    micro-batch).
+    """
 
     def __init__(self, pipeline: Pipeline, batch: Batch, training: bool) -> None:
         self._p = pipeline
         self._batch = batch
         self._training = training
+        self._last = pipeline.channels.ranks * len(pipeline.stages) - 1
         self._arriving: dict[tuple[Kind, int, int], tuple[Pending, Tensor]] = {}
         self._leaving: dict[tuple[Kind, int, int], Tensor] = {}
         self._sent_forwards: dict[tuple[int, int], tuple[Pending, Tensor]] = {}
         self._sent_gradients: deque[tuple[Pending, Tensor]] = deque()
         self._saved: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
-        self._loss = torch.zeros((), dtype=pipeline._loss_dtype, device=pipeline._device)
+        self._loss = pipeline.scalar(0.0)
 
     def run(self, order: Order) -> Tensor:
         for action in order:
@@ -82,23 +107,20 @@ class _Run:
                 case Kind.RECV_F | Kind.RECV_B:
                     self._receive(action)
                 case Kind.GATHER:
-                    self._p._gradients.finish_gather(action.chunk)
+                    self._p.gradients.finish_gather(action.chunk)
                 case Kind.REDUCE:
-                    self._p._gradients.reduce(action.chunk)
+                    self._p.gradients.reduce(action.chunk)
         for pending, _ in (*self._sent_forwards.values(), *self._sent_gradients):
             pending.wait()
         return self._loss
-
-    def _stage(self, chunk: int) -> int:
-        return chunk * self._p._ranks + self._p._rank
 
     def _forward(self, action: Action) -> None:
         key = (action.chunk, action.microbatch)
         x = self._arrived(Kind.F, action)
         if x is not None and self._training:
             x.requires_grad_()
-        out = self._p._stages[action.chunk](x, self._batch.micro_batch(action.microbatch))
-        if self._stage(action.chunk) == self._p._last:
+        out = self._p.stages[action.chunk](x, self._batch.micro_batch(action.microbatch))
+        if self._p.stage(action.chunk) == self._last:
             self._loss += out.detach()
         else:
             self._leaving[Kind.F, *key] = out.detach()
@@ -109,11 +131,11 @@ class _Run:
         key = (action.chunk, action.microbatch)
         grad = self._arrived(Kind.B, action)
         if grad is None:
-            grad = torch.ones((), dtype=self._p._loss_dtype, device=self._p._device)
+            grad = self._p.scalar(1.0)
         if key in self._sent_forwards:  # its gradient is here, so it has arrived
             self._sent_forwards.pop(key)[0].wait()
         x, edge = self._saved.pop(key)
-        self._p._gradients.begin_backward(action.chunk)
+        self._p.gradients.begin_backward(action.chunk)
         torch.autograd.backward((edge,), (grad,))
         if x is not None:
             assert x.grad is not None
@@ -123,8 +145,8 @@ class _Run:
         forward = action.kind is Kind.SEND_F
         key = (action.chunk, action.microbatch)
         tensor = self._leaving.pop((Kind.F if forward else Kind.B, *key)).contiguous()
-        target = (self._stage(action.chunk) + (1 if forward else -1)) % self._p._ranks
-        pending = self._p._channels.send(tensor, target)
+        target = (self._p.stage(action.chunk) + (1 if forward else -1)) % self._p.channels.ranks
+        pending = self._p.channels.send(tensor, target)
         if forward and self._training:
             self._sent_forwards[key] = (pending, tensor)
             return
@@ -134,9 +156,9 @@ class _Run:
 
     def _receive(self, action: Action) -> None:
         forward = action.kind is Kind.RECV_F
-        source = (self._stage(action.chunk) - (1 if forward else -1)) % self._p._ranks
-        out = torch.empty(self._p._shape, dtype=self._p._dtype, device=self._p._device)
-        pending = self._p._channels.receive(out, source)
+        source = (self._p.stage(action.chunk) - (1 if forward else -1)) % self._p.channels.ranks
+        out = self._p.boundary.empty()
+        pending = self._p.channels.receive(out, source)
         self._arriving[Kind.F if forward else Kind.B, action.chunk, action.microbatch] = (pending, out)
 
     def _arrived(self, kind: Kind, action: Action) -> Tensor | None:

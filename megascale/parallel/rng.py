@@ -1,7 +1,7 @@
 """Dropout that does not depend on the layout.
 
-Each mask is drawn for one sample of the run, one layer and one place in it, from a generator seeded by these alone, over
-the whole of its global shape; a rank takes its part. Any layout therefore drops the same numbers.
+Each mask is drawn for one sample of the run, one layer and one place in it, from a generator seeded by these alone,
+over the whole of its global shape; a rank takes its part. Any layout therefore drops the same numbers.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@ sequence parallelism activations cut along the sequence between them (Korthikant
 
 Activations are [s, b, h], so a cut along the sequence is contiguous. A column-parallel layer needs its whole input on
 every rank, a row-parallel layer leaves a sum over ranks: without sequence parallelism that is an all-reduce in the
-backward of the first and one in the forward of the second; with it an all-gather and a reduce-scatter in the forward and
-their opposites in the backward, and the gathered input is not kept but gathered again for the weight's gradient.
+backward of the first and one in the forward of the second; with it an all-gather and a reduce-scatter in the forward
+and their opposites in the backward, and the gathered input is not kept but gathered again for the weight's gradient.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from megascale.parallel.weights import add_product, add_sum
 
 @dataclass(frozen=True)
 class TensorAxis:
-    """The tp group and how activations lie on it. `sequence`: cut along dimension 0 between the layers. `overlap`: in the
-    backward, communicate the input's gradient while the weight's is computed."""
+    """The tp group and how activations lie on it. `sequence`: cut along dimension 0 between the layers. `overlap`: in
+    the backward, communicate the input's gradient while the weight's is computed.
+    """
 
     group: Group
     sequence: bool = False

@@ -1,7 +1,7 @@
 """The vocabulary cut over tensor parallelism: token embedding and cross-entropy, neither of which forms a whole row.
 
-The rows are padded so that every rank has as many (`layout.tensors.padded_vocab`). Padding rows stay zero: no token looks
-them up, and their logits do not enter the loss.
+The rows are padded so that every rank has as many (`layout.tensors.padded_vocab`). Padding rows stay zero: no token
+looks them up, and their logits do not enter the loss.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class VocabularyRange:
 
 def embed(ids_sb: Tensor, weight: Tensor, vocabulary: VocabularyRange, axis: TensorAxis) -> Tensor:
     """Rows of the embedding for ids [s, b]; weight [rows, h] is this rank's. Result [s, b, h], or [s / tp, b, h] with
-    sequence parallelism."""
+    sequence parallelism.
+    """
     return _Embed.apply(ids_sb, weight, vocabulary, axis)
 
 

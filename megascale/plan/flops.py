@@ -4,8 +4,8 @@ A multiplication and an addition are two FLOPs; only matrix products count. A ba
 conventions for the attention matrix are always named: `full` counts s x s scores for each head, as Megatron-LM and PaLM
 do; `causal` the half that a causal mask leaves. MFU divides the model's FLOPs by the time and the device's peak.
 
-With h the width, l layers, V the vocabulary, f = 4 h and no grouped heads, `full` is 72 l h^2 (1 + s/(6 h) + V/(12 l h)) a
-token: the formula of Narayanan et al. 2021, without recomputation.
+With h the width, l layers, V the vocabulary, f = 4 h and no grouped heads, `full` is 72 l h^2 (1 + s/(6 h) + V/(12 l
+h)) a token: the formula of Narayanan et al. 2021, without recomputation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from megascale.config.model import ModelConfig
 @dataclass(frozen=True)
 class TokenFlops:
     """FLOPs of one token's forward and backward. `linear`: products with weights, the head's among them; `attention`:
-    scores and their product with the values, for all s x s pairs."""
+    scores and their product with the values, for all s x s pairs.
+    """
 
     linear: float
     attention: float

@@ -29,7 +29,9 @@ ACCELERATORS = (
     Accelerator("B200", ("B200",), _peaks(fp64=37, fp32=75, tf32=1125, fp16=2250, bf16=2250, fp8=4500)),
     # one MI250X is two devices (GCDs); the peaks are of one
     Accelerator("MI250X", ("MI250X",), _peaks(fp64=47.9, fp32=47.9, fp16=191.5, bf16=191.5)),
-    Accelerator("MI300X", ("MI300X",), _peaks(fp64=163.4, fp32=163.4, tf32=653.7, fp16=1307.4, bf16=1307.4, fp8=2614.9)),
+    Accelerator(
+        "MI300X", ("MI300X",), _peaks(fp64=163.4, fp32=163.4, tf32=653.7, fp16=1307.4, bf16=1307.4, fp8=2614.9)
+    ),
 )
 
 

@@ -1,8 +1,8 @@
 """Bytes that a rank's weights, gradients and optimizer take: exact, from the layout of its buckets.
 
 For N parameters on a rank, c bytes in the format of compute and a in that of accumulation, over d data-parallel ranks
-with zero sharding (Rajbhandari et al. 2020): weights c N; gradients a N, with zero = 2 a N / d; optimizer (k + master) a N,
-divided by d with zero >= 1, for k state tensors and a master copy where the two formats differ.
+with zero sharding (Rajbhandari et al. 2020): weights c N; gradients a N, with zero = 2 a N / d; optimizer (k + master)
+a N, divided by d with zero >= 1, for k state tensors and a master copy where the two formats differ.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from megascale.layout.tensors import Parameter
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes on one rank. `transient`: the whole gradients that exist during a backward with zero = 2, one that is computed
-    and, if reductions are overlapped, one that is reduced."""
+    """Bytes on one rank. `transient`: the whole gradients that exist during a backward with zero = 2, one that is
+    computed and, if reductions are overlapped, one that is reduced.
+    """
 
     weights: int
     gradients: int

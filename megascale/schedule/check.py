@@ -1,7 +1,7 @@
 """What a schedule must satisfy, and what it costs in units: the proofs that tests run for every shape.
 
-A schedule is run by an event simulation in which a forward takes `f` units and a backward `b`, and a message no time. An
-order that cannot be finished is a deadlock.
+A schedule is run by an event simulation in which a forward takes `f` units and a backward `b`, and a message no time.
+An order that cannot be finished is a deadlock.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ class ScheduleError(Exception):
 
 @dataclass(frozen=True)
 class Cost:
-    """`time`: units until the last rank is done. `bubble`: idle over busy time of a rank. `live`: for each rank, the most
-    (chunk, micro-batch) pairs between their forward and their backward."""
+    """`time`: units until the last rank is done. `bubble`: idle over busy time of a rank. `live`: for each rank, the
+    most (chunk, micro-batch) pairs between their forward and their backward.
+    """
 
     time: float
     bubble: float
@@ -37,7 +38,9 @@ def check_complete(schedule: Schedule, v: int, m: int) -> None:
         for kind in (Kind.F, Kind.B):
             pairs = [(a.chunk, a.microbatch) for a in order if a.kind is kind]
             if len(pairs) != len(expected) or set(pairs) != expected:
-                raise ScheduleError(f"rank {rank}: {kind} covers {len(set(pairs))} of {len(expected)} pairs in {len(pairs)} actions")
+                raise ScheduleError(
+                    f"rank {rank}: {kind} covers {len(set(pairs))} of {len(expected)} pairs in {len(pairs)} actions"
+                )
         for action in order:
             pair = (action.chunk, action.microbatch)
             if action.kind is Kind.F:
@@ -143,4 +146,6 @@ def _check_channel_order(schedule: Schedule, channels: dict[tuple[int, int], deq
                 posted.setdefault(((stage + 1) % p, rank), []).append((Kind.B, stage, i))
     for channel in channels.keys() | posted.keys():
         if list(channels.get(channel, ())) != posted.get(channel, []):
-            raise ScheduleError(f"ranks {channel[0]} -> {channel[1]}: receives are not posted in the order of the sends")
+            raise ScheduleError(
+                f"ranks {channel[0]} -> {channel[1]}: receives are not posted in the order of the sends"
+            )

@@ -1,4 +1,5 @@
-"""Interleaved 1F1B: each rank runs v chunks in turn, so the pipeline fills in 1/v of the time (Narayanan et al. 2021, 2.2).
+"""Interleaved 1F1B: each rank runs v chunks in turn, so the pipeline fills in 1/v of the time (Narayanan et al. 2021,
+2.2).
 
 Micro-batches go through the chunks in groups of p: chunk 0 of the group, chunk 1 of the group, and so on. Where p does
 not divide their number, some groups are larger, so any number can be run.
@@ -11,7 +12,9 @@ from megascale.schedule.one_f_one_b import alternate
 
 
 def interleaved_1f1b(p: int, v: int, m: int) -> Schedule:
-    """Orders of p ranks with v chunks each, for m micro-batches. Bubble (p - 1) / (v m) of the work where p divides m."""
+    """Orders of p ranks with v chunks each, for m micro-batches. Bubble (p - 1) / (v m) of the work where p divides
+    m.
+    """
     groups = _groups(p, m)
     forwards = [forward(chunk, i) for group in groups for chunk in range(v) for i in group]
     backwards = [backward(chunk, i) for group in groups for chunk in reversed(range(v)) for i in group]

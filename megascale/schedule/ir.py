@@ -26,9 +26,9 @@ class Kind(enum.StrEnum):
 class Action(NamedTuple):
     """One action on chunk `chunk` of a rank for micro-batch `microbatch`.
 
-    SEND_F sends the output of (chunk, microbatch) to the next virtual stage, RECV_F receives its input; SEND_B sends the
-    gradient of its input to the stage before, RECV_B receives the gradient of its output. GATHER and REDUCE concern the
-    whole chunk; their micro-batch is the one they stand beside.
+    SEND_F sends the output of (chunk, microbatch) to the next virtual stage, RECV_F receives its input; SEND_B sends
+    the gradient of its input to the stage before, RECV_B receives the gradient of its output. GATHER and REDUCE concern
+    the whole chunk; their micro-batch is the one they stand beside.
     """
 
     kind: Kind
@@ -47,10 +47,12 @@ Schedule = list[Order]
 
 
 def forward(chunk: int, microbatch: int) -> Action:
+    """The forward of a micro-batch on a chunk."""
     return Action(Kind.F, chunk, microbatch)
 
 
 def backward(chunk: int, microbatch: int) -> Action:
+    """The backward of a micro-batch on a chunk."""
     return Action(Kind.B, chunk, microbatch)
 
 

@@ -30,7 +30,9 @@ def lower(compute: Schedule, v: int, *, ahead: int = 1, training: bool = True, r
 
 
 def _message(action: Action, rank: int, p: int, v: int) -> Message | None:
-    """What an action's result becomes: a message to the virtual stage that needs it; None at the ends, or on one rank."""
+    """What an action's result becomes: a message to the virtual stage that needs it; None at the ends, or on one
+    rank.
+    """
     stage = action.chunk * p + rank
     target = stage + 1 if action.kind is Kind.F else stage - 1
     return (action.kind, target, action.microbatch) if p > 1 and 0 <= target < p * v else None
@@ -69,8 +71,9 @@ def _lower_rank(
 def _receive_posts(
     rank: int, p: int, v: int, order: Order, channels: dict[tuple[int, int], list[Message]], ahead: int
 ) -> list[Order]:
-    """For each compute action, the receives to post before it: those that it or the next `ahead` actions need, and those
-    that were sent before them on the same channel."""
+    """For each compute action, the receives to post before it: those that it or the next `ahead` actions need, and
+    those that were sent before them on the same channel.
+    """
     posts: list[Order] = [[] for _ in order]
     posted: dict[int, int] = defaultdict(int)  # sender -> messages of its channel posted so far
     for index, action in enumerate(order):

@@ -8,8 +8,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A logged step. `tokens`: trained on so far. `step_time_s`, `tokens_per_s` and what follows from them are means over the
-    steps since the last record, without evaluations and checkpoints. MFU is named by its convention (`plan.flops`)."""
+    """A logged step. `tokens`: trained on so far. `step_time_s`, `tokens_per_s` and what follows from them are means
+    over the steps since the last record, without evaluations and checkpoints. MFU is named by its convention
+    (`plan.flops`).
+    """
 
     step: int
     loss: float

@@ -26,12 +26,14 @@ class Writer(Protocol):
 
 
 class JsonLines:
-    """metrics.jsonl. A resumed run continues the file: lines of steps after the checkpoint, which are trained again, go."""
+    """metrics.jsonl. A resumed run continues the file: lines of steps after the checkpoint, which are trained again,
+    go.
+    """
 
     def __init__(self, path: Path, resumed_step: int) -> None:
         if path.exists():
             write_text(path, "".join(line for line in _whole_lines(path) if json.loads(line)["step"] <= resumed_step))
-        self._file = open(path, "a", encoding="utf-8", buffering=1)
+        self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  closed by `close`
 
     def write(self, record: Record) -> None:
         self._file.write(json.dumps(as_json(record)) + "\n")

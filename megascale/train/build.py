@@ -26,7 +26,7 @@ from megascale.model.transformer import Stage
 from megascale.optim.lr import learning_rate
 from megascale.optim.sharded import ShardedOptimizer
 from megascale.parallel.gradients import Gradients
-from megascale.parallel.pipeline import Pipeline
+from megascale.parallel.pipeline import Boundary, Pipeline
 from megascale.parallel.tensor import TensorAxis
 from megascale.schedule.ir import Order, Schedule, forwards_only
 from megascale.schedule.lower import lower
@@ -82,7 +82,7 @@ def build(config: RunConfig, rank: Rank, device: Device, stop: Stop) -> Run:
         stages=stages,
         gradients=gradients,
         optimizer=optimizer,
-        pipeline=build_pipeline(config, mesh, stages, gradients, formats, device),
+        pipeline=build_pipeline(config, mesh, stages, gradients, formats, device.torch),
         train_order=build_schedule(config)[mesh.coord.pp],
         valid_order=build_schedule(config, training=False)[mesh.coord.pp],
         train=train,
@@ -144,22 +144,13 @@ def build_schedule(config: RunConfig, training: bool = True) -> Schedule:
 
 
 def build_pipeline(
-    config: RunConfig, mesh: Mesh, stages: list[Stage], gradients: Gradients, formats: Formats, device: Device
+    config: RunConfig, mesh: Mesh, stages: list[Stage], gradients: Gradients, formats: Formats, device: torch.device
 ) -> Pipeline:
     """The executor of this rank's actions."""
     m = config.model
     rows = m.seq_length // mesh.tp.size if config.parallel.sp else m.seq_length
-    return Pipeline(
-        stages,
-        gradients,
-        mesh.channels,
-        rank=mesh.coord.pp,
-        ranks=mesh.topology.pp,
-        shape=(rows, config.batch.micro, m.hidden_size),
-        dtype=formats[0],
-        loss_dtype=formats[1],
-        device=device.torch,
-    )
+    boundary = Boundary((rows, config.batch.micro, m.hidden_size), formats[0], device)
+    return Pipeline(stages, gradients, mesh.channels, boundary, formats[1])
 
 
 def build_loaders(config: RunConfig, mesh: Mesh, device: Device) -> tuple[Loader, Loader | None, int]:
@@ -185,8 +176,8 @@ def _loader(
         samples = mixture(config, split, wanted)
         if samples.samples < total:
             raise DataError(
-                f"{samples.samples} samples to {'train' if split == 'train' else 'validate'} on are fewer than one global "
-                f"batch of {total}",
+                f"{samples.samples} samples to {'train' if split == 'train' else 'validate'} on are fewer than one "
+                f"global batch of {total}",
                 mend="more data, another data.split, or a smaller batch.global",
             )
     count = broadcast_object(mesh.world, samples.samples if samples is not None else 0)

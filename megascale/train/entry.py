@@ -16,7 +16,7 @@ from megascale.core.errors import Exit, MegascaleError
 from megascale.core.files import write_text
 from megascale.core.rank import Rank
 from megascale.core.units import format_bytes, format_count, format_flops
-from megascale.device import Device, detect
+from megascale.device import detect
 from megascale.launch.failure import exit_status_of, peer_was_lost, write_error
 from megascale.plan.hardware import Peak, stated_peak
 from megascale.plan.memory import state_bytes
@@ -29,7 +29,8 @@ from megascale.train.stop import Stop
 
 def run_rank(config: RunConfig, rank: Rank) -> int:
     """Run this rank to its end and return its exit status. On an error the process ends here and now: the communication
-    library's own tear-down would wait for ranks that wait for this one."""
+    library's own tear-down would wait for ranks that wait for this one.
+    """
     stop = Stop().listen()
     try:
         status = _run(config, rank, stop)
@@ -88,14 +89,15 @@ def introduction(run: Run, peak: Peak | None) -> str:
     config, p, m = run.config, run.config.parallel, run.config.model
     threads = f", {torch.get_num_threads()} threads each" if run.device.is_cpu else ""
     state = state_bytes(config, run.mesh.coord.pp)
+    name = f"{config.name}: {format_count(parameter_count(m))} parameters in {config.train.precision}"
+    tensor, pipeline = f"tp {p.tp}{' with sp' if p.sp else ''}", f"pp {p.pp} (vpp {p.vpp}, {p.schedule})"
+    shape = f"{tensor} x {pipeline} x dp {config.dp} (zero {p.zero})"
+    step = f"a step is {config.batch.total} x {m.seq_length} tokens, {config.micro_batches} micro-batches a rank"
+    against = f"{format_flops(peak.flops)} a rank ({peak.source})" if peak else ""
     lines = [
-        f"{config.name}: {format_count(parameter_count(m))} parameters, tp {p.tp}{' with sp' if p.sp else ''} x pp {p.pp} "
-        f"(vpp {p.vpp}, {p.schedule}) x dp {config.dp} (zero {p.zero}) = {config.world} ranks{threads}, {config.train.precision}",
-        f"a step is {config.batch.total} x {m.seq_length} tokens, {config.micro_batches} micro-batches of {config.batch.micro} "
-        f"on each rank; weights, gradients and optimizer take {format_bytes(state.total)} on rank 0",
-        f"MFU is measured against {format_flops(peak.flops)} for each rank ({peak.source})"
-        if peak
-        else f"MFU n/a: the peak of {run.device.name!r} is not known",
+        f"{name}, {shape} = {config.world} ranks{threads}",
+        f"{step}; weights, gradients and optimizer take {format_bytes(state.total)} on rank 0",
+        f"MFU is measured against {against}" if peak else f"MFU n/a: the peak of {run.device.name!r} is not known",
         f"writing to {config.folder}",
     ]
     return "\n".join(lines)

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megascale.train.step import totals
 from megascale.trace.record import EvaluationRecord
+from megascale.train.step import totals
 
 if TYPE_CHECKING:
     from megascale.train.build import Run

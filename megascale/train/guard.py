@@ -71,13 +71,16 @@ def _depth(name: str) -> float:
 
 
 def _verdict(reports: list[dict[str, Any]]) -> str:
-    """The first cause that the reports show: a weight, else a loss, else a gradient. A backward carries a bad value to all
-    that it comes to later, so the deepest parameter is named."""
+    """The first cause that the reports show: a weight, else a loss, else a gradient. A backward carries a bad value to
+    all that it comes to later, so the deepest parameter is named.
+    """
     for report in reports:
         if report["weights"]:
             return f"{report['weights'][0]} has a weight that is not finite on rank {report['rank']} ({report['host']})"
     deepest = max((r for r in reports if r["gradients"]), key=lambda r: _depth(r["gradients"][-1]), default=None)
-    named = f"the gradient of {deepest['gradients'][-1]} on rank {deepest['rank']} ({deepest['host']})" if deepest else ""
+    named = (
+        f"the gradient of {deepest['gradients'][-1]} on rank {deepest['rank']} ({deepest['host']})" if deepest else ""
+    )
     for report in reports:
         if not math.isfinite(report["loss"]):
             rest = f", and so is {named}" if named else ""

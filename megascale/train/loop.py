@@ -42,7 +42,9 @@ def train(run: Run, reporter: Reporter) -> Exit:
 
 
 def resume(run: Run) -> str:
-    """Take up a checkpoint if the configuration asks for one and there is one. Returns a line that says so, or nothing."""
+    """Take up a checkpoint if the configuration asks for one and there is one. Returns a line that says so, or
+    nothing.
+    """
     found = run.checkpoints.resume()
     if found is None:
         return ""

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class StepResult:
     """What a step did: mean loss a token, norm of the mean gradient before clipping, tokens, learning rate; and whether
-    some rank was asked to stop."""
+    some rank was asked to stop.
+    """
 
     loss: float
     grad_norm: float
@@ -50,8 +51,9 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
 
 
 def totals(mesh: Mesh, loss: Tensor, tokens: int, stop: bool = False) -> tuple[float, float, float]:
-    """Sums over the job, in one reduction: losses and tokens of the micro-batches, each counted where its loss is formed,
-    and the ranks that were asked to stop."""
+    """Sums over the job, in one reduction: losses and tokens of the micro-batches, each counted where its loss is
+    formed, and the ranks that were asked to stop.
+    """
     last_stage = mesh.coord.pp == mesh.topology.pp - 1
     counts = last_stage and mesh.coord.tp == 0
     values = torch.tensor([0.0, tokens if counts else 0.0, float(stop)], dtype=torch.float64, device=loss.device)

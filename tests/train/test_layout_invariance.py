@@ -37,9 +37,12 @@ LAYOUTS: dict[str, Layout] = {
     "dp4 zero2": {"parallel__dp": 4, "parallel__zero": 2},
     "tp2 sp dp2 zero0": {"parallel__tp": 2, "parallel__sp": True, "parallel__dp": 2, "parallel__zero": 0},
     # world 8
-    "tp2 sp pp2 vpp2 dp2 zero1": {"parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "parallel__vpp": 2, "parallel__dp": 2},
+    "tp2 sp pp2 vpp2 dp2 zero1": {
+        "parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "parallel__vpp": 2, "parallel__dp": 2,
+    },
     "tp2 sp pp2 vpp2 dp2 zero2": {
-        "parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "parallel__vpp": 2, "parallel__dp": 2, "parallel__zero": 2,
+        "parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "parallel__vpp": 2, "parallel__dp": 2,
+        "parallel__zero": 2,
     },
     "pp4 dp2 gpipe zero0": {"parallel__pp": 4, "parallel__dp": 2, "parallel__schedule": "gpipe", "parallel__zero": 0},
 }  # fmt: skip

@@ -1,0 +1,46 @@
+# The commands of the project; `make` alone lists them.
+PYTHON ?= python3
+BIN := .venv/bin
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart test test-all lint format docs bench clean
+
+help: ## list the commands
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+.venv/installed: setup.py constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "megascale needs Python 3.11 or later: make PYTHON=python3.11")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+install: .venv/installed ## make .venv and install into it
+
+quickstart: install ## train a GPT on real text in 3D parallelism on this machine
+	$(BIN)/python tools/quickstart.py
+
+test: install ## the tests, a quarter of an hour at most
+	$(BIN)/python -m pytest
+
+test-all: install ## the tests, the slow ones too
+	$(BIN)/python -m pytest -m ''
+
+lint: install ## style, types, direction of imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: install ## put the code into the house style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: install ## write the generated pages of docs/
+	$(BIN)/python tools/config_reference.py
+
+bench: install ## speed beside the peers, on this machine
+	$(BIN)/python tools/bench/peers.py
+
+clean: ## remove what the commands above made
+	rm -rf .venv build data/quickstart runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

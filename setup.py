@@ -1,0 +1,44 @@
+"""Packaging. The torch requirement is a range, so that GPU users bring their own build; constraints.txt pins a CPU wheel."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+setup(
+    name="megascale",
+    version="0.1.0",
+    description="Large language model pretraining in 3D parallelism: an open implementation of MegaScale (NSDI 2024)",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["megascale", "megascale.*"]),
+    package_data={"megascale": ["py.typed"]},
+    install_requires=[
+        "megatron-core>=0.16.1,<0.17",
+        "numpy>=1.26",
+        "packaging",
+        "pydantic>=2.9",
+        "rich>=13.7",
+        "safetensors>=0.4.5",
+        "setuptools",  # tensorboard and megatron-core import it
+        "tensorboard>=2.16",
+        "tokenizers>=0.20",
+        "torch>=2.7",
+    ],
+    extras_require={
+        "gpu": ["transformer-engine[pytorch]>=2.0", "liger-kernel>=0.5"],
+        "dev": [
+            "hypothesis>=6.100",
+            "import-linter>=2.1",
+            "mypy>=1.13",
+            "pytest>=8.3",
+            "pytest-timeout>=2.3",
+            "ruff>=0.8",
+            "transformers>=4.48",
+        ],
+    },
+    entry_points={"console_scripts": ["megascale = megascale.cli.main:main"]},
+)

@@ -1,0 +1,92 @@
+#!/usr/bin/env python3
+"""A corpus from text that is on every machine: the sources of Python's standard library, and a tokenizer trained on it.
+
+Writes train.jsonl, valid.jsonl (one module in twenty) and tokenizer.json. The same Python gives the same files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from megascale.core.errors import DataError
+from megascale.core.files import atomic, write_text
+from megascale.data.tokenizer import END_OF_DOCUMENT
+
+LEFT_OUT = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3")
+HELD_OUT = 20  # one module in so many validates
+
+
+def modules(library: Path) -> Iterator[tuple[str, str]]:
+    """(name, source) of the library's modules, without tests, in the order of their names."""
+    for path in sorted(library.rglob("*.py")):
+        name = path.relative_to(library)
+        if not set(LEFT_OUT) & set(name.parts):
+            text = path.read_bytes().decode("utf-8", errors="replace")
+            if text.strip():
+                yield str(name), text
+
+
+def write_documents(path: Path, documents: list[tuple[str, str]]) -> None:
+    """A JSON line for each document, with its `name` and `text`."""
+    with atomic(path, "w") as file:
+        for name, text in documents:
+            file.write(json.dumps({"name": name, "text": text}) + "\n")
+
+
+def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE of `vocab_size` tokens, the end of a document among them."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT[0]],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=sys.stderr.isatty(),
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def make(output: Path, vocab_size: int) -> None:
+    """Write the corpus and its tokenizer to the folder `output`.
+
+    Raises: DataError if this Python has no sources.
+    """
+    library = Path(sysconfig.get_paths()["stdlib"])
+    documents = list(modules(library))
+    if len(documents) < HELD_OUT:
+        raise DataError(f"{library} holds {len(documents)} modules as source", mend="use a Python with its library")
+    output.mkdir(parents=True, exist_ok=True)
+    train = [document for number, document in enumerate(documents) if number % HELD_OUT]
+    write_documents(output / "train.jsonl", train)
+    write_documents(output / "valid.jsonl", documents[::HELD_OUT])
+    tokenizer = train_tokenizer((text for _, text in train), vocab_size)
+    write_text(output / "tokenizer.json", tokenizer.to_str())
+    size = sum(len(text) for _, text in documents)
+    print(f"{output}: {len(documents)} modules of {library}, {size / 1e6:.1f}M characters, {vocab_size} tokens")
+
+
+def main() -> int:
+    """Run the tool."""
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--output", type=Path, default=Path("data/quickstart"), help="folder (data/quickstart)")
+    arguments.add_argument("--vocab-size", type=int, default=4096, help="tokens of the vocabulary (4096)")
+    options = arguments.parse_args()
+    try:
+        make(options.output, options.vocab_size)
+    except DataError as error:
+        print(error, file=sys.stderr)
+        return int(error.exit_status)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
