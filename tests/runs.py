@@ -63,22 +63,27 @@ def config_of(tree: dict[str, Any], folder: Path, overrides: Sequence[str] = (),
     return load(str(path), overrides, world)
 
 
-def build_run(rank: Rank, config: RunConfig) -> Any:
-    """A built run on this rank, on the CPU."""
+def build_run(rank: Rank, config: RunConfig, mesh: Any = None) -> Any:
+    """A built run on this rank, on the CPU; on `mesh` if a run of the same layout has opened one before."""
     from megascale.device import detect
-    from megascale.train.build import build
+    from megascale.train.build import build, mesh_of
     from megascale.train.stop import Stop
 
-    return build(config, rank, detect(allow_gpu=False), Stop())
+    device = detect(allow_gpu=False)
+    return build(config, mesh or mesh_of(config, rank, device), device, Stop())
 
 
 def train_curve(rank: Rank, config: RunConfig, steps: int | None = None) -> list[tuple[float, float]]:
     """Train and return (loss, gradient norm) of each step."""
+    return curve_of(build_run(rank, config), steps or config.train.steps)
+
+
+def curve_of(run: Any, steps: int) -> list[tuple[float, float]]:
+    """Train a built run for some steps and return (loss, gradient norm) of each."""
     from megascale.train.step import train_step
 
-    run = build_run(rank, config)
     curve = []
-    for _ in range(steps or config.train.steps):
+    for _ in range(steps):
         result = train_step(run, run.train.batch(run.progress.samples))
         curve.append((result.loss, result.grad_norm))
     run.gradients.finish_gather()

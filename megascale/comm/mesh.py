@@ -49,7 +49,10 @@ def open_mesh(topology: Topology, rank: int, backend: str, *, tied: bool) -> Mes
     """Open the groups that `rank` belongs to, and no others.
 
     Every rank opens its groups in the same order, so that groups of the same kind come up side by side and none waits
-    for another kind. `tied`: the model's first and last stage share the token embedding.
+    for another kind. The one that only some ranks have comes last: torch names a group after its ranks and the number
+    of groups that the process has, and members that count differently would wait for each other for ever.
+
+    `tied`: the model's first and last stage share the token embedding.
     """
     coord = topology.coord(rank)
     stages = topology.group(rank, "pp")
@@ -66,8 +69,8 @@ def open_mesh(topology: Topology, rank: int, backend: str, *, tied: bool) -> Mes
         dp=open_group("dp", topology.group(rank, "cp", "dp"), rank, backend, slot_bytes=SLOT),
         up=open_group("pp.up", stages, rank, backend),
         down=open_group("pp.down", stages, rank, backend),
-        tied=open_group("tied", ends, rank, backend, slot_bytes=SLOT) if share else alone("tied", rank),
         world=world,
+        tied=open_group("tied", ends, rank, backend, slot_bytes=SLOT) if share else alone("tied", rank),
     )
 
 

@@ -45,11 +45,8 @@ class Peak:
 
 def find(device_name: str) -> Accelerator | None:
     """The accelerator that a driver's device name means, None if it is not listed: a peak is never guessed."""
-    words = device_name.replace("-", " ").split()
-    for accelerator in ACCELERATORS:
-        if all(any(part in word for word in words) for part in accelerator.match):
-            return accelerator
-    return None
+    words = set(device_name.replace("-", " ").split())
+    return next((accelerator for accelerator in ACCELERATORS if words.issuperset(accelerator.match)), None)
 
 
 def stated_peak(device_name: str, number_format: str) -> Peak | None:

@@ -59,16 +59,16 @@ class Run:
     stop: Stop
 
 
-def topology_of(config: RunConfig) -> Topology:
-    """The axes of a resolved configuration."""
+def mesh_of(config: RunConfig, rank: Rank, device: Device) -> Mesh:
+    """This rank's groups in the layout of a resolved configuration. The job's processes have been brought together."""
     p = config.parallel
-    return Topology(tp=p.tp, cp=p.cp, dp=config.dp, pp=p.pp)
+    topology = Topology(tp=p.tp, cp=p.cp, dp=config.dp, pp=p.pp)
+    return open_mesh(topology, rank.rank, device.backend, tied=config.model.tie_embeddings)
 
 
-def build(config: RunConfig, rank: Rank, device: Device, stop: Stop) -> Run:
-    """Build this rank's part of a run. `config` is resolved, and the job's processes have been brought together."""
+def build(config: RunConfig, mesh: Mesh, device: Device, stop: Stop) -> Run:
+    """Build this rank's part of a run. `config` is resolved; `mesh` has its layout."""
     formats = number_formats(config)
-    mesh = open_mesh(topology_of(config), rank.rank, device.backend, tied=config.model.tie_embeddings)
     axis = TensorAxis(mesh.tp, config.parallel.sp, config.overlap.tp)
     gradients = build_gradients(config, mesh, formats, device.torch)
     stages = build_stages(config, mesh, gradients, axis)

@@ -21,7 +21,7 @@ from megascale.launch.failure import exit_status_of, peer_was_lost, write_error
 from megascale.plan.hardware import Peak, stated_peak
 from megascale.plan.memory import state_bytes
 from megascale.plan.params import parameter_count
-from megascale.train.build import Run, build
+from megascale.train.build import Run, build, mesh_of
 from megascale.train.loop import resume, train
 from megascale.train.report import Reporter, open_writers
 from megascale.train.stop import Stop
@@ -60,7 +60,7 @@ def _run(config: RunConfig, rank: Rank, stop: Stop) -> Exit:
     if first:
         config.folder.mkdir(parents=True, exist_ok=True)
         write_text(config.folder / "config.toml", to_toml(config))
-    run = build(config, rank, device, stop)
+    run = build(config, mesh_of(config, rank, device), device, stop)
     peak = find_peak(run)
     resumed = resume(run)
     reporter = Reporter(config, device, peak, open_writers(config, run.progress.step) if first else [])

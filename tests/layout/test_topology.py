@@ -1,0 +1,41 @@
+"""Rank arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megascale.layout.topology import AXES, Coord, Topology
+
+SIZES = st.builds(Topology, *(st.integers(1, 5) for _ in AXES))
+
+
+@given(SIZES)
+def test_ranks_and_coordinates_are_each_others_inverse(topology: Topology) -> None:
+    coords = [topology.coord(rank) for rank in range(topology.world)]
+    assert len(set(coords)) == topology.world
+    assert [topology.rank(coord) for coord in coords] == list(range(topology.world))
+
+
+@given(SIZES, st.sets(st.sampled_from(AXES)))
+def test_groups_partition_the_world(topology: Topology, axes: set[str]) -> None:
+    groups = topology.groups(*axes)
+    assert sorted(rank for group in groups for rank in group) == list(range(topology.world))
+    for group in groups:
+        assert all(topology.group(rank, *axes) == group for rank in group)
+        fixed = {tuple(getattr(topology.coord(rank), axis) for axis in AXES if axis not in axes) for rank in group}
+        assert len(fixed) == 1
+
+
+def test_tp_is_fastest_and_pp_slowest() -> None:
+    topology = Topology(tp=8, cp=1, dp=192, pp=8)
+    assert topology.world == 12_288
+    assert topology.group(5000, "tp") == list(range(5000, 5008))
+    assert topology.coord(5000) == Coord(tp=0, cp=0, dp=5000 // 8 % 192, pp=5000 // (8 * 192))
+    assert topology.group(0, "pp") == [stage * 8 * 192 for stage in range(8)]
+
+
+def test_a_rank_outside_the_world_is_refused() -> None:
+    with pytest.raises(IndexError, match="4"):
+        Topology(tp=2, pp=2).coord(4)

@@ -1,0 +1,79 @@
+"""Bytes of weights, gradients and optimizer are those of the formulas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megascale.core.rank import Rank
+from megascale.plan.memory import state_bytes
+from tests.runs import FAMILIES, build_run, config_of, settings
+from tests.worlds import run_world
+
+
+def allocated(rank: Rank, config: Any) -> dict[str, int]:
+    """Bytes of a rank's weights, gradients and optimizer after a step, and the most that whole gradients held in it."""
+    from megascale.train.step import train_step
+
+    run = build_run(rank, config)
+    most = 0
+    make_room = run.gradients.begin_backward
+
+    def watch(chunk: int) -> None:
+        nonlocal most
+        make_room(chunk)
+        alive = {
+            b._full.untyped_storage().data_ptr(): b._full.nbytes for b in run.gradients.buckets if b._full is not None
+        }
+        most = max(most, sum(alive.values()))
+
+    run.gradients.begin_backward = watch
+    train_step(run, run.train.batch(0))
+    run.gradients.finish_gather()
+    buckets, shards = run.gradients.buckets, run.optimizer.shards
+    return {
+        "weights": sum(bucket.bytes["weights"] for bucket in buckets),
+        "gradients": sum(bucket.bytes["gradients"] for bucket in buckets),
+        "optimizer": sum(shard.bytes for shard in shards),
+        "whole gradients": most,
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_allocated_as_planned(family: str, precision: str, zero: int, tmp_path: Any) -> None:
+    layout = {"parallel__pp": 2, "parallel__vpp": 2, "parallel__dp": 2, "parallel__zero": zero}
+    tree = settings(FAMILIES[family], tmp_path, train__precision=precision, **layout)
+    config = config_of(tree, tmp_path)
+    for rank, found in enumerate(run_world(4, allocated, config)):
+        planned = state_bytes(config, pp_rank=rank // 2)
+        assert found["weights"] == planned.weights
+        assert found["gradients"] == planned.gradients
+        assert found["optimizer"] == planned.optimizer
+        if zero == 2:
+            assert found["whole gradients"] <= planned.transient
+        else:
+            assert planned.transient == 0
+
+
+@pytest.mark.parametrize(("precision", "per_parameter"), [("fp32", 16), ("bf16", 18)])
+def test_the_formula_for_one_rank(precision: str, per_parameter: int, tmp_path: Any) -> None:
+    from megascale.layout.buckets import pack
+    from megascale.layout.chunks import chunk_parameters
+
+    config = config_of(settings(FAMILIES["llama"], tmp_path, train__precision=precision, parallel__zero=0), tmp_path)
+    numbers = pack(chunk_parameters(config, 0)[0], 1, 1).size
+    assert state_bytes(config, 0).total == per_parameter * numbers
+
+
+def test_sharding_divides_what_it_says(tmp_path: Any) -> None:
+    def planned(zero: int, dp: int) -> Any:
+        layout = {"parallel__dp": dp, "parallel__zero": zero, "train__precision": "bf16"}
+        return state_bytes(config_of(settings(FAMILIES["llama"], tmp_path, **layout), tmp_path), 0)
+
+    whole = planned(0, 8)
+    assert planned(1, 8).optimizer * 8 == pytest.approx(whole.optimizer, rel=0.05)  # up to the padding of shards
+    assert planned(2, 8).gradients * 8 == pytest.approx(whole.gradients, rel=0.05)
+    assert planned(1, 8).gradients == planned(1, 8).weights * 2

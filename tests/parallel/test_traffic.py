@@ -1,0 +1,122 @@
+"""Counted, not assumed: calls and bytes of every collective of a step equal the formulas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megascale.core.rank import Rank
+from tests.runs import FAMILIES, GPT, build_run, config_of, settings
+from tests.worlds import run_world
+
+Counts = dict[str, dict[str, tuple[int, int]]]
+
+
+def traffic_of_a_step(rank: Rank, config: Any) -> Counts:
+    """(calls, bytes) by group and operation in the second step of a run."""
+    from megascale.train.step import train_step
+
+    run = build_run(rank, config)
+    train_step(run, run.train.batch(0))
+    run.gradients.finish_gather()
+    for group in run.mesh.groups:
+        group.traffic.clear()
+    train_step(run, run.train.batch(8))
+    run.gradients.finish_gather()
+    return {g.name: {op: (t.calls, t.bytes) for op, t in g.traffic.items()} for g in run.mesh.groups}
+
+
+def measure(tmp_path: Any, family: str, **layout: Any) -> tuple[Any, list[Counts]]:
+    config = config_of(settings(FAMILIES[family], tmp_path, train__precision="fp32", **layout), tmp_path)
+    return config, run_world(config.world, traffic_of_a_step, config)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tensor_parallelism_has_four_collectives_a_layer(family: str, tmp_path: Any) -> None:
+    config, counts = measure(tmp_path, family, parallel__tp=2)
+    m, micro = config.model, config.micro_batches
+    activation = 4 * m.seq_length * config.batch.micro * m.hidden_size
+    tokens = 4 * m.seq_length * config.batch.micro
+    # each layer 4; the embedding's forward and the head's backward 1 each; the loss 2, of 1 and of 2 numbers a token
+    for rank in counts:
+        assert rank["tp"] == {
+            "all_reduce": (
+                micro * (4 * m.num_layers + 2 + 2),
+                micro * ((4 * m.num_layers + 2) * activation + 3 * tokens),
+            )
+        }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sequence_parallelism_gathers_and_scatters_instead(family: str, tmp_path: Any) -> None:
+    config, counts = measure(tmp_path, family, parallel__tp=2, parallel__sp=True)
+    m, micro = config.model, config.micro_batches
+    activation = 4 * m.seq_length * config.batch.micro * m.hidden_size
+    # four pairs a layer, and in the backward the two inputs that are not kept; the same for the embedding and the head
+    gathers = micro * (4 * m.num_layers + 2 * m.num_layers + 3)
+    scatters = micro * (4 * m.num_layers + 2)
+    for rank in counts:
+        assert rank["tp"]["all_gather"] == (gathers, gathers * activation)
+        assert rank["tp"]["reduce_scatter"] == (scatters, scatters * activation)
+        assert rank["tp"]["all_reduce"][0] == 2 * micro + 1  # the loss, and once a step the norms' gradients
+
+
+@pytest.mark.parametrize(("pp", "vpp", "schedule"), [(2, 1, "1f1b"), (2, 2, "interleaved_1f1b"), (4, 1, "gpipe")])
+def test_a_pipeline_sends_each_boundary_once_each_way(pp: int, vpp: int, schedule: str, tmp_path: Any) -> None:
+    config, counts = measure(
+        tmp_path, "llama", parallel__pp=pp, parallel__vpp=vpp, parallel__schedule=schedule, model__dropout=0.0
+    )
+    m = config.model
+    activation = 4 * m.seq_length * config.batch.micro * m.hidden_size
+    boundaries = config.micro_batches * (pp * vpp - 1)
+    sent = [rank[group].get("send", (0, 0)) for rank in counts for group in ("pp.up", "pp.down")]
+    received = [rank[group].get("receive", (0, 0)) for rank in counts for group in ("pp.up", "pp.down")]
+    for messages in (sent, received):
+        assert sum(calls for calls, _ in messages) == 2 * boundaries
+        assert sum(size for _, size in messages) == 2 * boundaries * activation
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_data_parallelism_moves_each_gradient_and_weight_once(zero: int, tmp_path: Any) -> None:
+    config, counts = measure(tmp_path, "llama", parallel__dp=2, parallel__zero=zero)
+    from megascale.plan.memory import state_bytes
+
+    weights = state_bytes(config, 0).weights
+    reductions = config.micro_batches if zero == 2 else 1
+    expected = {
+        0: {"all_reduce": (1, weights)},
+        1: {"reduce_scatter": (1, weights), "all_gather": (1, weights)},
+        2: {"reduce_scatter": (reductions, reductions * weights), "all_gather": (1, weights)},
+    }[zero]
+    for rank in counts:
+        assert rank["dp"] == expected
+
+
+def test_a_tied_embedding_is_summed_over_the_ends_once(tmp_path: Any) -> None:
+    config, counts = measure(tmp_path, "gpt", parallel__pp=4)
+    from megascale.layout.tensors import padded_vocab
+
+    size = 4 * padded_vocab(config.model, 1) * config.model.hidden_size
+    assert [rank["tied"] for rank in counts] == [{"all_reduce": (1, size)}, {}, {}, {"all_reduce": (1, size)}]
+
+
+def test_the_job_sums_only_a_few_numbers(tmp_path: Any) -> None:
+    _, counts = measure(tmp_path, "gpt", parallel__pp=2, parallel__dp=2)
+    for rank in counts:
+        assert rank["world"] == {"all_reduce": (2, 8 * (3 + 1))}  # loss, tokens and stops; the squared norm
+
+
+def test_a_rank_opens_only_its_own_groups(tmp_path: Any) -> None:
+    config = config_of(settings(GPT, tmp_path, parallel__tp=2, parallel__pp=2, parallel__dp=2), tmp_path)
+    for rank, opened in enumerate(run_world(8, opened_groups, config)):
+        assert all(rank in ranks for ranks in opened)
+        assert len(opened) <= 6  # the world, tp, dp, two for the pipeline, and the ends that share the embedding
+
+
+def opened_groups(rank: Rank, config: Any) -> list[list[int]]:
+    """The ranks of every process group that this process has a communicator for."""
+    from torch.distributed import distributed_c10d
+
+    build_run(rank, config)
+    return [sorted(ranks) for ranks in distributed_c10d._world.pg_group_ranks.values()]

@@ -1,0 +1,130 @@
+"""Every schedule, for every shape, computes what it should, cannot deadlock, and costs what it claims."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megascale.catalog.schedules import SCHEDULES
+from megascale.schedule.check import ScheduleError, check_complete, check_messages, simulate
+from megascale.schedule.gpipe import gpipe
+from megascale.schedule.interleaved import interleaved_1f1b
+from megascale.schedule.ir import Kind, backward, forward, forwards_only
+from megascale.schedule.lower import lower
+from megascale.schedule.one_f_one_b import one_f_one_b
+
+STAGES, CHUNKS, MICRO_BATCHES = st.integers(1, 8), st.integers(1, 6), st.integers(1, 40)
+
+
+def shape(name: str, p: int, v: int, m: int) -> tuple[int, int, int]:
+    """The shape, with one chunk for schedules that run only one."""
+    return p, v if SCHEDULES[name].facts["chunks"] else 1, m
+
+
+@pytest.mark.parametrize("name", SCHEDULES.names())
+@given(p=STAGES, v=CHUNKS, m=MICRO_BATCHES)
+def test_complete_and_free_of_deadlock(name: str, p: int, v: int, m: int) -> None:
+    p, v, m = shape(name, p, v, m)
+    schedule = SCHEDULES[name].load()(p, v, m)
+    check_complete(schedule, v, m)
+    simulate(schedule, v)
+
+
+@given(p=STAGES, m=MICRO_BATCHES)
+def test_gpipe_costs_its_formula(p: int, m: int) -> None:
+    cost = simulate(gpipe(p, 1, m), 1)
+    assert cost.bubble == pytest.approx((p - 1) / m)
+    assert cost.live == (m,) * p
+
+
+@given(p=STAGES, m=MICRO_BATCHES)
+def test_1f1b_costs_its_formula(p: int, m: int) -> None:
+    cost = simulate(one_f_one_b(p, 1, m), 1)
+    assert cost.bubble == pytest.approx((p - 1) / m)
+    assert cost.live == tuple(min(m, p - rank) for rank in range(p))
+
+
+@given(p=STAGES, v=CHUNKS, m=MICRO_BATCHES)
+def test_interleaved_costs_its_formula(p: int, v: int, m: int) -> None:
+    cost = simulate(interleaved_1f1b(p, v, m), v)
+    if m >= p:  # also where p does not divide m
+        assert cost.bubble == pytest.approx((p - 1) / (v * m))
+    if m % p == 0 and v > 1:
+        assert cost.live == tuple(min(v * m, (v - 1) * p + 2 * (p - rank - 1) + 1) for rank in range(p))
+
+
+@given(p=STAGES, m=MICRO_BATCHES)
+def test_interleaved_with_one_chunk_is_1f1b(p: int, m: int) -> None:
+    assert interleaved_1f1b(p, 1, m) == one_f_one_b(p, 1, m)
+
+
+@pytest.mark.parametrize("name", SCHEDULES.names())
+@given(p=STAGES, v=CHUNKS, m=MICRO_BATCHES, ahead=st.integers(0, 3))
+def test_messages_arrive_in_order_and_none_waits_for_ever(name: str, p: int, v: int, m: int, ahead: int) -> None:
+    p, v, m = shape(name, p, v, m)
+    compute = SCHEDULES[name].load()(p, v, m)
+    check_messages(lower(compute, v, ahead=ahead))
+    check_messages(lower(forwards_only(compute), v, ahead=ahead, training=False))
+
+
+@pytest.mark.parametrize("each", [False, True])
+@given(p=STAGES, v=CHUNKS, m=MICRO_BATCHES)
+def test_gathers_and_reductions_stand_where_they_must(each: bool, p: int, v: int, m: int) -> None:
+    for order in lower(interleaved_1f1b(p, v, m), v, reduce_each=each):
+        for chunk in range(v):
+            own = [action for action in order if action.chunk == chunk]
+            kinds = [action.kind for action in own]
+            assert kinds.count(Kind.GATHER) == 1
+            assert kinds.index(Kind.GATHER) < kinds.index(Kind.F)
+            last_backward = len(kinds) - 1 - kinds[::-1].index(Kind.B)
+            reductions = [index for index, kind in enumerate(kinds) if kind is Kind.REDUCE]
+            assert len(reductions) == (m if each else 1)
+            assert reductions[-1] > last_backward
+
+
+def test_lowering_sends_every_boundary_once() -> None:
+    p, v, m = 4, 3, 8
+    counts = [sum(a.kind is kind for order in lower(interleaved_1f1b(p, v, m), v) for a in order) for kind in Kind]
+    by_kind = dict(zip(Kind, counts, strict=True))
+    boundaries = m * (p * v - 1)
+    assert {by_kind[kind] for kind in (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)} == {boundaries}
+
+
+# ---- the checks themselves notice what is wrong ---------------------------------------------------------------------
+
+
+def test_a_missing_backward_is_noticed() -> None:
+    schedule = one_f_one_b(2, 1, 4)
+    schedule[1].remove(backward(0, 3))
+    with pytest.raises(ScheduleError, match="rank 1"):
+        check_complete(schedule, 1, 4)
+
+
+def test_a_backward_before_its_forward_is_noticed() -> None:
+    with pytest.raises(ScheduleError, match=r"B0\.0"):
+        check_complete([[backward(0, 0), forward(0, 0)]], 1, 1)
+
+
+def test_a_deadlock_is_noticed() -> None:
+    schedule = one_f_one_b(2, 1, 2)
+    schedule[0] = [forward(0, 0), backward(0, 0), forward(0, 1), backward(0, 1)]
+    schedule[1] = [forward(0, 1), backward(0, 1), forward(0, 0), backward(0, 0)]
+    with pytest.raises(ScheduleError, match="deadlock"):
+        simulate(schedule, 1)
+
+
+def test_receives_out_of_order_are_noticed() -> None:
+    lowered = lower(gpipe(2, 1, 2), 1)
+    receives = [index for index, action in enumerate(lowered[1]) if action.kind is Kind.RECV_F]
+    first, second = receives
+    lowered[1][first], lowered[1][second] = lowered[1][second], lowered[1][first]
+    with pytest.raises(ScheduleError):
+        check_messages(lowered)
+
+
+def test_a_message_that_is_never_sent_is_noticed() -> None:
+    lowered = lower(one_f_one_b(2, 1, 2), 1)
+    lowered[0] = [action for action in lowered[0] if action.kind is not Kind.SEND_F]
+    with pytest.raises(ScheduleError, match="deadlock"):
+        check_messages(lowered)
