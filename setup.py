@@ -1,4 +1,4 @@
-"""Packaging. The torch requirement is a range, so that GPU users bring their own build; constraints.txt pins a CPU wheel."""
+"""Packaging. torch is a range, so that GPU users bring their own build; constraints.txt pins a CPU wheel."""
 
 from pathlib import Path
 

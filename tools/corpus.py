@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from megascale.core.errors import DataError
+from megascale.core.errors import DataError, Exit
 from megascale.core.files import atomic, write_text
 from megascale.data.tokenizer import END_OF_DOCUMENT
 
@@ -23,14 +23,18 @@ LEFT_OUT = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "i
 HELD_OUT = 20  # one module in so many validates
 
 
-def modules(library: Path) -> Iterator[tuple[str, str]]:
-    """(name, source) of the library's modules, without tests, in the order of their names."""
+def modules(library: Path) -> list[tuple[str, str]]:
+    """(name, source) of the library's modules, without tests, in the order of their names; one of those that are equal,
+    lest it is both trained on and held out.
+    """
+    found: dict[str, str] = {}
     for path in sorted(library.rglob("*.py")):
         name = path.relative_to(library)
         if not set(LEFT_OUT) & set(name.parts):
             text = path.read_bytes().decode("utf-8", errors="replace")
             if text.strip():
-                yield str(name), text
+                found.setdefault(text, str(name))
+    return [(name, text) for text, name in found.items()]
 
 
 def write_documents(path: Path, documents: list[tuple[str, str]]) -> None:
@@ -55,13 +59,17 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def make(output: Path, vocab_size: int) -> None:
+def make(library: Path, output: Path, vocab_size: int) -> None:
     """Write the corpus and its tokenizer to the folder `output`.
 
-    Raises: DataError if this Python has no sources.
+    Raises: DataError if the library has no sources, or the vocabulary no room for every byte.
     """
-    library = Path(sysconfig.get_paths()["stdlib"])
-    documents = list(modules(library))
+    least = len(pre_tokenizers.ByteLevel.alphabet()) + 1
+    if vocab_size < least:
+        raise DataError(
+            f"a vocabulary of {vocab_size} has no room for every byte", mend=f"--vocab-size {least} or more"
+        )
+    documents = modules(library)
     if len(documents) < HELD_OUT:
         raise DataError(f"{library} holds {len(documents)} modules as source", mend="use a Python with its library")
     output.mkdir(parents=True, exist_ok=True)
@@ -71,7 +79,10 @@ def make(output: Path, vocab_size: int) -> None:
     tokenizer = train_tokenizer((text for _, text in train), vocab_size)
     write_text(output / "tokenizer.json", tokenizer.to_str())
     size = sum(len(text) for _, text in documents)
-    print(f"{output}: {len(documents)} modules of {library}, {size / 1e6:.1f}M characters, {vocab_size} tokens")
+    print(
+        f"{output}: {len(documents)} modules of {library}, {size / 1e6:.1f}M characters, "
+        f"vocabulary {tokenizer.get_vocab_size()}"
+    )
 
 
 def main() -> int:
@@ -81,10 +92,13 @@ def main() -> int:
     arguments.add_argument("--vocab-size", type=int, default=4096, help="tokens of the vocabulary (4096)")
     options = arguments.parse_args()
     try:
-        make(options.output, options.vocab_size)
+        make(Path(sysconfig.get_paths()["stdlib"]), options.output, options.vocab_size)
     except DataError as error:
         print(error, file=sys.stderr)
         return int(error.exit_status)
+    except OSError as error:
+        print(f"{error.filename}: {error.strerror}  -> another --output", file=sys.stderr)
+        return int(Exit.DATA)
     return 0
 
 

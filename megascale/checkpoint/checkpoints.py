@@ -6,7 +6,7 @@ import platform
 import shutil
 import socket
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import megascale
-from megascale.checkpoint import store
+from megascale.checkpoint import manifest, store
 from megascale.checkpoint.plan import LoadPlanner, SavePlanner
 from megascale.checkpoint.state import Progress, global_tensors
 from megascale.comm.collectives import barrier, broadcast_object
@@ -73,14 +73,14 @@ class Checkpoints:
         path = broadcast_object(self._mesh.world, self._find() if self._mesh.rank == 0 else None)
         if path is None:
             return None
-        reader = store.Reader(path)
-        manifest = store.read_manifest(path)
-        self._compare(path, manifest["config"]["model"])
+        saved = manifest.read(path)
+        self._compare(path, saved.facts.config.get("model", {}))
+        reader = store.Reader(path, saved.tensors)
         try:
             dcp.load(global_tensors(self._shards, self._mesh), storage_reader=reader, planner=LoadPlanner())
         except CheckpointException as error:
             raise _first_failure(error) from None
-        progress = Progress(**manifest["progress"])
+        progress = saved.facts.progress
         self._saved_step = progress.step if path.parent.absolute() == self.folder.absolute() else None
         return progress, path
 
@@ -102,18 +102,18 @@ class Checkpoints:
                 f"{path} is of another model: {'; '.join(different)}", mend="another name for this run"
             )
 
-    def _facts(self, progress: Progress) -> dict[str, Any]:
-        return {
-            "progress": asdict(progress),
-            "config": self._config.model_dump(by_alias=True, mode="json"),
-            "layout": asdict(self._mesh.topology),
-            "versions": {
+    def _facts(self, progress: Progress) -> manifest.Facts:
+        return manifest.Facts(
+            progress=replace(progress),
+            config=self._config.model_dump(by_alias=True, mode="json"),
+            layout=asdict(self._mesh.topology),
+            versions={
                 "megascale": megascale.__version__,
                 "torch": torch.__version__,
                 "python": platform.python_version(),
             },
-            "host": socket.gethostname(),
-        }
+            host=socket.gethostname(),
+        )
 
 
 def _first_failure(error: CheckpointException) -> CheckpointError:

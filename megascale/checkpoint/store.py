@@ -7,13 +7,12 @@ every tensor is checked against its CRC-32: torch's own file writer unpickles, r
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,11 +33,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from megascale.checkpoint import manifest
 from megascale.core.errors import CheckpointError
-from megascale.core.files import sync_folder, write_text
+from megascale.core.files import sync_folder
 
-MANIFEST = "manifest.json"
-FORMAT = 1
 _FOLDER = re.compile(r"step-(\d+)(?:\.(\d+))?")
 
 
@@ -58,7 +56,7 @@ def complete(folder: Path) -> list[Stored]:
     found = []
     for path in folder.glob("step-*"):
         match = _FOLDER.fullmatch(path.name)
-        if match and (path / MANIFEST).is_file():
+        if match and (path / manifest.NAME).is_file():
             found.append(Stored(path, int(match.group(1)), int(match.group(2) or 0)))
     return sorted(found, key=lambda s: (s.step, s.attempt))
 
@@ -80,7 +78,9 @@ def fresh_folder(folder: Path, step: int) -> Path:
 def remove_unfinished(folder: Path) -> list[Path]:
     """Delete attempts that have no manifest; no other process may be writing. Returns what was deleted."""
     removed = [
-        p for p in folder.glob("step-*") if _FOLDER.fullmatch(p.name) and p.is_dir() and not (p / MANIFEST).exists()
+        p
+        for p in folder.glob("step-*")
+        if _FOLDER.fullmatch(p.name) and p.is_dir() and not (p / manifest.NAME).exists()
     ]
     for path in removed:
         shutil.rmtree(path)
@@ -90,25 +90,8 @@ def remove_unfinished(folder: Path) -> list[Path]:
 def keep_newest(folder: Path, keep: int) -> None:
     """Delete all complete checkpoints but the newest `keep`; 0 keeps all. The manifest goes first."""
     for stored in complete(folder)[:-keep] if keep else []:
-        (stored.path / MANIFEST).unlink()
+        (stored.path / manifest.NAME).unlink()
         shutil.rmtree(stored.path)
-
-
-def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint's folder.
-
-    Raises: CheckpointError if it is missing, damaged, or of a later format.
-    """
-    try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        version = manifest["format"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path / MANIFEST} cannot be read: {error!r}", mend="use another checkpoint") from None
-    if version != FORMAT:
-        raise CheckpointError(
-            f"{path} has format {version}, this version reads {FORMAT}", mend="use the version that wrote it"
-        )
-    return manifest
 
 
 # ---- torch.distributed.checkpoint's view
@@ -118,7 +101,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 class Writer(StorageWriter):
     """Writes this rank's pieces to one file, and on the coordinator the manifest. `facts` goes into the manifest."""
 
-    def __init__(self, path: Path, rank: int, facts: dict[str, Any]) -> None:
+    def __init__(self, path: Path, rank: int, facts: manifest.Facts) -> None:
         self._path = path
         self._rank = rank
         self._facts = facts
@@ -163,14 +146,14 @@ class Writer(StorageWriter):
         tensors = {}
         for name, tensor in metadata.state_dict_metadata.items():
             assert isinstance(tensor, TensorStorageMetadata)
-            boxes = [
-                {"offset": list(chunk.offsets), "size": list(chunk.sizes), **places[name, chunk.offsets]}
+            boxes = tuple(
+                manifest.Box(offset=tuple(chunk.offsets), size=tuple(chunk.sizes), **places[name, chunk.offsets])
                 for chunk in tensor.chunks
-            ]
-            dtype = str(tensor.properties.dtype).removeprefix("torch.")
-            tensors[name] = {"shape": list(tensor.size), "dtype": dtype, "boxes": boxes}
+            )
+            dtype: Any = str(tensor.properties.dtype).removeprefix("torch.")
+            tensors[name] = manifest.Tensor(shape=tuple(tensor.size), dtype=dtype, boxes=boxes)
         sync_folder(self._path)
-        write_text(self._path / MANIFEST, json.dumps({"format": FORMAT, **self._facts, "tensors": tensors}, indent=1))
+        manifest.write(self._path, manifest.Manifest(facts=self._facts, tensors=tensors))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
@@ -180,9 +163,9 @@ class Writer(StorageWriter):
 class Reader(StorageReader):
     """Reads what a `Writer` wrote, for any layout."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, tensors: Mapping[str, manifest.Tensor]) -> None:
         self._path = path
-        self._manifest = read_manifest(path)
+        self._tensors = tensors
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
         return None
@@ -190,17 +173,17 @@ class Reader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         storage = {}
-        for name, tensor in self._manifest["tensors"].items():
+        for name, tensor in self._tensors.items():
             chunks = []
-            for number, box in enumerate(tensor["boxes"]):
-                chunks.append(ChunkStorageMetadata(torch.Size(box["offset"]), torch.Size(box["size"])))
-                storage[MetadataIndex(name, box["offset"], number)] = box
-            properties = TensorProperties(dtype=getattr(torch, tensor["dtype"]))
-            tensors[name] = TensorStorageMetadata(properties, torch.Size(tensor["shape"]), chunks)
+            for number, box in enumerate(tensor.boxes):
+                chunks.append(ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size)))
+                storage[MetadataIndex(name, box.offset, number)] = box
+            properties = TensorProperties(dtype=getattr(torch, tensor.dtype))
+            tensors[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
         return Metadata(tensors, storage_data=storage)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._storage: dict[MetadataIndex, dict[str, Any]] = metadata.storage_data
+        self._storage: dict[MetadataIndex, manifest.Box] = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -212,7 +195,7 @@ class Reader(StorageReader):
         by_file = defaultdict(list)
         for item in plan.items:
             box = self._storage[item.storage_index]
-            by_file[box["file"]].append((box, item))
+            by_file[box.file].append((box, item))
         for file, wanted in by_file.items():
             for item, data in self._read_file(file, wanted):
                 part = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
@@ -221,16 +204,16 @@ class Reader(StorageReader):
         future.set_result(None)
         return future
 
-    def _read_file(self, file: str, wanted: list[tuple[dict[str, Any], Any]]) -> Iterator[tuple[Any, torch.Tensor]]:
+    def _read_file(self, file: str, wanted: list[tuple[manifest.Box, Any]]) -> Iterator[tuple[Any, torch.Tensor]]:
         """The wanted boxes of a file, each checked."""
         path = self._path / file
         try:
             with safe_open(path, framework="pt") as shard:
                 for box, item in wanted:
-                    data = shard.get_tensor(box["key"])
-                    if _crc32(data) != box["crc32"]:
+                    data = shard.get_tensor(box.key)
+                    if tuple(data.shape) != box.size or _crc32(data) != box.crc32:
                         raise CheckpointError(
-                            f"{path}: {box['key']} is not what was written", mend="use another checkpoint"
+                            f"{path}: {box.key} is not what was written", mend="use another checkpoint"
                         )
                     yield item, data
         except (OSError, SafetensorError) as error:

@@ -5,30 +5,37 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from megascale.core.errors import Exit
+from megascale.catalog.tokenizers import TOKENIZERS
+from megascale.core.errors import DataError, Exit
+from megascale.core.files import fingerprint
 from megascale.core.units import format_bytes, format_count
 from megascale.data import indexed
 from megascale.data.prepare import Request, prepare
-from megascale.data.tokenizer import load_tokenizer
+from megascale.data.tokenizer import Tokenizer, load_tokenizer
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C: 128 and the number of the signal, as shells have it."""
+
+SHOWN = 80
+"""Tokens of a document that `inspect` shows."""
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
     verbs = sub.add_subparsers(dest="verb", metavar="VERB", required=True)
     make = verbs.add_parser("prepare", help="text or .jsonl files to a token dataset (.bin, .idx, .json)")
-    make.add_argument(
-        "inputs", metavar="INPUT", nargs="+", type=Path, help=".jsonl: a document a line; else a document a file"
-    )
+    kinds = ".jsonl, .ndjson, .json: a document a line; else a document a file"
+    make.add_argument("inputs", metavar="INPUT", nargs="+", type=Path, help=kinds)
     make.add_argument("--output", metavar="PREFIX", type=Path, required=True, help="path without ending")
     make.add_argument("--tokenizer", metavar="NAME|FILE", required=True, help="bytes, or a tokenizer.json")
-    make.add_argument("--key", default="text", help="field of a JSON line with the text (default: text)")
+    make.add_argument("--key", metavar="FIELD", default="text", help="field of a line with the text (default: text)")
     make.add_argument("--eod", metavar="TOKEN", help="token that ends a document (default: <|endoftext|> and its like)")
-    make.add_argument(
-        "--workers", metavar="N", type=int, default=os.cpu_count() or 1, help="processes (default: one a core)"
-    )
+    make.add_argument("--workers", metavar="N", type=_workers, default=_cores(), help="processes (default: one a core)")
     make.add_argument("--json", action="store_true", help="print one JSON object")
     look = verbs.add_parser("inspect", help="what a token dataset holds")
     look.add_argument("prefix", metavar="PREFIX", type=Path)
@@ -41,7 +48,22 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
-    return _prepare(options) if options.verb == "prepare" else _inspect(options)
+    try:
+        return _prepare(options) if options.verb == "prepare" else _inspect(options)
+    except KeyboardInterrupt:
+        print("interrupted: nothing was written", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _workers(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of processes: 1 or more")
+    return int(text)
+
+
+def _cores() -> int:
+    """Cores that this process may use, fewer than there are in a job with a share of a host."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _prepare(options: argparse.Namespace) -> int:
@@ -59,35 +81,61 @@ def _prepare(options: argparse.Namespace) -> int:
         task = bar.add_task("", total=total)
         made = prepare(request, lambda size: bar.advance(task, size))
     print(
-        f"{options.output}: {format_count(made.documents)} documents, {format_count(made.tokens)} tokens of "
-        f"{made.vocab_size} kinds, from {format_bytes(total)} of text"
+        f"{options.output}: {format_count(made.documents)} documents, {format_count(made.tokens)} tokens from "
+        f"{format_bytes(total)} of input, vocabulary {made.vocab_size}"
     )
     return Exit.OK
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    reader, made = indexed.read(options.prefix), indexed.describe(options.prefix)
-    tokens = int(reader.lengths.sum())
+    reader = indexed.read(options.prefix)
     facts = {
         "documents": len(reader),
-        "tokens": tokens,
+        "tokens": len(reader.tokens),
         "format": str(reader.tokens.dtype),
-        "made_with": made and asdict(made),
+        "made_with": reader.made and asdict(reader.made),
     }
     if options.json:
         print(json.dumps(facts))
         return Exit.OK
-    print(f"{options.prefix}: {len(reader)} documents, {tokens} tokens, stored as {reader.tokens.dtype}")
-    name = options.tokenizer or (made and made.tokenizer["name"])
-    if made:
-        print(
-            f"tokenizer {made.tokenizer['name']}, vocabulary {made.vocab_size}, end of document {made.tokenizer['eod']}"
-        )
-    if not name:
-        print("made by another tool: give --tokenizer to see text")
-        return Exit.OK
-    tokenizer = load_tokenizer(name)
-    for index in range(min(options.documents, len(reader))):
-        start = tokenizer.decode([int(i) for i in reader[index][:80]])
-        print(f"document {index}, {len(reader[index])} tokens: {start!r}")
+    print(f"{options.prefix}: {len(reader)} documents, {len(reader.tokens)} tokens, stored as {reader.tokens.dtype}")
+    if reader.made:
+        origin = reader.made.tokenizer
+        print(f"tokenizer {origin.name}, vocabulary {reader.made.vocab_size}, end of document {origin.eod}")
+    for line in _texts(options, reader):
+        print(line)
     return Exit.OK
+
+
+def _texts(options: argparse.Namespace, reader: indexed.Reader) -> Iterator[str]:
+    """The start of some documents as text, or why there is none."""
+    origin = reader.made.tokenizer if reader.made else None
+    tokenizer = _asked(options.tokenizer, origin) if options.tokenizer else _remembered(origin)
+    if tokenizer is None:
+        yield "made by another tool, or its tokenizer is not here any more: give --tokenizer to see text"
+        return
+    for index in range(min(options.documents, len(reader))):
+        start = tokenizer.decode(reader[index][:SHOWN].tolist())
+        yield f"document {index}, {len(reader[index])} tokens: {start!r}"
+
+
+def _asked(name: str, origin: indexed.Origin | None) -> Tokenizer:
+    """The tokenizer `name`.
+
+    Raises: DataError if it is missing, or is not the one that made the dataset.
+    """
+    tokenizer = load_tokenizer(name, origin.eod if origin else 0)  # which token ends documents does not matter here
+    if origin and tokenizer.fingerprint != origin.fingerprint:
+        raise DataError(f"{name} is not the tokenizer that made the dataset ({origin.name})", mend="give that one")
+    return tokenizer
+
+
+def _remembered(origin: indexed.Origin | None) -> Tokenizer | None:
+    """The tokenizer that made the dataset, if it is still there unchanged."""
+    if origin is None or not (origin.name in TOKENIZERS.cards or _unchanged(Path(origin.name), origin)):
+        return None
+    return load_tokenizer(origin.name, origin.eod)
+
+
+def _unchanged(path: Path, origin: indexed.Origin) -> bool:
+    return path.is_file() and fingerprint(path) == origin.fingerprint

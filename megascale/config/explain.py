@@ -46,11 +46,10 @@ def _check(source: Source, world: int | None) -> Iterator[Problem]:
             yield _unknown(source, name, list(RunConfig.model_fields))
     for name, section in types.items():
         given = source.tree.get(name, {})
-        try:
-            valid[name] = section.model_validate(given)
-        except ValidationError as error:
-            for detail in error.errors():
-                yield _problem(source, section, name, detail)
+        details, value = _validate(section, given)
+        yield from (_problem(source, section, name, detail) for detail in details)
+        if value is not None:
+            valid[name] = value
     given_name = source.tree.get("name")
     if not (isinstance(given_name, str) and NAME.fullmatch(given_name)):
         yield _name_problem(source, given_name)
@@ -61,6 +60,18 @@ def _check(source: Source, world: int | None) -> Iterator[Problem]:
     if world is not None and len(valid) == len(types):
         config = RunConfig.model_construct(name="check", **valid)
         yield from (_placed(source, finding) for finding in world_findings(config, world))
+
+
+def _validate(section: type[Section], given: Any) -> tuple[list[ErrorDetails], Section | None]:
+    """The errors of a section, and its value if there is one: without its unknown keys the rules can still judge it."""
+    try:
+        return [], section.model_validate(given)
+    except ValidationError as error:
+        details = error.errors()
+    unknown = {detail["loc"][0] for detail in details if detail["type"] == "extra_forbidden"}
+    if len(unknown) < len(details):
+        return details, None
+    return details, section.model_validate({key: value for key, value in given.items() if key not in unknown})
 
 
 def _placed(source: Source, finding: Finding) -> Problem:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 from megascale.catalog.tokenizers import TOKENIZERS
 from megascale.core.errors import DataError
 from megascale.core.files import fingerprint
@@ -15,15 +17,17 @@ END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "<eod>", "</s>", "<eos>")
 
 
 class Tokenizer(Protocol):
-    """`eod` ends every document. `fingerprint` is equal for tokenizers that give equal ids."""
+    """Ids are below `vocab_size`, and `eod` ends every document. `fingerprint` is equal for tokenizers that give equal
+    ids.
+    """
 
     name: str
     vocab_size: int
     eod: int
     fingerprint: str
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, without eod."""
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The ids of each text, whole numbers [n], without eod."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, as far as they are text."""
@@ -37,17 +41,17 @@ class ByteTokenizer:
     eod = 256
     fingerprint = "bytes"
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        return [list(text.encode("utf-8")) for text in texts]
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
 
 class FileTokenizer:
-    """A `tokenizer.json`. `eod`: the token that ends documents, found by its usual names if not given."""
+    """A `tokenizer.json`. `eod`: the token that ends documents, or its id; found by its usual names if not given."""
 
-    def __init__(self, path: Path, eod: str | None = None) -> None:
+    def __init__(self, path: Path, eod: str | int | None = None) -> None:
         from tokenizers import Tokenizer as Rust
 
         try:
@@ -55,29 +59,42 @@ class FileTokenizer:
         except Exception as error:  # the library raises bare Exception, whatever is wrong
             mend = "a tokenizer.json of the tokenizers library, or " + " or ".join(TOKENIZERS.names())
             raise DataError(f"{path} is not a tokenizer: {error}", mend=mend) from None
-        candidates = (eod,) if eod else END_OF_DOCUMENT
-        found = [i for i in map(self._rust.token_to_id, candidates) if i is not None]
-        if not found:
-            raise DataError(f"{path} has no token {' nor '.join(candidates)} to end documents with", mend="--eod TOKEN")
+        self._rust.no_truncation()  # a file may carry both, meant for a model's input: documents are kept whole
+        self._rust.no_padding()
         self.name = str(path)
-        self.vocab_size = self._rust.get_vocab_size()
-        self.eod = found[0]
+        self.vocab_size = max(self._rust.get_vocab().values(), default=-1) + 1  # ids may have gaps
+        self.eod = eod if isinstance(eod, int) else self._find_eod((eod,) if eod else END_OF_DOCUMENT)
         self.fingerprint = fingerprint(path)
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._rust.encode_batch_fast(list(texts), add_special_tokens=False)]
+    def _find_eod(self, candidates: Sequence[str]) -> int:
+        for token in candidates:
+            found = self._rust.token_to_id(token)
+            if found is not None:
+                return found
+        nor = " nor ".join(candidates)
+        raise DataError(f"{self.name} has no token {nor} to end documents with", mend="--eod TOKEN")
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        try:
+            encodings = self._rust.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # such as a character without a token in a vocabulary without an unknown token
+            raise DataError(f"{self.name} cannot tokenize: {error}", mend="another tokenizer") from None
+        return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._rust.decode(list(ids), skip_special_tokens=False)
 
 
-def load_tokenizer(name: str, eod: str | None = None) -> Tokenizer:
-    """A tokenizer by its catalog name or file.
+def load_tokenizer(name: str, eod: str | int | None = None) -> Tokenizer:
+    """A tokenizer by its catalog name or file. `eod`: the token, or its id, that ends documents.
 
-    Raises: DataError for a missing or unusable file.
+    Raises: DataError for a missing or unusable file, and for an `eod` that the tokenizer does not have.
     """
     if name in TOKENIZERS.cards:
-        return TOKENIZERS[name].load()()
+        tokenizer: Tokenizer = TOKENIZERS[name].load()()
+        if isinstance(eod, str):
+            raise DataError(f"the tokenizer {name} ends documents in its own way", mend="leave out --eod")
+        return tokenizer
     if not Path(name).is_file():
         raise DataError(
             f"there is no tokenizer file {name}", mend="a tokenizer.json, or " + " or ".join(TOKENIZERS.names())

@@ -34,7 +34,6 @@ _PEER_LOST = (
     "nccl communicator was aborted",
     "remote process exited",
     "failed to recv",
-    "socket",
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Protocol
@@ -27,12 +28,12 @@ class Writer(Protocol):
 
 class JsonLines:
     """metrics.jsonl. A resumed run continues the file: lines of steps after the checkpoint, which are trained again,
-    go.
+    go. A run that starts anew (`resumed_step` 0) starts the file anew.
     """
 
     def __init__(self, path: Path, resumed_step: int) -> None:
         if path.exists():
-            write_text(path, "".join(line for line in _whole_lines(path) if json.loads(line)["step"] <= resumed_step))
+            write_text(path, "".join(_lines_until(path, resumed_step) if resumed_step else []))
         self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  closed by `close`
 
     def write(self, record: Record) -> None:
@@ -45,9 +46,21 @@ class JsonLines:
         self._file.close()
 
 
-def _whole_lines(path: Path) -> list[str]:
-    """The lines of a file, without a last one that was cut off when the run was killed."""
-    return [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+def _lines_until(path: Path, step: int) -> list[str]:
+    """The lines of a metrics file up to a step, without what was cut off or spoilt when the run or its host died."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return [line for line in file if line.endswith("\n") and _step(line) <= step]
+
+
+def _step(line: str) -> float:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return math.inf
+
+
+FLUSH_SECONDS = 10
+"""How long a figure may wait before it is in the event file."""
 
 
 class TensorBoard:
@@ -59,10 +72,10 @@ class TensorBoard:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._event, self._summary = Event, Summary
-        self._writer = EventFileWriter(str(folder))
-        if resumed_step:  # the viewer drops what was written for later steps
-            log = SessionLog(status=SessionLog.START)
-            self._writer.add_event(Event(wall_time=time.time(), step=resumed_step + 1, session_log=log))
+        self._writer = EventFileWriter(str(folder), flush_secs=FLUSH_SECONDS)
+        # the viewer drops what an earlier process wrote for these steps
+        log, trained = SessionLog(status=SessionLog.START), resumed_step + 1 if resumed_step else 0
+        self._writer.add_event(Event(wall_time=time.time(), step=trained, session_log=log))
 
     def write(self, record: Record) -> None:
         scalars = as_json(record)
@@ -82,40 +95,41 @@ class TensorBoard:
 
 
 class Terminal:
-    """A progress bar with the last step's figures, and lines above it; plain lines where there is no terminal."""
+    """A line for each record, above a progress bar where there is a terminal."""
 
-    def __init__(self, steps: int, first: int) -> None:
+    def __init__(self, steps: int, first: int, console: Console | None = None) -> None:
         self._steps = steps
-        self._console = Console(highlight=False)
-        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24), TextColumn("{task.description}"))
+        self._console = console or Console()
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
         self._progress = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
         self._task = self._progress.add_task("", total=steps, completed=first)
         self._progress.start()
 
     def write(self, record: Record) -> None:
-        if isinstance(record, EvaluationRecord):
-            self.note(f"step {record.step:,}/{self._steps:,}  validation loss {record.valid_loss:.4f}")
-            return
-        line = describe(record, self._steps)
-        self._progress.update(self._task, completed=record.step, description=line)
-        if not self._console.is_terminal:
-            print(f"step {record.step:,}/{self._steps:,}  {line}", flush=True)
+        self.note(describe(record, self._steps))
+        if isinstance(record, StepRecord):
+            self._progress.update(self._task, completed=record.step, description=time_left(record, self._steps))
 
     def note(self, text: str) -> None:
-        if self._console.is_terminal:
-            self._progress.print(text, markup=False)
-        else:
-            print(text, flush=True)
+        # a wrapped line would break paths and commands that are to be copied
+        self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def close(self) -> None:
         self._progress.stop()
 
 
-def describe(record: StepRecord, steps: int) -> str:
-    """A step's figures in one line."""
+def describe(record: Record, steps: int) -> str:
+    """A record in one line. `steps`: of the whole run."""
+    place = f"step {record.step:,}/{steps:,}"
+    if isinstance(record, EvaluationRecord):
+        return f"{place}  validation loss {record.valid_loss:.4f}"
     mfu = "MFU n/a" if record.mfu_full is None else f"MFU {record.mfu_full:.1%} full {record.mfu_causal:.1%} causal"
-    left = format_duration((steps - record.step) * record.step_time_s)
     return (
-        f"loss {record.loss:.4f}  norm {record.grad_norm:.2f}  lr {record.lr:.2e}  "
-        f"{format_count(record.tokens_per_s)} tok/s  {mfu}  {left} left"
+        f"{place}  loss {record.loss:.4f}  norm {record.grad_norm:.2f}  lr {record.lr:.2e}  "
+        f"{format_count(record.tokens_per_s)} tok/s  {mfu}  {time_left(record, steps)}"
     )
+
+
+def time_left(record: StepRecord, steps: int) -> str:
+    """How long the rest of the run takes at the speed of a record."""
+    return f"{format_duration((steps - record.step) * record.step_time_s)} left"

@@ -1,0 +1,84 @@
+"""The manifest of a checkpoint: JSON that says what was saved, of which run, and where each box of each tensor lies.
+
+It is renamed into place last, so that a folder that has one is complete.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from megascale.checkpoint.state import Progress
+from megascale.core.errors import CheckpointError
+from megascale.core.files import write_text
+
+NAME = "manifest.json"
+FORMAT: Literal[1] = 1
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class Box(_Entry):
+    """A box of a tensor: its place in the whole, and the entry `key` of a safetensors `file` that holds its numbers,
+    with their CRC-32.
+    """
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    file: Annotated[str, Field(pattern=r"^[\w.-]+$")]  # in the checkpoint's own folder
+    key: str
+    crc32: int
+
+
+class Tensor(_Entry):
+    """A tensor by its global name: shape, type as torch names it, and the boxes that fill it."""
+
+    shape: tuple[int, ...]
+    dtype: Literal["float64", "float32", "bfloat16", "float16", "int64", "int32", "uint8"]
+    boxes: tuple[Box, ...]
+
+
+class Facts(_Entry):
+    """What a checkpoint knows of its run. `config` and `layout`: as resolved."""
+
+    progress: Progress
+    config: dict[str, Any]
+    layout: dict[str, int]
+    versions: dict[str, str]
+    host: str
+
+
+class Manifest(_Entry):
+    """The whole manifest."""
+
+    format: Literal[1] = FORMAT
+    facts: Facts
+    tensors: dict[str, Tensor]
+
+
+def write(folder: Path, manifest: Manifest) -> None:
+    """Complete a checkpoint."""
+    write_text(folder / NAME, manifest.model_dump_json(indent=1))
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of a checkpoint's folder.
+
+    Raises: CheckpointError if it is missing, damaged, or of another format.
+    """
+    path = folder / NAME
+    try:
+        return Manifest.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}", mend="use another checkpoint") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        what = f"{path} is damaged: {where or 'the file'}: {first['msg']}"
+        if where == "format":
+            what = f"{path} has format {first['input']!r}, this version reads {FORMAT}"
+        raise CheckpointError(what, mend="use another checkpoint, or the version that wrote it") from None

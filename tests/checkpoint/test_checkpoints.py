@@ -1,0 +1,311 @@
+"""Checkpoints: any layout reads any other's, nothing damaged is taken, nothing is ever written over."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megascale.core.rank import Rank
+from tests.runs import FAMILIES, build_run, config_of, settings
+from tests.worlds import run_world
+
+SAVERS: dict[str, dict[str, Any]] = {
+    "alone": {"parallel__zero": 0},
+    "tp2 sp dp2 zero1": {"parallel__tp": 2, "parallel__sp": True, "parallel__dp": 2},
+    "pp2 vpp2 dp2 zero2": {"parallel__pp": 2, "parallel__vpp": 2, "parallel__dp": 2, "parallel__zero": 2},
+}
+LOADERS: dict[str, dict[str, Any]] = SAVERS | {
+    "pp4": {"parallel__pp": 4},
+    "dp3 zero1": {"parallel__dp": 3, "batch__global": 9},
+    "tp2 pp2 zero0": {"parallel__tp": 2, "parallel__pp": 2, "parallel__zero": 0},
+}
+
+
+def config_in(folder: Path, family: str = "gpt", **layout: Any) -> Any:
+    more = {"checkpoint__every": 1, "train__precision": "bf16"}
+    return config_of(settings(FAMILIES[family], folder, **more | layout), folder)
+
+
+def state_of(run: Any) -> dict[str, list[Any]]:
+    """Every piece of this rank's state: name to (offset, size, numbers as bytes)."""
+    from megascale.checkpoint.state import global_tensors
+
+    found = global_tensors(run.optimizer.shards, run.mesh)
+    return {
+        name: [(p.offset, p.size, p.data.clone().view(-1).numpy().tobytes()) for p in tensor.pieces]
+        for name, tensor in found.items()
+    }
+
+
+def save_after(rank: Rank, config: Any, steps: int) -> dict[str, list[Any]]:
+    """Train, save, and return this rank's state."""
+    from megascale.train.step import train_step
+
+    run = build_run(rank, config)
+    for _ in range(steps):
+        train_step(run, run.train.batch(run.progress.samples))
+    run.gradients.finish_gather()
+    run.checkpoints.save(run.progress)
+    return state_of(run)
+
+
+def load(rank: Rank, config: Any) -> tuple[dict[str, list[Any]], dict[str, int], dict[str, float]]:
+    """Resume; returns this rank's state, the progress, and a sum over each parameter that compute uses."""
+    run = build_run(rank, config)
+    found = run.checkpoints.resume()
+    assert found is not None
+    run.optimizer.publish_masters()
+    run.gradients.start_gather()
+    run.gradients.finish_gather()
+    sums = {
+        name: float(p.double().abs().sum())
+        for chunk in range(len(run.stages))
+        for name, p in run.gradients.parameters(chunk).items()
+    }
+    return state_of(run), vars(found[0]), sums
+
+
+def whole(states: list[dict[str, list[Any]]]) -> dict[str, Any]:
+    """The global tensors that the pieces of all ranks make up; replicas must agree to the bit."""
+    import numpy as np
+
+    tensors: dict[str, Any] = {}
+    for state in states:
+        for name, pieces in state.items():
+            for offset, size, data in pieces:
+                end = tuple(o + n for o, n in zip(offset, size, strict=True))
+                old = tensors.get(name)
+                shape = end if old is None else tuple(max(a, b) for a, b in zip(end, old.shape, strict=True))
+                grown = np.full(shape, np.nan, dtype=np.float32)
+                if old is not None:
+                    grown[tuple(slice(n) for n in old.shape)] = old
+                place = tuple(slice(o, e) for o, e in zip(offset, end, strict=True))
+                numbers = np.frombuffer(data, dtype=np.float32).reshape(size)
+                known = ~np.isnan(grown[place])
+                assert (grown[place][known] == numbers[known]).all(), f"replicas of {name} differ"
+                grown[place] = numbers
+                tensors[name] = grown
+    return tensors
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("saver", SAVERS)
+def test_every_layout_reads_every_others(saver: str, family: str, tmp_path: Path) -> None:
+    import numpy as np
+
+    config = config_in(tmp_path, family, **SAVERS[saver])
+    saved = whole(run_world(config.world, save_after, config, 2))
+    assert not any(np.isnan(tensor).any() for tensor in saved.values())
+    assert {name.split(".")[0] for name in saved} == {"weights", "exp_avg", "exp_avg_sq"}
+    for loader, layout in LOADERS.items():
+        other = config_in(tmp_path, family, **layout)
+        results = run_world(other.world, load, other)
+        loaded = whole([state for state, _, _ in results])
+        assert loaded.keys() == saved.keys(), loader
+        for name, tensor in saved.items():
+            assert np.array_equal(loaded[name], tensor), (loader, name)
+        assert all(progress == {"step": 2, "samples": 16, "tokens": 256} for _, progress, _ in results)
+        assert all(all(sums.values()) for _, _, sums in results if family == "llama"), "weights were gathered"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that saved after two steps on two ranks."""
+    folder = tmp_path_factory.mktemp("saved")
+    config = config_in(folder, parallel__tp=2)
+    run_world(2, save_after, config, 2)
+    return folder
+
+
+@pytest.fixture
+def copy(saved: Path, tmp_path: Path) -> tuple[Any, Path]:
+    """A copy of that run that may be damaged: its configuration and its checkpoint's folder."""
+    shutil.copytree(saved / "test", tmp_path / "test")
+    return config_in(tmp_path, parallel__tp=2), tmp_path / "test" / "checkpoints" / "step-00000002"
+
+
+def refused(rank: Rank, config: Any) -> tuple[str, int]:
+    """The error of a resume."""
+    from megascale.core.errors import CheckpointError
+
+    run = build_run(rank, config)
+    before = state_of(run)
+    try:
+        run.checkpoints.resume()
+    except CheckpointError as error:
+        return str(error), int(error.exit_status)
+    return ("nothing was changed" if state_of(run) == before else "resumed"), 0
+
+
+def damage(config: Any) -> str:
+    """What every rank says of a damaged checkpoint."""
+    results = run_world(config.world, refused, config)
+    assert {status for _, status in results} == {4}
+    return results[0][0]
+
+
+def test_what_a_checkpoint_consists_of(copy: tuple[Any, Path]) -> None:
+    _, folder = copy
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "manifest.json",
+        "rank-00000.safetensors",
+        "rank-00001.safetensors",
+    ]
+    manifest = json.loads((folder / "manifest.json").read_text())
+    facts = manifest["facts"]
+    assert facts["progress"] == {"step": 2, "samples": 16, "tokens": 256}
+    assert facts["layout"] == {"tp": 2, "cp": 1, "dp": 1, "pp": 1}
+    assert facts["config"]["model"]["num_layers"] == 4
+    assert {"torch", "megascale"} <= facts["versions"].keys()
+    sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
+    assert max(sizes) < 1.5 * min(sizes), "what both ranks hold is not written by one of them alone"
+
+
+def test_every_flipped_bit_is_noticed(copy: tuple[Any, Path]) -> None:
+    config, folder = copy
+    path = folder / "rank-00001.safetensors"
+    whole_file = path.read_bytes()
+    header = 8 + int.from_bytes(whole_file[:8], "little")
+    for place in range(header, len(whole_file), (len(whole_file) - header) // 5):
+        broken = bytearray(whole_file)
+        broken[place] ^= 1 << place % 8
+        path.write_bytes(broken)
+        assert "rank-00001.safetensors" in damage(config)
+
+
+@pytest.mark.parametrize("cut", [0, 7, 1000, -1])
+def test_a_shard_that_is_cut_short_is_refused(cut: int, copy: tuple[Any, Path]) -> None:
+    config, folder = copy
+    path = folder / "rank-00000.safetensors"
+    path.write_bytes(path.read_bytes()[:cut])
+    assert str(path) in damage(config)
+
+
+def test_a_missing_shard_is_refused(copy: tuple[Any, Path]) -> None:
+    config, folder = copy
+    (folder / "rank-00001.safetensors").unlink()
+    assert "rank-00001.safetensors" in damage(config)
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"format": 99}', "[]", '{"format": 1}'])
+def test_a_damaged_manifest_is_refused(text: str, copy: tuple[Any, Path]) -> None:
+    config, folder = copy
+    (folder / "manifest.json").write_text(text)
+    assert str(folder) in damage(config)
+
+
+def test_a_tensor_that_is_missing_is_refused(copy: tuple[Any, Path]) -> None:
+    config, folder = copy
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["tensors"]["exp_avg.layers.1.mlp.up.weight"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert "exp_avg.layers.1.mlp.up.weight" in damage(config)
+
+
+def test_a_tensor_of_which_a_part_is_missing_is_refused(copy: tuple[Any, Path]) -> None:
+    config, folder = copy
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["tensors"]["weights.layers.1.mlp.up.weight"]["boxes"].pop()
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert "only a part of weights.layers.1.mlp.up.weight" in damage(config)
+
+
+def test_another_model_is_refused_by_name(copy: tuple[Any, Path]) -> None:
+    config, _ = copy
+    folder = Path(config.observe.dir)
+    other = config_in(folder, parallel__tp=2, model__hidden_size=64, model__activation="gelu_tanh")
+    text = damage(other)
+    assert "hidden_size 32 there, 64 here" in text and "activation gelu there, gelu_tanh here" in text
+
+
+def test_an_unfinished_attempt_is_never_read_and_is_cleaned_up(copy: tuple[Any, Path]) -> None:
+    config, folder = copy
+    later = folder.with_name("step-00000009")
+    shutil.copytree(folder, later)
+    (later / "manifest.json").unlink()
+    results = run_world(2, load, config)
+    assert all(progress["step"] == 2 for _, progress, _ in results)
+    assert not later.exists()
+
+
+def test_a_used_folder_is_never_written_to(copy: tuple[Any, Path]) -> None:
+    config, folder = copy
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    run_world(2, save_after, config, 2)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    again = folder.with_name("step-00000002.1")
+    assert (again / "manifest.json").is_file()
+    from megascale.checkpoint.store import complete
+
+    assert [stored.path for stored in complete(folder.parent)] == [folder, again]
+
+
+def save_twice(rank: Rank, config: Any) -> list[str]:
+    """The folders after saves of steps 1 to 5, each asked for twice."""
+    from megascale.train.step import train_step
+
+    run = build_run(rank, config)
+    for _ in range(5):
+        train_step(run, run.train.batch(run.progress.samples))
+        first, second = run.checkpoints.save(run.progress), run.checkpoints.save(run.progress)
+        assert first is not None and second is None
+    run.gradients.finish_gather()
+    return sorted(path.name for path in run.checkpoints.folder.iterdir())
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    config = config_in(tmp_path, checkpoint__keep=2)
+    assert run_world(1, save_twice, config) == [["step-00000004", "step-00000005"]]
+
+
+def out_of_space(rank: Rank, config: Any) -> tuple[str, list[str]]:
+    """Save where rank 1 cannot write more than a few bytes."""
+    import resource
+    import signal
+
+    from megascale.core.errors import CheckpointError
+
+    run = build_run(rank, config)
+    if rank.rank == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    try:
+        run.checkpoints.save(run.progress)
+        text = "saved"
+    except CheckpointError as error:
+        text = str(error)
+    if rank.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    again = run.checkpoints.save(run.progress)
+    assert again is not None
+    return text, sorted(path.name for path in run.checkpoints.folder.iterdir())
+
+
+def test_a_rank_that_cannot_write_leaves_nothing(tmp_path: Path) -> None:
+    config = config_in(tmp_path, parallel__tp=2)
+    for text, folders in run_world(2, out_of_space, config):
+        assert text.startswith("rank 1: cannot write") and "rank-00001.safetensors" in text
+        assert len(folders) == 1, "the failed attempt is gone, the next one is complete"
+
+
+def test_resume_never_and_nothing_to_resume(saved: Path, tmp_path: Path) -> None:
+    never = config_in(saved, parallel__tp=2, checkpoint__resume="never")
+    assert run_world(2, refused, never) == [("nothing was changed", 0)] * 2
+    assert run_world(1, refused, config_in(tmp_path)) == [("nothing was changed", 0)]
+
+
+def test_resume_from_another_runs_checkpoint(saved: Path, tmp_path: Path) -> None:
+    source = saved / "test" / "checkpoints" / "step-00000002"
+    config = config_in(tmp_path, checkpoint__resume=str(source))
+    ((_, progress, _),) = run_world(1, load, config)
+    assert progress["step"] == 2
+    assert not (tmp_path / "test" / "checkpoints").exists() or not list((tmp_path / "test" / "checkpoints").iterdir())
+
+
+def test_nothing_in_a_checkpoint_is_executed(saved: Path) -> None:
+    files = [path for path in (saved / "test" / "checkpoints").rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} == {".json", ".safetensors"}

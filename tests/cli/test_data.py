@@ -1,0 +1,221 @@
+"""`megascale data` as a user meets it: what it prints, how it ends, what it leaves on the disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megascale.cli.main import main
+from megascale.data import indexed
+from tests.data.datasets import ORIGIN
+from tests.data.test_tokenizer import byte_level
+
+REPOSITORY = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-m", "megascale", "data"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to work in, with some input."""
+    monkeypatch.chdir(tmp_path)
+    Path("good.jsonl").write_text('{"text": "first"}\n{"text": "second"}\n')
+    Path("bad.jsonl").write_text('{"text": "first"}\n{"text": 2}\n')
+    Path("empty.txt").touch()
+    Path("folder").mkdir()
+    Path("garbage.json").write_text("garbage")
+    byte_level("<pad>").save("endless.json")
+    byte_level("<eod>").save("tokenizer.json")
+    return tmp_path
+
+
+def prepare(*words: str) -> list[str]:
+    return ["data", "prepare", "--workers", "1", *words]
+
+
+REFUSED = {
+    ("bad.jsonl", "--output", "out/set", "--tokenizer", "bytes"): "bad.jsonl:2 has a number under 'text', not a text",
+    ("good.jsonl", "--output", "out/set", "--tokenizer", "bytes", "--key", "body"): "good.jsonl:1 has no field 'body'",
+    ("empty.txt", "--output", "out/set", "--tokenizer", "bytes"): "the input has no text",
+    ("good.jsonl", "none.txt", "--output", "out/set", "--tokenizer", "bytes"): "none.txt does not exist",
+    ("folder", "--output", "out/set", "--tokenizer", "bytes"): "folder is a folder",
+    ("/dev/null", "--output", "out/set", "--tokenizer", "bytes"): "/dev/null is no file",
+    ("good.jsonl", "--output", "good.jsonl/set", "--tokenizer", "bytes"): "the folder good.jsonl cannot be made",
+    ("good.jsonl", "--output", ".", "--tokenizer", "bytes"): ". is a folder",
+    ("good.jsonl", "--output", "out/set", "--tokenizer", "none.json"): "there is no tokenizer file none.json",
+    ("good.jsonl", "--output", "out/set", "--tokenizer", "garbage.json"): "garbage.json is not a tokenizer",
+    ("good.jsonl", "--output", "out/set", "--tokenizer", "endless.json"): "endless.json has no token <|endoftext|> nor",
+    ("good.jsonl", "--output", "out/set", "--tokenizer", "tokenizer.json", "--eod", "<x>"): "has no token <x> to end",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+@pytest.mark.parametrize("as_json", [False, True])
+def test_mistakes_are_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: Sequence[str], as_json: bool
+) -> None:
+    status = main(prepare(*words, *(["--json"] if as_json else [])))
+    out, err = capsys.readouterr()
+    assert (status, out) == (3, "")
+    assert REFUSED[tuple(words)] in err
+    assert "  -> " in err
+    assert err.count("\n") == 1
+    assert not list(folder.rglob("*set*"))
+
+
+@pytest.mark.parametrize("workers", ["0", "-1", "two"])
+def test_a_number_of_workers_is_a_number(folder: Path, capsys: pytest.CaptureFixture[str], workers: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(prepare("good.jsonl", "--output", "set", "--tokenizer", "bytes", "--workers", workers))
+    assert caught.value.code == 2
+    assert f"argument --workers: '{workers}' is not a number of processes" in capsys.readouterr().err
+
+
+def test_prepare_and_inspect(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(prepare("good.jsonl", "--output", "out/set", "--tokenizer", "tokenizer.json")) == 0
+    assert capsys.readouterr().out == "out/set: 2 documents, 13 tokens from 37 B of input, vocabulary 257\n"
+    assert main(["data", "inspect", "out/set", "--documents", "1"]) == 0
+    assert capsys.readouterr().out == (
+        "out/set: 2 documents, 13 tokens, stored as uint16\n"
+        "tokenizer tokenizer.json, vocabulary 257, end of document 256\n"
+        "document 0, 6 tokens: 'first<eod>'\n"
+    )
+
+
+def test_json_is_one_object_and_nothing_else(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(prepare("good.jsonl", "--output", "set", "--tokenizer", "bytes", "--json")) == 0
+    out, err = capsys.readouterr()
+    made = {"vocab_size": 257, "tokens": 13, "documents": 2, "tokenizer": vars(ORIGIN)}
+    assert (json.loads(out), out.count("\n"), err) == (made, 1, "")
+    assert main(["data", "inspect", "set", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"documents": 2, "tokens": 13, "format": "uint16", "made_with": made}
+    assert (out.count("\n"), err) == (1, "")
+
+
+def test_a_tokenizer_with_an_end_of_its_own_is_remembered(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(prepare("good.jsonl", "--output", "set", "--tokenizer", "endless.json", "--eod", "<pad>")) == 0
+    assert main(["data", "inspect", "set"]) == 0
+    assert "document 1, 7 tokens: 'second<pad>'\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("replacement", [None, "garbage.json", "endless.json"])
+def test_a_tokenizer_that_went_or_changed(
+    folder: Path, capsys: pytest.CaptureFixture[str], replacement: str | None
+) -> None:
+    main(prepare("good.jsonl", "--output", "set", "--tokenizer", "tokenizer.json"))
+    kept = Path("tokenizer.json").read_bytes()
+    if replacement:
+        Path("tokenizer.json").write_bytes(Path(replacement).read_bytes())
+    else:
+        Path("tokenizer.json").unlink()
+    assert main(["data", "inspect", "set"]) == 0
+    assert "its tokenizer is not here any more: give --tokenizer to see text\n" in capsys.readouterr().out
+    Path("moved.json").write_bytes(kept)
+    assert main(["data", "inspect", "set", "--tokenizer", "moved.json"]) == 0
+    assert "'first<eod>'" in capsys.readouterr().out
+    assert main(["data", "inspect", "set", "--tokenizer", "endless.json"]) == 3
+    assert "endless.json is not the tokenizer that made the dataset (tokenizer.json)" in capsys.readouterr().err
+
+
+def test_a_dataset_of_another_tool(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    indexed.write(Path("set"), [np.frombuffer(b"text", np.uint8)], ORIGIN, 300)
+    Path("set.json").unlink()
+    assert main(["data", "inspect", "set"]) == 0
+    assert capsys.readouterr().out == (
+        "set: 1 documents, 4 tokens, stored as uint16\n"
+        "made by another tool, or its tokenizer is not here any more: give --tokenizer to see text\n"
+    )
+    assert main(["data", "inspect", "set", "--tokenizer", "bytes"]) == 0
+    assert "document 0, 4 tokens: 'text'\n" in capsys.readouterr().out
+
+
+def test_a_dataset_that_is_not_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "inspect", "none"]) == 3
+    assert capsys.readouterr().err == "there is no file none.idx  -> `megascale data prepare` makes it\n"
+
+
+def test_a_full_disk(folder: Path) -> None:
+    Path("in.txt").write_text("text" * 10_000)
+    done = subprocess.run(
+        [*COMMAND, "prepare", "in.txt", "--output", "out/set", "--tokenizer", "bytes", "--workers", "1"],
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)),
+    )
+    assert done.returncode == 3
+    assert done.stderr == "out/set cannot be written: File too large  -> another --output, or room on it\n"
+    assert list(Path("out").iterdir()) == []
+
+
+def start(output: Path) -> subprocess.Popen[str]:
+    """Prepare a large file with two workers, as a process group of its own, up to the first tokens on the disk."""
+    Path("large.jsonl").write_text((json.dumps({"text": "x" * 5_000}) + "\n") * 20_000)
+    process = subprocess.Popen(
+        [*COMMAND, "prepare", "large.jsonl", "--output", str(output), "--tokenizer", "bytes", "--workers", "2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    begun = output.with_name(f".{output.name}.bin.{process.pid}.tmp")
+    wait_for(lambda: begun.exists() and begun.stat().st_size > 0)
+    return process
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "waited a minute"
+        time.sleep(0.01)
+
+
+def alive(session: int) -> list[str]:
+    """What runs in a session."""
+    found = subprocess.run(["ps", "-s", str(session), "-o", "stat=,args="], capture_output=True, text=True, check=False)
+    return [line for line in found.stdout.splitlines() if not line.startswith("Z")]
+
+
+def test_killed_in_the_middle(folder: Path) -> None:
+    output = Path("out/set")
+    process = start(output)
+    assert len(alive(process.pid)) >= 3
+    process.kill()
+    process.communicate()
+    wait_for(lambda: not alive(process.pid))  # its workers have nobody to work for
+    assert {path.name.split(".")[0] for path in output.parent.iterdir()} == {""}  # nothing under a final name
+    again = main(prepare("good.jsonl", "--output", str(output), "--tokenizer", "bytes"))
+    assert again == 0
+    assert sorted(path.name for path in output.parent.iterdir()) == ["set.bin", "set.idx", "set.json"]
+
+
+def test_interrupted_from_the_keyboard(folder: Path) -> None:
+    process = start(Path("out/set"))
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "interrupted: nothing was written\n")
+    assert list(Path("out").iterdir()) == []
+    wait_for(lambda: not alive(process.pid))
+
+
+def test_the_commands_of_the_document_run(tmp_path: Path) -> None:
+    text = (REPOSITORY / "docs" / "data.md").read_text(encoding="utf-8")
+    blocks = [block.split("```")[0] for block in text.split("```bash\n")[1:]]
+    commands = "".join(blocks)
+    assert ".venv/bin/megascale data prepare" in commands
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    for name in ("tools", "configs", "README.md"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    done = subprocess.run(["bash", "-euo", "pipefail", "-c", commands], cwd=tmp_path, capture_output=True, check=False)
+    assert done.returncode == 0, f"{shlex.quote(commands)}\n{done.stderr.decode()}"

@@ -1,0 +1,217 @@
+"""Collectives through shared memory, by direct messages and by gloo itself: the same results, whatever the timing."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import time
+from typing import Any
+
+import pytest
+
+from megascale.core.rank import Rank
+from tests.worlds import run_world
+
+TRANSPORTS = ("shared", "exchange", "gloo")
+SLOT = 1 << 12
+
+
+def open_by(transport: str, rank: Rank, name: str = "test") -> Any:
+    """A group of all ranks that uses one transport."""
+    from megascale.comm import shared
+    from megascale.comm.exchange import Exchange
+    from megascale.comm.group import open_group
+
+    group = open_group(name, range(rank.world), rank.rank, "gloo", slot_bytes=SLOT)
+    if transport == "shared":
+        assert isinstance(group.transport, shared.SharedMemory)
+    elif transport == "exchange":
+        group.transport = Exchange(group.process_group, group.ranks, group.index)
+    else:
+        group.transport = None
+    return group
+
+
+def values(rank: int, count: int, dtype: Any) -> Any:
+    import torch
+
+    return torch.randn(count, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).to(dtype)
+
+
+def exercise(rank: Rank, transport: str) -> list[str]:
+    """Every operation on many sizes; returns the results of each as text, to be compared over ranks."""
+    import torch
+
+    from megascale.comm.collectives import all_gather, all_reduce, reduce_scatter
+
+    group, world = open_by(transport, rank), rank.world
+    results = []
+    sizes = (1, 3, 64, 1000, SLOT // 4, 5 * SLOT + 7)  # the last ones take several rounds of shared memory
+    for count, dtype in itertools.product(sizes, (torch.float32, torch.float64, torch.bfloat16)):
+        everyone = [values(r, count * world, dtype) for r in range(world)]
+        mine, tolerance = everyone[rank.rank], 0.05 if dtype is torch.bfloat16 else 1e-5
+
+        total = mine.clone()
+        all_reduce(group, total)
+        torch.testing.assert_close(total, sum(everyone), rtol=tolerance, atol=tolerance)
+        results.append(str(total.double().tolist()))
+
+        most = mine.clone()
+        all_reduce(group, most, "max")
+        assert torch.equal(most, torch.stack(everyone).amax(0))
+
+        gathered = torch.empty(world * count * world, dtype=dtype)
+        all_gather(group, gathered, mine)
+        assert torch.equal(gathered, torch.cat(everyone))
+        in_place = torch.zeros_like(gathered)
+        part = in_place.view(world, -1)[rank.rank]
+        part.copy_(mine)
+        all_gather(group, in_place, part)
+        assert torch.equal(in_place, gathered)
+
+        share = torch.empty(count, dtype=dtype)
+        reduce_scatter(group, share, mine.clone())
+        expected = sum(everyone).view(world, -1)[rank.rank]
+        torch.testing.assert_close(share, expected, rtol=tolerance, atol=tolerance)
+        whole = mine.clone()
+        reduce_scatter(group, whole.view(world, -1)[rank.rank], whole)
+        assert torch.equal(whole.view(world, -1)[rank.rank], share)
+        others = [r for r in range(world) if r != rank.rank]
+        assert torch.equal(whole.view(world, -1)[others], mine.view(world, -1)[others]), "only the own share changes"
+    return results
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_results(world: int, transport: str) -> None:
+    results = run_world(world, exercise, transport)
+    assert all(result == results[0] for result in results), "every rank has the same bits"
+
+
+def overlap(rank: Rank, transport: str, seed: int) -> None:
+    """Several operations under way at once, started at random times and waited for in order."""
+    import torch
+
+    from megascale.comm.collectives import all_gather, all_reduce, reduce_scatter
+
+    group, same, own = open_by(transport, rank), random.Random(seed), random.Random(seed * 100 + rank.rank)
+    pending: list[tuple[Any, Any, Any]] = []
+    for number in range(60):
+        count = same.choice((4, 100, SLOT // 8, SLOT))
+        everyone = [torch.full((count * rank.world,), float(number + r)) for r in range(rank.world)]
+        mine = everyone[rank.rank]
+        operation = same.choice(("sum", "gather", "scatter"))
+        if operation == "sum":
+            out, expected = mine, sum(everyone)
+            handle = all_reduce(group, out, wait=False)
+        elif operation == "gather":
+            out, expected = torch.empty(count * rank.world**2), torch.cat(everyone)
+            handle = all_gather(group, out, mine, wait=False)
+        else:
+            out, expected = torch.empty(count), sum(everyone)[:count]
+            handle = reduce_scatter(group, out, mine, wait=False)
+        pending.append((handle, out, expected))
+        if own.random() < 0.2:
+            time.sleep(own.random() / 200)
+        while len(pending) > same.randrange(7):
+            handle, out, expected = pending.pop(0)
+            handle.wait()
+            assert torch.equal(out, expected)
+    for handle, out, expected in pending:
+        handle.wait()
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("seed", range(3))
+def test_many_operations_under_way(transport: str, seed: int) -> None:
+    run_world(3, overlap, transport, seed)
+
+
+def report_the_dead(rank: Rank) -> str:
+    """Rank 0's own words about a rank that has gone."""
+    import torch
+
+    from megascale.comm import shared
+    from megascale.comm.collectives import all_reduce
+
+    group = open_by("shared", rank)
+    transport = group.transport
+    assert isinstance(transport, shared.SharedMemory)
+    if rank.rank == 0:
+        gone = os.fork()
+        if gone == 0:
+            os._exit(0)
+        os.waitpid(gone, 0)
+        transport._posted._pids = [os.getpid(), gone]  # as if rank 1 had been the process that ended
+        with pytest.raises(RuntimeError, match=f"remote process exited: group rank 1, pid {gone}"):
+            all_reduce(group, torch.ones(4))
+    else:
+        time.sleep(3)
+        all_reduce(group, torch.ones(4))
+    return "noticed"
+
+
+def test_the_error_names_the_process() -> None:
+    assert run_world(2, report_the_dead) == ["noticed", "noticed"]
+
+
+def without_shared_memory(rank: Rank) -> str:
+    """The transport of a group on a host whose shared memory is full."""
+    import torch
+
+    from megascale.comm import shared
+    from megascale.comm.collectives import all_reduce
+    from megascale.comm.group import open_group
+
+    def full(size: int, slot_bytes: int) -> Any:
+        raise OSError(28, "No space left on device")
+
+    shared.create = full
+    group = open_group("test", range(rank.world), rank.rank, "gloo", slot_bytes=SLOT)
+    tensor = torch.ones(3)
+    all_reduce(group, tensor)
+    assert tensor.tolist() == [2.0, 2.0, 2.0]
+    return type(group.transport).__name__
+
+
+def test_full_shared_memory_is_done_without() -> None:
+    assert run_world(2, without_shared_memory) == ["Exchange", "Exchange"]
+
+
+def test_nothing_is_left_in_shared_memory() -> None:
+    from megascale.comm.shared import FOLDER
+
+    before = set(FOLDER.glob("megascale-*"))
+    run_world(2, exercise, "shared")
+    assert set(FOLDER.glob("megascale-*")) == before
+
+
+def alone(rank: Rank) -> dict[str, int]:
+    """A group of one does nothing and counts nothing."""
+    import torch
+
+    from megascale.comm.collectives import (
+        all_gather,
+        all_reduce,
+        barrier,
+        broadcast_object,
+        gather_objects,
+        reduce_scatter,
+    )
+    from megascale.comm.group import alone as group_of_one
+
+    group, tensor, out = group_of_one("alone"), torch.arange(4.0), torch.empty(4)
+    all_reduce(group, tensor)
+    barrier(group)
+    all_gather(group, out, tensor)
+    assert torch.equal(out, tensor)
+    reduce_scatter(group, out.zero_(), tensor)
+    assert torch.equal(out, tensor)
+    assert broadcast_object(group, "x") == "x" and gather_objects(group, "x") == ["x"]
+    return dict(group.traffic)
+
+
+def test_a_group_of_one() -> None:
+    assert run_world(1, alone) == [{}]

@@ -1,0 +1,82 @@
+"""Documents out of files: what is read, and what is refused with its place."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megascale.core.errors import DataError
+from megascale.data.documents import JSON_LINES, documents
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
+
+
+@given(st.lists(TEXTS), st.booleans(), st.sampled_from(["\n", "\r\n", "\n\n \n"]), st.sampled_from(JSON_LINES))
+def test_lines_of_json(texts: list[str], ascii_only: bool, separator: str, ending: str) -> None:
+    lines = [json.dumps({"id": 1, "body": text}, ensure_ascii=ascii_only) for text in texts]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"input{ending}"
+        path.write_bytes(separator.join(lines).encode())
+        assert [text for text, _ in documents(path, "body")] == texts
+
+
+def test_sizes_add_up_to_the_file(tmp_path: Path) -> None:
+    lines, whole = tmp_path / "lines.JSONL", tmp_path / "whole.txt"
+    lines.write_text('{"text": "é"}\n{"text": ""}\n{"text": "b"}', encoding="utf-8")
+    whole.write_text("é\nb", encoding="utf-8")
+    assert [size for _, size in documents(lines, "text")] == [15, 13, 13]
+    assert list(documents(whole, "text")) == [("é\nb", 4)]
+
+
+@pytest.mark.parametrize("name", ["input.txt", "input.jsonl"])
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, name: str) -> None:
+    text = '{"text": "a"}' if name.endswith("jsonl") else "a"
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert [text for text, _ in documents(tmp_path / name, "text")] == ["a"]
+
+
+REFUSED = {
+    b'{"text": "a"}\n{"text": "b': r"input.jsonl:2 is not a line of JSON: Unterminated string",
+    b'\n\n{"text": "\xff"}': r"input.jsonl:3 is not a line of JSON: 'utf-8' codec can't decode byte 0xff",
+    b"[" * 100_000: r"input.jsonl:1 is not a line of JSON: maximum recursion depth",
+    b"1" * 5_000: r"input.jsonl:1 is not a line of JSON: Exceeds the limit",
+    b'["text"]': r"input.jsonl:1 is a list, not an object with a text",
+    b'"text"': r"input.jsonl:1 is a text, not an object with a text",
+    b"null": r"input.jsonl:1 is null, not an object",
+    b"{}": r"input.jsonl:1 has no field 'text': its fields are none",
+    b'{"body": "a", "id": 1}': r"input.jsonl:1 has no field 'text': its fields are body, id  -> --key",
+    json.dumps(dict.fromkeys(map(str, range(99)))).encode(): r"its fields are 0, 1, 2, 3, 4, 5, 6, 7, \.\.\.  ->",
+    b'{"text": 5}': r"input.jsonl:1 has a number under 'text', not a text",
+    b'{"text": true}': r"input.jsonl:1 has true or false under 'text', not a text",
+    b'{"text": null}': r"input.jsonl:1 has null under 'text', not a text",
+    b'{"text": {"text": "a"}}': r"input.jsonl:1 has an object under 'text', not a text",
+    b'{"text": "a\\ud800b"}': r"input.jsonl:1 has \\ud800, half a character, under 'text'",
+}
+
+
+@pytest.mark.parametrize("raw", REFUSED)
+def test_what_is_no_text_is_refused_with_its_line(tmp_path: Path, raw: bytes) -> None:
+    path = tmp_path / "input.jsonl"
+    path.write_bytes(raw)
+    with pytest.raises(DataError, match=REFUSED[raw]) as caught:
+        list(documents(path, "text"))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_utf8_is_refused_with_its_byte(tmp_path: Path) -> None:
+    path = tmp_path / "input.gz"
+    path.write_bytes(b"\x1f\x8b\x08")
+    with pytest.raises(DataError, match=r"input.gz: byte 1 \(0x8b\) is not UTF-8  -> .*not compressed"):
+        list(documents(path, "text"))
+
+
+@pytest.mark.parametrize("name", ["input.txt", "input.jsonl"])
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).symlink_to("/proc/self/mem")
+    with pytest.raises(DataError, match=f"{name} cannot be read: Input/output error"):
+        list(documents(tmp_path / name, "text"))

@@ -1,0 +1,280 @@
+"""The order and content of samples: cut by hand they are the same, and nothing but the seed and the number matters."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megascale.core.errors import DataError
+from megascale.data.mixture import Mixture, MockMixture, mixture
+from tests.data.datasets import SEQUENCE, VOCABULARY, data_config, write_dataset
+
+pytestmark = pytest.mark.usefixtures("world_of_one")
+
+LENGTHS = [13, 5, 1, 40, 8, 9, 30, 2, 21, 17, 16, 33]  # 195 tokens: 24 samples of 8
+
+
+def rows(samples: Mixture | MockMixture, numbers: Sequence[int]) -> list[list[int]]:
+    """The tokens of samples and their last label, each checked to be tokens shifted by one."""
+    found = []
+    for number in numbers:
+        sample = samples[number]
+        assert sample.mask is None
+        assert sample.tokens.shape == sample.labels.shape
+        assert sample.tokens[1:].equal(sample.labels[:-1])
+        found.append([*sample.tokens.tolist(), int(sample.labels[-1])])
+    return found
+
+
+def stream_of(samples: list[list[int]]) -> list[int]:
+    """Samples of one epoch laid end to end: each begins with the last label of the one before it."""
+    following = {sample[0]: sample for sample in samples}
+    first = set(following) - {sample[-1] for sample in samples}
+    assert len(following) == len(samples)
+    assert len(first) == 1
+    stream = [first.pop()]
+    while stream[-1] in following:
+        stream += following[stream[-1]][1:]
+    return stream
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(2, 9), st.integers(0, 2**40))
+@settings(max_examples=40)
+def test_an_epoch_is_the_shuffled_documents_cut_to_size(lengths: list[int], sequence: int, seed: int) -> None:
+    tokens = sum(lengths)
+    if tokens <= sequence:
+        return
+    with tempfile.TemporaryDirectory() as name:
+        documents = write_dataset(Path(name) / "set", lengths)
+        config = data_config(Path(name), Path(name) / "set", model__seq_length=sequence, train__seed=seed)
+        per_epoch = (tokens - 1) // sequence
+        samples = Mixture(config, "train", 3 * per_epoch)
+        for epoch in range(3):
+            cut = rows(samples, range(epoch * per_epoch, (epoch + 1) * per_epoch))
+            stream = stream_of(cut)
+            assert len(set(stream)) == len(stream) == per_epoch * sequence + 1
+            order = list(dict.fromkeys(np.searchsorted(np.cumsum(lengths), stream, side="right").tolist()))
+            whole = np.concatenate([documents[index] for index in order])
+            assert whole[: len(stream)].tolist() == stream
+
+
+def test_every_epoch_has_an_order_of_its_own(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "set", LENGTHS)
+    samples = Mixture(data_config(tmp_path, tmp_path / "set"), "train", 5 * 24)
+    epochs = [rows(samples, range(epoch * 24, (epoch + 1) * 24)) for epoch in range(5)]
+    streams = [stream_of(epoch) for epoch in epochs]
+    places = [[stream.index(row[0]) for row in epoch] for stream, epoch in zip(streams, epochs, strict=True)]
+    assert len(set(map(tuple, streams))) == 5  # documents are shuffled
+    assert len(set(map(tuple, places))) == 5  # and then samples
+    assert all(order != sorted(order) for order in places)
+
+
+def test_the_order_follows_from_the_seed_alone(tmp_path: Path) -> None:
+    def order(folder: Path, seed: int) -> list[list[int]]:
+        return rows(Mixture(data_config(folder, folder / "set", train__seed=seed), "train", 48), range(48))
+
+    write_dataset(tmp_path / "here" / "set", LENGTHS)
+    write_dataset(tmp_path / "there" / "set", LENGTHS)
+    first = order(tmp_path / "here", 7)
+    assert order(tmp_path / "here", 7) == order(tmp_path / "there", 7) == first
+    following = order(tmp_path / "here", 8)
+    assert following != first
+    assert following[:24] != first[24:]  # a seed's second epoch is not the next one's first
+
+
+def blend(folder: Path, weights: Sequence[float], lengths: Sequence[int] = LENGTHS) -> list[tuple[float, Path]]:
+    """Datasets with these weights; the tokens of dataset i are 1000 i and more."""
+    for index in range(len(weights)):
+        write_dataset(folder / str(index), lengths, first=1000 * index)
+    return [(weight, folder / str(index)) for index, weight in enumerate(weights)]
+
+
+@pytest.mark.parametrize("weights", [[1], [0.6, 0.3, 0.1]])
+def test_a_longer_run_begins_with_the_same_samples(tmp_path: Path, weights: list[float]) -> None:
+    config = data_config(tmp_path, blend(tmp_path, weights))
+    runs = [rows(Mixture(config, "train", length), range(length)) for length in (3, 24, 25, 131)]
+    for run in runs:
+        assert run == runs[-1][: len(run)]
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=2, max_size=6), st.integers(1, 150))
+@settings(max_examples=15)
+def test_a_blend_keeps_to_its_shares(weights: list[float], length: int) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        samples = Mixture(data_config(Path(name), blend(Path(name), weights)), "train", length)
+        sources = [row[0] // 1000 for row in rows(samples, range(length))]
+    for seen in range(1, length + 1):
+        counts = Counter(sources[:seen])
+        for index, weight in enumerate(weights):
+            share = weight / sum(weights)
+            assert seen * share - 2 < counts[index] <= seen * share + 1 - share + 1e-9
+
+
+def test_a_blend_takes_each_datasets_own_order(tmp_path: Path) -> None:
+    sources = blend(tmp_path, [2, 1])
+    mixed = rows(Mixture(data_config(tmp_path, sources), "train", 90), range(90))
+    for index, (_, prefix) in enumerate(sources):
+        alone = rows(Mixture(data_config(tmp_path, prefix), "train", 60), range(60))
+        taken = [row for row in mixed if row[0] // 1000 == index]
+        assert taken == alone[: len(taken)]
+
+
+@given(st.integers(20, 60), st.floats(0.05, 0.95))
+@settings(max_examples=20)
+def test_train_and_valid_share_the_documents(count: int, share: float) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        write_dataset(Path(name) / "set", [2 * SEQUENCE] * count)
+        config = data_config(Path(name), Path(name) / "set", data__split=[share, 1 - share])
+        found = []
+        for split in ("train", "valid"):
+            samples = Mixture(config, split, 2 * count)  # an epoch at least
+            seen = chain(*rows(samples, range(samples.samples)))
+            found.append({token // (2 * SEQUENCE) for token in seen})
+    train, valid = found
+    assert not train & valid
+    assert train | valid == set(range(count))
+    assert abs(len(train) - share * count) <= 0.5 + 1e-9
+
+
+def test_validation_data_of_its_own_leaves_all_of_train(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "train", LENGTHS)
+    write_dataset(tmp_path / "valid", LENGTHS, first=1000)
+    config = data_config(tmp_path, tmp_path / "train", tmp_path / "valid", data__split=[0.5, 0.5])
+    train, valid = (Mixture(config, split, 24) for split in ("train", "valid"))
+    assert max(stream_of(rows(train, range(24)))) < 1000 <= min(stream_of(rows(valid, range(24))))
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=4))
+@settings(max_examples=20)
+def test_validation_never_repeats(weights: list[int]) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        sources = blend(Path(name), weights)
+        samples = Mixture(data_config(Path(name), sources, sources), "valid", 10_000)
+        assert samples.samples == int(24 * sum(weights) / max(weights))
+        labels = [label for row in rows(samples, range(samples.samples)) for label in row[1:]]
+    assert len(labels) == len(set(labels))
+
+
+def test_new_documents_under_an_old_prefix(tmp_path: Path) -> None:
+    config = data_config(tmp_path, tmp_path / "set")
+    write_dataset(tmp_path / "set", LENGTHS)
+    before = rows(Mixture(config, "train", 24), range(24))
+    write_dataset(tmp_path / "set", LENGTHS[::-1])
+    after = rows(Mixture(config, "train", 24), range(24))
+    shutil.rmtree(tmp_path / "cache")
+    assert after == rows(Mixture(config, "train", 24), range(24)) != before
+
+
+def test_another_split_of_the_same_documents(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "set", LENGTHS)
+    found = {}
+    for share in (0.9, 0.5):
+        config = data_config(tmp_path, tmp_path / "set", data__split=[share, 1 - share])
+        samples = Mixture(config, "train", 10)
+        found[share] = max(max(row) for row in rows(samples, range(10)))
+    bound = sum(LENGTHS[:6])
+    assert found[0.5] < bound <= found[0.9]
+
+
+def test_indices_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = data_config(tmp_path, blend(tmp_path, [1, 1]), data__cache=str(tmp_path / "kept"))
+    before = rows(Mixture(config, "train", 60), range(60))
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "kept").iterdir()}
+    assert not (tmp_path / "cache").exists()
+    monkeypatch.setattr(np, "save", lambda *arguments, **options: pytest.fail("the indices were built again"))
+    assert rows(Mixture(config, "train", 60), range(60)) == before
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "kept").iterdir()} == kept
+
+
+@pytest.mark.parametrize("survived", range(8))
+def test_a_death_while_indices_are_written(tmp_path: Path, survived: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = blend(tmp_path, [1, 1])
+    expected = rows(
+        Mixture(data_config(tmp_path, sources, data__cache=str(tmp_path / "whole")), "train", 40), range(40)
+    )
+    config = data_config(tmp_path, sources)
+    save, saved = np.save, []
+
+    def dying(path: str, *arguments: object, **options: object) -> None:
+        save(path, *arguments, **options)
+        saved.append(path)
+        if len(saved) > survived:
+            with open(path, "r+b") as file:
+                file.truncate(100)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(np, "save", dying)
+    monkeypatch.setattr(tempfile.TemporaryDirectory, "cleanup", lambda self: None)  # nobody cleans up after kill -9
+    with pytest.raises(KeyboardInterrupt):
+        Mixture(config, "train", 40)
+    monkeypatch.undo()
+    assert rows(Mixture(config, "train", 40), range(40)) == expected
+
+
+def test_damaged_indices_are_refused(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "set", LENGTHS)
+    config = data_config(tmp_path, tmp_path / "set")
+    Mixture(config, "train", 5)
+    next((tmp_path / "cache").glob("*shuffle_index.npy")).write_bytes(b"")
+    with pytest.raises(DataError, match=r"sample indices in .*cache are damaged: .*  -> remove that folder"):
+        Mixture(config, "train", 5)
+
+
+def test_a_cache_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "set", LENGTHS)
+    (tmp_path / "taken").touch()
+    config = data_config(tmp_path, tmp_path / "set", data__cache=str(tmp_path / "taken"))
+    with pytest.raises(DataError, match=r"indices cannot be kept in .*taken: File exists  -> data\.cache = "):
+        Mixture(config, "train", 5)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "split", "message"),
+    [
+        ([5, 3], [1, 0], "set: 8 tokens to train on, fewer than one sample of 8 \\+ 1  -> more data"),
+        ([9] * 10, [0.99, 0.01], "set: 0 tokens to validate on, fewer than one sample"),
+    ],
+)
+def test_too_little_data_is_refused(tmp_path: Path, lengths: list[int], split: list[float], message: str) -> None:
+    write_dataset(tmp_path / "set", lengths)
+    config = data_config(tmp_path, tmp_path / "set", data__split=split)
+    with pytest.raises(DataError, match=message):
+        Mixture(config, "train" if split[1] == 0 else "valid", 1)
+
+
+def test_one_sample_is_enough(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "set", [9])
+    samples = Mixture(data_config(tmp_path, tmp_path / "set"), "train", 3)
+    assert rows(samples, range(3)) == [list(range(9))] * 3
+
+
+def test_a_dataset_that_went_is_refused(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "set", LENGTHS)
+    config = data_config(tmp_path, tmp_path / "set")
+    (tmp_path / "set.bin").unlink()
+    with pytest.raises(DataError, match=r"there is no file .*set\.bin  -> `megascale data prepare` makes it"):
+        Mixture(config, "train", 1)
+
+
+def test_mock_samples_follow_from_seed_split_and_number(tmp_path: Path) -> None:
+    def samples(seed: int, split: str, length: int) -> list[list[int]]:
+        config = data_config(tmp_path, train__seed=seed)
+        made = mixture(config, split, length)
+        assert isinstance(made, MockMixture)
+        assert made.samples == length
+        return rows(made, range(20))
+
+    first = samples(1, "train", 20)
+    assert samples(1, "train", 50) == first
+    others = [samples(1, "valid", 20), samples(2, "train", 20), samples(2, "valid", 20), first]
+    assert len({tuple(map(tuple, other)) for other in others}) == 4
+    assert all(len(row) == SEQUENCE + 1 and min(row) >= 0 and max(row) < VOCABULARY for row in first)

@@ -1,0 +1,56 @@
+"""Every rank of a real world reads the same samples, from indices that rank 0 alone writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megascale.config.run import RunConfig
+from megascale.core.errors import DataError
+from megascale.core.rank import Rank
+from tests.data.datasets import data_config, write_dataset
+from tests.worlds import run_world
+
+
+def read_everywhere(rank: Rank, config: RunConfig, hasty: int | None) -> dict[str, Any]:
+    """What a rank reads, how many indices it writes, and what it is told if it is rank `hasty` and does not wait for
+    rank 0.
+    """
+    import numpy as np
+    import torch.distributed as dist
+
+    from megascale.data.mixture import Mixture
+
+    save, saved = np.save, []
+    np.save = lambda path, *rest, **options: saved.append(save(path, *rest, **options))
+    error = ""
+    if rank.rank == hasty:
+        try:
+            Mixture(config, "train", 40)
+        except DataError as found:
+            error = str(found)
+    dist.barrier()
+    for turn in (True, False):
+        if (rank.rank == 0) == turn:
+            samples = Mixture(config, "train", 40)
+        dist.barrier()
+    read = [[*samples[i].tokens.tolist(), int(samples[i].labels[-1])] for i in range(40)]
+    return {"read": read, "saved": len(saved), "error": error}
+
+
+@pytest.mark.parametrize(("world", "hasty"), [(2, 1), (4, None)])
+def test_all_ranks_read_the_same_samples(tmp_path: Path, world: int, hasty: int | None) -> None:
+    lengths = [13, 5, 1, 40, 8, 9, 30, 2, 21]
+    write_dataset(tmp_path / "a", lengths)
+    write_dataset(tmp_path / "b", lengths, first=1000)
+    config = data_config(tmp_path, [(0.7, tmp_path / "a"), (0.3, tmp_path / "b")])
+    answers = run_world(world, read_everywhere, config, hasty)
+    assert all(answer["read"] == answers[0]["read"] for answer in answers)
+    assert {row[0] >= 1000 for row in answers[0]["read"]} == {True, False}
+    assert answers[0]["saved"] > 0
+    assert [answer["saved"] for answer in answers[1:]] == [0] * (world - 1)
+    if hasty:
+        assert "is not there for rank 1, but rank 0 wrote it" in answers[hasty]["error"]
+        assert "-> data.cache = a folder that all hosts share" in answers[hasty]["error"]

@@ -1,0 +1,101 @@
+"""Whole jobs as a user starts them: `megascale train` in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.runs import settings, write_config
+
+SECONDS = 120
+
+
+class Job:
+    """A running `megascale train`. `folder` is the run's own."""
+
+    def __init__(self, config: Path, *overrides: str, env: dict[str, str] | None = None) -> None:
+        self.folder = config.parent / "runs" / "test"
+        environment = dict(os.environ, OMP_NUM_THREADS="1", **(env or {}))
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            environment.pop(name, None)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "megascale", "train", str(config), *overrides],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def steps(self) -> list[dict[str, Any]]:
+        """The logged steps so far."""
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        records = [json.loads(line) for line in lines if line.endswith("}")]
+        return [record for record in records if "loss" in record]
+
+    def wait_for_step(self, step: int) -> None:
+        """Return when a step has been logged."""
+        deadline = time.monotonic() + SECONDS
+        while not any(record["step"] >= step for record in self.steps()):
+            assert self.process.poll() is None, self.end()
+            assert time.monotonic() < deadline, f"step {step} was not reached"
+            time.sleep(0.02)
+
+    def ranks(self) -> dict[int, int]:
+        """Process ids of the ranks by their number, as the kernel shows them."""
+        found = {}
+        for environ in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                parent = int((environ.parent / "stat").read_text().rpartition(")")[2].split()[1])
+                variables = dict(v.split("=", 1) for v in environ.read_text().split("\0") if "=" in v)
+            except (OSError, UnicodeDecodeError):
+                continue
+            if parent == self.process.pid and "RANK" in variables:
+                found[int(variables["RANK"])] = int(environ.parent.name)
+        return found
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """kill -9 of everything at once, as when a host loses power."""
+        for pid in [*self.ranks().values(), self.process.pid]:
+            os.kill(pid, signal.SIGKILL)
+        self.process.communicate()
+
+    def end(self) -> tuple[int, str, str]:
+        """Exit status, output and errors."""
+        out, err = self.process.communicate(timeout=SECONDS)
+        return self.process.returncode, out, err
+
+
+def job_config(folder: Path, model: dict[str, Any], **overrides: Any) -> Path:
+    """A configuration file whose run's folder is beside it; a record for each step."""
+    return write_config(settings(model, folder / "runs", **overrides), folder / "config.toml")
+
+
+def finish(config: Path, *overrides: str) -> list[dict[str, Any]]:
+    """Run a job to its end and return its logged steps."""
+    job = Job(config, *overrides)
+    status, _, err = job.end()
+    assert status == 0, err
+    return job.steps()
+
+
+def curve(steps: list[dict[str, Any]]) -> list[tuple[int, float, float]]:
+    """(step, loss, gradient norm) of logged steps."""
+    return [(record["step"], record["loss"], record["grad_norm"]) for record in steps]
+
+
+def lives(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

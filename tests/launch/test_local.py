@@ -1,0 +1,170 @@
+"""The launcher: who is blamed when a rank dies, and that nothing outlives a job."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megascale.core.errors import Exit
+from tests.jobs import Job, job_config, lives
+from tests.runs import GPT
+
+FOUR = {"parallel__tp": 2, "parallel__pp": 2, "train__steps": 1000, "train__precision": "fp32"}
+
+
+def wait_until_gone(pids: list[int], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while any(lives(pid) for pid in pids):
+        assert time.monotonic() < deadline, "ranks outlive their job"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("victim", [0, 1, 3])
+def test_a_killed_rank_is_named_and_the_others_end(victim: int, tmp_path: Path) -> None:
+    job = Job(job_config(tmp_path, GPT, **FOUR))
+    job.wait_for_step(2)
+    ranks = job.ranks()
+    assert sorted(ranks) == [0, 1, 2, 3]
+    os.kill(ranks[victim], signal.SIGKILL)
+    killed = time.monotonic()
+    status, _, err = job.end()
+    assert time.monotonic() - killed < 30
+    assert status == Exit.UNCLASSIFIED
+    last = err[err.index("megascale: rank") :].splitlines()
+    assert last[0] == f"megascale: rank {victim} of 4 on {socket.gethostname()} failed: killed by SIGKILL"
+    assert last[-1] == "the other 3 ranks were ended"
+    wait_until_gone(list(ranks.values()))
+
+
+def test_an_aborted_rank_is_named_with_its_last_words(tmp_path: Path) -> None:
+    """As when gloo finds tensors of unequal size: the process ends in C++, without a Python error."""
+    job = Job(job_config(tmp_path, GPT, **FOUR))
+    job.wait_for_step(2)
+    log = job.folder / "logs" / "rank-2.log"
+    with log.open("a") as file:
+        file.write("terminate called after throwing an instance of 'gloo::EnforceNotMet'\n")
+    os.kill(job.ranks()[2], signal.SIGABRT)
+    status, _, err = job.end()
+    assert status == Exit.UNCLASSIFIED
+    assert re.search(r"rank 2 of 4 on \S+ failed: killed by SIGABRT\n  \| .*\n?.*EnforceNotMet", err), err
+    assert f"its output: {log}" in err
+
+
+PLANT = """
+import os
+if os.environ.get("RANK") == "{rank}":
+    import megascale.train.gc as gc
+    def planted(self, step):
+        if step == 3:
+            raise {error}
+    gc.ScheduledCollection.after = planted
+"""
+
+
+def with_planted(folder: Path, rank: int, error: str) -> dict[str, str]:
+    """An environment in which one rank raises after its third step."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(PLANT.format(rank=rank, error=error))
+    return {"PYTHONPATH": str(folder)}
+
+
+def test_a_ranks_own_error_comes_before_those_of_its_neighbours(tmp_path: Path) -> None:
+    env = with_planted(tmp_path / "site", 3, "ValueError('planted in rank three')")
+    status, _, err = Job(job_config(tmp_path, GPT, **FOUR), env=env).end()
+    assert status == Exit.UNCLASSIFIED
+    last = err[err.index("megascale: rank") :]
+    host = socket.gethostname()
+    assert last.startswith(f"megascale: rank 3 of 4 on {host} failed: ValueError: planted in rank three\n")
+    log = (tmp_path / "runs" / "test" / "logs" / "rank-3.log").read_text()
+    assert "Traceback" in log and "planted in rank three" in log
+
+
+def test_a_mendable_error_keeps_its_status_and_has_no_traceback(tmp_path: Path) -> None:
+    planted = "__import__('megascale.core.errors').core.errors.DataError('no such document', mend='prepare again')"
+    env = with_planted(tmp_path / "site", 1, planted)
+    status, out, err = Job(job_config(tmp_path, GPT, **FOUR), env=env).end()
+    assert status == Exit.DATA
+    assert "rank 1 of 4" in err and "no such document  -> prepare again" in err
+    log = (tmp_path / "runs" / "test" / "logs" / "rank-1.log").read_text()
+    assert "Traceback" not in out + err + log
+
+
+def test_ranks_die_with_their_launcher(tmp_path: Path) -> None:
+    job = Job(job_config(tmp_path, GPT, **FOUR))
+    job.wait_for_step(1)
+    ranks = list(job.ranks().values())
+    assert len(ranks) == 4
+    job.signal(signal.SIGKILL)
+    job.process.communicate()
+    wait_until_gone(ranks)
+
+
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    job = Job(job_config(tmp_path, GPT, **FOUR, checkpoint__every=1000))
+    job.wait_for_step(1)
+    ranks = list(job.ranks().values())
+    for pid in ranks:
+        os.kill(pid, signal.SIGSTOP)  # no rank can finish its step
+    job.signal(signal.SIGINT)
+    time.sleep(0.3)
+    job.signal(signal.SIGINT)
+    status, _, _ = job.end()
+    assert status == Exit.STOPPED
+    wait_until_gone(ranks)
+
+
+def test_a_stop_before_the_first_step(tmp_path: Path) -> None:
+    job = Job(job_config(tmp_path, GPT, **FOUR, checkpoint__every=1000))
+    while len(job.ranks()) < 4:
+        time.sleep(0.01)
+    job.signal(signal.SIGTERM)
+    status, _, err = job.end()
+    assert status == Exit.STOPPED, err
+    assert "Traceback" not in err
+
+
+def test_the_store_listens_on_loopback_only(tmp_path: Path) -> None:
+    job = Job(job_config(tmp_path, GPT, **FOUR))
+    job.wait_for_step(1)
+    pids = set(job.ranks().values())
+    inodes = set()
+    for pid in pids:
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                if match := re.match(r"socket:\[(\d+)\]", str(fd.readlink())):
+                    inodes.add(match.group(1))
+            except OSError:
+                continue
+    listening = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                listening.append(fields[1].split(":")[0])
+    job.kill()
+    assert listening, "the store and gloo listen somewhere"
+    loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+    assert set(listening) <= loopback
+
+
+def test_mistakes_are_found_before_any_process_starts(tmp_path: Path) -> None:
+    config = job_config(tmp_path, GPT, **FOUR)
+    result = subprocess.run(
+        [sys.executable, "-m", "megascale", "train", str(config), "parallel.tp=3", "model.hiden_size=8"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == Exit.CONFIG
+    lines = result.stderr.splitlines()
+    assert len(lines) == 3 and lines[-1] == "2 problems; nothing was launched"
+    assert "parallel.tp" in result.stderr and "did you mean 'hidden_size'?" in result.stderr
+    assert not (tmp_path / "runs").exists()

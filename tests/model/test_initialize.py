@@ -1,0 +1,166 @@
+"""Initial weights are a function of the seed, the global name and the place in the tensor: no layout changes them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megascale.config.model import ModelConfig
+from megascale.core.rank import Rank
+from megascale.layout.tensors import Parameter, Tensor, stage, whole
+from megascale.model import initialize
+from megascale.model.initialize import fill
+from tests.oracles.ours import Piece, boxes_of, join, parameters_of
+from tests.runs import FAMILIES, build_run, config_of, settings
+from tests.worlds import run_world
+
+SEED = 7
+
+
+def local(
+    parameter: Parameter, rank: int, tp: int, dtype: torch.dtype = torch.float32, seed: int = SEED
+) -> torch.Tensor:
+    """A rank's part, written over memory that held something else."""
+    target = torch.full(parameter.local_shape(tp), 1e9, dtype=dtype)
+    fill(target, parameter, rank, tp, seed)
+    return target
+
+
+def pieces(parameter: Parameter, tp: int) -> list[list[Piece]]:
+    """What every tp rank holds, by global place. What is left of a rank's part must be zero: padding."""
+    found = []
+    for rank in range(tp):
+        target, row = local(parameter, rank, tp), 0
+        mine = []
+        for tensor in parameter.tensors:
+            offset, size = tensor.local(rank, tp)
+            box = tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
+            mine.append((tensor.name, box, target[row : row + size[0]].clone().numpy()))
+            target[row : row + size[0]] = 0
+            row += size[0]
+        assert not target.any(), f"padding of {parameter.name} is not zero"
+        found.append(mine)
+    return found
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[ModelConfig, int]:
+    """A small model, and a tp that can cut it."""
+    tp = draw(st.sampled_from([1, 2, 3, 4, 8]))
+    kv_heads = tp * draw(st.integers(1, 2))
+    heads = kv_heads * draw(st.integers(1, 3))
+    llama = draw(st.booleans())
+    model = ModelConfig.model_validate(
+        {
+            "num_layers": draw(st.integers(1, 3)),
+            "hidden_size": heads * 2 * draw(st.integers(1, 2)),
+            "num_heads": heads,
+            "num_kv_heads": kv_heads,
+            "ffn_size": tp * draw(st.integers(1, 9)),
+            "vocab_size": draw(st.integers(1, 300)),
+            "seq_length": draw(st.integers(1, 16)),
+            "norm": "rmsnorm" if llama else "layernorm",
+            "activation": "swiglu" if llama else "gelu",
+            "position": "rope" if llama else "learned",
+            "bias": draw(st.booleans()),
+            "tie_embeddings": draw(st.booleans()),
+        }
+    )
+    return model, tp
+
+
+@given(models(), st.sampled_from([1, 50, 333, 1 << 20]))
+def test_every_split_over_tp_holds_the_same_tensors(drawn: tuple[ModelConfig, int], block: int) -> None:
+    """Whatever share of a tensor's blocks a rank's part starts and ends in."""
+    model, tp = drawn
+    split = stage(model, tp, range(model.num_layers), first=True, last=True)
+    with patch.object(initialize, "BLOCK", block):
+        for one, many in zip(whole(model), split, strict=True):
+            shapes = {tensor.name: tensor.shape for tensor in one.tensors}
+            expected, found = join(shapes, pieces(one, 1)), join(shapes, pieces(many, tp))
+            assert all((found[name] == expected[name]).all() for name in shapes)
+
+
+def test_a_tensor_of_many_blocks() -> None:
+    """Of the size that blocks have in earnest."""
+    tensor = Tensor("wide", (2_500, 1_024), 0, std=0.1)
+    parameter = Parameter("wide", (tensor,))
+    found = torch.cat([local(parameter, rank, 4) for rank in range(4)])
+    assert torch.equal(found, local(parameter, 0, 1))
+    first, second = found[: initialize.BLOCK // 1_024], found[initialize.BLOCK // 1_024 :][: initialize.BLOCK // 1_024]
+    assert not torch.equal(first, second)
+    assert abs(float(found.mean())) < 5 * 0.1 / math.sqrt(found.numel())
+    assert abs(float(found.std()) / 0.1 - 1) < 5 / math.sqrt(2 * found.numel())
+
+
+def test_a_matrix_cut_by_columns_is_the_same_matrix() -> None:
+    tensor = Tensor("tall", (30, 1_000), 1, std=0.1)
+    parameter = Parameter("tall", (tensor,))
+    with patch.object(initialize, "BLOCK", 7_000):
+        found = torch.cat([local(parameter, rank, 8) for rank in range(8)], 1)
+        assert torch.equal(found, local(parameter, 0, 1))
+
+
+def test_names_and_seeds_tell_tensors_apart() -> None:
+    def draw(name: str, seed: int) -> torch.Tensor:
+        return local(Parameter("p", (Tensor(name, (8, 8), std=1.0),)), 0, 1, seed=seed)
+
+    drawn = [draw("a", 0), draw("b", 0), draw("a", 1)]
+    assert len({tuple(t.flatten().tolist()) for t in drawn}) == 3
+    assert torch.equal(draw("a", 0), drawn[0])
+
+
+def test_tensors_are_drawn_alike_alone_and_fused() -> None:
+    q, k = Tensor("q", (8, 4), 0, std=1.0), Tensor("k", (4, 4), 0, std=1.0)
+    fused = local(Parameter("qk", (q, k)), 1, 2)
+    assert torch.equal(fused, torch.cat([local(Parameter("q", (q,)), 1, 2), local(Parameter("k", (k,)), 1, 2)]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_number_formats_hold_the_same_numbers(dtype: torch.dtype) -> None:
+    parameter = Parameter("p", (Tensor("p", (16, 16), std=1.0),))
+    assert torch.equal(local(parameter, 0, 1, dtype), local(parameter, 0, 1).to(dtype))
+
+
+def test_each_kind_of_tensor_starts_as_it_should() -> None:
+    model = ModelConfig.model_validate(
+        {"num_layers": 8, "hidden_size": 64, "num_heads": 4, "vocab_size": 500, "seq_length": 64, "init_std": 0.5}
+    )
+    for parameter in whole(model):
+        start = local(parameter, 0, 1)
+        if parameter.name.endswith(".bias"):
+            assert not start.any()
+        elif parameter.name.endswith("norm.weight"):
+            assert (start == 1).all()
+        else:
+            residual = parameter.name.endswith(("out.weight", "down.weight"))
+            std = 0.5 / math.sqrt(2 * 8) if residual else 0.5
+            numbers = start[: parameter.tensors[0].shape[0]] if "token" in parameter.name else start
+            assert abs(float(numbers.std()) / std - 1) < 5 / math.sqrt(2 * numbers.numel()), parameter.name
+
+
+def _built(rank: Rank, config: object) -> list[Piece]:
+    run = build_run(rank, config)  # type: ignore[arg-type]
+    return [
+        (tensor.name, box, target[rows].detach().clone().numpy())
+        for target, _, parameter in parameters_of(run)
+        for tensor, box, rows in boxes_of(parameter, run.mesh.tp.index, run.mesh.tp.size)
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_runs_of_any_layout_start_from_the_same_weights(family: str, tmp_path: Path) -> None:
+    layouts = [{}, {"parallel__tp": 2, "parallel__pp": 2, "parallel__vpp": 2, "parallel__sp": True}]
+    found = []
+    for layout in layouts:
+        config = config_of(settings(FAMILIES[family], tmp_path, **layout), tmp_path)
+        shapes = {tensor.name: tensor.shape for parameter in whole(config.model) for tensor in parameter.tensors}
+        found.append(join(shapes, run_world(config.world, _built, config)))
+    assert all(np.array_equal(found[0][name], found[1][name]) for name in found[0])

@@ -1,0 +1,67 @@
+"""Rows that pad the vocabulary change nothing, and nothing changes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megascale.config.run import RunConfig
+from megascale.core.rank import Rank
+from megascale.layout import tensors
+from megascale.train.step import totals, train_step
+from tests.runs import FAMILIES, build_run, config_of, settings
+from tests.worlds import run_world
+
+STEPS = 4
+
+
+def train(rank: Rank, config: RunConfig, multiple: int) -> tuple[list[tuple[float, float]], int, bool, list[float]]:
+    """With the rows of each rank a multiple of `multiple`: losses and norms, how many padding rows this rank has,
+    whether they are zero after training; and the loss of one batch then, before and after they are overwritten.
+    """
+    with patch.object(tensors, "VOCAB_MULTIPLE", multiple):
+        run: Any = build_run(rank, config)
+    curve = []
+    for _ in range(STEPS):
+        result = train_step(run, run.train.batch(run.progress.samples))
+        curve.append((result.loss, result.grad_norm))
+    run.gradients.finish_gather()
+    padding = []
+    for bucket in run.gradients.buckets:
+        for slot in bucket.layout.slots:
+            (tensor, *_) = slot.parameter.tensors
+            if tensor.padded:
+                _, size = tensor.local(run.mesh.tp.index, run.mesh.tp.size)
+                padding.append(bucket.parameters[slot.parameter.name].data[size[0] :])
+    zero = not any(rows.any() for rows in padding)
+    losses = []
+    for garbage in (False, True):
+        for rows in padding:
+            rows.fill_(1e3 if garbage else 0.0)
+        batch = run.train.batch(run.progress.samples)
+        with torch.no_grad():
+            losses.append(totals(run.mesh, run.pipeline.run(run.valid_order, batch), batch.tokens)[0])
+    return curve, sum(len(rows) for rows in padding), zero, losses
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding(family: str, tmp_path: Path) -> None:
+    """101 tokens as 101, 128 and 200 rows; with 200 the second rank of two holds one token."""
+    curves = []
+    for tp, multiple, rows in ((1, 1, 101), (1, 64, 128), (2, 64, 128), (2, 100, 200)):
+        config = config_of(settings(FAMILIES[family], tmp_path, parallel__tp=tp, parallel__dp=1), tmp_path)
+        ranks = run_world(config.world, train, config, multiple)
+        tables = 1 if config.model.tie_embeddings else 2
+        assert sum(padding for _, padding, _, _ in ranks) == (rows - 101) * tables
+        for curve, _, zero, (loss, with_garbage) in ranks:
+            assert zero, "padding has been trained"
+            assert loss == with_garbage, "padding enters the loss"
+            curves.append(curve)
+    first, *others = (torch.tensor(curve, dtype=torch.float64) for curve in curves)
+    assert len(first[:, 0].unique()) == STEPS
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=1e-11, atol=0)

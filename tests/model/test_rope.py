@@ -1,0 +1,78 @@
+"""Rotary embedding against its definition: pairs of numbers as complex numbers that turn."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megascale.model.rope import rope_table, rotate_heads
+
+S, B, D, THETA = 9, 2, 8, 500.0
+CPU = torch.device("cpu")
+
+
+def formula(x_sbnd: Tensor, turned: int) -> Tensor:
+    """Number i of a head with number i + d/2, turned by position / theta^(2 i / d); in fp64."""
+    x = x_sbnd[:, :, :turned]
+    pairs = torch.complex(x[..., : D // 2], x[..., D // 2 :])
+    rows = []
+    for position in range(S):
+        angles = torch.tensor([position / THETA ** (2 * i / D) for i in range(D // 2)], dtype=torch.float64)
+        rows.append(pairs[position] * torch.polar(torch.ones_like(angles), angles))
+    out = torch.stack(rows)
+    return torch.cat([torch.cat([out.real, out.imag], -1), x_sbnd[:, :, turned:]], 2)
+
+
+def heads(dtype: torch.dtype = torch.float64) -> Tensor:
+    drawn = torch.randn(S, B, 5, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return drawn.to(dtype).requires_grad_()
+
+
+def upstream(dtype: torch.dtype) -> Tensor:
+    return torch.randn(S, B, 5, D, generator=torch.Generator().manual_seed(1)).bfloat16().to(dtype)
+
+
+@pytest.mark.parametrize("turned", [3, 5])
+def test_fp64(turned: int) -> None:
+    x = heads()
+    ours, expected = rotate_heads(x, turned, *rope_table(S, D, THETA, torch.float64, CPU)), formula(x, turned)
+    torch.testing.assert_close(ours, expected, rtol=1e-13, atol=1e-13)
+    gradients = [torch.autograd.grad(out, x, upstream(torch.float64))[0] for out in (ours, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-13, atol=1e-13)
+    assert torch.equal(ours[:, :, turned:], x[:, :, turned:]), "values do not turn"
+
+
+def test_derivatives_are_those_of_the_function() -> None:
+    table = rope_table(S, D, THETA, torch.float64, CPU)
+    assert torch.autograd.gradcheck(lambda x: rotate_heads(x, 3, *table), heads())
+
+
+def test_bf16_is_turned_wide_and_rounded_once() -> None:
+    x = heads(torch.bfloat16)
+    ours = rotate_heads(x, 3, *rope_table(S, D, THETA, torch.float32, CPU))
+    exact = x.detach().double().requires_grad_()
+    expected = formula(exact, 3)
+    gradients = [torch.autograd.grad(out, leaf, upstream(out.dtype))[0] for out, leaf in ((ours, x), (expected, exact))]
+    for found, wanted in [(ours, expected), gradients]:
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found.double(), wanted, rtol=1.01 * 2.0**-8, atol=1e-6)
+
+
+def test_far_positions_are_exact_in_fp32() -> None:
+    """Angles formed in fp32 would be off by 1e-2 at position 100,000."""
+    cos, sin = rope_table(100_001, 4, 10_000.0, torch.float32, CPU)
+    angles = torch.tensor([100_000.0, 1_000.0], dtype=torch.float64)
+    torch.testing.assert_close(cos[-1, 0, 0].double(), angles.cos(), rtol=0, atol=1e-7)
+    torch.testing.assert_close(sin[-1, 0, 0].double(), angles.sin(), rtol=0, atol=1e-7)
+
+
+def test_scores_depend_on_distance_alone() -> None:
+    q, k = (torch.randn(D, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in (2, 3))
+    both = torch.stack([q, k]).expand(S, 1, 2, D)
+    turned = rotate_heads(both, 2, *rope_table(S, D, THETA, torch.float64, CPU))[:, 0]
+    scores = turned[:, 0] @ turned[:, 1].T
+    for distance in range(-S + 1, S):
+        diagonal = scores.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-12, atol=1e-12)
+    assert len(scores[0].round(decimals=6).unique()) == S

@@ -1,0 +1,85 @@
+"""What holds of a whole stage, beside its numbers, which tests/oracles compares with other implementations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megascale.comm.group import alone
+from megascale.config.model import ModelConfig
+from megascale.layout.tensors import whole
+from megascale.model.initialize import fill
+from megascale.model.transformer import Stage
+from megascale.parallel.microbatch import MicroBatch
+from megascale.parallel.rng import Dropout
+from megascale.parallel.tensor import TensorAxis
+from tests.runs import FAMILIES
+
+SEQUENCE, VOCABULARY = 16, 101
+
+families = pytest.mark.parametrize("model", FAMILIES.values(), ids=list(FAMILIES))
+
+
+def stage_of(model: dict[str, Any]) -> Stage:
+    config = ModelConfig.model_validate(model | {"init_std": 0.2})
+    parameters = {}
+    for parameter in whole(config):
+        target = torch.empty(parameter.local_shape(1), dtype=torch.float64)
+        fill(target, parameter, 0, 1, seed=0)
+        parameters[parameter.name] = nn.Parameter(target)
+    return Stage(config, parameters, range(config.num_layers), True, True, TensorAxis(alone("tp")))
+
+
+def micro_batch(tokens: Tensor | None, labels: Tensor | None = None) -> MicroBatch:
+    return MicroBatch(tokens, labels, None, Dropout(0.0, 0, [0], torch.device("cpu")))
+
+
+def tokens_of(seed: int) -> Tensor:
+    return torch.randint(VOCABULARY, (SEQUENCE, 1), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def logits(stage: Stage, tokens: Tensor) -> Tensor:
+    assert stage.head is not None
+    return stage.head.logits(stage.hidden(None, micro_batch(tokens)))[:, 0, :VOCABULARY]
+
+
+@families
+def test_a_token_changes_what_follows_and_nothing_before(model: dict[str, Any]) -> None:
+    stage, tokens = stage_of(model), tokens_of(0)
+    before = logits(stage, tokens)
+    for position in range(SEQUENCE):
+        changed = tokens.clone()
+        changed[position] = (changed[position] + 1) % VOCABULARY
+        after = logits(stage, changed)
+        differs = (after - before).abs().amax(-1) > 1e-9
+        assert differs.tolist() == [i >= position for i in range(SEQUENCE)]
+
+
+@families
+def test_samples_do_not_see_each_other(model: dict[str, Any]) -> None:
+    stage, tokens = stage_of(model), torch.cat([tokens_of(0), tokens_of(1)], 1)
+    assert stage.head is not None
+    with torch.no_grad():
+        together = stage.head.logits(stage.hidden(None, micro_batch(tokens)))
+    for row in range(2):
+        torch.testing.assert_close(together[:, row, :VOCABULARY], logits(stage, tokens[:, row : row + 1]))
+
+
+@families
+def test_equal_tokens_are_told_apart_by_position(model: dict[str, Any]) -> None:
+    stage = stage_of(model)
+    out = logits(stage, torch.cat([torch.tensor([[1], [2]]), torch.full((SEQUENCE - 2, 1), 3)]))
+    assert len(out[2:].round(decimals=9).unique(dim=0)) == SEQUENCE - 2
+
+
+@families
+def test_a_stage_says_what_it_misses(model: dict[str, Any]) -> None:
+    stage = stage_of(model)
+    with pytest.raises(ValueError, match="the first stage needs tokens"):
+        stage(None, micro_batch(None))
+    with pytest.raises(ValueError, match="the last stage needs labels"):
+        stage(None, micro_batch(tokens_of(0)))

@@ -1,0 +1,79 @@
+"""Non-linearities against their formulas."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from megascale.ops.activation import gelu, gelu_tanh, swiglu
+
+BF16 = 2.0**-8
+"""Largest relative error of rounding to bf16."""
+
+
+def gelu_formula(x: Tensor) -> Tensor:
+    return x * (1 + torch.erf(x / math.sqrt(2))) / 2
+
+
+def gelu_tanh_formula(x: Tensor) -> Tensor:
+    return x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
+
+
+def swiglu_formula(gate_up: Tensor) -> Tensor:
+    half = gate_up.shape[-1] // 2
+    gate, up = gate_up[..., :half], gate_up[..., half:]
+    return gate / (1 + torch.exp(-gate)) * up
+
+
+ACTIVATIONS = {
+    "gelu": (gelu, gelu_formula),
+    "gelu_tanh": (gelu_tanh, gelu_tanh_formula),
+    "swiglu": (swiglu, swiglu_formula),
+}
+activations = pytest.mark.parametrize(("activation", "formula"), ACTIVATIONS.values(), ids=list(ACTIVATIONS))
+Activation = Callable[[Tensor], Tensor]
+
+
+def numbers(*shape: int) -> Tensor:
+    return 2 * torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def with_gradient(activation: Activation, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The result, and the gradient of x for a fixed gradient of the result."""
+    x = x.detach().requires_grad_()
+    out = activation(x)
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    return out.detach(), torch.autograd.grad(out, x, upstream.to(out.dtype))[0]
+
+
+@activations
+def test_fp64(activation: Activation, formula: Activation) -> None:
+    x = numbers(5, 3, 16)
+    for ours, expected in zip(with_gradient(activation, x), with_gradient(formula, x), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+
+
+@activations
+def test_derivatives_are_those_of_the_function(activation: Activation, formula: Activation) -> None:
+    assert torch.autograd.gradcheck(activation, numbers(2, 3, 8).requires_grad_())
+
+
+@activations
+def test_bf16(activation: Activation, formula: Activation) -> None:
+    """Inputs are exact in bf16; SwiGLU rounds SiLU, the product, and in the backward what stands between them."""
+    x = numbers(5, 3, 16).bfloat16()
+    for ours, expected in zip(with_gradient(activation, x), with_gradient(formula, x.double()), strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert float((ours.double() - expected).abs().max()) < 3 * BF16 * float(expected.abs().max())
+
+
+def test_swiglu_takes_a_gradient_that_is_not_contiguous() -> None:
+    x = numbers(3, 4, 16).requires_grad_()
+    upstream = numbers(8, 4, 3).permute(2, 1, 0)
+    (ours,) = torch.autograd.grad(swiglu(x), x, upstream)
+    (expected,) = torch.autograd.grad(swiglu_formula(x), x, upstream)
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
