@@ -6,6 +6,7 @@ Each step is a command that a user would type; what is already there is not made
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 import subprocess
@@ -23,6 +24,7 @@ RUN = Path("runs/quickstart")
 
 def main() -> int:
     """Run the tool; the status of the first command that fails."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     start = time.monotonic()
     corpus = [sys.executable, "tools/corpus.py", "--output", str(DATA)]
     if not (DATA / "tokenizer.json").is_file():

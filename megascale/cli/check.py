@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 
 from megascale.cli.main import add_config_arguments
 from megascale.config.explain import load
 from megascale.config.resolved import to_toml
 from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError, Exit
-from megascale.core.units import format_count
+from megascale.core.units import format_bytes, format_count
+from megascale.plan.memory import fullest_rank
 from megascale.plan.params import parameter_count
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
     add_config_arguments(sub)
-    sub.add_argument("--gpus", type=int, metavar="N", help="check for a job of N processes")
+    sub.add_argument("--gpus", type=_processes, metavar="N", help="check for a job of N processes")
     sub.add_argument("--show", action="store_true", help="print the resolved configuration")
     sub.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _processes(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of processes: 1 or more")
+    return int(text)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -32,7 +40,9 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps({"ok": False, "problems": [vars(problem) for problem in error.problems]}))
         return Exit.CONFIG
     if options.json:
-        print(json.dumps({"ok": True, "config": config.model_dump(by_alias=True, mode="json")}))
+        fullest = fullest_rank(config)
+        state = {**asdict(fullest), "total": fullest.total}
+        print(json.dumps({"ok": True, "state_bytes": state, "config": config.model_dump(by_alias=True, mode="json")}))
     elif options.show:
         print(to_toml(config), end="")
     else:
@@ -41,12 +51,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def summary(config: RunConfig) -> str:
-    """One line: what would run."""
+    """What would run, and the room that it takes at least: activations come on top."""
     p, m = config.parallel, config.model
     layout = f"tp {p.tp}{' sp' if p.sp else ''} x pp {p.pp}{f' (vpp {p.vpp})' if p.vpp > 1 else ''} x dp {config.dp}"
     tokens = config.batch.total * m.seq_length
     return (
         f"{config.name}: {format_count(parameter_count(m))} parameters, {layout} = {config.world} processes, "
         f"{config.micro_batches} micro-batches of {config.batch.micro}, {format_count(tokens)} tokens a step, "
-        f"{format_count(tokens * config.train.steps)} in {config.train.steps} steps: no mistakes found"
+        f"{format_count(tokens * config.train.steps)} in {config.train.steps} steps: no mistakes found\n"
+        f"weights, gradients and optimizer take {format_bytes(fullest_rank(config).total)} on the fullest rank"
     )

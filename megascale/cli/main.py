@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status (see `megascale.core.errors.Exit`)."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = next((word for word in given if not word.startswith("-")), None)
-    options = parser(command).parse_args(given)
+    options = _parse(parser(command), given)
     try:
         return int(importlib.import_module(f"megascale.cli.{options.command}").run(options))
     except MegascaleError as error:
@@ -42,6 +42,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output went away: nothing is wrong
         sys.stderr.close()
         return int(Exit.UNCLASSIFIED)
+
+
+def _parse(top: argparse.ArgumentParser, given: Sequence[str]) -> argparse.Namespace:
+    """Parse; settings may also stand after options, where argparse does not look for them."""
+    options, rest = top.parse_known_args(given)
+    if "overrides" in options and not any(word.startswith("-") for word in rest):
+        options.overrides += rest
+    elif rest:
+        top.error(f"unrecognized arguments: {' '.join(rest)}")
+    return options
 
 
 def add_config_arguments(sub: argparse.ArgumentParser) -> None:

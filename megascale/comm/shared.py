@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from megascale.comm.pending import Pending
+from megascale.core.process import runs
 
 FOLDER = Path("/dev/shm")
 RING = 4  # operations that a rank may be ahead of the slowest
@@ -104,23 +105,13 @@ class _Counters:
             low = ctypes.c_int32(seen & 0xFFFFFFFF)
             self._libc.syscall(self._futex, self._place(rank), _FUTEX_WAIT, low, ctypes.byref(second), None, 0)
             waited = time.perf_counter() - start
-            if values[at] < value and waited > 1 and not _lives(self._pids[rank]):
+            if values[at] < value and waited > 1 and not runs(self._pids[rank]):
                 raise RuntimeError(f"remote process exited: group rank {rank}, pid {self._pids[rank]}")
             if waited > TIMEOUT:
                 raise RuntimeError(f"timed out waiting {TIMEOUT:.0f} s for group rank {rank}, pid {self._pids[rank]}")
 
     def _place(self, rank: int) -> ctypes.c_void_p:
         return ctypes.c_void_p(self._address + rank * LINE)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 @dataclass

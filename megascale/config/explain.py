@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from megascale.config.files import Source, read
+from megascale.config.model import FOLLOWS
 from megascale.config.rules import RULES, Finding, world_findings
 from megascale.config.run import NAME, RunConfig
 from megascale.config.section import Section
@@ -47,7 +50,8 @@ def _check(source: Source, world: int | None) -> Iterator[Problem]:
     for name, section in types.items():
         given = source.tree.get(name, {})
         details, value = _validate(section, given)
-        yield from (_problem(source, section, name, detail) for detail in details)
+        for key, group in itertools.groupby(details, key=lambda detail: detail["loc"][:1]):
+            yield _problem(source, section, ".".join([name, *map(str, key)]), given, list(group))
         if value is not None:
             valid[name] = value
     given_name = source.tree.get("name")
@@ -62,16 +66,30 @@ def _check(source: Source, world: int | None) -> Iterator[Problem]:
         yield from (_placed(source, finding) for finding in world_findings(config, world))
 
 
+_NAME_MEND = "letters, digits, '.', '_' and '-', at most 128"
+
+
 def _validate(section: type[Section], given: Any) -> tuple[list[ErrorDetails], Section | None]:
     """The errors of a section, and its value if there is one: without its unknown keys the rules can still judge it."""
     try:
         return [], section.model_validate(given)
     except ValidationError as error:
-        details = error.errors()
+        details = _roots(error.errors(), given)
     unknown = {detail["loc"][0] for detail in details if detail["type"] == "extra_forbidden"}
     if len(unknown) < len(details):
         return details, None
     return details, section.model_validate({key: value for key, value in given.items() if key not in unknown})
+
+
+def _roots(details: list[ErrorDetails], given: Any) -> list[ErrorDetails]:
+    """The mistakes that were made, without those that follow: what a wrong preset or size would have filled in."""
+    wrong = {detail["loc"][0] for detail in details if detail["loc"]}
+
+    def follows(detail: ErrorDetails) -> bool:
+        key = detail["loc"][0] if detail["loc"] else None
+        return key is not None and key not in given and ("preset" in wrong or FOLLOWS.get(str(key)) in wrong)
+
+    return [detail for detail in details if not follows(detail)]
 
 
 def _placed(source: Source, finding: Finding) -> Problem:
@@ -81,39 +99,53 @@ def _placed(source: Source, finding: Finding) -> Problem:
 def _name_problem(source: Source, value: Any) -> Problem:
     if value is None:
         return Problem(source.path, "name", "missing", 'name = "my-run" at the top of the file')
-    return Problem(source.place("name"), "name", f"{value!r} cannot name a folder", "letters, digits, '.', '_' and '-'")
+    return Problem(source.place("name"), "name", f"{_shown(value)} cannot name a folder", _NAME_MEND)
 
 
 def _unknown(source: Source, key: str, known: list[str]) -> Problem:
     table, _, last = key.rpartition(".")
-    close = nearest(last, known)
+    homes = [f"{name}.{last}" for name, section in sections().items() if last in _keys(section)]
+    close = homes[0] if homes else nearest(last, known)
     mend = f"did you mean '{close}'?" if close else f"known here: {', '.join(known)}"
     return Problem(source.place(key), key, f"there is no key '{last}'" + (f" in [{table}]" if table else ""), mend)
 
 
-def _problem(source: Source, section: type[Section], table: str, detail: ErrorDetails) -> Problem:
-    """A pydantic error in our words."""
-    keys = {field.alias or name: field for name, field in section.model_fields.items()}
-    loc = [str(part) for part in detail["loc"]]
-    last = loc[0] if loc else ""
-    key = f"{table}.{last}" if last else table
-    context = detail.get("ctx", {})
-    value = detail["input"]
+def _keys(section: type[Section]) -> dict[str, FieldInfo]:
+    """The fields of a section by their names in a file."""
+    return {field.alias or name: field for name, field in section.model_fields.items()}
+
+
+def _problem(source: Source, section: type[Section], key: str, given: Any, details: list[ErrorDetails]) -> Problem:
+    """What pydantic has against one key, in our words: one detail, or one for each type that the key may have."""
+    table, _, name = key.partition(".")
+    detail, keys = details[0], _keys(section)
+    if not detail["loc"]:
+        found = f"must be a table, not {_shown(given)}"
+        return Problem(source.place(key), key, found, f"write [{table}] and its keys below it")
     if detail["type"] == "extra_forbidden":
         return _unknown(source, key, list(keys))
+    mend = f"{name}: {keys[name].description}"
     if detail["type"] == "missing":
-        return Problem(source.place(table), key, "missing", keys[last].description or "")
-    if detail["type"] in ("choice", "preset"):
-        close = context.get("nearest")
-        key = f"{table}.preset" if detail["type"] == "preset" else key
-        return Problem(source.place(key), key, detail["msg"], f"did you mean '{close}'?" if close else "")
-    if not last:
-        return Problem(
-            source.place(table), table, f"must be a table, not {value!r}", f"write [{table}] and its keys below it"
-        )
-    field = keys.get(last)
-    mend = f"{last}: {field.description}" if field is not None and field.description else ""
-    if detail["type"] == "literal_error":
-        return Problem(source.place(key), key, f"{value!r} is not {context['expected']}", mend)
-    message = detail["msg"][:1].lower() + detail["msg"][1:]
-    return Problem(source.place(key), key, f"{value!r}: {message}", mend)
+        return Problem(source.place(table), key, "missing", mend)
+    if detail["type"] == "choice":
+        close = detail["ctx"]["nearest"]
+        return Problem(source.place(key), key, detail["msg"], f"did you mean '{close}'?" if close else mend)
+    value = detail["input"] if len(details) == 1 else given.get(name)
+    return Problem(source.place(key), key, f"{_shown(value)}: {_complaint(details)}", mend)
+
+
+def _complaint(details: list[ErrorDetails]) -> str:
+    """What pydantic asks for; for a key of several types, all of it."""
+    messages = (detail["msg"].removeprefix("Input ").replace(" after validation", "") for detail in details)
+    return ", or ".join(message[:1].lower() + message[1:] for message in dict.fromkeys(messages))
+
+
+def _shown(value: Any) -> str:
+    """A value as TOML writes it, cut where it is long."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to print integers of more than 4,300 digits
+        return "a number of thousands of digits"
+    return text if len(text) <= 80 else text[:77] + "..."

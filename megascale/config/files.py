@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from megascale.core.errors import ConfigError, Problem
+from megascale.core.files import readable
 
 Tree = dict[str, Any]
 
-_TABLE = re.compile(r"^\s*\[([A-Za-z0-9_.\-\s]+)\]")
-_KEY = re.compile(r"^\s*([A-Za-z0-9_.\-]+)\s*=")
+_WORD = r"""(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')"""
+_NAME = rf"({_WORD}(?:\s*\.\s*{_WORD})*)"
+_TABLE = re.compile(rf"\s*\[\[?\s*{_NAME}\s*\]")
+_KEY = re.compile(rf"\s*{_NAME}\s*=\s*")
+_INLINE_KEY = re.compile(rf"[{{,]\s*{_NAME}\s*=")
 
 
 @dataclass
@@ -33,6 +37,18 @@ class Source:
             key = key.rpartition(".")[0]
         return self.path
 
+    def set(self, keys: list[str], value: Any) -> None:
+        """Set a value from the command line."""
+        tree = self.tree
+        for depth, key in enumerate(keys, start=1):
+            branch = tree.get(key)
+            if depth == len(keys) or not isinstance(branch, dict):
+                place = ".".join(keys[:depth])
+                self.places = {k: v for k, v in self.places.items() if not k.startswith(f"{place}.")}
+                self.places[place] = "command line"
+                branch = tree[key] = {} if depth < len(keys) else value
+            tree = branch
+
 
 def read(path: str, overrides: Sequence[str] = ()) -> Source:
     """Read a TOML file with what it extends, then apply `section.key=value` overrides.
@@ -44,29 +60,25 @@ def read(path: str, overrides: Sequence[str] = ()) -> Source:
     problems = []
     for text in overrides:
         key, equals, value = text.partition("=")
-        key = key.strip()
-        if not equals or not key:
+        keys = [part.strip() for part in key.split(".")]
+        if equals and all(keys):
+            source.set(keys, _parse_value(value.strip()))
+        else:
             problems.append(Problem("command line", text, "not a setting", "write section.key=value"))
-            continue
-        _set(source.tree, key.split("."), _parse_value(value.strip()))
-        source.places[key] = "command line"
     if problems:
         raise ConfigError(problems)
     return source
 
 
 def _read_file(path: Path, seen: tuple[Path, ...]) -> Source:
-    if path.resolve() in seen:
-        chain = " -> ".join(str(p) for p in (*seen, path))
-        raise ConfigError([Problem(str(path), "extends", f"goes round in a circle: {chain}", "remove one of them")])
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         tree = tomllib.loads(text)
     except FileNotFoundError:
         raise ConfigError([Problem(str(path), "", "there is no such file", "check the path")]) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([Problem(str(path), "", f"cannot be read: {error}")]) from None
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # not only TOMLDecodeError: a number of 5,000 digits, 1,000 brackets
         line = re.search(r"line (\d+)", str(error))
         where = f"{path}:{line.group(1)}" if line else str(path)
         raise ConfigError(
@@ -82,12 +94,16 @@ def _read_file(path: Path, seen: tuple[Path, ...]) -> Source:
             [Problem(where, "extends", f"must be the name of a file, not {base!r}", 'extends = "other.toml"')]
         )
     parent_path = path.parent / base
-    if not parent_path.is_file():
+    if not readable(parent_path):
         where = own.place("extends")
         raise ConfigError(
             [Problem(where, "extends", f"there is no file {parent_path}", "the path counts from this file")]
         )
-    parent = _read_file(parent_path, (*seen, path.resolve()))
+    seen = (*seen, path.resolve())
+    if parent_path.resolve() in seen:
+        where = own.place("extends")
+        raise ConfigError([Problem(where, "extends", f"goes round in a circle to {parent_path}", "remove one of them")])
+    parent = _read_file(parent_path, seen)
     return Source(str(path), _merge(parent.tree, own.tree), parent.places | own.places)
 
 
@@ -96,14 +112,24 @@ def _lines(text: str) -> dict[str, int]:
     those.
     """
     lines: dict[str, int] = {}
-    table = ""
-    for number, line in enumerate(text.splitlines(), start=1):
+    table: tuple[str, ...] = ()
+    for number, line in enumerate(text.split("\n"), start=1):
+        found = []
         if match := _TABLE.match(line):
-            table = re.sub(r"\s", "", match.group(1))
-            lines.setdefault(table, number)
+            table = _words(match[1])
+            found = [table]
         elif match := _KEY.match(line):
-            lines.setdefault(f"{table}.{match.group(1)}" if table else match.group(1), number)
+            key = (*table, *_words(match[1]))
+            inline = _INLINE_KEY.findall(line, match.end()) if line.startswith("{", match.end()) else []
+            found = [key, *((*key, *_words(name)) for name in inline)]
+        for path in found:
+            for depth in range(1, len(path) + 1):
+                lines.setdefault(".".join(path[:depth]), number)
     return lines
+
+
+def _words(name: str) -> tuple[str, ...]:
+    return tuple(word.strip("\"'") for word in re.findall(_WORD, name))
 
 
 def _merge(base: Tree, top: Tree) -> Tree:
@@ -114,18 +140,10 @@ def _merge(base: Tree, top: Tree) -> Tree:
     return merged
 
 
-def _set(tree: Tree, keys: list[str], value: Any) -> None:
-    for key in keys[:-1]:
-        branch = tree.get(key)
-        if not isinstance(branch, dict):
-            branch = tree[key] = {}
-        tree = branch
-    tree[keys[-1]] = value
-
-
 def _parse_value(text: str) -> Any:
     """A TOML value; a word that is none (gpipe, 1f1b, data/corpus) is a string."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        parsed = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
         return text
+    return parsed["value"] if len(parsed) == 1 else text

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from megascale.catalog.layers import ACTIVATIONS, NORMS
@@ -13,12 +12,24 @@ from megascale.catalog.presets import PRESETS
 from megascale.config.section import Count, Section, choice
 from megascale.core.registry import nearest
 
+FOLLOWS = {"num_kv_heads": "num_heads", "ffn_size": "hidden_size"}
+"""Sizes that, left out, follow from another."""
+
+
+def _known_preset(name: str) -> str:
+    if name not in PRESETS:
+        context = {"message": f"there is no preset '{name}'", "nearest": nearest(name, PRESETS)}
+        raise PydanticCustomError("choice", "{message}", context)
+    return name
+
 
 class ModelConfig(Section):
     """`[model]`: a preset, sizes, or a preset with some sizes changed."""
 
-    preset: str | None = Field(None, description="a named model whose keys fill in for those left out")
-    num_layers: Count = Field(description="transformer blocks")
+    preset: Annotated[str, AfterValidator(_known_preset)] | None = Field(
+        None, description="a named model whose keys fill in for those left out"
+    )
+    num_layers: Annotated[int, Field(gt=0, le=10_000)] = Field(description="transformer blocks")
     hidden_size: Count = Field(description="width of the residual stream")
     num_heads: Count = Field(description="attention heads")
     num_kv_heads: Count = Field(
@@ -68,14 +79,12 @@ class ModelConfig(Section):
 def fill_in(given: dict[str, Any]) -> dict[str, Any]:
     """`given` with the keys of its preset and the sizes that follow from others."""
     name = given.get("preset")
-    if isinstance(name, str) and name not in PRESETS:
-        close = nearest(name, PRESETS)
-        raise PydanticCustomError("preset", "{message}", {"message": f"there is no preset '{name}'", "nearest": close})
-    full = (PRESETS[name] if isinstance(name, str) else {}) | given
+    full = PRESETS.get(name if isinstance(name, str) else "", {}) | given
     hidden, heads = full.get("hidden_size"), full.get("num_heads")
     if "num_kv_heads" not in full and isinstance(heads, int):
         full["num_kv_heads"] = heads
     if "ffn_size" not in full and isinstance(hidden, int):
-        gated = full.get("activation") in ACTIVATIONS.cards and ACTIVATIONS[full["activation"]].facts["gated"]
-        full["ffn_size"] = 64 * math.ceil(8 * hidden / 3 / 64) if gated else 4 * hidden
+        activation = full.get("activation")
+        card = ACTIVATIONS.cards.get(activation) if isinstance(activation, str) else None
+        full["ffn_size"] = -(-hidden // 24) * 64 if card and card.facts["gated"] else 4 * hidden
     return full

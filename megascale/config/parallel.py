@@ -29,8 +29,8 @@ class ParallelConfig(Section):
         None,
         description="layers of each of the pp x vpp chunks, in the order of the network; default: as even as can be",
     )
-    zero: Literal[0, 1, 2] = Field(
-        1, description="sharded over dp: 0 nothing, 1 optimizer state, 2 optimizer state and gradients"
+    zero: int = Field(
+        1, ge=0, le=2, description="sharded over dp: 0 nothing, 1 optimizer state, 2 optimizer state and gradients"
     )
 
 

@@ -21,4 +21,5 @@ def to_toml(config: RunConfig) -> str:
 def _value(value: Any) -> str:
     if isinstance(value, float):
         return repr(value)  # keeps every digit, and the '.' or 'e' that makes it a float
-    return json.dumps(value, ensure_ascii=False)  # JSON's strings, booleans, integers and arrays are TOML's
+    text = json.dumps(value, ensure_ascii=False)  # JSON's strings, booleans, integers and arrays are TOML's
+    return text.replace("\x7f", "\\u007f")  # but for this character, which TOML wants escaped

@@ -12,7 +12,7 @@ from typing import Any
 from megascale.catalog.schedules import SCHEDULES
 from megascale.catalog.tokenizers import TOKENIZERS
 from megascale.config.run import RunConfig, prefixes, replicas_of
-from megascale.core.files import fingerprint
+from megascale.core.files import fingerprint, readable
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ def rule(*sections: str) -> Callable[[Rule], Rule]:
 
 def divisors(n: int, limit: int | None = None) -> list[int]:
     """The whole numbers that divide n, up to `limit`."""
-    return [d for d in range(1, min(n, limit or n) + 1) if n % d == 0]
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return [d for d in sorted({*small, *(n // d for d in small)}) if d <= (limit or n)]
 
 
 def _listed(values: list[int]) -> str:
@@ -102,8 +103,8 @@ def pipeline(c: Any) -> Iterator[Finding]:
         yield Finding("parallel.vpp", f"vpp = {p.vpp} splits pipeline stages, but pp = 1", "vpp = 1, or pp > 1")
     if p.layers_per_chunk is None:
         if m.num_layers < chunks:
-            fits = [v for v in range(1, p.vpp + 1) if p.pp * v <= m.num_layers]
-            mend = f"vpp at most {fits[-1]}" if fits else f"pp at most {m.num_layers}"
+            fits = m.num_layers // p.pp
+            mend = f"vpp at most {fits}" if fits else f"pp at most {m.num_layers}"
             yield Finding("parallel.pp", f"{m.num_layers} layers are fewer than pp x vpp = {p.pp} x {p.vpp}", mend)
     else:
         given = p.layers_per_chunk
@@ -199,17 +200,15 @@ def data_files(c: Any) -> Iterator[Finding]:
     d = c.data
     for key, source in (("data.train", d.train), ("data.valid", d.valid)):
         for prefix in prefixes(source):
-            missing = [prefix + end for end in (".bin", ".idx") if not Path(prefix + end).is_file()]
+            missing = [prefix + end for end in (".bin", ".idx") if not readable(prefix + end)]
             if missing:
                 mend = (
-                    "a prefix is the path without .bin"
-                    if Path(prefix).is_file()
-                    else "`megascale data prepare` makes them"
+                    "a prefix is the path without .bin" if readable(prefix) else "`megascale data prepare` makes them"
                 )
                 yield Finding(key, f"there is no file {' nor '.join(missing)}", mend)
                 continue
             yield from _prepared_with(key, prefix, d.tokenizer, c.model.vocab_size)
-    if d.tokenizer and d.tokenizer not in TOKENIZERS.cards and not Path(d.tokenizer).is_file():
+    if d.tokenizer and d.tokenizer not in TOKENIZERS.cards and not readable(d.tokenizer):
         yield Finding(
             "data.tokenizer", f"there is no file {d.tokenizer}", "leave it out, or give the tokenizer of the data"
         )
@@ -219,20 +218,24 @@ def _prepared_with(key: str, prefix: str, tokenizer: str | None, vocab_size: int
     """Compare a dataset with the description that `megascale data prepare` wrote beside it, where there is one."""
     try:
         facts = json.loads(Path(prefix + ".json").read_text(encoding="utf-8"))
-        made_with, needed = facts["tokenizer"], int(facts["vocab_size"])
+        needed, name, made_with = (
+            int(facts["vocab_size"]),
+            facts["tokenizer"]["name"],
+            facts["tokenizer"]["fingerprint"],
+        )
     except FileNotFoundError:
         return  # made by another tool: nothing is known of its tokenizer
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ArithmeticError, ValueError, LookupError, TypeError, RecursionError) as error:
         yield Finding(key, f"{prefix}.json cannot be read: {error!r}", "prepare the data again")
         return
     if needed > vocab_size:
         yield Finding(
             "model.vocab_size", f"{vocab_size} is less than the {needed} tokens of {prefix}", f"at least {needed}"
         )
-    if tokenizer and _fingerprint(tokenizer) not in (None, made_with["fingerprint"]):
+    if tokenizer and _fingerprint(tokenizer) not in (None, made_with):
         yield Finding(
             "data.tokenizer",
-            f"{tokenizer} is not the tokenizer that made {prefix} ({made_with['name']})",
+            f"{tokenizer} is not the tokenizer that made {prefix} ({name})",
             "give that one, or prepare again",
         )
 
@@ -241,14 +244,14 @@ def _fingerprint(tokenizer: str) -> str | None:
     """What a dataset's description calls a tokenizer by; None if the file is missing, which is a finding of its own."""
     if tokenizer in TOKENIZERS.cards:
         return tokenizer
-    return fingerprint(Path(tokenizer)) if Path(tokenizer).is_file() else None
+    return fingerprint(Path(tokenizer)) if readable(tokenizer) else None
 
 
 @rule("checkpoint")
 def resume(c: Any) -> Iterator[Finding]:
     """A checkpoint that is named exists."""
     value = c.checkpoint.resume
-    if value not in ("auto", "never") and not (Path(value) / "manifest.json").is_file():
+    if value not in ("auto", "never") and not readable(Path(value) / "manifest.json"):
         yield Finding(
             "checkpoint.resume", f"there is no checkpoint in {value}", "auto, never, or a folder with a manifest.json"
         )
@@ -273,4 +276,5 @@ def world_findings(c: RunConfig, world: int) -> Iterator[Finding]:
             f"start {' or '.join(map(str, near))}",
         )
         return
-    yield from batch(c.resolve(world))
+    if c.batch.total % c.batch.micro == 0:  # otherwise the rule has spoken
+        yield from batch(c.resolve(world))

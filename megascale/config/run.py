@@ -22,7 +22,7 @@ from megascale.config.train import (
     TrainConfig,
 )
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """What can name a run, and so a folder."""
 
 
@@ -71,7 +71,8 @@ class RunConfig(Section):
         dp = p.dp if isinstance(p.dp, int) else (world or replicas_of(p)) // replicas_of(p)
         schedule = p.schedule or ("interleaved_1f1b" if p.vpp > 1 else "1f1b")
         parallel = p.model_copy(update={"dp": dp, "schedule": schedule})
-        decay_steps = self.optimizer.decay_steps or max(self.train.steps // 10, 1)
+        left = self.train.steps - self.optimizer.warmup_steps
+        decay_steps = self.optimizer.decay_steps or max(min(self.train.steps // 10, left), 1)
         optimizer = self.optimizer.model_copy(update={"decay_steps": decay_steps})
         resume = self.checkpoint.resume
         if resume not in ("auto", "never"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -9,25 +10,30 @@ from pydantic_core import PydanticCustomError
 
 from megascale.core.registry import Registry, nearest
 
-Count = Annotated[int, Field(gt=0)]
-"""A whole number of things, at least one."""
+Count = Annotated[int, Field(gt=0, le=2**40)]
+"""A whole number of things, at least one, and no more than any job will ever have."""
 
 
 class Section(BaseModel):
     """One table of the configuration file. Field descriptions become the configuration reference."""
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The check that a string names a card of `registry`."""
+
+    registry: Registry
+
+    def __call__(self, name: str) -> str:
+        names = self.registry.names()
+        if name not in names:
+            context = {"message": f"'{name}' is not one of {', '.join(names)}", "nearest": nearest(name, names)}
+            raise PydanticCustomError("choice", "{message}", context)
+        return name
 
 
 def choice(registry: Registry) -> Any:
     """A string that names a card of `registry`."""
-
-    def known(name: str) -> str:
-        if name not in registry.cards:
-            message = f"'{name}' is not one of {', '.join(registry.names())}"
-            raise PydanticCustomError(
-                "choice", "{message}", {"message": message, "nearest": nearest(name, registry.names())}
-            )
-        return name
-
-    return AfterValidator(known)
+    return AfterValidator(Choice(registry))

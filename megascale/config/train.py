@@ -11,7 +11,7 @@ from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.catalog.precisions import PRECISIONS
 from megascale.config.section import Count, Section, choice
 
-Whole = Annotated[int, Field(ge=0)]
+Whole = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class BatchConfig(Section):
@@ -55,16 +55,17 @@ class OptimizerConfig(Section):
     clip_norm: float = Field(1.0, ge=0, description="largest norm of the whole gradient; 0: no clipping")
 
 
-Blend = list[tuple[Annotated[float, Field(gt=0)], str]]
+Weighted = Annotated[tuple[Annotated[float, Field(gt=0)], str], Field(strict=False)]  # TOML has no tuples, but arrays
+Blend = list[Weighted]
 
 
 class DataConfig(Section):
     """`[data]`: token datasets in megatron-core's .bin/.idx format, named without their ending."""
 
-    train: str | Annotated[Blend, Field(min_length=1, strict=False)] | None = Field(
+    train: str | Annotated[Blend, Field(min_length=1)] | None = Field(
         None, description="a dataset's prefix, or a blend: [[weight, prefix], ...]"
     )
-    valid: str | Annotated[Blend, Field(min_length=1, strict=False)] | None = Field(
+    valid: str | Annotated[Blend, Field(min_length=1)] | None = Field(
         None, description="validation data, likewise; without it, a part of train, see split"
     )
     split: Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=2, max_length=2)] = Field(

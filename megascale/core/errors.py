@@ -48,7 +48,7 @@ class Problem:
 
     def __str__(self) -> str:
         line = f"{self.where}  {self.key}: {self.found}" if self.key else f"{self.where}  {self.found}"
-        return f"{line}  -> {self.mend}" if self.mend else line
+        return (f"{line}  -> {self.mend}" if self.mend else line).replace("\n", "\\n")  # one line, whatever was found
 
 
 class ConfigError(MegascaleError):

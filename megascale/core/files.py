@@ -42,6 +42,14 @@ def sync_folder(path: Path) -> None:
         os.close(handle)
 
 
+def readable(path: str | Path) -> bool:
+    """Whether there is a file that can be read. A name that is too long, or in a closed folder, is no file."""
+    try:
+        return Path(path).is_file() and os.access(path, os.R_OK)
+    except (OSError, ValueError):
+        return False
+
+
 def fingerprint(path: Path) -> str:
     """SHA-256 of a file's bytes, in hexadecimal."""
     with open(path, "rb") as file:

@@ -9,7 +9,6 @@ tokenizer made it.
 from __future__ import annotations
 
 import json
-import os
 from array import array
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ import numpy as np
 
 from megascale.core.errors import DataError
 from megascale.core.files import atomic
+from megascale.core.process import runs
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = np.dtype([("magic", "S9"), ("version", "<u8"), ("code", "u1"), ("sequences", "<u8"), ("bounds", "<u8")])
@@ -113,18 +113,8 @@ def _remove_leftovers(prefix: Path) -> None:
     for ending in (".bin", ".idx", ".json"):
         for path in prefix.parent.glob(f".{prefix.name}{ending}.*.tmp"):
             owner = path.name.removesuffix(".tmp").rpartition(".")[2]
-            if owner.isdigit() and not _runs(int(owner)):
+            if owner.isdigit() and not runs(int(owner)):
                 path.unlink(missing_ok=True)
-
-
-def _runs(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # it runs, as someone else
-        return True
-    return True
 
 
 @dataclass(frozen=True)

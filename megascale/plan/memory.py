@@ -50,5 +50,10 @@ def state_bytes(config: RunConfig, pp_rank: int) -> StateBytes:
     )
 
 
+def fullest_rank(config: RunConfig) -> StateBytes:
+    """The state of the rank that holds most, of a resolved configuration."""
+    return max((state_bytes(config, rank) for rank in range(config.parallel.pp)), key=lambda state: state.total)
+
+
 def _sizes(chunk: list[list[Parameter]], tp: int, shards: int) -> Iterator[int]:
     return (pack(bucket, tp, shards).size for bucket in chunk)

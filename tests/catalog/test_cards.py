@@ -1,0 +1,50 @@
+"""Every card says what it is, once, and leads to something that is there."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+import pytest
+
+import megascale.catalog
+from megascale.config.model import ModelConfig
+from megascale.core.registry import Card, Registry
+
+
+def _registries() -> list[Registry]:
+    names = [module.name for module in pkgutil.iter_modules(megascale.catalog.__path__)]
+    modules = [importlib.import_module(f"megascale.catalog.{name}") for name in names]
+    return [value for module in modules for value in vars(module).values() if isinstance(value, Registry)]
+
+
+REGISTRIES = _registries()
+CARDS = [card for registry in REGISTRIES for card in registry._own]
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
+def test_a_card_leads_somewhere(card: Card) -> None:
+    assert card.load() is not None
+    assert card.help and "\n" not in card.help
+
+
+def test_names_and_groups_are_unique() -> None:
+    assert len(REGISTRIES) >= 7
+    groups = [registry.group for registry in REGISTRIES]
+    assert len(set(groups)) == len(groups)
+    for registry in REGISTRIES:
+        names = [card.name for card in registry._own]
+        assert len(set(names)) == len(names), registry.kind
+
+
+def test_cards_of_a_kind_know_the_same_facts() -> None:
+    for registry in REGISTRIES:
+        facts = [set(card.facts) for card in registry._own]
+        assert all(each == facts[0] for each in facts), registry.kind
+
+
+def test_defaults_are_cards() -> None:
+    fields = ModelConfig.model_fields
+    kinds = {registry.kind: registry for registry in REGISTRIES}
+    for key in ("norm", "activation"):
+        assert fields[key].default in kinds[key].names()

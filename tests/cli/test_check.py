@@ -1,0 +1,85 @@
+"""`megascale check` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megascale.cli.main import main
+from megascale.config.explain import load
+from megascale.config.resolved import to_toml
+from megascale.core.units import format_bytes
+from megascale.plan.memory import fullest_rank
+from tests.runs import GPT, settings, write_config
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    """A file without mistakes."""
+    return str(write_config(settings(GPT, tmp_path, parallel__tp=2, parallel__sp=True), tmp_path / "run.toml"))
+
+
+def test_it_says_what_would_run(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", config, "--gpus", "8", "parallel.pp=2", "parallel.vpp=2", "train.steps=1000"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    state = fullest_rank(load(config, ["parallel.pp=2", "parallel.vpp=2"], world=8)).total
+    # 101 x 32 embedding, 16 x 32 positions, 4 x (12 x 32 x 32 + 13 x 32) blocks, 2 x 32 norm
+    assert out == (
+        "test: 54.62k parameters, tp 2 sp x pp 2 (vpp 2) x dp 2 = 8 processes, 4 micro-batches of 1, "
+        "128 tokens a step, 128.00k in 1000 steps: no mistakes found\n"
+        f"weights, gradients and optimizer take {format_bytes(state)} on the fullest rank\n"
+    )
+
+
+def test_show_is_the_resolved_configuration(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", config, "--show", "--gpus", "4"]) == 0
+    assert capsys.readouterr().out == to_toml(load(config, world=4))
+
+
+def test_json_is_one_object(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", config, "--json", "--gpus", "4"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["ok"] is True
+    assert answer["state_bytes"]["total"] == sum(size for kind, size in answer["state_bytes"].items() if kind != "total")
+    assert (answer["config"]["parallel"]["dp"], answer["config"]["batch"]["global"]) == (2, 8)
+
+
+def test_json_of_mistakes(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", config, "--json", "--gpus", "3", "model.num_layers=0"]) == 2
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert json.loads(out) == {
+        "ok": False,
+        "problems": [
+            {
+                "where": "command line",
+                "key": "model.num_layers",
+                "found": "0: should be greater than 0",
+                "mend": "num_layers: transformer blocks",
+            }
+        ],
+    }
+
+
+def test_a_world_that_does_not_fit(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", config, "--gpus", "3"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "parallel.tp: 3 processes are not a multiple of tp 2 x cp 1 x pp 1 = 2  -> start 2 or 4\n" in err
+
+
+@pytest.mark.parametrize("gpus", ["0", "-1", "two", "1.5", ""])
+def test_a_number_of_gpus_is_a_number(config: str, capsys: pytest.CaptureFixture[str], gpus: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["check", config, f"--gpus={gpus}"])
+    assert caught.value.code == 2
+    assert f"{gpus!r} is not a number of processes: 1 or more" in capsys.readouterr().err
+
+
+def test_nothing_is_written(config: str, tmp_path: Path) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    main(["check", config])
+    assert sorted(tmp_path.rglob("*")) == before

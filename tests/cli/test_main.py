@@ -1,0 +1,132 @@
+"""The command itself: what it imports, how it ends, what becomes of errors."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megascale
+from megascale.cli.main import COMMANDS, main
+from megascale.core.errors import DataError
+from tests.runs import GPT, settings, write_config
+
+HEAVY = ("torch", "numpy", "rich", "tokenizers", "megatron")
+
+
+def _imports(*arguments: str) -> tuple[int, set[str]]:
+    """Exit status of the command, and the packages that it imported."""
+    command = [sys.executable, "-X", "importtime", "-m", "megascale", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
+    return done.returncode, {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    """A file without mistakes."""
+    return str(write_config(settings(GPT, tmp_path), tmp_path / "run.toml"))
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["check", "--help"], ["train", "--help"]])
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    status, imported = _imports(*arguments)
+    assert status == 0
+    assert "argparse" in imported
+    assert not imported & set(HEAVY)
+
+
+@pytest.mark.parametrize("more", [[], ["--show"], ["--json"], ["--gpus", "8"], ["model.num_heads=3"]])
+def test_check_imports_nothing_heavy(config: str, more: list[str]) -> None:
+    status, imported = _imports("check", config, *more)
+    assert status == (2 if "model.num_heads=3" in more else 0)
+    assert "pydantic" in imported
+    assert not imported & set(HEAVY)
+
+
+def test_a_mistake_is_found_before_torch_is_imported(config: str) -> None:
+    status, imported = _imports("train", config, "model.num_heads=3")
+    assert status == 2
+    assert not imported & set(HEAVY)
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    for name in COMMANDS:
+        assert f"    {name} " in out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_is_there(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([name, "--help"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: megascale {name}")
+    assert callable(importlib.import_module(f"megascale.cli.{name}").run)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"megascale {megascale.__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["chek"], ["check"], ["check", "--nonsense"]])
+def test_a_wrong_command_line_ends_with_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "usage: megascale" in capsys.readouterr().err
+
+
+def test_an_error_of_ours_is_a_line_and_its_status(
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(options: object) -> int:
+        raise DataError("the disk is empty", mend="fill it")
+
+    monkeypatch.setattr("megascale.cli.check.run", fail)
+    assert main(["check", config]) == 3
+    assert capsys.readouterr().err == "the disk is empty  -> fill it\n"
+
+
+def test_a_bug_keeps_its_traceback(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(options: object) -> int:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr("megascale.cli.check.run", fail)
+    with pytest.raises(KeyError):
+        main(["check", config])
+
+
+def test_a_reader_that_goes_away_is_no_error(config: str) -> None:
+    command = f"{sys.executable} -m megascale check {config} --show | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["train.steps=3", "model.num_heads=2", "--json"], ["--json", "train.steps=3", "model.num_heads=2"],
+     ["train.steps=3", "--json", "model.num_heads=2"]],
+)  # fmt: skip
+def test_settings_stand_before_and_after_options(
+    config: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", config, *words]) == 0
+    answer = json.loads(capsys.readouterr().out)["config"]
+    assert (answer["train"]["steps"], answer["model"]["num_heads"]) == (3, 2)
+
+
+def test_an_unknown_option_is_no_setting(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["check", config, "train.steps=3", "--train.steps=3"])
+    assert caught.value.code == 2
+    assert "unrecognized arguments: --train.steps=3" in capsys.readouterr().err

@@ -1,0 +1,310 @@
+"""Mistakes in a configuration: all found at once, each one line with its place, its key, what was found and a mend."""
+
+# ruff: noqa: E501 - lines of output are kept whole
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megascale.cli.main import main
+from megascale.config.explain import load
+from megascale.core.errors import ConfigError
+
+GOOD = """\
+name = "good"
+[model]
+num_layers = 4
+hidden_size = 32
+num_heads = 4
+vocab_size = 101
+seq_length = 16
+[batch]
+global = 8
+[train]
+steps = 10
+[optimizer]
+lr = 1e-2
+[data]
+mock = true
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to work in."""
+    monkeypatch.chdir(tmp_path)
+    Path("good.toml").write_text(GOOD)
+    return tmp_path
+
+
+def problems(text: str, *overrides: str, world: int | None = None) -> list[str]:
+    """The lines that a configuration earns."""
+    Path("run.toml").write_bytes(text.encode())
+    with pytest.raises(ConfigError) as caught:
+        load("run.toml", overrides, world)
+    lines = str(caught.value).splitlines()
+    assert lines[-1] == f"{len(lines) - 1} problem{'s' if len(lines) > 2 else ''}; nothing was launched"
+    return lines[:-1]
+
+
+# a change of GOOD (or lines after it), and the whole line that it earns
+MISTAKES: list[tuple[str, str, str]] = [
+    ("num_layers = 4", "num_layer = 4\nnum_layers = 4", "run.toml:3  model.num_layer: there is no key 'num_layer' in [model]  -> did you mean 'num_layers'?"),
+    ("num_layers = 4", 'num_layers = "four"', "run.toml:3  model.num_layers: 'four': should be a valid integer  -> num_layers: transformer blocks"),
+    ("num_layers = 4", "num_layers = 4.0", "run.toml:3  model.num_layers: 4.0: should be a valid integer  -> num_layers: transformer blocks"),
+    ("num_layers = 4", "num_layers = true", "run.toml:3  model.num_layers: true: should be a valid integer  -> num_layers: transformer blocks"),
+    ("num_layers = 4", "num_layers = -4", "run.toml:3  model.num_layers: -4: should be greater than 0  -> num_layers: transformer blocks"),
+    ("num_layers = 4", "num_layers = 20_000", "run.toml:3  model.num_layers: 20000: should be less than or equal to 10000  -> num_layers: transformer blocks"),
+    ("num_layers = 4", "num_layers = 2020-02-02", "run.toml:3  model.num_layers: datetime.date(2020, 2, 2): should be a valid integer  -> num_layers: transformer blocks"),
+    ("num_heads = 4", "num_heads = -4", "run.toml:5  model.num_heads: -4: should be greater than 0  -> num_heads: attention heads"),
+    ("hidden_size = 32", "hidden_size = 0x" + "f" * 6000, "run.toml:4  model.hidden_size: a number of thousands of digits: should be less than or equal to 1099511627776  -> hidden_size: width of the residual stream"),
+    ("hidden_size = 32", "hidden_size = 1099511627776", "run.toml:2  model.ffn_size: 4398046511104: should be less than or equal to 1099511627776  -> ffn_size: inner width of the MLP; default 4 x hidden_size, or for a gated activation 8/3 x hidden_size rounded up to a multiple of 64"),
+    ("num_heads = 4", 'num_heads = 4\nactivation = "gellu"', "run.toml:6  model.activation: 'gellu' is not one of gelu, gelu_tanh, swiglu  -> did you mean 'gelu'?"),
+    ("num_heads = 4", 'num_heads = 4\nactivation = ["gelu"]', "run.toml:6  model.activation: ['gelu']: should be a valid string  -> activation: non-linearity of the MLP"),
+    ("num_heads = 4", 'num_heads = 4\nposition = "alibi"', "run.toml:6  model.position: 'alibi': should be 'learned' or 'rope'  -> position: learned position vectors, or rotary embeddings"),
+    ("num_heads = 4", "num_heads = 4\nwindow = 128", "run.toml:6  model.window: 128: should be None  -> window: sliding-window attention; not available yet: leave it out"),
+    ("num_layers = 4", 'preset = "lama3-8b"', "run.toml:3  model.preset: there is no preset 'lama3-8b'  -> did you mean 'llama3-8b'?"),
+    ("num_layers = 4", "preset = 3", "run.toml:3  model.preset: 3: should be a valid string  -> preset: a named model whose keys fill in for those left out"),
+    ("hidden_size = 32\n", "", "run.toml:2  model.hidden_size: missing  -> hidden_size: width of the residual stream"),
+    ("global = 8", "total = 8\nglobal = 8", "run.toml:9  batch.total: there is no key 'total' in [batch]  -> known here: micro, global"),
+    ("[batch]\nglobal = 8\n", "", "run.toml  batch.global: missing  -> global: sequences in a step, over all ranks"),
+    ("steps = 10", "steps = 10\nlr = 3e-4", "run.toml:12  train.lr: there is no key 'lr' in [train]  -> did you mean 'optimizer.lr'?"),
+    ("lr = 1e-2", "lr = nan", "run.toml:13  optimizer.lr: nan: should be a finite number  -> lr: learning rate after the warm-up"),
+    ("lr = 1e-2", "lr = inf", "run.toml:13  optimizer.lr: inf: should be a finite number  -> lr: learning rate after the warm-up"),
+    ("lr = 1e-2", "lr = 1e-2\nbetas = [0.9, 1]", "run.toml:14  optimizer.betas: 1: should be less than 1  -> betas: decay of the first and second moment"),
+    ("lr = 1e-2", "lr = 1e-2\nbetas = [0.9]", "run.toml:14  optimizer.betas: [0.9]: list should have at least 2 items, not 1  -> betas: decay of the first and second moment"),
+    ("mock = true", "mock = true\n[parallel]\ncp = 2", "run.toml:17  parallel.cp: 2: should be 1  -> cp: context parallelism; not available yet"),
+    ("mock = true", 'mock = true\n[parallel]\ndp = "aut"', "run.toml:17  parallel.dp: 'aut': should be a valid integer, or should be 'auto'  -> dp: data parallelism; auto: what the number of processes leaves"),
+    ("mock = true", 'mock = true\n[parallel]\nschedule = "zigzag"', "run.toml:17  parallel.schedule: 'zigzag' is not one of gpipe, 1f1b, interleaved_1f1b  -> schedule: order of forwards and backwards; default 1f1b, with vpp > 1 interleaved_1f1b"),
+    ("mock = true", "mock = true\n[parallel]\nzero = true", "run.toml:17  parallel.zero: true: should be a valid integer  -> zero: sharded over dp: 0 nothing, 1 optimizer state, 2 optimizer state and gradients"),
+    ("mock = true", "train = [[-1, \"a\"]]", "run.toml:15  data.train: [[-1, 'a']]: should be a valid string, or should be greater than 0  -> train: a dataset's prefix, or a blend: [[weight, prefix], ...]"),
+    ("mock = true", 'mock = true\n[paralel]\ntp = 2', "run.toml:16  paralel: there is no key 'paralel'  -> did you mean 'parallel'?"),
+    ("mock = true", 'mock = true\n[odd]\n"a\\nb" = 2', "run.toml:16  odd: there is no key 'odd'  -> known here: name, model, parallel, overlap, batch, train, optimizer, data, checkpoint, observe"),
+    ('name = "good"', 'name = "a/b"', "run.toml:1  name: 'a/b' cannot name a folder  -> letters, digits, '.', '_' and '-', at most 128"),
+    ('name = "good"', f'name = "{"n" * 200}"', f"run.toml:1  name: '{'n' * 76}... cannot name a folder  -> letters, digits, '.', '_' and '-', at most 128"),
+    ('name = "good"\n', "", 'run.toml  name: missing  -> name = "my-run" at the top of the file'),
+    ('name = "good"', 'name = "good"\nmodell = 3', "run.toml:2  modell: there is no key 'modell'  -> did you mean 'model'?"),
+    ('name = "good"', "name = good", "run.toml:1  is not TOML: Invalid value (at line 1, column 8)  -> strings need quotes, tables need [brackets]"),
+    ('name = "good"', f'name = {"9" * 5000}', "run.toml  is not TOML: Exceeds the limit"),
+    ('name = "good"', f"name = {'[' * 5000}{']' * 5000}", "run.toml  is not TOML: maximum recursion depth exceeded"),
+    ('name = "good"', 'name = "good"\nextends = "none.toml"', "run.toml:2  extends: there is no file none.toml  -> the path counts from this file"),
+    ('name = "good"', f'extends = "{"n" * 5000}"', "run.toml:1  extends: there is no file nnnn"),
+    ('name = "good"', "extends = 3", 'run.toml:1  extends: must be the name of a file, not 3  -> extends = "other.toml"'),
+    ('name = "good"', 'extends = "run.toml"', "run.toml:1  extends: goes round in a circle to run.toml  -> remove one of them"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new", "line"), MISTAKES, ids=[f"{old[:20]}-{new[:40]}" for old, new, _ in MISTAKES])
+def test_a_mistake_is_one_line(old: str, new: str, line: str) -> None:
+    assert GOOD.count(old) == 1
+    found = problems(GOOD.replace(old, new))
+    assert len(found) == 1
+    assert found[0] == line if "  -> " in line else found[0].startswith(line)
+
+
+def test_the_good_one_is_good() -> None:
+    assert load("good.toml").model.num_layers == 4
+
+
+BASE = """\
+[model]
+num_layers = 4
+hidden_size = 32
+num_heads = 5
+vocab_size = 101
+seq_lenght = 16
+seq_length = 18
+
+[optimizer]
+lr = "1e-2"
+
+[parallel]
+tp = 4
+sp = true
+pp = 3
+vpp = 2
+"""
+TOP = """\
+name = "many"
+extends = "base.toml"
+[batch]
+micro = 2
+global = 7
+[train]
+steps = 10
+precision = "bf61"
+[data]
+train = "nowhere/corpus"
+tokenizer = "nowhere/tokenizer.json"
+[checkpoint]
+resume = "nowhere"
+evry = 10
+"""
+
+
+def test_all_mistakes_at_once_each_in_its_own_file(folder: Path) -> None:
+    Path("base.toml").write_text(BASE)
+    found = problems(TOP, "observe.tensorboard=perhaps", "model.dropout=1.5", "optimizer.betas=[0.9, 0.95]")
+    assert sorted(found) == sorted([
+        "base.toml:6  model.seq_lenght: there is no key 'seq_lenght' in [model]  -> did you mean 'seq_length'?",
+        "base.toml:10  optimizer.lr: '1e-2': should be a valid number  -> lr: learning rate after the warm-up",
+        "command line  model.dropout: 1.5: should be less than 1  -> dropout: probability of dropping: embeddings, attention weights, and both branches",
+        "command line  observe.tensorboard: 'perhaps': should be a valid boolean  -> tensorboard: write TensorBoard events",
+        "run.toml:8  train.precision: 'bf61' is not one of fp32, bf16, fp64  -> did you mean 'bf16'?",
+        "run.toml:14  checkpoint.evry: there is no key 'evry' in [checkpoint]  -> did you mean 'every'?",
+        "run.toml:5  batch.global: 7 is not divisible by micro x dp = 2 x 1  -> 6 or 8",
+        "run.toml:13  checkpoint.resume: there is no checkpoint in nowhere  -> auto, never, or a folder with a manifest.json",
+    ])  # fmt: skip
+    # the rules about a section speak as soon as its own values make sense
+    found = problems(TOP.replace("bf61", "bf16"), "model.num_kv_heads=2", "train.steps=5", "optimizer.lr=1e-2")
+    assert sorted(found) == sorted([
+        "base.toml:6  model.seq_lenght: there is no key 'seq_lenght' in [model]  -> did you mean 'seq_length'?",
+        "run.toml:14  checkpoint.evry: there is no key 'evry' in [checkpoint]  -> did you mean 'every'?",
+        "base.toml:4  model.num_heads: hidden_size 32 is not divisible by 5 heads  -> one of 1, 2, 4, 8, 16, 32",
+        "command line  model.num_kv_heads: 5 heads cannot share 2 key-value heads  -> one of 1, 5",
+        "base.toml:13  parallel.tp: 5 heads cannot be split over tp = 4  -> tp in 1",
+        "base.toml:7  model.seq_length: with sp a sequence of 18 cannot be split over tp = 4  -> seq_length a multiple of 4, or sp = false",
+        "base.toml:15  parallel.pp: 4 layers are fewer than pp x vpp = 3 x 2  -> vpp at most 1",
+        "run.toml:5  batch.global: 7 is not divisible by micro x dp = 2 x 1  -> 6 or 8",
+        "run.toml:10  data.train: there is no file nowhere/corpus.bin nor nowhere/corpus.idx  -> `megascale data prepare` makes them",
+        "run.toml:11  data.tokenizer: there is no file nowhere/tokenizer.json  -> leave it out, or give the tokenizer of the data",
+        "run.toml:13  checkpoint.resume: there is no checkpoint in nowhere  -> auto, never, or a folder with a manifest.json",
+    ])  # fmt: skip
+
+
+OVERRIDES = {
+    "model": "command line  model: not a setting  -> write section.key=value",
+    "=3": "command line  =3: not a setting  -> write section.key=value",
+    "model.=3": "command line  model.=3: not a setting  -> write section.key=value",
+    "..=3": "command line  ..=3: not a setting  -> write section.key=value",
+    "model.num_layers=": "command line  model.num_layers: '': should be a valid integer",
+    "a.b.c.d=1": "command line  a: there is no key 'a'  -> known here: name,",
+    "model=3": "command line  model: must be a table, not 3  -> write [model] and its keys below it",
+    "model.num_layers.x=3": "command line  model.num_layers: {'x': 3}: should be a valid integer",
+    'model.num_layers=7\nname="x"': """command line  model.num_layers: '7\\nname="x"': should be a valid integer""",
+    "model.num_layer=3": "command line  model.num_layer: there is no key 'num_layer' in [model]  -> did you mean",
+    "name=a=b": "command line  name: 'a=b' cannot name a folder",
+    "optimizer.lr=-1": "command line  optimizer.lr: -1: should be greater than 0",
+    "data.mock=True": "command line  data.mock: 'True': should be a valid boolean",
+    "extends=good.toml": "command line  extends: there is no key 'extends'",
+}
+
+
+@pytest.mark.parametrize("override", OVERRIDES)
+def test_a_mistaken_override_is_one_line(override: str) -> None:
+    (line,) = problems(GOOD, override)
+    assert line.startswith(OVERRIDES[override])
+
+
+def test_all_overrides_are_judged_at_once() -> None:
+    assert len(problems(GOOD, "model", "=3", "optimizer.lr=1")) == 2
+
+
+def test_an_override_of_a_table_owns_what_was_below_it() -> None:
+    found = problems(GOOD, "model={num_layers=4, hidden_size=32, num_heads=3, vocab_size=8, seq_length=4}")
+    assert found == [
+        "command line  model.num_heads: hidden_size 32 is not divisible by 3 heads  -> one of 1, 2, 4, 8, 16, 32"
+    ]
+
+
+PATHS = {
+    "none.toml": "none.toml  there is no such file  -> check the path",
+    ".": ".  cannot be read: [Errno 21] Is a directory: '.'",
+    "good.toml/x": "good.toml/x  cannot be read: [Errno 20] Not a directory: 'good.toml/x'",
+    "x" * 5000: "x" * 5000 + "  cannot be read: [Errno 36] File name too long",
+    "latin.toml": "latin.toml  cannot be read: 'utf-8' codec can't decode byte 0xe4 in position 8",
+}
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path[:20])
+def test_a_file_that_cannot_be_read(path: str) -> None:
+    Path("latin.toml").write_bytes('name = "ä"'.encode("latin-1"))
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    (problem,) = caught.value.problems
+    assert str(problem).startswith(PATHS[path])
+
+
+def test_an_empty_file_misses_what_has_no_default_and_follows_from_nothing() -> None:
+    assert [line.split("  ")[1].split(":")[0] for line in problems("")] == [
+        "model.num_layers", "model.hidden_size", "model.num_heads", "model.vocab_size", "model.seq_length",
+        "batch.global", "train.steps", "optimizer.lr", "name",
+    ]  # fmt: skip
+
+
+def test_a_size_that_follows_is_told_beside_an_unknown_key() -> None:
+    assert len(problems(GOOD, "model.hidden_size=1099511627776", "model.extra=1")) == 2
+
+
+def test_a_circle_of_extends_is_named_where_it_closes() -> None:
+    Path("b.toml").write_text('# a comment\nextends = "run.toml"\n')
+    assert problems('extends = "b.toml"\n' + GOOD) == [
+        "b.toml:2  extends: goes round in a circle to run.toml  -> remove one of them"
+    ]
+
+
+WORLDS = {
+    (6, "parallel.tp=4"): "command line  parallel.tp: 6 processes are not a multiple of tp 4 x cp 1 x pp 1 = 4  -> start 4 or 8",
+    (3, "parallel.pp=4"): "command line  parallel.tp: 3 processes are not a multiple of tp 1 x cp 1 x pp 4 = 4  -> start 4",
+    (8, "parallel.dp=2"): "command line  parallel.dp: tp 1 x cp 1 x pp 1 x dp 2 = 2, but there are 8 processes  -> dp = 8",
+    (3, "parallel={tp=2, dp=2}"): "command line  parallel.dp: tp 2 x cp 1 x pp 1 x dp 2 = 4, but there are 3 processes  -> start 4 processes",
+    (6, "batch.micro=1"): "run.toml:9  batch.global: 8 is not divisible by micro x dp = 1 x 6  -> 6 or 12",
+    (10**12, "batch.micro=1"): "run.toml:9  batch.global: 8 is not divisible by micro x dp = 1 x 1000000000000  -> 1000000000000",
+    (2, "batch.micro=3"): "run.toml:9  batch.global: 8 is not divisible by micro x dp = 3 x 1  -> 6 or 9",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("world", "override"), WORLDS)
+def test_a_world_that_does_not_fit(world: int, override: str) -> None:
+    assert problems(GOOD, override, world=world) == [WORLDS[world, override]]
+
+
+@pytest.mark.parametrize(
+    ("world", "override", "dp"), [(8, "parallel.tp=2", 4), (2, "parallel.dp=2", 2), (1, "name=a", 1)]
+)
+def test_a_world_that_fits(world: int, override: str, dp: int) -> None:
+    config = load("good.toml", [override], world)
+    assert (config.dp, config.world) == (dp, world)
+
+
+# Any value of any type anywhere is a mistake or is fine, and never a traceback.
+KEYS = ["name", "model", "batch", "data", "model.preset", "model.num_heads", "model.activation", "model.window",
+        "model.norm_eps", "parallel.dp", "parallel.layers_per_chunk", "parallel.schedule", "batch.global",
+        "train.precision", "optimizer.betas", "data.train", "data.split", "data.tokenizer", "checkpoint.resume",
+        "checkpoint.async", "observe.dir", "extra", "model.extra", "data.mock.x"]  # fmt: skip
+VALUES = ["-1", "0", "1", "7", "9223372036854775807", "1" + "0" * 60, "1.5", "nan", "-inf", "true", "''", "'x'", "auto",
+          "[]", "[[]]", "[1, 2]", "[nan, 1]", "[[1, 'x']]", "[['x', 1]]", "['a', 'a']", "{}", "{x = 1}", "[{x = 1}]",
+          "2020-02-02", "12:30:00", "[" * 400, "é\u2028", "1\t2"]  # fmt: skip
+
+
+@given(st.lists(st.tuples(st.sampled_from(KEYS), st.sampled_from(VALUES)), min_size=1, max_size=4), st.integers(1, 9))
+def test_nothing_that_is_set_makes_a_traceback(settings: list[tuple[str, str]], world: int) -> None:
+    try:
+        load("good.toml", [f"{key}={value}" for key, value in settings], world)
+    except ConfigError as error:
+        assert all("\n" not in str(problem) for problem in error.problems)
+
+
+@given(st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
+def test_no_file_makes_a_traceback(content: bytes) -> None:
+    Path("odd.toml").write_bytes(GOOD.encode() + content)
+    try:
+        load("odd.toml")
+    except ConfigError as error:
+        assert all("\n" not in str(problem) for problem in error.problems)
+
+
+def test_the_command_prints_the_lines_and_ends_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("check", "train"):
+        assert main([command, "good.toml", "model.num_heads=3", "batch.micro=3"]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err == (
+            "command line  model.num_heads: hidden_size 32 is not divisible by 3 heads  -> one of 1, 2, 4, 8, 16, 32\n"
+            "good.toml:9  batch.global: 8 is not divisible by micro x dp = 3 x 1  -> 6 or 9\n"
+            "2 problems; nothing was launched\n"
+        )
+    assert not Path("runs").exists()

@@ -1,0 +1,175 @@
+"""Every rule is broken once, and says so under the key that is to be changed."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megascale.config.explain import load
+from megascale.config.rules import RULES, divisors
+from megascale.core.errors import ConfigError
+from megascale.core.files import fingerprint
+from tests.runs import GPT, config_of, settings, write_config
+
+# rule, settings that break it, and the keys that it names with a part of what it finds
+BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
+    ("heads", {"model__num_heads": 5, "model__num_kv_heads": 5}, {"model.num_heads": "not divisible by 5 heads"}),
+    ("heads", {"model__num_heads": 32, "model__position": "rope"}, {"model.num_heads": "an even head size, not 1"}),
+    ("heads", {"model__num_kv_heads": 3}, {"model.num_kv_heads": "4 heads cannot share 3"}),
+    ("tensor_parallel", {"parallel__tp": 8}, {"parallel.tp": "4 heads cannot be split over tp = 8"}),
+    ("tensor_parallel", {"parallel__tp": 4, "model__num_kv_heads": 2}, {"parallel.tp": "2 key-value heads cannot"}),
+    ("tensor_parallel", {"parallel__tp": 2, "model__ffn_size": 33}, {"parallel.tp": "33 columns of the MLP cannot"}),
+    (
+        "tensor_parallel",
+        {"parallel__tp": 2, "parallel__sp": True, "model__seq_length": 15},
+        {"model.seq_length": "a sequence of 15 cannot be split over tp = 2"},
+    ),
+    ("pipeline", {"parallel__vpp": 2}, {"parallel.vpp": "vpp = 2 splits pipeline stages, but pp = 1"}),
+    ("pipeline", {"parallel__pp": 5}, {"parallel.pp": "4 layers are fewer than pp x vpp = 5 x 1"}),
+    ("pipeline", {"parallel__pp": 2, "parallel__vpp": 3}, {"parallel.pp": "4 layers are fewer than pp x vpp = 2 x 3"}),
+    ("pipeline", {"parallel__layers_per_chunk": [2, 2]}, {"parallel.layers_per_chunk": "2 numbers for pp x vpp = 1"}),
+    (
+        "pipeline",
+        {"parallel__layers_per_chunk": [3]},
+        {"parallel.layers_per_chunk": "adds up to 3, but num_layers = 4"},
+    ),
+    (
+        "pipeline",
+        {"parallel__pp": 3, "parallel__layers_per_chunk": [2, 0, 2]},
+        {"parallel.layers_per_chunk": "a chunk between the ends has no layer"},
+    ),
+    (
+        "schedule",
+        {"parallel__pp": 2, "parallel__vpp": 2, "parallel__schedule": "gpipe"},
+        {"parallel.schedule": "gpipe runs one chunk a stage, but vpp = 2"},
+    ),
+    ("batch", {"batch__micro": 3}, {"batch.global": "8 is not divisible by micro x dp = 3 x 1"}),
+    ("batch", {"parallel__dp": 3}, {"batch.global": "8 is not divisible by micro x dp = 1 x 3"}),
+    ("learning_rate", {"optimizer__min_lr": 0.1}, {"optimizer.min_lr": "0.1 is more than lr = 0.01"}),
+    ("learning_rate", {"optimizer__warmup_steps": 10}, {"optimizer.warmup_steps": "10 of train.steps = 10"}),
+    (
+        "learning_rate",
+        {"optimizer__decay": "wsd", "optimizer__decay_steps": 9},
+        {"optimizer.decay_steps": "9 do not fit after the warm-up"},
+    ),
+    ("data_is_given", {"data__mock": False}, {"data.train": "no training data"}),
+    ("data_is_given", {"data__train": "set"}, {"data.mock": "both mock data and datasets are asked for"}),
+    ("data_is_given", {"data__split": [0.0, 1.0]}, {"data.split": "the share of training documents is 0"}),
+    (
+        "data_is_given",
+        {"data__mock": False, "data__train": "set", "data__split": [1.0, 0.0], "train__eval_every": 5},
+        {"data.split": "evaluation needs validation data, but its share is 0"},
+    ),
+    (
+        "data_files",
+        {"data__mock": False, "data__train": "none", "data__valid": [[1.0, "set"], [2.0, "gone"]]},
+        {
+            "data.train": "there is no file none.bin nor none.idx",
+            "data.valid": "there is no file gone.bin nor gone.idx",
+        },
+    ),
+    ("data_files", {"data__mock": False, "data__train": "half"}, {"data.train": "there is no file half.idx"}),
+    ("data_files", {"data__tokenizer": "none.json"}, {"data.tokenizer": "there is no file none.json"}),
+    (
+        "data_files",
+        {"data__mock": False, "data__train": "set", "data__tokenizer": "bytes"},
+        {"data.tokenizer": "bytes is not the tokenizer that made set (tokenizer.json)"},
+    ),
+    (
+        "data_files",
+        {"data__mock": False, "data__train": "set", "model__vocab_size": 99},
+        {"model.vocab_size": "99 is less than the 100 tokens of set"},
+    ),
+    ("data_files", {"data__mock": False, "data__train": "odd"}, {"data.train": "odd.json cannot be read"}),
+    ("resume", {"checkpoint__resume": "none"}, {"checkpoint.resume": "there is no checkpoint in none"}),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a dataset, one without its index, and one whose description is damaged."""
+    monkeypatch.chdir(tmp_path)
+    Path("tokenizer.json").write_text("{}")
+    for name in ("set.bin", "set.idx", "half.bin", "odd.bin", "odd.idx"):
+        Path(name).touch()
+    tokenizer = {"name": "tokenizer.json", "fingerprint": fingerprint(Path("tokenizer.json"))}
+    Path("set.json").write_text(json.dumps({"tokenizer": tokenizer, "vocab_size": 100}))
+    Path("odd.json").write_text("{}")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("changes", "findings"),
+    [(changes, findings) for _, changes, findings in BROKEN],
+    ids=[f"{rule}-{' '.join(changes)}" for rule, changes, _ in BROKEN],
+)
+def test_a_broken_rule_names_the_key(folder: Path, changes: dict[str, Any], findings: dict[str, str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_of(settings(GPT, folder, **changes), folder)
+    found = {problem.key: problem.found for problem in caught.value.problems}
+    assert found.keys() == findings.keys()
+    for key, part in findings.items():
+        assert part in found[key]
+    assert all(problem.mend for problem in caught.value.problems)
+
+
+def test_every_rule_is_broken_above() -> None:
+    assert {rule.__name__ for _, rule in RULES} == {name for name, _, _ in BROKEN}
+
+
+@pytest.mark.parametrize("index", range(len(RULES)), ids=[rule.__name__ for _, rule in RULES])
+def test_the_cases_of_a_rule_are_found_by_that_rule(folder: Path, monkeypatch: pytest.MonkeyPatch, index: int) -> None:
+    """Without the rule, each case loads or shows something else: no other rule does its work."""
+    name = RULES[index][1].__name__
+    monkeypatch.setattr("megascale.config.explain.RULES", [*RULES[:index], *RULES[index + 1 :]])
+    for case, changes, findings in BROKEN:
+        if case == name:
+            path = write_config(settings(GPT, folder, **changes), folder / "case.toml")
+            try:
+                load(str(path))
+            except ConfigError as error:
+                assert not {problem.key for problem in error.problems} & findings.keys()
+
+
+def test_data_that_fits_is_no_mistake(folder: Path) -> None:
+    changes = {"data__mock": False, "data__train": [[1.0, "set"], [2, "set"]], "data__valid": "set"}
+    config = config_of(settings(GPT, folder, data__tokenizer="tokenizer.json", **changes), folder)
+    assert config.data.train == [(1.0, str(folder / "set")), (2.0, str(folder / "set"))]
+
+
+DAMAGED = ["", "[]", "[" * 100_000, '{"tokenizer": "x", "vocab_size": 3}', '{"tokenizer": [], "vocab_size": 3}',
+           '{"tokenizer": {"name": 1, "fingerprint": 2}, "vocab_size": Infinity}',
+           '{"vocab_size": "many"}']  # fmt: skip
+
+
+@pytest.mark.parametrize("text", DAMAGED, ids=lambda text: text[:40])
+def test_a_damaged_description_is_a_finding(folder: Path, text: str) -> None:
+    Path("odd.json").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        config_of(settings(GPT, folder, data__mock=False, data__train="odd"), folder)
+    assert [problem.key for problem in caught.value.problems] == ["data.train"]
+
+
+def test_data_of_another_tool_is_taken_as_it_is(folder: Path) -> None:
+    Path("set.json").unlink()
+    config_of(settings(GPT, folder, data__mock=False, data__train="set", data__tokenizer="bytes"), folder)
+
+
+def test_a_prefix_with_its_ending_is_recognised(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no file set\.bin\.bin nor set\.bin\.idx  -> a prefix is the path without"):
+        config_of(settings(GPT, folder, data__mock=False, data__train="set.bin"), folder)
+
+
+@given(st.integers(1, 5000), st.none() | st.integers(1, 100))
+def test_divisors(n: int, limit: int | None) -> None:
+    assert divisors(n, limit) == [d for d in range(1, min(n, limit or n) + 1) if math.gcd(n, d) == d]
+
+
+def test_divisors_of_the_largest_size_take_no_time() -> None:
+    assert len(divisors(2**40)) == 41

@@ -1,0 +1,38 @@
+"""Errors as a person reads them, and the statuses that schedulers read."""
+
+from __future__ import annotations
+
+from megascale.core.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DivergenceError,
+    Exit,
+    MegascaleError,
+    Problem,
+)
+
+
+def test_an_error_says_how_to_mend_it() -> None:
+    assert str(MegascaleError("it broke")) == "it broke"
+    assert str(MegascaleError("it broke", mend="turn it off")) == "it broke  -> turn it off"
+
+
+def test_a_problem_is_one_line_in_a_fixed_order() -> None:
+    assert str(Problem("a.toml:3", "model.tp", "found 2", "use 1")) == "a.toml:3  model.tp: found 2  -> use 1"
+    assert str(Problem("a.toml", "", "no such file")) == "a.toml  no such file"
+    assert str(Problem("a.toml", "b\nc", "d\ne", "f\ng")) == r"a.toml  b\nc: d\ne  -> f\ng"
+
+
+def test_a_config_error_lists_and_counts() -> None:
+    one, two = Problem("a.toml:1", "x", "bad"), Problem("a.toml:2", "y", "worse")
+    assert str(ConfigError([one])) == f"{one}\n1 problem; nothing was launched"
+    error = ConfigError([one, two])
+    assert str(error) == f"{one}\n{two}\n2 problems; nothing was launched"
+    assert error.problems == (one, two)
+
+
+def test_exit_statuses_are_the_documented_ones() -> None:
+    classes = [MegascaleError, ConfigError, DataError, CheckpointError, DivergenceError]
+    assert [int(each.exit_status) for each in classes] == [1, 2, 3, 4, 93]
+    assert (Exit.OK, Exit.STOPPED) == (0, 143)

@@ -1,0 +1,71 @@
+"""Files are whole or not there, and a question about a file never raises."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+
+from megascale.core.files import atomic, fingerprint, readable, write_text
+
+
+def test_a_write_replaces_the_whole_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("a longer old text")
+    write_text(path, "näw")
+    assert path.read_bytes() == "näw".encode()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, error: type[BaseException]) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+    with pytest.raises(error), atomic(path) as file:
+        file.write(b"half of the new")
+        raise error
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_nothing_is_under_the_name_before_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with atomic(path, "w") as file:
+        file.write("new")
+        file.flush()
+        assert not path.exists()
+    assert path.read_text() == "new"
+
+
+def test_a_write_is_on_disk_before_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, seen = tmp_path / "file", []
+    monkeypatch.setattr(os, "fsync", lambda handle: seen.append(path.exists()))
+    write_text(path, "new")
+    assert seen == [False, True]  # the file before the rename, the folder after it
+
+
+def test_a_fingerprint_is_of_the_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"a\r\nb")
+    assert fingerprint(path) == hashlib.sha256(b"a\r\nb").hexdigest()
+
+
+def test_readable(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert readable(tmp_path / "file")
+    for other in (tmp_path, tmp_path / "none", tmp_path / ("x" * 5000), tmp_path / "file" / "below", "nul\0"):
+        assert not readable(other)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_a_closed_folder_has_no_readable_file(tmp_path: Path) -> None:
+    folder = tmp_path / "closed"
+    folder.mkdir()
+    (folder / "file").touch()
+    folder.chmod(0)
+    try:
+        assert not readable(folder / "file")
+    finally:
+        folder.chmod(0o700)

@@ -1,0 +1,59 @@
+"""Cards, plug-ins, and the nearest name to a typo."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megascale.core import registry
+from megascale.core.errors import MegascaleError
+from megascale.core.registry import Card, Registry, nearest
+
+WORDS = ["num_layers", "hidden_size", "num_heads", "seq_length", "warmup_steps"]
+
+
+@given(st.sampled_from(WORDS), st.data())
+def test_one_wrong_letter_finds_the_word(word: str, data: st.DataObject) -> None:
+    place = data.draw(st.integers(0, len(word) - 1))
+    typos = [
+        word[:place] + word[place + 1 :],
+        word[:place] + "#" + word[place + 1 :],
+        word[:place] + "#" + word[place:],
+    ]
+    assert [nearest(typo, WORDS) for typo in typos] == [word] * 3
+
+
+@given(st.text(), st.lists(st.text()))
+def test_the_nearest_is_one_of_the_known(name: str, known: list[str]) -> None:
+    assert nearest(name, known) in {None, *known}
+    assert nearest(name, [*known, name]) == name or not name
+
+
+def test_nothing_is_near_to_nonsense() -> None:
+    assert nearest("qqq", WORDS) is None
+
+
+def test_a_card_loads_its_body() -> None:
+    assert Card("root", "square root", "math:sqrt").load() is math.sqrt
+
+
+def _plug_in(monkeypatch: pytest.MonkeyPatch, card: Card) -> Registry:
+    point = SimpleNamespace(load=lambda: card, value="other.package:CARD")
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == "megascale.things" else [])
+    return Registry("thing", "megascale.things", [Card("ours", "help", "math:sqrt")])
+
+
+def test_other_packages_add_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    things = _plug_in(monkeypatch, Card("theirs", "help", "math:cos"))
+    assert things.names() == ["ours", "theirs"]
+    assert things["theirs"].load() is math.cos
+
+
+def test_a_name_is_not_taken_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    things = _plug_in(monkeypatch, Card("ours", "help", "math:cos"))
+    with pytest.raises(MegascaleError, match=r"thing 'ours' is registered twice, .* by other\.package:CARD  -> rename"):
+        things.names()

@@ -1,0 +1,103 @@
+"""Every configuration in configs/ is one that runs: it passes `megascale check`, with its data and on its GPUs."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from megascale.cli.main import main
+from megascale.config.explain import load
+from megascale.config.run import RunConfig
+from megascale.plan.memory import fullest_rank, state_bytes
+from megascale.plan.params import parameter_count
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "configs"
+FILES = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.toml"))
+BASES = {
+    (path.parent / tree["extends"]).resolve().relative_to(CONFIGS).as_posix()
+    for path in CONFIGS.rglob("*.toml")
+    if "extends" in (tree := tomllib.loads(path.read_text()))
+}
+RUNS = [name for name in FILES if name not in BASES]
+
+# GPUs that a file's first line names, and its layout: tp, pp, vpp, dp
+GPUS = {
+    "gpu/llama3-8b.toml": (64, (2, 1, 1, 32)),
+    "gpu/llama3-70b.toml": (512, (8, 4, 5, 16)),
+    "gpu/gpt3-175b.toml": (1024, (8, 8, 6, 16)),
+    "gpu/megascale-175b.toml": (12_288, (8, 8, 6, 192)),
+    "gpu/megascale-530b.toml": (11_200, (8, 35, 3, 40)),
+}
+SIZES = {"family/1m.toml": 1.0e6, "family/10m.toml": 10.0e6, "family/50m.toml": 52.0e6, "family/124m.toml": 88.0e6}
+GPU_BYTES = 80e9
+LEFT_FOR_ACTIVATIONS = 25e9
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The files that `make quickstart` makes, empty: configurations may ask for these and no others."""
+    monkeypatch.chdir(tmp_path)
+    folder = Path("data/quickstart")
+    folder.mkdir(parents=True)
+    for name in ("train.bin", "train.idx", "valid.bin", "valid.idx", "tokenizer.json"):
+        (folder / name).touch()
+    return tmp_path
+
+
+def test_there_are_configurations() -> None:
+    assert GPUS.keys() | SIZES.keys() | {"quickstart.toml"} == set(RUNS)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_configuration_passes(name: str, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gpus = ["--gpus", str(GPUS[name][0])] if name in GPUS else []
+    status = main(["check", str(CONFIGS / name), *gpus])
+    out, err = capsys.readouterr()
+    assert (status, err) == (0, "")
+    assert "no mistakes found\n" in out
+
+
+def test_names_are_unique(data: Path) -> None:
+    names = [load(str(CONFIGS / name)).name for name in RUNS]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_family_member_runs_alone_and_has_its_size(name: str, data: Path) -> None:
+    config = load(str(CONFIGS / name))
+    assert config.world == 1
+    assert parameter_count(config.model) == pytest.approx(SIZES[name], rel=0.06)
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_a_large_model_has_the_layout_that_its_file_states(name: str) -> None:
+    gpus, layout = GPUS[name]
+    config = _on(name, gpus)
+    p = config.parallel
+    assert (p.tp, p.pp, p.vpp, config.dp) == layout
+    assert config.world == gpus
+    first = (CONFIGS / name).read_text().splitlines()[0]
+    assert int(re.findall(r"([\d,]+) GPUs", first)[0].replace(",", "")) == gpus
+    assert f"dp {config.dp}" in "".join((CONFIGS / name).read_text().splitlines()[:2])
+    assert (config.micro_batches % p.pp == 0) or p.vpp == 1  # no stage waits at the end of a group of micro-batches
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_weights_gradients_and_optimizer_fit(name: str) -> None:
+    config = _on(name, GPUS[name][0])
+    worst = fullest_rank(config).total
+    assert worst < GPU_BYTES - LEFT_FOR_ACTIVATIONS
+
+
+def test_the_largest_model_would_not_fit_without_its_layout() -> None:
+    """The test above can fail: the same model on a quarter of the pipeline."""
+    config = load(str(CONFIGS / "gpu/megascale-530b.toml"), ["parallel.pp=5", "parallel.vpp=1"])
+    assert state_bytes(config, 0).total > GPU_BYTES
+
+
+def _on(name: str, gpus: int) -> RunConfig:
+    return load(str(CONFIGS / name), world=gpus)

@@ -1,0 +1,95 @@
+"""What the documents say is there is there, and what they tell to type runs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megascale.cli.main import COMMANDS, main
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+TOOLS = sorted(path for path in (ROOT / "tools").rglob("*.py") if "__main__" in path.read_text())
+LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+QUOTED = re.compile(r"`([^`\n]+)`")
+NAMED_TEST = re.compile(r"(tests/[\w/]+\.py)(?:::(\w+))?")
+FILE = re.compile(r"(?:\.?[\w-]+/)+[\w.-]+\.(?:py|toml|md|sh|sbatch|csv)|(?:[\w-]+/)*[\w-]+\.(?:py|sh|sbatch)")
+
+
+def bash_lines(page: Path) -> Iterator[list[str]]:
+    """The commands of a page, word by word."""
+    for block in re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            if words := shlex.split(line, comments=True):
+                yield words
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in LINK.findall(page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_are_named_exist(page: Path) -> None:
+    for quoted in QUOTED.findall(page.read_text(encoding="utf-8")):
+        for name in FILE.findall(quoted):
+            if "/" in name and not name.startswith(("runs/", "data/quickstart", "build/")):
+                assert (ROOT / name).exists() or (ROOT / "megascale" / name).exists(), name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tests_that_are_named_exist(page: Path) -> None:
+    for path, name in NAMED_TEST.findall(page.read_text(encoding="utf-8")):
+        assert not name or f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path}::{name}"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    assert COMMANDS[command][1:] in capsys.readouterr().out.replace("\n", " ")
+
+
+@pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.name)
+def test_each_tool_has_help(tool: Path) -> None:
+    done = subprocess.run([sys.executable, str(tool), "--help"], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "usage:" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def quickstart_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that looks like the repository after `make quickstart` has made its data."""
+    folder = tmp_path_factory.mktemp("clone")
+    (folder / "configs").symlink_to(ROOT / "configs")
+    data = folder / "data" / "quickstart"
+    subprocess.run([sys.executable, ROOT / "tools/corpus.py", "--output", data], check=True, capture_output=True)
+    for split in ("train", "valid"):
+        source, prefix = str(data / f"{split}.jsonl"), str(data / split)
+        assert main(["data", "prepare", source, "--output", prefix, "--tokenizer", str(data / "tokenizer.json")]) == 0
+    return folder
+
+
+def test_configurations_that_are_to_be_trained_are_good(
+    quickstart_data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each `megascale check` and `megascale train` of the documents, and what the quickstart says to try next."""
+    monkeypatch.chdir(quickstart_data)
+    page = (ROOT / "tools" / "quickstart.py").read_text().replace("{CONFIG}", "configs/quickstart.toml")
+    after = page[page.index(".venv/bin/megascale train") :].partition('"""')[0]
+    commands = [shlex.split(after.replace("\\\n", " "))]
+    commands += [words for path in PAGES if path.name != "data.md" for words in bash_lines(path)]
+    checked = 0
+    for words in commands:
+        if words[0].endswith("megascale") and words[1] in ("check", "train"):
+            assert main(["check", *words[2:]]) == 0, (shlex.join(words), capsys.readouterr().err)
+            checked += 1
+    assert checked >= 4

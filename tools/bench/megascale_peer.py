@@ -1,0 +1,178 @@
+"""A rank of megascale on the tokens of the peers' scripts, from their initial weights: `megascale train`'s own parts
+and loop, with records every step, TensorBoard included.
+
+Steps are timed as the peers time theirs, from barrier to barrier, with the CPU seconds of this process; but here what
+the loop does between two steps counts too. Prints a line a step and a JSON object at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import tempfile
+import time
+from dataclasses import fields
+from functools import lru_cache
+
+import torch
+from peer_systems import TOKEN_SEED, Size
+from peer_weights import FAMILIES, fill
+
+from megascale.comm import init
+from megascale.comm.collectives import barrier, gather_objects
+from megascale.config.run import RunConfig
+from megascale.core.rank import Rank, from_environment
+from megascale.data.loader import Loader, Shape
+from megascale.data.mixture import Sample
+from megascale.device import detect
+from megascale.train.build import Run, build, mesh_of
+from megascale.train.entry import find_peak
+from megascale.train.loop import train
+from megascale.train.report import Reporter, open_writers
+from megascale.train.step import StepResult
+from megascale.train.stop import Stop
+
+
+class PeerSamples:
+    """Sample i is row i % batch of the tokens that the peers draw for step i // batch."""
+
+    def __init__(self, size: Size, steps: int, seed: int) -> None:
+        self.samples = steps * size.global_batch
+        self._rows = size.global_batch
+        self._shape = (size.global_batch, size.seq + 1)
+        self._vocab, self._seed = size.vocab, seed
+        self._step = lru_cache(maxsize=1)(self._draw)
+
+    def __getitem__(self, index: int) -> Sample:
+        ids = self._step(index // self._rows)[index % self._rows]
+        return Sample(ids[:-1], ids[1:], None)
+
+    def _draw(self, step: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(self._seed + step)
+        return torch.randint(self._vocab, self._shape, generator=generator)
+
+
+class Stopwatch(Reporter):
+    """The run's reporter, which also takes the time from each step's start to the next one's."""
+
+    def watch(self, run: Run) -> Stopwatch:
+        self._run = run
+        self.losses: list[float] = []
+        self.wall: list[float] = []
+        self.cpu: list[float] = []
+        self._last: tuple[float, float] | None = None
+        return self
+
+    def start_step(self) -> None:
+        self.lap()
+        super().start_step()
+
+    def end_step(self, result: StepResult) -> None:
+        super().end_step(result)
+        self.losses.append(result.loss)
+
+    def lap(self) -> None:
+        """A step has ended, unless none has begun: note what it took."""
+        barrier(self._run.mesh.world)
+        now = time.perf_counter(), time.process_time()
+        if self._last is not None:
+            self.wall.append(now[0] - self._last[0])
+            self.cpu.append(now[1] - self._last[1])
+        self._last = time.perf_counter(), time.process_time()
+
+
+def main() -> None:
+    """Train and report."""
+    options = arguments()
+    rank = from_environment() or Rank(0, 1, 0, "localhost")
+    device = detect(rank.local, allow_gpu=False)
+    init.start(rank, device)
+    size = Size(**{field.name: getattr(options, field.name) for field in fields(Size)})
+    with tempfile.TemporaryDirectory() as folder:
+        config = configuration(options, size, folder)
+        run = build(config, mesh_of(config, rank, device), device, Stop().listen())
+        use_peers_weights(run, options.weights, options.weight_seed)
+        samples = PeerSamples(size, options.steps, options.token_seed)
+        shape = Shape(size.global_batch, size.micro_batch, config.dp)
+        dropout, seed = config.model.dropout, config.train.seed
+        run.train = Loader(samples, shape, run.mesh.coord.dp, dropout=dropout, seed=seed, device=device.torch)
+        config.folder.mkdir()
+        writers = open_writers(config, 0) if rank.rank == 0 else []
+        watch = Stopwatch(config, device, find_peak(run), writers).watch(run)
+        train(run, watch)
+        watch.lap()
+        watch.close()
+    show(run, watch, options.warmup)
+    init.stop()
+
+
+def arguments() -> argparse.Namespace:
+    """The options of the peers' scripts, as far as they mean something here."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for field in fields(Size):
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default)
+    for name in ("tp", "pp", "vp", "dp"):
+        parser.add_argument(f"--{name}", type=int, default=1)
+    parser.add_argument("--sp", action="store_true")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--warmup", type=int, default=2, help="steps at the start that are not timed")
+    parser.add_argument("--token-seed", type=int, default=TOKEN_SEED)
+    parser.add_argument("--weights", choices=FAMILIES, default="torch-native", help="whose initial values")
+    parser.add_argument("--weight-seed", type=int, default=TOKEN_SEED)
+    return parser.parse_args()
+
+
+def configuration(options: argparse.Namespace, size: Size, folder: str) -> RunConfig:
+    """The run of the peers' scripts: a llama, Adam without decay at a constant rate, a record every step."""
+    tree = {
+        "name": "peer",
+        "model": {
+            "num_layers": size.layers, "hidden_size": size.hidden, "num_heads": size.heads, "ffn_size": size.ffn,
+            "vocab_size": size.vocab, "seq_length": size.seq, "norm": "rmsnorm", "activation": "swiglu",
+            "position": "rope", "bias": False, "tie_embeddings": False,
+        },
+        "parallel": {
+            "tp": options.tp, "sp": options.sp, "pp": options.pp, "vpp": options.vp, "dp": options.dp,
+        },
+        "batch": {"micro": size.micro_batch, "global": size.global_batch},
+        "train": {"steps": options.steps, "precision": "fp32", "log_every": 1},
+        "optimizer": {"lr": 1e-3, "decay": "constant", "weight_decay": 0.0, "clip_norm": 1.0},
+        "data": {"mock": True},
+        "checkpoint": {"every": 0},
+        "observe": {"dir": folder},
+    }  # fmt: skip
+    return RunConfig.model_validate(tree).resolve(None)
+
+
+def use_peers_weights(run: Run, family: str, seed: int) -> None:
+    """Replace the initial weights. In fp32 the optimizer's masters are the weights themselves."""
+    draw = FAMILIES[family](run.config.model, seed)
+    tp = run.mesh.tp
+    for bucket in run.gradients.buckets:
+        for slot in bucket.layout.slots:
+            fill(bucket.parameters[slot.parameter.name].data, slot.parameter, tp.index, tp.size, draw)
+
+
+def show(run: Run, watch: Stopwatch, warmup: int) -> None:
+    """Print each step and the medians over the timed ones, with the CPU seconds of all ranks together."""
+    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    ranks = gather_objects(run.mesh.world, (watch.cpu, rss))
+    if run.mesh.rank != 0:
+        return
+    for step, (loss, wall) in enumerate(zip(watch.losses, watch.wall, strict=True), 1):
+        print(f"step {step:3d}  loss {loss:.6f}  {1e3 * wall:.1f} ms")
+    cpu = [sum(step) for step in zip(*(cpu for cpu, _ in ranks), strict=True)]
+    tokens = run.config.batch.total * run.config.model.seq_length
+    summary = {
+        "tokens_per_s": round(tokens / statistics.median(watch.wall[warmup:]), 1),
+        "cpu_ms_per_step": round(1e3 * statistics.median(cpu[warmup:]), 1),
+        "rss_mb_max": round(max(rss for _, rss in ranks)),
+        "torch": torch.__version__,
+    }
+    print(json.dumps(summary), flush=True)
+
+
+if __name__ == "__main__":
+    main()

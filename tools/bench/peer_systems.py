@@ -1,0 +1,139 @@
+"""The systems that are compared, and the command with which each trains the same model on the same tokens in a layout.
+
+The scripts of the peers stand in a folder of their own; ours, `megascale_peer.py`, stands beside this file. All take
+the sizes by the same names.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+
+SEED = 1234
+TOKEN_SEED = SEED * 100003
+"""What the megatron-core script makes of its seed before it adds the step. The others add the step to the seed as it is
+given: given this one, they draw the same tokens.
+"""
+
+
+@dataclass(frozen=True)
+class Size:
+    """The model, a llama with a SwiGLU of width `ffn`, and the batch."""
+
+    hidden: int = 256
+    layers: int = 8
+    heads: int = 8
+    ffn: int = 768
+    seq: int = 256
+    vocab: int = 8192
+    micro_batch: int = 2
+    global_batch: int = 16
+
+    def arguments(self) -> list[str]:
+        return [word for key, value in asdict(self).items() for word in (f"--{key.replace('_', '-')}", str(value))]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees of parallelism. `name`: 1, or words such as tp2, sp, pp2, vpp2, dp2 with spaces between."""
+
+    name: str
+    tp: int = 1
+    sp: bool = False
+    pp: int = 1
+    vpp: int = 1
+    dp: int = 1
+
+    @property
+    def world(self) -> int:
+        """Processes."""
+        return self.tp * self.pp * self.dp
+
+    @staticmethod
+    def parse(name: str) -> Layout:
+        """Raises: ValueError for what names no layout."""
+        degrees: dict[str, int] = {}
+        for word in [] if name == "1" else name.split() or [name]:
+            found = re.fullmatch(r"(tp|pp|vpp|dp)([1-9]\d*)|(sp)", word)
+            if not found:
+                raise ValueError(f"{name!r} is no layout: 1, or words such as 'tp2 sp pp2 vpp2 dp2'")
+            degrees[found[1] or "sp"] = int(found[2] or 1)
+        sp = bool(degrees.pop("sp", 0))
+        return Layout(name, sp=sp, **degrees)
+
+    def arguments(self) -> list[str]:
+        words = ["--tp", str(self.tp), "--pp", str(self.pp), "--vp", str(self.vpp), "--dp", str(self.dp)]
+        return [*words, "--sp"] if self.sp else words
+
+
+@dataclass(frozen=True)
+class System:
+    """A system, or a variant of one. `weights`: whose initial values by name its script has. `only_dp`: differs from
+    the plain system in data parallelism only. `launches`: its script starts its own processes.
+    """
+
+    name: str
+    script: str
+    weights: str
+    extra: tuple[str, ...] = ()
+    only_dp: bool = False
+    launches: bool = True
+
+
+_NATIVE = ("--seed", str(TOKEN_SEED), "--data-batches", "0")
+# The same network as the others', no decay as theirs, and the median of all timed steps, not of quiet ones alone.
+_MEGATRON = tuple(f"--pos rope --norm RMSNorm --swiglu --no-bias --untie --wd 0 --max-foreign -1 --seed {SEED}".split())
+
+OURS = "megascale"
+
+SYSTEMS = {
+    system.name: system
+    for system in (
+        System(OURS, "megascale_peer.py", "torch-native", ("--token-seed", str(TOKEN_SEED)), launches=False),
+        System("torch-native", "torch_native_cpu.py", "torch-native", (*_NATIVE, "--dp-mode", "ddp")),
+        System("torch-native-fsdp2", "torch_native_cpu.py", "torch-native", (*_NATIVE, "--dp-mode", "fsdp"), True),
+        System("megatron-core", "megatron_cpu.py", "megatron-core", _MEGATRON, launches=False),
+        System(
+            "megatron-core-zero1",
+            "megatron_cpu.py",
+            "megatron-core",
+            (*_MEGATRON, "--zero", "--overlap-grad-reduce", "--overlap-param-gather"),
+            only_dp=True,
+            launches=False,
+        ),
+        System("torchtitan", "torchtitan_cpu.py", "torch-native", (*_NATIVE, "--dp-mode", "fsdp")),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every system is given alike. `steps` counts the `warmup` steps at the start, which are not timed."""
+
+    size: Size
+    steps: int
+    warmup: int
+
+
+def command(system: System, layout: Layout, task: Task, python: Path, peers: Path) -> list[str]:
+    """The command that runs a system in a layout and prints a line a step and a JSON object at the end."""
+    script = (HERE if system.name == OURS else peers) / system.script
+    words = [str(python), "-W", "ignore"]
+    if not system.launches:
+        words += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(layout.world)]
+    steps = ["--steps", str(task.steps), "--warmup", str(task.warmup)]
+    return [*words, str(script), *task.size.arguments(), *layout.arguments(), *steps, *system.extra]
+
+
+def check_command(family: str, task: Task, python: Path) -> list[str]:
+    """Our own run on one process from the initial weights of `family`: the losses that its systems must print."""
+    ours = command(SYSTEMS[OURS], Layout("1"), Task(task.size, COMPARED, 0), python, HERE)
+    return [*ours, "--weights", family, "--weight-seed", str(SEED if family == "megatron-core" else TOKEN_SEED)]
+
+
+COMPARED = 2
+"""Steps whose losses are compared: the second one has seen gradients and an update."""

@@ -1,0 +1,150 @@
+"""From runs to tables: medians over rounds, and megascale's ratio to each peer."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from peer_run import Failure, Measurement, Result
+from peer_systems import OURS
+
+BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
+
+Ratios = tuple[float, float, float]
+"""megascale / peer: tokens/s, CPU seconds a step, memory."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A system in a layout: medians over the rounds, and the slowest and fastest round. `ratios`: None for megascale
+    itself, and if either did not run.
+    """
+
+    system: str
+    tokens_per_s: float
+    slowest: float
+    fastest: float
+    cpu_s: float
+    rss_mib: float
+    ratios: Ratios | None = None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A system that failed in a layout."""
+
+    system: str
+    why: str
+
+
+Rows = list[Row | Failed]
+
+
+def rows(results: Mapping[str, Sequence[Result]]) -> Rows:
+    """A row for each system of a layout."""
+    medians = {name: _row(name, found) for name, found in results.items()}
+    ours = medians.get(OURS)
+    return [row if isinstance(row, Failed) else _with_ratios(row, ours) for row in medians.values()]
+
+
+def _row(system: str, results: Sequence[Result]) -> Row | Failed:
+    failures = [result for result in results if isinstance(result, Failure)]
+    if failures:
+        return Failed(system, failures[0].why)
+    runs = [result for result in results if isinstance(result, Measurement)]
+    speeds = [run.tokens_per_s for run in runs]
+    return Row(
+        system,
+        statistics.median(speeds),
+        min(speeds),
+        max(speeds),
+        statistics.median(run.cpu_s for run in runs),
+        statistics.median(run.rss_mib for run in runs),
+    )
+
+
+def _with_ratios(row: Row, ours: Row | Failed | None) -> Row:
+    if not isinstance(ours, Row) or row.system == OURS:
+        return row
+    ratios = (ours.tokens_per_s / row.tokens_per_s, ours.cpu_s / row.cpu_s, ours.rss_mib / row.rss_mib)
+    return Row(row.system, row.tokens_per_s, row.slowest, row.fastest, row.cpu_s, row.rss_mib, ratios)
+
+
+def fastest_peer(found: Rows) -> Row | None:
+    """The peer with the most tokens/s; None if none ran."""
+    peers = [row for row in found if isinstance(row, Row) and row.system != OURS]
+    return max(peers, key=lambda row: row.tokens_per_s, default=None)
+
+
+HEADER = ("system", "tokens/s", "slowest..fastest", "CPU s/step", "max RSS MiB", "tokens/s x", "CPU x", "RSS x")
+
+
+def text(layout: str, found: Rows) -> str:
+    """A layout's table for the terminal."""
+    lines = [HEADER, *(_cells(row) for row in found if isinstance(row, Row))]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADER))]
+    table = [
+        "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
+        for line in lines
+    ]
+    failed = [f"{row.system.ljust(widths[0])}  failed: {row.why}" for row in found if isinstance(row, Failed)]
+    return "\n".join([f"layout {layout}: {verdict(found)}", *(f"  {line}".rstrip() for line in [*table, *failed])])
+
+
+def markdown(tables: Mapping[str, Rows], caption: str) -> str:
+    """All layouts as one Markdown table; the fastest peer of each stands out."""
+    lines = [caption, "", _pipes(("layout", *HEADER)), _pipes(("---", "---", *["---:"] * (len(HEADER) - 1)))]
+    for layout, found in tables.items():
+        best = fastest_peer(found)
+        for row in found:
+            if isinstance(row, Failed):
+                blank = [""] * (len(HEADER) - 2)
+                lines.append(_pipes((layout, row.system, f"failed: {row.why}".replace("|", "\\|"), *blank)))
+            else:
+                cells = _cells(row)
+                name = f"**{cells[0]}**" if row is best else cells[0]
+                lines.append(_pipes((layout, name, *cells[1:])))
+    return "\n".join(lines)
+
+
+def verdict(found: Rows) -> str:
+    """Which peer is the fastest, and how megascale compares to it."""
+    best = fastest_peer(found)
+    if best is None:
+        return "no peer ran"
+    against = f"; megascale has {best.ratios[0]:.3f} x its tokens/s" if best.ratios else ""
+    return f"the fastest peer is {best.system}{against}"
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    ratios = ["", "", ""] if row.ratios is None else [f"{ratio:.3f}" for ratio in row.ratios]
+    spread = f"{row.slowest:,.0f}..{row.fastest:,.0f}"
+    return (row.system, f"{row.tokens_per_s:,.0f}", spread, f"{row.cpu_s:.3f}", f"{row.rss_mib:,.0f}", *ratios)
+
+
+def _pipes(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def replace(path: Path, content: str) -> None:
+    """Put `content` between the two markers of a Markdown file.
+
+    Raises: ValueError if it lacks them.
+    """
+    before, after = surroundings(path)
+    path.write_text(f"{before}{BEGIN}\n{content}\n{END}{after}", encoding="utf-8")
+
+
+def surroundings(path: Path) -> tuple[str, str]:
+    """What stands before the first marker and after the second one.
+
+    Raises: ValueError if the file lacks them.
+    """
+    page = path.read_text(encoding="utf-8") if path.is_file() else ""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"{path}: the table goes between the lines {BEGIN} and {END}; write them where it should be")
+    return before, after
