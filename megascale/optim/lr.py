@@ -15,7 +15,7 @@ def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[int], float]
     """
     curve = DECAYS[config.decay].load()
     total = steps - config.warmup_steps
-    decay_steps = config.decay_steps or max(steps // 10, 1)
+    decay_steps = min(config.decay_steps or max(steps // 10, 1), total)  # a fall cannot begin before the warm-up ends
 
     def at(step: int) -> float:
         if step <= config.warmup_steps:

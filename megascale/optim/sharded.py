@@ -32,13 +32,13 @@ class ShardedOptimizer:
 
         If the norm is not finite the gradients are left as they are.
         """
-        square = torch.zeros((), dtype=torch.float64)
+        square = torch.zeros((), dtype=torch.float64, device=self.shards[0].master.device)
         for shard in self.shards:
             for low, high in counted(shard.bucket, self._mesh):
-                square += torch.linalg.vector_norm(shard.bucket.grad[low:high]).double().square().cpu()
-        total = square.to(self.shards[0].master.device)
-        all_reduce(self._mesh.world, total)
-        norm = math.sqrt(float(total)) * scale if math.isfinite(float(total)) else math.nan
+                square += torch.linalg.vector_norm(shard.bucket.grad[low:high]).double().square()
+        all_reduce(self._mesh.world, square)
+        total = float(square)
+        norm = math.sqrt(total) * scale if math.isfinite(total) else math.nan
         if math.isfinite(norm):
             limit = min(1.0, self._clip / (norm + 1e-6)) if self._clip else 1.0
             for shard in self.shards:

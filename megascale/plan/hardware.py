@@ -20,12 +20,19 @@ def _peaks(**teraflops: float) -> dict[str, float]:
     return {number_format: value * TERA for number_format, value in teraflops.items()}
 
 
+HOPPER_SXM = _peaks(fp64=66.9, fp32=66.9, tf32=494.7, fp16=989.4, bf16=989.4, fp8=1978.9)
+HOPPER_NVL = _peaks(fp64=60, fp32=60, tf32=417.5, fp16=835.5, bf16=835.5, fp8=1670.5)
+
+# the first that matches counts: of a family, the boards that differ stand before the one that names alone mean
 ACCELERATORS = (
+    Accelerator("V100 PCIe", ("V100", "PCIE"), _peaks(fp64=7, fp32=14, fp16=112)),
     Accelerator("V100", ("V100",), _peaks(fp64=7.8, fp32=15.7, fp16=125)),
     Accelerator("A100", ("A100",), _peaks(fp64=19.5, fp32=19.5, tf32=156, fp16=312, bf16=312)),
     Accelerator("H100 PCIe", ("H100", "PCIe"), _peaks(fp64=51, fp32=51, tf32=378, fp16=756, bf16=756, fp8=1513)),
-    Accelerator("H100", ("H100",), _peaks(fp64=67, fp32=67, tf32=495, fp16=989, bf16=989, fp8=1979)),
-    Accelerator("H200", ("H200",), _peaks(fp64=67, fp32=67, tf32=495, fp16=989, bf16=989, fp8=1979)),
+    Accelerator("H100 NVL", ("H100", "NVL"), HOPPER_NVL),
+    Accelerator("H200 NVL", ("H200", "NVL"), HOPPER_NVL),
+    Accelerator("H100", ("H100",), HOPPER_SXM),
+    Accelerator("H200", ("H200",), HOPPER_SXM),
     Accelerator("B200", ("B200",), _peaks(fp64=37, fp32=75, tf32=1125, fp16=2250, bf16=2250, fp8=4500)),
     # one MI250X is two devices (GCDs); the peaks are of one
     Accelerator("MI250X", ("MI250X",), _peaks(fp64=47.9, fp32=47.9, fp16=191.5, bf16=191.5)),
@@ -44,8 +51,12 @@ class Peak:
 
 
 def find(device_name: str) -> Accelerator | None:
-    """The accelerator that a driver's device name means, None if it is not listed: a peak is never guessed."""
+    """The accelerator that a driver's device name means; None if it is not listed, or is a MIG slice of one: a peak
+    is never guessed.
+    """
     words = set(device_name.replace("-", " ").split())
+    if "MIG" in words:
+        return None
     return next((accelerator for accelerator in ACCELERATORS if words.issuperset(accelerator.match)), None)
 
 

@@ -4,14 +4,38 @@ from __future__ import annotations
 
 import math
 import socket
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megascale.comm.collectives import gather_objects
+from megascale.config.model import ModelConfig
 from megascale.core.errors import DivergenceError
+from megascale.layout.tensors import whole
 from megascale.parallel.gradients import Bucket
 
 if TYPE_CHECKING:
     from megascale.train.build import Run
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is not finite on one rank. Ranks of one `place`, (pp, tp), hold the same buckets.
+
+    `gradients`: parameters whose sum over data parallelism is not finite in this rank's shard, with their bucket;
+    `spoilt`: the buckets that were not finite before that sum, for after it no shard shows whose gradient it was.
+    """
+
+    rank: int
+    host: str
+    place: tuple[int, int]
+    loss: float
+    weights: list[str]
+    gradients: dict[str, int]
+    spoilt: set[int]
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.host})"
 
 
 def check_finite(run: Run, own_loss: float, total_loss: float, norm: float) -> None:
@@ -24,65 +48,58 @@ def check_finite(run: Run, own_loss: float, total_loss: float, norm: float) -> N
         return
     reports = gather_objects(run.mesh.world, _report(run, own_loss))
     raise DivergenceError(
-        f"step {run.progress.step + 1}: {_verdict(reports)}; nothing was updated or saved",
+        f"step {run.progress.step + 1}: {_verdict(reports, run.config.model)}; nothing was updated or saved",
         mend="lower optimizer.lr, or look at the samples of this step; the last checkpoint is good",
     )
 
 
-def _report(run: Run, own_loss: float) -> dict[str, Any]:
-    """What is not finite on this rank: its weights, its loss, its gradients as far as they are its own."""
-    gradients = [name for bucket in run.gradients.buckets for name in _bad_gradients(bucket)]
-    weights = [
-        name
-        for bucket in run.gradients.buckets
-        for name, parameter in bucket.parameters.items()
-        if not bool(parameter.isfinite().all())
-    ]
-    return {
-        "rank": run.mesh.rank,
-        "host": socket.gethostname(),
-        "loss": own_loss,
-        "weights": weights,
-        "gradients": sorted(gradients, key=_depth),
-    }
+def _report(run: Run, own_loss: float) -> Report:
+    coord, buckets = run.mesh.coord, run.gradients.buckets
+    return Report(
+        rank=run.mesh.rank,
+        host=socket.gethostname(),
+        place=(coord.pp, coord.tp),
+        loss=own_loss,
+        weights=[name for b in buckets for name, p in b.parameters.items() if not bool(p.isfinite().all())],
+        gradients={name: index for index, bucket in enumerate(buckets) for name in _bad_gradients(bucket)},
+        spoilt={i for i, bucket in enumerate(buckets) if bucket.group.size == 1 or not bool(bucket.finite_before)},
+    )
 
 
 def _bad_gradients(bucket: Bucket) -> list[str]:
-    """Parameters whose gradient is not finite, unless only other data-parallel ranks had made the bucket so."""
-    if bucket.group.size > 1 and bool(bucket.finite_before):
-        return []
+    """Parameters of which the part in this rank's shard has a gradient that is not finite."""
+    start, stop = bucket.shard
     found = []
     for slot in bucket.layout.slots:
-        low, high = (min(max(edge, bucket.shard[0]), bucket.shard[1]) for edge in (slot.start, slot.stop))
-        parts = [bucket.grad[low - bucket.shard[0] : high - bucket.shard[0]]]
-        main = getattr(bucket.parameters[slot.parameter.name], "main_grad", None)
-        if main is not None:  # outside its shard a rank still has what it computed itself
-            parts.append(main)
-        if not all(bool(part.isfinite().all()) for part in parts):
+        low, high = (min(max(edge, start), stop) - start for edge in (slot.start, slot.stop))
+        if not bool(bucket.grad[low:high].isfinite().all()):
             found.append(slot.parameter.name)
     return found
 
 
-def _depth(name: str) -> float:
-    """Position in the network: what a backward comes to first is last."""
-    if name.startswith("layers."):
-        return float(name.split(".")[1])
-    return -1.0 if name.startswith("embedding.position") else math.inf
-
-
-def _verdict(reports: list[dict[str, Any]]) -> str:
-    """The first cause that the reports show: a weight, else a loss, else a gradient. A backward carries a bad value to
-    all that it comes to later, so the deepest parameter is named.
-    """
+def _verdict(reports: Sequence[Report], model: ModelConfig) -> str:
+    """The first cause that the reports show: a weight, else a loss, else a gradient."""
     for report in reports:
-        if report["weights"]:
-            return f"{report['weights'][0]} has a weight that is not finite on rank {report['rank']} ({report['host']})"
-    deepest = max((r for r in reports if r["gradients"]), key=lambda r: _depth(r["gradients"][-1]), default=None)
-    named = (
-        f"the gradient of {deepest['gradients'][-1]} on rank {deepest['rank']} ({deepest['host']})" if deepest else ""
-    )
+        if report.weights:
+            return f"{report.weights[0]} has a weight that is not finite on {report}"
+    named = _first_gradient(reports, model)
     for report in reports:
-        if not math.isfinite(report["loss"]):
-            rest = f", and so is {named}" if named else ""
-            return f"the loss is {report['loss']} on rank {report['rank']} ({report['host']}){rest}"
+        if not math.isfinite(report.loss):
+            return f"the loss is {report.loss} on {report}" + (f", and so is {named}" if named else "")
     return f"{named or 'the sum of all gradients'} is not finite"
+
+
+def _first_gradient(reports: Sequence[Report], model: ModelConfig) -> str:
+    """The parameter that the backward came to first, for it carries a bad value to all that it comes to later; and the
+    ranks from which it may have come.
+    """
+    order = {parameter.name: position for position, parameter in enumerate(whole(model))}
+    bad = {(order[name], name) for report in reports for name in report.gradients}
+    if not bad:
+        return ""
+    _, name = max(bad)
+    holders = [report for report in reports if name in report.gradients]
+    buckets = {(report.place, report.gradients[name]) for report in holders}
+    sources = [r for r in reports if any(r.place == place and bucket in r.spoilt for place, bucket in buckets)]
+    first, *others = sources or holders
+    return f"the gradient of {name} on {first}" + (f" and {len(others)} more" if others else "")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megascale.comm.collectives import all_reduce
 from megascale.comm.mesh import Mesh
+from megascale.core.errors import DataError
 from megascale.data.loader import StepBatch
 from megascale.train.guard import check_finite
 
@@ -53,6 +54,8 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
 def totals(mesh: Mesh, loss: Tensor, tokens: int, stop: bool = False) -> tuple[float, float, float]:
     """Sums over the job, in one reduction: losses and tokens of the micro-batches, each counted where its loss is
     formed, and the ranks that were asked to stop.
+
+    Raises: DataError on every rank if no label of the samples counts.
     """
     last_stage = mesh.coord.pp == mesh.topology.pp - 1
     counts = last_stage and mesh.coord.tp == 0
@@ -61,4 +64,6 @@ def totals(mesh: Mesh, loss: Tensor, tokens: int, stop: bool = False) -> tuple[f
         values[0] = loss
     all_reduce(mesh.world, values)
     total, count, stops = values.tolist()
+    if not count:
+        raise DataError("no label of this batch counts in the loss", mend="look at the loss masks of the data")
     return total, count, stops

@@ -43,7 +43,8 @@ def test_json_is_one_object(config: str, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["check", config, "--json", "--gpus", "4"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["ok"] is True
-    assert answer["state_bytes"]["total"] == sum(size for kind, size in answer["state_bytes"].items() if kind != "total")
+    total = answer["state_bytes"].pop("total")
+    assert total == sum(answer["state_bytes"].values()) > 0
     assert (answer["config"]["parallel"]["dp"], answer["config"]["batch"]["global"]) == (2, 8)
 
 

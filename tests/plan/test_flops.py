@@ -55,8 +55,8 @@ class Row:
     percent: float
 
 
-# Megatron-LM's MFU counts the whole attention matrix. MegaScale's counts less, as if the half under the causal mask,
-# but for one row, whose figure is that of the whole matrix (megascale-paper.md, 11.1).
+# FLOPs a token, MFU x peak / tokens/s: the rows of Megatron-LM give 1.076e12 to 1.078e12, which is the whole attention
+# matrix; those of MegaScale 1.064e12 to 1.067e12, as with the half under the causal mask, but for one of 1.0745e12.
 MEGATRON = [
     Row(768, 256, 40.0, 53.0), Row(768, 512, 21.2, 49.9), Row(768, 768, 15.2, 46.7), Row(768, 1024, 11.9, 44.7),
     Row(6144, 3072, 29.02, 48.7), Row(6144, 6144, 14.78, 47.8), Row(6144, 8192, 12.24, 43.3),

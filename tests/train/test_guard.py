@@ -8,42 +8,71 @@ from typing import Any
 
 import pytest
 
+from megascale.config.model import ModelConfig
 from megascale.core.errors import Exit
 from megascale.core.rank import Rank
+from megascale.train.guard import Report, _verdict
 from tests.jobs import Job, job_config
 from tests.runs import GPT, LLAMA, build_run, config_of, settings
 from tests.worlds import run_world
 
+WHAT = ("weight", "loss", "gradient")
 
-def diverge(rank: Rank, config: Any, where: int, what: str) -> tuple[str, bool]:
-    """Train two steps, then a third in which something is wrong on rank `where`. Returns the error's text, and whether
-    weights and optimizer state are what they were before that step.
+
+def diverge(rank: Rank, config: Any, where: int) -> list[tuple[str, bool]]:
+    """For each of WHAT: train two steps, then a third in which it is wrong on rank `where`. Returns the error's text,
+    and whether weights and optimizer state are what they were before that step.
     """
+    mesh, found = None, []
+    for what in WHAT:
+        run = build_run(rank, config, mesh)
+        mesh = run.mesh
+        train_two_steps(run)
+        if rank.rank == where:
+            spoil(run, what)
+        found.append(third_step(run))
+    return found
+
+
+def train_two_steps(run: Any) -> None:
+    from megascale.train.step import train_step
+
+    for _ in range(2):
+        train_step(run, run.train.batch(run.progress.samples))
+    run.gradients.finish_gather()
+
+
+def spoil(run: Any, what: str) -> None:
+    """Let a weight, the output or the gradient of layer 2's MLP be wrong from now on."""
+    mlp = next(stage.layers["2"] for stage in run.stages if "2" in stage.layers).mlp
+    if what == "weight":
+        mlp.down.weight.data[0, 0] = math.nan
+    elif what == "loss":
+        mlp.register_forward_hook(lambda module, x, out: out * math.inf)
+    else:
+        mlp.register_forward_hook(lambda module, x, out: out.register_hook(lambda g: g * math.nan) and None)
+
+
+def state(run: Any) -> list[Any]:
+    return [t.clone() for s in run.optimizer.shards for t in (s.bucket.weights, s.master, *s.state.values())]
+
+
+def third_step(run: Any) -> tuple[str, bool]:
     import torch
 
     from megascale.core.errors import DivergenceError
     from megascale.train.step import train_step
 
-    run = build_run(rank, config)
-    for _ in range(2):
-        train_step(run, run.train.batch(run.progress.samples))
-    run.gradients.finish_gather()
-    if rank.rank == where:
-        block = next(stage.layers["2"] for stage in run.stages if "2" in stage.layers)
-        if what == "weight":
-            block.mlp.down.weight.data[0, 0] = math.nan
-        elif what == "loss":
-            block.mlp.register_forward_hook(lambda module, x, out: out * math.inf)
-        else:
-            block.mlp.register_forward_hook(lambda module, x, out: out.register_hook(lambda g: g * math.nan) and None)
-    kept = [t.clone() for s in run.optimizer.shards for t in (s.bucket.weights, s.master, *s.state.values())]
+    before = state(run)
     try:
         train_step(run, run.train.batch(run.progress.samples))
+        text = ""
     except DivergenceError as error:
-        now = [t for s in run.optimizer.shards for t in (s.bucket.weights, s.master, *s.state.values())]
-        same = all(torch.equal(a, b) for a, b in zip(kept, now, strict=True) if a.isfinite().all())
-        return str(error), same and run.progress.step == 2
-    return "no error", False
+        text = str(error)
+    run.gradients.finish_gather()
+    # a weight that was NaN before is NaN still
+    same = all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(before, state(run), strict=True))
+    return text, same and run.progress.step == 2
 
 
 LAYOUTS = [
@@ -56,26 +85,78 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("what", ["weight", "loss", "gradient"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: " ".join(f"{k[10:]}{v}" for k, v in layout.items()))
-def test_named_and_not_updated(layout: dict[str, Any], what: str, tmp_path: Path) -> None:
+def test_named_and_not_updated(layout: dict[str, Any], tmp_path: Path) -> None:
     config = config_of(settings(LLAMA, tmp_path, train__precision="fp32", **layout), tmp_path)
-    culprit = 3  # holds layer 2 in every layout
-    results = run_world(config.world, diverge, config, culprit, what)
-    texts = {text for text, _ in results}
-    assert len(texts) == 1, "all ranks say the same"
-    (text,) = texts
-    assert all(unchanged for _, unchanged in results)
-    assert text.startswith("step 3: ") and "nothing was updated or saved" in text
-    same_tp = {2, 3} if layout.get("parallel__tp", 1) > 1 else {3}  # tp ranks share what went wrong with one of them
-    if what == "weight":
-        assert "layers.2.mlp.down.weight has a weight that is not finite on rank 3" in text
-    elif what == "gradient":
-        assert any(f"gradient of layers.2.mlp.down.weight on rank {rank}" in text for rank in same_tp)
-    else:
-        assert "the loss is nan" in text or "the loss is inf" in text
-        if layout.get("parallel__pp", 1) == 1:
-            assert any(f"on rank {rank} (" in text for rank in same_tp)
+    culprit, tp = last_rank_with_layer_2(config), config.parallel.tp
+    same_tp = range(culprit // tp * tp, culprit + 1)  # tp ranks share what went wrong with one of them
+    ranks = run_world(config.world, diverge, config, culprit)
+    texts = {}
+    for index, what in enumerate(WHAT):
+        said = {rank[index][0] for rank in ranks}
+        assert len(said) == 1, "all ranks say the same"
+        assert all(rank[index][1] for rank in ranks), "some rank updated something"
+        texts[what] = said.pop()
+        assert texts[what].startswith("step 3: ") and "nothing was updated or saved" in texts[what]
+    assert f"layers.2.mlp.down.weight has a weight that is not finite on rank {culprit} (" in texts["weight"]
+    assert any(f"gradient of layers.2.mlp.down.weight on rank {rank} (" in texts["gradient"] for rank in same_tp)
+    assert "the loss is nan" in texts["loss"] or "the loss is inf" in texts["loss"]
+    if config.parallel.pp == 1:
+        assert any(f"on rank {rank} (" in texts["loss"] for rank in same_tp)
+
+
+def test_a_tied_embedding_does_not_hide_where_a_gradient_began(tmp_path: Path) -> None:
+    """It is first and last in the network, and whatever goes wrong reaches it."""
+    config = config_of(settings(GPT, tmp_path, train__precision="fp32", parallel__pp=2), tmp_path)
+    for rank in run_world(2, diverge, config, last_rank_with_layer_2(config)):
+        assert "the gradient of layers.2.mlp.down.bias on rank 1 (" in rank[WHAT.index("gradient")][0]
+
+
+def overlooked(rank: Rank, config: Any) -> tuple[str, bool]:
+    """A third step with a gradient that is not finite and without the guard."""
+    from megascale.train import step
+
+    run = build_run(rank, config)
+    train_two_steps(run)
+    spoil(run, "gradient")
+    step.check_finite = lambda *arguments: None
+    text, same = third_step(run)
+    return text, same or all(t.isfinite().all() for t in state(run))
+
+
+def test_without_the_guard_the_step_would_spoil_the_weights(tmp_path: Path) -> None:
+    config = config_of(settings(LLAMA, tmp_path, train__precision="fp32"), tmp_path)
+    assert run_world(1, overlooked, config) == [("", False)]
+
+
+def report(rank: int, place: tuple[int, int], gradients: dict[str, int], spoilt: set[int]) -> Report:
+    return Report(rank, "host", place, 1.0, [], gradients, spoilt)
+
+
+def test_every_rank_that_may_have_spoilt_a_sum_is_counted() -> None:
+    """Shards of a sum show what is wrong, not whose it was: any rank that was wrong before the sum may be it."""
+    shard = {"layers.1.mlp.down.weight": 0, "layers.1.attention.qkv.weight": 0}
+    reports = [
+        report(0, (0, 0), {}, set()),
+        report(1, (0, 0), shard, set()),
+        report(2, (0, 0), {}, {0}),
+        report(3, (0, 0), {}, {0}),
+        report(4, (1, 0), {}, {0}),  # another place, whose first bucket is another
+    ]
+    name = "the gradient of layers.1.mlp.down.weight on rank"
+    assert _verdict(reports, ModelConfig(**GPT)) == f"{name} 2 (host) and 1 more is not finite"
+    assert _verdict(reports[:2], ModelConfig(**GPT)) == f"{name} 1 (host) is not finite"
+    assert _verdict(reports[:1], ModelConfig(**GPT)) == "the sum of all gradients is not finite"
+
+
+def last_rank_with_layer_2(config: Any) -> int:
+    from megascale.layout.chunks import stages_of
+    from megascale.layout.topology import Topology
+
+    p, stages = config.parallel, stages_of(config)
+    holder = next(stage % p.pp for stage in range(stages.count) if 2 in stages.layers(stage))
+    topology = Topology(tp=p.tp, cp=p.cp, dp=config.dp, pp=p.pp)
+    return max(rank for rank in range(config.world) if topology.coord(rank).pp == holder)
 
 
 def test_a_job_that_diverges_is_not_requeued(tmp_path: Path) -> None:

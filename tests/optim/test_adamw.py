@@ -1,0 +1,200 @@
+"""AdamW against torch's own, step by step, on flat segments and on the shards of a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megascale.catalog.optimizers import OPTIMIZERS
+from megascale.catalog.precisions import PRECISIONS
+from megascale.config.train import OptimizerConfig
+from megascale.core.rank import Rank
+from megascale.optim.contract import Segment
+from tests.runs import FAMILIES, GPT, LLAMA, build_run, config_of, settings
+from tests.worlds import run_world
+
+CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.2, betas=[0.8, 0.9], eps=1e-6)
+STEPS = 6
+
+
+def segment(size: int, decays: bool, seed: int) -> Segment:
+    names = OPTIMIZERS["adamw"].load().state_names
+    weight = torch.randn(size, generator=torch.Generator().manual_seed(seed))
+    return Segment(weight, torch.zeros(size), {name: torch.zeros(size) for name in names}, decays)
+
+
+def gradient(size: int, step: int) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(100 + step))
+
+
+def by_the_formula(weight: Tensor, lrs: list[float], decay: float) -> list[Tensor]:
+    """Algorithm 2 of Loshchilov and Hutter 2019 in fp64, for the gradients of the test; the weights of each step."""
+    x, (beta1, beta2) = weight.double(), CONFIG.betas
+    m = v = torch.zeros_like(x)
+    found = []
+    for t, lr in enumerate(lrs, 1):
+        g = gradient(len(x), t).double()
+        m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+        update = (m / (1 - beta1**t)) / ((v / (1 - beta2**t)).sqrt() + CONFIG.eps)
+        x = x - lr * (update + decay * x)
+        found.append(x)
+    return found
+
+
+@pytest.mark.parametrize("decays", [True, False])
+def test_follows_the_formula_under_a_changing_rate(decays: bool) -> None:
+    part = segment(200, decays, seed=1)
+    lrs = [1e-2, 2e-2, 5e-3, 1e-3, 1e-3, 0.0]
+    expected = by_the_formula(part.weight.clone(), lrs, CONFIG.weight_decay if decays else 0.0)
+    optimizer = OPTIMIZERS["adamw"].load()([part], CONFIG)
+    for step, lr in enumerate(lrs, 1):
+        part.grad.copy_(gradient(200, step))
+        optimizer.step(lr, step)
+        torch.testing.assert_close(part.weight.double(), expected[step - 1], rtol=1e-5, atol=1e-6)
+    assert not torch.equal(part.weight, segment(200, decays, seed=1).weight)
+
+
+def test_the_cut_into_segments_changes_nothing() -> None:
+    whole, body = segment(100, True, seed=2), OPTIMIZERS["adamw"].load()
+    flat = segment(100, True, seed=2)
+    cuts = [
+        Segment(flat.weight[part], flat.grad[part], {k: v[part] for k, v in flat.state.items()}, True)
+        for part in (slice(0, 7), slice(7, 64), slice(64, 100))
+    ]
+    one, many = body([whole], CONFIG), body(cuts, CONFIG)
+    for step in range(1, STEPS):
+        for part in (whole, flat):
+            part.grad.copy_(gradient(100, step))
+        one.step(1e-2, step)
+        many.step(1e-2, step)
+    for name in ("weight", *whole.state):  # the ends of a run are computed without vectors, and round otherwise
+        ours, theirs = (part.weight if name == "weight" else part.state[name] for part in (whole, flat))
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
+
+
+def test_all_its_state_is_in_the_segments() -> None:
+    """An optimizer made anew over the same segments, as after a checkpoint, goes on as if nothing had happened."""
+    one, other, body = segment(50, True, seed=3), segment(50, True, seed=3), OPTIMIZERS["adamw"].load()
+    straight, broken = body([one], CONFIG), body([other], CONFIG)
+    for step in range(1, STEPS):
+        if step == 3:
+            broken = body([other], CONFIG)
+        for part in (one, other):
+            part.grad.copy_(gradient(50, step))
+        straight.step(1e-2, step)
+        broken.step(1e-2, step)
+    assert torch.equal(one.weight, other.weight)
+
+
+def test_cards_declare_the_state_that_optimizers_keep() -> None:
+    for name in OPTIMIZERS.names():
+        card = OPTIMIZERS[name]
+        assert card.facts["needs"] in {"element"}
+        assert card.facts["state"] == len(card.load().state_names)
+
+
+def trained_beside_torch(rank: Rank, config: Any) -> list[tuple[float, bool]]:
+    """For each step: the largest difference between our master weights and those that torch's AdamW makes from our
+    gradients, relative to the largest update; and whether the model computes with the masters, rounded.
+    """
+    from megascale.train.step import train_step
+
+    run = build_run(rank, config)
+    (bucket,) = run.gradients.buckets
+    (shard,) = run.optimizer.shards
+    slots = {slot.parameter.name: slice(slot.start, slot.stop) for slot in bucket.layout.slots}
+    theirs = {name: shard.master[place].clone().requires_grad_() for name, place in slots.items()}
+    flat = {name for name in slots if name.endswith(".bias") or "norm" in name}
+    o = config.optimizer
+    groups = [
+        {"params": [theirs[name] for name in slots if name not in flat], "weight_decay": o.weight_decay},
+        {"params": [theirs[name] for name in slots if name in flat], "weight_decay": 0.0},
+    ]
+    reference = torch.optim.AdamW(groups, lr=1.0, betas=tuple(o.betas), eps=o.eps, foreach=False, fused=False)
+    found = []
+    for _ in range(config.train.steps):
+        before = shard.master.clone()
+        result = train_step(run, run.train.batch(run.progress.samples))
+        for name, place in slots.items():  # our gradients, as clipped, are still there
+            theirs[name].grad = bucket.grad[place].clone()
+        for group in reference.param_groups:
+            group["lr"] = result.lr
+        reference.step()
+        worst = max(float((theirs[name] - shard.master[place]).detach().abs().max()) for name, place in slots.items())
+        rounded = torch.equal(bucket.weights, shard.master.to(bucket.weights.dtype))
+        found.append((worst / float((shard.master - before).abs().max()), rounded))
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_trains_as_with_torchs_adamw(family: str, precision: str, tmp_path: Path) -> None:
+    model = FAMILIES[family] | {"num_layers": 2}
+    # biases start at zero, where decay does nothing at first: a large rate moves them
+    more = {"train__precision": precision, "train__steps": 5, "optimizer__weight_decay": 0.5, "optimizer__lr": 5e-2}
+    more["optimizer__min_lr"] = 1e-2
+    config = config_of(settings(model, tmp_path, **more), tmp_path)
+    (found,) = run_world(1, trained_beside_torch, config)
+    assert len(found) == 5 and all(difference < 1e-4 and rounded for difference, rounded in found)
+
+
+def masters(rank: Rank, config: Any) -> list[tuple[torch.dtype, torch.dtype, bool]]:
+    """Formats of weights and masters, and whether masters have memory of their own."""
+    run = build_run(rank, config)
+    return [
+        (s.bucket.weights.dtype, s.master.dtype, s.master.data_ptr() != s.bucket.shard_weights.data_ptr())
+        for s in run.optimizer.shards
+    ]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS.names())
+def test_masters_are_copies_only_where_the_formats_differ(precision: str, tmp_path: Path) -> None:
+    config = config_of(settings(LLAMA, tmp_path, train__precision=precision), tmp_path)
+    facts = PRECISIONS[precision].facts
+    expected = (getattr(torch, facts["compute"]), getattr(torch, facts["accumulate"]), facts["master"])
+    assert run_world(1, masters, config) == [[expected]]
+
+
+DECAYED = {
+    "gpt": {"embedding.token.weight", "embedding.position.weight"},
+    "llama": {"embedding.token.weight", "head.weight"},
+}
+DECAYED_IN_A_LAYER = {
+    "gpt": {"attention.qkv.weight", "attention.out.weight", "mlp.up.weight", "mlp.down.weight"},
+    "llama": {"attention.qkv.weight", "attention.out.weight", "mlp.gate_up.weight", "mlp.down.weight"},
+}
+
+
+def decayed(rank: Rank, config: Any) -> tuple[set[str], set[str]]:
+    """Parameters that shrink, and those that stay, in a step with no gradient: all of each, or the test fails."""
+    run = build_run(rank, config)
+    before = {}
+    for bucket in run.gradients.buckets:
+        for name, parameter in bucket.parameters.items():
+            parameter.data.add_(1.0)
+            before[name] = parameter.detach().clone()
+    run.gradients.clear()
+    run.optimizer.step(0.1, 1)
+    run.gradients.start_gather()
+    run.gradients.finish_gather()
+    now = {n: p.detach() for bucket in run.gradients.buckets for n, p in bucket.parameters.items()}
+    factor = 1 - 0.1 * config.optimizer.weight_decay
+    shrunk = {n for n in before if torch.allclose(now[n], before[n] * factor, rtol=1e-12)}
+    stayed = {n for n in before if torch.equal(now[n], before[n])}
+    assert shrunk | stayed == set(before)
+    return shrunk, stayed
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_matrices_decay_and_norms_and_biases_do_not(family: str, tmp_path: Path) -> None:
+    """Wherever the shards of two ranks cut the buckets."""
+    layout = {"parallel__dp": 2, "parallel__zero": 1}
+    config = config_of(settings(FAMILIES[family], tmp_path, **layout), tmp_path)
+    layers = {f"layers.{i}.{name}" for i in range(GPT["num_layers"]) for name in DECAYED_IN_A_LAYER[family]}
+    for shrunk, stayed in run_world(2, decayed, config):
+        assert shrunk == DECAYED[family] | layers
+        assert all("norm" in name or name.endswith(".bias") for name in stayed) and stayed

@@ -1,0 +1,190 @@
+"""The norm of the gradient and its clipping: of the whole model, every parameter once, however it is cut."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megascale.comm.collectives import all_reduce
+from megascale.comm.mesh import open_mesh
+from megascale.core.rank import Rank
+from megascale.layout.topology import Topology
+from tests.runs import FAMILIES, GPT, LLAMA, build_run, config_of, settings
+from tests.worlds import run_world
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp4 zero0": {"parallel__dp": 4, "parallel__zero": 0},
+    "dp4 zero1": {"parallel__dp": 4, "parallel__zero": 1},
+    "dp4 zero2": {"parallel__dp": 4, "parallel__zero": 2},
+    "tp4": {"parallel__tp": 4},
+    "tp2 dp2 zero0": {"parallel__tp": 2, "parallel__dp": 2, "parallel__zero": 0},
+    "tp2 sp dp2 zero2": {"parallel__tp": 2, "parallel__sp": True, "parallel__dp": 2, "parallel__zero": 2},
+    "tp2 sp pp2 vpp2": {"parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "parallel__vpp": 2},
+    "pp2 dp2 zero1": {"parallel__pp": 2, "parallel__dp": 2},
+    "pp4": {
+        "parallel__pp": 4
+    },  # last: here only some ranks open a group for the tied embedding (`comm.mesh.open_mesh`)
+}
+WIDE = {"num_kv_heads": 4}  # so that tp = 4 can cut the key-value heads
+
+
+def plain_gradients(config: Any) -> dict[str, Tensor]:
+    """Gradients of the mean loss of the first step by autograd alone: no buckets, no micro-batches, no groups."""
+    from megascale.comm.mesh import single
+    from megascale.layout.tensors import whole
+    from megascale.model.initialize import fill
+    from megascale.model.transformer import Stage
+    from megascale.parallel.tensor import TensorAxis
+
+    parameters = {}
+    for parameter in whole(config.model):
+        weight = torch.zeros(parameter.local_shape(1), dtype=torch.float64)
+        fill(weight, parameter, 0, 1, config.train.seed)
+        parameters[parameter.name] = nn.Parameter(weight)
+    layers = range(config.model.num_layers)
+    stage = Stage(config.model, parameters, layers, True, True, TensorAxis(single().tp))
+    batch = whole_batch(config)
+    (stage(None, batch) / batch.labels.numel()).backward()
+    return {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+
+
+def whole_batch(config: Any) -> Any:
+    """The samples of the first step as one micro-batch."""
+    from megascale.data.loader import Loader, Shape
+    from megascale.data.mixture import mixture
+
+    total = config.batch.total
+    samples = mixture(config, "train", config.train.steps * total)
+    shape = Shape(total, total, 1)
+    loader = Loader(samples, shape, 0, dropout=0.0, seed=config.train.seed, device=torch.device("cpu"))
+    return loader.batch(0).micro_batch(0)
+
+
+def norms(rank: Rank, configs: list[Any]) -> list[tuple[float, float, float, float]]:
+    """For each run: the norm that its first step reports unclipped, and after clipping to a half of it what it reports,
+    the norm of what is left in the shards, and the largest difference to the unclipped gradient times the factor.
+    """
+    found, meshes = [], {}
+    for config in configs:
+        p = config.parallel
+        topology = Topology(tp=p.tp, cp=p.cp, dp=config.dp, pp=p.pp)
+        if topology not in meshes:
+            meshes[topology] = open_mesh(topology, rank.rank, "gloo", tied=topology.pp > 1)
+        run = build_run(rank, config, meshes[topology])
+        found.append(clipped(run))
+    return found
+
+
+def clipped(run: Any) -> tuple[float, float, float, float]:
+    from megascale.train.step import totals
+
+    batch = run.train.batch(0)
+    run.gradients.clear()
+    loss = run.pipeline.run(run.train_order, batch)
+    run.gradients.finish()
+    _, tokens, _ = totals(run.mesh, loss, batch.tokens)
+    run.optimizer._clip = 0.0
+    norm = run.optimizer.scale_and_clip(1 / tokens)
+    before = [shard.bucket.grad.clone() for shard in run.optimizer.shards]
+    run.optimizer._clip = norm / 2
+    again = run.optimizer.scale_and_clip(1.0)
+    run.optimizer._clip = 0.0
+    left = run.optimizer.scale_and_clip(1.0)
+    differences = [
+        float((shard.bucket.grad - old * (left / norm)).abs().max())
+        for shard, old in zip(run.optimizer.shards, before, strict=True)
+    ]
+    worst = torch.tensor(max(differences), dtype=torch.float64)
+    all_reduce(run.mesh.world, worst, "max")
+    return norm, again, left, float(worst)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], list[tuple[float, ...]]]:
+    """(family, layout) to what each rank found; one world of four runs all of them."""
+    folder = tmp_path_factory.mktemp("clip")
+    keys = [(family, name) for name in LAYOUTS for family in FAMILIES]
+    configs = [config_of(settings(FAMILIES[f] | WIDE, folder, **LAYOUTS[name]), folder) for f, name in keys]
+    ranks = run_world(4, norms, configs)
+    return {key: [rank[index] for rank in ranks] for index, key in enumerate(keys)}
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    """By family, the norm of the whole model's gradients from autograd alone."""
+    folder = tmp_path_factory.mktemp("plain")
+    found = {}
+    for family, sizes in FAMILIES.items():
+        gradients = plain_gradients(config_of(settings(sizes | WIDE, folder), folder))
+        found[family] = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_norm_is_that_of_the_whole_model(family: str, layout: str, results: Any, expected: Any) -> None:
+    for norm, *_ in results[family, layout]:
+        assert norm == pytest.approx(expected[family], rel=1e-11)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_clipping_scales_all_gradients_alike(family: str, layout: str, results: Any) -> None:
+    ranks = results[family, layout]
+    assert all(rank == ranks[0] for rank in ranks), "ranks would clip differently"
+    norm, again, left, difference = ranks[0]
+    assert again == pytest.approx(norm, rel=1e-12), "the norm that is reported is the one before clipping"
+    assert left == pytest.approx(norm / 2, rel=1e-5)
+    assert difference < 1e-12 * norm
+
+
+def edges(rank: Rank, config: Any) -> dict[str, tuple[float, bool]]:
+    """By limit: the norm of one process's gradients, 2.0, as reported, and whether the gradients stayed."""
+    run = build_run(rank, config)
+    found = {}
+    for limit in (0.0, 1.0, 1.99, 2.01, 100.0):
+        (shard,) = run.optimizer.shards
+        grad = shard.bucket.grad
+        grad.zero_()
+        grad[:4] = 1.0
+        run.optimizer._clip = limit
+        norm = run.optimizer.scale_and_clip(1.0)
+        found[str(limit)] = (norm, bool((grad[:4] == 1.0).all()))
+    grad[2] = math.nan
+    kept = grad.clone()
+    norm = run.optimizer.scale_and_clip(0.5)
+    found["nan"] = (norm, torch.equal(grad.nan_to_num(7), kept.nan_to_num(7)))
+    return found
+
+
+def test_only_a_larger_norm_is_clipped_and_none_with_zero(tmp_path: Path) -> None:
+    (found,) = run_world(1, edges, config_of(settings(LLAMA, tmp_path), tmp_path))
+    nan, unchanged = found.pop("nan")
+    assert math.isnan(nan) and unchanged, "gradients that are not finite are left to be looked at"
+    assert {norm for norm, _ in found.values()} == {2.0}
+    assert {limit: same for limit, (_, same) in found.items()} == {
+        "0.0": True, "1.0": False, "1.99": False, "2.01": True, "100.0": True,
+    }  # fmt: skip
+
+
+def first_update(rank: Rank, configs: list[Any]) -> list[tuple[float, float]]:
+    """The loss of the second step, and the norm of the first, of each run."""
+    from tests.runs import curve_of
+
+    curves = [curve_of(build_run(rank, config), 2) for config in configs]
+    return [(curve[1][0], curve[0][1]) for curve in curves]
+
+
+def test_the_limit_of_the_configuration_is_used(tmp_path: Path) -> None:
+    """Adam divides by the gradient's own size; with a large eps it does not, and a clipped step is a small one."""
+    limits = (0.0, 1e3, 1e-3)
+    more = {"optimizer__eps": 1e3, "optimizer__lr": 3e2, "optimizer__warmup_steps": 0, "optimizer__weight_decay": 0.0}
+    configs = [config_of(settings(GPT, tmp_path, optimizer__clip_norm=limit, **more), tmp_path) for limit in limits]
+    ((off, far, near),) = run_world(1, first_update, configs)
+    assert off == far
+    assert near[1] == off[1] and near[0] > off[0]

@@ -1,0 +1,112 @@
+"""The learning rate of every decay against its formula, and what any course of it must keep to."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megascale.catalog.decays import DECAYS
+from megascale.config.train import OptimizerConfig
+from megascale.optim.lr import learning_rate
+
+LR, MIN_LR = 3e-4, 2e-5
+
+DECAY = st.sampled_from(DECAYS.names())
+FALLING = st.sampled_from([name for name in DECAYS.names() if name != "constant"])
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[int, int, int | None]:
+    """Steps, warm-up and decay_steps of a run that the configuration's rules allow."""
+    steps = draw(st.integers(1, 400))
+    warmup = draw(st.integers(0, steps - 1))
+    return steps, warmup, draw(st.none() | st.integers(1, steps - warmup))
+
+
+def course(decay: str, run: tuple[int, int, int | None], **more: Any) -> list[float]:
+    """The learning rate of each step; [0] is step 1."""
+    steps, warmup, decay_steps = run
+    keys = {"lr": LR, "min_lr": MIN_LR, "warmup_steps": warmup, "decay": decay, "decay_steps": decay_steps} | more
+    at = learning_rate(OptimizerConfig(**keys), steps)
+    return [at(step) for step in range(1, steps + 1)]
+
+
+@given(DECAY, runs())
+def test_warm_up_is_a_straight_line_from_zero_to_lr(decay: str, run: Any) -> None:
+    warmup = run[1]
+    expected = [LR * step / warmup for step in range(1, warmup + 1)]
+    assert course(decay, run)[:warmup] == pytest.approx(expected)
+
+
+@given(DECAY, runs())
+def test_after_the_warm_up_it_never_rises_and_keeps_its_bounds(decay: str, run: Any) -> None:
+    after = course(decay, run)[run[1] :]
+    assert all(earlier >= later for earlier, later in pairwise(after))
+    assert all(MIN_LR * (1 - 1e-12) <= rate <= LR for rate in after)
+
+
+@given(FALLING, runs())
+def test_a_falling_rate_ends_at_min_lr(decay: str, run: Any) -> None:
+    assert course(decay, run)[-1] == pytest.approx(MIN_LR)
+
+
+@given(DECAY, runs())
+def test_it_is_continuous(decay: str, run: Any) -> None:
+    """No step changes it by more than the steepest part of its course: of the warm-up, or of the fall."""
+    steps, warmup, decay_steps = run
+    fall = min(decay_steps or max(steps // 10, 1), steps - warmup) if decay == "wsd" else steps - warmup
+    steepest = max(LR / max(warmup, 1), (LR - MIN_LR) * (math.pi / 2 if decay == "cosine" else 1) / fall)
+    rates = [0.0 if warmup else LR, *course(decay, run)]
+    assert all(abs(b - a) <= steepest * (1 + 1e-9) for a, b in pairwise(rates))
+
+
+@given(runs())
+def test_constant(run: Any) -> None:
+    assert set(course("constant", run)[run[1] :]) == {LR}
+
+
+@given(runs())
+def test_linear(run: Any) -> None:
+    steps, warmup, _ = run
+    expected = [LR + (MIN_LR - LR) * (step - warmup) / (steps - warmup) for step in range(warmup + 1, steps + 1)]
+    assert course("linear", run)[warmup:] == pytest.approx(expected)
+
+
+@given(runs())
+def test_cosine(run: Any) -> None:
+    steps, warmup, _ = run
+    angles = [math.pi * (step - warmup) / (steps - warmup) for step in range(warmup + 1, steps + 1)]
+    expected = [MIN_LR + (LR - MIN_LR) * (1 + math.cos(angle)) / 2 for angle in angles]
+    assert course("cosine", run)[warmup:] == pytest.approx(expected)
+
+
+@given(runs())
+def test_wsd_stays_at_lr_and_falls_over_the_last_decay_steps(run: Any) -> None:
+    steps, warmup, decay_steps = run
+    fall = min(decay_steps or max(steps // 10, 1), steps - warmup)
+    rates = course("wsd", run)
+    assert set(rates[warmup : steps - fall]) <= {LR}
+    expected = [MIN_LR + (LR - MIN_LR) * (fall - done) / fall for done in range(1, fall + 1)]
+    assert rates[steps - fall :] == pytest.approx(expected)
+
+
+def test_wsd_falls_over_a_tenth_of_the_steps_unless_told() -> None:
+    rates = course("wsd", (200, 10, None))
+    assert rates[179] == LR > rates[180]
+    assert rates[10:] == course("wsd", (200, 10, 20))[10:]
+
+
+def test_only_wsd_reads_decay_steps() -> None:
+    for decay in DECAYS.names():
+        same = course(decay, (100, 10, 5)) == course(decay, (100, 10, 50))
+        assert same is (decay != "wsd")
+
+
+def test_a_run_of_one_step_trains_at_the_end_of_its_course() -> None:
+    assert course("constant", (1, 0, None)) == [LR]
+    assert course("cosine", (1, 0, None)) == [MIN_LR]

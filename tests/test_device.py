@@ -1,0 +1,87 @@
+"""The device of a process: which one, how many threads, and what it says of itself."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from megascale import device
+from megascale.device import Device, detect
+
+PACKAGE = Path(device.__file__).parent
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A host with two GPUs; the list has those that were made current."""
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    return chosen
+
+
+def threads(monkeypatch: pytest.MonkeyPatch, cores: int, **env: str) -> int:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    given: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", given.append)
+    detect(allow_gpu=False)
+    return given[0]
+
+
+def test_cores_are_shared_among_the_ranks_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert threads(monkeypatch, 8) == 8
+    assert threads(monkeypatch, 8, LOCAL_WORLD_SIZE="3") == 2
+    assert threads(monkeypatch, 2, LOCAL_WORLD_SIZE="8") == 1
+
+
+def test_omp_num_threads_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert threads(monkeypatch, 8, LOCAL_WORLD_SIZE="8", OMP_NUM_THREADS="4") == 4
+    assert threads(monkeypatch, 8, OMP_NUM_THREADS="0") == 1
+
+
+def test_a_rank_has_the_gpu_of_its_local_number(gpus: list[int]) -> None:
+    assert detect(1) == Device(torch.device("cuda", 1), "nccl")
+    assert gpus == [1]
+
+
+def test_a_rank_without_a_gpu_of_its_own_is_refused(gpus: list[int]) -> None:
+    with pytest.raises(RuntimeError, match="local rank 2 has no GPU: this host has 2"):
+        detect(2)
+    assert gpus == []
+
+
+def test_gpus_are_used_only_where_allowed(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    assert detect(0, allow_gpu=False) == Device(torch.device("cpu"), "gloo")
+    assert gpus == []
+
+
+def test_a_cpu_says_its_name_and_peak_memory() -> None:
+    cpu = Device(torch.device("cpu"), "gloo")
+    assert cpu.is_cpu and cpu.name
+    cpu.synchronize()
+    before = cpu.peak_memory()
+    block = torch.ones(64 << 20, dtype=torch.uint8)
+    status = Path("/proc/self/status").read_text()
+    high = int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
+    assert before <= cpu.peak_memory()
+    assert cpu.peak_memory() == pytest.approx(high, rel=0.05)
+    assert cpu.peak_memory() > block.nbytes
+
+
+def test_cuda_is_named_in_this_file_alone() -> None:
+    naming = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if re.search(r"torch\.cuda|[\"']cuda[\"':]", path.read_text())
+    }
+    assert naming == {"device.py"}

@@ -1,0 +1,75 @@
+"""Half of the system never imports torch, and importing does nothing but define things."""
+
+from __future__ import annotations
+
+import json
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megascale
+
+WITHOUT_TORCH = ("core", "catalog", "config", "layout", "schedule", "launch", "plan")
+COMMANDS = ("megascale.cli.main", "megascale.cli.check", "megascale.cli.train", "megascale.cli.data")
+HEAVY = {"torch", "numpy", "tensorboard", "transformers", "megatron"}
+
+
+def modules(*packages: str) -> list[str]:
+    """Every module of these packages of ours, or of all."""
+    found = [info.name for info in pkgutil.walk_packages(megascale.__path__, "megascale.")]
+    return [name for name in found if not packages or name.split(".")[1] in packages]
+
+
+def after_importing(names: list[str], folder: Path) -> dict[str, list[str]]:
+    """What a fresh Python has after importing modules: packages, output, threads, and changes of the environment."""
+    code = f"""
+import importlib, io, json, os, signal, sys, threading
+handlers = lambda: [str(signal.getsignal(n)) for n in signal.valid_signals()]
+out, sys.stdout = sys.stdout, io.StringIO()
+before, signals = dict(os.environ), handlers()
+for name in {names!r}:
+    importlib.import_module(name)
+changed = sorted(k for k in before.keys() | os.environ.keys() if before.get(k) != os.environ.get(k))
+json.dump({{
+    "packages": sorted({{name.partition(".")[0] for name in sys.modules}}),
+    "output": [sys.stdout.getvalue()],
+    "threads": [t.name for t in threading.enumerate()],
+    "environment": changed,
+    "signals": [] if signals == handlers() else ["changed"],
+    "world": [str(sys.modules["torch.distributed"].is_initialized())] if "torch.distributed" in sys.modules else [],
+}}, out)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return json.loads(done.stdout)
+
+
+def test_modules_below_the_line_do_not_import_torch(tmp_path: Path) -> None:
+    names = modules(*WITHOUT_TORCH)
+    assert {name.split(".")[1] for name in names} == set(WITHOUT_TORCH)
+    assert not HEAVY & set(after_importing(names, tmp_path)["packages"])
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_answer_without_torch(name: str, tmp_path: Path) -> None:
+    """A command that trains imports torch when it runs, on a rank."""
+    assert not {"torch", "megatron", "transformers"} & set(after_importing([name], tmp_path)["packages"])
+
+
+def test_the_question_notices_torch(tmp_path: Path) -> None:
+    assert "torch" in after_importing(["megascale.device"], tmp_path)["packages"]
+
+
+def test_importing_everything_does_nothing_else(tmp_path: Path) -> None:
+    found = after_importing([name for name in modules() if not name.endswith("__main__")], tmp_path)
+    assert found["output"] == [""]
+    assert found["threads"] == ["MainThread"]
+    assert found["signals"] == []
+    assert found["world"] == ["False"]
+    ours = [name for name in found["environment"] if name.startswith(("MEGASCALE", "OMP", "MASTER", "GLOO", "NCCL"))]
+    assert ours == []
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,95 @@
+"""One rank's life: what it says first, what MFU is measured against, and how it ends on an error."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megascale.core.errors import Exit
+from megascale.core.rank import Rank
+from megascale.device import Device
+from megascale.plan.hardware import Peak
+from megascale.plan.memory import state_bytes
+from megascale.train import entry
+from tests.jobs import Job, job_config
+from tests.runs import LLAMA, build_run, config_of, settings
+
+SIZES = LLAMA | {"num_layers": 2}
+
+
+def a_run(folder: Path, **more: Any) -> Any:
+    return build_run(Rank(0, 1, 0, "localhost"), config_of(settings(SIZES, folder, **more), folder))
+
+
+def on_gpu(run: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    return replace(run, device=Device(torch.device("cuda", 0), "nccl"))
+
+
+def test_the_introduction_says_what_runs_where(tmp_path: Path) -> None:
+    run = a_run(tmp_path, train__precision="bf16")
+    text = entry.introduction(run, Peak(2.5e9, "a processor, measured by GEMM"))
+    numbers = sum(p.numel() for p in run.gradients.parameters(0).values())
+    padding = 2 * (128 - 101) * 32  # rows of the two vocabulary matrices that are no tokens
+    for part in (
+        f"test: {(numbers - padding) / 1e3:.2f}k parameters in bf16",
+        "tp 1 x pp 1 (vpp 1, 1f1b) x dp 1 (zero 1) = 1 ranks",
+        "a step is 8 x 16 tokens, 8 micro-batches a rank",
+        "MFU is measured against 2.5 GFLOP/s a rank (a processor, measured by GEMM)",
+        f"writing to {tmp_path / 'test'}",
+    ):
+        assert part in text
+    assert state_bytes(run.config, 0).total > 18 * (numbers - padding)
+
+
+def test_a_cpu_is_measured_and_a_gpu_is_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = a_run(tmp_path, train__precision="bf16")
+    measured: list[torch.dtype] = []
+    monkeypatch.setattr(entry, "measured_peak", lambda device, dtype, mesh: measured.append(dtype) or Peak(1.0, "m"))
+    assert entry.find_peak(run) == Peak(1.0, "m")
+    assert measured == [torch.bfloat16]
+    peak = entry.find_peak(on_gpu(run, "NVIDIA A100-SXM4-80GB", monkeypatch))
+    assert peak is not None and peak.flops == 312e12
+    assert len(measured) == 1
+
+
+def test_an_unknown_gpu_has_no_mfu_and_the_introduction_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = on_gpu(a_run(tmp_path), "NVIDIA Tomorrow", monkeypatch)
+    assert entry.find_peak(run) is None
+    assert "MFU n/a: the peak of 'NVIDIA Tomorrow' is not known" in entry.introduction(run, None)
+
+
+def with_code(folder: Path, code: str) -> dict[str, str]:
+    """An environment in which every Python runs `code` as it starts."""
+    site = folder / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(code)
+    return {"PYTHONPATH": str(site)}
+
+
+def test_a_users_mistake_ends_with_its_status_and_one_message(tmp_path: Path) -> None:
+    """Data that turn out to be too few only when they are opened."""
+    from megascale.cli.main import main
+
+    (tmp_path / "corpus.txt").write_text("too little")
+    prefix = str(tmp_path / "few")
+    assert main(["data", "prepare", str(tmp_path / "corpus.txt"), "--output", prefix, "--tokenizer", "bytes"]) == 0
+    sizes = SIZES | {"vocab_size": 257}
+    config = job_config(tmp_path, sizes, data__mock=False, data__train=prefix, data__split=[1.0, 0.0])
+    status, _, err = Job(config).end()
+    assert status == Exit.DATA, err
+    assert "rank 0 of 1" in err and "->" in err and "Traceback" not in err
+
+
+def test_a_bug_ends_with_its_traceback(tmp_path: Path) -> None:
+    code = "import megascale.catalog.decays as d\ndef f(*a): raise LookupError('a bug')\nd.constant = f\n"
+    config = job_config(tmp_path, SIZES, optimizer__decay="constant", optimizer__warmup_steps=0)
+    status, _, err = Job(config, env=with_code(tmp_path, code)).end()
+    assert status == Exit.UNCLASSIFIED, err
+    assert "Traceback" in err and "LookupError: a bug" in err
