@@ -39,6 +39,11 @@ class Device:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def gpus() -> int:
+    """GPUs of this host that torch can use."""
+    return torch.cuda.device_count()
+
+
 def detect(local_rank: int = 0, allow_gpu: bool = True) -> Device:
     """The GPU of this local rank where there is one, else the CPU with one thread for each local process' share.
 
@@ -47,8 +52,8 @@ def detect(local_rank: int = 0, allow_gpu: bool = True) -> Device:
     if not (allow_gpu and torch.cuda.is_available()):
         torch.set_num_threads(_threads())
         return Device(torch.device("cpu"), "gloo")
-    if local_rank >= torch.cuda.device_count():
-        raise RuntimeError(f"local rank {local_rank} has no GPU: this host has {torch.cuda.device_count()}")
+    if local_rank >= gpus():
+        raise RuntimeError(f"local rank {local_rank} has no GPU: this host has {gpus()}")
     torch.cuda.set_device(local_rank)
     return Device(torch.device("cuda", local_rank), "nccl")
 

@@ -42,7 +42,8 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         fullest = fullest_rank(config)
         state = {**asdict(fullest), "total": fullest.total}
-        print(json.dumps({"ok": True, "state_bytes": state, "config": config.model_dump(by_alias=True, mode="json")}))
+        facts = {"ok": True, "processes": config.world, "state_bytes": state}
+        print(json.dumps({**facts, "config": config.model_dump(by_alias=True, mode="json")}))
     elif options.show:
         print(to_toml(config), end="")
     else:

@@ -11,7 +11,8 @@ from megascale.cli.main import add_config_arguments
 from megascale.config.explain import load
 from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError, Problem
-from megascale.core.rank import Rank, die_with, from_environment
+from megascale.core.process import die_with
+from megascale.core.rank import Rank, from_environment
 from megascale.launch.failure import write_error
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 
 import torch.distributed as dist
 from torch.distributed import Store
 
-from megascale.core.rank import Rank
+from megascale.core.errors import ConfigError, Problem
+from megascale.core.rank import Rank, meeting_place
 from megascale.device import Device
 
 STORE = "MEGASCALE_STORE"
@@ -21,15 +23,17 @@ TIMEOUT = datetime.timedelta(minutes=30)
 def start(rank: Rank, device: Device, timeout: datetime.timedelta = TIMEOUT) -> None:
     """Join the job: rendezvous and open the default process group.
 
-    The store is that of our launcher (on its own loopback socket), of torchrun, or MASTER_ADDR and MASTER_PORT; a world
-    of one needs none.
+    The store is that of our launcher (on its own loopback socket), of torchrun, or at MASTER_ADDR and MASTER_PORT,
+    which a Slurm step need not set; a world of one needs none.
+
+    Raises: ConfigError if nothing says where to meet, or there is no host of that name.
     """
     if rank.world == 1:
         store: Store | None = dist.HashStore()
     elif STORE in os.environ:
         store = _own_store(rank, timeout)
     else:
-        os.environ.setdefault("MASTER_PORT", "29500")
+        _find_meeting_place()
         store = None
     dist.init_process_group(device.backend, store=store, rank=rank.rank, world_size=rank.world, timeout=timeout)
 
@@ -38,8 +42,23 @@ def _own_store(rank: Rank, timeout: datetime.timedelta) -> Store:
     """TCPStore binds to every interface; a socket that was bound to loopback before is handed to it instead."""
     host, port, *listening = os.environ[STORE].split(":")
     first = rank.rank == 0
-    socket = int(listening[0]) if first and listening else None
-    return dist.TCPStore(host, int(port), rank.world, first, timeout, master_listen_fd=socket)
+    listener = int(listening[0]) if first and listening else None
+    return dist.TCPStore(host, int(port), rank.world, first, timeout, master_listen_fd=listener)
+
+
+def _find_meeting_place() -> None:
+    """Set MASTER_ADDR and MASTER_PORT. A name that no one knows would be tried until the timeout."""
+    place = meeting_place()
+    if place is None:
+        found, mend = "not set", "start with torchrun, srun or launch/torchrun.sh, or set it to the host of rank 0"
+        raise ConfigError([Problem("environment", "MASTER_ADDR", found, mend)])
+    host, port = place
+    try:
+        socket.getaddrinfo(host, port)
+    except OSError as error:
+        found, mend = f"{host!r}: {error.strerror}", "a name or address of rank 0's host that all hosts can reach"
+        raise ConfigError([Problem("environment", "MASTER_ADDR", found, mend)]) from None
+    os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
 
 
 def stop() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+
+_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 def runs(pid: int) -> bool:
@@ -14,3 +18,10 @@ def runs(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent, `parent`, dies, whatever it dies of."""
+    ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the call
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,8 +1,9 @@
-"""Which process of a job this is, as torchrun or Slurm say in the environment."""
+"""Which process of a job this is, and where its processes meet, as torchrun or Slurm say in the environment."""
 
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,13 +25,28 @@ class Rank:
 def from_environment(env: Mapping[str, str] = os.environ) -> Rank | None:
     """The rank that torchrun (RANK, WORLD_SIZE) or srun (SLURM_PROCID in a step) gave this process; None outside both.
 
-    A batch script has SLURM_PROCID too, but no step of its own tasks: there the answer is None.
+    A batch script has SLURM_PROCID too, but no step. A step of one task is a shell on a node (`srun --pty bash`, salloc
+    on many clusters), where a job of many ranks may be started: there, too, the answer is None.
     """
     host = socket.gethostname()
     if "RANK" in env and "WORLD_SIZE" in env:
         rank = int(env["RANK"])
         return Rank(rank, int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", rank)), host)
-    if env.get("SLURM_STEP_ID", "").isdigit() and "SLURM_PROCID" in env:
-        tasks = int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", "1")))
+    tasks = int(env.get("SLURM_STEP_NUM_TASKS", "1"))
+    if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env and tasks > 1:
         return Rank(int(env["SLURM_PROCID"]), tasks, int(env.get("SLURM_LOCALID", "0")), host)
     return None
+
+
+def meeting_place(env: Mapping[str, str] = os.environ) -> tuple[str, int] | None:
+    """Host and port of rank 0's store: MASTER_ADDR and MASTER_PORT, else those of a Slurm step; None if neither says.
+
+    A step's rank 0 runs on the first host of its list; the port follows from the job and the step, so that neighbours
+    do not meet by mistake.
+    """
+    host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
+    if "SLURM_STEP_NODELIST" in env:
+        # "rack[03-04,7]node[1-2],login" begins with rack03node1
+        host = host or re.sub(r"\[(\d+)[^\]]*\]", r"\1", env["SLURM_STEP_NODELIST"]).split(",")[0]
+        port = port or str(20000 + (10 * int(env["SLURM_JOB_ID"]) + int(env["SLURM_STEP_ID"])) % 10000)
+    return (host, int(port or 29500)) if host else None

@@ -10,18 +10,26 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megascale.core.errors import Exit, MegascaleError
 from megascale.core.files import write_text
 from megascale.core.rank import Rank
 
 ERROR_FILE = "MEGASCALE_ERROR_FILE"
-"""Environment variable: where this rank writes its error."""
+"""Environment variable: where this rank writes its error; `%t` in it is the rank."""
+
+TORCHRUN_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""torchrun's own, in its own format: what its summary shows of a rank."""
+
+SETTLE = 1.5
+"""Seconds by which a rank that lost another one leaves later: torchrun and srun blame whoever leaves first."""
 
 _PEER_LOST = (
     "connection closed by peer",
@@ -64,21 +72,26 @@ def peer_was_lost(error: BaseException) -> bool:
 
 
 def write_error(error: BaseException, rank: Rank) -> None:
-    """Leave this rank's error for the launcher, if one asks for it."""
-    path = os.environ.get(ERROR_FILE)
-    if not path:
-        return
-    record = {
-        "time": time.time(),
-        "rank": rank.rank,
-        "host": rank.host,
-        "what": str(error)
-        if isinstance(error, MegascaleError)
-        else "".join(traceback.format_exception_only(error)).strip(),
-        "exit_status": exit_status_of(error),
-        "peer_was_lost": peer_was_lost(error),
-    }
-    write_text(Path(path), json.dumps(record))
+    """Leave this rank's error in the files that launchers ask for. A rank that only lost another waits a moment."""
+    own = isinstance(error, MegascaleError)
+    what = str(error) if own else "".join(traceback.format_exception_only(error)).strip()
+    lost = peer_was_lost(error)
+    if path := os.environ.get(ERROR_FILE):
+        record = {
+            "time": time.time(),
+            "rank": rank.rank,
+            "host": rank.host,
+            "what": what,
+            "exit_status": exit_status_of(error),
+            "peer_was_lost": lost,
+        }
+        write_text(Path(path.replace("%t", str(rank.rank))), json.dumps(record))
+    if lost:
+        time.sleep(SETTLE)
+    if path := os.environ.get(TORCHRUN_ERROR_FILE):
+        message = f"{rank}: {'lost another rank: ' if lost else ''}{what}"
+        theirs = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}
+        write_text(Path(path), json.dumps(theirs))
 
 
 def first_cause(logs: Path, died: Mapping[int, int], codes: Mapping[int, int]) -> Failure:
@@ -86,17 +99,39 @@ def first_cause(logs: Path, died: Mapping[int, int], codes: Mapping[int, int]) -
     statuses.
     """
     host = os.uname().nodename
-    errors = [json.loads(path.read_text(encoding="utf-8")) for path in logs.glob("rank-*.error.json")]
-    own = sorted((e for e in errors if not e["peer_was_lost"]), key=lambda e: e["time"])
-    for error in own:
-        return Failure(error["rank"], error["host"], error["what"], error["exit_status"])
+    errors = _errors(logs)
+    for error in errors:
+        if not error["peer_was_lost"]:
+            return Failure(error["rank"], error["host"], error["what"], error["exit_status"])
     for rank, number in died.items():
         what = f"killed by {signal.Signals(number).name}"
         return Failure(rank, host, what, Exit.UNCLASSIFIED, unexplained=True)
     silent = [rank for rank, code in codes.items() if code > 0 and rank not in {e["rank"] for e in errors}]
     for rank in silent:
         return Failure(rank, host, f"ended with status {codes[rank]} and no error", codes[rank], unexplained=True)
-    for error in sorted(errors, key=lambda e: e["time"]):
+    for error in errors:
         return Failure(error["rank"], error["host"], error["what"], error["exit_status"])
     rank = next(rank for rank, code in codes.items() if code)
     return Failure(rank, host, f"ended with status {codes[rank]}", Exit.UNCLASSIFIED, unexplained=True)
+
+
+def _errors(logs: Path) -> list[dict[str, Any]]:
+    """What the ranks wrote, the earliest first."""
+    errors = [json.loads(path.read_text(encoding="utf-8")) for path in logs.glob("rank-*.error.json")]
+    return sorted(errors, key=lambda error: error["time"])
+
+
+def main(logs: str, status: str) -> None:
+    """Say which rank failed first, and print the status of the job: that rank's own, else the one given.
+
+    srun ends with the highest status of its tasks, which is that of those it ended itself after the first failure.
+    """
+    own = [error for error in _errors(Path(logs)) if not error["peer_was_lost"]]
+    for error in own[:1]:
+        print(f"megascale: rank {error['rank']} on {error['host']} failed: {error['what']}", file=sys.stderr)
+        status = error["exit_status"]
+    print(status)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -8,7 +8,6 @@ shown is that of the rank that failed first, by its number and host.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -21,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 from megascale.core.errors import Exit
+from megascale.core.process import die_with
 from megascale.launch.failure import ERROR_FILE, Failure, first_cause
 
 GRACE = 10.0
@@ -28,8 +28,6 @@ GRACE = 10.0
 
 SETTLE = 1.0
 """Seconds in which other ranks may report their own errors, so that the first cause is found among them."""
-
-_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 @dataclass
@@ -90,16 +88,9 @@ def _start(arguments: Sequence[str], rank: int, world: int, listener: socket.soc
             stderr=subprocess.STDOUT if log else None,
             pass_fds=[fd] if rank == 0 else [],
             start_new_session=True,  # Ctrl-C reaches the launcher alone, which passes it on as a request to stop
-            preexec_fn=lambda: _die_with(parent),  # noqa: PLW1509  the launcher has no threads
+            preexec_fn=lambda: die_with(parent),  # noqa: PLW1509  the launcher has no threads
         )
     return _Worker(rank, process, log)
-
-
-def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies, whatever it dies of."""
-    ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the call
-        os._exit(Exit.UNCLASSIFIED)
 
 
 class _Forward:

@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Train with torchrun, on one host or on several: the same line on each host, each with its own NODE_RANK.
+set -euo pipefail
+
+if [ $# -eq 0 ]; then
+    cat >&2 <<'USAGE'
+usage: launch/torchrun.sh CONFIG [section.key=value ...]
+
+in the environment:
+  NNODES       hosts of the job (1)
+  NODE_RANK    number of this host, from 0 (0)
+  MASTER_ADDR  name or address of host 0, as the others reach it
+  MASTER_PORT  a free TCP port there (29500)
+  NPROC        processes on this host (its GPUs; without a GPU, this host's part of those that the layout needs)
+  PYTHON       the Python that has megascale (.venv/bin/python beside launch/, else python3)
+USAGE
+    exit 2
+fi
+
+NNODES=${NNODES:-1}
+if [ "$NNODES" -gt 1 ] && [ -z "${MASTER_ADDR:-}" ]; then
+    echo "MASTER_ADDR: not set  -> with NNODES=$NNODES, the name or address of host 0" >&2
+    exit 2
+fi
+venv=$(dirname "$0")/../.venv/bin/python
+PYTHON=${PYTHON:-$([ -x "$venv" ] && echo "$venv" || echo python3)}
+
+if [ -z "${NPROC:-}" ]; then
+    NPROC=$("$PYTHON" -c 'from megascale.device import gpus; print(gpus())')
+fi
+if [ "$NPROC" -eq 0 ]; then
+    "$PYTHON" -m megascale check "$@" >/dev/null
+    processes=$("$PYTHON" -m megascale check "$@" --json |
+        "$PYTHON" -c 'import json, sys; print(json.load(sys.stdin)["processes"])')
+    NPROC=$(((processes + NNODES - 1) / NNODES))
+fi
+
+# Mistakes are found here, on every host, before any process starts.
+"$PYTHON" -m megascale check "$@" --gpus $((NNODES * NPROC))
+
+threads=$(($(nproc) / NPROC))
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))} # torchrun's own default is 1
+
+if [ "$NNODES" -eq 1 ]; then
+    hosts=(--standalone)
+    export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} # nothing of a job on one host is open to the network
+else
+    hosts=(--nnodes "$NNODES" --node-rank "${NODE_RANK:-0}"
+        --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
+fi
+exec "$PYTHON" -m torch.distributed.run "${hosts[@]}" --nproc-per-node "$NPROC" -m megascale train "$@"

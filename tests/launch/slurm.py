@@ -1,0 +1,156 @@
+"""A Slurm cluster of this one host: munged, slurmctld and slurmd with ports, keys and state of their own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+SECONDS = 60
+CPUS = 4
+"""What the node claims to have, so that four tasks fit on any machine."""
+
+CONF = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ctld_port}
+SlurmdPort={d_port}
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MpiDefault=none
+ReturnToService=2
+SlurmdParameters=config_overrides
+KillWait={kill_wait}
+NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} State=UNKNOWN
+PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def missing() -> str:
+    """Why there can be no Slurm here; nothing if there can."""
+    needed = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol")
+    absent = [program for program in needed if shutil.which(program, path=_path()) is None]
+    if absent:
+        return f"{', '.join(absent)} not installed (Debian: slurm-wlm)"
+    return "" if os.geteuid() == 0 else "slurmd must be root"
+
+
+class Slurm:
+    """The cluster while the context is open. `folder` holds all that it writes."""
+
+    def __init__(self, folder: Path, kill_wait: int = 30) -> None:
+        self.folder = folder
+        self.env = dict(os.environ, SLURM_CONF=str(folder / "slurm.conf"), PATH=_path())
+        self._kill_wait = kill_wait
+        self._daemons: list[subprocess.Popen] = []
+
+    def __enter__(self) -> Slurm:
+        self.folder.mkdir(parents=True)
+        for name in ("state", "spool"):
+            (self.folder / name).mkdir()
+        host = socket.gethostname().partition(".")[0]
+        ctld_port, d_port = _free_ports(2)
+        names = {"host": host, "folder": self.folder, "ctld_port": ctld_port, "d_port": d_port, "cpus": CPUS}
+        (self.folder / "slurm.conf").write_text(CONF.format(**names, kill_wait=self._kill_wait))
+        key = self.folder / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o600)
+        try:
+            self._start_munged(key)
+            self._start("slurmctld", "-D", "-c")
+            self._start("slurmd", "-D", "-N", host)
+            self._wait(lambda: "idle" in self.ask("sinfo", "-h", "-o", "%t"), "the node is not idle")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if len(self._daemons) == 3:
+            for job in self.ask("squeue", "-h", "-o", "%A").split():
+                self.ask("scancel", "--full", "--signal=KILL", job)
+            self._wait(lambda: not self.ask("squeue", "-h").strip(), "jobs outlive the cluster")
+        for daemon in reversed(self._daemons):
+            daemon.terminate()
+            try:
+                daemon.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+
+    def ask(self, *command: str) -> str:
+        """The output of a Slurm command; nothing if it fails."""
+        return subprocess.run(command, env=self.env, capture_output=True, text=True, check=False).stdout
+
+    def submit(self, *arguments: str, folder: Path, env: dict[str, str] | None = None) -> str:
+        """The id of a job submitted by `sbatch ARGUMENTS` in a folder."""
+        command = ["sbatch", "--parsable", *arguments]
+        result = subprocess.run(
+            command, env=self.env | (env or {}), cwd=folder, capture_output=True, text=True, check=False
+        )
+        assert result.returncode == 0, result.stderr
+        return result.stdout.strip()
+
+    def state(self, job: str) -> dict[str, str]:
+        """What `scontrol show job` says."""
+        fields = self.ask("scontrol", "show", "job", job).split()
+        return dict(field.split("=", 1) for field in fields if "=" in field)
+
+    def end(self, job: str, seconds: float = 120) -> tuple[str, str]:
+        """State and exit code (`status:signal`) of a job, once it has ended."""
+        ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        self._wait(lambda: self.state(job).get("JobState") in ended, f"job {job} has not ended", seconds)
+        state = self.state(job)
+        return state["JobState"], state["ExitCode"]
+
+    def _start(self, *command: str) -> None:
+        log = (self.folder / f"{command[0]}.out").open("wb")
+        self._daemons.append(subprocess.Popen(command, env=self.env, stdout=log, stderr=log))
+
+    def _start_munged(self, key: Path) -> None:
+        files = {
+            "socket": "munge.socket", "pid-file": "munged.pid", "log-file": "munged.log", "seed-file": "munge.seed",
+        }  # fmt: skip
+        options = [f"--{option}={self.folder / name}" for option, name in files.items()]
+        self._start("munged", "--foreground", "--force", f"--key-file={key}", *options)
+        self._wait((self.folder / "munge.socket").exists, "munged has not started")
+
+    def _wait(self, done: Callable[[], bool], what: str, seconds: float = SECONDS) -> None:
+        deadline = time.monotonic() + seconds
+        while not done():
+            assert time.monotonic() < deadline, f"{what}: {self._logs()}"
+            time.sleep(0.2)
+
+    def _logs(self) -> str:
+        logs = [*self.folder.glob("*.out"), *self.folder.glob("*.log")]
+        return "\n".join(f"{log.name}: {log.read_text(errors='replace')[-2000:]}" for log in logs)
+
+
+def _path() -> str:
+    return os.pathsep.join([os.environ["PATH"], "/usr/sbin", "/sbin"])
+
+
+def _free_ports(number: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
