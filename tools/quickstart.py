@@ -73,7 +73,7 @@ quickstart: {last["step"]} steps, {format_count(last["tokens"])} tokens, {format
   metrics          {RUN / "metrics.jsonl"}
 
 next: go on with the same run in another layout, two data-parallel replicas instead of four model-parallel ranks
-  .venv/bin/megascale train {CONFIG} train.steps=140 parallel.tp=1 parallel.sp=false parallel.pp=1 parallel.vpp=1 \
+  .venv/bin/megascale train {CONFIG} train.steps=280 parallel.tp=1 parallel.sp=false parallel.pp=1 parallel.vpp=1 \
 parallel.dp=2"""
 
 

@@ -1,0 +1,58 @@
+"""The first thing that a newcomer sees, from corpus to summary."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A folder like a fresh clone after the tool has run in it, and what it printed."""
+    folder = tmp_path_factory.mktemp("clone")
+    for name in ("configs", "tools"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder, run(folder)
+
+
+def run(folder: Path) -> str:
+    command = [sys.executable, "tools/quickstart.py"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_model_learns(made: tuple[Path, str]) -> None:
+    folder, _ = made
+    records = [json.loads(line) for line in (folder / "runs/quickstart/metrics.jsonl").read_text().splitlines()]
+    valid = [record["valid_loss"] for record in records if "valid_loss" in record]
+    assert valid[0] - valid[-1] > 2.5
+    steps = [record for record in records if "loss" in record]
+    assert all(0 < record["mfu_causal"] < record["mfu_full"] < 1 for record in steps)
+
+
+@pytest.mark.slow
+def test_the_summary_names_what_is_there(made: tuple[Path, str]) -> None:
+    folder, out = made
+    summary = out[out.index("\nquickstart: ") :]
+    for name in ("checkpoint ", "metrics ", "--logdir"):
+        path = re.search(rf"{name}\s*(\S+)", summary)
+        assert path and (folder / path[1]).exists(), summary
+    assert re.search(r"nats less\n.* tokens/s, MFU \d+\.\d% \(full attention\), \d+\.\d% \(causal\)", summary)
+
+
+@pytest.mark.slow
+def test_a_second_time_nothing_is_made_again(made: tuple[Path, str]) -> None:
+    folder, first = made
+    again = run(folder)
+    assert "all 240 steps are done" in again
+    assert "corpus.py" not in again and "data prepare" not in again
+    assert again[again.index("  training loss") :] == first[first.index("  training loss") :]
