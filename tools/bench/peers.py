@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -35,6 +36,7 @@ def main(words: Sequence[str] | None = None) -> int:
     measured.
     """
     options = arguments().parse_args(words)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: what runs is ended first
     if options.install:
         install_torchtitan()
         return 0
