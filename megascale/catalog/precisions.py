@@ -1,4 +1,4 @@
-"""Number formats of training. Byte counts are for each parameter; gradients always accumulate in `gradient`."""
+"""Number formats of training. Byte counts are for each parameter; gradients accumulate in `accumulate`."""
 
 from megascale.core.registry import Card, Registry
 

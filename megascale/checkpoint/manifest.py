@@ -15,6 +15,7 @@ from megascale.core.errors import CheckpointError
 from megascale.core.files import write_text
 
 NAME = "manifest.json"
+BYPASS = "remove that folder: the run then goes on from the checkpoint before it"
 FORMAT: Literal[1] = 1
 
 
@@ -61,8 +62,15 @@ class Manifest(_Entry):
 
 
 def write(folder: Path, manifest: Manifest) -> None:
-    """Complete a checkpoint."""
-    write_text(folder / NAME, manifest.model_dump_json(indent=1))
+    """Complete a checkpoint.
+
+    Raises: CheckpointError if it cannot be written.
+    """
+    try:
+        write_text(folder / NAME, manifest.model_dump_json(indent=1))
+    except OSError as error:
+        what = f"cannot write {folder / NAME}: {error.strerror}"
+        raise CheckpointError(what, mend="check space and permissions") from None
 
 
 def read(folder: Path) -> Manifest:
@@ -74,11 +82,11 @@ def read(folder: Path) -> Manifest:
     try:
         return Manifest.model_validate_json(path.read_bytes())
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}", mend="use another checkpoint") from None
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}", mend=BYPASS) from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         what = f"{path} is damaged: {where or 'the file'}: {first['msg']}"
         if where == "format":
             what = f"{path} has format {first['input']!r}, this version reads {FORMAT}"
-        raise CheckpointError(what, mend="use another checkpoint, or the version that wrote it") from None
+        raise CheckpointError(what, mend=f"{BYPASS}; or use the version that wrote it") from None

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from megascale.checkpoint.manifest import BYPASS
 from megascale.checkpoint.state import GlobalTensor, Piece
 from megascale.core.errors import CheckpointError
 
@@ -97,7 +98,7 @@ class LoadPlanner(DefaultLoadPlanner):
             found = create_read_items_for_chunk_list(name, stored, [_chunk(piece) for piece in tensor.pieces])
             wanted = sum(math.prod(piece.size) for piece in tensor.pieces)
             if sum(math.prod(item.lengths) for item in found) != wanted:
-                raise CheckpointError(f"the checkpoint holds only a part of {name}", mend="use another checkpoint")
+                raise CheckpointError(f"the checkpoint holds only a part of {name}", mend=BYPASS)
             items += found
         return LoadPlan(items)
 

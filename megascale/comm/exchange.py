@@ -1,7 +1,7 @@
 """Collectives on a CPU by direct messages.
 
-gloo's own collectives hand each step to a worker thread; sending every rank its part at once takes a quarter to a half
-of their time for groups of up to eight (docs/performance.md). Sums are formed in the order of the ranks, so every rank
+gloo's own collectives hand each step to a worker thread; sending every rank its part at once takes less than half
+of their time for small groups (docs/performance.md). Sums are formed in the order of the ranks, so every rank
 has the same bits.
 """
 

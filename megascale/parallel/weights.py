@@ -1,8 +1,8 @@
 """Where a weight's gradient goes.
 
-Gradients accumulate over micro-batches in one contiguous buffer for each model chunk, in `main_grad`, a view of it. The
-matrix product that forms a gradient adds to the buffer itself: no copy, and no pass over the weights for each
-micro-batch. A parameter without `main_grad` gets its gradient from autograd, as usual.
+Gradients accumulate over micro-batches in one contiguous buffer for each model chunk, in `main_grad`, a view of it.
+Where both have the same format, the matrix product that forms a gradient adds to the buffer itself: no copy, and no
+pass over the weights for each micro-batch. A parameter without `main_grad` gets its gradient from autograd, as usual.
 """
 
 from __future__ import annotations

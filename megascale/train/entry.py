@@ -57,12 +57,12 @@ def _run(config: RunConfig, rank: Rank, stop: Stop) -> Exit:
     device = detect(rank.local)
     init.start(rank, device)
     first = rank.rank == 0
-    if first:
-        config.folder.mkdir(parents=True, exist_ok=True)
-        write_text(config.folder / "config.toml", to_toml(config))
     run = build(config, mesh_of(config, rank, device), device, stop)
     peak = find_peak(run)
     resumed = resume(run)
+    if first:  # not before it is known that the run can go on in this folder
+        config.folder.mkdir(parents=True, exist_ok=True)
+        write_text(config.folder / "config.toml", to_toml(config))
     reporter = Reporter(config, device, peak, open_writers(config, run.progress.step) if first else [])
     try:
         reporter.note(introduction(run, peak))
