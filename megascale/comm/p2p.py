@@ -6,6 +6,7 @@ arrive in the order in which they were sent. Shapes are known to both sides, so 
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -33,6 +34,24 @@ class Channels:
     def ranks(self) -> int:
         """Ranks of the pipeline."""
         return self._up.size
+
+    def connect(self, device: torch.device, *, around: bool) -> None:
+        """Exchange a byte with each neighbour, and if `around` between the last rank and the first.
+
+        NCCL connects two ranks at their first message, and each waits for the other. A receive that is posted ahead
+        would be such a wait: ranks could wait in a circle. Here every rank comes to its pairs in the same order.
+        """
+        last = self.ranks - 1
+        pairs = [(low, low + 1) for start in (0, 1) for low in range(start, last, 2)]
+        if around and last > 1:
+            pairs.append((0, last))
+        for low, high in pairs:
+            if self.rank not in (low, high):
+                continue
+            peer = high if self.rank == low else low
+            for sender in (low, high):
+                byte = torch.zeros(1, dtype=torch.uint8, device=device)
+                (self.send if self.rank == sender else self.receive)(byte, peer).wait()
 
     def send(self, tensor: Tensor, to: int) -> Pending:
         """Start sending a contiguous tensor to stage rank `to`. It may not change before the result was waited for."""

@@ -214,6 +214,23 @@ def data_files(c: Any) -> Iterator[Finding]:
         )
 
 
+@rule("data")
+def one_tokenizer(c: Any) -> Iterator[Finding]:
+    """All datasets were made with the same tokenizer; of those that another tool made nothing is known."""
+    made: dict[str, str] = {}  # fingerprint -> the first dataset that has it
+    for key, source in (("data.train", c.data.train), ("data.valid", c.data.valid)):
+        for prefix in prefixes(source):
+            try:
+                facts = json.loads(Path(prefix + ".json").read_text(encoding="utf-8"))
+                made.setdefault(str(facts["tokenizer"]["fingerprint"]), prefix)
+            except (OSError, ValueError, LookupError, TypeError, RecursionError):
+                continue  # missing or damaged: `data_files` says so
+            if len(made) > 1:
+                first, other = list(made.values())[:2]
+                yield Finding(key, f"{first} and {other} were made with different tokenizers", "prepare one again")
+                return
+
+
 def _prepared_with(key: str, prefix: str, tokenizer: str | None, vocab_size: int) -> Iterator[Finding]:
     """Compare a dataset with the description that `megascale data prepare` wrote beside it, where there is one."""
     try:

@@ -14,6 +14,7 @@ import torch
 
 from megascale.config.run import RunConfig, prefixes
 from megascale.config.train import Blend
+from megascale.core.errors import DataError
 from megascale.data.epochs import Epochs, SplitName, cached, megatron
 
 
@@ -29,7 +30,8 @@ class Sample:
 class Mixture:
     """`samples` samples of one split; for validation as many as there are without repetition, if that is fewer.
 
-    Building writes the indices that are cached, so one rank builds before the others.
+    Building writes the indices that are cached, so one rank builds before the others. Reading raises DataError for a
+    token that the model's vocabulary does not have.
     """
 
     def __init__(self, config: RunConfig, split: SplitName, samples: int) -> None:
@@ -40,12 +42,18 @@ class Mixture:
         if split == "valid":
             samples = min([samples, *(int(d.per_epoch / share) for d, share in zip(datasets, shares, strict=True))])
         self.samples = samples
+        self._vocab = config.model.vocab_size
+        self._names = ", ".join(prefixes(source))
         for dataset, share in zip(datasets, shares, strict=True):
             dataset.prepare(math.ceil(samples * share + 1 - share))  # as far as a blend gets ahead
         self._samples = datasets[0] if len(datasets) == 1 else _blend(datasets, shares, samples)
 
     def __getitem__(self, index: int) -> Sample:
         record = self._samples[index]
+        largest = max(int(record["tokens"].max()), int(record["labels"].max()))
+        if largest >= self._vocab:
+            what = f"sample {index} of {self._names} has token {largest}; model.vocab_size is {self._vocab}"
+            raise DataError(what, mend=f"a vocabulary of at least {largest + 1}, or the data of this model's tokenizer")
         mask = record["loss_mask"]
         return Sample(record["tokens"], record["labels"], None if bool(mask.all()) else mask)
 

@@ -63,7 +63,9 @@ def mesh_of(config: RunConfig, rank: Rank, device: Device) -> Mesh:
     """This rank's groups in the layout of a resolved configuration. The job's processes have been brought together."""
     p = config.parallel
     topology = Topology(tp=p.tp, cp=p.cp, dp=config.dp, pp=p.pp)
-    return open_mesh(topology, rank.rank, device.backend, tied=config.model.tie_embeddings)
+    mesh = open_mesh(topology, rank.rank, device.backend, tied=config.model.tie_embeddings)
+    mesh.channels.connect(device.torch, around=p.vpp > 1)
+    return mesh
 
 
 def build(config: RunConfig, mesh: Mesh, device: Device, stop: Stop) -> Run:

@@ -36,7 +36,10 @@ def run_rank(config: RunConfig, rank: Rank) -> int:
         status = _run(config, rank, stop)
         init.stop()
     except (Exception, KeyboardInterrupt) as error:
-        write_error(error, rank)
+        try:
+            write_error(error, rank)
+        except OSError as unwritten:  # a full disk must not hide what happened
+            print(f"{rank}: its error could not be left for the launcher: {unwritten}", file=sys.stderr)
         if isinstance(error, MegascaleError):
             print(f"{rank}: {error}", file=sys.stderr)
         elif not peer_was_lost(error):

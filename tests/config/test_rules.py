@@ -87,19 +87,31 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"model.vocab_size": "99 is less than the 100 tokens of set"},
     ),
     ("data_files", {"data__mock": False, "data__train": "odd"}, {"data.train": "odd.json cannot be read"}),
+    (
+        "one_tokenizer",
+        {"data__mock": False, "data__train": [[1.0, "set"], [1.0, "other"]]},
+        {"data.train": "set and other were made with different tokenizers"},
+    ),
+    (
+        "one_tokenizer",
+        {"data__mock": False, "data__train": "set", "data__valid": "other"},
+        {"data.valid": "set and other were made with different tokenizers"},
+    ),
     ("resume", {"checkpoint__resume": "none"}, {"checkpoint.resume": "there is no checkpoint in none"}),
 ]
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a dataset, one without its index, and one whose description is damaged."""
+    """A folder with a dataset, one without its index, one of another tokenizer, one with a damaged description."""
     monkeypatch.chdir(tmp_path)
     Path("tokenizer.json").write_text("{}")
-    for name in ("set.bin", "set.idx", "half.bin", "odd.bin", "odd.idx"):
+    for name in ("set.bin", "set.idx", "half.bin", "odd.bin", "odd.idx", "other.bin", "other.idx"):
         Path(name).touch()
     tokenizer = {"name": "tokenizer.json", "fingerprint": fingerprint(Path("tokenizer.json"))}
     Path("set.json").write_text(json.dumps({"tokenizer": tokenizer, "vocab_size": 100}))
+    bytes_made = {"tokenizer": {"name": "bytes", "fingerprint": "bytes"}, "vocab_size": 100}
+    Path("other.json").write_text(json.dumps(bytes_made))
     Path("odd.json").write_text("{}")
     return tmp_path
 

@@ -278,3 +278,12 @@ def test_mock_samples_follow_from_seed_split_and_number(tmp_path: Path) -> None:
     others = [samples(1, "valid", 20), samples(2, "train", 20), samples(2, "valid", 20), first]
     assert len({tuple(map(tuple, other)) for other in others}) == 4
     assert all(len(row) == SEQUENCE + 1 and min(row) >= 0 and max(row) < VOCABULARY for row in first)
+
+
+def test_a_token_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:
+    """As from another tool, of whose vocabulary nothing is known. The last token is only ever a label."""
+    write_dataset(tmp_path / "set", [17], first=100)
+    assert len(rows(Mixture(data_config(tmp_path, tmp_path / "set", model__vocab_size=117), "train", 2), [0, 1])) == 2
+    samples = Mixture(data_config(tmp_path, tmp_path / "set", model__vocab_size=116), "train", 2)
+    with pytest.raises(DataError, match=r"has token 116; model\.vocab_size is 116"):
+        rows(samples, [0, 1])
