@@ -1,4 +1,4 @@
-"""Optimizers. `needs` says what the sharding layer must supply; `state` is fp32 numbers kept for each parameter."""
+"""Optimizers. `state` is the number of fp32 values kept for each parameter."""
 
 from megascale.core.registry import Card, Registry
 
@@ -10,7 +10,7 @@ OPTIMIZERS = Registry(
             "adamw",
             "Adam with decoupled weight decay (Loshchilov and Hutter 2019)",
             "megascale.optim.adamw:AdamW",
-            {"needs": "element", "state": 2},
+            {"state": 2},
         ),
     ],
 )

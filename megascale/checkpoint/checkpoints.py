@@ -6,7 +6,7 @@ import platform
 import shutil
 import socket
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from megascale.checkpoint.plan import LoadPlanner, SavePlanner
 from megascale.checkpoint.state import Progress, global_tensors
 from megascale.comm.collectives import barrier, broadcast_object
 from megascale.comm.mesh import Mesh
+from megascale.config.resolved import changes
 from megascale.config.run import RunConfig
 from megascale.core.errors import CheckpointError
 from megascale.parallel.shards import ShardState
@@ -27,6 +28,15 @@ from megascale.parallel.shards import ShardState
 COMPARED = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "vocab_size", "norm", "activation",
             "position", "bias", "tie_embeddings", "block")  # fmt: skip
 """Keys of `[model]` that a checkpoint must share with the run that resumes from it."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What was resumed from; `changes`: what the configuration says otherwise than the one that was saved."""
+
+    progress: Progress
+    path: Path
+    changes: list[str]
 
 
 class Checkpoints:
@@ -47,8 +57,7 @@ class Checkpoints:
         if self._saved_step == progress.step:
             return None
         first = self._mesh.rank == 0
-        path = broadcast_object(self._mesh.world, store.fresh_folder(self.folder, progress.step) if first else None)
-        assert path is not None, "rank 0 names the folder"
+        path = broadcast_object(self._mesh.world, store.fresh_folder(self.folder, progress.step))
         try:
             dcp.save(
                 global_tensors(self._shards, self._mesh),
@@ -61,11 +70,17 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
             raise _first_failure(error) from None
         self._saved_step = progress.step
-        if first:
-            store.keep_newest(self.folder, self._config.checkpoint.keep)
         return path
 
-    def resume(self) -> tuple[Progress, Path] | None:
+    def remove_old(self) -> None:
+        """On rank 0, delete what `checkpoint.keep` does not keep.
+
+        Raises: CheckpointError
+        """
+        if self._mesh.rank == 0:
+            store.keep_newest(self.folder, self._config.checkpoint.keep)
+
+    def resume(self) -> Resumed | None:
         """Load what `checkpoint.resume` asks for into the shards; None if there is nothing to resume from.
 
         Raises: CheckpointError for a checkpoint that cannot be trusted or is of another model.
@@ -82,7 +97,7 @@ class Checkpoints:
             raise _first_failure(error) from None
         progress = saved.facts.progress
         self._saved_step = progress.step if path.parent.absolute() == self.folder.absolute() else None
-        return progress, path
+        return Resumed(progress, path, changes(saved.facts.config, self._config))
 
     def _find(self) -> Path | None:
         """The run's own newest checkpoint; without one, the one that the configuration names."""

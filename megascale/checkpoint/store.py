@@ -7,6 +7,7 @@ every tensor is checked against its CRC-32: torch's own file writer unpickles, r
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -62,36 +63,40 @@ def complete(folder: Path) -> list[Stored]:
 
 
 def fresh_folder(folder: Path, step: int) -> Path:
-    """Make a folder for a checkpoint that has never been used."""
-    folder.mkdir(parents=True, exist_ok=True)
-    attempt = 0
-    while True:
-        path = folder / (f"step-{step:08d}" + (f".{attempt}" if attempt else ""))
-        try:
-            path.mkdir()
-        except FileExistsError:
-            attempt += 1
-            continue
-        return path
+    """A folder for a checkpoint that has never been used. `Writer` makes it."""
+    names = (f"step-{step:08d}" + (f".{attempt}" if attempt else "") for attempt in itertools.count())
+    return next(folder / name for name in names if not os.path.lexists(folder / name))
 
 
-def remove_unfinished(folder: Path) -> list[Path]:
-    """Delete attempts that have no manifest; no other process may be writing. Returns what was deleted."""
-    removed = [
-        p
-        for p in folder.glob("step-*")
-        if _FOLDER.fullmatch(p.name) and p.is_dir() and not (p / manifest.NAME).exists()
-    ]
-    for path in removed:
-        shutil.rmtree(path)
-    return removed
+def remove_unfinished(folder: Path) -> None:
+    """Delete attempts that have no manifest; no other process may be writing.
+
+    Raises: CheckpointError
+    """
+    for path in folder.glob("step-*"):
+        if _FOLDER.fullmatch(path.name) and path.is_dir() and not (path / manifest.NAME).exists():
+            _remove(path)
 
 
 def keep_newest(folder: Path, keep: int) -> None:
-    """Delete all complete checkpoints but the newest `keep`; 0 keeps all. The manifest goes first."""
+    """Delete all complete checkpoints but the newest `keep`; 0 keeps all.
+
+    Raises: CheckpointError
+    """
     for stored in complete(folder)[:-keep] if keep else []:
-        (stored.path / manifest.NAME).unlink()
-        shutil.rmtree(stored.path)
+        _remove(stored.path)
+
+
+def _remove(path: Path) -> None:
+    """Delete a checkpoint, its manifest first. Of one that lies elsewhere only the link."""
+    try:
+        if path.is_symlink():
+            path.unlink()
+        else:
+            (path / manifest.NAME).unlink(missing_ok=True)
+            shutil.rmtree(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be removed: {error.strerror}", mend="check permissions") from None
 
 
 # ---- torch.distributed.checkpoint's view
@@ -99,7 +104,9 @@ def keep_newest(folder: Path, keep: int) -> None:
 
 
 class Writer(StorageWriter):
-    """Writes this rank's pieces to one file, and on the coordinator the manifest. `facts` goes into the manifest."""
+    """Writes this rank's pieces to one file, and on the coordinator the folder and the manifest. `facts` goes into the
+    manifest.
+    """
 
     def __init__(self, path: Path, rank: int, facts: manifest.Facts) -> None:
         self._path = path
@@ -110,7 +117,12 @@ class Writer(StorageWriter):
         return None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        return None
+        if is_coordinator:  # the others write only after it is done
+            try:
+                self._path.mkdir(parents=True)
+            except OSError as error:
+                what = f"cannot make {self._path}: {error.strerror}"
+                raise CheckpointError(what, mend="check space and permissions") from None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan

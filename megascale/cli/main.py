@@ -33,8 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status (see `megascale.core.errors.Exit`)."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = next((word for word in given if not word.startswith("-")), None)
-    options = _parse(parser(command), given)
     try:
+        options = _parse(parser(command), given)
         return int(importlib.import_module(f"megascale.cli.{options.command}").run(options))
     except MegascaleError as error:
         print(error, file=sys.stderr)
@@ -42,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output went away: nothing is wrong
         sys.stderr.close()
         return int(Exit.UNCLASSIFIED)
+    except KeyboardInterrupt:
+        print("megascale: stopped", file=sys.stderr)
+        return int(Exit.STOPPED)
 
 
 def _parse(top: argparse.ArgumentParser, given: Sequence[str]) -> argparse.Namespace:

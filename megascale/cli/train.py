@@ -5,14 +5,20 @@ needs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
+import socket
+from typing import IO
 
 from megascale.cli.main import add_config_arguments
 from megascale.config.explain import load
 from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError, Problem
+from megascale.core.files import claim
 from megascale.core.process import die_with
-from megascale.core.rank import Rank, from_environment
+from megascale.core.rank import STORE, Rank, from_environment
+from megascale.launch import local
 from megascale.launch.failure import write_error
 
 
@@ -23,46 +29,43 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training takes it over: an import may swallow an exception
     rank = from_environment()
-    try:
-        config = load(options.config, options.overrides, world=rank.world if rank else None)
-        if rank is None or rank.rank == 0:
-            refuse_to_overwrite(config)
-    except ConfigError as error:
-        if rank is not None:
-            write_error(error, rank)
-        raise
-    if rank is None and config.world > 1:
-        from megascale.launch import local
+    with contextlib.ExitStack() as held:
+        try:
+            config = load(options.config, options.overrides, world=rank.world if rank else None)
+            if rank is None or (rank.rank == 0 and STORE not in os.environ):
+                held.enter_context(hold_folder(config))
+        except ConfigError as error:
+            if rank is not None:
+                write_error(error, rank)
+            raise
+        if rank is None and config.world > 1:
+            arguments = ["train", options.config, *options.overrides]
+            return local.run(arguments, config.world, config.folder / "logs")
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            die_with(os.getppid())  # torchrun, when it is killed, leaves its workers training
+        from megascale.train.entry import run_rank
 
-        arguments = ["train", options.config, *options.overrides]
-        return local.run(arguments, config.world, config.folder / "logs")
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with(os.getppid())  # torchrun, when it is killed, leaves its workers training
-    from megascale.train.entry import run_rank
-
-    return run_rank(config, rank or Rank(0, 1, 0, _host()))
-
-
-def _host() -> str:
-    import socket
-
-    return socket.gethostname()
+        return run_rank(config, rank or Rank(0, 1, 0, socket.gethostname()))
 
 
-def refuse_to_overwrite(config: RunConfig) -> None:
-    """A run that must not resume may not write over another's folder.
+def hold_folder(config: RunConfig) -> IO[str]:
+    """Make the run's folder and keep other jobs out of it until the returned file is closed.
 
-    Raises: ConfigError
+    Raises: ConfigError if it cannot be written, another job trains in it, or holds a run that must not resume.
     """
-    if config.checkpoint.resume == "never" and (config.folder / "metrics.jsonl").exists():
-        raise ConfigError(
-            [
-                Problem(
-                    str(config.folder),
-                    "name",
-                    "there is a run of this name already",
-                    "another name, or checkpoint.resume = auto",
-                )
-            ]
-        )
+    folder = config.folder
+    try:
+        held = claim(folder, f"process {os.getpid()} on {socket.gethostname()}")
+    except BlockingIOError as error:
+        found = f"a job trains in this folder already: {error.strerror}"
+        raise ConfigError([Problem(str(folder), "name", found, "another name, or end that job first")]) from None
+    except OSError as error:
+        mend = "a folder that can be written"
+        raise ConfigError([Problem(str(folder), "observe.dir", f"cannot be written: {error.strerror}", mend)]) from None
+    if config.checkpoint.resume == "never" and (folder / "metrics.jsonl").exists():
+        held.close()
+        mend = "another name, or checkpoint.resume = auto"
+        raise ConfigError([Problem(str(folder), "name", "there is a run of this name already", mend)])
+    return held

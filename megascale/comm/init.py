@@ -10,11 +10,8 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from megascale.core.errors import ConfigError, Problem
-from megascale.core.rank import Rank, meeting_place
+from megascale.core.rank import STORE, Rank, meeting_place
 from megascale.device import Device
-
-STORE = "MEGASCALE_STORE"
-"""Set by our own launcher to `host:port`; on rank 0 `host:port:fd` with the socket that already listens there."""
 
 TIMEOUT = datetime.timedelta(minutes=30)
 """How long an operation may wait for another rank. A dead rank ends it at once; this bounds a rank that is stuck."""

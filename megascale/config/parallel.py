@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megascale.catalog.schedules import SCHEDULES
-from megascale.config.section import Count, Section, choice
+from megascale.config.section import Count, Section, choice, only
 
 
 class ParallelConfig(Section):
@@ -15,8 +15,8 @@ class ParallelConfig(Section):
 
     tp: Count = Field(1, description="tensor parallelism: each matrix is cut in tp")
     sp: bool = Field(False, description="sequence parallelism: norms and dropout are cut over tp along the sequence")
-    cp: Literal[1] = Field(1, description="context parallelism; not available yet")
-    ep: Literal[1] = Field(1, description="expert parallelism; not available yet")
+    cp: Annotated[Literal[1], only(1)] = Field(1, description="context parallelism; not available yet")
+    ep: Annotated[Literal[1], only(1)] = Field(1, description="expert parallelism; not available yet")
     dp: Count | Literal["auto"] = Field(
         "auto", description="data parallelism; auto: what the number of processes leaves"
     )

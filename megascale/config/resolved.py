@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from megascale.config.run import RunConfig
@@ -16,6 +17,21 @@ def to_toml(config: RunConfig) -> str:
         if isinstance(keys, dict):
             lines += ["", f"[{table}]", *(f"{key} = {_value(value)}" for key, value in keys.items())]
     return "\n".join(lines) + "\n"
+
+
+REPEATED = ("model", "batch", "train", "optimizer", "data")
+"""The sections that the losses of a run follow from; the others only say how and where it is computed."""
+
+
+def changes(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
+    """What a configuration changes in a run, against one saved as `model_dump(by_alias=True, mode="json")`."""
+    ours = config.model_dump(by_alias=True, mode="json")
+    return [
+        f"{section}.{key} {_value(saved[section][key])} -> {_value(value)}"
+        for section in REPEATED
+        for key, value in ours[section].items()
+        if key in saved.get(section, {}) and saved[section][key] != value
+    ]
 
 
 def _value(value: Any) -> str:

@@ -194,67 +194,66 @@ def data_is_given(c: Any) -> Iterator[Finding]:
         yield Finding("data.split", "the share of training documents is 0", "for example [0.99, 0.01]")
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """What `megascale data prepare` wrote of a dataset beside it: the tokens it needs, and the tokenizer it was made
+    with.
+    """
+
+    prefix: str
+    vocab_size: int
+    tokenizer: str
+    fingerprint: str
+
+
 @rule("data", "model")
 def data_files(c: Any) -> Iterator[Finding]:
-    """Datasets exist and were made with the tokenizer and for the vocabulary of this run."""
+    """Datasets exist, and were made with one tokenizer and for the vocabulary of this run."""
     d = c.data
+    first: Prepared | None = None
     for key, source in (("data.train", d.train), ("data.valid", d.valid)):
         for prefix in prefixes(source):
             missing = [prefix + end for end in (".bin", ".idx") if not readable(prefix + end)]
             if missing:
-                mend = (
-                    "a prefix is the path without .bin" if readable(prefix) else "`megascale data prepare` makes them"
-                )
+                is_file = readable(prefix)
+                mend = "a prefix is the path without .bin" if is_file else "`megascale data prepare` makes them"
                 yield Finding(key, f"there is no file {' nor '.join(missing)}", mend)
                 continue
-            yield from _prepared_with(key, prefix, d.tokenizer, c.model.vocab_size)
+            try:
+                made = _prepared(prefix)
+            except (OSError, ArithmeticError, ValueError, LookupError, TypeError, RecursionError) as error:
+                yield Finding(key, f"{prefix}.json cannot be read: {error!r}", "prepare the data again")
+                continue
+            if made is not None:
+                yield from _unfit(key, made, first or made, d.tokenizer, c.model.vocab_size)
+                first = first or made
     if d.tokenizer and d.tokenizer not in TOKENIZERS.cards and not readable(d.tokenizer):
         yield Finding(
             "data.tokenizer", f"there is no file {d.tokenizer}", "leave it out, or give the tokenizer of the data"
         )
 
 
-@rule("data")
-def one_tokenizer(c: Any) -> Iterator[Finding]:
-    """All datasets were made with the same tokenizer; of those that another tool made nothing is known."""
-    made: dict[str, str] = {}  # fingerprint -> the first dataset that has it
-    for key, source in (("data.train", c.data.train), ("data.valid", c.data.valid)):
-        for prefix in prefixes(source):
-            try:
-                facts = json.loads(Path(prefix + ".json").read_text(encoding="utf-8"))
-                made.setdefault(str(facts["tokenizer"]["fingerprint"]), prefix)
-            except (OSError, ValueError, LookupError, TypeError, RecursionError):
-                continue  # missing or damaged: `data_files` says so
-            if len(made) > 1:
-                first, other = list(made.values())[:2]
-                yield Finding(key, f"{first} and {other} were made with different tokenizers", "prepare one again")
-                return
+def _prepared(prefix: str) -> Prepared | None:
+    """The description of a dataset; None if it has none, for another tool made it."""
+    path = Path(prefix + ".json")
+    if not path.exists():
+        return None
+    facts = json.loads(path.read_text(encoding="utf-8"))
+    made = facts["tokenizer"]
+    return Prepared(prefix, int(facts["vocab_size"]), str(made["name"]), str(made["fingerprint"]))
 
 
-def _prepared_with(key: str, prefix: str, tokenizer: str | None, vocab_size: int) -> Iterator[Finding]:
-    """Compare a dataset with the description that `megascale data prepare` wrote beside it, where there is one."""
-    try:
-        facts = json.loads(Path(prefix + ".json").read_text(encoding="utf-8"))
-        needed, name, made_with = (
-            int(facts["vocab_size"]),
-            facts["tokenizer"]["name"],
-            facts["tokenizer"]["fingerprint"],
-        )
-    except FileNotFoundError:
-        return  # made by another tool: nothing is known of its tokenizer
-    except (OSError, ArithmeticError, ValueError, LookupError, TypeError, RecursionError) as error:
-        yield Finding(key, f"{prefix}.json cannot be read: {error!r}", "prepare the data again")
-        return
-    if needed > vocab_size:
-        yield Finding(
-            "model.vocab_size", f"{vocab_size} is less than the {needed} tokens of {prefix}", f"at least {needed}"
-        )
-    if tokenizer and _fingerprint(tokenizer) not in (None, made_with):
-        yield Finding(
-            "data.tokenizer",
-            f"{tokenizer} is not the tokenizer that made {prefix} ({name})",
-            "give that one, or prepare again",
-        )
+def _unfit(key: str, made: Prepared, first: Prepared, tokenizer: str | None, vocab_size: int) -> Iterator[Finding]:
+    """What speaks against a dataset beside the run's first one."""
+    if made.vocab_size > vocab_size:
+        found = f"{vocab_size} is less than the {made.vocab_size} tokens of {made.prefix}"
+        yield Finding("model.vocab_size", found, f"at least {made.vocab_size}")
+    if tokenizer and _fingerprint(tokenizer) not in (None, made.fingerprint):
+        found = f"{tokenizer} is not the tokenizer that made {made.prefix} ({made.tokenizer})"
+        yield Finding("data.tokenizer", found, "give that one, or prepare again")
+    elif made.fingerprint != first.fingerprint:
+        found = f"{first.prefix} and {made.prefix} were made with different tokenizers"
+        yield Finding(key, found, "prepare one again")
 
 
 def _fingerprint(tokenizer: str) -> str | None:

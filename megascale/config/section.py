@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from megascale.core.registry import Registry, nearest
 
 Count = Annotated[int, Field(gt=0, le=2**40)]
 """A whole number of things, at least one, and no more than any job will ever have."""
+
+
+FilePath = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A file's or folder's name; `~` is the home of the user."""
 
 
 class Section(BaseModel):
@@ -37,3 +42,14 @@ class Choice:
 def choice(registry: Registry) -> Any:
     """A string that names a card of `registry`."""
     return AfterValidator(Choice(registry))
+
+
+def only(value: bool | int) -> Any:
+    """For a key that has one value until its feature is there. Literal alone takes `true` for 1, which equals it."""
+
+    def check(given: Any) -> Any:
+        if type(given) is not type(value):
+            raise PydanticCustomError("only", "Input should be {value}", {"value": str(value).lower()})
+        return given
+
+    return BeforeValidator(check)

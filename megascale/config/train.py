@@ -9,7 +9,7 @@ from pydantic import Field
 from megascale.catalog.decays import DECAYS
 from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.catalog.precisions import PRECISIONS
-from megascale.config.section import Count, Section, choice
+from megascale.config.section import Count, FilePath, Section, choice, only
 
 Whole = Annotated[int, Field(ge=0, lt=2**63)]
 
@@ -28,7 +28,9 @@ class TrainConfig(Section):
     seed: Whole = Field(1234, description="initial weights, dropout and the order of samples follow from it")
     precision: Annotated[str, choice(PRECISIONS)] = Field("fp32", description="number format of compute")
     recompute: Literal["none"] = Field("none", description="activation recomputation; not available yet")
-    compile: Literal[False] = Field(False, description="torch.compile of each block; not available yet")
+    compile: Annotated[Literal[False], only(False)] = Field(
+        False, description="torch.compile of each block; not available yet"
+    )
     log_every: Count = Field(10, description="steps between lines of metrics")
     eval_every: Whole = Field(
         0, description="steps between evaluations on validation data, and one at the end; 0: never"
@@ -55,24 +57,28 @@ class OptimizerConfig(Section):
     clip_norm: float = Field(1.0, ge=0, description="largest norm of the whole gradient; 0: no clipping")
 
 
-Weighted = Annotated[tuple[Annotated[float, Field(gt=0)], str], Field(strict=False)]  # TOML has no tuples, but arrays
+Weighted = Annotated[
+    tuple[Annotated[float, Field(gt=0)], FilePath], Field(strict=False)
+]  # TOML has no tuples, but arrays
 Blend = list[Weighted]
 
 
 class DataConfig(Section):
     """`[data]`: token datasets in megatron-core's .bin/.idx format, named without their ending."""
 
-    train: str | Annotated[Blend, Field(min_length=1)] | None = Field(
+    train: FilePath | Annotated[Blend, Field(min_length=1)] | None = Field(
         None, description="a dataset's prefix, or a blend: [[weight, prefix], ...]"
     )
-    valid: str | Annotated[Blend, Field(min_length=1)] | None = Field(
+    valid: FilePath | Annotated[Blend, Field(min_length=1)] | None = Field(
         None, description="validation data, likewise; without it, a part of train, see split"
     )
     split: Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=2, max_length=2)] = Field(
         [0.99, 0.01], description="shares of train's documents that train and validate, when valid is not given"
     )
-    tokenizer: str | None = Field(None, description="tokenizer file; checked against the one the data was made with")
-    cache: str | None = Field(None, description="folder of the sample indices; default: beside the first dataset")
+    tokenizer: FilePath | None = Field(
+        None, description="tokenizer file; checked against the one the data was made with"
+    )
+    cache: FilePath | None = Field(None, description="folder of the sample indices; default: beside the first dataset")
     mock: bool = Field(False, description="random tokens instead of data, for measuring speed")
 
 
@@ -81,17 +87,21 @@ class CheckpointConfig(Section):
 
     every: Whole = Field(1000, description="steps between checkpoints, and one at the end; 0: no checkpoints at all")
     keep: Whole = Field(0, description="newest checkpoints kept; 0: all")
-    resume: str = Field(
+    resume: FilePath = Field(
         "auto",
         description="auto: from the run's newest complete checkpoint; a checkpoint's folder: from it, until the run "
         "has one of its own; never",
     )
-    background: Literal[False] = Field(False, alias="async", description="write in the background; not available yet")
+    background: Annotated[Literal[False], only(False)] = Field(
+        False, alias="async", description="write in the background; not available yet"
+    )
 
 
 class ObserveConfig(Section):
     """`[observe]`"""
 
-    dir: str = Field("runs", description="parent of the run's folder")
+    dir: FilePath = Field("runs", description="parent of the run's folder")
     tensorboard: bool = Field(True, description="write TensorBoard events")
-    events: Literal[False] = Field(False, description="write a record of every collective; not available yet")
+    events: Annotated[Literal[False], only(False)] = Field(
+        False, description="write a record of every collective; not available yet"
+    )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import hashlib
 import os
 from collections.abc import Iterator
@@ -40,6 +42,34 @@ def sync_folder(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+LOCK = ".lock"
+"""File of a claimed folder, with a line on who claims it."""
+
+
+def claim(folder: Path, who: str) -> IO[str]:
+    """Make a folder and hold it until the returned file is closed, or this process ends, whatever it ends of. On a file
+    system without locks nothing is held.
+
+    Raises: BlockingIOError, with the holder's own line, if another process holds it; OSError if it cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = open(folder / LOCK, "a+", encoding="utf-8")  # noqa: SIM115  the caller closes it
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.seek(0)
+        holder = file.readline().strip()
+        file.close()
+        raise BlockingIOError(error.errno, holder or "another process") from None
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+    file.truncate(0)
+    file.write(f"{who}\n")
+    file.flush()
+    return file
 
 
 def readable(path: str | Path) -> bool:

@@ -20,6 +20,12 @@ def runs(pid: int) -> bool:
     return True
 
 
+def stop_signals() -> list[signal.Signals]:
+    """The signals that ask a run to stop. A terminal that hangs up is one, unless nohup had it ignored."""
+    hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hangs_up else [])]
+
+
 def die_with(parent: int) -> None:
     """Have the kernel kill this process when its parent, `parent`, dies, whatever it dies of."""
     ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)

@@ -20,7 +20,8 @@ from pathlib import Path
 from types import FrameType
 
 from megascale.core.errors import Exit
-from megascale.core.process import die_with
+from megascale.core.process import die_with, stop_signals
+from megascale.core.rank import STORE
 from megascale.launch.failure import ERROR_FILE, Failure, first_cause
 
 GRACE = 10.0
@@ -40,15 +41,21 @@ class _Worker:
 def run(arguments: Sequence[str], world: int, logs: Path) -> int:
     """Run `python -m megascale ARGUMENTS` as `world` ranks on this host and return the exit status of the job.
 
-    Rank 0 shares this terminal; the others write to `logs`/rank-N.log. SIGTERM and SIGINT are passed on once, so that
-    the ranks finish their step and save; a second one ends them.
+    Rank 0 shares this terminal; the others write to `logs`/rank-N.log. A signal that asks to stop is passed on once, so
+    that the ranks finish their step and save; a second one ends them.
     """
     logs.mkdir(parents=True, exist_ok=True)
     for old in logs.glob("rank-*.*"):
         old.unlink()
-    with _listening() as listener:
-        workers = [_start(arguments, rank, world, listener, logs) for rank in range(world)]
+    workers: list[_Worker] = []
     with _Forward(workers) as forward:
+        with _listening() as listener:
+            for rank in range(world):
+                if not forward.asked:
+                    workers.append(_start(arguments, rank, world, listener, logs))
+        if len(workers) < world:
+            _end(workers)
+            return _stopped(forward)
         return _watch(workers, forward, logs)
 
 
@@ -73,8 +80,8 @@ def _start(arguments: Sequence[str], rank: int, world: int, listener: socket.soc
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(world),
         LOCAL_WORLD_SIZE=str(world),
-        MEGASCALE_STORE=f"{address}:{fd}" if rank == 0 else address,
     )
+    env[STORE] = f"{address}:{fd}" if rank == 0 else address
     env[ERROR_FILE] = str(logs / f"rank-{rank}.error.json")
     env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -94,14 +101,14 @@ def _start(arguments: Sequence[str], rank: int, world: int, listener: socket.soc
 
 
 class _Forward:
-    """While open, passes SIGTERM and SIGINT on: the first as a request to stop, the second as the end."""
+    """While open, passes on what asks to stop: the first time as a request, the second as the end. `asked` counts."""
 
     def __init__(self, workers: Sequence[_Worker]) -> None:
         self._workers = workers
-        self.asked = False
+        self.asked = 0
 
     def __enter__(self) -> _Forward:
-        self._previous = {number: signal.signal(number, self._pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._previous = {number: signal.signal(number, self._pass_on) for number in stop_signals()}
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -109,8 +116,10 @@ class _Forward:
             signal.signal(number, handler)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        if self.asked and number == signal.SIGHUP:  # shell and kernel may each send one
+            return
         _signal(self._workers, signal.SIGKILL if self.asked else signal.SIGTERM)
-        self.asked = True
+        self.asked += 1
 
 
 def _watch(workers: Sequence[_Worker], forward: _Forward, logs: Path) -> int:
@@ -125,11 +134,16 @@ def _watch(workers: Sequence[_Worker], forward: _Forward, logs: Path) -> int:
     died = {w.rank: -w.process.returncode for w in workers if (w.process.poll() or 0) < 0}  # by a signal, not ours
     _end(workers)
     if forward.asked and set(died.values()) <= {signal.SIGTERM, signal.SIGKILL} and died:
-        print("megascale: stopped before the first step", file=sys.stderr)
-        return Exit.STOPPED
+        return _stopped(forward)
     failure = first_cause(logs, died, {worker.rank: worker.process.returncode for worker in workers})
     print(_report(failure, workers), file=sys.stderr)
     return failure.exit_status
+
+
+def _stopped(forward: _Forward) -> int:
+    when = "before the first step" if forward.asked == 1 else "at once, without saving"
+    print(f"megascale: stopped {when}", file=sys.stderr)
+    return Exit.STOPPED
 
 
 def _report(failure: Failure, workers: Sequence[_Worker]) -> str:

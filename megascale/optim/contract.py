@@ -1,6 +1,6 @@
 """What an optimizer is given and what it must offer, so that the sharding layer need not know it.
 
-An element-wise optimizer (`needs` = element on its card) sees its shard as flat segments, cut anywhere.
+An optimizer sees its shard as flat segments, cut anywhere, so its rule must be element-wise.
 """
 
 from __future__ import annotations

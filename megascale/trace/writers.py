@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import sys
 import time
 from pathlib import Path
 from typing import Protocol
@@ -17,7 +19,9 @@ from megascale.trace.record import EvaluationRecord, Record, StepRecord, as_json
 
 
 class Writer(Protocol):
-    """Takes records as they come. `note` is a line for people that is no measurement."""
+    """Takes records as they come. `name` is what people call it, `note` a line for them that is no measurement."""
+
+    name: str
 
     def write(self, record: Record) -> None: ...
 
@@ -30,6 +34,8 @@ class JsonLines:
     """metrics.jsonl. A resumed run continues the file: lines of steps after the checkpoint, which are trained again,
     go. A run that starts anew (`resumed_step` 0) starts the file anew.
     """
+
+    name = "metrics.jsonl"
 
     def __init__(self, path: Path, resumed_step: int) -> None:
         if path.exists():
@@ -66,6 +72,8 @@ FLUSH_SECONDS = 10
 class TensorBoard:
     """Event files, written by the `tensorboard` package itself: torch's wrapper takes seconds to import."""
 
+    name = "TensorBoard"
+
     def __init__(self, folder: Path, resumed_step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -94,12 +102,21 @@ class TensorBoard:
         self._writer.close()
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Write to nowhere; rich would end the process."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class Terminal:
-    """A line for each record, above a progress bar where there is a terminal."""
+    """A line for each record, above a progress bar where there is a terminal. Silent once its reader has gone."""
+
+    name = "the terminal"
 
     def __init__(self, steps: int, first: int, console: Console | None = None) -> None:
         self._steps = steps
-        self._console = console or Console()
+        self._console = console or _Console()
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
         self._progress = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
         self._task = self._progress.add_task("", total=steps, completed=first)

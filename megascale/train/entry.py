@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
+from typing import Never
 
 import torch
 
@@ -36,24 +38,25 @@ def run_rank(config: RunConfig, rank: Rank) -> int:
         status = _run(config, rank, stop)
         init.stop()
     except (Exception, KeyboardInterrupt) as error:
-        try:
-            write_error(error, rank)
-        except OSError as unwritten:  # a full disk must not hide what happened
-            print(f"{rank}: its error could not be left for the launcher: {unwritten}", file=sys.stderr)
-        if isinstance(error, MegascaleError):
-            print(f"{rank}: {error}", file=sys.stderr)
-        elif not peer_was_lost(error):
-            print(f"{rank}:\n{traceback.format_exc()}", file=sys.stderr)
-        else:
-            print(f"{rank}: lost another rank: {error}", file=sys.stderr)
-        _leave(exit_status_of(error))
+        _leave(error, rank)
     return status
 
 
-def _leave(status: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+def _leave(error: BaseException, rank: Rank) -> Never:
+    """Say what happened, to whom there is: the disk may be full, and the terminal gone."""
+    if isinstance(error, MegascaleError):
+        text = f"{rank}: {error}"
+    elif peer_was_lost(error):
+        text = f"{rank}: lost another rank: {error}"
+    else:
+        text = f"{rank}:\n{traceback.format_exc()}"
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        write_error(error, rank)
+    os._exit(exit_status_of(error))
 
 
 def _run(config: RunConfig, rank: Rank, stop: Stop) -> Exit:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from megascale.comm.collectives import gather_objects
 from megascale.config.model import ModelConfig
 from megascale.core.errors import DivergenceError
@@ -53,6 +55,23 @@ def check_finite(run: Run, own_loss: float, total_loss: float, norm: float) -> N
     )
 
 
+def check_state(run: Run) -> None:
+    """Raise on every rank if a weight, or what the optimizer keeps of it, is not finite: no such state may become the
+    last checkpoint.
+
+    Raises: DivergenceError with step, rank and parameter.
+    """
+    held = ((s.bucket, values) for s in run.optimizer.shards for values in (s.master, *s.state.values()))
+    bad = next((name for bucket, values in held for name in _not_finite(bucket, values)), "")
+    found = [(rank, name) for rank, name in enumerate(gather_objects(run.mesh.world, bad)) if name]
+    if found:
+        rank, name = found[0]
+        raise DivergenceError(
+            f"step {run.progress.step}: {name} or its optimizer state is not finite on rank {rank}; it was not saved",
+            mend="lower optimizer.lr; the last checkpoint is good",
+        )
+
+
 def _report(run: Run, own_loss: float) -> Report:
     coord, buckets = run.mesh.coord, run.gradients.buckets
     return Report(
@@ -61,18 +80,18 @@ def _report(run: Run, own_loss: float) -> Report:
         place=(coord.pp, coord.tp),
         loss=own_loss,
         weights=[name for b in buckets for name, p in b.parameters.items() if not bool(p.isfinite().all())],
-        gradients={name: index for index, bucket in enumerate(buckets) for name in _bad_gradients(bucket)},
+        gradients={name: index for index, b in enumerate(buckets) for name in _not_finite(b, b.grad)},
         spoilt={i for i, bucket in enumerate(buckets) if bucket.group.size == 1 or not bool(bucket.finite_before)},
     )
 
 
-def _bad_gradients(bucket: Bucket) -> list[str]:
-    """Parameters of which the part in this rank's shard has a gradient that is not finite."""
+def _not_finite(bucket: Bucket, values: Tensor) -> list[str]:
+    """Parameters of which the part in this rank's shard is not finite in `values` [size of the shard]."""
     start, stop = bucket.shard
     found = []
     for slot in bucket.layout.slots:
         low, high = (min(max(edge, start), stop) - start for edge in (slot.start, slot.stop))
-        if not bool(bucket.grad[low:high].isfinite().all()):
+        if not bool(values[low:high].isfinite().all()):
             found.append(slot.parameter.name)
     return found
 

@@ -7,6 +7,7 @@ from megascale.core.units import format_count
 from megascale.train.build import Run
 from megascale.train.evaluate import evaluate
 from megascale.train.gc import ScheduledCollection
+from megascale.train.guard import check_state
 from megascale.train.report import Reporter
 from megascale.train.step import train_step
 
@@ -28,13 +29,14 @@ def train(run: Run, reporter: Reporter) -> Exit:
             if run.valid is not None and (step % settings.eval_every == 0 or step == steps):
                 reporter.write(evaluate(run))
             if run.config.checkpoint.every and step % run.config.checkpoint.every == 0 and step < steps:
-                _save_and_go_on(run, reporter)
+                try:
+                    _save(run, reporter)
+                except CheckpointError as error:  # it must not end the run that it should protect
+                    reporter.note(f"WARNING: no checkpoint of step {step}: {error}")
             collection.after(step)
     run.gradients.finish_gather()
     if run.config.checkpoint.every:
-        path = run.checkpoints.save(run.progress)
-        if path is not None:
-            reporter.note(f"saved {path}")
+        _save(run, reporter)
     if stopping and run.progress.step < steps:
         reporter.note(f"stopped by a signal after step {run.progress.step}")
         return Exit.STOPPED
@@ -48,15 +50,25 @@ def resume(run: Run) -> str:
     found = run.checkpoints.resume()
     if found is None:
         return ""
-    run.progress, path = found
+    run.progress = found.progress
     run.optimizer.publish_masters()
     run.gradients.start_gather()
-    return f"resumed from {path}: step {run.progress.step}, {format_count(run.progress.tokens)} tokens"
+    tokens = format_count(run.progress.tokens)
+    lines = [f"resumed from {found.path}: step {run.progress.step}, {tokens} tokens"]
+    return "\n".join(lines + [f"changed since: {change}" for change in found.changes])
 
 
-def _save_and_go_on(run: Run, reporter: Reporter) -> None:
-    """A checkpoint that cannot be written must not end the run that it should protect: say so, and try at the next."""
+def _save(run: Run, reporter: Reporter) -> None:
+    """Save a state that is finite, then remove old checkpoints.
+
+    Raises: CheckpointError if it could not be written, DivergenceError if it is not finite.
+    """
+    check_state(run)
+    path = run.checkpoints.save(run.progress)
+    if path is None:
+        return
+    reporter.note(f"saved {path}")
     try:
-        reporter.note(f"saved {run.checkpoints.save(run.progress)}")
+        run.checkpoints.remove_old()
     except CheckpointError as error:
-        reporter.note(f"WARNING: no checkpoint of step {run.progress.step}: {error}")
+        reporter.note(f"WARNING: {error}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from megascale.config.run import RunConfig
@@ -64,16 +64,26 @@ class Reporter:
         self._seconds = 0.0
 
     def write(self, record: Record) -> None:
-        for writer in self._writers:
-            writer.write(record)
+        for failure in self._each(lambda writer: writer.write(record)):
+            self.note(failure)
 
     def note(self, text: str) -> None:
-        for writer in self._writers:
-            writer.note(text)
+        self._each(lambda writer: writer.note(text))
 
     def close(self) -> None:
+        self._each(lambda writer: writer.close())
+
+    def _each(self, action: Callable[[Writer], None]) -> list[str]:
+        """Apply to all writers. A full disk, or a terminal that has gone, must not end the training: returns what to
+        say of those that failed.
+        """
+        failures = []
         for writer in self._writers:
-            writer.close()
+            try:
+                action(writer)
+            except OSError as error:
+                failures.append(f"WARNING: {writer.name} cannot be written: {error.strerror or error}")
+        return failures
 
 
 def open_writers(config: RunConfig, resumed_step: int) -> list[Writer]:

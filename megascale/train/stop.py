@@ -1,4 +1,6 @@
-"""A request to stop: SIGTERM or Ctrl-C finishes the step and saves; a second one ends the process at once."""
+"""A request to stop: SIGTERM, Ctrl-C or the end of the terminal finishes the step and saves; a second one ends the
+process at once.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import signal
 from types import FrameType
 
 from megascale.core.errors import Exit
+from megascale.core.process import stop_signals
 
 
 class Stop:
@@ -16,12 +19,12 @@ class Stop:
         self.asked = False
 
     def listen(self) -> Stop:
-        """Take over SIGTERM and SIGINT."""
-        for number in (signal.SIGTERM, signal.SIGINT):
+        """Take over the signals that ask to stop."""
+        for number in stop_signals():
             signal.signal(number, self._on_signal)
         return self
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        if self.asked and number != signal.SIGHUP:  # shell and kernel may each send one
             os._exit(Exit.STOPPED)
         self.asked = True

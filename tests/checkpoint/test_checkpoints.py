@@ -66,7 +66,7 @@ def load(rank: Rank, config: Any) -> tuple[dict[str, list[Any]], dict[str, int],
         for chunk in range(len(run.stages))
         for name, p in run.gradients.parameters(chunk).items()
     }
-    return state_of(run), vars(found[0]), sums
+    return state_of(run), vars(found.progress), sums
 
 
 def whole(states: list[dict[str, list[Any]]]) -> dict[str, Any]:
@@ -253,6 +253,7 @@ def save_twice(rank: Rank, config: Any) -> list[str]:
         train_step(run, run.train.batch(run.progress.samples))
         first, second = run.checkpoints.save(run.progress), run.checkpoints.save(run.progress)
         assert first is not None and second is None
+        run.checkpoints.remove_old()
     run.gradients.finish_gather()
     return sorted(path.name for path in run.checkpoints.folder.iterdir())
 
@@ -309,3 +310,58 @@ def test_resume_from_another_runs_checkpoint(saved: Path, tmp_path: Path) -> Non
 def test_nothing_in_a_checkpoint_is_executed(saved: Path) -> None:
     files = [path for path in (saved / "test" / "checkpoints").rglob("*") if path.is_file()]
     assert {path.suffix for path in files} == {".json", ".safetensors"}
+
+
+def blocked(rank: Rank, config: Any) -> list[str]:
+    """Save where the folder of the checkpoints cannot be made, twice."""
+    from megascale.core.errors import CheckpointError
+
+    run, found = build_run(rank, config), []
+    for _ in range(2):
+        try:
+            run.checkpoints.save(run.progress)
+        except CheckpointError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    config = config_in(tmp_path, parallel__tp=2)
+    config.folder.mkdir(parents=True)
+    (config.folder / "checkpoints").touch()
+    place = config.folder / "checkpoints" / "step-00000000"
+    for texts in run_world(2, blocked, config):
+        assert texts == [f"rank 0: cannot make {place}: Not a directory  -> check space and permissions"] * 2
+
+
+def test_of_a_checkpoint_that_lies_elsewhere_only_the_link_is_removed(tmp_path: Path) -> None:
+    from megascale.checkpoint.store import complete, keep_newest, remove_unfinished
+
+    folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    for place in (folder / "step-2", elsewhere / "full", elsewhere / "empty"):
+        place.mkdir(parents=True)
+    for place in (folder / "step-2", elsewhere / "full"):
+        (place / "manifest.json").touch()
+    (folder / "step-1").symlink_to(elsewhere / "full")
+    (folder / "step-3").symlink_to(elsewhere / "empty")
+    remove_unfinished(folder)
+    assert [stored.step for stored in complete(folder)] == [1, 2]
+    keep_newest(folder, 1)
+    assert [path.name for path in folder.iterdir()] == ["step-2"]
+    assert sorted(path.name for path in elsewhere.iterdir()) == ["empty", "full"]
+    assert (elsewhere / "full" / "manifest.json").exists()
+
+
+def changed(rank: Rank, config: Any) -> list[str]:
+    found = build_run(rank, config).checkpoints.resume()
+    assert found is not None
+    return found.changes
+
+
+def test_a_resume_says_what_the_configuration_changes(saved: Path) -> None:
+    same = config_in(saved, parallel__tp=2)
+    assert run_world(2, changed, config_in(saved, parallel__pp=2, checkpoint__keep=3)) == [[]] * 2
+    other = config_in(saved, parallel__tp=2, train__seed=5, optimizer__weight_decay=0.25)
+    decay = same.optimizer.weight_decay
+    expected = [f"train.seed {same.train.seed} -> 5", f"optimizer.weight_decay {decay} -> 0.25"]
+    assert run_world(2, changed, other) == [expected] * 2

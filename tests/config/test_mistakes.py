@@ -56,6 +56,8 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("num_layers = 4", 'num_layers = "four"', "run.toml:3  model.num_layers: 'four': should be a valid integer  -> num_layers: transformer blocks"),
     ("num_layers = 4", "num_layers = 4.0", "run.toml:3  model.num_layers: 4.0: should be a valid integer  -> num_layers: transformer blocks"),
     ("num_layers = 4", "num_layers = true", "run.toml:3  model.num_layers: true: should be a valid integer  -> num_layers: transformer blocks"),
+    ("[batch]", "[parallel]\ncp = true\n[batch]", "run.toml:9  parallel.cp: true: should be 1  -> cp: context parallelism; not available yet"),
+    ("steps = 10", "steps = 10\ncompile = 0", "run.toml:12  train.compile: 0: should be false  -> compile: torch.compile of each block; not available yet"),
     ("num_layers = 4", "num_layers = -4", "run.toml:3  model.num_layers: -4: should be greater than 0  -> num_layers: transformer blocks"),
     ("num_layers = 4", "num_layers = 20_000", "run.toml:3  model.num_layers: 20000: should be less than or equal to 10000  -> num_layers: transformer blocks"),
     ("num_layers = 4", "num_layers = 2020-02-02", "run.toml:3  model.num_layers: datetime.date(2020, 2, 2): should be a valid integer  -> num_layers: transformer blocks"),

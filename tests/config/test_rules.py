@@ -88,12 +88,12 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ),
     ("data_files", {"data__mock": False, "data__train": "odd"}, {"data.train": "odd.json cannot be read"}),
     (
-        "one_tokenizer",
+        "data_files",
         {"data__mock": False, "data__train": [[1.0, "set"], [1.0, "other"]]},
         {"data.train": "set and other were made with different tokenizers"},
     ),
     (
-        "one_tokenizer",
+        "data_files",
         {"data__mock": False, "data__train": "set", "data__valid": "other"},
         {"data.valid": "set and other were made with different tokenizers"},
     ),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from megascale.core.files import atomic, fingerprint, readable, write_text
+from megascale.core.files import atomic, claim, fingerprint, readable, write_text
 
 
 def test_a_write_replaces_the_whole_file(tmp_path: Path) -> None:
@@ -72,3 +74,30 @@ def test_a_closed_folder_has_no_readable_file(tmp_path: Path) -> None:
     finally:
         os.seteuid(user)
         folder.chmod(0o700)
+
+
+def test_a_claimed_folder_is_held_until_it_is_given_back(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "run"
+    first = claim(folder, "process 1 on here")
+    with pytest.raises(BlockingIOError, match="process 1 on here"):
+        claim(folder, "process 2 on here")
+    first.close()
+    with claim(folder, "process 2 on here"), pytest.raises(BlockingIOError, match="process 2 on here"):
+        claim(folder, "process 3 on here")
+
+
+def test_a_claim_ends_with_its_process(tmp_path: Path) -> None:
+    code = f"from pathlib import Path; from megascale.core.files import claim; claim(Path({str(tmp_path)!r}), 'x'); "
+    held = "import os, signal; print('held', flush=True); signal.pause()"
+    with subprocess.Popen([sys.executable, "-c", code.replace("; claim", "; f = claim") + held], stdout=-1) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"held\n"
+        with pytest.raises(BlockingIOError):
+            claim(tmp_path, "me")
+        other.kill()
+    claim(tmp_path, "me").close()
+
+
+def test_a_folder_that_cannot_be_made_is_not_claimed(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="Not a directory"):
+        claim(tmp_path / "file" / "run", "me")

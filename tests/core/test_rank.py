@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import socket
 
-from megascale.core.rank import Rank, from_environment
+import pytest
+
+from megascale.core.errors import ConfigError
+from megascale.core.rank import Rank, from_environment, meeting_place
 
 HOST = socket.gethostname()
 STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "9", "SLURM_STEP_NUM_TASKS": "16", "SLURM_LOCALID": "1"}
@@ -38,3 +41,14 @@ def test_alone() -> None:
 
 def test_a_rank_names_itself() -> None:
     assert str(Rank(3, 8, 1, "node7")) == "rank 3 of 8 on node7"
+
+
+@pytest.mark.parametrize("value", ["three", "", "-1", "1.0"])
+def test_a_variable_that_is_no_number_is_named(value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"environment  RANK: '{value}' is not a whole number"):
+        from_environment({"RANK": value, "WORLD_SIZE": "8"})
+    with pytest.raises(ConfigError, match="SLURM_STEP_NUM_TASKS"):
+        from_environment(STEP | {"SLURM_STEP_NUM_TASKS": value})
+    if value:
+        with pytest.raises(ConfigError, match="MASTER_PORT"):
+            meeting_place({"MASTER_ADDR": "host", "MASTER_PORT": value})

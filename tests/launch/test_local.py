@@ -116,8 +116,9 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     job.signal(signal.SIGINT)
     time.sleep(0.3)
     job.signal(signal.SIGINT)
-    status, _, _ = job.end()
+    status, _, err = job.end()
     assert status == Exit.STOPPED
+    assert err == "megascale: stopped at once, without saving\n"
     wait_until_gone(ranks)
 
 
@@ -168,3 +169,64 @@ def test_mistakes_are_found_before_any_process_starts(tmp_path: Path) -> None:
     assert len(lines) == 3 and lines[-1] == "2 problems; nothing was launched"
     assert "parallel.tp" in result.stderr and "did you mean 'hidden_size'?" in result.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_two_jobs_do_not_share_a_folder(tmp_path: Path) -> None:
+    config = job_config(tmp_path, GPT, **FOUR)
+    first = Job(config)
+    first.wait_for_step(1)
+    logs = sorted((first.folder / "logs").iterdir())
+    status, _, err = Job(config).end()
+    assert status == Exit.CONFIG
+    assert f"a job trains in this folder already: process {first.process.pid} on {socket.gethostname()}" in err
+    assert sorted((first.folder / "logs").iterdir()) == logs
+    first.wait_for_step(len(first.steps()) + 2)
+    first.kill()
+    again = Job(config, "train.steps=5")
+    assert again.end()[0] == Exit.OK
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_run_folder_that_cannot_be_written_is_said_in_a_line(ranks: int, tmp_path: Path) -> None:
+    (tmp_path / "runs").touch()
+    status, out, err = Job(job_config(tmp_path, GPT, **(FOUR if ranks == 4 else {}))).end()
+    assert status == Exit.CONFIG
+    assert out == ""
+    assert err.splitlines()[0].startswith(f"{tmp_path}/runs/test  observe.dir: cannot be written: Not a directory")
+    assert len(err.splitlines()) == 2
+
+
+@pytest.mark.parametrize("layout", [{}, FOUR], ids=["alone", "launcher"])
+def test_the_end_of_the_terminal_saves(layout: dict, tmp_path: Path) -> None:
+    config = job_config(tmp_path, GPT, **{**layout, "train__steps": 100000, "checkpoint__every": 100000})
+    job = Job(config)
+    job.wait_for_step(1)
+    for _ in range(2):  # as shell and kernel do
+        job.signal(signal.SIGHUP)
+    status, out, err = job.end()
+    assert status == Exit.STOPPED, err
+    assert "stopped by a signal after step" in out
+    assert len(list((job.folder / "checkpoints").iterdir())) == 1
+
+
+def test_a_reader_that_goes_away_does_not_end_the_training(tmp_path: Path) -> None:
+    """As in `megascale train CONFIG | head`."""
+    job = Job(job_config(tmp_path, GPT, **FOUR | {"train__steps": 60, "checkpoint__every": 60}))
+    job.wait_for_step(1)
+    assert job.process.stdout is not None
+    job.process.stdout.close()
+    assert job.process.wait(60) == Exit.OK
+    assert job.steps()[-1]["step"] == 60
+    assert (job.folder / "checkpoints" / "step-00000060" / "manifest.json").exists()
+    assert job.process.stderr is not None and job.process.stderr.read() == ""
+
+
+@pytest.mark.parametrize("layout", [{}, FOUR], ids=["alone", "launcher"])
+@pytest.mark.parametrize("seconds", [0.1, 0.2, 0.4, 0.8, 1.6])
+def test_ctrl_c_at_any_moment_of_the_start(seconds: float, layout: dict, tmp_path: Path) -> None:
+    job = Job(job_config(tmp_path, GPT, **{**layout, "train__steps": 100000, "checkpoint__every": 100000}))
+    time.sleep(seconds)
+    job.signal(signal.SIGINT)
+    status, _, err = job.end()
+    assert "Traceback" not in err
+    assert status in (-signal.SIGINT, Exit.STOPPED)

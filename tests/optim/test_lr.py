@@ -51,15 +51,19 @@ def test_after_the_warm_up_it_never_rises_and_keeps_its_bounds(decay: str, run: 
 
 
 @given(FALLING, runs())
-def test_a_falling_rate_ends_at_min_lr(decay: str, run: Any) -> None:
-    assert course(decay, run)[-1] == pytest.approx(MIN_LR)
+def test_a_falling_rate_comes_to_min_lr_in_the_step_after_the_last(decay: str, run: Any) -> None:
+    steps, warmup, decay_steps = run
+    keys = {"lr": LR, "min_lr": MIN_LR, "warmup_steps": warmup, "decay": decay, "decay_steps": decay_steps}
+    at = learning_rate(OptimizerConfig(**keys), steps)
+    assert at(steps + 1) == pytest.approx(MIN_LR)
+    assert at(steps) > MIN_LR
 
 
 @given(DECAY, runs())
 def test_it_is_continuous(decay: str, run: Any) -> None:
     """No step changes it by more than the steepest part of its course: of the warm-up, or of the fall."""
     steps, warmup, decay_steps = run
-    fall = min(decay_steps or max(steps // 10, 1), steps - warmup) if decay == "wsd" else steps - warmup
+    fall = min(decay_steps or max(steps // 10, 1), steps - warmup) if decay == "wsd" else steps + 1 - warmup
     steepest = max(LR / max(warmup, 1), (LR - MIN_LR) * (math.pi / 2 if decay == "cosine" else 1) / fall)
     rates = [0.0 if warmup else LR, *course(decay, run)]
     assert all(abs(b - a) <= steepest * (1 + 1e-9) for a, b in pairwise(rates))
@@ -73,14 +77,14 @@ def test_constant(run: Any) -> None:
 @given(runs())
 def test_linear(run: Any) -> None:
     steps, warmup, _ = run
-    expected = [LR + (MIN_LR - LR) * (step - warmup) / (steps - warmup) for step in range(warmup + 1, steps + 1)]
+    expected = [LR + (MIN_LR - LR) * (step - warmup) / (steps + 1 - warmup) for step in range(warmup + 1, steps + 1)]
     assert course("linear", run)[warmup:] == pytest.approx(expected)
 
 
 @given(runs())
 def test_cosine(run: Any) -> None:
     steps, warmup, _ = run
-    angles = [math.pi * (step - warmup) / (steps - warmup) for step in range(warmup + 1, steps + 1)]
+    angles = [math.pi * (step - warmup) / (steps + 1 - warmup) for step in range(warmup + 1, steps + 1)]
     expected = [MIN_LR + (LR - MIN_LR) * (1 + math.cos(angle)) / 2 for angle in angles]
     assert course("cosine", run)[warmup:] == pytest.approx(expected)
 
@@ -91,13 +95,13 @@ def test_wsd_stays_at_lr_and_falls_over_the_last_decay_steps(run: Any) -> None:
     fall = min(decay_steps or max(steps // 10, 1), steps - warmup)
     rates = course("wsd", run)
     assert set(rates[warmup : steps - fall]) <= {LR}
-    expected = [MIN_LR + (LR - MIN_LR) * (fall - done) / fall for done in range(1, fall + 1)]
+    expected = [MIN_LR + (LR - MIN_LR) * (fall - done) / fall for done in range(fall)]
     assert rates[steps - fall :] == pytest.approx(expected)
 
 
 def test_wsd_falls_over_a_tenth_of_the_steps_unless_told() -> None:
     rates = course("wsd", (200, 10, None))
-    assert rates[179] == LR > rates[180]
+    assert rates[180] == LR > rates[181]
     assert rates[10:] == course("wsd", (200, 10, 20))[10:]
 
 
@@ -107,6 +111,6 @@ def test_only_wsd_reads_decay_steps() -> None:
         assert same is (decay != "wsd")
 
 
-def test_a_run_of_one_step_trains_at_the_end_of_its_course() -> None:
+def test_a_run_of_one_step_trains() -> None:
     assert course("constant", (1, 0, None)) == [LR]
-    assert course("cosine", (1, 0, None)) == [MIN_LR]
+    assert course("cosine", (1, 0, None)) == [(LR + MIN_LR) / 2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -174,3 +175,45 @@ def test_a_job_that_diverges_is_not_requeued(tmp_path: Path) -> None:
     assert f"step {step}: " in err and "Traceback" not in err
     saved = sorted(path.name for path in (job.folder / "checkpoints").iterdir())
     assert saved == [f"step-{s:08d}" for s in range(3, step, 3)]
+
+
+def save_spoilt(rank: Rank, config: Any, which: str) -> str:
+    """Spoil one number of rank 1's state after a step, and go to save."""
+    from megascale.core.errors import DivergenceError
+    from megascale.train.guard import check_state
+
+    run = build_run(rank, config)
+    train_two_steps(run)
+    check_state(run)
+    if rank.rank == 1:
+        shard = run.optimizer.shards[-1]
+        (shard.master if which == "master" else shard.state[which])[0] = math.inf
+    try:
+        check_state(run)
+    except DivergenceError as error:
+        return str(error)
+    return "saved"
+
+
+@pytest.mark.parametrize("which", ["master", "exp_avg", "exp_avg_sq"])
+def test_a_state_that_is_not_finite_is_not_saved(which: str, tmp_path: Path) -> None:
+    config = config_of(settings(LLAMA, tmp_path, train__precision="bf16", parallel__dp=2), tmp_path)
+    first, second = run_world(2, save_spoilt, config, which)
+    assert first == second
+    assert re.match(r"step 2: \S+ or its optimizer state is not finite on rank 1; it was not saved", first)
+
+
+def test_a_step_that_spoils_the_weights_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
+    run: dict[str, Any] = {"train__steps": 6, "checkpoint__every": 1, "parallel__dp": 2}
+    run |= {"optimizer__decay": "constant", "optimizer__warmup_steps": 0}
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(
+        "import megascale.catalog.decays as d\nd.constant = lambda *a: 1e300 if a[0] > 3 else 1.0\n"
+    )
+    job = Job(job_config(tmp_path, GPT, train__precision="fp32", **run), env={"PYTHONPATH": str(site)})
+    status, _, err = job.end()
+    assert status == Exit.DO_NOT_REQUEUE, err
+    assert "step 4: " in err and "not saved" in err
+    saved = sorted(path.name for path in (job.folder / "checkpoints").iterdir())
+    assert saved == [f"step-{step:08d}" for step in (1, 2, 3)]

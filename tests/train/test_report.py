@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ FIELDS = {"step", "loss", "grad_norm", "lr", "tokens", "step_time_s", "tokens_pe
 
 class Listener:
     """A writer that keeps what it is given."""
+
+    name = "a listener"
 
     def __init__(self) -> None:
         self.records: list[Record] = []
@@ -117,3 +121,26 @@ def test_tensorboard_is_written_only_if_asked_for(tensorboard: bool, tmp_path: P
         writer.close()
     assert (config.folder / "metrics.jsonl").exists()
     assert (config.folder / "tensorboard").exists() is tensorboard
+
+
+class Broken(Listener):
+    """A writer on a full disk."""
+
+    def write(self, record: Record) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def note(self, text: str) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def close(self) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_writer_that_fails_does_not_end_the_training(tmp_path: Path) -> None:
+    listener = Listener()
+    reporter = Reporter(config_of(settings(GPT, tmp_path), tmp_path), CPU, None, [Broken(), listener])
+    record = EvaluationRecord(1, 2.0, 3)
+    reporter.write(record)
+    reporter.close()
+    assert listener.records == [record] and listener.closed
+    assert listener.notes == ["WARNING: a listener cannot be written: No space left on device"]
