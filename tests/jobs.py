@@ -71,7 +71,11 @@ class Job:
 
     def end(self) -> tuple[int, str, str]:
         """Exit status, output and errors."""
-        out, err = self.process.communicate(timeout=SECONDS)
+        try:
+            out, err = self.process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
         return self.process.returncode, out, err
 
 

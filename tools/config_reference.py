@@ -59,7 +59,7 @@ sp = true
 5. **Defaults**, as in the tables below.
 
 An unknown key is a mistake, wherever it stands. Types are strict: `4.0` is no whole number and `1` is no boolean.
-Paths in a file count from the folder in which the command is started.
+Paths in a file count from the folder in which the command is started; `~` at their start is the home of the user.
 
 What follows from other keys (`parallel.dp = "auto"`, the schedule, `decay_steps`) gets its value when the number of
 processes is known. The number is that of torchrun or srun; outside them it is the smallest that the layout needs, and

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -17,9 +18,6 @@ from megascale.core.units import format_bytes, format_count
 from megascale.data import indexed
 from megascale.data.prepare import Request, prepare
 from megascale.data.tokenizer import Tokenizer, load_tokenizer
-
-INTERRUPTED = 130
-"""Exit status after Ctrl-C: 128 and the number of the signal, as shells have it."""
 
 SHOWN = 80
 """Tokens of a document that `inspect` shows."""
@@ -48,11 +46,15 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
+    if options.verb == "inspect":
+        return _inspect(options)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        return _prepare(options) if options.verb == "prepare" else _inspect(options)
+        return _prepare(options)
     except KeyboardInterrupt:
         print("interrupted: nothing was written", file=sys.stderr)
-        return INTERRUPTED
+        return Exit.INTERRUPTED
 
 
 def _workers(text: str) -> int:

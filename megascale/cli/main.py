@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -32,6 +33,9 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status (see `megascale.core.errors.Exit`)."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # Ctrl-C just ends the process until a command takes it over: imports swallow exceptions, or end in a traceback
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     command = next((word for word in given if not word.startswith("-")), None)
     try:
         options = _parse(parser(command), given)
@@ -42,9 +46,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output went away: nothing is wrong
         sys.stderr.close()
         return int(Exit.UNCLASSIFIED)
-    except KeyboardInterrupt:
-        print("megascale: stopped", file=sys.stderr)
-        return int(Exit.STOPPED)
 
 
 def _parse(top: argparse.ArgumentParser, given: Sequence[str]) -> argparse.Namespace:

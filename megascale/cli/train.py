@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import signal
 import socket
 from typing import IO
 
@@ -29,7 +28,6 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training takes it over: an import may swallow an exception
     rank = from_environment()
     with contextlib.ExitStack() as held:
         try:

@@ -20,6 +20,7 @@ class Exit(enum.IntEnum):
     DATA = 3
     CHECKPOINT = 4
     DO_NOT_REQUEUE = 93  # running again would end the same way
+    INTERRUPTED = 130  # Ctrl-C, and there was nothing to save
     STOPPED = 143  # a signal asked, the state was saved
 
 

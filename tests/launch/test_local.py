@@ -222,9 +222,12 @@ def test_a_reader_that_goes_away_does_not_end_the_training(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("layout", [{}, FOUR], ids=["alone", "launcher"])
-@pytest.mark.parametrize("seconds", [0.1, 0.2, 0.4, 0.8, 1.6])
+@pytest.mark.parametrize("seconds", [0.0, 0.1, 0.3, 1.0])
 def test_ctrl_c_at_any_moment_of_the_start(seconds: float, layout: dict, tmp_path: Path) -> None:
     job = Job(job_config(tmp_path, GPT, **{**layout, "train__steps": 100000, "checkpoint__every": 100000}))
+    maps = Path(f"/proc/{job.process.pid}/maps")
+    while "_pydantic_core" not in maps.read_text():  # before that Python itself is starting
+        time.sleep(0.002)
     time.sleep(seconds)
     job.signal(signal.SIGINT)
     status, _, err = job.end()

@@ -93,7 +93,6 @@ def test_all_its_state_is_in_the_segments() -> None:
 def test_cards_declare_the_state_that_optimizers_keep() -> None:
     for name in OPTIMIZERS.names():
         card = OPTIMIZERS[name]
-        assert card.facts["needs"] in {"element"}
         assert card.facts["state"] == len(card.load().state_names)
 
 
