@@ -15,7 +15,10 @@ SIZE = 768
 """Width of the square matrices: large enough to reach the rate, small enough to stay in a core's cache."""
 
 
-def measure(device: Device, dtype: torch.dtype, seconds: float = 0.4) -> float:
+ROUNDS = 3
+
+
+def measure(device: Device, dtype: torch.dtype, seconds: float = 0.2) -> float:
     """FLOP/s of square products on this rank over about `seconds`, the time in which others had its core included."""
     a = torch.rand(SIZE, SIZE, dtype=torch.float32, device=device.torch).to(dtype)
     out = torch.empty_like(a)
@@ -31,11 +34,14 @@ def measure(device: Device, dtype: torch.dtype, seconds: float = 0.4) -> float:
 
 
 def measured_peak(device: Device, dtype: torch.dtype, mesh: Mesh) -> Peak:
-    """The mean rate of all ranks that measure at the same time, so that ranks which share cores share their peak
-    too.
+    """The mean rate of all ranks that measure at the same time, so that ranks which share cores share their peak too.
+    The best of some rounds: whatever else the machine does can only lower it.
     """
-    barrier(mesh.world)
-    total = torch.tensor([measure(device, dtype)], dtype=torch.float64, device=device.torch)
-    all_reduce(mesh.world, total)
+    best = 0.0
+    for _ in range(ROUNDS):
+        barrier(mesh.world)
+        total = torch.tensor([measure(device, dtype)], dtype=torch.float64, device=device.torch)
+        all_reduce(mesh.world, total)
+        best = max(best, float(total))
     name = str(dtype).removeprefix("torch.")
-    return Peak(float(total) / mesh.world.size, f"{device.name} {name}, measured by GEMM")
+    return Peak(best / mesh.world.size, f"{device.name} {name}, measured by GEMM")

@@ -1,6 +1,6 @@
 """Learning-rate schedules: the fraction of (lr - min_lr) that is left at a step after the warm-up.
 
-Each takes the step counted from the end of the warm-up, the steps from there to the end of training, and `decay_steps`:
+Each takes the step counted from the end of the warm-up, the step after the last counted likewise, and `decay_steps`:
 plain numbers, so that a schedule can be plotted and checked without torch.
 """
 
@@ -26,7 +26,7 @@ def cosine(step: int, total: int, decay_steps: int) -> float:
 
 def wsd(step: int, total: int, decay_steps: int) -> float:
     """Warm-up, stable, decay (Hu et al. 2024, MiniCPM), with a linear decay."""
-    return min(1.0, max(0.0, (total - step) / max(decay_steps, 1)))
+    return min(1.0, max(0.0, (total - step) / (decay_steps + 1)))
 
 
 DECAYS = Registry(
@@ -36,6 +36,8 @@ DECAYS = Registry(
         Card("constant", "stays at lr after the warm-up", "megascale.catalog.decays:constant"),
         Card("linear", "falls linearly from lr to min_lr", "megascale.catalog.decays:linear"),
         Card("cosine", "falls along half a cosine from lr to min_lr", "megascale.catalog.decays:cosine"),
-        Card("wsd", "stays at lr, falls linearly to min_lr over the last decay_steps", "megascale.catalog.decays:wsd"),
+        Card(
+            "wsd", "stays at lr, falls linearly towards min_lr in the last decay_steps", "megascale.catalog.decays:wsd"
+        ),
     ],
 )

@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _workers(text: str) -> int:
-    if not text.isdigit() or int(text) == 0:
+    if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of processes: 1 or more")
     return int(text)
 

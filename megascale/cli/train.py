@@ -56,6 +56,8 @@ def hold_folder(config: RunConfig) -> IO[str]:
     folder = config.folder
     try:
         held = claim(folder, f"process {os.getpid()} on {socket.gethostname()}")
+        if config.checkpoint.every:
+            (folder / "checkpoints").mkdir(exist_ok=True)
     except BlockingIOError as error:
         found = f"a job trains in this folder already: {error.strerror}"
         raise ConfigError([Problem(str(folder), "name", found, "another name, or end that job first")]) from None

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from megascale.config.files import Source, read
-from megascale.config.model import FOLLOWS
+from megascale.config.model import FOLLOWS, ModelConfig, fill_in
 from megascale.config.rules import RULES, Finding, world_findings
 from megascale.config.run import NAME, RunConfig
 from megascale.config.section import Section
@@ -25,11 +26,24 @@ def load(path: str, overrides: Sequence[str] = (), world: int | None = None) -> 
 
     Raises: ConfigError with every problem found.
     """
-    source = read(path, overrides)
+    source = read(path, overrides, _takes_text)
     problems = list(_check(source, world))
     if problems:
         raise ConfigError(problems)
     return RunConfig.model_validate(source.tree).resolve(world)
+
+
+def _takes_text(key: str) -> bool:
+    table, _, name = key.rpartition(".")
+    field = _keys(sections()[table]).get(name) if table in sections() else None
+    return key == "name" or (field is not None and _has_text(field.annotation))
+
+
+def _has_text(annotation: Any) -> bool:
+    """Whether a type is text, or one of several of which one is."""
+    if get_origin(annotation) in (list, tuple):
+        return False
+    return annotation is str or any(_has_text(argument) for argument in get_args(annotation))
 
 
 def sections() -> dict[str, type[Section]]:
@@ -42,7 +56,7 @@ def sections() -> dict[str, type[Section]]:
 
 
 def _check(source: Source, world: int | None) -> Iterator[Problem]:
-    valid: dict[str, Any] = {}
+    valid: dict[str, Any] = {}  # by section, a `_Partial` where there are mistakes
     types = sections()
     for name in source.tree:
         if name not in RunConfig.model_fields:
@@ -57,28 +71,61 @@ def _check(source: Source, world: int | None) -> Iterator[Problem]:
     given_name = source.tree.get("name")
     if not (isinstance(given_name, str) and NAME.fullmatch(given_name)):
         yield _name_problem(source, given_name)
+    yield from (_placed(source, finding) for finding in _findings(valid))
+    if world is not None and all(isinstance(valid.get(name), Section) for name in types):
+        config = RunConfig.model_construct(name="check", **valid)
+        yield from (_placed(source, finding) for finding in world_findings(config, world))
+
+
+def _findings(valid: dict[str, Section | _Partial]) -> Iterator[Finding]:
+    """What the rules find in the sections that are tables."""
     checked = SimpleNamespace(**valid)
     for needs, rule in RULES:
         if all(need in valid for need in needs):
-            yield from (_placed(source, finding) for finding in rule(checked))
-    if world is not None and len(valid) == len(types):
-        config = RunConfig.model_construct(name="check", **valid)
-        yield from (_placed(source, finding) for finding in world_findings(config, world))
+            with contextlib.suppress(_Unknown):
+                yield from rule(checked)
 
 
 _NAME_MEND = "letters, digits, '.', '_' and '-', at most 128"
 
 
-def _validate(section: type[Section], given: Any) -> tuple[list[ErrorDetails], Section | None]:
-    """The errors of a section, and its value if there is one: without its unknown keys the rules can still judge it."""
+class _Unknown(Exception):
+    """A rule reads a key that has no valid value."""
+
+
+class _Partial:
+    """A section with mistakes, for rules: what is valid in it has its value. Reading anything else ends the rule."""
+
+    def __init__(self, section: type[Section], values: dict[str, Any]) -> None:
+        self._section = section
+        self._values = values
+
+    def __getattr__(self, name: str) -> Any:
+        if isinstance(derived := getattr(self._section, name, None), property) and derived.fget:
+            return derived.fget(self)
+        if name not in self._values:
+            raise _Unknown(name)
+        return self._values[name]
+
+
+def _validate(section: type[Section], given: Any) -> tuple[list[ErrorDetails], Section | _Partial | None]:
+    """The errors of a section, and what of it the rules can judge; None if it is no table."""
     try:
         return [], section.model_validate(given)
     except ValidationError as error:
-        details = _roots(error.errors(), given)
-    unknown = {detail["loc"][0] for detail in details if detail["type"] == "extra_forbidden"}
-    if len(unknown) < len(details):
+        details = error.errors()
+    if not isinstance(given, dict):
         return details, None
-    return details, section.model_validate({key: value for key, value in given.items() if key not in unknown})
+    wrong = {detail["loc"][0] for detail in details if detail["loc"]}
+    full = fill_in(given) if section is ModelConfig else given
+    values = {}
+    for name, field in section.model_fields.items():
+        key = field.alias or name
+        if key in full and key not in wrong:
+            values[name] = full[key]
+        elif key not in full and not field.is_required():
+            values[name] = field.default
+    return _roots(details, given), _Partial(section, values)
 
 
 def _roots(details: list[ErrorDetails], given: Any) -> list[ErrorDetails]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,9 @@ class Source:
             tree = branch
 
 
-def read(path: str, overrides: Sequence[str] = ()) -> Source:
-    """Read a TOML file with what it extends, then apply `section.key=value` overrides.
+def read(path: str, overrides: Sequence[str] = (), is_text: Callable[[str], bool] = lambda key: False) -> Source:
+    """Read a TOML file with what it extends, then apply `section.key=value` overrides. `is_text`: whether a key takes a
+    text, so that `name=2026` needs no quotes.
 
     Raises: ConfigError for a missing file, bad syntax, a circle of `extends`, or an override without `=`.
     """
@@ -62,7 +63,9 @@ def read(path: str, overrides: Sequence[str] = ()) -> Source:
         key, equals, value = text.partition("=")
         keys = [part.strip() for part in key.split(".")]
         if equals and all(keys):
-            source.set(keys, _parse_value(value.strip()))
+            parsed = _parse_value(value.strip())
+            plain = is_text(".".join(keys)) and not isinstance(parsed, str | list)
+            source.set(keys, value.strip() if plain else parsed)
         else:
             problems.append(Problem("command line", text, "not a setting", "write section.key=value"))
     if problems:
@@ -77,7 +80,7 @@ def _read_file(path: Path, seen: tuple[Path, ...]) -> Source:
     except FileNotFoundError:
         raise ConfigError([Problem(str(path), "", "there is no such file", "check the path")]) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([Problem(str(path), "", f"cannot be read: {error}")]) from None
+        raise ConfigError([Problem(str(path), "", f"cannot be read: {error}", "give a TOML file in UTF-8")]) from None
     except (ValueError, RecursionError) as error:  # not only TOMLDecodeError: a number of 5,000 digits, 1,000 brackets
         line = re.search(r"line (\d+)", str(error))
         where = f"{path}:{line.group(1)}" if line else str(path)

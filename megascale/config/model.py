@@ -50,7 +50,7 @@ class ModelConfig(Section):
     rope_theta: float = Field(10_000.0, gt=0, description="base of the rotary frequencies")
     bias: bool = Field(True, description="biases in linear layers")
     tie_embeddings: bool = Field(True, description="the output projection shares the weight of the token embedding")
-    block: Literal["serial"] = Field("serial", description="attention then MLP")
+    block: Literal["serial"] = Field("serial", description="attention then MLP; parallel is not available yet")
     window: None = Field(None, description="sliding-window attention; not available yet: leave it out")
     dropout: float = Field(
         0.0, ge=0, lt=1, description="probability of dropping: embeddings, attention weights, and both branches"

@@ -1,13 +1,15 @@
 """One token dataset, read by megatron-core, repeated as often as needed.
 
 megatron-core shuffles all epochs of a run together, so that the order changes with the length of the run. Here every
-epoch is a dataset of its own, shuffled with its own seed: a run that is prolonged goes on where it was.
+epoch is a dataset of its own, shuffled with its own seed: a run that is prolonged goes on where it was. Its indices are
+written by rank 0 shortly before they are needed (`prepare`), and a few epochs are open at a time: a small dataset may
+be repeated thousands of times.
 """
 
 from __future__ import annotations
 
 import importlib
-import math
+import sys
 import tempfile
 import warnings
 from collections.abc import Mapping
@@ -25,6 +27,9 @@ from megascale.data import indexed
 from megascale.parallel.rng import seed_of
 
 SplitName = Literal["train", "valid"]
+
+OPEN = 2
+"""Epochs of a dataset that are kept open: a step that crosses the end of one reads two."""
 
 
 class Epochs:
@@ -53,31 +58,34 @@ class Epochs:
         self._documents = np.arange(first, last, dtype=np.int32)
         self.config = self._settings(0)
         self._low_level = megatron("gpt_dataset").GPTDataset.build_low_level_dataset(str(prefix), self.config)
-        self._epochs: dict[int, Any] = {}
+        self._open: dict[int, Any] = {}
         self.per_epoch = len(self._epoch(0))
-        self._prepared = 1
+        self._prepared = 1  # epochs from the first, or from where a resumed run began
         self.unique_identifiers = {"prefix": str(prefix), "seed": config.train.seed, **identity}
 
     def __len__(self) -> int:
-        """Samples of the epochs that were prepared."""
-        return self._prepared * self.per_epoch
+        """There is no end of samples; a blend asks whether there are enough."""
+        return sys.maxsize
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         epoch, within = divmod(int(index), self.per_epoch)
         return self._epoch(epoch)[within]
 
-    def prepare(self, samples: int) -> None:
-        """Build the indices of as many epochs as `samples` samples need."""
-        self._prepared = math.ceil(samples / self.per_epoch)
-        for epoch in range(self._prepared):
-            self._epoch(epoch)
+    def prepare(self, start: int, stop: int) -> None:
+        """On rank 0, write the indices of samples [start, stop), where they are not there; elsewhere nothing."""
+        if _rank() == 0:
+            for epoch in range(max(start // self.per_epoch, self._prepared), -(-stop // self.per_epoch)):
+                self._epoch(epoch)
+                self._prepared = epoch + 1
 
     def _epoch(self, epoch: int) -> Any:
-        if epoch not in self._epochs:
+        if epoch not in self._open:
             kind = megatron("gpt_dataset").GPTDataset
             arguments = (self._low_level, str(self._prefix), self._documents, None, self.index_split)
-            self._epochs[epoch] = cached(kind, *arguments, config=self._settings(epoch))
-        return self._epochs[epoch]
+            self._open[epoch] = cached(kind, *arguments, config=self._settings(epoch))
+            if len(self._open) > OPEN:
+                del self._open[next(iter(self._open))]  # samples are read in order: the oldest is done with
+        return self._open[epoch]
 
     def _settings(self, epoch: int) -> Any:
         return megatron("gpt_dataset").GPTDatasetConfig(
@@ -122,8 +130,7 @@ def cached(kind: Any, *arguments: Any, config: Any) -> Any:
 
     Raises: DataError if the cache cannot be written, or does not hold what rank 0 wrote.
     """
-    folder = Path(config.path_to_cache)
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    folder, rank = Path(config.path_to_cache), _rank()
     try:
         if rank == 0:
             _fill(folder, kind, arguments, config)
@@ -136,6 +143,10 @@ def cached(kind: Any, *arguments: Any, config: Any) -> Any:
         raise DataError(what, mend="data.cache = a folder that can be written, with room") from None
     except (ValueError, EOFError) as error:
         raise DataError(f"sample indices in {folder} are damaged: {error}", mend="remove that folder") from None
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _fill(folder: Path, kind: Any, arguments: tuple[Any, ...], config: Any) -> None:

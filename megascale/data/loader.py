@@ -25,6 +25,8 @@ class Samples(Protocol):
 
     def __getitem__(self, index: int) -> Sample: ...
 
+    def prepare(self, start: int, stop: int) -> None: ...
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -74,8 +76,16 @@ class Loader:
 
     def batch(self, seen: int) -> StepBatch:
         """The samples of the step that begins when `seen` samples of the run have been trained on."""
+        self.prepare(seen)
         micro_batches = [self._micro_batch(seen, index) for index in range(self._shape.micro_batches)]
         return StepBatch(micro_batches, sum(_counted(micro_batch) for micro_batch in micro_batches))
+
+    def prepare(self, seen: int) -> None:
+        """Have rank 0 write the indices of the step after `seen` samples, and of the one that follows it: when that one
+        begins, every rank has exchanged sums with rank 0.
+        """
+        if self._samples is not None:
+            self._samples.prepare(seen, seen + 2 * self._shape.total)
 
     def batches(self, count: int) -> Iterator[StepBatch]:
         """The first `count` batches."""

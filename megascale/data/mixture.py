@@ -4,7 +4,6 @@ number alone.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,8 @@ class Sample:
 class Mixture:
     """`samples` samples of one split; for validation as many as there are without repetition, if that is fewer.
 
-    Building writes the indices that are cached, so one rank builds before the others. Reading raises DataError for a
-    token that the model's vocabulary does not have.
+    Building writes indices that are cached, so rank 0 builds before the others; those of further epochs are written by
+    `prepare`. Reading raises DataError for a token that the model's vocabulary does not have.
     """
 
     def __init__(self, config: RunConfig, split: SplitName, samples: int) -> None:
@@ -44,9 +43,24 @@ class Mixture:
         self.samples = samples
         self._vocab = config.model.vocab_size
         self._names = ", ".join(prefixes(source))
-        for dataset, share in zip(datasets, shares, strict=True):
-            dataset.prepare(math.ceil(samples * share + 1 - share))  # as far as a blend gets ahead
-        self._samples = datasets[0] if len(datasets) == 1 else _blend(datasets, shares, samples)
+        self._datasets = datasets
+        self._samples: Any = datasets[0] if len(datasets) == 1 else _blend(datasets, shares, samples)
+        if split == "valid":
+            self.prepare(0, samples)
+
+    def prepare(self, start: int, stop: int) -> None:
+        """Have rank 0 write the indices of samples [start, stop), which it must before any rank reads them."""
+        stop = min(stop, self.samples)
+        if len(self._datasets) == 1:
+            self._datasets[0].prepare(start, stop)
+            return
+        which, numbers = (
+            index[start:stop] for index in (self._samples.dataset_index, self._samples.dataset_sample_index)
+        )
+        for number, dataset in enumerate(self._datasets):
+            of_this = numbers[which == number]  # ascending
+            if len(of_this):
+                dataset.prepare(int(of_this[0]), int(of_this[-1]) + 1)
 
     def __getitem__(self, index: int) -> Sample:
         record = self._samples[index]
@@ -71,6 +85,9 @@ class MockMixture:
         drawn = np.random.default_rng((self._seed, index)).integers(self._vocab, size=self._shape)
         ids = torch.from_numpy(drawn)
         return Sample(ids[:-1], ids[1:], None)
+
+    def prepare(self, start: int, stop: int) -> None:
+        return None
 
 
 def mixture(config: RunConfig, split: SplitName, samples: int) -> Mixture | MockMixture:

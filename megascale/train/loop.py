@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megascale.comm.collectives import barrier
 from megascale.core.errors import CheckpointError, Exit
 from megascale.core.units import format_count
 from megascale.train.build import Run
@@ -16,6 +17,8 @@ def train(run: Run, reporter: Reporter) -> Exit:
     """Train until the last step, or until some rank is asked to stop. Returns how it ended."""
     settings, steps = run.config.train, run.config.train.steps
     stopping = False
+    run.train.prepare(run.progress.samples)
+    barrier(run.mesh.world)  # rank 0 has written the indices that the first step reads
     if run.valid is not None and run.progress.step == 0:
         reporter.write(evaluate(run))
     with ScheduledCollection() as collection:

@@ -20,12 +20,16 @@ class Numbered:
 
     def __init__(self, masked: bool) -> None:
         self.samples = 1 << 30
+        self.prepared: list[tuple[int, int]] = []
         self._masked = masked
 
     def __getitem__(self, index: int) -> Sample:
         tokens = index * 10 + torch.arange(SEQUENCE + 1)
         mask = (torch.arange(SEQUENCE) >= index % 5).float() if self._masked and index % 3 == 0 else None
         return Sample(tokens[:-1], tokens[1:], mask)
+
+    def prepare(self, start: int, stop: int) -> None:
+        self.prepared.append((start, stop))
 
 
 def loader(shape: Shape, rank: int, *, masked: bool = False, empty: bool = False) -> Loader:

@@ -287,3 +287,16 @@ def test_a_token_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None
     samples = Mixture(data_config(tmp_path, tmp_path / "set", model__vocab_size=116), "train", 2)
     with pytest.raises(DataError, match=r"has token 116; model\.vocab_size is 116"):
         rows(samples, [0, 1])
+
+
+def test_a_small_dataset_repeated_ten_thousand_times_opens_few_files(tmp_path: Path) -> None:
+    samples = Mixture(data_config(tmp_path, blend(tmp_path, [1, 3], [20, 13])), "train", 40_000)
+    written = len(list((tmp_path / "cache").iterdir()))
+    assert written < 20, "indices are written when they are needed"
+    opened = len(list(Path("/proc/self/fd").iterdir())) + len(Path("/proc/self/maps").read_text().splitlines())
+    for step in range(40):
+        samples.prepare(8 * step, 8 * step + 16)
+        rows(samples, range(8 * step, 8 * step + 8))
+    now = len(list(Path("/proc/self/fd").iterdir())) + len(Path("/proc/self/maps").read_text().splitlines())
+    assert now < opened + 40
+    assert len(list((tmp_path / "cache").iterdir())) > written + 100

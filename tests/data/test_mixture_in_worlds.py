@@ -11,6 +11,8 @@ from megascale.config.run import RunConfig
 from megascale.core.errors import DataError
 from megascale.core.rank import Rank
 from tests.data.datasets import data_config, write_dataset
+from tests.jobs import curve, finish, job_config
+from tests.runs import GPT
 from tests.worlds import run_world
 
 
@@ -35,6 +37,7 @@ def read_everywhere(rank: Rank, config: RunConfig, hasty: int | None) -> dict[st
     for turn in (True, False):
         if (rank.rank == 0) == turn:
             samples = Mixture(config, "train", 40)
+            samples.prepare(0, 40)
         dist.barrier()
     read = [[*samples[i].tokens.tolist(), int(samples[i].labels[-1])] for i in range(40)]
     return {"read": read, "saved": len(saved), "error": error}
@@ -54,3 +57,24 @@ def test_all_ranks_read_the_same_samples(tmp_path: Path, world: int, hasty: int 
     if hasty:
         assert "is not there for rank 1, but rank 0 wrote it" in answers[hasty]["error"]
         assert "-> data.cache = a folder that all hosts share" in answers[hasty]["error"]
+
+
+@pytest.mark.parametrize("sources", ["one", "blend"])
+def test_a_small_dataset_is_repeated_while_training(tmp_path: Path, sources: str) -> None:
+    """2 samples an epoch, 8 a step: every rank reads epochs that rank 0 wrote a moment ago, also after a resume."""
+    write_dataset(tmp_path / "a", [20, 13])
+    write_dataset(tmp_path / "b", [30, 31], first=40)
+    for made in tmp_path.glob("*.json"):
+        made.unlink()  # it says how large the vocabulary of the test's datasets is
+    train = str(tmp_path / "a") if sources == "one" else [[0.7, str(tmp_path / "a")], [0.3, str(tmp_path / "b")]]
+    data = {"data__mock": False, "data__train": train, "data__split": [1.0, 0.0], "train__precision": "fp64"}
+    curves = {}
+    for name, layout in {"alone": {}, "dp2": {"parallel__dp": 2}, "pp2": {"parallel__pp": 2}}.items():
+        (tmp_path / name).mkdir()
+        more = data | layout | {"data__cache": str(tmp_path / name / "cache"), "checkpoint__every": 6}
+        config = job_config(tmp_path / name, GPT, **more, train__steps=12)
+        finish(config, "train.steps=7")
+        curves[name] = curve(finish(config))
+    for other in ("dp2", "pp2"):
+        for (_, loss, norm), (_, expected, expected_norm) in zip(curves[other], curves["alone"], strict=True):
+            assert loss == pytest.approx(expected, rel=1e-10) and norm == pytest.approx(expected_norm, rel=1e-8)

@@ -95,13 +95,13 @@ def test_wsd_stays_at_lr_and_falls_over_the_last_decay_steps(run: Any) -> None:
     fall = min(decay_steps or max(steps // 10, 1), steps - warmup)
     rates = course("wsd", run)
     assert set(rates[warmup : steps - fall]) <= {LR}
-    expected = [MIN_LR + (LR - MIN_LR) * (fall - done) / fall for done in range(fall)]
+    expected = [MIN_LR + (LR - MIN_LR) * (fall - done) / (fall + 1) for done in range(fall)]
     assert rates[steps - fall :] == pytest.approx(expected)
 
 
 def test_wsd_falls_over_a_tenth_of_the_steps_unless_told() -> None:
     rates = course("wsd", (200, 10, None))
-    assert rates[180] == LR > rates[181]
+    assert rates[179] == LR > rates[180]
     assert rates[10:] == course("wsd", (200, 10, 20))[10:]
 
 

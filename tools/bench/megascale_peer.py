@@ -49,6 +49,9 @@ class PeerSamples:
         ids = self._step(index // self._rows)[index % self._rows]
         return Sample(ids[:-1], ids[1:], None)
 
+    def prepare(self, start: int, stop: int) -> None:
+        return None
+
     def _draw(self, step: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(self._seed + step)
         return torch.randint(self._vocab, self._shape, generator=generator)
