@@ -16,6 +16,11 @@ from tests.runs import settings, write_config
 SECONDS = 120
 
 
+def heed_ctrl_c() -> None:
+    """In a new process: what a shell starts in the background ignores Ctrl-C, and so would all that it starts."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 class Job:
     """A running `megascale train`. `folder` is the run's own."""
 
@@ -30,6 +35,7 @@ class Job:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=heed_ctrl_c,
         )
 
     def steps(self) -> list[dict[str, Any]]:
