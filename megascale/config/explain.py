@@ -109,7 +109,9 @@ class _Partial:
 
 
 def _validate(section: type[Section], given: Any) -> tuple[list[ErrorDetails], Section | _Partial | None]:
-    """The errors of a section, and what of it the rules can judge; None if it is no table."""
+    """The errors of a section, and what of it the rules can judge: a section without its unknown keys, else what is
+    valid; None if it is no table.
+    """
     try:
         return [], section.model_validate(given)
     except ValidationError as error:
@@ -117,6 +119,8 @@ def _validate(section: type[Section], given: Any) -> tuple[list[ErrorDetails], S
     if not isinstance(given, dict):
         return details, None
     wrong = {detail["loc"][0] for detail in details if detail["loc"]}
+    if all(detail["type"] == "extra_forbidden" for detail in details):
+        return details, section.model_validate({key: value for key, value in given.items() if key not in wrong})
     full = fill_in(given) if section is ModelConfig else given
     values = {}
     for name, field in section.model_fields.items():

@@ -327,3 +327,8 @@ def test_a_text_on_the_command_line_needs_no_quotes(name: str) -> None:
 
 def test_a_home_is_found() -> None:
     assert load("good.toml", ["observe.dir=~/runs"]).folder == Path.home() / "runs" / "good"
+
+
+def test_an_unknown_key_silences_nothing() -> None:
+    found = problems(GOOD, "model.extra=1", "parallel.tp=2", world=3)
+    assert [line.split("  ")[1].split(":")[0] for line in found] == ["model.extra", "parallel.tp"]

@@ -56,3 +56,21 @@ def test_a_second_time_nothing_is_made_again(made: tuple[Path, str]) -> None:
     assert "all 240 steps are done" in again
     assert "corpus.py" not in again and "data prepare" not in again
     assert again[again.index("  training loss") :] == first[first.index("  training loss") :]
+
+
+@pytest.mark.slow
+def test_what_the_documents_train_trains(made: tuple[Path, str]) -> None:
+    """The commands of the README and of the launch guide, with fewer steps."""
+    folder, _ = made
+    (folder / "launch").symlink_to(ROOT / "launch")
+    (folder / ".venv").symlink_to(sys.prefix)
+    pages = "".join((ROOT / name).read_text() for name in ("README.md", "docs/launch.md"))
+    blocks = [
+        b for b in re.findall(r"```bash\n(.*?)```", pages, re.DOTALL) if "megascale train" in b or "torchrun" in b
+    ]
+    commands = re.sub(r"train\.steps=\d+", "train.steps=2 train.eval_every=0", "".join(blocks))
+    done = subprocess.run(["bash", "-eu", "-c", commands], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for name in ("family-10m", "local", "torchrun", "two-hosts"):
+        last = json.loads((folder / "runs" / name / "metrics.jsonl").read_text().splitlines()[-1])
+        assert last["step"] == 2, name
