@@ -16,9 +16,10 @@ from tests.runs import settings, write_config
 SECONDS = 120
 
 
-def heed_ctrl_c() -> None:
-    """In a new process: what a shell starts in the background ignores Ctrl-C, and so would all that it starts."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+def heed_signals() -> None:
+    """In a new process: what a shell starts in the background, or with nohup, ignores some, and so do its children."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 class Job:
@@ -35,7 +36,7 @@ class Job:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=heed_ctrl_c,
+            preexec_fn=heed_signals,
         )
 
     def steps(self) -> list[dict[str, Any]]:

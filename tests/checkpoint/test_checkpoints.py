@@ -92,7 +92,7 @@ def whole(states: list[dict[str, list[Any]]]) -> dict[str, Any]:
     return tensors
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("saver", SAVERS)
 def test_every_layout_reads_every_others(saver: str, family: str, tmp_path: Path) -> None:
     import numpy as np

@@ -20,7 +20,7 @@ from megascale.cli.main import main
 from megascale.data import indexed
 from tests.data.datasets import ORIGIN
 from tests.data.test_tokenizer import byte_level
-from tests.jobs import heed_ctrl_c
+from tests.jobs import heed_signals
 
 REPOSITORY = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "megascale", "data"]
@@ -169,7 +169,7 @@ def start(output: Path) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=heed_ctrl_c,
+        preexec_fn=heed_signals,
     )
     begun = output.with_name(f".{output.name}.bin.{process.pid}.tmp")
     wait_for(lambda: begun.exists() and begun.stat().st_size > 0)

@@ -103,6 +103,7 @@ def test_a_killed_rank_is_the_root_cause(tmp_path: Path) -> None:
     assert re.search(r"Root Cause.*\n.*\n.*\n.*\n  rank      : 1 .*\n  exitcode  : -9", err), err
 
 
+@pytest.mark.slow
 def test_ranks_die_with_torchrun(tmp_path: Path) -> None:
     job = Torchrun(job_config(tmp_path, GPT, **TWO, train__steps=100_000), env={"NPROC": "2"})
     job.wait_for_step(1)
@@ -133,6 +134,7 @@ def test_mistakes_are_found_before_any_process_starts(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_no_host_of_that_name(tmp_path: Path) -> None:
     """A rank started by hand, or in a job whose first host cannot be reached by name."""
     config = job_config(tmp_path, GPT, **TWO)

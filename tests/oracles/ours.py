@@ -68,6 +68,9 @@ class Batch(Sequence[Sample]):
     def __getitem__(self, index: Any) -> Any:
         return Sample(self.tokens[index], self.labels[index], self.mask[index])
 
+    def prepare(self, start: int, stop: int) -> None:
+        return None
+
 
 class Result:
     """What a model computed: logits [b, s, vocabulary], None in a pipeline; the loss, a sum over tokens; gradients."""

@@ -122,6 +122,7 @@ def test_without_a_terminal_the_output_is_plain_lines(trained: Trained) -> None:
     assert f"writing to {trained.folder}" in lines
 
 
+@pytest.mark.slow
 def test_the_runs_own_configuration_runs_again_as_it_is(trained: Trained) -> None:
     """Under another name, in one go, it is the same curve."""
     written = trained.folder / "config.toml"

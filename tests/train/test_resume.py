@@ -39,7 +39,7 @@ def halfway(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_kill_9_at_a_random_moment_and_resume(seed: int, uninterrupted: Any, tmp_path: Path) -> None:
     config = job_config(tmp_path, GPT, **LAYOUT, **RUN)
     job, chance = Job(config), random.Random(seed)
