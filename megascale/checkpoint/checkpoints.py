@@ -57,7 +57,8 @@ class Checkpoints:
         if self._saved_step == progress.step:
             return None
         first = self._mesh.rank == 0
-        path = broadcast_object(self._mesh.world, store.fresh_folder(self.folder, progress.step))
+        path = broadcast_object(self._mesh.world, store.fresh_folder(self.folder, progress.step) if first else None)
+        assert path is not None, "rank 0 names the folder"
         try:
             dcp.save(
                 global_tensors(self._shards, self._mesh),

@@ -57,9 +57,8 @@ class OptimizerConfig(Section):
     clip_norm: float = Field(1.0, ge=0, description="largest norm of the whole gradient; 0: no clipping")
 
 
-Weighted = Annotated[
-    tuple[Annotated[float, Field(gt=0)], FilePath], Field(strict=False)
-]  # TOML has no tuples, but arrays
+# not strict, for TOML has no tuples, but arrays
+Weighted = Annotated[tuple[Annotated[float, Field(gt=0)], FilePath], Field(strict=False)]
 Blend = list[Weighted]
 
 
