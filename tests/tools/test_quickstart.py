@@ -68,7 +68,7 @@ def test_what_the_documents_train_trains(made: tuple[Path, str]) -> None:
     blocks = [
         b for b in re.findall(r"```bash\n(.*?)```", pages, re.DOTALL) if "megascale train" in b or "torchrun" in b
     ]
-    commands = re.sub(r"train\.steps=\d+", "train.steps=2 train.eval_every=0", "".join(blocks))
+    commands = re.sub(r"train\.steps=\d+", "train.steps=2 optimizer.warmup_steps=0 train.eval_every=0", "".join(blocks))
     done = subprocess.run(["bash", "-eu", "-c", commands], cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     for name in ("family-10m", "local", "torchrun", "two-hosts"):
