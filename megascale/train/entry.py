@@ -51,11 +51,11 @@ def _leave(error: BaseException, rank: Rank) -> Never:
     else:
         text = f"{rank}:\n{traceback.format_exc()}"
     with contextlib.suppress(OSError):
+        write_error(error, rank)  # first: who lost another rank waits there, and speaks later
+    with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
     with contextlib.suppress(OSError):
         sys.stdout.flush()
-    with contextlib.suppress(OSError):
-        write_error(error, rank)
     os._exit(exit_status_of(error))
 
 
