@@ -1,0 +1,55 @@
+"""A run built from its configuration, without room for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from megascale.comm.mesh import single
+from megascale.config.explain import load
+from megascale.config.run import RunConfig
+from megascale.layout.chunks import chunk_buckets
+from megascale.layout.tensors import padded_vocab
+from megascale.model.transformer import Stage
+from megascale.parallel.gradients import Gradients
+from megascale.parallel.microbatch import MicroBatch
+from megascale.parallel.rng import Dropout
+from megascale.parallel.tensor import TensorAxis
+from megascale.plan.params import parameter_count
+from megascale.train.build import build_stages, number_formats
+
+CONFIG = Path(__file__).parents[2] / "configs" / "gpu" / "gpt3-175b.toml"
+ONE_RANK = ("tp=1", "sp=false", "pp=1", "vpp=1", "dp=1")
+
+
+def on_meta(config: RunConfig) -> tuple[Stage, Gradients]:
+    mesh, device = single(), torch.device("meta")
+    gradients = Gradients(
+        chunk_buckets(config, 0),
+        mesh,
+        zero=config.parallel.zero,
+        sequence=False,
+        overlap=True,
+        formats=number_formats(config),
+        device=device,
+    )
+    (stage,) = build_stages(config, mesh, gradients, TensorAxis(mesh.tp))
+    return stage, gradients
+
+
+def test_a_model_is_built_and_run_on_meta() -> None:
+    """175 billion parameters, 700 GB of gradients: one process, no memory, a forward and a backward."""
+    config = load(str(CONFIG), [*(f"parallel.{setting}" for setting in ONE_RANK), "data.mock=true"])
+    stage, gradients = on_meta(config)
+    model = config.model
+    parameters = list(stage.parameters())
+    assert all(parameter.is_meta for parameter in parameters)
+    padding = (padded_vocab(model, 1) - model.vocab_size) * model.hidden_size
+    assert sum(parameter.numel() for parameter in parameters) == parameter_count(model) + padding
+    assert gradients.buckets[0].bytes["gradients"] > 4 * parameter_count(model)
+
+    ids = torch.zeros(model.seq_length, 1, dtype=torch.int64, device="meta")
+    loss = stage(None, MicroBatch(ids, ids, None, Dropout(0.0, 0, [0], torch.device("cpu"))))
+    assert loss.is_meta and loss.shape == ()
+    loss.backward()
