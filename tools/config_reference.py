@@ -54,7 +54,8 @@ sp = true
    it.
 2. **The file itself.**
 3. **The command line**: `megascale train run.toml model.num_layers=16 'data.train=[[0.7, "a"], [0.3, "b"]]'`. A value
-   is written as in TOML; a word that is no TOML value is a string: `parallel.schedule=gpipe`.
+   is written as in TOML; a word that is no TOML value is a string, `parallel.schedule=gpipe`, and so is anything but a
+   list for a key that takes a text, `name=2026`.
 4. **A preset** fills in the keys of `[model]` that are still missing.
 5. **Defaults**, as in the tables below.
 

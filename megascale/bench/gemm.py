@@ -16,6 +16,7 @@ SIZE = 768
 
 
 ROUNDS = 3
+"""Times that the ranks measure, together."""
 
 
 def measure(device: Device, dtype: torch.dtype, seconds: float = 0.2) -> float:

@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
     with contextlib.ExitStack() as held:
         try:
             config = load(options.config, options.overrides, world=rank.world if rank else None)
-            if rank is None or (rank.rank == 0 and STORE not in os.environ):
+            if rank is None or (rank.rank == 0 and STORE not in os.environ):  # else our launcher holds it
                 held.enter_context(hold_folder(config))
         except ConfigError as error:
             if rank is not None:
@@ -56,7 +56,7 @@ def hold_folder(config: RunConfig) -> IO[str]:
     folder = config.folder
     try:
         held = claim(folder, f"process {os.getpid()} on {socket.gethostname()}")
-        if config.checkpoint.every:
+        if config.checkpoint.every:  # better found now than at the first save
             (folder / "checkpoints").mkdir(exist_ok=True)
     except BlockingIOError as error:
         found = f"a job trains in this folder already: {error.strerror}"

@@ -67,7 +67,6 @@ def _run(config: RunConfig, rank: Rank, stop: Stop) -> Exit:
     peak = find_peak(run)
     resumed = resume(run)
     if first:  # not before it is known that the run can go on in this folder
-        config.folder.mkdir(parents=True, exist_ok=True)
         write_text(config.folder / "config.toml", to_toml(config))
     reporter = Reporter(config, device, peak, open_writers(config, run.progress.step) if first else [])
     try:
