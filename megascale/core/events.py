@@ -1,0 +1,141 @@
+"""What happened on a rank, and the file that holds it: one record for each action of a step and each communication.
+
+Real and simulated runs write the same format, so what reads one reads the other. Times are seconds of the rank's own
+monotonic clock; `RankEvents.aligned` brings them to the clock of rank 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megascale.core.files import write_text
+
+FORMAT = 1
+
+COMPUTE = "compute"
+"""The axis of what is no communication."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An action (F, B, update, ...), or a communication.
+
+    `axis` is COMPUTE or the axis of parallelism: tp, dp, pp, tied, world. `name`: the action or the operation; `what`
+    it concerned, such as 'layer 3 qkv'. `chunk` and `microbatch` are -1 outside a chunk's or a micro-batch's work.
+
+    Of a communication: its `group`, its `sequence` number there, the `bytes` of the whole tensor concerned, the `peer`
+    of a message (a rank of the job, else -1), when it was issued, and the `waits`: spans in which this rank's compute
+    did nothing but wait for it. Their sum is the exposed time.
+    """
+
+    axis: str
+    name: str
+    what: str
+    step: int
+    chunk: int
+    microbatch: int
+    start: float
+    end: float
+    group: str = ""
+    sequence: int = -1
+    bytes: int = 0
+    peer: int = -1
+    issue: float = 0.0
+    waits: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def exposed(self) -> float:
+        """Seconds that compute waited for it."""
+        return sum(end - start for start, end in self.waits)
+
+    def shifted(self, by: float) -> Event:
+        """The same on a clock that is `by` seconds ahead."""
+        waits = tuple((start + by, end + by) for start, end in self.waits)
+        return dataclasses.replace(self, start=self.start + by, end=self.end + by, issue=self.issue + by, waits=waits)
+
+
+@dataclass(frozen=True)
+class RankEvents:
+    """The events of one rank, in the order in which they were issued.
+
+    `coord`: its index on each axis. `clock`: measurements (own time, seconds that rank 0's clock is ahead). `dropped`:
+    older events that found no room.
+    """
+
+    rank: int
+    world: int
+    coord: dict[str, int]
+    host: str
+    clock: tuple[tuple[float, float], ...]
+    dropped: int
+    events: tuple[Event, ...]
+
+    def offset(self, time: float) -> float:
+        """Seconds that rank 0's clock is ahead at an own time: between two measurements on the line through them."""
+        points = sorted(self.clock)
+        if not points:
+            return 0.0
+        for (t0, offset0), (t1, offset1) in zip(points, points[1:], strict=False):
+            if t0 <= time <= t1 and t1 > t0:
+                return offset0 + (offset1 - offset0) * (time - t0) / (t1 - t0)
+        return points[0][1] if time < points[0][0] else points[-1][1]
+
+    def aligned(self) -> list[Event]:
+        """The events on the clock of rank 0."""
+        return [event.shifted(self.offset(event.start)) for event in self.events]
+
+
+def file_name(rank: int) -> str:
+    """The name of a rank's file in a run's folder `events`."""
+    return f"rank-{rank:05d}.jsonl"
+
+
+def write_events(path: Path, events: RankEvents) -> None:
+    """Write a line for the rank, then one for each event, at once or not at all.
+
+    Raises: OSError
+    """
+    head = {key: value for key, value in vars(events).items() if key != "events"}
+    lines = [json.dumps({"format": FORMAT, **head})]
+    lines += [json.dumps(_fields(event)) for event in events.events]
+    write_text(path, "\n".join(lines) + "\n")
+
+
+def read_events(path: Path) -> RankEvents:
+    """Read a rank's file.
+
+    Raises: OSError, ValueError if it is not one
+    """
+    with open(path, encoding="utf-8") as file:
+        first, *rest = file.read().splitlines() or ["{}"]
+    head = _object(first)
+    if head.pop("format", None) != FORMAT:
+        raise ValueError(f"not a file of events in format {FORMAT}")
+    try:
+        clock = tuple((local, offset) for local, offset in head.pop("clock"))
+        return RankEvents(**head, clock=clock, events=tuple(_event(_object(line)) for line in rest))
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"not a file of events: {error}") from None
+
+
+def _fields(event: Event) -> dict[str, Any]:
+    """The fields that say something."""
+    defaults = {f.name: f.default for f in dataclasses.fields(Event)}
+    values = {name: getattr(event, name) for name in defaults}
+    return {name: value for name, value in values.items() if value != defaults[name]}
+
+
+def _event(fields: dict[str, Any]) -> Event:
+    fields["waits"] = tuple((start, end) for start, end in fields.get("waits", ()))
+    return Event(**fields)
+
+
+def _object(line: str) -> dict[str, Any]:
+    value = json.loads(line)
+    if not isinstance(value, dict):
+        raise ValueError("not an object")
+    return value
