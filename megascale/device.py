@@ -4,9 +4,84 @@ from __future__ import annotations
 
 import os
 import platform
+import time
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
+
+Mark = float | torch.cuda.Event
+"""A moment in a device's work. On a CPU it is a time already; a GPU gets there later."""
+
+
+class Timer(Protocol):
+    """Marks moments without waiting for them. Times are seconds of this process's monotonic clock.
+
+    `host`: whether the thread that issues work is the one that computes, so that its waits are compute's waits.
+    """
+
+    host: bool
+
+    def mark(self) -> Mark: ...
+
+    def seconds(self, mark: Mark) -> float | None:
+        """When a mark was passed, None if it was not yet."""
+
+
+class HostTimer:
+    """The clock of a device whose work is done when the call returns."""
+
+    host = True
+
+    def mark(self) -> Mark:
+        return time.perf_counter()
+
+    def seconds(self, mark: Mark) -> float | None:
+        assert isinstance(mark, float)
+        return mark
+
+
+class StreamTimer:
+    """Events in the streams of a GPU. Their times count from one that the host has waited for, once, at the start;
+    from then on the base follows them, for the difference of two events has seven digits.
+    """
+
+    host = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._watching: dict[Hashable, torch.cuda.Stream] = {}
+        self._base = self._event()
+        self._base.record()
+        self._base.synchronize()
+        self._base_seconds = time.perf_counter()
+
+    def mark(self) -> Mark:
+        event = self._event()
+        event.record()
+        return event
+
+    def completion(self, works: Sequence[dist.Work], order: Hashable) -> Mark:
+        """A mark that is passed when `works` are done. Works of one `order` are done one after the other."""
+        stream = self._watching.setdefault(order, torch.cuda.Stream(self._device))
+        with torch.cuda.stream(stream):
+            for work in works:
+                work.wait()  # of this stream, not of the host
+            return self.mark()
+
+    def seconds(self, mark: Mark) -> float | None:
+        assert isinstance(mark, torch.cuda.Event)
+        if not mark.query():
+            return None
+        seconds = self._base_seconds + self._base.elapsed_time(mark) / 1e3
+        if seconds > self._base_seconds + 10:
+            self._base, self._base_seconds = mark, seconds
+        return seconds
+
+    def _event(self) -> torch.cuda.Event:
+        return torch.cuda.Event(enable_timing=True)
 
 
 @dataclass(frozen=True)
@@ -24,6 +99,27 @@ class Device:
     def name(self) -> str:
         """The device's own name, such as 'NVIDIA H100 80GB HBM3', or the processor's."""
         return _processor() if self.is_cpu else torch.cuda.get_device_name(self.torch)
+
+    def timer(self) -> Timer:
+        """What marks moments in this device's work."""
+        return HostTimer() if self.is_cpu else StreamTimer(self.torch)
+
+    def read(self, values: torch.Tensor) -> Callable[[], list[float]]:
+        """Bring numbers to the host. The call returns at once; what it returns waits for them, and for nothing that is
+        issued in between.
+        """
+        if self.is_cpu:
+            return values.tolist
+        copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        copy.copy_(values, non_blocking=True)
+        there = torch.cuda.Event()
+        there.record()
+
+        def numbers() -> list[float]:
+            there.synchronize()
+            return copy.tolist()
+
+        return numbers
 
     def synchronize(self) -> None:
         """Wait until everything issued is done."""

@@ -78,6 +78,53 @@ def train_curve(rank: Rank, config: RunConfig, steps: int | None = None) -> list
     return curve_of(build_run(rank, config), steps or config.train.steps)
 
 
+def traffic_of(run: Any, step: int) -> dict[str, dict[str, tuple[int, int]]]:
+    """(calls, bytes) by group and operation in one step, from the ledger."""
+    found: dict[str, dict[str, tuple[int, int]]] = {group.name: {} for group in run.mesh.groups}
+    for event in run.mesh.recorder.events():
+        if event.group and event.step == step:
+            calls, size = found[event.group].get(event.name, (0, 0))
+            found[event.group][event.name] = (calls + 1, size + event.bytes)
+    return found
+
+
+def send_messages(group: Any, *, backend: bool = False) -> None:
+    """Let a group on one host communicate as if its ranks were on several: by direct messages, or by the `backend`'s
+    own collectives.
+    """
+    from megascale.comm.backend import Backend
+    from megascale.comm.exchange import Exchange
+    from megascale.comm.progress import follower
+
+    if group.size > 1 and group.transport is not None:
+        follow = follower(group.name, group.recorder.timer)
+        group.exchange = Exchange(group.process_group, group.ranks, group.index, follow)
+        group.transport = Backend(group.process_group, follow) if backend else group.exchange
+
+
+def scale_and_clip(run: Any, tokens: float = 1.0) -> float:
+    """Clip all gradients, sums over `tokens`, as a step does; returns the norm before."""
+    import torch
+
+    from megascale.comm.collectives import all_reduce
+
+    square = torch.zeros((), dtype=torch.float64)
+    for bucket in run.gradients.buckets:
+        square += run.optimizer.square(bucket)
+    all_reduce(run.mesh.world, square)
+    clipping = run.optimizer.clipping(square, torch.tensor(tokens, dtype=torch.float64))
+    for index in range(len(run.gradients.buckets)):
+        run.optimizer.clip(index, clipping)
+    return float(clipping.norm)
+
+
+def gather_weights(run: Any) -> None:
+    """Collect the weights that every rank has updated."""
+    for bucket in run.gradients.buckets:
+        run.gradients.start_gather(bucket)
+    run.gradients.finish_gather()
+
+
 def curve_of(run: Any, steps: int) -> list[tuple[float, float]]:
     """Train a built run for some steps and return (loss, gradient norm) of each."""
     from megascale.train.step import train_step

@@ -1,6 +1,20 @@
-"""The parts that a transformer is put together from: norms, activations, position encodings."""
+"""The parts that a transformer is put together from: blocks, norms, activations."""
 
 from megascale.core.registry import Card, Registry
+
+BLOCKS = Registry(
+    "block",
+    "megascale.blocks",
+    [
+        Card("serial", "attention, then MLP: GPT-2 and Llama", "megascale.model.block:SerialBlock", {"norms": 2}),
+        Card(
+            "parallel",
+            "attention and MLP side by side from one norm (MegaScale 3.1)",
+            "megascale.model.block:ParallelBlock",
+            {"norms": 1},
+        ),
+    ],
+)
 
 NORMS = Registry(
     "norm",

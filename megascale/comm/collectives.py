@@ -1,62 +1,131 @@
-"""The collectives. Each is counted in its group; in a group of one it does nothing.
+"""The collectives. Each goes into the ledger under its name; in a group of one it does nothing.
 
-With `wait=False` a collective is only started, and the returned `Pending` must be waited for before its tensors are
-used.
+`what` says what it concerns, such as 'layer 3 qkv'. With `wait=False` a collective is only started, and what it returns
+must be waited for before its tensors are used.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
+from megascale.comm.exchange import combine
 from megascale.comm.group import Group
-from megascale.comm.pending import DONE, Pending
+from megascale.comm.pending import DONE, Awaitable
 
 T = TypeVar("T")
 
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
-
-def all_reduce(group: Group, tensor: Tensor, op: str = "sum", *, wait: bool = True) -> Pending:
+def all_reduce(group: Group, tensor: Tensor, op: str = "sum", *, what: str = "", wait: bool = True) -> Awaitable:
     """Sum or maximum of `tensor` over the group, in place. Contiguous, any shape."""
-    if group.size == 1:
+    transport = group.transport
+    if transport is None:
         return DONE
-    group.count("all_reduce", tensor.nbytes)
-    if group.transport is not None:
-        return _finish(group.transport.all_reduce(tensor, op), wait)
-    return _finish(dist.all_reduce(tensor, _OPS[op], group.process_group, async_op=True), wait)
+    return group.begin("all_reduce", what, tensor.nbytes, lambda: transport.all_reduce(tensor, op), wait=wait)
 
 
-def all_gather(group: Group, out: Tensor, part: Tensor, *, wait: bool = True) -> Pending:
+def all_gather(group: Group, out: Tensor, part: Tensor, *, what: str = "", wait: bool = True) -> Awaitable:
     """`out` [size x n, ...]: the `part` [n, ...] of each rank in order. `part` may be its own place in `out`."""
-    if group.size == 1:
+    transport = group.transport
+    if transport is None:
         if out.data_ptr() != part.data_ptr():
             out.copy_(part)
         return DONE
-    group.count("all_gather", out.nbytes)
-    if group.transport is not None:
-        return _finish(group.transport.all_gather(out, part), wait)
-    return _finish(dist.all_gather_into_tensor(out, part, group.process_group, async_op=True), wait)
+    return group.begin("all_gather", what, out.nbytes, lambda: transport.all_gather(out, part), wait=wait)
 
 
-def reduce_scatter(group: Group, out: Tensor, full: Tensor, *, wait: bool = True) -> Pending:
+def reduce_scatter(group: Group, out: Tensor, full: Tensor, *, what: str = "", wait: bool = True) -> Awaitable:
     """`out` [n, ...]: this rank's part of the sum of `full` [size x n, ...]. `out` may be its own place in `full`."""
-    if group.size == 1:
+    transport = group.transport
+    if transport is None:
         if out.data_ptr() != full.data_ptr():
             out.copy_(full)
         return DONE
-    group.count("reduce_scatter", full.nbytes)
-    if group.transport is not None:
-        return _finish(group.transport.reduce_scatter(out, full), wait)
-    return _finish(dist.reduce_scatter_tensor(out, full, group=group.process_group, async_op=True), wait)
+    return group.begin("reduce_scatter", what, full.nbytes, lambda: transport.reduce_scatter(out, full), wait=wait)
+
+
+def pieces_of(rows: int, pieces: int) -> list[slice]:
+    """`rows` in at most `pieces` runs, as even as can be."""
+    edges = [rows * index // pieces for index in range(pieces + 1)]
+    return [slice(low, high) for low, high in itertools.pairwise(edges) if low < high]
+
+
+def all_gather_pieces(
+    group: Group, out: Tensor, part: Tensor, pieces: int, *, what: str = ""
+) -> list[tuple[list[slice], Awaitable]]:
+    """An all-gather along dimension 0 that arrives piece by piece. Returns the rows of `out` [size x n, ...] that come
+    together, with what to wait for: first this rank's own, then in each piece some rows of every other rank.
+    """
+    exchange, n = group.exchange, part.shape[0]
+    assert exchange is not None, "pieces travel by direct messages"
+    parts = list(out.view(group.size, n, *out.shape[1:]).unbind())
+    parts[group.index].copy_(part)
+    arriving: list[tuple[list[slice], Awaitable]] = [([_shift(slice(0, n), group.index * n)], DONE)]
+    for rows, label in _labelled(n, pieces, what):
+        outgoing, incoming = [part[rows]] * group.size, [other[rows] for other in parts]
+        start = functools.partial(exchange.round, outgoing, incoming)
+        pending = group.begin("all_gather", label, part[rows].nbytes * group.size, start, wait=False)
+        arriving.append(([_shift(rows, rank * n) for rank in range(group.size) if rank != group.index], pending))
+    return arriving
+
+
+class ReduceScatterPieces:
+    """A reduce-scatter along dimension 0 of `full` [size x n, ...] into `out` [n, ...] that leaves piece by piece.
+
+    `waves` are the rows to be written into `full` before each `send`: in each some rows of every other rank, at last
+    this rank's own, which stay. Ranks are summed in their order.
+    """
+
+    def __init__(self, group: Group, out: Tensor, full: Tensor, pieces: int, *, what: str = "") -> None:
+        assert group.exchange is not None, "pieces travel by direct messages"
+        n = out.shape[0]
+        self._group = group
+        self._out = out
+        self._parts = list(full.view(group.size, n, *full.shape[1:]).unbind())
+        self._received = list(full.new_empty(group.size, *out.shape).unbind())
+        self._received[group.index] = self._parts[group.index]
+        self._left = _labelled(n, pieces, what)
+        self._pending: list[Awaitable] = []
+        others = [rank for rank in range(group.size) if rank != group.index]
+        self.waves = [[_shift(rows, rank * n) for rank in others] for rows, _ in self._left]
+        self.waves.append([_shift(slice(0, n), group.index * n)])
+
+    def send(self) -> None:
+        """The next wave is written: send it."""
+        if not self._left:
+            return
+        rows, label = self._left.pop(0)
+        outgoing, incoming = [part[rows] for part in self._parts], [part[rows] for part in self._received]
+        exchange = self._group.exchange
+        assert exchange is not None
+        nbytes = outgoing[0].nbytes * self._group.size
+        start = functools.partial(exchange.round, outgoing, incoming)
+        self._pending.append(self._group.begin("reduce_scatter", label, nbytes, start, wait=False))
+
+    def finish(self) -> None:
+        """Wait for what the others have sent, and sum."""
+        for pending in self._pending:
+            pending.wait()
+        combine(self._out, self._received)
+
+
+def _labelled(rows: int, pieces: int, what: str) -> list[tuple[slice, str]]:
+    runs = pieces_of(rows, pieces)
+    return [(run, f"{what} {index + 1}/{len(runs)}" if len(runs) > 1 else what) for index, run in enumerate(runs)]
+
+
+def _shift(rows: slice, by: int) -> slice:
+    return slice(rows.start + by, rows.stop + by)
 
 
 def barrier(group: Group) -> None:
     """Return when every rank of the group has come here."""
     if group.size > 1:
-        group.count("barrier", 0)
         dist.barrier(group.process_group)
 
 
@@ -69,19 +138,10 @@ def broadcast_object(group: Group, value: T) -> T:
     return box[0]
 
 
-def gather_objects(group: Group, value: T) -> list[T]:
+def gather_objects(group: Group, value: T) -> Sequence[T]:
     """The value of each rank in order, on every rank. For small control data only."""
     if group.size == 1:
         return [value]
     found: list[T] = [value] * group.size
     dist.all_gather_object(found, value, group.process_group)
     return found
-
-
-def _finish(pending: Pending | None, wait: bool) -> Pending:
-    if pending is None:
-        return DONE
-    if wait:
-        pending.wait()
-        return DONE
-    return pending

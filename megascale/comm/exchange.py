@@ -1,8 +1,8 @@
-"""Collectives on a CPU by direct messages.
+"""Collectives by direct messages: every rank sends every other its part at once.
 
-gloo's own collectives hand each step to a worker thread; sending every rank its part at once takes less than half
-of their time for small groups (docs/performance.md). Sums are formed in the order of the ranks, so every rank
-has the same bits.
+On CPUs gloo's own collectives hand each step to a worker thread; direct messages take less than half of their time in
+small groups (docs/performance.md). On any device they let a collective arrive, or leave, piece by piece, while a matrix
+product works on the pieces that are here. Sums are formed in the order of the ranks, so every rank has the same bits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megascale.comm.pending import Pending
+from megascale.comm.pending import Follow, Pending
 
 REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": lambda into, other: into.add_(other),
@@ -23,31 +23,21 @@ REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 SMALL = 1 << 16
 """Bytes up to which an all-reduce sends the whole tensor to every rank, rather than a share and then the result."""
 
-
-class _Messages:
-    """Messages under way, and what to do when they have arrived."""
-
-    def __init__(self, works: list[dist.Work], finish: Callable[[], None] | None = None) -> None:
-        self._works = works
-        self._finish = finish
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        self._works = []
-        if self._finish is not None:
-            self._finish()
-            self._finish = None
+TAGS = 1 << 30
 
 
 class Exchange:
-    """The collectives of one group: this is rank `index` of `ranks` (their global numbers)."""
+    """The messages of one group: this is rank `index` of `ranks` (their global numbers)."""
 
-    def __init__(self, process_group: dist.ProcessGroup | None, ranks: Sequence[int], index: int) -> None:
+    def __init__(
+        self, process_group: dist.ProcessGroup | None, ranks: Sequence[int], index: int, follow: Follow
+    ) -> None:
         self._process_group = process_group
         self._ranks = ranks
         self._size = len(ranks)
         self._index = index
+        self._follow = follow
+        self._tag = 0
 
     def all_gather(self, out: Tensor, part: Tensor) -> Pending:
         """out, flat, is the parts of all ranks in order; part may lie in its place in out."""
@@ -55,7 +45,7 @@ class Exchange:
         own = part.view(-1)
         if parts[self._index].data_ptr() != own.data_ptr():
             parts[self._index].copy_(own)
-        return _Messages(self._start([own] * self._size, parts))
+        return self._follow(self.messages([own] * self._size, parts), None)
 
     def reduce_scatter(self, out: Tensor, full: Tensor) -> Pending:
         """out is this rank's share of the sum of all ranks' full; it may lie in its place in full."""
@@ -63,7 +53,7 @@ class Exchange:
         own = out.view(-1)
         received = list(own.new_empty(self._size, own.numel()).unbind())
         received[self._index] = parts[self._index]
-        return _Messages(self._start(parts, received), lambda: _combine(own, received, "sum"))
+        return self._follow(self.messages(parts, received), lambda: combine(own, received, "sum"))
 
     def all_reduce(self, tensor: Tensor, op: str) -> Pending:
         """tensor, in place, becomes the sum or maximum over the ranks."""
@@ -71,39 +61,55 @@ class Exchange:
         if self._size == 2 or flat.numel() * flat.element_size() <= SMALL:
             received = list(flat.new_empty(self._size, flat.numel()).unbind())
             received[self._index] = flat
-            return _Messages(self._start([flat] * self._size, received), lambda: _combine(flat, received, op))
+            works = self.messages([flat] * self._size, received)
+            return self._follow(works, lambda: combine(flat, received, op))
         shares = list(flat.tensor_split(self._size))
         own = shares[self._index]
         incoming = [torch.empty_like(own) for _ in range(self._size)]
         incoming[self._index] = own
-        works = self._start(shares, incoming)
+        works, results = self.messages(shares, incoming), self._next_tag()
 
         def finish() -> None:
-            _combine(own, incoming, op)
-            _Messages(self._start([own] * self._size, shares)).wait()
+            combine(own, incoming, op)
+            for work in self.messages([own] * self._size, shares, results):
+                work.wait()
 
-        return _Messages(works, finish)
+        return self._follow(works, finish)
 
-    def _start(self, outgoing: list[Tensor], incoming: list[Tensor]) -> list[dist.Work]:
+    def round(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Pending:
         """Send outgoing[i] to and receive incoming[i] from rank i of the group, for every other rank."""
-        works: list[dist.Work | None] = []
+        return self._follow(self.messages(outgoing, incoming), None)
+
+    def messages(
+        self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int | None = None
+    ) -> list[dist.Work]:
+        """The works of one round. Its tag is its own, so rounds may be started in any order; NCCL has no tags and
+        only ever gets them in the same order.
+        """
+        tag = self._next_tag() if tag is None else tag
+        operations: list[dist.P2POp] = []
         for step in range(1, self._size):  # each rank begins with its neighbour: no rank is sent to by all at once
             to, source = (self._index + step) % self._size, (self._index - step) % self._size
-            works.append(dist.isend(outgoing[to], self._ranks[to], group=self._process_group))
-            works.append(dist.irecv(incoming[source], self._ranks[source], group=self._process_group))
-        return [work for work in works if work is not None]
+            group = self._process_group
+            operations.append(dist.P2POp(dist.isend, outgoing[to], self._ranks[to], group, tag))
+            operations.append(dist.P2POp(dist.irecv, incoming[source], self._ranks[source], group, tag))
+        return dist.batch_isend_irecv(operations)
+
+    def _next_tag(self) -> int:
+        self._tag = (self._tag + 1) % TAGS
+        return self._tag
 
 
-def _combine(out: Tensor, terms: list[Tensor], op: str) -> None:
+def combine(out: Tensor, terms: Sequence[Tensor], op: str = "sum") -> None:
     """out = the terms combined in order; out may be one of them."""
-    combine = REDUCE[op]
+    reduce = REDUCE[op]
     if len(terms) == 2 and terms[0].data_ptr() == out.data_ptr():
-        combine(out, terms[1])
+        reduce(out, terms[1])
         return
     if len(terms) == 2 and terms[1].data_ptr() == out.data_ptr():
-        combine(out, terms[0])
+        reduce(out, terms[0])
         return
     total = terms[0].clone()
     for term in terms[1:]:
-        combine(total, term)
+        reduce(total, term)
     out.copy_(total)

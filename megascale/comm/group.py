@@ -1,23 +1,25 @@
-"""Ranks that communicate with each other, and a count of what they said."""
+"""Ranks that communicate with each other, and the door through which each of their communications goes.
+
+The door names it, writes it into the ledger, and lets a test delay it.
+"""
 
 from __future__ import annotations
 
-import os
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
-from megascale.comm import shared
 from megascale.comm.exchange import Exchange
 from megascale.comm.pending import Pending
+from megascale.device import Mark
+from megascale.trace.recorder import Record, Recorder
 
 
 class Transport(Protocol):
-    """Collectives that are not the backend's own. Tensors are contiguous."""
+    """How a group carries out collectives. Tensors are contiguous; nothing has to be done when a call returns."""
 
     def all_reduce(self, tensor: Tensor, op: str) -> Pending: ...
 
@@ -27,92 +29,88 @@ class Transport(Protocol):
 
 
 @dataclass
-class Traffic:
-    """Calls, and bytes of the whole tensor concerned, of one operation."""
-
-    calls: int = 0
-    bytes: int = 0
-
-
-@dataclass
 class Group:
-    """The ranks of one group, this rank's index among them, and the traffic so far by operation.
+    """The ranks of one group and this rank's index among them. Its name begins with the axis of parallelism that it
+    serves.
 
-    `process_group` is None for the group of all ranks, and for a group of one, in which nothing is ever sent.
-    `transport` carries the collectives in place of the backend's own, see `open_transport`.
+    `process_group` is None for the group of all ranks, and for a group of one, in which nothing is ever sent; that has
+    no `transport` either. `exchange`: what sends collectives piece by piece, None where nothing travels while this
+    rank computes. `disturb` is called before each operation is issued and before it is waited for, so that a test can
+    delay it or make it fail.
     """
 
     name: str
     ranks: tuple[int, ...]
     index: int
     process_group: dist.ProcessGroup | None = None
+    recorder: Recorder = field(default_factory=Recorder)
     transport: Transport | None = None
-    traffic: defaultdict[str, Traffic] = field(default_factory=lambda: defaultdict(Traffic))
+    exchange: Exchange | None = None
+    disturb: Callable[[str], None] | None = None
 
     @property
     def size(self) -> int:
         return len(self.ranks)
 
-    def count(self, operation: str, nbytes: int) -> None:
-        """Take note of one call."""
-        traffic = self.traffic[operation]
-        traffic.calls += 1
-        traffic.bytes += nbytes
+    @property
+    def axis(self) -> str:
+        return self.name.partition(".")[0]
+
+    def begin(
+        self, operation: str, what: str, nbytes: int, start: Callable[[], Pending], *, wait: bool, peer: int = -1
+    ) -> Recorded:
+        """Issue a communication, and wait for it if `wait`. `nbytes`: of the whole tensor concerned."""
+        record = self.recorder.communication(self.axis, self.name, operation, what, nbytes, peer)
+        if self.disturb is not None:
+            self.disturb(operation)
+        pending = start()
+        begun = Recorded(self, pending if wait else pending.in_background(), record)
+        if wait:
+            begun.wait(record.issue)
+        elif self.recorder.timer.host:
+            self.recorder.waited(record, record.issue)  # compute has done nothing else meanwhile
+        return begun
+
+
+class Recorded:
+    """A communication under way whose end and waits go into the ledger."""
+
+    __slots__ = ("_group", "_pending", "_record")
+
+    def __init__(self, group: Group, pending: Pending, record: Record) -> None:
+        self._group = group
+        self._pending: Pending | None = pending
+        self._record = record
+
+    def wait(self, since: Mark | None = None) -> None:
+        """Wait, once. `since`: when compute began to wait, if that was before this call."""
+        if self._pending is None:
+            return
+        recorder = self._group.recorder
+        start = recorder.mark() if since is None else since
+        if self._group.disturb is not None:
+            self._group.disturb("wait")
+        self._pending.wait()
+        self._close(recorder.waited(self._record, start))
+
+    def done(self) -> bool:
+        """Whether it is known to be done, without a wait. Then none is needed."""
+        if self._pending is None:
+            return True
+        ended = self._pending.ended
+        if ended is None or self._group.recorder.timer.seconds(ended) is None:
+            return False
+        self._close(ended)
+        return True
+
+    def _close(self, end: Mark) -> None:
+        assert self._pending is not None
+        known = self._pending.ended
+        self._record.end = end if known is None else known
+        self._record.closed = True
+        self._pending = None
 
 
 def alone(name: str, rank: int = 0) -> Group:
     """A group of this rank only."""
     return Group(name, (rank,), 0)
-
-
-def open_group(name: str, ranks: Sequence[int], rank: int, backend: str, *, slot_bytes: int = 0) -> Group:
-    """A group with its own communicator, made by its members alone: no other rank takes part or waits.
-
-    `slot_bytes`: on a CPU, the largest part of a collective that is sent at once; 0 for a group without collectives.
-    """
-    if len(ranks) == 1:
-        return alone(name, rank)
-    process_group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True, group_desc=name)
-    group = Group(name, tuple(ranks), list(ranks).index(rank), process_group)
-    if backend == "gloo" and slot_bytes:
-        group.transport = open_transport(group, slot_bytes)
-    return group
-
-
-SMALL_GROUP = 8
-"""Ranks up to which direct transports are used: in these each rank talks to each other, where gloo's ring has
-neighbours.
-"""
-
-
-def open_transport(group: Group, slot_bytes: int) -> Transport | None:
-    """How a small group on CPUs carries out collectives: through shared memory on one host, else by direct messages."""
-    if not 1 < group.size <= SMALL_GROUP:
-        return None
-    places: list[tuple[str, int]] = [("", 0)] * group.size
-    key = shared.host_key() if shared.usable() else str(group.index)
-    dist.all_gather_object(places, (key, os.getpid()), group.process_group)
-    if len({host for host, _ in places}) == 1 and (ring := _open_ring(group, [pid for _, pid in places], slot_bytes)):
-        return ring
-    return Exchange(group.process_group, group.ranks, group.index)
-
-
-def _open_ring(group: Group, pids: list[int], slot_bytes: int) -> shared.SharedMemory | None:
-    """Shared memory made by the group's first rank; None on every rank if there is not enough."""
-    path = None
-    if group.index == 0:
-        try:
-            path = shared.create(group.size, slot_bytes)
-        except OSError:
-            path = None
-    box = [path]
-    dist.broadcast_object_list(box, group.ranks[0], group.process_group)
-    if box[0] is None:
-        return None
-    crowded = int(os.environ.get("LOCAL_WORLD_SIZE", group.size)) > len(os.sched_getaffinity(0))
-    spin = 5e-6 if crowded else 100e-6  # seconds; with more ranks than cores, let the others run
-    ring = shared.SharedMemory(box[0], group.size, group.index, pids, slot_bytes, spin)
-    dist.barrier(group.process_group)
-    if group.index == 0:
-        box[0].unlink()
-    return ring

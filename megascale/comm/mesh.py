@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megascale.comm.group import Group, alone, open_group, open_transport
+from megascale.comm.group import Group, alone
+from megascale.comm.open import open_group, open_transport
 from megascale.comm.p2p import Channels
 from megascale.layout.topology import Coord, Topology
+from megascale.trace.recorder import Recorder
 
 SLOT = 1 << 20
 """Bytes that a rank of a small CPU group puts out at once."""
@@ -20,7 +22,8 @@ class Mesh:
     """This rank's place and the groups it belongs to.
 
     `dp` sums gradients: data and context parallel ranks. `tied` joins the first and the last pipeline stage where both
-    hold the token embedding, and is this rank alone elsewhere. `world` is every rank of the job.
+    hold the token embedding, and is this rank alone elsewhere. `world` is every rank of the job. `recorder` is the
+    ledger of them all.
     """
 
     topology: Topology
@@ -31,21 +34,19 @@ class Mesh:
     down: Group
     tied: Group
     world: Group
+    recorder: Recorder
+    channels: Channels
 
     @property
     def coord(self) -> Coord:
         return self.topology.coord(self.rank)
 
     @property
-    def channels(self) -> Channels:
-        return Channels(self.up, self.down)
-
-    @property
     def groups(self) -> tuple[Group, ...]:
         return (self.tp, self.dp, self.up, self.down, self.tied, self.world)
 
 
-def open_mesh(topology: Topology, rank: int, backend: str, *, tied: bool) -> Mesh:
+def open_mesh(topology: Topology, rank: int, *, tied: bool, recorder: Recorder | None = None) -> Mesh:
     """Open the groups that `rank` belongs to, and no others.
 
     Every rank opens its groups in the same order, so that groups of the same kind come up side by side and none waits
@@ -54,27 +55,21 @@ def open_mesh(topology: Topology, rank: int, backend: str, *, tied: bool) -> Mes
 
     `tied`: the model's first and last stage share the token embedding.
     """
+    recorder = recorder or Recorder()
     coord = topology.coord(rank)
     stages = topology.group(rank, "pp")
     ends = [stages[0], stages[-1]]
     share = tied and topology.pp > 1 and coord.pp in (0, topology.pp - 1)
-    everyone = tuple(range(topology.world))
-    world = Group("world", everyone, rank)  # the default process group
-    if backend == "gloo":
-        world.transport = open_transport(world, SCALARS)
-    return Mesh(
-        topology,
-        rank,
-        tp=open_group("tp", topology.group(rank, "tp"), rank, backend, slot_bytes=SLOT),
-        dp=open_group("dp", topology.group(rank, "cp", "dp"), rank, backend, slot_bytes=SLOT),
-        up=open_group("pp.up", stages, rank, backend),
-        down=open_group("pp.down", stages, rank, backend),
-        world=world,
-        tied=open_group("tied", ends, rank, backend, slot_bytes=SLOT) if share else alone("tied", rank),
-    )
+    world = Group("world", tuple(range(topology.world)), rank, recorder=recorder)  # the default process group
+    open_transport(world, SCALARS)
+    tp = open_group("tp", topology.group(rank, "tp"), rank, recorder, slot_bytes=SLOT)
+    dp = open_group("dp", topology.group(rank, "cp", "dp"), rank, recorder, slot_bytes=SLOT)
+    up, down = open_group("pp.up", stages, rank, recorder), open_group("pp.down", stages, rank, recorder)
+    ends_group = open_group("tied", ends, rank, recorder, slot_bytes=SLOT) if share else alone("tied", rank)
+    return Mesh(topology, rank, tp, dp, up, down, ends_group, world, recorder, Channels(up, down))
 
 
 def single() -> Mesh:
     """A world of one process."""
-    names = ("tp", "dp", "pp.up", "pp.down", "tied", "world")
-    return Mesh(Topology(), 0, *(alone(name) for name in names))
+    tp, dp, up, down, tied, world = (alone(name) for name in ("tp", "dp", "pp.up", "pp.down", "tied", "world"))
+    return Mesh(Topology(), 0, tp, dp, up, down, tied, world, Recorder(), Channels(up, down))

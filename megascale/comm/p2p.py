@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megascale.comm.group import Group
-from megascale.comm.pending import Pending
+from megascale.comm.group import Group, Recorded
+from megascale.comm.progress import follower
 
 
 class Channels:
@@ -24,6 +24,12 @@ class Channels:
     def __init__(self, up: Group, down: Group) -> None:
         self._up = up
         self._down = down
+        timer = up.recorder.timer
+        self._follow = {
+            (group.name, kind): follower(f"{group.name} {kind}", timer)
+            for group in (up, down)
+            for kind in ("send", "receive")
+        }
 
     @property
     def rank(self) -> int:
@@ -51,22 +57,20 @@ class Channels:
             peer = high if self.rank == low else low
             for sender in (low, high):
                 byte = torch.zeros(1, dtype=torch.uint8, device=device)
-                (self.send if self.rank == sender else self.receive)(byte, peer).wait()
+                (self.send if self.rank == sender else self.receive)(byte, peer, what="connect").wait()
 
-    def send(self, tensor: Tensor, to: int) -> Pending:
-        """Start sending a contiguous tensor to stage rank `to`. It may not change before the result was waited for."""
-        group = self._up if to > self._up.index else self._down
-        group.count("send", tensor.nbytes)
-        return _work(dist.isend(tensor, group.ranks[to], group=group.process_group))
+    def send(self, tensor: Tensor, to: int, *, what: str = "") -> Recorded:
+        """Start sending a contiguous tensor to stage rank `to`. It may not change before the result is done."""
+        return self._begin("send", self._up if to > self.rank else self._down, tensor, to, what)
 
-    def receive(self, out: Tensor, source: int) -> Pending:
+    def receive(self, out: Tensor, source: int, *, what: str = "") -> Recorded:
         """Start receiving the next message of stage rank `source` into `out`."""
-        group = self._up if source < self._up.index else self._down
-        group.count("receive", out.nbytes)
-        return _work(dist.irecv(out, group.ranks[source], group=group.process_group))
+        return self._begin("receive", self._up if source < self.rank else self._down, out, source, what)
 
-
-def _work(work: dist.Work | None) -> Pending:
-    if work is None:
-        raise RuntimeError("this rank is not in its own pipeline's group")
-    return work
+    def _begin(self, kind: str, group: Group, tensor: Tensor, other: int, what: str) -> Recorded:
+        call = dist.isend if kind == "send" else dist.irecv
+        peer, follow = group.ranks[other], self._follow[group.name, kind]
+        return group.begin(
+            kind, what, tensor.nbytes, lambda: follow([call(tensor, peer, group=group.process_group)], None),
+            wait=False, peer=peer,
+        )  # fmt: skip

@@ -126,12 +126,17 @@ class _Operation:
 
 
 class _Handle:
+    ended = None
+
     def __init__(self, ring: SharedMemory, operation: _Operation) -> None:
         self._ring = ring
         self._operation = operation
 
     def wait(self) -> None:
         self._ring.finish(self._operation)
+
+    def in_background(self) -> Pending:
+        return self  # its copies are made where it is waited for
 
 
 class SharedMemory:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from megascale.catalog.layers import ACTIVATIONS, NORMS
+from megascale.catalog.layers import ACTIVATIONS, BLOCKS, NORMS
 from megascale.catalog.presets import PRESETS
 from megascale.config.section import Count, Section, choice
 from megascale.core.registry import nearest
@@ -50,7 +50,9 @@ class ModelConfig(Section):
     rope_theta: float = Field(10_000.0, gt=0, description="base of the rotary frequencies")
     bias: bool = Field(True, description="biases in linear layers")
     tie_embeddings: bool = Field(True, description="the output projection shares the weight of the token embedding")
-    block: Literal["serial"] = Field("serial", description="attention then MLP; parallel is not available yet")
+    block: Annotated[str, choice(BLOCKS)] = Field(
+        "serial", description="attention then MLP, or parallel: both from one norm, which halves the collectives of tp"
+    )
     window: None = Field(None, description="sliding-window attention; not available yet: leave it out")
     dropout: float = Field(
         0.0, ge=0, lt=1, description="probability of dropping: embeddings, attention weights, and both branches"

@@ -37,10 +37,11 @@ class ParallelConfig(Section):
 class OverlapConfig(Section):
     """`[overlap]`: communication hidden behind compute. Off, the same operations run one after the other."""
 
-    tp: bool = Field(
-        True, description="in the backward, gradients of inputs are reduced while those of weights are computed"
-    )
-    pp: bool = Field(True, description="receives are posted one action ahead, sends are not waited for")
+    tp: bool = Field(True, description="activations travel piece by piece while matrix products work on other pieces")
+    pp: bool = Field(True, description="receives are posted one action ahead; off: when they are needed")
     dp: bool = Field(
-        True, description="a chunk's gradients are reduced, and its weights gathered, behind other chunks' work"
+        True, description="a bucket's gradients are reduced, and its weights gathered, behind other buckets' work"
+    )
+    bucket_bytes: Count = Field(
+        128 << 20, description="a model chunk whose gradients take more is cut into buckets of whole layers"
     )

@@ -101,6 +101,6 @@ class ObserveConfig(Section):
 
     dir: FilePath = Field("runs", description="parent of the run's folder")
     tensorboard: bool = Field(True, description="write TensorBoard events")
-    events: Annotated[Literal[False], only(False)] = Field(
-        False, description="write a record of every collective; not available yet"
+    events: bool = Field(
+        True, description="each rank keeps its last events, and writes them when the run ends (`megascale trace`)"
     )

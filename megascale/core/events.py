@@ -7,6 +7,7 @@ monotonic clock; `RankEvents.aligned` brings them to the clock of rank 0.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +80,7 @@ class RankEvents:
         points = sorted(self.clock)
         if not points:
             return 0.0
-        for (t0, offset0), (t1, offset1) in zip(points, points[1:], strict=False):
+        for (t0, offset0), (t1, offset1) in itertools.pairwise(points):
             if t0 <= time <= t1 and t1 > t0:
                 return offset0 + (offset1 - offset0) * (time - t0) / (t1 - t0)
         return points[0][1] if time < points[0][0] else points[-1][1]
@@ -89,9 +90,9 @@ class RankEvents:
         return [event.shifted(self.offset(event.start)) for event in self.events]
 
 
-def file_name(rank: int) -> str:
-    """The name of a rank's file in a run's folder `events`."""
-    return f"rank-{rank:05d}.jsonl"
+def file_name(rank: int | str) -> str:
+    """The name of a rank's file in a run's folder `events`; of '*', the pattern of all."""
+    return f"rank-{rank:0>5}.jsonl" if isinstance(rank, int) else f"rank-{rank}.jsonl"
 
 
 def write_events(path: Path, events: RankEvents) -> None:
@@ -117,7 +118,8 @@ def read_events(path: Path) -> RankEvents:
         raise ValueError(f"not a file of events in format {FORMAT}")
     try:
         clock = tuple((local, offset) for local, offset in head.pop("clock"))
-        return RankEvents(**head, clock=clock, events=tuple(_event(_object(line)) for line in rest))
+        events = tuple(_event(line, number) for number, line in enumerate(rest, 2))
+        return RankEvents(**head, clock=clock, events=events)
     except (TypeError, KeyError) as error:
         raise ValueError(f"not a file of events: {error}") from None
 
@@ -129,13 +131,20 @@ def _fields(event: Event) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value != defaults[name]}
 
 
-def _event(fields: dict[str, Any]) -> Event:
-    fields["waits"] = tuple((start, end) for start, end in fields.get("waits", ()))
-    return Event(**fields)
+def _event(line: str, number: int) -> Event:
+    try:
+        fields = _object(line)
+        fields["waits"] = tuple((start, end) for start, end in fields.get("waits", ()))
+        return Event(**fields)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"line {number} is not an event: {error}") from None
 
 
 def _object(line: str) -> dict[str, Any]:
-    value = json.loads(line)
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:  # it would call every line the first
+        raise ValueError(f"{error.msg} at column {error.colno}") from None
     if not isinstance(value, dict):
         raise ValueError("not an object")
     return value

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from megascale.catalog.layers import BLOCKS
 from megascale.config.model import ModelConfig
 
 Start = Literal["normal", "zeros", "ones"]
@@ -104,11 +105,12 @@ def layer(model: ModelConfig, index: int) -> list[Parameter]:
     std, std_out = model.init_std, model.init_std / math.sqrt(2 * model.num_layers)
     qkv = {"q": model.num_heads * head, "k": model.num_kv_heads * head, "v": model.num_kv_heads * head}
     up = {"gate": model.ffn_size, "up": model.ffn_size} if model.gated else {"up": model.ffn_size}
+    shared = BLOCKS[model.block].facts["norms"] == 1
     return [
-        *_norm(f"{name}.attention_norm", model),
+        *_norm(f"{name}.norm" if shared else f"{name}.attention_norm", model),
         *_linear(f"{name}.attention.qkv", model, qkv, hidden, 0, std),
         *_linear(f"{name}.attention.out", model, {"out": hidden}, model.num_heads * head, 1, std_out),
-        *_norm(f"{name}.mlp_norm", model),
+        *([] if shared else _norm(f"{name}.mlp_norm", model)),
         *_linear(f"{name}.mlp.{'gate_up' if model.gated else 'up'}", model, up, hidden, 0, std),
         *_linear(f"{name}.mlp.down", model, {"down": hidden}, model.ffn_size, 1, std_out),
     ]

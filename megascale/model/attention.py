@@ -10,7 +10,8 @@ from megascale.model.parts import Linear, Parameters
 from megascale.model.rope import rope_table, rotate_heads
 from megascale.ops.attention import causal_attention
 from megascale.parallel.microbatch import MicroBatch
-from megascale.parallel.tensor import TensorAxis, column_linear, row_linear
+from megascale.parallel.overlap import TensorAxis
+from megascale.parallel.tensor import column_linear, row_linear
 
 
 class Attention(nn.Module):
@@ -24,12 +25,17 @@ class Attention(nn.Module):
         self._model = model
         self._axis = axis
         self._place = name
+        self._index = index
         self._heads = model.num_heads // axis.size
         self._kv_heads = model.num_kv_heads // axis.size
 
     def forward(self, x_sbh: Tensor, batch: MicroBatch) -> Tensor:
+        qkv = column_linear(x_sbh, *self.qkv.layer, self._axis, f"layer {self._index} qkv")
+        return row_linear(self.core(qkv, batch), *self.out.layer, self._axis, f"layer {self._index} out")
+
+    def core(self, qkv: Tensor, batch: MicroBatch) -> Tensor:
+        """From this rank's q, k and v [s, b, ...] to what its heads attend to, [s, b, heads x head_dim]."""
         model, axis, d = self._model, self._axis, self._model.head_dim
-        qkv = column_linear(x_sbh, self.qkv.weight, self.qkv.bias, axis)
         s, b, _ = qkv.shape
         heads = qkv.view(s, b, -1, d)
         if model.position == "rope":
@@ -40,5 +46,4 @@ class Attention(nn.Module):
         first = axis.index * self._heads
         keep = batch.dropout.attention(self._place, range(first, first + self._heads), s)
         out_bhsd = causal_attention(q, k, v, keep, model.dropout)
-        out = out_bhsd.permute(2, 0, 1, 3).reshape(s, b, -1)
-        return row_linear(out, self.out.weight, self.out.bias, axis)
+        return out_bhsd.permute(2, 0, 1, 3).reshape(s, b, -1)

@@ -8,7 +8,7 @@ from megascale.config.model import ModelConfig
 from megascale.layout.tensors import TOKEN_EMBEDDING
 from megascale.model.parts import Parameters, drop_branch
 from megascale.parallel.microbatch import MicroBatch
-from megascale.parallel.tensor import TensorAxis
+from megascale.parallel.overlap import TensorAxis
 from megascale.parallel.vocabulary import VocabularyRange, embed
 
 

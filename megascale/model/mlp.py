@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from megascale.catalog.layers import ACTIVATIONS
 from megascale.config.model import ModelConfig
 from megascale.model.parts import Linear, Parameters
-from megascale.parallel.tensor import TensorAxis, column_linear, row_linear
+from megascale.parallel.overlap import TensorAxis
+from megascale.parallel.tensor import column_linear, row_linear
 
 
 class MLP(nn.Module):
@@ -18,9 +19,10 @@ class MLP(nn.Module):
         name = f"layers.{index}.mlp"
         self.up = Linear(parameters, f"{name}.{'gate_up' if model.gated else 'up'}")
         self.down = Linear(parameters, f"{name}.down")
-        self._activate = ACTIVATIONS[model.activation].load()
+        self.activate = ACTIVATIONS[model.activation].load()
         self._axis = axis
+        self._index = index
 
     def forward(self, x_sbh: Tensor) -> Tensor:
-        inner = self._activate(column_linear(x_sbh, self.up.weight, self.up.bias, self._axis))
-        return row_linear(inner, self.down.weight, self.down.bias, self._axis)
+        inner = column_linear(x_sbh, *self.up.layer, self._axis, f"layer {self._index} up")
+        return row_linear(self.activate(inner), *self.down.layer, self._axis, f"layer {self._index} down")

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from megascale.catalog.layers import NORMS
 from megascale.config.model import ModelConfig
 from megascale.parallel.microbatch import MicroBatch
-from megascale.parallel.tensor import TensorAxis
+from megascale.parallel.overlap import TensorAxis
+from megascale.parallel.tensor import Layer
 
 Parameters = Mapping[str, nn.Parameter]
 """This rank's parameters by the name in `layout.tensors`."""
@@ -22,6 +23,10 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = parameters[f"{name}.weight"]
         self.bias = parameters.get(f"{name}.bias")
+
+    @property
+    def layer(self) -> Layer:
+        return self.weight, self.bias
 
 
 class Norm(nn.Module):
@@ -40,6 +45,5 @@ class Norm(nn.Module):
 
 def drop_branch(x_sbh: Tensor, batch: MicroBatch, place: str, model: ModelConfig, axis: TensorAxis) -> Tensor:
     """Dropout on a tensor of the residual stream, which sequence parallelism cuts along dimension 0."""
-    cut = axis.sequence and axis.size > 1
-    first = axis.index * x_sbh.shape[0] if cut else 0
+    first = axis.index * x_sbh.shape[0] if axis.cut else 0
     return batch.dropout.hidden(x_sbh, place, first, model.seq_length)

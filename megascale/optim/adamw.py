@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from megascale.config.train import OptimizerConfig
 from megascale.optim.contract import Segment
@@ -28,7 +29,8 @@ class AdamW:
             # torch makes its state at the first step; ours must lie in the buffers that checkpoints are read into
             self._torch.state[segment.weight] = {"step": torch.zeros((), device=segment.weight.device), **segment.state}
 
-    def step(self, lr: float, step: int) -> None:
+    def step(self, lr: float, step: int, skip: Tensor) -> None:
+        self._torch.found_inf = skip  # type: ignore[attr-defined]  # what torch's GradScaler sets; read on the device
         for group in self._torch.param_groups:
             group["lr"] = lr
         for state in self._torch.state.values():

@@ -33,5 +33,7 @@ class Optimizer(Protocol):
 
     def __init__(self, segments: Sequence[Segment], config: OptimizerConfig) -> None: ...
 
-    def step(self, lr: float, step: int) -> None:
-        """Update all segments from their gradients; `step` counts from 1."""
+    def step(self, lr: float, step: int, skip: Tensor) -> None:
+        """Update all segments from their gradients; `step` counts from 1. `skip`, an f32 scalar on the device: nothing
+        is changed where it is 1.
+        """

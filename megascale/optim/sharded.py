@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from megascale.catalog.optimizers import OPTIMIZERS
-from megascale.comm.collectives import all_reduce
 from megascale.comm.mesh import Mesh
 from megascale.config.train import OptimizerConfig
 from megascale.optim.contract import Optimizer, Segment
@@ -17,46 +17,68 @@ from megascale.parallel.shards import ShardState
 
 
 class ShardedOptimizer:
-    """Clips and updates the shards of this rank's buckets. Weights must be set before it is made: masters copy them."""
+    """Clips and updates the shards of this rank's buckets. Weights must be set before it is made: masters copy them.
+
+    A step has two phases, and the device decides, not the host. Each bucket is measured when its gradient is complete;
+    from the sum over the job follows the factor of all gradients, and then bucket after bucket is updated, so that the
+    first can be gathered while the next is.
+    """
 
     def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, config: OptimizerConfig) -> None:
         body: type[Optimizer] = OPTIMIZERS[config.name].load()
         self._mesh = mesh
         self._clip = config.clip_norm
         self.shards = [_shard_state(bucket, body.state_names) for bucket in buckets]
-        self._optimizer = body([s for shard in self.shards for s in _segments(shard)], config)
+        self._rules = [body(list(_segments(shard)), config) for shard in self.shards]
 
-    def scale_and_clip(self, scale: float) -> float:
-        """Multiply all gradients by `scale`, and further so that their norm is at most the limit. Returns the norm of
-        the whole gradient after `scale` and before clipping; every parameter of the model counts once.
-
-        If the norm is not finite the gradients are left as they are.
+    def square(self, bucket: Bucket) -> Tensor:
+        """What a bucket adds to the squared norm of the gradient on this rank; every parameter of the model counts
+        once. An f64 scalar on the device.
         """
-        square = torch.zeros((), dtype=torch.float64, device=self.shards[0].master.device)
-        for shard in self.shards:
-            for low, high in counted(shard.bucket, self._mesh):
-                square += torch.linalg.vector_norm(shard.bucket.grad[low:high]).double().square()
-        all_reduce(self._mesh.world, square)
-        total = float(square)
-        norm = math.sqrt(total) * scale if math.isfinite(total) else math.nan
-        if math.isfinite(norm):
-            limit = min(1.0, self._clip / (norm + 1e-6)) if self._clip else 1.0
-            for shard in self.shards:
-                shard.bucket.grad *= scale * limit
-        return norm
+        total = torch.zeros((), dtype=torch.float64, device=bucket.grad.device)
+        for low, high in counted(bucket, self._mesh):
+            total += torch.linalg.vector_norm(bucket.grad[low:high]).double().square()
+        return total
 
-    def step(self, lr: float, step: int) -> None:
-        """Update this rank's shards; `step` counts from 1. The weights of other shards are then out of date."""
-        self._optimizer.step(lr, step)
-        for shard in self.shards:
-            if shard.separate:
-                shard.bucket.shard_weights.copy_(shard.master)
+    def clipping(self, square: Tensor, tokens: Tensor) -> Clipping:
+        """What becomes of gradients that are sums over `tokens` and have this squared norm over the whole job."""
+        norm = square.sqrt() / tokens
+        finite = norm.isfinite()
+        limit = (self._clip / (norm + 1e-6)).clamp(max=1.0) if self._clip else torch.ones_like(norm)
+        factor = torch.where(finite, limit / tokens, torch.ones_like(norm))
+        return Clipping(norm, factor, (~finite).float())
+
+    def clip(self, index: int, clipping: Clipping) -> None:
+        """Scale the gradient of bucket `index`."""
+        grad = self.shards[index].bucket.grad
+        grad *= clipping.factor.to(grad.dtype)
+
+    def update(self, index: int, clipping: Clipping, lr: float, step: int) -> None:
+        """Clip and update the shard of bucket `index`; `step` counts from 1. Other ranks' shards of its weights are
+        then out of date. If the norm is not finite nothing is changed, the gradient neither.
+        """
+        shard = self.shards[index]
+        self.clip(index, clipping)
+        self._rules[index].step(lr, step, clipping.skip)
+        if shard.separate:
+            shard.bucket.shard_weights.copy_(shard.master)
 
     def publish_masters(self) -> None:
         """After masters were read from a checkpoint: round them into this rank's shards of the weights."""
         for shard in self.shards:
             if shard.separate:
                 shard.bucket.shard_weights.copy_(shard.master)
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """Scalars on the device. `norm`, f64: of the mean gradient before clipping. `factor`, f64: of all gradients.
+    `skip`, f32: 1 if nothing may be updated.
+    """
+
+    norm: Tensor
+    factor: Tensor
+    skip: Tensor
 
 
 def counted(bucket: Bucket, mesh: Mesh) -> Iterator[tuple[int, int]]:

@@ -1,16 +1,17 @@
 """Weights and gradients of this rank in contiguous buckets, reduced, sharded and gathered over data parallelism.
 
-ZeRO (Rajbhandari et al. 2020), a model chunk at a time as in MegaScale 3.2: with zero = 0 gradients are all-reduced and
-every rank updates all weights; with 1 they are reduce-scattered, each rank updates its contiguous shard, and the
-weights are all-gathered; with 2 the whole gradient exists only during a backward, and the sum over micro-batches is
-kept as a shard. Gradients are sums over tokens: they are divided once, by the global number of tokens, when they are
-clipped.
+ZeRO (Rajbhandari et al. 2020), a model chunk at a time as in MegaScale 3.2, a large one in several buckets: with
+zero = 0 gradients are all-reduced and every rank updates all weights; with 1 they are reduce-scattered, each rank
+updates its contiguous shard, and the weights are all-gathered; with 2 the whole gradient exists only during a backward,
+and the sum over micro-batches is kept as a shard. Gradients are sums over tokens: they are divided once, by the global
+number of tokens, when they are clipped.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,9 @@ from torch import Tensor, nn
 from megascale.comm.collectives import all_gather, all_reduce, reduce_scatter
 from megascale.comm.group import alone
 from megascale.comm.mesh import Mesh
-from megascale.comm.pending import DONE, Pending
+from megascale.comm.pending import DONE, Awaitable
 from megascale.layout import buckets as layouts
+from megascale.layout.chunks import unit
 from megascale.layout.tensors import TOKEN_EMBEDDING, Parameter
 
 
@@ -28,7 +30,7 @@ class Bucket:
 
     `weights` [size], in the format of compute; `shard`: the range that this rank updates (everything with zero = 0);
     `grad` [size of the shard]: its gradient after a reduction. `counts`: whether this rank's copy enters the global
-    norm, false for the second copy of a tied embedding.
+    norm, false for the second copy of a tied embedding. `place`: its chunk, and which bucket of the chunk it is.
     """
 
     def __init__(
@@ -38,10 +40,14 @@ class Bucket:
         zero: int,
         formats: tuple[torch.dtype, torch.dtype],
         device: torch.device,
+        place: tuple[int, str],
     ) -> None:
+        self.chunk = place[0]
+        self.what = "chunk {}{}".format(*place)  # its name in the ledger
+        self.first_unit = unit(parameters[0].name)
         compute, self._accumulate = formats
         layout = self.layout = layouts.pack(parameters, mesh.tp.size, mesh.dp.size)
-        tied = [p.name for p in parameters] == [TOKEN_EMBEDDING]
+        tied = self.tied = [p.name for p in parameters] == [TOKEN_EMBEDDING]
         self.zero = zero
         self.counts = not tied or mesh.tied.index == 0
         self.group = mesh.dp
@@ -55,8 +61,8 @@ class Bucket:
             parameter = self.parameters[slot.parameter.name] = nn.Parameter(view)
             parameter.register_post_accumulate_grad_hook(_into_bucket)
         self._full: Tensor | None = None
-        self._reducing: tuple[Pending, Tensor | None] = (DONE, None)
-        self._gathering: Pending = DONE
+        self._reducing: tuple[Awaitable, Tensor | None] = (DONE, None)
+        self._gathering: Awaitable = DONE
         self.finite_before = torch.ones((), dtype=torch.bool, device=device)
         if zero == 2:
             self.grad = torch.zeros(self.shard[1] - self.shard[0], dtype=self._accumulate, device=device)
@@ -92,13 +98,13 @@ class Bucket:
             self.finite_before &= full.sum().isfinite()
         self.finish_reduction()
         if self.zero == 0:
-            self._reducing = (all_reduce(self.group, full, wait=False), None)
+            self._reducing = (all_reduce(self.group, full, what=self.what, wait=False), None)
         elif self.zero == 1:
-            self._reducing = (reduce_scatter(self.group, self.grad, full, wait=False), None)
+            self._reducing = (reduce_scatter(self.group, self.grad, full, what=self.what, wait=False), None)
         else:
             self._unbind()
             part = torch.empty_like(self.grad)
-            self._reducing = (reduce_scatter(self.group, part, full, wait=False), part)
+            self._reducing = (reduce_scatter(self.group, part, full, what=self.what, wait=False), part)
 
     def finish_reduction(self) -> None:
         """Wait for the reduction under way, if any."""
@@ -116,13 +122,13 @@ class Bucket:
         if sequence and self._tp.size > 1:
             low, high = (min(max(edge, self.shard[0]), self.shard[1]) for edge in self.layout.whole)
             if low < high:
-                all_reduce(self._tp, self.grad[low - self.shard[0] : high - self.shard[0]])
-        all_reduce(self._tied, self.grad)
+                all_reduce(self._tp, self.grad[low - self.shard[0] : high - self.shard[0]], what=f"{self.what} norms")
+        all_reduce(self._tied, self.grad, what=self.what)
 
     def start_gather(self) -> None:
         """Start collecting the weights that the other ranks have updated."""
         if self.zero:
-            self._gathering = all_gather(self.group, self.weights, self.shard_weights, wait=False)
+            self._gathering = all_gather(self.group, self.weights, self.shard_weights, what=self.what, wait=False)
 
     def finish_gather(self) -> None:
         self._gathering.wait()
@@ -152,7 +158,11 @@ def _into_bucket(parameter: Tensor) -> None:
 
 
 class Gradients:
-    """The buckets of this rank's chunks (`layout.chunks.chunk_buckets`)."""
+    """The buckets of this rank's chunks (`layout.chunks.chunk_buckets`).
+
+    A bucket's weights are waited for where the network first needs them, and its gradients are reduced where the last
+    backward has left them: at the edges of the chunk, or inside it at a crossing.
+    """
 
     def __init__(
         self, chunks: Sequence[Sequence[Sequence[Parameter]]], mesh: Mesh, *, zero: int, sequence: bool, overlap: bool,
@@ -161,10 +171,16 @@ class Gradients:
         self._zero = zero
         self._sequence = sequence
         self._overlap = overlap
-        self._reducing: deque[int] = deque()  # chunks, the oldest reduction first
+        self._completing = False  # the backward that runs is its chunk's last before a reduction
+        self._reducing: deque[Bucket] = deque()  # the oldest reduction first
         self.chunks = [
-            [Bucket(parameters, mesh, zero, formats, device) for parameters in buckets] for buckets in chunks
+            [
+                Bucket(parameters, mesh, zero, formats, device, (chunk, f".{i}" if len(cut) > 1 else ""))
+                for i, parameters in enumerate(cut)
+            ]
+            for chunk, cut in enumerate(chunks)
         ]
+        self._starts = [_by_first_unit(buckets) for buckets in self.chunks]
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -179,42 +195,100 @@ class Gradients:
         for bucket in self.buckets:
             bucket.clear()
 
-    def begin_backward(self, chunk: int) -> None:
-        """A backward of this chunk follows. With zero = 2 this makes room for its gradient: one other may still be
-        being reduced, no more.
+    def enter(self, chunk: int) -> None:
+        """A forward of this chunk follows: wait for the weights that it begins with."""
+        for bucket in next(iter(self._starts[chunk].values()), ()):
+            bucket.finish_gather()
+
+    def crossing(self, chunk: int) -> Callable[[str, Tensor], Tensor]:
+        """For a chunk's forward: passes on the input of a unit, and where a bucket begins waits for its weights, and in
+        the backward reduces its gradients.
         """
+        edges = dict(list(self._starts[chunk].items())[1:])
+
+        def cross(into: str, x: Tensor) -> Tensor:
+            return _Crossing.apply(x, self, edges[into]) if into in edges else x
+
+        return cross
+
+    def begin_backward(self, chunk: int, *, last: bool) -> None:
+        """A backward of this chunk follows, the `last` before its reduction or not. With zero = 2 this makes room for
+        its gradient: one other may still be being reduced, no more.
+        """
+        self._completing = last
         if self._zero == 2:
-            self._finish_reductions(leave=1)
+            self._finish_reductions(leave=len(self.chunks[chunk]))
             for bucket in self.chunks[chunk]:
                 bucket.make_room()
 
+    def complete(self, buckets: Sequence[Bucket]) -> None:
+        """The backward that runs has left these buckets: if it is the last, start to reduce them."""
+        if self._completing:
+            self._reduce(buckets)
+
     def reduce(self, chunk: int) -> None:
-        """The gradients of a chunk are complete: sum them over data parallelism, in the background if overlapped."""
-        for bucket in self.chunks[chunk]:
+        """The gradients of a chunk are complete: sum what is not yet being summed over data parallelism, in the
+        background if overlapped.
+        """
+        self._reduce(next(iter(self._starts[chunk].values()), ()))
+
+    def finish(self) -> Iterator[Bucket]:
+        """The buckets, each when the gradient of this rank's shard is the sum over the whole job. Those that wait for
+        the other end of the pipeline come last.
+        """
+        others = [bucket for bucket in self.buckets if bucket not in self._reducing]
+        order = sorted([*self._reducing, *others], key=lambda bucket: bucket.tied)
+        self._reducing.clear()
+        for bucket in order:
+            bucket.finish_reduction()
+            bucket.sum_partial(sequence=self._sequence)
+            yield bucket
+
+    def start_gather(self, bucket: Bucket) -> None:
+        """Begin to collect a bucket's updated weights. Buckets are started in the order in which they are needed."""
+        bucket.start_gather()
+        if not self._overlap:
+            bucket.finish_gather()
+
+    def finish_gather(self) -> None:
+        """Wait until all weights are complete."""
+        for bucket in self.buckets:
+            bucket.finish_gather()
+
+    def _reduce(self, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
             bucket.reduce()
-        self._reducing.append(chunk)
+            if bucket in self._reducing:  # the sum of an earlier micro-batch, which it has waited for
+                self._reducing.remove(bucket)
+            self._reducing.append(bucket)
         if not self._overlap:
             self._finish_reductions()
 
-    def finish(self) -> None:
-        """Wait until every gradient of this rank's shards is the sum over the whole job."""
-        self._finish_reductions()
-        for bucket in self.buckets:
-            bucket.sum_partial(sequence=self._sequence)
-
-    def start_gather(self) -> None:
-        """Begin to collect the updated weights, in the order in which the next step needs them."""
-        for bucket in self.buckets:
-            bucket.start_gather()
-        if not self._overlap:
-            self.finish_gather()
-
-    def finish_gather(self, chunk: int | None = None) -> None:
-        """Wait until the weights of a chunk, or of all, are complete."""
-        for bucket in self.buckets if chunk is None else self.chunks[chunk]:
-            bucket.finish_gather()
-
     def _finish_reductions(self, leave: int = 0) -> None:
         while len(self._reducing) > leave:
-            for bucket in self.chunks[self._reducing.popleft()]:
-                bucket.finish_reduction()
+            self._reducing.popleft().finish_reduction()
+
+
+class _Crossing(torch.autograd.Function):
+    """The identity between two buckets of a chunk."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gradients: Gradients, ahead: Sequence[Bucket]) -> Tensor:
+        for bucket in ahead:
+            bucket.finish_gather()
+        ctx.complete = lambda: gradients.complete(ahead)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.complete()  # what lies ahead has added its gradients: autograd accumulates before it goes on
+        return grads[0], None, None
+
+
+def _by_first_unit(buckets: Sequence[Bucket]) -> dict[str, list[Bucket]]:
+    """The buckets that begin with each unit, in the order of the network. At its end a tied embedding is the head."""
+    starts: dict[str, list[Bucket]] = {}
+    for bucket in buckets:
+        first = "head" if bucket.tied and starts else bucket.first_unit
+        starts.setdefault(first, []).append(bucket)
+    return starts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,17 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megascale.comm.p2p import Channels
-from megascale.comm.pending import Pending
+from megascale.comm.collectives import all_gather
+from megascale.comm.group import Group, Recorded
+from megascale.comm.mesh import Mesh
 from megascale.parallel.gradients import Gradients
 from megascale.parallel.microbatch import MicroBatch
 from megascale.schedule.ir import Action, Kind, Order
-
-GRADIENTS_IN_FLIGHT = 2
-"""Gradients sent to earlier stages and not yet known to have arrived. A forward's arrival is known from the gradient
-that comes back for it; a gradient's is waited for when this many are under way (`schedule.check` proves that none waits
-for ever).
-"""
 
 
 class Batch(Protocol):
@@ -32,15 +28,31 @@ class Batch(Protocol):
 
 @dataclass(frozen=True)
 class Boundary:
-    """The activation between two stages, [s, b, h]."""
+    """The activation between two stages, [s, b, h]. Where each rank of `tp` has the whole of it, a stage sends this
+    rank's part, 1 / size, and the next one collects it (Narayanan et al. 2021, 4.1); `tp` is a group of one where a
+    rank has no more than its part.
+    """
 
     shape: tuple[int, int, int]
     dtype: torch.dtype
     device: torch.device
+    tp: Group
 
     def empty(self) -> Tensor:
-        """Room to receive one."""
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        """Room to receive a part: flat."""
+        return torch.empty(math.prod(self.shape) // self.tp.size, dtype=self.dtype, device=self.device)
+
+    def part(self, whole: Tensor) -> Tensor:
+        """What this rank sends, contiguous."""
+        return whole.contiguous().view(self.tp.size, -1)[self.tp.index]
+
+    def whole(self, part: Tensor, what: str) -> Tensor:
+        """The activation, from what this rank has received."""
+        if self.tp.size > 1:
+            full = part.new_empty(self.tp.size, part.numel())
+            all_gather(self.tp, full, part, what=what)
+            part = full
+        return part.view(self.shape)
 
 
 class Pipeline:
@@ -50,15 +62,31 @@ class Pipeline:
         self,
         stages: Sequence[nn.Module],
         gradients: Gradients,
-        channels: Channels,
+        mesh: Mesh,
         boundary: Boundary,
         loss_dtype: torch.dtype,
     ) -> None:
         self.stages = stages
         self.gradients = gradients
-        self.channels = channels
+        self.channels = mesh.channels
+        self.recorder = mesh.recorder
         self.boundary = boundary
         self.loss_dtype = loss_dtype
+        self._leaving: deque[tuple[Recorded, Tensor]] = deque()
+
+    def send(self, tensor: Tensor, target: int, what: str) -> None:
+        """Send to a stage rank. The tensor is kept until it has been sent, which nobody waits for."""
+        self._leaving.append((self.channels.send(tensor, target, what=what), tensor))
+
+    def finish_sends(self) -> None:
+        """Wait until everything has been sent."""
+        while self._leaving:
+            self._leaving.popleft()[0].wait()
+
+    def release(self) -> None:
+        """Let go of what has been sent."""
+        while self._leaving and self._leaving[0][0].done():
+            self._leaving.popleft()
 
     def stage(self, chunk: int) -> int:
         """The virtual stage that is `chunk` of this rank."""
@@ -88,30 +116,30 @@ class _Run:
         self._batch = batch
         self._training = training
         self._last = pipeline.channels.ranks * len(pipeline.stages) - 1
-        self._arriving: dict[tuple[Kind, int, int], tuple[Pending, Tensor]] = {}
+        self._arriving: dict[tuple[Kind, int, int], tuple[Recorded, Tensor]] = {}
         self._leaving: dict[tuple[Kind, int, int], Tensor] = {}
-        self._sent_forwards: dict[tuple[int, int], tuple[Pending, Tensor]] = {}
-        self._sent_gradients: deque[tuple[Pending, Tensor]] = deque()
         self._saved: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
         self._loss = pipeline.scalar(0.0)
 
     def run(self, order: Order) -> Tensor:
+        reduced = {action[1:] for action in order if action.kind is Kind.REDUCE}
         for action in order:
             match action.kind:
                 case Kind.F:
-                    self._forward(action)
+                    with self._p.recorder.action("F", *action[1:]):
+                        self._forward(action)
                 case Kind.B:
-                    self._backward(action)
+                    with self._p.recorder.action("B", *action[1:]):
+                        self._backward(action, last=action[1:] in reduced)
                 case Kind.SEND_F | Kind.SEND_B:
                     self._send(action)
                 case Kind.RECV_F | Kind.RECV_B:
                     self._receive(action)
                 case Kind.GATHER:
-                    self._p.gradients.finish_gather(action.chunk)
+                    self._p.gradients.enter(action.chunk)
                 case Kind.REDUCE:
                     self._p.gradients.reduce(action.chunk)
-        for pending, _ in (*self._sent_forwards.values(), *self._sent_gradients):
-            pending.wait()
+            self._p.release()
         return self._loss
 
     def _forward(self, action: Action) -> None:
@@ -127,15 +155,13 @@ class _Run:
         if self._training:  # the edge, not the tensor, which may be freed as soon as it was sent
             self._saved[key] = (x, get_gradient_edge(out))
 
-    def _backward(self, action: Action) -> None:
+    def _backward(self, action: Action, *, last: bool) -> None:
         key = (action.chunk, action.microbatch)
         grad = self._arrived(Kind.B, action)
         if grad is None:
             grad = self._p.scalar(1.0)
-        if key in self._sent_forwards:  # its gradient is here, so it has arrived
-            self._sent_forwards.pop(key)[0].wait()
         x, edge = self._saved.pop(key)
-        self._p.gradients.begin_backward(action.chunk)
+        self._p.gradients.begin_backward(action.chunk, last=last)
         torch.autograd.backward((edge,), (grad,))
         if x is not None:
             assert x.grad is not None
@@ -143,22 +169,16 @@ class _Run:
 
     def _send(self, action: Action) -> None:
         forward = action.kind is Kind.SEND_F
-        key = (action.chunk, action.microbatch)
-        tensor = self._leaving.pop((Kind.F if forward else Kind.B, *key)).contiguous()
-        target = (self._p.stage(action.chunk) + (1 if forward else -1)) % self._p.channels.ranks
-        pending = self._p.channels.send(tensor, target)
-        if forward and self._training:
-            self._sent_forwards[key] = (pending, tensor)
-            return
-        self._sent_gradients.append((pending, tensor))
-        if len(self._sent_gradients) > GRADIENTS_IN_FLIGHT:
-            self._sent_gradients.popleft()[0].wait()
+        tensor = self._leaving.pop((Kind.F if forward else Kind.B, action.chunk, action.microbatch))
+        stage = self._p.stage(action.chunk) + (1 if forward else -1)
+        self._p.send(self._p.boundary.part(tensor), stage % self._p.channels.ranks, _name(forward, stage, action))
 
     def _receive(self, action: Action) -> None:
         forward = action.kind is Kind.RECV_F
-        source = (self._p.stage(action.chunk) - (1 if forward else -1)) % self._p.channels.ranks
+        stage = self._p.stage(action.chunk)
+        source = (stage - (1 if forward else -1)) % self._p.channels.ranks
         out = self._p.boundary.empty()
-        pending = self._p.channels.receive(out, source)
+        pending = self._p.channels.receive(out, source, what=_name(forward, stage, action))
         self._arriving[Kind.F if forward else Kind.B, action.chunk, action.microbatch] = (pending, out)
 
     def _arrived(self, kind: Kind, action: Action) -> Tensor | None:
@@ -166,6 +186,11 @@ class _Run:
         key = (kind, action.chunk, action.microbatch)
         if key not in self._arriving:
             return None
-        pending, tensor = self._arriving.pop(key)
+        pending, part = self._arriving.pop(key)
         pending.wait()
-        return tensor
+        return self._p.boundary.whole(part, _name(kind is Kind.F, self._p.stage(action.chunk), action))
+
+
+def _name(forward: bool, stage: int, action: Action) -> str:
+    """A message's name in the ledger, the same on both sides: what arrives at virtual stage `stage`."""
+    return f"{'forward' if forward else 'gradient'} m{action.microbatch} stage {stage}"

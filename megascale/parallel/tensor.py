@@ -1,119 +1,128 @@
 """Tensor parallelism: linear layers whose weights are cut over the ranks of a group (Shoeybi et al. 2019), and with
 sequence parallelism activations cut along the sequence between them (Korthikanti et al. 2022).
 
-Activations are [s, b, h], so a cut along the sequence is contiguous. A column-parallel layer needs its whole input on
-every rank, a row-parallel layer leaves a sum over ranks: without sequence parallelism that is an all-reduce in the
+Activations are [s, b, h], so a cut along the sequence is contiguous. Column-parallel layers need their whole input on
+every rank, row-parallel layers leave a sum over ranks: without sequence parallelism that is an all-reduce in the
 backward of the first and one in the forward of the second; with it an all-gather and a reduce-scatter in the forward
 and their opposites in the backward, and the gathered input is not kept but gathered again for the weight's gradient.
+Layers side by side share their collectives. All of them travel under matrix products (`parallel.overlap`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megascale.comm.collectives import all_gather, all_reduce, reduce_scatter
-from megascale.comm.group import Group
-from megascale.comm.pending import DONE, Pending
+from megascale.parallel.overlap import TensorAxis, gathered_product, reduced_product
 from megascale.parallel.weights import add_product, add_sum
 
-
-@dataclass(frozen=True)
-class TensorAxis:
-    """The tp group and how activations lie on it. `sequence`: cut along dimension 0 between the layers. `overlap`: in
-    the backward, communicate the input's gradient while the weight's is computed.
-    """
-
-    group: Group
-    sequence: bool = False
-    overlap: bool = True
-
-    @property
-    def size(self) -> int:
-        return self.group.size
-
-    @property
-    def index(self) -> int:
-        return self.group.index
-
-    def gather(self, x: Tensor, *, wait: bool = True) -> tuple[Tensor, Pending]:
-        """The whole of x [s / size, ...] along dimension 0; x itself if activations are not cut."""
-        if not self.sequence or self.size == 1:
-            return x, DONE
-        full = x.new_empty(x.shape[0] * self.size, *x.shape[1:])
-        return full, all_gather(self.group, full, x.contiguous(), wait=wait)
-
-    def reduce(self, x: Tensor, *, wait: bool = True) -> tuple[Tensor, Pending]:
-        """The sum of x over the ranks, cut along dimension 0 if activations are. May write over x."""
-        if self.size == 1:
-            return x, DONE
-        if not self.sequence:
-            return x, all_reduce(self.group, x, wait=wait)
-        part = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
-        return part, reduce_scatter(self.group, part, x, wait=wait)
+Layer = tuple[Tensor, Tensor | None]
+"""A weight [n, k], cut in one dimension, and a bias [n]."""
 
 
-def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorAxis) -> Tensor:
+def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorAxis, what: str = "") -> Tensor:
     """x [s, b, k] W^T + b with the rows of W cut: weight [n / tp, k], bias [n / tp], result [s, b, n / tp].
 
-    With sequence parallelism x is [s / tp, b, k].
+    With sequence parallelism x is [s / tp, b, k]. `what` names it in the ledger.
     """
-    return _ColumnLinear.apply(x, weight, bias, axis)
+    return column_linears(x, [(weight, bias)], axis, what)[0]
 
 
-def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorAxis) -> Tensor:
+def column_linears(x: Tensor, layers: Sequence[Layer], axis: TensorAxis, what: str = "") -> tuple[Tensor, ...]:
+    """`column_linear` of one input through several layers, which share one gather of it and one sum of its gradient."""
+    return _Columns.apply(axis, what, x, *(tensor for layer in layers for tensor in layer))
+
+
+def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorAxis, what: str = "") -> Tensor:
     """x [s, b, k / tp] W^T + b with the columns of W cut: weight [n, k / tp], bias [n] whole, result [s, b, n].
 
     With sequence parallelism the result is [s / tp, b, n].
     """
-    return _RowLinear.apply(x, weight, bias, axis)
+    return row_linears([x], [(weight, bias)], axis, what)
 
 
-class _ColumnLinear(torch.autograd.Function):
+def row_linears(inputs: Sequence[Tensor], layers: Sequence[Layer], axis: TensorAxis, what: str = "") -> Tensor:
+    """The sum of `row_linear` of several inputs, each through its layer, in one sum over ranks."""
+    return _Rows.apply(axis, what, len(inputs), *inputs, *(tensor for layer in layers for tensor in layer))
+
+
+class _Columns(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorAxis) -> Tensor:
-        ctx.save_for_backward(x, weight, bias)
-        ctx.axis = axis
-        full, _ = axis.gather(x)
-        return F.linear(full, weight, bias)
+    def forward(ctx: Any, axis: TensorAxis, what: str, x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *tensors)
+        ctx.axis, ctx.what = axis, what
+        weights, biases = _layers(tensors)
+        largest = _largest(weights)
+        full, product = gathered_product(x, weights[largest], biases[largest], axis, what)
+        pairs = enumerate(zip(weights, biases, strict=True))
+        return tuple(product if i == largest else F.linear(full, weight, bias) for i, (weight, bias) in pairs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias = ctx.saved_tensors
+        x, *tensors = ctx.saved_tensors
         axis: TensorAxis = ctx.axis
-        grad = grads[0].contiguous()
-        full, gathering = axis.gather(x, wait=not axis.overlap)
-        grad_x, reducing = axis.reduce(grad @ weight, wait=not axis.overlap)
+        weights, biases = _layers(tensors)
+        grads = tuple(grad.contiguous() for grad in grads)
+        full, gathering = axis.gather(x, f"{ctx.what} again", wait=not axis.overlap)
+        grad_x = grads[0] @ weights[0]
+        for grad, weight in zip(grads[1:], weights[1:], strict=True):
+            grad_x.view(-1, grad_x.shape[-1]).addmm_(_rows(grad), weight)
+        grad_x, reducing = axis.reduce(grad_x, f"{ctx.what} gradient", wait=not axis.overlap)
         gathering.wait()
-        rows = grad.view(-1, grad.shape[-1])
-        grad_weight = add_product(weight, rows, full.view(-1, full.shape[-1]))
-        grad_bias = add_sum(bias, rows) if bias is not None else None
+        found: list[Tensor | None] = []
+        for grad, weight, bias in zip(grads, weights, biases, strict=True):
+            found.append(add_product(weight, _rows(grad), _rows(full)))
+            found.append(add_sum(bias, _rows(grad)) if bias is not None else None)
         reducing.wait()
-        return grad_x, grad_weight, grad_bias, None
+        return None, None, grad_x, *found
 
 
-class _RowLinear(torch.autograd.Function):
+class _Rows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorAxis) -> Tensor:
-        ctx.save_for_backward(x, weight, bias)
-        ctx.axis = axis
-        if axis.size == 1:
-            return F.linear(x, weight, bias)
-        out, _ = axis.reduce(F.linear(x, weight))
-        return out if bias is None else out.add_(bias)
+    def forward(ctx: Any, axis: TensorAxis, what: str, count: int, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.axis, ctx.what, ctx.count = axis, what, count
+        inputs, (weights, biases) = tensors[:count], _layers(tensors[count:])
+        largest = _largest(weights)
+        term: Tensor | None = None
+        for i, (x, weight) in enumerate(zip(inputs, weights, strict=True)):
+            if i != largest and term is None:
+                term = x @ weight.t()
+            elif i != largest and term is not None:
+                term.view(-1, term.shape[-1]).addmm_(_rows(x), weight.t())
+        out = reduced_product(inputs[largest], weights[largest], term, axis, what)
+        for bias in biases:
+            if bias is not None:
+                out += bias
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias = ctx.saved_tensors
         axis: TensorAxis = ctx.axis
+        inputs, (weights, biases) = ctx.saved_tensors[: ctx.count], _layers(ctx.saved_tensors[ctx.count :])
+        largest = _largest(weights)
         part = grads[0].contiguous()
-        grad, _ = axis.gather(part)
-        grad_x = grad @ weight
-        rows = grad.view(-1, grad.shape[-1])
-        grad_weight = add_product(weight, rows, x.reshape(-1, x.shape[-1]))
-        grad_bias = add_sum(bias, part.view(-1, part.shape[-1])) if bias is not None else None
-        return grad_x, grad_weight, grad_bias, None
+        full, product = gathered_product(part, weights[largest].t(), None, axis, f"{ctx.what} gradient")
+        found: list[Tensor | None] = [product if i == largest else full @ w for i, w in enumerate(weights)]
+        for x, weight, bias in zip(inputs, weights, biases, strict=True):
+            found.append(add_product(weight, _rows(full), _rows(x)))
+            found.append(add_sum(bias, _rows(part)) if bias is not None else None)
+        return None, None, None, *found
+
+
+def _layers(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Weights and biases of layers that follow each other, a weight and a bias each."""
+    return [tensor for tensor in tensors[0::2] if tensor is not None], list(tensors[1::2])
+
+
+def _largest(weights: Sequence[Tensor]) -> int:
+    """The layer whose product hides most."""
+    return max(range(len(weights)), key=lambda index: weights[index].numel())
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megascale.comm.collectives import all_reduce
 from megascale.ops.embedding import lookup
-from megascale.parallel.tensor import TensorAxis
+from megascale.parallel.overlap import TensorAxis
 from megascale.parallel.weights import add_rows
 
 
@@ -54,12 +54,12 @@ class _Embed(torch.autograd.Function):
         out = lookup(weight, local)
         if foreign is not None:
             out.masked_fill_(foreign.unsqueeze(-1), 0)
-        return axis.reduce(out)[0]
+        return axis.reduce(out, "embedding")[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         local, foreign, weight = ctx.saved_tensors
-        grad, _ = ctx.axis.gather(grads[0].contiguous())
+        grad, _ = ctx.axis.gather(grads[0].contiguous(), "embedding gradient")
         if foreign is not None:
             grad = grad.masked_fill(foreign.unsqueeze(-1), 0)
         return None, add_rows(weight, local.view(-1), grad.view(-1, grad.shape[-1])), None, None
@@ -91,12 +91,12 @@ class _CrossEntropy(torch.autograd.Function):
         local = local.masked_fill(~mine, 0)
 
         peak = scores.amax(-1)
-        all_reduce(axis.group, peak, "max")
+        all_reduce(axis.group, peak, "max", what="loss peak")
         scores -= peak.unsqueeze(-1)
         own = scores.gather(1, local.unsqueeze(1)).squeeze(1).masked_fill_(~mine, 0)
         scores.exp_()
         sums = torch.stack([scores.sum(-1), own])
-        all_reduce(axis.group, sums)
+        all_reduce(axis.group, sums, what="loss sums")
         total, chosen = sums.unbind()
         losses = total.log() - chosen
 

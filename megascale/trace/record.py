@@ -10,7 +10,7 @@ from typing import Any
 class StepRecord:
     """A logged step. `tokens`: trained on so far. `step_time_s`, `tokens_per_s` and what follows from them are means
     over the steps since the last record, without evaluations and checkpoints. MFU is named by its convention
-    (`plan.flops`).
+    (`plan.flops`). `communication`: calls, bytes and exposed seconds a step of each axis on rank 0.
     """
 
     step: int
@@ -25,6 +25,7 @@ class StepRecord:
     mfu_full: float | None
     mfu_causal: float | None
     peak_memory_bytes: int
+    communication: dict[str, dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -41,4 +42,15 @@ Record = StepRecord | EvaluationRecord
 
 def as_json(record: Record) -> dict[str, Any]:
     """The record's fields, without those that have no value."""
-    return {key: value for key, value in asdict(record).items() if value is not None}
+    return {key: value for key, value in asdict(record).items() if value not in (None, {})}
+
+
+def scalars(record: Record) -> dict[str, float]:
+    """The record's numbers under one name each, such as communication/tp/bytes."""
+    found: dict[str, float] = {}
+    for key, value in as_json(record).items():
+        if isinstance(value, dict):
+            found |= {f"{key}/{axis}/{name}": number for axis, part in value.items() for name, number in part.items()}
+        else:
+            found[key] = value
+    return found

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from megascale.core.files import write_text
 from megascale.core.units import format_count, format_duration
-from megascale.trace.record import EvaluationRecord, Record, StepRecord, as_json
+from megascale.trace.record import EvaluationRecord, Record, StepRecord, as_json, scalars
 
 
 class Writer(Protocol):
@@ -86,12 +86,12 @@ class TensorBoard:
         self._writer.add_event(Event(wall_time=time.time(), step=trained, session_log=log))
 
     def write(self, record: Record) -> None:
-        scalars = as_json(record)
-        step = scalars.pop("step")
+        found = scalars(record)
+        step = int(found.pop("step"))
         prefix = "valid" if isinstance(record, EvaluationRecord) else "train"
         values = [
             self._summary.Value(tag=f"{prefix}/{name.removeprefix('valid_')}", simple_value=value)
-            for name, value in scalars.items()
+            for name, value in found.items()
         ]
         self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
 

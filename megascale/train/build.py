@@ -11,7 +11,9 @@ from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.schedules import SCHEDULES
 from megascale.checkpoint.checkpoints import Checkpoints
 from megascale.checkpoint.state import Progress
+from megascale.comm import symmetric
 from megascale.comm.collectives import broadcast_object
+from megascale.comm.group import alone
 from megascale.comm.mesh import Mesh, open_mesh
 from megascale.config.run import RunConfig
 from megascale.core.errors import DataError
@@ -26,10 +28,11 @@ from megascale.model.transformer import Stage
 from megascale.optim.lr import learning_rate
 from megascale.optim.sharded import ShardedOptimizer
 from megascale.parallel.gradients import Gradients
+from megascale.parallel.overlap import TensorAxis
 from megascale.parallel.pipeline import Boundary, Pipeline
-from megascale.parallel.tensor import TensorAxis
 from megascale.schedule.ir import Order, Schedule, forwards_only
 from megascale.schedule.lower import lower
+from megascale.trace.recorder import Recorder
 from megascale.train.stop import Stop
 
 Formats = tuple[torch.dtype, torch.dtype]
@@ -63,7 +66,8 @@ def mesh_of(config: RunConfig, rank: Rank, device: Device) -> Mesh:
     """This rank's groups in the layout of a resolved configuration. The job's processes have been brought together."""
     p = config.parallel
     topology = Topology(tp=p.tp, cp=p.cp, dp=config.dp, pp=p.pp)
-    mesh = open_mesh(topology, rank.rank, device.backend, tied=config.model.tie_embeddings)
+    recorder = Recorder(device.timer())
+    mesh = open_mesh(topology, rank.rank, tied=config.model.tie_embeddings, recorder=recorder)
     mesh.channels.connect(device.torch, around=p.vpp > 1)
     return mesh
 
@@ -71,7 +75,8 @@ def mesh_of(config: RunConfig, rank: Rank, device: Device) -> Mesh:
 def build(config: RunConfig, mesh: Mesh, device: Device, stop: Stop) -> Run:
     """Build this rank's part of a run. `config` is resolved; `mesh` has its layout."""
     formats = number_formats(config)
-    axis = TensorAxis(mesh.tp, config.parallel.sp, config.overlap.tp)
+    fused = config.overlap.tp and symmetric.usable(mesh.tp, device.torch)
+    axis = TensorAxis(mesh.tp, config.parallel.sp, config.overlap.tp, fused)
     gradients = build_gradients(config, mesh, formats, device.torch)
     stages = build_stages(config, mesh, gradients, axis)
     optimizer = ShardedOptimizer(gradients.buckets, mesh, config.optimizer)
@@ -127,7 +132,8 @@ def build_stages(config: RunConfig, mesh: Mesh, gradients: Gradients, axis: Tens
     for chunk in range(config.parallel.vpp):
         index = layout.index(mesh.coord.pp, chunk)
         first, last = index == 0, index == layout.count - 1
-        found.append(Stage(config.model, gradients.parameters(chunk), layout.layers(index), first, last, axis))
+        parameters, cross = gradients.parameters(chunk), gradients.crossing(chunk)
+        found.append(Stage(config.model, parameters, layout.layers(index), first, last, axis, cross))
     return found
 
 
@@ -151,8 +157,9 @@ def build_pipeline(
     """The executor of this rank's actions."""
     m = config.model
     rows = m.seq_length // mesh.tp.size if config.parallel.sp else m.seq_length
-    boundary = Boundary((rows, config.batch.micro, m.hidden_size), formats[0], device)
-    return Pipeline(stages, gradients, mesh.channels, boundary, formats[1])
+    cut_by = alone("tp") if config.parallel.sp else mesh.tp
+    boundary = Boundary((rows, config.batch.micro, m.hidden_size), formats[0], device, cut_by)
+    return Pipeline(stages, gradients, mesh, boundary, formats[1])
 
 
 def build_loaders(config: RunConfig, mesh: Mesh, device: Device) -> tuple[Loader, Loader | None, int]:

@@ -24,6 +24,7 @@ from megascale.plan.hardware import Peak, stated_peak
 from megascale.plan.memory import state_bytes
 from megascale.plan.params import parameter_count
 from megascale.train.build import Run, build, mesh_of
+from megascale.train.eventfile import EventFile
 from megascale.train.loop import resume, train
 from megascale.train.report import Reporter, open_writers
 from megascale.train.stop import Stop
@@ -64,11 +65,13 @@ def _run(config: RunConfig, rank: Rank, stop: Stop) -> Exit:
     init.start(rank, device)
     first = rank.rank == 0
     run = build(config, mesh_of(config, rank, device), device, stop)
+    events = EventFile(run, rank)
     peak = find_peak(run)
     resumed = resume(run)
     if first:  # not before it is known that the run can go on in this folder
         write_text(config.folder / "config.toml", to_toml(config))
-    reporter = Reporter(config, device, peak, open_writers(config, run.progress.step) if first else [])
+    writers = open_writers(config, run.progress.step) if first else []
+    reporter = Reporter(config, device, peak, writers, run.mesh.recorder)
     try:
         reporter.note(introduction(run, peak))
         if resumed:
@@ -76,9 +79,13 @@ def _run(config: RunConfig, rank: Rank, stop: Stop) -> Exit:
         if run.progress.step >= config.train.steps:
             reporter.note(f"all {config.train.steps} steps are done: raise train.steps to go on")
             return Exit.OK
-        return train(run, reporter)
+        status = train(run, reporter)
+        events.measure_clock("end")
+        return status
     finally:
         reporter.close()
+        if config.observe.events:
+            events.write()
 
 
 def find_peak(run: Run) -> Peak | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megascale.trace.record import EvaluationRecord
-from megascale.train.step import totals
+from megascale.train.step import check_counted, totals
 
 if TYPE_CHECKING:
     from megascale.train.build import Run
@@ -21,5 +21,6 @@ def evaluate(run: Run) -> EvaluationRecord:
     for batch in run.valid.batches(run.valid_batches):
         loss += run.pipeline.run(run.valid_order, batch)
         tokens += batch.tokens
-    total, count, _ = totals(run.mesh, loss, tokens)
+    total, count = totals(run.mesh, loss, tokens).tolist()
+    check_counted(count)
     return EvaluationRecord(run.progress.step, total / count, int(count))

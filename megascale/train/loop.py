@@ -38,6 +38,7 @@ def train(run: Run, reporter: Reporter) -> Exit:
                     reporter.note(f"WARNING: no checkpoint of step {step}: {error}")
             collection.after(step)
     run.gradients.finish_gather()
+    run.pipeline.finish_sends()
     if run.config.checkpoint.every:
         _save(run, reporter)
     if stopping and run.progress.step < steps:
@@ -55,7 +56,8 @@ def resume(run: Run) -> str:
         return ""
     run.progress = found.progress
     run.optimizer.publish_masters()
-    run.gradients.start_gather()
+    for bucket in run.gradients.buckets:
+        run.gradients.start_gather(bucket)
     tokens = format_count(run.progress.tokens)
     lines = [f"resumed from {found.path}: step {run.progress.step}, {tokens} tokens"]
     return "\n".join(lines + [f"changed since: {change}" for change in found.changes])

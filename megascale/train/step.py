@@ -32,38 +32,51 @@ class StepResult:
 
 
 def train_step(run: Run, batch: StepBatch) -> StepResult:
-    """Train on one global batch.
+    """Train on one global batch. The host waits once, for four numbers, while the device updates.
 
-    Raises: DivergenceError before anything is updated if the loss or a gradient is not finite.
+    Raises: DivergenceError if the loss or a gradient is not finite; then nothing was updated. DataError on every rank
+    if no label of the samples counts.
     """
+    recorder, step = run.mesh.recorder, run.progress.step + 1
+    recorder.step = step
     run.gradients.clear()
     loss = run.pipeline.run(run.train_order, batch)  # sum over this rank's tokens, not yet divided
-    run.gradients.finish()  # every chunk's reduction but the last is done already
-    total, tokens, stops = totals(run.mesh, loss, batch.tokens, run.stop.asked)
-    norm = run.optimizer.scale_and_clip(1 / tokens)
-    check_finite(run, float(loss), total, norm)
-    lr = run.lr(run.progress.step + 1)
-    run.optimizer.step(lr, run.progress.step + 1)  # this rank's shards
-    run.gradients.start_gather()  # the first hides behind the next batch's loading
-    run.progress.step += 1
+    with recorder.action("norms"):  # of each bucket while the others are still being reduced; all but the last are done
+        square = sum((run.optimizer.square(bucket) for bucket in run.gradients.finish()), loss.new_zeros(()).double())
+    sums = totals(run.mesh, loss, batch.tokens, float(run.stop.asked), square)
+    clipping = run.optimizer.clipping(sums[3], tokens=sums[1])
+    lr, numbers = run.lr(step), run.device.read(torch.stack([*sums[:3], clipping.norm]))
+    for index, bucket in enumerate(run.gradients.buckets):  # in the order in which the next step needs them
+        with recorder.action("update", bucket.chunk):
+            run.optimizer.update(index, clipping, lr, step)  # this rank's shard, and nothing if the norm is not finite
+        if index == 0:  # before another rank's weights cover what is wrong with ours; the device is busy meanwhile
+            _check(run, float(loss), *numbers())
+        run.gradients.start_gather(bucket)  # hidden behind the next update, and the next batch's loading
+    total, tokens, stops, norm = numbers()
+    run.progress.step = step
     run.progress.samples += run.config.batch.total
     run.progress.tokens += int(tokens)
     return StepResult(total / tokens, norm, int(tokens), lr, stop=stops > 0)
 
 
-def totals(mesh: Mesh, loss: Tensor, tokens: int, stop: bool = False) -> tuple[float, float, float]:
-    """Sums over the job, in one reduction: losses and tokens of the micro-batches, each counted where its loss is
-    formed, and the ranks that were asked to stop.
-
-    Raises: DataError on every rank if no label of the samples counts.
+def totals(mesh: Mesh, loss: Tensor, tokens: int, *more: float | Tensor) -> Tensor:
+    """Sums over the job, in one reduction and on the device, f64: losses and tokens of the micro-batches, each counted
+    where its loss is formed, and `more` numbers of every rank.
     """
-    last_stage = mesh.coord.pp == mesh.topology.pp - 1
-    counts = last_stage and mesh.coord.tp == 0
-    values = torch.tensor([0.0, tokens if counts else 0.0, float(stop)], dtype=torch.float64, device=loss.device)
-    if counts:
-        values[0] = loss
-    all_reduce(mesh.world, values)
-    total, count, stops = values.tolist()
-    if not count:
+    counts = mesh.coord.pp == mesh.topology.pp - 1 and mesh.coord.tp == 0
+    values = torch.zeros(2 + len(more), dtype=torch.float64, device=loss.device)
+    for index, value in enumerate((loss if counts else 0.0, tokens if counts else 0.0, *more)):
+        values[index] = value
+    all_reduce(mesh.world, values, what="totals")
+    return values
+
+
+def _check(run: Run, loss: float, total: float, tokens: float, stops: float, norm: float) -> None:
+    check_counted(tokens)
+    check_finite(run, loss, total, norm)
+
+
+def check_counted(tokens: float) -> None:
+    """Raises: DataError if no label of a batch counts."""
+    if not tokens:
         raise DataError("no label of this batch counts in the loss", mend="look at the loss masks of the data")
-    return total, count, stops

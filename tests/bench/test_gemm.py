@@ -51,7 +51,7 @@ def shared(rank: Rank) -> float:
     from megascale.layout.topology import Topology
 
     gemm.measure = lambda device, dtype: rank.rank + 1.0
-    mesh = open_mesh(Topology(tp=1, cp=1, dp=3, pp=1), rank.rank, "gloo", tied=False)
+    mesh = open_mesh(Topology(tp=1, cp=1, dp=3, pp=1), rank.rank, tied=False)
     return gemm.measured_peak(CPU, torch.float32, mesh).flops
 
 

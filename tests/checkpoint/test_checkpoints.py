@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megascale.core.rank import Rank
-from tests.runs import FAMILIES, build_run, config_of, settings
+from tests.runs import FAMILIES, build_run, config_of, gather_weights, settings
 from tests.worlds import run_world
 
 SAVERS: dict[str, dict[str, Any]] = {
@@ -59,8 +59,7 @@ def load(rank: Rank, config: Any) -> tuple[dict[str, list[Any]], dict[str, int],
     found = run.checkpoints.resume()
     assert found is not None
     run.optimizer.publish_masters()
-    run.gradients.start_gather()
-    run.gradients.finish_gather()
+    gather_weights(run)
     sums = {
         name: float(p.double().abs().sum())
         for chunk in range(len(run.stages))

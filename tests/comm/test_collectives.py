@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megascale.core.rank import Rank
+from tests.runs import send_messages
 from tests.worlds import run_world
 
 TRANSPORTS = ("shared", "exchange", "gloo")
@@ -20,16 +21,13 @@ SLOT = 1 << 12
 def open_by(transport: str, rank: Rank, name: str = "test") -> Any:
     """A group of all ranks that uses one transport."""
     from megascale.comm import shared
-    from megascale.comm.exchange import Exchange
-    from megascale.comm.group import open_group
+    from megascale.comm.open import open_group
+    from megascale.trace.recorder import Recorder
 
-    group = open_group(name, range(rank.world), rank.rank, "gloo", slot_bytes=SLOT)
-    if transport == "shared":
-        assert isinstance(group.transport, shared.SharedMemory)
-    elif transport == "exchange":
-        group.transport = Exchange(group.process_group, group.ranks, group.index)
-    else:
-        group.transport = None
+    group = open_group(name, range(rank.world), rank.rank, Recorder(), slot_bytes=SLOT)
+    assert isinstance(group.transport, shared.SharedMemory)
+    if transport != "shared":
+        send_messages(group, backend=transport == "gloo")
     return group
 
 
@@ -163,13 +161,14 @@ def without_shared_memory(rank: Rank) -> str:
 
     from megascale.comm import shared
     from megascale.comm.collectives import all_reduce
-    from megascale.comm.group import open_group
+    from megascale.comm.open import open_group
+    from megascale.trace.recorder import Recorder
 
     def full(size: int, slot_bytes: int) -> Any:
         raise OSError(28, "No space left on device")
 
     shared.create = full
-    group = open_group("test", range(rank.world), rank.rank, "gloo", slot_bytes=SLOT)
+    group = open_group("test", range(rank.world), rank.rank, Recorder(), slot_bytes=SLOT)
     tensor = torch.ones(3)
     all_reduce(group, tensor)
     assert tensor.tolist() == [2.0, 2.0, 2.0]
@@ -210,7 +209,7 @@ def alone(rank: Rank) -> dict[str, int]:
     reduce_scatter(group, out.zero_(), tensor)
     assert torch.equal(out, tensor)
     assert broadcast_object(group, "x") == "x" and gather_objects(group, "x") == ["x"]
-    return dict(group.traffic)
+    return group.recorder.take_traffic()
 
 
 def test_a_group_of_one() -> None:

@@ -14,7 +14,7 @@ from megascale.comm.group import Group
 from megascale.comm.p2p import Channels
 from megascale.comm.pending import DONE, Pending
 from megascale.core.rank import Rank
-from tests.runs import GPT, build_run, config_of, settings
+from tests.runs import GPT, build_run, config_of, settings, traffic_of
 from tests.worlds import run_world
 
 Meeting = tuple[int, int]
@@ -29,11 +29,11 @@ class Recorded(Channels):
         super().__init__(group, group)
         self.meetings: list[Meeting] = []
 
-    def send(self, tensor: torch.Tensor, to: int) -> Pending:
+    def send(self, tensor: torch.Tensor, to: int, *, what: str = "") -> Pending:
         self.meetings.append((self.rank, to))
         return DONE
 
-    def receive(self, out: torch.Tensor, source: int) -> Pending:
+    def receive(self, out: torch.Tensor, source: int, *, what: str = "") -> Pending:
         self.meetings.append((source, self.rank))
         return DONE
 
@@ -78,9 +78,8 @@ def test_a_circle_is_noticed() -> None:
 
 
 def bytes_said(rank: Rank, config: Any) -> list[tuple[int, int]]:
-    run = build_run(rank, config)
-    groups = (run.mesh.up, run.mesh.down)
-    return [(group.traffic["send"].bytes, group.traffic["receive"].bytes) for group in groups]
+    said = traffic_of(build_run(rank, config), step=0)
+    return [tuple(said[group].get(kind, (0, 0))[1] for kind in ("send", "receive")) for group in ("pp.up", "pp.down")]
 
 
 def test_a_run_connects_before_its_first_step(tmp_path: Path) -> None:

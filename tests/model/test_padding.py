@@ -44,7 +44,7 @@ def train(rank: Rank, config: RunConfig, multiple: int) -> tuple[list[tuple[floa
             rows.fill_(1e3 if garbage else 0.0)
         batch = run.train.batch(run.progress.samples)
         with torch.no_grad():
-            losses.append(totals(run.mesh, run.pipeline.run(run.valid_order, batch), batch.tokens)[0])
+            losses.append(float(totals(run.mesh, run.pipeline.run(run.valid_order, batch), batch.tokens)[0]))
     return curve, sum(len(rows) for rows in padding), zero, losses
 
 

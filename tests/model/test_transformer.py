@@ -14,8 +14,8 @@ from megascale.layout.tensors import whole
 from megascale.model.initialize import fill
 from megascale.model.transformer import Stage
 from megascale.parallel.microbatch import MicroBatch
+from megascale.parallel.overlap import TensorAxis
 from megascale.parallel.rng import Dropout
-from megascale.parallel.tensor import TensorAxis
 from tests.runs import FAMILIES
 
 SEQUENCE, VOCABULARY = 16, 101

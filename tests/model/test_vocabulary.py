@@ -17,7 +17,7 @@ from megascale.config.model import ModelConfig
 from megascale.core.rank import Rank
 from megascale.layout.tensors import padded_vocab
 from megascale.layout.topology import Topology
-from megascale.parallel.tensor import TensorAxis
+from megascale.parallel.overlap import TensorAxis
 from megascale.parallel.vocabulary import VocabularyRange, cross_entropy_sum, embed
 from tests.runs import GPT
 from tests.worlds import run_world
@@ -76,7 +76,7 @@ CASES = {
 def axis_of(rank: Rank, tp: int, sequence: bool = False) -> TensorAxis:
     if tp == 1:
         return TensorAxis(alone("tp"), sequence)
-    return TensorAxis(open_mesh(Topology(tp=tp), rank.rank, "gloo", tied=False).tp, sequence)
+    return TensorAxis(open_mesh(Topology(tp=tp), rank.rank, tied=False).tp, sequence)
 
 
 def range_of(axis: TensorAxis) -> VocabularyRange:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from megascale.comm.group import alone
-from megascale.parallel.tensor import TensorAxis, column_linear, row_linear
+from megascale.parallel.overlap import TensorAxis
+from megascale.parallel.tensor import column_linear, row_linear
 from megascale.parallel.vocabulary import VocabularyRange, embed
 from megascale.parallel.weights import add_product, add_rows, add_sum
 

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import math
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,7 @@ from megascale.catalog.precisions import PRECISIONS
 from megascale.config.train import OptimizerConfig
 from megascale.core.rank import Rank
 from megascale.optim.contract import Segment
-from tests.runs import FAMILIES, GPT, LLAMA, build_run, config_of, settings
+from tests.runs import FAMILIES, GPT, LLAMA, build_run, config_of, gather_weights, settings
 from tests.worlds import run_world
 
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.2, betas=[0.8, 0.9], eps=1e-6)
@@ -25,6 +27,10 @@ def segment(size: int, decays: bool, seed: int) -> Segment:
     names = OPTIMIZERS["adamw"].load().state_names
     weight = torch.randn(size, generator=torch.Generator().manual_seed(seed))
     return Segment(weight, torch.zeros(size), {name: torch.zeros(size) for name in names}, decays)
+
+
+GO = torch.zeros(())
+"""Nothing is skipped."""
 
 
 def gradient(size: int, step: int) -> Tensor:
@@ -53,7 +59,7 @@ def test_follows_the_formula_under_a_changing_rate(decays: bool) -> None:
     optimizer = OPTIMIZERS["adamw"].load()([part], CONFIG)
     for step, lr in enumerate(lrs, 1):
         part.grad.copy_(gradient(200, step))
-        optimizer.step(lr, step)
+        optimizer.step(lr, step, GO)
         torch.testing.assert_close(part.weight.double(), expected[step - 1], rtol=1e-5, atol=1e-6)
     assert not torch.equal(part.weight, segment(200, decays, seed=1).weight)
 
@@ -69,8 +75,8 @@ def test_the_cut_into_segments_changes_nothing() -> None:
     for step in range(1, STEPS):
         for part in (whole, flat):
             part.grad.copy_(gradient(100, step))
-        one.step(1e-2, step)
-        many.step(1e-2, step)
+        one.step(1e-2, step, GO)
+        many.step(1e-2, step, GO)
     for name in ("weight", *whole.state):  # the ends of a run are computed without vectors, and round otherwise
         ours, theirs = (part.weight if name == "weight" else part.state[name] for part in (whole, flat))
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
@@ -85,9 +91,20 @@ def test_all_its_state_is_in_the_segments() -> None:
             broken = body([other], CONFIG)
         for part in (one, other):
             part.grad.copy_(gradient(50, step))
-        straight.step(1e-2, step)
-        broken.step(1e-2, step)
+        straight.step(1e-2, step, GO)
+        broken.step(1e-2, step, GO)
     assert torch.equal(one.weight, other.weight)
+
+
+def test_a_step_that_is_skipped_changes_nothing() -> None:
+    part, body = segment(50, True, seed=4), OPTIMIZERS["adamw"].load()
+    optimizer = body([part], CONFIG)
+    part.grad.fill_(math.nan)
+    before = [t.clone() for t in (part.weight, *part.state.values())]
+    optimizer.step(1e-2, 1, torch.ones(()))
+    assert all(torch.equal(a, b) for a, b in zip(before, (part.weight, *part.state.values()), strict=True))
+    optimizer.step(1e-2, 1, GO)
+    assert not part.weight.isfinite().all()
 
 
 def test_cards_declare_the_state_that_optimizers_keep() -> None:
@@ -177,9 +194,10 @@ def decayed(rank: Rank, config: Any) -> tuple[set[str], set[str]]:
             parameter.data.add_(1.0)
             before[name] = parameter.detach().clone()
     run.gradients.clear()
-    run.optimizer.step(0.1, 1)
-    run.gradients.start_gather()
-    run.gradients.finish_gather()
+    unclipped = run.optimizer.clipping(torch.tensor(0.0, dtype=torch.float64), torch.tensor(1.0))
+    for index in range(len(run.gradients.buckets)):
+        run.optimizer.update(index, unclipped, 0.1, 1)
+    gather_weights(run)
     now = {n: p.detach() for bucket in run.gradients.buckets for n, p in bucket.parameters.items()}
     factor = 1 - 0.1 * config.optimizer.weight_decay
     shrunk = {n for n in before if torch.allclose(now[n], before[n] * factor, rtol=1e-12)}

@@ -123,8 +123,8 @@ def _on_rank(rank: Rank, config: RunConfig, weights: Arrays) -> tuple[Array | No
     shape = Shape(SAMPLES, config.batch.micro, config.dp)
     batch = Loader(Batch(), shape, 0, dropout=0.0, seed=0, device=run.device.torch).batch(0)
     run.gradients.clear()
-    loss, _, _ = totals(run.mesh, run.pipeline.run(run.train_order, batch), batch.tokens)
-    run.gradients.finish()
+    loss = float(totals(run.mesh, run.pipeline.run(run.train_order, batch), batch.tokens)[0])
+    list(run.gradients.finish())
 
     found = []
     for _, grad, parameter in parameters_of(run):

@@ -23,7 +23,7 @@ def backward(run: Any, batch: Any) -> None:
     """A step's gradients, summed over the job and not yet divided."""
     run.gradients.clear()
     run.pipeline.run(run.train_order, batch)
-    run.gradients.finish()
+    list(run.gradients.finish())
 
 
 def by_name(run: Any) -> Numbers:
@@ -105,7 +105,7 @@ def repeated(rank: Rank, config: RunConfig) -> tuple[Numbers, Numbers]:
     for times in (1, 65):
         run.gradients.clear()
         for _ in range(times):
-            run.gradients.begin_backward(0)
+            run.gradients.begin_backward(0, last=False)
             run.stages[0](None, micro_batch).backward()
         found.append(by_name(run))
     return found[0], found[1]

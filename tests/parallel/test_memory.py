@@ -20,9 +20,9 @@ def allocated(rank: Rank, config: Any) -> dict[str, int]:
     most = 0
     make_room = run.gradients.begin_backward
 
-    def watch(chunk: int) -> None:
+    def watch(chunk: int, *, last: bool) -> None:
         nonlocal most
-        make_room(chunk)
+        make_room(chunk, last=last)
         alive = {
             b._full.untyped_storage().data_ptr(): b._full.nbytes for b in run.gradients.buckets if b._full is not None
         }

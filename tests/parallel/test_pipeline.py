@@ -15,7 +15,7 @@ from megascale.catalog.schedules import SCHEDULES
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.schedule.check import simulate
-from tests.runs import GPT, build_run, config_of, settings
+from tests.runs import GPT, build_run, config_of, scale_and_clip, settings
 from tests.worlds import run_world
 
 Layout = dict[str, Any]
@@ -81,9 +81,9 @@ def executed(rank: Rank, configs: list[RunConfig]) -> list[dict[str, Any]]:
         run.pipeline.stages = [Watched(stage, counts) for stage in run.stages]
         run.gradients.clear()
         loss = float(run.pipeline.run(run.train_order, run.train.batch(0)))
-        run.gradients.finish()
+        list(run.gradients.finish())
         found.append({"loss": loss, **counts, "embedding": embedding_gradient(run)})
-        found[-1]["norm"] = run.optimizer.scale_and_clip(1.0)
+        found[-1]["norm"] = scale_and_clip(run)
     return found
 
 

@@ -27,6 +27,7 @@ RECORD = StepRecord(
     mfu_full=0.512,
     mfu_causal=0.48,
     peak_memory_bytes=1 << 20,
+    communication={"tp": {"calls": 8.0, "bytes": 4096.0, "exposed_s": 0.25}},
 )
 
 
@@ -129,11 +130,13 @@ def test_tensorboard_reads_every_value(tmp_path: Path) -> None:
     assert found.pop("valid/loss") == [(0, 5.0), (4, 4.0)]
     assert found.pop("valid/tokens") == [(0, 100.0), (4, 100.0)]
     assert found.pop("train/loss") == [(2, 3.0), (4, 2.5)]
+    values_of = vars(RECORD) | {f"communication/tp/{name}": v for name, v in RECORD.communication["tp"].items()}
+    del values_of["communication"]
     for tag, values in found.items():
-        expected = getattr(RECORD, tag.removeprefix("train/"))
+        expected = values_of[tag.removeprefix("train/")]
         assert [number for number, _ in values] == [2, 4]
         assert all(math.isclose(value, expected, rel_tol=1e-6) for _, value in values)
-    assert set(found) == {f"train/{name}" for name in set(vars(RECORD)) - {"step", "loss"}}
+    assert set(found) == {f"train/{name}" for name in set(values_of) - {"step", "loss"}}
 
 
 @pytest.mark.parametrize(("resumed", "kept"), [(4, [(2, 1.0), (4, 1.0)]), (6, [(2, 1.0), (4, 1.0), (6, 1.0)]), (0, [])])

@@ -14,8 +14,8 @@ from megascale.layout.tensors import padded_vocab
 from megascale.model.transformer import Stage
 from megascale.parallel.gradients import Gradients
 from megascale.parallel.microbatch import MicroBatch
+from megascale.parallel.overlap import TensorAxis
 from megascale.parallel.rng import Dropout
-from megascale.parallel.tensor import TensorAxis
 from megascale.plan.params import parameter_count
 from megascale.train.build import build_stages, number_formats
 

@@ -113,21 +113,30 @@ def test_a_tied_embedding_does_not_hide_where_a_gradient_began(tmp_path: Path) -
         assert "the gradient of layers.2.mlp.down.bias on rank 1 (" in rank[WHAT.index("gradient")][0]
 
 
-def overlooked(rank: Rank, config: Any) -> tuple[str, bool]:
-    """A third step with a gradient that is not finite and without the guard."""
+def overlooked(rank: Rank, config: Any) -> list[tuple[str, bool]]:
+    """A third step with a gradient that is not finite, without the guard, and then without the optimizer's own."""
+    from dataclasses import replace
+
+    import torch
+
     from megascale.train import step
 
     run = build_run(rank, config)
     train_two_steps(run)
-    spoil(run, "gradient")
     step.check_finite = lambda *arguments: None
-    text, same = third_step(run)
-    return text, same or all(t.isfinite().all() for t in state(run))
+    found, clipping = [], run.optimizer.clipping
+    for unplugged in (False, True):
+        if unplugged:
+            run.optimizer.clipping = lambda *a, **k: replace(clipping(*a, **k), skip=torch.zeros(()))
+        spoil(run, "gradient")
+        text, same = third_step(run)
+        found.append((text, same or all(t.isfinite().all() for t in state(run))))
+    return found
 
 
-def test_without_the_guard_the_step_would_spoil_the_weights(tmp_path: Path) -> None:
+def test_without_the_guards_the_step_would_spoil_the_weights(tmp_path: Path) -> None:
     config = config_of(settings(LLAMA, tmp_path, train__precision="fp32"), tmp_path)
-    assert run_world(1, overlooked, config) == [("", False)]
+    assert run_world(1, overlooked, config) == [[("", True), ("", False)]]
 
 
 def report(rank: int, place: tuple[int, int], gradients: dict[str, int], spoilt: set[int]) -> Report:

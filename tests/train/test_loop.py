@@ -54,7 +54,7 @@ def events(rank: Rank, config: Any, stop_at: int = 0, broken: bool = False) -> t
     run.train.batch = batch
     if broken:
         run.checkpoints.save = fail
-    status = train(run, Reporter(config, run.device, None, [diary]))
+    status = train(run, Reporter(config, run.device, None, [diary], run.mesh.recorder))
     assert gc.isenabled()
     return status, diary.events, run.progress.step
 

@@ -15,6 +15,7 @@ from megascale.device import Device
 from megascale.plan.flops import token_flops
 from megascale.plan.hardware import Peak
 from megascale.trace.record import EvaluationRecord, Record, StepRecord, as_json
+from megascale.trace.recorder import Recorder
 from megascale.train import report
 from megascale.train.report import Reporter, open_writers
 from megascale.train.step import StepResult
@@ -55,7 +56,7 @@ def records(config: Any, peak: Peak | None, monkeypatch: pytest.MonkeyPatch) -> 
         looks += [looks[-1] + 100, looks[-1] + 100 + step]
     monkeypatch.setattr(report.time, "perf_counter", iter(looks).__next__)
     listener = Listener()
-    reporter, progress = Reporter(config, CPU, peak, [listener]), Progress()
+    reporter, progress = Reporter(config, CPU, peak, [listener], Recorder()), Progress()
     for step in range(1, 5):
         reporter.start_step()
         result = StepResult(loss=1 / step, grad_norm=2.0 * step, tokens=10 * step, lr=step * 1e-3, stop=False)
@@ -105,7 +106,7 @@ def test_without_a_known_peak_there_is_no_mfu(tmp_path: Path, monkeypatch: pytes
 
 def test_every_writer_hears_everything(tmp_path: Path) -> None:
     listeners = [Listener(), Listener()]
-    reporter = Reporter(config_of(settings(GPT, tmp_path), tmp_path), CPU, None, listeners)
+    reporter = Reporter(config_of(settings(GPT, tmp_path), tmp_path), CPU, None, listeners, Recorder())
     reporter.note("hello")
     reporter.write(EvaluationRecord(3, 2.0, 10))
     reporter.close()
@@ -138,7 +139,7 @@ class Broken(Listener):
 
 def test_a_writer_that_fails_does_not_end_the_training(tmp_path: Path) -> None:
     listener = Listener()
-    reporter = Reporter(config_of(settings(GPT, tmp_path), tmp_path), CPU, None, [Broken(), listener])
+    reporter = Reporter(config_of(settings(GPT, tmp_path), tmp_path), CPU, None, [Broken(), listener], Recorder())
     record = EvaluationRecord(1, 2.0, 3)
     reporter.write(record)
     reporter.close()

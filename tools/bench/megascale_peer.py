@@ -103,7 +103,7 @@ def main() -> None:
         run.train = Loader(samples, shape, run.mesh.coord.dp, dropout=dropout, seed=seed, device=device.torch)
         config.folder.mkdir()
         writers = open_writers(config, 0) if rank.rank == 0 else []
-        watch = Stopwatch(config, device, find_peak(run), writers).watch(run)
+        watch = Stopwatch(config, device, find_peak(run), writers, run.mesh.recorder).watch(run)
         train(run, watch)
         watch.lap()
         watch.close()

@@ -1,0 +1,57 @@
+"""How far rank 0's clock is ahead, so that the events of many hosts can be laid on one timeline.
+
+Each host but rank 0's asks rank 0 for the time through the store, some times over, and believes the shortest round
+trip: its answer was given half-way, give or take half of the trip (Cristian 1989). Ranks of one host share a clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from torch.distributed import PrefixStore, Store
+
+from megascale.comm.collectives import barrier
+from megascale.comm.group import Group
+
+ROUNDS = 8
+
+
+def offset(
+    world: Group, store: Store, label: str, host: str, now: Callable[[], float] = time.perf_counter
+) -> tuple[float, float]:
+    """(own time, seconds that rank 0's clock is ahead). Every rank must call it, with the same new `label`; `host` is
+    equal for ranks that share a clock.
+    """
+    if world.size == 1:
+        return now(), 0.0
+    shared = PrefixStore(f"clock/{label}", store)
+    if world.index == 0:
+        shared.set("origin", host)
+    elsewhere = shared.get("origin").decode() != host
+    asks = elsewhere and shared.add(f"ranks of {host}", 1) == 1
+    number = shared.add("hosts", 1) if asks else 0
+    barrier(world)
+    if world.index == 0:
+        for asker in range(1, shared.add("hosts", 0) + 1):
+            _answer(shared, asker, now)
+    if asks:
+        shared.set(f"offset of {host}", repr(_ask(shared, number, now)))
+    return now(), float(shared.get(f"offset of {host}")) if elsewhere else 0.0
+
+
+def _answer(store: Store, asker: int, now: Callable[[], float]) -> None:
+    for turn in range(ROUNDS):
+        store.get(f"{asker} asks {turn}")
+        store.set(f"answer {turn} to {asker}", repr(now()))
+
+
+def _ask(store: Store, number: int, now: Callable[[], float]) -> float:
+    trips = []
+    for turn in range(ROUNDS):
+        before = now()
+        store.set(f"{number} asks {turn}", "")
+        answer = float(store.get(f"answer {turn} to {number}"))
+        after = now()
+        trips.append((after - before, answer - (before + after) / 2))
+    return min(trips)[1]

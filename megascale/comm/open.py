@@ -1,0 +1,76 @@
+"""Opening groups, each by its members alone, and choosing what carries their collectives."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from megascale.comm import shared
+from megascale.comm.backend import Backend
+from megascale.comm.exchange import Exchange
+from megascale.comm.group import Group, Transport, alone
+from megascale.comm.progress import follower
+from megascale.trace.recorder import Recorder
+
+SMALL_GROUP = 8
+"""Ranks up to which CPUs send each other direct messages: in these each rank talks to each other, where gloo's ring has
+neighbours.
+"""
+
+
+def open_group(name: str, ranks: Sequence[int], rank: int, recorder: Recorder, *, slot_bytes: int = 0) -> Group:
+    """A group with its own communicator, made by its members alone: no other rank takes part or waits.
+
+    `slot_bytes`: on CPUs, the largest part of a collective that is sent at once; 0 for a group without collectives.
+    """
+    if len(ranks) == 1:
+        return alone(name, rank)
+    process_group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name)
+    group = Group(name, tuple(ranks), list(ranks).index(rank), process_group, recorder)
+    if slot_bytes:
+        open_transport(group, slot_bytes)
+    return group
+
+
+def open_transport(group: Group, slot_bytes: int) -> None:
+    """Give a group its transport. On a GPU that is the backend. A small group on CPUs has shared memory if its ranks
+    are on one host, else direct messages.
+    """
+    if group.size == 1:
+        return
+    follow = follower(group.name, group.recorder.timer)
+    group.exchange = Exchange(group.process_group, group.ranks, group.index, follow)
+    group.transport = Backend(group.process_group, follow)
+    if group.recorder.timer.host and group.size <= SMALL_GROUP:
+        group.transport = group.exchange
+        if (ring := _open_ring(group, slot_bytes)) is not None:
+            group.transport, group.exchange = ring, None  # its copies are made by the thread that computes
+
+
+def _open_ring(group: Group, slot_bytes: int) -> Transport | None:
+    """Shared memory made by the group's first rank; None on every rank if they do not share a host, or it is full."""
+    places: list[tuple[str, int]] = [("", 0)] * group.size
+    key = shared.host_key() if shared.usable() else str(group.index)
+    dist.all_gather_object(places, (key, os.getpid()), group.process_group)
+    if len({host for host, _ in places}) > 1:
+        return None
+    path = None
+    if group.index == 0:
+        try:
+            path = shared.create(group.size, slot_bytes)
+        except OSError:
+            path = None
+    box = [path]
+    dist.broadcast_object_list(box, group.ranks[0], group.process_group)
+    if box[0] is None:
+        return None
+    crowded = int(os.environ.get("LOCAL_WORLD_SIZE", group.size)) > len(os.sched_getaffinity(0))
+    spin = 5e-6 if crowded else 100e-6  # seconds; with more ranks than cores, let the others run
+    pids = [pid for _, pid in places]
+    ring = shared.SharedMemory(box[0], group.size, group.index, pids, slot_bytes, spin)
+    dist.barrier(group.process_group)
+    if group.index == 0:
+        box[0].unlink()
+    return ring

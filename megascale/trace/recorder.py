@@ -1,0 +1,176 @@
+"""The ledger of a rank: every action of a step and every communication, with its times and what waited for it.
+
+Recording never waits for the device: moments are marks, which become seconds when they are read. The newest records
+are kept in a ring; what each axis communicated and exposed is added up for the metrics of each step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import dataclass
+from typing import Any
+
+from megascale.core.events import COMPUTE, Event
+from megascale.device import HostTimer, Mark, Timer
+
+CAPACITY = 1 << 15
+"""Records that are kept: a hundred steps of a small job, some of a large one; about 10 MB."""
+
+
+@dataclass
+class Traffic:
+    """Calls, bytes of the whole tensors concerned, and seconds that compute waited."""
+
+    calls: int = 0
+    bytes: int = 0
+    exposed_s: float = 0.0
+
+    def add(self, other: Traffic) -> None:
+        self.calls += other.calls
+        self.bytes += other.bytes
+        self.exposed_s += other.exposed_s
+
+    def mean(self, steps: int) -> dict[str, float]:
+        """What it is in one of so many steps."""
+        return {"calls": self.calls / steps, "bytes": self.bytes / steps, "exposed_s": self.exposed_s / steps}
+
+
+class Record:
+    """An action or a communication on its way: see `core.events.Event` for the fields.
+
+    `end` is None until it is known; a record is `closed` when nothing of it will change.
+    """
+
+    __slots__ = (
+        "axis", "bytes", "chunk", "closed", "end", "group", "issue", "microbatch", "name", "peer", "sequence", "step",
+        "waits", "what",
+    )  # fmt: skip
+
+    def __init__(self, axis: str, name: str, what: str, issue: Mark) -> None:
+        self.axis = axis
+        self.name = name
+        self.what = what
+        self.issue = issue
+        self.end: Mark | None = None
+        self.closed = False
+        self.group = ""
+        self.step = self.chunk = self.microbatch = self.sequence = self.peer = -1
+        self.bytes = 0
+        self.waits: list[tuple[Mark, Mark]] = []
+
+
+class Recorder:
+    """Takes records in the order in which they are issued. `step` is the step that is being trained, from 1."""
+
+    def __init__(self, timer: Timer | None = None, capacity: int = CAPACITY) -> None:
+        self.timer = timer or HostTimer()
+        self.mark = self.timer.mark
+        self.step = 0
+        self.dropped = 0
+        self._place = (-1, -1)
+        self._ring: deque[Record] = deque(maxlen=capacity)
+        self._marked: list[Record] = []  # their marks are not yet seconds
+        self._sequences: defaultdict[str, int] = defaultdict(int)
+        self._traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
+
+    def action(self, name: str, chunk: int = -1, microbatch: int = -1) -> Action:
+        """For a `with` block: compute that has a name. Communication inside it belongs to its chunk and micro-batch."""
+        return Action(self, name, chunk, microbatch)
+
+    def communication(self, axis: str, group: str, name: str, what: str, nbytes: int, peer: int = -1) -> Record:
+        """A communication that is about to be issued."""
+        record = self._add(Record(axis, name, what, self.mark()))
+        record.group, record.bytes, record.peer = group, nbytes, peer
+        record.sequence = self._sequences[group]
+        self._sequences[group] += 1
+        traffic = self._traffic[axis]
+        traffic.calls += 1
+        traffic.bytes += nbytes
+        return record
+
+    def waited(self, record: Record, start: Mark) -> Mark:
+        """Compute has waited for a communication since `start`. Returns the end of the wait."""
+        end = self.mark()
+        record.waits.append((start, end))
+        if self.timer.host:
+            self._traffic[record.axis].exposed_s += end - start  # type: ignore[operator]
+        return end
+
+    def take_traffic(self) -> dict[str, Traffic]:
+        """What each axis has communicated since the last call. On a GPU a wait counts once the device is past it."""
+        self._settle()
+        found, self._traffic = dict(self._traffic), defaultdict(Traffic)
+        return found
+
+    def events(self) -> list[Event]:
+        """What is kept, of all that is done. A communication starts when it is issued and the one before it in its
+        channel is done.
+        """
+        self._settle()
+        ends: dict[tuple[Any, ...], float] = {}
+        return [_event(record, ends) for record in self._ring if record.closed and isinstance(record.issue, float)]
+
+    def _add(self, record: Record) -> Record:
+        record.step = self.step
+        record.chunk, record.microbatch = self._place
+        self.dropped += len(self._ring) == self._ring.maxlen
+        self._ring.append(record)
+        if not self.timer.host:
+            self._marked.append(record)
+        return record
+
+    def _settle(self) -> None:
+        """Turn marks that the device has passed into seconds, and let go of them."""
+        left = []
+        for record in self._marked:
+            if not self._to_seconds(record):
+                left.append(record)
+            elif record.axis != COMPUTE:
+                self._traffic[record.axis].exposed_s += sum(b - a for a, b in record.waits)  # type: ignore
+        self._marked = left
+
+    def _to_seconds(self, record: Record) -> bool:
+        if not record.closed or record.end is None:
+            return False
+        marks = [record.issue, record.end, *(mark for wait in record.waits for mark in wait)]
+        times = [time for time in map(self.timer.seconds, marks) if time is not None]
+        if len(times) < len(marks):
+            return False
+        record.issue, record.end = times[:2]
+        record.waits = list(zip(times[2::2], times[3::2], strict=True))
+        return True
+
+
+def _event(record: Record, ends: dict[tuple[Any, ...], float]) -> Event:
+    issue, end, waits = record.issue, record.end, tuple(record.waits)
+    assert isinstance(issue, float) and isinstance(end, float), "closed and settled"
+    start = issue
+    if record.axis != COMPUTE:
+        channel = (record.group, record.name if record.peer >= 0 else "", record.peer)
+        start = min(max(issue, ends.get(channel, issue)), end)
+        ends[channel] = end
+    return Event(
+        record.axis, record.name, record.what, record.step, record.chunk, record.microbatch, start, end,
+        record.group, record.sequence, record.bytes, record.peer, issue, waits,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+class Action:
+    """A named piece of compute, from entering a `with` block to leaving it."""
+
+    __slots__ = ("_before", "_name", "_place", "_record", "_recorder")
+
+    def __init__(self, recorder: Recorder, name: str, chunk: int, microbatch: int) -> None:
+        self._recorder = recorder
+        self._name = name
+        self._place = (chunk, microbatch)
+
+    def __enter__(self) -> None:
+        recorder = self._recorder
+        self._before, recorder._place = recorder._place, self._place
+        self._record = recorder._add(Record(COMPUTE, self._name, "", recorder.mark()))
+
+    def __exit__(self, *_: object) -> None:
+        self._record.end = self._recorder.mark()
+        self._record.closed = True
+        self._recorder._place = self._before

@@ -1,0 +1,410 @@
+"""The cluster on one machine: links as wide as was asked, and nothing left of it, whatever ends it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from megascale.core.errors import Exit
+from megascale.launch import testbed
+from megascale.launch.testbed import Host, Link
+from tests.jobs import curve, finish, heed_signals, job_config, lives
+from tests.runs import GPT
+from tools import testbed as tool
+
+ROOT = Path(__file__).parents[2]
+TOOL = [sys.executable, str(ROOT / "tools" / "testbed.py")]
+MBIT = 1e6
+FOREVER = ["sh", "-c", "echo ready; setsid sleep 1000 & sleep 1000"]  # and a grandchild that leaves the group
+
+
+def missing() -> str:
+    """Why there can be no testbed here; nothing if there can."""
+    absent = [name for name in ("ip", "tc") if shutil.which(name, path="/usr/sbin:/sbin:/usr/bin:/bin") is None]
+    if absent:
+        return f"{', '.join(absent)} not installed (Debian: iproute2)"
+    if subprocess.run(["unshare", "--net", "true"], stderr=subprocess.DEVNULL, check=False).returncode:
+        return "a network namespace needs root with CAP_SYS_ADMIN"
+    return ""
+
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+
+
+def net(link: Path) -> str | None:
+    """Where a link in /proc leads, if it is a network namespace."""
+    try:
+        place = str(link.readlink())
+    except OSError:
+        return None
+    return place if place.startswith("net:[") else None
+
+
+def held_by(pid: int | str) -> set[str]:
+    """The network namespaces that a process holds open."""
+    try:
+        return {name for fd in Path(f"/proc/{pid}/fd").iterdir() if (name := net(fd))}
+    except OSError:
+        return set()
+
+
+def processes() -> list[str]:
+    return [name for name in os.listdir("/proc") if name.isdecimal()]
+
+
+def inside(namespaces: set[str]) -> list[int]:
+    """The processes that run in namespaces."""
+    return [int(pid) for pid in processes() if net(Path(f"/proc/{pid}/ns/net")) in namespaces]
+
+
+def holders(namespaces: set[str]) -> list[int]:
+    """The processes that keep namespaces alive: they run there, or hold them open."""
+    return sorted({*inside(namespaces), *(int(pid) for pid in processes() if held_by(pid) & namespaces)})
+
+
+def until(question: Callable[[], object], what: str, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not question():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def named() -> str:
+    """What `ip netns list` shows, and the interfaces of this machine."""
+    shown = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    return f"{shown.stdout}{socket.if_nameindex()}"
+
+
+def transfer(bed: testbed.Testbed, sender: int, receiver: int, count: int) -> float:
+    """Seconds that a stream of TCP takes to carry `count` bytes from one host to another."""
+    server = bed.inside(receiver, lambda: socket.create_server((bed.hosts[receiver].address, 0)))
+    out = bed.inside(sender, lambda: socket.create_connection(server.getsockname()[:2], 10))
+    into, _ = server.accept()
+
+    def send() -> None:
+        with out:
+            out.sendall(bytes(count))
+
+    with server, into:
+        start = time.monotonic()
+        thread = threading.Thread(target=send)
+        thread.start()
+        left = count
+        while left and (data := into.recv(1 << 20)):
+            left -= len(data)
+        seconds = time.monotonic() - start
+        thread.join()
+    assert left == 0
+    return seconds
+
+
+def reached(bed: testbed.Testbed, rate: float, *pairs: tuple[int, int]) -> list[float]:
+    """The parts of a rate that streams between hosts reach, at once, when each sends what the rate carries in a
+    second. This machine may be busy with other things, so the best of some tries counts.
+    """
+    best = [0.0] * len(pairs)
+    for _ in range(5):
+        with ThreadPoolExecutor() as threads:
+            seconds = threads.map(lambda pair: transfer(bed, *pair, int(rate / 8)), pairs)
+        best = [max(part, 1 / each) for part, each in zip(best, seconds, strict=True)]
+        if min(best) >= 0.8:
+            break
+    return best
+
+
+@pytest.fixture(scope="module")
+def bed() -> Iterator[testbed.Testbed]:
+    with testbed.Testbed(3, Link(100 * MBIT)) as standing:
+        yield standing
+
+
+def test_a_link_has_its_rate_in_both_directions(bed: testbed.Testbed) -> None:
+    bed.shape(Link(100 * MBIT))
+    for pair in ((0, 1), (1, 0)):
+        assert 0.8 <= reached(bed, 100 * MBIT, pair)[0] <= 1.05
+    assert all(0.8 <= part <= 1.05 for part in reached(bed, 100 * MBIT, (0, 1), (1, 0))), "not full duplex"
+
+
+@pytest.mark.parametrize("pairs", [((0, 2), (1, 2)), ((2, 0), (2, 1))], ids=["receives", "sends"])
+def test_two_streams_share_the_link_of_one_host(pairs: tuple[tuple[int, int], ...], bed: testbed.Testbed) -> None:
+    bed.shape(Link(100 * MBIT))
+    start = time.monotonic()
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(lambda pair: transfer(bed, *pair, int(50 * MBIT / 8)), pairs))
+    assert time.monotonic() - start >= 1 / 1.05
+
+
+def test_a_standing_link_is_changed(bed: testbed.Testbed) -> None:
+    bed.shape(Link(40 * MBIT))
+    assert 0.8 <= reached(bed, 40 * MBIT, (0, 1))[0] <= 1.05
+    bed.shape(Link(None))
+    assert reached(bed, 300 * MBIT, (0, 1))[0] > 1.05, "a link without a rate is limited"
+    bed.shape(Link(20 * MBIT))
+    assert 0.8 <= reached(bed, 20 * MBIT, (1, 2))[0] <= 1.05
+
+
+def test_a_delay_is_there_or_refused(bed: testbed.Testbed) -> None:
+    """Many kernels have no netem."""
+    bed.shape(Link(100 * MBIT))
+    try:
+        bed.shape(Link(100 * MBIT, delay_s=0.05))
+    except testbed.TestbedError as error:
+        assert str(error).startswith("this kernel has no netem: tc qdisc ")
+        assert "ask for no delay" in error.mend and error.exit_status == Exit.CONFIG
+        assert bed.link == Link(100 * MBIT)
+        assert 0.8 <= reached(bed, 100 * MBIT, (0, 1))[0] <= 1.05, "what was refused changed the link"
+    else:
+        start = time.monotonic()
+        transfer(bed, 0, 1, 1)
+        assert time.monotonic() - start >= 0.1  # there and back
+        bed.shape(Link(100 * MBIT))
+        assert 0.8 <= reached(bed, 100 * MBIT, (0, 1))[0] <= 1.05
+
+
+def test_hosts_are_apart(bed: testbed.Testbed) -> None:
+    """Each has its own loopback and one interface, reaches the others and nothing else."""
+    assert [host.address for host in bed.hosts] == ["10.77.0.1", "10.77.0.2", "10.77.0.3"]
+    for host in bed.hosts:
+        names = bed.inside(host.index, lambda: [name for _, name in socket.if_nameindex()])
+        assert {"lo", host.interface} <= set(names)
+    with bed.inside(0, lambda: socket.create_server(("127.0.0.1", 4000))):
+        bed.inside(0, lambda: socket.create_connection(("127.0.0.1", 4000), 5)).close()
+        with pytest.raises(ConnectionRefusedError):
+            bed.inside(1, lambda: socket.create_connection(("127.0.0.1", 4000), 5))
+    with pytest.raises(OSError, match="unreachable"):
+        bed.inside(0, lambda: socket.create_connection(("192.0.2.1", 80), 5))
+
+
+def test_two_testbeds_do_not_meet() -> None:
+    with testbed.Testbed(2, Link()) as one, testbed.Testbed(2, Link()) as other:
+        assert one.hosts[0].address == other.hosts[0].address
+        with one.inside(0, lambda: socket.create_server((one.hosts[0].address, 4000))):
+            one.inside(1, lambda: socket.create_connection((one.hosts[0].address, 4000), 5)).close()
+            with pytest.raises(ConnectionRefusedError):
+                other.inside(1, lambda: socket.create_connection((one.hosts[0].address, 4000), 5))
+
+
+def test_a_command_on_every_host(bed: testbed.Testbed) -> None:
+    said: list[tuple[int, str, str]] = []
+
+    def say(host: Host, name: str, line: str) -> None:
+        said.append((host.index, name, line))
+
+    script = 'echo "$HOST_INDEX of $HOSTS"; echo "$WORD" >&2; printf end; exit "$HOST_INDEX"'
+    ends = testbed.run(bed, lambda host: ["sh", "-c", script], {"WORD": "given"}, timeout=60, say=say)
+    assert [end.status for end in ends] == [0, 1, 2]
+    assert [end.out for end in ends] == [f"{index} of 3\nend" for index in range(3)]
+    assert [end.err for end in ends] == ["given\n"] * 3
+    assert sorted(said) == sorted(
+        line for i in range(3) for line in ((i, "out", f"{i} of 3"), (i, "out", "end"), (i, "err", "given"))
+    )
+
+
+def test_after_the_time_all_is_killed(bed: testbed.Testbed) -> None:
+    ends = testbed.run(bed, lambda host: ["true"] if host.index == 1 else FOREVER, timeout=1)
+    assert [end.status for end in ends] == [124, 0, 124]
+    assert ends[0].out == "ready\n"
+    assert not inside({net(Path(host.namespace)) or "" for host in bed.hosts})
+    assert testbed.run(bed, lambda host: ["true"], timeout=60)[0].status == 0, "the hosts go on standing"
+
+
+def test_hosts_end_when_one_has_failed(bed: testbed.Testbed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(testbed, "GRACE", 0.3)
+    ends = testbed.run(bed, lambda host: ["sh", "-c", "exit 7"] if host.index == 1 else FOREVER, timeout=60)
+    assert [end.status for end in ends] == [-signal.SIGKILL, 7, -signal.SIGKILL]
+    assert tool.status(ends) == 7
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_left_of_a_testbed(fails: bool) -> None:
+    before = named()
+    seen: set[str] = set()
+    try:
+        with testbed.Testbed(2, Link(100 * MBIT)) as bed:
+            seen = {net(Path(host.namespace)) or "" for host in bed.hosts}
+            process = bed.start(1, FOREVER, stdout=subprocess.PIPE)
+            assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+            until(lambda: len(inside(seen)) == 3, "shell and two sleepers")
+            assert held_by("self") >= seen and named() == before
+            if fails:
+                raise ZeroDivisionError
+    except ZeroDivisionError:
+        assert fails
+    assert len(seen) == 2 and holders(seen) == []
+    assert process.returncode == -signal.SIGKILL
+    assert named() == before
+
+
+class Standing:
+    """The tool with a command that does not end, seen from outside. `namespaces`: its hosts and its switch."""
+
+    def __init__(self) -> None:
+        command = [*TOOL, "--hosts", "2", "--rate", "100mbit", "--exec", "--", *FOREVER]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_signals
+        )
+        try:
+            until(lambda: len(self.running()) == 6, "two hosts with a shell and two sleepers each")
+        except BaseException:
+            self.process.kill()
+            raise
+        self.namespaces = held_by(self.process.pid)
+        self.commands = self.running()
+        (self.keeper,) = set(holders(self.namespaces)) - {self.process.pid, *self.commands}
+
+    def running(self) -> list[int]:
+        return inside(held_by(self.process.pid))
+
+    def end(self, number: int) -> tuple[int, str]:
+        """Send a signal; status and errors."""
+        self.process.send_signal(number)
+        _, err = self.process.communicate(timeout=30)
+        return self.process.returncode, err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_nothing_is_left_when_a_signal_ends_the_tool(number: int) -> None:
+    before = named()
+    standing = Standing()
+    assert len(standing.namespaces) == 3 and named() == before
+    status, err = standing.end(number)
+    assert status == (-number if number == signal.SIGKILL else 128 + number)
+    assert err == ""
+    until(lambda: not holders(standing.namespaces), "something of the testbed is left")
+    assert not any(lives(pid) for pid in [*standing.commands, standing.keeper])
+    assert named() == before
+    again = subprocess.run([*TOOL, "--exec", "--", "true"], check=False, timeout=60)
+    assert again.returncode == 0
+
+
+def test_it_is_the_keeper_that_ends_what_kill_9_left() -> None:
+    standing = Standing()
+    os.kill(standing.keeper, signal.SIGKILL)
+    standing.end(signal.SIGKILL)
+    time.sleep(1)
+    assert sorted(inside(standing.namespaces)) == sorted(standing.commands)
+    for pid in standing.commands:
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: not holders(standing.namespaces), "nothing held them but the commands")
+
+
+def test_a_signal_to_all_that_carries_the_tools_name_leaves_nothing() -> None:
+    """As `pkill -f testbed` does: the keeper lets it pass until it has done its work."""
+    standing = Standing()
+    os.kill(standing.keeper, signal.SIGTERM)
+    standing.end(signal.SIGKILL)
+    until(lambda: not holders(standing.namespaces), "the keeper left before its time")
+
+
+@pytest.mark.parametrize(
+    ("dropped", "message"),
+    [("-all", "no network namespace can be made: Operation not permitted"), ("-net_admin", "Operation not permitted")],
+)
+def test_without_privileges_that_is_said(dropped: str, message: str) -> None:
+    if shutil.which("setpriv") is None:
+        pytest.skip("setpriv not installed (Debian: util-linux)")
+    command = ["setpriv", f"--bounding-set={dropped}", "--inh-caps=-all", *TOOL, "--exec", "--", "true"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert result.returncode == Exit.CONFIG
+    assert message in result.stderr and "-> run as root" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--exec", "--", "no-such-program"], "no-such-program: No such file or directory  -> "),
+        (["--hosts", "251", "--exec", "--", "true"], "a testbed of 251 hosts  -> 1 to 250"),
+        (["--rate", "1bit", "--exec", "--", "true"], "a link of 1 bit/s  -> 1000 bit/s or more"),
+        (["--rate", "1mb", "--exec", "--", "true"], "'1mb' is not a rate"),
+        (["--delay", "1", "--exec", "--", "true"], "'1' is not a time"),
+        ([], "the following arguments are required: COMMAND"),
+    ],
+)
+def test_mistakes_of_the_command_line(arguments: list[str], message: str) -> None:
+    result = subprocess.run([*TOOL, *arguments], capture_output=True, text=True, check=False, timeout=60)
+    assert result.returncode == Exit.CONFIG
+    assert message in result.stderr and "Traceback" not in result.stderr
+
+
+def test_without_iproute2_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(testbed.shutil, "which", lambda name, path: None if name == "tc" else f"/sbin/{name}")
+    with pytest.raises(testbed.TestbedError, match="tc: no such program  -> install the package iproute2") as error:
+        testbed.Testbed(2, Link()).__enter__()
+    assert error.value.exit_status == Exit.CONFIG
+
+
+@pytest.mark.parametrize(
+    ("text", "bits"),
+    [("500mbit", 5e8), ("1gbit", 1e9), ("1.5Gbit", 1.5e9), ("9600", 9600), ("8kibit", 8192), ("10mbps", 8e7)],
+)
+def test_rates_in_the_words_of_tc(text: str, bits: float, bed: testbed.Testbed) -> None:
+    assert tool.rate(text) == bits
+
+    def ask() -> str:
+        line = f"tc qdisc replace dev lo root tbf rate {text} burst 100kb limit 100kb && tc qdisc show dev lo"
+        return subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=True).stdout
+
+    shown = re.findall(r"rate (\S+)", bed.inside(0, ask))[0]
+    assert tool.rate(shown) == pytest.approx(bits, rel=0.001)
+
+
+def test_times_in_the_words_of_tc() -> None:
+    assert [tool.duration(text) for text in ("1ms", "100us", "0.5s")] == pytest.approx([1e-3, 1e-4, 0.5])
+    for text in ("1", "ms", "1.2.3s", "-1ms", "nan"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            tool.duration(text)
+
+
+def test_a_job_on_two_hosts(tmp_path: Path, bed: testbed.Testbed) -> None:
+    """The same losses as on one host, and its gradients went over the links."""
+    settings = {"parallel__dp": 3, "train__steps": 2, "train__precision": "fp32", "optimizer__warmup_steps": 1}
+    settings |= {"batch__global": 6}
+    expected = curve(finish(job_config(tmp_path / "one", GPT, **settings)))
+    config = job_config(tmp_path / "three", GPT, **settings)
+    bed.shape(Link(500 * MBIT))
+    before = sent(bed)
+    ends = testbed.torchrun(bed, 1, ["-m", "megascale", "train", str(config)], timeout=120)
+    assert [end.status for end in ends] == [0, 0, 0], ends
+    assert "step 2/2" in ends[0].out and "step 2/2" not in ends[1].out
+    records = map(json.loads, (config.parent / "runs" / "test" / "metrics.jsonl").read_text().splitlines())
+    for got, wanted in zip(curve([record for record in records if "loss" in record]), expected, strict=True):
+        assert got == pytest.approx(wanted)
+    gradients = 2 * 54_000 * 4
+    assert all(after - start > gradients for start, after in zip(before, sent(bed), strict=True))
+
+
+def sent(bed: testbed.Testbed) -> list[int]:
+    """Bytes that each host has sent over its link."""
+
+    def read() -> int:
+        lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
+        return next(int(line.split()[9]) for line in lines if line.strip().startswith("eth0:"))
+
+    return [bed.inside(host.index, read) for host in bed.hosts]
+
+
+def test_the_tool_starts_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text("import os, sys; print(*(os.environ.get(name) for name in sys.argv[1:]))")
+    shown = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS"]
+    command = [*TOOL, "--hosts", "2", "--ranks", "2", "--rate", "1gbit", "--timeout", "120", "--", str(script), *shown]
+    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    result = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=150)
+    assert result.returncode == 0, result.stderr
+    expected = [f"[host {rank // 2}] {rank} 4 10.77.0.1 eth0 1" for rank in range(4)]
+    assert sorted(result.stdout.splitlines()) == expected

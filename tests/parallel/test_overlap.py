@@ -1,0 +1,174 @@
+"""Overlap changes when things travel, and nothing else: the same results, bytes and messages, whatever the timing."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megascale.config.run import RunConfig
+from megascale.core.rank import Rank
+from tests.runs import FAMILIES, GPT, LLAMA, build_run, config_of, curve_of, send_messages, settings, traffic_of
+from tests.worlds import run_world
+
+SMALL_BUCKETS = {"overlap__bucket_bytes": 20_000}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2 zero0": {"parallel__dp": 2, "parallel__zero": 0, **SMALL_BUCKETS},
+    "dp2 zero1": {"parallel__dp": 2, **SMALL_BUCKETS},
+    "dp2 zero2": {"parallel__dp": 2, "parallel__zero": 2, **SMALL_BUCKETS},
+    "pp2": {"parallel__pp": 2},
+    "pp2 vpp2 dp2": {"parallel__pp": 2, "parallel__vpp": 2, "parallel__dp": 2},
+    "tp2 sp dp2 zero2": {"parallel__tp": 2, "parallel__sp": True, "parallel__dp": 2, "parallel__zero": 2},
+    "tp2 pp2": {"parallel__tp": 2, "parallel__pp": 2, "parallel__schedule": "gpipe"},
+    "tp4 sp": {"parallel__tp": 4, "parallel__sp": True},
+}
+OFF: dict[str, dict[str, Any]] = {axis: {f"overlap__{axis}": False} for axis in ("dp", "pp", "tp")}
+
+Outcome = tuple[list[tuple[float, float]], np.ndarray]
+"""Loss and gradient norm of each step, and the weights that a rank has in the end."""
+
+
+def outcome(run: Any, steps: int) -> Outcome:
+    import torch
+
+    curve = curve_of(run, steps)
+    return curve, torch.cat([bucket.weights for bucket in run.gradients.buckets]).numpy().copy()
+
+
+def by_messages(rank: Rank, config: RunConfig, mesh: Any = None) -> Any:
+    """A run whose groups communicate as if every rank were a host, in small pieces."""
+    from megascale.parallel import overlap
+
+    overlap.PIECE_BYTES = 512
+    run = build_run(rank, config, mesh)
+    for group in run.mesh.groups:
+        if mesh is None and not group.name.startswith("pp"):
+            send_messages(group)
+    return run
+
+
+def switched(rank: Rank, configs: list[RunConfig]) -> list[Outcome]:
+    """What becomes of each configuration; all have one layout."""
+    mesh, found = None, []
+    for config in configs:
+        run = by_messages(rank, config, mesh)
+        mesh = run.mesh
+        found.append(outcome(run, config.train.steps))
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_overlap_changes_no_result(layout: str, tmp_path: Path) -> None:
+    family = GPT if "pp" in layout else LLAMA | {"num_kv_heads": 4}
+    common: dict[str, Any] = {"train__precision": "fp32", "model__block": "parallel" if "sp" in layout else "serial"}
+    common["model__num_layers"] = 4 if "vpp2" in layout else 2
+    trees = [settings(family, tmp_path, **common, **LAYOUTS[layout], **off) for off in ({}, *OFF.values())]
+    configs = [config_of(tree, tmp_path) for tree in trees]
+    for on, *others in run_world(configs[0].world, switched, configs):
+        for axis, (curve, weights) in zip(OFF, others, strict=True):
+            if axis == "tp":
+                np.testing.assert_allclose(curve, on[0], rtol=1e-4)
+                np.testing.assert_allclose(weights, on[1], atol=1e-3)
+            else:
+                assert curve == on[0]
+                assert np.array_equal(weights, on[1]), axis
+
+
+def random_layout(chance: random.Random) -> dict[str, Any]:
+    """A layout of four ranks at most, with any schedule and any switches."""
+    tp, pp, dp = chance.choice([(1, 2, 2), (2, 2, 1), (2, 1, 2), (1, 4, 1), (1, 1, 2), (2, 1, 1), (1, 3, 1), (1, 2, 1)])
+    vpp = chance.choice((1, 2)) if pp > 1 else 1
+    layout: dict[str, Any] = {"parallel__tp": tp, "parallel__pp": pp, "parallel__dp": dp, "parallel__vpp": vpp}
+    layout["parallel__sp"] = tp > 1 and chance.random() < 0.5
+    layout["parallel__zero"] = chance.choice((0, 1, 2))
+    layout["parallel__schedule"] = chance.choice(("gpipe", "1f1b")) if vpp == 1 else "interleaved_1f1b"
+    layout["model__block"] = chance.choice(("serial", "parallel"))
+    layout["model__num_layers"] = max(pp * vpp, 2)
+    layout["overlap__bucket_bytes"] = chance.choice((1, 20_000, 1 << 30))
+    layout["batch__global"] = dp * chance.randint(1, 5)
+    return layout | {f"overlap__{axis}": chance.random() < 0.8 for axis in ("tp", "pp", "dp")}
+
+
+def delayed(rank: Rank, config: RunConfig, seed: int) -> bool:
+    """Whether delays at random in every operation change what two steps give."""
+    run = by_messages(rank, config)
+    calm = outcome(run, 2)
+    chance = random.Random(f"{seed} {rank.rank}")
+
+    def disturb(operation: str) -> None:
+        if chance.random() < 0.2:
+            time.sleep(chance.expovariate(1 / 1e-3))
+
+    run = by_messages(rank, config, run.mesh)
+    for group in run.mesh.groups:
+        group.disturb = disturb
+    late = outcome(run, 2)
+    return late[0] == calm[0] and bool(np.array_equal(late[1], calm[1]))
+
+
+def assert_delays_change_nothing(seed: int, folder: Path) -> None:
+    layout = random_layout(random.Random(seed))
+    config = config_of(settings(random.Random(seed).choice((GPT, LLAMA)), folder, **layout), folder)
+    assert all(run_world(config.world, delayed, config, seed)), layout
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_delays_change_nothing(seed: int, tmp_path: Path) -> None:
+    assert_delays_change_nothing(seed, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_delays_change_nothing_in_any_of_200(tmp_path: Path) -> None:
+    for seed in range(100, 300):
+        assert_delays_change_nothing(seed, tmp_path)
+
+
+def traffic(rank: Rank, config: RunConfig) -> Any:
+    """(calls, bytes) of a step."""
+    from megascale.train.step import train_step
+
+    run = by_messages(rank, config)
+    train_step(run, run.train.batch(0))
+    run.gradients.finish_gather()
+    run.pipeline.finish_sends()
+    return traffic_of(run, step=1)
+
+
+@pytest.mark.parametrize("block", ["serial", "parallel"])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_pieces_move_the_same_bytes(sequence: bool, block: str, tmp_path: Path) -> None:
+    layout = {"parallel__tp": 2, "parallel__sp": sequence, "model__block": block, "train__precision": "fp32"}
+    trees = [settings(FAMILIES["gpt"], tmp_path, **layout, overlap__tp=on) for on in (True, False)]
+    on, off = (run_world(2, traffic, config_of(tree, tmp_path)) for tree in trees)
+    for pieces, wholes in zip(on, off, strict=True):
+        assert {op: size for op, (_, size) in pieces["tp"].items()} == {op: s for op, (_, s) in wholes["tp"].items()}
+        assert any(pieces["tp"][op][0] > wholes["tp"][op][0] for op in wholes["tp"])
+
+
+def test_the_parallel_block_halves_the_collectives(tmp_path: Path) -> None:
+    calls = {}
+    for block in ("serial", "parallel"):
+        tree = settings(GPT, tmp_path, parallel__tp=2, model__block=block, overlap__tp=False)
+        config = config_of(tree, tmp_path)
+        (found, _) = run_world(2, traffic, config)
+        calls[block] = found["tp"]["all_reduce"][0] // config.micro_batches
+    outside = 2 + 2  # the embedding's forward and the head's backward; two in the loss
+    assert calls == {"serial": outside + 4 * GPT["num_layers"], "parallel": outside + 2 * GPT["num_layers"]}
+
+
+def test_a_boundary_travels_in_parts(tmp_path: Path) -> None:
+    """With tp and without sp each rank sends its 1 / tp of the activation; with sp it has no more."""
+    for sequence in (False, True):
+        tree = settings(GPT, tmp_path, parallel__tp=2, parallel__pp=2, parallel__sp=sequence, train__precision="fp32")
+        config = config_of(tree, tmp_path)
+        m = config.model
+        part = 4 * m.seq_length * config.batch.micro * m.hidden_size // 2
+        for rank in run_world(4, traffic, config):
+            sent = [rank[group].get("send", (0, 0)) for group in ("pp.up", "pp.down")]
+            assert sum(calls for calls, _ in sent) == config.micro_batches
+            assert sum(size for _, size in sent) == config.micro_batches * part

@@ -1,0 +1,127 @@
+#!/usr/bin/env python3
+"""A command on every host of a cluster that stands on this machine while it runs: network namespaces, and links of a
+set bandwidth between them. What follows -- is torchrun's, on all hosts as one job:
+
+  .venv/bin/python tools/testbed.py --hosts 2 --ranks 1 --rate 500mbit -- -m megascale train CONFIG key=value ...
+
+or, with --exec, a command of its own on each host, which finds HOST_INDEX and HOSTS in its environment:
+
+  .venv/bin/python tools/testbed.py --hosts 2 --rate 1gbit --exec -- ip address
+
+Needs root and iproute2. The status is that of the host that failed first, 124 when the time was up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+from megascale.core.errors import Exit, MegascaleError
+from megascale.core.process import stop_signals
+from megascale.launch.testbed import TIMED_OUT, TIMEOUT, Ended, Host, Link, Testbed, run, torchrun
+
+PREFIXES = {
+    "": 1.0,
+    "k": 1e3,
+    "m": 1e6,
+    "g": 1e9,
+    "t": 1e12,
+    "ki": 2.0**10,
+    "mi": 2.0**20,
+    "gi": 2.0**30,
+    "ti": 2.0**40,
+}
+SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+
+
+def rate(text: str) -> float:
+    """Bits per second of a rate in tc's words: '500mbit'; '10mbps' counts bytes."""
+    parts = re.fullmatch(r"([0-9.]+)([kmgt]i?|)(bit|bps|)", text.lower())
+    if parts is None or (parts[2] and not parts[3]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rate: 500mbit or 1gbit, for example")
+    return _number(parts[1]) * PREFIXES[parts[2]] * (8 if parts[3] == "bps" else 1)
+
+
+def duration(text: str) -> float:
+    """Seconds of a time in tc's words: '1ms'."""
+    parts = re.fullmatch(r"([0-9.]+)(s|ms|us)", text.lower())
+    if parts is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time: 1ms or 100us, for example")
+    return _number(parts[1]) * SECONDS[parts[2]]
+
+
+def count(text: str) -> int:
+    """A whole number from 1."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
+    return int(text)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def show(host: Host, name: str, line: str) -> None:
+    """Print a line of a host."""
+    print(f"[host {host.index}] {line}", file=sys.stdout if name == "out" else sys.stderr, flush=True)
+
+
+def status(ends: Sequence[Ended]) -> int:
+    """The exit status of the host that failed first, as a shell gives it; 0 if all went well."""
+    first = min((end for end in ends if end.status), key=lambda end: end.seconds, default=None)
+    if first is None:
+        return Exit.OK
+    return first.status if first.status > 0 else 128 - first.status
+
+
+def stop(number: int, frame: FrameType | None) -> None:
+    """End this process by way of what it must take down first."""
+    sys.exit(128 + number)
+
+
+def parse() -> argparse.Namespace:
+    """The options of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=count, default=2, metavar="N", help="hosts (2)")
+    parser.add_argument(
+        "--ranks", type=count, default=1, metavar="R", help="processes on each, started by torchrun (1)"
+    )
+    parser.add_argument("--rate", type=rate, help="bandwidth of a host's link, each way: 500mbit (not limited)")
+    parser.add_argument("--delay", type=duration, default=0.0, help="from one host to another: 1ms (none)")
+    parser.add_argument("--timeout", type=count, default=TIMEOUT, metavar="S", help=f"seconds ({TIMEOUT:.0f})")
+    parser.add_argument("--exec", action="store_true", help="run a plain command on every host, without torchrun")
+    parser.add_argument("command", nargs="+", metavar="COMMAND", help="what to run")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Run the tool."""
+    options = parse()
+    for number in stop_signals():
+        signal.signal(number, stop)
+    try:
+        with Testbed(options.hosts, Link(options.rate, options.delay)) as testbed:
+            if options.exec:
+                ends = run(testbed, lambda host: options.command, timeout=options.timeout, say=show)
+            else:
+                ends = torchrun(testbed, options.ranks, options.command, timeout=options.timeout, say=show)
+    except MegascaleError as error:
+        print(error, file=sys.stderr)
+        return error.exit_status
+    except BrokenPipeError:  # the reader of our output went away
+        sys.stderr.close()
+        return Exit.UNCLASSIFIED
+    if late := [str(host) for host, end in enumerate(ends) if end.status == TIMED_OUT]:
+        print(f"host {', '.join(late)}: not done after {options.timeout:.0f} s, killed  -> --timeout", file=sys.stderr)
+    return status(ends)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
