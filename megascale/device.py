@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 Mark = float | torch.cuda.Event
 """A moment in a device's work. On a CPU it is a time already; a GPU gets there later."""
@@ -104,7 +105,7 @@ class Device:
         """What marks moments in this device's work."""
         return HostTimer() if self.is_cpu else StreamTimer(self.torch)
 
-    def read(self, values: torch.Tensor) -> Callable[[], list[float]]:
+    def read(self, values: Tensor) -> Callable[[], list[float]]:
         """Bring numbers to the host. The call returns at once; what it returns waits for them, and for nothing that is
         issued in between.
         """

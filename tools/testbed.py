@@ -95,6 +95,9 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--rate", type=rate, help="bandwidth of a host's link, each way: 500mbit (not limited)")
     parser.add_argument("--delay", type=duration, default=0.0, help="from one host to another: 1ms (none)")
+    parser.add_argument(
+        "--cores", type=float, metavar="C", help="processor time of a host, such as 0.25 of a core (not limited)"
+    )
     parser.add_argument("--timeout", type=count, default=TIMEOUT, metavar="S", help=f"seconds ({TIMEOUT:.0f})")
     parser.add_argument("--exec", action="store_true", help="run a plain command on every host, without torchrun")
     parser.add_argument("command", nargs="+", metavar="COMMAND", help="what to run")
@@ -107,7 +110,7 @@ def main() -> int:
     for number in stop_signals():
         signal.signal(number, stop)
     try:
-        with Testbed(options.hosts, Link(options.rate, options.delay)) as testbed:
+        with Testbed(options.hosts, Link(options.rate, options.delay), options.cores) as testbed:
             if options.exec:
                 ends = run(testbed, lambda host: options.command, timeout=options.timeout, say=show)
             else:

@@ -14,7 +14,9 @@ from megascale.core.errors import Exit, MegascaleError
 COMMANDS = {
     "check": "every mistake of a configuration at once; nothing is launched",
     "train": "train, under torchrun or srun, or with processes of its own",
+    "bench": "measured numbers of this machine",
     "data": "make and look into token datasets",
+    "trace": "the merged timeline of a run's ranks, for Perfetto",
 }
 
 

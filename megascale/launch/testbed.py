@@ -27,6 +27,7 @@ from types import TracebackType
 from typing import IO, TypeVar
 
 from megascale.core.errors import Exit, MegascaleError
+from megascale.launch.cores import Cores, remove
 
 TIMEOUT = 600.0
 """Seconds that commands on the hosts may take if nothing else is said."""
@@ -114,19 +115,22 @@ Say = Callable[[Host, str, str], object]
 
 
 class Testbed:
-    """`hosts` hosts, each with its own loopback, on one switch: they stand while the context is open.
+    """`hosts` hosts, each with its own loopback, on one switch: they stand while the context is open. With `cores` what
+    runs on a host has no more than their time, even if the machine has more.
 
-    Nothing of this machine's own network is touched or reached. Raises on entry: TestbedError
+    Nothing of this machine's own network is touched or reached. Raises on entry: TestbedError, CoresError
     """
 
     __test__ = False  # pytest takes a class of this name for tests
 
-    def __init__(self, hosts: int, link: Link) -> None:
+    def __init__(self, hosts: int, link: Link, cores: float | None = None) -> None:
         if not 1 <= hosts <= MOST_HOSTS:
             raise TestbedError(f"a testbed of {hosts} hosts", mend=f"1 to {MOST_HOSTS}")
         self.hosts: tuple[Host, ...] = ()
         self.link = link
         self._size = hosts
+        self._count = cores
+        self._cores: list[Cores] = []  # of each host, where they are bounded
         self._namespaces: list[int] = []  # file descriptors: of each host, and last of the switch
         self._processes: list[subprocess.Popen] = []
         self._keeper: subprocess.Popen | None = None
@@ -136,7 +140,10 @@ class Testbed:
             _program(name)
         try:
             self._namespaces.extend(_new_namespace() for _ in range(self._size + 1))
-            self._keeper = _start_keeper(self._namespaces)
+            if self._count is not None:
+                for index in range(self._size):
+                    self._cores.append(Cores(f"testbed-{os.getpid()}-{index}", self._count))
+            self._keeper = _start_keeper(self._namespaces, [cores.folder for cores in self._cores])
             self.hosts = tuple(
                 Host(index, f"/proc/{os.getpid()}/fd/{fd}", f"{_SUBNET}.{index + 1}")
                 for index, fd in enumerate(self._namespaces[:-1])
@@ -187,8 +194,9 @@ class Testbed:
         everything = dict(os.environ) | self.environment(host) | dict(env or {})
 
         def start() -> subprocess.Popen[bytes]:
+            words = self._cores[host].bounded(command) if self._cores else list(command)
             return subprocess.Popen(
-                list(command), env=everything, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
+                words, env=everything, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
             )
 
         try:
@@ -245,6 +253,9 @@ class Testbed:
             for fd in self._namespaces:
                 os.close(fd)
             self._namespaces.clear()
+            for cores in self._cores:
+                remove(cores.folder)
+            self._cores.clear()
             self.hosts = ()
             if self._keeper is not None:
                 self._keeper.communicate()
@@ -342,13 +353,15 @@ def _system_call(name: str, *arguments: int) -> None:
         raise OSError(number, os.strerror(number))
 
 
-def _start_keeper(namespaces: Sequence[int]) -> subprocess.Popen:
-    """A process that kills what runs in the namespaces when this one ends: then its standard input does, too."""
+def _start_keeper(namespaces: Sequence[int], groups: Sequence[Path]) -> subprocess.Popen:
+    """A process that kills what runs in the namespaces when this one ends: then its standard input does, too. It
+    removes the control groups that are left.
+    """
 
     def start() -> subprocess.Popen:
         signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))  # of this thread
         return subprocess.Popen(
-            [sys.executable, "-m", __name__, *map(str, namespaces)],
+            [sys.executable, "-m", __name__, *map(str, (*namespaces, *groups))],
             stdin=subprocess.PIPE,
             pass_fds=namespaces,  # it holds them: the number by which a namespace is known is soon used again
             start_new_session=True,
@@ -488,4 +501,7 @@ def torchrun(
 
 if __name__ == "__main__":
     sys.stdin.buffer.read()
-    _kill_all_in([int(word) for word in sys.argv[1:]])
+    _kill_all_in([int(word) for word in sys.argv[1:] if word.isdecimal()])
+    for word in sys.argv[1:]:
+        if not word.isdecimal():
+            remove(Path(word))

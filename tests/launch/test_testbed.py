@@ -21,6 +21,7 @@ import pytest
 
 from megascale.core.errors import Exit
 from megascale.launch import testbed
+from megascale.launch.cores import CoresError
 from megascale.launch.testbed import Host, Link
 from tests.jobs import curve, finish, heed_signals, job_config, lives
 from tests.runs import GPT
@@ -408,3 +409,31 @@ def test_the_tool_starts_torchrun(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     expected = [f"[host {rank // 2}] {rank} 4 10.77.0.1 eth0 1" for rank in range(4)]
     assert sorted(result.stdout.splitlines()) == expected
+
+
+SPIN = """
+import time
+wall, used = time.monotonic(), time.process_time()
+while time.monotonic() < wall + 1:
+    pass
+print(time.process_time() - used)
+"""
+
+
+def test_a_host_has_no_more_than_its_cores() -> None:
+    try:
+        bed = testbed.Testbed(2, Link(), cores=0.25)
+        with bed:
+            folders = [cores.folder for cores in bed._cores]
+            ends = testbed.run(bed, lambda host: [sys.executable, "-c", SPIN], timeout=60)
+    except CoresError as error:  # a machine where nobody may bound them says so
+        assert error.exit_status == Exit.CONFIG and "control groups" in str(error)
+        return
+    assert [end.status for end in ends] == [0, 0]
+    assert all(0.1 < float(end.out) < 0.35 for end in ends), "a quarter of a second in each"
+    assert folders and not any(folder.exists() for folder in folders)
+
+
+def test_a_part_of_a_core_that_is_too_small() -> None:
+    with pytest.raises(CoresError, match=r"0\.2 or more"), testbed.Testbed(1, Link(), cores=0.01):
+        pass

@@ -1,0 +1,1 @@
+"""Reading what runs wrote down; never imported by training."""
