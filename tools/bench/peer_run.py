@@ -94,6 +94,7 @@ def end(mark: str) -> None:
 
 def read(out: str, others: float) -> Result:
     """A run from what it printed: a line a step, and a JSON object at the end."""
+    out = re.sub(r"^\[host \d+\] ", "", out, flags=re.MULTILINE)  # in front of what the hosts of a testbed print
     objects = [line for line in out.splitlines() if line.startswith("{")]
     losses = [float(loss) for loss in re.findall(r"^step +\d+ +loss +(\S+)", out, re.MULTILINE)]
     if not objects or not losses:

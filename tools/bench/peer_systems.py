@@ -7,6 +7,9 @@ the sizes by the same names.
 from __future__ import annotations
 
 import re
+import shlex
+import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -119,14 +122,45 @@ class Task:
     warmup: int
 
 
-def command(system: System, layout: Layout, task: Task, python: Path, peers: Path) -> list[str]:
+@dataclass(frozen=True)
+class Cluster:
+    """Every rank on a host of its own, see tools/testbed.py: its words for the links' bandwidth, and the cores of a
+    host, None for no bound.
+    """
+
+    rate: str
+    cores: float | None = None
+
+    def around(self, launcher: Sequence[str], script: Sequence[str], world: int) -> list[str]:
+        """The command that runs `launcher`, with what each host tells it, and `script` on all hosts."""
+        places = '--nnodes "$HOSTS" --node-rank "$HOST_INDEX" --master-addr 10.77.0.1 --master-port 29500'
+        start = f"exec {shlex.join(launcher)} --nproc-per-node 1 {places} {shlex.join(script)}"
+        cores = ["--cores", str(self.cores)] if self.cores else []
+        testbed = [
+            sys.executable,
+            str(ROOT / "tools" / "testbed.py"),
+            "--hosts",
+            str(world),
+            "--rate",
+            self.rate,
+            *cores,
+        ]
+        return [*testbed, "--timeout", "3600", "--exec", "--", "sh", "-c", start]
+
+
+def command(
+    system: System, layout: Layout, task: Task, python: Path, peers: Path, cluster: Cluster | None = None
+) -> list[str]:
     """The command that runs a system in a layout and prints a line a step and a JSON object at the end."""
-    script = (HERE if system.name == OURS else peers) / system.script
-    words = [str(python), "-W", "ignore"]
-    if not system.launches:
-        words += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(layout.world)]
     steps = ["--steps", str(task.steps), "--warmup", str(task.warmup)]
-    return [*words, str(script), *task.size.arguments(), *layout.arguments(), *steps, *system.extra]
+    script = [str((HERE if system.name == OURS else peers) / system.script), *task.size.arguments()]
+    script += [*layout.arguments(), *steps, *system.extra]
+    launcher = [str(python), "-W", "ignore", "-m", "torch.distributed.run"]
+    if cluster is not None and layout.world > 1:
+        return cluster.around(launcher, script, layout.world)
+    if system.launches:
+        return [str(python), "-W", "ignore", *script]
+    return [*launcher, "--standalone", "--nproc-per-node", str(layout.world), *script]
 
 
 def check_command(family: str, task: Task, python: Path) -> list[str]:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from peer_install import install_torchtitan, python_of
 from peer_run import Failure, Measurement, Result, agree, execute
-from peer_systems import COMPARED, OURS, ROOT, SYSTEMS, Layout, Size, System, Task, check_command, command
+from peer_systems import COMPARED, OURS, ROOT, SYSTEMS, Cluster, Layout, Size, System, Task, check_command, command
 from peer_table import Failed, Rows, markdown, replace, rows, surroundings, text
 
 from megascale.device import detect
@@ -64,6 +64,8 @@ def arguments() -> argparse.ArgumentParser:
     add("--timeout", type=float, default=900, metavar="SECONDS", help="for one run; default %(default)s")
     add("--python", action="append", default=[], metavar="SYSTEM=PATH", help="run a system with another Python")
     add("--install", choices=["torchtitan"], help="make a peer's own environment in build/peers, and end")
+    add("--rate", help="put every rank on a host of its own, joined by links of this bandwidth, such as 300mbit (root)")
+    add("--cores", type=float, help="with --rate: processor time of a host, such as 0.25 of a core")
     add("--json", action="store_true", help="print one JSON object instead of tables")
     add("--markdown", type=Path, metavar="FILE", help="write the table between the two markers of a Markdown file")
     for field in fields(Size):
@@ -86,6 +88,9 @@ class Bench:
             raise ValueError(f"--steps {options.steps} leaves no step to time after --warmup {options.warmup}")
         if options.rounds < 1:
             raise ValueError("--rounds: at least one")
+        if options.cores and not options.rate:
+            raise ValueError("--cores bounds hosts of a testbed: name their --rate too")
+        self.cluster = Cluster(options.rate, options.cores) if options.rate else None
         self.task = Task(size, options.steps, options.warmup)
         self.pythons = find_pythons(options.python)
         self.systems = choose(options.systems, self.pythons)
@@ -140,22 +145,30 @@ class Bench:
                 found = results[system.name]
                 if any(isinstance(result, Failure) for result in found):
                     continue
-                words = command(system, layout, self.task, self.pythons[system.name], self.peers)
+                words = command(system, layout, self.task, self.pythons[system.name], self.peers, self.cluster)
                 result = agree(execute(words, self.seconds, scratch), expected[system.weights])
                 found.append(result)
                 progress(f"layout {layout.name}, round {number} of {rounds}, {system.name}: {brief(result)}")
         return results
+
+    def where(self) -> str:
+        """Where the ranks are, if not on this machine's loopback."""
+        if self.cluster is None:
+            return ""
+        cores = f" with {self.cluster.cores:g} cores" if self.cluster.cores else ""
+        return f", every rank on a host of its own{cores}, links of {self.cluster.rate}"
 
     def caption(self, rounds: int, runs: Sequence[Measurement]) -> str:
         """What was measured where."""
         size, task = self.task.size, self.task
         others = max((run.others for run in runs), default=0.0)
         noise = f" Other processes used up to {others:.0%} of the machine: measure again when it is quiet."
+        versions = ", ".join(sorted({run.torch for run in runs}))
         return (
             f"hidden {size.hidden}, {size.layers} layers, {size.heads} heads, SwiGLU {size.ffn}, sequence {size.seq}, "
             f"vocabulary {size.vocab}, micro batch {size.micro_batch}, global batch {size.global_batch}, fp32, "
-            f"a thread a process. Medians over {rounds} rounds of {task.steps - task.warmup} timed steps, in turns, on "
-            f"{processor()}, {os.cpu_count()} CPUs; torch {', '.join(sorted({run.torch for run in runs}))}. "
+            f"a thread a process{self.where()}. Medians over {rounds} rounds of {task.steps - task.warmup} timed "
+            f"steps, in turns, on {processor()}, {os.cpu_count()} CPUs; torch {versions}. "
             f"Same tokens: the first {COMPARED} losses differ by {worst(runs):.0e} at most from megascale's on one "
             "process, started from the same weights." + (noise if others > QUIET else "")
         )
