@@ -79,7 +79,8 @@ class Followed:
         except BaseException as error:  # raised again by the thread that waits for it
             self._error = error
         self._messages = None
-        self.ended = time.perf_counter()
+        if self._error is None:  # what has failed is never known to be done: who waits for it is told
+            self.ended = time.perf_counter()
         self._done.release()
 
 

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from megascale.comm.collectives import gather_objects
 from megascale.comm.group import Group
+from megascale.device import Device
 
 
-def usable(group: Group, device: torch.device) -> bool:
+def usable(group: Group, device: Device) -> bool:
     """Whether all ranks of a group can map each other's memory. Every rank of the group must ask."""
-    if group.size == 1 or device.type != "cuda":
+    if group.size == 1 or device.is_cpu:
         return False
-    return all(gather_objects(group, _mapped(group, device)))
+    return all(gather_objects(group, _mapped(group, device.torch)))
 
 
 def _mapped(group: Group, device: torch.device) -> bool:

@@ -147,8 +147,9 @@ def _event(record: Record, ends: dict[tuple[Any, ...], float]) -> Event:
     start = issue
     if record.axis != COMPUTE:
         channel = (record.group, record.name if record.peer >= 0 else "", record.peer)
-        start = min(max(issue, ends.get(channel, issue)), end)
-        ends[channel] = end
+        before = ends.get(channel, issue)
+        start = min(max(issue, before), end)
+        ends[channel] = max(before, end)  # one that is waited for at once may overtake those in the background
     return Event(
         record.axis, record.name, record.what, record.step, record.chunk, record.microbatch, start, end,
         record.group, record.sequence, record.bytes, record.peer, issue, waits,  # type: ignore[arg-type]

@@ -75,7 +75,7 @@ def mesh_of(config: RunConfig, rank: Rank, device: Device) -> Mesh:
 def build(config: RunConfig, mesh: Mesh, device: Device, stop: Stop) -> Run:
     """Build this rank's part of a run. `config` is resolved; `mesh` has its layout."""
     formats = number_formats(config)
-    fused = config.overlap.tp and symmetric.usable(mesh.tp, device.torch)
+    fused = config.overlap.tp and symmetric.usable(mesh.tp, device)
     axis = TensorAxis(mesh.tp, config.parallel.sp, config.overlap.tp, fused)
     gradients = build_gradients(config, mesh, formats, device.torch)
     stages = build_stages(config, mesh, gradients, axis)

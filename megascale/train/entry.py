@@ -65,7 +65,6 @@ def _run(config: RunConfig, rank: Rank, stop: Stop) -> Exit:
     init.start(rank, device)
     first = rank.rank == 0
     run = build(config, mesh_of(config, rank, device), device, stop)
-    events = EventFile(run, rank)
     peak = find_peak(run)
     resumed = resume(run)
     if first:  # not before it is known that the run can go on in this folder
@@ -79,13 +78,10 @@ def _run(config: RunConfig, rank: Rank, stop: Stop) -> Exit:
         if run.progress.step >= config.train.steps:
             reporter.note(f"all {config.train.steps} steps are done: raise train.steps to go on")
             return Exit.OK
-        status = train(run, reporter)
-        events.measure_clock("end")
-        return status
+        with EventFile(run, rank):
+            return train(run, reporter)
     finally:
         reporter.close()
-        if config.observe.events:
-            events.write()
 
 
 def find_peak(run: Run) -> Peak | None:

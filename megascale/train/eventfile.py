@@ -17,20 +17,32 @@ if TYPE_CHECKING:
 
 
 class EventFile:
-    """Measures this rank's clock against rank 0's, and writes its events. Every rank makes one at the start."""
+    """For a `with` block of every rank around the training: measures this rank's clock against rank 0's at its
+    beginning and end, and leaves the events. Does nothing with `observe.events` off.
+    """
 
     def __init__(self, run: Run, rank: Rank) -> None:
         self._run = run
         self._rank = rank
         self._clock: list[tuple[float, float]] = []
         self._folder = run.config.folder / "events"
-        if rank.rank == 0:  # before the others can write: those of a run that had more ranks would stay
+        self._wanted = run.config.observe.events
+
+    def __enter__(self) -> None:
+        if self._rank.rank == 0:  # before the others can write: those of a run that had more ranks would stay
             for old in self._folder.glob(file_name("*")):
                 old.unlink()
-        self.measure_clock("start")
+        if self._wanted:
+            self._measure_clock("start")
 
-    def measure_clock(self, label: str) -> None:
-        """Every rank must come here."""
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if not self._wanted:
+            return
+        if kind is None:  # else others may be gone, who would have to take part
+            self._measure_clock("end")
+        self.write()
+
+    def _measure_clock(self, label: str) -> None:
         self._clock.append(clock.offset(self._run.mesh.world, _get_default_store(), label, host_key()))
 
     def write(self) -> None:

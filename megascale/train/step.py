@@ -32,7 +32,7 @@ class StepResult:
 
 
 def train_step(run: Run, batch: StepBatch) -> StepResult:
-    """Train on one global batch. The host waits once, for four numbers, while the device updates.
+    """Train on one global batch. The host waits once, for five numbers, while the device updates.
 
     Raises: DivergenceError if the loss or a gradient is not finite; then nothing was updated. DataError on every rank
     if no label of the samples counts.
@@ -45,14 +45,14 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
         square = sum((run.optimizer.square(bucket) for bucket in run.gradients.finish()), loss.new_zeros(()).double())
     sums = totals(run.mesh, loss, batch.tokens, float(run.stop.asked), square)
     clipping = run.optimizer.clipping(sums[3], tokens=sums[1])
-    lr, numbers = run.lr(step), run.device.read(torch.stack([*sums[:3], clipping.norm]))
+    lr, numbers = run.lr(step), run.device.read(torch.stack([*sums[:3], clipping.norm, loss.double()]))
     for index, bucket in enumerate(run.gradients.buckets):  # in the order in which the next step needs them
         with recorder.action("update", bucket.chunk):
             run.optimizer.update(index, clipping, lr, step)  # this rank's shard, and nothing if the norm is not finite
         if index == 0:  # before another rank's weights cover what is wrong with ours; the device is busy meanwhile
-            _check(run, float(loss), *numbers())
+            _check(run, *numbers())
         run.gradients.start_gather(bucket)  # hidden behind the next update, and the next batch's loading
-    total, tokens, stops, norm = numbers()
+    total, tokens, stops, norm, _ = numbers()
     run.progress.step = step
     run.progress.samples += run.config.batch.total
     run.progress.tokens += int(tokens)
@@ -71,9 +71,10 @@ def totals(mesh: Mesh, loss: Tensor, tokens: int, *more: float | Tensor) -> Tens
     return values
 
 
-def _check(run: Run, loss: float, total: float, tokens: float, stops: float, norm: float) -> None:
+def _check(run: Run, total: float, tokens: float, stops: float, norm: float, own: float) -> None:
+    """`own`: this rank's part of the total loss."""
     check_counted(tokens)
-    check_finite(run, loss, total, norm)
+    check_finite(run, own, total, norm)
 
 
 def check_counted(tokens: float) -> None:

@@ -83,3 +83,21 @@ def test_a_stage_says_what_it_misses(model: dict[str, Any]) -> None:
         stage(None, micro_batch(None))
     with pytest.raises(ValueError, match="the last stage needs labels"):
         stage(None, micro_batch(tokens_of(0)))
+
+
+@families
+def test_the_parallel_block_is_its_definition(model: dict[str, Any]) -> None:
+    """x + attention(norm(x)) + mlp(norm(x)), with the parts of the serial block."""
+    stage = stage_of(model | {"block": "parallel"})
+    batch, x = micro_batch(None), torch.randn(SEQUENCE, 1, model["hidden_size"], dtype=torch.float64)
+    x.requires_grad_()
+    block: Any = stage.layers["0"]
+    normed = block.norm(x)
+    expected = x + block.attention(normed, batch) + block.mlp(normed)
+    weight = block.mlp.down.weight
+    wanted = torch.autograd.grad(expected.square().sum(), [x, weight, block.attention.qkv.weight])
+    found = block(x, batch)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    gradients = torch.autograd.grad(found.square().sum(), [x, weight, block.attention.qkv.weight])
+    torch.testing.assert_close(gradients, wanted, rtol=1e-10, atol=1e-12)
+    assert not hasattr(block, "mlp_norm")

@@ -60,10 +60,13 @@ class Case:
     precision: str
     tolerance: float
     norms: int = 10
+    block: str = "serial"
 
 
 CASES = [
     *(Case(family, dropout, "fp64", 1e-10) for family in FAMILIES for dropout in (0.0, 0.1)),
+    Case("gpt", 0.1, "fp64", 1e-10, block="parallel"),
+    Case("llama", 0.0, "fp64", 1e-10, block="parallel"),
     Case("gpt", 0.1, "fp32", 1e-5),
     Case("llama", 0.0, "fp32", 1e-5),
     # a bfloat16 has 8 bits: sums in another order differ in the third digit, and Adam soon makes more of it
@@ -77,6 +80,7 @@ def configurations(folder: Path, **layout: Any) -> list[RunConfig]:
     found = []
     for case in CASES:
         more = {"model__dropout": case.dropout, "train__precision": case.precision, "optimizer__lr": 1e-3}
+        more["model__block"] = case.block
         found.append(config_of(settings(FAMILIES[case.family], folder, **more, **layout), folder))
     return found
 
