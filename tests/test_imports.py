@@ -12,8 +12,8 @@ import pytest
 
 import megascale
 
-WITHOUT_TORCH = ("core", "catalog", "config", "layout", "schedule", "launch", "plan")
-COMMANDS = ("megascale.cli.main", "megascale.cli.check", "megascale.cli.train", "megascale.cli.data")
+WITHOUT_TORCH = ("core", "catalog", "config", "layout", "schedule", "launch", "observe", "plan")
+COMMANDS = tuple(f"megascale.cli.{name}" for name in ("main", "check", "train", "data", "trace"))
 HEAVY = {"torch", "numpy", "tensorboard", "transformers", "megatron"}
 
 

@@ -50,9 +50,9 @@ _DEATH_S = 10.0  # in which a process that is killed ends
 _CLONE_NEWNET = 0x40000000  # of unshare(2), setns(2)
 
 # A link that was idle sends a burst at once, so it is short; yet a kernel that wakes up later than that loses the rest.
-_BURST_S, _LEAST_BURST = 1e-3, 8 * 1024
+_BURST_S, _LEAST_BURST = 1e-3, 128 * 1024
 # What may wait for the link; more is dropped. As small as one stream of TCP allows: waiting is delay.
-_QUEUE_S, _LEAST_QUEUE = 20e-3, 32 * 1024
+_QUEUE_S, _LEAST_QUEUE = 20e-3, 512 * 1024
 
 _PRIVILEGES = "run as root; in a container, in one that has CAP_NET_ADMIN and CAP_SYS_ADMIN (--privileged)"
 _ABSENT = {

@@ -38,9 +38,11 @@ class EventFile:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if not self._wanted:
             return
-        if kind is None:  # else others may be gone, who would have to take part
-            self._measure_clock("end")
-        self.write()
+        try:
+            if kind is None:  # else others may be gone, who would have to take part
+                self._measure_clock("end")
+        finally:
+            self.write()
 
     def _measure_clock(self, label: str) -> None:
         self._clock.append(clock.offset(self._run.mesh.world, _get_default_store(), label, host_key()))

@@ -1,0 +1,82 @@
+"""The overlap benchmark: its cases are runs, its arithmetic is what it says, and it runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megascale.bench import overlap
+from megascale.bench.overlap import CASES, COMMON, Result, table, to_toml
+from megascale.cli.main import main
+from megascale.config.explain import load
+from megascale.core.units import GIB
+from megascale.plan.memory import fullest_rank
+from tests.launch.test_testbed import missing
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("on", [True, False])
+def test_every_case_is_a_run_of_one_rank_a_host(name: str, on: bool, tmp_path: Path) -> None:
+    case = CASES[name]
+    path = tmp_path / "run.toml"
+    settings = {"name": '"x"', "train.steps": "3"} | COMMON | case.settings | case.switched(on)
+    path.write_text(to_toml(settings), encoding="utf-8")
+    config = load(str(path), [], world=case.hosts)
+    assert config.world == case.hosts
+    switched = {axis: getattr(config.overlap, axis) for axis in ("tp", "pp", "dp")}
+    assert switched == {axis: on or axis not in case.axes for axis in switched}
+    assert case.hosts * fullest_rank(config).total < 4 * GIB
+
+
+def test_what_was_hidden_of_what_could_be() -> None:
+    fast = Result("dp", rate=1e9, compute=3.0, off=5.0, on=3.5, exposed_off=2.0, exposed_on=0.5)
+    assert (fast.communication, fast.ideal, fast.hidden) == (2.0, 3.0, 0.75)
+    slow = Result("dp", rate=1e8, compute=1.0, off=5.0, on=4.0, exposed_off=4.0, exposed_on=3.0)
+    assert (slow.communication, slow.ideal, slow.hidden) == (4.0, 4.0, 1.0)
+    assert table([fast]).splitlines()[-1] == (
+        "| dp | 1,000 | 3.000 | 2.000 | 5.000 | 3.500 | 3.000 | 75% | 2.000, 0.500 |"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["bench"], "BENCHMARK"),
+        (["bench", "overlap", "--steps", "2"], "the first 2 steps do not count"),
+        (["bench", "overlap", "--rounds", "0"], "'0' is not a number of 1 or more"),
+        (["bench", "overlap", "--axes", "cp"], "invalid choice: 'cp'"),
+    ],
+)
+def test_arguments_that_make_no_sense(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_it_measures(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megascale", "bench", "overlap", "--axes", "tp", "--rounds", "1", "--steps", "4"]
+    done = subprocess.run(
+        [*command, "--json", "--output", str(tmp_path)], capture_output=True, text=True, check=False, timeout=500
+    )
+    assert done.returncode == 0, done.stderr
+    (found,) = json.loads(done.stdout)["results"]
+    assert found["rate"] > 0 and found["exposed_off"] > found["exposed_on"] > 0
+    assert found["off"] > found["compute"] > 0
+    assert sorted(path.name for path in (tmp_path / "tp").iterdir()) == [
+        "compute", "compute.toml", "off", "off.toml", "on", "on.toml",
+    ]  # fmt: skip
+
+
+def test_a_job_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if missing():
+        pytest.skip(missing())
+    broken = overlap.Case("dp", 2, ("dp",), CASES["dp"].settings | {"model.num_heads": "7"})
+    with pytest.raises(overlap.OverlapError, match=r"compute\.toml ended with status"):
+        overlap.measure(broken, tmp_path, 1, 3, lambda line: None)

@@ -1,0 +1,286 @@
+"""`megascale trace` as a user meets it."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from megascale.cli.main import main
+from megascale.core.events import RankEvents, file_name, write_events
+from tests.observe import STEPS, job, on_own_clock, write_run
+
+HEAVY = {"torch", "numpy", "rich", "megatron", "transformers", "tensorboard"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run of four ranks and three steps, whose clocks differ."""
+    return write_run(tmp_path / "run", [on_own_clock(events, 0.5 * events.rank) for events in job()])
+
+
+def steps_in(path: Path) -> set[int]:
+    items = json.loads(path.read_text())["traceEvents"]
+    return {item["args"]["step"] for item in items if item["ph"] == "X"}
+
+
+def ranks_in(path: Path) -> set[int]:
+    return {item["pid"] for item in json.loads(path.read_text())["traceEvents"]}
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: object) -> dict:
+    assert main(["trace", *map(str, words), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return json.loads(out)
+
+
+def with_first_events_dropped(events: RankEvents, count: int) -> RankEvents:
+    return dataclasses.replace(events, events=events.events[count:], dropped=count)
+
+
+def test_it_says_what_it_wrote_and_how_to_open_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", str(folder)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    lines = out.splitlines()
+    assert lines[0] == f"{folder}/timeline.json: steps 1-3 of ranks 0-3, 168 slices, 12 arrows"
+    assert "https://ui.perfetto.dev" in lines[1]
+    assert lines[3] == "means per step:"
+    assert lines[4].split() == ["rank", "axis", "calls", "bytes", "communication", "exposed", "hidden"]
+    assert [line.split()[:2] for line in lines[5:]] == [[str(rank), axis] for rank in range(4) for axis in AXES]
+    assert lines[5].split()[2:] == ["2", "8.00", "KiB", "8.000", "ms", "4.000", "ms", "50.0%"]
+    assert steps_in(folder / "timeline.json") == {1, 2, 3}
+    assert ranks_in(folder / "timeline.json") == {0, 1, 2, 3}
+
+
+AXES = ("tp", "pp", "dp")
+
+
+def test_json_is_one_object(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, folder)
+    assert found["timeline"] == str(folder / "timeline.json") and found["svg"] is None
+    assert (found["ranks"], found["steps"], found["notes"]) == ([0, 1, 2, 3], [1, 2, 3], [])
+    assert (found["arrows"], found["single"], found["reversed"], found["dropped"]) == (12, 0, 0, 0)
+    sums = {(share["rank"], share["axis"]): (share["calls"], share["bytes"]) for share in found["per_step"]}
+    for events in job():
+        for axis in AXES:
+            some = [event for event in events.events if event.axis == axis]
+            calls, nbytes = sums[events.rank, axis]
+            assert (calls * len(STEPS), nbytes * len(STEPS)) == (len(some), sum(event.bytes for event in some))
+
+
+@pytest.mark.parametrize(("given", "steps"), [("2", {2}), ("2:3", {2, 3}), ("3:99", {3}), ("0:1", {1})])
+def test_steps(folder: Path, capsys: pytest.CaptureFixture[str], given: str, steps: set[int]) -> None:
+    found = answer(capsys, folder, "--steps", given)
+    assert set(found["steps"]) == steps == steps_in(folder / "timeline.json")
+    assert found["per_step"][0]["calls"] == 2  # a mean, whatever the number of steps
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks"), [("2", [2]), ("3,0", [0, 3]), ("0-1,3", [0, 1, 3]), ("1-2,2-3", [1, 2, 3])]
+)
+def test_ranks(folder: Path, capsys: pytest.CaptureFixture[str], given: str, ranks: list[int]) -> None:
+    (folder / "events" / file_name(0)).rename(folder / "kept")
+    if 0 in ranks:
+        (folder / "kept").rename(folder / "events" / file_name(0))
+    else:
+        (folder / "events" / file_name(0)).write_text("spoilt, but nobody asks for it")
+    found = answer(capsys, folder, "--ranks", given)
+    assert found["ranks"] == ranks
+    assert ranks_in(folder / "timeline.json") == set(ranks)
+
+
+def test_the_files_can_be_elsewhere(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, svg = tmp_path / "other.json", tmp_path / "picture.svg"
+    assert main(["trace", str(folder), "--output", str(path), "--svg", str(svg)]) == 0
+    assert f"{svg}: the picture" in capsys.readouterr().out
+    assert steps_in(path) == {1, 2, 3}
+    assert "rank 3" in [element.text for element in ET.parse(svg).getroot().iter()]
+    assert sorted(entry.name for entry in folder.iterdir()) == ["events"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["other.json", "picture.svg", "run"]
+
+
+def test_a_picture_is_of_the_last_step_unless_others_are_chosen(folder: Path, tmp_path: Path) -> None:
+    pictures = []
+    for number, words in enumerate(([], ["--steps", "3"], ["--steps", "2:3"], ["--ranks", "1", "--steps", "3"])):
+        svg = tmp_path / f"{number}.svg"
+        assert main(["trace", str(folder), "--svg", str(svg), *words]) == 0
+        pictures.append(svg.read_text())
+    assert pictures[0] == pictures[1]
+    assert len(set(pictures)) == 3
+
+
+def test_a_step_that_lost_its_first_events_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = [*job()[:3], with_first_events_dropped(job()[3], 2)]
+    folder = write_run(tmp_path / "run", ranks)
+    found = answer(capsys, folder)
+    assert found["steps"] == [2, 3] and found["dropped"] == 2
+    assert found["notes"] == [
+        "2 events that found no more room were dropped on rank 3",
+        "step 1 left out: not whole on every chosen rank",
+    ]
+    assert answer(capsys, folder, "--ranks", "0-2")["steps"] == [1, 2, 3]
+    assert main(["trace", str(folder)]) == 0
+    assert capsys.readouterr().out.endswith("\n\n" + "\n".join(found["notes"]) + "\n")
+
+
+def test_a_step_that_is_asked_for_is_shown_with_what_is_left_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_run(tmp_path / "run", [*job()[:3], with_first_events_dropped(job()[3], 2)])
+    found = answer(capsys, folder, "--steps", "1:2")
+    assert found["steps"] == [1, 2]
+    assert found["notes"][1] == "step 1 shown, but not whole on every chosen rank"
+
+
+def test_what_comes_before_the_first_step_is_no_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path / "run", job(steps=(0, 1)))
+    found = answer(capsys, folder)
+    assert (found["steps"], found["notes"]) == ([1], [])
+    found = answer(capsys, folder, "--steps", "0")
+    assert (found["steps"], found["notes"]) == ([0], [])
+
+
+def test_ranks_without_a_file_and_messages_without_a_side_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = job()
+    deaf = dataclasses.replace(ranks[2], events=tuple(e for e in ranks[2].events if e.name != "receive"))
+    late = dataclasses.replace(ranks[3], clock=((0.0, -9.0),))
+    folder = write_run(tmp_path / "run", [ranks[0], deaf])
+    assert answer(capsys, folder)["notes"] == [
+        "ranks 1, 3 of 4 left no file",
+        "6 messages without an arrow: only one side of them was recorded",
+    ]
+    folder = write_run(tmp_path / "late", [ranks[1], late])
+    assert answer(capsys, folder, "--ranks", "1,3")["notes"] == [
+        "6 messages without an arrow: by the ranks' clocks they arrive before they are sent"
+    ]
+
+
+def test_many_ranks_have_one_row_for_each_axis(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = [dataclasses.replace(job((1,))[0], rank=rank, world=17) for rank in range(17)]
+    folder = write_run(tmp_path / "run", ranks)
+    assert main(["trace", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert [line.split()[:2] for line in out.split("\n\n")[1].splitlines()[2:]] == [["all", axis] for axis in AXES]
+    assert len(answer(capsys, folder)["per_step"]) == 17 * 3
+    assert main(["trace", str(folder), "--ranks", "0-15"]) == 0
+    assert len(capsys.readouterr().out.split("\n\n")[1].splitlines()) == 2 + 16 * 3
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """The one line that is said instead of an answer."""
+    assert main(["trace", *map(str, words)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1 and "  -> " in err
+    return err
+
+
+def test_folders_without_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    assert refusal(capsys, run).startswith(f"{run}: no such folder")
+    run.touch()
+    assert refusal(capsys, run).startswith(f"{run}: is no folder")
+    run.unlink()
+    run.mkdir()
+    mend = "a run writes them when it ends, if its configuration has observe.events = true\n"
+    err = refusal(capsys, run)
+    assert err.startswith(f"{run}/events: no such folder") and err.endswith(mend)
+    (run / "events").mkdir()
+    for name in ("rank-x.jsonl", ".rank-00000.jsonl.12.tmp"):
+        (run / "events" / name).touch()
+    err = refusal(capsys, run)
+    assert err.startswith(f"{run}/events: ") and "rank-00000.jsonl" in err and err.endswith(mend)
+    assert list(run.iterdir()) == [run / "events"]
+
+
+def test_a_spoilt_file_is_named_with_its_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder / "events" / file_name(2)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:4], lines[4][:40]]))
+    assert refusal(capsys, folder).startswith(f"{path}: line 5 is not an event: ")
+    assert not (folder / "timeline.json").exists()
+    path.write_text("")
+    assert refusal(capsys, folder).startswith(f"{path}: not a file of events")
+    assert answer(capsys, folder, "--ranks", "0,1,3")["ranks"] == [0, 1, 3]
+
+
+def test_a_file_under_the_name_of_another_rank(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder / "events" / file_name(7)
+    write_events(path, job()[0])
+    assert refusal(capsys, folder).startswith(f"{path}: has the events of rank 0")
+
+
+def test_files_of_two_jobs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_events(folder / "events" / file_name(7), dataclasses.replace(job()[0], rank=7, world=8))
+    assert f"{folder}: files of two jobs: rank 0 of 4, rank 7 of 8" in refusal(capsys, folder)
+    assert answer(capsys, folder, "--ranks", "0-3")["ranks"] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("steps", ["7:9", "4", "0:0", "5:99999999999"])
+def test_steps_that_no_rank_has(folder: Path, capsys: pytest.CaptureFixture[str], steps: str) -> None:
+    err = refusal(capsys, folder, "--steps", steps)
+    assert err.startswith("--steps ") and "no chosen rank" in err and err.endswith("choose among steps 1-3\n")
+
+
+def test_steps_that_ranks_do_not_have_in_common(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path / "run", [job(steps=(1, 2))[0], job(steps=(5,))[1]])
+    assert refusal(capsys, folder) == (
+        "no step is whole on every chosen rank  -> with --steps choose among steps 1-2, 5\n"
+    )
+    assert answer(capsys, folder, "--steps", "2:5")["steps"] == [2, 5]
+
+
+def test_records_without_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path / "run", [dataclasses.replace(events, events=()) for events in job()])
+    for words in ([], ["--steps", "1"]):
+        assert refusal(capsys, folder, *words).endswith("the files are of a run without steps\n")
+
+
+@pytest.mark.parametrize("given", ["4", "0,9", "2-5", "0-99999999999"])
+def test_ranks_that_have_no_file(folder: Path, capsys: pytest.CaptureFixture[str], given: str) -> None:
+    err = refusal(capsys, folder, "--ranks", given)
+    assert err.startswith("--ranks: rank ") and err.endswith("there are those of ranks 0-3\n")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--steps", "3:1"], ["--steps", "x"], ["--steps", "1:"], ["--steps", "1-2"], ["--steps", ""],
+     ["--ranks", "x"], ["--ranks", "1,"], ["--ranks", "3-1"], ["--ranks", "1:2"], ["--ranks", "²"], ["--ranks", ""]],
+)  # fmt: skip
+def test_words_that_mean_nothing(folder: Path, capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["trace", str(folder), *words])
+    assert caught.value.code == 2
+    assert f"argument {words[0]}: {words[1]!r} is not a" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--output", "--svg"])
+def test_a_file_that_cannot_be_written(folder: Path, capsys: pytest.CaptureFixture[str], option: str) -> None:
+    err = refusal(capsys, folder, option, folder / "none" / "file")
+    assert err.startswith(f"{folder}/none/file: cannot be written: No such file or directory")
+
+
+def test_the_garbage_collector_is_as_it_was(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gc.isenabled()
+    answer(capsys, folder)
+    refusal(capsys, folder, "--steps", "9")
+    assert gc.isenabled()
+
+
+def test_it_imports_nothing_heavy(folder: Path) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "megascale", "trace", str(folder), "--svg", f"{folder}/a.svg"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    assert "12 arrows" in done.stdout
+    assert "argparse" in imported
+    assert not imported & HEAVY

@@ -1,0 +1,122 @@
+"""The record of events, its clock, and its file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megascale.core.events import COMPUTE, Event, RankEvents, file_name, read_events, write_events
+
+times = st.floats(-1e9, 1e9)
+texts = st.text(max_size=8)
+numbers = st.integers(-1, 2**40)
+spans = st.tuples(times, times)
+events = st.builds(
+    Event, axis=st.sampled_from([COMPUTE, "tp", "dp"]), name=texts, what=texts, step=numbers, chunk=numbers,
+    microbatch=numbers, start=times, end=times, group=texts, sequence=numbers, bytes=numbers, peer=numbers, issue=times,
+    waits=st.lists(spans, max_size=3).map(tuple),
+)  # fmt: skip
+ranks = st.builds(
+    RankEvents, rank=numbers, world=numbers, coord=st.dictionaries(texts, numbers, max_size=3), host=texts,
+    clock=st.lists(spans, max_size=3).map(tuple), dropped=numbers, events=st.lists(events, max_size=5).map(tuple),
+)  # fmt: skip
+
+GATHER = Event(
+    "tp", "all_gather", "layer 3 qkv", 7, 0, 5, 10.0, 11.0,
+    group="tp", sequence=2, bytes=64, peer=-1, issue=9.5, waits=((10.25, 10.5), (10.75, 11.0)),
+)  # fmt: skip
+UPDATE = Event(COMPUTE, "update", "", 7, -1, -1, 12.0, 13.0)
+RANK = RankEvents(3, 8, {"tp": 1, "pp": 1}, "node-1", ((0.0, 2.0), (20.0, 4.0)), 5, (GATHER, UPDATE))
+
+
+@given(ranks)
+def test_what_is_written_is_read(rank: RankEvents) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "file"
+        write_events(path, rank)
+        assert read_events(path) == rank
+
+
+def test_the_file_is_a_line_for_the_rank_and_one_for_each_event(tmp_path: Path) -> None:
+    path = tmp_path / file_name(3)
+    assert path.name == "rank-00003.jsonl"
+    write_events(path, RANK)
+    head, *lines = path.read_text().splitlines()
+    assert json.loads(head)["rank"] == 3
+    assert [json.loads(line)["name"] for line in lines] == ["all_gather", "update"]
+    assert "waits" not in json.loads(lines[1])  # what says nothing is not written
+    assert list(tmp_path.iterdir()) == [path]
+    assert list(tmp_path.glob(file_name("*"))) == [path]
+
+
+def test_exposed_time_is_the_sum_of_the_waits() -> None:
+    assert GATHER.exposed == 0.5
+    assert UPDATE.exposed == 0
+
+
+@pytest.mark.parametrize(
+    ("time", "offset"), [(-5.0, 2.0), (0.0, 2.0), (5.0, 2.5), (20.0, 4.0), (30.0, 6.0), (40.0, 8.0), (99.0, 8.0)]
+)
+def test_the_offset_lies_on_the_line_between_two_measurements(time: float, offset: float) -> None:
+    clock = ((40.0, 8.0), (0.0, 2.0), (20.0, 4.0))  # in any order
+    assert dataclasses.replace(RANK, clock=clock).offset(time) == pytest.approx(offset)
+
+
+def test_one_measurement_holds_for_all_times_and_none_is_zero() -> None:
+    assert dataclasses.replace(RANK, clock=((5.0, -1.5),)).offset(1e6) == -1.5
+    assert dataclasses.replace(RANK, clock=()).offset(1e6) == 0
+    assert dataclasses.replace(RANK, clock=((5.0, 1.0), (5.0, 1.0))).offset(5.0) == 1
+
+
+def test_aligned_events_keep_their_lengths() -> None:
+    gather, update = RANK.aligned()
+    assert (gather.issue, gather.start, gather.end) == (12.5, 13.0, 14.0)  # 3 seconds at its start
+    assert gather.waits == ((13.25, 13.5), (13.75, 14.0))
+    assert update.start == pytest.approx(12 + 3.2)
+    assert gather.what == GATHER.what
+
+
+HEAD = '{"format": 1, "rank": 0, "world": 1, "coord": {}, "host": "", "clock": [], "dropped": 0}\n'
+EVENT = '{"axis": "tp", "name": "x", "what": "", "step": 1, "chunk": 0, "microbatch": 0, "start": 0.0, "end": 1.0}\n'
+
+
+def test_the_spoilt_files_below_are_spoilt_in_one_place_only(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text(HEAD + EVENT)
+    assert len(read_events(path).events) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not a file of events in format 1"),
+        ("[]\n", "not an object"),
+        (HEAD.replace('"format": 1', '"format": 2'), "not a file of events in format 1"),
+        (HEAD.replace('"world": 1, ', ""), "not a file of events: .*'world'"),
+        (HEAD.replace('"clock": [], ', ""), "not a file of events: 'clock'"),
+        (HEAD + EVENT + EVENT[:30], "line 3 is not an event: .* at column 2"),
+        (HEAD + "7\n" + EVENT, "line 2 is not an event: not an object"),
+        (HEAD + EVENT + EVENT.replace("step", "stop"), "line 3 is not an event: .*'stop'"),
+        (HEAD + EVENT.replace('"step": 1, ', ""), "line 2 is not an event: .*'step'"),
+        (HEAD + EVENT.replace("}", ', "waits": [[1.0]]}'), "line 2 is not an event: .*unpack"),
+        (HEAD + EVENT.replace("}", ', "waits": 3}'), "line 2 is not an event: .*not iterable"),
+    ],
+)
+def test_a_spoilt_file_is_refused_with_its_line(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_events(path)
+
+
+def test_a_file_of_bytes_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"\x80\x81")
+    with pytest.raises(ValueError, match="decode"):
+        read_events(path)

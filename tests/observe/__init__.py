@@ -1,0 +1,95 @@
+"""The records of a small job that never ran, on one clock or on clocks that differ."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+
+from megascale.core.events import COMPUTE, Event, RankEvents, file_name, write_events
+
+STEPS = (1, 2, 3)
+MICRO_BATCHES = 2
+
+
+def job(steps: Iterable[int] = STEPS) -> list[RankEvents]:
+    """Two stages of two tensor-parallel ranks, on the clock of rank 0. A step takes a second."""
+    return [_rank(rank, steps) for rank in range(4)]
+
+
+def _rank(rank: int, steps: Iterable[int]) -> RankEvents:
+    pp, tp = divmod(rank, 2)
+    events = []
+    for step in steps:
+        for m in range(MICRO_BATCHES):
+            sent = 1000.0 + step + 0.1 * m + 0.040
+            events += [_message(rank, step, m, sent)]
+            events += _forward(step, m, sent - 0.040 if pp == 0 else sent + 0.010)
+        late = 1000.5 + step  # two reductions that overlap without nesting; the first is waited for in two spans
+        waits = ((late + 0.010, late + 0.020), (late + 0.025, late + 0.030))
+        events += [
+            _communication("dp", "reduce_scatter", "chunk 0", step, late, late + 0.030, "dp", 1 << 20, waits=waits),
+            _communication("dp", "reduce_scatter", "chunk 1", step, late + 0.010, late + 0.050, "dp", 1 << 21),
+            Event(COMPUTE, "update", "", step, 0, -1, late + 0.050, late + 0.060),
+        ]
+    return RankEvents(rank, 4, {"tp": tp, "cp": 0, "dp": 0, "pp": pp}, "here", (), 0, tuple(events))
+
+
+def _forward(step: int, m: int, start: float) -> list[Event]:
+    """A forward of 30 ms with a gather, for which it waits from its 3rd to its 5th millisecond."""
+    gather = _communication(
+        "tp", "all_gather", "layer 0 qkv", step, start + 0.001, start + 0.005, "tp", 4096,
+        waits=((start + 0.003, start + 0.005),), chunk=0, m=m,
+    )  # fmt: skip
+    return [Event(COMPUTE, "F", "", step, 0, m, start, start + 0.030), gather]
+
+
+def _message(rank: int, step: int, m: int, sent: float) -> Event:
+    """An activation that the second stage begins to wait for 20 ms before it is sent."""
+    what, arrived = f"forward m{m} stage 1", sent + 0.010
+    if rank < 2:
+        return _communication("pp", "send", what, step, sent, sent + 0.009, "pp up", 512, peer=rank + 2)
+    posted = sent - 0.020
+    return _communication(
+        "pp", "receive", what, step, posted, arrived, "pp up", 512, peer=rank - 2, waits=((posted, arrived),)
+    )
+
+
+def _communication(
+    axis: str, name: str, what: str, step: int, start: float, end: float, group: str, nbytes: int, *,
+    waits: tuple[tuple[float, float], ...] = (), peer: int = -1, chunk: int = -1, m: int = -1,
+) -> Event:  # fmt: skip
+    return Event(
+        axis, name, what, step, chunk, m, start, end, group=group, sequence=step, bytes=nbytes, peer=peer,
+        issue=start - 0.0005, waits=waits,
+    )  # fmt: skip
+
+
+def on_own_clock(events: RankEvents, ahead: float, drift: float = 0.0) -> RankEvents:
+    """The same on a clock to which rank 0's is `ahead` seconds ahead at rank 0's time 1000, and `drift` more with each
+    second, measured before and after the run.
+    """
+
+    def own(time: float) -> float:
+        return time - ahead - drift * (time - 1000)
+
+    moved = [
+        dataclasses.replace(
+            event,
+            start=own(event.start),
+            end=own(event.end),
+            issue=own(event.issue),
+            waits=tuple((own(start), own(end)) for start, end in event.waits),
+        )
+        for event in events.events
+    ]
+    clock = tuple((own(time), time - own(time)) for time in (1000.0, 1020.0))
+    return dataclasses.replace(events, events=tuple(moved), clock=clock)
+
+
+def write_run(folder: Path, ranks: Iterable[RankEvents]) -> Path:
+    """A run's folder with these records."""
+    (folder / "events").mkdir(parents=True)
+    for events in ranks:
+        write_events(folder / "events" / file_name(events.rank), events)
+    return folder

@@ -1,0 +1,301 @@
+"""The timeline is a Chrome trace that viewers accept, and says what the records say."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megascale.core.events import COMPUTE, Event, RankEvents
+from megascale.observe import timeline
+from megascale.observe.timeline import TICKS, Slice, lanes, nested, rows
+from tests.observe import job, on_own_clock
+
+ACTION = Event(COMPUTE, "F", "", 1, 0, 3, 0.0, 1.0)
+
+slices = st.lists(
+    st.builds(
+        lambda start, length, wait: Slice(start, start + length, ACTION, wait),
+        st.integers(0, 30), st.integers(0, 15), st.booleans(),
+    ), max_size=12,
+)  # fmt: skip
+
+times = st.floats(0, 1).map(lambda time: 5e5 + time)  # a host that has been up for six days
+spans = st.tuples(times, times).map(sorted).map(tuple)
+events = st.builds(
+    lambda span, axis, waits: Event(
+        axis, "x", "", 1, 0, 0, *span, waits=() if axis == COMPUTE else tuple(waits), issue=span[0]
+    ),
+    spans, st.sampled_from([COMPUTE, "tp", "dp"]), st.lists(spans, max_size=2),
+)  # fmt: skip
+clocks = st.lists(st.tuples(times, st.floats(-2, -1.999)), max_size=3).map(tuple)
+ranks = st.builds(
+    lambda clock, found: RankEvents(0, 1, {}, "", clock, 0, tuple(found)), clocks, st.lists(events, max_size=12)
+)
+
+
+def misplaced(spans: Iterable[tuple[int, int]]) -> int:
+    """How many slices a viewer has to drop: going by their start, they end after one that is open."""
+    open_ends: list[int] = []
+    count = 0
+    for start, end in spans:
+        while open_ends and open_ends[-1] <= start:
+            open_ends.pop()
+        count += bool(open_ends) and end > open_ends[-1]
+        open_ends.append(end)
+    return count
+
+
+def merged(path: Path, ranks: list[RankEvents]) -> tuple[timeline.Written, list[dict]]:
+    """Write ranks; what was written and the items of the file."""
+    origin = min((time for events in ranks for time in timeline.begins(events).values()), default=0.0)
+    written = timeline.write(path, [timeline.part(events, origin) for events in ranks])
+    document = json.loads(path.read_text())
+    assert set(document) == {"traceEvents", "displayTimeUnit"}
+    return written, document["traceEvents"]
+
+
+def of_phase(items: list[dict], phase: str) -> list[dict]:
+    return [item for item in items if item["ph"] == phase]
+
+
+def threads(items: list[dict]) -> dict[tuple[int, int], str]:
+    """The name of each row."""
+    named = [item for item in of_phase(items, "M") if item["name"] == "thread_name"]
+    return {(item["pid"], item["tid"]): item["args"]["name"] for item in named}
+
+
+def as_a_viewer_reads(items: list[dict]) -> dict[tuple[int, int], list[tuple[int, int]]]:
+    """Spans of each row in whole nanoseconds, cut off, by their start and in the order of the file."""
+    found = defaultdict(list)
+    for item in of_phase(items, "X"):
+        start = int(item["ts"] * 1000)
+        found[item["pid"], item["tid"]].append((start, start + int(item["dur"] * 1000)))
+    return {key: sorted(spans, key=lambda span: span[0]) for key, spans in found.items()}
+
+
+@given(slices)
+def test_nested_slices_nest_and_cover_what_they_did(given_slices: list[Slice]) -> None:
+    found = nested(given_slices)
+    assert misplaced((slice.start, slice.end) for slice in found) == 0
+    assert [slice.start for slice in found] == sorted(slice.start for slice in found)
+    for wait in (False, True):
+        covered, before = (
+            Counter(tick for s in some if s.wait is wait for tick in range(s.start, s.end))
+            for some in (found, given_slices)
+        )
+        assert covered == before
+
+
+def test_what_nests_is_not_cut() -> None:
+    whole = [Slice(0, 10, ACTION), Slice(0, 4, ACTION), Slice(4, 10, ACTION, wait=True), Slice(10, 12, ACTION)]
+    assert nested(reversed(whole)) == whole
+    same = [Slice(0, 10, ACTION, wait=True), Slice(0, 10, ACTION)]
+    assert [slice.wait for slice in nested(same)] == [False, True]  # the wait within the action
+
+
+def test_a_wait_that_leaves_an_action_is_cut_at_its_end() -> None:
+    action, wait = Slice(0, 10, ACTION), Slice(8, 13, ACTION, wait=True)
+    assert misplaced([action[:2], wait[:2]]) == 1
+    assert [slice[:2] for slice in nested([action, wait])] == [(0, 10), (8, 10), (10, 13)]
+
+
+@given(slices)
+def test_lanes_are_free_of_overlaps_and_as_few_as_can_be(given_slices: list[Slice]) -> None:
+    found = lanes(given_slices)
+    assert Counter(slice for lane in found for slice in lane) == Counter(given_slices)
+    for lane in found:
+        assert all(a.end <= b.start for a, b in itertools.pairwise(lane))
+    long = [slice for slice in given_slices if slice.start < slice.end]
+    at_once = Counter(tick for slice in long for tick in range(slice.start, slice.end))
+    if len(long) == len(given_slices):
+        assert len(found) == max(at_once.values(), default=0)
+
+
+@given(ranks)
+def test_a_viewer_drops_nothing(rank: RankEvents) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        written, items = merged(Path(folder) / "t.json", [rank])
+    assert written.slices == len(of_phase(items, "X")) >= len(rank.events)
+    for spans in as_a_viewer_reads(items).values():
+        assert spans[0][0] >= 0
+        assert misplaced(spans) == 0
+
+
+def test_times_in_nanoseconds_would_overlap_where_slices_touch() -> None:
+    """Why times are eighths of a microsecond: viewers there are that cut off what is left of a nanosecond."""
+
+    def touch(ticks: int, microsecond: int) -> bool:
+        starts = [int(tick / microsecond * 1000) for tick in (ticks, ticks + 5)]
+        return starts[0] + int(5 / microsecond * 1000) == starts[1]
+
+    some = range(10**6)
+    assert not all(touch(ticks, 1000) for ticks in some)
+    assert all(touch(ticks, TICKS // 10**6) for ticks in some)
+
+
+def test_it_is_a_chrome_trace(tmp_path: Path) -> None:
+    written, items = merged(tmp_path / "t.json", job())
+    assert {item["ph"] for item in items} == {"M", "X", "s", "f"}
+    for item in items:
+        assert isinstance(item["name"], str)
+        assert isinstance(item["pid"], int) and isinstance(item["tid"], int)
+        assert item["ph"] == "M" or item["ts"] >= 0
+        assert item["ph"] != "X" or item["dur"] >= 0
+    assert min(item["ts"] for item in of_phase(items, "X")) == 0
+    assert written.slices == len(of_phase(items, "X"))
+    waits = sum(len(event.waits) for events in job() for event in events.events)
+    assert written.slices == sum(len(events.events) for events in job()) + waits
+
+
+def test_ranks_and_rows_have_names_and_an_order(tmp_path: Path) -> None:
+    _, items = merged(tmp_path / "t.json", job())
+    names = {item["pid"]: item["args"]["name"] for item in items if item["name"] == "process_name"}
+    assert names[3] == "rank 3 (pp 1, dp 0, tp 1)"
+    assert sorted(names) == [0, 1, 2, 3]
+    order = {item["pid"]: item["args"]["sort_index"] for item in items if item["name"] == "process_sort_index"}
+    assert order == {0: 0, 1: 1, 2: 2, 3: 3}
+    of_rank_2 = [name for (rank, _), name in sorted(threads(items).items()) if rank == 2]
+    assert of_rank_2 == ["compute", "tp", "pp", "dp", "dp 2"]
+    assert not {thread for _, thread in threads(items)} & set(names)  # a viewer would put such a row first
+    indices = [item["args"]["sort_index"] for item in items if item["name"] == "thread_sort_index" and item["pid"] == 2]
+    assert indices == [0, 1, 2, 3, 4]
+
+
+def test_slices_say_what_they_are(tmp_path: Path) -> None:
+    _, items = merged(tmp_path / "t.json", job(steps=(7,))[2:])
+    found = {(threads(items)[item["pid"], item["tid"]], item["name"]): item for item in of_phase(items, "X")}
+    action = found["compute", "F m1 c0"]
+    assert action["dur"] == 30_000
+    assert action["args"] == {"step": 7, "micro-batch": 1, "chunk": 0}
+    assert found["compute", "update c0"]["args"] == {"step": 7, "chunk": 0}
+    receive = found["pp", "pp.receive forward m0 stage 1"]
+    assert receive["args"] == {
+        "step": 7, "group": "pp up", "sequence": 7, "peer": 1, "bytes": 512, "issue us": -500.0, "exposed ms": 30.0,
+    }  # fmt: skip
+    wait = found["compute", "wait pp.receive forward m0 stage 1"]
+    assert (wait["ts"], wait["dur"]) == (receive["ts"], receive["dur"]) == (0, 30_000)
+    inner = found["compute", "wait tp.all_gather layer 0 qkv"]
+    assert action["ts"] < inner["ts"] < inner["ts"] + inner["dur"] < action["ts"] + action["dur"]
+    assert ("dp", "dp.reduce_scatter chunk 0") in found and ("dp 2", "dp.reduce_scatter chunk 1") in found
+
+
+def test_waits_of_one_communication_are_apart(tmp_path: Path) -> None:
+    _, items = merged(tmp_path / "t.json", job(steps=(7,))[:1])
+    waits = [item["dur"] for item in of_phase(items, "X") if item["name"] == "wait dp.reduce_scatter chunk 0"]
+    assert waits == [10_000, 5_000]
+
+
+def test_a_wait_that_was_none_is_not_shown() -> None:
+    event = Event("tp", "x", "", 1, 0, 0, 0.0, 1.0, waits=((0.5, 0.5 + 1e-9), (0.6, 0.7)))
+    (compute, _) = rows(RankEvents(0, 1, {}, "", (), 0, (event,)), 0.0)
+    assert [slice[:2] for slice in compute.slices] == [(0.6 * TICKS, 0.7 * TICKS)]
+
+
+def test_an_arrow_leads_from_each_send_to_its_receive(tmp_path: Path) -> None:
+    written, items = merged(tmp_path / "t.json", job())
+    assert written.arrows == 12 and written.single == written.reversed == 0
+    starts, ends = of_phase(items, "s"), of_phase(items, "f")
+    assert [item["id"] for item in starts] == [item["id"] for item in ends] == list(range(1, 13))
+    ends_of_slices = [number for number, item in enumerate(items) if item["ph"] == "X"]
+    assert items.index(starts[0]) > ends_of_slices[-1]
+    for start, end in zip(starts, ends, strict=True):
+        assert end["bp"] == "e" and end["ts"] >= start["ts"]
+        assert (start["pid"] + 2, "s") == (end["pid"], start["ph"])
+        send, receive = (
+            next(
+                slice for slice in of_phase(items, "X")
+                if (slice["pid"], slice["tid"]) == (end_of_arrow["pid"], end_of_arrow["tid"])
+                and slice["ts"] <= end_of_arrow["ts"] < slice["ts"] + slice["dur"]
+            )
+            for end_of_arrow in (start, end)
+        )  # fmt: skip
+        assert send["name"] == receive["name"].replace("receive", "send")
+        assert send["args"]["step"] == receive["args"]["step"]
+
+
+def test_equal_messages_of_a_step_are_matched_in_their_order(tmp_path: Path) -> None:
+    """As those of the evaluations that follow a step."""
+    again = [dataclasses.replace(events, events=tuple(e for e in events.events if e.axis == "pp")) for events in job()]
+    same = [
+        dataclasses.replace(events, events=tuple(dataclasses.replace(e, step=1) for e in events.events))
+        for events in again
+    ]
+    written, items = merged(tmp_path / "t.json", same)
+    assert written.arrows == 12
+    assert {end["ts"] - start["ts"] for start, end in zip(of_phase(items, "s"), of_phase(items, "f"), strict=True)} == {
+        0.0  # received from before they are sent
+    }
+
+
+def test_a_message_with_one_side_has_no_arrow(tmp_path: Path) -> None:
+    ranks = job()
+    without = dataclasses.replace(ranks[2], events=tuple(e for e in ranks[2].events if e.name != "receive"))
+    written, _ = merged(tmp_path / "t.json", [ranks[0], ranks[1], without, ranks[3]])
+    assert (written.arrows, written.single, written.reversed) == (6, 6, 0)
+    written, _ = merged(tmp_path / "t.json", ranks[:3])
+    assert (written.arrows, written.single) == (6, 0)  # the other side of rank 1's is not looked for
+
+
+SKEWS = ((0.0, 0.0), (-2.0, 1e-5), (2.0, -1e-5), (1.2345678, 0.0))
+
+
+@pytest.fixture
+def skewed() -> list[RankEvents]:
+    return [on_own_clock(events, *skew) for events, skew in zip(job(), SKEWS, strict=True)]
+
+
+def test_clocks_that_differ_are_brought_together(skewed: list[RankEvents], tmp_path: Path) -> None:
+    one, expected = merged(tmp_path / "one.json", job())
+    many, found = merged(tmp_path / "many.json", skewed)
+    assert one == many
+    for item, other in zip(expected, found, strict=True):
+        assert item["name"] == other["name"]
+        assert item.get("ts", 0) == pytest.approx(other.get("ts", 0), abs=0.25)
+        assert item.get("dur", 0) == pytest.approx(other.get("dur", 0), abs=0.25)
+
+
+def messages(items: list[dict]) -> dict[tuple, dict[str, tuple[float, float]]]:
+    """The spans of both sides of each message."""
+    found: defaultdict[tuple, dict[str, tuple[float, float]]] = defaultdict(dict)
+    for item in of_phase(items, "X"):
+        side, _, what = item["name"].removeprefix("pp.").partition(" ")
+        if item["name"].startswith("pp."):
+            sender = item["pid"] if side == "send" else item["args"]["peer"]
+            found[sender, item["args"]["step"], what][side] = (item["ts"], item["ts"] + item["dur"])
+    return found
+
+
+def test_no_receive_ends_before_its_send_starts(skewed: list[RankEvents], tmp_path: Path) -> None:
+    _, items = merged(tmp_path / "t.json", skewed)
+    assert len(messages(items)) == 12
+    assert all(sides["receive"][1] >= sides["send"][0] for sides in messages(items).values())
+
+
+def test_without_the_offsets_receives_end_before_their_sends_start(skewed: list[RankEvents], tmp_path: Path) -> None:
+    unknown = [dataclasses.replace(events, clock=()) for events in skewed]
+    written, items = merged(tmp_path / "t.json", unknown)
+    early = sum(sides["receive"][1] < sides["send"][0] for sides in messages(items).values())
+    assert written.reversed == early == 12
+    assert written.arrows == 0
+
+
+def test_the_first_event_of_a_step_may_be_a_wait() -> None:
+    event = Event("pp", "receive", "", 4, 0, 0, 5.0, 6.0, waits=((4.5, 6.0),))
+    later = dataclasses.replace(event, step=5, start=7.0, end=8.0, waits=())
+    rank = RankEvents(0, 1, {}, "", ((0.0, 10.0),), 0, (event, later))
+    assert timeline.begins(rank) == {4: 14.5, 5: 17.0}
+
+
+def test_no_events_are_a_trace_too(tmp_path: Path) -> None:
+    written, items = merged(tmp_path / "t.json", [RankEvents(0, 1, {}, "", (), 0, ())])
+    assert written.slices == 0 and {item["ph"] for item in items} == {"M"}
+    assert merged(tmp_path / "t.json", [])[1] == []

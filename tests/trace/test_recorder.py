@@ -1,0 +1,500 @@
+"""The ledger: what it keeps, in which order, whose time it counts, and what a step's metrics say of it."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megascale.comm.group import Group, Recorded
+from megascale.config.run import RunConfig
+from megascale.core.events import COMPUTE, Event
+from megascale.core.rank import Rank
+from megascale.trace.recorder import Recorder, Traffic
+from tests.runs import GPT, build_run, config_of, send_messages, settings
+from tests.worlds import run_world
+
+
+class Clock:
+    """A host's clock that the test moves."""
+
+    host = True
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def mark(self) -> Any:
+        return self.now
+
+    def seconds(self, mark: Any) -> float | None:
+        return mark
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The number of a mark in the work of a device."""
+
+    number: int
+
+
+class Device:
+    """A device that is behind the host: its n-th mark becomes n seconds once it has `passed` so many."""
+
+    host = False
+
+    def __init__(self) -> None:
+        self.marks = self.passed = 0
+
+    def mark(self) -> Any:
+        self.marks += 1
+        return Moment(self.marks)
+
+    def seconds(self, mark: Any) -> float | None:
+        return float(mark.number) if mark.number <= self.passed else None
+
+
+class Work:
+    """A communication that takes no time of the host; on a device its end is a mark."""
+
+    def __init__(self, timer: Any) -> None:
+        self._timer = timer
+        self.ended: Any = None
+
+    def wait(self) -> None:
+        return None
+
+    def in_background(self) -> Work:
+        self.ended = self._timer.mark()
+        return self
+
+
+def begin(recorder: Recorder, axis: str = "tp", nbytes: int = 8, *, wait: bool = False, peer: int = -1) -> Recorded:
+    """A communication through the door of a group of this axis."""
+    group = Group(axis, (0, 1), 0, recorder=recorder)
+    return group.begin("all_reduce", "", nbytes, lambda: Work(recorder.timer), wait=wait, peer=peer)
+
+
+def total(*parts: dict[str, Traffic]) -> dict[str, Traffic]:
+    """The sum by axis."""
+    found: defaultdict[str, Traffic] = defaultdict(Traffic)
+    for part in parts:
+        for axis, traffic in part.items():
+            found[axis].add(traffic)
+    return dict(found)
+
+
+def told_by(events: list[Event]) -> dict[str, Traffic]:
+    """The traffic by axis that events amount to."""
+    return total(*({e.axis: Traffic(1, e.bytes, e.exposed)} for e in events if e.axis != COMPUTE))
+
+
+def assert_same(found: dict[str, Traffic], expected: dict[str, Traffic]) -> None:
+    assert {axis: (t.calls, t.bytes) for axis, t in found.items()} == {
+        axis: (t.calls, t.bytes) for axis, t in expected.items()
+    }
+    for axis, traffic in found.items():
+        assert traffic.exposed_s == pytest.approx(expected[axis].exposed_s, abs=1e-9)
+
+
+def test_the_ring_keeps_the_newest_and_counts_what_it_dropped() -> None:
+    recorder = Recorder(capacity=5)
+    for count in range(1, 13):
+        begin(recorder, wait=True)
+        assert recorder.dropped == max(0, count - 5)
+    assert [event.sequence for event in recorder.events()] == [7, 8, 9, 10, 11]
+    assert recorder.take_traffic()["tp"].calls == 12, "what is dropped has been counted"
+
+
+def test_an_action_takes_room_as_a_communication_does() -> None:
+    recorder = Recorder(capacity=3)
+    for microbatch in range(2):
+        with recorder.action("F", 0, microbatch):
+            begin(recorder, wait=True)
+    assert [(event.name, event.microbatch) for event in recorder.events()] == [
+        ("all_reduce", 0), ("F", 1), ("all_reduce", 1),
+    ]  # fmt: skip
+    assert recorder.dropped == 1
+
+
+@given(st.lists(st.sampled_from(["tp", "dp", "pp.up"]), max_size=30))
+def test_each_group_counts_its_own_communications(groups: list[str]) -> None:
+    recorder = Recorder()
+    for group in groups:
+        begin(recorder, group, wait=True)
+    for group in set(groups):
+        assert [e.sequence for e in recorder.events() if e.group == group] == list(range(groups.count(group)))
+
+
+def places(recorder: Recorder) -> list[tuple[str, int, int]]:
+    return [(event.name, event.chunk, event.microbatch) for event in recorder.events()]
+
+
+def test_actions_give_their_place_to_the_communications_inside() -> None:
+    recorder = Recorder()
+    begin(recorder, wait=True)
+    with recorder.action("F", 1, 7):
+        begin(recorder, wait=True)
+        with recorder.action("update", 2):
+            begin(recorder, wait=True)
+        begin(recorder, wait=True)
+    begin(recorder, wait=True)
+    assert places(recorder) == [
+        ("all_reduce", -1, -1),
+        ("F", 1, 7), ("all_reduce", 1, 7),
+        ("update", 2, -1), ("all_reduce", 2, -1),
+        ("all_reduce", 1, 7),
+        ("all_reduce", -1, -1),
+    ]  # fmt: skip
+
+
+def test_a_communication_keeps_the_place_in_which_it_was_issued() -> None:
+    recorder = Recorder()
+    with recorder.action("F", 0, 1):
+        begun = begin(recorder)
+    recorder.step = 5
+    with recorder.action("F", 0, 2):
+        begun.wait()
+    assert [(e.step, e.microbatch) for e in recorder.events() if e.axis == "tp"] == [(0, 1)]
+
+
+def test_an_action_that_fails_ends_all_the_same() -> None:
+    recorder = Recorder()
+    with pytest.raises(KeyError), recorder.action("F", 0, 3):
+        raise KeyError
+    begin(recorder, wait=True)
+    assert places(recorder) == [("F", 0, 3), ("all_reduce", -1, -1)]
+
+
+def test_what_is_under_way_is_no_event_yet() -> None:
+    recorder = Recorder()
+    with recorder.action("F"):
+        begun = begin(recorder)
+        assert recorder.events() == []
+    assert [event.name for event in recorder.events()] == ["F"]
+    begun.wait()
+    assert [event.name for event in recorder.events()] == ["F", "all_reduce"], "in the order of their issue"
+
+
+def spans(recorder: Recorder, *communications: tuple[float, float]) -> list[tuple[float, float]]:
+    """When communications of one channel, issued and ended at these times, take place by the ledger."""
+    for issue, end in communications:
+        recorder.timer.now = issue  # type: ignore[attr-defined]
+        record = recorder.communication("tp", "tp", "all_reduce", "", 8)
+        record.end, record.closed = end, True
+    return [(event.start, event.end) for event in recorder.events()]
+
+
+def test_a_communication_starts_when_the_one_before_it_is_done() -> None:
+    assert spans(Recorder(Clock()), (0.0, 4.0), (1.0, 6.0), (7.0, 8.0)) == [(0, 4), (4, 6), (7, 8)]
+
+
+def test_one_that_overtook_another_leaves_the_channel_to_it() -> None:
+    assert spans(Recorder(Clock()), (0.0, 10.0), (1.0, 5.0), (6.0, 12.0)) == [(0, 10), (5, 5), (10, 12)]
+
+
+def test_messages_of_each_peer_and_direction_have_a_channel() -> None:
+    recorder = Recorder(Clock())
+    for name, peer in (("send", 1), ("receive", 1), ("send", 2), ("send", 1)):
+        record = recorder.communication("pp", "pp.up", name, "", 8, peer)
+        record.end, record.closed = 4.0 + recorder._sequences["pp.up"], True
+    assert [event.start for event in recorder.events()] == [0, 0, 0, 5]
+
+
+def test_the_wait_of_a_host_counts_at_once() -> None:
+    clock = Clock()
+    recorder = Recorder(clock)
+    begun = begin(recorder)
+    clock.now = 2.0
+    record = begun._record
+    assert recorder.waited(record, 0.5) == 2.0
+    assert recorder.take_traffic() == {"tp": Traffic(1, 8, 1.5)}
+    assert recorder.take_traffic() == {}
+
+
+def test_a_mean_over_steps() -> None:
+    assert Traffic(6, 96, 0.75).mean(3) == {"calls": 2, "bytes": 32, "exposed_s": 0.25}
+
+
+# A device that is behind the host.
+
+
+def test_a_wait_of_a_device_counts_once_and_only_when_it_is_past() -> None:
+    device = Device()
+    recorder = Recorder(device)
+    begin(recorder, wait=True)
+    issue, waited = 1, 2
+    assert device.marks == waited
+    for device.passed in (0, issue):
+        assert recorder.events() == []
+        assert recorder.take_traffic().get("tp", Traffic()).exposed_s == 0
+    device.passed = waited
+    assert recorder.take_traffic() == {"tp": Traffic(0, 0, 1.0)}, "its call was counted when it was issued"
+    assert recorder.take_traffic() == {}
+    (event,) = recorder.events()
+    assert (event.issue, event.start, event.end, event.waits) == (1, 1, 2, ((1, 2),))
+
+
+def test_what_a_device_did_in_the_background_is_known_without_a_wait() -> None:
+    device = Device()
+    recorder = Recorder(device)
+    begun = begin(recorder)
+    device.passed = 1
+    assert not begun.done() and recorder.events() == []
+    device.passed = 2
+    assert begun.done()
+    (event,) = recorder.events()
+    assert (event.start, event.end, event.waits) == (1, 2, ())
+    begun.wait()  # does nothing
+    assert device.marks == 2 and recorder.take_traffic() == {"tp": Traffic(1, 8, 0.0)}
+
+
+def test_asking_for_events_loses_no_exposed_time() -> None:
+    device = Device()
+    recorder = Recorder(device)
+    begin(recorder, wait=True)
+    device.passed = device.marks
+    assert len(recorder.events()) == len(recorder.events()) == 1
+    assert recorder.take_traffic() == {"tp": Traffic(1, 8, 1.0)}
+
+
+def test_what_was_dropped_before_the_device_came_to_it_is_counted() -> None:
+    device = Device()
+    recorder = Recorder(device, capacity=2)
+    for _ in range(10):
+        begin(recorder, wait=True)
+    device.passed = device.marks
+    assert recorder.take_traffic() == {"tp": Traffic(10, 80, 10.0)}
+    assert [event.sequence for event in recorder.events()] == [8, 9] and recorder.dropped == 8
+
+
+moves = st.one_of(
+    st.tuples(st.just("begin"), st.sampled_from(["tp", "dp"])),
+    st.tuples(st.sampled_from(["wait", "done", "pass"]), st.integers(0, 12)),
+    st.tuples(st.sampled_from(["take", "action"]), st.just(0)),
+)
+
+
+@given(st.lists(moves, max_size=40))
+def test_on_a_device_nothing_is_lost_or_counted_twice(script: list[tuple[str, Any]]) -> None:
+    device = Device()
+    recorder = Recorder(device)
+    begun: list[Recorded] = []
+    taken: list[dict[str, Traffic]] = []
+    for move, value in script:
+        if move == "begin":
+            begun.append(begin(recorder, value))
+        elif move == "pass":
+            device.passed = min(device.marks, device.passed + value)
+        elif move == "take":
+            taken.append(recorder.take_traffic())
+        elif move == "action":
+            with recorder.action("F"):
+                device.mark()
+        elif begun:
+            getattr(begun[value % len(begun)], move)()
+        for event in recorder.events():
+            assert all(t <= device.passed for t in (event.issue, event.end, *itertools.chain(*event.waits)))
+    for each in begun:
+        each.wait()
+    device.passed = device.marks
+    taken.append(recorder.take_traffic())
+    events = recorder.events()
+    assert sum(event.axis != COMPUTE for event in events) == len(begun)
+    assert_same(total(*taken), told_by(events))
+    assert recorder._marked == [] and recorder.take_traffic() == {}
+
+
+# Real steps.
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2 sp dp2 zero2": {"parallel__tp": 2, "parallel__sp": True, "parallel__dp": 2, "parallel__zero": 2},
+    "pp2 vpp2 dp2": {"parallel__pp": 2, "parallel__vpp": 2, "parallel__dp": 2},
+}
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What a rank wrote down: events, and of each step its span and traffic; the last is what came after. `groups`:
+    the ranks of each.
+    """
+
+    events: list[Event]
+    steps: list[tuple[float, float, dict[str, Traffic]]]
+    groups: dict[str, tuple[int, ...]]
+
+
+def ledger(rank: Rank, config: RunConfig) -> Ledger:
+    """Two steps whose collectives travel by messages, in the background."""
+    from megascale.train.step import train_step
+
+    run = build_run(rank, config)
+    recorder = run.mesh.recorder
+    for group in run.mesh.groups:
+        if not group.name.startswith("pp"):
+            send_messages(group)
+    recorder.take_traffic()
+    steps = []
+    for step in range(3):
+        start = time.perf_counter()
+        if step < 2:
+            train_step(run, run.train.batch(run.progress.samples))
+        else:
+            run.gradients.finish_gather()
+            run.pipeline.finish_sends()
+        steps.append((start, time.perf_counter(), recorder.take_traffic()))
+    assert recorder.dropped == 0
+    return Ledger(recorder.events(), steps, {group.name: group.ranks for group in run.mesh.groups})
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def ledgers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Ledger]:
+    """The ledgers of four ranks, in each layout."""
+    folder = tmp_path_factory.mktemp("ledgers")
+    config = config_of(settings(GPT, folder, train__precision="fp32", **LAYOUTS[request.param]), folder)
+    return run_world(config.world, ledger, config)
+
+
+def test_ranks_of_a_group_number_the_same_collectives(ledgers: list[Ledger]) -> None:
+    told: defaultdict[tuple[str, tuple[int, ...]], list[list[Any]]] = defaultdict(list)
+    for rank in ledgers:
+        for name, ranks in rank.groups.items():
+            own = [event for event in rank.events if event.group == name]
+            assert [event.sequence for event in own] == list(range(len(own)))
+            collectives = [e for e in own if e.peer < 0]
+            told[name, ranks].append([(e.name, e.bytes, e.chunk, e.microbatch) for e in collectives])
+            if name != "tied":  # the ends of the pipeline name the embedding by their own chunks
+                told[name, ranks][-1] += [e.what for e in collectives]
+    for (name, ranks), lists in told.items():
+        assert len(lists) == len(ranks) and all(each == lists[0] for each in lists), name
+    assert sum(len(lists[0]) for lists in told.values()) > 20
+
+
+def test_each_message_is_told_by_both_sides(ledgers: list[Ledger]) -> None:
+    sides: dict[str, Counter[Any]] = {"send": Counter(), "receive": Counter()}
+    for number, rank in enumerate(ledgers):
+        for event in rank.events:
+            if event.peer >= 0:
+                ends = (number, event.peer) if event.name == "send" else (event.peer, number)
+                sides[event.name][event.step, event.what, event.bytes, ends] += 1
+    assert sides["send"] == sides["receive"]
+    assert bool(sides["send"]) == (len(ledgers[0].groups["pp.up"]) > 1)
+
+
+def test_events_are_in_the_order_of_their_issue_and_those_of_a_channel_follow_each_other(ledgers: list[Ledger]) -> None:
+    for rank in ledgers:
+        issues = [event.start if event.axis == COMPUTE else event.issue for event in rank.events]
+        assert issues == sorted(issues)
+        ends: dict[Any, float] = {}
+        for event in rank.events:
+            assert event.start <= event.end
+            if event.axis == COMPUTE:
+                continue
+            assert event.issue <= event.start
+            assert all(event.issue <= low <= high for low, high in event.waits)
+            channel = (event.group, event.name if event.peer >= 0 else "", event.peer)
+            assert ends.get(channel, 0.0) <= event.start or event.start == event.end, "only what overtook has no time"
+            ends[channel] = max(event.end, ends.get(channel, 0.0))
+
+
+def test_communications_have_the_place_of_the_action_that_issued_them(ledgers: list[Ledger]) -> None:
+    inside = 0
+    for rank in ledgers:
+        actions = [event for event in rank.events if event.axis == COMPUTE]
+        for event in rank.events:
+            if event.axis == COMPUTE:
+                continue
+            around = [action for action in actions if action.start <= event.issue <= action.end]
+            assert len(around) <= 1
+            place = (around[0].chunk, around[0].microbatch) if around else (-1, -1)
+            assert (event.chunk, event.microbatch) == place
+            inside += place[1] >= 0
+    assert inside
+
+
+def test_every_step_has_every_action(ledgers: list[Ledger]) -> None:
+    for rank in ledgers:
+        for step in (1, 2):
+            found = Counter((e.name, e.chunk, e.microbatch) for e in rank.events if e.step == step and not e.group)
+            forwards = {place[1:] for place in found if place[0] == "F"}
+            assert {place[1:] for place in found if place[0] == "B"} == forwards
+            assert {microbatch for _, microbatch in forwards} == set(range(4))
+            assert found["norms", -1, -1] == 1
+            assert {chunk for name, chunk, _ in found if name == "update"} == {chunk for chunk, _ in forwards}
+            assert all(count == 1 for (name, *_), count in found.items() if name in "FB")
+
+
+def test_the_traffic_of_a_step_is_the_sum_of_its_events(ledgers: list[Ledger]) -> None:
+    for rank in ledgers:
+        for step, (start, end, traffic) in enumerate(rank.steps, 1):
+            told = told_by([event for event in rank.events if event.step == step])
+            for axis in {*told, *traffic}:
+                found, expected = traffic.get(axis, Traffic()), told.get(axis, Traffic())
+                assert (found.calls, found.bytes) == (expected.calls, expected.bytes)
+                waits = [wait for event in rank.events if event.axis == axis for wait in event.waits]
+                during = sum(high - low for low, high in waits if start <= low and high <= end)
+                assert found.exposed_s == pytest.approx(during), "waits count in the step that waits"
+        assert any(traffic.exposed_s > 0 for traffic in rank.steps[0][2].values())
+
+
+def communication(rank: Rank, configs: list[RunConfig]) -> list[tuple[list[dict[str, dict[str, float]]], int]]:
+    """What the records of the steps say of communication, and all calls in the ledger, for each configuration."""
+    from megascale.trace.record import Record, StepRecord
+    from megascale.train.loop import train
+    from megascale.train.report import Reporter
+
+    class Listener:
+        name = "a listener"
+
+        def __init__(self) -> None:
+            self.said: list[dict[str, dict[str, float]]] = []
+
+        def write(self, record: Record) -> None:
+            if isinstance(record, StepRecord):
+                self.said.append(record.communication)
+
+        def note(self, text: str) -> None: ...
+
+        def close(self) -> None: ...
+
+    found = []
+    for config in configs:
+        run, listener = build_run(rank, config), Listener()
+        train(run, Reporter(config, run.device, None, [listener], run.mesh.recorder))
+        calls = sum(bool(event.group) for event in run.mesh.recorder.events())
+        found.append((listener.said, calls))
+    return found
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> list[list[tuple[list[dict[str, dict[str, float]]], int]]]:
+    """`communication` on two ranks of a plain run, of one with evaluations, and of one with fewer records."""
+    folder = tmp_path_factory.mktemp("said")
+    more = {"parallel__tp": 2, "train__steps": 4, "train__precision": "fp32", "train__eval_steps": 1}
+    each = ({"train__eval_every": 0}, {"train__eval_every": 1}, {"train__eval_every": 0, "train__log_every": 100})
+    return run_world(2, communication, [config_of(settings(GPT, folder, **more, **own), folder) for own in each])
+
+
+def test_an_evaluation_is_no_part_of_a_steps_metrics(said: list[Any]) -> None:
+    for (plain, calls), (evaluated, calls_with_evaluations), _ in said:
+        assert calls_with_evaluations > calls + 20
+        assert len(plain) == 4
+        for record in (*plain, *evaluated):
+            assert record.keys() == plain[0].keys() == {"tp", "world"}
+            for axis, numbers in record.items():
+                assert {"calls", "bytes", "exposed_s"} == numbers.keys()
+                assert (numbers["calls"], numbers["bytes"]) == (plain[0][axis]["calls"], plain[0][axis]["bytes"])
+                assert numbers["calls"] > 0 and numbers["exposed_s"] > 0
+
+
+def test_a_record_of_several_steps_has_their_mean(said: list[Any]) -> None:
+    for (plain, _), _, (seldom, _) in said:
+        assert len(seldom) == 2  # after the first step, and after the last
+        for record in seldom:
+            for axis, numbers in record.items():
+                assert (numbers["calls"], numbers["bytes"]) == (plain[0][axis]["calls"], plain[0][axis]["bytes"])
