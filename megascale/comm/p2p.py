@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megascale.comm.group import Group, Recorded
+from megascale.comm.pending import Follow
 from megascale.comm.progress import follower
 
 
@@ -24,12 +25,7 @@ class Channels:
     def __init__(self, up: Group, down: Group) -> None:
         self._up = up
         self._down = down
-        timer = up.recorder.timer
-        self._follow = {
-            (group.name, kind): follower(f"{group.name} {kind}", timer)
-            for group in (up, down)
-            for kind in ("send", "receive")
-        }
+        self._follow: dict[tuple[str, str, int], Follow] = {}  # by direction, kind and the other rank
 
     @property
     def rank(self) -> int:
@@ -69,7 +65,10 @@ class Channels:
 
     def _begin(self, kind: str, group: Group, tensor: Tensor, other: int, what: str) -> Recorded:
         call = dist.isend if kind == "send" else dist.irecv
-        peer, follow = group.ranks[other], self._follow[group.name, kind]
+        peer, channel = group.ranks[other], (group.name, kind, other)
+        if channel not in self._follow:
+            self._follow[channel] = follower(f"{group.name} {kind} {other}", group.recorder.timer)
+        follow = self._follow[channel]
         return group.begin(
             kind, what, tensor.nbytes, lambda: follow([call(tensor, peer, group=group.process_group)], None),
             wait=False, peer=peer,

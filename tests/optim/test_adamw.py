@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-import math
-
 import torch
 from torch import Tensor
 
