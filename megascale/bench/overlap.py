@@ -48,12 +48,15 @@ COMMON: Settings = {
 
 @dataclass(frozen=True)
 class Case:
-    """A job on `hosts` hosts with one rank each, and the axes whose overlap is switched."""
+    """A job on `hosts` hosts with one rank each, and the axes whose overlap is switched. `cores`: processor time of a
+    host, where there are more hosts than this machine has cores.
+    """
 
     name: str
     hosts: int
     axes: tuple[str, ...]
     settings: Settings
+    cores: float | None = None
 
     def switched(self, on: bool) -> Settings:
         return {f"overlap.{axis}": str(on).lower() for axis in self.axes}
@@ -81,18 +84,19 @@ CASES = {
         ),
         Case(
             "pp", 2, ("pp",),
-            _model(8, 256, 768) | _batch(4, 32) | {"parallel.pp": "2", "parallel.vpp": "2"},
+            _model(8, 256, 768) | _batch(2, 32) | {"parallel.pp": "2", "parallel.vpp": "2"},
         ),
         Case(
             "tp", 2, ("tp",),
-            _model(2, 1024, 4096) | _batch(4, 4)
+            _model(4, 1024, 4096) | _batch(4, 4)
             | {"parallel.tp": "2", "parallel.sp": "true", "model.block": '"parallel"'},
         ),
         Case(
             "all", 8, ("tp", "pp", "dp"),
-            _model(8, 512, 2048) | _batch(2, 16)
+            _model(4, 512, 2048) | _batch(2, 16)
             | {"parallel.tp": "2", "parallel.sp": "true", "parallel.pp": "2", "parallel.vpp": "2", "parallel.dp": "2"}
-            | {"model.block": '"parallel"', "overlap.bucket_bytes": "8000000"},
+            | {"model.block": '"parallel"', "overlap.bucket_bytes": "4000000"},
+            cores=0.25,
         ),
     )
 }  # fmt: skip
@@ -139,7 +143,7 @@ def measure(case: Case, folder: Path, rounds: int, steps: int, say: Say) -> Resu
 
     Raises: TestbedError where there can be no testbed, OverlapError if a job fails
     """
-    with Testbed(case.hosts, Link()) as testbed:
+    with Testbed(case.hosts, Link(), case.cores) as testbed:
         job = _Job(testbed, case, folder, steps)
         rate = _find_rate(job, say)
         testbed.shape(Link(rate))

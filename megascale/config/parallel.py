@@ -38,7 +38,7 @@ class OverlapConfig(Section):
     """`[overlap]`: communication hidden behind compute. Off, the same operations run one after the other."""
 
     tp: bool = Field(True, description="activations travel piece by piece while matrix products work on other pieces")
-    pp: bool = Field(True, description="receives are posted one action ahead; off: when they are needed")
+    pp: bool = Field(True, description="receives are posted two actions ahead; off: when they are needed")
     dp: bool = Field(
         True, description="a bucket's gradients are reduced, and its weights gathered, behind other buckets' work"
     )

@@ -35,6 +35,11 @@ from megascale.schedule.lower import lower
 from megascale.trace.recorder import Recorder
 from megascale.train.stop import Stop
 
+AHEAD = 2
+"""Actions by which receives are posted before they are needed: with one, a message that takes longer than a forward is
+waited for (docs/performance.md); each costs room for one more activation.
+"""
+
 Formats = tuple[torch.dtype, torch.dtype]
 """Of compute, and of what accumulates."""
 
@@ -145,7 +150,7 @@ def build_schedule(config: RunConfig, training: bool = True) -> Schedule:
     return lower(
         compute if training else forwards_only(compute),
         p.vpp,
-        ahead=1 if config.overlap.pp else 0,
+        ahead=AHEAD if config.overlap.pp else 0,
         training=training,
         reduce_each=p.zero == 2,
     )
