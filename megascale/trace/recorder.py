@@ -25,11 +25,6 @@ class Traffic:
     bytes: int = 0
     exposed_s: float = 0.0
 
-    def add(self, other: Traffic) -> None:
-        self.calls += other.calls
-        self.bytes += other.bytes
-        self.exposed_s += other.exposed_s
-
     def mean(self, steps: int) -> dict[str, float]:
         """What it is in one of so many steps."""
         return {"calls": self.calls / steps, "bytes": self.bytes / steps, "exposed_s": self.exposed_s / steps}
@@ -60,7 +55,9 @@ class Record:
 
 
 class Recorder:
-    """Takes records in the order in which they are issued. `step` is the step that is being trained, from 1."""
+    """Takes records in the order in which they are issued. `step` is the step that is being trained, from 1; what is
+    issued outside of steps, under 0, is kept but is nobody's traffic.
+    """
 
     def __init__(self, timer: Timer | None = None, capacity: int = CAPACITY) -> None:
         self.timer = timer or HostTimer()
@@ -83,22 +80,22 @@ class Recorder:
         record.group, record.bytes, record.peer = group, nbytes, peer
         record.sequence = self._sequences[group]
         self._sequences[group] += 1
-        traffic = self._traffic[axis]
-        traffic.calls += 1
-        traffic.bytes += nbytes
+        if self.step:
+            self._traffic[axis].calls += 1
+            self._traffic[axis].bytes += nbytes
         return record
 
     def waited(self, record: Record, start: Mark) -> Mark:
         """Compute has waited for a communication since `start`. Returns the end of the wait."""
         end = self.mark()
         record.waits.append((start, end))
-        if self.timer.host:
+        if self.timer.host and record.step:
             self._traffic[record.axis].exposed_s += end - start  # type: ignore[operator]
         return end
 
     def take_traffic(self) -> dict[str, Traffic]:
         """What each axis has communicated since the last call. On a GPU a wait counts once the device is past it."""
-        self._settle()
+        self.settle()
         found, self._traffic = dict(self._traffic), defaultdict(Traffic)
         return found
 
@@ -106,7 +103,7 @@ class Recorder:
         """What is kept, of all that is done. A communication starts when it is issued and the one before it in its
         channel is done.
         """
-        self._settle()
+        self.settle()
         ends: dict[tuple[Any, ...], float] = {}
         return [_event(record, ends) for record in self._ring if record.closed and isinstance(record.issue, float)]
 
@@ -119,13 +116,13 @@ class Recorder:
             self._marked.append(record)
         return record
 
-    def _settle(self) -> None:
-        """Turn marks that the device has passed into seconds, and let go of them."""
+    def settle(self) -> None:
+        """Turn marks that the device has passed into seconds, and let go of them: now and then, or they pile up."""
         left = []
         for record in self._marked:
             if not self._to_seconds(record):
                 left.append(record)
-            elif record.axis != COMPUTE:
+            elif record.axis != COMPUTE and record.step:
                 self._traffic[record.axis].exposed_s += sum(b - a for a, b in record.waits)  # type: ignore
         self._marked = left
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,7 @@ from megascale.device import Device
 from megascale.plan.flops import mfu, token_flops
 from megascale.plan.hardware import Peak
 from megascale.trace.record import Record, StepRecord
-from megascale.trace.recorder import Recorder, Traffic
+from megascale.trace.recorder import Recorder
 from megascale.trace.writers import JsonLines, TensorBoard, Terminal, Writer
 
 if TYPE_CHECKING:
@@ -32,26 +31,23 @@ class Reporter:
         self._peak = peak
         self._writers = writers
         self._recorder = recorder
-        self._traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
         self._steps = self._tokens = 0
         self._seconds = 0.0
         self._started = time.perf_counter()
 
     def start_step(self) -> None:
-        """Everything until `end_step` counts as the step's time and traffic."""
-        self._recorder.take_traffic()
+        """Everything until `end_step` counts as the step's time."""
         self._started = time.perf_counter()
 
     def end_step(self, result: StepResult) -> None:
         self._seconds += time.perf_counter() - self._started
         self._steps += 1
         self._tokens += result.tokens
-        for axis, traffic in self._recorder.take_traffic().items():
-            self._traffic[axis].add(traffic)
+        self._recorder.settle()
 
     def step(self, result: StepResult, progress: Progress) -> None:
         """Write a record of the steps since the last one."""
-        speed = self._tokens / self._seconds
+        speed, traffic = self._tokens / self._seconds, self._recorder.take_traffic()
         peak = self._peak.flops * self._world if self._peak else None
         self.write(
             StepRecord(
@@ -67,12 +63,11 @@ class Reporter:
                 mfu_full=mfu(self._flops.full, speed, peak) if peak else None,
                 mfu_causal=mfu(self._flops.causal, speed, peak) if peak else None,
                 peak_memory_bytes=self._device.peak_memory(),
-                communication={axis: traffic.mean(self._steps) for axis, traffic in sorted(self._traffic.items())},
+                communication={axis: traffic[axis].mean(self._steps) for axis in sorted(traffic)},
             )
         )
         self._steps = self._tokens = 0
         self._seconds = 0.0
-        self._traffic.clear()
 
     def write(self, record: Record) -> None:
         for failure in self._each(lambda writer: writer.write(record)):

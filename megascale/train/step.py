@@ -52,6 +52,7 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
         if index == 0:  # before another rank's weights cover what is wrong with ours; the device is busy meanwhile
             _check(run, *numbers())
         run.gradients.start_gather(bucket)  # hidden behind the next update, and the next batch's loading
+    recorder.step = 0  # until the next one
     total, tokens, stops, norm, _ = numbers()
     run.progress.step = step
     run.progress.samples += run.config.batch.total
