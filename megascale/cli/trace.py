@@ -26,7 +26,7 @@ PICTURED = 8
 
 
 BEFORE = 0
-"""The step of what comes before the first step: no step, but it can be asked for."""
+"""The step of what lies outside of steps: none, but it can be asked for."""
 
 
 class TraceError(MegascaleError):

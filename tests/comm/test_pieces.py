@@ -36,6 +36,7 @@ def open_group(rank: Rank, seed: int) -> Any:
     from megascale.trace.recorder import Recorder
 
     group = open_group("tp", range(rank.world), rank.rank, Recorder(), slot_bytes=1 << 12)
+    group.recorder.step = 1  # outside of steps nothing is counted
     send_messages(group)
     chance = random.Random(f"{seed} {rank.rank}")
 

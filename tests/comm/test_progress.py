@@ -121,6 +121,7 @@ def begin(recorder: Recorder, start: Callable[[], Any], *, wait: bool = False) -
 def test_a_communication_that_failed_is_never_done() -> None:
     """Who asks whether it is done, and lets go of it then, would not hear of the error."""
     follow, recorder = follower("test", HostTimer()), Recorder()
+    recorder.step = 1
 
     def fail() -> None:
         raise ConnectionError
@@ -135,6 +136,7 @@ def test_a_communication_that_failed_is_never_done() -> None:
 
 def test_done_does_not_wait() -> None:
     follow, recorder = follower("test", HostTimer()), Recorder()
+    recorder.step = 1
     work: Any = Work()
     begun = begin(recorder, lambda: follow([work], None))
     assert not begun.done() and recorder.events() == []

@@ -103,7 +103,10 @@ def test_tensorboard_has_the_same_figures(trained: Trained) -> None:
 
     events = EventAccumulator(str(trained.folder / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
-    names = {"train/": [n for n in trained.steps()[0] if n != "step"], "valid/": ["loss", "tokens"]}
+    names = {"train/": [n for n in trained.steps()[0] if n not in ("step", "communication")]}
+    names["valid/"] = ["loss", "tokens"]
+    for axis, traffic in trained.steps()[0]["communication"].items():
+        names[f"train/communication/{axis}/"] = list(traffic)
     assert set(events.Tags()["scalars"]) == {prefix + name for prefix, own in names.items() for name in own}
     for tag, key in (("train/loss", "loss"), ("train/mfu_full", "mfu_full"), ("valid/loss", "valid_loss")):
         found = [(event.step, event.value) for event in events.Scalars(tag)]
