@@ -22,7 +22,8 @@ from types import FrameType
 
 from megascale.core.errors import Exit, MegascaleError
 from megascale.core.process import stop_signals
-from megascale.launch.testbed import TIMED_OUT, TIMEOUT, Ended, Host, Link, Testbed, run, torchrun
+from megascale.launch.hosts import TIMED_OUT, TIMEOUT, Ended, run, torchrun
+from megascale.launch.testbed import Host, Link, Testbed
 
 PREFIXES = {
     "": 1.0,

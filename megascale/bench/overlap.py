@@ -17,7 +17,8 @@ from typing import Any
 
 from megascale.core.errors import MegascaleError
 from megascale.core.files import write_text
-from megascale.launch.testbed import Link, Testbed, torchrun
+from megascale.launch.hosts import torchrun
+from megascale.launch.testbed import Link, Testbed
 
 SHARE = 0.4
 """Of a step without overlap that communication is to take."""

@@ -31,7 +31,7 @@ class Head(nn.Module):
 
     def logits(self, x_sbh: Tensor) -> Tensor:
         """This rank's columns of the logits, [s, b, rows of the weight]; columns beyond the vocabulary are padding."""
-        return column_linear(self.norm(x_sbh), self.weight, None, self._axis, "head")
+        return column_linear(self.norm(x_sbh), self.weight, None, self._axis, "head", keep=True)
 
     def forward(self, x_sbh: Tensor, batch: MicroBatch) -> Tensor:
         """The sum of the losses of the micro-batch's tokens."""

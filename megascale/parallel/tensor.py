@@ -4,7 +4,8 @@ sequence parallelism activations cut along the sequence between them (Korthikant
 Activations are [s, b, h], so a cut along the sequence is contiguous. Column-parallel layers need their whole input on
 every rank, row-parallel layers leave a sum over ranks: without sequence parallelism that is an all-reduce in the
 backward of the first and one in the forward of the second; with it an all-gather and a reduce-scatter in the forward
-and their opposites in the backward, and the gathered input is not kept but gathered again for the weight's gradient.
+and their opposites in the backward, and the gathered input is not kept but gathered again for the weight's gradient
+(but for the head's, whose backward follows at once, beside logits that are far larger).
 Layers side by side share their collectives. All of them travel under matrix products (`parallel.overlap`).
 """
 
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megascale.comm.pending import DONE
 from megascale.parallel.overlap import TensorAxis, gathered_product, reduced_product
 from megascale.parallel.weights import add_product, add_sum
 
@@ -24,17 +26,22 @@ Layer = tuple[Tensor, Tensor | None]
 """A weight [n, k], cut in one dimension, and a bias [n]."""
 
 
-def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorAxis, what: str = "") -> Tensor:
+def column_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorAxis, what: str = "", *, keep: bool = False
+) -> Tensor:
     """x [s, b, k] W^T + b with the rows of W cut: weight [n / tp, k], bias [n / tp], result [s, b, n / tp].
 
-    With sequence parallelism x is [s / tp, b, k]. `what` names it in the ledger.
+    With sequence parallelism x is [s / tp, b, k]; `keep` the gathered one for the backward, where that comes at once.
+    `what` names it in the ledger.
     """
-    return column_linears(x, [(weight, bias)], axis, what)[0]
+    return column_linears(x, [(weight, bias)], axis, what, keep=keep)[0]
 
 
-def column_linears(x: Tensor, layers: Sequence[Layer], axis: TensorAxis, what: str = "") -> tuple[Tensor, ...]:
+def column_linears(
+    x: Tensor, layers: Sequence[Layer], axis: TensorAxis, what: str = "", *, keep: bool = False
+) -> tuple[Tensor, ...]:
     """`column_linear` of one input through several layers, which share one gather of it and one sum of its gradient."""
-    return _Columns.apply(axis, what, x, *(tensor for layer in layers for tensor in layer))
+    return _Columns.apply(axis, what, keep, x, *(tensor for layer in layers for tensor in layer))
 
 
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorAxis, what: str = "") -> Tensor:
@@ -52,12 +59,14 @@ def row_linears(inputs: Sequence[Tensor], layers: Sequence[Layer], axis: TensorA
 
 class _Columns(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, axis: TensorAxis, what: str, x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(x, *tensors)
-        ctx.axis, ctx.what = axis, what
+    def forward(
+        ctx: Any, axis: TensorAxis, what: str, keep: bool, x: Tensor, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        ctx.axis, ctx.what, ctx.keep = axis, what, keep
         weights, biases = _layers(tensors)
         largest = _largest(weights)
         full, product = gathered_product(x, weights[largest], biases[largest], axis, what)
+        ctx.save_for_backward(full if keep else x, *tensors)
         pairs = enumerate(zip(weights, biases, strict=True))
         return tuple(product if i == largest else F.linear(full, weight, bias) for i, (weight, bias) in pairs)
 
@@ -67,7 +76,7 @@ class _Columns(torch.autograd.Function):
         axis: TensorAxis = ctx.axis
         weights, biases = _layers(tensors)
         grads = tuple(grad.contiguous() for grad in grads)
-        full, gathering = axis.gather(x, f"{ctx.what} again", wait=not axis.overlap)
+        full, gathering = (x, DONE) if ctx.keep else axis.gather(x, f"{ctx.what} again", wait=not axis.overlap)
         grad_x = grads[0] @ weights[0]
         for grad, weight in zip(grads[1:], weights[1:], strict=True):
             grad_x.view(-1, grad_x.shape[-1]).addmm_(_rows(grad), weight)
@@ -78,7 +87,7 @@ class _Columns(torch.autograd.Function):
             found.append(add_product(weight, _rows(grad), _rows(full)))
             found.append(add_sum(bias, _rows(grad)) if bias is not None else None)
         reducing.wait()
-        return None, None, grad_x, *found
+        return None, None, None, grad_x, *found
 
 
 class _Rows(torch.autograd.Function):

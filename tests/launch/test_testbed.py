@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from megascale.core.errors import Exit
-from megascale.launch import testbed
+from megascale.launch import hosts, testbed
 from megascale.launch.cores import CoresError
 from megascale.launch.testbed import Host, Link
 from tests.jobs import curve, finish, heed_signals, job_config, lives
@@ -206,7 +206,7 @@ def test_a_command_on_every_host(bed: testbed.Testbed) -> None:
         said.append((host.index, name, line))
 
     script = 'echo "$HOST_INDEX of $HOSTS"; echo "$WORD" >&2; printf end; exit "$HOST_INDEX"'
-    ends = testbed.run(bed, lambda host: ["sh", "-c", script], {"WORD": "given"}, timeout=60, say=say)
+    ends = hosts.run(bed, lambda host: ["sh", "-c", script], {"WORD": "given"}, timeout=60, say=say)
     assert [end.status for end in ends] == [0, 1, 2]
     assert [end.out for end in ends] == [f"{index} of 3\nend" for index in range(3)]
     assert [end.err for end in ends] == ["given\n"] * 3
@@ -216,16 +216,16 @@ def test_a_command_on_every_host(bed: testbed.Testbed) -> None:
 
 
 def test_after_the_time_all_is_killed(bed: testbed.Testbed) -> None:
-    ends = testbed.run(bed, lambda host: ["true"] if host.index == 1 else FOREVER, timeout=1)
+    ends = hosts.run(bed, lambda host: ["true"] if host.index == 1 else FOREVER, timeout=1)
     assert [end.status for end in ends] == [124, 0, 124]
     assert ends[0].out == "ready\n"
     assert not inside({net(Path(host.namespace)) or "" for host in bed.hosts})
-    assert testbed.run(bed, lambda host: ["true"], timeout=60)[0].status == 0, "the hosts go on standing"
+    assert hosts.run(bed, lambda host: ["true"], timeout=60)[0].status == 0, "the hosts go on standing"
 
 
 def test_hosts_end_when_one_has_failed(bed: testbed.Testbed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(testbed, "GRACE", 0.3)
-    ends = testbed.run(bed, lambda host: ["sh", "-c", "exit 7"] if host.index == 1 else FOREVER, timeout=60)
+    monkeypatch.setattr(hosts, "GRACE", 0.3)
+    ends = hosts.run(bed, lambda host: ["sh", "-c", "exit 7"] if host.index == 1 else FOREVER, timeout=60)
     assert [end.status for end in ends] == [-signal.SIGKILL, 7, -signal.SIGKILL]
     assert tool.status(ends) == 7
 
@@ -379,7 +379,7 @@ def test_a_job_on_two_hosts(tmp_path: Path, bed: testbed.Testbed) -> None:
     config = job_config(tmp_path / "three", GPT, **settings)
     bed.shape(Link(500 * MBIT))
     before = sent(bed)
-    ends = testbed.torchrun(bed, 1, ["-m", "megascale", "train", str(config)], timeout=120)
+    ends = hosts.torchrun(bed, 1, ["-m", "megascale", "train", str(config)], timeout=120)
     assert [end.status for end in ends] == [0, 0, 0], ends
     assert "step 2/2" in ends[0].out and "step 2/2" not in ends[1].out
     records = map(json.loads, (config.parent / "runs" / "test" / "metrics.jsonl").read_text().splitlines())
@@ -425,7 +425,7 @@ def test_a_host_has_no_more_than_its_cores() -> None:
         bed = testbed.Testbed(2, Link(), cores=0.25)
         with bed:
             folders = [cores.folder for cores in bed._cores]
-            ends = testbed.run(bed, lambda host: [sys.executable, "-c", SPIN], timeout=60)
+            ends = hosts.run(bed, lambda host: [sys.executable, "-c", SPIN], timeout=60)
     except CoresError as error:  # a machine where nobody may bound them says so
         assert error.exit_status == Exit.CONFIG and "control groups" in str(error)
         return

@@ -51,8 +51,8 @@ def test_sequence_parallelism_gathers_and_scatters_instead(family: str, tmp_path
     config, counts = measure(tmp_path, family, parallel__tp=2, parallel__sp=True)
     m, micro = config.model, config.micro_batches
     activation = 4 * m.seq_length * config.batch.micro * m.hidden_size
-    # four pairs a layer, and in the backward the two inputs that are not kept; the same for the embedding and the head
-    gathers = micro * (4 * m.num_layers + 2 * m.num_layers + 3)
+    # four pairs a layer, and in the backward the two inputs that are not kept; a pair each for embedding and head
+    gathers = micro * (4 * m.num_layers + 2 * m.num_layers + 2)
     scatters = micro * (4 * m.num_layers + 2)
     for rank in counts:
         assert rank["tp"]["all_gather"] == (gathers, gathers * activation)
