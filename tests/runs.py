@@ -89,8 +89,8 @@ def traffic_of(run: Any, step: int) -> dict[str, dict[str, tuple[int, int]]]:
 
 
 def send_messages(group: Any, *, backend: bool = False) -> None:
-    """Let a group on one host communicate as if its ranks were on several: by direct messages, or by the `backend`'s
-    own collectives.
+    """Let a group on one host communicate as if its ranks were on several: by direct messages, short ones, or by the
+    `backend`'s own collectives.
     """
     from megascale.comm.backend import Backend
     from megascale.comm.exchange import Exchange
@@ -98,7 +98,7 @@ def send_messages(group: Any, *, backend: bool = False) -> None:
 
     if group.size > 1 and group.transport is not None:
         follow = follower(group.name, group.recorder.timer)
-        group.exchange = Exchange(group.process_group, group.ranks, group.index, follow)
+        group.exchange = Exchange(group.process_group, group.ranks, group.index, follow, most=2000)
         group.transport = Backend(group.process_group, follow) if backend else group.exchange
 
 

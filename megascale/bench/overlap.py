@@ -85,7 +85,7 @@ CASES = {
         ),
         Case(
             "pp", 2, ("pp",),
-            _model(8, 256, 768) | _batch(2, 32) | {"parallel.pp": "2", "parallel.vpp": "2"},
+            _model(8, 256, 768) | _batch(2, 48) | {"parallel.pp": "2", "parallel.vpp": "2"},
         ),
         Case(
             "tp", 2, ("tp",),
@@ -97,7 +97,7 @@ CASES = {
             _model(4, 512, 2048) | _batch(2, 16)
             | {"parallel.tp": "2", "parallel.sp": "true", "parallel.pp": "2", "parallel.vpp": "2", "parallel.dp": "2"}
             | {"model.block": '"parallel"', "overlap.bucket_bytes": "4000000"},
-            cores=0.25,
+            cores=0.2,
         ),
     )
 }  # fmt: skip

@@ -8,6 +8,7 @@ product works on the pieces that are here. Sums are formed in the order of the r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -25,18 +26,31 @@ SMALL = 1 << 16
 
 TAGS = 1 << 30
 
+MESSAGE_BYTES = 1 << 19
+"""Most bytes of a message of gloo, which serves the two directions of a connection in turns: one long message each way
+takes as long as two, short ones pass each other (docs/performance.md).
+"""
+
 
 class Exchange:
-    """The messages of one group: this is rank `index` of `ranks` (their global numbers)."""
+    """The messages of one group: this is rank `index` of `ranks` (their global numbers). `most`: bytes of a message,
+    None for no bound.
+    """
 
     def __init__(
-        self, process_group: dist.ProcessGroup | None, ranks: Sequence[int], index: int, follow: Follow
+        self,
+        process_group: dist.ProcessGroup | None,
+        ranks: Sequence[int],
+        index: int,
+        follow: Follow,
+        most: int | None = None,
     ) -> None:
         self._process_group = process_group
         self._ranks = ranks
         self._size = len(ranks)
         self._index = index
         self._follow = follow
+        self._most = most
         self._tag = 0
 
     def all_gather(self, out: Tensor, part: Tensor) -> Pending:
@@ -91,9 +105,17 @@ class Exchange:
         for step in range(1, self._size):  # each rank begins with its neighbour: no rank is sent to by all at once
             to, source = (self._index + step) % self._size, (self._index - step) % self._size
             group = self._process_group
-            operations.append(dist.P2POp(dist.isend, outgoing[to], self._ranks[to], group, tag))
-            operations.append(dist.P2POp(dist.irecv, incoming[source], self._ranks[source], group, tag))
+            for out, into in zip_longest(self._cut(outgoing[to]), self._cut(incoming[source])):
+                if out is not None:
+                    operations.append(dist.P2POp(dist.isend, out, self._ranks[to], group, tag))
+                if into is not None:
+                    operations.append(dist.P2POp(dist.irecv, into, self._ranks[source], group, tag))
         return dist.batch_isend_irecv(operations)
+
+    def _cut(self, tensor: Tensor) -> Sequence[Tensor]:
+        """A tensor as messages; those of one tag arrive in the order in which they are sent."""
+        count = -(-tensor.nbytes // self._most) if self._most else 1
+        return tensor.view(-1).chunk(count) if count > 1 else (tensor,)
 
     def _next_tag(self) -> int:
         self._tag = (self._tag + 1) % TAGS

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megascale.comm import shared
 from megascale.comm.backend import Backend
-from megascale.comm.exchange import Exchange
+from megascale.comm.exchange import MESSAGE_BYTES, Exchange
 from megascale.comm.group import Group, Transport, alone
 from megascale.comm.progress import follower
 from megascale.trace.recorder import Recorder
@@ -41,7 +41,8 @@ def open_transport(group: Group, slot_bytes: int) -> None:
     if group.size == 1:
         return
     follow = follower(group.name, group.recorder.timer)
-    group.exchange = Exchange(group.process_group, group.ranks, group.index, follow)
+    most = MESSAGE_BYTES if group.recorder.timer.host else None
+    group.exchange = Exchange(group.process_group, group.ranks, group.index, follow, most)
     group.transport = Backend(group.process_group, follow)
     if group.recorder.timer.host and group.size <= SMALL_GROUP:
         group.transport = group.exchange

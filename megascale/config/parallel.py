@@ -43,5 +43,5 @@ class OverlapConfig(Section):
         True, description="a bucket's gradients are reduced, and its weights gathered, behind other buckets' work"
     )
     bucket_bytes: Count = Field(
-        128 << 20, description="a model chunk whose gradients take more is cut into buckets of whole layers"
+        32 << 20, description="a model chunk whose gradients take more is cut into buckets of whole layers"
     )

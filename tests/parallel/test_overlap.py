@@ -61,7 +61,10 @@ def switched(rank: Rank, configs: list[RunConfig]) -> list[Outcome]:
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+SLOW = "tp4 sp"
+
+
+@pytest.mark.parametrize("layout", [pytest.param(it, marks=pytest.mark.slow) if it == SLOW else it for it in LAYOUTS])
 def test_overlap_changes_no_result(layout: str, tmp_path: Path) -> None:
     family = GPT if "pp" in layout else LLAMA | {"num_kv_heads": 4}
     common: dict[str, Any] = {"train__precision": "fp32", "model__block": "parallel" if "sp" in layout else "serial"}

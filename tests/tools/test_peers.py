@@ -15,6 +15,7 @@ import torch
 
 from megascale.layout.tensors import Parameter, whole
 from tests.jobs import lives
+from tests.launch.test_testbed import missing
 from tests.runs import LLAMA, config_of, settings
 
 ROOT = Path(__file__).parents[2]
@@ -154,6 +155,7 @@ def test_every_system_is_given_the_same_sizes() -> None:
         ("--layouts tp2,zz", "'zz' is no layout"),
         ("--steps 2 --warmup 2", "leaves no step to time"),
         ("--rounds 0", "--rounds: at least one"),
+        ("--cores 0.5", "name their --rate too"),
         ("--python torchtitan=nowhere", "SYSTEM=PATH"),
         ("--systems megascale --markdown nowhere.md", "the table goes between"),
     ],
@@ -211,3 +213,18 @@ def test_megascale_and_a_peer_train_on_the_same_task_and_another_task_is_found_o
     assert wrong["why"].startswith("not the same task: the loss of step 2 is")
     assert shown["loss_difference"] < 1e-5  # what is left of digits that were not printed
     assert page.read_text().count("\n| 1 |") == 3
+
+
+@NEEDS_PEERS
+@pytest.mark.slow
+@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.parametrize("cores", ["", "--cores 0.5"])
+def test_every_rank_on_a_host_of_its_own(cores: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--systems", "megascale,torch-native", "--layouts", "pp2", "--rounds", "1", "--steps", "2", "--warmup"]
+    hosts = ["--rate", "50mbit", *cores.split()]
+    assert peers.main(["--peers", str(PEERS), "--json", *hosts, *words, "1", *TINY]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [row["system"] for row in shown["layouts"]["pp2"]] == ["megascale", "torch-native"]
+    assert all(row["tokens_per_s"] > 0 for row in shown["layouts"]["pp2"])
+    where = ", every rank on a host of its own with 0.5 cores, " if cores else ", every rank on a host of its own, "
+    assert f"{where}links of 50mbit" in shown["caption"]
