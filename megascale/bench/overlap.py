@@ -89,7 +89,7 @@ CASES = {
         ),
         Case(
             "tp", 2, ("tp",),
-            _model(4, 1024, 4096) | _batch(4, 4)
+            _model(8, 1024, 4096) | _batch(4, 4)
             | {"parallel.tp": "2", "parallel.sp": "true", "model.block": '"parallel"'},
         ),
         Case(

@@ -4,6 +4,8 @@ copy engines move the pieces while tensor cores multiply (`torch.ops.symm_mem`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -31,13 +33,15 @@ def _mapped(group: Group, device: torch.device) -> bool:
     return True
 
 
-def all_gather_matmul(group: Group, part: Tensor, matrix: Tensor, *, what: str) -> tuple[Tensor, Tensor]:
-    """The whole of part [s / size, b, k] along dimension 0, and its product with matrix [k, n]."""
+def all_gather_matmul(
+    group: Group, part: Tensor, matrices: Sequence[Tensor], *, what: str
+) -> tuple[Tensor, list[Tensor]]:
+    """The whole of part [s / size, b, k] along dimension 0, and its product with each matrix [k, n]."""
     nbytes = part.nbytes * group.size
     record = group.recorder.communication(group.axis, group.name, "all_gather", f"{what} fused", nbytes)
-    full, products = torch.ops.symm_mem.fused_all_gather_matmul(part, [matrix], 0, _name(group))
+    full, products = torch.ops.symm_mem.fused_all_gather_matmul(part, list(matrices), 0, _name(group))
     record.end, record.closed = group.recorder.mark(), True  # how much of it is hidden no event can say
-    return full, products[0]
+    return full, list(products)
 
 
 def matmul_reduce_scatter(group: Group, x: Tensor, matrix: Tensor, *, what: str) -> Tensor:

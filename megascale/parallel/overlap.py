@@ -8,6 +8,7 @@ as through shared memory, pieces would only cost: there the collective comes bef
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +32,10 @@ PIECES = 4
 
 PIECE_BYTES = 1 << 17
 """Fewer bytes in a piece cost more in messages than they hide (docs/performance.md)."""
+
+
+Layer = tuple[Tensor, Tensor | None]
+"""A weight [n, k], cut in one dimension, and a bias [n]."""
 
 
 @dataclass(frozen=True)
@@ -82,53 +87,89 @@ class TensorAxis:
         return max(1, min(PIECES, part.nbytes // PIECE_BYTES))
 
 
-def gathered_product(
-    part: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorAxis, what: str
-) -> tuple[Tensor, Tensor]:
-    """The whole of part [s / tp, b, k] (itself if activations are not cut), and its product with weight [n, k]
-    transposed, plus bias [n].
+def gathered_products(
+    part: Tensor,
+    layers: Sequence[Layer],
+    axis: TensorAxis,
+    what: str,
+    also: Callable[[Tensor, slice], None] | None = None,
+) -> tuple[Tensor, list[Tensor]]:
+    """The whole of part [s / tp, b, k] (itself if activations are not cut), and its products with weights [n, k]
+    transposed, plus biases [n].
+
+    `also` is called with the whole and rows of it that are there: all at once, or this rank's own while the others'
+    travel, and later those.
     """
-    if axis.cut and axis.overlap and axis.fused:
-        full, product = symmetric.all_gather_matmul(axis.group, part.contiguous(), weight.t(), what=what)
-        return full, product if bias is None else product.add_(bias)
+    also = also or (lambda full, rows: None)
     pieces = axis.pieces(part) if axis.cut else 0
-    if not pieces:
+    if axis.cut and axis.overlap and axis.fused:
+        matrices = [weight.t() for weight, _ in layers]
+        full, products = symmetric.all_gather_matmul(axis.group, part.contiguous(), matrices, what=what)
+        pairs = zip(products, layers, strict=True)
+        products = [product if bias is None else product.add_(bias) for product, (_, bias) in pairs]
+    elif not pieces:
         full, _ = axis.gather(part, what)
-        return full, F.linear(full, weight, bias)
-    full = part.new_empty(part.shape[0] * axis.size, *part.shape[1:])
-    product = full.new_empty(*full.shape[:-1], weight.shape[0])
-    for arrived, pending in all_gather_pieces(axis.group, full, part.contiguous(), pieces, what=what):
+        products = [F.linear(full, weight, bias) for weight, bias in layers]
+    else:
+        return _products_of_pieces(part.contiguous(), layers, axis, what, pieces, also)
+    also(full, slice(0, full.shape[0]))
+    return full, products
+
+
+def _products_of_pieces(
+    part: Tensor,
+    layers: Sequence[Layer],
+    axis: TensorAxis,
+    what: str,
+    pieces: int,
+    also: Callable[[Tensor, slice], None],
+) -> tuple[Tensor, list[Tensor]]:
+    n = part.shape[0]
+    full = part.new_empty(n * axis.size, *part.shape[1:])
+    products = [full.new_empty(*full.shape[:-1], weight.shape[0]) for weight, _ in layers]
+    for number, (arrived, pending) in enumerate(all_gather_pieces(axis.group, full, part, pieces, what=what)):
         pending.wait()
         for rows in arrived:
-            _multiply(product[rows], full[rows], weight, bias)
-    return full, product
+            for product, (weight, bias) in zip(products, layers, strict=True):
+                _multiply(product[rows], full[rows], weight, bias)
+        if number == 0:  # this rank's own
+            also(full, slice(n * axis.index, n * (axis.index + 1)))
+    for rows in (slice(0, n * axis.index), slice(n * (axis.index + 1), n * axis.size)):
+        if rows.start < rows.stop:
+            also(full, rows)
+    return full, products
 
 
-def reduced_product(x: Tensor, weight: Tensor, term: Tensor | None, axis: TensorAxis, what: str) -> Tensor:
-    """The sum over ranks of x [s, b, k] times weight [n, k] transposed, plus `term` [s, b, n] of each rank, which is
-    overwritten: [s, b, n], or this rank's [s / tp, b, n] if activations are cut.
+def reduced_product(inputs: Sequence[Tensor], weights: Sequence[Tensor], axis: TensorAxis, what: str) -> Tensor:
+    """The sum, over ranks and over inputs [s, b, k], of input times its weight [n, k] transposed: [s, b, n], or this
+    rank's [s / tp, b, n] if activations are cut.
     """
-    if axis.cut and axis.overlap and axis.fused and term is None:
-        return symmetric.matmul_reduce_scatter(axis.group, x, weight.t(), what=what)
-    full = x.new_empty(*x.shape[:-1], weight.shape[0]) if term is None else term
+    if axis.cut and axis.overlap and axis.fused and len(inputs) == 1:
+        return symmetric.matmul_reduce_scatter(axis.group, inputs[0], weights[0].t(), what=what)
+    full = inputs[0].new_empty(*inputs[0].shape[:-1], weights[0].shape[0])
+
+    def form(rows: slice) -> None:
+        for number, (x, weight) in enumerate(zip(inputs, weights, strict=True)):
+            _multiply(full[rows], x[rows], weight, add=number > 0)
+
     part = full[: full.shape[0] // axis.size]
     pieces = axis.pieces(part if axis.sequence else full)
     if not pieces:
-        _multiply(full, x, weight, add=term is not None)
+        form(slice(0, full.shape[0]))
         return axis.reduce(full, what)[0]
     if axis.sequence:
         out = torch.empty_like(part)
         leaving = ReduceScatterPieces(axis.group, out, full, pieces, what=what)
         for wave in leaving.waves:
             for rows in wave:
-                _multiply(full[rows], x[rows], weight, add=term is not None)
+                form(rows)
             leaving.send()
         leaving.finish()
         return out
     pending = []
     runs = pieces_of(full.shape[0], pieces)
     for index, rows in enumerate(runs):
-        _multiply(full[rows], x[rows], weight, add=term is not None)
+        form(rows)
         label = f"{what} {index + 1}/{len(runs)}" if len(runs) > 1 else what
         pending.append(all_reduce(axis.group, full[rows], what=label, wait=False))
     for reducing in pending:

@@ -15,15 +15,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megascale.comm.pending import DONE
-from megascale.parallel.overlap import TensorAxis, gathered_product, reduced_product
+from megascale.parallel.overlap import Layer, TensorAxis, gathered_products, reduced_product
 from megascale.parallel.weights import add_product, add_sum
-
-Layer = tuple[Tensor, Tensor | None]
-"""A weight [n, k], cut in one dimension, and a bias [n]."""
 
 
 def column_linear(
@@ -63,12 +59,10 @@ class _Columns(torch.autograd.Function):
         ctx: Any, axis: TensorAxis, what: str, keep: bool, x: Tensor, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
         ctx.axis, ctx.what, ctx.keep = axis, what, keep
-        weights, biases = _layers(tensors)
-        largest = _largest(weights)
-        full, product = gathered_product(x, weights[largest], biases[largest], axis, what)
+        layers = list(zip(*_layers(tensors), strict=True))
+        full, products = gathered_products(x, layers, axis, what)
         ctx.save_for_backward(full if keep else x, *tensors)
-        pairs = enumerate(zip(weights, biases, strict=True))
-        return tuple(product if i == largest else F.linear(full, weight, bias) for i, (weight, bias) in pairs)
+        return tuple(products)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -96,14 +90,7 @@ class _Rows(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         ctx.axis, ctx.what, ctx.count = axis, what, count
         inputs, (weights, biases) = tensors[:count], _layers(tensors[count:])
-        largest = _largest(weights)
-        term: Tensor | None = None
-        for i, (x, weight) in enumerate(zip(inputs, weights, strict=True)):
-            if i != largest and term is None:
-                term = x @ weight.t()
-            elif i != largest and term is not None:
-                term.view(-1, term.shape[-1]).addmm_(_rows(x), weight.t())
-        out = reduced_product(inputs[largest], weights[largest], term, axis, what)
+        out = reduced_product(inputs, weights, axis, what)
         for bias in biases:
             if bias is not None:
                 out += bias
@@ -113,24 +100,25 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         axis: TensorAxis = ctx.axis
         inputs, (weights, biases) = ctx.saved_tensors[: ctx.count], _layers(ctx.saved_tensors[ctx.count :])
-        largest = _largest(weights)
         part = grads[0].contiguous()
-        full, product = gathered_product(part, weights[largest].t(), None, axis, f"{ctx.what} gradient")
-        found: list[Tensor | None] = [product if i == largest else full @ w for i, w in enumerate(weights)]
-        for x, weight, bias in zip(inputs, weights, biases, strict=True):
-            found.append(add_product(weight, _rows(full), _rows(x)))
-            found.append(add_sum(bias, _rows(part)) if bias is not None else None)
-        return None, None, None, *found
+        sums: list[Tensor | None] = [None] * len(weights)
+
+        def add(full: Tensor, rows: slice) -> None:
+            for i, (x, weight) in enumerate(zip(inputs, weights, strict=True)):
+                product, before = add_product(weight, _rows(full[rows]), _rows(x[rows])), sums[i]
+                sums[i] = product if product is None or before is None else before + product
+
+        into: list[Layer] = [(weight.t(), None) for weight in weights]
+        _, products = gathered_products(part, into, axis, f"{ctx.what} gradient", add)
+        found: list[Tensor | None] = []
+        for total, bias in zip(sums, biases, strict=True):
+            found += [total, add_sum(bias, _rows(part)) if bias is not None else None]
+        return None, None, None, *products, *found
 
 
 def _layers(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor | None]]:
     """Weights and biases of layers that follow each other, a weight and a bias each."""
     return [tensor for tensor in tensors[0::2] if tensor is not None], list(tensors[1::2])
-
-
-def _largest(weights: Sequence[Tensor]) -> int:
-    """The layer whose product hides most."""
-    return max(range(len(weights)), key=lambda index: weights[index].numel())
 
 
 def _rows(x: Tensor) -> Tensor:
