@@ -47,6 +47,10 @@ COMMON: Settings = {
 }
 
 
+MEGASCALE: Settings = {"model.block": '"parallel"', "model.activation": '"gelu"'}
+"""The paper's own layer."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A job on `hosts` hosts with one rank each, and the axes whose overlap is switched. `cores`: processor time of a
@@ -89,14 +93,14 @@ CASES = {
         ),
         Case(
             "tp", 2, ("tp",),
-            _model(8, 1024, 4096) | _batch(4, 4)
-            | {"parallel.tp": "2", "parallel.sp": "true", "model.block": '"parallel"'},
+            _model(12, 1024, 4096) | _batch(4, 4) | {"model.vocab_size": "4096"}
+            | {"parallel.tp": "2", "parallel.sp": "true"} | MEGASCALE,
         ),
         Case(
             "all", 8, ("tp", "pp", "dp"),
             _model(4, 512, 2048) | _batch(2, 16)
             | {"parallel.tp": "2", "parallel.sp": "true", "parallel.pp": "2", "parallel.vpp": "2", "parallel.dp": "2"}
-            | {"model.block": '"parallel"', "overlap.bucket_bytes": "4000000"},
+            | {"overlap.bucket_bytes": "4000000"} | MEGASCALE,
             cores=0.2,
         ),
     )

@@ -30,7 +30,7 @@ from megascale.comm.pending import DONE, Awaitable
 PIECES = 4
 """Most pieces of a collective: with p of them about 1/p of its time stays exposed."""
 
-PIECE_BYTES = 1 << 17
+PIECE_BYTES = 1 << 19
 """Fewer bytes in a piece cost more in messages than they hide (docs/performance.md)."""
 
 
