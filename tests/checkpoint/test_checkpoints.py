@@ -92,7 +92,9 @@ def whole(states: list[dict[str, list[Any]]]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("saver", SAVERS)
+@pytest.mark.parametrize(
+    "saver", [*(pytest.param(it, marks=pytest.mark.slow) for it in list(SAVERS)[:-1]), list(SAVERS)[-1]]
+)
 def test_every_layout_reads_every_others(saver: str, family: str, tmp_path: Path) -> None:
     import numpy as np
 

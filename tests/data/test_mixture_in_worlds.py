@@ -59,7 +59,8 @@ def test_all_ranks_read_the_same_samples(tmp_path: Path, world: int, hasty: int 
         assert "-> data.cache = a folder that all hosts share" in answers[hasty]["error"]
 
 
-@pytest.mark.parametrize("sources", [pytest.param("one", marks=pytest.mark.slow), "blend"])
+@pytest.mark.slow
+@pytest.mark.parametrize("sources", ["one", "blend"])
 def test_a_small_dataset_is_repeated_while_training(tmp_path: Path, sources: str) -> None:
     """2 samples an epoch, 8 a step: every rank reads epochs that rank 0 wrote a moment ago, also after a resume."""
     write_dataset(tmp_path / "a", [20, 13])

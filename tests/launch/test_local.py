@@ -171,6 +171,7 @@ def test_mistakes_are_found_before_any_process_starts(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_two_jobs_do_not_share_a_folder(tmp_path: Path) -> None:
     config = job_config(tmp_path, GPT, **FOUR)
     first = Job(config)
@@ -209,6 +210,7 @@ def test_the_end_of_the_terminal_saves(layout: dict, tmp_path: Path) -> None:
     assert len(list((job.folder / "checkpoints").iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_does_not_end_the_training(tmp_path: Path) -> None:
     """As in `megascale train CONFIG | head`."""
     job = Job(job_config(tmp_path, GPT, **FOUR | {"train__steps": 60, "checkpoint__every": 60}))

@@ -67,6 +67,7 @@ def test_two_hosts(tmp_path: Path) -> None:
     assert [record["step"] for record in hosts[0].steps()] == list(range(1, 11))
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_the_same_line_goes_on(tmp_path: Path) -> None:
     config = job_config(tmp_path, GPT, **TWO, train__steps=100_000, checkpoint__every=100_000)
     job = Torchrun(config, env={"NPROC": "2"})

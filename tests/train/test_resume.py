@@ -50,6 +50,7 @@ def test_kill_9_at_a_random_moment_and_resume(seed: int, uninterrupted: Any, tmp
     assert curve(finish(config)) == uninterrupted
 
 
+@pytest.mark.slow
 def test_killed_before_any_checkpoint(uninterrupted: Any, tmp_path: Path) -> None:
     config = job_config(tmp_path, GPT, **LAYOUT, **RUN)
     job = Job(config)
@@ -91,6 +92,7 @@ def test_sigterm_finishes_the_step_saves_and_exits_143(uninterrupted: Any, tmp_p
     assert curve(finish(config)) == uninterrupted
 
 
+@pytest.mark.slow
 def test_bf16_resumes_bit_equal(tmp_path: Path) -> None:
     run = RUN | {"train__precision": "bf16", "parallel__dp": 2, "parallel__zero": 2}
     straight = curve(finish(job_config(tmp_path / "a", LLAMA, **run)))
@@ -101,6 +103,7 @@ def test_bf16_resumes_bit_equal(tmp_path: Path) -> None:
     assert curve(finish(config)) == straight
 
 
+@pytest.mark.slow
 def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(tmp_path: Path) -> None:
     straight = curve(finish(job_config(tmp_path / "a", GPT, **RUN)))
     config = job_config(tmp_path / "b", GPT, **RUN)
