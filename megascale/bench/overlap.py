@@ -47,8 +47,8 @@ COMMON: Settings = {
 }
 
 
-MEGASCALE: Settings = {"model.block": '"parallel"', "model.activation": '"gelu"'}
-"""The paper's own layer."""
+PAPER_LAYER: Settings = {"model.block": '"parallel"', "model.activation": '"gelu"'}
+"""MegaScale's layer (section 3.1): attention and MLP side by side, and GeLU."""
 
 
 @dataclass(frozen=True)
@@ -94,13 +94,13 @@ CASES = {
         Case(
             "tp", 2, ("tp",),
             _model(12, 1024, 4096) | _batch(4, 4) | {"model.vocab_size": "4096"}
-            | {"parallel.tp": "2", "parallel.sp": "true"} | MEGASCALE,
+            | {"parallel.tp": "2", "parallel.sp": "true"} | PAPER_LAYER,
         ),
         Case(
             "all", 8, ("tp", "pp", "dp"),
             _model(4, 512, 2048) | _batch(2, 16)
             | {"parallel.tp": "2", "parallel.sp": "true", "parallel.pp": "2", "parallel.vpp": "2", "parallel.dp": "2"}
-            | {"overlap.bucket_bytes": "4000000"} | MEGASCALE,
+            | {"overlap.bucket_bytes": "4000000"} | PAPER_LAYER,
             cores=0.2,
         ),
     )

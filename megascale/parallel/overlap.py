@@ -33,7 +33,6 @@ PIECES = 4
 PIECE_BYTES = 1 << 19
 """Fewer bytes in a piece cost more in messages than they hide (docs/performance.md)."""
 
-
 Layer = tuple[Tensor, Tensor | None]
 """A weight [n, k], cut in one dimension, and a bias [n]."""
 

@@ -30,6 +30,8 @@ LAYOUTS: dict[str, Layout] = {
     "dp2 zero0": {"parallel__dp": 2, "parallel__zero": 0},
     "dp2 zero1": {"parallel__dp": 2, "parallel__zero": 1},
     "dp2 zero2": {"parallel__dp": 2, "parallel__zero": 2},
+    "tp2 no overlap": {"parallel__tp": 2, "overlap__tp": False},
+    "pp2 vpp2 no overlap": {"parallel__pp": 2, "parallel__vpp": 2, "overlap__pp": False, "overlap__dp": False},
     # world 4
     "tp2 pp2 sp": {"parallel__tp": 2, "parallel__pp": 2, "parallel__sp": True},
     "tp2 dp2 zero2": {"parallel__tp": 2, "parallel__dp": 2, "parallel__zero": 2},
@@ -102,7 +104,10 @@ def worst(curve: Curve, expected: Curve, norms: int) -> float:
     return max(abs(a - b) / abs(b) for a, b in pairs)
 
 
-SLOW = ("tp2 sp", "tp2 pp2 sp", "tp2 sp dp2 zero0", "tp2 sp pp2 vpp2 dp2 zero1")  # parts of what the last ones are
+SLOW = (  # parts of what others are
+    *("tp2 sp", "tp2 pp2 sp", "tp2 sp dp2 zero0", "tp2 sp pp2 vpp2 dp2 zero1"),
+    *("tp2 no overlap", "pp2 vpp2 no overlap"),
+)
 
 
 @pytest.mark.parametrize("name", [pytest.param(it, marks=pytest.mark.slow) if it in SLOW else it for it in LAYOUTS])
