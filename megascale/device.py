@@ -66,8 +66,9 @@ class StreamTimer:
 
     def completion(self, works: Sequence[dist.Work], order: Hashable) -> Mark:
         """A mark that is passed when `works` are done. Works of one `order` are done one after the other."""
-        stream = self._watching.setdefault(order, torch.cuda.Stream(self._device))
-        with torch.cuda.stream(stream):
+        if order not in self._watching:  # of the pool that NCCL does not take its streams from: they come round again
+            self._watching[order] = torch.cuda.Stream(self._device, priority=-1)
+        with torch.cuda.stream(self._watching[order]):
             for work in works:
                 work.wait()  # of this stream, not of the host
             return self.mark()

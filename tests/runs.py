@@ -112,7 +112,8 @@ def scale_and_clip(run: Any, tokens: float = 1.0) -> float:
     for bucket in run.gradients.buckets:
         square += run.optimizer.square(bucket)
     all_reduce(run.mesh.world, square)
-    clipping = run.optimizer.clipping(square, torch.tensor(tokens, dtype=torch.float64))
+    one = torch.ones((), dtype=torch.float64)
+    clipping = run.optimizer.clipping(square, tokens * one, loss=one)
     for index in range(len(run.gradients.buckets)):
         run.optimizer.clip(index, clipping)
     return float(clipping.norm)

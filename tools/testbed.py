@@ -4,7 +4,7 @@ set bandwidth between them. What follows -- is torchrun's, on all hosts as one j
 
   .venv/bin/python tools/testbed.py --hosts 2 --ranks 1 --rate 500mbit -- -m megascale train CONFIG key=value ...
 
-or, with --exec, a command of its own on each host, which finds HOST_INDEX and HOSTS in its environment:
+or, with --exec, a command of its own on each host, which finds HOST_INDEX, HOSTS and FIRST_HOST in its environment:
 
   .venv/bin/python tools/testbed.py --hosts 2 --rate 1gbit --exec -- ip address
 

@@ -98,10 +98,10 @@ CASES = {
         ),
         Case(
             "all", 8, ("tp", "pp", "dp"),
-            _model(4, 512, 2048) | _batch(2, 16)
+            _model(4, 512, 2048) | _batch(2, 32)
             | {"parallel.tp": "2", "parallel.sp": "true", "parallel.pp": "2", "parallel.vpp": "2", "parallel.dp": "2"}
             | {"overlap.bucket_bytes": "4000000"} | PAPER_LAYER,
-            cores=0.2,
+            cores=0.22,
         ),
     )
 }  # fmt: skip

@@ -147,7 +147,7 @@ def rank_files(folder: Path) -> dict[int, Path]:
 
     Raises: TraceError if there are none.
     """
-    mend = "a run writes them when it ends, if its configuration has observe.events = true"
+    mend = "a run writes them when it ends, if its configuration has observe.ledger and observe.events"
     if not folder.is_dir():
         problem = "is no folder" if folder.exists() else "no such folder"
         raise TraceError(
@@ -191,9 +191,11 @@ def read(path: Path, wanted: range | None) -> Record:
     if file_name(events.rank) != path.name:
         raise TraceError(f"{path}: has the events of rank {events.rank}", mend="give the file its name again")
     steps = sorted({event.step for event in events.events})
-    whole = steps[1:] if events.dropped else steps  # the oldest that is left has lost its first events
+    whole = set(steps)
+    if events.dropped and events.events:
+        whole.remove(events.events[0].step)  # the oldest that is left has lost its first events
     kept = events if wanted is None else only(events, wanted)
-    return Record(kept, frozenset(steps), frozenset(whole) - {BEFORE})
+    return Record(kept, frozenset(steps), frozenset(whole - {BEFORE}))
 
 
 def check_one_job(records: Sequence[Record], folder: Path) -> None:

@@ -58,8 +58,9 @@ def pieces_of(rows: int, pieces: int) -> list[slice]:
 def all_gather_pieces(
     group: Group, out: Tensor, part: Tensor, pieces: int, *, what: str = ""
 ) -> list[tuple[list[slice], Awaitable]]:
-    """An all-gather along dimension 0 that arrives piece by piece. Returns the rows of `out` [size x n, ...] that come
-    together, with what to wait for: first this rank's own, then in each piece some rows of every other rank.
+    """An all-gather along dimension 0 that arrives piece by piece, in a group with an `exchange`. Returns the rows of
+    `out` [size x n, ...] that come together, with what to wait for: first this rank's own, then in each piece some rows
+    of every other rank. Both tensors are contiguous; `part` may not change until the last has been waited for.
     """
     exchange, n = group.exchange, part.shape[0]
     assert exchange is not None, "pieces travel by direct messages"
@@ -77,8 +78,9 @@ def all_gather_pieces(
 class ReduceScatterPieces:
     """A reduce-scatter along dimension 0 of `full` [size x n, ...] into `out` [n, ...] that leaves piece by piece.
 
-    `waves` are the rows to be written into `full` before each `send`: in each some rows of every other rank, at last
-    this rank's own, which stay. Ranks are summed in their order.
+    For a group with an `exchange`; both tensors are contiguous. `waves` are the rows to be written into `full` before
+    each `send`: in each some rows of every other rank, at last this rank's own, which stay. Ranks are summed in their
+    order.
     """
 
     def __init__(self, group: Group, out: Tensor, full: Tensor, pieces: int, *, what: str = "") -> None:
@@ -87,8 +89,8 @@ class ReduceScatterPieces:
         self._group = group
         self._out = out
         self._parts = list(full.view(group.size, n, *full.shape[1:]).unbind())
-        self._received = list(full.new_empty(group.size, *out.shape).unbind())
-        self._received[group.index] = self._parts[group.index]
+        self._received = list(full.new_empty(group.size - 1, *out.shape).unbind())
+        self._received.insert(group.index, self._parts[group.index])
         self._left = _labelled(n, pieces, what)
         self._pending: list[Awaitable] = []
         others = [rank for rank in range(group.size) if rank != group.index]

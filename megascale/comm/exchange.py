@@ -65,16 +65,16 @@ class Exchange:
         """out is this rank's share of the sum of all ranks' full; it may lie in its place in full."""
         parts = list(full.view(self._size, -1).unbind())
         own = out.view(-1)
-        received = list(own.new_empty(self._size, own.numel()).unbind())
-        received[self._index] = parts[self._index]
+        received = list(own.new_empty(self._size - 1, own.numel()).unbind())
+        received.insert(self._index, parts[self._index])
         return self._follow(self.messages(parts, received), lambda: combine(own, received, "sum"))
 
     def all_reduce(self, tensor: Tensor, op: str) -> Pending:
         """tensor, in place, becomes the sum or maximum over the ranks."""
         flat = tensor.view(-1)
         if self._size == 2 or flat.numel() * flat.element_size() <= SMALL:
-            received = list(flat.new_empty(self._size, flat.numel()).unbind())
-            received[self._index] = flat
+            received = list(flat.new_empty(self._size - 1, flat.numel()).unbind())
+            received.insert(self._index, flat)
             works = self.messages([flat] * self._size, received)
             return self._follow(works, lambda: combine(flat, received, op))
         shares = list(flat.tensor_split(self._size))

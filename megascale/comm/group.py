@@ -64,7 +64,7 @@ class Group:
         if self.disturb is not None:
             self.disturb(operation)
         pending = start()
-        begun = Recorded(self, pending if wait else pending.in_background(), record)
+        begun = Recorded(self, pending if wait else pending.in_background(), record, start)
         if wait:
             begun.wait(record.issue)
         elif self.recorder.timer.host:
@@ -73,12 +73,15 @@ class Group:
 
 
 class Recorded:
-    """A communication under way whose end and waits go into the ledger."""
+    """A communication under way whose end and waits go into the ledger. Until it has been waited for, or is known to be
+    done, it keeps `owner`, which holds the tensors: NCCL's works let go of them once any stream waits.
+    """
 
-    __slots__ = ("_group", "_pending", "_record")
+    __slots__ = ("_group", "_owner", "_pending", "_record")
 
-    def __init__(self, group: Group, pending: Pending, record: Record) -> None:
+    def __init__(self, group: Group, pending: Pending, record: Record, owner: object) -> None:
         self._group = group
+        self._owner = owner
         self._pending: Pending | None = pending
         self._record = record
 
@@ -108,7 +111,7 @@ class Recorded:
         known = self._pending.ended
         self._record.end = end if known is None else known
         self._record.closed = True
-        self._pending = None
+        self._pending = self._owner = None
 
 
 def alone(name: str, rank: int = 0) -> Group:

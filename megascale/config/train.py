@@ -101,6 +101,9 @@ class ObserveConfig(Section):
 
     dir: FilePath = Field("runs", description="parent of the run's folder")
     tensorboard: bool = Field(True, description="write TensorBoard events")
+    ledger: bool = Field(
+        True, description="each rank keeps a ledger: every communication and what waited for it, for the metrics too"
+    )
     events: bool = Field(
-        True, description="each rank keeps its last events, and writes them when the run ends (`megascale trace`)"
+        True, description="each rank writes what its ledger has kept when the run ends (`megascale trace`)"
     )

@@ -1,7 +1,7 @@
 """What happened on a rank, and the file that holds it: one record for each action of a step and each communication.
 
 Real and simulated runs write the same format, so what reads one reads the other. Times are seconds of the rank's own
-monotonic clock; `RankEvents.aligned` brings them to the clock of rank 0.
+monotonic clock; `RankEvents.offset` says how far rank 0's is ahead.
 """
 
 from __future__ import annotations
@@ -53,11 +53,6 @@ class Event:
         """Seconds that compute waited for it."""
         return sum(end - start for start, end in self.waits)
 
-    def shifted(self, by: float) -> Event:
-        """The same on a clock that is `by` seconds ahead."""
-        waits = tuple((start + by, end + by) for start, end in self.waits)
-        return dataclasses.replace(self, start=self.start + by, end=self.end + by, issue=self.issue + by, waits=waits)
-
 
 @dataclass(frozen=True)
 class RankEvents:
@@ -84,10 +79,6 @@ class RankEvents:
             if t0 <= time <= t1 and t1 > t0:
                 return offset0 + (offset1 - offset0) * (time - t0) / (t1 - t0)
         return points[0][1] if time < points[0][0] else points[-1][1]
-
-    def aligned(self) -> list[Event]:
-        """The events on the clock of rank 0."""
-        return [event.shifted(self.offset(event.start)) for event in self.events]
 
 
 def file_name(rank: int | str) -> str:

@@ -77,8 +77,8 @@ class Loader:
     def batch(self, seen: int) -> StepBatch:
         """The samples of the step that begins when `seen` samples of the run have been trained on."""
         self.prepare(seen)
-        micro_batches = [self._micro_batch(seen, index) for index in range(self._shape.micro_batches)]
-        return StepBatch(micro_batches, sum(_counted(micro_batch) for micro_batch in micro_batches))
+        made = [self._micro_batch(seen, index) for index in range(self._shape.micro_batches)]
+        return StepBatch([micro_batch for micro_batch, _ in made], sum(counted for _, counted in made))
 
     def prepare(self, seen: int) -> None:
         """Have rank 0 write the indices of the step after `seen` samples, and of the one that follows it: when that one
@@ -91,26 +91,23 @@ class Loader:
         """The first `count` batches."""
         return (self.batch(index * self._shape.total) for index in range(count))
 
-    def _micro_batch(self, seen: int, index: int) -> MicroBatch:
+    def _micro_batch(self, seen: int, index: int) -> tuple[MicroBatch, int]:
+        """And how many of its labels count."""
         numbers = [seen + row for row in self._shape.rows(index, self._rank)]
         dropout = Dropout(self._dropout, self._seed, numbers, self._device)
         if self._samples is None:
-            return MicroBatch(None, None, None, dropout)
+            return MicroBatch(None, None, None, dropout), 0
         samples = [self._samples[number] for number in numbers]
-        masks = [sample.mask for sample in samples]
-        mask = None
-        if any(m is not None for m in masks):
-            mask = self._rows([torch.ones_like(s.labels) if s.mask is None else s.mask for s in samples])
-        return MicroBatch(
-            self._rows([s.tokens for s in samples]), self._rows([s.labels for s in samples]), mask, dropout
-        )
+        tokens, labels = self._rows([s.tokens for s in samples]), self._rows([s.labels for s in samples])
+        if all(sample.mask is None for sample in samples):
+            return MicroBatch(tokens, labels, None, dropout), labels.numel()
+        masks = [torch.ones_like(s.labels) if s.mask is None else s.mask for s in samples]
+        counted = sum(int(mask.sum()) for mask in masks)  # before they are on a device, for which the host would wait
+        return MicroBatch(tokens, labels, self._rows(masks), dropout), counted
 
     def _rows(self, rows: list[Tensor]) -> Tensor:
         """Rows [s] side by side: [s, b], on the device."""
-        return torch.stack(rows, 1).to(self._device, non_blocking=True)
-
-
-def _counted(batch: MicroBatch) -> int:
-    if batch.labels is None:
-        return 0
-    return batch.labels.numel() if batch.mask is None else int(batch.mask.sum())
+        together = torch.stack(rows, 1)
+        if self._device.type == "cpu":
+            return together
+        return together.pin_memory().to(self._device, non_blocking=True)  # else the host would wait for the device

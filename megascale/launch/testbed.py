@@ -92,7 +92,7 @@ class Testbed:
             self._namespaces.extend(new_namespace() for _ in range(self._size + 1))
             if self._count is not None:
                 for index in range(self._size):
-                    self._cores.append(Cores(f"testbed-{os.getpid()}-{index}", self._count))
+                    self._cores.append(Cores(f"testbed-{os.getpid()}-{index}", self._count, index))
             self._keeper = start_keeper(self._namespaces, [cores.folder for cores in self._cores])
             self.hosts = tuple(
                 Host(index, f"/proc/{os.getpid()}/fd/{fd}", f"{_SUBNET}.{index + 1}")
@@ -159,10 +159,13 @@ class Testbed:
         return process
 
     def environment(self, host: int) -> dict[str, str]:
-        """Which host this is, of how many; the interface to use; and that others are not to be reached past it."""
+        """Which host this is, of how many; the first one's address; the interface to use; and that others are not to be
+        reached past it.
+        """
         return {
             "HOST_INDEX": str(host),
             "HOSTS": str(len(self.hosts)),
+            "FIRST_HOST": self.hosts[0].address,
             "GLOO_SOCKET_IFNAME": INTERFACE,
             "NCCL_SOCKET_IFNAME": INTERFACE,
             "NCCL_IB_DISABLE": "1",

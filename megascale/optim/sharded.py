@@ -40,10 +40,12 @@ class ShardedOptimizer:
             total += torch.linalg.vector_norm(bucket.grad[low:high]).double().square()
         return total
 
-    def clipping(self, square: Tensor, tokens: Tensor) -> Clipping:
-        """What becomes of gradients that are sums over `tokens` and have this squared norm over the whole job."""
+    def clipping(self, square: Tensor, tokens: Tensor, loss: Tensor) -> Clipping:
+        """What becomes of gradients that are sums over `tokens` and have this squared norm over the whole job, where
+        the losses add up to `loss`.
+        """
         norm = square.sqrt() / tokens
-        finite = norm.isfinite()
+        finite = norm.isfinite() & loss.isfinite()
         limit = (self._clip / (norm + 1e-6)).clamp(max=1.0) if self._clip else torch.ones_like(norm)
         factor = torch.where(finite, limit / tokens, torch.ones_like(norm))
         return Clipping(norm, factor, (~finite).float())
@@ -55,7 +57,7 @@ class ShardedOptimizer:
 
     def update(self, index: int, clipping: Clipping, lr: float, step: int) -> None:
         """Clip and update the shard of bucket `index`; `step` counts from 1. Other ranks' shards of its weights are
-        then out of date. If the norm is not finite nothing is changed, the gradient neither.
+        then out of date. If loss or norm is not finite nothing is changed, the gradient neither.
         """
         shard = self.shards[index]
         self.clip(index, clipping)

@@ -213,11 +213,12 @@ class Gradients:
 
     def begin_backward(self, chunk: int, *, last: bool) -> None:
         """A backward of this chunk follows, the `last` before its reduction or not. With zero = 2 this makes room for
-        its gradient: one other may still be being reduced, no more.
+        its gradient: that of one chunk may still be being reduced, no more.
         """
         self._completing = last
         if self._zero == 2:
-            self._finish_reductions(leave=len(self.chunks[chunk]))
+            while self._reducing and self._reducing[0].chunk != self._reducing[-1].chunk:
+                self._reducing.popleft().finish_reduction()
             for bucket in self.chunks[chunk]:
                 bucket.make_room()
 
@@ -261,11 +262,7 @@ class Gradients:
             if bucket in self._reducing:  # the sum of an earlier micro-batch, which it has waited for
                 self._reducing.remove(bucket)
             self._reducing.append(bucket)
-        if not self._overlap:
-            self._finish_reductions()
-
-    def _finish_reductions(self, leave: int = 0) -> None:
-        while len(self._reducing) > leave:
+        while self._reducing and not self._overlap:
             self._reducing.popleft().finish_reduction()
 
 

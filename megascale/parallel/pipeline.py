@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -72,7 +71,7 @@ class Pipeline:
         self.recorder = mesh.recorder
         self.boundary = boundary
         self.loss_dtype = loss_dtype
-        self._leaving: deque[tuple[Recorded, Tensor]] = deque()
+        self._leaving: list[tuple[Recorded, Tensor]] = []
 
     def send(self, tensor: Tensor, target: int, what: str) -> None:
         """Send to a stage rank. The tensor is kept until it has been sent, which nobody waits for."""
@@ -80,13 +79,13 @@ class Pipeline:
 
     def finish_sends(self) -> None:
         """Wait until everything has been sent."""
-        while self._leaving:
-            self._leaving.popleft()[0].wait()
+        for sending, _ in self._leaving:
+            sending.wait()
+        self._leaving.clear()
 
     def release(self) -> None:
         """Let go of what has been sent."""
-        while self._leaving and self._leaving[0][0].done():
-            self._leaving.popleft()
+        self._leaving = [(sending, tensor) for sending, tensor in self._leaving if not sending.done()]
 
     def stage(self, chunk: int) -> int:
         """The virtual stage that is `chunk` of this rank."""

@@ -7,11 +7,14 @@ are kept in a ring; what each axis communicated and exposed is added up for the 
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from megascale.core.events import COMPUTE, Event
 from megascale.device import HostTimer, Mark, Timer
+
+_UNNAMED = nullcontext()
 
 CAPACITY = 1 << 15
 """Records that are kept: a hundred steps of a small job, some of a large one; about 10 MB."""
@@ -56,12 +59,13 @@ class Record:
 
 class Recorder:
     """Takes records in the order in which they are issued. `step` is the step that is being trained, from 1; what is
-    issued outside of steps, under 0, is kept but is nobody's traffic.
+    issued outside of steps, under 0, is kept but is nobody's traffic. One that is not `on` takes and marks nothing.
     """
 
-    def __init__(self, timer: Timer | None = None, capacity: int = CAPACITY) -> None:
+    def __init__(self, timer: Timer | None = None, capacity: int = CAPACITY, *, on: bool = True) -> None:
         self.timer = timer or HostTimer()
-        self.mark = self.timer.mark
+        self.mark = self.timer.mark if on else _no_mark
+        self._void = None if on else Record("", "", "", 0.0)  # stands for every record that is not taken
         self.step = 0
         self.dropped = 0
         self._place = (-1, -1)
@@ -70,12 +74,14 @@ class Recorder:
         self._sequences: defaultdict[str, int] = defaultdict(int)
         self._traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
 
-    def action(self, name: str, chunk: int = -1, microbatch: int = -1) -> Action:
+    def action(self, name: str, chunk: int = -1, microbatch: int = -1) -> AbstractContextManager[None]:
         """For a `with` block: compute that has a name. Communication inside it belongs to its chunk and micro-batch."""
-        return Action(self, name, chunk, microbatch)
+        return _UNNAMED if self._void is not None else Action(self, name, chunk, microbatch)
 
     def communication(self, axis: str, group: str, name: str, what: str, nbytes: int, peer: int = -1) -> Record:
         """A communication that is about to be issued."""
+        if self._void is not None:
+            return self._void
         record = self._add(Record(axis, name, what, self.mark()))
         record.group, record.bytes, record.peer = group, nbytes, peer
         record.sequence = self._sequences[group]
@@ -87,6 +93,8 @@ class Recorder:
 
     def waited(self, record: Record, start: Mark) -> Mark:
         """Compute has waited for a communication since `start`. Returns the end of the wait."""
+        if self._void is not None:
+            return start
         end = self.mark()
         record.waits.append((start, end))
         if self.timer.host and record.step:
@@ -153,7 +161,11 @@ def _event(record: Record, ends: dict[tuple[Any, ...], float]) -> Event:
     )  # fmt: skip
 
 
-class Action:
+def _no_mark() -> Mark:
+    return 0.0
+
+
+class Action(AbstractContextManager[None]):
     """A named piece of compute, from entering a `with` block to leaving it."""
 
     __slots__ = ("_before", "_name", "_place", "_record", "_recorder")

@@ -71,7 +71,7 @@ def mesh_of(config: RunConfig, rank: Rank, device: Device) -> Mesh:
     """This rank's groups in the layout of a resolved configuration. The job's processes have been brought together."""
     p = config.parallel
     topology = Topology(tp=p.tp, cp=p.cp, dp=config.dp, pp=p.pp)
-    recorder = Recorder(device.timer())
+    recorder = Recorder(device.timer(), on=config.observe.ledger)
     mesh = open_mesh(topology, rank.rank, tied=config.model.tie_embeddings, recorder=recorder)
     mesh.channels.connect(device.torch, around=p.vpp > 1)
     return mesh

@@ -21,6 +21,7 @@ def evaluate(run: Run) -> EvaluationRecord:
     for batch in run.valid.batches(run.valid_batches):
         loss += run.pipeline.run(run.valid_order, batch)
         tokens += batch.tokens
+        run.mesh.recorder.settle()
     total, count = totals(run.mesh, loss, tokens).tolist()
     check_counted(count)
     return EvaluationRecord(run.progress.step, total / count, int(count))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from torch.distributed.distributed_c10d import _get_default_store
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 class EventFile:
     """For a `with` block of every rank around the training: measures this rank's clock against rank 0's at its
-    beginning and end, and leaves the events. Does nothing with `observe.events` off.
+    beginning and end, and leaves the events. Does nothing without a ledger, or with `observe.events` off.
     """
 
     def __init__(self, run: Run, rank: Rank) -> None:
@@ -26,12 +28,13 @@ class EventFile:
         self._rank = rank
         self._clock: list[tuple[float, float]] = []
         self._folder = run.config.folder / "events"
-        self._wanted = run.config.observe.events
+        self._wanted = run.config.observe.ledger and run.config.observe.events
 
     def __enter__(self) -> None:
         if self._rank.rank == 0:  # before the others can write: those of a run that had more ranks would stay
-            for old in self._folder.glob(file_name("*")):
-                old.unlink()
+            with self._warned():
+                for old in self._folder.glob(file_name("*")):
+                    old.unlink()
         if self._wanted:
             self._measure_clock("start")
 
@@ -48,20 +51,27 @@ class EventFile:
         self._clock.append(clock.offset(self._run.mesh.world, _get_default_store(), label, host_key()))
 
     def write(self) -> None:
-        """Write RUN/events/rank-N.jsonl. A full disk must not change how a run ends."""
-        mesh, folder = self._run.mesh, self._folder
+        """Write RUN/events/rank-N.jsonl."""
+        mesh = self._run.mesh
         recorder = mesh.recorder
-        events = RankEvents(
-            rank=mesh.rank,
-            world=mesh.topology.world,
-            coord=mesh.coord._asdict(),
-            host=self._rank.host,
-            clock=tuple(self._clock),
-            dropped=recorder.dropped,
-            events=tuple(recorder.events()),
-        )
+        with self._warned():
+            events = RankEvents(
+                rank=mesh.rank,
+                world=mesh.topology.world,
+                coord=mesh.coord._asdict(),
+                host=self._rank.host,
+                clock=tuple(self._clock),
+                dropped=recorder.dropped,
+                events=tuple(recorder.events()),
+            )
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_events(self._folder / file_name(mesh.rank), events)
+
+    @contextlib.contextmanager
+    def _warned(self) -> Iterator[None]:
+        """Neither a full disk nor a device that has failed, and has no times to tell, may change how a run ends."""
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_events(folder / file_name(mesh.rank), events)
-        except OSError as error:
-            print(f"WARNING: {folder} cannot be written: {error.strerror or error}", file=sys.stderr)
+            yield
+        except (OSError, RuntimeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            print(f"WARNING: {self._folder} cannot be written: {reason or error}", file=sys.stderr)

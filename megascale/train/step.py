@@ -44,11 +44,11 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
     with recorder.action("norms"):  # of each bucket while the others are still being reduced; all but the last are done
         square = sum((run.optimizer.square(bucket) for bucket in run.gradients.finish()), loss.new_zeros(()).double())
     sums = totals(run.mesh, loss, batch.tokens, float(run.stop.asked), square)
-    clipping = run.optimizer.clipping(sums[3], tokens=sums[1])
+    clipping = run.optimizer.clipping(sums[3], tokens=sums[1], loss=sums[0])
     lr, numbers = run.lr(step), run.device.read(torch.stack([*sums[:3], clipping.norm, loss.double()]))
     for index, bucket in enumerate(run.gradients.buckets):  # in the order in which the next step needs them
         with recorder.action("update", bucket.chunk):
-            run.optimizer.update(index, clipping, lr, step)  # this rank's shard, and nothing if the norm is not finite
+            run.optimizer.update(index, clipping, lr, step)  # this rank's shard, and nothing if a sum is not finite
         if index == 0:  # before another rank's weights cover what is wrong with ours; the device is busy meanwhile
             _check(run, *numbers())
         run.gradients.start_gather(bucket)  # hidden behind the next update, and the next batch's loading

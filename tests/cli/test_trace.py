@@ -131,6 +131,16 @@ def test_a_step_that_lost_its_first_events_is_left_out(tmp_path: Path, capsys: p
     assert capsys.readouterr().out.endswith("\n\n" + "\n".join(found["notes"]) + "\n")
 
 
+def test_an_evaluation_in_the_ring_does_not_hide_what_was_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It belongs to step 0, which comes first as a number and in the middle of a run."""
+    folder = write_run(tmp_path / "run", [with_first_events_dropped(events, 2) for events in job(steps=(1, 2, 0, 3))])
+    assert answer(capsys, folder)["steps"] == [2, 3]
+    folder = write_run(tmp_path / "later", [with_first_events_dropped(events, 2) for events in job(steps=(0, 2, 3))])
+    assert answer(capsys, folder)["steps"] == [2, 3]
+
+
 def test_a_step_that_is_asked_for_is_shown_with_what_is_left_of_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -192,7 +202,7 @@ def test_folders_without_records(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert refusal(capsys, run).startswith(f"{run}: is no folder")
     run.unlink()
     run.mkdir()
-    mend = "a run writes them when it ends, if its configuration has observe.events = true\n"
+    mend = "a run writes them when it ends, if its configuration has observe.ledger and observe.events\n"
     err = refusal(capsys, run)
     assert err.startswith(f"{run}/events: no such folder") and err.endswith(mend)
     (run / "events").mkdir()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from megascale.comm.group import Group, Recorded
+from megascale.comm.pending import DONE
 from megascale.comm.progress import Messages, Progress, follower
 from megascale.core.events import Event
 from megascale.core.rank import Rank
@@ -166,6 +167,17 @@ def test_what_is_done_lets_go_of_its_tensors() -> None:
     assert there() is not None, "it is needed until then"
     work.done.set()
     until(lambda: followed.ended is not None)
+    assert there() is None
+
+
+def test_a_communication_keeps_its_tensors_until_it_is_waited_for() -> None:
+    """The works of a GPU let go of them when a stream waits, though that may be another than the one that computes."""
+    tensor = Tensor()
+    there = weakref.ref(tensor)
+    begun = begin(Recorder(), partial(lambda tensor: DONE, tensor))
+    del tensor
+    assert there() is not None
+    begun.wait()
     assert there() is None
 
 

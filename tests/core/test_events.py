@@ -74,14 +74,6 @@ def test_one_measurement_holds_for_all_times_and_none_is_zero() -> None:
     assert dataclasses.replace(RANK, clock=((5.0, 1.0), (5.0, 1.0))).offset(5.0) == 1
 
 
-def test_aligned_events_keep_their_lengths() -> None:
-    gather, update = RANK.aligned()
-    assert (gather.issue, gather.start, gather.end) == (12.5, 13.0, 14.0)  # 3 seconds at its start
-    assert gather.waits == ((13.25, 13.5), (13.75, 14.0))
-    assert update.start == pytest.approx(12 + 3.2)
-    assert gather.what == GATHER.what
-
-
 HEAD = '{"format": 1, "rank": 0, "world": 1, "coord": {}, "host": "", "clock": [], "dropped": 0}\n'
 EVENT = '{"axis": "tp", "name": "x", "what": "", "step": 1, "chunk": 0, "microbatch": 0, "start": 0.0, "end": 1.0}\n'
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from megascale.core.errors import Exit
-from megascale.launch import hosts, testbed
+from megascale.launch import cores, hosts, testbed
 from megascale.launch.cores import CoresError
 from megascale.launch.testbed import Host, Link
 from tests.jobs import curve, finish, heed_signals, job_config, lives
@@ -432,6 +432,11 @@ def test_a_host_has_no_more_than_its_cores() -> None:
     assert [end.status for end in ends] == [0, 0]
     assert all(0.1 < float(end.out) < 0.35 for end in ends), "a quarter of a second in each"
     assert folders and not any(folder.exists() for folder in folders)
+
+
+def test_a_group_that_is_gone_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "sleep", None)
+    cores.remove(tmp_path / "gone")
 
 
 def test_a_part_of_a_core_that_is_too_small() -> None:

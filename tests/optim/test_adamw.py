@@ -193,7 +193,7 @@ def decayed(rank: Rank, config: Any) -> tuple[set[str], set[str]]:
             parameter.data.add_(1.0)
             before[name] = parameter.detach().clone()
     run.gradients.clear()
-    unclipped = run.optimizer.clipping(torch.tensor(0.0, dtype=torch.float64), torch.tensor(1.0))
+    unclipped = run.optimizer.clipping(*torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64))
     for index in range(len(run.gradients.buckets)):
         run.optimizer.update(index, unclipped, 0.1, 1)
     gather_weights(run)

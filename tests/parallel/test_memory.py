@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megascale.core.rank import Rank
+from megascale.layout.chunks import chunk_buckets
 from megascale.plan.memory import state_bytes
 from tests.runs import FAMILIES, build_run, config_of, settings
 from tests.worlds import run_world
@@ -17,12 +18,13 @@ def allocated(rank: Rank, config: Any) -> dict[str, int]:
     from megascale.train.step import train_step
 
     run = build_run(rank, config)
-    most = 0
+    most = chunks = 0
     make_room = run.gradients.begin_backward
 
     def watch(chunk: int, *, last: bool) -> None:
-        nonlocal most
+        nonlocal most, chunks
         make_room(chunk, last=last)
+        chunks = max(chunks, len({bucket.chunk for bucket in run.gradients._reducing}))
         alive = {
             b._full.untyped_storage().data_ptr(): b._full.nbytes for b in run.gradients.buckets if b._full is not None
         }
@@ -37,6 +39,7 @@ def allocated(rank: Rank, config: Any) -> dict[str, int]:
         "gradients": sum(bucket.bytes["gradients"] for bucket in buckets),
         "optimizer": sum(shard.bytes for shard in shards),
         "whole gradients": most,
+        "chunks being reduced": chunks,
     }
 
 
@@ -56,6 +59,14 @@ def test_allocated_as_planned(family: str, precision: str, zero: int, tmp_path: 
             assert found["whole gradients"] <= planned.transient
         else:
             assert planned.transient == 0
+
+
+def test_the_gradient_of_one_chunk_is_being_reduced_while_room_is_made_for_another(tmp_path: Any) -> None:
+    layout = {"parallel__pp": 2, "parallel__vpp": 2, "parallel__dp": 2, "parallel__zero": 2}
+    tree = settings(FAMILIES["gpt"], tmp_path, train__precision="fp32", overlap__bucket_bytes=60_000, **layout)
+    config = config_of(tree, tmp_path)
+    assert [len(buckets) for buckets in chunk_buckets(config, 0)] == [2, 1], "or what is left of one may hide another"
+    assert [found["chunks being reduced"] for found in run_world(4, allocated, config)] == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(("precision", "per_parameter"), [("fp32", 16), ("bf16", 18)])

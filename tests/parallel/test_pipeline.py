@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
+from megascale.parallel.pipeline import Pipeline
 from megascale.schedule.check import simulate
 from tests.runs import GPT, build_run, config_of, scale_and_clip, settings
 from tests.worlds import run_world
@@ -159,3 +161,28 @@ def test_an_evaluation_keeps_nothing_for_a_backward(alone: Any, tmp_path: Path) 
     first, last = run_world(2, evaluated, config)
     assert first == (0.0, 0)
     assert last == (pytest.approx(alone[COUNTS.index(3)]["loss"], rel=1e-12), 0)
+
+
+class Sending:
+    """A message that is gone when the test says so."""
+
+    gone = False
+
+    def done(self) -> bool:
+        return self.gone
+
+
+def test_what_has_gone_is_let_go_of_whatever_has_left_before_it() -> None:
+    upwards, downwards = Sending(), Sending()
+    leaving = iter((upwards, downwards))
+    channels = SimpleNamespace(send=lambda tensor, target, what: next(leaving))
+    nothing: Any = SimpleNamespace(channels=channels, recorder=None)
+    pipeline = Pipeline([], nothing, nothing, nothing, torch.float32)
+    tensors = [torch.zeros(1), torch.zeros(1)]
+    there = [weakref.ref(tensor) for tensor in tensors]
+    for target, tensor in enumerate(tensors):
+        pipeline.send(tensor, target, "")
+    del tensors, tensor
+    downwards.gone = True
+    pipeline.release()
+    assert there[0]() is not None and there[1]() is None

@@ -13,21 +13,34 @@ from tests.worlds import run_world
 Counts = dict[str, dict[str, tuple[int, int]]]
 
 
-def traffic_of_a_step(rank: Rank, config: Any) -> Counts:
-    """(calls, bytes) by group and operation in the second step of a run."""
+OFF = {f"overlap__{axis}": False for axis in ("tp", "pp", "dp")}
+
+
+def traffic_of_a_step(rank: Rank, configs: list[Any]) -> list[Counts]:
+    """(calls, bytes) by group and operation in the second step of runs of one layout."""
     from megascale.train.step import train_step
 
-    run = build_run(rank, config)
-    train_step(run, run.train.batch(0))
-    train_step(run, run.train.batch(8))
-    run.gradients.finish_gather()
-    run.pipeline.finish_sends()
-    return traffic_of(run, step=2)
+    mesh, found = None, []
+    for config in configs:
+        run = build_run(rank, config, mesh)
+        mesh = run.mesh
+        mesh.recorder._ring.clear()
+        train_step(run, run.train.batch(0))
+        train_step(run, run.train.batch(8))
+        run.gradients.finish_gather()
+        run.pipeline.finish_sends()
+        found.append(traffic_of(run, step=2))
+    return found
 
 
 def measure(tmp_path: Any, family: str, **layout: Any) -> tuple[Any, list[Counts]]:
-    config = config_of(settings(FAMILIES[family], tmp_path, train__precision="fp32", **layout), tmp_path)
-    return config, run_world(config.world, traffic_of_a_step, config)
+    """The traffic of each rank, which is the same with overlap and without."""
+    trees = [settings(FAMILIES[family], tmp_path, train__precision="fp32", **layout, **more) for more in ({}, OFF)]
+    configs = [config_of(tree, tmp_path) for tree in trees]
+    ranks = run_world(configs[0].world, traffic_of_a_step, configs)
+    for on, off in ranks:
+        assert on == off
+    return configs[0], [on for on, _ in ranks]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -75,17 +88,21 @@ def test_a_pipeline_sends_each_boundary_once_each_way(pp: int, vpp: int, schedul
         assert sum(size for _, size in messages) == 2 * boundaries * activation
 
 
+@pytest.mark.parametrize("bucket_bytes", [60_000, 1 << 25])
 @pytest.mark.parametrize("zero", [0, 1, 2])
-def test_data_parallelism_moves_each_gradient_and_weight_once(zero: int, tmp_path: Any) -> None:
-    config, counts = measure(tmp_path, "llama", parallel__dp=2, parallel__zero=zero)
+def test_data_parallelism_moves_each_gradient_and_weight_once(zero: int, bucket_bytes: int, tmp_path: Any) -> None:
+    layout = {"parallel__dp": 2, "parallel__zero": zero, "overlap__bucket_bytes": bucket_bytes}
+    config, counts = measure(tmp_path, "llama", **layout)
+    from megascale.layout.chunks import chunk_buckets
     from megascale.plan.memory import state_bytes
 
-    weights = state_bytes(config, 0).weights
-    reductions = config.micro_batches if zero == 2 else 1
+    weights, (cut,) = state_bytes(config, 0).weights, chunk_buckets(config, 0)
+    n, reductions = len(cut), config.micro_batches if zero == 2 else 1
+    assert (n > 1) == (bucket_bytes < weights)
     expected = {
-        0: {"all_reduce": (1, weights)},
-        1: {"reduce_scatter": (1, weights), "all_gather": (1, weights)},
-        2: {"reduce_scatter": (reductions, reductions * weights), "all_gather": (1, weights)},
+        0: {"all_reduce": (n, weights)},
+        1: {"reduce_scatter": (n, weights), "all_gather": (n, weights)},
+        2: {"reduce_scatter": (n * reductions, reductions * weights), "all_gather": (n, weights)},
     }[zero]
     for rank in counts:
         assert rank["dp"] == expected

@@ -215,6 +215,18 @@ def test_messages_of_each_peer_and_direction_have_a_channel() -> None:
     assert [event.start for event in recorder.events()] == [0, 0, 0, 5]
 
 
+@pytest.mark.parametrize("timer", [Clock, Device])
+def test_a_recorder_that_is_off_keeps_nothing(timer: type) -> None:
+    clock = timer()
+    recorder = in_a_step(clock, on=False)
+    with recorder.action("F", 0, 0):
+        begin(recorder, wait=True)
+        pending = begin(recorder, peer=1)
+    pending.wait()
+    assert pending.done() and recorder.take_traffic() == {} and recorder.events() == []
+    assert not isinstance(clock, Device) or clock.marks == 1, "only what says when a message has gone is marked"
+
+
 def test_the_wait_of_a_host_counts_at_once() -> None:
     clock = Clock()
     recorder = in_a_step(clock)

@@ -131,6 +131,15 @@ def test_without_events_there_are_none(left: Left, tmp_path: Path) -> None:
     assert files(folder) == {}, "nor are those of an earlier part left"
 
 
+def test_without_a_ledger_there_is_nothing_to_tell(left: Left, tmp_path: Path) -> None:
+    config, folder = copy_of(left, tmp_path)
+    with_it = finish(config, f"train.steps={STEPS + 1}", "checkpoint.every=0")
+    without = finish(config, f"train.steps={STEPS + 1}", "checkpoint.every=0", "observe.ledger=false")
+    assert files(folder) == {}
+    assert "communication" in with_it[-1] and "communication" not in without[-1]
+    assert with_it[-1]["loss"] == without[-1]["loss"]
+
+
 @pytest.mark.parametrize(("more", "status"), [("train.log_every=1", Exit.OK), ("model.ffn_size=64", Exit.CHECKPOINT)])
 def test_a_run_that_trains_nothing_leaves_those_that_there_are(
     more: str, status: Exit, left: Left, tmp_path: Path
@@ -173,7 +182,7 @@ def event_file(folder: Path) -> Any:
     from megascale.comm.mesh import single
     from megascale.train.eventfile import EventFile
 
-    config: Any = SimpleNamespace(folder=folder, observe=SimpleNamespace(events=True))
+    config: Any = SimpleNamespace(folder=folder, observe=SimpleNamespace(events=True, ledger=True))
     run: Any = SimpleNamespace(mesh=single(), config=config)
     return EventFile(run, Rank(0, 1, 0, "here"))
 
@@ -212,6 +221,22 @@ def test_a_rank_whose_others_fail_at_the_end_leaves_its_file(
         pass
     (rank,) = read(tmp_path)
     assert rank.clock == ((1.0, 0.0),)
+
+
+def test_a_device_that_has_failed_does_not_hide_the_error(
+    process_alone: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = event_file(tmp_path)
+
+    def failed() -> list[Any]:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    with pytest.raises(KeyError), file:
+        monkeypatch.setattr(file._run.mesh.recorder, "events", failed)
+        raise KeyError
+    assert capsys.readouterr().err == (
+        f"WARNING: {tmp_path / 'events'} cannot be written: an illegal memory access was encountered\n"
+    )
 
 
 def test_an_error_is_not_followed_by_a_meeting(

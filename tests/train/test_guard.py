@@ -17,19 +17,19 @@ from tests.jobs import Job, job_config
 from tests.runs import GPT, LLAMA, build_run, config_of, settings
 from tests.worlds import run_world
 
-WHAT = ("weight", "loss", "gradient")
+WHAT = ("weight", "loss", "gradient", "sum")
 
 
 def diverge(rank: Rank, config: Any, where: int) -> list[tuple[str, bool]]:
-    """For each of WHAT: train two steps, then a third in which it is wrong on rank `where`. Returns the error's text,
-    and whether weights and optimizer state are what they were before that step.
+    """For each of WHAT: train two steps, then a third in which it is wrong on rank `where`, the sum on all. Returns the
+    error's text, and whether weights and optimizer state are what they were before that step.
     """
     mesh, found = None, []
     for what in WHAT:
         run = build_run(rank, config, mesh)
         mesh = run.mesh
         train_two_steps(run)
-        if rank.rank == where:
+        if rank.rank == where or what == "sum":
             spoil(run, what)
         found.append(third_step(run))
     return found
@@ -44,7 +44,12 @@ def train_two_steps(run: Any) -> None:
 
 
 def spoil(run: Any, what: str) -> None:
-    """Let a weight, the output or the gradient of layer 2's MLP be wrong from now on."""
+    """Let a weight, the output or the gradient of layer 2's MLP be wrong from now on; or the loss, and nothing else."""
+    import torch
+
+    if what == "sum":
+        run.pipeline.scalar = lambda value: torch.full((), value + (math.inf if value == 0 else 0))
+        return
     mlp = next(stage.layers["2"] for stage in run.stages if "2" in stage.layers).mlp
     if what == "weight":
         mlp.down.weight.data[0, 0] = math.nan
@@ -101,6 +106,7 @@ def test_named_and_not_updated(layout: dict[str, Any], tmp_path: Path) -> None:
         assert texts[what].startswith("step 3: ") and "nothing was updated or saved" in texts[what]
     assert f"layers.2.mlp.down.weight has a weight that is not finite on rank {culprit} (" in texts["weight"]
     assert any(f"gradient of layers.2.mlp.down.weight on rank {rank} (" in texts["gradient"] for rank in same_tp)
+    assert "the loss is inf on rank 0 (" in texts["sum"], "though all gradients are finite"
     assert "the loss is nan" in texts["loss"] or "the loss is inf" in texts["loss"]
     if config.parallel.pp == 1:
         assert any(f"on rank {rank} (" in texts["loss"] for rank in same_tp)

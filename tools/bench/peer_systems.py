@@ -133,19 +133,11 @@ class Cluster:
 
     def around(self, launcher: Sequence[str], script: Sequence[str], world: int) -> list[str]:
         """The command that runs `launcher`, with what each host tells it, and `script` on all hosts."""
-        places = '--nnodes "$HOSTS" --node-rank "$HOST_INDEX" --master-addr 10.77.0.1 --master-port 29500'
+        places = '--nnodes "$HOSTS" --node-rank "$HOST_INDEX" --master-addr "$FIRST_HOST"'
         start = f"exec {shlex.join(launcher)} --nproc-per-node 1 {places} {shlex.join(script)}"
         cores = ["--cores", str(self.cores)] if self.cores else []
-        testbed = [
-            sys.executable,
-            str(ROOT / "tools" / "testbed.py"),
-            "--hosts",
-            str(world),
-            "--rate",
-            self.rate,
-            *cores,
-        ]
-        return [*testbed, "--timeout", "3600", "--exec", "--", "sh", "-c", start]
+        testbed = [sys.executable, str(ROOT / "tools" / "testbed.py"), "--hosts", str(world), "--rate", self.rate]
+        return [*testbed, *cores, "--timeout", "3600", "--exec", "--", "sh", "-c", start]
 
 
 def command(
