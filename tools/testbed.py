@@ -15,13 +15,11 @@ from __future__ import annotations
 
 import argparse
 import re
-import signal
 import sys
 from collections.abc import Sequence
-from types import FrameType
 
 from megascale.core.errors import Exit, MegascaleError
-from megascale.core.process import stop_signals
+from megascale.core.process import stopped_in_order
 from megascale.launch.hosts import TIMED_OUT, TIMEOUT, Ended, run, torchrun
 from megascale.launch.testbed import Host, Link, Testbed
 
@@ -82,11 +80,6 @@ def status(ends: Sequence[Ended]) -> int:
     return first.status if first.status > 0 else 128 - first.status
 
 
-def stop(number: int, frame: FrameType | None) -> None:
-    """End this process by way of what it must take down first."""
-    sys.exit(128 + number)
-
-
 def parse() -> argparse.Namespace:
     """The options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -108,10 +101,8 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     """Run the tool."""
     options = parse()
-    for number in stop_signals():
-        signal.signal(number, stop)
     try:
-        with Testbed(options.hosts, Link(options.rate, options.delay), options.cores) as testbed:
+        with stopped_in_order(), Testbed(options.hosts, Link(options.rate, options.delay), options.cores) as testbed:
             if options.exec:
                 ends = run(testbed, lambda host: options.command, timeout=options.timeout, say=show)
             else:

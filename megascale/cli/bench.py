@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megascale.bench import overlap
 from megascale.core.errors import Exit
+from megascale.core.process import stopped_in_order
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
@@ -39,8 +40,12 @@ def _steps(text: str) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
-    with tempfile.TemporaryDirectory() as temporary:
+    with stopped_in_order(), tempfile.TemporaryDirectory() as temporary:
         folder = (options.output or Path(temporary)).resolve()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise overlap.OverlapError(f"--output {folder}: {error.strerror}", mend="give another folder") from None
         cases = [overlap.CASES[name] for name in dict.fromkeys(options.axes)]
         results = [overlap.measure(case, folder, options.rounds, options.steps, overlap.progress) for case in cases]
     if options.json:

@@ -7,13 +7,14 @@ import contextlib
 import gc
 import json
 import re
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megascale.core.errors import Exit, MegascaleError
-from megascale.core.events import RankEvents, file_name, read_events
+from megascale.core.events import COMPUTE, RankEvents, file_name, read_events
+from megascale.core.process import stopped_in_order
 from megascale.observe import picture, timeline
 from megascale.observe.summary import Share, over_ranks, summarize, table
 from megascale.observe.timeline import Written
@@ -65,10 +66,22 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     steps = "from step A to step B, both included, or A alone (default: those that every chosen rank has whole)"
     sub.add_argument("--steps", metavar="A:B", type=_steps, help=steps)
     sub.add_argument("--ranks", metavar="LIST", type=_ranks, help="such as 0,1,4-7 (default: all)")
-    sub.add_argument("--output", metavar="FILE", type=Path, help="the timeline (default: RUN_DIR/timeline.json)")
+    output = "the timeline (default: RUN_DIR/timeline.json)"
+    sub.add_argument("--output", metavar="FILE.json", type=_file(".json"), help=output)
     drawn = f"draw it too (without --steps: the last of them; without --ranks: {PICTURED} ranks at most)"
-    sub.add_argument("--svg", metavar="FILE", type=Path, help=drawn)
+    sub.add_argument("--svg", metavar="FILE.svg", type=_file(".svg"), help=drawn)
     sub.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _file(suffix: str) -> Callable[[str], Path]:
+    """A file to be written. Its name tells it from what a run writes, none of which may be lost."""
+
+    def path(text: str) -> Path:
+        if not text.endswith(suffix):
+            raise argparse.ArgumentTypeError(f"{text!r} does not end in {suffix}")
+        return Path(text)
+
+    return path
 
 
 def _steps(text: str) -> range:
@@ -95,7 +108,7 @@ def _span(text: str, sign: str) -> range | None:
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
     path = options.output or options.folder / "timeline.json"
-    with _without_collections():
+    with stopped_in_order(), _without_collections():
         files = chosen(rank_files(options.folder), options.ranks)
         records = [read(file, options.steps) for file in files]
         check_one_job(records, options.folder)
@@ -191,9 +204,9 @@ def read(path: Path, wanted: range | None) -> Record:
     if file_name(events.rank) != path.name:
         raise TraceError(f"{path}: has the events of rank {events.rank}", mend="give the file its name again")
     steps = sorted({event.step for event in events.events})
-    whole = set(steps)
+    whole = {event.step for event in events.events if event.axis == COMPUTE and event.name == "update"}
     if events.dropped and events.events:
-        whole.remove(events.events[0].step)  # the oldest that is left has lost its first events
+        whole.discard(events.events[0].step)  # the oldest that is left has lost its first events
     kept = events if wanted is None else only(events, wanted)
     return Record(kept, frozenset(steps), frozenset(whole - {BEFORE}))
 
@@ -264,7 +277,7 @@ def _unmatched(written: Written) -> Iterator[str]:
     if written.single:
         yield f"{written.single:,} messages without an arrow: only one side of them was recorded"
     if written.reversed:
-        yield f"{written.reversed:,} messages without an arrow: by the ranks' clocks they arrive before they are sent"
+        yield f"{written.reversed:,} messages without an arrow: as far as is known they arrived before they were sent"
 
 
 def _spans(noun: str, numbers: Iterable[int]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,11 +109,13 @@ def read_events(path: Path) -> RankEvents:
     if head.pop("format", None) != FORMAT:
         raise ValueError(f"not a file of events in format {FORMAT}")
     try:
-        clock = tuple((local, offset) for local, offset in head.pop("clock"))
-        events = tuple(_event(line, number) for number, line in enumerate(rest, 2))
-        return RankEvents(**head, clock=clock, events=events)
-    except (TypeError, KeyError) as error:
+        rank = RankEvents(**head, events=())
+        _check(vars(rank), _HEAD)
+        _check(rank.coord, dict.fromkeys(rank.coord, int))
+        rank = dataclasses.replace(rank, clock=_pairs(rank.clock))
+    except (TypeError, ValueError) as error:
         raise ValueError(f"not a file of events: {error}") from None
+    return dataclasses.replace(rank, events=tuple(_event(line, number) for number, line in enumerate(rest, 2)))
 
 
 def _fields(event: Event) -> dict[str, Any]:
@@ -125,10 +128,39 @@ def _fields(event: Event) -> dict[str, Any]:
 def _event(line: str, number: int) -> Event:
     try:
         fields = _object(line)
-        fields["waits"] = tuple((start, end) for start, end in fields.get("waits", ()))
-        return Event(**fields)
+        fields["waits"] = _pairs(fields.get("waits", ()))
+        event = Event(**fields)
+        _check(fields, _EVENT)
+        return event
     except (TypeError, ValueError) as error:
         raise ValueError(f"line {number} is not an event: {error}") from None
+
+
+_NUMBER = (int, float)
+_EVENT: dict[str, Any] = {
+    **dict.fromkeys(("axis", "name", "what", "group"), str),
+    **dict.fromkeys(("step", "chunk", "microbatch", "sequence", "bytes", "peer"), int),
+    **dict.fromkeys(("start", "end", "issue"), _NUMBER),
+}
+_HEAD: dict[str, Any] = {"rank": int, "world": int, "coord": dict, "host": str, "dropped": int}
+
+
+def _check(values: dict[str, Any], kinds: dict[str, Any]) -> None:
+    """Raises: TypeError or ValueError if a value is not of its kind, or no finite number"""
+    for name, value in values.items():
+        kind = kinds.get(name, object)
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} is {value!r}")
+        if kind is _NUMBER and not math.isfinite(value):
+            raise ValueError(f"{name} is {value!r}")
+
+
+def _pairs(values: Any) -> tuple[tuple[float, float], ...]:
+    pairs = tuple((first, second) for first, second in values)
+    for pair in pairs:
+        for number in pair:
+            _check({"a time": number}, {"a time": _NUMBER})
+    return pairs
 
 
 def _object(line: str) -> dict[str, Any]:
@@ -136,6 +168,8 @@ def _object(line: str) -> dict[str, Any]:
         value = json.loads(line)
     except json.JSONDecodeError as error:  # it would call every line the first
         raise ValueError(f"{error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise ValueError("nested too deep") from None
     if not isinstance(value, dict):
         raise ValueError("not an object")
     return value

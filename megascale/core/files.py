@@ -14,7 +14,14 @@ from typing import IO
 
 @contextlib.contextmanager
 def atomic(path: Path, mode: str = "wb") -> Iterator[IO]:
-    """Open a file that appears under `path`, complete and on disk, when the block ends; on an error nothing is left."""
+    """Open a file that appears under `path`, complete and on disk, when the block ends; on an error nothing is left. A
+    link stays, and what it leads to is replaced.
+
+    Raises: OSError, also if something is there that is no file, such as a device
+    """
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "Not a regular file", str(path))
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     encoding = None if "b" in mode else "utf-8"
     try:

@@ -6,6 +6,7 @@ another, which hides communication as no cluster does.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -37,9 +38,9 @@ class Cores:
     def __init__(self, name: str, count: float, index: int) -> None:
         usable = sorted(os.sched_getaffinity(0))
         self._core = usable[index % len(usable)] if count <= 1 else None
-        quota = round(count * PERIOD_US)
-        if quota < 1000:
+        if not 1000 / PERIOD_US <= count < math.inf:
             raise CoresError(f"{count:g} cores for a host", mend=f"{1000 / PERIOD_US} or more")
+        quota = round(count * PERIOD_US)
         version2 = (_ROOT / "cgroup.controllers").is_file()
         self.folder = (_ROOT if version2 else _ROOT / "cpu") / name
         try:

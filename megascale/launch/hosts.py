@@ -139,7 +139,8 @@ def torchrun(
     first = testbed.hosts[0].address
     job = ["--nnodes", str(len(testbed.hosts)), "--nproc-per-node", str(ranks)]
     meeting = ["--rdzv-backend", "static", "--master-addr", first, "--master-port", _PORT]
-    launcher = [sys.executable, "-m", "torch.distributed.run", *job, *meeting]
     defaults = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # it warns that addresses have no names
     env = {name: os.environ.get(name, value) for name, value in defaults.items()} | dict(env or {})
-    return run(testbed, lambda host: [*launcher, "--node-rank", str(host.index), *command], env, timeout, say)
+    with tempfile.TemporaryDirectory() as logs:  # torchrun would leave a folder of its own
+        launcher = [sys.executable, "-m", "torch.distributed.run", *job, *meeting, "--log-dir", logs]
+        return run(testbed, lambda host: [*launcher, "--node-rank", str(host.index), *command], env, timeout, say)

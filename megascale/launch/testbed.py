@@ -48,8 +48,8 @@ class Link:
 
     def __post_init__(self) -> None:
         rate = self.bits_per_second
-        if rate is not None and not (1000 <= rate < math.inf):
-            raise TestbedError(f"a link of {rate:g} bit/s", mend="1000 bit/s or more, or None for no limit")
+        if rate is not None and not (1000 <= rate <= 1e12):
+            raise TestbedError(f"a link of {rate:g} bit/s", mend="1 kbit/s to 1 Tbit/s, or no limit")
         if not (0 <= self.delay_s < math.inf):
             raise TestbedError(f"a link with a delay of {self.delay_s:g} s", mend="0 or more")
 

@@ -157,7 +157,8 @@ def part(events: RankEvents, origin: float) -> Part:
 @dataclass(frozen=True)
 class Written:
     """What a file holds. Messages without an arrow: `single` are those of which only one side is there, `reversed`
-    those that arrive before they are sent, for the clocks of two ranks differ.
+    those that arrived before their send began: the clocks of two ranks differ, or a thread was late to see that the
+    message before had gone.
     """
 
     slices: int

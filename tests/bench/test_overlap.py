@@ -13,6 +13,7 @@ from megascale.bench import overlap
 from megascale.bench.overlap import CASES, COMMON, Result, table, to_toml
 from megascale.cli.main import main
 from megascale.config.explain import load
+from megascale.core.errors import Exit
 from megascale.core.units import GIB
 from megascale.plan.memory import fullest_rank
 from tests.launch.test_testbed import missing
@@ -56,6 +57,12 @@ def test_arguments_that_make_no_sense(arguments: list[str], said: str, capsys: p
         main(arguments)
     assert caught.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert main(["bench", "overlap", "--output", str(tmp_path / "file" / "folder")]) == Exit.UNCLASSIFIED
+    assert capsys.readouterr().err.startswith(f"--output {tmp_path}/file/folder: Not a directory")
 
 
 @pytest.mark.slow

@@ -171,7 +171,7 @@ def test_ranks_without_a_file_and_messages_without_a_side_are_told(
     ]
     folder = write_run(tmp_path / "late", [ranks[1], late])
     assert answer(capsys, folder, "--ranks", "1,3")["notes"] == [
-        "6 messages without an arrow: by the ranks' clocks they arrive before they are sent"
+        "6 messages without an arrow: as far as is known they arrived before they were sent"
     ]
 
 
@@ -276,8 +276,38 @@ def test_words_that_mean_nothing(folder: Path, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("option", ["--output", "--svg"])
 def test_a_file_that_cannot_be_written(folder: Path, capsys: pytest.CaptureFixture[str], option: str) -> None:
-    err = refusal(capsys, folder, option, folder / "none" / "file")
-    assert err.startswith(f"{folder}/none/file: cannot be written: No such file or directory")
+    path = folder / "none" / ("a.json" if option == "--output" else "a.svg")
+    err = refusal(capsys, folder, option, path)
+    assert err.startswith(f"{path}: cannot be written: No such file or directory")
+
+
+@pytest.mark.parametrize(
+    ("option", "name"),
+    [
+        ("--output", "/dev/null"),
+        ("--output", "metrics.jsonl"),
+        ("--output", "events/rank-00000.jsonl"),
+        ("--output", "a.svg"),
+        ("--svg", "timeline.json"),
+    ],
+)
+def test_no_other_file_of_a_run_is_replaced(
+    folder: Path, capsys: pytest.CaptureFixture[str], option: str, name: str
+) -> None:
+    path = folder / name
+    path.touch()
+    before = path.read_bytes()
+    with pytest.raises(SystemExit):
+        main(["trace", str(folder), option, str(path)])
+    assert "does not end in ." in capsys.readouterr().err
+    assert path.read_bytes() == before and (path.is_file() or path == Path("/dev/null"))
+
+
+def test_a_step_that_a_failure_cut_is_not_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cut = [dataclasses.replace(events, events=events.events[:-1]) for events in job()]
+    assert cut[0].events != job()[0].events and job()[0].events[-1].name == "update"
+    found = answer(capsys, write_run(tmp_path / "run", cut))
+    assert found["steps"] == [1, 2] and found["notes"] == ["step 3 left out: not whole on every chosen rank"]
 
 
 def test_the_garbage_collector_is_as_it_was(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

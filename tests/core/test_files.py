@@ -32,6 +32,24 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, err
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "far").mkdir()
+    path = tmp_path / "link"
+    path.symlink_to("far/file")
+    for text in ("new", "newer"):
+        write_text(path, text)
+        assert path.is_symlink() and (tmp_path / "far" / "file").read_text() == text
+    assert sorted(entry.name for entry in tmp_path.rglob("*")) == ["far", "file", "link"]
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="Not a regular file"):
+        write_text(pipe, "new")
+    assert pipe.is_fifo() and list(tmp_path.iterdir()) == [pipe]
+
+
 def test_nothing_is_under_the_name_before_the_end(tmp_path: Path) -> None:
     path = tmp_path / "file"
     with atomic(path, "w") as file:

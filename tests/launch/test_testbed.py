@@ -330,7 +330,8 @@ def test_without_privileges_that_is_said(dropped: str, message: str) -> None:
     [
         (["--exec", "--", "no-such-program"], "no-such-program: No such file or directory  -> "),
         (["--hosts", "251", "--exec", "--", "true"], "a testbed of 251 hosts  -> 1 to 250"),
-        (["--rate", "1bit", "--exec", "--", "true"], "a link of 1 bit/s  -> 1000 bit/s or more"),
+        (["--rate", "1bit", "--exec", "--", "true"], "a link of 1 bit/s  -> 1 kbit/s to 1 Tbit/s"),
+        (["--rate", "1000tbit", "--exec", "--", "true"], "a link of 1e+15 bit/s  -> 1 kbit/s to 1 Tbit/s"),
         (["--rate", "1mb", "--exec", "--", "true"], "'1mb' is not a rate"),
         (["--delay", "1", "--exec", "--", "true"], "'1' is not a time"),
         ([], "the following arguments are required: COMMAND"),
@@ -379,8 +380,11 @@ def test_a_job_on_two_hosts(tmp_path: Path, bed: testbed.Testbed) -> None:
     config = job_config(tmp_path / "three", GPT, **settings)
     bed.shape(Link(500 * MBIT))
     before = sent(bed)
-    ends = hosts.torchrun(bed, 1, ["-m", "megascale", "train", str(config)], timeout=120)
+    (tmp_path / "tmp").mkdir()
+    env = {"TMPDIR": str(tmp_path / "tmp")}
+    ends = hosts.torchrun(bed, 1, ["-m", "megascale", "train", str(config)], env, timeout=120)
     assert [end.status for end in ends] == [0, 0, 0], ends
+    assert not list((tmp_path / "tmp").glob("torchelastic*"))
     assert "step 2/2" in ends[0].out and "step 2/2" not in ends[1].out
     records = map(json.loads, (config.parent / "runs" / "test" / "metrics.jsonl").read_text().splitlines())
     for got, wanted in zip(curve([record for record in records if "loss" in record]), expected, strict=True):
@@ -439,6 +443,7 @@ def test_a_group_that_is_gone_is_not_waited_for(tmp_path: Path, monkeypatch: pyt
     cores.remove(tmp_path / "gone")
 
 
-def test_a_part_of_a_core_that_is_too_small() -> None:
-    with pytest.raises(CoresError, match=r"0\.2 or more"), testbed.Testbed(1, Link(), cores=0.01):
+@pytest.mark.parametrize("count", [0.01, 0.0, -1.0, float("nan"), float("inf")])
+def test_a_part_of_a_core_that_cannot_be(count: float) -> None:
+    with pytest.raises(CoresError, match=r"0\.2 or more"), testbed.Testbed(1, Link(), cores=count):
         pass
