@@ -7,7 +7,6 @@ another, which hides communication as no cluster does.
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,16 +27,12 @@ class CoresError(MegascaleError):
 
 
 class Cores:
-    """`count` cores' worth of time for the processes that join, such as 0.25. `name` is the group's. A part of a core
-    is always of the same one, the `index`-th of this machine in turn: else threads that take turns move between cores,
-    and a third of the time is lost.
+    """`count` cores' worth of time for the processes that join, such as 0.25. `name` is the group's.
 
     Raises: CoresError
     """
 
-    def __init__(self, name: str, count: float, index: int) -> None:
-        usable = sorted(os.sched_getaffinity(0))
-        self._core = usable[index % len(usable)] if count <= 1 else None
+    def __init__(self, name: str, count: float) -> None:
         if not 1000 / PERIOD_US <= count < math.inf:
             raise CoresError(f"{count:g} cores for a host", mend=f"{1000 / PERIOD_US} or more")
         quota = round(count * PERIOD_US)
@@ -58,8 +53,7 @@ class Cores:
 
     def bounded(self, command: Sequence[str]) -> list[str]:
         """A command that puts itself, and what it starts, under the bound."""
-        pinned = command if self._core is None else ["taskset", "--cpu-list", str(self._core), *command]
-        return ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self.folder / "cgroup.procs"), *pinned]
+        return ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self.folder / "cgroup.procs"), *command]
 
 
 def remove(folder: Path) -> None:

@@ -92,7 +92,7 @@ class Testbed:
             self._namespaces.extend(new_namespace() for _ in range(self._size + 1))
             if self._count is not None:
                 for index in range(self._size):
-                    self._cores.append(Cores(f"testbed-{os.getpid()}-{index}", self._count, index))
+                    self._cores.append(Cores(f"testbed-{os.getpid()}-{index}", self._count))
             self._keeper = start_keeper(self._namespaces, [cores.folder for cores in self._cores])
             self.hosts = tuple(
                 Host(index, f"/proc/{os.getpid()}/fd/{fd}", f"{_SUBNET}.{index + 1}")
