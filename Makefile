@@ -4,7 +4,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all lint format docs bench clean
+.PHONY: help install quickstart test test-all lint format docs bench bench-gpu clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -41,6 +41,9 @@ docs: install ## write the generated pages of docs/
 
 bench: install ## speed beside the peers, on this machine
 	$(BIN)/python tools/bench/peers.py
+
+bench-gpu: install ## speed on one GPU beside the peers, in bf16 and fp8
+	$(BIN)/python tools/bench/gpu.py --install --markdown docs/performance.md
 
 clean: ## remove what the commands above made
 	rm -rf .venv build data/quickstart runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -29,10 +29,11 @@ setup(
         "torch>=2.7",
     ],
     extras_require={
-        "gpu": ["transformer-engine[pytorch]>=2.0", "liger-kernel>=0.5"],
+        "gpu": ["transformer-engine[pytorch]>=2.1,<2.21", "liger-kernel>=0.8.4,<0.9"],
         "dev": [
             "hypothesis>=6.100",
             "import-linter>=2.1",
+            "matplotlib>=3.9",
             "mypy>=1.13",
             "pytest>=8.3",
             "pytest-timeout>=2.3",

@@ -102,6 +102,11 @@ class Device:
         """The device's own name, such as 'NVIDIA H100 80GB HBM3', or the processor's."""
         return _processor() if self.is_cpu else torch.cuda.get_device_name(self.torch)
 
+    @property
+    def capability(self) -> tuple[int, int]:
+        """The generation of a GPU in CUDA's numbers, such as (9, 0) of Hopper; (0, 0) of a CPU."""
+        return (0, 0) if self.is_cpu else torch.cuda.get_device_capability(self.torch)
+
     def timer(self) -> Timer:
         """What marks moments in this device's work."""
         return HostTimer() if self.is_cpu else StreamTimer(self.torch)
@@ -128,6 +133,26 @@ class Device:
         if not self.is_cpu:
             torch.cuda.synchronize(self.torch)
 
+    def memory(self) -> int:
+        """Bytes that there are: of the GPU, or of the host."""
+        if not self.is_cpu:
+            return torch.cuda.get_device_properties(self.torch).total_memory
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def free_memory(self) -> int:
+        """Bytes that this process can still take."""
+        if not self.is_cpu:
+            return torch.cuda.mem_get_info(self.torch)[0]
+        with open("/proc/meminfo", encoding="ascii") as file:
+            kibibytes = {key: int(rest.split()[0]) for key, rest in (line.split(":") for line in file)}
+        return kibibytes["MemAvailable"] * 1024
+
+    def release_memory(self) -> None:
+        """Give back what is not in use, and begin `peak_memory` anew; on a CPU neither can be done."""
+        if not self.is_cpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.torch)
+
     def peak_memory(self) -> int:
         """Most bytes in use so far: allocated on a GPU, resident in this process on a CPU."""
         if not self.is_cpu:
@@ -140,6 +165,19 @@ class Device:
 def gpus() -> int:
     """GPUs of this host that torch can use."""
     return torch.cuda.device_count()
+
+
+def versions() -> dict[str, str]:
+    """What GPUs are driven with; empty for a torch that was built without."""
+    if torch.version.hip:
+        return {"ROCm": torch.version.hip}
+    if not torch.version.cuda:
+        return {}
+    found = {"CUDA": torch.version.cuda}
+    if torch.cuda.is_available():
+        found["cuDNN"] = str(torch.backends.cudnn.version())
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
 
 
 def detect(local_rank: int = 0, allow_gpu: bool = True) -> Device:

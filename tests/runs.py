@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megascale.config.backends import BackendsConfig
 from megascale.config.explain import load
+from megascale.config.model import ModelConfig
 from megascale.config.resolved import to_toml
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
@@ -61,6 +63,20 @@ def config_of(tree: dict[str, Any], folder: Path, overrides: Sequence[str] = (),
     """A checked and resolved configuration."""
     path = write_config(tree, folder / "config-in.toml")
     return load(str(path), overrides, world)
+
+
+def given(model: ModelConfig, parameters: dict[str, Any], **backends: str) -> Any:
+    """What the network of one process is made of, on the CPU in fp64."""
+    import torch
+
+    from megascale.comm.group import alone
+    from megascale.device import detect
+    from megascale.model.parts import Given, Operators
+    from megascale.ops.select import Setting
+    from megascale.parallel.overlap import TensorAxis
+
+    setting = Setting(model, BackendsConfig(**backends), torch.float64, detect(allow_gpu=False))
+    return Given(model, parameters, TensorAxis(alone("tp")), Operators.of(setting))
 
 
 def build_run(rank: Rank, config: RunConfig, mesh: Any = None) -> Any:

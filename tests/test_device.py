@@ -25,6 +25,12 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return chosen
 
 
+def test_a_gpu_says_its_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: {1: (9, 0)}[device.index])
+    assert Device(torch.device("cuda", 1), "nccl").capability == (9, 0)
+    assert detect(allow_gpu=False).capability == (0, 0)
+
+
 def threads(monkeypatch: pytest.MonkeyPatch, cores: int, **env: str) -> int:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):

@@ -13,7 +13,7 @@ import pytest
 import megascale
 
 WITHOUT_TORCH = ("core", "catalog", "config", "layout", "schedule", "launch", "observe", "plan")
-COMMANDS = tuple(f"megascale.cli.{name}" for name in ("main", "check", "train", "data", "trace"))
+COMMANDS = tuple(f"megascale.cli.{name}" for name in ("main", "check", "train", "bench", "data", "trace", "doctor"))
 HEAVY = {"torch", "numpy", "tensorboard", "transformers", "megatron"}
 
 

@@ -102,6 +102,9 @@ MEGATRON: list[tuple[str, str, str]] = [
     ("--train-iters", "train.steps", ""),
     ("--seed", "train.seed", ""),
     ("--bf16", "train.precision", '`"bf16"`'),
+    ("--recompute-granularity", "train.recompute", ""),
+    ("--recompute-modules", "train.recompute_ops", '`core_attn` is `"attention"`, `layernorm` is `"norm"`'),
+    ("--recompute-num-layers, --recompute-method", "train.recompute_chunks", "by model chunk, not by layer"),
     ("--log-interval", "train.log_every", ""),
     ("--eval-interval", "train.eval_every", "0, the default, is never"),
     ("--eval-iters", "train.eval_steps", ""),
@@ -172,6 +175,7 @@ def section_part(name: str, section: type[Section]) -> list[str]:
         default = f"follows `{FOLLOWS[key]}`" if section is ModelConfig and key in FOLLOWS else shown_default(field)
         rows.append([f"`{key}`", " or ".join(values(field)), default, field.description or ""])
         if found:
+            choices += [[f"`{key}`", f"`{name}`", "the best that is present and can serve"] for name in found.also]
             choices += [[f"`{key}`", f"`{card.name}`", card.help] for card in found.registry.cards.values()]
     first, _, rest = (section.__doc__ or "").partition(": ")
     lines = [f"### {first.strip('`')}\n", *([f"{rest[:1].upper()}{rest[1:]}\n"] if rest else [])]

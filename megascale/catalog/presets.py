@@ -33,8 +33,8 @@ def _gpt3(layers: int, hidden: int, heads: int) -> dict[str, Any]:
     return _gpt(layers, hidden, heads, 50_257, 2048, activation="gelu_tanh")
 
 
-def _llama3(layers: int, hidden: int, heads: int, ffn: int) -> dict[str, Any]:
-    return _LLAMA3 | {"num_layers": layers, "hidden_size": hidden, "num_heads": heads, "ffn_size": ffn}
+def _llama3(layers: int, hidden: int, heads: int, ffn: int, **more: Any) -> dict[str, Any]:
+    return _LLAMA3 | {"num_layers": layers, "hidden_size": hidden, "num_heads": heads, "ffn_size": ffn} | more
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -59,7 +59,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     # MegaScale, table 1
     "megascale-175b": _gpt(96, 12_288, 128, 64_000, 2048),
     "megascale-530b": _gpt(105, 20_480, 160, 64_000, 2048),
-    # Llama team 2024, table 3
+    # Llama team 2024, table 3; 1b and 3b: the files of Llama 3.2
+    "llama3-1b": _llama3(16, 2048, 32, 8192, tie_embeddings=True),
+    "llama3-3b": _llama3(28, 3072, 24, 8192, tie_embeddings=True),
     "llama3-8b": _llama3(32, 4096, 32, 14_336),
     "llama3-70b": _llama3(80, 8192, 64, 28_672),
     "llama3-405b": _llama3(126, 16_384, 128, 53_248),

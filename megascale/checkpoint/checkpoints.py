@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import shutil
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 import megascale
 from megascale.checkpoint import manifest, store
 from megascale.checkpoint.plan import LoadPlanner, SavePlanner
-from megascale.checkpoint.state import Progress, global_tensors
+from megascale.checkpoint.state import GlobalTensor, Progress, global_tensors, history_tensors
 from megascale.comm.collectives import barrier, broadcast_object
 from megascale.comm.mesh import Mesh
 from megascale.config.resolved import changes
 from megascale.config.run import RunConfig
 from megascale.core.errors import CheckpointError
+from megascale.parallel.eight_bit import Scaling
 from megascale.parallel.shards import ShardState
 
 COMPARED = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "vocab_size", "norm", "activation",
@@ -42,10 +43,11 @@ class Resumed:
 class Checkpoints:
     """The checkpoints of one run. Every rank calls `save` and `resume` together."""
 
-    def __init__(self, config: RunConfig, mesh: Mesh, shards: Sequence[ShardState]) -> None:
+    def __init__(self, config: RunConfig, mesh: Mesh, shards: Sequence[ShardState], scaling: Scaling) -> None:
         self._config = config
         self._mesh = mesh
         self._shards = shards
+        self._scaling = scaling
         self.folder = config.folder / "checkpoints"
         self._saved_step: int | None = None
 
@@ -61,7 +63,7 @@ class Checkpoints:
         assert path is not None, "rank 0 names the folder"
         try:
             dcp.save(
-                global_tensors(self._shards, self._mesh),
+                global_tensors(self._shards, self._mesh) | history_tensors(self._scaling),
                 storage_writer=store.Writer(path, self._mesh.rank, self._facts(progress)),
                 planner=SavePlanner(),
             )
@@ -93,12 +95,20 @@ class Checkpoints:
         self._compare(path, saved.facts.config.get("model", {}))
         reader = store.Reader(path, saved.tensors)
         try:
-            dcp.load(global_tensors(self._shards, self._mesh), storage_reader=reader, planner=LoadPlanner())
+            state = global_tensors(self._shards, self._mesh) | self._history(saved.tensors)
+            dcp.load(state, storage_reader=reader, planner=LoadPlanner())
         except CheckpointException as error:
             raise _first_failure(error) from None
         progress = saved.facts.progress
         self._saved_step = progress.step if path.parent.absolute() == self.folder.absolute() else None
         return Resumed(progress, path, changes(saved.facts.config, self._config))
+
+    def _history(self, saved: Mapping[str, manifest.Tensor]) -> dict[str, GlobalTensor]:
+        """The history of 8-bit scales where the checkpoint has all of it. Else the run begins one anew."""
+        wanted = history_tensors(self._scaling)
+        there = {name: tuple(tensor.shape) for name, tensor in saved.items()}
+        self._scaling.known = bool(wanted) and all(there.get(name) == t.shape for name, t in wanted.items())
+        return wanted if self._scaling.known else {}
 
     def _find(self) -> Path | None:
         """The run's own newest checkpoint; without one, the one that the configuration names."""

@@ -13,6 +13,7 @@ import torch
 
 from megascale.comm.mesh import Mesh
 from megascale.layout.shards import boxes
+from megascale.parallel.eight_bit import Scaling
 from megascale.parallel.shards import ShardState
 
 
@@ -51,6 +52,16 @@ def global_tensors(shards: Sequence[ShardState], mesh: Mesh) -> dict[str, Global
             for name, shape, piece in _pieces(shard, flat, mesh):
                 tensor = found.setdefault(f"{kind}.{name}", GlobalTensor(shape, flat.dtype, []))
                 tensor.pieces.append(piece)
+    return found
+
+
+def history_tensors(scaling: Scaling) -> dict[str, GlobalTensor]:
+    """What the 8-bit scales of later steps follow from, by operand. Every rank holds all of it."""
+    found: dict[str, GlobalTensor] = {}
+    for name, row in zip(scaling.names, scaling.history, strict=True):
+        if row.numel():
+            shape = tuple(row.shape)
+            found[f"fp8_history.{name}"] = GlobalTensor(shape, row.dtype, [Piece((0,), shape, row)])
     return found
 
 

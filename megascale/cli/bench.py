@@ -1,4 +1,4 @@
-"""`megascale bench`: measured numbers of this machine. Benchmarks start jobs of their own; this imports no torch."""
+"""`megascale bench`: measured numbers of this machine. Importing it brings no torch; a benchmark does when it runs."""
 
 from __future__ import annotations
 
@@ -7,15 +7,108 @@ import json
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from megascale.bench import overlap
-from megascale.core.errors import Exit
+from megascale.bench import mfu, overlap
+from megascale.catalog.presets import PRESETS
+from megascale.config.explain import load, load_tree
+from megascale.config.run import RunConfig
+from megascale.core.errors import ConfigError, Exit, Problem
 from megascale.core.process import stopped_in_order
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
     benchmarks = sub.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
+    _add_mfu(benchmarks)
+    _add_gemm(benchmarks)
+    _add_overlap(benchmarks)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the subcommand and return its exit status."""
+    benchmark = {"mfu": run_mfu, "gemm": run_gemm, "overlap": run_overlap}[options.benchmark]
+    with stopped_in_order():
+        benchmark(options)
+    return Exit.OK
+
+
+def _add_mfu(benchmarks: Any) -> None:
+    help_line = "real training steps on one device: tokens/s, MFU, memory, and what the time goes to"
+    about = (mfu.__doc__ or "").partition("\n\n")[2]  # of slices
+    one = benchmarks.add_parser("mfu", help=help_line, description=f"{help_line[0].upper()}{help_line[1:]}. {about}")
+    which = one.add_mutually_exclusive_group(required=True)
+    which.add_argument("--preset", metavar="NAME", help="a model by name, on random tokens in bf16")
+    which.add_argument("--config", metavar="FILE", help="a TOML file")
+    one.add_argument("overrides", metavar="key=value", nargs="*", help="settings that win, as section.key=value")
+    one.add_argument(
+        "--layers", type=_layers, metavar="N|fit", help="of the model; fit: as many as the memory holds. Default: fit "
+        "for a preset, for a file what it says",
+    )  # fmt: skip
+    steps, warm, profiled = mfu.LEAST_STEPS, mfu.WARM_UP, mfu.PROFILED
+    one.add_argument("--steps", type=_timed, default=steps, metavar="N", help=f"timed steps, {steps} or more ({steps})")
+    one.add_argument("--warm-up", type=_count, default=warm, metavar="N", help=f"steps before them ({warm})")
+    one.add_argument("--profile", type=_whole, default=profiled, metavar="N", help=f"steps to profile ({profiled})")
+    one.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run_mfu(options: argparse.Namespace) -> None:
+    """Measure a preset or a file."""
+    steps = mfu.Steps(options.warm_up, options.steps, options.profile)
+    layers = options.layers or ("fit" if options.preset else None)
+    config = _mfu_config(options, steps, layers)
+    from megascale.train.speed import measure
+
+    preset = PRESETS.get(config.model.preset or "", {})
+    whole = max(config.model.num_layers, preset.get("num_layers", 0))
+    found = measure(config, whole, steps, overlap.progress, fit=layers == "fit")
+    print(json.dumps(found.as_json()) if options.json else mfu.table(found))
+
+
+def _mfu_config(options: argparse.Namespace, steps: mfu.Steps, layers: str | None) -> RunConfig:
+    """What is run.
+
+    Raises: ConfigError with every mistake found
+    """
+    settings = [*options.overrides, f"train.steps={steps.total}"]
+    if layers not in (None, "fit"):
+        settings.append(f"model.num_layers={layers}")
+    if options.config:
+        config = load(options.config, settings)
+    else:
+        config = load_tree(mfu.preset_tree(options.preset), "--preset", settings)
+    if config.world != 1:
+        found, mend = f"the layout needs {config.world} processes", "one device is measured: tp, pp and dp = 1"
+        raise ConfigError([Problem(options.config or "command line", "parallel", found, mend)])
+    return config
+
+
+def _add_gemm(benchmarks: Any) -> None:
+    help_line = "the rate of matrix products that this device attains, by shape and number format"
+    one = benchmarks.add_parser("gemm", help=help_line, description=f"{help_line[0].upper()}{help_line[1:]}.")
+    one.add_argument(
+        "--sizes", nargs="+", type=_size, metavar="MxKxN", help="x [m, k] times a weight [n, k]; default: squares, and "
+        "on a GPU the products of llama3-8b and gpt3-175b in micro-batches of 8,192 tokens",
+    )  # fmt: skip
+    one.add_argument("--dtypes", nargs="+", metavar="NAME", help="of fp64 fp32 tf32 bf16 fp8 fp8_tensorwise")
+    one.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run_gemm(options: argparse.Namespace) -> None:
+    """Measure every shape in every format."""
+    from megascale.bench import gemm
+    from megascale.device import detect
+
+    for name in options.dtypes or ():
+        if name not in gemm.FORMATS:
+            raise ConfigError([Problem("command line", "--dtypes", f"{name!r} is none of {', '.join(gemm.FORMATS)}")])
+    device = detect()
+    shapes = [gemm.Shape(*size) for size in options.sizes] if options.sizes else gemm.typical(device)
+    found = list(gemm.rates(shapes, options.dtypes or gemm.typical_formats(device), device))
+    print(json.dumps(gemm.as_json(found, device)) if options.json else gemm.table(found, device))
+
+
+def _add_overlap(benchmarks: Any) -> None:
     help_line = "what overlap hides of communication, on a cluster of network namespaces (needs root)"
     one = benchmarks.add_parser("overlap", help=help_line, description=overlap.__doc__)
     names = list(overlap.CASES)
@@ -24,6 +117,29 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     one.add_argument("--steps", type=_steps, default=8, metavar="N", help="steps of each run (8)")
     one.add_argument("--output", type=Path, metavar="DIR", help="keep the runs here, for `megascale trace`")
     one.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run_overlap(options: argparse.Namespace) -> None:
+    """Measure every axis that is asked for."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (options.output or Path(temporary)).resolve()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise overlap.OverlapError(f"--output {folder}: {error.strerror}", mend="give another folder") from None
+        cases = [overlap.CASES[name] for name in dict.fromkeys(options.axes)]
+        results = [overlap.measure(case, folder, options.rounds, options.steps, overlap.progress) for case in cases]
+    if options.json:
+        more = [{"communication": r.communication, "ideal": r.ideal, "hidden": r.hidden} for r in results]
+        print(json.dumps({"results": [asdict(r) | extra for r, extra in zip(results, more, strict=True)]}))
+    else:
+        print(overlap.table(results))
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
+    return int(text)
 
 
 def _count(text: str) -> int:
@@ -38,19 +154,18 @@ def _steps(text: str) -> int:
     return count
 
 
-def run(options: argparse.Namespace) -> int:
-    """Run the subcommand and return its exit status."""
-    with stopped_in_order(), tempfile.TemporaryDirectory() as temporary:
-        folder = (options.output or Path(temporary)).resolve()
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise overlap.OverlapError(f"--output {folder}: {error.strerror}", mend="give another folder") from None
-        cases = [overlap.CASES[name] for name in dict.fromkeys(options.axes)]
-        results = [overlap.measure(case, folder, options.rounds, options.steps, overlap.progress) for case in cases]
-    if options.json:
-        more = [{"communication": r.communication, "ideal": r.ideal, "hidden": r.hidden} for r in results]
-        print(json.dumps({"results": [asdict(r) | extra for r, extra in zip(results, more, strict=True)]}))
-    else:
-        print(overlap.table(results))
-    return Exit.OK
+def _timed(text: str) -> int:
+    if (count := _count(text)) < mfu.LEAST_STEPS:
+        raise argparse.ArgumentTypeError(f"{text!r} is too few: the median is taken of {mfu.LEAST_STEPS} or more")
+    return count
+
+
+def _layers(text: str) -> str:
+    return text if text == "fit" else str(_count(text))
+
+
+def _size(text: str) -> tuple[int, ...]:
+    parts = text.lower().split("x")
+    if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is no product of matrices: MxKxN, such as 8192x4096x14336")
+    return tuple(map(int, parts))

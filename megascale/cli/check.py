@@ -41,8 +41,9 @@ def run(options: argparse.Namespace) -> int:
         return Exit.CONFIG
     if options.json:
         fullest = fullest_rank(config)
-        state = {**asdict(fullest), "total": fullest.total}
-        facts = {"ok": True, "processes": config.world, "state_bytes": state}
+        state = {**asdict(fullest.state), "total": fullest.state.total}
+        activations = {**asdict(fullest.activations), "total": fullest.activations.total}
+        facts = {"ok": True, "processes": config.world, "state_bytes": state, "activation_bytes": activations}
         print(json.dumps({**facts, "config": config.model_dump(by_alias=True, mode="json")}))
     elif options.show:
         print(to_toml(config), end="")
@@ -52,13 +53,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 def summary(config: RunConfig) -> str:
-    """What would run, and the room that it takes at least: activations come on top."""
+    """What would run, and the room that it takes; what operations need only while they run comes on top."""
     p, m = config.parallel, config.model
     layout = f"tp {p.tp}{' sp' if p.sp else ''} x pp {p.pp}{f' (vpp {p.vpp})' if p.vpp > 1 else ''} x dp {config.dp}"
     tokens = config.batch.total * m.seq_length
+    fullest = fullest_rank(config)
     return (
         f"{config.name}: {format_count(parameter_count(m))} parameters, {layout} = {config.world} processes, "
         f"{config.micro_batches} micro-batches of {config.batch.micro}, {format_count(tokens)} tokens a step, "
         f"{format_count(tokens * config.train.steps)} in {config.train.steps} steps: no mistakes found\n"
-        f"weights, gradients and optimizer take {format_bytes(fullest_rank(config).total)} on the fullest rank"
+        f"weights, gradients and optimizer take {format_bytes(fullest.state.total)} on the fullest rank, "
+        f"activations {format_bytes(fullest.activations.total)}"
     )

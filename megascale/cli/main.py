@@ -14,6 +14,7 @@ from megascale.core.errors import Exit, MegascaleError
 COMMANDS = {
     "check": "every mistake of a configuration at once; nothing is launched",
     "train": "train, under torchrun or srun, or with processes of its own",
+    "doctor": "what this machine has, which backend serves each operation and why, and tests of them",
     "bench": "measured numbers of this machine",
     "data": "make and look into token datasets",
     "trace": "the merged timeline of a run's ranks, for Perfetto",

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,6 +26,9 @@ MANY = 16
 PICTURED = 8
 """Ranks in a picture, where none are chosen."""
 
+
+START = {".json": timeline.START, ".svg": picture.START}
+"""What files of each kind begin with."""
 
 BEFORE = 0
 """The step of what lies outside of steps: none, but it can be asked for."""
@@ -74,12 +78,18 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 
 def _file(suffix: str) -> Callable[[str], Path]:
-    """A file to be written. Its name tells it from what a run writes, none of which may be lost."""
+    """A file to be written. It replaces nothing but what this command has written before."""
 
     def path(text: str) -> Path:
         if not text.endswith(suffix):
             raise argparse.ArgumentTypeError(f"{text!r} does not end in {suffix}")
-        return Path(text)
+        found = Path(text)
+        if found.is_file():
+            with open(found, "rb") as file:
+                start = file.read(len(START[suffix]))
+            if start and start != START[suffix]:
+                raise argparse.ArgumentTypeError(f"{text!r} exists and was not written by this command")
+        return found
 
     return path
 
@@ -204,7 +214,9 @@ def read(path: Path, wanted: range | None) -> Record:
     if file_name(events.rank) != path.name:
         raise TraceError(f"{path}: has the events of rank {events.rank}", mend="give the file its name again")
     steps = sorted({event.step for event in events.events})
-    whole = {event.step for event in events.events if event.axis == COMPUTE and event.name == "update"}
+    updates = Counter(event.step for event in events.events if event.axis == COMPUTE and event.name == "update")
+    most = max(updates.values(), default=0)  # one for each bucket: a step that diverges makes the first
+    whole = {step for step, count in updates.items() if count == most}
     if events.dropped and events.events:
         whole.discard(events.events[0].step)  # the oldest that is left has lost its first events
     kept = events if wanted is None else only(events, wanted)

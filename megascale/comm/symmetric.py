@@ -4,33 +4,45 @@ copy engines move the pieces while tensor cores multiply (`torch.ops.symm_mem`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from megascale.comm.collectives import gather_objects
 from megascale.comm.group import Group
+from megascale.comm.shared import host_key
 from megascale.device import Device
+
+T = TypeVar("T")
 
 
 def usable(group: Group, device: Device) -> bool:
-    """Whether all ranks of a group can map each other's memory. Every rank of the group must ask."""
+    """Whether all ranks of a group can map each other's memory. Every rank of the group must ask.
+
+    torch's rendezvous waits for ever where ranks of several hosts meet without a fabric between them, so groups that
+    reach over hosts go without.
+    """
     if group.size == 1 or device.is_cpu:
         return False
-    return all(gather_objects(group, _mapped(group, device.torch)))
+    import torch.distributed._symmetric_memory as symmetric_memory
 
-
-def _mapped(group: Group, device: torch.device) -> bool:
-    import torch.distributed._symmetric_memory as symmetric
-
-    try:
-        assert group.process_group is not None
-        probe = symmetric.empty(1024, dtype=torch.uint8, device=device)
-        symmetric.rendezvous(probe, group.process_group)
-    except (RuntimeError, NotImplementedError):  # no NVLink, no driver support, or another host
+    probe = _attempt(partial(symmetric_memory.empty, 1024, dtype=torch.uint8, device=device.torch))
+    ready = gather_objects(group, host_key() if probe is not None else None)
+    if None in ready or len(set(ready)) > 1:
         return False
-    return True
+    assert probe is not None and group.process_group is not None
+    mapped = _attempt(partial(symmetric_memory.rendezvous, probe, group.process_group))
+    return all(gather_objects(group, mapped is not None))
+
+
+def _attempt(function: Callable[[], T]) -> T | None:
+    try:
+        return function()
+    except (RuntimeError, NotImplementedError):  # no peer access, or no support in the driver
+        return None
 
 
 def all_gather_matmul(

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from megascale.config.files import Source, read
+from megascale.config.files import Source, Tree, override, read
 from megascale.config.model import FOLLOWS, ModelConfig, fill_in
 from megascale.config.rules import RULES, Finding, world_findings
 from megascale.config.run import NAME, RunConfig
@@ -26,7 +26,20 @@ def load(path: str, overrides: Sequence[str] = (), world: int | None = None) -> 
 
     Raises: ConfigError with every problem found.
     """
-    source = read(path, overrides, _takes_text)
+    return _resolved(read(path, overrides, _takes_text), world)
+
+
+def load_tree(tree: Tree, origin: str, overrides: Sequence[str] = (), world: int | None = None) -> RunConfig:
+    """`load` of nested values that no file holds; `origin` stands for the file in messages.
+
+    Raises: ConfigError with every problem found.
+    """
+    source = Source(origin, tree)
+    override(source, overrides, _takes_text)
+    return _resolved(source, world)
+
+
+def _resolved(source: Source, world: int | None) -> RunConfig:
     problems = list(_check(source, world))
     if problems:
         raise ConfigError(problems)

@@ -58,6 +58,15 @@ def read(path: str, overrides: Sequence[str] = (), is_text: Callable[[str], bool
     """
     source = _read_file(Path(path), seen=())
     source.path = path
+    override(source, overrides, is_text)
+    return source
+
+
+def override(source: Source, overrides: Sequence[str], is_text: Callable[[str], bool]) -> None:
+    """Apply `section.key=value` overrides.
+
+    Raises: ConfigError for one without `=`.
+    """
     problems = []
     for text in overrides:
         key, equals, value = text.partition("=")
@@ -70,7 +79,6 @@ def read(path: str, overrides: Sequence[str] = (), is_text: Callable[[str], bool
             problems.append(Problem("command line", text, "not a setting", "write section.key=value"))
     if problems:
         raise ConfigError(problems)
-    return source
 
 
 def _read_file(path: Path, seen: tuple[Path, ...]) -> Source:

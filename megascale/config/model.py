@@ -15,6 +15,8 @@ from megascale.core.registry import nearest
 FOLLOWS = {"num_kv_heads": "num_heads", "ffn_size": "hidden_size"}
 """Sizes that, left out, follow from another."""
 
+Window = Annotated[int, Field(ge=0, le=2**40)]
+
 
 def _known_preset(name: str) -> str:
     if name not in PRESETS:
@@ -53,7 +55,11 @@ class ModelConfig(Section):
     block: Annotated[str, choice(BLOCKS)] = Field(
         "serial", description="attention then MLP, or parallel: both from one norm, which halves the collectives of tp"
     )
-    window: None = Field(None, description="sliding-window attention; not available yet: leave it out")
+    window: Window | Annotated[list[Window], Field(min_length=1)] | None = Field(
+        None,
+        description="sliding-window attention: how many keys a query sees, its own and those just before; a list "
+        "repeats over the layers; 0: the whole past",
+    )
     dropout: float = Field(
         0.0, ge=0, lt=1, description="probability of dropping: embeddings, attention weights, and both branches"
     )
@@ -72,6 +78,13 @@ class ModelConfig(Section):
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_heads
+
+    @property
+    def windows(self) -> list[int | None]:
+        """For each layer how many keys a query sees, its own among them; None: its whole past."""
+        given = self.window if isinstance(self.window, list) else [self.window or 0]
+        pattern = [window if 0 < window < self.seq_length else None for window in given]
+        return [pattern[layer % len(pattern)] for layer in range(self.num_layers)]
 
     @property
     def gated(self) -> bool:

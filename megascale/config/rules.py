@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megascale.catalog.backends import AUTO, BACKENDS, lacks
+from megascale.catalog.precisions import PRECISIONS
+from megascale.catalog.recipes import RECIPES
 from megascale.catalog.schedules import SCHEDULES
 from megascale.catalog.tokenizers import TOKENIZERS
 from megascale.config.run import RunConfig, prefixes, replicas_of
@@ -73,6 +76,18 @@ def heads(c: Any) -> Iterator[Finding]:
         )
 
 
+@rule("model")
+def window(c: Any) -> Iterator[Finding]:
+    """A pattern of windows has no more entries than there are layers."""
+    m = c.model
+    if isinstance(m.window, list) and len(m.window) > m.num_layers:
+        yield Finding(
+            "model.window",
+            f"{len(m.window)} numbers for {m.num_layers} layers",
+            f"at most {m.num_layers}: fewer repeat over the layers",
+        )
+
+
 @rule("model", "parallel")
 def tensor_parallel(c: Any) -> Iterator[Finding]:
     """Heads and MLP columns are split over tp; with sp the sequence is too."""
@@ -126,6 +141,29 @@ def pipeline(c: Any) -> Iterator[Finding]:
             )
 
 
+@rule("model", "parallel", "batch", "train", "fp8")
+def eight_bits(c: Any) -> Iterator[Finding]:
+    """In 8 bits the sides of products are multiples of what the recipe needs, and some layer multiplies so."""
+    m, p = c.model, c.parallel
+    if c.train.precision != "fp8":
+        return
+    if c.fp8.bf16_first + c.fp8.bf16_last >= m.num_layers:
+        found = f"the first {c.fp8.bf16_first} and last {c.fp8.bf16_last} of {m.num_layers} layers leave none in fp8"
+        yield Finding("fp8.bf16_first", found, "fewer, or train.precision = bf16")
+    unit = RECIPES[c.fp8.recipe].facts["multiple"]
+    head = m.head_dim
+    for key, number, what in (
+        ("model.hidden_size", m.hidden_size, "hidden_size"),
+        ("model.num_heads", m.num_heads * head // p.tp, "columns of the heads on a rank"),
+        ("model.num_kv_heads", (m.num_heads + 2 * m.num_kv_heads) * head // p.tp, "columns of q, k and v on a rank"),
+        ("model.ffn_size", m.ffn_size // p.tp, "columns of the MLP on a rank"),
+        ("model.seq_length", m.seq_length * c.batch.micro, "tokens in a micro-batch"),
+    ):
+        if number % unit:
+            found = f"{number} {what}: the fp8 recipe {c.fp8.recipe} multiplies multiples of {unit}"
+            yield Finding(key, found, "another size, or another fp8.recipe")
+
+
 @rule("parallel")
 def schedule(c: Any) -> Iterator[Finding]:
     """The schedule runs as many chunks as there are."""
@@ -136,6 +174,19 @@ def schedule(c: Any) -> Iterator[Finding]:
             "parallel.schedule",
             f"{p.schedule} runs one chunk a stage, but vpp = {p.vpp}",
             f"{' or '.join(able)}, or vpp = 1",
+        )
+
+
+@rule("parallel", "train")
+def recompute_chunks(c: Any) -> Iterator[Finding]:
+    """The chunks that recompute are there."""
+    missing = sorted(set(c.train.recompute_chunks or ()) - set(range(c.parallel.vpp)))
+    if missing:
+        last = c.parallel.vpp - 1
+        yield Finding(
+            "train.recompute_chunks",
+            f"with vpp = {c.parallel.vpp} there is no chunk {_listed(missing)}",
+            f"chunks 0 to {last}" if last else "chunk 0, or leave it out",
         )
 
 
@@ -168,6 +219,17 @@ def learning_rate(c: Any) -> Iterator[Finding]:
     elif o.decay == "wsd" and (o.decay_steps or 0) > c.train.steps - o.warmup_steps:
         most = c.train.steps - o.warmup_steps
         yield Finding("optimizer.decay_steps", f"{o.decay_steps} do not fit after the warm-up", f"at most {most}")
+
+
+@rule("model", "train", "backends")
+def backends(c: Any) -> Iterator[Finding]:
+    """A backend that is asked for has the norm or activation of the model, in the format of compute."""
+    number_format = PRECISIONS[c.train.precision].facts["compute"]
+    for operation in ("norm", "activation"):
+        asked = getattr(c.backends, operation)
+        lacking = asked != AUTO and lacks(BACKENDS[operation][asked], getattr(c.model, operation), number_format)
+        if lacking:
+            yield Finding(f"backends.{operation}", f"{asked} {lacking}", "auto, or another backend")
 
 
 @rule("data", "train")

@@ -9,6 +9,8 @@ from typing import Annotated
 from pydantic import Field
 
 from megascale.catalog.tokenizers import TOKENIZERS
+from megascale.config.backends import BackendsConfig
+from megascale.config.fp8 import Fp8Config
 from megascale.config.model import ModelConfig
 from megascale.config.parallel import OverlapConfig, ParallelConfig
 from megascale.config.section import Section
@@ -36,6 +38,8 @@ class RunConfig(Section):
     batch: BatchConfig
     train: TrainConfig
     optimizer: OptimizerConfig
+    fp8: Fp8Config = Fp8Config()
+    backends: BackendsConfig = BackendsConfig()
     data: DataConfig = DataConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()

@@ -27,21 +27,22 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class Choice:
-    """The check that a string names a card of `registry`."""
+    """The check that a string names a card of `registry`, or is one of `also`."""
 
     registry: Registry
+    also: tuple[str, ...] = ()
 
     def __call__(self, name: str) -> str:
-        names = self.registry.names()
+        names = [*self.also, *self.registry.names()]
         if name not in names:
             context = {"message": f"'{name}' is not one of {', '.join(names)}", "nearest": nearest(name, names)}
             raise PydanticCustomError("choice", "{message}", context)
         return name
 
 
-def choice(registry: Registry) -> Any:
-    """A string that names a card of `registry`."""
-    return AfterValidator(Choice(registry))
+def choice(registry: Registry, *also: str) -> Any:
+    """A string that names a card of `registry`, or is one of `also`."""
+    return AfterValidator(Choice(registry, also))
 
 
 def only(value: bool | int) -> Any:

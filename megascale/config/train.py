@@ -27,10 +27,16 @@ class TrainConfig(Section):
     steps: Count = Field(description="optimizer steps of the whole run")
     seed: Whole = Field(1234, description="initial weights, dropout and the order of samples follow from it")
     precision: Annotated[str, choice(PRECISIONS)] = Field("fp32", description="number format of compute")
-    recompute: Literal["none"] = Field("none", description="activation recomputation; not available yet")
-    compile: Annotated[Literal[False], only(False)] = Field(
-        False, description="torch.compile of each block; not available yet"
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none", description="what the backward computes again instead of keeping it: recompute_ops, or whole blocks"
     )
+    recompute_ops: Annotated[list[Literal["attention", "norm", "activation"]], Field(min_length=1)] = Field(
+        ["attention"], description="what selective recomputation computes again"
+    )
+    recompute_chunks: Annotated[list[Whole], Field(min_length=1)] | None = Field(
+        None, description="the model chunks of each rank, from 0, that recompute; default all"
+    )
+    compile: bool = Field(False, description="torch.compile of each block, between its linear layers")
     log_every: Count = Field(10, description="steps between lines of metrics")
     eval_every: Whole = Field(
         0, description="steps between evaluations on validation data, and one at the end; 0: never"
@@ -53,6 +59,7 @@ class OptimizerConfig(Section):
     betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = Field(
         [0.9, 0.95], description="decay of the first and second moment"
     )
+    bias_correction: bool = Field(True, description="divide the moments by 1 - beta^step, for they start at zero")
     eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
     clip_norm: float = Field(1.0, ge=0, description="largest norm of the whole gradient; 0: no clipping")
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,9 @@ from typing import Any
 from megascale.core.files import write_text
 
 FORMAT = 1
+
+FOREVER = 1e12
+"""Seconds that no clock reaches."""
 
 COMPUTE = "compute"
 """The axis of what is no communication."""
@@ -146,20 +148,22 @@ _HEAD: dict[str, Any] = {"rank": int, "world": int, "coord": dict, "host": str, 
 
 
 def _check(values: dict[str, Any], kinds: dict[str, Any]) -> None:
-    """Raises: TypeError or ValueError if a value is not of its kind, or no finite number"""
+    """Raises: TypeError or ValueError if a value is not of its kind, or no time"""
     for name, value in values.items():
         kind = kinds.get(name, object)
         if not isinstance(value, kind):
             raise TypeError(f"{name} is {value!r}")
-        if kind is _NUMBER and not math.isfinite(value):
+        if kind is _NUMBER and not abs(value) < FOREVER:
             raise ValueError(f"{name} is {value!r}")
 
 
 def _pairs(values: Any) -> tuple[tuple[float, float], ...]:
     pairs = tuple((first, second) for first, second in values)
-    for pair in pairs:
-        for number in pair:
-            _check({"a time": number}, {"a time": _NUMBER})
+    for first, second in pairs:
+        if not (isinstance(first, _NUMBER) and isinstance(second, _NUMBER)):
+            raise TypeError(f"a time is {first!r} or {second!r}")
+        if not (abs(first) < FOREVER and abs(second) < FOREVER):
+            raise ValueError(f"a time is {first!r} or {second!r}")
     return pairs
 
 

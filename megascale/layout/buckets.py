@@ -44,6 +44,11 @@ class Bucket:
         each = self.size // self.shards
         return index * each, (index + 1) * each
 
+    def parts(self, start: int, stop: int) -> list[tuple[Slot, int, int]]:
+        """(slot, start, stop) of what of each slot lies inside [start, stop)."""
+        inside = [(slot, max(slot.start, start), min(slot.stop, stop)) for slot in self.slots]
+        return [part for part in inside if part[1] < part[2]]
+
     def runs(self, start: int, stop: int) -> list[tuple[int, int, bool]]:
         """(start, stop, decays) of the runs of equal weight decay inside [start, stop), padding with its run."""
         edges: list[tuple[int, int, bool]] = []

@@ -7,7 +7,7 @@ import itertools
 from megascale.catalog.precisions import PRECISIONS
 from megascale.config.run import RunConfig
 from megascale.layout.stages import Stages, split
-from megascale.layout.tensors import TOKEN_EMBEDDING, Parameter, stage
+from megascale.layout.tensors import TOKEN_EMBEDDING, Parameter, layer, stage
 
 
 def stages_of(config: RunConfig) -> Stages:
@@ -61,3 +61,17 @@ def _cut(parameters: list[Parameter], tp: int, most: int, shared: bool) -> list[
         room -= numbers
     at_end = bool(tied) and parameters[0].name != TOKEN_EMBEDDING
     return [*buckets, *tied] if at_end else [*tied, *buckets]
+
+
+def eight_bit_weights(config: RunConfig) -> dict[str, Parameter]:
+    """The weights that multiply in 8 bits, by name in the order of the network: matrices of blocks, without the first
+    and last few.
+    """
+    return {p.name: p for index in eight_bit_layers(config) for p in layer(config.model, index) if p.decays}
+
+
+def eight_bit_layers(config: RunConfig) -> range:
+    """The layers whose products are in 8 bits."""
+    if config.train.precision != "fp8":
+        return range(0)
+    return range(config.fp8.bf16_first, config.model.num_layers - config.fp8.bf16_last)

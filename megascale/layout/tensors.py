@@ -20,6 +20,7 @@ VOCAB_MULTIPLE = 64
 """Rows of the vocabulary on each rank are a multiple of this: what tensor cores want. Padding rows stay zero."""
 
 TOKEN_EMBEDDING = "embedding.token.weight"
+HEAD = "head.weight"  # where it is not the token embedding
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def embedding(model: ModelConfig, tp: int) -> list[Parameter]:
 
 def head(model: ModelConfig, tp: int) -> list[Parameter]:
     """The parameters after the last layer. A tied head is the token embedding under its own name."""
-    name = TOKEN_EMBEDDING if model.tie_embeddings else "head.weight"
+    name = TOKEN_EMBEDDING if model.tie_embeddings else HEAD
     return [*_norm("final_norm", model), _vocabulary(name, model, tp)]
 
 

@@ -4,30 +4,37 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megascale.config.model import ModelConfig
 from megascale.model.attention import Attention
 from megascale.model.mlp import MLP
-from megascale.model.parts import Norm, Parameters, drop_branch
+from megascale.model.parts import Given, Norm, drop_branch
 from megascale.parallel.microbatch import MicroBatch
-from megascale.parallel.overlap import TensorAxis
 from megascale.parallel.tensor import column_linears, row_linears
 
 
 class SerialBlock(nn.Module):
     """x + attention(norm(x)), then + mlp(norm(.)): the block of GPT-2 and Llama."""
 
-    def __init__(self, model: ModelConfig, parameters: Parameters, index: int, axis: TensorAxis) -> None:
+    def __init__(self, given: Given, index: int) -> None:
         super().__init__()
         name = f"layers.{index}"
-        self.attention_norm = Norm(model, parameters, f"{name}.attention_norm")
-        self.attention = Attention(model, parameters, index, axis)
-        self.mlp_norm = Norm(model, parameters, f"{name}.mlp_norm")
-        self.mlp = MLP(model, parameters, index, axis)
-        self._drop = lambda x, batch, branch: drop_branch(x, batch, f"{name}.{branch}", model, axis)
+        self.attention_norm = Norm(given, f"{name}.attention_norm")
+        self.attention = Attention(given, index)
+        self.mlp_norm = Norm(given, f"{name}.mlp_norm")
+        self.mlp = MLP(given, index)
+        self._drop = lambda x, batch, branch: drop_branch(x, batch, f"{name}.{branch}", given)
+        self._joined = given.operators.fuse(self.joined)
 
-    def forward(self, x_sbh: Tensor, batch: MicroBatch) -> Tensor:
-        x_sbh = x_sbh + self._drop(self.attention(self.attention_norm(x_sbh), batch), batch, "attention.out")
-        return x_sbh + self._drop(self.mlp(self.mlp_norm(x_sbh)), batch, "mlp.down")
+    def forward(self, x_sbh: Tensor, batch: MicroBatch, value: bool = True) -> Tensor:
+        """`value`: whether the result is looked at; otherwise only its gradients are those of a block."""
+        branch = self.attention(self.attention_norm(x_sbh), batch, self.attention_norm.again(x_sbh))
+        x_sbh, normed = self._joined(x_sbh, self._drop(branch, batch, "attention.out"))
+        branch = self.mlp(normed, self.mlp_norm.again(x_sbh), value)
+        return x_sbh + self._drop(branch, batch, "mlp.down")
+
+    def joined(self, x_sbh: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream with a branch added, and its norm for the MLP."""
+        x_sbh = x_sbh + branch
+        return x_sbh, self.mlp_norm(x_sbh)
 
 
 class ParallelBlock(nn.Module):
@@ -37,20 +44,21 @@ class ParallelBlock(nn.Module):
     products, the larger ones. Dropout is drawn for the sum of the branches.
     """
 
-    def __init__(self, model: ModelConfig, parameters: Parameters, index: int, axis: TensorAxis) -> None:
+    def __init__(self, given: Given, index: int) -> None:
         super().__init__()
         name = f"layers.{index}"
-        self.norm = Norm(model, parameters, f"{name}.norm")
-        self.attention = Attention(model, parameters, index, axis)
-        self.mlp = MLP(model, parameters, index, axis)
-        self._axis = axis
+        self.norm = Norm(given, f"{name}.norm")
+        self.attention = Attention(given, index)
+        self.mlp = MLP(given, index)
+        self._axis = given.axis
         self._index = index
-        self._drop = lambda x, batch: drop_branch(x, batch, name, model, axis)
+        self._drop = lambda x, batch: drop_branch(x, batch, name, given)
 
-    def forward(self, x_sbh: Tensor, batch: MicroBatch) -> Tensor:
+    def forward(self, x_sbh: Tensor, batch: MicroBatch, value: bool = True) -> Tensor:
+        """`value`: whether the result is looked at; otherwise only its gradients are those of a block."""
         attention, mlp, axis = self.attention, self.mlp, self._axis
-        into = [attention.qkv.layer, mlp.up.layer]
-        qkv, inner = column_linears(self.norm(x_sbh), into, axis, f"layer {self._index} qkv and up")
+        into, what = [attention.qkv.layer, mlp.up.layer], f"layer {self._index} qkv and up"
+        qkv, inner = column_linears(self.norm(x_sbh), into, axis, what, self.norm.again(x_sbh))
         branches = [attention.core(qkv, batch), mlp.activate(inner)]
-        back = [attention.out.layer, mlp.down.layer]
-        return x_sbh + self._drop(row_linears(branches, back, axis, f"layer {self._index} out and down"), batch)
+        back, what = [attention.out.layer, mlp.down.layer], f"layer {self._index} out and down"
+        return x_sbh + self._drop(row_linears(branches, back, axis, what, [None, mlp.again(inner)], value), batch)

@@ -2,48 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from megascale.catalog.layers import NORMS
 from megascale.config.model import ModelConfig
+from megascale.layout.recompute import NOTHING, Recompute
+from megascale.ops.activation import Activate
+from megascale.ops.attention import Attend
+from megascale.ops.compiled import Fuse, fusing
+from megascale.ops.cross_entropy import CrossEntropy
+from megascale.ops.norm import Normalize
+from megascale.ops.select import Setting, build
 from megascale.parallel.microbatch import MicroBatch
-from megascale.parallel.overlap import TensorAxis
-from megascale.parallel.tensor import Layer
+from megascale.parallel.numerics import PLAIN, Numerics
+from megascale.parallel.overlap import Layer, TensorAxis
+from megascale.parallel.recompute import Again, formed_again
 
 Parameters = Mapping[str, nn.Parameter]
 """This rank's parameters by the name in `layout.tensors`."""
 
 
+@dataclass(frozen=True)
+class Operators:
+    """What one device computes, by the backends that were chosen (`ops.select`). `fuse` makes one operation of several
+    that stand together in a block: with train.compile by torch.compile, else it leaves them as they are.
+    """
+
+    attend: Attend
+    normalize: Normalize
+    activate: Activate
+    cross_entropy: CrossEntropy
+    fuse: Fuse
+
+    @classmethod
+    def of(cls, setting: Setting) -> Operators:
+        """The best that is present and serves, or what is asked for.
+
+        Raises: BackendError if what is asked for cannot serve, or torch.compile cannot compile
+        """
+        fuse = fusing(setting)  # first: nothing else can tell why blocks cannot be compiled
+        attend, normalize, activate = (build(name, setting) for name in ("attention", "norm", "activation"))
+        return cls(attend, normalize, activate, build("cross_entropy", setting), fuse)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a part of the network is made of: its model, this rank's parameters, how activations lie on the ranks of
+    tp, who computes, in which numbers each linear layer multiplies, and what is computed again.
+    """
+
+    model: ModelConfig
+    parameters: Parameters
+    axis: TensorAxis
+    operators: Operators
+    numerics: Callable[[str], Numerics] = lambda layer: PLAIN
+    recompute: Recompute = NOTHING
+
+
 class Linear(nn.Module):
     """The weight and bias of a linear layer; `parallel.tensor` multiplies with them."""
 
-    def __init__(self, parameters: Parameters, name: str) -> None:
+    def __init__(self, given: Given, name: str) -> None:
         super().__init__()
-        self.weight = parameters[f"{name}.weight"]
-        self.bias = parameters.get(f"{name}.bias")
+        self.weight = given.parameters[f"{name}.weight"]
+        self.bias = given.parameters.get(f"{name}.bias")
+        self._numerics = given.numerics(name)
 
     @property
     def layer(self) -> Layer:
-        return self.weight, self.bias
+        return Layer(self.weight, self.bias, self._numerics)
 
 
 class Norm(nn.Module):
     """The configured norm over the last dimension."""
 
-    def __init__(self, model: ModelConfig, parameters: Parameters, name: str) -> None:
+    def __init__(self, given: Given, name: str) -> None:
         super().__init__()
-        self.weight = parameters[f"{name}.weight"]
-        self.bias = parameters.get(f"{name}.bias")
-        self._eps = model.norm_eps
-        self._normalize = NORMS[model.norm].load()
+        self.weight = given.parameters[f"{name}.weight"]
+        self.bias = given.parameters.get(f"{name}.bias")
+        self._eps = given.model.norm_eps
+        self._normalize = given.operators.normalize
+        self._recompute = given.recompute.norm
 
     def forward(self, x: Tensor) -> Tensor:
         return self._normalize(x, self.weight, self.bias, self._eps)
 
+    def again(self, x: Tensor) -> Again | None:
+        """For the layers that the norm of x goes to."""
+        return formed_again(self, x, self._recompute)
 
-def drop_branch(x_sbh: Tensor, batch: MicroBatch, place: str, model: ModelConfig, axis: TensorAxis) -> Tensor:
+
+def drop_branch(x_sbh: Tensor, batch: MicroBatch, place: str, given: Given) -> Tensor:
     """Dropout on a tensor of the residual stream, which sequence parallelism cuts along dimension 0."""
-    first = axis.index * x_sbh.shape[0] if axis.cut else 0
-    return batch.dropout.hidden(x_sbh, place, first, model.seq_length)
+    first = given.axis.index * x_sbh.shape[0] if given.axis.cut else 0
+    return batch.dropout.hidden(x_sbh, place, first, given.model.seq_length)

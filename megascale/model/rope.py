@@ -23,7 +23,16 @@ def rotate_heads(qkv_sbnd: Tensor, turned: int, cos: Tensor, sin: Tensor) -> Ten
     """Heads [s, b, n, d] of which the first `turned` (queries and keys) turn by the table's angles; the others (values)
     stay. Computed in the table's format.
     """
+    if torch.compiler.is_compiling():
+        return rotation(qkv_sbnd, turned, cos, sin)
     return _RotateHeads.apply(qkv_sbnd, turned, cos, sin)
+
+
+def rotation(qkv_sbnd: Tensor, turned: int, cos: Tensor, sin: Tensor) -> Tensor:
+    """`rotate_heads` as a formula, for compilers."""
+    first, second = qkv_sbnd[:, :, :turned].to(cos.dtype).chunk(2, -1)
+    heads = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    return torch.cat([heads.to(qkv_sbnd.dtype), qkv_sbnd[:, :, turned:]], 2)
 
 
 class _RotateHeads(torch.autograd.Function):

@@ -31,6 +31,9 @@ COLOURS = {
 OTHER = "#a08060"
 """The colour of an axis that has none of its own."""
 
+START = b"<svg xmlns='http://www.w3.org/2000/svg'"
+"""What a file of a picture begins with."""
+
 WIDTH = 1000
 LEFT = 150
 RIGHT = 15
@@ -89,7 +92,7 @@ def _document(ranks: Sequence[tuple[RankEvents, list[Row]]], scale: float, thin:
     height = y + BOTTOM
     title = "Compute and communication of " + ", ".join(f"rank {events.rank}" for events, _ in ranks)
     head = (
-        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {height}' width='{WIDTH}' height='{height}' "
+        f"{START.decode()} viewBox='0 0 {WIDTH} {height}' width='{WIDTH}' height='{height}' "
         f"font-family='sans-serif' font-size='11' role='img'>\n<title>{title}</title>\n<style>{STYLE}</style>\n"
         f"<rect width='{WIDTH}' height='{height}' fill='white'/>"
     )

@@ -18,6 +18,9 @@ from typing import Any, NamedTuple
 from megascale.core.events import COMPUTE, Event, RankEvents
 from megascale.core.files import atomic
 
+START = b'{"displayTimeUnit":"ms","traceEvents":['
+"""What a file of a timeline begins with."""
+
 TICKS = 8_000_000
 """Ticks in a second. Slices that overlap by a rounding error are dropped by viewers; an eighth of a microsecond is
 exact in the binary floats of all of them.
@@ -85,7 +88,8 @@ def rows(events: RankEvents, origin: float) -> list[Row]:
     axes: defaultdict[str, list[Slice]] = defaultdict(list)
     for event in events.events:
         row = compute if event.axis == COMPUTE else axes[event.axis]
-        row.append(Slice(tick(event.start), tick(event.end), event))
+        start = tick(event.start)
+        row.append(Slice(start, max(start, tick(event.end)), event))  # a GPU's marks are half a microsecond apart
         waits = (Slice(tick(start), tick(end), event, wait=True) for start, end in event.waits)
         compute += [wait for wait in waits if wait.end > wait.start]
     found = [Row(COMPUTE, nested(compute))]
@@ -174,7 +178,7 @@ def write(path: Path, parts: Iterable[Part]) -> Written:
     """
     slices, sides, ranks = 0, list[Side](), set[int]()
     with atomic(path, "w") as file:
-        file.write('{"displayTimeUnit":"ms","traceEvents":[')
+        file.write(START.decode())
         for part in parts:
             file.write((",\n" if ranks else "\n") + part.text)
             slices += part.slices

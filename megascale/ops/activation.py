@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from megascale.catalog.layers import ACTIVATIONS
+from megascale.ops.select import Setting
+
+Activate = Callable[[Tensor], Tensor]
+"""[..., f], or for a gated activation [..., 2 f] with the gate first, to [..., f]."""
+
+
+class TorchActivation:
+    """The activations below, and those that other packages register."""
+
+    def refusal(self, setting: Setting) -> str | None:
+        return None
+
+    def build(self, setting: Setting) -> Activate:
+        return ACTIVATIONS[setting.model.activation].load()
 
 
 def gelu(x: Tensor) -> Tensor:

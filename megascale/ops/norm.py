@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from megascale.catalog.layers import NORMS
+from megascale.ops.select import Setting
+
+Normalize = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
+"""x [..., h], gain [h], bias [h] or None, and what is added to the variance."""
+
+
+class TorchNorm:
+    """The norms below, and those that other packages register."""
+
+    def refusal(self, setting: Setting) -> str | None:
+        return None
+
+    def build(self, setting: Setting) -> Normalize:
+        return NORMS[setting.model.norm].load()
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from megascale.config.train import OptimizerConfig
-from megascale.optim.contract import Segment
+from megascale.ops.optimizer import Segment
 
 
 class AdamW:
-    """Adam with decoupled weight decay and bias correction (Loshchilov and Hutter 2019)."""
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019)."""
 
     state_names = ("exp_avg", "exp_avg_sq")
 
@@ -23,6 +24,7 @@ class AdamW:
             if members:
                 groups.append({"params": [s.weight for s in members], "weight_decay": config.weight_decay * decays})
         beta1, beta2 = config.betas
+        self._correct = config.bias_correction
         self._torch = torch.optim.AdamW(groups, lr=0.0, betas=(beta1, beta2), eps=config.eps, fused=True)
         for segment in segments:
             segment.weight.grad = segment.grad
@@ -34,5 +36,6 @@ class AdamW:
         for group in self._torch.param_groups:
             group["lr"] = lr
         for state in self._torch.state.values():
-            state["step"].fill_(step - 1)  # it counts before it computes
+            # it counts before it computes; 1 - beta^inf corrects nothing
+            state["step"].fill_(step - 1 if self._correct else math.inf)
         self._torch.step()

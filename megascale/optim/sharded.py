@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,12 +12,10 @@ from torch import Tensor
 from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.comm.mesh import Mesh
 from megascale.config.train import OptimizerConfig
-from megascale.optim.contract import Optimizer, Segment
+from megascale.ops.optimizer import Segment
+from megascale.optim.norms import ParameterNorms, sum_of_squares
 from megascale.parallel.gradients import Bucket
 from megascale.parallel.shards import ShardState
-
-ROW = 1 << 14
-"""Numbers whose squares are added up in their own format."""
 
 
 class ShardedOptimizer:
@@ -24,15 +23,20 @@ class ShardedOptimizer:
 
     A step has two phases, and the device decides, not the host. Each bucket is measured when its gradient is complete;
     from the sum over the job follows the factor of all gradients, and then bucket after bucket is updated, so that the
-    first can be gathered while the next is.
+    first can be gathered while the next is. Between the two, a rule that wants norms of whole parameters forms its
+    directions of all buckets.
+
+    `rule`: an `Elementwise` or a `Normwise` (`ops.optimizer`), as the optimizer's card says.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, config: OptimizerConfig) -> None:
-        body: type[Optimizer] = OPTIMIZERS[config.name].load()
+    def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, config: OptimizerConfig, rule: type[Any]) -> None:
+        normwise = OPTIMIZERS[config.name].facts["needs"] == "norms"
+        cut = _parts if normwise else _runs
         self._mesh = mesh
         self._clip = config.clip_norm
-        self.shards = [_shard_state(bucket, body.state_names) for bucket in buckets]
-        self._rules = [body(list(_segments(shard)), config) for shard in self.shards]
+        self.shards = [_shard_state(bucket, rule.state_names) for bucket in buckets]
+        self._rules = [rule(list(cut(shard)), config) for shard in self.shards]
+        self._norms = ParameterNorms(self.shards, mesh) if normwise else None
 
     def square(self, bucket: Bucket) -> Tensor:
         """What a bucket adds to the squared norm of the gradient on this rank; every parameter of the model counts
@@ -40,7 +44,7 @@ class ShardedOptimizer:
         """
         total = torch.zeros((), dtype=torch.float64, device=bucket.grad.device)
         for low, high in counted(bucket, self._mesh):
-            total += _square(bucket.grad[low:high])
+            total += sum_of_squares(bucket.grad[low:high])
         return total
 
     def clipping(self, square: Tensor, tokens: Tensor, loss: Tensor) -> Clipping:
@@ -58,13 +62,29 @@ class ShardedOptimizer:
         grad = self.shards[index].bucket.grad
         grad *= clipping.factor.to(grad.dtype)
 
-    def update(self, index: int, clipping: Clipping, lr: float, step: int) -> None:
-        """Clip and update the shard of bucket `index`; `step` counts from 1. Other ranks' shards of its weights are
+    def direct(self, clipping: Clipping, step: int) -> Tensor | None:
+        """What `update` needs to know of whole parameters before it begins, `step` counted from 1: for a rule that
+        wants norms, clip and turn all gradients into directions, and form the norms. For others nothing, at no cost.
+        """
+        if self._norms is None:
+            return None
+        with self._mesh.recorder.action("directions"):
+            for index, rule in enumerate(self._rules):
+                self.clip(index, clipping)
+                rule.direct(step, clipping.skip)
+            return self._norms.form()
+
+    def update(self, index: int, clipping: Clipping, norms: Tensor | None, lr: float, step: int) -> None:
+        """Update the shard of bucket `index`, with what `direct` has returned. Other ranks' shards of its weights are
         then out of date. If loss or norm is not finite nothing is changed, the gradient neither.
         """
-        shard = self.shards[index]
-        self.clip(index, clipping)
-        self._rules[index].step(lr, step, clipping.skip)
+        shard, rule = self.shards[index], self._rules[index]
+        if self._norms is None:
+            self.clip(index, clipping)
+            rule.step(lr, step, clipping.skip)
+        else:
+            assert norms is not None, "`direct` comes first"
+            rule.apply(lr, self._norms.of(norms, index), clipping.skip)
         if shard.separate:
             shard.bucket.shard_weights.copy_(shard.master)
 
@@ -100,24 +120,26 @@ def counted(bucket: Bucket, mesh: Mesh) -> Iterator[tuple[int, int]]:
         yield 0, stop - start
 
 
-def _square(x: Tensor) -> Tensor:
-    """The sum of the squares of x [n]: an f64 scalar. By rows: on a CPU the norm of many millions of f32 numbers is
-    added up in f32, and parts in a thousand are lost.
-    """
-    whole = x.numel() // ROW * ROW
-    rows = torch.linalg.vector_norm(x[:whole].view(-1, ROW), dim=1)
-    return rows.double().square().sum() + torch.linalg.vector_norm(x[whole:]).double().square()
-
-
 def _shard_state(bucket: Bucket, names: Sequence[str]) -> ShardState:
     weights = bucket.shard_weights
     master = weights if weights.dtype == bucket.grad.dtype else weights.to(bucket.grad.dtype)
     return ShardState(bucket, master, {name: torch.zeros_like(master) for name in names})
 
 
-def _segments(shard: ShardState) -> Iterator[Segment]:
-    base = shard.bucket.shard[0]
+def _runs(shard: ShardState) -> Iterator[Segment]:
+    """The shard in as few segments as can be, padding included."""
     for low, high, decays in shard.bucket.layout.runs(*shard.bucket.shard):
-        here = slice(low - base, high - base)
-        state = {name: tensor[here] for name, tensor in shard.state.items()}
-        yield Segment(shard.master[here], shard.bucket.grad[here], state, decays)
+        yield _segment(shard, low, high, decays)
+
+
+def _parts(shard: ShardState) -> Iterator[Segment]:
+    """A segment for each parameter that the shard has a part of."""
+    for slot, low, high in shard.bucket.layout.parts(*shard.bucket.shard):
+        yield _segment(shard, low, high, slot.parameter.decays)
+
+
+def _segment(shard: ShardState, low: int, high: int, decays: bool) -> Segment:
+    """The numbers [low, high) of the bucket."""
+    here = slice(low - shard.bucket.shard[0], high - shard.bucket.shard[0])
+    state = {name: tensor[here] for name, tensor in shard.state.items()}
+    return Segment(shard.master[here], shard.bucket.grad[here], state, decays)

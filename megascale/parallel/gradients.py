@@ -22,7 +22,7 @@ from megascale.comm.mesh import Mesh
 from megascale.comm.pending import DONE, Awaitable
 from megascale.layout import buckets as layouts
 from megascale.layout.chunks import unit
-from megascale.layout.tensors import TOKEN_EMBEDDING, Parameter
+from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, Parameter
 
 
 class Bucket:
@@ -87,8 +87,9 @@ class Bucket:
         self.finite_before.fill_(True)
 
     def make_room(self) -> None:
-        """With zero = 2: a whole gradient for the backward that follows."""
-        self._bind(torch.zeros(self.layout.size, dtype=self._accumulate, device=self.weights.device))
+        """With zero = 2: a whole gradient until the next reduction, unless there is one."""
+        if self._full is None:
+            self._bind(torch.zeros(self.layout.size, dtype=self._accumulate, device=self.weights.device))
 
     def reduce(self) -> None:
         """Start the sum over data parallelism of the gradients accumulated since the last one."""
@@ -211,16 +212,21 @@ class Gradients:
 
         return cross
 
+    def begin_loss(self, chunk: int) -> None:
+        """A forward of this chunk follows that ends in the loss, which already adds to the gradient of the head's
+        weight. With zero = 2 this makes room for it.
+        """
+        if self._zero == 2:
+            names = {name: bucket for bucket in self.chunks[chunk] for name in bucket.parameters}
+            self._make_room([names.get(HEAD) or names[TOKEN_EMBEDDING]])
+
     def begin_backward(self, chunk: int, *, last: bool) -> None:
         """A backward of this chunk follows, the `last` before its reduction or not. With zero = 2 this makes room for
-        its gradient: that of one chunk may still be being reduced, no more.
+        its gradient.
         """
         self._completing = last
         if self._zero == 2:
-            while self._reducing and self._reducing[0].chunk != self._reducing[-1].chunk:
-                self._reducing.popleft().finish_reduction()
-            for bucket in self.chunks[chunk]:
-                bucket.make_room()
+            self._make_room(self.chunks[chunk])
 
     def complete(self, buckets: Sequence[Bucket]) -> None:
         """The backward that runs has left these buckets: if it is the last, start to reduce them."""
@@ -255,6 +261,13 @@ class Gradients:
         """Wait until all weights are complete."""
         for bucket in self.buckets:
             bucket.finish_gather()
+
+    def _make_room(self, buckets: Sequence[Bucket]) -> None:
+        """Room for whole gradients: that of one chunk may still be being reduced, no more."""
+        while self._reducing and self._reducing[0].chunk != self._reducing[-1].chunk:
+            self._reducing.popleft().finish_reduction()
+        for bucket in buckets:
+            bucket.make_room()
 
     def _reduce(self, buckets: Sequence[Bucket]) -> None:
         for bucket in buckets:

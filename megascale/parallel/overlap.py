@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megascale.comm import symmetric
@@ -26,6 +26,8 @@ from megascale.comm.collectives import (
 )
 from megascale.comm.group import Group
 from megascale.comm.pending import DONE, Awaitable
+from megascale.ops.fp8 import Grain, Quantized
+from megascale.parallel.numerics import PLAIN, Numerics, Operand, linear, multiply
 
 PIECES = 4
 """Most pieces of a collective: with p of them about 1/p of its time stays exposed."""
@@ -33,8 +35,17 @@ PIECES = 4
 PIECE_BYTES = 1 << 19
 """Fewer bytes in a piece cost more in messages than they hide (docs/performance.md)."""
 
-Layer = tuple[Tensor, Tensor | None]
-"""A weight [n, k], cut in one dimension, and a bias [n]."""
+
+class Layer(NamedTuple):
+    """A weight [n, k], cut in one dimension, a bias [n], and in which numbers it multiplies."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    numerics: Numerics = PLAIN
+
+
+Factor = tuple[Operand, Tensor | None]
+"""A weight [n, k] as it enters a product, and a bias [n]."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +90,23 @@ class TensorAxis:
         part = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
         return part, reduce_scatter(self.group, part, x, what=what, wait=wait)
 
-    def pieces(self, part: Tensor) -> int:
+    def gather_operand(self, x: Operand, what: str, *, wait: bool = True) -> tuple[Operand, Awaitable]:
+        """`gather` of a factor: of one in eight bits its bytes, and first its scales if each row has its own."""
+        if isinstance(x, Tensor) or not self.cut:
+            return (x, DONE) if isinstance(x, Quantized) else self.gather(x, what, wait=wait)
+        scale = self.gather_scale(x, what)
+        data, gathering = self.gather(x.data.view(torch.uint8), what, wait=wait)
+        return Quantized(data.view(x.data.dtype), scale, x.grain), gathering
+
+    def gather_scale(self, x: Quantized, what: str) -> Tensor:
+        """The scales of the whole of x."""
+        return x.scale if x.grain is Grain.TENSOR else self.gather(x.scale, f"{what} scales")[0]
+
+    def by_symmetric_memory(self, inputs: Sequence[Operand]) -> bool:
+        """Whether torch's fused operators carry out the products of these: of one tensor as it is."""
+        return self.cut and self.overlap and self.fused and len(inputs) == 1 and isinstance(inputs[0], Tensor)
+
+    def pieces(self, part: Operand) -> int:
         """In how many pieces a rank's part of a collective travels; 0 if not piece by piece."""
         if not self.overlap or self.group.exchange is None:
             return 0
@@ -87,50 +114,61 @@ class TensorAxis:
 
 
 def gathered_products(
-    part: Tensor,
-    layers: Sequence[Layer],
+    part: Operand,
+    layers: Sequence[Factor],
     axis: TensorAxis,
     what: str,
-    also: Callable[[Tensor, slice], None] | None = None,
-) -> tuple[Tensor, list[Tensor]]:
+    dtype: torch.dtype,
+    also: Callable[[Operand, slice], None] | None = None,
+    arrived: Callable[[Operand], Operand] = lambda x: x,
+) -> tuple[Operand, list[Tensor]]:
     """The whole of part [s / tp, b, k] (itself if activations are not cut), and its products with weights [n, k]
-    transposed, plus biases [n].
+    transposed, plus biases [n], in `dtype`.
 
     `also` is called with the whole and rows of it that are there: all at once, or this rank's own while the others'
-    travel, and later those.
+    travel, and later those. `arrived` makes a factor of what has travelled.
     """
     also = also or (lambda full, rows: None)
     pieces = axis.pieces(part) if axis.cut else 0
-    if axis.cut and axis.overlap and axis.fused:
-        matrices = [weight.t() for weight, _ in layers]
+    full: Operand
+    if axis.by_symmetric_memory([part]) and isinstance(part, Tensor):
+        matrices = [weight.t() for weight, _ in layers if isinstance(weight, Tensor)]
         full, products = symmetric.all_gather_matmul(axis.group, part.contiguous(), matrices, what=what)
         pairs = zip(products, layers, strict=True)
         products = [product if bias is None else product.add_(bias) for product, (_, bias) in pairs]
     elif not pieces:
-        full, _ = axis.gather(part, what)
-        products = [F.linear(full, weight, bias) for weight, bias in layers]
+        full, _ = axis.gather_operand(part, what)
+        factor = arrived(full)
+        products = [linear(factor, weight, bias, dtype) for weight, bias in layers]
     else:
-        return _products_of_pieces(part.contiguous(), layers, axis, what, pieces, also)
+        return _products_of_pieces(part, layers, axis, what, pieces, dtype, also, arrived)
     also(full, slice(0, full.shape[0]))
     return full, products
 
 
 def _products_of_pieces(
-    part: Tensor,
-    layers: Sequence[Layer],
+    part: Operand,
+    layers: Sequence[Factor],
     axis: TensorAxis,
     what: str,
     pieces: int,
-    also: Callable[[Tensor, slice], None],
-) -> tuple[Tensor, list[Tensor]]:
+    dtype: torch.dtype,
+    also: Callable[[Operand, slice], None],
+    arrived: Callable[[Operand], Operand],
+) -> tuple[Operand, list[Tensor]]:
     n = part.shape[0]
-    full = part.new_empty(n * axis.size, *part.shape[1:])
-    products = [full.new_empty(*full.shape[:-1], weight.shape[0]) for weight, _ in layers]
-    for number, (arrived, pending) in enumerate(all_gather_pieces(axis.group, full, part, pieces, what=what)):
+    sent = part.data.view(torch.uint8) if isinstance(part, Quantized) else part.contiguous()
+    received = sent.new_empty(n * axis.size, *sent.shape[1:])
+    full: Operand = received
+    if isinstance(part, Quantized):
+        full = Quantized(received.view(part.data.dtype), axis.gather_scale(part, what), part.grain)
+    products = [received.new_empty(*full.shape[:-1], weight.shape[0], dtype=dtype) for weight, _ in layers]
+    for number, (ready, pending) in enumerate(all_gather_pieces(axis.group, received, sent, pieces, what=what)):
         pending.wait()
-        for rows in arrived:
+        for rows in ready:
+            factor = arrived(full[rows])
             for product, (weight, bias) in zip(products, layers, strict=True):
-                _multiply(product[rows], full[rows], weight, bias)
+                multiply(product[rows], factor, weight, bias)
         if number == 0:  # this rank's own
             also(full, slice(n * axis.index, n * (axis.index + 1)))
     for rows in (slice(0, n * axis.index), slice(n * (axis.index + 1), n * axis.size)):
@@ -139,17 +177,20 @@ def _products_of_pieces(
     return full, products
 
 
-def reduced_product(inputs: Sequence[Tensor], weights: Sequence[Tensor], axis: TensorAxis, what: str) -> Tensor:
+def reduced_product(
+    inputs: Sequence[Operand], weights: Sequence[Operand], axis: TensorAxis, what: str, dtype: torch.dtype
+) -> Tensor:
     """The sum, over ranks and over inputs [s, b, k], of input times its weight [n, k] transposed: [s, b, n], or this
-    rank's [s / tp, b, n] if activations are cut.
+    rank's [s / tp, b, n] if activations are cut, in `dtype`.
     """
-    if axis.cut and axis.overlap and axis.fused and len(inputs) == 1:
-        return symmetric.matmul_reduce_scatter(axis.group, inputs[0], weights[0].t(), what=what)
-    full = inputs[0].new_empty(*inputs[0].shape[:-1], weights[0].shape[0])
+    x, matrix = inputs[0], weights[0]
+    if axis.by_symmetric_memory(inputs) and isinstance(x, Tensor) and isinstance(matrix, Tensor):
+        return symmetric.matmul_reduce_scatter(axis.group, x, matrix.t(), what=what)
+    full = x.new_empty(*x.shape[:-1], matrix.shape[0], dtype=dtype)
 
     def form(rows: slice) -> None:
         for number, (x, weight) in enumerate(zip(inputs, weights, strict=True)):
-            _multiply(full[rows], x[rows], weight, add=number > 0)
+            multiply(full[rows], x[rows], weight, add=number > 0)
 
     part = full[: full.shape[0] // axis.size]
     pieces = axis.pieces(part if axis.sequence else full)
@@ -174,14 +215,3 @@ def reduced_product(inputs: Sequence[Tensor], weights: Sequence[Tensor], axis: T
     for reducing in pending:
         reducing.wait()
     return full
-
-
-def _multiply(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, add: bool = False) -> None:
-    """out [..., n] = x [..., k] times weight [n, k] transposed, plus bias, or plus what is there if `add`."""
-    rows, result = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
-    if add:
-        result.addmm_(rows, weight.t())
-    elif bias is None:
-        torch.mm(rows, weight.t(), out=result)
-    else:
-        torch.addmm(bias, rows, weight.t(), out=result)

@@ -144,10 +144,13 @@ class _Run:
     def _forward(self, action: Action) -> None:
         key = (action.chunk, action.microbatch)
         x = self._arrived(Kind.F, action)
+        last = self._p.stage(action.chunk) == self._last
         if x is not None and self._training:
             x.requires_grad_()
+        if last and self._training:
+            self._p.gradients.begin_loss(action.chunk)
         out = self._p.stages[action.chunk](x, self._batch.micro_batch(action.microbatch))
-        if self._p.stage(action.chunk) == self._last:
+        if last:
             self._loss += out.detach()
         else:
             self._leaving[Kind.F, *key] = out.detach()

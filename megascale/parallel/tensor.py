@@ -4,93 +4,120 @@ sequence parallelism activations cut along the sequence between them (Korthikant
 Activations are [s, b, h], so a cut along the sequence is contiguous. Column-parallel layers need their whole input on
 every rank, row-parallel layers leave a sum over ranks: without sequence parallelism that is an all-reduce in the
 backward of the first and one in the forward of the second; with it an all-gather and a reduce-scatter in the forward
-and their opposites in the backward, and the gathered input is not kept but gathered again for the weight's gradient
-(but for the head's, whose backward follows at once, beside logits that are far larger).
+and their opposites in the backward, and the gathered input is not kept but gathered again for the weight's gradient.
+What a layer's input was formed from may be kept instead of it (`parallel.recompute`).
 Layers side by side share their collectives. All of them travel under matrix products (`parallel.overlap`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megascale.comm.pending import DONE
-from megascale.parallel.overlap import Layer, TensorAxis, gathered_products, reduced_product
-from megascale.parallel.weights import add_product, add_sum
+from megascale.ops.fp8 import Grain, Quantized
+from megascale.parallel.numerics import Numerics, Operand, linear, multiply
+from megascale.parallel.overlap import Factor, Layer, TensorAxis, gathered_products, reduced_product
+from megascale.parallel.recompute import Again
+from megascale.parallel.weights import add_sum
 
 
-def column_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorAxis, what: str = "", *, keep: bool = False
-) -> Tensor:
+def column_linear(x: Tensor, layer: Layer, axis: TensorAxis, what: str = "", again: Again | None = None) -> Tensor:
     """x [s, b, k] W^T + b with the rows of W cut: weight [n / tp, k], bias [n / tp], result [s, b, n / tp].
 
-    With sequence parallelism x is [s / tp, b, k]; `keep` the gathered one for the backward, where that comes at once.
-    `what` names it in the ledger.
+    With sequence parallelism x is [s / tp, b, k]. `what` names it in the ledger. x is kept for the backward, unless
+    `again` forms it there; what is kept in eight bits is kept all the same.
     """
-    return column_linears(x, [(weight, bias)], axis, what, keep=keep)[0]
+    return column_linears(x, [layer], axis, what, again)[0]
 
 
 def column_linears(
-    x: Tensor, layers: Sequence[Layer], axis: TensorAxis, what: str = "", *, keep: bool = False
+    x: Tensor, layers: Sequence[Layer], axis: TensorAxis, what: str = "", again: Again | None = None
 ) -> tuple[Tensor, ...]:
     """`column_linear` of one input through several layers, which share one gather of it and one sum of its gradient."""
-    return _Columns.apply(axis, what, keep, x, *(tensor for layer in layers for tensor in layer))
+    numerics = [layer.numerics for layer in layers]
+    return _Columns.apply(axis, what, numerics, again, x, *(t for layer in layers for t in (layer.weight, layer.bias)))
 
 
-def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorAxis, what: str = "") -> Tensor:
+def row_linear(
+    x: Tensor, layer: Layer, axis: TensorAxis, what: str = "", again: Again | None = None, value: bool = True
+) -> Tensor:
     """x [s, b, k / tp] W^T + b with the columns of W cut: weight [n, k / tp], bias [n] whole, result [s, b, n].
 
-    With sequence parallelism the result is [s / tp, b, n].
+    With sequence parallelism the result is [s / tp, b, n]. x is kept for the backward as in `column_linear`.
+    Without `value` nothing is computed: the result has the right shape and gradients, and no meaning.
     """
-    return row_linears([x], [(weight, bias)], axis, what)
+    return row_linears([x], [layer], axis, what, [again], value)
 
 
-def row_linears(inputs: Sequence[Tensor], layers: Sequence[Layer], axis: TensorAxis, what: str = "") -> Tensor:
+def row_linears(
+    inputs: Sequence[Tensor], layers: Sequence[Layer], axis: TensorAxis, what: str = "",
+    again: Sequence[Again | None] | None = None, value: bool = True,
+) -> Tensor:  # fmt: skip
     """The sum of `row_linear` of several inputs, each through its layer, in one sum over ranks."""
-    return _Rows.apply(axis, what, len(inputs), *inputs, *(tensor for layer in layers for tensor in layer))
+    how = [layer.numerics for layer in layers], again or [None] * len(inputs), value
+    return _Rows.apply(axis, what, how, *inputs, *(t for layer in layers for t in (layer.weight, layer.bias)))
 
 
 class _Columns(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, axis: TensorAxis, what: str, keep: bool, x: Tensor, *tensors: Tensor | None
+        ctx: Any,
+        axis: TensorAxis,
+        what: str,
+        numerics: Sequence[Numerics],
+        again: Again | None,
+        x: Tensor,
+        *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        ctx.axis, ctx.what, ctx.keep = axis, what, keep
-        layers = list(zip(*_layers(tensors), strict=True))
-        full, products = gathered_products(x, layers, axis, what)
-        ctx.save_for_backward(full if keep else x, *tensors)
+        ctx.axis, ctx.what, ctx.numerics = axis, what, numerics
+        weights, biases = _layers(tensors)
+        operand = numerics[0].input(x)
+        factors = [(n.weight(w), bias) for n, w, bias in zip(numerics, weights, biases, strict=True)]
+        _, products = gathered_products(operand, factors, axis, what, x.dtype)
+        _keep(ctx, [numerics[0].kept(x, operand)], [again], tensors)
         return tuple(products)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *tensors = ctx.saved_tensors
+        (form,), tensors = _kept(ctx)
+        x = form()
         axis: TensorAxis = ctx.axis
         weights, biases = _layers(tensors)
         grads = tuple(grad.contiguous() for grad in grads)
-        full, gathering = (x, DONE) if ctx.keep else axis.gather(x, f"{ctx.what} again", wait=not axis.overlap)
-        grad_x = grads[0] @ weights[0]
-        for grad, weight in zip(grads[1:], weights[1:], strict=True):
-            grad_x.view(-1, grad_x.shape[-1]).addmm_(_rows(grad), weight)
+        full, gathering = axis.gather_operand(x, f"{ctx.what} again", wait=not axis.overlap)
+        factors = [n.gradient(grad) for n, grad in zip(ctx.numerics, grads, strict=True)]
+        into = [n.across(weight) for n, weight in zip(ctx.numerics, weights, strict=True)]
+        grad_x = linear(factors[0], into[0], None, grads[0].dtype)
+        for factor, matrix in zip(factors[1:], into[1:], strict=True):
+            multiply(grad_x, factor, matrix, add=True)
         grad_x, reducing = axis.reduce(grad_x, f"{ctx.what} gradient", wait=not axis.overlap)
         gathering.wait()
         found: list[Tensor | None] = []
-        for grad, weight, bias in zip(grads, weights, biases, strict=True):
-            found.append(add_product(weight, _rows(grad), _rows(full)))
+        for n, factor, grad, weight, bias in zip(ctx.numerics, factors, grads, weights, biases, strict=True):
+            found.append(n.add_gradient(weight, n.kept(grad, factor), full))
             found.append(add_sum(bias, _rows(grad)) if bias is not None else None)
         reducing.wait()
-        return None, None, None, grad_x, *found
+        return None, None, None, None, grad_x, *found
 
 
 class _Rows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, axis: TensorAxis, what: str, count: int, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        ctx.axis, ctx.what, ctx.count = axis, what, count
-        inputs, (weights, biases) = tensors[:count], _layers(tensors[count:])
-        out = reduced_product(inputs, weights, axis, what)
+    def forward(ctx: Any, axis: TensorAxis, what: str, how: tuple[Any, ...], *tensors: Tensor) -> Tensor:
+        numerics, again, value = how
+        ctx.axis, ctx.what, ctx.numerics = axis, what, numerics
+        inputs, rest = tensors[: len(numerics)], tensors[len(numerics) :]
+        weights, biases = _layers(rest)
+        operands = [n.input(x) for n, x in zip(numerics, inputs, strict=True)]
+        _keep(ctx, [n.kept(x, operand) for n, x, operand in zip(numerics, inputs, operands, strict=True)], again, rest)
+        if not value:
+            rows, batch, _ = inputs[0].shape
+            return inputs[0].new_zeros(()).expand(rows // (axis.size if axis.cut else 1), batch, len(weights[0]))
+        factors = [n.weight(weight) for n, weight in zip(numerics, weights, strict=True)]
+        out = reduced_product(operands, factors, axis, what, inputs[0].dtype)
         for bias in biases:
             if bias is not None:
                 out += bias
@@ -99,21 +126,64 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         axis: TensorAxis = ctx.axis
-        inputs, (weights, biases) = ctx.saved_tensors[: ctx.count], _layers(ctx.saved_tensors[ctx.count :])
-        part = grads[0].contiguous()
+        numerics: Sequence[Numerics] = ctx.numerics
+        forms, tensors = _kept(ctx)
+        weights, biases = _layers(tensors)
+        part, inputs = grads[0].contiguous(), list[Operand]()
         sums: list[Tensor | None] = [None] * len(weights)
+        first = numerics[0]  # the layers share one gradient
 
-        def add(full: Tensor, rows: slice) -> None:
-            for i, (x, weight) in enumerate(zip(inputs, weights, strict=True)):
-                product, before = add_product(weight, _rows(full[rows]), _rows(x[rows])), sums[i]
+        def add(full: Operand, rows: slice) -> None:
+            if not inputs:  # not before the gather has begun
+                inputs.extend(form() for form in forms)
+            for i, (n, x, weight) in enumerate(zip(numerics, inputs, weights, strict=True)):
+                product, before = n.add_gradient(weight, full[rows], x[rows]), sums[i]
                 sums[i] = product if product is None or before is None else before + product
 
-        into: list[Layer] = [(weight.t(), None) for weight in weights]
-        _, products = gathered_products(part, into, axis, f"{ctx.what} gradient", add)
+        into: list[Factor] = [(n.across(weight), None) for n, weight in zip(numerics, weights, strict=True)]
+        also = add if first.piecewise else None
+        travelling = first.travelling(part)
+        full, products = gathered_products(
+            travelling, into, axis, f"{ctx.what} gradient", part.dtype, also, first.arrived
+        )
+        if also is None:
+            add(full, slice(0, full.shape[0]))
         found: list[Tensor | None] = []
         for total, bias in zip(sums, biases, strict=True):
             found += [total, add_sum(bias, _rows(part)) if bias is not None else None]
         return None, None, None, *products, *found
+
+
+def _keep(
+    ctx: Any, operands: Sequence[Operand], again: Sequence[Again | None], tensors: Sequence[Tensor | None]
+) -> None:
+    """Keep factors and tensors for the backward. What `again` forms is not kept, unless it is in eight bits: forming
+    that would mean to cast it again, too.
+    """
+    parts: list[Tensor | None] = []
+    ctx.how = []
+    for x, form in zip(operands, again, strict=True):
+        if isinstance(x, Quantized):
+            parts += [x.data, x.scale]
+            ctx.how.append((x.grain, None))
+        else:
+            parts += [x if form is None else None, None]
+            ctx.how.append((None, form))
+    ctx.save_for_backward(*parts, *tensors)
+
+
+def _kept(ctx: Any) -> tuple[list[Callable[[], Operand]], Sequence[Tensor | None]]:
+    """How to have each factor, and the tensors."""
+    saved, count = ctx.saved_tensors, 2 * len(ctx.how)
+    each = zip(saved[0:count:2], saved[1:count:2], ctx.how, strict=True)
+    return [partial(_operand, data, scale, *how) for data, scale, how in each], saved[count:]
+
+
+def _operand(data: Tensor | None, scale: Tensor | None, grain: Grain | None, form: Again | None) -> Operand:
+    if form is not None:
+        return form()
+    assert data is not None
+    return data if grain is None or scale is None else Quantized(data, scale, grain)
 
 
 def _layers(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor | None]]:

@@ -25,6 +25,15 @@ def add_product(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
     return None
 
 
+def add_gradient(weight: Tensor, gradient: Tensor) -> Tensor | None:
+    """Add to the gradient of `weight`, in any format. Returns it, in the weight's, if autograd must keep it."""
+    main: Tensor | None = getattr(weight, "main_grad", None)
+    if main is None:
+        return gradient.to(weight.dtype)
+    main += gradient
+    return None
+
+
 def add_sum(bias: Tensor, grad: Tensor) -> Tensor | None:
     """Add the sum over rows of grad [t, n] to the gradient of `bias` [n]. Returns it if autograd must keep it."""
     main: Tensor | None = getattr(bias, "main_grad", None)

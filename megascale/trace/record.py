@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
 @dataclass(frozen=True)
 class StepRecord:
     """A logged step. `tokens`: trained on so far. `step_time_s`, `tokens_per_s` and what follows from them are means
-    over the steps since the last record, without evaluations and checkpoints. MFU is named by its convention
-    (`plan.flops`). `communication`: calls, bytes and exposed seconds a step of each axis on rank 0.
+    over the steps since the last record, without evaluations and checkpoints. MFU and HFU are named by their convention
+    (`plan.flops`); they differ where something is computed again. `communication`: calls, bytes and exposed seconds a
+    step of each axis on rank 0.
+    `fp8`: of each operand that is cast the largest magnitude, and the shares of its numbers that saturate or underflow.
     """
 
     step: int
@@ -24,8 +26,11 @@ class StepRecord:
     tflops_per_device: float
     mfu_full: float | None
     mfu_causal: float | None
+    hfu_full: float | None
+    hfu_causal: float | None
     peak_memory_bytes: int
     communication: dict[str, dict[str, float]]
+    fp8: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from megascale.core.events import COMPUTE, Event
 from megascale.device import HostTimer, Mark, Timer
 
@@ -166,9 +168,9 @@ def _no_mark() -> Mark:
 
 
 class Action(AbstractContextManager[None]):
-    """A named piece of compute, from entering a `with` block to leaving it."""
+    """A named piece of compute, from entering a `with` block to leaving it. torch's profiler, if it runs, sees it."""
 
-    __slots__ = ("_before", "_name", "_place", "_record", "_recorder")
+    __slots__ = ("_before", "_name", "_place", "_range", "_record", "_recorder")
 
     def __init__(self, recorder: Recorder, name: str, chunk: int, microbatch: int) -> None:
         self._recorder = recorder
@@ -178,9 +180,13 @@ class Action(AbstractContextManager[None]):
     def __enter__(self) -> None:
         recorder = self._recorder
         self._before, recorder._place = recorder._place, self._place
+        profiled = torch.autograd.profiler._is_profiler_enabled
+        self._range = torch.autograd.profiler.record_function(self._name) if profiled else _UNNAMED
+        self._range.__enter__()
         self._record = recorder._add(Record(COMPUTE, self._name, "", recorder.mark()))
 
     def __exit__(self, *_: object) -> None:
         self._record.end = self._recorder.mark()
         self._record.closed = True
+        self._range.__exit__(None, None, None)
         self._recorder._place = self._before

@@ -141,6 +141,8 @@ def describe(record: Record, steps: int) -> str:
     if isinstance(record, EvaluationRecord):
         return f"{place}  validation loss {record.valid_loss:.4f}"
     mfu = "MFU n/a" if record.mfu_full is None else f"MFU {record.mfu_full:.1%} full {record.mfu_causal:.1%} causal"
+    if record.hfu_full != record.mfu_full:  # something is computed again
+        mfu += f"  HFU {record.hfu_full:.1%} full {record.hfu_causal:.1%} causal"
     return (
         f"{place}  loss {record.loss:.4f}  norm {record.grad_norm:.2f}  lr {record.lr:.2e}  "
         f"{format_count(record.tokens_per_s)} tok/s  {mfu}  {time_left(record, steps)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -22,11 +23,16 @@ from megascale.data.loader import Loader, Samples, Shape
 from megascale.data.mixture import SplitName, mixture
 from megascale.device import Device
 from megascale.layout.chunks import chunk_buckets, stages_of
+from megascale.layout.recompute import recompute_of
 from megascale.layout.topology import Topology
 from megascale.model.initialize import fill
+from megascale.model.parts import Given, Operators
 from megascale.model.transformer import Stage
+from megascale.ops import select
+from megascale.ops.select import Setting
 from megascale.optim.lr import learning_rate
 from megascale.optim.sharded import ShardedOptimizer
+from megascale.parallel.eight_bit import Scaling, numerics_of
 from megascale.parallel.gradients import Gradients
 from megascale.parallel.overlap import TensorAxis
 from megascale.parallel.pipeline import Boundary, Pipeline
@@ -54,6 +60,7 @@ class Run:
     formats: Formats
     stages: list[Stage]
     gradients: Gradients
+    scaling: Scaling
     optimizer: ShardedOptimizer
     pipeline: Pipeline
     train_order: Order
@@ -83,8 +90,11 @@ def build(config: RunConfig, mesh: Mesh, device: Device, stop: Stop) -> Run:
     fused = config.overlap.tp and symmetric.usable(mesh.tp, device)
     axis = TensorAxis(mesh.tp, config.parallel.sp, config.overlap.tp, fused)
     gradients = build_gradients(config, mesh, formats, device.torch)
-    stages = build_stages(config, mesh, gradients, axis)
-    optimizer = ShardedOptimizer(gradients.buckets, mesh, config.optimizer)
+    setting = Setting.of(config, device)
+    scaling = Scaling(config, mesh.world, device.torch, select.build("linear", setting))
+    stages = build_stages(config, mesh, gradients, axis, Operators.of(setting), scaling)
+    rule = select.build("optimizer", setting)
+    optimizer = ShardedOptimizer(gradients.buckets, mesh, config.optimizer, rule)
     train, valid, valid_batches = build_loaders(config, mesh, device)
     return Run(
         config=config,
@@ -93,6 +103,7 @@ def build(config: RunConfig, mesh: Mesh, device: Device, stop: Stop) -> Run:
         formats=formats,
         stages=stages,
         gradients=gradients,
+        scaling=scaling,
         optimizer=optimizer,
         pipeline=build_pipeline(config, mesh, stages, gradients, formats, device.torch),
         train_order=build_schedule(config)[mesh.coord.pp],
@@ -101,7 +112,7 @@ def build(config: RunConfig, mesh: Mesh, device: Device, stop: Stop) -> Run:
         valid=valid,
         valid_batches=valid_batches,
         lr=learning_rate(config.optimizer, config.train.steps),
-        checkpoints=Checkpoints(config, mesh, optimizer.shards),
+        checkpoints=Checkpoints(config, mesh, optimizer.shards, scaling),
         progress=Progress(),
         stop=stop,
     )
@@ -131,14 +142,18 @@ def build_gradients(config: RunConfig, mesh: Mesh, formats: Formats, device: tor
     return gradients
 
 
-def build_stages(config: RunConfig, mesh: Mesh, gradients: Gradients, axis: TensorAxis) -> list[Stage]:
+def build_stages(
+    config: RunConfig, mesh: Mesh, gradients: Gradients, axis: TensorAxis, operators: Operators, scaling: Scaling
+) -> list[Stage]:
     """The modules of this rank's model chunks, over the weights in `gradients`."""
     layout, found = stages_of(config), []
+    numerics = partial(numerics_of, scaling=scaling, axis=axis)
     for chunk in range(config.parallel.vpp):
         index = layout.index(mesh.coord.pp, chunk)
         first, last = index == 0, index == layout.count - 1
-        parameters, cross = gradients.parameters(chunk), gradients.crossing(chunk)
-        found.append(Stage(config.model, parameters, layout.layers(index), first, last, axis, cross))
+        recompute = recompute_of(config.train, chunk)
+        given = Given(config.model, gradients.parameters(chunk), axis, operators, numerics, recompute)
+        found.append(Stage(given, layout.layers(index), first, last, gradients.crossing(chunk)))
     return found
 
 

@@ -11,6 +11,7 @@ from typing import Never
 import torch
 
 from megascale.bench.gemm import measured_peak
+from megascale.catalog.backends import BACKENDS
 from megascale.comm import init
 from megascale.config.resolved import to_toml
 from megascale.config.run import RunConfig
@@ -20,8 +21,9 @@ from megascale.core.rank import Rank
 from megascale.core.units import format_bytes, format_count, format_flops
 from megascale.device import detect
 from megascale.launch.failure import exit_status_of, peer_was_lost, write_error
+from megascale.ops.select import Setting, select
 from megascale.plan.hardware import Peak, stated_peak
-from megascale.plan.memory import state_bytes
+from megascale.plan.memory import rank_bytes
 from megascale.plan.params import parameter_count
 from megascale.train.build import Run, build, mesh_of
 from megascale.train.eventfile import EventFile
@@ -96,15 +98,19 @@ def introduction(run: Run, peak: Peak | None) -> str:
     """What is about to run, for people."""
     config, p, m = run.config, run.config.parallel, run.config.model
     threads = f", {torch.get_num_threads()} threads each" if run.device.is_cpu else ""
-    state = state_bytes(config, run.mesh.coord.pp)
+    room = rank_bytes(config)[run.mesh.coord.pp]
     name = f"{config.name}: {format_count(parameter_count(m))} parameters in {config.train.precision}"
     tensor, pipeline = f"tp {p.tp}{' with sp' if p.sp else ''}", f"pp {p.pp} (vpp {p.vpp}, {p.schedule})"
     shape = f"{tensor} x {pipeline} x dp {config.dp} (zero {p.zero})"
     step = f"a step is {config.batch.total} x {m.seq_length} tokens, {config.micro_batches} micro-batches a rank"
+    setting = Setting.of(config, run.device)
+    backends = ", ".join(f"{operation} {select(operation, setting).backend}" for operation in BACKENDS)
     against = f"{format_flops(peak.flops)} a rank ({peak.source})" if peak else ""
     lines = [
         f"{name}, {shape} = {config.world} ranks{threads}",
-        f"{step}; weights, gradients and optimizer take {format_bytes(state.total)} on rank 0",
+        f"{step}; weights, gradients and optimizer take {format_bytes(room.state.total)} on rank 0, activations "
+        f"{format_bytes(room.activations.total)}",
+        f"backends: {backends}{', blocks compiled' if config.train.compile else ''}",
         f"MFU is measured against {against}" if peak else f"MFU n/a: the peak of {run.device.name!r} is not known",
         f"writing to {config.folder}",
     ]

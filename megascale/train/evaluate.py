@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 def evaluate(run: Run) -> EvaluationRecord:
     """The mean loss a token over the same validation batches each time, without dropout."""
     assert run.valid is not None, "a run that evaluates has validation data"
+    run.scaling.refresh()
     loss = torch.zeros((), dtype=run.formats[1], device=run.device.torch)
     tokens = 0
     for batch in run.valid.batches(run.valid_batches):
         loss += run.pipeline.run(run.valid_order, batch)
         tokens += batch.tokens
-        run.mesh.recorder.settle()
+        run.mesh.recorder.settle()  # else marks, which hold a GPU's events, pile up beside the ring
     total, count = totals(run.mesh, loss, tokens).tolist()
     check_counted(count)
     return EvaluationRecord(run.progress.step, total / count, int(count))

@@ -10,7 +10,7 @@ from megascale.train.evaluate import evaluate
 from megascale.train.gc import ScheduledCollection
 from megascale.train.guard import check_state
 from megascale.train.report import Reporter
-from megascale.train.step import train_step
+from megascale.train.step import logged, train_step
 
 
 def train(run: Run, reporter: Reporter) -> Exit:
@@ -27,8 +27,8 @@ def train(run: Run, reporter: Reporter) -> Exit:
             result = train_step(run, run.train.batch(run.progress.samples))
             reporter.end_step(result)
             step, stopping = run.progress.step, result.stop
-            if step % settings.log_every == 0 or step in (1, steps):
-                reporter.step(result, run.progress)
+            if logged(settings, step):
+                reporter.step(result, run.progress, run.scaling.take_lost())
             if run.valid is not None and (step % settings.eval_every == 0 or step == steps):
                 reporter.write(evaluate(run))
             if run.config.checkpoint.every and step % run.config.checkpoint.every == 0 and step < steps:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from megascale.config.run import RunConfig
 from megascale.device import Device
-from megascale.plan.flops import mfu, token_flops
+from megascale.parallel.eight_bit import Lost
+from megascale.plan.flops import hardware_flops, mfu, token_flops
 from megascale.plan.hardware import Peak
 from megascale.trace.record import Record, StepRecord
 from megascale.trace.recorder import Recorder
 from megascale.trace.writers import JsonLines, TensorBoard, Terminal, Writer
+from megascale.train.casts import CastMonitor
 
 if TYPE_CHECKING:
     from megascale.checkpoint.state import Progress
@@ -25,12 +28,13 @@ class Reporter:
     def __init__(
         self, config: RunConfig, device: Device, peak: Peak | None, writers: Sequence[Writer], recorder: Recorder
     ) -> None:
-        self._flops = token_flops(config.model)
+        self._flops, self._hardware = token_flops(config.model), hardware_flops(config)
         self._world = config.world
         self._device = device
         self._peak = peak
         self._writers = writers
         self._recorder = recorder
+        self._casts = CastMonitor()
         self._steps = self._tokens = 0
         self._seconds = 0.0
         self._started = time.perf_counter()
@@ -45,8 +49,8 @@ class Reporter:
         self._tokens += result.tokens
         self._recorder.settle()
 
-    def step(self, result: StepResult, progress: Progress) -> None:
-        """Write a record of the steps since the last one."""
+    def step(self, result: StepResult, progress: Progress, lost: Mapping[str, Lost]) -> None:
+        """Write a record of the steps since the last one. `lost`: by the casts to 8 bits of this one."""
         speed, traffic = self._tokens / self._seconds, self._recorder.take_traffic()
         peak = self._peak.flops * self._world if self._peak else None
         self.write(
@@ -62,10 +66,15 @@ class Reporter:
                 tflops_per_device=self._flops.full * speed / self._world / 1e12,
                 mfu_full=mfu(self._flops.full, speed, peak) if peak else None,
                 mfu_causal=mfu(self._flops.causal, speed, peak) if peak else None,
+                hfu_full=mfu(self._hardware.full, speed, peak) if peak else None,
+                hfu_causal=mfu(self._hardware.causal, speed, peak) if peak else None,
                 peak_memory_bytes=self._device.peak_memory(),
                 communication={axis: traffic[axis].mean(self._steps) for axis in sorted(traffic)},
+                fp8={name: asdict(found) for name, found in lost.items()},
             )
         )
+        for warning in self._casts.rises(lost):
+            self.note(f"WARNING: step {progress.step}: {warning}")
         self._steps = self._tokens = 0
         self._seconds = 0.0
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megascale.comm.collectives import all_reduce
 from megascale.comm.mesh import Mesh
+from megascale.config.train import TrainConfig
 from megascale.core.errors import DataError
 from megascale.data.loader import StepBatch
 from megascale.train.guard import check_finite
@@ -40,15 +41,18 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
     recorder, step = run.mesh.recorder, run.progress.step + 1
     recorder.step = step
     run.gradients.clear()
+    run.scaling.begin(watch=run.config.fp8.monitor and logged(run.config.train, step))
     loss = run.pipeline.run(run.train_order, batch)  # sum over this rank's tokens, not yet divided
+    run.scaling.finish()
     with recorder.action("norms"):  # of each bucket while the others are still being reduced; all but the last are done
         square = sum((run.optimizer.square(bucket) for bucket in run.gradients.finish()), loss.new_zeros(()).double())
     sums = totals(run.mesh, loss, batch.tokens, float(run.stop.asked), square)
     clipping = run.optimizer.clipping(sums[3], tokens=sums[1], loss=sums[0])
     lr, numbers = run.lr(step), run.device.read(torch.stack([*sums[:3], clipping.norm, loss.double()]))
+    norms = run.optimizer.direct(clipping, step)  # of whole parameters, where the update is scaled by them
     for index, bucket in enumerate(run.gradients.buckets):  # in the order in which the next step needs them
-        with recorder.action("update", bucket.chunk):
-            run.optimizer.update(index, clipping, lr, step)  # this rank's shard, and nothing if a sum is not finite
+        with recorder.action("update", bucket.chunk):  # of this rank's shard, and of nothing if a sum is not finite
+            run.optimizer.update(index, clipping, norms, lr, step)
         if index == 0:  # before another rank's weights cover what is wrong with ours; the device is busy meanwhile
             _check(run, *numbers())
         run.gradients.start_gather(bucket)  # hidden behind the next update, and the next batch's loading
@@ -58,6 +62,11 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
     run.progress.samples += run.config.batch.total
     run.progress.tokens += int(tokens)
     return StepResult(total / tokens, norm, int(tokens), lr, stop=stops > 0)
+
+
+def logged(settings: TrainConfig, step: int) -> bool:
+    """Whether a step's figures are written."""
+    return step % settings.log_every == 0 or step in (1, settings.steps)
 
 
 def totals(mesh: Mesh, loss: Tensor, tokens: int, *more: float | Tensor) -> Tensor:

@@ -15,7 +15,7 @@ PUBLISHED = {
     "gpt3-6.7b": 6.66e9, "gpt3-13b": 12.85e9, "gpt3-175b": 174.6e9,
     "megatron-530b": 529.6e9, "megatron-1t": 1008.0e9,
     "megascale-175b": 175e9, "megascale-530b": 530e9,
-    "llama3-8b": 8.03e9, "llama3-70b": 70.6e9, "llama3-405b": 405.9e9,
+    "llama3-1b": 1.24e9, "llama3-3b": 3.21e9, "llama3-8b": 8.03e9, "llama3-70b": 70.6e9, "llama3-405b": 405.9e9,
 }  # fmt: skip
 
 
@@ -29,8 +29,8 @@ def test_a_preset_is_a_whole_model_of_the_published_size(name: str) -> None:
 def test_exact_counts_where_the_weights_are_published() -> None:
     """Numbers in the released files: GPT-2's (tied) and Llama 3's."""
     exact = {
-        "gpt2-124m": 124_439_808, "gpt2-1.5b": 1_557_611_200, "llama3-8b": 8_030_261_248,
-        "llama3-70b": 70_553_706_496,
+        "gpt2-124m": 124_439_808, "gpt2-1.5b": 1_557_611_200, "llama3-1b": 1_235_814_400,
+        "llama3-3b": 3_212_749_824, "llama3-8b": 8_030_261_248, "llama3-70b": 70_553_706_496,
     }  # fmt: skip
     for name, count in exact.items():
         assert parameter_count(ModelConfig.model_validate({"preset": name})) == count

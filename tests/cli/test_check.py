@@ -25,12 +25,13 @@ def test_it_says_what_would_run(config: str, capsys: pytest.CaptureFixture[str])
     assert main(["check", config, "--gpus", "8", "parallel.pp=2", "parallel.vpp=2", "train.steps=1000"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    state = fullest_rank(load(config, ["parallel.pp=2", "parallel.vpp=2"], world=8)).total
+    fullest = fullest_rank(load(config, ["parallel.pp=2", "parallel.vpp=2"], world=8))
+    state, activations = format_bytes(fullest.state.total), format_bytes(fullest.activations.total)
     # 101 x 32 embedding, 16 x 32 positions, 4 x (12 x 32 x 32 + 13 x 32) blocks, 2 x 32 norm
     assert out == (
         "test: 54.62k parameters, tp 2 sp x pp 2 (vpp 2) x dp 2 = 8 processes, 4 micro-batches of 1, "
         "128 tokens a step, 128.00k in 1000 steps: no mistakes found\n"
-        f"weights, gradients and optimizer take {format_bytes(state)} on the fullest rank\n"
+        f"weights, gradients and optimizer take {state} on the fullest rank, activations {activations}\n"
     )
 
 
@@ -45,6 +46,9 @@ def test_json_is_one_object(config: str, capsys: pytest.CaptureFixture[str]) -> 
     assert answer["ok"] is True
     total = answer["state_bytes"].pop("total")
     assert total == sum(answer["state_bytes"].values()) > 0
+    activations = answer["activation_bytes"]
+    assert activations["total"] == activations["peak"] + activations["logits"]
+    assert activations["peak"] >= activations["kept"][0] > 0
     assert (answer["config"]["parallel"]["dp"], answer["config"]["batch"]["global"]) == (2, 8)
 
 

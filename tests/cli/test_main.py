@@ -32,7 +32,9 @@ def config(tmp_path: Path) -> str:
     return str(write_config(settings(GPT, tmp_path), tmp_path / "run.toml"))
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["check", "--help"], ["train", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["check", "--help"], ["train", "--help"], ["doctor", "--help"]]
+)
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     status, imported = _imports(*arguments)
     assert status == 0

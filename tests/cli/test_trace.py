@@ -310,6 +310,27 @@ def test_a_step_that_a_failure_cut_is_not_whole(tmp_path: Path, capsys: pytest.C
     assert found["steps"] == [1, 2] and found["notes"] == ["step 3 left out: not whole on every chosen rank"]
 
 
+def test_a_step_that_diverges_after_its_first_update_is_not_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def twice(events: RankEvents) -> RankEvents:
+        found = [e for event in events.events for e in ([event] * 2 if event.name == "update" else [event])]
+        return dataclasses.replace(events, events=tuple(found[:-1]))
+
+    assert answer(capsys, write_run(tmp_path / "run", [twice(events) for events in job()]))["steps"] == [1, 2]
+
+
+@pytest.mark.parametrize(("option", "name"), [("--output", "manifest.json"), ("--svg", "plot.svg")])
+def test_what_it_did_not_write_is_not_replaced(
+    folder: Path, capsys: pytest.CaptureFixture[str], option: str, name: str
+) -> None:
+    path = folder / name
+    path.write_text("precious")
+    with pytest.raises(SystemExit):
+        main(["trace", str(folder), option, str(path)])
+    assert "was not written by this command" in capsys.readouterr().err and path.read_text() == "precious"
+
+
 def test_the_garbage_collector_is_as_it_was(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert gc.isenabled()
     answer(capsys, folder)

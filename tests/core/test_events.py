@@ -102,6 +102,7 @@ def test_the_spoilt_files_below_are_spoilt_in_one_place_only(tmp_path: Path) -> 
         (HEAD + EVENT.replace("0.0", '"soon"'), "line 2 is not an event: start is 'soon'"),
         (HEAD + EVENT.replace("1.0", "NaN"), "line 2 is not an event: end is nan"),
         (HEAD + EVENT.replace("1.0", "1e999"), "line 2 is not an event: end is inf"),
+        (HEAD + EVENT.replace("1.0", "1" + "0" * 400), "line 2 is not an event: end is 10"),
         (HEAD + EVENT.replace('"step": 1', '"step": "1"'), "line 2 is not an event: step is '1'"),
         (HEAD + EVENT.replace('"tp"', '["tp"]'), r"line 2 is not an event: axis is \['tp'\]"),
         (HEAD + "[" * 100_000, "line 2 is not an event: nested too deep"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
-from megascale.model.rope import rope_table, rotate_heads
+from megascale.model.rope import rope_table, rotate_heads, rotation
 
 S, B, D, THETA = 9, 2, 8, 500.0
 CPU = torch.device("cpu")
@@ -34,9 +36,10 @@ def upstream(dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("turned", [3, 5])
-def test_fp64(turned: int) -> None:
+@pytest.mark.parametrize("rotate", [rotate_heads, rotation])
+def test_fp64(turned: int, rotate: Callable[..., Tensor]) -> None:
     x = heads()
-    ours, expected = rotate_heads(x, turned, *rope_table(S, D, THETA, torch.float64, CPU)), formula(x, turned)
+    ours, expected = rotate(x, turned, *rope_table(S, D, THETA, torch.float64, CPU)), formula(x, turned)
     torch.testing.assert_close(ours, expected, rtol=1e-13, atol=1e-13)
     gradients = [torch.autograd.grad(out, x, upstream(torch.float64))[0] for out in (ours, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-13, atol=1e-13)
@@ -48,9 +51,10 @@ def test_derivatives_are_those_of_the_function() -> None:
     assert torch.autograd.gradcheck(lambda x: rotate_heads(x, 3, *table), heads())
 
 
-def test_bf16_is_turned_wide_and_rounded_once() -> None:
+@pytest.mark.parametrize("rotate", [rotate_heads, rotation])
+def test_bf16_is_turned_wide_and_rounded_once(rotate: Callable[..., Tensor]) -> None:
     x = heads(torch.bfloat16)
-    ours = rotate_heads(x, 3, *rope_table(S, D, THETA, torch.float32, CPU))
+    ours = rotate(x, 3, *rope_table(S, D, THETA, torch.float32, CPU))
     exact = x.detach().double().requires_grad_()
     expected = formula(exact, 3)
     gradients = [torch.autograd.grad(out, leaf, upstream(out.dtype))[0] for out, leaf in ((ours, x), (expected, exact))]

@@ -8,15 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megascale.comm.group import alone
 from megascale.config.model import ModelConfig
 from megascale.layout.tensors import whole
 from megascale.model.initialize import fill
 from megascale.model.transformer import Stage
 from megascale.parallel.microbatch import MicroBatch
-from megascale.parallel.overlap import TensorAxis
 from megascale.parallel.rng import Dropout
-from tests.runs import FAMILIES
+from tests.runs import FAMILIES, given
 
 SEQUENCE, VOCABULARY = 16, 101
 
@@ -30,7 +28,7 @@ def stage_of(model: dict[str, Any]) -> Stage:
         target = torch.empty(parameter.local_shape(1), dtype=torch.float64)
         fill(target, parameter, 0, 1, seed=0)
         parameters[parameter.name] = nn.Parameter(target)
-    return Stage(config, parameters, range(config.num_layers), True, True, TensorAxis(alone("tp")))
+    return Stage(given(config, parameters), range(config.num_layers), True, True)
 
 
 def micro_batch(tokens: Tensor | None, labels: Tensor | None = None) -> MicroBatch:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megascale.comm.group import alone
-from megascale.parallel.overlap import TensorAxis
+from megascale.parallel.overlap import Layer, TensorAxis
 from megascale.parallel.tensor import column_linear, row_linear
 from megascale.parallel.vocabulary import VocabularyRange, embed
 from megascale.parallel.weights import add_product, add_rows, add_sum
@@ -91,7 +91,7 @@ def test_bf16_sums_are_formed_in_fp32(name: str) -> None:
 
 
 def linear(function: Any) -> Callable[..., Tensor]:
-    return lambda weight, bias: function(numbers(5, 2, K, seed=1), weight, bias, AXIS)
+    return lambda weight, bias: function(numbers(5, 2, K, seed=1), Layer(weight, bias), AXIS)
 
 
 def tokens(weight: Tensor, bias: Tensor) -> Tensor:
@@ -123,5 +123,5 @@ def test_derivatives_of_linear_layers(function: Any, has_bias: bool) -> None:
     given = [numbers(3, 2, K, seed=1), numbers(N, K, seed=2), numbers(N, seed=3) if has_bias else None]
     leaves = [t.requires_grad_() if t is not None else None for t in given]
     x, weight, bias = leaves
-    torch.testing.assert_close(function(x, weight, bias, AXIS), nn.functional.linear(x, weight, bias))
-    assert torch.autograd.gradcheck(lambda *t: function(*t, AXIS), leaves)
+    torch.testing.assert_close(function(x, Layer(weight, bias), AXIS), nn.functional.linear(x, weight, bias))
+    assert torch.autograd.gradcheck(lambda x, *layer: function(x, Layer(*layer), AXIS), leaves)

@@ -14,7 +14,7 @@ from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.catalog.precisions import PRECISIONS
 from megascale.config.train import OptimizerConfig
 from megascale.core.rank import Rank
-from megascale.optim.contract import Segment
+from megascale.ops.optimizer import Segment
 from tests.runs import FAMILIES, GPT, LLAMA, build_run, config_of, gather_weights, settings
 from tests.worlds import run_world
 
@@ -36,7 +36,7 @@ def gradient(size: int, step: int) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(100 + step))
 
 
-def by_the_formula(weight: Tensor, lrs: list[float], decay: float) -> list[Tensor]:
+def by_the_formula(weight: Tensor, lrs: list[float], decay: float, bias_correction: bool) -> list[Tensor]:
     """Algorithm 2 of Loshchilov and Hutter 2019 in fp64, for the gradients of the test; the weights of each step."""
     x, (beta1, beta2) = weight.double(), CONFIG.betas
     m = v = torch.zeros_like(x)
@@ -44,18 +44,21 @@ def by_the_formula(weight: Tensor, lrs: list[float], decay: float) -> list[Tenso
     for t, lr in enumerate(lrs, 1):
         g = gradient(len(x), t).double()
         m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
-        update = (m / (1 - beta1**t)) / ((v / (1 - beta2**t)).sqrt() + CONFIG.eps)
+        low, high = (1 - beta1**t, 1 - beta2**t) if bias_correction else (1.0, 1.0)
+        update = (m / low) / ((v / high).sqrt() + CONFIG.eps)
         x = x - lr * (update + decay * x)
         found.append(x)
     return found
 
 
+@pytest.mark.parametrize("bias_correction", [True, False])
 @pytest.mark.parametrize("decays", [True, False])
-def test_follows_the_formula_under_a_changing_rate(decays: bool) -> None:
+def test_follows_the_formula_under_a_changing_rate(decays: bool, bias_correction: bool) -> None:
     part = segment(200, decays, seed=1)
     lrs = [1e-2, 2e-2, 5e-3, 1e-3, 1e-3, 0.0]
-    expected = by_the_formula(part.weight.clone(), lrs, CONFIG.weight_decay if decays else 0.0)
-    optimizer = OPTIMIZERS["adamw"].load()([part], CONFIG)
+    expected = by_the_formula(part.weight.clone(), lrs, CONFIG.weight_decay if decays else 0.0, bias_correction)
+    config = CONFIG.model_copy(update={"bias_correction": bias_correction})
+    optimizer = OPTIMIZERS["adamw"].load()([part], config)
     for step, lr in enumerate(lrs, 1):
         part.grad.copy_(gradient(200, step))
         optimizer.step(lr, step, GO)
@@ -195,7 +198,7 @@ def decayed(rank: Rank, config: Any) -> tuple[set[str], set[str]]:
     run.gradients.clear()
     unclipped = run.optimizer.clipping(*torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64))
     for index in range(len(run.gradients.buckets)):
-        run.optimizer.update(index, unclipped, 0.1, 1)
+        run.optimizer.update(index, unclipped, None, 0.1, 1)
     gather_weights(run)
     now = {n: p.detach() for bucket in run.gradients.buckets for n, p in bucket.parameters.items()}
     factor = 1 - 0.1 * config.optimizer.weight_decay

@@ -14,8 +14,8 @@ from megascale.comm.collectives import all_reduce
 from megascale.comm.mesh import open_mesh
 from megascale.core.rank import Rank
 from megascale.layout.topology import Topology
-from megascale.optim.sharded import ROW, _square
-from tests.runs import FAMILIES, GPT, LLAMA, build_run, config_of, scale_and_clip, settings
+from megascale.optim.norms import ROW, sum_of_squares
+from tests.runs import FAMILIES, GPT, LLAMA, build_run, config_of, given, scale_and_clip, settings
 from tests.worlds import run_world
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -36,11 +36,9 @@ WIDE = {"num_kv_heads": 4}  # so that tp = 4 can cut the key-value heads
 
 def plain_gradients(config: Any) -> dict[str, Tensor]:
     """Gradients of the mean loss of the first step by autograd alone: no buckets, no micro-batches, no groups."""
-    from megascale.comm.mesh import single
     from megascale.layout.tensors import whole
     from megascale.model.initialize import fill
     from megascale.model.transformer import Stage
-    from megascale.parallel.overlap import TensorAxis
 
     parameters = {}
     for parameter in whole(config.model):
@@ -48,10 +46,11 @@ def plain_gradients(config: Any) -> dict[str, Tensor]:
         fill(weight, parameter, 0, 1, config.train.seed)
         parameters[parameter.name] = nn.Parameter(weight)
     layers = range(config.model.num_layers)
-    stage = Stage(config.model, parameters, layers, True, True, TensorAxis(single().tp))
+    stage = Stage(given(config.model, parameters), layers, True, True)
     batch = whole_batch(config)
-    (stage(None, batch) / batch.labels.numel()).backward()
-    return {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+    stage(None, batch).backward()
+    tokens = batch.labels.numel()
+    return {name: parameter.grad / tokens for name, parameter in parameters.items() if parameter.grad is not None}
 
 
 def whole_batch(config: Any) -> Any:
@@ -195,4 +194,4 @@ def test_the_limit_of_the_configuration_is_used(tmp_path: Path) -> None:
 def test_a_norm_of_many_numbers_keeps_its_digits(size: int) -> None:
     """A single sum in f32 is off by a part in ten thousand after five million."""
     numbers = torch.randn(size, generator=torch.Generator().manual_seed(0))
-    assert float(_square(numbers)) == pytest.approx(float(numbers.double().square().sum()), rel=1e-6)
+    assert float(sum_of_squares(numbers)) == pytest.approx(float(numbers.double().square().sum()), rel=1e-6)

@@ -35,6 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt gelu untied": GPT | {"activation": "gelu", "tie_embeddings": False},
     "gpt gelu tied": GPT | {"activation": "gelu"},
     "llama untied": LLAMA | {"rope_theta": 500.0},
+    "llama window": LLAMA | {"rope_theta": 500.0, "window": 5},
     "llama tied": LLAMA | {"rope_theta": 500.0, "tie_embeddings": True},
 }
 

@@ -1,4 +1,6 @@
-"""The same weights give the same logits, loss and gradients as GPT-2 and Llama in `transformers`."""
+"""The same weights give the same logits, loss and gradients as GPT-2, Llama and, with a window, Mistral in
+`transformers`.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ def build(model: dict[str, Any]) -> Any:
         "eos_token_id": 0,
     }
     if "position" in model:
-        config = transformers.LlamaConfig(
+        kind, window = ("Mistral", {"sliding_window": model["window"]}) if "window" in model else ("Llama", {})
+        config = getattr(transformers, f"{kind}Config")(
             num_hidden_layers=model["num_layers"],
             hidden_size=model["hidden_size"],
             intermediate_size=model["ffn_size"],
@@ -53,9 +56,10 @@ def build(model: dict[str, Any]) -> Any:
             rms_norm_eps=1e-5,
             rope_theta=model["rope_theta"],
             hidden_act="silu",
+            **window,
             **common,
         )
-        net = transformers.LlamaForCausalLM(config)
+        net = getattr(transformers, f"{kind}ForCausalLM")(config)
     else:
         activation = {"gelu_tanh": "gelu_new", "gelu": "gelu"}[model["activation"]]
         config = transformers.GPT2Config(
@@ -149,7 +153,7 @@ def reference(name: str, dtype: torch.dtype) -> tuple[Arrays, Result]:
 ENDS = ["one process", "tp2 sp pp2 vpp2"]
 PAIRS = [
     *((name, layout) for name in ("gpt gelu_tanh tied", "llama untied") for layout in LAYOUTS),
-    *((name, layout) for name in ("gpt gelu untied", "llama tied") for layout in ENDS),
+    *((name, layout) for name in ("gpt gelu untied", "llama tied", "llama window") for layout in ENDS),
 ]
 
 

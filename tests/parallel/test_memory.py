@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megascale.core.rank import Rank
+from megascale.layout.buckets import pack
 from megascale.layout.chunks import chunk_buckets
 from megascale.plan.memory import state_bytes
 from tests.runs import FAMILIES, build_run, config_of, settings
@@ -19,18 +20,18 @@ def allocated(rank: Rank, config: Any) -> dict[str, int]:
 
     run = build_run(rank, config)
     most = chunks = 0
-    make_room = run.gradients.begin_backward
+    begin_loss, begin_backward = run.gradients.begin_loss, run.gradients.begin_backward
 
-    def watch(chunk: int, *, last: bool) -> None:
+    def watch() -> None:
         nonlocal most, chunks
-        make_room(chunk, last=last)
         chunks = max(chunks, len({bucket.chunk for bucket in run.gradients._reducing}))
         alive = {
             b._full.untyped_storage().data_ptr(): b._full.nbytes for b in run.gradients.buckets if b._full is not None
         }
         most = max(most, sum(alive.values()))
 
-    run.gradients.begin_backward = watch
+    run.gradients.begin_loss = lambda chunk: (begin_loss(chunk), watch())
+    run.gradients.begin_backward = lambda chunk, *, last: (begin_backward(chunk, last=last), watch())
     train_step(run, run.train.batch(0))
     run.gradients.finish_gather()
     buckets, shards = run.gradients.buckets, run.optimizer.shards
@@ -69,9 +70,18 @@ def test_the_gradient_of_one_chunk_is_being_reduced_while_room_is_made_for_anoth
     assert [found["chunks being reduced"] for found in run_world(4, allocated, config)] == [1, 1, 1, 1]
 
 
+def test_room_for_the_head_while_other_chunks_have_theirs(tmp_path: Any) -> None:
+    """Groups of three and two micro-batches: a backward of another chunk comes between the loss and its own."""
+    layout = {"parallel__pp": 2, "parallel__vpp": 2, "parallel__zero": 2, "batch__global": 5}
+    config = config_of(settings(FAMILIES["llama"], tmp_path, train__precision="fp32", **layout), tmp_path)
+    found, planned = run_world(2, allocated, config)[1]["whole gradients"], state_bytes(config, pp_rank=1)
+    chunks = [sum(4 * pack(bucket, 1, 1).size for bucket in chunk) for chunk in chunk_buckets(config, 1)]
+    assert found == sum(chunks)  # the last chunk is one bucket
+    assert found + max(chunks) <= planned.transient, "and one more is being reduced"
+
+
 @pytest.mark.parametrize(("precision", "per_parameter"), [("fp32", 16), ("bf16", 18)])
 def test_the_formula_for_one_rank(precision: str, per_parameter: int, tmp_path: Any) -> None:
-    from megascale.layout.buckets import pack
     from megascale.layout.chunks import chunk_parameters
 
     config = config_of(settings(FAMILIES["llama"], tmp_path, train__precision=precision, parallel__zero=0), tmp_path)

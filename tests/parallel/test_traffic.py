@@ -116,6 +116,33 @@ def test_a_tied_embedding_is_summed_over_the_ends_once(tmp_path: Any) -> None:
     assert [rank["tied"] for rank in counts] == [{"all_reduce": (1, size)}, {}, {}, {"all_reduce": (1, size)}]
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"parallel__tp": 2, "parallel__dp": 2, "parallel__zero": 0},
+        {"parallel__tp": 2, "parallel__dp": 2, "parallel__zero": 2},
+        {"parallel__pp": 2},
+    ],
+    ids=lambda layout: " ".join(f"{key[10:]}{value}" for key, value in layout.items()),
+)
+def test_lamb_sums_two_numbers_a_matrix(layout: dict[str, int], tmp_path: Any) -> None:
+    """Over tp, over dp where that cuts parameters, and between the ends of the pipeline for what they share."""
+    from megascale.layout.chunks import chunk_parameters
+
+    tree = settings(GPT, tmp_path, train__precision="fp32", overlap__bucket_bytes=20_000, **layout)
+    adamw, lamb = (config_of(tree, tmp_path, [f"optimizer.name={name}"]) for name in ("adamw", "lamb"))
+    p = lamb.parallel
+    for rank, (before, after) in enumerate(run_world(lamb.world, traffic_of_a_step, [adamw, lamb])):
+        (chunk,) = chunk_parameters(lamb, rank if p.pp > 1 else 0)
+        sums = (1, 8 * 2 * sum(parameter.decays for parameter in chunk))
+        more = {"tp": sums if p.tp > 1 else (0, 0), "dp": sums if p.zero and lamb.dp > 1 else (0, 0)}
+        more["tied"] = (1, 8 * 2) if p.pp > 1 else (0, 0)
+        for group, operations in after.items():
+            (calls, size), (old, old_size) = (it.pop("all_reduce", (0, 0)) for it in (operations, before[group]))
+            assert (calls - old, size - old_size) == more.get(group, (0, 0)), group
+            assert operations == before[group]
+
+
 def test_the_job_sums_only_a_few_numbers(tmp_path: Any) -> None:
     _, counts = measure(tmp_path, "gpt", parallel__pp=2, parallel__dp=2)
     for rank in counts:

@@ -8,8 +8,9 @@ import pytest
 
 from megascale.catalog.presets import PRESETS
 from megascale.config.model import ModelConfig
+from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
-from megascale.plan.flops import mfu, token_flops
+from megascale.plan.flops import hardware_flops, head_flops, mfu, token_flops
 from megascale.plan.hardware import ACCELERATORS, find, stated_peak
 from megascale.plan.params import parameter_count
 from tests.runs import FAMILIES, build_run, config_of, settings
@@ -18,6 +19,7 @@ from tests.worlds import run_world
 
 def counted(rank: Rank, config) -> int:
     """FLOPs of one step as torch counts them, with attention written out as matrix products."""
+    import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -25,7 +27,14 @@ def counted(rank: Rank, config) -> int:
 
     run = build_run(rank, config)
     batch = run.train.batch(0)
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+
+    def addmm_(out, a, b, out_shape=None) -> int:  # which torch's list leaves out
+        return 2 * a[0] * a[1] * b[1]
+
+    with (
+        sdpa_kernel(SDPBackend.MATH),
+        FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: addmm_}) as counter,
+    ):
         train_step(run, batch)
     return counter.get_total_flops()
 
@@ -39,10 +48,97 @@ def test_equal_to_torchs_counter(family, tmp_path) -> None:
     assert found == pytest.approx(token_flops(config.model).full * tokens, rel=1e-3)
 
 
+@pytest.mark.parametrize("block", ["serial", "parallel"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hardware_flops_are_those_that_torch_counts(family, block, tmp_path) -> None:
+    sizes = FAMILIES[family] | {"hidden_size": 64, "seq_length": 64, "vocab_size": 512, "block": block}
+    tokens = 8 * 64
+    shares = {}
+    for name, more in RECOMPUTE.items():
+        config = config_of(settings(sizes, tmp_path, train__precision="fp32", **more), tmp_path)
+        (found,) = run_world(1, counted, config)
+        assert found == pytest.approx(hardware_flops(config).full * tokens, rel=1e-3), name
+        shares[name] = hardware_flops(config).full / token_flops(config.model).full
+    assert shares["none"] == shares["norm and activation"] == 1 < shares["attention"] < shares["full"] < 4 / 3
+
+
+RECOMPUTE = {
+    "none": {},
+    "full": {"train__recompute": "full"},
+    "attention": {"train__recompute": "selective"},
+    "norm and activation": {"train__recompute": "selective", "train__recompute_ops": ["norm", "activation"]},
+}
+
+
+def test_hardware_flops_by_the_share_of_layers(tmp_path) -> None:
+    """Chunk 0 of the first rank has one layer of seven, that of the second two."""
+    layout = {"parallel__pp": 2, "parallel__vpp": 2, "parallel__layers_per_chunk": [1, 2, 2, 2], "model__num_layers": 7}
+
+    def again(**more) -> float:
+        config = config_of(settings(FAMILIES["gpt"], tmp_path, **layout, **more), tmp_path)
+        return hardware_flops(config).causal - token_flops(config.model).causal
+
+    for recompute in ("selective", "full"):
+        whole = again(train__recompute=recompute)
+        assert whole > 0
+        assert again(train__recompute=recompute, train__recompute_chunks=[0]) == pytest.approx(3 / 7 * whole)
+        assert again(train__recompute=recompute, train__recompute_chunks=[1]) == pytest.approx(4 / 7 * whole)
+
+
+def test_full_recomputation_by_hand() -> None:
+    """GPT-3 175B without biases: a block is 12 h^2, of which its last product 4 h^2, and attention 2 s h."""
+    tree = {"name": "x", "model": {"preset": "gpt3-175b"}, "batch": {"global": 8}, "optimizer": {"lr": 1e-4}}
+    config = RunConfig.model_validate(tree | {"train": {"steps": 1, "recompute": "full"}, "data": {"mock": True}})
+    l, h, s = 96, 12_288, 2048  # noqa: E741
+    again = hardware_flops(config).full - token_flops(config.model).full
+    assert again == pytest.approx(2 * l * (8 * h**2 + 2 * s * h))
+
+
 def test_the_formula_of_narayanan_et_al() -> None:
     model = ModelConfig(preset="megascale-175b")
     l, h, s, v = model.num_layers, model.hidden_size, model.seq_length, model.vocab_size  # noqa: E741
     assert token_flops(model).full == pytest.approx(72 * l * h**2 * (1 + s / (6 * h) + v / (12 * l * h)), rel=1e-12)
+
+
+@pytest.mark.parametrize("window", [1, 2, 7, 63, 64, 100, [3, 0], [5, 64, 1], None, 0])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_windows_count_the_keys_that_queries_see(family: str, window: int | list[int] | None) -> None:
+    """Pair by pair; `causal` takes what the first queries lack for a triangle of w^2 / 2, which is w / 2 too much."""
+    s, layers = 64, 4
+    model = ModelConfig.model_validate(FAMILIES[family] | {"seq_length": s, "window": window})
+    pattern = window if isinstance(window, list) else [window or 0]
+    each = [pattern[layer % len(pattern)] or s for layer in range(layers)]
+    seen = sum(sum(j <= i and j > i - w for i in range(s) for j in range(s)) for w in each)
+    corner = sum(min(w, s) / 2 for w in each)
+    a_pair = 3 * 2 * 2 * model.num_heads * model.head_dim  # forward and backward, score and value, multiply and add
+    flops = token_flops(model)
+    assert (flops.causal - flops.linear) * s == pytest.approx(a_pair * (seen - corner), rel=1e-12)
+    assert (flops.full - flops.linear) * s == pytest.approx(a_pair * s * sum(min(w, s) for w in each), rel=1e-12)
+
+
+def test_a_window_of_the_whole_sequence_is_none() -> None:
+    sizes = [FAMILIES["llama"] | {"window": window} for window in (None, 0, 16, 17, [0, 16])]
+    assert len({token_flops(ModelConfig.model_validate(model)) for model in sizes}) == 1
+
+
+def test_the_head_is_what_does_not_grow_with_the_layers() -> None:
+    one, two = (token_flops(ModelConfig(preset="llama3-8b", num_layers=layers)) for layers in (1, 2))
+    assert head_flops(ModelConfig(preset="llama3-8b")) == one.linear - (two.linear - one.linear)
+
+
+def test_windows_of_the_chunks_that_compute_again(tmp_path) -> None:
+    """The first chunk of each rank has a window, the second has not."""
+    layout = {"parallel__pp": 2, "parallel__vpp": 2, "model__window": [4, 4, 0, 0], "train__recompute": "selective"}
+
+    def again(chunk: int) -> tuple[float, float]:
+        tree = settings(FAMILIES["gpt"], tmp_path, **layout, train__recompute_chunks=[chunk])
+        config = config_of(tree, tmp_path)
+        done, model = hardware_flops(config), token_flops(config.model)
+        return done.full - model.full, done.causal - model.causal
+
+    near, far = again(0), again(1)
+    assert near[0] == pytest.approx(far[0] * 4 / 16)
+    assert near[1] == pytest.approx(far[1] * (4 - 4 * 4 / 32) / 8)
 
 
 @dataclass(frozen=True)
@@ -89,7 +185,7 @@ PARAMETERS = {  # as the papers state them
     "gpt3-125m": 125e6, "gpt3-350m": 356e6, "gpt3-760m": 760e6, "gpt3-1.3b": 1.3e9, "gpt3-2.7b": 2.65e9,
     "gpt3-6.7b": 6.66e9, "gpt3-13b": 12.85e9, "gpt3-175b": 174.6e9,
     "megatron-530b": 530e9, "megatron-1t": 1008e9, "megascale-175b": 175e9, "megascale-530b": 530e9,
-    "llama3-8b": 8.03e9, "llama3-70b": 70.6e9, "llama3-405b": 405.9e9,
+    "llama3-1b": 1.24e9, "llama3-3b": 3.21e9, "llama3-8b": 8.03e9, "llama3-70b": 70.6e9, "llama3-405b": 405.9e9,
 }  # fmt: skip
 
 

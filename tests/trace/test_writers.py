@@ -26,8 +26,11 @@ RECORD = StepRecord(
     tflops_per_device=0.125,
     mfu_full=0.512,
     mfu_causal=0.48,
+    hfu_full=0.512,
+    hfu_causal=0.48,
     peak_memory_bytes=1 << 20,
     communication={"tp": {"calls": 8.0, "bytes": 4096.0, "exposed_s": 0.25}},
+    fp8={"layers.1.mlp.down.input": {"amax": 3.5, "saturated": 0.125, "underflow": 0.25}},
 )
 
 
@@ -57,10 +60,8 @@ def test_json_lines_hold_every_value_that_there_is(metrics: Path) -> None:
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert lines[0] == {"step": 0, "valid_loss": 5.0, "valid_tokens": 100}
     assert lines[1] == vars(step(2))
-    assert set(as_json(replace(RECORD, mfu_full=None, mfu_causal=None))) == set(vars(RECORD)) - {
-        "mfu_full",
-        "mfu_causal",
-    }
+    unknown = {"mfu_full": None, "mfu_causal": None, "hfu_full": None, "hfu_causal": None}
+    assert set(as_json(replace(RECORD, **unknown))) == set(vars(RECORD)) - set(unknown)
 
 
 def test_json_lines_are_on_disk_at_once(tmp_path: Path) -> None:
@@ -131,7 +132,8 @@ def test_tensorboard_reads_every_value(tmp_path: Path) -> None:
     assert found.pop("valid/tokens") == [(0, 100.0), (4, 100.0)]
     assert found.pop("train/loss") == [(2, 3.0), (4, 2.5)]
     values_of = vars(RECORD) | {f"communication/tp/{name}": v for name, v in RECORD.communication["tp"].items()}
-    del values_of["communication"]
+    values_of |= {f"fp8/{name}/{k}": v for name, part in RECORD.fp8.items() for k, v in part.items()}
+    del values_of["communication"], values_of["fp8"]
     for tag, values in found.items():
         expected = values_of[tag.removeprefix("train/")]
         assert [number for number, _ in values] == [2, 4]
@@ -178,6 +180,6 @@ def test_a_terminal_has_a_bar_below_the_same_lines() -> None:
 
 def test_a_step_in_a_line() -> None:
     assert describe(RECORD, 5).endswith("MFU 51.2% full 48.0% causal  0s left")
-    unknown = describe(replace(RECORD, mfu_full=None, mfu_causal=None), 10)
+    unknown = describe(replace(RECORD, mfu_full=None, mfu_causal=None, hfu_full=None, hfu_causal=None), 10)
     assert unknown == "step 5/10  loss 2.3457  norm 1.23  lr 3.00e-04  1.64k tok/s  MFU n/a  12s left"
     assert describe(EvaluationRecord(1500, 3.0, 7), 2000) == "step 1,500/2,000  validation loss 3.0000"

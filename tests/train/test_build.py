@@ -9,9 +9,13 @@ import torch
 from megascale.comm.mesh import single
 from megascale.config.explain import load
 from megascale.config.run import RunConfig
+from megascale.device import detect
 from megascale.layout.chunks import chunk_buckets
 from megascale.layout.tensors import padded_vocab
+from megascale.model.parts import Operators
 from megascale.model.transformer import Stage
+from megascale.ops.select import Setting
+from megascale.parallel.eight_bit import Scaling
 from megascale.parallel.gradients import Gradients
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.overlap import TensorAxis
@@ -34,7 +38,10 @@ def on_meta(config: RunConfig) -> tuple[Stage, Gradients]:
         formats=number_formats(config),
         device=device,
     )
-    (stage,) = build_stages(config, mesh, gradients, TensorAxis(mesh.tp))
+    setting = Setting(config.model, config.backends, torch.bfloat16, detect(allow_gpu=False))
+    (stage,) = build_stages(
+        config, mesh, gradients, TensorAxis(mesh.tp), Operators.of(setting), Scaling(config, mesh.world, device)
+    )
     return stage, gradients
 
 

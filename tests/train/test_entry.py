@@ -40,6 +40,7 @@ def test_the_introduction_says_what_runs_where(tmp_path: Path) -> None:
         "tp 1 x pp 1 (vpp 1, 1f1b) x dp 1 (zero 1) = 1 ranks",
         "a step is 8 x 16 tokens, 8 micro-batches a rank",
         "MFU is measured against 2.5 GFLOP/s a rank (a processor, measured by GEMM)",
+        "norm torch, activation torch",
         f"writing to {tmp_path / 'test'}",
     ):
         assert part in text

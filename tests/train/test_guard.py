@@ -88,6 +88,7 @@ LAYOUTS = [
     {"parallel__tp": 2, "parallel__dp": 2},
     {"parallel__pp": 2, "parallel__dp": 2},
     {"parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "parallel__vpp": 2},
+    {"optimizer__name": "lamb", "parallel__tp": 2, "parallel__dp": 2},
 ]
 
 

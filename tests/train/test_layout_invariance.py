@@ -38,6 +38,7 @@ LAYOUTS: dict[str, Layout] = {
     "pp2 vpp2 dp2 zero1": {"parallel__pp": 2, "parallel__vpp": 2, "parallel__dp": 2},
     "pp4": {"parallel__pp": 4},
     "dp4 zero2": {"parallel__dp": 4, "parallel__zero": 2},
+    "pp2 dp2 gpipe zero2": {"parallel__pp": 2, "parallel__dp": 2, "parallel__schedule": "gpipe", "parallel__zero": 2},
     "tp2 sp dp2 zero0": {"parallel__tp": 2, "parallel__sp": True, "parallel__dp": 2, "parallel__zero": 0},
     # world 8
     "tp2 sp pp2 vpp2 dp2 zero1": {

@@ -12,10 +12,11 @@ import torch
 
 from megascale.checkpoint.state import Progress
 from megascale.device import Device
-from megascale.plan.flops import token_flops
+from megascale.plan.flops import hardware_flops, token_flops
 from megascale.plan.hardware import Peak
 from megascale.trace.record import EvaluationRecord, Record, StepRecord, as_json
 from megascale.trace.recorder import Recorder
+from megascale.trace.writers import describe
 from megascale.train import report
 from megascale.train.report import Reporter, open_writers
 from megascale.train.step import StepResult
@@ -23,7 +24,7 @@ from tests.runs import GPT, LLAMA, config_of, settings
 
 CPU = Device(torch.device("cpu"), "gloo")
 FIELDS = {"step", "loss", "grad_norm", "lr", "tokens", "step_time_s", "tokens_per_s", "tflops_per_device", "mfu_full",
-          "mfu_causal"}  # fmt: skip
+          "mfu_causal", "hfu_full", "hfu_causal"}  # fmt: skip
 """What the design promises in each line of a step."""
 
 
@@ -63,7 +64,7 @@ def records(config: Any, peak: Peak | None, monkeypatch: pytest.MonkeyPatch) -> 
         reporter.end_step(result)
         progress.step, progress.samples, progress.tokens = step, 8 * step, progress.tokens + result.tokens
         if step != 2:
-            reporter.step(result, progress)
+            reporter.step(result, progress, {})
     return [record for record in listener.records if isinstance(record, StepRecord)]
 
 
@@ -98,10 +99,22 @@ def test_mfu_is_the_planners_flops_over_all_peaks(dp: int, tmp_path: Path, monke
         assert record.mfu_causal == pytest.approx(flops.causal * record.tokens_per_s / (dp * peak.flops))
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_hfu_counts_what_is_computed_again(recompute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(settings(LLAMA, tmp_path, train__recompute=recompute), tmp_path)
+    flops, peak = hardware_flops(config), Peak(3e7, "stated")
+    for record in records(config, peak, monkeypatch):
+        assert record.hfu_full == pytest.approx(flops.full * record.tokens_per_s / peak.flops)
+        assert record.hfu_causal == pytest.approx(flops.causal * record.tokens_per_s / peak.flops)
+        assert record.mfu_full is not None and record.hfu_full is not None
+        assert (record.hfu_full > record.mfu_full) == (recompute != "none")
+        assert ("HFU" in describe(record, 4)) == (recompute != "none")
+
+
 def test_without_a_known_peak_there_is_no_mfu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for record in records(config_of(settings(GPT, tmp_path), tmp_path), None, monkeypatch):
-        assert record.mfu_full is None and record.mfu_causal is None
-        assert as_json(record).keys() >= FIELDS - {"mfu_full", "mfu_causal"}
+        unknown = {"mfu_full", "mfu_causal", "hfu_full", "hfu_causal"}
+        assert not unknown & as_json(record).keys() and as_json(record).keys() >= FIELDS - unknown
 
 
 def test_every_writer_hears_everything(tmp_path: Path) -> None:

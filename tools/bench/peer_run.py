@@ -52,8 +52,17 @@ MARK = "MEGASCALE_PEER_RUN"
 
 def execute(command: Sequence[str], seconds: float, scratch: str) -> Result:
     """Run a command, for at most `seconds`. Nothing of it is left when this returns."""
-    mark = f"{os.getpid()}-{time.monotonic_ns()}"
     start, busy, own = time.monotonic(), busy_seconds(), children_seconds()
+    out = output(command, seconds, scratch)
+    if isinstance(out, Failure):
+        return out
+    others = (busy_seconds() - busy) - (children_seconds() - own)
+    return read(out, max(0.0, others) / (time.monotonic() - start) / (os.cpu_count() or 1))
+
+
+def output(command: Sequence[str], seconds: float, scratch: str) -> str | Failure:
+    """What a command prints in at most `seconds`. Nothing of it is left when this returns."""
+    mark = f"{os.getpid()}-{time.monotonic_ns()}"
     process = subprocess.Popen(
         command, env=environment(mark, scratch), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -64,11 +73,9 @@ def execute(command: Sequence[str], seconds: float, scratch: str) -> Result:
     finally:
         end(mark)
         process.wait()
-    others = (busy_seconds() - busy) - (children_seconds() - own)
-    share = max(0.0, others) / (time.monotonic() - start) / (os.cpu_count() or 1)
     if process.returncode:
         return Failure(error_line(err) or f"ended with status {process.returncode}")
-    return read(out, share)
+    return out
 
 
 def environment(mark: str, scratch: str) -> dict[str, str]:

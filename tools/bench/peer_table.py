@@ -10,7 +10,7 @@ from pathlib import Path
 from peer_run import Failure, Measurement, Result
 from peer_systems import OURS
 
-BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
+BEGIN, END = MARKS = "<!-- peers: begin -->", "<!-- peers: end -->"
 
 Ratios = tuple[float, float, float]
 """megascale / peer: tokens/s, CPU seconds a step, memory."""
@@ -128,23 +128,25 @@ def _pipes(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def replace(path: Path, content: str) -> None:
+def replace(path: Path, content: str, marks: tuple[str, str] = MARKS) -> None:
     """Put `content` between the two markers of a Markdown file.
 
     Raises: ValueError if it lacks them.
     """
-    before, after = surroundings(path)
-    path.write_text(f"{before}{BEGIN}\n{content}\n{END}{after}", encoding="utf-8")
+    before, after = surroundings(path, marks)
+    path.write_text(f"{before}{marks[0]}\n{content}\n{marks[1]}{after}", encoding="utf-8")
 
 
-def surroundings(path: Path) -> tuple[str, str]:
+def surroundings(path: Path, marks: tuple[str, str] = MARKS) -> tuple[str, str]:
     """What stands before the first marker and after the second one.
 
     Raises: ValueError if the file lacks them.
     """
     page = path.read_text(encoding="utf-8") if path.is_file() else ""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    before, begin, rest = page.partition(marks[0])
+    _, end, after = rest.partition(marks[1])
     if not (begin and end):
-        raise ValueError(f"{path}: the table goes between the lines {BEGIN} and {END}; write them where it should be")
+        raise ValueError(
+            f"{path}: the table goes between the lines {marks[0]} and {marks[1]}; write them where it should be"
+        )
     return before, after

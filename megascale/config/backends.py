@@ -1,0 +1,33 @@
+"""Who carries out the operations of the network and of the optimizer."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from megascale.catalog.backends import (
+    ACTIVATION_BACKENDS,
+    ATTENTION_BACKENDS,
+    AUTO,
+    CROSS_ENTROPY_BACKENDS,
+    LINEAR_BACKENDS,
+    NORM_BACKENDS,
+    OPTIMIZER_BACKENDS,
+)
+from megascale.config.section import Section, choice
+
+
+class BackendsConfig(Section):
+    """`[backends]`: auto is the best that is present and can serve (`megascale doctor`)."""
+
+    linear: Annotated[str, choice(LINEAR_BACKENDS, AUTO)] = Field(AUTO, description="of the casts of linear layers")
+    attention: Annotated[str, choice(ATTENTION_BACKENDS, AUTO)] = Field(AUTO, description="of attention")
+    norm: Annotated[str, choice(NORM_BACKENDS, AUTO)] = Field(AUTO, description="of norms")
+    activation: Annotated[str, choice(ACTIVATION_BACKENDS, AUTO)] = Field(
+        AUTO, description="of the MLP's non-linearity"
+    )
+    cross_entropy: Annotated[str, choice(CROSS_ENTROPY_BACKENDS, AUTO)] = Field(
+        AUTO, description="of the loss of a chunk of logits and its gradient"
+    )
+    optimizer: Annotated[str, choice(OPTIMIZER_BACKENDS, AUTO)] = Field(AUTO, description="of the optimizer's step")

@@ -1,0 +1,75 @@
+"""The step of an optimizer: what an update rule is given, what it must offer, and torch's rules.
+
+A rule sees a shard as flat segments, cut anywhere. It is element-wise, or it scales its updates by norms of whole
+parameters: the card's `needs` says which (`catalog.optimizers`), and the sharding layer need not know more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from megascale.catalog.optimizers import OPTIMIZERS
+from megascale.config.train import OptimizerConfig
+from megascale.ops.select import Setting
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A flat run of weights that are treated alike: `weight`, `grad` and each of `state` are [n] views of one format.
+
+    `decays`: whether they are of matrices, to which weight decay and trust ratios apply.
+    """
+
+    weight: Tensor
+    grad: Tensor
+    state: Mapping[str, Tensor]
+    decays: bool
+
+
+class Elementwise(Protocol):
+    """A rule that treats each number by itself (needs = "elements"); its segments span several parameters.
+
+    `state_names`: the tensors it keeps for each segment, zero at the start.
+    """
+
+    state_names: tuple[str, ...]
+
+    def __init__(self, segments: Sequence[Segment], config: OptimizerConfig) -> None: ...
+
+    def step(self, lr: float, step: int, skip: Tensor) -> None:
+        """Update all segments from their gradients; `step` counts from 1. `skip`, an f32 scalar on the device: nothing
+        is changed where it is 1.
+        """
+
+
+class Normwise(Protocol):
+    """A rule that wants norms of whole parameters (needs = "norms"), in two phases with a reduction between them; a
+    segment is what a shard has of one parameter.
+    """
+
+    state_names: tuple[str, ...]
+
+    def __init__(self, segments: Sequence[Segment], config: OptimizerConfig) -> None: ...
+
+    def direct(self, step: int, skip: Tensor) -> None:
+        """Update the state, and write over each gradient the direction of its update; `step` and `skip` as above."""
+
+    def apply(self, lr: float, norms: Tensor, skip: Tensor) -> None:
+        """Update the weights along the directions, which are not used again. `norms` [2, n], f64: of weights and of
+        directions, of the parameters that the n segments which decay are parts of.
+        """
+
+
+class TorchOptimizer:
+    """The rules of the catalog, ours and those that other packages register."""
+
+    def refusal(self, setting: Setting) -> str | None:
+        return None
+
+    def build(self, setting: Setting) -> type[Any]:
+        """An `Elementwise` or a `Normwise`."""
+        return OPTIMIZERS[setting.optimizer].load()

@@ -1,0 +1,103 @@
+"""Which backend carries out each operation: the best that can, or the one that is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from megascale.catalog.backends import AUTO, BACKENDS, FUSED
+from megascale.catalog.precisions import PRECISIONS
+from megascale.config.backends import BackendsConfig
+from megascale.config.model import ModelConfig
+from megascale.config.run import RunConfig
+from megascale.core.errors import Exit, MegascaleError
+from megascale.device import Device
+
+
+class BackendError(MegascaleError):
+    """What a configuration asks for cannot be done on this machine."""
+
+    exit_status = Exit.CONFIG
+
+
+class Reluctance(str):
+    """A refusal of a backend that could serve: auto passes it over, who asks for it gets it."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What operations have to serve: a model whose activations have `dtype`, cut over `tp` ranks, on a device, trained
+    by an `optimizer`. `compiled`: as parts of blocks that torch.compile compiles. `eight_bit`: linear layers
+    multiply in 8 bits.
+    """
+
+    model: ModelConfig
+    backends: BackendsConfig
+    dtype: torch.dtype
+    device: Device
+    tp: int = 1
+    optimizer: str = "adamw"
+    compiled: bool = False
+    eight_bit: bool = False
+
+    @classmethod
+    def of(cls, config: RunConfig, device: Device) -> Setting:
+        """What the operations of a run have to serve."""
+        dtype = getattr(torch, PRECISIONS[config.train.precision].facts["compute"])
+        tp, optimizer = config.parallel.tp, config.optimizer.name
+        eight_bit = config.train.precision == "fp8"
+        return cls(config.model, config.backends, dtype, device, tp, optimizer, config.train.compile, eight_bit)
+
+    def asked(self, operation: str) -> str:
+        """The backend that `[backends]` asks for. In a compiled block auto is what the compiler fuses with the rest."""
+        asked: str = getattr(self.backends, operation)
+        fuses = self.compiled and operation in FUSED and "compile" in BACKENDS[operation].cards
+        return "compile" if asked == AUTO and fuses else asked
+
+
+class Backend(Protocol):
+    """One implementation of an operation; the body of a card in `catalog.backends`."""
+
+    def refusal(self, setting: Setting) -> str | None:
+        """Why it cannot serve, or does not unless asked for (`Reluctance`), in a few words; None if it serves. Imports
+        its library only to see whether it is there.
+        """
+
+    def build(self, setting: Setting) -> Callable[..., Any]:
+        """The operation. Called where there is no refusal."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Who carries out an operation. `refusals`: of the better ones, and why not."""
+
+    operation: str
+    backend: str
+    refusals: Mapping[str, str]
+
+
+def select(operation: str, setting: Setting) -> Choice:
+    """Choose a backend as `[backends]` asks.
+
+    Raises: BackendError if the one that is asked for cannot serve
+    """
+    cards = BACKENDS[operation].cards
+    asked = setting.asked(operation)
+    refusals: dict[str, str] = {}
+    for name, card in cards.items():
+        if asked in (name, AUTO):
+            reason = card.load()().refusal(setting)
+            if reason is None or (asked == name and isinstance(reason, Reluctance)):
+                return Choice(operation, name, refusals)
+            refusals[name] = reason
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
+    mend = "train.compile=false" if getattr(setting.backends, operation) == AUTO else f"backends.{operation}=auto"
+    raise BackendError(f"backends.{operation} = {asked!r} cannot serve: {reasons}", mend=mend)
+
+
+def build(operation: str, setting: Setting) -> Any:
+    """The operation, by the backend that `select` finds."""
+    return BACKENDS[operation][select(operation, setting).backend].load()().build(setting)

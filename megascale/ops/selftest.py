@@ -1,0 +1,182 @@
+"""Does a backend compute what its operation is? Its result and gradients for random numbers, beside those of the
+`torch` backend in fp64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascale.catalog.backends import BACKENDS
+from megascale.catalog.layers import NORMS
+from megascale.comm.group import alone
+from megascale.ops.cross_entropy import Targets
+from megascale.ops.fp8 import Grain, Number, scale_of
+from megascale.ops.select import BackendError, Reluctance, Setting, select
+
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2}
+"""Largest relative difference by which a result may be rounded: of its largest number."""
+
+TOKENS, SAMPLES = 128, 2
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is to be said of one backend of an operation. `refusal`: why it cannot serve, or with `willing` why it does
+    not unless it is asked for. `difference`: what its self-test found, or `error`, what it raised; neither without one.
+    """
+
+    operation: str
+    backend: str
+    chosen: bool
+    willing: bool
+    refusal: str | None = None
+    difference: float | None = None
+    error: str | None = None
+    tolerance: float = 0.0
+
+    @property
+    def failed(self) -> bool:
+        """Whether it would serve and computes something else, or nothing."""
+        return self.error is not None or (self.difference is not None and self.difference > self.tolerance)
+
+
+@dataclass(frozen=True)
+class Examination:
+    """All backends of one operation. `problem`: why none serves."""
+
+    operation: str
+    verdicts: tuple[Verdict, ...]
+    problem: str | None = None
+
+
+def examine(operation: str, setting: Setting) -> Examination:
+    """Ask every backend of an operation, and test those that could serve."""
+    chosen, problem = None, None
+    try:
+        chosen = select(operation, setting).backend
+    except BackendError as error:
+        problem = str(error)
+    verdicts = [_judge(operation, name, name == chosen, setting) for name in BACKENDS[operation].names()]
+    return Examination(operation, tuple(verdicts), problem)
+
+
+def _judge(operation: str, backend: str, chosen: bool, setting: Setting) -> Verdict:
+    refusal = BACKENDS[operation][backend].load()().refusal(setting)
+    willing = refusal is None or isinstance(refusal, Reluctance)
+    verdict = Verdict(operation, backend, chosen, willing, refusal, tolerance=TOLERANCES[setting.dtype])
+    if not willing or operation not in CASES:
+        return verdict
+    try:
+        found = difference(operation, backend, setting)
+    except Exception as error:  # whatever a library raises is what is asked for
+        return replace(verdict, error=f"{type(error).__name__}: {error}".splitlines()[0])
+    return replace(verdict, error="gives NaN") if math.isnan(found) else replace(verdict, difference=found)
+
+
+def difference(operation: str, backend: str, setting: Setting) -> float:
+    """The largest relative difference of the result and the gradients, of each tensor's largest number."""
+    case = CASES[operation]
+    numbers = [tensor.to(setting.device.torch, setting.dtype) for tensor in case.numbers(setting)]
+    tested = _results(case, operation, backend, setting, numbers)
+    exact = replace(setting, dtype=torch.float64, compiled=False)
+    expected = _results(case, operation, "torch", exact, [tensor.double() for tensor in numbers])
+    pairs = zip(tested, expected, strict=True)
+    return max(float((ours.double() - true).abs().max() / true.abs().max()) for ours, true in pairs)
+
+
+def _results(case: Case, operation: str, backend: str, setting: Setting, numbers: Sequence[Tensor]) -> list[Tensor]:
+    function = BACKENDS[operation][backend].load()().build(setting)
+    return case.results(function, setting, [tensor.detach().clone() for tensor in numbers])
+
+
+@dataclass(frozen=True)
+class Case:
+    """How an operation is tested: its inputs in fp64, and its result for them with the gradients."""
+
+    numbers: Callable[[Setting], list[Tensor]]
+    results: Callable[[Any, Setting, list[Tensor]], list[Tensor]]
+
+
+def _differentiated(call: Callable[[Any, Setting, list[Tensor]], Tensor]) -> Any:
+    """The results of an operation that autograd knows, for a gradient of ones and twos."""
+
+    def results(function: Any, setting: Setting, leaves: list[Tensor]) -> list[Tensor]:
+        out = call(function, setting, [leaf.requires_grad_() for leaf in leaves])
+        upstream = torch.arange(out.numel(), device=out.device).remainder(2).add(1).view(out.shape).to(out.dtype)
+        return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
+
+    return results
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+
+
+def _attention(setting: Setting) -> list[Tensor]:
+    m = setting.model
+    heads = [n // setting.tp for n in (m.num_heads, m.num_kv_heads, m.num_kv_heads)]
+    return [_random(SAMPLES, n, min(TOKENS, m.seq_length), m.head_dim) for n in heads]
+
+
+def _attend(attend: Any, setting: Setting, leaves: list[Tensor]) -> Tensor:
+    windows = [window for window in setting.model.windows if window]
+    return attend(*leaves, min(windows, default=None), None, 0.0)
+
+
+def _norm(setting: Setting) -> list[Tensor]:
+    h = setting.model.hidden_size
+    bias = [_random(h)] if NORMS[setting.model.norm].facts["bias"] else []
+    return [_random(TOKENS, SAMPLES, h), 1 + _random(h) / 4, *bias]
+
+
+def _normalize(normalize: Any, setting: Setting, leaves: list[Tensor]) -> Tensor:
+    x, weight, *bias = leaves
+    return normalize(x, weight, bias[0] if bias else None, setting.model.norm_eps)
+
+
+def _activation(setting: Setting) -> list[Tensor]:
+    m = setting.model
+    return [_random(TOKENS, SAMPLES, m.ffn_size // setting.tp * (2 if m.gated else 1))]
+
+
+def _logits(setting: Setting) -> list[Tensor]:
+    return [_random(TOKENS, setting.model.vocab_size)]
+
+
+def _loss(cross_entropy: Any, setting: Setting, leaves: list[Tensor]) -> list[Tensor]:
+    """The loss of one process, which forms the gradient itself."""
+    (logits,) = leaves
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    columns = torch.arange(TOKENS, device=logits.device) % setting.model.vocab_size
+    targets = Targets(columns, torch.ones(TOKENS, dtype=wide, device=logits.device), setting.model.vocab_size)
+    loss, gradient = cross_entropy(logits, targets, alone("tp"), True)
+    return [loss.view(1), gradient]
+
+
+def _matrix(setting: Setting) -> list[Tensor]:
+    return [_random(TOKENS, setting.model.hidden_size)]
+
+
+def _cast(kernels: Any, setting: Setting, leaves: list[Tensor]) -> list[Tensor]:
+    (x,) = leaves
+    largest = kernels.amax(x, Grain.ROW)
+    return [
+        largest,
+        kernels.values(x, 1 / scale_of(largest, Number.E4M3), Number.E4M3.largest, Number.E4M3.dtype).float(),
+    ]
+
+
+CASES = {
+    "linear": Case(_matrix, _cast),
+    "attention": Case(_attention, _differentiated(_attend)),
+    "norm": Case(_norm, _differentiated(_normalize)),
+    "activation": Case(_activation, _differentiated(lambda activate, setting, leaves: activate(*leaves))),
+    "cross_entropy": Case(_logits, _loss),
+}
+"""By operation; one without, such as the optimizer's step, which has no gradient, is not tested."""

@@ -1,0 +1,105 @@
+"""Transformer Engine's kernels for norms and activations, called as its own modules call them. Importing the library
+loads `transformer_engine_torch`, where the kernels are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascale.ops.activation import Activate
+from megascale.ops.library import TE
+from megascale.ops.norm import Normalize
+from megascale.ops.select import Setting
+
+
+class TENorm:
+    """`rmsnorm_fwd`, `layernorm_fwd` and their backwards; statistics are kept in fp32."""
+
+    def refusal(self, setting: Setting) -> str | None:
+        return TE.refusal("te", "norm", setting)
+
+    def build(self, setting: Setting) -> Normalize:
+        if setting.model.norm == "layernorm":
+            return _LayerNorm.apply
+        return lambda x, weight, bias, eps: _RMSNorm.apply(x, weight, eps)
+
+
+class TEActivation:
+    """`swiglu`, and `gelu`, which is the tanh approximation."""
+
+    def refusal(self, setting: Setting) -> str | None:
+        return TE.refusal("te", "activation", setting)
+
+    def build(self, setting: Setting) -> Activate:
+        import transformer_engine_torch as tex
+
+        names = {"swiglu": (tex.swiglu, tex.dswiglu), "gelu_tanh": (tex.gelu, tex.dgelu)}
+        forward, backward = names[setting.model.activation]
+        return lambda x: _Activation.apply(x, forward, backward)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The kernels take [rows, columns], contiguous."""
+    return x.contiguous().view(-1, x.shape[-1])
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        import transformer_engine_torch as tex
+        from transformer_engine.pytorch.constants import TE_DType
+
+        # out, quantizer, format of the result, SMs to leave free, whether the gain is kept as gain - 1
+        out, _, scale = tex.rmsnorm_fwd(_rows(x), weight, eps, None, None, TE_DType[x.dtype], 0, False)
+        ctx.save_for_backward(x, weight, scale)
+        return out.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        import transformer_engine_torch as tex
+
+        x, weight, scale = ctx.saved_tensors
+        grad_x, grad_weight = tex.rmsnorm_bwd(_rows(grads[0]), _rows(x), scale, weight, 0, False)
+        return grad_x.view(x.shape), grad_weight, None
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        import transformer_engine_torch as tex
+        from transformer_engine.pytorch.constants import TE_DType
+
+        out, mean, scale = tex.layernorm_fwd(_rows(x), weight, bias, eps, None, None, TE_DType[x.dtype], 0, False)
+        ctx.save_for_backward(x, weight, mean, scale)
+        return out.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        import transformer_engine_torch as tex
+
+        x, weight, mean, scale = ctx.saved_tensors
+        found = tex.layernorm_bwd(_rows(grads[0]), _rows(x), mean, scale, weight, 0, False)
+        grad_x, grad_weight, grad_bias = found
+        return grad_x.view(x.shape), grad_weight, grad_bias if ctx.needs_input_grad[2] else None, None
+
+
+Kernel = Callable[..., Tensor]
+"""Of an activation: (x, quantizer); of its backward: (gradient, x, quantizer)."""
+
+
+class _Activation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Kernel, backward: Kernel) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.kernel = backward
+        out = forward(_rows(x), None)
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        return ctx.kernel(_rows(grads[0]), _rows(x), None).view(x.shape), None, None

@@ -1,0 +1,204 @@
+"""How fast the real training step of a configuration is on one device: `megascale bench mfu`.
+
+Steps are timed by marks in the device's own work, one a step, and read when all is done: nothing waits between steps
+but what a step itself waits for, and the loading of its batch counts. Then a few steps run under torch's profiler,
+which says what the time went to.
+"""
+
+from __future__ import annotations
+
+import gc
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascale.bench import kernels
+from megascale.bench.gemm import attainable
+from megascale.bench.mfu import Fit, Machine, Speed, Steps, with_layers
+from megascale.bench.spread import Spread, between
+from megascale.catalog.backends import BACKENDS
+from megascale.comm import init
+from megascale.config.run import RunConfig
+from megascale.core.errors import MegascaleError
+from megascale.core.rank import Rank
+from megascale.device import Device, detect
+from megascale.ops.select import Setting, select
+from megascale.plan.memory import state_bytes
+from megascale.train.build import Run, build, mesh_of
+from megascale.train.entry import find_peak
+from megascale.train.gc import ScheduledCollection
+from megascale.train.step import train_step
+from megascale.train.stop import Stop
+
+RESERVE = 0.1
+"""The part of the free memory that `fit` leaves: for fragments, and for what kernels and libraries take besides."""
+
+Say = Callable[[str], object]
+
+
+def measure(config: RunConfig, whole_layers: int, steps: Steps, say: Say, *, fit: bool = False) -> Speed:
+    """Run a resolved configuration of one process and measure it: a model of `whole_layers` layers, or a slice of it,
+    with `fit` as many of them as fit the device. `say` is told what goes on.
+
+    Raises: MegascaleError if it does not fit the device's memory
+    """
+    rank = Rank(0, 1, 0, socket.gethostname())
+    device = detect()
+    init.start(rank, device)
+    try:
+        bench = _Bench(rank, device, steps, say)
+        with _enough_memory(config):
+            found = bench.fit(config, whole_layers) if fit else None
+        if found is not None:
+            config = _sized(config, found.layers)
+        with _enough_memory(config):
+            return bench.run(config, whole_layers, found)
+    finally:
+        init.stop()
+
+
+@contextmanager
+def _enough_memory(config: RunConfig) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        layers = config.model.num_layers
+        what = f"{config.name} with {layers} layer{'s' if layers > 1 else ''} does not fit the device's memory"
+        raise MegascaleError(what, mend="--layers fit, fewer layers, or a smaller batch.micro") from error
+
+
+@dataclass(frozen=True)
+class _Bench:
+    rank: Rank
+    device: Device
+    steps: Steps
+    say: Say
+
+    def build(self, config: RunConfig) -> Run:
+        self.say(f"building {config.name} with {config.model.num_layers} of its layers on {self.device.name}")
+        return build(config, mesh_of(config, self.rank, self.device), self.device, Stop())
+
+    def fit(self, config: RunConfig, whole: int) -> Fit:
+        """Measure a step of one layer on one micro-batch, and count what each further layer takes.
+
+        Raises: MegascaleError if not even one layer fits
+        """
+        one = _probe(config)
+        room, before = int(self.device.free_memory() * (1 - RESERVE)), self.device.peak_memory()
+        run = self.build(one)
+        saved = _saved_by_layer(run)
+        self.device.synchronize()
+        first = self.device.peak_memory() - before
+        del run
+        self.forget()
+        state = state_bytes(_sized(one, 2), 0).total - state_bytes(one, 0).total
+        found = Fit(whole, room, first, state + saved, state)
+        self.say(str(found))
+        if not found.layers:
+            raise MegascaleError(f"not one layer of {config.name} fits: {found}", mend="a smaller batch.micro")
+        return found
+
+    def run(self, config: RunConfig, whole_layers: int, fit: Fit | None) -> Speed:
+        """Time the steps, then profile some."""
+        run = self.build(config)
+        self.say(f"{self.steps.total} steps, the last {self.steps.profiled} of them under the profiler")
+        with ScheduledCollection():
+            times, losses = time_steps(run, self.steps.warm_up + self.steps.timed)
+            timed = times[self.steps.warm_up :]
+            shares = profile_steps(run, self.steps.profiled, Spread.of(timed).median)
+        memory, backends, peak = self.device.peak_memory(), self.backends(run), find_peak(run)
+        del run
+        self.forget()
+        rows, precision = config.batch.micro * config.model.seq_length, config.train.precision
+        best = attainable(config.model, rows, precision, self.device)
+        machine = Machine(self.device.name, torch.__version__, backends, peak, best)
+        ends = losses[0], losses[-1]
+        return Speed(config, whole_layers, fit, machine, self.steps.warm_up, Spread.of(timed), ends, memory, shares)
+
+    def backends(self, run: Run) -> dict[str, str]:
+        """Who carries out which operation."""
+        config = run.config
+        setting = Setting(config.model, config.backends, run.formats[0], self.device, config.parallel.tp)
+        return {operation: select(operation, setting).backend for operation in BACKENDS}
+
+    def forget(self) -> None:
+        """Free what a run has held."""
+        gc.collect()
+        self.device.release_memory()
+
+
+def time_steps(run: Run, count: int) -> tuple[list[float], list[float]]:
+    """Train for some steps. Returns the seconds of each, and the losses."""
+    timer, losses = run.device.timer(), []
+    marks = [timer.mark()]
+    for _ in range(count):
+        losses.append(_step(run))
+        marks.append(timer.mark())
+    run.device.synchronize()
+    return between(timer, marks), losses
+
+
+def profile_steps(run: Run, count: int, step_s: float) -> dict[str, float]:
+    """Train for some more steps, and tell what a step's time goes to (`kernels.shares`); none for no steps.
+
+    The profiler delays a host that issues work, but not the work of a GPU: that is compared with `step_s`, the time of
+    a step without it. On a CPU operators are delayed too, and compared with the steps that they are of.
+    """
+    if not count:
+        return {}
+    times: list[float] = []
+    profile = kernels.profile(lambda: times.extend(time_steps(run, count)[0]), run.device)
+    return kernels.shares(profile, sum(times) if run.device.is_cpu else count * step_s)
+
+
+def _step(run: Run) -> float:
+    """One step of training; its loss."""
+    loss = train_step(run, run.train.batch(run.progress.samples)).loss
+    run.mesh.recorder.settle()  # as the loop does: marks pile up else
+    return loss
+
+
+def _sized(config: RunConfig, layers: int) -> RunConfig:
+    parallel = config.parallel.model_copy(update={"layers_per_chunk": None})
+    return config.model_copy(update={"model": with_layers(config.model, layers), "parallel": parallel})
+
+
+def _probe(config: RunConfig) -> RunConfig:
+    """The run with one layer and one micro-batch, not compiled: compiled layers keep no more."""
+    batch = config.batch.model_copy(update={"total": config.batch.micro})
+    train = config.train.model_copy(update={"compile": False})
+    return _sized(config, 1).model_copy(update={"batch": batch, "train": train})
+
+
+def _saved_by_layer(run: Run) -> int:
+    """Take a step of one micro-batch; the bytes that the first layer keeps for its backward, its input among them."""
+    (stage,) = run.stages
+    layer = next(iter(stage.layers.values()))
+    weights = {bucket.weights.untyped_storage().data_ptr() for bucket in run.gradients.buckets}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+
+    def enter(_: Any, inputs: tuple[Any, ...]) -> None:
+        keep(inputs[0])
+        hooks.__enter__()
+
+    def leave(*_: Any) -> None:
+        hooks.__exit__()
+        for handle in handles:  # what a backward computes again it does not keep
+            handle.remove()
+
+    handles = [layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave)]
+    _step(run)
+    return sum(kept.values())

@@ -1,0 +1,143 @@
+"""`megascale bench mfu`: its arithmetic, its table, and what it refuses. Runs of it: tests/train/test_speed.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from megascale.bench.mfu import CONVENTIONS, Fit, Machine, Speed, preset_tree, table, with_layers
+from megascale.bench.spread import Spread
+from megascale.catalog.presets import PRESETS
+from megascale.cli.main import main
+from megascale.config.explain import load_tree
+from megascale.plan.flops import token_flops
+from megascale.plan.hardware import Peak, stated_peak
+
+GPU = "NVIDIA H100 80GB HBM3"
+
+
+def speed(layers: int = 8, seconds: float = 0.5, recompute: str = "none") -> Speed:
+    """llama3-8b on an H100 that takes `seconds` for a step of 4 x 8,192 tokens; products attain 700 TFLOP/s."""
+    config = load_tree(preset_tree("llama3-8b"), "test", ["train.steps=28", f"model.num_layers={layers}"])
+    config = config.model_copy(update={"train": config.train.model_copy(update={"recompute": recompute})})
+    peak = stated_peak(GPU, "bf16")
+    assert peak is not None
+    attainable = Peak(700e12, "8192x4096x28672 in bf16, measured")
+    machine = Machine(GPU, "2.13.0", {"attention": "torch", "norm": "liger"}, peak, attainable)
+    kernels = {"gemm": 0.7, "attention": 0.15, "optimizer": 0.1, "copies": 0.0001, "idle": 0.0499}
+    step = Spread(seconds, 0.99 * seconds, 1.01 * seconds, 20)
+    return Speed(config, 32, None, machine, 5, step, (12.1, 12.0), 70 << 30, kernels)
+
+
+def test_utilisation_is_the_models_flops_over_the_peak() -> None:
+    found = speed(seconds=0.5)
+    flops = token_flops(found.config.model)
+    assert found.tokens_per_s == 4 * 8192 / 0.5
+    for convention in CONVENTIONS:
+        rate = getattr(flops, convention) * 4 * 8192 / 0.5
+        assert found.utilisation["mfu"][convention] == pytest.approx(rate / 989.4e12)
+        assert found.utilisation["hfu"][convention] == pytest.approx(rate / 989.4e12)
+        assert found.utilisation["of_attainable"][convention] == pytest.approx(rate / 700e12)
+
+
+def test_hardware_flops_are_more_where_the_forward_is_repeated() -> None:
+    plain, full = speed(), speed(recompute="full")
+    assert full.utilisation["mfu"] == plain.utilisation["mfu"]
+    ours, theirs = full.utilisation["hfu"]["full"], plain.utilisation["hfu"]["full"]
+    assert ours is not None and theirs is not None
+    head, model = plain.head_share(8), plain.config.model
+    last = 6 * model.num_layers * model.hidden_size * model.ffn_size / token_flops(model).full
+    assert ours / theirs == pytest.approx(1 + (1 - head - last) / 3)  # but for the head and each block's last product
+
+
+def test_a_slice_says_what_its_head_weighs() -> None:
+    found = speed(layers=8)
+    assert found.head_share(8) > 2 * found.head_share(32)
+    assert found.head_share(32) == 6 * 4096 * 128_256 / token_flops(with_layers(found.config.model, 32)).full
+    first = table(found).splitlines()[0]
+    assert first == (
+        "llama3-8b: 8 of 32 layers (the head is 19% of the FLOPs, 5% in the whole model), 2.80B parameters, bf16"
+    )
+    assert "all 32 layers" in table(speed(layers=32))
+
+
+def test_the_table() -> None:
+    found = dataclasses.replace(speed(), fit=Fit(32, 70 << 30, 30 << 30, 5 << 30, 4 << 30))
+    lines = table(found).splitlines()
+    assert max(map(len, lines)) < 120
+    assert lines[3] == ("9 layers fit 70.00 GiB: one takes 30.00 GiB, each further one 5.00 GiB, 4.00 GiB of it state")
+    assert "step         500.0 ms  (quartiles 495.0..505.0)" in lines
+    assert "tokens/s     65,536" in lines
+    (mfu,) = [line for line in lines if line.startswith("MFU")]
+    assert mfu.endswith("of 989.4 TFLOP/s (H100 bf16, stated)")
+    (attainable,) = [line for line in lines if line.startswith("of attainable")]
+    assert attainable.endswith("of 700.0 TFLOP/s (8192x4096x28672 in bf16, measured)")
+    assert lines[-1] == "gemm           70.0%    attention      15.0%    optimizer      10.0%    idle            5.0%"
+
+
+def test_without_a_peak_there_is_no_utilisation() -> None:
+    found = speed()
+    found = dataclasses.replace(
+        found, machine=dataclasses.replace(found.machine, peak=None, attainable=None), kernels={}
+    )
+    shown = table(found)
+    assert [line.split()[-1] for line in shown.splitlines() if line.startswith(("MFU", "HFU", "of att"))] == ["n/a"] * 3
+    assert "share of a step's time" not in shown
+    assert json.loads(json.dumps(found.as_json()))["mfu"] == {"full": None, "causal": None}
+
+
+def test_json_has_everything() -> None:
+    shown = json.loads(json.dumps(speed().as_json()))
+    assert (shown["layers"], shown["whole_layers"], shown["tokens"]) == (8, 32, 4 * 8192)
+    assert shown["step_s"] == {"median": 0.5, "low": 0.495, "high": 0.505, "count": 20}
+    assert shown["config"]["model"]["num_layers"] == 8
+    assert shown["peak"]["flops"] == 989.4e12
+    assert sum(shown["kernels"].values()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("room", "layers"),
+    [(29, 0), (30, 1), (34, 1), (35, 2), (54, 5), (55, 6), (500, 6)],
+)
+def test_layers_that_fit(room: int, layers: int) -> None:
+    assert Fit(whole=6, room=room, first=30, layer=5, state=4).layers == layers
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_is_a_run_of_one_process(preset: str) -> None:
+    config = load_tree(preset_tree(preset), "test", ["train.steps=28"])
+    assert (config.world, config.train.precision, config.data.mock) == (1, "bf16", True)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--preset llama3-9b", "--preset  model.preset: there is no preset 'llama3-9b'  -> did you mean 'llama3-8b'?"),
+        ("--preset llama3-8b train.precison=fp32", "did you mean 'precision'?"),
+        ("--preset llama3-8b parallel.tp=2", "the layout needs 2 processes  -> one device is measured"),
+        ("--config nowhere.toml", "nowhere.toml  there is no such file"),
+    ],
+)
+def test_mistakes_are_found_before_anything_runs(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "mfu", *words.split()]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.endswith("1 problem; nothing was launched\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--preset llama3-8b --steps 19", "'19' is too few: the median is taken of 20 or more"),
+        ("--preset llama3-8b --layers most", "'most' is not a number of 1 or more"),
+        ("--preset llama3-8b --config a.toml", "not allowed with argument"),
+        ("", "one of the arguments --preset --config is required"),
+    ],
+)
+def test_arguments_that_make_no_sense(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", "mfu", *words.split()])
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,129 @@
+"""`megascale doctor` as a user meets it: the real command on this machine, as if it had no C++ compiler, for what
+torch.compile compiles takes its time; with one in the slow tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megascale.catalog.backends import BACKENDS
+from megascale.cli.doctor import configurations
+from megascale.cli.main import main
+from tests.runs import GPT, settings, write_config
+
+
+@pytest.fixture(autouse=True)
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    """The exit status, and what `--json` says."""
+    status = main(["doctor", *arguments, "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def verdicts(found: dict[str, Any], precision: str, operation: str) -> dict[str, dict[str, Any]]:
+    (examination,) = [one for one in found["operations"][precision] if one["operation"] == operation]
+    return {verdict["backend"]: verdict for verdict in examination["verdicts"]}
+
+
+def test_the_default_is_one_screen(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "megascale", "doctor"],
+        capture_output=True, text=True, check=False, cwd=tmp_path, timeout=120, env=os.environ | {"COLUMNS": "80"},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert len(lines) <= 45
+    assert max(map(len, lines)) < 120
+    for operation, registry in BACKENDS.items():
+        (first,) = [number for number, line in enumerate(lines) if line.startswith(f"{operation:<15}")]
+        rows = [line[15:].split() for line in lines[first : first + len(registry.names())]]
+        assert [row[0] for row in rows] == registry.names()
+        assert sum("serves" in row for row in rows) == 1
+    assert re.search(r"^norm +te +- +- +needs a GPU$", done.stdout, re.MULTILINE)
+    assert re.search(r"^ +torch +serves \d\.\de-0\d +serves \d\.\de-0\d$", done.stdout, re.MULTILINE)
+    assert "torch.compile cannot compile: no C++ compiler: there is no no-such-compiler" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_json_says_it_all(capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = answer(capsys)
+    assert (status, found["ok"]) == (0, True)
+    machine = found["machine"]
+    assert machine["memory_bytes"] > 1e8
+    assert all(peak["flops"] > 1e8 and not peak["stated"] for peak in machine["peaks"].values())
+    assert machine["peaks"].keys() == found["operations"].keys() == {"fp32", "bf16"}
+    assert {"transformer_engine", "liger_kernel", "apex", "flash_attn"} <= machine["libraries"].keys()
+    for precision, bound in (("fp32", 1e-5), ("bf16", 2e-2)):
+        norms = verdicts(found, precision, "norm")
+        assert norms["torch"]["chosen"] and 0 < norms["torch"]["difference"] < bound
+        assert norms["compile"]["refusal"] == "no C++ compiler: there is no no-such-compiler"
+        assert not norms["compile"]["willing"] and norms["compile"]["difference"] is None
+
+
+def test_a_configuration_is_asked_about_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write_config(settings(GPT, tmp_path, backends__norm="torch"), tmp_path / "run.toml")
+    status, found = answer(capsys, str(config), "model.activation=gelu_tanh")
+    assert status == 0
+    assert found["operations"].keys() == {"fp64"}
+    assert verdicts(found, "fp64", "norm")["liger"]["refusal"] == "has no float64"
+    assert verdicts(found, "fp64", "activation")["liger"]["refusal"] == "has no gelu_tanh"
+    assert verdicts(found, "fp64", "norm")["torch"]["difference"] == 0
+
+
+def test_what_is_asked_for_and_cannot_serve(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "backends.norm=liger", "train.precision=bf16"]) == 1
+    out = capsys.readouterr().out
+    assert "backends.norm = 'liger' cannot serve: liger: needs a GPU  -> backends.norm=auto" in out
+    assert "fp32" not in out
+
+
+def test_what_cannot_be_compiled(capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = answer(capsys, "train.compile=true", "train.precision=fp32")
+    assert (status, found["ok"]) == (1, False)
+    problems = [one["problem"] for one in found["operations"]["fp32"] if one["problem"]]
+    assert problems and all(problem.endswith("-> train.compile=false") for problem in problems)
+
+
+def test_a_self_test_that_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("megascale.ops.selftest.difference", lambda operation, backend, setting: 0.25)
+    assert main(["doctor"]) == 1
+    assert re.search(r"^norm .*(\n .*)*\n +torch +FAILS 2.5e-01 +FAILS 2.5e-01$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_mistakes_end_with_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "backends.norm=tee"]) == 2
+    assert "backends.norm: 'tee' is not one of auto, te" in capsys.readouterr().err
+    assert main(["doctor", str(tmp_path / "none.toml")]) == 2
+    assert "there is no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [[], ["train.steps=3"], ["train.steps=3", "model.num_heads=2"]])
+def test_settings_need_no_file(words: list[str]) -> None:
+    found = configurations(*([words[0], words[1:]] if words else [None, []]))
+    assert found.keys() == {"fp32", "bf16"}
+    for config in found.values():
+        assert config.train.steps == (3 if words else 10)
+        assert config.model.num_heads == (2 if len(words) == 2 else 4)
+
+
+@pytest.mark.slow
+def test_with_a_compiler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("CXX")
+    status, found = answer(capsys)
+    assert status == 0
+    for precision, bound in (("fp32", 1e-5), ("bf16", 2e-2)):
+        for operation in ("norm", "activation"):
+            compiled = verdicts(found, precision, operation)["compile"]
+            assert compiled["willing"] and not compiled["chosen"]
+            assert 0 < compiled["difference"] < bound

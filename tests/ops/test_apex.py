@@ -1,0 +1,195 @@
+"""Apex's kernels are called as Apex declares them. None of them runs here: what stands in for them has their arguments
+and computes what their sources say, in torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megascale.config.backends import BackendsConfig
+from megascale.config.model import ModelConfig
+from megascale.config.train import OptimizerConfig
+from megascale.core.errors import MegascaleError
+from megascale.device import Device, detect
+from megascale.ops.apex import ApexAdamW, ApexLamb
+from megascale.ops.optimizer import Segment
+from megascale.ops.select import Setting, build, select
+from megascale.optim.adamw import AdamW
+from megascale.optim.lamb import Lamb
+from tests.runs import GPT
+
+Lists = list[list[Tensor]]
+GO, SKIP = torch.zeros(()), torch.ones(())
+
+
+def scalar(tensor: Tensor, dtype: torch.dtype) -> float:
+    """What a kernel reads through a pointer of one type."""
+    assert tensor.numel() == 1 and tensor.dtype == dtype
+    return tensor.item()
+
+
+def checked(noop: Tensor, lists: Lists, depth: int) -> bool:
+    """Whether the kernel is to do something. As `multi_tensor_apply` demands: lists of one length, not empty."""
+    assert len(lists) == depth and lists[0] and len({len(each) for each in lists}) == 1
+    for tensors in zip(*lists, strict=True):
+        assert all(t.is_contiguous() and t.dtype == torch.float32 and t.shape == tensors[0].shape for t in tensors)
+    return scalar(noop, torch.int32) != 1
+
+
+def multi_tensor_adam_capturable(  # csrc/multi_tensor_adam.cu
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, lr: Tensor, beta1: float, beta2: float, epsilon: float,
+    step: Tensor, mode: int, bias_correction: int, weight_decay: float, inv_scale: Tensor,
+) -> None:  # fmt: skip
+    assert chunk_size == 2048 * 32 and mode == 1
+    t, rate, scale = scalar(step, torch.int32), scalar(lr, torch.float32), scalar(inv_scale, torch.float32)
+    if not checked(noop_flag, tensor_lists, 4):
+        return
+    low, high = (1 - beta1**t, 1 - beta2**t) if bias_correction == 1 else (1.0, 1.0)
+    for g, p, m, v in zip(*tensor_lists, strict=True):
+        g *= scale
+        m.copy_(beta1 * m + (1 - beta1) * g)
+        v.copy_(beta2 * v + (1 - beta2) * g * g)
+        p -= rate * ((m / low) / ((v / high).sqrt() + epsilon) + weight_decay * p)
+
+
+def multi_tensor_lamb_compute_update_term(  # apex/contrib/csrc/optimizers/multi_tensor_distopt_lamb_kernel.cu
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor_beta1: Tensor, per_tensor_beta2: Tensor,
+    per_tensor_beta3: Tensor, per_tensor_bias_correction: Tensor, step: Tensor, per_tensor_epsilon: Tensor, mode: int,
+    per_tensor_decay: Tensor, global_scale: Tensor, global_grad_norm: Tensor, max_grad_norm: float,
+) -> None:  # fmt: skip
+    assert chunk_size == 2048 * 32 and mode == 1 and max_grad_norm == 0.0
+    t, scale = scalar(step, torch.int32), scalar(global_scale, torch.float32)
+    scalar(global_grad_norm, torch.float32)
+    each = [per_tensor_beta1, per_tensor_beta2, per_tensor_epsilon, per_tensor_decay, per_tensor_beta3]
+    assert all(values.dtype == torch.float32 and len(values) == len(tensor_lists[0]) for values in each)
+    assert per_tensor_bias_correction.dtype == torch.int32
+    if not checked(noop_flag, tensor_lists, 5):
+        return
+    for index, (g, p, m, v, u) in enumerate(zip(*tensor_lists, strict=True)):
+        beta1, beta2, eps, decay, _ = (float(values[index]) for values in each)
+        low, high = (1 - beta1**t, 1 - beta2**t) if per_tensor_bias_correction[index] == 1 else (1.0, 1.0)
+        scaled = g / scale
+        m.copy_(beta1 * m + (1 - beta1) * scaled)
+        v.copy_(beta2 * v + (1 - beta2) * scaled * scaled)
+        u.copy_((m / low) / ((v / high).sqrt() + eps) + decay * p)
+
+
+def multi_tensor_lamb_update_weights(  # the same file
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor_param_norm: Tensor,
+    per_tensor_update_norm: Tensor, update_norm_offset: Tensor, learning_rate: Tensor, per_tensor_decay: Tensor,
+    global_grad_norm: Tensor, use_nvlamb: bool,
+) -> None:  # fmt: skip
+    assert chunk_size == 2048 * 32
+    rate = scalar(learning_rate, torch.float32)
+    scalar(global_grad_norm, torch.float32)
+    for values in (per_tensor_param_norm, per_tensor_update_norm, per_tensor_decay):
+        assert values.is_contiguous() and values.dtype == torch.float32 and len(values) == len(tensor_lists[0])
+    assert update_norm_offset.dtype == torch.int64
+    if not checked(noop_flag, tensor_lists, 3):
+        return
+    for index, (u, p, copy) in enumerate(zip(*tensor_lists, strict=True)):
+        weight, update = per_tensor_param_norm[index], per_tensor_update_norm[update_norm_offset[index]]
+        scales = (use_nvlamb or per_tensor_decay[index] != 0) and weight != 0 and update != 0
+        p.copy_(p - rate * (weight / update if scales else 1.0) * u)
+        copy.copy_(p)
+
+
+@pytest.fixture
+def apex(monkeypatch: pytest.MonkeyPatch) -> None:
+    adam = SimpleNamespace(multi_tensor_adam_capturable=multi_tensor_adam_capturable)
+    lamb = SimpleNamespace(
+        multi_tensor_lamb_compute_update_term=multi_tensor_lamb_compute_update_term,
+        multi_tensor_lamb_update_weights=multi_tensor_lamb_update_weights,
+    )
+    monkeypatch.setitem(sys.modules, "amp_C", adam)
+    monkeypatch.setitem(sys.modules, "distributed_lamb_cuda", lamb)
+
+
+def segments() -> list[Segment]:
+    draw = torch.Generator().manual_seed(1)
+    found = []
+    for size, decays, scale in ((200, True, 2.0), (50, False, 1.0), (64, True, 0.5), (77, True, 0.0), (3, False, 0.0)):
+        state = {name: torch.zeros(size) for name in AdamW.state_names}
+        found.append(Segment(scale * torch.randn(size, generator=draw), torch.zeros(size), state, decays))
+    return found
+
+
+def norms_of(parts: list[Segment]) -> Tensor:
+    pairs = [(part.weight.double().norm(), part.grad.double().norm()) for part in parts if part.decays]
+    return torch.tensor(pairs, dtype=torch.float64).T
+
+
+@pytest.mark.usefixtures("apex")
+@pytest.mark.parametrize("weight_decay", [0.2, 0.0])
+@pytest.mark.parametrize("bias_correction", [True, False])
+@pytest.mark.parametrize("name", ["adamw", "lamb"])
+def test_the_rules_are_torchs(name: str, bias_correction: bool, weight_decay: float) -> None:
+    config = OptimizerConfig(lr=1e-2, weight_decay=weight_decay, eps=1e-6, bias_correction=bias_correction)
+    theirs, ours = segments(), segments()
+    reference, body = {"adamw": (AdamW, ApexAdamW), "lamb": (Lamb, ApexLamb)}[name]
+    rules = [(reference(theirs, config), theirs), (body(ours, config), ours)]
+    before = [part.weight.clone() for part in ours]
+    for step, (lr, skip) in enumerate([(1e-2, GO), (2e-2, SKIP), (2e-2, GO), (1e-3, GO)], 1):
+        for rule, parts in rules:
+            for part in parts:
+                noise = torch.randn(len(part.grad), generator=torch.Generator().manual_seed(step))
+                part.grad.copy_(noise)
+            if name == "adamw":
+                rule.step(lr, step, skip)
+            else:
+                rule.direct(step, skip)
+                rule.apply(lr, norms_of(parts), skip)
+        for one, two in zip(theirs, ours, strict=True):
+            torch.testing.assert_close(one.weight, two.weight, rtol=1e-5, atol=1e-6)
+            for key in one.state:
+                torch.testing.assert_close(one.state[key], two.state[key], rtol=1e-5, atol=1e-7)
+    assert all(not torch.equal(old, part.weight) for old, part in zip(before, ours, strict=True))
+
+
+@pytest.mark.usefixtures("apex")
+def test_a_shard_may_hold_no_parameter() -> None:
+    config = OptimizerConfig(lr=1e-2)
+    ApexAdamW([], config).step(1e-2, 1, GO)
+    rule = ApexLamb([], config)
+    rule.direct(1, GO)
+    rule.apply(1e-2, torch.zeros(2, 0, dtype=torch.float64), GO)
+
+
+def setting(name: str, asked: str = "auto", dtype: torch.dtype = torch.bfloat16, gpu: bool = True) -> Setting:
+    device = Device(torch.device("meta"), "nccl") if gpu else detect(allow_gpu=False)
+    return Setting(ModelConfig.model_validate(GPT), BackendsConfig(optimizer=asked), dtype, device, optimizer=name)
+
+
+@pytest.mark.usefixtures("apex")
+@pytest.mark.parametrize(("name", "body"), [("adamw", ApexAdamW), ("lamb", ApexLamb)])
+def test_it_is_taken_where_it_can_serve(name: str, body: type) -> None:
+    assert build("optimizer", setting(name)) is body
+    assert build("optimizer", setting(name, "torch")) is {"adamw": AdamW, "lamb": Lamb}[name]
+    assert select("optimizer", setting(name, gpu=False)).refusals == {"apex": "needs an NVIDIA GPU"}
+    assert select("optimizer", setting(name, dtype=torch.float64)).refusals == {"apex": "computes in fp32"}
+
+
+@pytest.mark.parametrize(("name", "flag"), [("adamw", "--cuda_ext"), ("lamb", "--distributed_lamb")])
+def test_where_it_is_missing_it_says_how_it_is_built(name: str, flag: str) -> None:
+    choice = select("optimizer", setting(name))
+    assert choice.backend == "torch" and f"built with {flag} is not installed" in choice.refusals["apex"]
+    with pytest.raises(MegascaleError, match=rf"backends\.optimizer = 'apex' cannot serve: apex: .*{flag}"):
+        select("optimizer", setting(name, "apex"))
+
+
+def test_what_other_packages_register_is_torchs() -> None:
+    assert select("optimizer", setting("muon")).refusals == {"apex": "has no muon"}
+
+
+@pytest.mark.usefixtures("apex")
+def test_more_numbers_than_the_kernels_count_are_refused() -> None:
+    huge = torch.empty(2**31, device="meta")
+    part = Segment(huge, huge, dict.fromkeys(AdamW.state_names, huge), True)
+    for body in (ApexAdamW, ApexLamb):
+        with pytest.raises(MegascaleError, match="2147483648 numbers at once"):
+            body([part], OptimizerConfig(lr=1e-2))

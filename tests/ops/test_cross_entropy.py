@@ -1,0 +1,161 @@
+"""The loss of logits that are cut over real ranks, and its gradient in their place, against torch's on the whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megascale.config.backends import BackendsConfig
+from megascale.config.model import ModelConfig
+from megascale.core.rank import Rank
+from megascale.device import detect
+from megascale.ops import cross_entropy as module
+from megascale.ops.cross_entropy import CrossEntropy, Passes, Targets
+from megascale.ops.select import Setting, build, select
+from tests.model.test_vocabulary import SPLITS, VOCABULARY, B, S, axis_of, columns, drawn, range_of
+from tests.runs import GPT
+from tests.worlds import run_world
+
+
+@dataclass(frozen=True)
+class Case:
+    """Logits in `dtype`, all moved by `shift`, and how the labels count."""
+
+    dtype: torch.dtype = torch.float64
+    shift: float = 0.0
+    spread: float = 3.0
+    mask: str = "none"
+
+    def logits(self) -> Tensor:
+        return (self.spread * drawn(S, B, VOCABULARY, seed=0) + self.shift).to(self.dtype)
+
+    def weights(self) -> Tensor | None:
+        ones = torch.ones(S, B, dtype=torch.int64)
+        if self.mask == "some":
+            ones[2:5, 1] = 0
+        if self.mask == "weighted":
+            return drawn(S, B, seed=2).abs()
+        return {"none": None, "some": ones, "nothing": 0 * ones}[self.mask]
+
+    def labels(self) -> Tensor:
+        """The edges of every rank's range are among them; what is masked may be no token at all."""
+        labels = torch.randint(VOCABULARY, (S, B), generator=torch.Generator().manual_seed(1))
+        labels[:2] = torch.tensor([[0, 63, 64], [100, 50, 51]])
+        if self.mask == "some":
+            labels[2:5, 1] = torch.tensor([-100, -1, 10**6])
+        return labels
+
+
+CASES = {
+    "plain": Case(),
+    "mask": Case(mask="some"),
+    "weighted": Case(mask="weighted"),
+    "all masked": Case(mask="nothing"),
+    "far from zero": Case(shift=5e4),
+    "certain": Case(spread=400.0),
+    "fp32": Case(dtype=torch.float32, mask="some"),
+    "bf16": Case(dtype=torch.bfloat16, mask="some"),
+}
+
+
+def backend(name: str) -> CrossEntropy:
+    """`fused`: what `compile` compiles."""
+    if name == "fused":
+        return Passes(module.fused_statistics, module.fused_gradient).cross_entropy
+    backends = BackendsConfig(cross_entropy=name)
+    model = ModelConfig.model_validate(GPT)
+    return build("cross_entropy", Setting(model, backends, torch.float32, detect(allow_gpu=False)))
+
+
+def losses(rank: Rank, tp: int, name: str, block_bytes: int) -> tuple[tuple[int, int], dict[str, tuple[Any, ...]]]:
+    """This rank's range, and for each case the loss, without a gradient too, its dtype, and the gradient of this rank's
+    logits, with softmax over blocks of so many bytes.
+    """
+    module.BLOCK_BYTES = block_bytes
+    cross_entropy, axis = backend(name), axis_of(rank, tp)
+    own = range_of(axis)
+    found = {}
+    for name, case in CASES.items():
+        wide = torch.promote_types(case.dtype, torch.float32)
+        weights = case.weights()
+        weights = torch.ones(S * B, dtype=wide) if weights is None else weights.flatten().to(wide)
+        targets = Targets(case.labels().flatten() - own.start, weights, own.valid)
+        logits = columns(case.logits(), own, padding=1e4).flatten(0, 1)
+        alone, none = cross_entropy(logits.clone(), targets, axis.group, False)
+        assert none is None
+        loss, grad = cross_entropy(logits, targets, axis.group, True)
+        assert grad is not None and grad.data_ptr() == logits.data_ptr() and grad.dtype == case.dtype
+        found[name] = (loss.item(), alone.item(), str(loss.dtype), grad.unflatten(0, (S, B)).double().numpy())
+    return (own.start, own.valid), found
+
+
+@cache
+def ranks_of(tp: int, backend: str = "torch", block_bytes: int = 1 << 20) -> list[Any]:
+    return run_world(tp, losses, tp, backend, block_bytes)
+
+
+BACKENDS = [
+    *((tp, backend) for tp in SPLITS for backend in ("torch", "fused")),
+    pytest.param(2, "compile", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("tp", "backend"), BACKENDS)
+@pytest.mark.parametrize("name", CASES)
+def test_equal_to_torchs_on_the_whole(name: str, tp: int, backend: str) -> None:
+    case = CASES[name]
+    logits = case.logits().double().requires_grad_()
+    weights, labels = case.weights(), case.labels()
+    if weights is None:
+        expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    else:
+        labels = labels.masked_fill(weights == 0, -100)
+        each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        expected = (each * weights.flatten()).sum()
+    expected.backward()
+    assert logits.grad is not None
+
+    ranges = [own for own, _ in ranks_of(tp, backend)]
+    results = [results[name] for _, results in ranks_of(tp, backend)]
+    found = {loss for loss, *_ in results}
+    assert len(found) == 1, "ranks disagree"
+    assert all(alone == loss for loss, alone, *_ in results)
+    wide = "torch.float64" if case.dtype == torch.float64 else "torch.float32"
+    assert {dtype for _, _, dtype, _ in results} == {wide}
+    tolerance = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-6}[case.dtype]
+    assert abs(found.pop() - expected.item()) <= tolerance * max(abs(expected.item()), 1)
+
+    gradient = torch.cat(
+        [torch.from_numpy(g[..., :valid]) for (_, valid), (*_, g) in zip(ranges, results, strict=True)], -1
+    )
+    rounding = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1.01 * 2.0**-8}[case.dtype]
+    torch.testing.assert_close(gradient, logits.grad, rtol=rounding, atol=1e-3 * tolerance)
+    for (_, valid), (*_, g) in zip(ranges, results, strict=True):
+        assert not g[..., valid:].any(), "padding has a gradient"
+
+
+def test_the_ranges_are_what_the_cases_are_about() -> None:
+    assert [own for own, _ in ranks_of(1)] == [(0, 101)]
+    assert [own for own, _ in ranks_of(2)] == [(0, 64), (64, 37)]
+    assert [own for own, _ in ranks_of(4)] == [(0, 64), (64, 37), (128, 0), (192, 0)]
+
+
+def test_blocks_change_nothing() -> None:
+    """In blocks of one row, of three, and of all."""
+    for (_, whole), *others in zip(*(ranks_of(2, "torch", size) for size in (1 << 20, 1, 3 * 64 * 8)), strict=True):
+        for _, blocks in others:
+            for name in CASES:
+                assert blocks[name][:3] == whole[name][:3]
+                assert (blocks[name][3] == whole[name][3]).all()
+
+
+def test_the_choice_on_a_cpu() -> None:
+    setting = Setting(ModelConfig.model_validate(GPT), BackendsConfig(), torch.float32, detect(allow_gpu=False))
+    choice = select("cross_entropy", setting)
+    assert (choice.backend, list(choice.refusals)) == ("torch", ["te", "compile"])

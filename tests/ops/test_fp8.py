@@ -1,0 +1,109 @@
+"""What a cast to 8 bits keeps, and products of what was cast."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megascale.ops.fp8 import BLOCK, Grain, Number, Quantized, amax, cast, lost, product, scale_of
+
+M, K, N = 256, 384, 128
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def quantize(x: Tensor, grain: Grain, number: Number = Number.E4M3) -> Quantized:
+    return cast(x, scale_of(amax(x, grain), number), number, grain)
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+PAIRS = [
+    (Grain.TENSOR, Grain.TENSOR), (Grain.ROW, Grain.ROW), (Grain.TENSOR, Grain.ROW), (Grain.BLOCK, Grain.SQUARE),
+    (Grain.BLOCK, Grain.BLOCK),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("grain_a", "grain_b"), PAIRS)
+@pytest.mark.parametrize(("number", "budget"), [(Number.E4M3, 0.04), (Number.E5M2, 0.065)])
+def test_products_of_unit_normals_keep_to_their_error_budget(
+    grain_a: Grain, grain_b: Grain, number: Number, budget: float
+) -> None:
+    a, b = normal(M, K), normal(N, K, seed=1)
+    found = product(quantize(a, grain_a, number), quantize(b, grain_b), torch.float32)
+    assert budget / 4 < error(found, a @ b.t()) < budget
+
+
+@pytest.mark.parametrize(("grain_a", "grain_b"), PAIRS)
+@pytest.mark.parametrize("number", list(Number))
+def test_a_product_is_that_of_what_was_cast(grain_a: Grain, grain_b: Grain, number: Number) -> None:
+    a, b = quantize(normal(M, K), grain_a, number), quantize(normal(N, K, seed=1), grain_b)
+    exact = a.dequantized().double() @ b.dequantized().double().t()
+    assert error(product(a, b, torch.float32), exact) < 1e-6
+    assert product(a, b, torch.bfloat16).dtype == torch.bfloat16
+    assert error(product(a, b, torch.bfloat16), exact) < 2**-8
+
+
+@pytest.mark.parametrize("grain", [Grain.TENSOR, Grain.ROW, Grain.BLOCK])
+def test_rows_of_a_cast_are_the_cast_of_rows(grain: Grain) -> None:
+    x = quantize(normal(8, 4, K), grain)
+    torch.testing.assert_close(x[2:5].dequantized(), x.dequantized()[2:5], rtol=0, atol=0)
+    weight = quantize(normal(N, K, seed=1), Grain.SQUARE if grain is Grain.BLOCK else grain)
+    whole = product(x, weight, torch.float32)
+    assert whole.shape == (8, 4, N)
+    torch.testing.assert_close(product(x[2:5], weight, torch.float32), whole[2:5], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("grain", [Grain.TENSOR, Grain.SQUARE])
+def test_a_transpose_is_the_cast_of_the_transpose(grain: Grain) -> None:
+    x = normal(M, K)
+    turned, other = quantize(x, grain).t(), quantize(x.t().contiguous(), grain)
+    assert torch.equal(turned.data.view(torch.uint8), other.data.view(torch.uint8))
+    assert torch.equal(turned.scale, other.scale) and turned.data.is_contiguous()
+
+
+def test_one_outlier_spoils_what_shares_its_scale_and_nothing_else() -> None:
+    x = normal(M, K)
+    x[3, 5] = 1e6
+    for grain, spoilt in ((Grain.TENSOR, M * K), (Grain.ROW, K), (Grain.BLOCK, BLOCK)):
+        bad = (quantize(x, grain).dequantized() - x).abs() > 0.1 * x.abs() + 1e-3
+        assert spoilt * 0.9 < int(bad.sum()) < spoilt, grain
+
+
+@pytest.mark.parametrize("grain", [Grain.TENSOR, Grain.ROW, Grain.BLOCK])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("number", list(Number))
+def test_what_is_not_finite_stays_so(grain: Grain, value: float, number: Number) -> None:
+    """The cast alone makes 448 of an infinity."""
+    x = normal(M, K)
+    x[3, 5] = value
+    square = Grain.SQUARE if grain is Grain.BLOCK else grain
+    out = product(quantize(x, grain, number), quantize(normal(N, K, seed=1), square), torch.bfloat16)
+    assert not bool(out[3].isfinite().any())
+    assert grain is Grain.TENSOR or bool(out[:3].isfinite().all())
+
+
+@given(st.floats(1e-30, 1e30), st.sampled_from(list(Number)))
+def test_the_largest_magnitude_is_kept_exactly_at_any_size(size: float, number: Number) -> None:
+    x = torch.tensor([[size, -size / 2, 0.0, size / 4]], dtype=torch.float32)
+    torch.testing.assert_close(quantize(x, Grain.TENSOR, number).dequantized(), x, rtol=1e-6, atol=0)
+
+
+def test_zeros_stay_zeros() -> None:
+    assert torch.equal(quantize(torch.zeros(4, 16), Grain.ROW).dequantized(), torch.zeros(4, 16))
+
+
+def test_what_a_cast_loses_is_counted() -> None:
+    x = torch.tensor([[1.0, 500.0, -500.0, 449.0, 1e-5, 0.0, 2.0, 3.0]])
+    found = cast(x, torch.tensor(1.0), Number.E4M3, Grain.TENSOR)
+    assert lost(x, found, Number.E4M3).tolist() == [2, 1, 8]  # 449 is within the rounding of 448; 0 was zero before
+    assert found.data.float().abs().max() == 448

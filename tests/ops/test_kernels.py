@@ -1,0 +1,241 @@
+"""Attention by libraries that are not here: what they are given and what is made of their answer, with functions that
+have their signatures and do what their documentation says; and who is chosen where.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megascale.config.backends import BackendsConfig
+from megascale.config.model import ModelConfig
+from megascale.core.errors import MegascaleError
+from megascale.device import Device, detect
+from megascale.ops.attention import causal_attention
+from megascale.ops.flash import flash
+from megascale.ops.library import Library
+from megascale.ops.select import Setting, build, select
+from megascale.ops.te_attention import engine
+from tests.runs import LLAMA
+
+H100 = Device(torch.device("cuda", 0), "nccl")
+
+
+def banded(q: Tensor, k: Tensor, v: Tensor, before: int, after: int) -> Tensor:
+    """Keys from `before` to `after` a query's own, -1 for all; tensors [b, heads, s, d]."""
+    groups, s = q.shape[1] // k.shape[1], q.shape[2]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    ahead = torch.arange(s) - torch.arange(s)[:, None]
+    hidden = torch.zeros(s, s, dtype=torch.bool)
+    if before >= 0:
+        hidden |= ahead < -before
+    if after >= 0:
+        hidden |= ahead > after
+    return (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(hidden, -math.inf).softmax(-1) @ v
+
+
+def flash_attn_2(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Tensor:
+    before, after = window_size
+    assert dropout_p == softcap == 0 and softmax_scale is None
+    out = banded(*(t.transpose(1, 2) for t in (q, k, v)), before, 0 if causal else after)
+    return out.transpose(1, 2).contiguous()
+
+
+def flash_attn_3(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Tensor:
+    return flash_attn_2(q, k, v, 0.0, softmax_scale, causal, window_size, softcap, None, deterministic)
+
+
+def flash_attn_3_beta(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    return flash_attn_3(*args, **kwargs), torch.zeros(1)
+
+
+class DotProductAttention:
+    """Transformer Engine's, for layouts sbhd and causal masks."""
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int,
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+    ) -> None:
+        assert (attention_dropout, qkv_format, attn_mask_type) == (0.0, "sbhd", "causal")
+        self.heads, self.head_dim, self.groups = num_attention_heads, kv_channels, num_gqa_groups
+
+    def __call__(
+        self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, *, window_size: tuple[int, int]
+    ) -> Tensor:
+        assert query_layer.shape[2:] == (self.heads, self.head_dim) and key_layer.shape[2] == self.groups
+        assert window_size[0] >= -1 and window_size[1] == 0, "what causal masks allow"
+        given = (t.permute(1, 2, 0, 3) for t in (query_layer, key_layer, value_layer))
+        return banded(*given, *window_size).permute(2, 0, 1, 3).flatten(2)
+
+
+FUNCTIONS = {
+    "flash-attn 2": flash(flash_attn_2),
+    "flash-attn 3": flash(flash_attn_3),
+    "flash-attn 3 beta": flash(flash_attn_3_beta),
+    "Transformer Engine": engine(DotProductAttention(4, 8, num_gqa_groups=2)),
+}
+
+
+@pytest.mark.parametrize("attend", FUNCTIONS.values(), ids=list(FUNCTIONS))
+@pytest.mark.parametrize("window", [None, 1, 3, 7])
+def test_it_is_the_same_attention(attend: Callable[..., Tensor], window: int | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    heads = torch.randn(7, 2, 8, 8, generator=generator, dtype=torch.float64)  # [s, b, heads of q, k and v, d]
+    given = heads.permute(1, 2, 0, 3).split([4, 2, 2], 1)
+    expected = causal_attention(*given, window, None, 0.0)
+    torch.testing.assert_close(attend(*given, window, None, 0.0), expected, rtol=1e-12, atol=1e-12)
+
+
+def setting(device: Device = H100, asked: str = "auto", tp: int = 1, dtype: str = "bfloat16", **model: Any) -> Setting:
+    sizes = LLAMA | {"hidden_size": 128, "window": 4} | model
+    return Setting(
+        ModelConfig.model_validate(sizes), BackendsConfig(attention=asked), getattr(torch, dtype), device, tp
+    )
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Lets libraries be there, and the GPU be of a generation."""
+
+    def install(*names: str, capability: tuple[int, int] = (9, 0)) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        there = lambda library: library.module.partition(".")[0] in names  # noqa: E731
+        absence = lambda library: None if there(library) else f"{library.package} is not installed"  # noqa: E731
+        monkeypatch.setattr(Library, "absence", absence)
+        monkeypatch.delitem(sys.modules, "transformer_engine.pytorch", raising=False)
+        for name in ("flash_attn", "flash_attn_interface", "transformer_engine", "triton"):
+            monkeypatch.setitem(sys.modules, name, ModuleType(name) if name in names else None)
+        if "transformer_engine" in names:
+            module: Any = ModuleType("transformer_engine.pytorch")
+            module.DotProductAttention = DotProductAttention
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    return install
+
+
+def test_on_a_cpu_torch_serves() -> None:
+    choice = select("attention", setting(detect(allow_gpu=False)))
+    assert choice.backend == "torch"
+    assert choice.refusals == {"flash": "needs a GPU", "te": "needs a GPU", "compile": "has no backward on a CPU"}
+    for name in choice.refusals:
+        with pytest.raises(MegascaleError, match=rf"backends\.attention = '{name}' cannot serve: {name}: "):
+            select("attention", setting(detect(allow_gpu=False), name))
+
+
+def test_the_first_that_is_installed_serves(installed: Callable[..., None]) -> None:
+    order = ["flash_attn", "transformer_engine", "triton"]
+    chosen = []
+    for left in range(len(order) + 1):
+        installed(*order[left:])
+        chosen.append(select("attention", setting()).backend)
+    assert chosen == ["flash", "te", "compile", "torch"]
+    refusals = select("attention", setting()).refusals
+    assert list(refusals) == ["flash", "te", "compile"]
+    assert all(reason.endswith(" is not installed") for reason in refusals.values())
+
+
+def test_without_a_window_torch_serves_unless_another_is_asked_for(installed: Callable[..., None]) -> None:
+    installed("flash_attn", "transformer_engine", "triton")
+    for window in (None, 0, 16, [0, 99]):
+        assert select("attention", setting(window=window)).backend == "torch"
+        assert select("attention", setting(asked="flash", window=window)).backend == "flash"
+    assert select("attention", setting(window=[0, 4])).backend == "flash"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("flash", {"dropout": 0.1}, "draws dropout of its own, which would depend on the layout"),
+        ("te", {"dropout": 0.1}, "draws dropout of its own, which would depend on the layout"),
+        ("compile", {"dropout": 0.1}, "draws dropout of its own, which would depend on the layout"),
+        ("flash", {"dtype": "float32"}, "computes in bfloat16 or float16, not in float32"),
+        ("te", {"dtype": "float64"}, "computes in bfloat16 or float16, not in float64"),
+        ("compile", {"dtype": "float64"}, "computes in 32 bits at most"),
+        ("flash", {"hidden_size": 2048}, "has heads of up to 256, not of 512"),
+        ("compile", {"hidden_size": 32}, "has heads of 16 or more, not of 8"),
+        ("compile", {"window": None}, "serves layers with a window, and there is none"),
+    ],
+)
+def test_why_one_cannot_serve(installed: Callable[..., None], name: str, changes: dict[str, Any], reason: str) -> None:
+    installed("flash_attn", "transformer_engine", "triton")
+    select("attention", setting(asked=name))
+    with pytest.raises(MegascaleError, match=reason):
+        select("attention", setting(asked=name, **changes))
+
+
+@pytest.mark.parametrize("name", ["flash", "te"])
+def test_old_gpus_cannot_serve(installed: Callable[..., None], name: str) -> None:
+    installed("flash_attn", "transformer_engine", capability=(7, 5))
+    with pytest.raises(MegascaleError, match=r"needs a GPU of compute capability 8\.0 or more"):
+        select("attention", setting(asked=name))
+
+
+@pytest.mark.parametrize(
+    ("libraries", "capability", "used"),
+    [
+        (["flash_attn", "flash_attn_interface"], (9, 0), "flash_attn_interface"),
+        (["flash_attn_interface"], (9, 0), "flash_attn_interface"),
+        (["flash_attn"], (9, 0), "flash_attn"),
+        (["flash_attn", "flash_attn_interface"], (8, 0), "flash_attn"),
+        (["flash_attn", "flash_attn_interface"], (10, 0), "flash_attn"),
+    ],
+)
+def test_the_third_version_is_for_hopper(
+    installed: Callable[..., None], libraries: list[str], capability: tuple[int, int], used: str
+) -> None:
+    installed(*libraries, capability=capability)
+    called = []
+    for name in libraries:
+        module: Any = sys.modules[name]
+        module.flash_attn_func = lambda *args, name=name, **kwargs: called.append(name) or args[0]
+    q = torch.zeros(1, 4, 7, 8)
+    build("attention", setting())(q, q, q, 3, None, 0.0)
+    assert called == [used]
+
+
+def test_transformer_engine_is_told_of_this_ranks_heads(installed: Callable[..., None]) -> None:
+    installed("transformer_engine")
+    q, k = torch.zeros(1, 2, 7, 32), torch.zeros(1, 1, 7, 32)  # of 4 and 2 heads, over two ranks
+    assert build("attention", setting(tp=2))(q, k, k, 3, None, 0.0).shape == q.shape

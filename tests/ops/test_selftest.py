@@ -1,0 +1,121 @@
+"""The self-test passes what computes the operation, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megascale.catalog.backends import BACKENDS
+from megascale.core.registry import Card, Registry
+from megascale.ops.norm import rms_norm
+from megascale.ops.select import Reluctance, Setting
+from megascale.ops.selftest import CASES, TOLERANCES, Verdict, difference, examine
+from tests.ops.settings import setting
+
+
+class Backend:
+    """Serves the norm, in some way."""
+
+    def refusal(self, setting: Setting) -> str | None:
+        return None
+
+    def build(self, setting: Setting) -> Callable[..., Any]:
+        return self.norm
+
+    def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return rms_norm(x, weight, bias, eps)
+
+
+class Torch(Backend):
+    pass
+
+
+class WrongResult(Backend):
+    def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return rms_norm(x, weight, bias, eps) * 1.001
+
+
+class WrongGradient(Backend):
+    def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return rms_norm(x, weight, bias, eps) + (weight - weight.detach()) / 8
+
+
+class Raises(Backend):
+    def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        raise RuntimeError("an illegal memory access\nand more")
+
+
+class Nan(Backend):
+    def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return rms_norm(x, weight, bias, eps) * float("nan")
+
+
+class Refuses(Backend):
+    def refusal(self, setting: Setting) -> str | None:
+        return "needs a GPU"
+
+    def build(self, setting: Setting) -> Callable[..., Any]:
+        raise AssertionError("it has refused")
+
+
+class Reluctant(Backend):
+    def refusal(self, setting: Setting) -> str | None:
+        return Reluctance("would rather not")
+
+
+def verdict_of(body: type, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype = torch.float32) -> Verdict:
+    cards = [Card(name, "", f"tests.ops.test_selftest:{of.__name__}") for name, of in (("it", body), ("torch", Torch))]
+    monkeypatch.setitem(BACKENDS, "norm", Registry("norm backend", "none", cards))
+    return examine("norm", setting(dtype)).verdicts[0]
+
+
+def test_what_is_right_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    verdict = verdict_of(Backend, monkeypatch)
+    assert verdict.chosen and verdict.willing and not verdict.failed
+    assert verdict.difference is not None and 0 < verdict.difference < 1e-5
+
+
+@pytest.mark.parametrize("body", [WrongResult, WrongGradient])
+def test_what_is_wrong_fails(body: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    verdict = verdict_of(body, monkeypatch)
+    assert verdict.failed
+    assert verdict.difference is not None and verdict.difference > TOLERANCES[torch.float32]
+
+
+def test_what_raises_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    verdict = verdict_of(Raises, monkeypatch)
+    assert verdict.failed
+    assert verdict.error == "RuntimeError: an illegal memory access"
+
+
+def test_nan_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert verdict_of(Nan, monkeypatch).error == "gives NaN"
+
+
+def test_what_refuses_is_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    verdict = verdict_of(Refuses, monkeypatch)
+    assert not (verdict.willing or verdict.chosen or verdict.failed)
+    assert verdict.refusal == "needs a GPU"
+
+
+def test_what_would_rather_not_is_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    verdict = verdict_of(Reluctant, monkeypatch)
+    assert verdict.willing and not verdict.chosen
+    assert verdict.difference is not None
+
+
+@pytest.mark.parametrize("operation", CASES)
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("model", [{}, {"norm": "layernorm", "activation": "gelu", "num_kv_heads": 4}], ids=str)
+def test_torch_passes(operation: str, dtype: torch.dtype, model: dict[str, Any]) -> None:
+    found = difference(operation, "torch", setting(dtype, tp=2, **model))
+    assert (found == 0) == (dtype == torch.float64 or operation == "linear")  # a cast rounds equal numbers alike
+    assert found < TOLERANCES[dtype] / 2
+
+
+def test_every_operation_with_a_gradient_has_a_test() -> None:
+    assert CASES.keys() | {"optimizer"} == BACKENDS.keys()

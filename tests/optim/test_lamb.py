@@ -1,0 +1,386 @@
+"""LAMB against its formula on whole named tensors, in one process and in every kind of layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megascale.comm.mesh import open_mesh
+from megascale.config.train import OptimizerConfig
+from megascale.core.rank import Rank
+from megascale.layout.tensors import whole
+from megascale.layout.topology import Topology
+from megascale.ops.optimizer import Segment
+from megascale.optim.lamb import Lamb
+from megascale.optim.lr import learning_rate
+from tests.runs import FAMILIES, build_run, config_of, curve_of, gather_weights, given, settings
+from tests.worlds import run_world
+
+GO, SKIP = torch.zeros(()), torch.ones(())
+
+
+def segments(dtype: torch.dtype = torch.float64) -> list[Segment]:
+    """Parts of two matrices, of what does not decay, and of a matrix whose weights are zero."""
+    draw = torch.Generator().manual_seed(1)
+    found = []
+    for size, decays, scale in ((200, True, 2.0), (50, False, 1.0), (90, True, 0.5), (77, True, 0.0)):
+        state = {name: torch.zeros(size, dtype=dtype) for name in Lamb.state_names}
+        weight = (scale * torch.randn(size, dtype=torch.float64, generator=draw)).to(dtype)
+        found.append(Segment(weight, torch.zeros_like(weight), state, decays))
+    return found
+
+
+def gradient(size: int, step: int) -> Tensor:
+    return torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(100 + step))
+
+
+def norms_of(parts: list[Segment]) -> Tensor:
+    """As if each segment were a whole parameter."""
+    pairs = [(part.weight.double().norm(), part.grad.double().norm()) for part in parts if part.decays]
+    return torch.tensor(pairs, dtype=torch.float64).T
+
+
+@pytest.mark.parametrize("weight_decay", [0.2, 0.0])
+@pytest.mark.parametrize("bias_correction", [True, False])
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-13), (torch.float32, 2e-6)])
+def test_follows_the_formula(dtype: torch.dtype, close: float, bias_correction: bool, weight_decay: float) -> None:
+    config = OptimizerConfig(
+        lr=1e-2, weight_decay=weight_decay, betas=[0.8, 0.9], eps=1e-6, bias_correction=bias_correction
+    )
+    parts = segments(dtype)
+    rule = Lamb(parts, config)
+    expected = [(p.weight.double().clone(), *[torch.zeros(len(p.weight)).double()] * 2) for p in parts]
+    for step, lr in enumerate([1e-2, 2e-2, 5e-3, 1e-3, 0.0], 1):
+        for part in parts:
+            part.grad.copy_(gradient(len(part.grad), step))
+        rule.direct(step, GO)
+        rule.apply(lr, norms_of(parts), GO)
+        for index, part in enumerate(parts):
+            x, m, v = expected[index]
+            g = gradient(len(x), step)
+            m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g * g
+            low, high = (1 - 0.8**step, 1 - 0.9**step) if bias_correction else (1.0, 1.0)
+            u = (m / low) / ((v / high).sqrt() + 1e-6)
+            ratio = 1.0
+            if part.decays:
+                u = u + weight_decay * x
+                ratio = float(x.norm() / u.norm()) or 1.0
+            expected[index] = (x - lr * ratio * u, m, v)
+            for ours, theirs in zip((part.weight, *part.state.values()), expected[index], strict=True):
+                torch.testing.assert_close(ours.double(), theirs, rtol=close, atol=close)
+
+
+def test_what_a_skipped_step_leaves() -> None:
+    """Everything, the gradient too, which is looked at when it is not finite."""
+    parts = segments()
+    rule = Lamb(parts, OptimizerConfig(lr=1e-2))
+    for part in parts:
+        part.grad.copy_(gradient(len(part.grad), 1))
+    parts[0].grad[7] = math.nan
+    before = [t.clone() for p in parts for t in (p.weight, p.grad, *p.state.values())]
+    rule.direct(1, SKIP)
+    rule.apply(1e-2, norms_of(parts), SKIP)
+    after = [t for p in parts for t in (p.weight, p.grad, *p.state.values())]
+    assert all(torch.equal(a.nan_to_num(9), b.nan_to_num(9)) for a, b in zip(before, after, strict=True))
+    rule.direct(1, GO)
+    rule.apply(1e-2, norms_of(parts), GO)
+    assert not parts[0].weight.isfinite().all()
+
+
+def test_a_shard_may_hold_no_parameter() -> None:
+    rule = Lamb([], OptimizerConfig(lr=1e-2))
+    rule.direct(1, GO)
+    rule.apply(1e-2, torch.zeros(2, 0, dtype=torch.float64), GO)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A run of one process by autograd and the formula, on whole parameters: loss and gradient norm of each step, the
+    weights in the end, and the norms of weight and direction of the last step.
+    """
+
+    curve: list[tuple[float, float]]
+    weights: dict[str, Tensor]
+    norms: dict[str, tuple[float, float]]
+
+
+STEPS = 4
+RUN: dict[str, Any] = {
+    "train__steps": STEPS, "optimizer__name": "lamb", "optimizer__lr": 2e-2, "optimizer__eps": 1e-6,
+    "optimizer__clip_norm": 0.1,
+}  # fmt: skip
+PLAIN = {"optimizer__bias_correction": False}
+SMALL = {"overlap__bucket_bytes": 20_000}
+WIDE = {"num_kv_heads": 4}  # so that tp = 4 can cut the key-value heads
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp4 zero0": {"parallel__dp": 4, "parallel__zero": 0},
+    "dp4 zero1": {"parallel__dp": 4},
+    "dp4 zero2": {"parallel__dp": 4, "parallel__zero": 2},
+    "dp4 zero1 buckets": {"parallel__dp": 4, **SMALL},
+    "tp4": {"parallel__tp": 4},
+    "tp2 dp2 zero0": {"parallel__tp": 2, "parallel__dp": 2, "parallel__zero": 0},
+    "tp2 sp dp2 zero2 buckets": {
+        "parallel__tp": 2, "parallel__sp": True, "parallel__dp": 2, "parallel__zero": 2, **SMALL,
+    },
+    "pp2 dp2": {"parallel__pp": 2, "parallel__dp": 2},
+    "pp2 dp2 zero0 plain": {"parallel__pp": 2, "parallel__dp": 2, "parallel__zero": 0, **PLAIN},
+    "tp2 sp pp2 vpp2": {"parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "parallel__vpp": 2},
+    "pp4": {"parallel__pp": 4},
+}  # fmt: skip
+CASES = [("llama", name) for name in ("dp4 zero1", "tp4", "pp2 dp2", "pp4")] + [("gpt", name) for name in LAYOUTS]
+"""gpt in pp4 last: there only some ranks open a group for the tied embedding (`comm.mesh.open_mesh`)."""
+LARGEST: dict[str, dict[str, Any]] = {
+    "tp2 sp pp2 vpp2 dp2 zero1": {
+        "parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "parallel__vpp": 2, "parallel__dp": 2,
+    },
+    "tp2 pp2 dp2 zero2 buckets": {
+        "parallel__tp": 2, "parallel__pp": 2, "parallel__dp": 2, "parallel__zero": 2, **SMALL,
+    },
+}  # fmt: skip
+
+
+def configuration(folder: Path, family: str, **layout: Any) -> Any:
+    return config_of(settings(FAMILIES[family] | WIDE, folder, **RUN, **layout), folder)
+
+
+def by_the_formula(config: Any) -> Reference:
+    """No buckets, no micro-batches, no groups, no optimizer of ours."""
+    from megascale.data.loader import Loader, Shape
+    from megascale.data.mixture import mixture
+    from megascale.model.initialize import fill
+    from megascale.model.transformer import Stage
+
+    o, total = config.optimizer, config.batch.total
+    parameters = {}
+    for parameter in whole(config.model):
+        weight = torch.zeros(parameter.local_shape(1), dtype=torch.float64)
+        fill(weight, parameter, 0, 1, config.train.seed)
+        parameters[parameter.name] = nn.Parameter(weight)
+    stage = Stage(given(config.model, parameters), range(config.model.num_layers), True, True)
+    samples = mixture(config, "train", STEPS * total)
+    loader = Loader(samples, Shape(total, total, 1), 0, dropout=0.0, seed=config.train.seed, device=torch.device("cpu"))
+    m = {name: torch.zeros_like(p) for name, p in parameters.items()}
+    v = {name: torch.zeros_like(p) for name, p in parameters.items()}
+    beta1, beta2 = o.betas
+    curve, norms = [], {}
+    for step in range(1, STEPS + 1):
+        batch = loader.batch((step - 1) * total).micro_batch(0)
+        tokens, losses = batch.labels.numel(), stage(None, batch)
+        found, loss = torch.autograd.grad(losses, list(parameters.values())), losses / tokens
+        grads = {name: grad / tokens for name, grad in zip(parameters, found, strict=True)}
+        norm = math.sqrt(sum(float(g.square().sum()) for g in grads.values()))
+        curve.append((float(loss), norm))
+        lr = learning_rate(o, STEPS)(step)
+        for name, p in parameters.items():
+            g = grads[name] * min(1.0, o.clip_norm / (norm + 1e-6))
+            m[name] = beta1 * m[name] + (1 - beta1) * g
+            v[name] = beta2 * v[name] + (1 - beta2) * g * g
+            low, high = (1 - beta1**step, 1 - beta2**step) if o.bias_correction else (1.0, 1.0)
+            u, ratio = (m[name] / low) / ((v[name] / high).sqrt() + o.eps), 1.0
+            if p.dim() > 1:  # matrices
+                u = u + o.weight_decay * p.detach()
+                norms[name] = float(p.detach().norm()), float(u.norm())
+                ratio = norms[name][0] / norms[name][1]
+            p.data -= lr * ratio * u
+    return Reference(curve, {name: p.detach() for name, p in parameters.items()}, norms)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rank has of a run: its curve, its pieces (offset, numbers) of the weights by tensor with their shapes, and
+    the norms of its stage's parameters in the last step.
+    """
+
+    curve: list[tuple[float, float]]
+    pieces: dict[str, tuple[tuple[int, ...], list[tuple[tuple[int, ...], Any]]]]
+    norms: dict[str, tuple[float, float]]
+
+
+def outcomes(rank: Rank, configs: list[Any], unplugged: Sequence[str] = (), nudged: bool = False) -> list[Outcome]:
+    """Of each configuration. `unplugged`: the axes over which norms are not reduced; `nudged`: the sums of squares that
+    the last rank forms are off by their last bit.
+    """
+    from megascale.optim import norms
+
+    plugged, exact = norms.all_reduce, norms.sums_of_squares
+    norms.all_reduce = lambda group, *a, **k: None if group.axis in unplugged else plugged(group, *a, **k)
+    if nudged and rank.rank == rank.world - 1:
+        norms.sums_of_squares = lambda tensors: exact(tensors) * (1 + 2**-52)
+    meshes: dict[tuple[Topology, bool], Any] = {}
+    found = []
+    for config in configs:
+        p = config.parallel
+        key = Topology(tp=p.tp, cp=p.cp, dp=config.dp, pp=p.pp), config.model.tie_embeddings
+        if key not in meshes:
+            meshes[key] = open_mesh(key[0], rank.rank, tied=key[1])
+        found.append(outcome(build_run(rank, config, meshes[key])))
+    return found
+
+
+def outcome(run: Any) -> Outcome:
+    from megascale.checkpoint.state import global_tensors
+    from megascale.train.step import train_step
+
+    optimizer, formed = run.optimizer, []
+    direct = optimizer.direct
+    optimizer.direct = lambda *arguments: formed.append(direct(*arguments)) or formed[-1]
+    curve = []
+    for _ in range(STEPS):
+        result = train_step(run, run.train.batch(run.progress.samples))
+        curve.append((result.loss, result.grad_norm))
+    run.gradients.finish_gather()
+    names = [s.parameter.name for b in run.gradients.buckets for s in b.layout.slots if s.parameter.decays]
+    norms = dict(zip(names, formed[-1].T.tolist(), strict=True))
+    tensors = global_tensors(optimizer.shards, run.mesh).items()
+    pieces = {
+        name.removeprefix("weights."): (tuple(t.shape), [(p.offset, p.data.clone().numpy()) for p in t.pieces])
+        for name, t in tensors
+        if name.startswith("weights.")
+    }
+    return Outcome(curve, pieces, norms)
+
+
+def assemble(config: Any, ranks: list[Outcome]) -> dict[str, Tensor]:
+    """The whole weights by parameter; what several ranks hold must be equal to the bit."""
+    tensors: dict[str, Tensor] = {}
+    for rank in ranks:
+        for name, (shape, pieces) in rank.pieces.items():
+            known = tensors.setdefault(name, torch.full(shape, math.nan, dtype=torch.float64))
+            for offset, numbers in pieces:
+                place = tuple(slice(o, o + n) for o, n in zip(offset, numbers.shape, strict=True))
+                old, new = known[place], torch.from_numpy(numbers)
+                assert bool((old.isnan() | (old == new)).all()), f"replicas of {name} differ"
+                known[place] = new
+    assert not any(tensor.isnan().any() for tensor in tensors.values())
+    return {p.name: torch.cat([tensors[t.name] for t in p.tensors]) for p in whole(config.model)}
+
+
+def difference(config: Any, ranks: list[Outcome], expected: Reference) -> float:
+    """The largest one of any parameter's weights, relative to its largest weight."""
+    found = assemble(config, ranks)
+    size = config.model.vocab_size  # the rest of the rows is padding, and stays zero
+    pairs = [
+        (found[name], weight[:size] if name in ("embedding.token.weight", "head.weight") else weight)
+        for name, weight in expected.weights.items()
+    ]
+    return max(float((ours - theirs).abs().max() / theirs.abs().max()) for ours, theirs in pairs)
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Reference]:
+    """By family, and whether biases are corrected."""
+    folder = tmp_path_factory.mktemp("plain")
+    return {
+        (family, not plain): by_the_formula(configuration(folder, family, **plain))
+        for family in FAMILIES
+        for plain in ({}, PLAIN)
+    }
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[Any, list[Outcome]]]:
+    """(family, layout) to its configuration and what each rank found; one world of four runs all of them."""
+    return trained(tmp_path_factory.mktemp("lamb"), {case: LAYOUTS[case[1]] for case in CASES})
+
+
+def trained(
+    folder: Path, cases: dict[tuple[str, str], dict[str, Any]], **how: Any
+) -> dict[tuple[str, str], tuple[Any, list[Outcome]]]:
+    configs = {case: configuration(folder, case[0], **layout) for case, layout in cases.items()}
+    world = next(iter(configs.values())).world
+    ranks = run_world(world, partial(outcomes, **how), list(configs.values()))
+    return {key: (configs[key], [rank[index] for rank in ranks]) for index, key in enumerate(configs)}
+
+
+def compare(config: Any, ranks: list[Outcome], expected: Reference) -> None:
+    assert difference(config, ranks, expected) < 1e-10
+    for rank in ranks:
+        assert sum(rank.curve, ()) == pytest.approx(sum(expected.curve, ()), rel=1e-10)
+        for name, norms in rank.norms.items():
+            assert norms == pytest.approx(expected.norms[name], rel=1e-10), name
+    assert {name for rank in ranks for name in rank.norms} == expected.norms.keys()
+    for name in expected.norms:
+        assert len({rank.norms[name][0] for rank in ranks if name in rank.norms}) == 1, "not the same bits everywhere"
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_every_layout_is_one_process(family: str, layout: str, results: Any, references: Any) -> None:
+    config, ranks = results[family, layout]
+    compare(config, ranks, references[family, config.optimizer.bias_correction])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LARGEST)
+def test_all_axes_at_once(layout: str, references: Any, tmp_path: Path) -> None:
+    cases = {(family, layout): LARGEST[layout] for family in FAMILIES}
+    for (family, _), (config, ranks) in trained(tmp_path, cases).items():
+        compare(config, ranks, references[family, True])
+
+
+def test_with_the_norms_of_shards_it_would_be_another_run(references: Any, tmp_path: Path) -> None:
+    """Both axes that cut parameters are needed, and what is compared depends on the ratios."""
+    cases = {("llama", name): LAYOUTS[name] for name in ("dp4 zero1", "tp4")}
+    for (family, name), (config, ranks) in trained(tmp_path, cases, unplugged=("tp", "dp")).items():
+        assert difference(config, ranks, references[family, True]) > 1e-4, name
+    for reference in references.values():
+        ratios = [weight / direction for weight, direction in reference.norms.values()]
+        assert max(ratios) / min(ratios) > 2, "or a wrong ratio would not show"
+
+
+def test_both_ends_of_a_pipeline_scale_a_tied_embedding_alike(tmp_path: Path) -> None:
+    """To the bit, though either may round its sums otherwise."""
+    cases = {("gpt", "pp2"): {"parallel__pp": 2}}
+    for unplugged in ((), ("tied",)):
+        ((config, ranks),) = trained(tmp_path, cases, nudged=True, unplugged=unplugged).values()
+        first, last = (rank.norms["embedding.token.weight"] for rank in ranks)
+        if unplugged:
+            assert first != last and first == pytest.approx(last, rel=1e-12)
+        else:
+            assert first == last
+            assemble(config, ranks)
+
+
+def resumed(rank: Rank, config: Any, other: Any) -> tuple[bool, list[tuple[float, float]], list[tuple[float, float]]]:
+    """Whether a run that is resumed halfway is, to the bit, the one that was not; and its curve, here and in another
+    layout.
+    """
+    straight = build_run(rank, config)
+    whole_curve = curve_of(straight, STEPS)
+    half = build_run(rank, config, straight.mesh)
+    curve_of(half, STEPS // 2)
+    half.checkpoints.save(half.progress)
+    again = resume(build_run(rank, config, straight.mesh))
+    curve = curve_of(again, STEPS - STEPS // 2)
+    same = curve == whole_curve[STEPS // 2 :]
+    for one, two in zip(straight.optimizer.shards, again.optimizer.shards, strict=True):
+        pairs = [(one.master, two.master), *((one.state[name], two.state[name]) for name in one.state)]
+        same = same and all(torch.equal(a, b) for a, b in pairs)
+    elsewhere = resume(build_run(rank, other))
+    return same, curve, curve_of(elsewhere, STEPS - STEPS // 2)
+
+
+def resume(run: Any) -> Any:
+    found = run.checkpoints.resume()
+    run.progress = found.progress
+    run.optimizer.publish_masters()
+    gather_weights(run)
+    return run
+
+
+@pytest.mark.parametrize(("precision", "close"), [("fp32", 1e-5), ("bf16", 1e-2)])
+def test_resumes_to_the_bit_and_in_another_layout(precision: str, close: float, tmp_path: Path) -> None:
+    more = {"train__precision": precision, "checkpoint__every": 1}
+    config = configuration(tmp_path, "gpt", parallel__tp=2, parallel__dp=2, **more, **SMALL)
+    other = configuration(tmp_path, "gpt", parallel__pp=2, parallel__dp=2, parallel__zero=2, **more)
+    for same, curve, elsewhere in run_world(4, resumed, config, other):
+        assert same
+        assert sum(elsewhere, ()) == pytest.approx(sum(curve, ()), rel=close)

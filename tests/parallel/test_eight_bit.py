@@ -1,0 +1,306 @@
+"""Linear layers in 8 bits: alike in every layout, near to bf16, and their scales survive a restart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megascale.catalog.recipes import RECIPES
+from megascale.comm.mesh import open_mesh
+from megascale.config.run import RunConfig
+from megascale.core.rank import Rank
+from megascale.layout.chunks import eight_bit_weights
+from megascale.layout.topology import Topology
+from megascale.model.parts import Linear
+from megascale.ops.fp8 import Grain, Quantized
+from megascale.parallel.eight_bit import EightBit, Scaling, numerics_of
+from megascale.parallel.overlap import TensorAxis
+from megascale.plan.memory import state_bytes
+from tests.runs import LLAMA, build_run, config_of, curve_of, settings, train_curve
+from tests.worlds import run_world
+
+Array = np.ndarray
+
+MODEL = LLAMA | {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 4, "ffn_size": 256, "seq_length": 128}
+WIDE = MODEL | {"hidden_size": 256, "ffn_size": 512}  # whose parts over two ranks are whole blocks
+
+recipes = pytest.mark.parametrize("recipe", RECIPES.names())
+
+
+def configured(folder: Path, recipe: str, model: dict[str, Any] = MODEL, **more: Any) -> RunConfig:
+    more = {"train__precision": "fp8", "batch__global": 2, "train__steps": 6, "optimizer__lr": 1e-3} | more
+    return config_of(settings(model, folder, fp8__recipe=recipe, **more), folder).resolve(None)
+
+
+# What is cast, in two ranks as in one.
+
+
+def operands(layer: str) -> list[Tensor]:
+    """An input [s, b, k], a weight [n, k] and an output's gradient of a layer of `WIDE`, as one process has them. Rows
+    differ in size, so that a scale that misses a part is a wrong one.
+    """
+    n, k = {"attention.qkv": (768, 256), "attention.out": (256, 256)}[layer]
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for shape in ((128, 1, k), (n, k), (128, 1, n)):
+        sizes = torch.rand(shape, generator=generator) ** 8
+        found.append((torch.randn(shape, generator=generator) * sizes).bfloat16())
+    return found
+
+
+def casts(rank: Rank, config: RunConfig, layer: str, sequence: bool) -> list[Array]:
+    """What this rank makes of its parts of the operands, as numbers again."""
+    tp = rank.world
+    group = open_mesh(Topology(tp=tp), rank.rank, tied=False)
+    axis = TensorAxis(group.tp, sequence)
+    scaling = Scaling(config, group.world, torch.device("cpu"))
+    numerics = numerics_of(f"layers.1.{layer}", scaling, axis)
+    assert isinstance(numerics, EightBit)
+    x, weight, grad = operands(layer)
+    column = numerics.split == 0
+    part = weight.chunk(tp, numerics.split)[rank.rank].contiguous()
+    here = lambda t, cut: t.chunk(tp, cut)[rank.rank].contiguous()  # noqa: E731
+    if column:
+        x, grad = here(x, 0) if sequence else x, here(grad, 2)
+    else:
+        x, grad = here(x, 2), here(grad, 0) if sequence else grad
+    found = [numerics.input(x), numerics.weight(part), numerics.across(part), numerics.gradient(grad)]
+    assert all(isinstance(each, Quantized) for each in found)
+    return [each.dequantized().numpy() for each in found if isinstance(each, Quantized)]
+
+
+@recipes
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("layer", ["attention.qkv", "attention.out"])
+def test_two_ranks_cast_what_one_process_does(recipe: str, sequence: bool, layer: str, tmp_path: Path) -> None:
+    config = configured(tmp_path, recipe, WIDE)
+    (alone,) = run_world(1, casts, config, layer, False)
+    ranks = run_world(2, casts, config, layer, sequence)
+    column = layer == "attention.qkv"
+    cuts = [(0 if sequence else None) if column else 2, 0 if column else 1, 1 if column else 0,
+            2 if column else (0 if sequence else None)]  # fmt: skip
+    for index, cut in enumerate(cuts):
+        parts = [rank[index] for rank in ranks]
+        together = parts[0] if cut is None else np.concatenate(parts, cut)
+        assert np.array_equal(together, alone[index]), ("input", "weight", "across", "gradient")[index]
+
+
+def test_without_the_largest_over_ranks_the_test_above_would_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configured(tmp_path, "tensorwise", WIDE)
+    (alone,) = run_world(1, casts, config, "attention.out", False)
+    ranks = run_world(2, casts_without_reduction, config, "attention.out", True)
+    assert not np.array_equal(np.concatenate([rank[0] for rank in ranks], 2), alone[0])
+
+
+def casts_without_reduction(rank: Rank, *arguments: Any) -> list[Array]:
+    from megascale.parallel import eight_bit
+
+    eight_bit.all_reduce = lambda *_, **__: None  # type: ignore[assignment]
+    return casts(rank, *arguments)
+
+
+# Whole runs.
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2 sp": {"parallel__tp": 2, "parallel__sp": True},
+    "pp2": {"parallel__pp": 2},
+    "dp2": {"parallel__dp": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[float, float]]]:
+    folder = tmp_path_factory.mktemp("alone")
+    return {recipe: run_world(1, train_curve, configured(folder, recipe, WIDE))[0] for recipe in RECIPES.names()}
+
+
+@recipes
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
+def test_layouts_train_alike(
+    recipe: str, layout: dict[str, Any], alone: dict[str, list[tuple[float, float]]], tmp_path: Path
+) -> None:
+    """As near as sums in bf16 let them: a value that they round otherwise may fall to the next of 8 bits."""
+    config = configured(tmp_path, recipe, WIDE, **layout)
+    curve = run_world(config.world, train_curve, config)[0]
+    for (loss, norm), (expected, expected_norm) in zip(curve, alone[recipe], strict=True):
+        assert loss == pytest.approx(expected, rel=2e-3)
+        assert norm == pytest.approx(expected_norm, rel=5e-2)
+
+
+@recipes
+def test_gradients_are_near_those_of_bf16(recipe: str, tmp_path: Path) -> None:
+    wide = run_world(1, first_gradients, configured(tmp_path, recipe, train__precision="bf16"))[0]
+    eight = run_world(1, first_gradients, configured(tmp_path, recipe))[0]
+    assert wide.keys() == eight.keys()
+    for name, expected in wide.items():
+        assert distance(eight[name], expected) < 0.15, name
+    chosen = {f"layers.{i}.{part}.weight" for i in (1, 2) for part in ("attention.qkv", "attention.out", "mlp.down")}
+    assert all(distance(eight[name], wide[name]) > 0.01 for name in chosen)
+
+
+def distance(found: Array, expected: Array) -> float:
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+def first_gradients(rank: Rank, config: RunConfig) -> dict[str, Array]:
+    run = build_run(rank, config)
+    run.gradients.clear()
+    run.scaling.begin(watch=False)
+    run.pipeline.run(run.train_order, run.train.batch(0))
+    buckets = list(run.gradients.finish())
+    return {name: p.main_grad.numpy() for b in buckets for name, p in b.parameters.items()}
+
+
+def test_the_first_and_last_layers_and_the_head_stay_in_bf16(tmp_path: Path) -> None:
+    names = list(eight_bit_weights(configured(tmp_path, "tensorwise")))
+    parts = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
+    assert names == [f"layers.{index}.{part}.weight" for index in (1, 2) for part in parts]
+    every = eight_bit_weights(configured(tmp_path, "tensorwise", fp8__bf16_first=0, fp8__bf16_last=0))
+    assert len(every) == 16 and not any("head" in name or "embedding" in name for name in every)
+
+
+def test_weights_are_cast_once_a_step(tmp_path: Path) -> None:
+    (counts,) = run_world(1, count_weight_casts, configured(tmp_path, "rowwise", batch__global=4))
+    assert set(counts) == {2 * 8}  # along and across, 8 layers, whatever the number of micro-batches
+
+
+def count_weight_casts(rank: Rank, config: RunConfig) -> list[int]:
+    from megascale.train.step import train_step
+
+    run, counts, real = build_run(rank, config), [], EightBit._cast
+
+    def counting(self: EightBit, operand: str, x: Tensor, **more: Any) -> Quantized:
+        counts[-1] += operand == "weight"
+        return real(self, operand, x, **more)
+
+    EightBit._cast = counting  # type: ignore[method-assign]
+    for _ in range(2):
+        counts.append(0)
+        train_step(run, run.train.batch(run.progress.samples))
+    return counts
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_casts_of_weights_take_the_memory_that_is_planned(recipe: str, tmp_path: Path) -> None:
+    config = configured(tmp_path, recipe, WIDE, parallel__pp=2)
+    wide = configured(tmp_path, recipe, WIDE, parallel__pp=2, train__precision="bf16")
+    found = run_world(2, cast_bytes, config)
+    assert found == [state_bytes(config, rank).weights - state_bytes(wide, rank).weights for rank in (0, 1)]
+
+
+def cast_bytes(rank: Rank, config: RunConfig) -> int:
+    run = build_run(rank, config)
+    curve_of(run, 1)
+    layers = [module for stage in run.stages for module in stage.modules() if isinstance(module, Linear)]
+    made = [layer.layer.numerics._weight for layer in layers if isinstance(layer.layer.numerics, EightBit)]
+    return sum(cast.data.nbytes for weight in made for cast in (weight.along, weight.across) if cast is not None)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_a_resumed_run_goes_on_to_the_bit(recipe: str, tmp_path: Path) -> None:
+    keys = {"checkpoint__every": 3, "train__steps": 6}
+    whole = run_world(1, save_and_train, configured(tmp_path / "a", recipe, **keys), 6)[0]
+    run_world(1, save_and_train, configured(tmp_path / "b", recipe, **keys), 3)
+    rest = run_world(1, save_and_train, configured(tmp_path / "b", recipe, **keys), 3)[0]
+    assert rest == whole[3:]
+
+
+def save_and_train(rank: Rank, config: RunConfig, steps: int) -> list[tuple[float, float]]:
+    from megascale.train.loop import resume
+
+    run = build_run(rank, config)
+    resume(run)
+    curve = curve_of(run, steps)
+    run.gradients.finish_gather()
+    run.checkpoints.save(run.progress)
+    return curve
+
+
+def test_a_history_begins_where_a_checkpoint_has_none(tmp_path: Path) -> None:
+    keys = {"checkpoint__every": 3, "train__steps": 6}
+    run_world(1, save_and_train, configured(tmp_path, "tensorwise", **keys), 3)
+    curve = run_world(1, save_and_train, configured(tmp_path, "delayed", **keys), 3)[0]
+    assert len(curve) == 3
+
+
+def test_a_history_is_the_largest_over_all_ranks(tmp_path: Path) -> None:
+    config = configured(tmp_path, "delayed", parallel__tp=2, parallel__dp=2, train__steps=3)
+    ranks = run_world(4, history_after, config)
+    own, histories = zip(*ranks, strict=True)
+    assert all(np.array_equal(history, histories[0]) for history in histories)
+    for step in range(2):  # the newest first
+        assert np.array_equal(np.max([seen[1 - step] for seen in own], 0), histories[0][:, step])
+        assert any(not np.array_equal(seen[1 - step], histories[0][:, step]) for seen in own)
+    assert (histories[0][:, :2] > 0).all() and not histories[0][:, 2:].any()
+
+
+def history_after(rank: Rank, config: RunConfig) -> tuple[list[Array], Array]:
+    """What this rank saw in each of two steps, and the history."""
+    run, own = build_run(rank, config), []
+    finish = run.scaling.finish
+
+    def watched() -> None:
+        own.append(run.scaling._amax.numpy().copy())
+        finish()
+
+    run.scaling.finish = watched
+    curve_of(run, 2)
+    return own, run.scaling.history.numpy()
+
+
+def test_a_value_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
+    (message,) = run_world(1, poisoned, configured(tmp_path, "mu_unit"))
+    assert "is not finite" in message or "nan" in message
+
+
+def poisoned(rank: Rank, config: RunConfig) -> str:
+    from megascale.core.errors import DivergenceError
+    from megascale.train.step import train_step
+
+    run = build_run(rank, config)
+    run.gradients.buckets[0].parameters["layers.1.attention_norm.weight"].data[0] = float("inf")
+    try:
+        train_step(run, run.train.batch(0))
+    except DivergenceError as error:
+        return str(error)
+    return "it went on"
+
+
+def test_what_casts_lose_is_told_for_each_operand(tmp_path: Path) -> None:
+    (found,) = run_world(1, what_was_lost, configured(tmp_path, "mu_unit"))
+    assert set(found) == {
+        f"layers.{i}.{part}.{operand}" for i in (1, 2)
+        for part in ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
+        for operand in ("input", "weight", "gradient")
+    }  # fmt: skip
+    assert all(each.amax > 0 and 0 <= each.saturated <= 1 and 0 <= each.underflow <= 1 for each in found.values())
+
+
+def what_was_lost(rank: Rank, config: RunConfig) -> Any:
+    from megascale.train.step import train_step
+
+    run = build_run(rank, config)
+    train_step(run, run.train.batch(0))
+    return run.scaling.take_lost()
+
+
+def test_a_grain_of_squares_is_for_weights() -> None:
+    with pytest.raises(AssertionError):
+        Quantized(torch.zeros(2, 2), torch.ones(2, 1), Grain.ROW).t()
+
+
+@pytest.mark.slow
+def test_compiled_casts_are_the_same(tmp_path: Path) -> None:
+    plain, fused = (
+        run_world(1, train_curve, configured(tmp_path, "rowwise", backends__linear=backend, train__steps=3))[0]
+        for backend in ("torch", "compile")
+    )
+    assert fused == plain

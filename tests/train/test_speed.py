@@ -1,0 +1,184 @@
+"""Measuring real steps: what is counted, what fits, and the command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megascale.bench.mfu import Fit, Steps
+from megascale.config.run import RunConfig
+from megascale.core.errors import MegascaleError
+from megascale.core.rank import Rank
+from megascale.device import Device
+from megascale.plan.memory import state_bytes
+from megascale.train import speed
+from tests.runs import LLAMA, build_run, config_of, settings
+from tests.worlds import run_world
+
+CPU = Device(torch.device("cpu"), "gloo")
+ROOT = Path(__file__).parents[2]
+STEPS = Steps(warm_up=1, timed=20, profiled=2)
+SMALL = ["model.hidden_size=32", "model.num_heads=2", "model.num_kv_heads=1", "model.ffn_size=64",
+         "model.vocab_size=128", "model.seq_length=32"]  # fmt: skip
+
+
+def config(folder: Path, **overrides: Any) -> RunConfig:
+    overrides = {"train__precision": "fp32", "train__steps": STEPS.total} | overrides
+    return config_of(settings(LLAMA, folder, **overrides), folder)
+
+
+def losses_of(rank: Rank, given: RunConfig) -> tuple[list[float], list[float]]:
+    """By the benchmark, and by the trainer's own loop."""
+    from tests.runs import train_curve
+
+    _, losses = speed.time_steps(build_run(rank, given), 4)
+    return losses, [loss for loss, _ in train_curve(rank, given, 4)]
+
+
+def test_the_steps_are_those_of_training(tmp_path: Path) -> None:
+    ((ours, theirs),) = run_world(1, losses_of, config(tmp_path))
+    assert ours == theirs
+
+
+def measured(rank: Rank, given: RunConfig, fit: bool = False) -> Any:
+    torch.distributed.destroy_process_group()  # the world's: the benchmark opens one of its own
+    said: list[str] = []
+    found = speed.measure(given, 4, STEPS, said.append, fit=fit)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    return found, said
+
+
+def test_a_run_is_measured(tmp_path: Path) -> None:
+    ((found, said),) = run_world(1, measured, config(tmp_path))
+    assert found.step.count == 20
+    assert found.step.low <= found.step.median <= found.step.high
+    assert found.tokens_per_s == pytest.approx(8 * 16 / found.step.median)
+    assert found.machine.peak.flops > 0 and found.machine.attainable.flops > 0
+    assert set(found.machine.backends.values()) == {"torch"}
+    assert {"linear", "attention", "norm", "activation", "cross_entropy", "optimizer"} == found.machine.backends.keys()
+    assert found.kernels["communication"] == found.kernels["quantise"] == 0
+    for purpose in ("gemm", "attention", "norms", "activation", "rope", "loss", "optimizer", "other"):
+        assert found.kernels[purpose] > 0, purpose
+    assert sum(found.kernels.values()) == pytest.approx(1.0)  # operators of one thread, and what lies between them
+    assert found.losses[0] == pytest.approx(4.6, abs=0.1)  # of 101 tokens, any as likely
+    assert len(said) == 2
+    assert not (tmp_path / "test").exists()  # no run's folder was made
+
+
+def test_without_profiled_steps_there_are_no_shares(tmp_path: Path) -> None:
+    (found,) = run_world(1, shares_of_none, config(tmp_path))
+    assert found == {}
+
+
+def shares_of_none(rank: Rank, given: RunConfig) -> dict[str, float]:
+    return speed.profile_steps(build_run(rank, given), 0, 1.0)
+
+
+def saved(rank: Rank, given: RunConfig) -> int:
+    return speed._saved_by_layer(build_run(rank, given))
+
+
+def test_what_a_layer_keeps_is_counted_tensor_by_tensor(tmp_path: Path) -> None:
+    """A llama's layer in fp32 keeps, for each token: its input, what each of two norms makes of it and their scales,
+    q, k and v as rotated, what attention gives, with the logarithms of its sums, and as its product takes it, the
+    stream between, gate and up, and what the activation gives.
+    """
+    h, heads, kv, d, ffn, tokens = 32, 4, 2, 8, 48, 16
+    numbers = h + (h + 1) + (heads + 2 * kv) * d + (heads * d + heads) + h + (h + 1) + 2 * ffn + ffn
+    tables = 2 * tokens * d // 2
+    (found,) = run_world(1, saved, config(tmp_path, batch__global=1))
+    assert found == pytest.approx(4 * (tokens * numbers + tables), rel=0.15)
+    (double,) = run_world(1, saved, config(tmp_path, batch__global=2, batch__micro=2))
+    assert double == pytest.approx(2 * found, rel=0.05)
+
+
+def fit(given: RunConfig, free: float, first: int) -> Fit:
+    """On a device with `free` bytes, where a step of one layer takes `first`."""
+    peaks = iter((1000, 1000 + first))
+    Device.free_memory = lambda self: int(free)  # type: ignore[method-assign]
+    Device.peak_memory = lambda self: next(peaks)  # type: ignore[method-assign]
+    return speed._Bench(Rank(0, 1, 0, "here"), CPU, STEPS, lambda text: None).fit(given, 1000)
+
+
+def fitted(rank: Rank, given: RunConfig, spare: float) -> Fit:
+    """With room for one layer, and `spare` more."""
+    first = 10_000_000
+    layer = fit(given, 1e12, first).layer
+    return fit(given, (first + spare * layer) / (1 - speed.RESERVE) + 1, first)
+
+
+@pytest.mark.parametrize(("spare", "layers"), [(0.5, 1), (3.5, 4)])
+def test_as_many_layers_as_the_memory_holds(spare: float, layers: int, tmp_path: Path) -> None:
+    given = config(tmp_path, train__precision="bf16")
+    (found,) = run_world(1, fitted, given, spare)
+    assert found.layers == layers
+    two, three = (
+        state_bytes(given.model_copy(update={"model": given.model.model_copy(update={"num_layers": n})}), 0).total
+        for n in (2, 3)
+    )
+    assert found.state == three - two
+    assert found.layer > found.state
+
+
+def further(rank: Rank, given: RunConfig) -> int:
+    found = fit(given, 1e12, 10_000_000)
+    return found.layer - found.state
+
+
+def test_a_further_layer_that_is_computed_again_keeps_its_input(tmp_path: Path) -> None:
+    given = config(tmp_path, train__precision="bf16", train__recompute="full")
+    (found,) = run_world(1, further, given)
+    assert found == 2 * given.batch.micro * given.model.seq_length * given.model.hidden_size
+
+
+def unfit(rank: Rank, given: RunConfig) -> str:
+    with pytest.raises(MegascaleError) as caught:
+        fit(given, 1000, 10_000)
+    return str(caught.value)
+
+
+def test_a_model_of_which_not_one_layer_fits(tmp_path: Path) -> None:
+    (said,) = run_world(1, unfit, config(tmp_path))
+    assert said.startswith("not one layer of test fits: 0 layers fit 900 B: one takes 9.77 KiB")
+    assert said.endswith("-> a smaller batch.micro")
+
+
+def test_memory_that_runs_out_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    monkeypatch.setattr(speed, "build", full)
+    with pytest.raises(MegascaleError, match="test with 4 layers does not fit the device's memory  -> --layers fit"):
+        speed.measure(config(tmp_path), 4, STEPS, lambda text: None)
+    assert not torch.distributed.is_initialized()
+
+
+def bench_mfu(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megascale", "bench", "mfu", *words, *SMALL]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+
+
+def test_the_command_measures_a_preset() -> None:
+    done = bench_mfu("--preset", "llama3-1b", "--layers", "2", "--json", "train.precision=fp32")
+    assert done.returncode == 0, done.stderr
+    shown = json.loads(done.stdout)  # and nothing beside it
+    assert (shown["layers"], shown["whole_layers"], shown["step_s"]["count"]) == (2, 16, 20)
+    assert shown["config"]["train"]["steps"] == 28
+    assert shown["kernels"]["gemm"] > 0
+
+
+@pytest.mark.slow
+def test_the_command_fits_a_preset_and_reads_files() -> None:
+    done = bench_mfu("--preset", "llama3-3b")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("llama3-3b: all 28 layers")
+    assert "28 layers fit" in done.stdout
+    done = bench_mfu("--config", str(ROOT / "configs/bench/llama3-8b-slice.toml"), "--profile", "0")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("llama3-8b-slice: 8 of 32 layers")

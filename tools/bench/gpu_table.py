@@ -1,0 +1,232 @@
+"""From runs on one device to tables: medians over rounds, utilisation, and what was aimed at."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from gpu_systems import Record
+from peer_systems import OURS
+
+from megascale.core.units import GIB, format_flops
+from megascale.plan.flops import mfu
+from megascale.plan.hardware import Peak, stated_peak
+
+MARKS = "<!-- gpu: begin -->", "<!-- gpu: end -->"
+
+Key = tuple[str, str, int | None, str]
+"""Device, case, layers, precision: what systems are compared in."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A system in a case: medians over `rounds`, the lowest and the highest quartile of a step. MFU counts the whole
+    attention matrix (`full`) or half of it; `attained` is of what the model's products reach, in `full`. `ratio`:
+    megascale's tokens/s over this system's.
+    """
+
+    system: str
+    rounds: int
+    step_s: float
+    low_s: float
+    high_s: float
+    tokens_per_s: float
+    memory: float
+    full: float | None
+    causal: float | None
+    attained: float | None
+    ratio: float | None
+    how: str
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A system that did not do a case, and why."""
+
+    system: str
+    why: str
+
+
+Table = dict[Key, list[Row | Failed]]
+
+
+def tables(records: Iterable[Record]) -> Table:
+    """Rows by case, in the order in which cases and systems were first run."""
+    found: dict[Key, dict[str, list[Record]]] = {}
+    records = list(records)
+    for record in records:
+        found.setdefault(key_of(record, records), {}).setdefault(record["system"], []).append(record)
+    return {key: rows(key, systems) for key, systems in found.items()}
+
+
+def key_of(record: Record, records: Sequence[Record]) -> Key:
+    """A run that failed says neither where it was nor how many layers it had: as the others of its case."""
+    alike = [record, *(r for r in records if r["case"] == record["case"] and r["small"] == record["small"])]
+    device = next((r["device"] for r in alike if "device" in r), "")
+    layers = next((r["layers"] for r in alike if r["layers"] is not None), None)
+    return device, record["case"], layers, record["precision"]
+
+
+def rows(key: Key, systems: dict[str, list[Record]]) -> list[Row | Failed]:
+    """A row for each system."""
+    done = {name: [run for run in runs if "failure" not in run] for name, runs in systems.items()}
+    ours = [run["tokens_per_s"] for run in done.get(OURS, [])]
+    attainable = [run["attainable"]["flops"] for run in done.get(OURS, []) if run["attainable"]]
+    best = Peak(statistics.median(attainable), "measured") if attainable else None
+    found: list[Row | Failed] = []
+    for name, runs in done.items():
+        if runs:
+            found.append(_row(key, name, runs, statistics.median(ours) if ours else None, best))
+        else:
+            found.append(Failed(name, systems[name][-1]["failure"]))
+    return found
+
+
+def _row(key: Key, system: str, runs: Sequence[Record], ours: float | None, best: Peak | None) -> Row:
+    device, _, _, precision = key
+    speed = statistics.median(run["tokens_per_s"] for run in runs)
+    flops, peak = runs[0]["flops_per_token"], stated_peak(device, precision)
+    steps = [run["step_s"] for run in runs]
+    return Row(
+        system=system,
+        rounds=len(runs),
+        step_s=statistics.median(step["median"] for step in steps),
+        low_s=min(step["low"] for step in steps),
+        high_s=max(step["high"] for step in steps),
+        tokens_per_s=speed,
+        memory=max(run["peak_memory_bytes"] for run in runs),
+        full=mfu(flops["full"], speed, peak.flops) if peak else None,
+        causal=mfu(flops["causal"], speed, peak.flops) if peak else None,
+        attained=mfu(flops["full"], speed, best.flops) if best else None,
+        ratio=ours / speed if ours and system != OURS else None,
+        how=runs[-1].get("how", ""),
+    )
+
+
+HEADER = (
+    "case", "precision", "system", "step ms", "quartiles", "tokens/s", "MFU full", "causal", "of attainable",
+    "memory GiB", "tokens/s x",
+)  # fmt: skip
+
+
+def markdown(found: Table, records: Sequence[Record], gemm: Record | None) -> str:
+    """Everything for docs/performance.md: speed, what a step's time goes to, products, and how each system did it."""
+    lines = [caption(records), "", _pipes(HEADER), _pipes(("---", "---", "---", *["---:"] * (len(HEADER) - 3)))]
+    for (_, case, layers, precision), members in found.items():
+        for row in members:
+            name = f"{case}, {layers} layers" if layers else case
+            lines.append(_pipes((name, precision, *cells(row))))
+    lines += ["", *shares(records), *products(gemm)]
+    systems = {row.how: None for members in found.values() for row in members if isinstance(row, Row) and row.how}
+    lines += [f"- {how}." for how in systems]
+    lines += [f"- {line}" for line in goals(found)]
+    return "\n".join(lines).rstrip()
+
+
+def text(found: Table) -> str:
+    """The rows for the terminal."""
+    lines = []
+    for (device, case, layers, precision), members in found.items():
+        lines.append(f"{case}, {layers} layers, {precision}, on {device}")
+        body = [HEADER[2:], *(cells(row) for row in members if isinstance(row, Row))]
+        widths = [max(len(line[column]) for line in body) for column in range(len(body[0]))]
+        for line in body:
+            padded = [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
+            lines.append("  " + "  ".join([line[0].ljust(widths[0]), *padded]).rstrip())
+        lines += [f"  {row.system}: {row.why}" for row in members if isinstance(row, Failed)]
+        lines.append("")
+    return "\n".join([*lines, *goals(found)]).rstrip()
+
+
+def cells(row: Row | Failed) -> tuple[str, ...]:
+    """A row's cells, from the system on."""
+    if isinstance(row, Failed):
+        return (row.system, f"n/a: {row.why}".replace("|", "\\|"), *[""] * (len(HEADER) - 4))
+    return (
+        row.system, f"{row.step_s * 1e3:,.1f}", f"{row.low_s * 1e3:,.1f}..{row.high_s * 1e3:,.1f}",
+        f"{row.tokens_per_s:,.0f}", *map(_percent, (row.full, row.causal, row.attained)),
+        f"{row.memory / GIB:.1f}", "" if row.ratio is None else f"{row.ratio:.3f}",
+    )  # fmt: skip
+
+
+def caption(records: Sequence[Record]) -> str:
+    """What was measured where."""
+    devices = ", ".join(dict.fromkeys(r["device"] for r in records if "device" in r))
+    versions = ", ".join(dict.fromkeys(r["torch"] for r in records if "torch" in r))
+    counts = {r["step_s"]["count"] for r in records if "step_s" in r}
+    steps = "..".join(map(str, sorted({min(counts), max(counts)}))) if counts else "no"
+    return (
+        f"Measured on {devices}; torch {versions}. Medians of {steps} timed steps, over the rounds of each system, in "
+        "turns; of all rounds the lowest and highest quartile. MFU is against the maker's peak of the precision; "
+        "attainable is the best rate of the model's own products; x: megascale / the system."
+    )
+
+
+def shares(records: Sequence[Record]) -> list[str]:
+    """What megascale's step goes to, a line for each case and precision: of the last round."""
+    last = {(r["case"], r["precision"]): r["kernels"] for r in records if r.get("kernels")}
+    if not last:
+        return []
+    names = [name for name in next(iter(last.values())) if any(kernels[name] >= 5e-4 for kernels in last.values())]
+    lines = [_pipes(("megascale's step", "precision", *names)), _pipes(("---", "---", *["---:"] * len(names)))]
+    for (case, precision), kernels in last.items():
+        lines.append(_pipes((case, precision, *(f"{kernels[name]:.1%}" for name in names))))
+    return [*lines, ""]
+
+
+def products(gemm: Record | None) -> list[str]:
+    """The rates of products, a line for each shape."""
+    if not gemm:
+        return []
+    formats = list(dict.fromkeys(rate["format"] for rate in gemm["rates"]))
+    lines = [_pipes(("product m x k x n", *formats)), _pipes(("---", *["---:"] * len(formats)))]
+    shapes: dict[str, dict[str, str]] = {}
+    for rate in gemm["rates"]:
+        shown = format_flops(rate["rate"]["median"]) if rate["rate"] else "n/a"
+        shapes.setdefault(rate["shape"], {})[rate["format"]] = shown
+    return [*lines, *(_pipes((shape, *(each.get(name, "") for name in formats))) for shape, each in shapes.items()), ""]
+
+
+AIMS = {"llama3-8b-slice": 0.55, "gpt3-175b-slice": 0.60, "megascale-175b-slice": 0.60}
+"""MFU in bf16 on an H100."""
+
+FP8_GAIN = 1.3
+"""Tokens/s in fp8 over those in bf16."""
+
+
+def goals(found: Table) -> list[str]:
+    """What was aimed at, and whether it was reached, where the device's peak is known."""
+    lines = []
+    for (device, case, layers, precision), members in found.items():
+        by_name = {row.system: row for row in members if isinstance(row, Row)}
+        ours, titan = by_name.get(OURS), by_name.get("torchtitan")
+        if ours is None or ours.full is None or ours.causal is None:
+            continue
+        if precision == "bf16" and case in AIMS:
+            reached = (
+                "reached" if ours.causal >= AIMS[case] else "reached in full" if ours.full >= AIMS[case] else "missed"
+            )
+            lines.append(f"{case} bf16: MFU {ours.full:.1%} full, {ours.causal:.1%} causal; {AIMS[case]:.0%} {reached}")
+        if precision == "fp8":
+            plain = [row for row in found.get((device, case, layers, "bf16"), []) if row.system == OURS]
+            if plain and isinstance(plain[0], Row):
+                gain = ours.tokens_per_s / plain[0].tokens_per_s
+                lines.append(f"{case} fp8: {gain:.2f} x bf16's tokens/s; {FP8_GAIN} {_verdict(gain >= FP8_GAIN)}")
+        if titan is not None and titan.ratio is not None:
+            lines.append(
+                f"{case} {precision}: {titan.ratio:.3f} x torchtitan's tokens/s; 1 {_verdict(titan.ratio > 1)}"
+            )
+    return lines
+
+
+def _verdict(reached: bool) -> str:
+    return "reached" if reached else "missed"
+
+
+def _percent(share: float | None) -> str:
+    return "n/a" if share is None else f"{share:.1%}"
+
+
+def _pipes(line: Sequence[str]) -> str:
+    return f"| {' | '.join(line)} |"

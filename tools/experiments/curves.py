@@ -1,0 +1,82 @@
+"""Runs of one configuration with some keys changed, and their loss curves side by side."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ONE_PROCESS = ("parallel.tp=1", "parallel.sp=false", "parallel.pp=1", "parallel.vpp=1", "parallel.dp=1")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What a run wrote: losses by tokens trained on, and the same on validation data."""
+
+    tokens: list[int]
+    loss: list[float]
+    valid_tokens: list[int]
+    valid_loss: list[float]
+
+    @property
+    def last(self) -> float:
+        """The last validation loss."""
+        return self.valid_loss[-1]
+
+
+def train(config: str, name: str, folder: Path, keys: Sequence[str]) -> Curve:
+    """Train, or go on with, or merely read a run that is done.
+
+    Raises: CalledProcessError if it fails
+    """
+    words = [f"name={name}", f"observe.dir={folder}", "observe.tensorboard=false", "observe.events=false", *keys]
+    command = [sys.executable, "-m", "megascale", "train", config, *words]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return read(folder / name)
+
+
+def read(run: Path) -> Curve:
+    """The curve of a run's folder."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    tokens = {line["step"]: line["tokens"] for line in steps} | {0: 0}
+    valid = [line for line in lines if "valid_loss" in line]
+    return Curve(
+        [line["tokens"] for line in steps],
+        [line["loss"] for line in steps],
+        [tokens[line["step"]] for line in valid],
+        [line["valid_loss"] for line in valid],
+    )
+
+
+def draw(curves: Mapping[str, Sequence[Curve]], title: str, path: Path) -> None:
+    """Draw validation losses over tokens, a line for each name, and where it has several curves the band they fill."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    for name, group in curves.items():
+        x = [tokens / 1e6 for tokens in group[0].valid_tokens]
+        y = [sum(losses) / len(group) for losses in zip(*(curve.valid_loss for curve in group), strict=True)]
+        (line,) = axes.plot(x, y, label=name, linewidth=1.2)
+        if len(group) > 1:
+            rows = list(zip(*(curve.valid_loss for curve in group), strict=True))
+            axes.fill_between(x, [min(r) for r in rows], [max(r) for r in rows], color=line.get_color(), alpha=0.2)
+    axes.set(xlabel="million tokens", ylabel="validation loss", title=title)
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def table(rows: Sequence[Sequence[Any]], head: Sequence[str]) -> str:
+    """A Markdown table."""
+    lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
+    return "\n".join([*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
