@@ -24,6 +24,9 @@ from megascale.ops.library import TRITON
 from megascale.ops.norm import Normalize
 from megascale.ops.select import BackendError, Reluctance, Setting
 
+SHAPES = 128
+"""Of what one function is compiled for, at most: torch would give up after 8, which the casts of one block exceed."""
+
 Fuse = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -59,6 +62,8 @@ def fusing(setting: Setting) -> Fuse:
 
 def fused(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` by torch.compile, once for each shape: a run has few, and a kernel for one shape is faster."""
+    settings = torch._dynamo.config  # of the process: torch before 2.13 has no limit for one function
+    settings.recompile_limit = max(settings.recompile_limit, SHAPES)
     return torch.compile(function, dynamic=False)
 
 

@@ -11,12 +11,13 @@ Weights are cast once a step.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from megascale.catalog.layers import BLOCKS
 from megascale.catalog.recipes import RECIPES
 from megascale.comm.collectives import all_reduce
 from megascale.comm.group import Group
@@ -24,7 +25,7 @@ from megascale.config.run import RunConfig
 from megascale.layout.chunks import eight_bit_weights
 from megascale.layout.tensors import Parameter
 from megascale.ops.fp8 import Grain, Kernels, Number, Quantized, cast, lost, product, scale_of
-from megascale.parallel.numerics import PLAIN, Numerics, Operand
+from megascale.parallel.numerics import PLAIN, Name, Numerics, Operand
 from megascale.parallel.overlap import TensorAxis
 from megascale.parallel.weights import add_gradient
 
@@ -69,7 +70,7 @@ class Scaling:
         self.kernels = kernels
         self.recipe = Recipe.of(config.fp8.recipe)
         self.weights = eight_bit_weights(config)
-        self.names = [f"{name.removesuffix('.weight')}.{operand}" for name in self.weights for operand in OPERANDS]
+        self.names = _operands(self.weights, shared=BLOCKS[config.model.block].facts["norms"] == 1)
         self._world = world
         self._init_std = config.model.init_std
         self._index = {name: index for index, name in enumerate(self.names)}
@@ -137,6 +138,16 @@ class Scaling:
         return self.history[self._index[name]].amax()
 
 
+def _operands(weights: Iterable[str], shared: bool) -> list[str]:
+    """The names of all that is cast. Layers side by side, in a block with one norm (`shared`), have one input or one
+    gradient, which goes by the name of attention's.
+    """
+    layers = [name.removesuffix(".weight") for name in weights]
+    names = [f"{layer}.{operand}" for layer in layers for operand in OPERANDS]
+    borrowed = ("mlp.up.input", "mlp.gate_up.input", "mlp.down.gradient") if shared else ()
+    return [name for name in names if not name.endswith(borrowed)]
+
+
 @dataclass
 class _Weight:
     """A weight's casts, of the step in which they were made."""
@@ -184,20 +195,20 @@ class EightBit:
     def kept(self, x: Tensor, operand: Operand) -> Operand:
         return operand if self._grain is Grain.TENSOR else x
 
+    def along_tokens(self, name: Name, x: Operand) -> Operand:
+        if isinstance(x, Quantized):
+            return x.t()
+        flat = x.reshape(-1, x.shape[-1]).t().contiguous()
+        return self._cast(name, flat, cut=False, cut_last=False, again=True)
+
     def add_gradient(self, weight: Tensor, grad: Operand, x: Operand) -> Tensor | None:
+        assert isinstance(grad, Quantized) and isinstance(x, Quantized)
         wide = self._grain is Grain.TENSOR or weight.is_cpu  # on a GPU products by rows end in bf16
-        factors = self._transposed("gradient", grad), self._transposed("input", x)
-        return add_gradient(weight, product(*factors, torch.float32 if wide else torch.bfloat16))
+        return add_gradient(weight, product(grad, x, torch.float32 if wide else torch.bfloat16))
 
     @property
     def _grain(self) -> Grain:
         return self.scaling.recipe.grain
-
-    def _transposed(self, operand: str, x: Operand) -> Quantized:
-        if isinstance(x, Quantized):
-            return x.t()
-        flat = x.reshape(-1, x.shape[-1]).t().contiguous()
-        return self._cast(operand, flat, cut=False, cut_last=False, again=True)
 
     def _weights(self, weight: Tensor) -> tuple[Quantized, Quantized]:
         made = self._weight

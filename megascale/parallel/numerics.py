@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,9 @@ from megascale.parallel.weights import add_product
 
 Operand = Tensor | Quantized
 """A factor of a product."""
+
+Name = Literal["input", "gradient"]
+"""Of a factor that has tokens: a layer's input, or its output's gradient."""
 
 
 class Numerics(Protocol):
@@ -44,9 +47,12 @@ class Numerics(Protocol):
     def across(self, weight: Tensor) -> Operand:
         """The weight's transpose, [k, n]."""
 
+    def along_tokens(self, name: Name, x: Operand) -> Operand:
+        """The input or the output's gradient, whole or as it was kept, as it enters the weight's gradient."""
+
     def add_gradient(self, weight: Tensor, grad: Operand, x: Operand) -> Tensor | None:
-        """Add the product of gradient [s, b, n] and input [s, b, k] over tokens to the weight's gradient. Returns it if
-        autograd must keep it.
+        """Add the product over tokens of what `along_tokens` made of gradient [s, b, n] and input [s, b, k] to the
+        weight's gradient. Returns it if autograd must keep it.
         """
 
 
@@ -75,6 +81,9 @@ class Plain:
 
     def across(self, weight: Tensor) -> Operand:
         return weight.t()
+
+    def along_tokens(self, name: Name, x: Operand) -> Operand:
+        return x
 
     def add_gradient(self, weight: Tensor, grad: Operand, x: Operand) -> Tensor | None:
         assert isinstance(grad, Tensor) and isinstance(x, Tensor)

@@ -8,7 +8,7 @@ as through shared memory, pieces would only cost: there the collective comes bef
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -102,9 +102,10 @@ class TensorAxis:
         """The scales of the whole of x."""
         return x.scale if x.grain is Grain.TENSOR else self.gather(x.scale, f"{what} scales")[0]
 
-    def by_symmetric_memory(self, inputs: Sequence[Operand]) -> bool:
-        """Whether torch's fused operators carry out the products of these: of one tensor as it is."""
-        return self.cut and self.overlap and self.fused and len(inputs) == 1 and isinstance(inputs[0], Tensor)
+    def by_symmetric_memory(self, inputs: Sequence[Operand], weights: Iterable[Operand]) -> bool:
+        """Whether torch's fused operators carry out these products: of one input, with all factors as they are."""
+        plain = all(isinstance(factor, Tensor) for factor in (*inputs, *weights))
+        return self.cut and self.overlap and self.fused and len(inputs) == 1 and plain
 
     def pieces(self, part: Operand) -> int:
         """In how many pieces a rank's part of a collective travels; 0 if not piece by piece."""
@@ -131,7 +132,7 @@ def gathered_products(
     also = also or (lambda full, rows: None)
     pieces = axis.pieces(part) if axis.cut else 0
     full: Operand
-    if axis.by_symmetric_memory([part]) and isinstance(part, Tensor):
+    if axis.by_symmetric_memory([part], [weight for weight, _ in layers]) and isinstance(part, Tensor):
         matrices = [weight.t() for weight, _ in layers if isinstance(weight, Tensor)]
         full, products = symmetric.all_gather_matmul(axis.group, part.contiguous(), matrices, what=what)
         pairs = zip(products, layers, strict=True)
@@ -184,7 +185,7 @@ def reduced_product(
     rank's [s / tp, b, n] if activations are cut, in `dtype`.
     """
     x, matrix = inputs[0], weights[0]
-    if axis.by_symmetric_memory(inputs) and isinstance(x, Tensor) and isinstance(matrix, Tensor):
+    if axis.by_symmetric_memory(inputs, weights) and isinstance(x, Tensor) and isinstance(matrix, Tensor):
         return symmetric.matmul_reduce_scatter(axis.group, x, matrix.t(), what=what)
     full = x.new_empty(*x.shape[:-1], matrix.shape[0], dtype=dtype)
 

@@ -88,17 +88,18 @@ class _Columns(torch.autograd.Function):
         axis: TensorAxis = ctx.axis
         weights, biases = _layers(tensors)
         grads = tuple(grad.contiguous() for grad in grads)
+        factors = [n.gradient(grad) for n, grad in zip(ctx.numerics, grads, strict=True)]  # may communicate: first
         full, gathering = axis.gather_operand(x, f"{ctx.what} again", wait=not axis.overlap)
-        factors = [n.gradient(grad) for n, grad in zip(ctx.numerics, grads, strict=True)]
         into = [n.across(weight) for n, weight in zip(ctx.numerics, weights, strict=True)]
         grad_x = linear(factors[0], into[0], None, grads[0].dtype)
         for factor, matrix in zip(factors[1:], into[1:], strict=True):
             multiply(grad_x, factor, matrix, add=True)
         grad_x, reducing = axis.reduce(grad_x, f"{ctx.what} gradient", wait=not axis.overlap)
         gathering.wait()
+        shared = ctx.numerics[0].along_tokens("input", full)
         found: list[Tensor | None] = []
         for n, factor, grad, weight, bias in zip(ctx.numerics, factors, grads, weights, biases, strict=True):
-            found.append(n.add_gradient(weight, n.kept(grad, factor), full))
+            found.append(n.add_gradient(weight, n.along_tokens("gradient", n.kept(grad, factor)), shared))
             found.append(add_sum(bias, _rows(grad)) if bias is not None else None)
         reducing.wait()
         return None, None, None, None, grad_x, *found
@@ -136,8 +137,9 @@ class _Rows(torch.autograd.Function):
         def add(full: Operand, rows: slice) -> None:
             if not inputs:  # not before the gather has begun
                 inputs.extend(form() for form in forms)
+            shared = first.along_tokens("gradient", full[rows])
             for i, (n, x, weight) in enumerate(zip(numerics, inputs, weights, strict=True)):
-                product, before = n.add_gradient(weight, full[rows], x[rows]), sums[i]
+                product, before = n.add_gradient(weight, shared, n.along_tokens("input", x[rows])), sums[i]
                 sums[i] = product if product is None or before is None else before + product
 
         into: list[Factor] = [(n.across(weight), None) for n, weight in zip(numerics, weights, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial, wraps
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from megascale.catalog.backends import BACKENDS
 from megascale.config.backends import BackendsConfig
 from megascale.ops import compiled
 from megascale.ops.compiled import fusing, refusal
+from megascale.ops.fp8 import Grain
 from megascale.ops.select import BackendError, Reluctance, build, select
 from megascale.ops.selftest import TOLERANCES, difference
 from tests.ops.settings import CPU, GPU, setting
@@ -49,6 +51,22 @@ def test_a_norm_is_compiled_into_one_graph() -> None:
         normalize(torch.randn(rows, 32, requires_grad=True), torch.ones(32), None, 1e-5).sum().backward()
     assert counters["stats"]["unique_graphs"] == 2  # one for each shape
     assert not counters["graph_break"]
+
+
+@pytest.mark.slow
+def test_every_shape_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, compile = [], torch.compile
+
+    def counting(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        made.append(tuple(inputs[0].shape))
+        return graph
+
+    monkeypatch.setattr(torch, "compile", wraps(compile)(partial(compile, backend=counting)))
+    kernels = BACKENDS["linear"]["compile"].load()().build(setting())
+    shapes = [(rows, 128) for rows in range(1, 21)]
+    for shape in shapes:
+        kernels.amax(torch.ones(shape), Grain.ROW)
+    assert made == shapes
 
 
 @cases

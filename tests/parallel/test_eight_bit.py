@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megascale.catalog.recipes import RECIPES
+from megascale.comm import symmetric
 from megascale.comm.mesh import open_mesh
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
@@ -19,7 +20,8 @@ from megascale.layout.topology import Topology
 from megascale.model.parts import Linear
 from megascale.ops.fp8 import Grain, Quantized
 from megascale.parallel.eight_bit import EightBit, Scaling, numerics_of
-from megascale.parallel.overlap import TensorAxis
+from megascale.parallel.overlap import Layer, TensorAxis
+from megascale.parallel.tensor import row_linear
 from megascale.plan.memory import state_bytes
 from tests.runs import LLAMA, build_run, config_of, curve_of, settings, train_curve
 from tests.worlds import run_world
@@ -282,6 +284,61 @@ def test_what_casts_lose_is_told_for_each_operand(tmp_path: Path) -> None:
         for operand in ("input", "weight", "gradient")
     }  # fmt: skip
     assert all(each.amax > 0 and 0 <= each.saturated <= 1 and 0 <= each.underflow <= 1 for each in found.values())
+
+
+def test_layers_side_by_side_share_what_is_cast(tmp_path: Path) -> None:
+    config = configured(tmp_path, "rowwise", model__block="parallel")
+    (found,) = run_world(1, what_was_lost, config)
+    assert len(found) == 2 * (4 * 3 - 2) and not {"layers.1.mlp.gate_up.input", "layers.1.mlp.down.gradient"} & set(
+        found
+    )
+    assert all(each.amax > 0 for each in found.values())
+    (casts,) = run_world(1, count_casts, config)
+    each = 2 * 2 * 3  # in two layers and two micro-batches, one for both of the MLP's or of attention's, and two
+    assert casts == {"input": 2 * each, "gradient": 2 * each, "weight": 2 * 2 * 4}  # in both directions
+
+
+def count_casts(rank: Rank, config: RunConfig) -> dict[str, int]:
+    """The casts of a step."""
+    from megascale.train.step import train_step
+
+    run, counts, real = build_run(rank, config), dict.fromkeys(("input", "gradient", "weight"), 0), EightBit._cast
+
+    def counting(self: EightBit, operand: str, x: Tensor, **more: Any) -> Quantized:
+        counts[operand] += 1
+        return real(self, operand, x, **more)
+
+    EightBit._cast = counting  # type: ignore[method-assign]
+    train_step(run, run.train.batch(0))
+    return counts
+
+
+@recipes
+def test_symmetric_memory_is_for_factors_as_they_are(recipe: str, tmp_path: Path) -> None:
+    """A gradient may travel as it is though the weights are in 8 bits."""
+    config = configured(tmp_path, recipe, WIDE)
+    plain, fused = (run_world(2, row_gradients, config, fused) for fused in (False, True))
+    for one, other in zip(plain, fused, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def row_gradients(rank: Rank, config: RunConfig, fused: bool) -> list[Array]:
+    """Gradients of input and weight of a row-parallel layer."""
+    group = open_mesh(Topology(tp=2), rank.rank, tied=False)
+    axis = TensorAxis(group.tp, sequence=True, fused=fused)
+    numerics = numerics_of("layers.1.attention.out", Scaling(config, group.world, torch.device("cpu")), axis)
+    x, weight, grad = operands("attention.out")
+    x = x.chunk(2, 2)[rank.rank].contiguous().requires_grad_()
+    weight = weight.chunk(2, 1)[rank.rank].contiguous().requires_grad_()
+    if fused:
+        symmetric.matmul_reduce_scatter = symmetric.all_gather_matmul = not_for_eight_bits  # type: ignore[assignment]
+    row_linear(x, Layer(weight, None, numerics), axis).backward(grad.chunk(2, 0)[rank.rank].contiguous())
+    assert x.grad is not None and weight.grad is not None
+    return [x.grad.float().numpy(), weight.grad.float().numpy()]
+
+
+def not_for_eight_bits(*_: Any, **__: Any) -> None:
+    raise AssertionError("torch's fused operators take no factors in eight bits")
 
 
 def what_was_lost(rank: Rank, config: RunConfig) -> Any:
