@@ -12,6 +12,7 @@ import pytest
 
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
+from tests.marks import only_quick
 from tests.runs import FAMILIES, GPT, LLAMA, build_run, config_of, curve_of, send_messages, settings, traffic_of
 from tests.worlds import run_world
 
@@ -63,10 +64,10 @@ def switched(rank: Rank, configs: list[RunConfig]) -> list[Outcome]:
     return found
 
 
-SLOW = ("tp4 sp", "tp2 sp pp2 bf16")
+QUICK = ("dp2 zero1", "dp2 zero2", "pp2 vpp2 dp2", "tp2 sp dp2 zero2")
 
 
-@pytest.mark.parametrize("layout", [pytest.param(it, marks=pytest.mark.slow) if it in SLOW else it for it in LAYOUTS])
+@pytest.mark.parametrize("layout", only_quick(LAYOUTS, *QUICK))
 def test_overlap_changes_no_result(layout: str, tmp_path: Path) -> None:
     family = GPT if "pp" in layout else LLAMA | {"num_kv_heads": 4}
     common: dict[str, Any] = {"train__precision": "fp32", "model__block": "parallel" if "sp" in layout else "serial"}

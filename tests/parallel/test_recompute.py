@@ -15,6 +15,7 @@ from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.parallel.eight_bit import Lost
 from megascale.parallel.recompute import formed_again, recomputed
+from tests.marks import only_quick
 from tests.parallel.test_overlap import Outcome, outcome
 from tests.runs import FAMILIES, GPT, LLAMA, build_run, config_of, send_messages, settings, traffic_of
 from tests.worlds import run_world
@@ -75,9 +76,7 @@ def trained(rank: Rank, configs: list[RunConfig]) -> list[Outcome]:
     return found
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(it, marks=pytest.mark.slow) if it == "tp2 sp" else it for it in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", only_quick(LAYOUTS, "tp2 sp pp2 vpp2"))
 def test_every_setting_gives_the_same_bits(layout: str, tmp_path: Path) -> None:
     configs = configurations(tmp_path, **LAYOUTS[layout])
     for outcomes in run_world(configs[0].world, trained, configs):
@@ -98,16 +97,16 @@ def eight_bit_configurations(folder: Path, **more: Any) -> list[RunConfig]:
     return [config_of(tree, folder) for tree in trees]
 
 
-@pytest.mark.parametrize(
-    ("recipe", "layout"),
-    [
-        *((recipe, {"model__block": "serial"}) for recipe in RECIPES.names()),
-        ("tensorwise", {"model__block": "parallel", "parallel__tp": 2, "parallel__sp": True}),
-        ("rowwise", {"model__block": "parallel", "parallel__tp": 2, "parallel__sp": True}),
-    ],
-    ids=str,
-)
-def test_every_setting_gives_the_same_bits_in_fp8(recipe: str, layout: dict[str, Any], tmp_path: Path) -> None:
+IN_FP8 = [
+    *((recipe, {"model__block": "serial"}) for recipe in RECIPES.names()),
+    ("tensorwise", {"model__block": "parallel", "parallel__tp": 2, "parallel__sp": True}),
+    ("rowwise", {"model__block": "parallel", "parallel__tp": 2, "parallel__sp": True}),
+]
+
+
+@pytest.mark.parametrize("case", only_quick(IN_FP8, IN_FP8[0], IN_FP8[-1]), ids=str)
+def test_every_setting_gives_the_same_bits_in_fp8(case: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
+    recipe, layout = case
     configs = eight_bit_configurations(tmp_path, fp8__recipe=recipe, **layout)
     for outcomes in run_world(configs[0].world, trained, configs):
         curve, weights = outcomes[0]

@@ -10,6 +10,7 @@ import pytest
 
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
+from tests.marks import only_quick
 from tests.runs import FAMILIES, build_run, config_of, curve_of, settings
 from tests.worlds import run_world
 
@@ -105,12 +106,11 @@ def worst(curve: Curve, expected: Curve, norms: int) -> float:
     return max(abs(a - b) / abs(b) for a, b in pairs)
 
 
-SLOW = {  # parts of what others are
-    "tp2 sp", "tp2 no overlap", "pp2 vpp2 no overlap", "tp2 pp2 sp", "tp2 sp dp2 zero0", "tp2 sp pp2 vpp2 dp2 zero1",
-}  # fmt: skip
+QUICK = ("micro8 zero0", "tp2", "pp2 gpipe", "pp2 uneven", "dp2 zero0", "dp2 zero2", "pp2 vpp2 dp2 zero1",
+         "tp2 sp pp2 vpp2 dp2 zero2")  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [pytest.param(it, marks=pytest.mark.slow) if it in SLOW else it for it in LAYOUTS])
+@pytest.mark.parametrize("name", only_quick(LAYOUTS, *QUICK))
 def test_every_layout_is_the_same_run(name: str, alone: list[Curve], tmp_path: Path) -> None:
     configs = configurations(tmp_path, **LAYOUTS[name])
     ranks = run_world(configs[0].world, train_all, configs)

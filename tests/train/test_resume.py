@@ -13,6 +13,7 @@ import pytest
 
 from megascale.core.errors import Exit
 from tests.jobs import Job, curve, finish, job_config
+from tests.marks import only_quick
 from tests.runs import GPT, LLAMA
 
 LAYOUT: dict[str, Any] = {"parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "parallel__vpp": 2}
@@ -59,16 +60,15 @@ def test_killed_before_any_checkpoint(uninterrupted: Any, tmp_path: Path) -> Non
     assert curve(finish(config)) == uninterrupted
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        ("parallel.tp=1", "parallel.sp=false", "parallel.pp=1", "parallel.vpp=1", "parallel.dp=2", "parallel.zero=2"),
-        ("parallel.tp=1", "parallel.sp=false", "parallel.pp=1", "parallel.vpp=1", "parallel.zero=0", "batch.micro=4"),
-        ("parallel.tp=2", "parallel.sp=false", "parallel.pp=1", "parallel.vpp=1", "parallel.dp=2"),
-        ("parallel.tp=1", "parallel.sp=false", "parallel.pp=4", "parallel.vpp=1", "parallel.schedule=gpipe"),
-    ],
-    ids=" ".join,
-)
+OTHERS = [
+    ("parallel.tp=1", "parallel.sp=false", "parallel.pp=1", "parallel.vpp=1", "parallel.dp=2", "parallel.zero=2"),
+    ("parallel.tp=1", "parallel.sp=false", "parallel.pp=1", "parallel.vpp=1", "parallel.zero=0", "batch.micro=4"),
+    ("parallel.tp=2", "parallel.sp=false", "parallel.pp=1", "parallel.vpp=1", "parallel.dp=2"),
+    ("parallel.tp=1", "parallel.sp=false", "parallel.pp=4", "parallel.vpp=1", "parallel.schedule=gpipe"),
+]
+
+
+@pytest.mark.parametrize("other", only_quick(OTHERS, OTHERS[0]), ids=" ".join)
 def test_resume_in_another_layout(other: tuple[str, ...], halfway: Path, uninterrupted: Any, tmp_path: Path) -> None:
     shutil.copytree(halfway / "runs", tmp_path / "runs")
     again = curve(finish(job_config(tmp_path, GPT, **LAYOUT, **RUN), *other))

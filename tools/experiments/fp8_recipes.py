@@ -1,41 +1,56 @@
 #!/usr/bin/env python3
-"""Train the quickstart model in bf16 and with every fp8 recipe, from the same weights on the same tokens, and compare
-their validation losses. `make quickstart` makes the data. Runs that are done are not run again.
+"""Train the quickstart model in fp32, in bf16 and with every fp8 recipe, from the same weights on the same tokens, and
+compare their validation losses. `make quickstart` makes the data. Runs that are done are not run again.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 
-from curves import ONE_PROCESS, draw, table, train
+from curves import ONE_PROCESS, Curve, draw, table, train
 
 from megascale.catalog.recipes import RECIPES
 
 CONFIG = "configs/quickstart.toml"
+KEYS = (*ONE_PROCESS, "batch.global=4", "optimizer.lr=1e-3", "optimizer.min_lr=1e-4", "train.eval_every=50",
+        "train.eval_steps=16", "checkpoint.every=100")  # fmt: skip
+"""What differs from the quickstart: one process, and a smaller batch and rate, with which runs that differ by rounding
+alone stay together.
+"""
+
+WIDE = {"bf16": ("train.precision=bf16",), "bf16 otherwise rounded": ("train.precision=bf16", "batch.micro=4"),
+        "fp32": ("train.precision=fp32",)}  # fmt: skip
+"""What the recipes are to be compared with; the second forms the sums of gradients over other micro-batches."""
 
 
 def main() -> None:
     """Run the experiment."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=500, help="of each run (500)")
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES.names(), default=RECIPES.names(), metavar="RECIPE")
+    names = [*WIDE, *RECIPES.names()]
+    parser.add_argument("--runs", nargs="+", choices=names, default=names, metavar="RUN", help=", ".join(names))
     parser.add_argument("--output", type=Path, default=Path("runs/fp8"), metavar="DIR", help="of the runs (runs/fp8)")
     parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw the curves")
     options = parser.parse_args()
-    keys = (*ONE_PROCESS, f"train.steps={options.steps}", "train.eval_every=50", "train.eval_steps=16")
-    curves = {"bf16": train(CONFIG, "bf16", options.output, (*keys, "checkpoint.every=100", "train.precision=bf16"))}
-    rows = [["bf16", f"{curves['bf16'].last:.4f}", ""]]
-    for recipe in options.recipes:
-        eight = ("checkpoint.every=100", "train.precision=fp8", f"fp8.recipe={recipe}")
-        curves[recipe] = train(CONFIG, recipe, options.output, (*keys, *eight))
-        against = curves[recipe].last / curves["bf16"].last - 1
-        rows.append([recipe, f"{curves[recipe].last:.4f}", f"{against:+.2%}"])
-        print(table(rows, ("numbers", "validation loss", "against bf16")), flush=True)
+    curves: dict[str, Curve] = {}
+    for name in options.runs:
+        keys = WIDE.get(name) or ("train.precision=fp8", f"fp8.recipe={name}")
+        words = (*KEYS, f"train.steps={options.steps}", *keys)
+        curves[name] = train(CONFIG, name.replace(" ", "-"), options.output, words)
+        print(table(list(rows(curves)), ("numbers", "validation loss", "against bf16")), flush=True)
     if options.picture:
         draw(
             {name: [curve] for name, curve in curves.items()}, "8-bit products on the quickstart model", options.picture
         )
+
+
+def rows(curves: dict[str, Curve]) -> Iterator[list[str]]:
+    """The table's rows: the last validation loss of each run."""
+    for name, curve in curves.items():
+        against = f"{curve.last / curves['bf16'].last - 1:+.2%}" if "bf16" in curves else ""
+        yield [name, f"{curve.last:.4f}", against]
 
 
 if __name__ == "__main__":
