@@ -7,13 +7,19 @@ issued again.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-Again = Callable[[], Tensor]
-"""Forms a tensor once more, outside of autograd."""
+
+class Again(NamedTuple):
+    """How to form a tensor once more, outside of autograd: function(x). Who keeps x for a backward has autograd save
+    it, which lets go of it layer by layer; what a closure holds stays until the whole graph goes.
+    """
+
+    function: Callable[[Tensor], Tensor]
+    x: Tensor
 
 
 def recomputed(
@@ -44,7 +50,4 @@ class _Recomputed(torch.autograd.Function):
 
 def formed_again(function: Callable[[Tensor], Tensor], x: Tensor, wanted: bool) -> Again | None:
     """How function(x) can be formed once more by a layer that is not to keep it, if that is wanted."""
-    if not wanted:
-        return None
-    x = x.detach()
-    return lambda: function(x)
+    return Again(function, x.detach()) if wanted else None

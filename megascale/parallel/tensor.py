@@ -159,8 +159,8 @@ class _Rows(torch.autograd.Function):
 def _keep(
     ctx: Any, operands: Sequence[Operand], again: Sequence[Again | None], tensors: Sequence[Tensor | None]
 ) -> None:
-    """Keep factors and tensors for the backward. What `again` forms is not kept, unless it is in eight bits: forming
-    that would mean to cast it again, too.
+    """Keep factors and tensors for the backward. Of what `again` forms is kept what it is formed from, unless it is in
+    eight bits: forming that would mean to cast it again, too.
     """
     parts: list[Tensor | None] = []
     ctx.how = []
@@ -169,8 +169,8 @@ def _keep(
             parts += [x.data, x.scale]
             ctx.how.append((x.grain, None))
         else:
-            parts += [x if form is None else None, None]
-            ctx.how.append((None, form))
+            parts += [x if form is None else form.x, None]
+            ctx.how.append((None, form and form.function))
     ctx.save_for_backward(*parts, *tensors)
 
 
@@ -181,10 +181,11 @@ def _kept(ctx: Any) -> tuple[list[Callable[[], Operand]], Sequence[Tensor | None
     return [partial(_operand, data, scale, *how) for data, scale, how in each], saved[count:]
 
 
-def _operand(data: Tensor | None, scale: Tensor | None, grain: Grain | None, form: Again | None) -> Operand:
+def _operand(
+    data: Tensor, scale: Tensor | None, grain: Grain | None, form: Callable[[Tensor], Tensor] | None
+) -> Operand:
     if form is not None:
-        return form()
-    assert data is not None
+        return form(data)
     return data if grain is None or scale is None else Quantized(data, scale, grain)
 
 

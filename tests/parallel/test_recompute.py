@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megascale.catalog.recipes import RECIPES
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
+from megascale.model import mlp, parts
 from megascale.parallel.eight_bit import Lost
 from megascale.parallel.recompute import formed_again, recomputed
 from tests.marks import only_quick
@@ -215,5 +217,44 @@ def test_nothing_is_computed_again_in_an_evaluation() -> None:
 def test_formed_again_holds_no_graph() -> None:
     x = torch.ones(3, requires_grad=True) * 2
     again = formed_again(torch.exp, x, True)
-    assert again is not None and not again().requires_grad
+    assert again is not None and not again.x.requires_grad
+    assert torch.equal(again.function(again.x), x.exp())
     assert formed_again(torch.exp, x, False) is None
+
+
+def left_over(rank: Rank, configs: list[RunConfig]) -> list[tuple[int, list[int]]]:
+    """For each run, of what is kept to form inputs of linear layers from: how many tensors there are, and how many of
+    a layer and those above it are still there when the layer's backward is done.
+    """
+    found = []
+    for config in configs:
+        run, kept, alive = build_run(rank, config), list[StorageWeakRef](), list[int]()
+
+        def watched(function: Any, x: Tensor, wanted: bool, kept: list[StorageWeakRef] = kept) -> Any:
+            kept.append(StorageWeakRef(x.untyped_storage()))
+            return formed_again(function, x, wanted)
+
+        def enter(_: Any, inputs: Any, kept: list[StorageWeakRef] = kept, alive: list[int] = alive) -> None:
+            first = len(kept)
+            inputs[0].register_hook(lambda grad: alive.append(sum(not each.expired() for each in kept[first:])))
+
+        parts.formed_again = mlp.formed_again = watched
+        (stage,) = run.stages
+        for layer in stage.layers.values():
+            layer.register_forward_pre_hook(enter)
+        loss = stage(None, run.train.batch(0).micro_batch(0))
+        assert not any(each.expired() for each in kept)
+        loss.backward()
+        found.append((len(kept), alive))
+    return found
+
+
+@pytest.mark.parametrize("block", ["serial", "parallel"])
+def test_what_is_kept_goes_when_the_layers_backward_is_done(block: str, tmp_path: Path) -> None:
+    """And not with the graph, which the loss holds."""
+    more = {"model__block": block, "model__dropout": 0.1, "train__precision": "fp32"}
+    more |= {f"train__{key}": value for key, value in SETTINGS["all"].items()}
+    configs = [config_of(settings(FAMILIES[family], tmp_path, **more), tmp_path) for family in FAMILIES]
+    for kept, alive in run_world(1, left_over, configs)[0]:
+        assert kept == 4 * (3 if block == "serial" else 2)
+        assert alive == [0, 0, 0, 0]
