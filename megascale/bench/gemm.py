@@ -86,9 +86,11 @@ class Rate:
 
 
 PLAIN = {"fp64": torch.float64, "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
-FP8 = ("fp8", "fp8_tensorwise")
+FP8 = ("fp8", "fp8_fast", "fp8_tensorwise", "fp8_tensorwise_fast")
 FORMATS = (*PLAIN, *FP8)
-"""fp8 has a scale for each row of both operands, fp8_tensorwise one for each operand; both give bf16."""
+"""fp8 has a scale for each row of both operands, fp8_tensorwise one for each operand; all give bf16. `_fast`: with fast
+accumulation, in which tensor cores keep the sums, with fewer bits than fp32.
+"""
 
 TYPICAL = ("llama3-8b", "gpt3-175b")
 """Presets whose products are measured where no shape is asked for, for ROWS tokens."""
@@ -152,7 +154,9 @@ def best(found: Sequence[Rate], formats: Sequence[str]) -> tuple[float, Rate] | 
 
 
 def attainable(model: ModelConfig, rows: int, precision: str, device: Device) -> Peak | None:
-    """The best rate among the model's own products in the format of `train.precision`; None if that has none."""
+    """The best rate among the model's own products in the format of `train.precision`; None if that has none. In fp8
+    the best of FP8, on a CPU by rows, whichever of them training uses.
+    """
     formats = tuple(name for name in typical_formats(device) if name in FP8) if precision == "fp8" else (precision,)
     if not set(formats) <= set(FORMATS):
         return None
@@ -187,7 +191,7 @@ def _product(shape: Shape, name: str, device: Device) -> Callable[[], object]:
     """Multiplies operands that were not touched lately. They are random: a GPU that multiplies zeros draws less power,
     and runs faster than it would in training.
     """
-    if name == "tf32" and device.is_cpu:
+    if device.is_cpu and (name == "tf32" or name.endswith("_fast")):
         raise ValueError("a format of GPUs")
     x, weight = (torch.randn(rows, shape.k, device=device.torch) for rows in (shape.m, shape.n))
     operands = _quantised(x, weight, name) if name in FP8 else (x.to(PLAIN[name]), weight.to(PLAIN[name]))
@@ -195,7 +199,7 @@ def _product(shape: Shape, name: str, device: Device) -> Callable[[], object]:
     copies = [operands, *(tuple(o.clone() for o in operands) for _ in range(min(TURNS - 1, CACHE_BYTES // size)))]
     turns = itertools.cycle(copies)
     if name in FP8:
-        return lambda: _scaled(*next(turns))
+        return lambda: _scaled(*next(turns), fast=name.endswith("_fast"))
     out = torch.empty(shape.m, shape.n, dtype=PLAIN[name], device=device.torch)
 
     def multiply() -> None:
@@ -208,14 +212,15 @@ def _product(shape: Shape, name: str, device: Device) -> Callable[[], object]:
 def _quantised(x: Tensor, weight: Tensor, name: str) -> tuple[Tensor, ...]:
     """Both operands in e4m3, and their scales: [m, 1] and [1, n], or of whole tensors."""
     largest = torch.finfo(torch.float8_e4m3fn).max
-    scales = [t.abs().amax(1, keepdim=True) if name == "fp8" else t.abs().amax() for t in (x, weight)]
+    whole = name.startswith("fp8_tensorwise")
+    scales = [t.abs().amax() if whole else t.abs().amax(1, keepdim=True) for t in (x, weight)]
     scales = [scale.float() / largest for scale in scales]
     a, b = ((t / scale).to(torch.float8_e4m3fn) for t, scale in zip((x, weight), scales, strict=True))
-    return a, b, scales[0], scales[1].t().contiguous() if name == "fp8" else scales[1]
+    return a, b, scales[0], scales[1] if whole else scales[1].t().contiguous()
 
 
-def _scaled(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
-    return torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=True)
+def _scaled(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, fast: bool) -> Tensor:
+    return torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
 
 @contextlib.contextmanager
@@ -231,14 +236,14 @@ def _tf32(wanted: bool) -> Iterator[None]:
 
 def table(found: Sequence[Rate], device: Device) -> str:
     """Rates for people, each with its share of what the maker states."""
-    lines = [f"{device.name}, torch {torch.__version__}", f"{'m x k x n':>20}  {'format':14}  {'rate':>15}  stated"]
+    lines = [f"{device.name}, torch {torch.__version__}", f"{'m x k x n':>20}  {'format':19}  {'rate':>15}  stated"]
     for each in found:
         if each.rate is None:
-            lines.append(f"{each.shape!s:>20}  {each.format:14}  n/a: {each.refusal[:70]}")
+            lines.append(f"{each.shape!s:>20}  {each.format:19}  n/a: {each.refusal[:70]}")
             continue
-        peak = stated_peak(device.name, each.format.removesuffix("_tensorwise"))
+        peak = stated_peak(device.name, each.format.partition("_")[0])
         share = f"{each.rate.median / peak.flops:6.1%}" if peak else ""
-        shown = f"{each.shape!s:>20}  {each.format:14}  {format_flops(each.rate.median):>15}  {share}"
+        shown = f"{each.shape!s:>20}  {each.format:19}  {format_flops(each.rate.median):>15}  {share}"
         lines.append(shown.rstrip())
     return "\n".join(lines)
 

@@ -90,7 +90,10 @@ def _add_gemm(benchmarks: Any) -> None:
         "--sizes", nargs="+", type=_size, metavar="MxKxN", help="x [m, k] times a weight [n, k]; default: squares, and "
         "on a GPU the products of llama3-8b and gpt3-175b in micro-batches of 8,192 tokens",
     )  # fmt: skip
-    one.add_argument("--dtypes", nargs="+", metavar="NAME", help="of fp64 fp32 tf32 bf16 fp8 fp8_tensorwise")
+    one.add_argument(
+        "--dtypes", nargs="+", metavar="NAME", help="of fp64 fp32 tf32 bf16; fp8 (a scale for each row) fp8_tensorwise "
+        "(one for all); fp8_fast fp8_tensorwise_fast (fast accumulation)",
+    )  # fmt: skip
     one.add_argument("--json", action="store_true", help="print one JSON object")
 
 

@@ -96,12 +96,29 @@ def test_every_format_multiplies(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert found.rate.count == 3
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8_tensorwise"])
+@pytest.mark.parametrize("name", gemm.FP8)
 def test_fp8_operands_are_scaled_to_what_they_stand_for(name: str) -> None:
     x, weight = torch.randn(32, 64), 1e-3 * torch.randn(48, 64)
-    found = gemm._scaled(*gemm._quantised(x, weight, name)).float()
+    a, b, *scales = gemm._quantised(x, weight, name)
+    assert [scale.numel() for scale in scales] == ([1, 1] if "tensorwise" in name else [32, 48])
+    found = gemm._scaled(a, b, *scales, fast=False).float()
     exact = x @ weight.t()
     assert (found - exact).norm() / exact.norm() < 0.05
+
+
+def test_a_gpus_fp8_is_measured_with_fast_accumulation_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each format says of it is what the product is asked for. Training does without, peers may do with."""
+    gpu = Device(torch.device("cuda"), "nccl")
+    names = [name for name in gemm.typical_formats(gpu) if name in gemm.FP8]
+    assert names == ["fp8", "fp8_fast", "fp8_tensorwise", "fp8_tensorwise_fast"]
+    asked: list[tuple[int, bool]] = []
+    monkeypatch.setattr(
+        torch, "_scaled_mm", lambda a, b, scale, *_, use_fast_accum, **__: asked.append((scale.numel(), use_fast_accum))
+    )
+    monkeypatch.setattr(Device, "is_cpu", property(lambda self: False))
+    for name in names:
+        gemm._product(Shape(16, 32, 48), name, CPU)()
+    assert asked == [(16, False), (16, True), (1, False), (1, True)]
 
 
 def test_operands_take_turns_in_more_than_a_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,12 +140,13 @@ def test_what_a_device_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
     once(monkeypatch)
     monkeypatch.setattr(torch, "_scaled_mm", refuse)
     before = torch.get_float32_matmul_precision()
-    found = list(gemm.rates([Shape(16, 16, 16)], ["tf32", "fp8", "fp32"], CPU, repeats=2, seconds=0.0))
+    formats = ["tf32", "fp8_fast", "fp8", "fp32"]
+    found = list(gemm.rates([Shape(16, 16, 16)], formats, CPU, repeats=2, seconds=0.0))
     assert [each.refusal for each in found] == [
-        "a format of GPUs", "torch._scaled_mm is only supported on newer devices", "",
+        "a format of GPUs", "a format of GPUs", "torch._scaled_mm is only supported on newer devices", "",
     ]  # fmt: skip
-    assert [each.rate is None for each in found] == [True, True, False]
-    assert "fp8             n/a: torch._scaled_mm is only" in gemm.table(found, CPU)
+    assert [each.rate is None for each in found] == [True, True, True, False]
+    assert "fp8                  n/a: torch._scaled_mm is only" in gemm.table(found, CPU)
     assert gemm.best(found, ["fp8"]) is None
     assert torch.get_float32_matmul_precision() == before
 
@@ -142,8 +160,26 @@ def test_attainable_is_the_best_of_the_models_own_products(monkeypatch: pytest.M
     assert found is not None
     assert found.flops == model.vocab_size + 1
     assert found.source == "64x768x50257 in bf16, measured"
-    assert "in fp8" in str(gemm.attainable(model, 64, "fp8", CPU))
+    assert "in fp8, measured" in str(gemm.attainable(model, 64, "fp8", CPU))
     assert gemm.attainable(model, 64, "int4", CPU) is None
+
+
+def test_attainable_in_fp8_is_the_best_of_all_that_a_gpu_has_and_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    speeds = {"fp8": 2.0, "fp8_fast": 4.0, "fp8_tensorwise": 3.0, "fp8_tensorwise_fast": 5.0}
+    monkeypatch.setattr(gemm, "_rate", lambda shape, name, *_: Spread(speeds[name], 0.0, math.inf, 3))
+    gpu = Device(torch.device("cuda"), "nccl")
+    found = gemm.attainable(ModelConfig(preset="gpt2-124m"), 64, "fp8", gpu)
+    assert found is not None and (found.flops, found.source[-32:]) == (5.0, "in fp8_tensorwise_fast, measured")
+    speeds["fp8"] = 6.0
+    assert str(gemm.attainable(ModelConfig(preset="gpt2-124m"), 64, "fp8", gpu)).endswith("in fp8, measured')")
+
+
+def test_a_share_is_of_the_makers_fp8_whichever_way_it_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Device, "name", "NVIDIA H100 80GB HBM3")
+    half = Spread(1978.9e12 / 2, 0.0, math.inf, 3)
+    shown = gemm.table([Rate(Shape(8, 8, 8), name, half) for name in gemm.FP8], CPU).splitlines()[2:]
+    assert [line.split()[1] for line in shown] == list(gemm.FP8)
+    assert all(line.endswith("50.0%") for line in shown)
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,4 +214,4 @@ def test_mistakes(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_an_unknown_format(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "gemm", "--dtypes", "bf16", "int4"]) == 2
-    assert "'int4' is none of fp64, fp32, tf32, bf16, fp8, fp8_tensorwise" in capsys.readouterr().err
+    assert "'int4' is none of fp64, fp32, tf32, bf16, fp8, fp8_fast, fp8_ten" in capsys.readouterr().err

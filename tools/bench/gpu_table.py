@@ -159,7 +159,8 @@ def caption(records: Sequence[Record]) -> str:
     return (
         f"Measured on {devices}; torch {versions}. Medians of {steps} timed steps, over the rounds of each system, in "
         "turns; of all rounds the lowest and highest quartile. MFU is against the maker's peak of the precision; "
-        "attainable is the best rate of the model's own products; x: megascale / the system."
+        "attainable is the best rate of the model's own products, in fp8 with or without fast accumulation; x: "
+        "megascale / the system."
     )
 
 
