@@ -29,9 +29,13 @@ CONVENTIONS = ("full", "causal")
 """How much of the attention matrix counts (`plan.flops`)."""
 
 
+ALL_CAST = {"bf16_first": 0, "bf16_last": 0}
+"""Of `[fp8]`: no layer stays in bf16."""
+
+
 def preset_tree(preset: str) -> dict[str, Any]:
     """A run of a preset on random tokens, as a configuration file would hold it: bf16, and four micro-batches a step, a
-    job's usual few.
+    job's usual few. In fp8 every layer is cast: a slice has no first or last layer of its own.
     """
     return {
         "name": preset,
@@ -39,6 +43,7 @@ def preset_tree(preset: str) -> dict[str, Any]:
         "batch": {"micro": 1, "global": 4},
         "train": {"precision": "bf16"},
         "optimizer": {"lr": 1e-4, "decay": "constant"},
+        "fp8": dict(ALL_CAST),
         "data": {"mock": True},
         "checkpoint": {"every": 0},
     }

@@ -39,6 +39,17 @@ def load_tree(tree: Tree, origin: str, overrides: Sequence[str] = (), world: int
     return _resolved(source, world)
 
 
+def check_again(config: RunConfig, where: str) -> None:
+    """Every rule between keys, of a configuration that was changed after it was loaded; `where` stands for the file in
+    messages.
+
+    Raises: ConfigError with every problem found.
+    """
+    found = list(_findings({name: getattr(config, name) for name in sections()}))
+    if found:
+        raise ConfigError([Problem(where, each.key, each.found, each.mend) for each in found])
+
+
 def _resolved(source: Source, world: int | None) -> RunConfig:
     problems = list(_check(source, world))
     if problems:

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from megascale.bench import kernels
 from megascale.bench.gemm import attainable
-from megascale.bench.mfu import Fit, Machine, Speed, Steps, with_layers
+from megascale.bench.mfu import ALL_CAST, Fit, Machine, Speed, Steps, with_layers
 from megascale.bench.spread import Spread, between
 from megascale.catalog.backends import BACKENDS
 from megascale.comm import init
+from megascale.config.explain import check_again
 from megascale.config.run import RunConfig
 from megascale.core.errors import MegascaleError
 from megascale.core.rank import Rank
@@ -45,7 +46,7 @@ def measure(config: RunConfig, whole_layers: int, steps: Steps, say: Say, *, fit
     """Run a resolved configuration of one process and measure it: a model of `whole_layers` layers, or a slice of it,
     with `fit` as many of them as fit the device. `say` is told what goes on.
 
-    Raises: MegascaleError if it does not fit the device's memory
+    Raises: MegascaleError if it does not fit the device's memory; ConfigError if as many layers as fit break a rule
     """
     rank = Rank(0, 1, 0, socket.gethostname())
     device = detect()
@@ -56,6 +57,7 @@ def measure(config: RunConfig, whole_layers: int, steps: Steps, say: Say, *, fit
             found = bench.fit(config, whole_layers) if fit else None
         if found is not None:
             config = _sized(config, found.layers)
+            check_again(config, f"--layers fit: {found.layers} of {whole_layers} layers")
         with _enough_memory(config):
             return bench.run(config, whole_layers, found)
     finally:
@@ -122,8 +124,7 @@ class _Bench:
 
     def backends(self, run: Run) -> dict[str, str]:
         """Who carries out which operation."""
-        config = run.config
-        setting = Setting(config.model, config.backends, run.formats[0], self.device, config.parallel.tp)
+        setting = Setting.of(run.config, self.device)
         return {operation: select(operation, setting).backend for operation in BACKENDS}
 
     def forget(self) -> None:
@@ -169,10 +170,13 @@ def _sized(config: RunConfig, layers: int) -> RunConfig:
 
 
 def _probe(config: RunConfig) -> RunConfig:
-    """The run with one layer and one micro-batch, not compiled: compiled layers keep no more."""
+    """The run with one layer and one micro-batch, not compiled: compiled layers keep no more. In fp8 the layer is cast,
+    as are those that are counted after it.
+    """
     batch = config.batch.model_copy(update={"total": config.batch.micro})
     train = config.train.model_copy(update={"compile": False})
-    return _sized(config, 1).model_copy(update={"batch": batch, "train": train})
+    fp8 = config.fp8.model_copy(update=ALL_CAST)
+    return _sized(config, 1).model_copy(update={"batch": batch, "train": train, "fp8": fp8})
 
 
 def _saved_by_layer(run: Run) -> int:

@@ -12,6 +12,7 @@ from megascale.bench.spread import Spread
 from megascale.catalog.presets import PRESETS
 from megascale.cli.main import main
 from megascale.config.explain import load_tree
+from megascale.layout.chunks import eight_bit_layers
 from megascale.plan.flops import token_flops
 from megascale.plan.hardware import Peak, stated_peak
 
@@ -109,6 +110,22 @@ def test_layers_that_fit(room: int, layers: int) -> None:
 def test_every_preset_is_a_run_of_one_process(preset: str) -> None:
     config = load_tree(preset_tree(preset), "test", ["train.steps=28"])
     assert (config.world, config.train.precision, config.data.mock) == (1, "bf16", True)
+
+
+def cast(preset: str, layers: int, *more: str) -> range:
+    """Which layers of a preset's slice are in 8 bits."""
+    settings = ["train.steps=28", "train.precision=fp8", f"model.num_layers={layers}", *more]
+    return eight_bit_layers(load_tree(preset_tree(preset), "test", settings))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_in_fp8_every_layer_of_a_preset_is_cast(preset: str) -> None:
+    assert [cast(preset, layers) for layers in (1, 2, 3)] == [range(1), range(2), range(3)]
+
+
+def test_a_layer_that_is_to_stay_in_bf16_stays_in_that_run_alone() -> None:
+    assert cast("llama3-8b", 3, "fp8.bf16_last=1") == range(2)
+    assert cast("llama3-8b", 3) == range(3)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from megascale.catalog.presets import PRESETS
 from megascale.cli.main import main
 from megascale.config.explain import load
 from megascale.config.run import RunConfig
+from megascale.layout.chunks import eight_bit_layers
 from megascale.plan.memory import fullest_rank, state_bytes
 from megascale.plan.params import parameter_count
 
@@ -111,6 +112,13 @@ def test_it_fits(name: str) -> None:
     config = _on(name, GPUS[name][0] if name in GPUS else 1)
     fullest = fullest_rank(config)
     assert fullest.total < GPU_BYTES - LEFT
+
+
+@pytest.mark.parametrize("name", SLICES)
+def test_every_layer_of_a_slice_is_cast_in_fp8_and_it_fits(name: str) -> None:
+    config = load(str(CONFIGS / name), ["train.precision=fp8"])
+    assert eight_bit_layers(config) == range(config.model.num_layers)
+    assert fullest_rank(config).total < GPU_BYTES - LEFT
 
 
 def test_the_largest_model_would_not_fit_without_its_layout() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megascale.core.errors import ConfigError
+from megascale.layout.chunks import eight_bit_layers
 from megascale.plan.flops import token_flops
 from megascale.plan.params import parameter_count
 
@@ -74,6 +75,14 @@ def test_every_case_is_a_run_of_one_process(case: str, small: bool) -> None:
     assert 0 <= job.parameters() - parameter_count(config.model) < 128 * config.model.hidden_size
     assert (task["micro"], task["total"], task["cpu"]) == (config.batch.micro, config.batch.total, small)
     json.dumps(task)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("small", [False, True])
+def test_in_fp8_every_layer_of_a_case_is_cast_as_the_peers_do(case: str, small: bool) -> None:
+    for layers in (None, 1, 2):
+        config = Job(case, "fp8", 20, 5, layers=layers, small=small).config()
+        assert eight_bit_layers(config) == range(config.model.num_layers)
 
 
 def test_a_precision_that_this_version_lacks_is_a_mistake() -> None:

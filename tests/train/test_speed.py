@@ -13,9 +13,12 @@ import torch
 
 from megascale.bench.mfu import Fit, Steps
 from megascale.config.run import RunConfig
-from megascale.core.errors import MegascaleError
+from megascale.core.errors import ConfigError, MegascaleError
 from megascale.core.rank import Rank
 from megascale.device import Device
+from megascale.layout.tensors import layer
+from megascale.model import parts
+from megascale.ops import select
 from megascale.plan.memory import state_bytes
 from megascale.train import speed
 from tests.runs import LLAMA, build_run, config_of, settings
@@ -71,6 +74,33 @@ def test_a_run_is_measured(tmp_path: Path) -> None:
     assert not (tmp_path / "test").exists()  # no run's folder was made
 
 
+def backends(rank: Rank, given: RunConfig) -> tuple[dict[str, str], set[str]]:
+    """Of the benchmark, and those that were built."""
+    built: set[str] = set()
+    build = select.build
+
+    def watched(operation: str, setting: select.Setting) -> Any:
+        built.add(f"{operation} {select.select(operation, setting).backend}")
+        return build(operation, setting)
+
+    select.build = parts.build = watched
+    run = build_run(rank, given)
+    return speed._Bench(Rank(0, 1, 0, "here"), CPU, STEPS, lambda text: None).backends(run), built
+
+
+@pytest.mark.parametrize(
+    ("overrides", "compiled"),
+    [
+        ({"train__precision": "fp8", "backends__linear": "compile"}, {"linear"}),
+        ({"train__compile": True}, {"norm", "activation"}),
+    ],
+)
+def test_the_backends_are_those_that_ran(overrides: dict[str, Any], compiled: set[str], tmp_path: Path) -> None:
+    ((named, built),) = run_world(1, backends, config(tmp_path, **overrides))
+    assert {f"{operation} {name}" for operation, name in named.items()} == built
+    assert {operation for operation, name in named.items() if name == "compile"} == compiled
+
+
 def test_without_profiled_steps_there_are_no_shares(tmp_path: Path) -> None:
     (found,) = run_world(1, shares_of_none, config(tmp_path))
     assert found == {}
@@ -124,6 +154,35 @@ def test_as_many_layers_as_the_memory_holds(spare: float, layers: int, tmp_path:
     )
     assert found.state == three - two
     assert found.layer > found.state
+
+
+def test_in_fp8_every_further_layer_is_cast(tmp_path: Path) -> None:
+    """Two bytes more for each of its weights than in bf16, whatever the ends of the whole model are."""
+    given = config(tmp_path, train__precision="fp8")
+    (cast,) = run_world(1, fitted, given, 3.5)
+    (plain,) = run_world(1, fitted, config(tmp_path, train__precision="bf16"), 3.5)
+    matrices = sum(p.local_numel(1) for p in layer(given.model, 0) if p.decays)
+    assert cast.state - plain.state == 2 * matrices
+
+
+def sized(rank: Rank, given: RunConfig, layers: int) -> str:
+    """What is said where so many layers fit."""
+    speed._Bench.fit = lambda self, config, whole: Fit(whole, layers, 1, 1, 1)  # type: ignore[method-assign]
+    speed._Bench.run = lambda self, config, *_: "it runs"  # type: ignore[assignment,method-assign,return-value]
+    torch.distributed.destroy_process_group()
+    try:
+        return str(speed.measure(given, 4, STEPS, lambda text: None, fit=True))
+    except ConfigError as error:
+        return str(error)
+    finally:
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+
+
+def test_layers_that_fit_break_no_rule(tmp_path: Path) -> None:
+    given = config(tmp_path, train__precision="fp8")
+    (said,) = run_world(1, sized, given, 2)
+    assert "--layers fit: 2 of 4 layers  fp8.bf16_first: the first 1 and last 1 of 2 layers leave none in fp8" in said
+    assert run_world(1, sized, given, 3) == ["it runs"]
 
 
 def further(rank: Rank, given: RunConfig) -> int:
