@@ -30,8 +30,8 @@ class TrainConfig(Section):
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="what the backward computes again instead of keeping it: recompute_ops, or whole blocks"
     )
-    recompute_ops: Annotated[list[Literal["attention", "norm", "activation"]], Field(min_length=1)] = Field(
-        ["attention"], description="what selective recomputation computes again"
+    recompute_ops: Annotated[list[Literal["attention", "norm", "activation"]], Field(min_length=1)] | None = Field(
+        None, description="what selective recomputation computes again; default attention"
     )
     recompute_chunks: Annotated[list[Whole], Field(min_length=1)] | None = Field(
         None, description="the model chunks of each rank, from 0, that recompute; default all"

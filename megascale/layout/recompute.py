@@ -28,4 +28,4 @@ def recompute_of(train: TrainConfig, chunk: int) -> Recompute:
         return NOTHING
     if train.recompute == "full":
         return Recompute(full=True)
-    return Recompute(**dict.fromkeys(train.recompute_ops, True))
+    return Recompute(**dict.fromkeys(train.recompute_ops or ["attention"], True))

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale.config.explain import load
+from megascale.config.explain import check_again, load
 from megascale.config.rules import RULES, divisors
 from megascale.core.errors import ConfigError
 from megascale.core.files import fingerprint
-from tests.runs import GPT, config_of, settings, write_config
+from tests.runs import GPT, config_of, settings, to_toml, write_config
 
 # rule, settings that break it, and the keys that it names with a part of what it finds
 BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
@@ -62,13 +62,28 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"model.num_heads": "8 columns of the heads on a rank", "model.num_kv_heads": "24 columns of q, k and v"},
     ),
     (
+        "recompute",
+        {"train__recompute_ops": ["attention"]},
+        {"train.recompute_ops": "what selective recomputation computes again, but recompute = none"},
+    ),
+    (
+        "recompute",
+        {"train__recompute": "full", "train__recompute_ops": ["norm"]},
+        {"train.recompute_ops": "but recompute = full"},
+    ),
+    (
+        "recompute",
+        {"train__recompute_chunks": [0]},
+        {"train.recompute_chunks": "chooses chunks that recompute, but recompute = none"},
+    ),
+    (
         "recompute_chunks",
         {"train__recompute": "full", "train__recompute_chunks": [0, 1]},
         {"train.recompute_chunks": "with vpp = 1 there is no chunk 1"},
     ),
     (
         "recompute_chunks",
-        {"parallel__pp": 2, "parallel__vpp": 2, "train__recompute_chunks": [2, 1, 4]},
+        {"parallel__pp": 2, "parallel__vpp": 2, "train__recompute": "full", "train__recompute_chunks": [2, 1, 4]},
         {"train.recompute_chunks": "with vpp = 2 there is no chunk 2, 4"},
     ),
     ("batch", {"batch__micro": 3}, {"batch.global": "8 is not divisible by micro x dp = 3 x 1"}),
@@ -175,6 +190,32 @@ def test_the_cases_of_a_rule_are_found_by_that_rule(folder: Path, monkeypatch: p
                 load(str(path))
             except ConfigError as error:
                 assert not {problem.key for problem in error.problems} & findings.keys()
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_chunks_that_recompute_are_chosen_where_some_do(recompute: str, tmp_path: Path) -> None:
+    changes = {"train__recompute": recompute, "train__recompute_chunks": [0]}
+    assert config_of(settings(GPT, tmp_path, **changes), tmp_path).train.recompute_chunks == [0]
+
+
+def test_what_is_resolved_breaks_no_rule_when_it_is_read_again(tmp_path: Path) -> None:
+    for recompute in ("none", "selective", "full"):
+        once = config_of(settings(GPT, tmp_path, train__recompute=recompute), tmp_path)
+        (tmp_path / "resolved.toml").write_text(to_toml(once))
+        assert load(str(tmp_path / "resolved.toml")) == once
+
+
+def test_precision_is_chosen_over_a_file_that_says_how_to_cast(tmp_path: Path) -> None:
+    tree = settings(GPT, tmp_path, train__precision="fp8", fp8__recipe="rowwise")
+    assert config_of(tree, tmp_path, ["train.precision=bf16"]).fp8.recipe == "rowwise"
+
+
+def test_a_configuration_that_was_changed_is_checked_again(tmp_path: Path) -> None:
+    config = config_of(settings(GPT, tmp_path, train__precision="fp8"), tmp_path)
+    check_again(config, "four layers")
+    fewer = config.model_copy(update={"model": config.model.model_copy(update={"num_layers": 2})})
+    with pytest.raises(ConfigError, match=r"two layers  fp8\.bf16_first: the first 1 and last 1 of 2 layers leave"):
+        check_again(fewer, "two layers")
 
 
 def test_data_that_fits_is_no_mistake(folder: Path) -> None:

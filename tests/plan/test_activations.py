@@ -111,7 +111,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"parallel__tp": 2},
     "tp2 sp": {"parallel__tp": 2, "parallel__sp": True},
     "pp2 gpipe": {"parallel__pp": 2, "parallel__schedule": "gpipe"},
-    "pp2 vpp2": {"parallel__pp": 2, "parallel__vpp": 2, "train__recompute_chunks": [0]},
+    "pp2 vpp2": {"parallel__pp": 2, "parallel__vpp": 2},
     "tp2 sp pp2": {"parallel__pp": 2, "parallel__tp": 2, "parallel__sp": True},
 }
 
@@ -165,9 +165,11 @@ def compare(
     model: dict[str, Any], layout: dict[str, Any], variants: list[dict[str, Any]], folder: Any,
     chosen: Sequence[str] = tuple(SETTINGS),
 ) -> None:  # fmt: skip
-    """Each variant with each setting: what is saved, and what is planned."""
+    """Each variant with each setting, of several chunks in the first: what is saved, and what is planned."""
     cases = [(name, variant) for name in chosen for variant in variants]
-    trees = [settings(model, folder, **layout, **SETTINGS[name], **more) for name, more in cases]
+    several = {"train__recompute_chunks": [0]} if "parallel__vpp" in layout else {}
+    where = {name: several if SETTINGS[name] else {} for name in chosen}
+    trees = [settings(model, folder, **layout, **SETTINGS[name], **where[name], **more) for name, more in cases]
     configs = [config_of(tree, folder) for tree in trees]
     p = configs[0].parallel
     for rank, found in enumerate(run_world(configs[0].world, watched, configs)):
