@@ -14,8 +14,8 @@ from curves import ONE_PROCESS, Curve, draw, table, train
 from megascale.catalog.recipes import RECIPES
 
 CONFIG = "configs/quickstart.toml"
-KEYS = (*ONE_PROCESS, "batch.global=4", "optimizer.lr=1e-3", "optimizer.min_lr=1e-4", "train.eval_every=50",
-        "train.eval_steps=16", "checkpoint.every=100")  # fmt: skip
+KEYS = (*ONE_PROCESS, "batch.global=4", "optimizer.lr=5e-4", "optimizer.min_lr=5e-5", "optimizer.warmup_steps=100",
+        "train.eval_every=50", "train.eval_steps=16", "checkpoint.every=100")  # fmt: skip
 """What differs from the quickstart: one process, and a smaller batch and rate, with which runs that differ by rounding
 alone stay together.
 """
