@@ -71,6 +71,7 @@ LINEAR_BACKENDS = Registry(
     "linear backend",
     "megascale.backends.linear",
     [
+        Card("te", "Transformer Engine's products in fp8, and its casts", "megascale.ops.te_linear:EngineLinear"),
         Card("compile", "torch's products; casts to fp8 by torch.compile", "megascale.ops.fp8:CompiledLinear"),
         Card("torch", "torch's products; casts to fp8 by torch's operators", "megascale.ops.fp8:TorchLinear"),
     ],

@@ -21,7 +21,9 @@ from megascale.config.section import Section, choice
 class BackendsConfig(Section):
     """`[backends]`: auto is the best that is present and can serve (`megascale doctor`)."""
 
-    linear: Annotated[str, choice(LINEAR_BACKENDS, AUTO)] = Field(AUTO, description="of the casts of linear layers")
+    linear: Annotated[str, choice(LINEAR_BACKENDS, AUTO)] = Field(
+        AUTO, description="of the casts of linear layers to fp8, and of products of what was cast"
+    )
     attention: Annotated[str, choice(ATTENTION_BACKENDS, AUTO)] = Field(AUTO, description="of attention")
     norm: Annotated[str, choice(NORM_BACKENDS, AUTO)] = Field(AUTO, description="of norms")
     activation: Annotated[str, choice(ACTIVATION_BACKENDS, AUTO)] = Field(

@@ -116,61 +116,6 @@ def values(x: Tensor, factor: Tensor, largest: float, dtype: torch.dtype) -> Ten
     return (x.float() * factor).clamp(-largest, largest).to(dtype)
 
 
-@dataclass(frozen=True)
-class Kernels:
-    """What goes over a matrix that is cast: `amax` and `values`."""
-
-    amax: Callable[[Tensor, Grain], Tensor] = amax
-    values: Callable[[Tensor, Tensor, float, torch.dtype], Tensor] = values
-
-
-class TorchLinear:
-    """torch's operators, one after the other."""
-
-    def refusal(self, setting: Setting) -> str | None:
-        return None
-
-    def build(self, setting: Setting) -> Kernels:
-        return Kernels()
-
-
-class CompiledLinear:
-    """A kernel for the largest magnitude, and one that casts."""
-
-    def refusal(self, setting: Setting) -> str | None:
-        if not setting.eight_bit:
-            return "casts to fp8, and nothing else"
-        slow = Reluctance("compiling delays the first step on a CPU") if setting.device.is_cpu else None
-        return compiled.refusal(setting.device) or slow
-
-    def build(self, setting: Setting) -> Kernels:
-        return Kernels(compiled.fused(amax), compiled.fused(values))
-
-
-def cast(x: Tensor, scale: Tensor, number: Number, grain: Grain, kernels: Kernels = Kernels()) -> Quantized:
-    """x [..., k] in 8 bits under a scale. What is larger than the format can say becomes its largest number."""
-    factor = 1.0 / scale
-    if grain is Grain.SQUARE:
-        factor = factor.repeat_interleave(BLOCK, 0)
-    if grain in (Grain.BLOCK, Grain.SQUARE):
-        factor = factor.repeat_interleave(BLOCK, -1)
-    return Quantized(kernels.values(x, factor, number.largest, number.dtype), scale, grain)
-
-
-def lost(x: Tensor, cast: Quantized, number: Number) -> Tensor:
-    """How many numbers of x [..., k] a cast made to the format's largest though they are larger by more than its
-    rounding, how many it made to zero, and how many there are: f32 [3].
-    """
-    scale = cast.scale
-    if cast.grain is Grain.SQUARE:
-        scale = scale.repeat_interleave(BLOCK, 0)
-    if cast.grain in (Grain.BLOCK, Grain.SQUARE):
-        scale = scale.repeat_interleave(BLOCK, -1)
-    saturated = (x.abs() > scale * (number.largest * (1 + 2**-8))).sum()
-    flushed = ((x != 0) & (cast.data.float() == 0)).sum()
-    return torch.stack([saturated, flushed, torch.full_like(flushed, x.numel())]).float()
-
-
 def product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     """a [..., m, k] times b [n, k] transposed: [..., m, n] in bf16 or fp32, accumulated in fp32."""
     rows = a.data.reshape(-1, a.shape[-1])
@@ -215,3 +160,63 @@ def _blocks(a: Quantized, rows: Tensor) -> Tensor:
 
 def _column(scale: Tensor, rows: Tensor) -> Tensor:
     return scale.reshape(-1, 1).expand(rows.shape[0], 1).contiguous()
+
+
+Values = Callable[[Tensor, Tensor, float, torch.dtype], Tensor]
+Product = Callable[[Quantized, Quantized, torch.dtype], Tensor]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What goes over a matrix that is cast, `amax` and `values`, and the `product` of two that were."""
+
+    amax: Callable[[Tensor, Grain], Tensor] = amax
+    values: Values = values
+    product: Product = product
+
+
+class TorchLinear:
+    """torch's operators, one after the other."""
+
+    def refusal(self, setting: Setting) -> str | None:
+        return None
+
+    def build(self, setting: Setting) -> Kernels:
+        return Kernels()
+
+
+class CompiledLinear:
+    """A kernel for the largest magnitude, and one that casts."""
+
+    def refusal(self, setting: Setting) -> str | None:
+        if setting.recipe is None:
+            return "casts to fp8, and nothing else"
+        slow = Reluctance("compiling delays the first step on a CPU") if setting.device.is_cpu else None
+        return compiled.refusal(setting.device) or slow
+
+    def build(self, setting: Setting) -> Kernels:
+        return Kernels(compiled.fused(amax), compiled.fused(values))
+
+
+def cast(x: Tensor, scale: Tensor, number: Number, grain: Grain, kernels: Kernels = Kernels()) -> Quantized:
+    """x [..., k] in 8 bits under a scale. What is larger than the format can say becomes its largest number."""
+    factor = 1.0 / scale
+    if grain is Grain.SQUARE:
+        factor = factor.repeat_interleave(BLOCK, 0)
+    if grain in (Grain.BLOCK, Grain.SQUARE):
+        factor = factor.repeat_interleave(BLOCK, -1)
+    return Quantized(kernels.values(x, factor, number.largest, number.dtype), scale, grain)
+
+
+def lost(x: Tensor, cast: Quantized, number: Number) -> Tensor:
+    """How many numbers of x [..., k] a cast made to the format's largest though they are larger by more than its
+    rounding, how many it made to zero, and how many there are: f32 [3].
+    """
+    scale = cast.scale
+    if cast.grain is Grain.SQUARE:
+        scale = scale.repeat_interleave(BLOCK, 0)
+    if cast.grain in (Grain.BLOCK, Grain.SQUARE):
+        scale = scale.repeat_interleave(BLOCK, -1)
+    saturated = (x.abs() > scale * (number.largest * (1 + 2**-8))).sum()
+    flushed = ((x != 0) & (cast.data.float() == 0)).sum()
+    return torch.stack([saturated, flushed, torch.full_like(flushed, x.numel())]).float()

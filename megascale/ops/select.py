@@ -30,8 +30,8 @@ class Reluctance(str):
 @dataclass(frozen=True)
 class Setting:
     """What operations have to serve: a model whose activations have `dtype`, cut over `tp` ranks, on a device, trained
-    by an `optimizer`. `compiled`: as parts of blocks that torch.compile compiles. `eight_bit`: linear layers
-    multiply in 8 bits.
+    by an `optimizer`. `compiled`: as parts of blocks that torch.compile compiles. `recipe`: that of `catalog.recipes`
+    by which linear layers multiply in 8 bits, None if they do not.
     """
 
     model: ModelConfig
@@ -41,15 +41,15 @@ class Setting:
     tp: int = 1
     optimizer: str = "adamw"
     compiled: bool = False
-    eight_bit: bool = False
+    recipe: str | None = None
 
     @classmethod
     def of(cls, config: RunConfig, device: Device) -> Setting:
         """What the operations of a run have to serve."""
         dtype = getattr(torch, PRECISIONS[config.train.precision].facts["compute"])
         tp, optimizer = config.parallel.tp, config.optimizer.name
-        eight_bit = config.train.precision == "fp8"
-        return cls(config.model, config.backends, dtype, device, tp, optimizer, config.train.compile, eight_bit)
+        recipe = config.fp8.recipe if config.train.precision == "fp8" else None
+        return cls(config.model, config.backends, dtype, device, tp, optimizer, config.train.compile, recipe)
 
     def asked(self, operation: str) -> str:
         """The backend that `[backends]` asks for. In a compiled block auto is what the compiler fuses with the rest."""

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from megascale.catalog.backends import BACKENDS
 from megascale.catalog.layers import NORMS
+from megascale.catalog.recipes import RECIPES
 from megascale.comm.group import alone
 from megascale.ops.cross_entropy import Targets
-from megascale.ops.fp8 import Grain, Number, scale_of
+from megascale.ops.fp8 import Grain, Number, Quantized, cast, scale_of
 from megascale.ops.select import BackendError, Reluctance, Setting, select
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2}
@@ -80,14 +81,17 @@ def _judge(operation: str, backend: str, chosen: bool, setting: Setting) -> Verd
 
 
 def difference(operation: str, backend: str, setting: Setting) -> float:
-    """The largest relative difference of the result and the gradients, of each tensor's largest number."""
+    """The largest relative difference of the result and the gradients, of each tensor's largest number; NaN if one of
+    them has a NaN.
+    """
     case = CASES[operation]
     numbers = [tensor.to(setting.device.torch, setting.dtype) for tensor in case.numbers(setting)]
     tested = _results(case, operation, backend, setting, numbers)
     exact = replace(setting, dtype=torch.float64, compiled=False)
     expected = _results(case, operation, "torch", exact, [tensor.double() for tensor in numbers])
     pairs = zip(tested, expected, strict=True)
-    return max(float((ours.double() - true).abs().max() / true.abs().max()) for ours, true in pairs)
+    each = [(ours.double() - true).abs().max() / true.abs().max() for ours, true in pairs]
+    return float(torch.stack(each).max())  # Python's max passes over a NaN that is not the first
 
 
 def _results(case: Case, operation: str, backend: str, setting: Setting, numbers: Sequence[Tensor]) -> list[Tensor]:
@@ -159,21 +163,41 @@ def _loss(cross_entropy: Any, setting: Setting, leaves: list[Tensor]) -> list[Te
     return [loss.view(1), gradient]
 
 
-def _matrix(setting: Setting) -> list[Tensor]:
-    return [_random(TOKENS, setting.model.hidden_size)]
-
-
-def _cast(kernels: Any, setting: Setting, leaves: list[Tensor]) -> list[Tensor]:
-    (x,) = leaves
-    largest = kernels.amax(x, Grain.ROW)
+def _matrices(setting: Setting) -> list[Tensor]:
+    """Their rows and columns grow, so that a scale in the wrong place shows."""
+    k = setting.model.hidden_size
     return [
-        largest,
-        kernels.values(x, 1 / scale_of(largest, Number.E4M3), Number.E4M3.largest, Number.E4M3.dtype).float(),
+        _random(rows, k) * torch.linspace(1, 4, rows).view(rows, 1) * torch.linspace(1, 4, k)
+        for rows in (TOKENS, 2 * TOKENS)
     ]
 
 
+def _multiply(kernels: Any, setting: Setting, leaves: list[Tensor]) -> list[Tensor]:
+    """Casts as a recipe's layers make them, and in eight bits two products: the output, the weight's gradient."""
+    x, weight = leaves
+    facts = RECIPES[setting.recipe or "tensorwise"].facts
+    grain, gradient = Grain(facts["grain"]), Number[facts["gradient"].upper()]
+    square = Grain.SQUARE if grain is Grain.BLOCK else grain
+
+    def made(matrix: Tensor, number: Number, grain: Grain) -> Quantized:
+        return cast(matrix, scale_of(kernels.amax(matrix, grain), number), number, grain, kernels)
+
+    def product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
+        if setting.dtype == torch.float64:
+            return a.dequantized().double() @ b.dequantized().double().t()
+        return kernels.product(a, b, dtype)
+
+    output = made(x, Number.E4M3, grain), made(weight, Number.E4M3, square)
+    back = made(x, gradient, grain), made(weight, Number.E4M3, grain)
+    casts = [factor.dequantized() for factor in (*output, *back)]
+    if setting.recipe is None:
+        return casts
+    wide = torch.float32 if grain is Grain.TENSOR else setting.dtype
+    return [*casts, product(*output, setting.dtype), product(*back, wide)]
+
+
 CASES = {
-    "linear": Case(_matrix, _cast),
+    "linear": Case(_matrices, _multiply),
     "attention": Case(_attention, _differentiated(_attend)),
     "norm": Case(_norm, _differentiated(_normalize)),
     "activation": Case(_activation, _differentiated(lambda activate, setting, leaves: activate(*leaves))),

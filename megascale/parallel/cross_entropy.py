@@ -19,6 +19,7 @@ from torch import Tensor
 from megascale.comm.collectives import pieces_of
 from megascale.layout.loss import loss_chunks
 from megascale.ops.cross_entropy import CrossEntropy, Targets
+from megascale.parallel.numerics import Factor
 from megascale.parallel.overlap import TensorAxis, gathered_products
 from megascale.parallel.vocabulary import VocabularyRange
 from megascale.parallel.weights import add_product
@@ -59,7 +60,7 @@ class _How:
         self, x: Tensor, weight: Tensor, targets: Targets, what: str
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The loss of a part of x, and the gradients of that part, and of the weight unless it has a place."""
-        full, (logits,) = gathered_products(x, [(weight, None)], self.axis, what, x.dtype)
+        full, (logits,) = gathered_products(x, [Factor(weight)], self.axis, what, x.dtype)
         assert isinstance(full, Tensor), "the head multiplies as its tensors are"
         loss, grad = self.cross_entropy(logits.flatten(0, 1), targets, self.axis.group, self.gradient)
         if grad is None:

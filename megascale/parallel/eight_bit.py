@@ -24,7 +24,7 @@ from megascale.comm.group import Group
 from megascale.config.run import RunConfig
 from megascale.layout.chunks import eight_bit_weights
 from megascale.layout.tensors import Parameter
-from megascale.ops.fp8 import Grain, Kernels, Number, Quantized, cast, lost, product, scale_of
+from megascale.ops.fp8 import Grain, Kernels, Number, Quantized, cast, lost, scale_of
 from megascale.parallel.numerics import PLAIN, Name, Numerics, Operand
 from megascale.parallel.overlap import TensorAxis
 from megascale.parallel.weights import add_gradient
@@ -195,6 +195,21 @@ class EightBit:
     def kept(self, x: Tensor, operand: Operand) -> Operand:
         return operand if self._grain is Grain.TENSOR else x
 
+    def linear(self, x: Operand, weight: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        out = self._product(x, weight, dtype)
+        return out if bias is None else out.add_(bias)
+
+    def multiply(
+        self, out: Tensor, x: Operand, weight: Operand, bias: Tensor | None = None, *, add: bool = False
+    ) -> None:
+        found = self._product(x, weight, out.dtype)
+        if add:
+            out.add_(found)
+        elif bias is None:
+            out.copy_(found)
+        else:
+            torch.add(found, bias, out=out)
+
     def along_tokens(self, name: Name, x: Operand) -> Operand:
         if isinstance(x, Quantized):
             return x.t()
@@ -204,11 +219,15 @@ class EightBit:
     def add_gradient(self, weight: Tensor, grad: Operand, x: Operand) -> Tensor | None:
         assert isinstance(grad, Quantized) and isinstance(x, Quantized)
         wide = self._grain is Grain.TENSOR or weight.is_cpu  # on a GPU products by rows end in bf16
-        return add_gradient(weight, product(grad, x, torch.float32 if wide else torch.bfloat16))
+        return add_gradient(weight, self._product(grad, x, torch.float32 if wide else torch.bfloat16))
 
     @property
     def _grain(self) -> Grain:
         return self.scaling.recipe.grain
+
+    def _product(self, x: Operand, weight: Operand, dtype: torch.dtype) -> Tensor:
+        assert isinstance(x, Quantized) and isinstance(weight, Quantized), "both factors are in eight bits, or none"
+        return self.scaling.kernels.product(x, weight, dtype)
 
     def _weights(self, weight: Tensor) -> tuple[Quantized, Quantized]:
         made = self._weight

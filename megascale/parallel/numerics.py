@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megascale.ops.fp8 import Quantized, product
+from megascale.ops.fp8 import Quantized
 from megascale.parallel.weights import add_product
 
 Operand = Tensor | Quantized
@@ -47,6 +47,14 @@ class Numerics(Protocol):
     def across(self, weight: Tensor) -> Operand:
         """The weight's transpose, [k, n]."""
 
+    def linear(self, x: Operand, weight: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """x [..., k] times weight [n, k] transposed, plus bias [n]: [..., n] in `dtype`, that of plain factors."""
+
+    def multiply(
+        self, out: Tensor, x: Operand, weight: Operand, bias: Tensor | None = None, *, add: bool = False
+    ) -> None:
+        """out [..., n] = x [..., k] times weight [n, k] transposed, plus bias, or plus what is there if `add`."""
+
     def along_tokens(self, name: Name, x: Operand) -> Operand:
         """The input or the output's gradient, whole or as it was kept, as it enters the weight's gradient."""
 
@@ -82,6 +90,22 @@ class Plain:
     def across(self, weight: Tensor) -> Operand:
         return weight.t()
 
+    def linear(self, x: Operand, weight: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        assert isinstance(x, Tensor) and isinstance(weight, Tensor)
+        return F.linear(x, weight, bias)
+
+    def multiply(
+        self, out: Tensor, x: Operand, weight: Operand, bias: Tensor | None = None, *, add: bool = False
+    ) -> None:
+        assert isinstance(x, Tensor) and isinstance(weight, Tensor)
+        rows, result = _rows(x), out.view(-1, out.shape[-1])
+        if add:
+            result.addmm_(rows, weight.t())
+        elif bias is None:
+            torch.mm(rows, weight.t(), out=result)
+        else:
+            torch.addmm(bias, rows, weight.t(), out=result)
+
     def along_tokens(self, name: Name, x: Operand) -> Operand:
         return x
 
@@ -93,37 +117,12 @@ class Plain:
 PLAIN = Plain()
 
 
-def linear(x: Operand, weight: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """x [..., k] times weight [n, k] transposed, plus bias [n]: [..., n] in `dtype`, that of operands as they are."""
-    if isinstance(x, Tensor) and isinstance(weight, Tensor):
-        return F.linear(x, weight, bias)
-    out = _product(x, weight, dtype)
-    return out if bias is None else out.add_(bias)
+class Factor(NamedTuple):
+    """A weight [n, k] as it enters a product, a bias [n], and in which numbers they multiply."""
 
-
-def multiply(out: Tensor, x: Operand, weight: Operand, bias: Tensor | None = None, *, add: bool = False) -> None:
-    """out [..., n] = x [..., k] times weight [n, k] transposed, plus bias, or plus what is there if `add`."""
-    if isinstance(x, Tensor) and isinstance(weight, Tensor):
-        rows, result = _rows(x), out.view(-1, out.shape[-1])
-        if add:
-            result.addmm_(rows, weight.t())
-        elif bias is None:
-            torch.mm(rows, weight.t(), out=result)
-        else:
-            torch.addmm(bias, rows, weight.t(), out=result)
-        return
-    found = _product(x, weight, out.dtype)
-    if add:
-        out.add_(found)
-    elif bias is None:
-        out.copy_(found)
-    else:
-        torch.add(found, bias, out=out)
-
-
-def _product(x: Operand, weight: Operand, dtype: torch.dtype) -> Tensor:
-    assert isinstance(x, Quantized) and isinstance(weight, Quantized), "both factors are in eight bits, or none"
-    return product(x, weight, dtype)
+    weight: Operand
+    bias: Tensor | None = None
+    numerics: Numerics = PLAIN
 
 
 def _rows(x: Tensor) -> Tensor:

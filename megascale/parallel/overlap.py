@@ -27,7 +27,7 @@ from megascale.comm.collectives import (
 from megascale.comm.group import Group
 from megascale.comm.pending import DONE, Awaitable
 from megascale.ops.fp8 import Grain, Quantized
-from megascale.parallel.numerics import PLAIN, Numerics, Operand, linear, multiply
+from megascale.parallel.numerics import PLAIN, Factor, Numerics, Operand
 
 PIECES = 4
 """Most pieces of a collective: with p of them about 1/p of its time stays exposed."""
@@ -42,10 +42,6 @@ class Layer(NamedTuple):
     weight: Tensor
     bias: Tensor | None = None
     numerics: Numerics = PLAIN
-
-
-Factor = tuple[Operand, Tensor | None]
-"""A weight [n, k] as it enters a product, and a bias [n]."""
 
 
 @dataclass(frozen=True)
@@ -132,15 +128,15 @@ def gathered_products(
     also = also or (lambda full, rows: None)
     pieces = axis.pieces(part) if axis.cut else 0
     full: Operand
-    if axis.by_symmetric_memory([part], [weight for weight, _ in layers]) and isinstance(part, Tensor):
-        matrices = [weight.t() for weight, _ in layers if isinstance(weight, Tensor)]
+    if axis.by_symmetric_memory([part], [layer.weight for layer in layers]) and isinstance(part, Tensor):
+        matrices = [weight.t() for weight, _, _ in layers if isinstance(weight, Tensor)]
         full, products = symmetric.all_gather_matmul(axis.group, part.contiguous(), matrices, what=what)
         pairs = zip(products, layers, strict=True)
-        products = [product if bias is None else product.add_(bias) for product, (_, bias) in pairs]
+        products = [product if bias is None else product.add_(bias) for product, (_, bias, _) in pairs]
     elif not pieces:
         full, _ = axis.gather_operand(part, what)
         factor = arrived(full)
-        products = [linear(factor, weight, bias, dtype) for weight, bias in layers]
+        products = [numerics.linear(factor, weight, bias, dtype) for weight, bias, numerics in layers]
     else:
         return _products_of_pieces(part, layers, axis, what, pieces, dtype, also, arrived)
     also(full, slice(0, full.shape[0]))
@@ -163,13 +159,13 @@ def _products_of_pieces(
     full: Operand = received
     if isinstance(part, Quantized):
         full = Quantized(received.view(part.data.dtype), axis.gather_scale(part, what), part.grain)
-    products = [received.new_empty(*full.shape[:-1], weight.shape[0], dtype=dtype) for weight, _ in layers]
+    products = [received.new_empty(*full.shape[:-1], weight.shape[0], dtype=dtype) for weight, _, _ in layers]
     for number, (ready, pending) in enumerate(all_gather_pieces(axis.group, received, sent, pieces, what=what)):
         pending.wait()
         for rows in ready:
             factor = arrived(full[rows])
-            for product, (weight, bias) in zip(products, layers, strict=True):
-                multiply(product[rows], factor, weight, bias)
+            for product, (weight, bias, numerics) in zip(products, layers, strict=True):
+                numerics.multiply(product[rows], factor, weight, bias)
         if number == 0:  # this rank's own
             also(full, slice(n * axis.index, n * (axis.index + 1)))
     for rows in (slice(0, n * axis.index), slice(n * (axis.index + 1), n * axis.size)):
@@ -179,19 +175,20 @@ def _products_of_pieces(
 
 
 def reduced_product(
-    inputs: Sequence[Operand], weights: Sequence[Operand], axis: TensorAxis, what: str, dtype: torch.dtype
+    inputs: Sequence[Operand], layers: Sequence[Factor], axis: TensorAxis, what: str, dtype: torch.dtype
 ) -> Tensor:
     """The sum, over ranks and over inputs [s, b, k], of input times its weight [n, k] transposed: [s, b, n], or this
-    rank's [s / tp, b, n] if activations are cut, in `dtype`.
+    rank's [s / tp, b, n] if activations are cut, in `dtype`. Without biases: each rank would add them.
     """
-    x, matrix = inputs[0], weights[0]
-    if axis.by_symmetric_memory(inputs, weights) and isinstance(x, Tensor) and isinstance(matrix, Tensor):
+    x, matrix = inputs[0], layers[0].weight
+    plain = axis.by_symmetric_memory(inputs, [layer.weight for layer in layers])
+    if plain and isinstance(x, Tensor) and isinstance(matrix, Tensor):
         return symmetric.matmul_reduce_scatter(axis.group, x, matrix.t(), what=what)
     full = x.new_empty(*x.shape[:-1], matrix.shape[0], dtype=dtype)
 
     def form(rows: slice) -> None:
-        for number, (x, weight) in enumerate(zip(inputs, weights, strict=True)):
-            multiply(full[rows], x[rows], weight, add=number > 0)
+        for number, (x, (weight, _, numerics)) in enumerate(zip(inputs, layers, strict=True)):
+            numerics.multiply(full[rows], x[rows], weight, add=number > 0)
 
     part = full[: full.shape[0] // axis.size]
     pieces = axis.pieces(part if axis.sequence else full)

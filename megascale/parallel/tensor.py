@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from megascale.ops.fp8 import Grain, Quantized
-from megascale.parallel.numerics import Numerics, Operand, linear, multiply
-from megascale.parallel.overlap import Factor, Layer, TensorAxis, gathered_products, reduced_product
+from megascale.parallel.numerics import Factor, Numerics, Operand
+from megascale.parallel.overlap import Layer, TensorAxis, gathered_products, reduced_product
 from megascale.parallel.recompute import Again
 from megascale.parallel.weights import add_sum
 
@@ -76,7 +76,7 @@ class _Columns(torch.autograd.Function):
         ctx.axis, ctx.what, ctx.numerics = axis, what, numerics
         weights, biases = _layers(tensors)
         operand = numerics[0].input(x)
-        factors = [(n.weight(w), bias) for n, w, bias in zip(numerics, weights, biases, strict=True)]
+        factors = [Factor(n.weight(w), bias, n) for n, w, bias in zip(numerics, weights, biases, strict=True)]
         _, products = gathered_products(operand, factors, axis, what, x.dtype)
         _keep(ctx, [numerics[0].kept(x, operand)], [again], tensors)
         return tuple(products)
@@ -91,9 +91,9 @@ class _Columns(torch.autograd.Function):
         factors = [n.gradient(grad) for n, grad in zip(ctx.numerics, grads, strict=True)]  # may communicate: first
         full, gathering = axis.gather_operand(x, f"{ctx.what} again", wait=not axis.overlap)
         into = [n.across(weight) for n, weight in zip(ctx.numerics, weights, strict=True)]
-        grad_x = linear(factors[0], into[0], None, grads[0].dtype)
-        for factor, matrix in zip(factors[1:], into[1:], strict=True):
-            multiply(grad_x, factor, matrix, add=True)
+        grad_x = ctx.numerics[0].linear(factors[0], into[0], None, grads[0].dtype)
+        for n, factor, matrix in zip(ctx.numerics[1:], factors[1:], into[1:], strict=True):
+            n.multiply(grad_x, factor, matrix, add=True)
         grad_x, reducing = axis.reduce(grad_x, f"{ctx.what} gradient", wait=not axis.overlap)
         gathering.wait()
         shared = ctx.numerics[0].along_tokens("input", full)
@@ -117,7 +117,7 @@ class _Rows(torch.autograd.Function):
         if not value:
             rows, batch, _ = inputs[0].shape
             return inputs[0].new_zeros(()).expand(rows // (axis.size if axis.cut else 1), batch, len(weights[0]))
-        factors = [n.weight(weight) for n, weight in zip(numerics, weights, strict=True)]
+        factors = [Factor(n.weight(weight), None, n) for n, weight in zip(numerics, weights, strict=True)]
         out = reduced_product(operands, factors, axis, what, inputs[0].dtype)
         for bias in biases:
             if bias is not None:
@@ -142,7 +142,7 @@ class _Rows(torch.autograd.Function):
                 product, before = n.add_gradient(weight, shared, n.along_tokens("input", x[rows])), sums[i]
                 sums[i] = product if product is None or before is None else before + product
 
-        into: list[Factor] = [(n.across(weight), None) for n, weight in zip(numerics, weights, strict=True)]
+        into = [Factor(n.across(weight), None, n) for n, weight in zip(numerics, weights, strict=True)]
         also = add if first.piecewise else None
         travelling = first.travelling(part)
         full, products = gathered_products(

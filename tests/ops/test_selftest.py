@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor
 
 from megascale.catalog.backends import BACKENDS
+from megascale.catalog.recipes import RECIPES
 from megascale.core.registry import Card, Registry
+from megascale.ops.fp8 import Kernels, Quantized, TorchLinear, product
 from megascale.ops.norm import rms_norm
 from megascale.ops.select import Reluctance, Setting
 from megascale.ops.selftest import CASES, TOLERANCES, Verdict, difference, examine
@@ -54,6 +57,14 @@ class Nan(Backend):
         return rms_norm(x, weight, bias, eps) * float("nan")
 
 
+class NanGradient(Backend):
+    """Its result is right."""
+
+    def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        weight.register_hook(lambda gradient: gradient * float("nan"))
+        return rms_norm(x, weight, bias, eps)
+
+
 class Refuses(Backend):
     def refusal(self, setting: Setting) -> str | None:
         return "needs a GPU"
@@ -65,6 +76,17 @@ class Refuses(Backend):
 class Reluctant(Backend):
     def refusal(self, setting: Setting) -> str | None:
         return Reluctance("would rather not")
+
+
+def transposed(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
+    return product(b, a, dtype).reshape(a.shape[0], b.shape[0])
+
+
+class WrongProduct(TorchLinear):
+    """A result in columns taken for one in rows."""
+
+    def build(self, setting: Setting) -> Kernels:
+        return Kernels(product=transposed)
 
 
 def verdict_of(body: type, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype = torch.float32) -> Verdict:
@@ -92,8 +114,9 @@ def test_what_raises_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdict.error == "RuntimeError: an illegal memory access"
 
 
-def test_nan_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert verdict_of(Nan, monkeypatch).error == "gives NaN"
+@pytest.mark.parametrize("body", [Nan, NanGradient])
+def test_nan_fails(body: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert verdict_of(body, monkeypatch).error == "gives NaN"
 
 
 def test_what_refuses_is_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,6 +138,24 @@ def test_torch_passes(operation: str, dtype: torch.dtype, model: dict[str, Any])
     found = difference(operation, "torch", setting(dtype, tp=2, **model))
     assert (found == 0) == (dtype == torch.float64 or operation == "linear")  # a cast rounds equal numbers alike
     assert found < TOLERANCES[dtype] / 2
+
+
+def eight_bit(recipe: str, dtype: torch.dtype = torch.bfloat16) -> Setting:
+    return replace(setting(dtype, hidden_size=256), recipe=recipe)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.names())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_in_eight_bits_are_tested(recipe: str, dtype: torch.dtype) -> None:
+    assert 0 < difference("linear", "torch", eight_bit(recipe, dtype)) < TOLERANCES[dtype] / 5
+
+
+def test_a_wrong_product_in_eight_bits_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    bodies = {"it": "tests.ops.test_selftest:WrongProduct", "torch": "megascale.ops.fp8:TorchLinear"}
+    cards = [Card(name, "", body) for name, body in bodies.items()]
+    monkeypatch.setitem(BACKENDS, "linear", Registry("linear backend", "none", cards))
+    wrong, right = examine("linear", eight_bit("tensorwise")).verdicts
+    assert wrong.failed and wrong.difference is not None and not right.failed
 
 
 def test_every_operation_with_a_gradient_has_a_test() -> None:

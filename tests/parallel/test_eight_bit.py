@@ -18,7 +18,7 @@ from megascale.core.rank import Rank
 from megascale.layout.chunks import eight_bit_weights
 from megascale.layout.topology import Topology
 from megascale.model.parts import Linear
-from megascale.ops.fp8 import Grain, Quantized
+from megascale.ops.fp8 import Grain, Kernels, Quantized, product
 from megascale.parallel.eight_bit import EightBit, Scaling, numerics_of
 from megascale.parallel.overlap import Layer, TensorAxis
 from megascale.parallel.tensor import row_linear
@@ -189,6 +189,27 @@ def count_weight_casts(rank: Rank, config: RunConfig) -> list[int]:
         counts.append(0)
         train_step(run, run.train.batch(run.progress.samples))
     return counts
+
+
+@recipes
+def test_every_product_in_8_bits_is_the_backends(recipe: str, tmp_path: Path) -> None:
+    config = configured(tmp_path, recipe, batch__global=2, batch__micro=1)
+    (count,) = run_world(1, count_products, config)
+    assert count == 3 * 8 * 2  # output, input's and weight's gradient, 8 layers, 2 micro-batches
+
+
+def count_products(rank: Rank, config: RunConfig) -> int:
+    from megascale.train.step import train_step
+
+    run, formats = build_run(rank, config), []
+
+    def counting(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
+        formats.append(dtype)
+        return product(a, b, dtype)
+
+    run.scaling.kernels = Kernels(product=counting)
+    train_step(run, run.train.batch(run.progress.samples))
+    return len(formats)
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
