@@ -12,13 +12,18 @@ from dataclasses import dataclass
 from enum import Enum
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
+from megascale.catalog.recipes import RECIPES
 from megascale.ops import compiled
 from megascale.ops.select import Reluctance, Setting
 
 BLOCK = 128
 """Numbers that share a scale in a block (DeepSeek-V3, 3.3)."""
+
+SMALLEST = 2.0**-126
+"""Of scales: fp32's smallest number that is not subnormal."""
 
 
 class Number(Enum):
@@ -49,12 +54,14 @@ class Grain(Enum):
 class Quantized:
     """A matrix in 8 bits: `data` [..., k] times `scale` are about the original.
 
-    `scale`, fp32: [], [..., 1], [..., k / BLOCK] or, of a square grain, [m / BLOCK, k / BLOCK].
+    `scale`, fp32: [], [..., 1], [..., k / BLOCK] or, of a square grain, [m / BLOCK, k / BLOCK]. `fast`: as a second
+    factor, sums may be kept in the fewer bits than fp32's in which tensor cores are fastest.
     """
 
     data: Tensor
     scale: Tensor
     grain: Grain
+    fast: bool = False
 
     @property
     def shape(self) -> torch.Size:
@@ -79,12 +86,14 @@ class Quantized:
 
     def dequantized(self) -> Tensor:
         """About the original, in fp32."""
-        scale = self.scale
-        if self.grain is Grain.SQUARE:
-            scale = scale.repeat_interleave(BLOCK, 0)
-        if self.grain in (Grain.BLOCK, Grain.SQUARE):
-            scale = scale.repeat_interleave(BLOCK, -1)
-        return self.data.float() * scale
+        return self.data.float() * _spread(self.scale, self.grain)
+
+
+def _spread(scale: Tensor, grain: Grain) -> Tensor:
+    """Scales in a shape that broadcasts to what they belong to."""
+    if grain is Grain.SQUARE:
+        scale = scale.repeat_interleave(BLOCK, 0)
+    return scale.repeat_interleave(BLOCK, -1) if grain in (Grain.BLOCK, Grain.SQUARE) else scale
 
 
 def amax(x: Tensor, grain: Grain) -> Tensor:
@@ -103,12 +112,11 @@ def amax(x: Tensor, grain: Grain) -> Tensor:
     return found.float()
 
 
-def scale_of(largest: Tensor, number: Number, margin: float = 1.0) -> Tensor:
-    """The scale under which `largest` becomes the largest number of a format, divided by `margin`. 1 for zeros; not
-    finite if `largest` is not, and then every product is not either.
+def scale_of(largest: Tensor, number: Number) -> Tensor:
+    """The scale under which `largest` becomes the largest number of a format, or less where the scale's inverse would
+    not be finite. 1 for zeros; not finite if `largest` is not, and then every product is not either.
     """
-    scale = largest * (margin / number.largest)
-    return torch.where(scale == 0, 1.0, scale)
+    return torch.where(largest == 0, 1.0, (largest / number.largest).clamp(min=SMALLEST))
 
 
 def values(x: Tensor, factor: Tensor, largest: float, dtype: torch.dtype) -> Tensor:
@@ -119,43 +127,45 @@ def values(x: Tensor, factor: Tensor, largest: float, dtype: torch.dtype) -> Ten
 def product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     """a [..., m, k] times b [n, k] transposed: [..., m, n] in bf16 or fp32, accumulated in fp32."""
     rows = a.data.reshape(-1, a.shape[-1])
-    if Grain.TENSOR is a.grain is b.grain:
-        out = _by_tensors(rows, b.data, a.scale, b.scale, dtype)
-    elif a.grain in (Grain.TENSOR, Grain.ROW) and b.grain in (Grain.TENSOR, Grain.ROW):
-        out = _by_rows(rows, b.data, _column(a.scale, rows), _column(b.scale, b.data), dtype)
-    else:
-        out = _by_blocks(rows, b, _blocks(a, rows), dtype)
+    if a.grain is Grain.BLOCK:
+        out = _by_blocks(rows, b, a.scale.reshape(rows.shape[0], -1), dtype)
+    elif Grain.TENSOR is a.grain is b.grain and not rows.is_cpu:
+        out = _scaled(rows, b.data, a.scale, b.scale, dtype, b.fast)
+    else:  # torch's product under one scale is a loop on CPUs, a thousand times slower than the one by rows
+        out = _scaled(rows, b.data, _column(a.scale, rows), _column(b.scale, b.data).t(), dtype, b.fast)
     return out.view(*a.shape[:-1], b.shape[0])
 
 
-def _by_tensors(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
-    if a.is_cpu:  # torch's product under one scale is a loop there, a thousand times slower than the one by rows
-        return _by_rows(a, b, _column(scale_a, a), _column(scale_b, b), dtype)
-    return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=dtype)
-
-
-def _by_rows(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scales [m, 1] and [n, 1]."""
-    return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b.t(), out_dtype=dtype)
+def _scaled(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    """Scales [] both, [m, 1] and [1, n], or, on some GPUs, of blocks, as `_by_blocks` has them."""
+    return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast)
 
 
 def _by_blocks(a: Tensor, b: Quantized, scale_a: Tensor, dtype: torch.dtype) -> Tensor:
-    """A product for each block of k, added up in fp32. Scales [m, k / BLOCK] of a."""
+    """Scales [m, k / BLOCK] of a."""
+    aligned = a.shape[0] % 4 == 0 and (b.grain is Grain.BLOCK or b.scale.shape[1] % 4 == 0)  # to 16 bytes, for cuBLAS
+    multiply = _block_by_block if a.is_cpu or not aligned else _blocks_at_once
+    return multiply(a, b, scale_a, dtype)
+
+
+def _blocks_at_once(a: Tensor, b: Quantized, scale_a: Tensor, dtype: torch.dtype) -> Tensor:
+    """By cuBLAS, which reads the scales of rows block by block, those of squares as they lie."""
+    scale_b = b.scale.t() if b.grain is Grain.SQUARE else b.scale.t().contiguous()
+    return _scaled(a, b.data, scale_a.t().contiguous().t(), scale_b, dtype)
+
+
+def _block_by_block(a: Tensor, b: Quantized, scale_a: Tensor, dtype: torch.dtype) -> Tensor:
+    """A product for each block of k, added up in fp32."""
     scale_b = b.scale.repeat_interleave(BLOCK, 0) if b.grain is Grain.SQUARE else b.scale
     total: Tensor | None = None
     for block in range(a.shape[1] // BLOCK):
         columns = slice(block * BLOCK, (block + 1) * BLOCK)
         along_a, along_b = (scale[:, block : block + 1].contiguous() for scale in (scale_a, scale_b))
         parts = a[:, columns].contiguous(), b.data[:, columns].contiguous()
-        part = _by_rows(*parts, along_a, along_b, torch.float32)
+        part = _scaled(*parts, along_a, along_b.t(), torch.float32)
         total = part if total is None else total.add_(part)
     assert total is not None
     return total.to(dtype)
-
-
-def _blocks(a: Quantized, rows: Tensor) -> Tensor:
-    assert a.grain is Grain.BLOCK, "the first factor has blocks along its rows"
-    return a.scale.reshape(rows.shape[0], -1)
 
 
 def _column(scale: Tensor, rows: Tensor) -> Tensor:
@@ -179,7 +189,7 @@ class TorchLinear:
     """torch's operators, one after the other."""
 
     def refusal(self, setting: Setting) -> str | None:
-        return None
+        return _unable(setting)
 
     def build(self, setting: Setting) -> Kernels:
         return Kernels()
@@ -192,19 +202,29 @@ class CompiledLinear:
         if setting.recipe is None:
             return "casts to fp8, and nothing else"
         slow = Reluctance("compiling delays the first step on a CPU") if setting.device.is_cpu else None
-        return compiled.refusal(setting.device) or slow
+        return _unable(setting) or compiled.refusal(setting.device) or slow
 
     def build(self, setting: Setting) -> Kernels:
         return Kernels(compiled.fused(amax), compiled.fused(values))
 
 
+def _unable(setting: Setting) -> str | None:
+    """What torch's products in 8 bits lack on a GPU; None if nothing."""
+    if setting.recipe is None or setting.device.is_cpu:
+        return None
+    capability = setting.device.capability
+    if capability < (8, 9):
+        return "products in 8 bits need a GPU of compute capability 8.9 or more"
+    if Grain(RECIPES[setting.recipe].facts["grain"]) is Grain.BLOCK:
+        cuda = Version(torch.version.cuda or "0")
+        if capability[0] != 9 or cuda < Version("12.9") or Version(torch.__version__) < Version("2.9"):
+            return "products by blocks need a GPU of compute capability 9, CUDA 12.9 and torch 2.9"
+    return None
+
+
 def cast(x: Tensor, scale: Tensor, number: Number, grain: Grain, kernels: Kernels = Kernels()) -> Quantized:
     """x [..., k] in 8 bits under a scale. What is larger than the format can say becomes its largest number."""
-    factor = 1.0 / scale
-    if grain is Grain.SQUARE:
-        factor = factor.repeat_interleave(BLOCK, 0)
-    if grain in (Grain.BLOCK, Grain.SQUARE):
-        factor = factor.repeat_interleave(BLOCK, -1)
+    factor = _spread(1.0 / scale, grain)
     return Quantized(kernels.values(x, factor, number.largest, number.dtype), scale, grain)
 
 
@@ -212,11 +232,6 @@ def lost(x: Tensor, cast: Quantized, number: Number) -> Tensor:
     """How many numbers of x [..., k] a cast made to the format's largest though they are larger by more than its
     rounding, how many it made to zero, and how many there are: f32 [3].
     """
-    scale = cast.scale
-    if cast.grain is Grain.SQUARE:
-        scale = scale.repeat_interleave(BLOCK, 0)
-    if cast.grain in (Grain.BLOCK, Grain.SQUARE):
-        scale = scale.repeat_interleave(BLOCK, -1)
-    saturated = (x.abs() > scale * (number.largest * (1 + 2**-8))).sum()
+    saturated = (x.abs() > _spread(cast.scale, cast.grain) * (number.largest * (1 + 2**-8))).sum()
     flushed = ((x != 0) & (cast.data.float() == 0)).sum()
     return torch.stack([saturated, flushed, torch.full_like(flushed, x.numel())]).float()

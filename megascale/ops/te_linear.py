@@ -85,7 +85,7 @@ def product_of() -> Product:
             _record(a),
             out_dtype=dtype,
             layout="TN",  # k is the last dimension of both
-            use_split_accumulator=True,  # sums in fp32
+            use_split_accumulator=not b.fast or b.grain is not Grain.TENSOR,  # sums in fp32
         )
         return out.view(*a.shape[:-1], b.shape[0])
 

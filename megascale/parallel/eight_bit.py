@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -218,7 +218,7 @@ class EightBit:
 
     def add_gradient(self, weight: Tensor, grad: Operand, x: Operand) -> Tensor | None:
         assert isinstance(grad, Quantized) and isinstance(x, Quantized)
-        wide = self._grain is Grain.TENSOR or weight.is_cpu  # on a GPU products by rows end in bf16
+        wide = self._grain is not Grain.ROW or weight.is_cpu  # not every GPU has products by rows that end in fp32
         return add_gradient(weight, self._product(grad, x, torch.float32 if wide else torch.bfloat16))
 
     @property
@@ -236,6 +236,7 @@ class EightBit:
             square = Grain.SQUARE if self._grain is Grain.BLOCK else self._grain
             cut = self.axis.size > 1
             along = self._cast("weight", weight, cut=cut, cut_last=cut and self.split == 1, grain=square)
+            along = replace(along, fast=True)  # outputs: no sum over micro-batches adds up their errors
             if square is Grain.ROW:
                 turned = weight.t().contiguous()
                 across = self._cast("weight", turned, cut=cut, cut_last=cut and self.split == 0, again=True)

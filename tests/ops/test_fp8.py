@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megascale.ops.fp8 import BLOCK, Grain, Number, Quantized, amax, cast, lost, product, scale_of
+from megascale.device import Device
+from megascale.ops import fp8
+from megascale.ops.fp8 import BLOCK, Grain, Number, Quantized, TorchLinear, amax, cast, lost, product, scale_of
+from tests.ops.settings import GPU, setting
 
 M, K, N = 256, 384, 128
 
@@ -92,10 +96,69 @@ def test_what_is_not_finite_stays_so(grain: Grain, value: float, number: Number)
     assert grain is Grain.TENSOR or bool(out[:3].isfinite().all())
 
 
+@given(st.floats(0, 1e-30), st.sampled_from([Grain.TENSOR, Grain.ROW, Grain.BLOCK]), st.sampled_from(list(Number)))
+@example(1e-36, Grain.ROW, Number.E4M3)
+@example(1e-45, Grain.BLOCK, Number.E5M2)
+def test_what_is_next_to_zero_stays_next_to_zero(size: float, grain: Grain, number: Number) -> None:
+    x = torch.zeros(2, BLOCK)
+    x[0, 5] = size
+    found = quantize(x, grain, number).dequantized()
+    assert 0 <= float(found[0, 5]) <= 1.1 * size and not found.count_nonzero() > 1
+
+
 @given(st.floats(1e-30, 1e30), st.sampled_from(list(Number)))
 def test_the_largest_magnitude_is_kept_exactly_at_any_size(size: float, number: Number) -> None:
     x = torch.tensor([[size, -size / 2, 0.0, size / 4]], dtype=torch.float32)
     torch.testing.assert_close(quantize(x, Grain.TENSOR, number).dequantized(), x, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("grain", [Grain.SQUARE, Grain.BLOCK])
+def test_blocks_are_multiplied_at_once_on_a_gpu(grain: Grain, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = quantize(normal(M, 4 * BLOCK), Grain.BLOCK), quantize(normal(N, 4 * BLOCK, seed=1), grain)
+    expected = product(a, b, torch.float32)
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    found = fp8._blocks_at_once(a.data, b, a.scale, torch.float32)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+
+
+def scaled_mm(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, out_dtype: torch.dtype, use_fast_accum: bool
+) -> Tensor:
+    """Stands for torch's operator, which finds out what scales are by their shapes and strides (ScaledBlas.cpp)."""
+
+    def of(scale: Tensor, rows: int, blocks: int) -> Grain:
+        if scale.shape == (rows, blocks) and scale.stride() == (1, rows):
+            return Grain.BLOCK
+        assert scale.shape == (rows / BLOCK, blocks) and scale.is_contiguous()
+        return Grain.SQUARE
+
+    assert not use_fast_accum, "there is none by blocks"
+    assert a.is_contiguous() and b.t().is_contiguous()
+    (m, k), n = a.shape, b.shape[1]
+    first = Quantized(a, scale_a, of(scale_a, m, k // BLOCK))
+    second = Quantized(b.t(), scale_b.t(), of(scale_b.t(), n, k // BLOCK))
+    return (first.dequantized() @ second.dequantized().t()).to(out_dtype)
+
+
+H100, BLACKWELL, ADA, AMPERE = (9, 0), (10, 0), (8, 9), (8, 0)
+
+
+@pytest.mark.parametrize(
+    ("capability", "cuda", "recipe", "able"),
+    [
+        (AMPERE, "12.9", "tensorwise", False), (AMPERE, "12.9", None, True), (ADA, "12.4", "tensorwise", True),
+        (ADA, "12.9", "blockwise", False), (H100, "12.9", "blockwise", True), (H100, "13.0", "blockwise", True),
+        (H100, "12.8", "blockwise", False), (H100, "12.6", "rowwise", True), (BLACKWELL, "13.0", "blockwise", False),
+        (BLACKWELL, "13.0", "mu_unit", True),
+    ],
+)  # fmt: skip
+def test_a_gpu_that_cannot_multiply_is_refused(
+    capability: tuple[int, int], cuda: str, recipe: str | None, able: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(Device, "capability", capability)
+    reason = TorchLinear().refusal(replace(setting(torch.bfloat16, GPU), recipe=recipe))
+    assert (reason is None) == able, reason
 
 
 def test_zeros_stay_zeros() -> None:
