@@ -66,11 +66,12 @@ def test_an_output_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1600)
 @pytest.mark.skipif(bool(missing()), reason=missing())
 def test_it_measures(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "megascale", "bench", "overlap", "--axes", "tp", "--rounds", "1", "--steps", "4"]
     done = subprocess.run(
-        [*command, "--json", "--output", str(tmp_path)], capture_output=True, text=True, check=False, timeout=500
+        [*command, "--json", "--output", str(tmp_path)], capture_output=True, text=True, check=False, timeout=1500
     )
     assert done.returncode == 0, done.stderr
     (found,) = json.loads(done.stdout)["results"]
