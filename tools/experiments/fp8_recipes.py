@@ -20,6 +20,9 @@ KEYS = (*ONE_PROCESS, "batch.global=4", "optimizer.lr=5e-4", "optimizer.min_lr=5
 alone stay together.
 """
 
+EIGHT = ("train.precision=fp8", "backends.linear=emulate")
+"""Emulated, for CPUs multiply in 8 bits slowly; tests/ops/test_fp8.py holds that the products are the same."""
+
 WIDE = {"bf16": ("train.precision=bf16",), "bf16 otherwise rounded": ("train.precision=bf16", "batch.micro=4"),
         "fp32": ("train.precision=fp32",)}  # fmt: skip
 """What the recipes are to be compared with; the second forms the sums of gradients over other micro-batches."""
@@ -36,7 +39,7 @@ def main() -> None:
     options = parser.parse_args()
     curves: dict[str, Curve] = {}
     for name in options.runs:
-        keys = WIDE.get(name) or ("train.precision=fp8", f"fp8.recipe={name}")
+        keys = WIDE.get(name) or (*EIGHT, f"fp8.recipe={name}")
         words = (*KEYS, f"train.steps={options.steps}", *keys)
         curves[name] = train(CONFIG, name.replace(" ", "-"), options.output, words)
         print(table(list(rows(curves)), ("numbers", "validation loss", "against bf16")), flush=True)
