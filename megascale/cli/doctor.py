@@ -8,15 +8,15 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
 import textwrap
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import megascale
-from megascale.config.explain import load
+from megascale.config.explain import load, load_tree
 from megascale.config.run import RunConfig
 from megascale.core.errors import Exit
 from megascale.core.units import format_bytes, format_flops
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from megascale.device import Device
     from megascale.ops.selftest import Examination, Verdict
 
+BUILT_IN = "the built-in model"
 LLAMA_LIKE = """
 name = "llama-like"
 [model]
@@ -45,6 +46,9 @@ tie_embeddings = false
 global = 8
 [train]
 steps = 10
+[fp8]
+bf16_first = 0
+bf16_last = 0
 [optimizer]
 lr = 1e-3
 [data]
@@ -93,10 +97,8 @@ def configurations(path: str | None, overrides: Sequence[str]) -> dict[str, RunC
     elif path:
         given = load(path, overrides)
         return {given.train.precision: given}
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "built-in.toml")
-        file.write_text(LLAMA_LIKE, encoding="utf-8")
-        loaded = [load(str(file), [f"train.precision={name}", *overrides]) for name in ("fp32", "bf16")]
+    asked = [[f"train.precision={name}", *overrides] for name in ("fp32", "bf16")]
+    loaded = [load_tree(tomllib.loads(LLAMA_LIKE), BUILT_IN, words) for words in asked]
     return {config.train.precision: config for config in loaded}
 
 

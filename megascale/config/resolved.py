@@ -19,7 +19,7 @@ def to_toml(config: RunConfig) -> str:
     return "\n".join(lines) + "\n"
 
 
-REPEATED = ("model", "batch", "train", "optimizer", "data")
+REPEATED = ("model", "batch", "train", "fp8", "optimizer", "data")
 """The sections that the losses of a run follow from; the others only say how and where it is computed."""
 
 

@@ -149,7 +149,7 @@ def eight_bits(c: Any) -> Iterator[Finding]:
         return
     if c.fp8.bf16_first + c.fp8.bf16_last >= m.num_layers:
         found = f"the first {c.fp8.bf16_first} and last {c.fp8.bf16_last} of {m.num_layers} layers leave none in fp8"
-        yield Finding("fp8.bf16_first", found, "fewer, or train.precision = bf16")
+        yield Finding("fp8.bf16_first", found, "bf16_first = 0 and bf16_last = 0, or train.precision = bf16")
     unit = RECIPES[c.fp8.recipe].facts["multiple"]
     head = m.head_dim
     for key, number, what in (

@@ -117,6 +117,15 @@ def test_settings_need_no_file(words: list[str]) -> None:
         assert config.model.num_heads == (2 if len(words) == 2 else 4)
 
 
+def test_the_built_in_model_in_eight_bits(capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = answer(capsys, "train.precision=fp8", "fp8.recipe=rowwise")
+    assert status == 0
+    linear = verdicts(found, "fp8", "linear")
+    assert linear["torch"]["chosen"] and 0 < linear["torch"]["difference"] < 3e-2
+    assert main(["doctor", "train.precision=fp8", "fp8.recipe=blockwise"]) == 2
+    assert "the built-in model  model.ffn_size" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_with_a_compiler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("CXX")

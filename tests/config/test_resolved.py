@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from megascale.catalog.decays import DECAYS
 from megascale.config.explain import load
-from megascale.config.resolved import to_toml
+from megascale.config.resolved import changes, to_toml
 from megascale.config.run import RunConfig
-from tests.runs import FAMILIES, settings
+from tests.runs import FAMILIES, config_of, settings
 
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", fullmatch=True)
 SIZES = st.integers(1, 10**9)
@@ -140,3 +140,11 @@ def _write(folder: Path, tree: dict[str, Any]) -> Path:
     path = folder / "run.toml"
     path.write_text(_toml(tree), encoding="utf-8")
     return path
+
+
+def test_what_changes_a_run_is_told(folder: Path) -> None:
+    tree = settings(FAMILIES["llama"], folder, train__precision="fp8", fp8__bf16_first=0, fp8__recipe="delayed")
+    saved, found = config_of(tree, folder), config_of(tree | {"fp8": {"recipe": "tensorwise", "history": 4}}, folder)
+    assert changes(saved.model_dump(by_alias=True, mode="json"), found) == [
+        'fp8.recipe "delayed" -> "tensorwise"', "fp8.history 16 -> 4", "fp8.bf16_first 0 -> 1",
+    ]  # fmt: skip
