@@ -74,7 +74,6 @@ LINEAR_BACKENDS = Registry(
         Card("te", "Transformer Engine's products in fp8, and its casts", "megascale.ops.te_linear:EngineLinear"),
         Card("compile", "torch's products; casts to fp8 by torch.compile", "megascale.ops.fp8:CompiledLinear"),
         Card("torch", "torch's products; casts to fp8 by torch's operators", "megascale.ops.fp8:TorchLinear"),
-        Card("emulate", "fp8 by products in fp32 of what was cast", "megascale.ops.fp8:EmulatedLinear"),
     ],
 )
 

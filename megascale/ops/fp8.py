@@ -172,9 +172,6 @@ def _column(scale: Tensor, rows: Tensor) -> Tensor:
     return scale.reshape(-1, 1).expand(rows.shape[0], 1).contiguous()
 
 
-ONLY = "is for fp8, and nothing else"
-"""Why a backend does not serve products in other numbers."""
-
 Values = Callable[[Tensor, Tensor, float, torch.dtype], Tensor]
 Product = Callable[[Quantized, Quantized, torch.dtype], Tensor]
 
@@ -203,29 +200,12 @@ class CompiledLinear:
 
     def refusal(self, setting: Setting) -> str | None:
         if setting.recipe is None:
-            return ONLY
+            return "casts to fp8, and nothing else"
         slow = Reluctance("compiling delays the first step on a CPU") if setting.device.is_cpu else None
         return _unable(setting) or compiled.refusal(setting.device) or slow
 
     def build(self, setting: Setting) -> Kernels:
         return Kernels(compiled.fused(amax), compiled.fused(values))
-
-
-class EmulatedLinear:
-    """Products in fp32 of what was cast, for devices that cannot multiply in 8 bits or, as CPUs, do so slowly."""
-
-    def refusal(self, setting: Setting) -> str | None:
-        if setting.recipe is None:
-            return ONLY
-        return Reluctance("multiplies in fp32, to see what a recipe does to a loss")
-
-    def build(self, setting: Setting) -> Kernels:
-        return Kernels(product=emulated)
-
-
-def emulated(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
-    """`product`, by one in fp32 of what the factors stand for."""
-    return (a.dequantized() @ b.dequantized().t()).to(dtype)
 
 
 def _unable(setting: Setting) -> str | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megascale.catalog.recipes import RECIPES
 from megascale.ops import compiled
-from megascale.ops.fp8 import ONLY, CompiledLinear, Grain, Kernels, Product, Quantized, Values, product
+from megascale.ops.fp8 import CompiledLinear, Grain, Kernels, Product, Quantized, Values, product
 from megascale.ops.library import TE
 from megascale.ops.select import Setting
 
@@ -32,7 +32,7 @@ class EngineLinear:
 
     def refusal(self, setting: Setting) -> str | None:
         if setting.recipe is None:
-            return ONLY
+            return "casts to fp8, and nothing else"
         grain = Grain(RECIPES[setting.recipe].facts["grain"])
         if grain is Grain.ROW:
             return "has no scales by rows"

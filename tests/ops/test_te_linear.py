@@ -289,7 +289,7 @@ def test_what_it_serves() -> None:
     assert {name: refusal(name) for name in RECIPES.names()} == {
         name: None if name in SERVED else "has no scales by rows" for name in RECIPES.names()
     }
-    assert refusal(None) == "is for fp8, and nothing else"
+    assert refusal(None) == "casts to fp8, and nothing else"
 
 
 @pytest.mark.usefixtures("installed")

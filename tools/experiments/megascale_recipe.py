@@ -2,7 +2,8 @@
 """What MegaScale's three changes to the algorithm do to the loss (paper, 3.1 and 6.2), on a small GPT: the parallel
 block, then a sliding window too, then LAMB with four times the batch on the same number of tokens.
 
-`make quickstart` makes the data. Runs that are done are not run again.
+`make quickstart` makes the data. Runs that are done are not run again: after a change of keys give another
+--output.
 """
 
 from __future__ import annotations
