@@ -162,6 +162,11 @@ class Device:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def out_of_memory(error: RuntimeError) -> bool:
+    """Whether torch says that a device's memory is full. Of a CPU's it raises no error of its own."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
 def gpus() -> int:
     """GPUs of this host that torch can use."""
     return torch.cuda.device_count()

@@ -16,8 +16,12 @@ from typing import Any
 from megascale.core.rank import Rank
 
 _PRELOAD = [
+    "numpy.random",
     "torch",
     "torch.distributed.checkpoint",
+    "megascale.model.block",
+    "megascale.ops.flex",
+    "megascale.optim.adamw",
     "megascale.train.build",
     "megascale.train.step",
     "megascale.train.loop",

@@ -20,7 +20,7 @@ from megascale.comm.collectives import all_reduce, barrier
 from megascale.comm.mesh import Mesh
 from megascale.config.model import ModelConfig
 from megascale.core.units import format_flops
-from megascale.device import Device
+from megascale.device import Device, out_of_memory
 from megascale.plan.hardware import Peak, stated_peak
 
 SIZE = 768
@@ -141,10 +141,10 @@ def rates(
         try:
             with _tf32(name == "tf32"):
                 yield Rate(shape, name, _rate(shape, name, device, repeats, seconds))
-        except torch.OutOfMemoryError:
-            yield Rate(shape, name, None, "does not fit the device's memory")
         except (RuntimeError, ValueError, NotImplementedError) as error:  # what a device or build of torch lacks
-            yield Rate(shape, name, None, str(error).strip().split("\n")[0])
+            full = isinstance(error, RuntimeError) and out_of_memory(error)
+            reason = "does not fit the device's memory" if full else str(error).strip().split("\n")[0]
+            yield Rate(shape, name, None, reason)
 
 
 def best(found: Sequence[Rate], formats: Sequence[str]) -> tuple[float, Rate] | None:

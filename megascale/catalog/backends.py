@@ -1,5 +1,8 @@
 """Who carries out an operation: for each, the implementations that can be asked for, the best first."""
 
+from dataclasses import dataclass
+from typing import Any
+
 from megascale.core.registry import Card, Registry
 
 AUTO = "auto"
@@ -9,17 +12,41 @@ FORMATS = ("float32", "bfloat16")
 """Of torch, in which libraries have kernels."""
 
 
-def _card(name: str, help: str, body: str, serves: tuple[str, ...] | None = None) -> Card:
-    """Of a norm or an activation; `serves`: those that a library has, in FORMATS; None for all, in all."""
-    return Card(name, help, f"megascale.ops.{body}", {"serves": serves, "formats": serves and FORMATS})
+@dataclass(frozen=True)
+class Need:
+    """What a configuration alone says that an operation must serve: the norm, activation or optimizer of that `name`,
+    of other operations None; numbers in that format of torch; `dropout` of attention weights; a cut over `tp` ranks;
+    the `grain` of the scales of fp8 products (`catalog.recipes`), None without.
+    """
+
+    name: str | None
+    number_format: str
+    dropout: bool
+    tp: int
+    grain: str | None
 
 
-def lacks(card: Card, name: str, number_format: str) -> str | None:
-    """What of a norm or activation `name` in one of torch's formats a backend lacks, None if nothing."""
-    for fact, needed in (("serves", name), ("formats", number_format)):
-        if card.facts.get(fact) and needed not in card.facts[fact]:
-            return f"has no {needed}"
+def lacks(card: Card, need: Need) -> str | None:
+    """What of a need a backend lacks by the facts of its card, None if nothing: `serves`, names; `formats`; `grains`;
+    `dropout` and `cut`, false where it cannot.
+    """
+    facts = card.facts
+    if facts.get("serves") and need.name not in facts["serves"]:
+        return f"has no {need.name}"
+    if facts.get("formats") and need.number_format not in facts["formats"]:
+        return f"has no {need.number_format}"
+    if facts.get("grains") and need.grain not in facts["grains"]:
+        return f"has no scales by {need.grain}" if need.grain else "casts to fp8, and nothing else"
+    if need.dropout and not facts.get("dropout", True):
+        return "draws dropout of its own, which would depend on the layout"
+    if need.tp > 1 and not facts.get("cut", True):
+        return "would communicate past the ledger"
     return None
+
+
+def _card(name: str, help: str, body: str, serves: tuple[str, ...] = (), **facts: Any) -> Card:
+    """`serves`: of a library's norms, activations and optimizers; empty for all, in all formats."""
+    return Card(name, help, f"megascale.ops.{body}", {"serves": serves, "formats": serves and FORMATS} | facts)
 
 
 NORM_BACKENDS = Registry(
@@ -49,12 +76,22 @@ ATTENTION_BACKENDS = Registry(
     "attention backend",
     "megascale.backends.attention",
     [
-        Card("flash", "flash-attn (Dao 2023)", "megascale.ops.flash:FlashAttention"),
-        Card("te", "Transformer Engine's DotProductAttention", "megascale.ops.te_attention:EngineAttention"),
-        Card(
-            "compile", "torch's FlexAttention, compiled, for layers with a window", "megascale.ops.flex:FlexAttention"
+        _card("flash", "flash-attn (Dao 2023)", "flash:FlashAttention", formats=("bfloat16",), dropout=False),
+        _card(
+            "te",
+            "Transformer Engine's DotProductAttention",
+            "te_attention:EngineAttention",
+            formats=("bfloat16",),
+            dropout=False,
         ),
-        Card("torch", "torch's scaled_dot_product_attention", "megascale.ops.attention:TorchAttention"),
+        _card(
+            "compile",
+            "torch's FlexAttention, compiled, for layers with a window",
+            "flex:FlexAttention",
+            formats=FORMATS,
+            dropout=False,
+        ),
+        _card("torch", "torch's scaled_dot_product_attention", "attention:TorchAttention"),
     ],
 )
 
@@ -62,8 +99,8 @@ OPTIMIZER_BACKENDS = Registry(
     "optimizer backend",
     "megascale.backends.optimizer",
     [
-        Card("apex", "NVIDIA Apex's multi-tensor kernels", "megascale.ops.apex:ApexOptimizer"),
-        Card("torch", "torch's fused kernels", "megascale.ops.optimizer:TorchOptimizer"),
+        _card("apex", "NVIDIA Apex's multi-tensor kernels", "apex:ApexOptimizer", ("adamw", "lamb")),
+        _card("torch", "torch's fused kernels", "optimizer:TorchOptimizer"),
     ],
 )
 
@@ -71,9 +108,19 @@ LINEAR_BACKENDS = Registry(
     "linear backend",
     "megascale.backends.linear",
     [
-        Card("te", "Transformer Engine's products in fp8, and its casts", "megascale.ops.te_linear:EngineLinear"),
-        Card("compile", "torch's products; casts to fp8 by torch.compile", "megascale.ops.fp8:CompiledLinear"),
-        Card("torch", "torch's products; casts to fp8 by torch's operators", "megascale.ops.fp8:TorchLinear"),
+        _card(
+            "te",
+            "Transformer Engine's products in fp8, and its casts",
+            "te_linear:EngineLinear",
+            grains=("tensor", "block"),
+        ),
+        _card(
+            "compile",
+            "torch's products; casts to fp8 by torch.compile",
+            "fp8:CompiledLinear",
+            grains=("tensor", "row", "block"),
+        ),
+        _card("torch", "torch's products; casts to fp8 by torch's operators", "fp8:TorchLinear"),
     ],
 )
 
@@ -81,9 +128,15 @@ CROSS_ENTROPY_BACKENDS = Registry(
     "cross-entropy backend",
     "megascale.backends.cross_entropy",
     [
-        Card("te", "Transformer Engine's kernels", "megascale.ops.cross_entropy:TransformerEngineCrossEntropy"),
-        Card("compile", "torch.compile", "megascale.ops.cross_entropy:CompiledCrossEntropy"),
-        Card("torch", "torch's operators, over blocks of tokens", "megascale.ops.cross_entropy:TorchCrossEntropy"),
+        _card(
+            "te",
+            "Transformer Engine's kernels",
+            "cross_entropy:TransformerEngineCrossEntropy",
+            formats=FORMATS,
+            cut=False,
+        ),
+        _card("compile", "torch.compile", "cross_entropy:CompiledCrossEntropy"),
+        _card("torch", "torch's operators, over blocks of tokens", "cross_entropy:TorchCrossEntropy"),
     ],
 )
 

@@ -13,7 +13,7 @@ from megascale.bench import mfu, overlap
 from megascale.catalog.presets import PRESETS
 from megascale.config.explain import load, load_tree
 from megascale.config.run import RunConfig
-from megascale.core.errors import ConfigError, Exit, Problem
+from megascale.core.errors import ConfigError, Exit, MegascaleError, Problem
 from megascale.core.process import stopped_in_order
 
 
@@ -70,13 +70,18 @@ def _mfu_config(options: argparse.Namespace, steps: mfu.Steps, layers: str | Non
 
     Raises: ConfigError with every mistake found
     """
-    settings = [*options.overrides, f"train.steps={steps.total}"]
+    settings = [*options.overrides]
     if layers not in (None, "fit"):
         settings.append(f"model.num_layers={layers}")
-    if options.config:
-        config = load(options.config, settings)
-    else:
-        config = load_tree(mfu.preset_tree(options.preset), "--preset", settings)
+
+    def config_of(settings: list[str]) -> RunConfig:
+        if options.config:
+            return load(options.config, settings)
+        return load_tree(mfu.preset_tree(options.preset), "--preset", settings)
+
+    config = config_of(settings)
+    if config.train.steps < steps.total:
+        config = config_of([*settings, f"train.steps={steps.total}"])
     if config.world != 1:
         found, mend = f"the layout needs {config.world} processes", "one device is measured: tp, pp and dp = 1"
         raise ConfigError([Problem(options.config or "command line", "parallel", found, mend)])
@@ -104,11 +109,14 @@ def run_gemm(options: argparse.Namespace) -> None:
 
     for name in options.dtypes or ():
         if name not in gemm.FORMATS:
-            raise ConfigError([Problem("command line", "--dtypes", f"{name!r} is none of {', '.join(gemm.FORMATS)}")])
+            mend = f"of {', '.join(gemm.FORMATS)}"
+            raise ConfigError([Problem("command line", "--dtypes", f"there is no format {name!r}", mend)])
     device = detect()
     shapes = [gemm.Shape(*size) for size in options.sizes] if options.sizes else gemm.typical(device)
     found = list(gemm.rates(shapes, options.dtypes or gemm.typical_formats(device), device))
     print(json.dumps(gemm.as_json(found, device)) if options.json else gemm.table(found, device))
+    if all(each.rate is None for each in found):
+        raise MegascaleError(f"nothing could be measured: {found[0].refusal}", mend="other --sizes or --dtypes")
 
 
 def _add_overlap(benchmarks: Any) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megascale.catalog.backends import AUTO, BACKENDS, lacks
+from megascale.catalog.backends import AUTO, BACKENDS, Need, lacks
 from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.recipes import RECIPES
 from megascale.catalog.schedules import SCHEDULES
@@ -150,18 +150,18 @@ def eight_bits(c: Any) -> Iterator[Finding]:
     if c.fp8.bf16_first + c.fp8.bf16_last >= m.num_layers:
         found = f"the first {c.fp8.bf16_first} and last {c.fp8.bf16_last} of {m.num_layers} layers leave none in fp8"
         yield Finding("fp8.bf16_first", found, "bf16_first = 0 and bf16_last = 0, or train.precision = bf16")
-    unit = RECIPES[c.fp8.recipe].facts["multiple"]
-    head = m.head_dim
-    for key, number, what in (
-        ("model.hidden_size", m.hidden_size, "hidden_size"),
-        ("model.num_heads", m.num_heads * head // p.tp, "columns of the heads on a rank"),
-        ("model.num_kv_heads", (m.num_heads + 2 * m.num_kv_heads) * head // p.tp, "columns of q, k and v on a rank"),
-        ("model.ffn_size", m.ffn_size // p.tp, "columns of the MLP on a rank"),
-        ("model.seq_length", m.seq_length * c.batch.micro, "tokens in a micro-batch"),
+    unit, head = RECIPES[c.fp8.recipe].facts["multiple"], m.head_dim
+    for key, whole, ranks, what in (
+        ("model.hidden_size", m.hidden_size, 1, "hidden_size"),
+        ("model.num_heads", m.num_heads * head, p.tp, "columns of the heads on a rank"),
+        ("model.num_kv_heads", (m.num_heads + 2 * m.num_kv_heads) * head, p.tp, "columns of q, k and v on a rank"),
+        ("model.ffn_size", m.ffn_size, p.tp, "columns of the MLP on a rank"),
+        ("model.seq_length", m.seq_length * c.batch.micro, 1, "tokens in a micro-batch"),
     ):
-        if number % unit:
-            found = f"{number} {what}: the fp8 recipe {c.fp8.recipe} multiplies multiples of {unit}"
-            yield Finding(key, found, "another size, or another fp8.recipe")
+        if whole // ranks % unit:
+            found = f"{whole // ranks} {what}: the fp8 recipe {c.fp8.recipe} multiplies multiples of {unit}"
+            cut, mend = ("parallel.tp", "fewer ranks") if whole % unit == 0 else (key, "another size")
+            yield Finding(cut, found, f"{mend}, or another fp8.recipe")
 
 
 @rule("parallel")
@@ -233,14 +233,16 @@ def learning_rate(c: Any) -> Iterator[Finding]:
         yield Finding("optimizer.decay_steps", f"{o.decay_steps} do not fit after the warm-up", f"at most {most}")
 
 
-@rule("model", "train", "backends")
+@rule("model", "parallel", "train", "fp8", "optimizer", "backends")
 def backends(c: Any) -> Iterator[Finding]:
-    """A backend that is asked for has the norm or activation of the model, in the format of compute."""
+    """A backend that is asked for has what the model, its numbers and its layout need of it."""
+    grain = RECIPES[c.fp8.recipe].facts["grain"] if c.train.precision == "fp8" else None
     number_format = PRECISIONS[c.train.precision].facts["compute"]
-    for operation in ("norm", "activation"):
+    names = {"norm": c.model.norm, "activation": c.model.activation, "optimizer": c.optimizer.name}
+    for operation, registry in BACKENDS.items():
         asked = getattr(c.backends, operation)
-        lacking = asked != AUTO and lacks(BACKENDS[operation][asked], getattr(c.model, operation), number_format)
-        if lacking:
+        need = Need(names.get(operation), number_format, c.model.dropout > 0, c.parallel.tp, grain)
+        if asked != AUTO and (lacking := lacks(registry[asked], need)):
             yield Finding(f"backends.{operation}", f"{asked} {lacking}", "auto, or another backend")
 
 

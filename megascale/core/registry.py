@@ -18,9 +18,12 @@ from megascale.core.errors import MegascaleError
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The known name most like `name`, or None if none is close."""
-    found = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
-    return found[0] if found else None
+    """The known name most like `name`, or None if none is close, or several are alike."""
+    first, *others = [*difflib.get_close_matches(name, set(names), n=2, cutoff=0.6), None]
+    if first and others[0]:
+        alike = [difflib.SequenceMatcher(None, found, name).ratio() for found in (first, others[0])]
+        return first if alike[0] > alike[1] else None
+    return first
 
 
 @dataclass(frozen=True)

@@ -35,12 +35,8 @@ class ApexOptimizer:
     """AdamW and LAMB."""
 
     def refusal(self, setting: Setting) -> str | None:
-        if setting.optimizer not in RULES:
-            return f"has no {setting.optimizer}"
         if setting.device.is_cpu:
             return "needs an NVIDIA GPU"
-        if setting.dtype == torch.float64:
-            return "computes in fp32"
         module, flag = RULES[setting.optimizer].library
         try:
             importlib.import_module(module)

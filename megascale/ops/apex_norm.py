@@ -13,7 +13,7 @@ class ApexNorm:
     """`fused_rms_norm_affine` and `fused_layer_norm_affine`; statistics are kept in fp32."""
 
     def refusal(self, setting: Setting) -> str | None:
-        return APEX.refusal("apex", "norm", setting)
+        return APEX.refusal(setting)
 
     def build(self, setting: Setting) -> Normalize:
         from apex.normalization.fused_layer_norm import fused_layer_norm_affine, fused_rms_norm_affine

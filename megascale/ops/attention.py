@@ -37,8 +37,6 @@ def gpu_refusal(setting: Setting) -> str | None:
     """What speaks against each of the other backends, which are for GPUs."""
     if setting.device.is_cpu:
         return "needs a GPU"
-    if setting.model.dropout:
-        return "draws dropout of its own, which would depend on the layout"
     if setting.backends.attention == AUTO and not any(setting.model.windows):
         return "no layer has a window, and without one torch's kernels serve as well"
     return None
@@ -46,8 +44,6 @@ def gpu_refusal(setting: Setting) -> str | None:
 
 def half_refusal(setting: Setting) -> str | None:
     """What speaks against kernels in 16 bits."""
-    if setting.dtype not in (torch.bfloat16, torch.float16):
-        return f"computes in bfloat16 or float16, not in {str(setting.dtype).removeprefix('torch.')}"
     if setting.model.head_dim > 256:
         return f"has heads of up to 256, not of {setting.model.head_dim}"
     if setting.device.capability < (8, 0):

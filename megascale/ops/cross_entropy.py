@@ -164,10 +164,6 @@ class TransformerEngineCrossEntropy:
     def refusal(self, setting: Setting) -> str | None:
         if setting.device.is_cpu:
             return "is for GPUs"
-        if setting.dtype not in (torch.bfloat16, torch.float32):
-            return "computes bf16 and fp32"
-        if setting.tp > 1:
-            return "would communicate past the ledger"
         if reason := TE.absence():
             return reason
         from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy

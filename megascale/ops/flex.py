@@ -26,8 +26,6 @@ class FlexAttention:
     def refusal(self, setting: Setting) -> str | None:
         if setting.device.is_cpu:
             return "has no backward on a CPU"
-        if setting.dtype == torch.float64:
-            return "computes in 32 bits at most"
         if setting.model.head_dim < 16:
             return f"has heads of 16 or more, not of {setting.model.head_dim}"
         if not any(setting.model.windows):

@@ -199,8 +199,6 @@ class CompiledLinear:
     """A kernel for the largest magnitude, and one that casts."""
 
     def refusal(self, setting: Setting) -> str | None:
-        if setting.recipe is None:
-            return "casts to fp8, and nothing else"
         slow = Reluctance("compiling delays the first step on a CPU") if setting.device.is_cpu else None
         return _unable(setting) or compiled.refusal(setting.device) or slow
 

@@ -9,7 +9,6 @@ from importlib.metadata import PackageNotFoundError, distribution
 
 from packaging.specifiers import SpecifierSet
 
-from megascale.catalog.backends import BACKENDS, lacks
 from megascale.ops.select import Setting
 
 
@@ -37,11 +36,9 @@ class Library:
         ours = not files or any(name.startswith(self.module.replace(".", "/")) for name in files)
         return found.version if ours else None
 
-    def refusal(self, backend: str, operation: str, setting: Setting) -> str | None:
-        """Why its kernels cannot serve as a backend of norms or activations; None if they can."""
-        number_format = str(setting.dtype).removeprefix("torch.")
-        lacking = lacks(BACKENDS[operation][backend], getattr(setting.model, operation), number_format)
-        return lacking or ("needs a GPU" if setting.device.is_cpu else self.absence())
+    def refusal(self, setting: Setting) -> str | None:
+        """Why its kernels cannot serve on a device; None if they can."""
+        return "needs a GPU" if setting.device.is_cpu else self.absence()
 
     def absence(self) -> str | None:
         """Why it cannot be called; None if it can. Imports it where its version is right."""

@@ -17,7 +17,7 @@ class LigerNorm:
     """LigerRMSNormFunction and LigerLayerNormFunction."""
 
     def refusal(self, setting: Setting) -> str | None:
-        return LIGER.refusal("liger", "norm", setting) or _too_wide(setting.model.hidden_size)
+        return LIGER.refusal(setting) or _too_wide(setting.model.hidden_size)
 
     def build(self, setting: Setting) -> Normalize:
         from liger_kernel.ops import LigerLayerNormFunction, LigerRMSNormFunction
@@ -36,7 +36,7 @@ class LigerActivation:
     """LigerFusedGateUpSiLUMulFunction, which takes gate and up side by side as they come from one product."""
 
     def refusal(self, setting: Setting) -> str | None:
-        return LIGER.refusal("liger", "activation", setting) or _too_wide(setting.model.ffn_size // setting.tp)
+        return LIGER.refusal(setting) or _too_wide(setting.model.ffn_size // setting.tp)
 
     def build(self, setting: Setting) -> Activate:
         from liger_kernel.ops import LigerFusedGateUpSiLUMulFunction

@@ -8,8 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
-from megascale.catalog.backends import AUTO, BACKENDS, FUSED
+from megascale.catalog.backends import AUTO, BACKENDS, FUSED, Need, lacks
 from megascale.catalog.precisions import PRECISIONS
+from megascale.catalog.recipes import RECIPES
 from megascale.config.backends import BackendsConfig
 from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
@@ -57,13 +58,21 @@ class Setting:
         fuses = self.compiled and operation in FUSED and "compile" in BACKENDS[operation].cards
         return "compile" if asked == AUTO and fuses else asked
 
+    def need(self, operation: str) -> Need:
+        """What backends are asked for by their cards, before they look at the device."""
+        model = self.model
+        names = {"norm": model.norm, "activation": model.activation, "optimizer": self.optimizer}
+        number_format = str(self.dtype).removeprefix("torch.")
+        grain = RECIPES[self.recipe].facts["grain"] if self.recipe else None
+        return Need(names.get(operation), number_format, model.dropout > 0, self.tp, grain)
+
 
 class Backend(Protocol):
     """One implementation of an operation; the body of a card in `catalog.backends`."""
 
     def refusal(self, setting: Setting) -> str | None:
-        """Why it cannot serve, or does not unless asked for (`Reluctance`), in a few words; None if it serves. Imports
-        its library only to see whether it is there.
+        """Why it cannot serve what its card does not deny, or does not unless asked for (`Reluctance`), in a few words;
+        None if it serves. Imports its library only to see whether it is there.
         """
 
     def build(self, setting: Setting) -> Callable[..., Any]:
@@ -79,17 +88,22 @@ class Choice:
     refusals: Mapping[str, str]
 
 
+def refusal(operation: str, name: str, setting: Setting) -> str | None:
+    """Why a backend cannot serve, or does not unless asked for (`Reluctance`); None if it serves."""
+    card = BACKENDS[operation][name]
+    return lacks(card, setting.need(operation)) or card.load()().refusal(setting)
+
+
 def select(operation: str, setting: Setting) -> Choice:
     """Choose a backend as `[backends]` asks.
 
     Raises: BackendError if the one that is asked for cannot serve
     """
-    cards = BACKENDS[operation].cards
     asked = setting.asked(operation)
     refusals: dict[str, str] = {}
-    for name, card in cards.items():
+    for name in BACKENDS[operation].names():
         if asked in (name, AUTO):
-            reason = card.load()().refusal(setting)
+            reason = refusal(operation, name, setting)
             if reason is None or (asked == name and isinstance(reason, Reluctance)):
                 return Choice(operation, name, refusals)
             refusals[name] = reason

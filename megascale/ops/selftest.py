@@ -18,7 +18,7 @@ from megascale.catalog.recipes import RECIPES
 from megascale.comm.group import alone
 from megascale.ops.cross_entropy import Targets
 from megascale.ops.fp8 import Grain, Number, Quantized, cast, scale_of
-from megascale.ops.select import BackendError, Reluctance, Setting, select
+from megascale.ops.select import BackendError, Reluctance, Setting, refusal, select
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """Largest relative difference by which a result may be rounded: of its largest number."""
@@ -68,9 +68,9 @@ def examine(operation: str, setting: Setting) -> Examination:
 
 
 def _judge(operation: str, backend: str, chosen: bool, setting: Setting) -> Verdict:
-    refusal = BACKENDS[operation][backend].load()().refusal(setting)
-    willing = refusal is None or isinstance(refusal, Reluctance)
-    verdict = Verdict(operation, backend, chosen, willing, refusal, tolerance=TOLERANCES[setting.dtype])
+    reason = refusal(operation, backend, setting)
+    willing = reason is None or isinstance(reason, Reluctance)
+    verdict = Verdict(operation, backend, chosen, willing, reason, tolerance=TOLERANCES[setting.dtype])
     if not willing or operation not in CASES:
         return verdict
     try:

@@ -20,7 +20,7 @@ class TENorm:
     """`rmsnorm_fwd`, `layernorm_fwd` and their backwards; statistics are kept in fp32."""
 
     def refusal(self, setting: Setting) -> str | None:
-        return TE.refusal("te", "norm", setting)
+        return TE.refusal(setting)
 
     def build(self, setting: Setting) -> Normalize:
         if setting.model.norm == "layernorm":
@@ -32,7 +32,7 @@ class TEActivation:
     """`swiglu`, and `gelu`, which is the tanh approximation."""
 
     def refusal(self, setting: Setting) -> str | None:
-        return TE.refusal("te", "activation", setting)
+        return TE.refusal(setting)
 
     def build(self, setting: Setting) -> Activate:
         import transformer_engine_torch as tex

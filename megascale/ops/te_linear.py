@@ -31,12 +31,7 @@ class EngineLinear:
     """Under one scale casts and products; by blocks products. Other passes by torch.compile, or without it by torch."""
 
     def refusal(self, setting: Setting) -> str | None:
-        if setting.recipe is None:
-            return "casts to fp8, and nothing else"
-        grain = Grain(RECIPES[setting.recipe].facts["grain"])
-        if grain is Grain.ROW:
-            return "has no scales by rows"
-        return "needs a GPU" if setting.device.is_cpu else ENGINE.absence() or _unable(grain, setting)
+        return "needs a GPU" if setting.device.is_cpu else ENGINE.absence() or _unable(setting)
 
     def build(self, setting: Setting) -> Kernels:
         possible = compiled.refusal(setting.device) is None
@@ -44,10 +39,12 @@ class EngineLinear:
         return Kernels(others.amax, values_of(others.values, setting.device.torch), product_of())
 
 
-def _unable(grain: Grain, setting: Setting) -> str | None:
+def _unable(setting: Setting) -> str | None:
     """What the GPU cannot do, None if it can."""
     from transformer_engine.pytorch import is_fp8_available, is_fp8_block_scaling_available
 
+    assert setting.recipe is not None
+    grain = Grain(RECIPES[setting.recipe].facts["grain"])
     if grain is Grain.BLOCK and setting.device.capability[0] > 9:
         return "multiplies blocks under powers of two only on this GPU"  # as MXFP8, whose scales are these
     able, reason = (is_fp8_block_scaling_available if grain is Grain.BLOCK else is_fp8_available)(return_reason=True)

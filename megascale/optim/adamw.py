@@ -18,24 +18,23 @@ class AdamW:
     state_names = ("exp_avg", "exp_avg_sq")
 
     def __init__(self, segments: Sequence[Segment], config: OptimizerConfig) -> None:
-        groups = []
+        self._config = config
+        self._steps = [torch.zeros((), device=s.weight.device) for s in segments[:1]]
+        self._groups: list[tuple[float, Sequence[list[Tensor]]]] = []
+        first, second = self.state_names
         for decays in (True, False):
-            members = [s for s in segments if s.decays is decays]
-            if members:
-                groups.append({"params": [s.weight for s in members], "weight_decay": config.weight_decay * decays})
-        beta1, beta2 = config.betas
-        self._correct = config.bias_correction
-        self._torch = torch.optim.AdamW(groups, lr=0.0, betas=(beta1, beta2), eps=config.eps, fused=True)
-        for segment in segments:
-            segment.weight.grad = segment.grad
-            # torch makes its state at the first step; ours must lie in the buffers that checkpoints are read into
-            self._torch.state[segment.weight] = {"step": torch.zeros((), device=segment.weight.device), **segment.state}
+            each = [(s.weight, s.grad, s.state[first], s.state[second]) for s in segments if s.decays is decays]
+            if each:
+                lists = [list(tensors) for tensors in zip(*each, strict=True)]
+                self._groups.append((config.weight_decay * decays, lists))
 
     def step(self, lr: float, step: int, skip: Tensor) -> None:
-        self._torch.found_inf = skip  # type: ignore[attr-defined]  # what torch's GradScaler sets; read on the device
-        for group in self._torch.param_groups:
-            group["lr"] = lr
-        for state in self._torch.state.values():
-            # it counts before it computes; 1 - beta^inf corrects nothing
-            state["step"].fill_(step - 1 if self._correct else math.inf)
-        self._torch.step()
+        c = self._config
+        for tensor in self._steps:
+            tensor.fill_(step if c.bias_correction else math.inf)  # 1 - beta^inf corrects nothing
+        # the kernel itself: torch.optim's class would import torch's compiler, a second of every rank's start
+        for weight_decay, lists in self._groups:
+            torch._fused_adamw_(
+                *lists, [], self._steps * len(lists[0]), lr=lr, weight_decay=weight_decay, beta1=c.betas[0],
+                beta2=c.betas[1], eps=c.eps, amsgrad=False, maximize=False, found_inf=skip,
+            )  # fmt: skip

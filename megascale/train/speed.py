@@ -27,7 +27,7 @@ from megascale.config.explain import check_again
 from megascale.config.run import RunConfig
 from megascale.core.errors import MegascaleError
 from megascale.core.rank import Rank
-from megascale.device import Device, detect
+from megascale.device import Device, detect, out_of_memory
 from megascale.ops.select import Setting, select
 from megascale.plan.memory import state_bytes
 from megascale.train.build import Run, build, mesh_of
@@ -68,7 +68,9 @@ def measure(config: RunConfig, whole_layers: int, steps: Steps, say: Say, *, fit
 def _enough_memory(config: RunConfig) -> Iterator[None]:
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
         layers = config.model.num_layers
         what = f"{config.name} with {layers} layer{'s' if layers > 1 else ''} does not fit the device's memory"
         raise MegascaleError(what, mend="--layers fit, fewer layers, or a smaller batch.micro") from error

@@ -214,4 +214,15 @@ def test_mistakes(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_an_unknown_format(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "gemm", "--dtypes", "bf16", "int4"]) == 2
-    assert "'int4' is none of fp64, fp32, tf32, bf16, fp8, fp8_fast, fp8_ten" in capsys.readouterr().err
+    assert "--dtypes: there is no format 'int4'  -> of fp64, fp32, tf32, bf16, fp8, fp8_fast" in capsys.readouterr().err
+
+
+def test_what_cannot_be_measured_at_all(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, reason in (
+        (["--sizes", "8x8x8", "--dtypes", "fp8_fast"], "a format of GPUs"),
+        (["--sizes", "99999999x9999999x8", "--dtypes", "bf16"], "does not fit the device's memory"),
+    ):
+        assert main(["bench", "gemm", *words]) == 1
+        shown = capsys.readouterr()
+        assert f"n/a: {reason}" in shown.out
+        assert f"nothing could be measured: {reason}  -> other --sizes or --dtypes" in shown.err

@@ -59,7 +59,12 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     (
         "eight_bits",
         {"train__precision": "fp8", "parallel__tp": 4},
-        {"model.num_heads": "8 columns of the heads on a rank", "model.num_kv_heads": "24 columns of q, k and v"},
+        {"parallel.tp": "24 columns of q, k and v on a rank"},
+    ),
+    (
+        "eight_bits",
+        {"train__precision": "fp8", "model__ffn_size": 120},
+        {"model.ffn_size": "120 columns of the MLP on a rank"},
     ),
     (
         "recompute",
@@ -100,6 +105,22 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         "backends",
         {"backends__norm": "te", "backends__activation": "compile", "train__precision": "fp64"},
         {"backends.norm": "te has no float64"},
+    ),
+    ("backends", {"backends__attention": "flash"}, {"backends.attention": "flash has no float64"}),
+    (
+        "backends",
+        {"backends__attention": "te", "backends__linear": "te", "train__precision": "bf16", "model__dropout": 0.1},
+        {"backends.attention": "te draws dropout of its own", "backends.linear": "te casts to fp8, and nothing else"},
+    ),
+    (
+        "backends",
+        {"backends__linear": "te", "train__precision": "fp8", "fp8__recipe": "rowwise"},
+        {"backends.linear": "te has no scales by row"},
+    ),
+    (
+        "backends",
+        {"backends__cross_entropy": "te", "parallel__tp": 2, "train__precision": "fp32"},
+        {"backends.cross_entropy": "te would communicate past the ledger"},
     ),
     ("data_is_given", {"data__mock": False}, {"data.train": "no training data"}),
     ("data_is_given", {"data__train": "set"}, {"data.mock": "both mock data and datasets are asked for"}),

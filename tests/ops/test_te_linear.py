@@ -20,6 +20,7 @@ from megascale.device import Device
 from megascale.ops import fp8, library
 from megascale.ops.fp8 import BLOCK, Grain, Kernels, Number, Quantized, cast, scale_of
 from megascale.ops.select import Setting, select
+from megascale.ops.select import refusal as refusal_of
 from megascale.ops.selftest import TOLERANCES, difference
 from megascale.ops.te_linear import ENGINE, EngineLinear, product_of
 from tests.ops.settings import GPU, setting
@@ -276,7 +277,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def refusal(recipe: str | None, device: Device | None = GPU) -> str | None:
-    return EngineLinear().refusal(of(recipe, device=device))
+    return refusal_of("linear", "te", of(recipe, device=device))
 
 
 def test_without_a_gpu_or_the_library_it_says_so() -> None:
@@ -287,7 +288,7 @@ def test_without_a_gpu_or_the_library_it_says_so() -> None:
 @pytest.mark.usefixtures("installed")
 def test_what_it_serves() -> None:
     assert {name: refusal(name) for name in RECIPES.names()} == {
-        name: None if name in SERVED else "has no scales by rows" for name in RECIPES.names()
+        name: None if name in SERVED else "has no scales by row" for name in RECIPES.names()
     }
     assert refusal(None) == "casts to fp8, and nothing else"
 
@@ -296,7 +297,7 @@ def test_what_it_serves() -> None:
 def test_it_is_the_first_choice_where_it_serves() -> None:
     assert select("linear", of("blockwise", device=GPU)).backend == "te"
     passed = select("linear", of("rowwise", device=GPU))
-    assert passed.backend != "te" and passed.refusals["te"] == "has no scales by rows"
+    assert passed.backend != "te" and passed.refusals["te"] == "has no scales by row"
 
 
 @pytest.mark.usefixtures("installed")

@@ -199,7 +199,8 @@ def test_runs_of_several_calls_become_one_table(tmp_path: Path, capsys: pytest.C
         ("--python torchtitan=nowhere", "--python torchtitan=nowhere: there is no file 'nowhere'"),
         ("--precisions bf61", "--precisions: there is no bf61; there are fp32"),
         ("--systems megatron-core --layers llama3-1b=fit", "asks megascale, which is not among --systems"),
-        ("--table --merge nowhere.json", "nowhere.json holds no results of this tool"),
+        ("--table --merge nowhere.json", "nowhere.json: No such file or directory"),
+        ("--table", "holds no runs to show: leave --table out to measure some"),
         ("--markdown nowhere.md", "the table goes between the lines <!-- gpu: begin -->"),
     ],
 )

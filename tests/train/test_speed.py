@@ -208,9 +208,10 @@ def test_a_model_of_which_not_one_layer_fits(tmp_path: Path) -> None:
     assert said.endswith("-> a smaller batch.micro")
 
 
-def test_memory_that_runs_out_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("words", ["CUDA out of memory. Tried to allocate 20.00 GiB", "DefaultCPUAllocator: can't"])
+def test_memory_that_runs_out_is_one_message(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        raise (torch.OutOfMemoryError if "CUDA" in words else RuntimeError)(words)
 
     monkeypatch.setattr(speed, "build", full)
     with pytest.raises(MegascaleError, match="test with 4 layers does not fit the device's memory  -> --layers fit"):

@@ -44,6 +44,8 @@ def main(words: Sequence[str] | None = None) -> int:
             surroundings(options.markdown, gpu_table.MARKS)  # better now than after an hour
         if not options.table:
             Bench(options, results).run()
+        elif not results.runs:
+            raise ValueError(f"{options.results} holds no runs to show: leave --table out to measure some")
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -97,7 +99,9 @@ class Results:
                 known = {run["id"] for run in self.runs}
                 self.runs += [run for run in kept["runs"] if run["id"] not in known]
                 self.gemm = self.gemm or kept["gemm"]
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except OSError as error:
+                raise ValueError(f"{each}: {error.strerror}") from None
+            except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{each} holds no results of this tool: {error!r}") from None
 
     def keep(self, record: Record) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megascale.config.explain import load
+from megascale.config.resolved import changes
+from megascale.core.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+"""Where the configurations are, and the corpus that they name."""
+
 ONE_PROCESS = ("parallel.tp=1", "parallel.sp=false", "parallel.pp=1", "parallel.vpp=1", "parallel.dp=1")
+
+
+def path(text: str) -> Path:
+    """An option's path, from where the tool was called."""
+    return Path(text).resolve()
 
 
 @dataclass(frozen=True)
@@ -29,14 +42,25 @@ class Curve:
 
 
 def train(config: str, name: str, folder: Path, keys: Sequence[str]) -> Curve:
-    """Train, or go on with, or merely read a run that is done.
+    """Train, or go on with, or merely read a run that is done, in a folder of an absolute path; `config` and what it
+    names are below ROOT.
 
-    Raises: CalledProcessError if it fails
+    Raises: SystemExit if it cannot run, or ran with other keys
     """
+    os.chdir(ROOT)
+    run = folder / name
     words = [f"name={name}", f"observe.dir={folder}", "observe.tensorboard=false", "observe.events=false", *keys]
+    try:
+        wanted = load(config, words)
+        made = load(str(run / "config.toml")) if (run / "config.toml").exists() else wanted
+    except ConfigError as error:
+        raise SystemExit(str(error)) from None
+    if others := changes(made.model_dump(by_alias=True, mode="json"), wanted):
+        raise SystemExit(f"{run} was made with other keys: {', '.join(others)}  -> another --output")
     command = [sys.executable, "-m", "megascale", "train", config, *words]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return read(folder / name)
+    if status := subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode:
+        raise SystemExit(status)
+    return read(run)
 
 
 def read(run: Path) -> Curve:

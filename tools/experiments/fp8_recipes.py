@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from pathlib import Path
 
-from curves import ONE_PROCESS, Curve, draw, table, train
+from curves import ONE_PROCESS, Curve, draw, path, table, train
 
 from megascale.catalog.recipes import RECIPES
 
@@ -32,8 +31,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500, help="of each run (500)")
     names = [*WIDE, *RECIPES.names()]
     parser.add_argument("--runs", nargs="+", choices=names, default=names, metavar="RUN", help=", ".join(names))
-    parser.add_argument("--output", type=Path, default=Path("runs/fp8"), metavar="DIR", help="of the runs (runs/fp8)")
-    parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw the curves")
+    parser.add_argument("--output", type=path, default="runs/fp8", metavar="DIR", help="of the runs (runs/fp8)")
+    parser.add_argument("--picture", type=path, metavar="FILE.svg", help="draw the curves")
     options = parser.parse_args()
     curves: dict[str, Curve] = {}
     for name in options.runs:

@@ -11,9 +11,8 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Iterator
-from pathlib import Path
 
-from curves import Curve, draw, table, train
+from curves import Curve, draw, path, table, train
 
 CONFIG = "tools/experiments/megascale_recipe.toml"
 TIMES = 4
@@ -30,8 +29,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=800, help="of the smaller batch (800)")
     parser.add_argument("--window", type=int, default=64, help="keys that a query sees (64 of 256)")
     parser.add_argument("--lr", type=float, default=1e-2, help="LAMB's learning rate (0.01)")
-    parser.add_argument("--output", type=Path, default=Path("runs/recipe"), metavar="DIR", help="of the runs")
-    parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw the curves")
+    parser.add_argument("--output", type=path, default="runs/recipe", metavar="DIR", help="of the runs")
+    parser.add_argument("--picture", type=path, metavar="FILE.svg", help="draw the curves")
     options = parser.parse_args()
     curves: dict[str, list[Curve]] = {}
     for name, keys in variants(options.steps, options.window, options.lr).items():

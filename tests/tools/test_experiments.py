@@ -1,0 +1,48 @@
+"""Experiments: runs side by side, and what is said where they cannot be compared."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import job_config
+from tests.runs import GPT
+
+FOLDER = Path(__file__).parents[2] / "tools" / "experiments"
+sys.path.insert(0, str(FOLDER))  # the tools' files stand beside each other
+
+import curves  # noqa: E402
+
+
+def test_a_run_is_made_once_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = str(job_config(tmp_path, GPT, train__steps=4, train__eval_every=2, train__eval_steps=1))
+    first = curves.train(config, "one", tmp_path / "out", ["optimizer.lr=0.01"])
+    assert (first.tokens, first.valid_tokens) == ([128, 256, 384, 512], [0, 256, 512])
+    assert first.last == first.valid_loss[-1] != first.valid_loss[0]
+    metrics = tmp_path / "out" / "one" / "metrics.jsonl"
+    written = metrics.stat()
+    assert curves.train(config, "one", tmp_path / "out", ["optimizer.lr=0.01"]) == first
+    assert metrics.stat() == written
+    with pytest.raises(
+        SystemExit, match=r"one was made with other keys: optimizer\.lr 0\.01 -> 0\.02  -> another --out"
+    ):
+        curves.train(config, "one", tmp_path / "out", ["optimizer.lr=0.02"])
+    curves.draw({"first": [first], "again": [first, first]}, "two", tmp_path / "two.svg")
+    assert "<svg" in (tmp_path / "two.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("tool", "words", "said"),
+    [
+        ("fp8_recipes.py", ("--steps", "50"), "optimizer.warmup_steps: 100 of train.steps = 50"),
+        ("megascale_recipe.py", ("--steps", "0"), "train.steps: 0: should be greater than 0"),
+    ],
+)
+def test_what_cannot_run_is_said(tool: str, words: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(FOLDER / tool), *words, "--output", "out"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
