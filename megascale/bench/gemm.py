@@ -31,7 +31,7 @@ ROUNDS = 3
 """Times that the ranks measure, together."""
 
 
-def measure(device: Device, dtype: torch.dtype, seconds: float = 0.2) -> float:
+def measure(device: Device, dtype: torch.dtype, seconds: float = 0.1) -> float:
     """FLOP/s of square products on this rank over about `seconds`, the time in which others had its core included."""
     a = torch.rand(SIZE, SIZE, dtype=torch.float32, device=device.torch).to(dtype)
     out = torch.empty_like(a)

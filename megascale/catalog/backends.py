@@ -27,8 +27,8 @@ class Need:
 
 
 def lacks(card: Card, need: Need) -> str | None:
-    """What of a need a backend lacks by the facts of its card, None if nothing: `serves`, names; `formats`; `grains`;
-    `dropout` and `cut`, false where it cannot.
+    """What of a need a backend lacks by the facts of its card, None if nothing: `serves` (names), `formats` and
+    `grains`, empty or absent for all; `dropout` and `cut`, false where it cannot.
     """
     facts = card.facts
     if facts.get("serves") and need.name not in facts["serves"]:
@@ -46,7 +46,8 @@ def lacks(card: Card, need: Need) -> str | None:
 
 def _card(name: str, help: str, body: str, serves: tuple[str, ...] = (), **facts: Any) -> Card:
     """`serves`: of a library's norms, activations and optimizers; empty for all, in all formats."""
-    return Card(name, help, f"megascale.ops.{body}", {"serves": serves, "formats": serves and FORMATS} | facts)
+    most = {"serves": serves, "formats": serves and FORMATS, "grains": (), "dropout": True, "cut": True}
+    return Card(name, help, f"megascale.ops.{body}", most | facts)
 
 
 NORM_BACKENDS = Registry(

@@ -70,18 +70,15 @@ def _mfu_config(options: argparse.Namespace, steps: mfu.Steps, layers: str | Non
 
     Raises: ConfigError with every mistake found
     """
-    settings = [*options.overrides]
+    settings, enough = [*options.overrides], f"train.steps={steps.total}"
     if layers not in (None, "fit"):
         settings.append(f"model.num_layers={layers}")
-
-    def config_of(settings: list[str]) -> RunConfig:
-        if options.config:
-            return load(options.config, settings)
-        return load_tree(mfu.preset_tree(options.preset), "--preset", settings)
-
-    config = config_of(settings)
-    if config.train.steps < steps.total:
-        config = config_of([*settings, f"train.steps={steps.total}"])
+    if options.preset:
+        config = load_tree(mfu.preset_tree(options.preset), "--preset", [*settings, enough])
+    else:
+        config = load(options.config, settings)
+        if config.train.steps < steps.total:
+            config = load(options.config, [*settings, enough])
     if config.world != 1:
         found, mend = f"the layout needs {config.world} processes", "one device is measured: tp, pp and dp = 1"
         raise ConfigError([Problem(options.config or "command line", "parallel", found, mend)])

@@ -10,7 +10,7 @@ import difflib
 import importlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -18,12 +18,15 @@ from megascale.core.errors import MegascaleError
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The known name most like `name`, or None if none is close, or several are alike."""
-    first, *others = [*difflib.get_close_matches(name, set(names), n=2, cutoff=0.6), None]
-    if first and others[0]:
-        alike = [difflib.SequenceMatcher(None, found, name).ratio() for found in (first, others[0])]
-        return first if alike[0] > alike[1] else None
-    return first
+    """The known name most like `name`, or None if none is close."""
+    found = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+@cache
+def installed() -> Any:
+    """What all packages register: one look at their metadata serves every registry."""
+    return entry_points()
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Registry:
         Raises: MegascaleError if a plug-in takes a name that is already in use.
         """
         cards = {card.name: card for card in self._own}
-        for point in entry_points(group=self.group):
+        for point in installed().select(group=self.group):
             card: Card = point.load()
             if card.name in cards:
                 raise MegascaleError(

@@ -211,6 +211,7 @@ def test_interrupted_from_the_keyboard(folder: Path) -> None:
     wait_for(lambda: not alive(process.pid))
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_document_run(tmp_path: Path) -> None:
     text = (REPOSITORY / "docs" / "data.md").read_text(encoding="utf-8")
     blocks = [block.split("```")[0] for block in text.split("```bash\n")[1:]]

@@ -43,7 +43,8 @@ def test_a_card_loads_its_body() -> None:
 
 def _plug_in(monkeypatch: pytest.MonkeyPatch, card: Card) -> Registry:
     point = SimpleNamespace(load=lambda: card, value="other.package:CARD")
-    monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == "megascale.things" else [])
+    points = SimpleNamespace(select=lambda group: [point] if group == "megascale.things" else [])
+    monkeypatch.setattr(registry, "installed", lambda: points)
     return Registry("thing", "megascale.things", [Card("ours", "help", "math:sqrt")])
 
 

@@ -43,7 +43,7 @@ def read_everywhere(rank: Rank, config: RunConfig, hasty: int | None) -> dict[st
     return {"read": read, "saved": len(saved), "error": error}
 
 
-@pytest.mark.parametrize(("world", "hasty"), [(2, 1), (4, None)])
+@pytest.mark.parametrize(("world", "hasty"), [(2, 1), pytest.param(4, None, marks=pytest.mark.slow)])
 def test_all_ranks_read_the_same_samples(tmp_path: Path, world: int, hasty: int | None) -> None:
     lengths = [13, 5, 1, 40, 8, 9, 30, 2, 21]
     write_dataset(tmp_path / "a", lengths)

@@ -44,6 +44,7 @@ def test_a_killed_rank_is_named_and_the_others_end(victim: int, tmp_path: Path) 
     wait_until_gone(list(ranks.values()))
 
 
+@pytest.mark.slow
 def test_an_aborted_rank_is_named_with_its_last_words(tmp_path: Path) -> None:
     """As when gloo finds tensors of unequal size: the process ends in C++, without a Python error."""
     job = Job(job_config(tmp_path, GPT, **FOUR))
@@ -87,6 +88,7 @@ def test_a_ranks_own_error_comes_before_those_of_its_neighbours(tmp_path: Path) 
     assert "Traceback" in log and "planted in rank three" in log
 
 
+@pytest.mark.slow
 def test_a_mendable_error_keeps_its_status_and_has_no_traceback(tmp_path: Path) -> None:
     planted = "__import__('megascale.core.errors').core.errors.DataError('no such document', mend='prepare again')"
     env = with_planted(tmp_path / "site", 1, planted)
@@ -97,6 +99,7 @@ def test_a_mendable_error_keeps_its_status_and_has_no_traceback(tmp_path: Path) 
     assert "Traceback" not in out + err + log
 
 
+@pytest.mark.slow
 def test_ranks_die_with_their_launcher(tmp_path: Path) -> None:
     job = Job(job_config(tmp_path, GPT, **FOUR))
     job.wait_for_step(1)
@@ -107,6 +110,7 @@ def test_ranks_die_with_their_launcher(tmp_path: Path) -> None:
     wait_until_gone(ranks)
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     job = Job(job_config(tmp_path, GPT, **FOUR, checkpoint__every=1000))
     job.wait_for_step(1)
@@ -132,6 +136,7 @@ def test_a_stop_before_the_first_step(tmp_path: Path) -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_the_store_listens_on_loopback_only(tmp_path: Path) -> None:
     job = Job(job_config(tmp_path, GPT, **FOUR))
     job.wait_for_step(1)

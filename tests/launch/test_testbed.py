@@ -372,6 +372,7 @@ def test_times_in_the_words_of_tc() -> None:
             tool.duration(text)
 
 
+@pytest.mark.slow
 def test_a_job_on_two_hosts(tmp_path: Path, bed: testbed.Testbed) -> None:
     """The same losses as on one host, and its gradients went over the links."""
     settings = {"parallel__dp": 3, "train__steps": 2, "train__precision": "fp32", "optimizer__warmup_steps": 1}

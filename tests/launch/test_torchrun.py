@@ -48,6 +48,7 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_the_same_losses_as_our_own_launcher(tmp_path: Path) -> None:
     expected = curve(finish(job_config(tmp_path / "own", GPT, **TWO)))
     job = Torchrun(job_config(tmp_path / "torchrun", GPT, **TWO))
@@ -57,6 +58,7 @@ def test_the_same_losses_as_our_own_launcher(tmp_path: Path) -> None:
     assert "tp 2 x pp 1 x dp 1 = 2 processes" in out, "without NPROC, as many processes as the layout needs"
 
 
+@pytest.mark.slow
 def test_two_hosts(tmp_path: Path) -> None:
     config = job_config(tmp_path, GPT, **TWO)
     shared = {"NNODES": "2", "NPROC": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -94,6 +96,7 @@ def test_a_ranks_own_error_comes_first_and_is_the_root_cause(tmp_path: Path) -> 
     assert err.index("planted in rank one") < err.index(f"rank 0 of 2 on {host}: lost another rank")
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_the_root_cause(tmp_path: Path) -> None:
     job = Torchrun(job_config(tmp_path, GPT, **TWO, train__steps=100_000), env={"NPROC": "2"})
     job.wait_for_step(2)

@@ -13,6 +13,7 @@ from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.layout import tensors
 from megascale.train.step import totals, train_step
+from tests.marks import only_quick
 from tests.runs import FAMILIES, build_run, config_of, settings
 from tests.worlds import run_world
 
@@ -48,7 +49,7 @@ def train(rank: Rank, config: RunConfig, multiple: int) -> tuple[list[tuple[floa
     return curve, sum(len(rows) for rows in padding), zero, losses
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", only_quick(FAMILIES, "gpt"))
 def test_padding(family: str, tmp_path: Path) -> None:
     """101 tokens as 101, 128 and 200 rows; with 200 the second rank of two holds one token."""
     curves = []

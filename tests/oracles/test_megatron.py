@@ -92,6 +92,7 @@ def test_fp64(name: str, layout: str, folder: Path, tmp_path: Path) -> None:
     assert max(found.values()) < 1e-12, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_fp32(name: str, folder: Path, tmp_path: Path) -> None:
     """With megatron-core's number formats as they are."""

@@ -78,7 +78,7 @@ def casts(rank: Rank, config: RunConfig, layer: str, sequence: bool) -> list[Arr
 
 
 @recipes
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("sequence", only_quick([False, True], True))
 @pytest.mark.parametrize("layer", ["attention.qkv", "attention.out"])
 def test_two_ranks_cast_what_one_process_does(recipe: str, sequence: bool, layer: str, tmp_path: Path) -> None:
     config = configured(tmp_path, recipe, WIDE)

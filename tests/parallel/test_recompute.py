@@ -78,7 +78,7 @@ def trained(rank: Rank, configs: list[RunConfig]) -> list[Outcome]:
     return found
 
 
-@pytest.mark.parametrize("layout", only_quick(LAYOUTS, "tp2 sp pp2 vpp2"))
+@pytest.mark.parametrize("layout", only_quick(LAYOUTS, "tp2 sp"))
 def test_every_setting_gives_the_same_bits(layout: str, tmp_path: Path) -> None:
     configs = configurations(tmp_path, **LAYOUTS[layout])
     for outcomes in run_world(configs[0].world, trained, configs):
@@ -106,7 +106,7 @@ IN_FP8 = [
 ]
 
 
-@pytest.mark.parametrize("case", only_quick(IN_FP8, IN_FP8[0], IN_FP8[-1]), ids=str)
+@pytest.mark.parametrize("case", only_quick(IN_FP8, IN_FP8[0]), ids=str)
 def test_every_setting_gives_the_same_bits_in_fp8(case: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
     recipe, layout = case
     configs = eight_bit_configurations(tmp_path, fp8__recipe=recipe, **layout)

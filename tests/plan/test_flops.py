@@ -13,6 +13,7 @@ from megascale.core.rank import Rank
 from megascale.plan.flops import hardware_flops, head_flops, mfu, token_flops
 from megascale.plan.hardware import ACCELERATORS, find, stated_peak
 from megascale.plan.params import parameter_count
+from tests.marks import only_quick
 from tests.runs import FAMILIES, build_run, config_of, settings
 from tests.worlds import run_world
 
@@ -48,7 +49,7 @@ def test_equal_to_torchs_counter(family, tmp_path) -> None:
     assert found == pytest.approx(token_flops(config.model).full * tokens, rel=1e-3)
 
 
-@pytest.mark.parametrize("block", ["serial", "parallel"])
+@pytest.mark.parametrize("block", only_quick(["serial", "parallel"], "parallel"))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hardware_flops_are_those_that_torch_counts(family, block, tmp_path) -> None:
     sizes = FAMILIES[family] | {"hidden_size": 64, "seq_length": 64, "vocab_size": 512, "block": block}

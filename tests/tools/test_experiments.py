@@ -17,9 +17,12 @@ sys.path.insert(0, str(FOLDER))  # the tools' files stand beside each other
 import curves  # noqa: E402
 
 
+@pytest.mark.slow
 def test_a_run_is_made_once_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    config = str(job_config(tmp_path, GPT, train__steps=4, train__eval_every=2, train__eval_steps=1, checkpoint__every=4))
+    config = str(
+        job_config(tmp_path, GPT, train__steps=4, train__eval_every=2, train__eval_steps=1, checkpoint__every=4)
+    )
     first = curves.train(config, "one", tmp_path / "out", ["optimizer.lr=0.01"])
     assert (first.tokens, first.valid_tokens) == ([128, 256, 384, 512], [0, 256, 512])
     assert first.last == first.valid_loss[-1] != first.valid_loss[0]

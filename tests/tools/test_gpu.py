@@ -229,6 +229,7 @@ def test_the_torchtitan_that_fits_this_torch_is_installed(
     assert f"torchtitan=={titan}" in peer_install.requirements("torchtitan")[1]
 
 
+@pytest.mark.slow
 def test_a_peer_that_cannot_be_installed_is_left_out(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

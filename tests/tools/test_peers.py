@@ -195,6 +195,7 @@ def test_ranks_hold_parts_of_the_same_weights(family: str, tmp_path: Path) -> No
 
 
 @NEEDS_PEERS
+@pytest.mark.slow
 def test_megascale_and_a_peer_train_on_the_same_task_and_another_task_is_found_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

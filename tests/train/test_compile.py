@@ -98,6 +98,7 @@ def test_without_a_compiler_the_command_ends_with_status_2(
     assert "train.compile: no C++ compiler: there is no no-such-compiler" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_backend_that_cannot_serve_ends_with_status_2(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     tree = settings(FAMILIES["gpt"], tmp_path, train__precision="fp32", backends__norm="apex", parallel__dp=2)
     assert main(["train", str(write_config(tree, tmp_path / "run.toml"))]) == 2

@@ -131,6 +131,7 @@ def test_without_events_there_are_none(left: Left, tmp_path: Path) -> None:
     assert files(folder) == {}, "nor are those of an earlier part left"
 
 
+@pytest.mark.slow
 def test_without_a_ledger_there_is_nothing_to_tell(left: Left, tmp_path: Path) -> None:
     config, folder = copy_of(left, tmp_path)
     with_it = finish(config, f"train.steps={STEPS + 1}", "checkpoint.every=0")
@@ -141,6 +142,7 @@ def test_without_a_ledger_there_is_nothing_to_tell(left: Left, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("more", "status"), [("train.log_every=1", Exit.OK), ("model.ffn_size=64", Exit.CHECKPOINT)])
+@pytest.mark.slow
 def test_a_run_that_trains_nothing_leaves_those_that_there_are(
     more: str, status: Exit, left: Left, tmp_path: Path
 ) -> None:
@@ -151,6 +153,7 @@ def test_a_run_that_trains_nothing_leaves_those_that_there_are(
     assert files(folder) == files(left.folder) != {}
 
 
+@pytest.mark.slow
 def test_a_job_that_is_stopped_leaves_them_too(tmp_path: Path) -> None:
     job = Job(job_config(tmp_path, SIZES, **RUN | {"train__steps": 100_000}))
     job.wait_for_step(2)
@@ -165,6 +168,7 @@ def test_a_job_that_is_stopped_leaves_them_too(tmp_path: Path) -> None:
         assert max(event.step for event in rank.events) == last
 
 
+@pytest.mark.slow
 def test_a_job_that_fails_leaves_what_it_did(tmp_path: Path) -> None:
     """Weights that grow without bound: the run ends with an error, and its ranks say what they did until then."""
     job = Job(job_config(tmp_path, SIZES, **RUN | {"optimizer__lr": 1e30, "train__steps": 100, "checkpoint__every": 0}))

@@ -14,6 +14,7 @@ from megascale.core.errors import Exit
 from megascale.core.rank import Rank
 from megascale.train.guard import Report, _verdict
 from tests.jobs import Job, job_config
+from tests.marks import only_quick
 from tests.runs import GPT, LLAMA, build_run, config_of, settings
 from tests.worlds import run_world
 
@@ -92,7 +93,11 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: " ".join(f"{k[10:]}{v}" for k, v in layout.items()))
+@pytest.mark.parametrize(
+    "layout",
+    only_quick(LAYOUTS, LAYOUTS[2], LAYOUTS[-2]),
+    ids=lambda layout: " ".join(f"{k[10:]}{v}" for k, v in layout.items()),
+)
 def test_named_and_not_updated(layout: dict[str, Any], tmp_path: Path) -> None:
     config = config_of(settings(LLAMA, tmp_path, train__precision="fp32", **layout), tmp_path)
     culprit, tp = last_rank_with_layer_2(config), config.parallel.tp
@@ -219,6 +224,7 @@ def test_a_state_that_is_not_finite_is_not_saved(which: str, tmp_path: Path) -> 
     assert re.match(r"step 2: \S+ or its optimizer state is not finite on rank 1; it was not saved", first)
 
 
+@pytest.mark.slow
 def test_a_step_that_spoils_the_weights_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
     run: dict[str, Any] = {"train__steps": 6, "checkpoint__every": 1, "parallel__dp": 2}
     run |= {"optimizer__decay": "constant", "optimizer__warmup_steps": 0}

@@ -40,7 +40,8 @@ def halfway(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
 def test_kill_9_at_a_random_moment_and_resume(seed: int, uninterrupted: Any, tmp_path: Path) -> None:
     config = job_config(tmp_path, GPT, **LAYOUT, **RUN)
     job, chance = Job(config), random.Random(seed)
@@ -78,6 +79,7 @@ def test_resume_in_another_layout(other: tuple[str, ...], halfway: Path, uninter
         assert ours == pytest.approx(theirs, rel=2e-5)
 
 
+@pytest.mark.slow
 def test_sigterm_finishes_the_step_saves_and_exits_143(uninterrupted: Any, tmp_path: Path) -> None:
     config = job_config(tmp_path, GPT, **LAYOUT, **RUN)
     job = Job(config)
@@ -111,6 +113,7 @@ def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(tmp_path: Path) -> N
     assert curve(finish(config)) == straight
 
 
+@pytest.mark.slow
 def test_a_finished_run_says_so(tmp_path: Path) -> None:
     config = job_config(tmp_path, GPT, **RUN | {"train__steps": 2, "optimizer__warmup_steps": 0})
     steps = finish(config)
