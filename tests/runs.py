@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,15 @@ def build_run(rank: Rank, config: RunConfig, mesh: Any = None) -> Any:
 def train_curve(rank: Rank, config: RunConfig, steps: int | None = None) -> list[tuple[float, float]]:
     """Train and return (loss, gradient norm) of each step."""
     return curve_of(build_run(rank, config), steps or config.train.steps)
+
+
+def builds(rank: Rank, configs: Sequence[RunConfig]) -> Iterator[Any]:
+    """Runs of one layout, built one after the other on the mesh of the first."""
+    mesh = None
+    for config in configs:
+        run = build_run(rank, config, mesh)
+        mesh = run.mesh
+        yield run
 
 
 def traffic_of(run: Any, step: int) -> dict[str, dict[str, tuple[int, int]]]:

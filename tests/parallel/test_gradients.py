@@ -12,7 +12,7 @@ import torch
 
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
-from tests.runs import FAMILIES, GPT, LLAMA, build_run, config_of, settings
+from tests.runs import FAMILIES, GPT, LLAMA, build_run, builds, config_of, settings
 from tests.worlds import run_world
 
 Numbers = dict[str, np.ndarray]
@@ -70,10 +70,8 @@ def test_gradients_lie_in_one_fp32_buffer(family: str, precision: str, tmp_path:
 
 def gradients_of(rank: Rank, configs: list[RunConfig]) -> list[Numbers]:
     """The gradients of the first step of several runs in one layout."""
-    mesh, found = None, []
-    for config in configs:
-        run = build_run(rank, config, mesh)
-        mesh = run.mesh
+    found = []
+    for run in builds(rank, configs):
         backward(run, run.train.batch(0))
         found.append(by_name(run))
     return found

@@ -17,7 +17,7 @@ from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.parallel.pipeline import Pipeline
 from megascale.schedule.check import simulate
-from tests.runs import GPT, build_run, config_of, scale_and_clip, settings
+from tests.runs import GPT, build_run, builds, config_of, scale_and_clip, settings
 from tests.worlds import run_world
 
 Layout = dict[str, Any]
@@ -75,10 +75,8 @@ class Watched(nn.Module):
 
 def executed(rank: Rank, configs: list[RunConfig]) -> list[dict[str, Any]]:
     """For each run: loss, norm and the embedding's gradient of a first step, and how many micro-batches were alive."""
-    mesh, found = None, []
-    for config in configs:
-        run = build_run(rank, config, mesh)
-        mesh = run.mesh
+    found = []
+    for run in builds(rank, configs):
         counts = {"alive": 0, "peak": 0}
         run.pipeline.stages = [Watched(stage, counts) for stage in run.stages]
         run.gradients.clear()

@@ -19,7 +19,7 @@ from megascale.parallel.eight_bit import Lost
 from megascale.parallel.recompute import formed_again, recomputed
 from tests.marks import only_quick
 from tests.parallel.test_overlap import Outcome, outcome
-from tests.runs import FAMILIES, GPT, LLAMA, build_run, config_of, send_messages, settings, traffic_of
+from tests.runs import FAMILIES, GPT, LLAMA, build_run, builds, config_of, send_messages, settings, traffic_of
 from tests.worlds import run_world
 
 EACH = ["attention", "norm", "activation"]
@@ -68,12 +68,10 @@ def trained(rank: Rank, configs: list[RunConfig]) -> list[Outcome]:
     from megascale.parallel import overlap
 
     overlap.PIECE_BYTES = 2000
-    mesh, found = None, []
-    for config in configs:
-        run = build_run(rank, config, mesh)
-        if mesh is None:
+    found = []
+    for run in builds(rank, configs):
+        if not found:
             send_messages(run.mesh.tp)
-        mesh = run.mesh
         found.append(outcome(run, 2))
     return found
 
@@ -124,10 +122,8 @@ def test_what_casts_lose_is_the_same_when_they_are_done_again(tmp_path: Path) ->
 
 
 def losses_of_casts(rank: Rank, configs: list[RunConfig]) -> list[dict[str, Lost]]:
-    mesh, found = None, []
-    for config in configs:
-        run = build_run(rank, config, mesh)
-        mesh = run.mesh
+    found = []
+    for run in builds(rank, configs):
         run.gradients.clear()
         run.scaling.begin(watch=True)
         run.pipeline.run(run.train_order, run.train.batch(0))
@@ -139,11 +135,9 @@ def traffic(rank: Rank, configs: list[RunConfig]) -> list[Any]:
     """(calls, bytes) over tp in a step."""
     from megascale.train.step import train_step
 
-    mesh, found = None, []
-    for config in configs:
-        run = build_run(rank, config, mesh)
-        mesh = run.mesh
-        mesh.recorder._ring.clear()
+    found = []
+    for run in builds(rank, configs):
+        run.mesh.recorder._ring.clear()
         train_step(run, run.train.batch(0))
         found.append(traffic_of(run, step=1)["tp"])
     return found

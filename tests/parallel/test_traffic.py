@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megascale.core.rank import Rank
-from tests.runs import FAMILIES, GPT, build_run, config_of, settings, traffic_of
+from tests.runs import FAMILIES, GPT, build_run, builds, config_of, settings, traffic_of
 from tests.worlds import run_world
 
 Counts = dict[str, dict[str, tuple[int, int]]]
@@ -20,11 +20,9 @@ def traffic_of_a_step(rank: Rank, configs: list[Any]) -> list[Counts]:
     """(calls, bytes) by group and operation in the second step of runs of one layout."""
     from megascale.train.step import train_step
 
-    mesh, found = None, []
-    for config in configs:
-        run = build_run(rank, config, mesh)
-        mesh = run.mesh
-        mesh.recorder._ring.clear()
+    found = []
+    for run in builds(rank, configs):
+        run.mesh.recorder._ring.clear()
         train_step(run, run.train.batch(0))
         train_step(run, run.train.batch(8))
         run.gradients.finish_gather()

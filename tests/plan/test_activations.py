@@ -14,7 +14,7 @@ from megascale.core.rank import Rank
 from megascale.plan.activations import activation_bytes
 from tests.marks import only_quick
 from tests.memory import held_bytes
-from tests.runs import FAMILIES, build_run, config_of, settings
+from tests.runs import FAMILIES, build_run, builds, config_of, settings
 from tests.worlds import run_world
 
 
@@ -74,10 +74,8 @@ class Saved:
 
 def watched(rank: Rank, configs: list[Any]) -> list[tuple[list[set[int]], int]]:
     """For each run the bytes that a micro-batch keeps on each chunk, and the peak in a step."""
-    mesh, found = None, []
-    for config in configs:
-        run = build_run(rank, config, mesh)
-        mesh = run.mesh
+    found = []
+    for run in builds(rank, configs):
         watch = Watch(run)
         run.gradients.clear()
         run.scaling.begin(watch=False)

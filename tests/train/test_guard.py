@@ -15,7 +15,7 @@ from megascale.core.rank import Rank
 from megascale.train.guard import Report, _verdict
 from tests.jobs import Job, job_config
 from tests.marks import only_quick
-from tests.runs import GPT, LLAMA, build_run, config_of, settings
+from tests.runs import GPT, LLAMA, build_run, builds, config_of, settings
 from tests.worlds import run_world
 
 WHAT = ("weight", "loss", "gradient", "sum")
@@ -25,10 +25,8 @@ def diverge(rank: Rank, config: Any, where: int) -> list[tuple[str, bool]]:
     """For each of WHAT: train two steps, then a third in which it is wrong on rank `where`, the sum on all. Returns the
     error's text, and whether weights and optimizer state are what they were before that step.
     """
-    mesh, found = None, []
-    for what in WHAT:
-        run = build_run(rank, config, mesh)
-        mesh = run.mesh
+    found = []
+    for what, run in zip(WHAT, builds(rank, [config] * len(WHAT)), strict=True):
         train_two_steps(run)
         if rank.rank == where or what == "sum":
             spoil(run, what)
