@@ -202,7 +202,7 @@ def test_a_run_folder_that_cannot_be_written_is_said_in_a_line(ranks: int, tmp_p
     assert len(err.splitlines()) == 2
 
 
-@pytest.mark.parametrize("layout", [{}, FOUR], ids=["alone", "launcher"])
+@pytest.mark.parametrize("layout", [{}, pytest.param(FOUR, marks=pytest.mark.slow)], ids=["alone", "launcher"])
 def test_the_end_of_the_terminal_saves(layout: dict, tmp_path: Path) -> None:
     config = job_config(tmp_path, GPT, **{**layout, "train__steps": 100000, "checkpoint__every": 100000})
     job = Job(config)

@@ -13,7 +13,6 @@ import pytest
 
 from megascale.core.errors import Exit
 from tests.jobs import Job, curve, finish, job_config
-from tests.marks import only_quick
 from tests.runs import GPT, LLAMA
 
 LAYOUT: dict[str, Any] = {"parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "parallel__vpp": 2}
@@ -69,7 +68,8 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("other", only_quick(OTHERS, OTHERS[0]), ids=" ".join)
+@pytest.mark.slow
+@pytest.mark.parametrize("other", OTHERS, ids=" ".join)
 def test_resume_in_another_layout(other: tuple[str, ...], halfway: Path, uninterrupted: Any, tmp_path: Path) -> None:
     shutil.copytree(halfway / "runs", tmp_path / "runs")
     again = curve(finish(job_config(tmp_path, GPT, **LAYOUT, **RUN), *other))
