@@ -208,7 +208,8 @@ def read(path: Path, wanted: range | None) -> Record:
     try:
         events = read_events(path)
     except OSError as error:
-        raise TraceError(f"{path}: cannot be read: {error.strerror}", mend="see its permissions") from None
+        mend = "see its permissions" if isinstance(error, PermissionError) else "a run writes it anew when it ends"
+        raise TraceError(f"{path}: cannot be read: {error.strerror}", mend=mend) from None
     except ValueError as error:
         raise TraceError(f"{path}: {error}", mend="the file is spoilt: leave out its rank with --ranks") from None
     if file_name(events.rank) != path.name:

@@ -171,7 +171,7 @@ def _object(line: str) -> dict[str, Any]:
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:  # it would call every line the first
-        raise ValueError(f"{error.msg} at column {error.colno}") from None
+        raise ValueError(f"{error.msg.removesuffix(' at')} at column {error.colno}") from None
     except RecursionError:
         raise ValueError("nested too deep") from None
     if not isinstance(value, dict):

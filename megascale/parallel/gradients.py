@@ -129,7 +129,8 @@ class Bucket:
     def start_gather(self) -> None:
         """Start collecting the weights that the other ranks have updated."""
         if self.zero:
-            self._gathering = all_gather(self.group, self.weights, self.shard_weights, what=self.what, wait=False)
+            with self.group.recorder.place(self.chunk):
+                self._gathering = all_gather(self.group, self.weights, self.shard_weights, what=self.what, wait=False)
 
     def finish_gather(self) -> None:
         self._gathering.wait()
@@ -248,7 +249,8 @@ class Gradients:
         self._reducing.clear()
         for bucket in order:
             bucket.finish_reduction()
-            bucket.sum_partial(sequence=self._sequence)
+            with bucket.group.recorder.place(bucket.chunk):
+                bucket.sum_partial(sequence=self._sequence)
             yield bucket
 
     def start_gather(self, bucket: Bucket) -> None:

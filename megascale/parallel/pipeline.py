@@ -48,7 +48,7 @@ class Boundary:
     def whole(self, part: Tensor, what: str) -> Tensor:
         """The activation, from what this rank has received."""
         if self.tp.size > 1:
-            full = part.new_empty(self.tp.size, part.numel())
+            full = part.new_empty(self.tp.size * part.numel())  # flat, as gloo wants it
             all_gather(self.tp, full, part, what=what)
             part = full
         return part.view(self.shape)
@@ -122,22 +122,27 @@ class _Run:
 
     def run(self, order: Order) -> Tensor:
         reduced = {action[1:] for action in order if action.kind is Kind.REDUCE}
+        recorder = self._p.recorder
         for action in order:
+            place = action[1:]
             match action.kind:
                 case Kind.F:
-                    with self._p.recorder.action("F", *action[1:]):
+                    with recorder.action("F", *place):
                         self._forward(action)
                 case Kind.B:
-                    with self._p.recorder.action("B", *action[1:]):
-                        self._backward(action, last=action[1:] in reduced)
+                    with recorder.action("B", *place):
+                        self._backward(action, last=place in reduced)
                 case Kind.SEND_F | Kind.SEND_B:
-                    self._send(action)
+                    with recorder.place(*place):
+                        self._send(action)
                 case Kind.RECV_F | Kind.RECV_B:
-                    self._receive(action)
+                    with recorder.place(*place):
+                        self._receive(action)
                 case Kind.GATHER:
                     self._p.gradients.enter(action.chunk)
                 case Kind.REDUCE:
-                    self._p.gradients.reduce(action.chunk)
+                    with recorder.place(*place):
+                        self._p.gradients.reduce(action.chunk)
             self._p.release()
         return self._loss
 

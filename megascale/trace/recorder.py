@@ -80,6 +80,10 @@ class Recorder:
         """For a `with` block: compute that has a name. Communication inside it belongs to its chunk and micro-batch."""
         return _UNNAMED if self._void is not None else Action(self, name, chunk, microbatch)
 
+    def place(self, chunk: int, microbatch: int = -1) -> AbstractContextManager[None]:
+        """For a `with` block: communication inside it belongs to a chunk and a micro-batch, outside of compute."""
+        return _UNNAMED if self._void is not None else Place(self, chunk, microbatch)
+
     def communication(self, axis: str, group: str, name: str, what: str, nbytes: int, peer: int = -1) -> Record:
         """A communication that is about to be issued."""
         if self._void is not None:
@@ -167,26 +171,40 @@ def _no_mark() -> Mark:
     return 0.0
 
 
-class Action(AbstractContextManager[None]):
-    """A named piece of compute, from entering a `with` block to leaving it. torch's profiler, if it runs, sees it."""
+class Place(AbstractContextManager[None]):
+    """What is recorded from entering a `with` block to leaving it belongs to a chunk and a micro-batch."""
 
-    __slots__ = ("_before", "_name", "_place", "_range", "_record", "_recorder")
+    __slots__ = ("_before", "_place", "_recorder")
 
-    def __init__(self, recorder: Recorder, name: str, chunk: int, microbatch: int) -> None:
+    def __init__(self, recorder: Recorder, chunk: int, microbatch: int) -> None:
         self._recorder = recorder
-        self._name = name
         self._place = (chunk, microbatch)
 
     def __enter__(self) -> None:
-        recorder = self._recorder
-        self._before, recorder._place = recorder._place, self._place
+        self._before, self._recorder._place = self._recorder._place, self._place
+
+    def __exit__(self, *_: object) -> None:
+        self._recorder._place = self._before
+
+
+class Action(Place):
+    """A named piece of compute, from entering a `with` block to leaving it. torch's profiler, if it runs, sees it."""
+
+    __slots__ = ("_name", "_range", "_record")
+
+    def __init__(self, recorder: Recorder, name: str, chunk: int, microbatch: int) -> None:
+        super().__init__(recorder, chunk, microbatch)
+        self._name = name
+
+    def __enter__(self) -> None:
+        super().__enter__()
         profiled = torch.autograd.profiler._is_profiler_enabled
         self._range = torch.autograd.profiler.record_function(self._name) if profiled else _UNNAMED
         self._range.__enter__()
-        self._record = recorder._add(Record(COMPUTE, self._name, "", recorder.mark()))
+        self._record = self._recorder._add(Record(COMPUTE, self._name, "", self._recorder.mark()))
 
     def __exit__(self, *_: object) -> None:
         self._record.end = self._recorder.mark()
         self._record.closed = True
         self._range.__exit__(None, None, None)
-        self._recorder._place = self._before
+        super().__exit__()

@@ -17,7 +17,17 @@ from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.parallel.pipeline import Pipeline
 from megascale.schedule.check import simulate
-from tests.runs import GPT, build_run, builds, config_of, scale_and_clip, settings
+from tests.runs import (
+    GPT,
+    build_run,
+    builds,
+    config_of,
+    curve_of,
+    scale_and_clip,
+    send_messages,
+    settings,
+    train_curve,
+)
 from tests.worlds import run_world
 
 Layout = dict[str, Any]
@@ -184,3 +194,16 @@ def test_what_has_gone_is_let_go_of_whatever_has_left_before_it() -> None:
     downwards.gone = True
     pipeline.release()
     assert there[0]() is not None and there[1]() is None
+
+
+def by_backend(rank: Rank, config: RunConfig) -> list[tuple[float, float]]:
+    run = build_run(rank, config)
+    send_messages(run.mesh.tp, backend=True)
+    return curve_of(run, 2)
+
+
+def test_a_boundary_is_put_together_by_the_backends_own_collectives_too(tmp_path: Path) -> None:
+    """As in groups of more ranks than share memory or send each other messages."""
+    config = config_of(settings(GPT, tmp_path, parallel__tp=2, parallel__pp=2), tmp_path)
+    found, expected = run_world(4, by_backend, config)[0], run_world(4, train_curve, config)[0]
+    np.testing.assert_allclose(found, expected[:2], rtol=1e-10)

@@ -388,9 +388,9 @@ def test_ranks_of_a_group_number_the_same_collectives(ledgers: list[Ledger]) -> 
             own = [event for event in rank.events if event.group == name]
             assert [event.sequence for event in own] == list(range(len(own)))
             collectives = [e for e in own if e.peer < 0]
-            told[name, ranks].append([(e.name, e.bytes, e.chunk, e.microbatch) for e in collectives])
+            told[name, ranks].append([(e.name, e.bytes, e.microbatch) for e in collectives])
             if name != "tied":  # the ends of the pipeline name the embedding by their own chunks
-                told[name, ranks][-1] += [e.what for e in collectives]
+                told[name, ranks][-1] += [(e.what, e.chunk) for e in collectives]
     for (name, ranks), lists in told.items():
         assert len(lists) == len(ranks) and all(each == lists[0] for each in lists), name
     assert sum(len(lists[0]) for lists in told.values()) > 20
@@ -423,19 +423,27 @@ def test_events_are_in_the_order_of_their_issue_and_those_of_a_channel_follow_ea
             ends[channel] = max(event.end, ends.get(channel, 0.0))
 
 
-def test_communications_have_the_place_of_the_action_that_issued_them(ledgers: list[Ledger]) -> None:
-    inside = 0
+def test_communications_belong_to_a_chunk_and_a_micro_batch(ledgers: list[Ledger]) -> None:
+    seen = Counter[str]()
     for rank in ledgers:
         actions = [event for event in rank.events if event.axis == COMPUTE]
         for event in rank.events:
-            if event.axis == COMPUTE:
+            if event.axis == COMPUTE or not event.step:
                 continue
             around = [action for action in actions if action.start <= event.issue <= action.end]
             assert len(around) <= 1
-            place = (around[0].chunk, around[0].microbatch) if around else (-1, -1)
-            assert (event.chunk, event.microbatch) == place
-            inside += place[1] >= 0
-    assert inside
+            if around and around[0].name in "FB":
+                assert (event.chunk, event.microbatch) == (around[0].chunk, around[0].microbatch)
+            elif event.axis == "pp":
+                assert event.chunk >= 0 and f" m{event.microbatch} " in event.what
+            elif event.axis in ("dp", "tied"):
+                assert event.what.startswith(f"chunk {event.chunk}")
+                assert (event.microbatch >= 0) == (event.name == "reduce_scatter")
+            else:
+                continue
+            seen[event.axis] += 1
+    communicate = {event.axis for rank in ledgers for event in rank.events if event.step and event.axis != COMPUTE}
+    assert set(seen) == communicate - {"world"}
 
 
 def test_every_step_has_every_action(ledgers: list[Ledger]) -> None:
