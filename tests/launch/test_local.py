@@ -77,6 +77,7 @@ def with_planted(folder: Path, rank: int, error: str) -> dict[str, str]:
     return {"PYTHONPATH": str(folder)}
 
 
+@pytest.mark.slow
 def test_a_ranks_own_error_comes_before_those_of_its_neighbours(tmp_path: Path) -> None:
     env = with_planted(tmp_path / "site", 3, "ValueError('planted in rank three')")
     status, _, err = Job(job_config(tmp_path, GPT, **FOUR), env=env).end()

@@ -123,6 +123,7 @@ def test_a_tied_embedding_is_summed_over_the_ends_once(tmp_path: Any) -> None:
     ],
     ids=lambda layout: " ".join(f"{key[10:]}{value}" for key, value in layout.items()),
 )
+@pytest.mark.slow
 def test_lamb_sums_two_numbers_a_matrix(layout: dict[str, int], tmp_path: Any) -> None:
     """Over tp, over dp where that cuts parameters, and between the ends of the pipeline for what they share."""
     from megascale.layout.chunks import chunk_parameters

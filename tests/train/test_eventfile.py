@@ -117,6 +117,7 @@ def copy_of(left: Left, folder: Path) -> tuple[Path, Path]:
     return config, config.parent / "runs" / "test"
 
 
+@pytest.mark.slow
 def test_a_run_with_fewer_ranks_leaves_no_file_of_those_that_are_gone(left: Left, tmp_path: Path) -> None:
     config, folder = copy_of(left, tmp_path)
     assert len(finish(config, "parallel.tp=1", f"train.steps={STEPS + 2}")) == STEPS + 2
@@ -125,6 +126,7 @@ def test_a_run_with_fewer_ranks_leaves_no_file_of_those_that_are_gone(left: Left
     assert {event.step for event in rank.events} == {STEPS + 1, STEPS + 2}
 
 
+@pytest.mark.slow
 def test_without_events_there_are_none(left: Left, tmp_path: Path) -> None:
     config, folder = copy_of(left, tmp_path)
     finish(config, "observe.events=false", "parallel.tp=1", f"train.steps={STEPS + 1}")

@@ -95,6 +95,7 @@ def backends(rank: Rank, given: RunConfig) -> tuple[dict[str, str], set[str]]:
         ({"train__compile": True}, {"norm", "activation"}),
     ],
 )
+@pytest.mark.slow
 def test_the_backends_are_those_that_ran(overrides: dict[str, Any], compiled: set[str], tmp_path: Path) -> None:
     ((named, built),) = run_world(1, backends, config(tmp_path, **overrides))
     assert {f"{operation} {name}" for operation, name in named.items()} == built
