@@ -1,8 +1,11 @@
 """Who carries out an operation: for each, the implementations that can be asked for, the best first."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any
 
+from megascale.catalog.recipes import RECIPES
 from megascale.core.registry import Card, Registry
 
 AUTO = "auto"
@@ -24,6 +27,13 @@ class Need:
     dropout: bool
     tp: int
     grain: str | None
+
+    @classmethod
+    def of(cls, operation: str, model: Any, number_format: str, optimizer: str, tp: int, recipe: str | None) -> Need:
+        """From `[model]`, the optimizer's name and that of the fp8 recipe, None without."""
+        names = {"norm": model.norm, "activation": model.activation, "optimizer": optimizer}
+        grain = RECIPES[recipe].facts["grain"] if recipe else None
+        return cls(names.get(operation), number_format, model.dropout > 0, tp, grain)
 
 
 def lacks(card: Card, need: Need) -> str | None:

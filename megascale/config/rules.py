@@ -236,12 +236,11 @@ def learning_rate(c: Any) -> Iterator[Finding]:
 @rule("model", "parallel", "train", "fp8", "optimizer", "backends")
 def backends(c: Any) -> Iterator[Finding]:
     """A backend that is asked for has what the model, its numbers and its layout need of it."""
-    grain = RECIPES[c.fp8.recipe].facts["grain"] if c.train.precision == "fp8" else None
+    recipe = c.fp8.recipe if c.train.precision == "fp8" else None
     number_format = PRECISIONS[c.train.precision].facts["compute"]
-    names = {"norm": c.model.norm, "activation": c.model.activation, "optimizer": c.optimizer.name}
     for operation, registry in BACKENDS.items():
         asked = getattr(c.backends, operation)
-        need = Need(names.get(operation), number_format, c.model.dropout > 0, c.parallel.tp, grain)
+        need = Need.of(operation, c.model, number_format, c.optimizer.name, c.parallel.tp, recipe)
         if asked != AUTO and (lacking := lacks(registry[asked], need)):
             yield Finding(f"backends.{operation}", f"{asked} {lacking}", "auto, or another backend")
 

@@ -10,7 +10,6 @@ import torch
 
 from megascale.catalog.backends import AUTO, BACKENDS, FUSED, Need, lacks
 from megascale.catalog.precisions import PRECISIONS
-from megascale.catalog.recipes import RECIPES
 from megascale.config.backends import BackendsConfig
 from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
@@ -60,11 +59,8 @@ class Setting:
 
     def need(self, operation: str) -> Need:
         """What backends are asked for by their cards, before they look at the device."""
-        model = self.model
-        names = {"norm": model.norm, "activation": model.activation, "optimizer": self.optimizer}
         number_format = str(self.dtype).removeprefix("torch.")
-        grain = RECIPES[self.recipe].facts["grain"] if self.recipe else None
-        return Need(names.get(operation), number_format, model.dropout > 0, self.tp, grain)
+        return Need.of(operation, self.model, number_format, self.optimizer, self.tp, self.recipe)
 
 
 class Backend(Protocol):

@@ -15,7 +15,8 @@ from megascale.core.registry import Card, Registry
 def _registries() -> list[Registry]:
     names = [module.name for module in pkgutil.iter_modules(megascale.catalog.__path__)]
     modules = [importlib.import_module(f"megascale.catalog.{name}") for name in names]
-    return [value for module in modules for value in vars(module).values() if isinstance(value, Registry)]
+    found = [value for module in modules for value in vars(module).values() if isinstance(value, Registry)]
+    return list({id(registry): registry for registry in found}.values())
 
 
 REGISTRIES = _registries()

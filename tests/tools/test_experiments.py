@@ -18,8 +18,7 @@ import curves  # noqa: E402
 
 
 @pytest.mark.slow
-def test_a_run_is_made_once_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_run_is_made_once_and_drawn(tmp_path: Path) -> None:
     config = str(
         job_config(tmp_path, GPT, train__steps=4, train__eval_every=2, train__eval_steps=1, checkpoint__every=4)
     )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -47,18 +47,18 @@ def train(config: str, name: str, folder: Path, keys: Sequence[str]) -> Curve:
 
     Raises: SystemExit if it cannot run, or ran with other keys
     """
-    os.chdir(ROOT)
     run = folder / name
     words = [f"name={name}", f"observe.dir={folder}", "observe.tensorboard=false", "observe.events=false", *keys]
     try:
-        wanted = load(config, words)
-        made = load(str(run / "config.toml")) if (run / "config.toml").exists() else wanted
+        with contextlib.chdir(ROOT):
+            wanted = load(config, words)
+            made = load(str(run / "config.toml")) if (run / "config.toml").exists() else wanted
     except ConfigError as error:
         raise SystemExit(str(error)) from None
     if others := changes(made.model_dump(by_alias=True, mode="json"), wanted):
         raise SystemExit(f"{run} was made with other keys: {', '.join(others)}  -> another --output")
     command = [sys.executable, "-m", "megascale", "train", config, *words]
-    if status := subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode:
+    if status := subprocess.run(command, cwd=ROOT, check=False, stdout=subprocess.DEVNULL).returncode:
         raise SystemExit(status)
     return read(run)
 
