@@ -26,8 +26,8 @@ _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 _HOST = {"cpu_op", "user_annotation"}
 """Categories that enclose others."""
 
-_OPTIMIZER_RANGES = {"norms", "update"}
-"""Actions of a step that are the optimizer's: the norm of the gradient, and the update."""
+_OPTIMIZER_RANGES = {"norms", "directions", "update"}
+"""Actions of a step that are the optimizer's: the norm of the gradient, LAMB's first phase, and the update."""
 
 
 def _words(*patterns: str) -> re.Pattern[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,8 @@ FORMATS = ("float32", "bfloat16")
 class Need:
     """What a configuration alone says that an operation must serve: the norm, activation or optimizer of that `name`,
     of other operations None; numbers in that format of torch; `dropout` of attention weights; a cut over `tp` ranks;
-    the `grain` of the scales of fp8 products (`catalog.recipes`), None without.
+    the `grain` of the scales of fp8 products (`catalog.recipes`), None without; heads of `head_dim`; rows of `columns`
+    numbers, of a norm or an activation; and layers with sliding `windows`.
     """
 
     name: str | None
@@ -27,18 +29,24 @@ class Need:
     dropout: bool
     tp: int
     grain: str | None
+    head_dim: int
+    columns: int
+    windows: bool
 
     @classmethod
     def of(cls, operation: str, model: Any, number_format: str, optimizer: str, tp: int, recipe: str | None) -> Need:
         """From `[model]`, the optimizer's name and that of the fp8 recipe, None without."""
         names = {"norm": model.norm, "activation": model.activation, "optimizer": optimizer}
         grain = RECIPES[recipe].facts["grain"] if recipe else None
-        return cls(names.get(operation), number_format, model.dropout > 0, tp, grain)
+        columns = model.ffn_size // tp if operation == "activation" else model.hidden_size
+        rest = model.head_dim, columns, any(model.windows)
+        return cls(names.get(operation), number_format, model.dropout > 0, tp, grain, *rest)
 
 
 def lacks(card: Card, need: Need) -> str | None:
     """What of a need a backend lacks by the facts of its card, None if nothing: `serves` (names), `formats` and
-    `grains`, empty or absent for all; `dropout` and `cut`, false where it cannot.
+    `grains`, empty or absent for all; `dropout` and `cut`, false where it cannot; `least_head` and `most_head`, sizes
+    of heads; `columns`, the most in a row; `windows`, true where it serves nothing else.
     """
     facts = card.facts
     if facts.get("serves") and need.name not in facts["serves"]:
@@ -51,21 +59,36 @@ def lacks(card: Card, need: Need) -> str | None:
         return "draws dropout of its own, which would depend on the layout"
     if need.tp > 1 and not facts.get("cut", True):
         return "would communicate past the ledger"
+    if need.head_dim < (least := facts.get("least_head", 0)):
+        return f"has heads of {least} or more, not of {need.head_dim}"
+    if need.head_dim > (most := facts.get("most_head", math.inf)):
+        return f"has heads of up to {most}, not of {need.head_dim}"
+    if need.columns > (widest := facts.get("columns", math.inf)):
+        return f"takes at most {widest} columns, not {need.columns}"
+    if facts.get("windows") and not need.windows:
+        return "is for layers with a window, and there is none"
     return None
 
 
 def _card(name: str, help: str, body: str, serves: tuple[str, ...] = (), **facts: Any) -> Card:
     """`serves`: of a library's norms, activations and optimizers; empty for all, in all formats."""
-    most = {"serves": serves, "formats": serves and FORMATS, "grains": (), "dropout": True, "cut": True}
+    most = {"serves": serves, "formats": serves and FORMATS, "grains": (), "dropout": True, "cut": True,
+            "least_head": 0, "most_head": math.inf, "columns": math.inf, "windows": False}  # fmt: skip
     return Card(name, help, f"megascale.ops.{body}", most | facts)
 
+
+ROW = 65536
+"""Columns that Liger's kernels take at most: a row is one block."""
+
+_HALF: dict[str, Any] = {"formats": ("bfloat16",), "dropout": False, "most_head": 256}
+"""Of flash-attn's kernels, and of those that Transformer Engine calls."""
 
 NORM_BACKENDS = Registry(
     "norm backend",
     "megascale.backends.norm",
     [
         _card("te", "Transformer Engine's kernels", "te:TENorm", ("layernorm", "rmsnorm")),
-        _card("liger", "Liger's kernels", "liger:LigerNorm", ("layernorm", "rmsnorm")),
+        _card("liger", "Liger's kernels", "liger:LigerNorm", ("layernorm", "rmsnorm"), columns=ROW),
         _card("apex", "Apex's kernels", "apex_norm:ApexNorm", ("layernorm", "rmsnorm")),
         _card("compile", "a formula by torch.compile", "compiled:CompiledNorm"),
         _card("torch", "torch's operators", "norm:TorchNorm"),
@@ -77,7 +100,7 @@ ACTIVATION_BACKENDS = Registry(
     "megascale.backends.activation",
     [
         _card("te", "Transformer Engine's kernels", "te:TEActivation", ("gelu_tanh", "swiglu")),
-        _card("liger", "Liger's kernel", "liger:LigerActivation", ("swiglu",)),
+        _card("liger", "Liger's kernel", "liger:LigerActivation", ("swiglu",), columns=ROW),
         _card("compile", "a formula by torch.compile", "compiled:CompiledActivation"),
         _card("torch", "torch's operators", "activation:TorchActivation"),
     ],
@@ -87,13 +110,12 @@ ATTENTION_BACKENDS = Registry(
     "attention backend",
     "megascale.backends.attention",
     [
-        _card("flash", "flash-attn (Dao 2023)", "flash:FlashAttention", formats=("bfloat16",), dropout=False),
+        _card("flash", "flash-attn (Dao 2023)", "flash:FlashAttention", **_HALF),
         _card(
             "te",
             "Transformer Engine's DotProductAttention",
             "te_attention:EngineAttention",
-            formats=("bfloat16",),
-            dropout=False,
+            **_HALF,
         ),
         _card(
             "compile",
@@ -101,6 +123,8 @@ ATTENTION_BACKENDS = Registry(
             "flex:FlexAttention",
             formats=FORMATS,
             dropout=False,
+            least_head=16,
+            windows=True,
         ),
         _card("torch", "torch's scaled_dot_product_attention", "attention:TorchAttention"),
     ],

@@ -44,11 +44,7 @@ def gpu_refusal(setting: Setting) -> str | None:
 
 def half_refusal(setting: Setting) -> str | None:
     """What speaks against kernels in 16 bits."""
-    if setting.model.head_dim > 256:
-        return f"has heads of up to 256, not of {setting.model.head_dim}"
-    if setting.device.capability < (8, 0):
-        return "needs a GPU of compute capability 8.0 or more"
-    return None
+    return "needs a GPU of compute capability 8.0 or more" if setting.device.capability < (8, 0) else None
 
 
 def causal_attention(

@@ -61,7 +61,9 @@ def fusing(setting: Setting) -> Fuse:
 
 
 def fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` by torch.compile, once for each shape: a run has few, and a kernel for one shape is faster."""
+    """`function` by torch.compile, once for each shape, and each number that it is given: a run has few, and a kernel
+    for one shape is faster.
+    """
     settings = torch._dynamo.config  # of the process: torch before 2.13 has no limit for one function
     settings.recompile_limit = max(settings.recompile_limit, SHAPES)
     return torch.compile(function, dynamic=False)

@@ -30,9 +30,11 @@ class FlashAttention:
 
 
 def _library(setting: Setting) -> Library:
-    """The version to use: the third has kernels for Hopper, and none for what came later."""
-    hopper = setting.device.capability[0] == 9
-    return FLASH3 if hopper and FLASH3.absence() is None else FLASH
+    """The version to use: the third has kernels for Hopper, and none for what came later, nor, unlike the second, for
+    heads that are no multiple of 8.
+    """
+    serves = setting.device.capability[0] == 9 and setting.model.head_dim % 8 == 0
+    return FLASH3 if serves and FLASH3.absence() is None else FLASH
 
 
 def flash(flash_attn_func: Callable[..., Any]) -> Attend:

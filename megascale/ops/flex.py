@@ -5,13 +5,14 @@ blocks of scores with something to see.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from megascale.ops import compiled
 from megascale.ops.attention import Attend, causal_attention, gpu_refusal
 from megascale.ops.library import TRITON
 from megascale.ops.select import Setting
@@ -26,14 +27,10 @@ class FlexAttention:
     def refusal(self, setting: Setting) -> str | None:
         if setting.device.is_cpu:
             return "has no backward on a CPU"
-        if setting.model.head_dim < 16:
-            return f"has heads of 16 or more, not of {setting.model.head_dim}"
-        if not any(setting.model.windows):
-            return "serves layers with a window, and there is none"
         return gpu_refusal(setting) or TRITON.absence()
 
     def build(self, setting: Setting) -> Attend:
-        return flex(torch.compile(flex_attention, dynamic=False))
+        return flex(compiled.fused(flex_attention))
 
 
 def flex(attention: Callable[..., Any]) -> Attend:
@@ -52,7 +49,7 @@ def flex(attention: Callable[..., Any]) -> Attend:
     return attend
 
 
-@lru_cache(maxsize=8)
+@cache  # one for each window of the model
 def block_mask(s: int, window: int, device: torch.device) -> BlockMask:
     """Which blocks of an s x s matrix of scores a window shows in part, and which whole.
 

@@ -73,7 +73,7 @@ APEX = Library(
     source="NVIDIA's, built from its sources with --cuda_ext; PyPI's apex is another project",
 )
 TRITON = Library("triton", "triton")
-FLASH = Library("flash_attn", "flash_attn")
+FLASH = Library("flash_attn", "flash_attn", versions=">=2.4.1,<3")  # before, its backward has no fixed order
 FLASH3 = Library("flash_attn_3", "flash_attn_interface")
 
 LIBRARIES = (TE, LIGER, APEX, FLASH, FLASH3, TRITON)

@@ -9,15 +9,12 @@ from megascale.ops.library import LIGER
 from megascale.ops.norm import Normalize
 from megascale.ops.select import Setting
 
-WIDEST = 65536
-"""Columns that a kernel takes at most: a row is one block."""
-
 
 class LigerNorm:
     """LigerRMSNormFunction and LigerLayerNormFunction."""
 
     def refusal(self, setting: Setting) -> str | None:
-        return LIGER.refusal(setting) or _too_wide(setting.model.hidden_size)
+        return LIGER.refusal(setting)
 
     def build(self, setting: Setting) -> Normalize:
         from liger_kernel.ops import LigerLayerNormFunction, LigerRMSNormFunction
@@ -36,7 +33,7 @@ class LigerActivation:
     """LigerFusedGateUpSiLUMulFunction, which takes gate and up side by side as they come from one product."""
 
     def refusal(self, setting: Setting) -> str | None:
-        return LIGER.refusal(setting) or _too_wide(setting.model.ffn_size // setting.tp)
+        return LIGER.refusal(setting)
 
     def build(self, setting: Setting) -> Activate:
         from liger_kernel.ops import LigerFusedGateUpSiLUMulFunction
@@ -46,7 +43,3 @@ class LigerActivation:
             return LigerFusedGateUpSiLUMulFunction.apply(rows).view(*gate_up.shape[:-1], -1)
 
         return swiglu
-
-
-def _too_wide(columns: int) -> str | None:
-    return f"takes at most {WIDEST} columns, not {columns}" if columns > WIDEST else None

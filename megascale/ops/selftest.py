@@ -23,6 +23,9 @@ from megascale.ops.select import BackendError, Reluctance, Setting, refusal, sel
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """Largest relative difference by which a result may be rounded: of its largest number."""
 
+ZERO = 1e-12
+"""What is less, of the largest number of a case, is zero."""
+
 TOKENS, SAMPLES = 128, 2
 
 
@@ -81,17 +84,18 @@ def _judge(operation: str, backend: str, chosen: bool, setting: Setting) -> Verd
 
 
 def difference(operation: str, backend: str, setting: Setting) -> float:
-    """The largest relative difference of the result and the gradients, of each tensor's largest number; NaN if one of
-    them has a NaN.
+    """The largest relative difference of the result and the gradients, of each tensor's largest number, or where a
+    tensor is zero but for fp64's rounding, of all tensors'; NaN if one of them has a NaN.
     """
     case = CASES[operation]
     numbers = [tensor.to(setting.device.torch, setting.dtype) for tensor in case.numbers(setting)]
     tested = _results(case, operation, backend, setting, numbers)
     exact = replace(setting, dtype=torch.float64, compiled=False)
     expected = _results(case, operation, "torch", exact, [tensor.double() for tensor in numbers])
-    pairs = zip(tested, expected, strict=True)
-    each = [(ours.double() - true).abs().max() / true.abs().max() for ours, true in pairs]
-    return float(torch.stack(each).max())  # Python's max passes over a NaN that is not the first
+    largest = torch.stack([true.abs().max() for true in expected])
+    largest = largest.where(largest > ZERO * largest.max(), largest.max()).clamp(min=ZERO)
+    each = [(ours.double() - true).abs().max() for ours, true in zip(tested, expected, strict=True)]
+    return float((torch.stack(each) / largest).max())  # Python's max passes over a NaN that is not the first
 
 
 def _results(case: Case, operation: str, backend: str, setting: Setting, numbers: Sequence[Tensor]) -> list[Tensor]:
@@ -118,14 +122,16 @@ def _differentiated(call: Callable[[Any, Setting, list[Tensor]], Tensor]) -> Any
     return results
 
 
-def _random(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+def _random(*shapes: tuple[int, ...]) -> list[Tensor]:
+    """Tensors that differ also where their shapes do not."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
 def _attention(setting: Setting) -> list[Tensor]:
     m = setting.model
     heads = [n // setting.tp for n in (m.num_heads, m.num_kv_heads, m.num_kv_heads)]
-    return [_random(SAMPLES, n, min(TOKENS, m.seq_length), m.head_dim) for n in heads]
+    return _random(*((SAMPLES, n, min(TOKENS, m.seq_length), m.head_dim) for n in heads))
 
 
 def _attend(attend: Any, setting: Setting, leaves: list[Tensor]) -> Tensor:
@@ -135,8 +141,8 @@ def _attend(attend: Any, setting: Setting, leaves: list[Tensor]) -> Tensor:
 
 def _norm(setting: Setting) -> list[Tensor]:
     h = setting.model.hidden_size
-    bias = [_random(h)] if NORMS[setting.model.norm].facts["bias"] else []
-    return [_random(TOKENS, SAMPLES, h), 1 + _random(h) / 4, *bias]
+    x, weight, bias = _random((TOKENS, SAMPLES, h), (h,), (h,))
+    return [x, 1 + weight / 4, *([bias] if NORMS[setting.model.norm].facts["bias"] else [])]
 
 
 def _normalize(normalize: Any, setting: Setting, leaves: list[Tensor]) -> Tensor:
@@ -146,11 +152,11 @@ def _normalize(normalize: Any, setting: Setting, leaves: list[Tensor]) -> Tensor
 
 def _activation(setting: Setting) -> list[Tensor]:
     m = setting.model
-    return [_random(TOKENS, SAMPLES, m.ffn_size // setting.tp * (2 if m.gated else 1))]
+    return _random((TOKENS, SAMPLES, m.ffn_size // setting.tp * (2 if m.gated else 1)))
 
 
 def _logits(setting: Setting) -> list[Tensor]:
-    return [_random(TOKENS, setting.model.vocab_size)]
+    return _random((TOKENS, setting.model.vocab_size))
 
 
 def _loss(cross_entropy: Any, setting: Setting, leaves: list[Tensor]) -> list[Tensor]:
@@ -166,10 +172,8 @@ def _loss(cross_entropy: Any, setting: Setting, leaves: list[Tensor]) -> list[Te
 def _matrices(setting: Setting) -> list[Tensor]:
     """Their rows and columns grow, so that a scale in the wrong place shows."""
     k = setting.model.hidden_size
-    return [
-        _random(rows, k) * torch.linspace(1, 4, rows).view(rows, 1) * torch.linspace(1, 4, k)
-        for rows in (TOKENS, 2 * TOKENS)
-    ]
+    found = _random((TOKENS, k), (2 * TOKENS, k))
+    return [x * torch.linspace(1, 4, x.shape[0]).view(-1, 1) * torch.linspace(1, 4, k) for x in found]
 
 
 def _multiply(kernels: Any, setting: Setting, leaves: list[Tensor]) -> list[Tensor]:

@@ -88,23 +88,29 @@ class _Bench:
         return build(config, mesh_of(config, self.rank, self.device), self.device, Stop())
 
     def fit(self, config: RunConfig, whole: int) -> Fit:
-        """Measure a step of one layer on one micro-batch, and count what each further layer takes.
+        """Measure a step of one layer on one micro-batch, and count what each further layer takes; where windows differ
+        the layer that takes most.
 
         Raises: MegascaleError if not even one layer fits
         """
-        one = _probe(config)
+        one, *others = _probes(config)
         room, before = int(self.device.free_memory() * (1 - RESERVE)), self.device.peak_memory()
-        run = self.build(one)
-        saved = _saved_by_layer(run)
-        self.device.synchronize()
+        saved = max(self.saved(probe) for probe in (one, *others))
         first = self.device.peak_memory() - before
-        del run
-        self.forget()
         state = state_bytes(_sized(one, 2), 0).total - state_bytes(one, 0).total
         found = Fit(whole, room, first, state + saved, state)
         self.say(str(found))
         if not found.layers:
             raise MegascaleError(f"not one layer of {config.name} fits: {found}", mend="a smaller batch.micro")
+        return found
+
+    def saved(self, config: RunConfig) -> int:
+        """Measure what the first layer keeps in a step."""
+        run = self.build(config)
+        found = _saved_by_layer(run)
+        self.device.synchronize()
+        del run
+        self.forget()
         return found
 
     def run(self, config: RunConfig, whole_layers: int, fit: Fit | None) -> Speed:
@@ -171,14 +177,16 @@ def _sized(config: RunConfig, layers: int) -> RunConfig:
     return config.model_copy(update={"model": with_layers(config.model, layers), "parallel": parallel})
 
 
-def _probe(config: RunConfig) -> RunConfig:
-    """The run with one layer and one micro-batch, not compiled: compiled layers keep no more. In fp8 the layer is cast,
-    as are those that are counted after it.
+def _probes(config: RunConfig) -> list[RunConfig]:
+    """The run with one layer, of each window, and one micro-batch, not compiled: compiled layers keep no more. In fp8
+    the layer is cast, as are those that are counted after it.
     """
     batch = config.batch.model_copy(update={"total": config.batch.micro})
     train = config.train.model_copy(update={"compile": False})
     fp8 = config.fp8.model_copy(update=ALL_CAST)
-    return _sized(config, 1).model_copy(update={"batch": batch, "train": train, "fp8": fp8})
+    one = _sized(config, 1).model_copy(update={"batch": batch, "train": train, "fp8": fp8})
+    models = [one.model.model_copy(update={"window": window}) for window in dict.fromkeys(config.model.windows)]
+    return [one.model_copy(update={"model": model}) for model in models]
 
 
 def _saved_by_layer(run: Run) -> int:

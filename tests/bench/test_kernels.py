@@ -113,6 +113,7 @@ COPY = NAMES["copies"][0]
         (MULTIPLY, ("aten::mul_", "update"), "optimizer"),
         (COPY, ("aten::copy_", "update"), "optimizer"),
         (MULTIPLY, ("aten::linalg_vector_norm", "norms"), "optimizer"),
+        (MULTIPLY, ("aten::linalg_vector_norm", "directions"), "optimizer"),
         (MULTIPLY, ("aten::mul", "_Columns", "F"), "other"),
         (COPY, ("aten::copy_", "_ColumnsBackward"), "copies"),
         ("Memset (Device)", ("aten::mm", "_Columns"), "gemm"),

@@ -109,6 +109,21 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ("backends", {"backends__attention": "flash"}, {"backends.attention": "flash has no float64"}),
     (
         "backends",
+        {"backends__attention": "flash", "train__precision": "bf16", "model__hidden_size": 2048},
+        {"backends.attention": "flash has heads of up to 256, not of 512"},
+    ),
+    (
+        "backends",
+        {"backends__attention": "compile", "train__precision": "bf16", "model__hidden_size": 64},
+        {"backends.attention": "compile is for layers with a window, and there is none"},
+    ),
+    (
+        "backends",
+        {"backends__norm": "liger", "train__precision": "bf16", "model__hidden_size": 1 << 17},
+        {"backends.norm": "liger takes at most 65536 columns, not 131072"},
+    ),
+    (
+        "backends",
         {"backends__attention": "te", "backends__linear": "te", "train__precision": "bf16", "model__dropout": 0.1},
         {"backends.attention": "te draws dropout of its own", "backends.linear": "te casts to fp8, and nothing else"},
     ),

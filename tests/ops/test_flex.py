@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+import torch._dynamo
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from megascale.ops import compiled
 from megascale.ops.attention import causal_attention
 from megascale.ops.flex import BLOCK, block_mask, flex
 
@@ -65,6 +69,17 @@ def test_it_is_the_same_attention(heads: int, kv_heads: int, window: int | None)
 @pytest.mark.slow
 def test_it_is_the_same_attention_compiled() -> None:
     given, window = qkv(4 * BLOCK + 5, 4, 2, torch.float32), 2 * BLOCK + 3
-    attend = flex(torch.compile(flex_attention, dynamic=False))
+    attend = flex(compiled.fused(flex_attention))
     with torch.no_grad():
         torch.testing.assert_close(attend(*given, window, None, 0.0), causal_attention(*given, window, None, 0.0))
+
+
+def test_every_window_has_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than torch traces one function for by default, after which it would form all scores."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
+    given = qkv(BLOCK + 5, 2, 2, torch.float32)
+    attend = flex(compiled.fused(flex_attention))
+    with torch.no_grad():
+        for window in range(1, 11):
+            torch.testing.assert_close(attend(*given, window, None, 0.0), causal_attention(*given, window, None, 0.0))

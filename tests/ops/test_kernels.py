@@ -195,7 +195,7 @@ def test_without_a_window_torch_serves_unless_another_is_asked_for(installed: Ca
         ("compile", {"dtype": "float64"}, "has no float64"),
         ("flash", {"hidden_size": 2048}, "has heads of up to 256, not of 512"),
         ("compile", {"hidden_size": 32}, "has heads of 16 or more, not of 8"),
-        ("compile", {"window": None}, "serves layers with a window, and there is none"),
+        ("compile", {"window": None}, "is for layers with a window, and there is none"),
     ],
 )
 def test_why_one_cannot_serve(installed: Callable[..., None], name: str, changes: dict[str, Any], reason: str) -> None:
@@ -233,6 +233,13 @@ def test_the_third_version_is_for_hopper(
     q = torch.zeros(1, 4, 7, 8)
     build("attention", setting())(q, q, q, 3, None, 0.0)
     assert called == [used]
+
+
+def test_the_third_version_has_no_heads_of_any_size(installed: Callable[..., None]) -> None:
+    installed("flash_attn", "flash_attn_interface")
+    q = torch.zeros(1, 4, 7, 36)
+    sys.modules["flash_attn"].flash_attn_func = lambda *args, **kwargs: args[0]  # type: ignore[attr-defined]
+    assert build("attention", setting(hidden_size=144))(q, q, q, 3, None, 0.0).shape == q.shape
 
 
 def test_transformer_engine_is_told_of_this_ranks_heads(installed: Callable[..., None]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megascale.ops.library import Library
-from megascale.ops.liger import LigerActivation, LigerNorm
+from megascale.ops.select import refusal
 from tests.ops.settings import GPU, setting
 
 
@@ -16,7 +16,8 @@ def present(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_row_is_one_block() -> None:
-    assert LigerNorm().refusal(setting(device=GPU, hidden_size=65536)) is None
-    assert LigerNorm().refusal(setting(device=GPU, hidden_size=65540)) == "takes at most 65536 columns, not 65540"
-    assert LigerActivation().refusal(setting(device=GPU, ffn_size=65538)) == "takes at most 65536 columns, not 65538"
-    assert LigerActivation().refusal(setting(device=GPU, ffn_size=65538, tp=2)) is None
+    assert refusal("norm", "liger", setting(device=GPU, hidden_size=65536)) is None
+    assert refusal("norm", "liger", setting(device=GPU, hidden_size=65540)) == "takes at most 65536 columns, not 65540"
+    wide = {"device": GPU, "ffn_size": 65538}
+    assert refusal("activation", "liger", setting(**wide)) == "takes at most 65536 columns, not 65538"
+    assert refusal("activation", "liger", setting(**wide, tp=2)) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +13,15 @@ from torch import Tensor
 
 from megascale.catalog.backends import BACKENDS
 from megascale.catalog.recipes import RECIPES
+from megascale.config.explain import load
 from megascale.core.registry import Card, Registry
 from megascale.ops.fp8 import Kernels, Quantized, TorchLinear, product
 from megascale.ops.norm import rms_norm
 from megascale.ops.select import Reluctance, Setting
 from megascale.ops.selftest import CASES, TOLERANCES, Verdict, difference, examine
-from tests.ops.settings import setting
+from tests.ops.settings import CPU, setting
+
+CONFIGS = sorted(path for path in (Path(__file__).parents[2] / "configs").rglob("*.toml") if path.stem != "base")
 
 
 class Backend:
@@ -138,6 +142,32 @@ def test_torch_passes(operation: str, dtype: torch.dtype, model: dict[str, Any])
     found = difference(operation, "torch", setting(dtype, tp=2, **model))
     assert (found == 0) == (dtype == torch.float64 or operation == "linear")  # a cast rounds equal numbers alike
     assert found < TOLERANCES[dtype] / 2
+
+
+@pytest.mark.parametrize(
+    "model",
+    [{"num_heads": 16, "num_kv_heads": 16, "hidden_size": 256}, {"window": 1}, {"window": 3, "num_kv_heads": 4}],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_torchs_attention_passes_in_other_models(dtype: torch.dtype, model: dict[str, Any]) -> None:
+    assert difference("attention", "torch", setting(dtype, **model)) < TOLERANCES[dtype] / 2
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_torchs_attention_passes_in_every_configuration(path: Path) -> None:
+    given = replace(Setting.of(load(str(path)), CPU), dtype=torch.bfloat16)
+    assert difference("attention", "torch", given) < TOLERANCES[torch.bfloat16] / 2
+
+
+def test_what_is_zero_has_no_relative_difference() -> None:
+    assert difference("cross_entropy", "torch", setting(vocab_size=1)) == 0
+
+
+@pytest.mark.parametrize("operation", CASES)
+def test_no_two_inputs_are_alike(operation: str) -> None:
+    found = CASES[operation].numbers(setting(num_kv_heads=4, norm="layernorm"))
+    assert len({float(tensor.flatten()[0]) for tensor in found}) == len(found)
 
 
 def eight_bit(recipe: str, dtype: torch.dtype = torch.bfloat16) -> Setting:

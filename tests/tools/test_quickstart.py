@@ -12,6 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # on slow cores it trains for a quarter of an hour
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
@@ -29,7 +31,6 @@ def run(folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
 def test_the_model_learns(made: tuple[Path, str]) -> None:
     folder, _ = made
     records = [json.loads(line) for line in (folder / "runs/quickstart/metrics.jsonl").read_text().splitlines()]
@@ -39,7 +40,6 @@ def test_the_model_learns(made: tuple[Path, str]) -> None:
     assert all(0 < record["mfu_causal"] < record["mfu_full"] < 1 for record in steps)
 
 
-@pytest.mark.slow
 def test_the_summary_names_what_is_there(made: tuple[Path, str]) -> None:
     folder, out = made
     summary = out[out.index("\nquickstart: ") :]
@@ -49,7 +49,6 @@ def test_the_summary_names_what_is_there(made: tuple[Path, str]) -> None:
     assert re.search(r"nats less\n.* tokens/s, MFU \d+\.\d% \(full attention\), \d+\.\d% \(causal\)", summary)
 
 
-@pytest.mark.slow
 def test_a_second_time_nothing_is_made_again(made: tuple[Path, str]) -> None:
     folder, first = made
     again = run(folder)
@@ -58,7 +57,6 @@ def test_a_second_time_nothing_is_made_again(made: tuple[Path, str]) -> None:
     assert again[again.index("  training loss") :] == first[first.index("  training loss") :]
 
 
-@pytest.mark.slow
 def test_what_the_documents_train_trains(made: tuple[Path, str]) -> None:
     """The commands of the README and of the launch guide, with fewer steps."""
     folder, _ = made

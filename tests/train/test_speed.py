@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from megascale.bench import kernels
 from megascale.bench.mfu import Fit, Steps
+from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError, MegascaleError
 from megascale.core.rank import Rank
@@ -195,6 +197,28 @@ def test_a_further_layer_that_is_computed_again_keeps_its_input(tmp_path: Path) 
     given = config(tmp_path, train__precision="bf16", train__recompute="full")
     (found,) = run_world(1, further, given)
     assert found == 2 * given.batch.micro * given.model.seq_length * given.model.hidden_size
+
+
+def test_a_further_layer_is_the_one_whose_window_keeps_most(tmp_path: Path) -> None:
+    found = {}
+    for window in (4, 0, (4, 0), (0, 4)):
+        given = config(tmp_path, model__window=window if isinstance(window, int) else list(window))
+        (found[window],) = run_world(1, further, given)
+    assert found[4] != found[0]
+    assert found[4, 0] == found[0, 4] == max(found[4], found[0])
+
+
+def optimizing(rank: Rank, given: RunConfig) -> set[tuple[str, str]]:
+    run = build_run(rank, given)
+    found = kernels.profile(lambda: speed.time_steps(run, 1), run.device)
+    return {(kernel.name, kernels.classify(kernel.name, kernel.within)) for kernel in found.kernels}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS.names())
+def test_all_of_the_optimizer_is_counted_as_its(tmp_path: Path, name: str) -> None:
+    (found,) = run_world(1, optimizing, config(tmp_path, optimizer__name=name))
+    only = {"aten::_fused_adamw_", "aten::_fused_sgd_", "aten::_foreach_mul_"}
+    assert {purpose for kernel, purpose in found if kernel in only} == {"optimizer"}
 
 
 def unfit(rank: Rank, given: RunConfig) -> str:
