@@ -207,7 +207,8 @@ def table(found: dict[str, list[Examination]]) -> list[str]:
 
 LEGEND = (
     "serves: what runs; can: what would if backends.OPERATION asked for it. The number is its self-test on this "
-    "device: the largest relative difference of result and gradients from the torch backend in fp64."
+    "device: the largest relative difference of result and gradients, or of an optimizer's steps, from the torch "
+    "backend in fp64."
 )
 
 

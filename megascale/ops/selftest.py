@@ -1,5 +1,5 @@
-"""Does a backend compute what its operation is? Its result and gradients for random numbers, beside those of the
-`torch` backend in fp64.
+"""Does a backend compute what its operation is? Its result and gradients for random numbers, or what an optimizer's
+steps change, beside those of the `torch` backend in fp64.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from torch import Tensor
 
 from megascale.catalog.backends import BACKENDS
 from megascale.catalog.layers import NORMS
+from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.catalog.recipes import RECIPES
 from megascale.comm.group import alone
+from megascale.config.train import OptimizerConfig
 from megascale.ops.cross_entropy import Targets
 from megascale.ops.fp8 import Grain, Number, Quantized, cast, scale_of
+from megascale.ops.optimizer import Segment
 from megascale.ops.select import BackendError, Reluctance, Setting, refusal, select
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2}
@@ -27,6 +30,9 @@ ZERO = 1e-12
 """What is less, of the largest number of a case, is zero."""
 
 TOKENS, SAMPLES = 128, 2
+
+RATE = 0.1
+"""Of learning, and of weight decay."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,7 @@ def _judge(operation: str, backend: str, chosen: bool, setting: Setting) -> Verd
     reason = refusal(operation, backend, setting)
     willing = reason is None or isinstance(reason, Reluctance)
     verdict = Verdict(operation, backend, chosen, willing, reason, tolerance=TOLERANCES[setting.dtype])
-    if not willing or operation not in CASES:
+    if not willing:
         return verdict
     try:
         found = difference(operation, backend, setting)
@@ -200,11 +206,40 @@ def _multiply(kernels: Any, setting: Setting, leaves: list[Tensor]) -> list[Tens
     return [*casts, product(*output, setting.dtype), product(*back, wide)]
 
 
+def _weights(setting: Setting) -> list[Tensor]:
+    """The weights and gradients of a matrix and of a bias."""
+    h = setting.model.hidden_size
+    return _random((TOKENS * h,), (TOKENS * h,), (h,), (h,))
+
+
+def _update(rule: type[Any], setting: Setting, leaves: list[Tensor]) -> list[Tensor]:
+    """How far two steps move weights, and the state after them, in the format in which an optimizer has them."""
+    before, grads = ([leaf.to(torch.promote_types(leaf.dtype, torch.float32)) for leaf in leaves[n::2]] for n in (0, 1))
+    segments = [
+        Segment(weight.clone(), grad.clone(), {name: torch.zeros_like(weight) for name in rule.state_names}, decays)
+        for weight, grad, decays in zip(before, grads, (True, False), strict=True)
+    ]
+    updated = rule(segments, OptimizerConfig(name=setting.optimizer, lr=RATE, weight_decay=RATE))
+    go = torch.zeros((), device=before[0].device)
+    for step in (1, 2):
+        for segment, grad in zip(segments, grads, strict=True):
+            segment.grad.copy_(grad * step)
+        if OPTIMIZERS[setting.optimizer].facts["needs"] == "elements":
+            updated.step(RATE, step, go)
+        else:
+            updated.direct(step, go)
+            norms = [tensor.double().norm() for tensor in (segments[0].weight, segments[0].grad)]
+            updated.apply(RATE, torch.stack(norms).view(2, 1), go)
+    moves = [segment.weight - weight for segment, weight in zip(segments, before, strict=True)]
+    return [*moves, *(segment.state[name] for segment in segments for name in rule.state_names)]
+
+
 CASES = {
     "linear": Case(_matrices, _multiply),
     "attention": Case(_attention, _differentiated(_attend)),
     "norm": Case(_norm, _differentiated(_normalize)),
     "activation": Case(_activation, _differentiated(lambda activate, setting, leaves: activate(*leaves))),
     "cross_entropy": Case(_logits, _loss),
+    "optimizer": Case(_weights, _update),
 }
-"""By operation; one without, such as the optimizer's step, which has no gradient, is not tested."""
+"""By operation."""

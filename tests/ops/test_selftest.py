@@ -12,13 +12,16 @@ import torch
 from torch import Tensor
 
 from megascale.catalog.backends import BACKENDS
+from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.catalog.recipes import RECIPES
 from megascale.config.explain import load
 from megascale.core.registry import Card, Registry
 from megascale.ops.fp8 import Kernels, Quantized, TorchLinear, product
 from megascale.ops.norm import rms_norm
+from megascale.ops.optimizer import TorchOptimizer
 from megascale.ops.select import Reluctance, Setting
 from megascale.ops.selftest import CASES, TOLERANCES, Verdict, difference, examine
+from megascale.optim.adamw import AdamW
 from tests.ops.settings import CPU, setting
 
 CONFIGS = sorted(path for path in (Path(__file__).parents[2] / "configs").rglob("*.toml") if path.stem != "base")
@@ -188,5 +191,30 @@ def test_a_wrong_product_in_eight_bits_fails(monkeypatch: pytest.MonkeyPatch) ->
     assert wrong.failed and wrong.difference is not None and not right.failed
 
 
-def test_every_operation_with_a_gradient_has_a_test() -> None:
-    assert CASES.keys() | {"optimizer"} == BACKENDS.keys()
+class WrongRule(AdamW):
+    """Knows nothing of the steps before."""
+
+    def step(self, lr: float, step: int, skip: Tensor) -> None:
+        super().step(lr, 1, skip)
+
+
+class WrongOptimizer(TorchOptimizer):
+    def build(self, setting: Setting) -> type[Any]:
+        return WrongRule
+
+
+def test_a_wrong_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    bodies = {"it": "tests.ops.test_selftest:WrongOptimizer", "torch": "megascale.ops.optimizer:TorchOptimizer"}
+    cards = [Card(name, "", body) for name, body in bodies.items()]
+    monkeypatch.setitem(BACKENDS, "optimizer", Registry("optimizer backend", "none", cards))
+    wrong, right = examine("optimizer", setting()).verdicts
+    assert wrong.failed and wrong.difference is not None and not right.failed
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS.names())
+def test_every_optimizer_is_tested(name: str) -> None:
+    assert 0 < difference("optimizer", "torch", replace(setting(), optimizer=name)) < 1e-5
+
+
+def test_every_operation_has_a_test() -> None:
+    assert CASES.keys() == BACKENDS.keys()
