@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import shutil
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 import megascale
 from megascale.checkpoint import manifest, store
 from megascale.checkpoint.plan import LoadPlanner, SavePlanner
-from megascale.checkpoint.state import GlobalTensor, Progress, global_tensors, history_tensors
+from megascale.checkpoint.state import WEIGHTS, GlobalTensor, Progress, global_tensors, history_tensors
 from megascale.comm.collectives import barrier, broadcast_object
 from megascale.comm.mesh import Mesh
 from megascale.config.resolved import changes
-from megascale.config.run import RunConfig
+from megascale.config.run import FOREIGN, RunConfig
 from megascale.core.errors import CheckpointError
 from megascale.parallel.eight_bit import Scaling
 from megascale.parallel.shards import ShardState
@@ -29,6 +29,10 @@ from megascale.parallel.shards import ShardState
 COMPARED = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "vocab_size", "norm", "activation",
             "position", "bias", "tie_embeddings", "block")  # fmt: skip
 """Keys of `[model]` that a checkpoint must share with the run that resumes from it."""
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offset and size of a part of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -95,13 +99,30 @@ class Checkpoints:
         self._compare(path, saved.facts.config.get("model", {}))
         reader = store.Reader(path, saved.tensors)
         try:
-            state = global_tensors(self._shards, self._mesh) | self._history(saved.tensors)
-            dcp.load(state, storage_reader=reader, planner=LoadPlanner())
+            dcp.load(self._wanted(saved), storage_reader=reader, planner=LoadPlanner())
         except CheckpointException as error:
             raise _first_failure(error) from None
         progress = saved.facts.progress
         self._saved_step = progress.step if path.parent.absolute() == self.folder.absolute() else None
         return Resumed(progress, path, changes(saved.facts.config, self._config))
+
+    def start_from(self, name: str, model: Mapping[str, Any], box: Callable[[str, Box], torch.Tensor]) -> None:
+        """Begin the run with another project's weights: `box` gives a part of a tensor of `model`, in any format.
+
+        Raises: CheckpointError if it is of another model
+        """
+        self._compare(name, model)
+        for tensor, found in global_tensors(self._shards, self._mesh).items():
+            if tensor.startswith(WEIGHTS):
+                for piece in found.pieces:
+                    piece.data.copy_(box(tensor.removeprefix(WEIGHTS), (piece.offset, piece.size)))
+
+    def _wanted(self, saved: manifest.Manifest) -> dict[str, GlobalTensor]:
+        """What of this run's state to load: of a checkpoint that is of weights alone nothing else."""
+        ours = global_tensors(self._shards, self._mesh)
+        if saved.facts.progress.step == 0 and all(name.startswith(WEIGHTS) for name in saved.tensors):
+            return {name: tensor for name, tensor in ours.items() if name.startswith(WEIGHTS)}
+        return ours | self._history(saved.tensors)
 
     def _history(self, saved: Mapping[str, manifest.Tensor]) -> dict[str, GlobalTensor]:
         """The history of 8-bit scales where the checkpoint has all of it. Else the run begins one anew."""
@@ -116,9 +137,9 @@ class Checkpoints:
         store.remove_unfinished(self.folder)
         if asked != "never" and (found := store.complete(self.folder)):
             return found[-1].path
-        return None if asked in ("auto", "never") else Path(asked)
+        return None if asked in ("auto", "never") or asked.startswith(FOREIGN) else Path(asked)
 
-    def _compare(self, path: Path, saved: dict[str, Any]) -> None:
+    def _compare(self, path: Path | str, saved: Mapping[str, Any]) -> None:
         ours = self._config.model.model_dump()
         different = [
             f"{key} {saved.get(key)} there, {ours[key]} here" for key in COMPARED if saved.get(key) != ours[key]

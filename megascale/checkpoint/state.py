@@ -16,6 +16,9 @@ from megascale.layout.shards import boxes
 from megascale.parallel.eight_bit import Scaling
 from megascale.parallel.shards import ShardState
 
+WEIGHTS = "weights."
+"""Begins the names of weights."""
+
 
 @dataclass
 class Progress:
@@ -48,9 +51,10 @@ def global_tensors(shards: Sequence[ShardState], mesh: Mesh) -> dict[str, Global
     """Everything in this rank's shards by global name, as views."""
     found: dict[str, GlobalTensor] = {}
     for shard in shards:
-        for kind, flat in {"weights": shard.master, **shard.state}.items():
+        state = {f"{name}.": flat for name, flat in shard.state.items()}
+        for kind, flat in ({WEIGHTS: shard.master} | state).items():
             for name, shape, piece in _pieces(shard, flat, mesh):
-                tensor = found.setdefault(f"{kind}.{name}", GlobalTensor(shape, flat.dtype, []))
+                tensor = found.setdefault(kind + name, GlobalTensor(shape, flat.dtype, []))
                 tensor.pieces.append(piece)
     return found
 

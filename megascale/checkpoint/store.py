@@ -13,7 +13,7 @@ import re
 import shutil
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from torch.futures import Future
 
 from megascale.checkpoint import manifest
 from megascale.core.errors import CheckpointError
-from megascale.core.files import sync_folder
+from megascale.core.files import settle, sync_folder
 
 _FOLDER = re.compile(r"step-(\d+)(?:\.(\d+))?")
 
@@ -139,12 +139,12 @@ class Writer(StorageWriter):
             tensor = tensor.detach().cpu().contiguous()
             key = _key(item.index)
             tensors[key] = tensor
-            storage = {"file": name, "key": key, "crc32": _crc32(tensor)}
+            storage = {"file": name, "key": key, "crc32": crc32(tensor)}
             results.append(WriteResult(item.index, tensor.nbytes, storage))
         if tensors:
             try:
                 save_file(tensors, self._path / name)
-                _flush(self._path / name)
+                settle(self._path / name)
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(
                     f"cannot write {self._path / name}: {error}", mend="check space and permissions"
@@ -204,44 +204,47 @@ class Reader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_file = defaultdict(list)
+        items = defaultdict(list)
         for item in plan.items:
-            box = self._storage[item.storage_index]
-            by_file[box.file].append((box, item))
-        for file, wanted in by_file.items():
-            for item, data in self._read_file(file, wanted):
+            items[self._storage[item.storage_index]].append(item)
+        for box, data in read_boxes(self._path, items):
+            for item in items[box]:
                 part = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
                 planner.resolve_tensor(item).copy_(data[part])
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def _read_file(self, file: str, wanted: list[tuple[manifest.Box, Any]]) -> Iterator[tuple[Any, torch.Tensor]]:
-        """The wanted boxes of a file, each checked."""
-        path = self._path / file
-        try:
-            with safe_open(path, framework="pt") as shard:
-                for box, item in wanted:
-                    data = shard.get_tensor(box.key)
-                    if tuple(data.shape) != box.size or _crc32(data) != box.crc32:
-                        raise CheckpointError(f"{path}: {box.key} is not what was written", mend=manifest.BYPASS)
-                    yield item, data
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}", mend=manifest.BYPASS) from None
-
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
         return True
+
+
+def read_boxes(folder: Path, boxes: Iterable[manifest.Box]) -> Iterator[tuple[manifest.Box, torch.Tensor]]:
+    """Boxes of a checkpoint, file by file, each checked.
+
+    Raises: CheckpointError for one that cannot be read or is not what was written
+    """
+    by_file = defaultdict(list)
+    for box in boxes:
+        by_file[box.file].append(box)
+    for file, wanted in by_file.items():
+        path = folder / file
+        try:
+            with safe_open(path, framework="pt") as shard:
+                for box in wanted:
+                    data = shard.get_tensor(box.key)
+                    if tuple(data.shape) != box.size or crc32(data) != box.crc32:
+                        raise CheckpointError(f"{path}: {box.key} is not what was written", mend=manifest.BYPASS)
+                    yield box, data
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}", mend=manifest.BYPASS) from None
 
 
 def _key(index: MetadataIndex) -> str:
     return f"{index.fqn}@{','.join(map(str, index.offset or ()))}"
 
 
-def _crc32(tensor: torch.Tensor) -> int:
+def crc32(tensor: torch.Tensor) -> int:
+    """The checksum of a tensor's numbers."""
     return zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-
-
-def _flush(path: Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())

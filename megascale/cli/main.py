@@ -17,6 +17,8 @@ COMMANDS = {
     "doctor": "what this machine has, which backend serves each operation and why, and tests of them",
     "bench": "measured numbers of this machine",
     "data": "make and look into token datasets",
+    "ckpt": "look into checkpoints, check them, convert them",
+    "sample": "text from a checkpoint, to see what was learnt",
     "trace": "the merged timeline of a run's ranks, for Perfetto",
 }
 

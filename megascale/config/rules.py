@@ -14,7 +14,7 @@ from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.recipes import RECIPES
 from megascale.catalog.schedules import SCHEDULES
 from megascale.catalog.tokenizers import TOKENIZERS
-from megascale.config.run import RunConfig, prefixes, replicas_of
+from megascale.config.run import FOREIGN, RunConfig, prefixes, replicas_of
 from megascale.core.files import fingerprint, readable
 
 
@@ -342,10 +342,13 @@ def _fingerprint(tokenizer: str) -> str | None:
 def resume(c: Any) -> Iterator[Finding]:
     """A checkpoint that is named exists."""
     value = c.checkpoint.resume
-    if value not in ("auto", "never") and not readable(Path(value) / "manifest.json"):
-        yield Finding(
-            "checkpoint.resume", f"there is no checkpoint in {value}", "auto, never, or a folder with a manifest.json"
-        )
+    if value.startswith(FOREIGN):
+        folder = value.removeprefix(FOREIGN)
+        if not readable(Path(folder).expanduser() / "config.json"):
+            yield Finding("checkpoint.resume", f"there is no config.json in {folder}", "a folder of Hugging Face's")
+    elif value not in ("auto", "never") and not readable(Path(value) / "manifest.json"):
+        mend = f"auto, never, a folder with a manifest.json, or {FOREIGN}FOLDER"
+        yield Finding("checkpoint.resume", f"there is no checkpoint in {value}", mend)
 
 
 def world_findings(c: RunConfig, world: int) -> Iterator[Finding]:

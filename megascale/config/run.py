@@ -28,6 +28,10 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """What can name a run, and so a folder."""
 
 
+FOREIGN = "hf:"
+"""Begins a `checkpoint.resume` that names a folder of Hugging Face's."""
+
+
 class RunConfig(Section):
     """A run: its name and its sections. Frozen; `resolve` gives the values that follow from the number of processes."""
 
@@ -80,7 +84,8 @@ class RunConfig(Section):
         optimizer = self.optimizer.model_copy(update={"decay_steps": decay_steps})
         resume = self.checkpoint.resume
         if resume not in ("auto", "never"):
-            resume = str(Path(resume).absolute())
+            foreign = FOREIGN if resume.startswith(FOREIGN) else ""
+            resume = foreign + str(Path(resume.removeprefix(foreign)).expanduser().absolute())
         return self.model_copy(
             update={
                 "parallel": parallel,

@@ -96,7 +96,7 @@ class CheckpointConfig(Section):
     resume: FilePath = Field(
         "auto",
         description="auto: from the run's newest complete checkpoint; a checkpoint's folder: from it, until the run "
-        "has one of its own; never",
+        "has one of its own; hf:FOLDER: likewise, from weights as Hugging Face lays them out; never",
     )
     background: Annotated[Literal[False], only(False)] = Field(
         False, alias="async", description="write in the background; not available yet"

@@ -7,9 +7,13 @@ import errno
 import fcntl
 import hashlib
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
+
+UMASK = os.umask(0o077)  # there is no way to ask that does not set it
+os.umask(UMASK)
 
 
 @contextlib.contextmanager
@@ -36,10 +40,42 @@ def atomic(path: Path, mode: str = "wb") -> Iterator[IO]:
     sync_folder(path.parent)
 
 
+@contextlib.contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """A folder to fill, which appears under `path` when the block ends; on an error nothing is left.
+
+    Raises: OSError, also if something is there
+    """
+    if os.path.lexists(path):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.mkdir()
+        yield temporary
+        for file in temporary.iterdir():
+            settle(file)
+        sync_folder(temporary)
+        temporary.rename(path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    sync_folder(path.parent)
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a text file atomically."""
     with atomic(path, "w") as file:
         file.write(text)
+
+
+def settle(path: Path) -> None:
+    """Flush a file to the disk, and let those read it who may read what others write: some libraries keep files to
+    their owner.
+    """
+    with open(path, "rb") as file:
+        os.fchmod(file.fileno(), 0o666 & ~UMASK)
+        os.fsync(file.fileno())
 
 
 def sync_folder(path: Path) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from megascale.comm.collectives import barrier
+from megascale.config.run import FOREIGN
+from megascale.convert.huggingface import Pretrained
 from megascale.core.errors import CheckpointError, Exit
 from megascale.core.units import format_count
 from megascale.train.build import Run
@@ -53,14 +57,32 @@ def resume(run: Run) -> str:
     """
     found = run.checkpoints.resume()
     if found is None:
-        return ""
+        return _begin(run)
     run.progress = found.progress
-    run.optimizer.publish_masters()
-    for bucket in run.gradients.buckets:
-        run.gradients.start_gather(bucket)
+    _publish(run)
     tokens = format_count(run.progress.tokens)
     lines = [f"resumed from {found.path}: step {run.progress.step}, {tokens} tokens"]
     return "\n".join(lines + [f"changed since: {change}" for change in found.changes])
+
+
+def _begin(run: Run) -> str:
+    """Take up another project's weights if the configuration names some. Returns a line that says so, or nothing."""
+    asked = run.config.checkpoint.resume
+    if not asked.startswith(FOREIGN):
+        return ""
+    weights = Pretrained(Path(asked.removeprefix(FOREIGN)))
+    if run.mesh.rank == 0:
+        weights.check()
+    run.checkpoints.start_from(str(weights.folder), weights.model.model_dump(), weights.box)
+    _publish(run)
+    return f"begins with the weights of {weights.folder}"
+
+
+def _publish(run: Run) -> None:
+    """The masters were loaded: round them into the weights of all ranks."""
+    run.optimizer.publish_masters()
+    for bucket in run.gradients.buckets:
+        run.gradients.start_gather(bucket)
 
 
 def _save(run: Run, reporter: Reporter) -> None:

@@ -172,7 +172,7 @@ def test_all_mistakes_at_once_each_in_its_own_file(folder: Path) -> None:
         "run.toml:5  batch.global: 7 is not divisible by micro x dp = 2 x 1  -> 6 or 8",
         "run.toml:10  data.train: there is no file nowhere/corpus.bin nor nowhere/corpus.idx  -> `megascale data prepare` makes them",
         "run.toml:11  data.tokenizer: there is no file nowhere/tokenizer.json  -> leave it out, or give the tokenizer of the data",
-        "run.toml:13  checkpoint.resume: there is no checkpoint in nowhere  -> auto, never, or a folder with a manifest.json",
+        "run.toml:13  checkpoint.resume: there is no checkpoint in nowhere  -> auto, never, a folder with a manifest.json, or hf:FOLDER",
     ])  # fmt: skip
 
 

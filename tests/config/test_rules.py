@@ -177,6 +177,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"data.valid": "set and other were made with different tokenizers"},
     ),
     ("resume", {"checkpoint__resume": "none"}, {"checkpoint.resume": "there is no checkpoint in none"}),
+    ("resume", {"checkpoint__resume": "hf:none"}, {"checkpoint.resume": "there is no config.json in none"}),
 ]
 
 

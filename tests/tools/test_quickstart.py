@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.test_documents import bash_lines
+
 ROOT = Path(__file__).parents[2]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # on slow cores it trains for a quarter of an hour
@@ -21,6 +23,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("clone")
     for name in ("configs", "tools"):
         (folder / name).symlink_to(ROOT / name)
+    (folder / ".venv").symlink_to(sys.prefix)
     return folder, run(folder)
 
 
@@ -57,11 +60,19 @@ def test_a_second_time_nothing_is_made_again(made: tuple[Path, str]) -> None:
     assert again[again.index("  training loss") :] == first[first.index("  training loss") :]
 
 
+def test_what_the_documents_do_with_its_checkpoints_works(made: tuple[Path, str]) -> None:
+    folder, _ = made
+    for words in bash_lines(ROOT / "docs/checkpointing.md"):
+        done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
+        assert done.returncode == (1 if "diff" in words else 0), (words, done.stderr)
+    last = json.loads((folder / "runs/tuned/metrics.jsonl").read_text().splitlines()[-1])
+    assert last["step"] == 20
+
+
 def test_what_the_documents_train_trains(made: tuple[Path, str]) -> None:
     """The commands of the README and of the launch guide, with fewer steps."""
     folder, _ = made
     (folder / "launch").symlink_to(ROOT / "launch")
-    (folder / ".venv").symlink_to(sys.prefix)
     pages = "".join((ROOT / name).read_text() for name in ("README.md", "docs/launch.md"))
     blocks = [
         b for b in re.findall(r"```bash\n(.*?)```", pages, re.DOTALL) if "megascale train" in b or "torchrun" in b

@@ -1,0 +1,208 @@
+"""`megascale ckpt`: what checkpoints there are, what is in them, whether they are whole, how two differ; conversion."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megascale.core.errors import CheckpointError, Exit
+from megascale.core.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from megascale.checkpoint import manifest
+
+
+def add_arguments(sub: argparse.ArgumentParser) -> None:
+    """Declare the subcommand's arguments."""
+    verbs = sub.add_subparsers(dest="verb", metavar="VERB", required=True)
+    found = "a checkpoint's folder, or a run's, whose newest is meant"
+    listing = verbs.add_parser("list", help="the complete checkpoints of a run, and attempts that did not finish")
+    listing.add_argument("run", metavar="RUN", type=Path, help="a run's folder, or one of checkpoints")
+    show = verbs.add_parser("show", help="what a checkpoint holds")
+    show.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help=found)
+    show.add_argument("--tensors", action="store_true", help="every tensor, not sums over them")
+    verify = verbs.add_parser("verify", help="read all of it, and compare with its checksums")
+    verify.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help=found)
+    diff = verbs.add_parser("diff", help="how two checkpoints differ: configuration, tensors, numbers")
+    diff.add_argument("first", metavar="CHECKPOINT", type=Path, help=found)
+    diff.add_argument("second", metavar="OTHER", type=Path)
+    for verb in (listing, show, verify, diff):
+        verb.add_argument("--json", action="store_true", help="print one JSON object")
+    convert = verbs.add_parser("convert", help="a checkpoint to Hugging Face's layout, or weights in that to one")
+    convert.add_argument("source", metavar="SOURCE", type=Path, help=f"{found}; or a folder with a config.json")
+    convert.add_argument("output", metavar="OUTPUT", type=Path, help="a folder that is not there yet")
+    convert.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="of the weights (as they are)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the subcommand and return its exit status: for `verify` 4 if something is damaged, for `diff` 1 if the two
+    differ.
+    """
+    verbs = {"list": _list, "show": _show, "verify": _verify, "diff": _diff, "convert": _convert}
+    return verbs[options.verb](options)
+
+
+def _say(options: argparse.Namespace, facts: dict[str, Any], lines: list[str]) -> None:
+    print(json.dumps(facts) if options.json else "\n".join(lines))
+
+
+def _list(options: argparse.Namespace) -> int:
+    from megascale.checkpoint import manifest, store
+
+    inside = options.run / "checkpoints"
+    folder = inside if inside.is_dir() else options.run
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no folder {folder}", mend="a run's folder")
+    rows = []
+    for stored in store.complete(folder):
+        row: dict[str, Any] = {"path": str(stored.path), "step": stored.step, "bytes": _size(stored.path)}
+        try:
+            facts = manifest.read(stored.path).facts
+            row |= {"tokens": facts.progress.tokens, "layout": facts.layout}
+        except CheckpointError as error:
+            row["error"] = error.what
+        rows.append(row)
+    unfinished = sorted(str(path) for path in folder.glob("step-*") if not (path / manifest.NAME).is_file())
+    lines = [
+        f"{row['path']}  {format_bytes(row['bytes'])}  "
+        + (row.get("error") or f"{format_count(row['tokens'])} tokens, {_layout(row['layout'])}")
+        for row in rows
+    ]
+    lines += [f"{path}  did not finish: the next start of the run removes it" for path in unfinished]
+    _say(options, {"checkpoints": rows, "unfinished": unfinished}, lines or [f"no checkpoints in {folder}"])
+    return Exit.OK
+
+
+def _show(options: argparse.Namespace) -> int:
+    path, saved = _opened(options.checkpoint)
+    facts = saved.facts
+    progress = facts.progress
+    kinds: dict[str, tuple[int, int]] = {}
+    for name, tensor in saved.tensors.items():
+        count, numbers = kinds.get(name.partition(".")[0], (0, 0))
+        kinds[name.partition(".")[0]] = count + 1, numbers + _numel(tensor)
+    versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
+    files = {box.file for tensor in saved.tensors.values() for box in tensor.boxes}
+    lines = [
+        f"{path}: {format_bytes(_size(path))} in {len(files)} file{'s' if len(files) > 1 else ''}",
+        f"run         {facts.config.get('name', '-')}, written on {facts.host} by {versions}",
+        f"progress    step {progress.step}, {format_count(progress.samples)} samples, "
+        f"{format_count(progress.tokens)} tokens",
+        f"layout      {_layout(facts.layout)}",
+        *(f"{kind:<11} {count} tensors, {format_count(numbers)} numbers" for kind, (count, numbers) in kinds.items()),
+    ]
+    if options.tensors:
+        lines += [
+            f"{name}  {tensor.dtype} {list(tensor.shape)} in {len(tensor.boxes)} boxes"
+            for name, tensor in saved.tensors.items()
+        ]
+    _say(options, {"path": str(path)} | saved.model_dump(mode="json"), lines)
+    return Exit.OK
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from megascale.checkpoint import whole
+
+    path, saved = _opened(options.checkpoint)
+    problems = []
+    for name, tensor in saved.tensors.items():
+        try:
+            whole.read_tensor(path, name, tensor)
+        except CheckpointError as error:
+            problems.append(f"{name}: {error.what}")
+    good = f"{path}: {len(saved.tensors)} tensors are what was written"
+    lines = [*problems, f"{path}: {len(problems)} of {len(saved.tensors)} tensors are damaged"] if problems else [good]
+    _say(options, {"path": str(path), "ok": not problems, "problems": problems}, lines)
+    return Exit.CHECKPOINT if problems else Exit.OK
+
+
+def _diff(options: argparse.Namespace) -> int:
+    (first, ours), (second, theirs) = _opened(options.first), _opened(options.second)
+    facts = _facts_differ(_flat(ours.facts.model_dump(mode="json")), _flat(theirs.facts.model_dump(mode="json")))
+    numbers = {}
+    for name in ours.tensors.keys() | theirs.tensors.keys():
+        if found := _tensors_differ((first, ours.tensors.get(name)), (second, theirs.tensors.get(name)), name):
+            numbers[name] = found
+    lines = [*(f"{key}: {text}" for key, text in facts.items()), *(f"{n}: {numbers[n]}" for n in sorted(numbers))]
+    same = len(ours.tensors.keys() | theirs.tensors.keys()) - len(numbers)
+    lines.append(f"{same} tensors are equal to the bit, {len(numbers)} are not")
+    _say(options, {"facts": facts, "tensors": numbers, "equal": same}, lines)
+    return Exit.UNCLASSIFIED if numbers else Exit.OK
+
+
+def _facts_differ(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, str]:
+    missing = "-"
+    return {
+        key: f"{ours.get(key, missing)} -> {theirs.get(key, missing)}"
+        for key in dict.fromkeys([*ours, *theirs])
+        if ours.get(key, missing) != theirs.get(key, missing)
+    }
+
+
+def _tensors_differ(
+    ours: tuple[Path, manifest.Tensor | None], theirs: tuple[Path, manifest.Tensor | None], name: str
+) -> str:
+    """How a tensor differs; "" if it does not."""
+    from megascale.checkpoint import whole
+
+    if ours[1] is None or theirs[1] is None:
+        return f"in {theirs[0] if ours[1] is None else ours[0]} alone"
+    if ours[1].shape != theirs[1].shape:
+        return f"shape {list(ours[1].shape)} -> {list(theirs[1].shape)}"
+    first, second = (whole.read_tensor(path, name, tensor) for path, tensor in (ours, theirs) if tensor)
+    kind = "" if first.dtype == second.dtype else f"{ours[1].dtype} -> {theirs[1].dtype}; "
+    wide, other = first.double(), second.double()
+    gap = (wide - other).abs().max().item() if wide.numel() else 0.0
+    if not kind and gap == 0:
+        return ""
+    return f"{kind}largest difference {gap:.3g}, of numbers up to {wide.abs().max().item():.3g}"
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from megascale.checkpoint import manifest, whole
+    from megascale.convert import conversion
+    from megascale.convert.huggingface import CONFIG
+
+    dtype = conversion.DTYPES.get(options.dtype)
+    theirs = (options.source / CONFIG).is_file() and not (options.source / manifest.NAME).is_file()
+    try:
+        if theirs:
+            conversion.from_huggingface(options.source, options.output, dtype)
+        else:
+            conversion.to_huggingface(whole.find(options.source), options.output, dtype)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {options.output}: {error.strerror}", mend="another folder") from None
+    print(f"{options.output}: {format_bytes(_size(options.output))}")
+    return Exit.OK
+
+
+def _opened(path: Path) -> tuple[Path, manifest.Manifest]:
+    from megascale.checkpoint import manifest, whole
+
+    found = whole.find(path)
+    return found, manifest.read(found)
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+
+
+def _layout(layout: dict[str, int]) -> str:
+    return " ".join(f"{name}{size}" for name, size in layout.items()) or "-"
+
+
+def _numel(tensor: manifest.Tensor) -> int:
+    total = 1
+    for size in tensor.shape:
+        total *= size
+    return total
+
+
+def _flat(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
+    """The leaves of a tree by their dotted names."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= _flat(value, f"{above}{key}.") if isinstance(value, dict) else {f"{above}{key}": value}
+    return found

@@ -1,0 +1,88 @@
+"""Checkpoints of ours from Hugging Face's folders, and the other way."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascale.checkpoint import manifest, whole
+from megascale.checkpoint.state import WEIGHTS
+from megascale.config.model import ModelConfig
+from megascale.convert.huggingface import COMPANIONS, CONFIG, Pretrained, export, tensors
+from megascale.core.errors import CheckpointError, DataError
+from megascale.core.files import atomic_folder
+from megascale.data.tokenizer import load_tokenizer
+
+ORIGIN = "huggingface.json"
+"""The config.json that a checkpoint was made from, which knows what `[model]` does not."""
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def from_huggingface(source: Path, output: Path, dtype: torch.dtype | None = None) -> None:
+    """Make a checkpoint of a folder's weights, in the format that they have or in another.
+
+    Raises: CheckpointError if it cannot be read, or is no model of ours; OSError if it cannot be written
+    """
+    given = Pretrained(source)
+    given.check()
+    config: dict[str, Any] = {"model": given.model.model_dump(mode="json")}
+    with atomic_folder(output) as folder:
+        for name in COMPANIONS:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+        shutil.copyfile(source / CONFIG, folder / ORIGIN)
+        whole.write(folder, _weights(given, dtype), config)
+
+
+def _weights(given: Pretrained, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    for tensor in tensors(given.model):
+        found = given.box(tensor.name)
+        yield tensor.name, found if dtype is None else found.to(dtype)
+
+
+def to_huggingface(source: Path, output: Path, dtype: torch.dtype | None = None) -> None:
+    """Make a folder of a checkpoint's weights, in the format that they have or in another.
+
+    Raises: CheckpointError if it cannot be read, or no architecture computes its model; OSError if it cannot be written
+    """
+    saved = manifest.read(source)
+    model = ModelConfig.model_validate(saved.facts.config.get("model"))
+    stored = {tensor.name: saved.tensors.get(WEIGHTS + tensor.name) for tensor in tensors(model)}
+
+    def read(name: str) -> Tensor:
+        tensor = stored[name]
+        if tensor is None:
+            raise CheckpointError(f"{source} has no tensor {WEIGHTS}{name}", mend=manifest.BYPASS)
+        return whole.read_tensor(source, name, tensor)
+
+    formats = {getattr(torch, tensor.dtype) for tensor in stored.values() if tensor}
+    with atomic_folder(output) as folder:
+        other = _companions(source, saved.facts.config, model, folder)
+        export(model, read, folder, dtype or max(formats, key=lambda found: found.itemsize), other)
+
+
+def _companions(source: Path, config: dict[str, Any], model: ModelConfig, folder: Path) -> dict[str, Any]:
+    """Put the tokenizer into a folder. Returns what a config.json says beside the model."""
+    for name in COMPANIONS:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    if (source / ORIGIN).is_file():
+        return json.loads((source / ORIGIN).read_text(encoding="utf-8"))
+    tokenizer = (config.get("data") or {}).get("tokenizer")
+    if not tokenizer or not Path(tokenizer).is_file():
+        return {}
+    shutil.copyfile(tokenizer, folder / "tokenizer.json")
+    try:
+        eod = load_tokenizer(tokenizer).eod
+    except DataError:
+        eod = None
+    text = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.seq_length}
+    (folder / "tokenizer_config.json").write_text(json.dumps(text, indent=2) + "\n", encoding="utf-8")
+    return {} if eod is None else {"bos_token_id": eod, "eos_token_id": eod}

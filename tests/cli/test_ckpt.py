@@ -1,0 +1,111 @@
+"""`megascale ckpt` on checkpoints of a real run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megascale.cli.main import main
+from megascale.core.rank import Rank
+from tests.runs import LLAMA, build_run, config_of, settings
+from tests.worlds import run_world
+
+
+def saved_twice(rank: Rank, config: Any) -> None:
+    from megascale.train.step import train_step
+
+    run = build_run(rank, config)
+    for _ in range(2):
+        train_step(run, run.train.batch(run.progress.samples))
+        run.gradients.finish_gather()
+        run.checkpoints.save(run.progress)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of two ranks with checkpoints of steps 1 and 2, and an attempt that did not finish."""
+    folder = tmp_path_factory.mktemp("runs")
+    given = config_of(settings(LLAMA, folder, parallel__tp=2, checkpoint__every=1, train__precision="fp32"), folder)
+    run_world(2, saved_twice, given)
+    (given.folder / "checkpoints/step-00000003").mkdir()
+    return given.folder
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path) -> Path:
+    """A copy, to be damaged."""
+    return Path(shutil.copytree(made, tmp_path / "run"))
+
+
+def asked(capsys: pytest.CaptureFixture[str], *words: str | Path, status: int = 0) -> str:
+    assert main(["ckpt", *map(str, words)]) == status
+    out, err = capsys.readouterr()
+    return out + err
+
+
+def test_list_names_what_there_is(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two, three = asked(capsys, "list", run).splitlines()
+    folder = run / "checkpoints"
+    assert one.startswith(f"{folder}/step-00000001  ") and one.endswith("128 tokens, tp2 cp1 dp1 pp1")
+    assert two.startswith(f"{folder}/step-00000002  ") and "256 tokens" in two
+    assert three == f"{folder}/step-00000003  did not finish: the next start of the run removes it"
+    found = json.loads(asked(capsys, "list", run, "--json"))
+    assert [row["step"] for row in found["checkpoints"]] == [1, 2] and len(found["unfinished"]) == 1
+    assert asked(capsys, "list", folder / "step-00000001") == f"no checkpoints in {folder}/step-00000001\n"
+    assert "there is no folder" in asked(capsys, "list", run / "none", status=4)
+
+
+def test_list_goes_on_after_a_damaged_manifest(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "checkpoints/step-00000001/manifest.json").write_text("{")
+    one, two, _ = asked(capsys, "list", run).splitlines()
+    assert "is damaged" in one and "256 tokens" in two
+
+
+def test_show_says_what_is_in_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = asked(capsys, "show", run)
+    assert f"{run}/checkpoints/step-00000002: " in found and "in 2 files" in found
+    assert "progress    step 2, 16 samples, 256 tokens" in found
+    assert "weights     39 tensors" in found and "exp_avg_sq  39 tensors" in found
+    every = asked(capsys, "show", run, "--tensors")
+    assert "weights.layers.0.attention.q.weight  float32 [32, 32] in 2 boxes" in every
+    plain = json.loads(asked(capsys, "show", run / "checkpoints/step-00000001", "--json"))
+    assert plain["facts"]["progress"] == {"step": 1, "samples": 8, "tokens": 128}
+
+
+def test_verify_finds_every_damage(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = run / "checkpoints/step-00000002"
+    assert asked(capsys, "verify", run) == f"{path}: 117 tensors are what was written\n"
+    file = path / "rank-00001.safetensors"
+    numbers = bytearray(file.read_bytes())
+    numbers[-1] ^= 1
+    file.write_bytes(numbers)
+    lines = asked(capsys, "verify", run, status=4).splitlines()
+    assert len(lines) == 2 and f"{file}: " in lines[0] and "is not what was written" in lines[0]
+    assert lines[1] == f"{path}: 1 of 117 tensors are damaged"
+    assert json.loads(asked(capsys, "verify", run, "--json", status=4))["ok"] is False
+    file.unlink()
+    assert "cannot be read" in asked(capsys, "verify", run, status=4)
+    assert "there is no complete checkpoint" in asked(capsys, "verify", path / "none", status=4)
+
+
+def test_diff_says_how_two_differ(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = (run / f"checkpoints/step-0000000{step}" for step in (1, 2))
+    assert asked(capsys, "diff", two, run) == "117 tensors are equal to the bit, 0 are not\n"
+    lines = asked(capsys, "diff", one, two, status=1).splitlines()
+    assert "progress.step: 1 -> 2" in lines
+    assert any(line.startswith("weights.head.weight: largest difference ") for line in lines)
+    assert lines[-1] == "0 tensors are equal to the bit, 117 are not"
+
+
+def test_convert_goes_both_ways(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert asked(capsys, "convert", run, tmp_path / "hf", "--dtype", "bf16").startswith(f"{tmp_path / 'hf'}: ")
+    assert json.loads((tmp_path / "hf/config.json").read_text())["torch_dtype"] == "bfloat16"
+    asked(capsys, "convert", tmp_path / "hf", tmp_path / "ours")
+    assert asked(capsys, "verify", tmp_path / "ours") == f"{tmp_path}/ours: 39 tensors are what was written\n"
+    assert "File exists" in asked(capsys, "convert", run, tmp_path / "hf", status=4)
+    (tmp_path / "empty").mkdir()
+    assert "no complete checkpoint" in asked(capsys, "convert", tmp_path / "empty", tmp_path / "x", status=4)

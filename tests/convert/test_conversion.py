@@ -1,0 +1,303 @@
+"""Weights go to Hugging Face's layout and come from it, to the bit, and transformers computes what we do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megascale.checkpoint import manifest, whole
+from megascale.checkpoint.state import WEIGHTS as WEIGHT
+from megascale.checkpoint.state import global_tensors
+from megascale.config.model import ModelConfig
+from megascale.convert import huggingface
+from megascale.convert.conversion import from_huggingface, to_huggingface
+from megascale.convert.huggingface import CONFIG, INDEX, WEIGHTS, Pretrained, tensors
+from megascale.core.errors import CheckpointError
+from megascale.core.rank import Rank
+from tests.oracles.ours import MODELS, Array, Arrays, Piece, join
+from tests.oracles.test_transformers import build, ours_from_gpt2, ours_from_llama
+from tests.runs import FAMILIES, GPT, LLAMA, build_run, config_of, settings
+from tests.worlds import run_world
+
+BIASED = LLAMA | {"bias": True}
+
+
+def pretrained(model: dict[str, Any], folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """A folder as transformers writes it, and its model."""
+    net = build(model).to(dtype)
+    net.save_pretrained(folder, **options)
+    return net
+
+
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(
+        ours[name].dtype == tensor.dtype and torch.equal(ours[name], tensor) for name, tensor in theirs.items()
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_there_and_back_is_the_same(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    pretrained(MODELS[name], tmp_path / "theirs", dtype)
+    (tmp_path / "theirs/tokenizer.json").write_text("{}")
+    from_huggingface(tmp_path / "theirs", tmp_path / "ours")
+    to_huggingface(tmp_path / "ours", tmp_path / "again")
+    assert equal(weights_in(tmp_path / "again"), weights_in(tmp_path / "theirs"))
+    before, after = (json.loads((tmp_path / folder / CONFIG).read_text()) for folder in ("theirs", "again"))
+    assert {key: after.get(key) for key in before} == before
+    assert (tmp_path / "again/tokenizer.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_model_is_the_one_that_is_compared(tmp_path: Path, name: str) -> None:
+    """As tests/oracles has them, which compares logits and gradients."""
+    net = pretrained(MODELS[name], tmp_path / "theirs")
+    given = Pretrained(tmp_path / "theirs")
+    given.check()
+    wanted = ModelConfig.model_validate(MODELS[name])
+    assert given.model.model_copy(update={"window": wanted.window}) == wanted
+    assert given.model.windows == wanted.windows
+    rename = ours_from_llama if "position" in MODELS[name] else ours_from_gpt2
+    theirs = rename({key: p.detach().numpy() for key, p in net.named_parameters()})
+    assert theirs.keys() == {tensor.name for tensor in tensors(given.model)}
+    for key, numbers in theirs.items():
+        assert np.array_equal(given.box(key).numpy(), numbers)
+        start, size = tuple(n // 3 for n in numbers.shape), tuple(n - n // 2 for n in numbers.shape)
+        part = numbers[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
+        assert np.array_equal(given.box(key, (start, size)).numpy(), part)
+
+
+@pytest.mark.parametrize("model", [GPT | {"activation": "gelu_tanh"}, LLAMA, BIASED, LLAMA | {"window": 5}], ids=str)
+def test_transformers_loads_what_was_trained(tmp_path: Path, model: dict[str, Any]) -> None:
+    """And gives the logits of the weights that the run ended with."""
+    import transformers
+
+    given = config_of(settings(model, tmp_path, train__precision="fp32", checkpoint__every=1), tmp_path)
+    ((weights, tokens, logits),) = run_world(1, trained, given)
+    to_huggingface(whole.find(given.folder), tmp_path / "theirs")
+    net = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", attn_implementation="eager")
+    assert net.dtype == torch.float32
+    with torch.no_grad():
+        found = net(torch.from_numpy(tokens)).logits
+    np.testing.assert_allclose(found.numpy(), logits, rtol=1e-4, atol=1e-5)
+    again = Pretrained(tmp_path / "theirs")
+    assert all(np.array_equal(again.box(name).numpy(), numbers) for name, numbers in weights.items())
+
+
+def trained(rank: Rank, config: Any) -> tuple[Arrays, Array, Array]:
+    """Train, save; the weights, some tokens and their logits."""
+    from megascale.train.step import train_step
+
+    run = build_run(rank, config)
+    for _ in range(2):
+        train_step(run, run.train.batch(run.progress.samples))
+    run.gradients.finish_gather()
+    run.checkpoints.save(run.progress)
+    batch, (stage,) = run.train.batch(0), run.stages
+    with torch.no_grad():
+        logits = stage.head.logits(stage.hidden(None, batch.micro_batch(0))).transpose(0, 1)
+    shapes = {tensor.name: tensor.shape for tensor in tensors(config.model)}
+    tokens = batch.micro_batch(0).tokens.t()
+    return join(shapes, [masters(run)]), tokens.numpy(), logits[..., : config.model.vocab_size].numpy()
+
+
+def masters(run: Any) -> list[Piece]:
+    """This rank's part of the weights, as the optimizer has them."""
+    found = []
+    for name, tensor in global_tensors(run.optimizer.shards, run.mesh).items():
+        for piece in tensor.pieces if name.startswith(WEIGHT) else []:
+            box = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.size, strict=True))
+            found.append((name.removeprefix(WEIGHT), box, piece.data.numpy().copy()))
+    return found
+
+
+@pytest.mark.parametrize("name", ["gpt gelu_tanh tied", "llama untied"])
+def test_a_run_begins_with_weights_of_either_kind(tmp_path: Path, name: str) -> None:
+    pretrained(MODELS[name], tmp_path / "theirs", torch.bfloat16)
+    from_huggingface(tmp_path / "theirs", tmp_path / "ours")
+    layout = {"parallel__tp": 2, "parallel__pp": 2, "parallel__sp": True, "train__precision": "fp32"}
+    runs = []
+    for number, resume in enumerate((f"hf:{tmp_path / 'theirs'}", str(tmp_path / "ours"))):
+        tree = settings(MODELS[name], tmp_path / str(number), checkpoint__resume=resume, **layout)
+        runs.append(run_world(4, begun, config_of(tree, tmp_path)))
+    assert {line for line, _, _ in runs[0]} == {f"begins with the weights of {tmp_path / 'theirs'}"}
+    assert all(line.startswith(f"resumed from {tmp_path / 'ours'}: step 0") for line, _, _ in runs[1])
+    given = Pretrained(tmp_path / "theirs")
+    shapes = {tensor.name: tensor.shape for tensor in tensors(given.model)}
+    for run in runs:
+        found = join(shapes, [pieces for _, pieces, _ in run])
+        assert all(np.array_equal(given.box(key).float().numpy(), numbers) for key, numbers in found.items())
+    assert [curve for _, _, curve in runs[0]] == [curve for _, _, curve in runs[1]]
+
+
+def begun(rank: Rank, config: Any) -> tuple[str, list[Piece], list[tuple[float, float]]]:
+    """What is said, the weights of the start, and a short training."""
+    from megascale.train.loop import resume
+    from tests.runs import curve_of
+
+    run = build_run(rank, config)
+    line = resume(run)
+    run.gradients.finish_gather()
+    return line, masters(run), curve_of(run, 2)
+
+
+def test_weights_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (huggingface, whole):
+        monkeypatch.setattr(module, "FILE_BYTES", 20_000)
+    pretrained(LLAMA | {"rope_theta": 1e4}, tmp_path / "theirs", max_shard_size="20KB")
+    assert (tmp_path / "theirs" / INDEX).exists()
+    from_huggingface(tmp_path / "theirs", tmp_path / "ours")
+    assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 3
+    to_huggingface(tmp_path / "ours", tmp_path / "again")
+    index = json.loads((tmp_path / "again" / INDEX).read_text())
+    found = weights_in(tmp_path / "again")
+    assert equal(found, weights_in(tmp_path / "theirs"))
+    assert index["weight_map"].keys() == found.keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+    for name, file in index["weight_map"].items():
+        assert name in load_file(tmp_path / "again" / file)
+    largest = max(tensor.nbytes for tensor in found.values())
+    for path in (tmp_path / "again").glob("*.safetensors"):
+        assert path.stat().st_size < max(20_000, largest) + 4_000
+
+
+def test_in_another_format(tmp_path: Path) -> None:
+    pretrained(GPT | {"activation": "gelu"}, tmp_path / "theirs")
+    from_huggingface(tmp_path / "theirs", tmp_path / "ours", torch.bfloat16)
+    assert {tensor.dtype for tensor in manifest.read(tmp_path / "ours").tensors.values()} == {"bfloat16"}
+    to_huggingface(tmp_path / "ours", tmp_path / "again", torch.float16)
+    assert {tensor.dtype for tensor in weights_in(tmp_path / "again").values()} == {torch.float16}
+    assert json.loads((tmp_path / "again" / CONFIG).read_text())["torch_dtype"] == "float16"
+
+
+def changed(folder: Path, **keys: Any) -> None:
+    config = json.loads((folder / CONFIG).read_text()) | keys
+    (folder / CONFIG).write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "words"),
+    [
+        ("llama", {"model_type": "qwen2"}, "model_type is 'qwen2'  -> a model of gpt2, llama, mistral"),
+        ("llama", {"model_type": ...}, "model_type is None"),
+        ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_type is 'llama3', not 'default'"),
+        ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "type is 'linear', not 'default'"),
+        ("llama", {"attention_bias": True}, "mlp_bias is False, not True"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu', not 'silu'"),
+        ("llama", {"head_dim": 16}, "head_dim is 16, not 8"),
+        ("llama", {"hidden_size": ...}, "no 'hidden_size'"),
+        ("llama", {"hidden_size": "wide"}, "a value of another kind"),
+        ("llama", {"vocab_size": "many"}, "as vocab_size 'many': Input should be a valid integer"),
+        ("llama", {"vocab_size": 102}, "model.embed_tokens.weight has shape [101, 32], its config.json says [102, 32]"),
+        ("llama", {"num_hidden_layers": 5}, "has no tensor model.layers.4.input_layernorm.weight"),
+        ("llama", {"num_hidden_layers": 3}, "has 9 tensors that its config.json does not"),
+        ("gpt", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True, not False"),
+        ("gpt", {"activation_function": "relu"}, "activation_function is 'relu', not 'gelu_new'"),
+    ],
+)
+def test_what_we_would_compute_otherwise_is_refused(tmp_path: Path, family: str, keys: Any, words: str) -> None:
+    pretrained(FAMILIES[family] | {"activation": "gelu"} if family == "gpt" else LLAMA | {"rope_theta": 1e4}, tmp_path)
+    changed(tmp_path, **keys)
+    with pytest.raises(CheckpointError) as caught:
+        from_huggingface(tmp_path, tmp_path / "ours")
+    assert words in str(caught.value)
+    assert not list(tmp_path.glob("*ours*"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"), "has neither model.safetensors nor"),
+        (lambda folder: (folder / CONFIG).write_text("{"), "is no JSON"),
+        (lambda folder: (folder / CONFIG).write_text("[]"), "is no JSON object"),
+        (lambda folder: (folder / CONFIG).unlink(), "cannot be read: No such file"),
+        (lambda folder: (folder / WEIGHTS).write_bytes(b"\0" * 100), "cannot be read"),
+        (lambda folder: (folder / INDEX).write_text('{"weight_map": {"a": "../../x"}}'), "no map of weights to files"),
+        (lambda folder: (folder / INDEX).write_text('{"weight_map": 3}'), "no map of weights to files"),
+    ],
+)
+def test_a_folder_that_is_damaged_is_named(tmp_path: Path, damage: Any, words: str) -> None:
+    pretrained(LLAMA | {"rope_theta": 1e4}, tmp_path)
+    damage(tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        from_huggingface(tmp_path, tmp_path / "ours")
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (GPT | {"block": "parallel"}, "block = 'serial'"),
+        (GPT | {"window": 4}, "gpt2 has no window"),
+        (LLAMA | {"window": [4, 0]}, "mistral has one window for all layers"),
+        (BIASED | {"window": 4}, "mistral has no bias"),
+        (GPT | {"norm": "rmsnorm"}, "gpt2 has norm = 'layernorm'"),
+    ],
+)
+def test_a_model_of_no_family_is_refused(tmp_path: Path, model: dict[str, Any], words: str) -> None:
+    config = ModelConfig.model_validate(model)
+    (tmp_path / "ours").mkdir()
+    zeros = ((tensor.name, torch.zeros(tensor.shape)) for tensor in tensors(config))
+    whole.write(tmp_path / "ours", zeros, {"model": config.model_dump(mode="json")})
+    with pytest.raises(CheckpointError) as caught:
+        to_huggingface(tmp_path / "ours", tmp_path / "theirs")
+    assert words in str(caught.value)
+    assert not list(tmp_path.glob("*theirs*"))
+
+
+def test_old_files_of_a_bare_gpt2_are_read(tmp_path: Path) -> None:
+    """Without a prefix, and with the masks of attention among the weights."""
+    net = pretrained(GPT | {"activation": "gelu_tanh"}, tmp_path)
+    bare = {name.removeprefix("transformer."): t for name, t in load_file(tmp_path / WEIGHTS).items()}
+    save_file(bare | {"h.0.attn.bias": torch.ones(1, 1, 16, 16)}, tmp_path / WEIGHTS)
+    from_huggingface(tmp_path, tmp_path / "ours")
+    to_huggingface(tmp_path / "ours", tmp_path / "theirs")
+    theirs = weights_in(tmp_path / "theirs")
+    assert all(torch.equal(theirs[name], p) for name, p in net.named_parameters())
+
+
+BIG = LLAMA | {"num_layers": 24, "hidden_size": 768, "num_heads": 12, "num_kv_heads": 12, "ffn_size": 3072}
+PEAK = """
+import resource, sys
+from pathlib import Path
+import torch
+from megascale.checkpoint import whole
+from megascale.convert import conversion, huggingface
+conversion.DTYPES
+import safetensors.torch
+source, output, size = sys.argv[1:]
+huggingface.FILE_BYTES = whole.FILE_BYTES = int(size)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+(conversion.from_huggingface if "theirs" in source else conversion.to_huggingface)(Path(source), Path(output))
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+@pytest.mark.slow
+def test_one_file_at_a_time_is_in_memory(tmp_path: Path) -> None:
+    """0.9 GB in files of 32 MiB."""
+    pretrained(BIG | {"rope_theta": 1e4}, tmp_path / "theirs")
+    size = 32 << 20
+    for source, output in (("theirs", "ours"), ("ours", "again")):
+        words = [str(tmp_path / source), str(tmp_path / output), str(size)]
+        done = subprocess.run([sys.executable, "-c", PEAK, *words], capture_output=True, text=True, check=True)
+        assert int(done.stdout) < 4 * size
+        if source == "ours":
+            shutil.rmtree(tmp_path / source)
+    assert equal(weights_in(tmp_path / "again"), weights_in(tmp_path / "theirs"))

@@ -1,0 +1,72 @@
+"""Text from a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megascale.checkpoint import whole
+from megascale.cli.main import main
+from megascale.config.model import ModelConfig
+from megascale.convert.conversion import to_huggingface
+from megascale.convert.huggingface import tensors
+from tests.runs import LLAMA
+
+BYTES = LLAMA | {"vocab_size": 257, "seq_length": 32}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights over bytes."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    model, generator = ModelConfig.model_validate(BYTES), torch.Generator().manual_seed(0)
+    weights = ((t.name, torch.randn(t.shape, generator=generator)) for t in tensors(model))
+    whole.write(folder, weights, {"model": model.model_dump(mode="json"), "data": {"tokenizer": "bytes"}})
+    return folder
+
+
+def written(capsys: pytest.CaptureFixture[str], *words: str | Path, status: int = 0) -> str:
+    assert main(["sample", *map(str, words)]) == status
+    out, err = capsys.readouterr()
+    return out if status == 0 else err
+
+
+def greedy(folder: Path, prompt: bytes, count: int) -> bytes:
+    """The likeliest bytes, one by one, each from all before it."""
+    from transformers import AutoModelForCausalLM
+
+    net, ids = AutoModelForCausalLM.from_pretrained(folder), list(prompt)
+    with torch.no_grad():
+        for _ in range(count):
+            ids.append(int(net(torch.tensor([ids])).logits[0, -1].argmax()))
+    return bytes(n for n in ids if n < 256)
+
+
+def test_without_chance_the_likeliest_follows(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    to_huggingface(checkpoint, tmp_path / "hf")
+    wanted = greedy(tmp_path / "hf", b"ab", 5).decode("utf-8", errors="replace") + "\n"
+    plain = ("--prompt", "ab", "--temperature", "0", "--tokens", "5")
+    assert written(capsys, checkpoint, *plain) == wanted
+    assert written(capsys, tmp_path / "hf", *plain, "--tokenizer", "bytes") == wanted
+
+
+def test_a_seed_gives_a_text(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = written(capsys, checkpoint, "--prompt", "ab", "--prompt", "ab")
+    assert one == written(capsys, checkpoint, "--prompt", "ab", "--prompt", "ab", "--top-k", "50")
+    assert one != written(capsys, checkpoint, "--prompt", "ab", "--prompt", "ab", "--seed", "1")
+    assert one.startswith("ab") and written(capsys, checkpoint) != ""
+
+
+def test_what_cannot_be_said_is_told(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    long = written(capsys, checkpoint, "--prompt", "x" * 40, status=1)
+    assert "a prompt of 40 tokens leaves no room in 32" in long
+    to_huggingface(checkpoint, tmp_path / "hf")
+    assert "does not say its tokenizer  -> --tokenizer FILE" in written(capsys, tmp_path / "hf", status=4)
+    assert "there is no complete checkpoint" in written(capsys, tmp_path, status=4)
+    for words in (("--tokens", "0"), ("--temperature", "hot"), ("--top-k", "-1")):
+        with pytest.raises(SystemExit):
+            main(["sample", str(checkpoint), *words])
