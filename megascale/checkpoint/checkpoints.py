@@ -80,12 +80,12 @@ class Checkpoints:
         return path
 
     def remove_old(self) -> None:
-        """On rank 0, delete what `checkpoint.keep` does not keep.
+        """On rank 0, delete what neither `checkpoint.keep` nor `keep_every` keeps.
 
         Raises: CheckpointError
         """
         if self._mesh.rank == 0:
-            store.keep_newest(self.folder, self._config.checkpoint.keep)
+            store.keep_newest(self.folder, self._config.checkpoint.keep, self._config.checkpoint.keep_every)
 
     def resume(self) -> Resumed | None:
         """Load what `checkpoint.resume` asks for into the shards; None if there is nothing to resume from.

@@ -78,13 +78,15 @@ def remove_unfinished(folder: Path) -> None:
             _remove(path)
 
 
-def keep_newest(folder: Path, keep: int) -> None:
-    """Delete all complete checkpoints but the newest `keep`; 0 keeps all.
+def keep_newest(folder: Path, keep: int, every: int = 0) -> None:
+    """Delete all complete checkpoints but the newest `keep`, and those of each step that `every` divides; a `keep` of 0
+    keeps all.
 
     Raises: CheckpointError
     """
     for stored in complete(folder)[:-keep] if keep else []:
-        _remove(stored.path)
+        if not every or stored.step % every:
+            _remove(stored.path)
 
 
 def _remove(path: Path) -> None:

@@ -93,6 +93,9 @@ class CheckpointConfig(Section):
 
     every: Whole = Field(1000, description="steps between checkpoints, and one at the end; 0: no checkpoints at all")
     keep: Whole = Field(0, description="newest checkpoints kept; 0: all")
+    keep_every: Whole = Field(
+        0, description="where keep is not 0, those of each step that this divides are kept for good as well; 0: none"
+    )
     resume: FilePath = Field(
         "auto",
         description="auto: from the run's newest complete checkpoint; a checkpoint's folder: from it, until the run "

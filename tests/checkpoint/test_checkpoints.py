@@ -353,6 +353,30 @@ def test_of_a_checkpoint_that_lies_elsewhere_only_the_link_is_removed(tmp_path: 
     assert (elsewhere / "full" / "manifest.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("keep", "every", "kept"),
+    [
+        (0, 0, [10, 20, 30, 40, 50, 60]),
+        (0, 20, [10, 20, 30, 40, 50, 60]),
+        (1, 0, [60]),
+        (2, 30, [30, 50, 60]),
+        (1, 20, [20, 40, 60]),
+        (9, 0, [10, 20, 30, 40, 50, 60]),
+    ],
+)
+def test_the_newest_and_every_so_many_are_kept(tmp_path: Path, keep: int, every: int, kept: list[int]) -> None:
+    from megascale.checkpoint.store import complete, keep_newest
+
+    for step in range(10, 70, 10):
+        place = tmp_path / f"step-{step:08d}"
+        place.mkdir()
+        (place / "manifest.json").touch()
+    (tmp_path / "step-00000070").mkdir()  # being written
+    keep_newest(tmp_path, keep, every)
+    assert [stored.step for stored in complete(tmp_path)] == kept
+    assert (tmp_path / "step-00000070").exists()
+
+
 def changed(rank: Rank, config: Any) -> list[str]:
     found = build_run(rank, config).checkpoints.resume()
     assert found is not None
