@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import shutil
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,13 +15,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import megascale
 from megascale.checkpoint import manifest, store
-from megascale.checkpoint.plan import LoadPlanner, SavePlanner
+from megascale.checkpoint.plan import LoadPlanner
+from megascale.checkpoint.saving import Saved, Saving
 from megascale.checkpoint.state import WEIGHTS, GlobalTensor, Progress, global_tensors, history_tensors
-from megascale.comm.collectives import barrier, broadcast_object
+from megascale.comm.collectives import broadcast_object
 from megascale.comm.mesh import Mesh
 from megascale.config.resolved import changes
 from megascale.config.run import FOREIGN, RunConfig
 from megascale.core.errors import CheckpointError
+from megascale.device import Device
 from megascale.parallel.eight_bit import Scaling
 from megascale.parallel.shards import ShardState
 
@@ -47,37 +48,68 @@ class Resumed:
 class Checkpoints:
     """The checkpoints of one run. Every rank calls `save` and `resume` together."""
 
-    def __init__(self, config: RunConfig, mesh: Mesh, shards: Sequence[ShardState], scaling: Scaling) -> None:
+    def __init__(
+        self, config: RunConfig, mesh: Mesh, shards: Sequence[ShardState], scaling: Scaling, device: Device
+    ) -> None:
         self._config = config
         self._mesh = mesh
         self._shards = shards
         self._scaling = scaling
+        held = [tensor for shard in shards for tensor in (shard.master, *shard.state.values())]
+        state = global_tensors(shards, mesh) | history_tensors(scaling)
+        self.saving = Saving(state, [*held, scaling.history], mesh, device) if config.checkpoint.every else None
         self.folder = config.folder / "checkpoints"
         self._saved_step: int | None = None
 
-    def save(self, progress: Progress) -> Path | None:
-        """Write a checkpoint and return its folder, or None if this step is on disk already.
+    def begin(self, progress: Progress) -> Saved | None:
+        """Begin to write a checkpoint, unless this step is on disk already. What became of the one before, if it was
+        still being written: that is waited for.
 
-        Raises: CheckpointError on every rank if any could not write; nothing of the attempt is left.
+        Raises: CheckpointError on every rank if its folder cannot be made
         """
+        before = self.finish()
         if self._saved_step == progress.step:
-            return None
+            return before
         first = self._mesh.rank == 0
         path = broadcast_object(self._mesh.world, store.fresh_folder(self.folder, progress.step) if first else None)
         assert path is not None, "rank 0 names the folder"
-        try:
-            dcp.save(
-                global_tensors(self._shards, self._mesh) | history_tensors(self._scaling),
-                storage_writer=store.Writer(path, self._mesh.rank, self._facts(progress)),
-                planner=SavePlanner(),
-            )
-        except CheckpointException as error:
-            barrier(self._mesh.world)
-            if first:
-                shutil.rmtree(path, ignore_errors=True)
-            raise _first_failure(error) from None
-        self._saved_step = progress.step
-        return path
+        self._saving.begin(path, self._facts(progress))
+        return before
+
+    def poll(self) -> tuple[float, float]:
+        """Of this rank: 1 if it has written its part of the checkpoint under way, and 1 if it has failed to; else 0."""
+        return self.saving.poll() if self.saving else (0.0, 0.0)
+
+    def settle(self, written: float, failed: float) -> Saved | None:
+        """What became of the checkpoint under way, by the sums over all ranks of what `poll` says; None while it
+        is being written.
+        """
+        return self._noted(self._saving.settle(written, failed)) if self.saving else None
+
+    def finish(self) -> Saved | None:
+        """Wait for the checkpoint under way. What became of it; None without one."""
+        return self._noted(self.saving.finish()) if self.saving else None
+
+    def save(self, progress: Progress) -> Saved | None:
+        """Write a checkpoint, and wait for it; None if this step is on disk already.
+
+        Raises: CheckpointError on every rank if any could not write; nothing of the attempt is left
+        """
+        self.begin(progress)
+        saved = self.finish()
+        if saved is not None and saved.error is not None:
+            raise saved.error
+        return saved
+
+    @property
+    def _saving(self) -> Saving:
+        assert self.saving is not None, "checkpoint.every = 0 saves nothing"
+        return self.saving
+
+    def _noted(self, saved: Saved | None) -> Saved | None:
+        if saved is not None and saved.error is None:
+            self._saved_step = saved.step
+        return saved
 
     def remove_old(self) -> None:
         """On rank 0, delete what neither `checkpoint.keep` nor `keep_every` keeps.

@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch.distributed.checkpoint import StorageReader, StorageWriter
+from torch.distributed.checkpoint import StorageReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -30,13 +29,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from megascale.checkpoint import manifest
 from megascale.core.errors import CheckpointError
-from megascale.core.files import settle, sync_folder
 
 _FOLDER = re.compile(r"step-(\d+)(?:\.(\d+))?")
 
@@ -105,73 +102,22 @@ def _remove(path: Path) -> None:
 # ------------------------------------------------------------------------------
 
 
-class Writer(StorageWriter):
-    """Writes this rank's pieces to one file, and on the coordinator the folder and the manifest. `facts` goes into the
-    manifest.
+def manifest_of(
+    facts: manifest.Facts, metadata: Metadata, places: Mapping[tuple[str, torch.Size], Mapping[str, Any]]
+) -> manifest.Manifest:
+    """The manifest of what was planned and written: `places` says of each box, by its tensor's name and its offset,
+    file, key and checksum.
     """
-
-    def __init__(self, path: Path, rank: int, facts: manifest.Facts) -> None:
-        self._path = path
-        self._rank = rank
-        self._facts = facts
-
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        return None
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        if is_coordinator:  # the others write only after it is done
-            try:
-                self._path.mkdir(parents=True)
-            except OSError as error:
-                what = f"cannot make {self._path}: {error.strerror}"
-                raise CheckpointError(what, mend="check space and permissions") from None
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        name = f"rank-{self._rank:05d}.safetensors"
-        tensors, results = {}, []
-        for item in plan.items:
-            tensor = planner.resolve_data(item)
-            assert isinstance(tensor, torch.Tensor)
-            tensor = tensor.detach().cpu().contiguous()
-            key = _key(item.index)
-            tensors[key] = tensor
-            storage = {"file": name, "key": key, "crc32": crc32(tensor)}
-            results.append(WriteResult(item.index, tensor.nbytes, storage))
-        if tensors:
-            try:
-                save_file(tensors, self._path / name)
-                settle(self._path / name)
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(
-                    f"cannot write {self._path / name}: {error}", mend="check space and permissions"
-                ) from None
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        places = {(r.index.fqn, r.index.offset): r.storage_data for rank in results for r in rank}
-        tensors = {}
-        for name, tensor in metadata.state_dict_metadata.items():
-            assert isinstance(tensor, TensorStorageMetadata)
-            boxes = tuple(
-                manifest.Box(offset=tuple(chunk.offsets), size=tuple(chunk.sizes), **places[name, chunk.offsets])
-                for chunk in tensor.chunks
-            )
-            dtype: Any = str(tensor.properties.dtype).removeprefix("torch.")
-            tensors[name] = manifest.Tensor(shape=tuple(tensor.size), dtype=dtype, boxes=boxes)
-        sync_folder(self._path)
-        manifest.write(self._path, manifest.Manifest(facts=self._facts, tensors=tensors))
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        return True
+    tensors = {}
+    for name, tensor in metadata.state_dict_metadata.items():
+        assert isinstance(tensor, TensorStorageMetadata)
+        boxes = tuple(
+            manifest.Box(offset=tuple(chunk.offsets), size=tuple(chunk.sizes), **places[name, chunk.offsets])
+            for chunk in tensor.chunks
+        )
+        dtype: Any = str(tensor.properties.dtype).removeprefix("torch.")
+        tensors[name] = manifest.Tensor(shape=tuple(tensor.size), dtype=dtype, boxes=boxes)
+    return manifest.Manifest(facts=facts, tensors=tensors)
 
 
 class Reader(StorageReader):
@@ -243,7 +189,8 @@ def read_boxes(folder: Path, boxes: Iterable[manifest.Box]) -> Iterator[tuple[ma
             raise CheckpointError(f"{path} cannot be read: {error}", mend=manifest.BYPASS) from None
 
 
-def _key(index: MetadataIndex) -> str:
+def key_of(index: MetadataIndex) -> str:
+    """The name of a box in its file."""
     return f"{index.fqn}@{','.join(map(str, index.offset or ()))}"
 
 

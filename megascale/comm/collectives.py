@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -147,3 +147,22 @@ def gather_objects(group: Group, value: T) -> Sequence[T]:
     found: list[T] = [value] * group.size
     dist.all_gather_object(found, value, group.process_group)
     return found
+
+
+def collect_objects(group: Group, value: T) -> Sequence[T] | None:
+    """The value of each rank in order, on the first rank; None on the others."""
+    if group.size == 1:
+        return [value]
+    found: list[T] | None = [value] * group.size if group.index == 0 else None
+    dist.gather_object(value, found, group.ranks[0], group.process_group)
+    return found
+
+
+def scatter_objects(group: Group, values: Sequence[T] | None) -> T:
+    """To each rank its own of the first rank's values."""
+    if group.size == 1:
+        assert values is not None
+        return values[0]
+    box: list[Any] = [None]
+    dist.scatter_object_list(box, list(values) if values else None, group.ranks[0], group.process_group)
+    return box[0]

@@ -9,7 +9,7 @@ from pydantic import Field
 from megascale.catalog.decays import DECAYS
 from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.catalog.precisions import PRECISIONS
-from megascale.config.section import Count, FilePath, Section, choice, only
+from megascale.config.section import Count, FilePath, Section, choice
 
 Whole = Annotated[int, Field(ge=0, lt=2**63)]
 
@@ -101,8 +101,8 @@ class CheckpointConfig(Section):
         description="auto: from the run's newest complete checkpoint; a checkpoint's folder: from it, until the run "
         "has one of its own; hf:FOLDER: likewise, from weights as Hugging Face lays them out; never",
     )
-    background: Annotated[Literal[False], only(False)] = Field(
-        False, alias="async", description="write in the background; not available yet"
+    background: bool = Field(
+        True, alias="async", description="train on while another process writes what was copied; false: wait for it"
     )
 
 

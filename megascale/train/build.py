@@ -112,7 +112,7 @@ def build(config: RunConfig, mesh: Mesh, device: Device, stop: Stop) -> Run:
         valid=valid,
         valid_batches=valid_batches,
         lr=learning_rate(config.optimizer, config.train.steps),
-        checkpoints=Checkpoints(config, mesh, optimizer.shards, scaling),
+        checkpoints=Checkpoints(config, mesh, optimizer.shards, scaling, device),
         progress=Progress(),
         stop=stop,
     )

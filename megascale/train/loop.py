@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megascale.checkpoint.saving import Saved
 from megascale.comm.collectives import barrier
 from megascale.config.run import FOREIGN
 from megascale.convert.huggingface import Pretrained
-from megascale.core.errors import CheckpointError, Exit
+from megascale.core.errors import CheckpointError, DivergenceError, Exit
 from megascale.core.units import format_count
 from megascale.train.build import Run
 from megascale.train.evaluate import evaluate
@@ -28,18 +29,20 @@ def train(run: Run, reporter: Reporter) -> Exit:
     with ScheduledCollection() as collection:
         while run.progress.step < steps and not stopping:
             reporter.start_step()
-            result = train_step(run, run.train.batch(run.progress.samples))
+            try:
+                result = train_step(run, run.train.batch(run.progress.samples))
+            except DivergenceError:  # on every rank; what is being written is of a step before
+                _note(run, reporter, run.checkpoints.finish())
+                raise
             reporter.end_step(result)
             step, stopping = run.progress.step, result.stop
             if logged(settings, step):
                 reporter.step(result, run.progress, run.scaling.take_lost())
             if run.valid is not None and (step % settings.eval_every == 0 or step == steps):
                 reporter.write(evaluate(run))
+            _note(run, reporter, run.checkpoints.settle(result.written, result.failed))
             if run.config.checkpoint.every and step % run.config.checkpoint.every == 0 and step < steps:
-                try:
-                    _save(run, reporter)
-                except CheckpointError as error:  # it must not end the run that it should protect
-                    reporter.note(f"WARNING: no checkpoint of step {step}: {error}")
+                _begin_save(run, reporter)
             collection.after(step)
     run.gradients.finish_gather()
     run.pipeline.finish_sends()
@@ -85,16 +88,39 @@ def _publish(run: Run) -> None:
         run.gradients.start_gather(bucket)
 
 
+def _begin_save(run: Run, reporter: Reporter) -> None:
+    """Begin to save a state that is finite. What fails must not end the run that it should protect.
+
+    Raises: DivergenceError if it is not finite
+    """
+    check_state(run)
+    try:
+        _note(run, reporter, run.checkpoints.begin(run.progress))
+    except CheckpointError as error:
+        reporter.note(f"WARNING: no checkpoint of step {run.progress.step}: {error}")
+        return
+    if not run.config.checkpoint.background:
+        _note(run, reporter, run.checkpoints.finish())
+
+
 def _save(run: Run, reporter: Reporter) -> None:
-    """Save a state that is finite, then remove old checkpoints.
+    """Save a state that is finite, and wait for it.
 
     Raises: CheckpointError if it could not be written, DivergenceError if it is not finite.
     """
     check_state(run)
-    path = run.checkpoints.save(run.progress)
-    if path is None:
+    _note(run, reporter, run.checkpoints.finish())
+    _note(run, reporter, run.checkpoints.save(run.progress))
+
+
+def _note(run: Run, reporter: Reporter, saved: Saved | None) -> None:
+    """Say what became of a checkpoint, and when it is complete remove old ones."""
+    if saved is None:
         return
-    reporter.note(f"saved {path}")
+    if saved.error is not None:
+        reporter.note(f"WARNING: no checkpoint of step {saved.step}: {saved.error}")
+        return
+    reporter.note(f"saved {saved.path}: training stood for {saved.stalled:.2f} s, written in {saved.written:.2f} s")
     try:
         run.checkpoints.remove_old()
     except CheckpointError as error:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did: mean loss a token, norm of the mean gradient before clipping, tokens, learning rate; and whether
-    some rank was asked to stop.
+    """What a step did: mean loss a token, norm of the mean gradient before clipping, tokens, learning rate; whether
+    some rank was asked to stop; and how many ranks have written, or failed to write, their part of a checkpoint.
     """
 
     loss: float
@@ -30,10 +30,12 @@ class StepResult:
     tokens: int
     lr: float
     stop: bool
+    written: float = 0.0
+    failed: float = 0.0
 
 
 def train_step(run: Run, batch: StepBatch) -> StepResult:
-    """Train on one global batch. The host waits once, for five numbers, while the device updates.
+    """Train on one global batch. The host waits once, for seven numbers, while the device updates.
 
     Raises: DivergenceError if the loss or a gradient is not finite; then nothing was updated. DataError on every rank
     if no label of the samples counts.
@@ -46,9 +48,9 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
     run.scaling.finish()
     with recorder.action("norms"):  # of each bucket while the others are still being reduced; all but the last are done
         square = sum((run.optimizer.square(bucket) for bucket in run.gradients.finish()), loss.new_zeros(()).double())
-    sums = totals(run.mesh, loss, batch.tokens, float(run.stop.asked), square)
-    clipping = run.optimizer.clipping(sums[3], tokens=sums[1], loss=sums[0])
-    lr, numbers = run.lr(step), run.device.read(torch.stack([*sums[:3], clipping.norm, loss.double()]))
+    sums = totals(run.mesh, loss, batch.tokens, float(run.stop.asked), *run.checkpoints.poll(), square)
+    clipping = run.optimizer.clipping(sums[5], tokens=sums[1], loss=sums[0])
+    lr, numbers = run.lr(step), run.device.read(torch.stack([*sums[:5], clipping.norm, loss.double()]))
     norms = run.optimizer.direct(clipping, step)  # of whole parameters, where the update is scaled by them
     for index, bucket in enumerate(run.gradients.buckets):  # in the order in which the next step needs them
         with recorder.action("update", bucket.chunk):  # of this rank's shard, and of nothing if a sum is not finite
@@ -57,11 +59,11 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
             _check(run, *numbers())
         run.gradients.start_gather(bucket)  # hidden behind the next update, and the next batch's loading
     recorder.step = 0  # until the next one
-    total, tokens, stops, norm, _ = numbers()
+    total, tokens, stops, written, failed, norm, _ = numbers()
     run.progress.step = step
     run.progress.samples += run.config.batch.total
     run.progress.tokens += int(tokens)
-    return StepResult(total / tokens, norm, int(tokens), lr, stop=stops > 0)
+    return StepResult(total / tokens, norm, int(tokens), lr, stops > 0, written, failed)
 
 
 def logged(settings: TrainConfig, step: int) -> bool:
@@ -81,8 +83,9 @@ def totals(mesh: Mesh, loss: Tensor, tokens: int, *more: float | Tensor) -> Tens
     return values
 
 
-def _check(run: Run, total: float, tokens: float, stops: float, norm: float, own: float) -> None:
-    """`own`: this rank's part of the total loss."""
+def _check(run: Run, total: float, tokens: float, *rest: float) -> None:
+    """The last of the rest are the norm and this rank's part of the total loss."""
+    norm, own = rest[-2:]
     check_counted(tokens)
     check_finite(run, own, total, norm)
 

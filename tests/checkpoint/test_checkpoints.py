@@ -267,21 +267,20 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
 def out_of_space(rank: Rank, config: Any) -> tuple[str, list[str]]:
     """Save where rank 1 cannot write more than a few bytes."""
     import resource
-    import signal
 
     from megascale.core.errors import CheckpointError
 
     run = build_run(rank, config)
+    writer = run.checkpoints.saving.writer
     if rank.rank == 1:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+        resource.prlimit(writer, resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
     try:
         run.checkpoints.save(run.progress)
         text = "saved"
     except CheckpointError as error:
         text = str(error)
     if rank.rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        resource.prlimit(writer, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     again = run.checkpoints.save(run.progress)
     assert again is not None
     return text, sorted(path.name for path in run.checkpoints.folder.iterdir())

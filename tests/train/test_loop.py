@@ -40,7 +40,7 @@ def events(rank: Rank, config: Any, stop_at: int = 0, broken: bool = False) -> t
     from megascale.train.report import Reporter
 
     run, diary = build_run(rank, config), Diary()
-    draw, save = run.train.batch, run.checkpoints.save
+    draw, begin = run.train.batch, run.checkpoints.begin
 
     def batch(seen: int) -> Any:
         run.stop.asked = rank.rank == 0 and bool(stop_at) and run.progress.step + 1 >= stop_at
@@ -49,11 +49,11 @@ def events(rank: Rank, config: Any, stop_at: int = 0, broken: bool = False) -> t
     def fail(progress: Any) -> Any:
         if progress.step < config.train.steps:
             raise CheckpointError("the disk is full", mend="another disk")
-        return save(progress)
+        return begin(progress)
 
     run.train.batch = batch
     if broken:
-        run.checkpoints.save = fail
+        run.checkpoints.begin = fail
     status = train(run, Reporter(config, run.device, None, [diary], run.mesh.recorder))
     assert gc.isenabled()
     return status, diary.events, run.progress.step
@@ -68,12 +68,22 @@ def test_the_order_of_events(tmp_path: Path) -> None:
     last; checkpoints after evaluations, and one at the end.
     """
     more = {"train__log_every": 3, "train__eval_every": 2, "train__eval_steps": 1, "checkpoint__every": 3}
+    more["checkpoint__async"] = False
     ((status, found, step),) = run_world(1, events, configured(tmp_path, **more))
     assert (status, step) == (Exit.OK, 7)
     assert found == [
         "valid 0", "step 1", "valid 2", "step 3", "saved /step-00000003", "valid 4", "step 6", "valid 6",
         "saved /step-00000006", "step 7", "valid 7", "saved /step-00000007",
     ]  # fmt: skip
+
+
+def test_in_the_background_every_checkpoint_is_completed_and_told(tmp_path: Path) -> None:
+    config = configured(tmp_path, checkpoint__every=2, train__log_every=100, parallel__tp=2)
+    (status, found, step), _ = run_world(2, events, config)
+    assert (status, step) == (Exit.OK, 7)
+    assert [event for event in found if event.startswith("saved")] == [f"saved /step-{n:08d}" for n in (2, 4, 6, 7)]
+    assert found[-1] == "saved /step-00000007"
+    assert len(list(tmp_path.rglob("manifest.json"))) == 4
 
 
 def test_nothing_is_evaluated_or_saved_that_was_not_asked_for(tmp_path: Path) -> None:

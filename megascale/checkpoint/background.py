@@ -1,0 +1,90 @@
+"""The rank's side of the process that writes its checkpoints (`checkpoint.writer`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megascale.core.errors import CheckpointError
+
+
+class Background:
+    """The process, which sees the memory behind `descriptor`; one order at a time.
+
+    It has a session of its own: what stops the ranks of a job does not stop it, and it ends with this process.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._process: subprocess.Popen[bytes] | None = None
+        self._answer = b""
+        self._start()
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        assert self._process is not None
+        return self._process.pid
+
+    def write(self, path: Path, entries: Sequence[Sequence[Any]]) -> None:
+        """Have it write parts of the memory to a file. If it has ended since the last order there is a new one."""
+        if self._process is None or self._process.poll() is not None:
+            self._start()
+        assert self._process is not None and self._process.stdin is not None
+        self._answer = b""
+        try:
+            order = {"memory": f"/proc/self/fd/{self._descriptor}", "path": str(path), "entries": entries}
+            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return  # its answer will say so
+
+    def answer(self, *, wait: bool) -> dict[str, int] | None:
+        """The CRC-32 of each part that it has written, by its key; None if it is not done and we do not wait.
+
+        Raises: CheckpointError if it could not do it, or has ended
+        """
+        while not self._answer.endswith(b"\n"):
+            part = self._read(wait)
+            if part is None:
+                return None
+            if not part:
+                raise CheckpointError(f"the process that writes checkpoints has ended: {self._status()}")
+            self._answer += part
+        found: dict[str, Any] = json.loads(self._answer)
+        if "error" in found:
+            what = f"cannot write {found['path']}: {found['error']}"
+            raise CheckpointError(what, mend="check space and permissions")
+        return found["crc32"]
+
+    def close(self) -> None:
+        """End it when it is done."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            self._process.wait()
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "megascale.checkpoint.writer", str(os.getpid())],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[self._descriptor], start_new_session=True,
+        )  # fmt: skip
+        assert self._process.stdout is not None
+        self._pipe = self._process.stdout.fileno()
+        self._ready = selectors.DefaultSelector()
+        self._ready.register(self._pipe, selectors.EVENT_READ)
+
+    def _read(self, wait: bool) -> bytes | None:
+        if not self._ready.select(None if wait else 0):
+            return None
+        return os.read(self._pipe, 1 << 16)
+
+    def _status(self) -> str:
+        assert self._process is not None
+        status = self._process.wait()
+        return f"signal {-status}" if status < 0 else f"status {status}"

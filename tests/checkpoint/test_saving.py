@@ -1,0 +1,199 @@
+"""Saving while training goes on: what is written is what there was, and whatever happens to the process that writes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megascale.checkpoint import whole
+from megascale.checkpoint.store import complete
+from megascale.core.rank import Rank
+from tests.checkpoint.test_checkpoints import config_in, state_of
+from tests.runs import build_run
+from tests.worlds import run_world
+
+
+def hold(process: int, seconds: float) -> None:
+    """Stop a process for a while."""
+    os.kill(process, signal.SIGSTOP)
+    if os.fork() == 0:
+        time.sleep(seconds)
+        os.kill(process, signal.SIGCONT)
+        os._exit(0)
+
+
+def step(run: Any) -> Any:
+    from megascale.train.step import train_step
+
+    return train_step(run, run.train.batch(run.progress.samples))
+
+
+def save_while_training(rank: Rank, config: Any) -> tuple[dict[str, list[Any]], int]:
+    """The state when a save began, while the writer is held for two steps; and the step in which it was told."""
+    run = build_run(rank, config)
+    step(run)
+    if rank.rank == 0:
+        os.kill(run.checkpoints.saving.writer, signal.SIGSTOP)
+    state = state_of(run)
+    assert run.checkpoints.begin(run.progress) is None
+    told = 0
+    while not told:
+        result = step(run)
+        if rank.rank == 0 and run.progress.step == 3:
+            assert not complete(run.checkpoints.folder)
+            os.kill(run.checkpoints.saving.writer, signal.SIGCONT)
+        if saved := run.checkpoints.settle(result.written, result.failed):
+            assert saved.error is None and saved.step == 1 and saved.path.name == "step-00000001"
+            told = run.progress.step
+    run.gradients.finish_gather()
+    return state, told
+
+
+@pytest.mark.parametrize("layout", [{"parallel__tp": 2}, {"parallel__dp": 2, "parallel__zero": 0}], ids=str)
+def test_what_is_written_is_what_there_was(tmp_path: Path, layout: dict[str, Any]) -> None:
+    import numpy as np
+    import torch
+
+    config = config_in(tmp_path, **layout)
+    ranks = run_world(2, save_while_training, config)
+    told = {told for _, told in ranks}
+    assert len(told) == 1 and told.pop() > 3
+    path = config.folder / "checkpoints/step-00000001"
+    from megascale.checkpoint import manifest
+
+    for name, tensor in manifest.read(path).tensors.items():
+        found = whole.read_tensor(path, name, tensor)
+        pieces = [piece for state, _ in ranks for piece in state[name]]
+        covered = torch.zeros(tensor.shape, dtype=torch.bool)
+        for offset, size, numbers in pieces:
+            box = tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
+            assert found[box].contiguous().numpy().tobytes() == numbers, name
+            covered[box] = True
+        assert bool(np.all(covered.numpy()))
+
+
+def writer_dies(rank: Rank, config: Any) -> tuple[str, list[str]]:
+    """What is said when rank 1's writer is killed at work; and what is there after the next save."""
+    run = build_run(rank, config)
+    if rank.rank == 1:
+        os.kill(run.checkpoints.saving.writer, signal.SIGSTOP)
+    run.checkpoints.begin(run.progress)
+    if rank.rank == 1:
+        os.kill(run.checkpoints.saving.writer, signal.SIGKILL)
+    saved = None
+    while saved is None:
+        result = step(run)
+        saved = run.checkpoints.settle(result.written, result.failed)
+    assert run.checkpoints.save(run.progress) is not None
+    run.gradients.finish_gather()
+    return str(saved.error), sorted(path.name for path in run.checkpoints.folder.iterdir())
+
+
+def test_a_writer_that_is_killed_ends_nothing(tmp_path: Path) -> None:
+    for text, folders in run_world(2, writer_dies, config_in(tmp_path, parallel__tp=2)):
+        assert text == "rank 1: the process that writes checkpoints has ended: signal 9"
+        assert len(folders) == 1 and folders[0] != "step-00000000", "the failed attempt is gone"
+
+
+def waited_for(rank: Rank, config: Any) -> tuple[float, list[int]]:
+    """Begin a save while the one before is held up for half a second; what was begun is all there."""
+    run = build_run(rank, config)
+    hold(run.checkpoints.saving.writer, 0.5)
+    run.checkpoints.begin(run.progress)
+    step(run)
+    start = time.monotonic()
+    before = run.checkpoints.begin(run.progress)
+    waited = time.monotonic() - start
+    assert before is not None and before.step == 0
+    after = run.checkpoints.finish()
+    assert after is not None and after.step == 1
+    run.gradients.finish_gather()
+    return waited, [stored.step for stored in complete(run.checkpoints.folder)]
+
+
+def test_one_save_waits_for_the_one_before(tmp_path: Path) -> None:
+    ((_, steps),) = run_world(1, waited_for, config_in(tmp_path))
+    assert steps == [0, 1]
+
+
+def diverges(rank: Rank, config: Any) -> str:
+    """Training that diverges in step 3, while the checkpoint of step 2 is held up."""
+    from megascale.core.errors import DivergenceError
+    from megascale.train.loop import train
+    from megascale.train.report import Reporter
+
+    run = build_run(rank, config)
+    draw = run.train.batch
+
+    def batch(seen: int) -> Any:
+        if run.progress.step == 2:
+            raise DivergenceError("the loss is nan")
+        if run.progress.step == 1:
+            hold(run.checkpoints.saving.writer, 1.0)
+        return draw(seen)
+
+    run.train.batch = batch
+    try:
+        train(run, Reporter(config, run.device, None, [], run.mesh.recorder))
+    except DivergenceError as error:
+        return str(error)
+    return "it went on"
+
+
+def test_a_checkpoint_under_way_is_completed_before_a_run_that_diverges_ends(tmp_path: Path) -> None:
+    assert run_world(2, diverges, config_in(tmp_path, parallel__tp=2, checkpoint__every=2)) == ["the loss is nan"] * 2
+    assert [stored.step for stored in complete(tmp_path / "test/checkpoints")] == [2]
+
+
+def many(rank: Rank, config: Any, count: int) -> list[tuple[int, int, int]]:
+    """Open files, bytes in memory and processes of this rank after every ten saves."""
+    import resource
+
+    run, found = build_run(rank, config), []
+    for number in range(count):
+        step(run)
+        run.checkpoints.begin(run.progress)
+        if number % 10 == 9:
+            children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+            held = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+            found.append((len(os.listdir("/proc/self/fd")), held, len(children)))
+            run.checkpoints.remove_old()
+    run.checkpoints.finish()
+    run.gradients.finish_gather()
+    return found
+
+
+def test_fifty_saves_leave_nothing_behind(tmp_path: Path) -> None:
+    ((first, *others),) = run_world(1, many, config_in(tmp_path, checkpoint__keep=1), 50)
+    for files, held, processes in others:
+        assert (files, processes) == (first[0], first[2])
+        assert held < first[1] + (4 << 20)
+    assert len(complete(tmp_path / "test/checkpoints")) <= 12
+
+
+def ended(rank: Rank, config: Any) -> int:
+    """Leave without a word; the writer's number."""
+    run = build_run(rank, config)
+    return int(run.checkpoints.saving.writer)
+
+
+def test_the_writer_ends_with_its_rank(tmp_path: Path) -> None:
+    (writer,) = run_world(1, ended, config_in(tmp_path))
+    for _ in range(200):
+        if not Path(f"/proc/{writer}").exists():
+            return
+        time.sleep(0.05)
+    raise AssertionError("it is still there")
+
+
+def test_the_writer_needs_no_torch() -> None:
+    import subprocess
+
+    code = "import sys, megascale.checkpoint.writer; sys.exit('torch' in sys.modules or 'pydantic' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
