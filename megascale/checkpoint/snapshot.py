@@ -37,7 +37,7 @@ class Snapshot:
             os.close(self.descriptor)
             what = f"no memory for a copy of {size} bytes of state: {error.strerror}"
             raise CheckpointError(what, mend="checkpoint.every=0, or hosts with more memory") from None
-        self._memory = mmap.mmap(self.descriptor, max(size, 1))
+        self._memory = mmap.mmap(self.descriptor, max(size, 1), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self._copies = [
             torch.frombuffer(self._memory, dtype=tensor.dtype, count=tensor.numel(), offset=start)
             for tensor, start in zip(self._tensors, self._starts, strict=True)

@@ -50,6 +50,8 @@ def measure(config: RunConfig, whole_layers: int, steps: Steps, say: Say, *, fit
     """
     rank = Rank(0, 1, 0, socket.gethostname())
     device = detect()
+    checkpoint = config.checkpoint.model_copy(update={"every": 0})  # nothing is saved, and no memory taken for it
+    config = config.model_copy(update={"checkpoint": checkpoint})
     init.start(rank, device)
     try:
         bench = _Bench(rank, device, steps, say)
