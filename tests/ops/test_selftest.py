@@ -24,7 +24,7 @@ from megascale.ops.selftest import CASES, TOLERANCES, Verdict, difference, exami
 from megascale.optim.adamw import AdamW
 from tests.ops.settings import CPU, setting
 
-CONFIGS = sorted(path for path in (Path(__file__).parents[2] / "configs").rglob("*.toml") if path.stem != "base")
+CONFIGS = sorted((Path(__file__).parents[2] / "configs/bench").glob("*-*.toml"))
 
 
 class Backend:
@@ -158,7 +158,7 @@ def test_torchs_attention_passes_in_other_models(dtype: torch.dtype, model: dict
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_torchs_attention_passes_in_every_configuration(path: Path) -> None:
+def test_torchs_attention_passes_in_large_models(path: Path) -> None:
     given = replace(Setting.of(load(str(path)), CPU), dtype=torch.bfloat16)
     assert difference("attention", "torch", given) < TOLERANCES[torch.bfloat16] / 2
 
