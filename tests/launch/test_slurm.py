@@ -170,7 +170,7 @@ def test_a_run_is_stopped_twice_and_goes_on_each_time(slurm: Slurm, tmp_path: Pa
         slurm.ask(*stop.split(), job.id)
         assert job.end() == (state, "143:0"), job.output()
         last = int(job.wait_for(r"0: stopped by a signal after step (\d+)"))
-        assert re.search(rf"0: saved \S+step-{last:08d}\n", job.output())
+        assert re.search(rf"0: saved \S+step-{last:08d}: ", job.output())
         assert job.output().rstrip().endswith("ended with status 143")
         assert [record["step"] for record in steps(tmp_path)] == list(range(1, last + 1))
     job = Submitted(slurm, config, f"train.steps={last + 2}")
