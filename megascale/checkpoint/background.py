@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import selectors
+import select
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -63,12 +63,6 @@ class Background:
             raise CheckpointError(what, mend="check space and permissions")
         return found["crc32"]
 
-    def close(self) -> None:
-        """End it when it is done."""
-        if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()
-            self._process.wait()
-
     def _start(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "megascale.checkpoint.writer", str(os.getpid())],
@@ -76,11 +70,11 @@ class Background:
         )  # fmt: skip
         assert self._process.stdout is not None
         self._pipe = self._process.stdout.fileno()
-        self._ready = selectors.DefaultSelector()
-        self._ready.register(self._pipe, selectors.EVENT_READ)
+        self._ready = select.poll()
+        self._ready.register(self._pipe, select.POLLIN)
 
     def _read(self, wait: bool) -> bytes | None:
-        if not self._ready.select(None if wait else 0):
+        if not self._ready.poll(None if wait else 0):
             return None
         return os.read(self._pipe, 1 << 16)
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import platform
-import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-import megascale
 from megascale.checkpoint import manifest, store
 from megascale.checkpoint.plan import LoadPlanner
 from megascale.checkpoint.saving import Saved, Saving
-from megascale.checkpoint.state import WEIGHTS, GlobalTensor, Progress, global_tensors, history_tensors
+from megascale.checkpoint.state import WEIGHTS, GlobalTensor, Part, Progress, global_tensors, history_tensors
 from megascale.comm.collectives import broadcast_object
 from megascale.comm.mesh import Mesh
 from megascale.config.resolved import changes
@@ -30,10 +27,6 @@ from megascale.parallel.shards import ShardState
 COMPARED = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "vocab_size", "norm", "activation",
             "position", "bias", "tie_embeddings", "block")  # fmt: skip
 """Keys of `[model]` that a checkpoint must share with the run that resumes from it."""
-
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offset and size of a part of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +48,11 @@ class Checkpoints:
         self._mesh = mesh
         self._shards = shards
         self._scaling = scaling
-        held = [tensor for shard in shards for tensor in (shard.master, *shard.state.values())]
-        state = global_tensors(shards, mesh) | history_tensors(scaling)
-        self.saving = Saving(state, [*held, scaling.history], mesh, device) if config.checkpoint.every else None
+        self.saving: Saving | None = None
+        if config.checkpoint.every:
+            held = [tensor for shard in shards for tensor in (shard.master, *shard.state.values())]
+            state = global_tensors(shards, mesh) | history_tensors(scaling)
+            self.saving = Saving(state, [*held, scaling.history], mesh, device)
         self.folder = config.folder / "checkpoints"
         self._saved_step: int | None = None
 
@@ -67,13 +62,15 @@ class Checkpoints:
 
         Raises: CheckpointError on every rank if its folder cannot be made
         """
+        assert self.saving is not None, "checkpoint.every = 0 saves nothing"
         before = self.finish()
         if self._saved_step == progress.step:
             return before
         first = self._mesh.rank == 0
         path = broadcast_object(self._mesh.world, store.fresh_folder(self.folder, progress.step) if first else None)
         assert path is not None, "rank 0 names the folder"
-        self._saving.begin(path, self._facts(progress))
+        config = self._config.model_dump(by_alias=True, mode="json")
+        self.saving.begin(path, manifest.Facts.of(progress, config, asdict(self._mesh.topology)))
         return before
 
     def poll(self) -> tuple[float, float]:
@@ -84,7 +81,7 @@ class Checkpoints:
         """What became of the checkpoint under way, by the sums over all ranks of what `poll` says; None while it
         is being written.
         """
-        return self._noted(self._saving.settle(written, failed)) if self.saving else None
+        return self._noted(self.saving.settle(written, failed)) if self.saving else None
 
     def finish(self) -> Saved | None:
         """Wait for the checkpoint under way. What became of it; None without one."""
@@ -100,11 +97,6 @@ class Checkpoints:
         if saved is not None and saved.error is not None:
             raise saved.error
         return saved
-
-    @property
-    def _saving(self) -> Saving:
-        assert self.saving is not None, "checkpoint.every = 0 saves nothing"
-        return self.saving
 
     def _noted(self, saved: Saved | None) -> Saved | None:
         if saved is not None and saved.error is None:
@@ -138,8 +130,9 @@ class Checkpoints:
         self._saved_step = progress.step if path.parent.absolute() == self.folder.absolute() else None
         return Resumed(progress, path, changes(saved.facts.config, self._config))
 
-    def start_from(self, name: str, model: Mapping[str, Any], box: Callable[[str, Box], torch.Tensor]) -> None:
-        """Begin the run with another project's weights: `box` gives a part of a tensor of `model`, in any format.
+    def start_from(self, name: str, model: Mapping[str, Any], read: Callable[[str, Part], Tensor]) -> list[str]:
+        """Begin the run with another project's weights: `read` gives a part of a tensor of `model`, in any format.
+        Returns what the configuration says otherwise than `model`.
 
         Raises: CheckpointError if it is of another model
         """
@@ -147,7 +140,8 @@ class Checkpoints:
         for tensor, found in global_tensors(self._shards, self._mesh).items():
             if tensor.startswith(WEIGHTS):
                 for piece in found.pieces:
-                    piece.data.copy_(box(tensor.removeprefix(WEIGHTS), (piece.offset, piece.size)))
+                    piece.data.copy_(read(tensor.removeprefix(WEIGHTS), (piece.offset, piece.size)))
+        return changes({"model": model}, self._config)
 
     def _wanted(self, saved: manifest.Manifest) -> dict[str, GlobalTensor]:
         """What of this run's state to load: of a checkpoint that is of weights alone nothing else."""
@@ -180,19 +174,6 @@ class Checkpoints:
             raise CheckpointError(
                 f"{path} is of another model: {'; '.join(different)}", mend="another name for this run"
             )
-
-    def _facts(self, progress: Progress) -> manifest.Facts:
-        return manifest.Facts(
-            progress=replace(progress),
-            config=self._config.model_dump(by_alias=True, mode="json"),
-            layout=asdict(self._mesh.topology),
-            versions={
-                "megascale": megascale.__version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
-            host=socket.gethostname(),
-        )
 
 
 def _first_failure(error: CheckpointException) -> CheckpointError:

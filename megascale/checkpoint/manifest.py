@@ -5,11 +5,17 @@ It is renamed into place last, so that a folder that has one is complete.
 
 from __future__ import annotations
 
+import platform
+import socket
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+import megascale
 from megascale.checkpoint.state import Progress
 from megascale.core.errors import CheckpointError
 from megascale.core.files import write_text
@@ -42,6 +48,12 @@ class Tensor(_Entry):
     dtype: Literal["float64", "float32", "bfloat16", "float16", "int64", "int32", "uint8"]
     boxes: tuple[Box, ...]
 
+    @classmethod
+    def of(cls, shape: Sequence[int], dtype: torch.dtype, boxes: tuple[Box, ...]) -> Tensor:
+        """From torch's type."""
+        name: Any = str(dtype).removeprefix("torch.")
+        return cls(shape=tuple(shape), dtype=name, boxes=boxes)
+
 
 class Facts(_Entry):
     """What a checkpoint knows of its run. `config` and `layout`: as resolved."""
@@ -51,6 +63,12 @@ class Facts(_Entry):
     layout: dict[str, int]
     versions: dict[str, str]
     host: str
+
+    @classmethod
+    def of(cls, progress: Progress, config: dict[str, Any], layout: dict[str, int]) -> Facts:
+        """Of a run of this version on this host."""
+        found = {"megascale": megascale.__version__, "torch": torch.__version__, "python": platform.python_version()}
+        return cls(progress=replace(progress), config=config, layout=layout, versions=found, host=socket.gethostname())
 
 
 class Manifest(_Entry):

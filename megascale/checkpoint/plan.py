@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, T
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megascale.checkpoint.manifest import BYPASS
-from megascale.checkpoint.state import GlobalTensor, Piece
+from megascale.checkpoint.state import GlobalTensor, Piece, slices
 from megascale.core.errors import CheckpointError
 
 State = Mapping[str, GlobalTensor]
@@ -105,8 +105,7 @@ class LoadPlanner(DefaultLoadPlanner):
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         offset = read_item.dest_index.offset
         assert offset is not None, "every piece has an offset"
-        part = tuple(slice(o, o + n) for o, n in zip(read_item.dest_offsets, read_item.lengths, strict=True))
-        return self._data[read_item.dest_index.fqn, offset][part]
+        return self._data[read_item.dest_index.fqn, offset][slices(read_item.dest_offsets, read_item.lengths)]
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         return None

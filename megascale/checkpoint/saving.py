@@ -132,11 +132,6 @@ class Saving:
         failed = sum(gather_objects(self._mesh.world, self.poll(wait=True)[1]))
         return self.settle(self._mesh.world.size - failed, failed)
 
-    def close(self) -> None:
-        """End the process that writes, and give the memory back."""
-        self._background.close()
-        self._snapshot.close()
-
     def _planned(self) -> _Plan:
         """Which pieces this rank writes: the same at every save, for the layout is."""
         planner = SavePlanner()

@@ -56,7 +56,3 @@ class Snapshot:
             if offset >= 0 and offset + part.nbytes <= tensor.nbytes:
                 return start + offset
         raise ValueError("not a part of these tensors")
-
-    def close(self) -> None:
-        """Give the memory back when the other process has, too."""
-        os.close(self.descriptor)

@@ -20,6 +20,15 @@ WEIGHTS = "weights."
 """Begins the names of weights."""
 
 
+Part = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offset and size of a part of a tensor."""
+
+
+def slices(offset: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
+    """Where a part of a tensor is in the whole."""
+    return tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
+
+
 @dataclass
 class Progress:
     """How far a run is: finished steps, and the samples and tokens that they trained on."""

@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from megascale.checkpoint import manifest
+from megascale.checkpoint.state import slices
 from megascale.core.errors import CheckpointError
 
 _FOLDER = re.compile(r"step-(\d+)(?:\.(\d+))?")
@@ -60,7 +61,7 @@ def complete(folder: Path) -> list[Stored]:
 
 
 def fresh_folder(folder: Path, step: int) -> Path:
-    """A folder for a checkpoint that has never been used. `Writer` makes it."""
+    """A folder for a checkpoint that has never been used. It is not made."""
     names = (f"step-{step:08d}" + (f".{attempt}" if attempt else "") for attempt in itertools.count())
     return next(folder / name for name in names if not os.path.lexists(folder / name))
 
@@ -115,13 +116,12 @@ def manifest_of(
             manifest.Box(offset=tuple(chunk.offsets), size=tuple(chunk.sizes), **places[name, chunk.offsets])
             for chunk in tensor.chunks
         )
-        dtype: Any = str(tensor.properties.dtype).removeprefix("torch.")
-        tensors[name] = manifest.Tensor(shape=tuple(tensor.size), dtype=dtype, boxes=boxes)
+        tensors[name] = manifest.Tensor.of(tensor.size, tensor.properties.dtype, boxes)
     return manifest.Manifest(facts=facts, tensors=tensors)
 
 
 class Reader(StorageReader):
-    """Reads what a `Writer` wrote, for any layout."""
+    """Reads a complete checkpoint, for any layout."""
 
     def __init__(self, path: Path, tensors: Mapping[str, manifest.Tensor]) -> None:
         self._path = path
@@ -157,8 +157,7 @@ class Reader(StorageReader):
             items[self._storage[item.storage_index]].append(item)
         for box, data in read_boxes(self._path, items):
             for item in items[box]:
-                part = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
-                planner.resolve_tensor(item).copy_(data[part])
+                planner.resolve_tensor(item).copy_(data[slices(item.storage_offsets, item.lengths)])
         future: Future[None] = Future()
         future.set_result(None)
         return future

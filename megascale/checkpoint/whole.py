@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import platform
-import socket
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,9 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-import megascale
 from megascale.checkpoint import manifest
-from megascale.checkpoint.state import WEIGHTS, Progress
+from megascale.checkpoint.state import WEIGHTS, Progress, slices
 from megascale.checkpoint.store import complete, crc32, read_boxes
 from megascale.core.errors import CheckpointError
 
@@ -47,7 +44,7 @@ def read_tensor(folder: Path, name: str, tensor: manifest.Tensor) -> torch.Tenso
         return data
     found = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
     for box, data in read_boxes(folder, tensor.boxes):
-        found[tuple(slice(o, o + n) for o, n in zip(box.offset, box.size, strict=True))] = data
+        found[slices(box.offset, box.size)] = data
     return found
 
 
@@ -66,8 +63,7 @@ def write(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], config: dic
             held, files = {}, files + 1
         held[WEIGHTS + name] = tensor
     found |= _write_file(folder, files, held)
-    versions = {"megascale": megascale.__version__, "torch": torch.__version__, "python": platform.python_version()}
-    facts = manifest.Facts(progress=Progress(), config=config, layout={}, versions=versions, host=socket.gethostname())
+    facts = manifest.Facts.of(Progress(), config, layout={})
     manifest.write(folder, manifest.Manifest(facts=facts, tensors=found))
 
 
@@ -78,6 +74,5 @@ def _write_file(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> 
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
         box = manifest.Box(offset=(0,) * len(shape), size=shape, file=file, key=name, crc32=crc32(tensor))
-        dtype: Any = str(tensor.dtype).removeprefix("torch.")
-        found[name] = manifest.Tensor(shape=shape, dtype=dtype, boxes=(box,))
+        found[name] = manifest.Tensor.of(shape, tensor.dtype, (box,))
     return found

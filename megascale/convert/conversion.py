@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from megascale.checkpoint import manifest, whole
 from megascale.checkpoint.state import WEIGHTS
 from megascale.config.model import ModelConfig
-from megascale.convert.huggingface import COMPANIONS, CONFIG, Pretrained, export, tensors
+from megascale.convert.huggingface import COMPANIONS, CONFIG, Pretrained, export, read_json, tensors
 from megascale.core.errors import CheckpointError, DataError
 from megascale.core.files import atomic_folder
 from megascale.data.tokenizer import load_tokenizer
@@ -43,7 +44,7 @@ def from_huggingface(source: Path, output: Path, dtype: torch.dtype | None = Non
 
 def _weights(given: Pretrained, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
     for tensor in tensors(given.model):
-        found = given.box(tensor.name)
+        found = given.part(tensor.name)
         yield tensor.name, found if dtype is None else found.to(dtype)
 
 
@@ -53,7 +54,11 @@ def to_huggingface(source: Path, output: Path, dtype: torch.dtype | None = None)
     Raises: CheckpointError if it cannot be read, or no architecture computes its model; OSError if it cannot be written
     """
     saved = manifest.read(source)
-    model = ModelConfig.model_validate(saved.facts.config.get("model"))
+    try:
+        model = ModelConfig.model_validate(saved.facts.config.get("model"))
+    except ValidationError as error:
+        what = f"{source}: its [model] is none of this version: {error.errors()[0]['msg']}"
+        raise CheckpointError(what, mend="the version that wrote it") from None
     stored = {tensor.name: saved.tensors.get(WEIGHTS + tensor.name) for tensor in tensors(model)}
 
     def read(name: str) -> Tensor:
@@ -74,7 +79,7 @@ def _companions(source: Path, config: dict[str, Any], model: ModelConfig, folder
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
     if (source / ORIGIN).is_file():
-        return json.loads((source / ORIGIN).read_text(encoding="utf-8"))
+        return read_json(source / ORIGIN)
     tokenizer = (config.get("data") or {}).get("tokenizer")
     if not tokenizer or not Path(tokenizer).is_file():
         return {}

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megascale.checkpoint.state import Part, slices
 from megascale.config.model import ModelConfig
 from megascale.convert.families import Family, Keys, Place, family_for, family_of, model_keys, write_config
 from megascale.core.errors import CheckpointError
@@ -32,9 +33,6 @@ COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.jso
 FILE_BYTES = 2 << 30
 """Of weights in one file, but for a tensor that is larger."""
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offset and size of a part of a tensor."""
-
 
 class Pretrained:
     """Weights in such a folder, read part by part.
@@ -44,7 +42,7 @@ class Pretrained:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.config = _json(folder / CONFIG)
+        self.config = read_json(folder / CONFIG)
         self._family = family_of(self.config, str(folder / CONFIG))
         keys = model_keys(self.config, str(folder / CONFIG))
         try:
@@ -58,7 +56,7 @@ class Pretrained:
     def files(self) -> dict[str, Path]:
         """Where each tensor is, by their name."""
         if (self.folder / INDEX).exists():
-            found = _json(self.folder / INDEX).get("weight_map")
+            found = read_json(self.folder / INDEX).get("weight_map")
             if not isinstance(found, dict) or not all(_is_name(file) for file in found.values()):
                 raise CheckpointError(f"{self.folder / INDEX} has no map of weights to files beside it")
             return {name: self.folder / file for name, file in found.items()}
@@ -92,7 +90,7 @@ class Pretrained:
             names = ", ".join(strange[:3])
             raise CheckpointError(f"{self.folder} has {len(strange)} tensors that its config.json does not: {names}")
 
-    def box(self, name: str, box: Box | None = None) -> Tensor:
+    def part(self, name: str, part: Part | None = None) -> Tensor:
         """A tensor by our name, or a part of it, in the format that it is stored in.
 
         Raises: CheckpointError if it is not there or cannot be read
@@ -101,7 +99,7 @@ class Pretrained:
         theirs = self._known(place.name)
         with _opened(self.files[theirs]) as file:
             stored = file.get_slice(theirs)
-            found = stored[_their_slices(place, tuple(stored.get_shape()), box)]
+            found = stored[_their_slices(place, tuple(stored.get_shape()), part)]
         return (found.t() if place.turned else found).contiguous()
 
     def _known(self, name: str) -> str:
@@ -172,25 +170,29 @@ def _their_shape(place: Place, ours: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-1], shape[-1] * place.count)
 
 
-def _their_slices(place: Place, shape: tuple[int, ...], box: Box | None) -> tuple[slice, ...]:
+def _their_slices(place: Place, shape: tuple[int, ...], part: Part | None) -> tuple[slice, ...]:
     """Where a part of our tensor is in theirs of this shape."""
     each = shape[-1] // place.count
-    if box is None:
-        slices = [slice(0, n) for n in (*shape[:-1], each)]
+    if part is None:
+        found = [slice(0, n) for n in (*shape[:-1], each)]
     else:
-        slices = [slice(o, o + n) for o, n in zip(*box, strict=True)]
+        found = list(slices(*part))
         if place.turned:
-            slices.reverse()
-    last = slices[-1]
+            found.reverse()
+    *others, last = found
     start = place.index * each
-    return (*slices[:-1], slice(start + last.start, start + last.stop))
+    return (*others, slice(start + last.start, start + last.stop))
 
 
 def _is_name(file: Any) -> bool:
     return isinstance(file, str) and Path(file).name == file
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> Keys:
+    """A JSON object in a file.
+
+    Raises: CheckpointError
+    """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from megascale.checkpoint.saving import Saved
@@ -26,14 +28,10 @@ def train(run: Run, reporter: Reporter) -> Exit:
     barrier(run.mesh.world)  # rank 0 has written the indices that the first step reads
     if run.valid is not None and run.progress.step == 0:
         reporter.write(evaluate(run))
-    with ScheduledCollection() as collection:
+    with ScheduledCollection() as collection, _completing(run, reporter):
         while run.progress.step < steps and not stopping:
             reporter.start_step()
-            try:
-                result = train_step(run, run.train.batch(run.progress.samples))
-            except DivergenceError:  # on every rank; what is being written is of a step before
-                _note(run, reporter, run.checkpoints.finish())
-                raise
+            result = train_step(run, run.train.batch(run.progress.samples))
             reporter.end_step(result)
             step, stopping = run.progress.step, result.stop
             if logged(settings, step):
@@ -76,9 +74,10 @@ def _begin(run: Run) -> str:
     weights = Pretrained(Path(asked.removeprefix(FOREIGN)))
     if run.mesh.rank == 0:
         weights.check()
-    run.checkpoints.start_from(str(weights.folder), weights.model.model_dump(), weights.box)
+    model = weights.model.model_dump(mode="json", exclude={"preset"})
+    found = run.checkpoints.start_from(str(weights.folder), model, weights.part)
     _publish(run)
-    return f"begins with the weights of {weights.folder}"
+    return "\n".join([f"begins with the weights of {weights.folder}", *(f"otherwise there: {one}" for one in found)])
 
 
 def _publish(run: Run) -> None:
@@ -86,6 +85,16 @@ def _publish(run: Run) -> None:
     run.optimizer.publish_masters()
     for bucket in run.gradients.buckets:
         run.gradients.start_gather(bucket)
+
+
+@contextmanager
+def _completing(run: Run, reporter: Reporter) -> Iterator[None]:
+    """Complete the checkpoint under way, which is of a step before, when training diverges: on every rank at once."""
+    try:
+        yield
+    except DivergenceError:
+        _note(run, reporter, run.checkpoints.finish())
+        raise
 
 
 def _begin_save(run: Run, reporter: Reporter) -> None:
@@ -108,8 +117,8 @@ def _save(run: Run, reporter: Reporter) -> None:
 
     Raises: CheckpointError if it could not be written, DivergenceError if it is not finite.
     """
-    check_state(run)
     _note(run, reporter, run.checkpoints.finish())
+    check_state(run)
     _note(run, reporter, run.checkpoints.save(run.progress))
 
 

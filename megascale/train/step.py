@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -56,7 +57,7 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
         with recorder.action("update", bucket.chunk):  # of this rank's shard, and of nothing if a sum is not finite
             run.optimizer.update(index, clipping, norms, lr, step)
         if index == 0:  # before another rank's weights cover what is wrong with ours; the device is busy meanwhile
-            _check(run, *numbers())
+            _check(run, numbers())
         run.gradients.start_gather(bucket)  # hidden behind the next update, and the next batch's loading
     recorder.step = 0  # until the next one
     total, tokens, stops, written, failed, norm, _ = numbers()
@@ -83,9 +84,9 @@ def totals(mesh: Mesh, loss: Tensor, tokens: int, *more: float | Tensor) -> Tens
     return values
 
 
-def _check(run: Run, total: float, tokens: float, *rest: float) -> None:
-    """The last of the rest are the norm and this rank's part of the total loss."""
-    norm, own = rest[-2:]
+def _check(run: Run, numbers: Sequence[float]) -> None:
+    """The first are the total loss and the tokens, the last the norm and this rank's part of the loss."""
+    total, tokens, *_, norm, own = numbers
     check_counted(tokens)
     check_finite(run, own, total, norm)
 

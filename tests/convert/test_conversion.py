@@ -77,10 +77,10 @@ def test_the_model_is_the_one_that_is_compared(tmp_path: Path, name: str) -> Non
     theirs = rename({key: p.detach().numpy() for key, p in net.named_parameters()})
     assert theirs.keys() == {tensor.name for tensor in tensors(given.model)}
     for key, numbers in theirs.items():
-        assert np.array_equal(given.box(key).numpy(), numbers)
+        assert np.array_equal(given.part(key).numpy(), numbers)
         start, size = tuple(n // 3 for n in numbers.shape), tuple(n - n // 2 for n in numbers.shape)
         part = numbers[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
-        assert np.array_equal(given.box(key, (start, size)).numpy(), part)
+        assert np.array_equal(given.part(key, (start, size)).numpy(), part)
 
 
 @pytest.mark.parametrize("model", [GPT | {"activation": "gelu_tanh"}, LLAMA, BIASED, LLAMA | {"window": 5}], ids=str)
@@ -97,7 +97,7 @@ def test_transformers_loads_what_was_trained(tmp_path: Path, model: dict[str, An
         found = net(torch.from_numpy(tokens)).logits
     np.testing.assert_allclose(found.numpy(), logits, rtol=1e-4, atol=1e-5)
     again = Pretrained(tmp_path / "theirs")
-    assert all(np.array_equal(again.box(name).numpy(), numbers) for name, numbers in weights.items())
+    assert all(np.array_equal(again.part(name).numpy(), numbers) for name, numbers in weights.items())
 
 
 def trained(rank: Rank, config: Any) -> tuple[Arrays, Array, Array]:
@@ -142,7 +142,7 @@ def test_a_run_begins_with_weights_of_either_kind(tmp_path: Path, name: str) -> 
     shapes = {tensor.name: tensor.shape for tensor in tensors(given.model)}
     for run in runs:
         found = join(shapes, [pieces for _, pieces, _ in run])
-        assert all(np.array_equal(given.box(key).float().numpy(), numbers) for key, numbers in found.items())
+        assert all(np.array_equal(given.part(key).float().numpy(), numbers) for key, numbers in found.items())
     assert [curve for _, _, curve in runs[0]] == [curve for _, _, curve in runs[1]]
 
 
