@@ -7,10 +7,10 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megascale.checkpoint.storage import Location
 from megascale.core.errors import CheckpointError
 
 
@@ -32,21 +32,24 @@ class Background:
         assert self._process is not None
         return self._process.pid
 
-    def write(self, path: Path, entries: Sequence[Sequence[Any]]) -> None:
-        """Have it write parts of the memory to a file. If it has ended since the last order there is a new one."""
+    def write(self, folder: Location, files: Mapping[str, Sequence[Sequence[Any]]]) -> None:
+        """Have it write parts of the memory to files of a folder. If it has ended since the last order there is a new
+        one.
+        """
         if self._process is None or self._process.poll() is not None:
             self._start()
         assert self._process is not None and self._process.stdin is not None
         self._answer = b""
         try:
-            order = {"memory": f"/proc/self/fd/{self._descriptor}", "path": str(path), "entries": entries}
+            memory = f"/proc/self/fd/{self._descriptor}"
+            order = {"memory": memory, "folder": folder.url, "patience": folder.patience, "files": files}
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             return  # its answer will say so
 
-    def answer(self, *, wait: bool) -> dict[str, int] | None:
-        """The CRC-32 of each part that it has written, by its key; None if it is not done and we do not wait.
+    def answer(self, *, wait: bool) -> dict[str, Any] | None:
+        """What `writer.write` returns; None if it is not done and we do not wait.
 
         Raises: CheckpointError if it could not do it, or has ended
         """
@@ -61,7 +64,7 @@ class Background:
         if "error" in found:
             what = f"cannot write {found['path']}: {found['error']}"
             raise CheckpointError(what, mend="check space and permissions")
-        return found["crc32"]
+        return found
 
     def _start(self) -> None:
         self._process = subprocess.Popen(

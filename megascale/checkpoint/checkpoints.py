@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
@@ -15,7 +14,8 @@ from megascale.checkpoint import manifest, store
 from megascale.checkpoint.plan import LoadPlanner
 from megascale.checkpoint.saving import Saved, Saving
 from megascale.checkpoint.state import WEIGHTS, GlobalTensor, Part, Progress, global_tensors, history_tensors
-from megascale.comm.collectives import broadcast_object
+from megascale.checkpoint.storage import Location
+from megascale.comm.collectives import all_gather, all_reduce, broadcast_object, gather_objects
 from megascale.comm.mesh import Mesh
 from megascale.config.resolved import changes
 from megascale.config.run import FOREIGN, RunConfig
@@ -31,11 +31,15 @@ COMPARED = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size"
 
 @dataclass(frozen=True)
 class Resumed:
-    """What was resumed from; `changes`: what the configuration says otherwise than the one that was saved."""
+    """What was resumed from; `changes`: what the configuration says otherwise than the one that was saved; `damaged`:
+    newer checkpoints that are not what was written; `bytes`: how many all ranks have read.
+    """
 
     progress: Progress
-    path: Path
+    path: Location
     changes: list[str]
+    damaged: list[manifest.DamagedError]
+    bytes: int
 
 
 class Checkpoints:
@@ -52,8 +56,8 @@ class Checkpoints:
         if config.checkpoint.every:
             held = [tensor for shard in shards for tensor in (shard.master, *shard.state.values())]
             state = global_tensors(shards, mesh) | history_tensors(scaling)
-            self.saving = Saving(state, [*held, scaling.history], mesh, device)
-        self.folder = config.folder / "checkpoints"
+            self.saving = Saving(state, [*held, scaling.history], config.checkpoint.file_bytes, mesh, device)
+        self.folder = Location(config.checkpoints, config.checkpoint.patience_s)
         self._saved_step: int | None = None
 
     def begin(self, progress: Progress) -> Saved | None:
@@ -112,23 +116,66 @@ class Checkpoints:
             store.keep_newest(self.folder, self._config.checkpoint.keep, self._config.checkpoint.keep_every)
 
     def resume(self) -> Resumed | None:
-        """Load what `checkpoint.resume` asks for into the shards; None if there is nothing to resume from.
+        """Load what `checkpoint.resume` asks for into the shards; None if there is nothing to resume from. Of the run's
+        own checkpoints the newest that is what was written.
 
-        Raises: CheckpointError for a checkpoint that cannot be trusted or is of another model.
+        Raises: CheckpointError for one that is of another model, or if none can be trusted.
         """
-        path = broadcast_object(self._mesh.world, self._find() if self._mesh.rank == 0 else None)
-        if path is None:
-            return None
-        saved = manifest.read(path)
+        damaged: list[manifest.DamagedError] = []
+        for path in broadcast_object(self._mesh.world, self._find() if self._mesh.rank == 0 else []):
+            try:
+                saved, count = self._load(path)
+            except manifest.DamagedError as error:
+                damaged.append(error)
+                continue
+            progress = saved.facts.progress
+            self._saved_step = progress.step if path.url.startswith(f"{self.folder}/") else None
+            return Resumed(progress, path, changes(saved.facts.config, self._config), damaged, count)
+        if damaged:
+            raise damaged[0]
+        return None
+
+    def _load(self, path: Location) -> tuple[manifest.Manifest, int]:
+        """Load a checkpoint. Returns its manifest, and how many bytes were read of its files.
+
+        Raises: on every rank the same DamagedError if it is not what was written, CheckpointError if it is of another
+        model
+        """
+        saved = self._manifest(path)
         self._compare(path, saved.facts.config.get("model", {}))
-        reader = store.Reader(path, saved.tensors)
+        reader = store.Reader(path, saved)
+        wanted = self._wanted(saved)
         try:
-            dcp.load(self._wanted(saved), storage_reader=reader, planner=LoadPlanner())
+            dcp.load(wanted, storage_reader=reader, planner=LoadPlanner())
         except CheckpointException as error:
             raise _first_failure(error) from None
-        progress = saved.facts.progress
-        self._saved_step = progress.step if path.parent.absolute() == self.folder.absolute() else None
-        return Resumed(progress, path, changes(saved.facts.config, self._config))
+        self._share(wanted)
+        return saved, sum(gather_objects(self._mesh.world, reader.bytes))
+
+    def _manifest(self, path: Location) -> manifest.Manifest:
+        """A checkpoint's manifest, which the first rank reads."""
+        text: bytes | CheckpointError = b""
+        if self._mesh.rank == 0:
+            try:
+                text = manifest.text_of(path)
+            except CheckpointError as error:
+                text = error
+        text = broadcast_object(self._mesh.world, text)
+        if isinstance(text, CheckpointError):
+            raise text
+        return manifest.parse(path, text)
+
+    def _share(self, loaded: Mapping[str, GlobalTensor]) -> None:
+        """Give the others what one rank has read: within data parallelism the shares of state that all of it holds, and
+        of the history of 8-bit scales, which the first rank reads, all.
+        """
+        for shard in self._shards:
+            if not shard.bucket.zero:
+                share = slice(*shard.bucket.layout.shard(self._mesh.dp.index))
+                for flat in (shard.master, *shard.state.values()):
+                    all_gather(self._mesh.dp, flat, flat[share])
+        if self._scaling.known:
+            all_reduce(self._mesh.world, self._scaling.history)
 
     def start_from(self, name: str, model: Mapping[str, Any], read: Callable[[str, Part], Tensor]) -> list[str]:
         """Begin the run with another project's weights: `read` gives a part of a tensor of `model`, in any format.
@@ -144,28 +191,33 @@ class Checkpoints:
         return changes({"model": model}, self._config)
 
     def _wanted(self, saved: manifest.Manifest) -> dict[str, GlobalTensor]:
-        """What of this run's state to load: of a checkpoint that is of weights alone nothing else."""
+        """What of this run's state this rank reads: of a checkpoint that is of weights alone nothing else."""
         ours = global_tensors(self._shards, self._mesh)
         if saved.facts.progress.step == 0 and all(name.startswith(WEIGHTS) for name in saved.tensors):
             return {name: tensor for name, tensor in ours.items() if name.startswith(WEIGHTS)}
         return ours | self._history(saved.tensors)
 
     def _history(self, saved: Mapping[str, manifest.Tensor]) -> dict[str, GlobalTensor]:
-        """The history of 8-bit scales where the checkpoint has all of it. Else the run begins one anew."""
+        """On the first rank the history of 8-bit scales, where the checkpoint has all of it. Else the run begins one
+        anew.
+        """
         wanted = history_tensors(self._scaling)
         there = {name: tuple(tensor.shape) for name, tensor in saved.items()}
         self._scaling.known = bool(wanted) and all(there.get(name) == t.shape for name, t in wanted.items())
-        return wanted if self._scaling.known else {}
+        self._scaling.history.zero_()
+        return wanted if self._scaling.known and self._mesh.rank == 0 else {}
 
-    def _find(self) -> Path | None:
-        """The run's own newest checkpoint; without one, the one that the configuration names."""
+    def _find(self) -> list[Location]:
+        """The run's own complete checkpoints, the newest first; without one, that which the configuration names."""
         asked = self._config.checkpoint.resume
         store.remove_unfinished(self.folder)
         if asked != "never" and (found := store.complete(self.folder)):
-            return found[-1].path
-        return None if asked in ("auto", "never") or asked.startswith(FOREIGN) else Path(asked)
+            return [stored.path for stored in reversed(found)]
+        if asked in ("auto", "never") or asked.startswith(FOREIGN):
+            return []
+        return [Location(asked, self.folder.patience)]
 
-    def _compare(self, path: Path | str, saved: Mapping[str, Any]) -> None:
+    def _compare(self, path: Location | str, saved: Mapping[str, Any]) -> None:
         ours = self._config.model.model_dump()
         different = [
             f"{key} {saved.get(key)} there, {ours[key]} here" for key in COMPARED if saved.get(key) != ours[key]
@@ -180,5 +232,5 @@ def _first_failure(error: CheckpointException) -> CheckpointError:
     """What went wrong on the lowest rank that failed."""
     rank, (cause, _) = min(error.failures.items())
     if isinstance(cause, CheckpointError):
-        return CheckpointError(f"rank {rank}: {cause.what}", mend=cause.mend)
+        return type(cause)(f"rank {rank}: {cause.what}", mend=cause.mend)
     return CheckpointError(f"rank {rank}: {type(cause).__name__}: {cause}")

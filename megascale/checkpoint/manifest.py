@@ -1,15 +1,17 @@
 """The manifest of a checkpoint: JSON that says what was saved, of which run, and where each box of each tensor lies.
 
-It is renamed into place last, so that a folder that has one is complete.
+It is renamed into place last, so that a folder that has one is complete. Beside what it says it holds the CRC-32 of
+that text.
 """
 
 from __future__ import annotations
 
+import json
 import platform
 import socket
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
@@ -17,27 +19,47 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 import megascale
 from megascale.checkpoint.state import Progress
+from megascale.checkpoint.storage import Location
 from megascale.core.errors import CheckpointError
-from megascale.core.files import write_text
 
 NAME = "manifest.json"
 BYPASS = "remove that folder: the run then goes on from the checkpoint before it"
-FORMAT: Literal[1] = 1
+FORMAT = 2
+_BEFORE = b'{"format": %d, "crc32": %d, "manifest":\n'
+_AFTER = b"}\n"
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint that is not what was written."""
+
+    def __init__(self, what: str, *, mend: str = BYPASS) -> None:
+        super().__init__(what, mend=mend)
 
 
 class _Entry(BaseModel):
     model_config = ConfigDict(frozen=True)
 
 
+Name = Annotated[str, Field(pattern=r"^[\w.-]+$")]
+"""Of a file in the checkpoint's own folder."""
+
+
 class Box(_Entry):
-    """A box of a tensor: its place in the whole, and the entry `key` of a safetensors `file` that holds its numbers,
-    with their CRC-32.
+    """A box of a tensor: its place in the whole, and where its numbers begin in a file. `sums`: the CRC-32 of every
+    `CHUNK` bytes of them, of which the last may be fewer.
     """
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
-    file: Annotated[str, Field(pattern=r"^[\w.-]+$")]  # in the checkpoint's own folder
-    key: str
+    file: Name
+    start: int
+    sums: tuple[int, ...]
+
+
+class File(_Entry):
+    """Size and CRC-32 of a whole file."""
+
+    bytes: int
     crc32: int
 
 
@@ -74,37 +96,63 @@ class Facts(_Entry):
 class Manifest(_Entry):
     """The whole manifest."""
 
-    format: Literal[1] = FORMAT
     facts: Facts
+    chunk: Annotated[int, Field(gt=0)]
+    files: dict[Name, File]
     tensors: dict[str, Tensor]
 
 
-def write(folder: Path, manifest: Manifest) -> None:
+def write(folder: Location, manifest: Manifest) -> None:
     """Complete a checkpoint.
 
     Raises: CheckpointError if it cannot be written.
     """
+    body = manifest.model_dump_json().encode()
     try:
-        write_text(folder / NAME, manifest.model_dump_json(indent=1))
+        (folder / NAME).write(_BEFORE % (FORMAT, zlib.crc32(body)) + body + _AFTER)
     except OSError as error:
         what = f"cannot write {folder / NAME}: {error.strerror}"
         raise CheckpointError(what, mend="check space and permissions") from None
 
 
-def read(folder: Path) -> Manifest:
+def read(folder: Location) -> Manifest:
     """The manifest of a checkpoint's folder.
 
-    Raises: CheckpointError if it is missing, damaged, or of another format.
+    Raises: DamagedError if it is missing or damaged, CheckpointError if it is of another format.
+    """
+    return parse(folder, text_of(folder))
+
+
+def text_of(folder: Location) -> bytes:
+    """The text of a checkpoint's manifest.
+
+    Raises: DamagedError if it cannot be read.
+    """
+    try:
+        return (folder / NAME).read()
+    except OSError as error:
+        raise DamagedError(f"{folder / NAME} cannot be read: {error.strerror}") from None
+
+
+def parse(folder: Location, text: bytes) -> Manifest:
+    """The manifest of a checkpoint's folder from its text.
+
+    Raises: DamagedError if it is damaged, CheckpointError if it is of another format.
     """
     path = folder / NAME
+    head, _, rest = text.partition(b"\n")
+    body = rest.removesuffix(_AFTER)
+    if head + b"\n" == _BEFORE % (FORMAT, zlib.crc32(body)):
+        try:
+            return Manifest.model_validate_json(body)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise DamagedError(f"{path} is damaged: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     try:
-        return Manifest.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}", mend=BYPASS) from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        what = f"{path} is damaged: {where or 'the file'}: {first['msg']}"
-        if where == "format":
-            what = f"{path} has format {first['input']!r}, this version reads {FORMAT}"
-        raise CheckpointError(what, mend=f"{BYPASS}; or use the version that wrote it") from None
+        found = json.loads(text)["format"]
+    except (ValueError, LookupError, TypeError):
+        raise DamagedError(f"{path} is damaged: it is not what was written") from None
+    if found == FORMAT:
+        raise DamagedError(f"{path} is damaged: its CRC-32 is not that of its text")
+    what = f"{path} has format {found!r}, this version reads {FORMAT}"
+    raise CheckpointError(what, mend=f"{BYPASS}; or use the version that wrote it")

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megascale.checkpoint.manifest import BYPASS
+from megascale.checkpoint.manifest import DamagedError
 from megascale.checkpoint.state import GlobalTensor, Piece, slices
 from megascale.core.errors import CheckpointError
 
@@ -70,7 +70,8 @@ class SavePlanner(DefaultSavePlanner):
 class LoadPlanner(DefaultLoadPlanner):
     """Plans which stored boxes fill this rank's pieces.
 
-    Raises: CheckpointError for a tensor that is missing, has another shape, or is not stored as a whole.
+    Raises: CheckpointError for a tensor that is missing or has another shape, DamagedError for one that is not stored
+    as a whole.
     """
 
     def __init__(self) -> None:
@@ -98,7 +99,7 @@ class LoadPlanner(DefaultLoadPlanner):
             found = create_read_items_for_chunk_list(name, stored, [_chunk(piece) for piece in tensor.pieces])
             wanted = sum(math.prod(piece.size) for piece in tensor.pieces)
             if sum(math.prod(item.lengths) for item in found) != wanted:
-                raise CheckpointError(f"the checkpoint holds only a part of {name}", mend=BYPASS)
+                raise DamagedError(f"the checkpoint holds only a part of {name}")
             items += found
         return LoadPlan(items)
 

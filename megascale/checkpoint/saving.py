@@ -6,11 +6,10 @@ writes any more.
 
 from __future__ import annotations
 
-import shutil
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,14 +21,15 @@ from megascale.checkpoint import manifest, store
 from megascale.checkpoint.background import Background
 from megascale.checkpoint.plan import SavePlanner
 from megascale.checkpoint.snapshot import Snapshot
-from megascale.checkpoint.state import GlobalTensor
+from megascale.checkpoint.state import FORMATS, GlobalTensor, cut
+from megascale.checkpoint.storage import Location
 from megascale.comm.collectives import broadcast_object, collect_objects, gather_objects, scatter_objects
 from megascale.comm.mesh import Mesh
 from megascale.core.errors import CheckpointError
 from megascale.device import Device
 
-FORMATS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-"""As safetensors name them."""
+BOX_BYTES = 64 << 20
+"""Of a stored box, at most, unless a row is larger: what a reader holds beside its state."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Saved:
     training stood still; `written`, from then until it was complete.
     """
 
-    path: Path
+    path: Location
     step: int
     stalled: float
     written: float
@@ -47,11 +47,11 @@ class Saved:
 
 @dataclass
 class _Attempt:
-    path: Path
+    path: Location
     facts: manifest.Facts
     stalled: float
     since: float
-    checksums: Mapping[str, int] | None = None
+    written: Mapping[str, Any] | None = None
     error: CheckpointError | None = None
 
 
@@ -60,7 +60,7 @@ class _Plan:
     """What this rank writes, and on the first rank what all write together."""
 
     items: Sequence[WriteItem]
-    entries: list[list[Any]]
+    files: dict[str, list[list[Any]]]
     metadata: Metadata | None
 
 
@@ -69,12 +69,14 @@ class Saving:
     calls the same methods in the same steps, but for `poll`.
     """
 
-    def __init__(self, state: Mapping[str, GlobalTensor], held: Sequence[Tensor], mesh: Mesh, device: Device) -> None:
+    def __init__(
+        self, state: Mapping[str, GlobalTensor], held: Sequence[Tensor], file_bytes: int, mesh: Mesh, device: Device
+    ) -> None:
         self._mesh = mesh
-        self._state = state
+        self._state = cut(state, min(BOX_BYTES, file_bytes))
+        self._file_bytes = file_bytes
         self._snapshot = Snapshot(held, device)
         self._background = Background(self._snapshot.descriptor)
-        self._file = f"rank-{mesh.rank:05d}.safetensors"
         self._plan: _Plan | None = None
         self._attempt: _Attempt | None = None
 
@@ -83,7 +85,7 @@ class Saving:
         """The number of the process that writes."""
         return self._background.pid
 
-    def begin(self, path: Path, facts: manifest.Facts) -> None:
+    def begin(self, path: Location, facts: manifest.Facts) -> None:
         """Copy the state and have it written to a folder, which is made, while training goes on.
 
         Raises: CheckpointError on every rank if the folder cannot be made
@@ -96,22 +98,19 @@ class Saving:
         self._plan = self._plan or self._planned()
         self._snapshot.take()
         self._attempt = _Attempt(path, facts, time.monotonic() - start, time.monotonic())
-        if self._plan.entries:
-            self._background.write(path / self._file, self._plan.entries)
-        else:
-            self._attempt.checksums = {}
+        self._background.write(path, self._plan.files)
 
     def poll(self, *, wait: bool = False) -> tuple[float, float]:
         """Whether this rank has written its part of the attempt, and whether it has failed to: 1 or 0 each."""
         attempt = self._attempt
         if attempt is None:
             return 0.0, 0.0
-        if attempt.checksums is None and attempt.error is None:
+        if attempt.written is None and attempt.error is None:
             try:
-                attempt.checksums = self._background.answer(wait=wait)
+                attempt.written = self._background.answer(wait=wait)
             except CheckpointError as error:
                 attempt.error = error
-        return float(attempt.checksums is not None), float(attempt.error is not None)
+        return float(attempt.written is not None), float(attempt.error is not None)
 
     def settle(self, written: float, failed: float) -> Saved | None:
         """What became of the attempt, once the sums of `poll` over all ranks say that nobody writes any more: it is
@@ -141,45 +140,68 @@ class Saving:
         if plans is not None:
             plans, metadata = planner.create_global_plan(list(plans))
         plan = planner.finish_plan(scatter_objects(self._mesh.world, plans))
-        entries = []
-        for item in plan.items:
-            data = planner.resolve_data(item)
-            key = store.key_of(item.index)
-            entries.append([key, FORMATS[data.dtype], list(data.shape), self._snapshot.place(data), data.nbytes])
-        return _Plan(plan.items, entries, metadata)
+        return _Plan(plan.items, self._files([(item, planner.resolve_data(item)) for item in plan.items]), metadata)
+
+    def _files(self, boxes: Sequence[tuple[WriteItem, Tensor]]) -> dict[str, list[list[Any]]]:
+        """What the writer is to know of each file, none of which is larger than `file_bytes` unless one box is."""
+        files: dict[str, list[list[Any]]] = {}
+        left = 0
+        for item, data in boxes:
+            if not files or data.nbytes > left:
+                name = f"rank-{self._mesh.rank:05d}-{len(files):03d}.safetensors"
+                entries, left = files.setdefault(name, []), self._file_bytes
+            key, place = store.key_of(item.index), self._snapshot.place(data)
+            entries.append([key, FORMATS[data.dtype], list(data.shape), place, data.nbytes])
+            left -= data.nbytes
+        return files
 
     def _complete(self, attempt: _Attempt) -> CheckpointError | None:
         """Gather what was written, and on the first rank write the manifest. Returns what failed there."""
-        assert self._plan is not None and attempt.checksums is not None
-        ours = [
-            (item.index.fqn, item.index.offset, {"file": self._file, "key": key, "crc32": attempt.checksums[key]})
-            for item, (key, *_) in zip(self._plan.items, self._plan.entries, strict=True)
-        ]
-        found = collect_objects(self._mesh.world, ours)
+        assert self._plan is not None and attempt.written is not None
+        found = collect_objects(self._mesh.world, (self._places(attempt.written), attempt.written["files"]))
         problem: CheckpointError | None = None
         if found is not None:
             assert self._plan.metadata is not None
-            places = {(name, offset): place for rank in found for name, offset, place in rank if offset is not None}
+            places = {box: place for boxes, _ in found for box, place in boxes.items()}
+            files = {name: manifest.File(**file) for _, files in found for name, file in files.items()}
             try:
-                manifest.write(attempt.path, store.manifest_of(attempt.facts, self._plan.metadata, places))
+                manifest.write(attempt.path, store.manifest_of(attempt.facts, self._plan.metadata, places, files))
             except CheckpointError as error:
-                shutil.rmtree(attempt.path, ignore_errors=True)
+                _forget(attempt.path)
                 problem = error
         return broadcast_object(self._mesh.world, problem)
+
+    def _places(self, written: Mapping[str, Any]) -> dict[tuple[str, torch.Size], dict[str, Any]]:
+        """Where each box of this rank lies, by its tensor's name and its offset."""
+        assert self._plan is not None
+        files = {entry[0]: name for name, entries in self._plan.files.items() for entry in entries}
+        found = {}
+        for item in self._plan.items:
+            key = store.key_of(item.index)
+            start, sums = written["boxes"][key]
+            assert item.index.offset is not None, "every piece has an offset"
+            found[item.index.fqn, item.index.offset] = {"file": files[key], "start": start, "sums": tuple(sums)}
+        return found
 
     def _failure(self, attempt: _Attempt) -> CheckpointError:
         """Remove what was written. Returns what went wrong on the lowest rank that failed."""
         found = gather_objects(self._mesh.world, attempt.error and (attempt.error.what, attempt.error.mend))
         if self._mesh.rank == 0:
-            shutil.rmtree(attempt.path, ignore_errors=True)
+            _forget(attempt.path)
         rank, (what, mend) = next((rank, error) for rank, error in enumerate(found) if error)
         return CheckpointError(f"rank {rank}: {what}", mend=mend)
 
 
-def _made(path: Path) -> str:
+def _made(path: Location) -> str:
     """Make a folder. Returns why it cannot be made, "" if it is."""
     try:
-        path.mkdir(parents=True)
+        path.make()
     except OSError as error:
         return error.strerror or str(error)
     return ""
+
+
+def _forget(path: Location) -> None:
+    """Remove an attempt. What cannot be removed now is removed when the run starts again."""
+    with contextlib.suppress(OSError):
+        path.remove()

@@ -6,7 +6,7 @@ this rank's shards. Learning rate, dropout and the order of samples are function
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,8 @@ from megascale.parallel.shards import ShardState
 WEIGHTS = "weights."
 """Begins the names of weights."""
 
+FORMATS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+"""As safetensors names them."""
 
 Part = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and size of a part of a tensor."""
@@ -57,7 +59,9 @@ class GlobalTensor:
 
 
 def global_tensors(shards: Sequence[ShardState], mesh: Mesh) -> dict[str, GlobalTensor]:
-    """Everything in this rank's shards by global name, as views."""
+    """What is this rank's to save and to load of its shards, by global name, as views: where all ranks of data
+    parallelism hold all of a bucket, each has a share of it.
+    """
     found: dict[str, GlobalTensor] = {}
     for shard in shards:
         state = {f"{name}.": flat for name, flat in shard.state.items()}
@@ -78,12 +82,28 @@ def history_tensors(scaling: Scaling) -> dict[str, GlobalTensor]:
     return found
 
 
+def cut(state: Mapping[str, GlobalTensor], most: int) -> dict[str, GlobalTensor]:
+    """The same in pieces of at most `most` bytes, but for rows that are larger."""
+    found = {}
+    for name, tensor in state.items():
+        pieces = [part for piece in tensor.pieces for part in _rows(piece, most)]
+        found[name] = GlobalTensor(tensor.shape, tensor.dtype, pieces)
+    return found
+
+
+def _rows(piece: Piece, most: int) -> Iterator[Piece]:
+    count, *rest = piece.size
+    rows = max(1, most // max(1, piece.data.nbytes // count))
+    for first in range(0, count, rows):
+        data = piece.data[first : first + rows]
+        yield Piece((piece.offset[0] + first, *piece.offset[1:]), (len(data), *rest), data)
+
+
 def _pieces(shard: ShardState, flat: torch.Tensor, mesh: Mesh) -> Iterator[tuple[str, tuple[int, ...], Piece]]:
-    first, last = shard.bucket.shard
-    for slot in shard.bucket.layout.slots:
+    layout, held = shard.bucket.layout, shard.bucket.shard[0]
+    for slot, low, high in layout.parts(*layout.shard(mesh.dp.index)):
         shapes = {tensor.name: tensor.shape for tensor in slot.parameter.tensors}
-        low, high = max(slot.start, first), min(slot.stop, last)
         for box in boxes(slot.parameter, mesh.tp.index, mesh.tp.size, low - slot.start, high - slot.start):
-            start = slot.start + box.start - first
+            start = slot.start + box.start - held
             count = torch.Size(box.size).numel()
             yield box.name, shapes[box.name], Piece(box.offset, box.size, flat[start : start + count].view(box.size))

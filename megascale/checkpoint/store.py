@@ -1,25 +1,24 @@
-"""Checkpoints on disk: a fresh folder for each, safetensors shards, and a JSON manifest that is renamed into place
+"""Checkpoints on storage: a fresh folder for each, safetensors shards, and a JSON manifest that is renamed into place
 last.
 
 A folder without a manifest is an attempt that did not finish and is never read. Nothing is executed on reading, and
-every tensor is checked against its CRC-32: torch's own file writer unpickles, reuses folders and has no checksums.
+all that is read is checked against its CRC-32: torch's own file writer unpickles, reuses folders and has no checksums.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+import operator
 import os
 import re
-import shutil
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint import StorageReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -33,7 +32,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from megascale.checkpoint import manifest
-from megascale.checkpoint.state import slices
+from megascale.checkpoint.shard import CHUNK
+from megascale.checkpoint.state import Part
+from megascale.checkpoint.storage import Location
 from megascale.core.errors import CheckpointError
 
 _FOLDER = re.compile(r"step-(\d+)(?:\.(\d+))?")
@@ -43,40 +44,61 @@ _FOLDER = re.compile(r"step-(\d+)(?:\.(\d+))?")
 class Stored:
     """A complete checkpoint. `attempt` tells apart several of the same step."""
 
-    path: Path
+    path: Location
     step: int
     attempt: int
 
 
-def complete(folder: Path) -> list[Stored]:
+def complete(folder: Location) -> list[Stored]:
     """The complete checkpoints in a folder, the oldest step first; found by looking, not by a pointer that may be
     stale.
+
+    Raises: CheckpointError
     """
-    found = []
-    for path in folder.glob("step-*"):
-        match = _FOLDER.fullmatch(path.name)
-        if match and (path / manifest.NAME).is_file():
-            found.append(Stored(path, int(match.group(1)), int(match.group(2) or 0)))
-    return sorted(found, key=lambda s: (s.step, s.attempt))
+    return sorted(_look(folder, complete=True), key=lambda s: (s.step, s.attempt))
 
 
-def fresh_folder(folder: Path, step: int) -> Path:
-    """A folder for a checkpoint that has never been used. It is not made."""
+def unfinished(folder: Location) -> list[Stored]:
+    """The attempts in a folder that did not finish, or are under way.
+
+    Raises: CheckpointError
+    """
+    return list(_look(folder, complete=False))
+
+
+def _look(folder: Location, *, complete: bool) -> Iterator[Stored]:
+    try:
+        for name in folder.names():
+            match = _FOLDER.fullmatch(name)
+            if match and (folder / name / manifest.NAME).exists() == complete and (folder / name).is_folder():
+                yield Stored(folder / name, int(match.group(1)), int(match.group(2) or 0))
+    except OSError as error:
+        raise CheckpointError(f"cannot look into {folder}: {error.strerror}", mend="check permissions") from None
+
+
+def fresh_folder(folder: Location, step: int) -> Location:
+    """A folder for a checkpoint that has never been used. It is not made.
+
+    Raises: CheckpointError
+    """
+    try:
+        there = set(folder.names())
+    except OSError as error:
+        raise CheckpointError(f"cannot look into {folder}: {error.strerror}", mend="check permissions") from None
     names = (f"step-{step:08d}" + (f".{attempt}" if attempt else "") for attempt in itertools.count())
-    return next(folder / name for name in names if not os.path.lexists(folder / name))
+    return folder / next(name for name in names if name not in there)
 
 
-def remove_unfinished(folder: Path) -> None:
+def remove_unfinished(folder: Location) -> None:
     """Delete attempts that have no manifest; no other process may be writing.
 
     Raises: CheckpointError
     """
-    for path in folder.glob("step-*"):
-        if _FOLDER.fullmatch(path.name) and path.is_dir() and not (path / manifest.NAME).exists():
-            _remove(path)
+    for attempt in unfinished(folder):
+        _remove(attempt.path)
 
 
-def keep_newest(folder: Path, keep: int, every: int = 0) -> None:
+def keep_newest(folder: Location, keep: int, every: int = 0) -> None:
     """Delete all complete checkpoints but the newest `keep`, and those of each step that `every` divides; a `keep` of 0
     keeps all.
 
@@ -87,14 +109,12 @@ def keep_newest(folder: Path, keep: int, every: int = 0) -> None:
             _remove(stored.path)
 
 
-def _remove(path: Path) -> None:
+def _remove(path: Location) -> None:
     """Delete a checkpoint, its manifest first. Of one that lies elsewhere only the link."""
     try:
-        if path.is_symlink():
-            path.unlink()
-        else:
-            (path / manifest.NAME).unlink(missing_ok=True)
-            shutil.rmtree(path)
+        if not (path.local and path.local.is_symlink()):
+            (path / manifest.NAME).remove()
+        path.remove()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be removed: {error.strerror}", mend="check permissions") from None
 
@@ -104,10 +124,13 @@ def _remove(path: Path) -> None:
 
 
 def manifest_of(
-    facts: manifest.Facts, metadata: Metadata, places: Mapping[tuple[str, torch.Size], Mapping[str, Any]]
+    facts: manifest.Facts,
+    metadata: Metadata,
+    places: Mapping[tuple[str, torch.Size], Mapping[str, Any]],
+    files: dict[str, manifest.File],
 ) -> manifest.Manifest:
     """The manifest of what was planned and written: `places` says of each box, by its tensor's name and its offset,
-    file, key and checksum.
+    where it lies and its checksums.
     """
     tensors = {}
     for name, tensor in metadata.state_dict_metadata.items():
@@ -117,15 +140,47 @@ def manifest_of(
             for chunk in tensor.chunks
         )
         tensors[name] = manifest.Tensor.of(tensor.size, tensor.properties.dtype, boxes)
-    return manifest.Manifest(facts=facts, tensors=tensors)
+    return manifest.Manifest(facts=facts, chunk=CHUNK, files=files, tensors=tensors)
+
+
+RUN_BYTES = 64 << 20
+"""What is read at once, at most, but for one box that is larger."""
+
+
+class Wanted(NamedTuple):
+    """Parts of a box of the tensor of this name, by their places in the box."""
+
+    name: str
+    box: manifest.Box
+    parts: Sequence[Part]
+
+
+@dataclass(frozen=True)
+class _Span:
+    """The bytes of a file that are read for what is wanted, with the checksums of their chunks; and of the box the
+    format, the strides and where in it each part begins, in numbers.
+    """
+
+    wanted: Wanted
+    start: int
+    stop: int
+    sums: tuple[int, ...]
+    dtype: torch.dtype
+    strides: list[int]
+    firsts: list[int]
+
+    def follows(self, other: _Span) -> bool:
+        """Whether it begins where the other ends."""
+        return (self.wanted.box.file, self.start) == (other.wanted.box.file, other.stop)
 
 
 class Reader(StorageReader):
-    """Reads a complete checkpoint, for any layout."""
+    """Reads a complete checkpoint, for any layout. `bytes`: how many it has read."""
 
-    def __init__(self, path: Path, tensors: Mapping[str, manifest.Tensor]) -> None:
+    def __init__(self, path: Location, saved: manifest.Manifest) -> None:
         self._path = path
-        self._tensors = tensors
+        self._saved = saved
+        self.bytes = 0
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
         return None
@@ -133,7 +188,7 @@ class Reader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         storage = {}
-        for name, tensor in self._tensors.items():
+        for name, tensor in self._saved.tensors.items():
             chunks = []
             for number, box in enumerate(tensor.boxes):
                 chunks.append(ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size)))
@@ -154,45 +209,77 @@ class Reader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         items = defaultdict(list)
         for item in plan.items:
-            items[self._storage[item.storage_index]].append(item)
-        for box, data in read_boxes(self._path, items):
-            for item in items[box]:
-                planner.resolve_tensor(item).copy_(data[slices(item.storage_offsets, item.lengths)])
+            items[item.storage_index.fqn, self._storage[item.storage_index]].append(item)
+        wanted = [
+            Wanted(name, box, [(tuple(item.storage_offsets), tuple(item.lengths)) for item in found])
+            for (name, box), found in items.items()
+        ]
+        for one, parts in self.read(wanted):
+            for item, part in zip(items[one.name, one.box], parts, strict=True):
+                planner.resolve_tensor(item).copy_(part)
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def read(self, wanted: Iterable[Wanted]) -> Iterator[tuple[Wanted, list[torch.Tensor]]]:
+        """What is wanted of boxes, in the order of files. What lies side by side is read at once.
+
+        Raises: DamagedError for what cannot be read or is not what was written
+        """
+        spans = sorted((self._span(one) for one in wanted), key=lambda span: (span.wanted.box.file, span.start))
+        while spans:
+            run = [spans.pop(0)]
+            while spans and spans[0].follows(run[-1]) and spans[0].stop - run[0].start <= RUN_BYTES:
+                run.append(spans.pop(0))
+            room = self._bytes(self._path / run[0].wanted.box.file, run[0].start, run[-1].stop)
+            for span in run:
+                yield span.wanted, self._parts(span, room[span.start - run[0].start : span.stop - run[0].start])
+
+    def _span(self, wanted: Wanted) -> _Span:
+        """The chunks from the first to the last that has a number that is wanted."""
+        box, chunk = wanted.box, self._saved.chunk
+        dtype = getattr(torch, self._saved.tensors[wanted.name].dtype)
+        strides = [math.prod(box.size[dim + 1 :]) for dim in range(len(box.size))]
+        firsts = [_at(offset, strides) for offset, _ in wanted.parts]
+        last = max(_at([o + n - 1 for o, n in zip(*part, strict=True)], strides) for part in wanted.parts)
+        low, high = min(firsts) * dtype.itemsize // chunk, last * dtype.itemsize // chunk + 1
+        end = min(high * chunk, math.prod(box.size) * dtype.itemsize)
+        return _Span(wanted, box.start + low * chunk, box.start + end, box.sums[low:high], dtype, strides, firsts)
+
+    def _bytes(self, path: Location, start: int, stop: int) -> torch.Tensor:
+        room = torch.empty(stop - start, dtype=torch.uint8)
+        try:
+            count = path.read_into(room.numpy().data, start)
+        except OSError as error:
+            raise manifest.DamagedError(f"{path} cannot be read: {error.strerror}") from None
+        self.bytes += count
+        if count < len(room):
+            raise manifest.DamagedError(f"{path}: it ends too early")
+        return room
+
+    def _parts(self, span: _Span, read: torch.Tensor) -> list[torch.Tensor]:
+        box = span.wanted.box
+        if tuple(zlib.crc32(chunk.numpy()) for chunk in read.split(self._saved.chunk)) != span.sums:
+            what = f"{span.wanted.name}@{','.join(map(str, box.offset))} is not what was written"
+            raise manifest.DamagedError(f"{self._path / box.file}: {what}")
+        if read.storage_offset() % span.dtype.itemsize:
+            read = read.clone()
+        numbers = read.view(span.dtype)
+        base = numbers.storage_offset() - (span.start - box.start) // span.dtype.itemsize
+        return [
+            numbers.as_strided(size, span.strides, base + first)
+            for first, (_, size) in zip(span.firsts, span.wanted.parts, strict=True)
+        ]
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
         return True
 
 
-def read_boxes(folder: Path, boxes: Iterable[manifest.Box]) -> Iterator[tuple[manifest.Box, torch.Tensor]]:
-    """Boxes of a checkpoint, file by file, each checked.
-
-    Raises: CheckpointError for one that cannot be read or is not what was written
-    """
-    by_file = defaultdict(list)
-    for box in boxes:
-        by_file[box.file].append(box)
-    for file, wanted in by_file.items():
-        path = folder / file
-        try:
-            with safe_open(path, framework="pt") as shard:
-                for box in wanted:
-                    data = shard.get_tensor(box.key)
-                    if tuple(data.shape) != box.size or crc32(data) != box.crc32:
-                        raise CheckpointError(f"{path}: {box.key} is not what was written", mend=manifest.BYPASS)
-                    yield box, data
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}", mend=manifest.BYPASS) from None
+def _at(place: Sequence[int], strides: Sequence[int]) -> int:
+    return sum(map(operator.mul, place, strides))
 
 
 def key_of(index: MetadataIndex) -> str:
     """The name of a box in its file."""
     return f"{index.fqn}@{','.join(map(str, index.offset or ()))}"
-
-
-def crc32(tensor: torch.Tensor) -> int:
-    """The checksum of a tensor's numbers."""
-    return zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)

@@ -1,50 +1,85 @@
-"""Checkpoints without ranks: whole tensors out of one, and one of whole tensors."""
+"""Checkpoints without ranks: whole tensors out of one, one of whole tensors, and whether all of one is right."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import zlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from megascale.checkpoint import manifest
-from megascale.checkpoint.state import WEIGHTS, Progress, slices
-from megascale.checkpoint.store import complete, crc32, read_boxes
+from megascale.checkpoint.shard import CHUNK, Entry, Shard
+from megascale.checkpoint.state import FORMATS, WEIGHTS, Progress, slices
+from megascale.checkpoint.storage import Location
+from megascale.checkpoint.store import Reader, Wanted, complete
 from megascale.core.errors import CheckpointError
 
 FILE_BYTES = 2 << 30
 """Of tensors in one file, but for one that is larger."""
 
 
-def find(path: Path) -> Path:
+def find(path: Location) -> Location:
     """The checkpoint that a path names: its own folder, or the newest complete one of a run.
 
     Raises: CheckpointError if there is none
     """
-    if (path / manifest.NAME).is_file():
-        return path
+    try:
+        if (path / manifest.NAME).exists():
+            return path
+    except OSError as error:
+        raise CheckpointError(f"cannot look into {path}: {error.strerror}") from None
     for folder in (path / "checkpoints", path):
         if found := complete(folder):
             return found[-1].path
     raise CheckpointError(f"there is no complete checkpoint in {path}", mend="a checkpoint's folder, or a run's")
 
 
-def read_tensor(folder: Path, name: str, tensor: manifest.Tensor) -> torch.Tensor:
+def read_tensor(folder: Location, saved: manifest.Manifest, name: str) -> torch.Tensor:
     """A whole tensor of a checkpoint.
 
-    Raises: CheckpointError if a part of it is missing or is not what was written
+    Raises: DamagedError if a part of it is missing or is not what was written
     """
+    tensor = saved.tensors[name]
     if sum(math.prod(box.size) for box in tensor.boxes) != math.prod(tensor.shape):
-        raise CheckpointError(f"{folder} holds only a part of {name}", mend=manifest.BYPASS)
-    if len(tensor.boxes) == 1:
-        ((_, data),) = read_boxes(folder, tensor.boxes)
-        return data
+        raise manifest.DamagedError(f"{folder} holds only a part of {name}")
     found = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
-    for box, data in read_boxes(folder, tensor.boxes):
-        found[slices(box.offset, box.size)] = data
+    wanted = [Wanted(name, box, [((0,) * len(box.size), box.size)]) for box in tensor.boxes]
+    for one, (data,) in Reader(folder, saved).read(wanted):
+        found[slices(one.box.offset, one.box.size)] = data
+    return found
+
+
+def verify(folder: Location, saved: manifest.Manifest) -> Iterator[str]:
+    """What is wrong with a checkpoint: every file is read, and of one that is not what was written every tensor."""
+    wrong = {name for name, file in saved.files.items() if _sum(folder / name, file.bytes) != file.crc32}
+    told = set()
+    for name, tensor in saved.tensors.items():
+        files = {box.file for box in tensor.boxes}
+        if files & wrong or not files <= saved.files.keys():
+            try:
+                read_tensor(folder, saved, name)
+            except CheckpointError as error:
+                told |= files
+                yield f"{name}: {error.what}"
+    for name in sorted(wrong - told):
+        yield f"{folder / name}: it is not what was written, beside its tensors"
+
+
+def _sum(path: Location, size: int) -> int | None:
+    """The CRC-32 of a file; None if it cannot be read or has another size."""
+    found = 0
+    room = memoryview(bytearray(CHUNK))
+    try:
+        for start in range(0, size + 1, CHUNK):  # a byte more than there should be
+            count = path.read_into(room[: size + 1 - start], start)
+            found = zlib.crc32(room[:count], found)
+            if start + count != min(start + CHUNK, size):
+                return None
+    except OSError:
+        return None
     return found
 
 
@@ -55,24 +90,34 @@ def write(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], config: dic
     Raises: CheckpointError, OSError
     """
     found: dict[str, manifest.Tensor] = {}
+    sizes: dict[str, manifest.File] = {}
     held: dict[str, torch.Tensor] = {}
-    files = 0
     for name, tensor in tensors:
         if held and sum(t.nbytes for t in held.values()) + tensor.nbytes > FILE_BYTES:
-            found |= _write_file(folder, files, held)
-            held, files = {}, files + 1
+            found |= _write_file(folder, held, sizes)
+            held = {}
         held[WEIGHTS + name] = tensor
-    found |= _write_file(folder, files, held)
+    found |= _write_file(folder, held, sizes)
     facts = manifest.Facts.of(Progress(), config, layout={})
-    manifest.write(folder, manifest.Manifest(facts=facts, tensors=found))
+    made = manifest.Manifest(facts=facts, chunk=CHUNK, files=sizes, tensors=found)
+    manifest.write(Location(str(folder)), made)
 
 
-def _write_file(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> dict[str, manifest.Tensor]:
-    file = f"weights-{number:05d}.safetensors"
-    save_file(tensors, folder / file)
+def _write_file(
+    folder: Path, tensors: dict[str, torch.Tensor], sizes: dict[str, manifest.File]
+) -> dict[str, manifest.Tensor]:
+    """Write tensors to one more file, and add that to `sizes`."""
+    file = f"weights-{len(sizes):05d}.safetensors"
+    entries = []
+    for name, tensor in tensors.items():
+        data = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+        entries.append(Entry(name, FORMATS[tensor.dtype], list(tensor.shape), data))
+    shard = Shard(entries)
+    Location(str(folder / file)).write_parts(shard.parts)
+    sizes[file] = manifest.File(bytes=shard.size, crc32=shard.crc32)
     found = {}
     for name, tensor in tensors.items():
-        shape = tuple(tensor.shape)
-        box = manifest.Box(offset=(0,) * len(shape), size=shape, file=file, key=name, crc32=crc32(tensor))
+        shape, (start, sums) = tuple(tensor.shape), shard.boxes[name]
+        box = manifest.Box(offset=(0,) * len(shape), size=shape, file=file, start=start, sums=tuple(sums))
         found[name] = manifest.Tensor.of(shape, tensor.dtype, (box,))
     return found

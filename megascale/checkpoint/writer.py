@@ -12,20 +12,16 @@ import mmap
 import os
 import signal
 import sys
-import zlib
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from megascale.core.files import settle
+from megascale.checkpoint.shard import Entry, Shard
+from megascale.checkpoint.storage import Location
 from megascale.core.process import die_with, stop_signals
-
-CHUNK = 16 << 20
-"""Bytes that are summed up and written at once."""
 
 NICE = 10
 """How far this process stands back behind those that compute."""
 
-Entry = tuple[str, str, list[int], int, int]
+Place = tuple[str, str, list[int], int, int]
 """Key, format, shape, where its numbers begin in the memory, and how many bytes they are."""
 
 
@@ -37,51 +33,27 @@ def main(rank: int) -> None:
     os.nice(NICE)
     for line in sys.stdin:
         try:
-            answer: dict[str, Any] = {"crc32": write(**json.loads(line))}
+            answer = write(**json.loads(line))
         except OSError as error:
             answer = {"error": error.strerror or str(error), "path": error.filename}
         print(json.dumps(answer), flush=True)
 
 
-def write(memory: str, path: str, entries: list[Entry]) -> dict[str, int]:
-    """Write parts of a memory as a safetensors file. Returns the CRC-32 of each, by its key.
+def write(memory: str, folder: str, patience: float, files: dict[str, list[Place]]) -> dict[str, Any]:
+    """Write parts of a memory as safetensors files. Returns of each file its size and checksum, and of each part, by
+    its key, where it begins in its file and the checksums of its chunks.
 
     Raises: OSError, which names the file
     """
-    try:
-        with (
-            open(memory, "rb") as source,
-            mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ) as numbers,
-            open(path, "xb") as file,
-        ):
-            file.write(_header(entries))
-            sums = {key: _copy(numbers, start, size, file) for key, _, _, start, size in entries}
-        settle(Path(path))
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, path) from None
-    return sums
-
-
-def _header(entries: list[Entry]) -> bytes:
-    """Eight bytes with the length of what follows, and in JSON what the file holds."""
-    header, place = {}, 0
-    for key, kind, shape, _, size in entries:
-        header[key] = {"dtype": kind, "shape": shape, "data_offsets": [place, place + size]}
-        place += size
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _copy(numbers: mmap.mmap, start: int, size: int, file: IO[bytes]) -> int:
-    """Copy a part of the memory. Returns its checksum."""
-    crc = 0
-    with memoryview(numbers) as whole:
-        for at in range(start, start + size, CHUNK):
-            with whole[at : min(at + CHUNK, start + size)] as part:
-                crc = zlib.crc32(part, crc)
-                file.write(part)
-    return crc
+    found: dict[str, Any] = {"files": {}, "boxes": {}}
+    with open(memory, "rb") as source:
+        numbers = memoryview(mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ))
+    for name, places in files.items():
+        shard = Shard([Entry(key, kind, shape, numbers[at : at + size]) for key, kind, shape, at, size in places])
+        (Location(folder, patience) / name).write_parts(shard.parts)
+        found["files"][name] = {"bytes": shard.size, "crc32": shard.crc32}
+        found["boxes"] |= shard.boxes
+    return found
 
 
 if __name__ == "__main__":

@@ -13,26 +13,27 @@ from megascale.core.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from megascale.checkpoint import manifest
+    from megascale.checkpoint.storage import Location
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
     verbs = sub.add_subparsers(dest="verb", metavar="VERB", required=True)
-    found = "a checkpoint's folder, or a run's, whose newest is meant"
+    found = "a checkpoint's folder or URL, or a run's, whose newest is meant"
     listing = verbs.add_parser("list", help="the complete checkpoints of a run, and attempts that did not finish")
-    listing.add_argument("run", metavar="RUN", type=Path, help="a run's folder, or one of checkpoints")
+    listing.add_argument("run", metavar="RUN", help="a run's folder, or one of checkpoints; a URL")
     show = verbs.add_parser("show", help="what a checkpoint holds")
-    show.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help=found)
+    show.add_argument("checkpoint", metavar="CHECKPOINT", help=found)
     show.add_argument("--tensors", action="store_true", help="every tensor, not sums over them")
     verify = verbs.add_parser("verify", help="read all of it, and compare with its checksums")
-    verify.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help=found)
+    verify.add_argument("checkpoint", metavar="CHECKPOINT", help=found)
     diff = verbs.add_parser("diff", help="how two checkpoints differ: configuration, tensors, numbers")
-    diff.add_argument("first", metavar="CHECKPOINT", type=Path, help=found)
-    diff.add_argument("second", metavar="OTHER", type=Path)
+    diff.add_argument("first", metavar="CHECKPOINT", help=found)
+    diff.add_argument("second", metavar="OTHER")
     for verb in (listing, show, verify, diff):
         verb.add_argument("--json", action="store_true", help="print one JSON object")
     convert = verbs.add_parser("convert", help="a checkpoint to Hugging Face's layout, or weights in that to one")
-    convert.add_argument("source", metavar="SOURCE", type=Path, help=f"{found}; or a folder with a config.json")
+    convert.add_argument("source", metavar="SOURCE", help=f"{found}; or a folder with a config.json")
     convert.add_argument("output", metavar="OUTPUT", type=Path, help="a folder that is not there yet")
     convert.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="of the weights (as they are)")
 
@@ -42,7 +43,10 @@ def run(options: argparse.Namespace) -> int:
     differ.
     """
     verbs = {"list": _list, "show": _show, "verify": _verify, "diff": _diff, "convert": _convert}
-    return verbs[options.verb](options)
+    try:
+        return verbs[options.verb](options)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: {error.strerror}") from None
 
 
 def _say(options: argparse.Namespace, facts: dict[str, Any], lines: list[str]) -> None:
@@ -51,21 +55,22 @@ def _say(options: argparse.Namespace, facts: dict[str, Any], lines: list[str]) -
 
 def _list(options: argparse.Namespace) -> int:
     from megascale.checkpoint import manifest, store
+    from megascale.checkpoint.storage import Location
 
-    inside = options.run / "checkpoints"
-    folder = inside if inside.is_dir() else options.run
-    if not folder.is_dir():
+    run = Location(options.run)
+    folder = run / "checkpoints" if (run / "checkpoints").is_folder() else run
+    if not folder.is_folder():
         raise CheckpointError(f"there is no folder {folder}", mend="a run's folder")
     rows = []
     for stored in store.complete(folder):
-        row: dict[str, Any] = {"path": str(stored.path), "step": stored.step, "bytes": _size(stored.path)}
+        row: dict[str, Any] = {"path": str(stored.path), "step": stored.step, "bytes": stored.path.size()}
         try:
             facts = manifest.read(stored.path).facts
             row |= {"tokens": facts.progress.tokens, "layout": facts.layout}
         except CheckpointError as error:
             row["error"] = error.what
         rows.append(row)
-    unfinished = sorted(str(path) for path in folder.glob("step-*") if not (path / manifest.NAME).is_file())
+    unfinished = [str(attempt.path) for attempt in store.unfinished(folder)]
     lines = [
         f"{row['path']}  {format_bytes(row['bytes'])}  "
         + (row.get("error") or f"{format_count(row['tokens'])} tokens, {_layout(row['layout'])}")
@@ -85,9 +90,8 @@ def _show(options: argparse.Namespace) -> int:
         count, numbers = kinds.get(name.partition(".")[0], (0, 0))
         kinds[name.partition(".")[0]] = count + 1, numbers + math.prod(tensor.shape)
     versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
-    files = {box.file for tensor in saved.tensors.values() for box in tensor.boxes}
     lines = [
-        f"{path}: {format_bytes(_size(path))} in {len(files)} file{'s' if len(files) > 1 else ''}",
+        f"{path}: {format_bytes(sum(file.bytes for file in saved.files.values()))} in {_files(saved)}",
         f"run         {facts.config.get('name', '-')}, written on {facts.host} by {versions}",
         f"progress    step {progress.step}, {format_count(progress.samples)} samples, "
         f"{format_count(progress.tokens)} tokens",
@@ -107,14 +111,9 @@ def _verify(options: argparse.Namespace) -> int:
     from megascale.checkpoint import whole
 
     path, saved = _opened(options.checkpoint)
-    problems = []
-    for name, tensor in saved.tensors.items():
-        try:
-            whole.read_tensor(path, name, tensor)
-        except CheckpointError as error:
-            problems.append(f"{name}: {error.what}")
-    good = f"{path}: {len(saved.tensors)} tensors are what was written"
-    lines = [*problems, f"{path}: {len(problems)} of {len(saved.tensors)} tensors are damaged"] if problems else [good]
+    problems = list(whole.verify(path, saved))
+    good = f"{path}: {len(saved.tensors)} tensors in {_files(saved)} are what was written"
+    lines = [*problems, f"{path} is damaged"] if problems else [good]
     _say(options, {"path": str(path), "ok": not problems, "problems": problems}, lines)
     return Exit.CHECKPOINT if problems else Exit.OK
 
@@ -124,7 +123,7 @@ def _diff(options: argparse.Namespace) -> int:
     facts = _facts_differ(_flat(ours.facts.model_dump(mode="json")), _flat(theirs.facts.model_dump(mode="json")))
     numbers = {}
     for name in ours.tensors.keys() | theirs.tensors.keys():
-        if found := _tensors_differ((first, ours.tensors.get(name)), (second, theirs.tensors.get(name)), name):
+        if found := _tensors_differ((first, ours), (second, theirs), name):
             numbers[name] = found
     lines = [*(f"{key}: {text}" for key, text in facts.items()), *(f"{n}: {numbers[n]}" for n in sorted(numbers))]
     same = len(ours.tensors.keys() | theirs.tensors.keys()) - len(numbers)
@@ -143,51 +142,58 @@ def _facts_differ(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, str
 
 
 def _tensors_differ(
-    ours: tuple[Path, manifest.Tensor | None], theirs: tuple[Path, manifest.Tensor | None], name: str
+    ours: tuple[Location, manifest.Manifest], theirs: tuple[Location, manifest.Manifest], name: str
 ) -> str:
     """How a tensor differs; "" if it does not."""
-    from megascale.checkpoint import store, whole
+    import torch
 
-    if ours[1] is None or theirs[1] is None:
-        return f"in {theirs[0] if ours[1] is None else ours[0]} alone"
-    if ours[1].shape != theirs[1].shape:
-        return f"shape {list(ours[1].shape)} -> {list(theirs[1].shape)}"
-    first, second = (whole.read_tensor(path, name, tensor) for path, tensor in (ours, theirs) if tensor)
-    kind = "" if first.dtype == second.dtype else f"{ours[1].dtype} -> {theirs[1].dtype}; "
-    if not kind and store.crc32(first) == store.crc32(second) and first.equal(second):
+    from megascale.checkpoint import whole
+
+    for path, saved in (ours, theirs):
+        if name not in saved.tensors:
+            return f"not in {path}"
+    mine, other = ours[1].tensors[name], theirs[1].tensors[name]
+    if mine.shape != other.shape:
+        return f"shape {list(mine.shape)} -> {list(other.shape)}"
+    first, second = (whole.read_tensor(path, saved, name) for path, saved in (ours, theirs))
+    kind = "" if first.dtype == second.dtype else f"{mine.dtype} -> {other.dtype}; "
+    if not kind and first.view(torch.uint8).equal(second.view(torch.uint8)):
         return ""
-    wide, other = first.double(), second.double()
-    gap, top = (wide - other).abs().max().item(), wide.abs().max().item()
+    wide = first.double()
+    gap, top = (wide - second.double()).abs().max().item(), wide.abs().max().item()
     return f"{kind}largest difference {gap:.3g}, of numbers up to {top:.3g}"
 
 
 def _convert(options: argparse.Namespace) -> int:
     from megascale.checkpoint import manifest, whole
+    from megascale.checkpoint.storage import Location
     from megascale.convert import conversion
     from megascale.convert.huggingface import CONFIG
 
     dtype = conversion.DTYPES.get(options.dtype)
-    theirs = (options.source / CONFIG).is_file() and not (options.source / manifest.NAME).is_file()
+    folder = Path(options.source)
+    theirs = (folder / CONFIG).is_file() and not (folder / manifest.NAME).is_file()
     try:
         if theirs:
-            conversion.from_huggingface(options.source, options.output, dtype)
+            conversion.from_huggingface(folder, options.output, dtype)
         else:
-            conversion.to_huggingface(whole.find(options.source), options.output, dtype)
+            conversion.to_huggingface(whole.find(Location(options.source)), options.output, dtype)
     except OSError as error:
         raise CheckpointError(f"cannot write {options.output}: {error.strerror}", mend="another folder") from None
-    print(f"{options.output}: {format_bytes(_size(options.output))}")
+    print(f"{options.output}: {format_bytes(Location(str(options.output)).size())}")
     return Exit.OK
 
 
-def _opened(path: Path) -> tuple[Path, manifest.Manifest]:
+def _opened(path: str) -> tuple[Location, manifest.Manifest]:
     from megascale.checkpoint import manifest, whole
+    from megascale.checkpoint.storage import Location
 
-    found = whole.find(path)
+    found = whole.find(Location(path))
     return found, manifest.read(found)
 
 
-def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+def _files(saved: manifest.Manifest) -> str:
+    return f"{len(saved.files)} file{'s' if len(saved.files) > 1 else ''}"
 
 
 def _layout(layout: dict[str, int]) -> str:

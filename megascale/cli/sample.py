@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from megascale.core.errors import Exit
 
@@ -11,7 +10,7 @@ from megascale.core.errors import Exit
 def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
     found = "a checkpoint's folder, a run's, whose newest is meant, or weights in Hugging Face's layout"
-    sub.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help=found)
+    sub.add_argument("checkpoint", metavar="CHECKPOINT", help=found)
     sub.add_argument("--prompt", action="append", metavar="TEXT", help="what to go on from; as often as you like")
     sub.add_argument("--tokens", type=_count, default=100, metavar="N", help="how many to write at most (100)")
     sub.add_argument("--temperature", type=_positive, default=0.8, help="0: always the likeliest token (0.8)")
@@ -22,11 +21,13 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
+    from megascale.checkpoint.storage import Location
     from megascale.convert.sample import Wish, find, sample
     from megascale.device import detect
 
     wish = Wish(options.tokens, options.temperature, options.top_k, options.seed)
-    for text in sample(find(options.checkpoint), options.prompt or [""], wish, options.tokenizer, detect().torch):
+    source = find(Location(options.checkpoint))
+    for text in sample(source, options.prompt or [""], wish, options.tokenizer, detect().torch):
         print(text, flush=True)
     return Exit.OK
 

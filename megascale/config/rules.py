@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fsspec
+
 from megascale.catalog.backends import AUTO, BACKENDS, Need, lacks
 from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.recipes import RECIPES
@@ -346,9 +348,21 @@ def resume(c: Any) -> Iterator[Finding]:
         folder = value.removeprefix(FOREIGN)
         if not readable(Path(folder).expanduser() / "config.json"):
             yield Finding("checkpoint.resume", f"there is no config.json in {folder}", "a folder of Hugging Face's")
-    elif value not in ("auto", "never") and not readable(Path(value) / "manifest.json"):
+    elif "://" not in value and value not in ("auto", "never") and not readable(Path(value) / "manifest.json"):
         mend = f"auto, never, a folder with a manifest.json, or {FOREIGN}FOLDER"
         yield Finding("checkpoint.resume", f"there is no checkpoint in {value}", mend)
+
+
+@rule("checkpoint")
+def file_system(c: Any) -> Iterator[Finding]:
+    """What a URL's file system needs is installed."""
+    for key in ("dir", "resume"):
+        protocol, separator, _ = (getattr(c.checkpoint, key) or "").partition("://")
+        if separator:
+            try:
+                fsspec.get_filesystem_class(protocol)
+            except (ImportError, ValueError) as error:
+                yield Finding(f"checkpoint.{key}", f"{protocol}: {error}", "pip install what fsspec names, or a path")
 
 
 def world_findings(c: RunConfig, world: int) -> Iterator[Finding]:

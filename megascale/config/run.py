@@ -54,6 +54,12 @@ class RunConfig(Section):
         return Path(self.observe.dir) / self.name
 
     @property
+    def checkpoints(self) -> str:
+        """The folder of the run's checkpoints, a path or a URL."""
+        parent = self.checkpoint.dir
+        return str(self.folder / "checkpoints") if parent is None else f"{parent.rstrip('/')}/{self.name}"
+
+    @property
     def dp(self) -> int:
         """Data-parallel ranks of a resolved configuration."""
         if not isinstance(self.parallel.dp, int):
@@ -85,13 +91,14 @@ class RunConfig(Section):
         resume = self.checkpoint.resume
         if resume not in ("auto", "never"):
             foreign = FOREIGN if resume.startswith(FOREIGN) else ""
-            resume = foreign + str(Path(resume.removeprefix(foreign)).expanduser().absolute())
+            resume = foreign + _place(resume.removeprefix(foreign))
+        places = {"resume": resume, "dir": self.checkpoint.dir and _place(self.checkpoint.dir)}
         return self.model_copy(
             update={
                 "parallel": parallel,
                 "optimizer": optimizer,
                 "data": _absolute_data(self.data),
-                "checkpoint": self.checkpoint.model_copy(update={"resume": resume}),
+                "checkpoint": self.checkpoint.model_copy(update=places),
                 "observe": self.observe.model_copy(update={"dir": str(Path(self.observe.dir).absolute())}),
             }
         )
@@ -100,6 +107,11 @@ class RunConfig(Section):
 def replicas_of(parallel: ParallelConfig) -> int:
     """Processes that hold one copy of the model."""
     return parallel.tp * parallel.cp * parallel.pp
+
+
+def _place(text: str) -> str:
+    """An absolute path; a URL as it is."""
+    return text if "://" in text else str(Path(text).expanduser().absolute())
 
 
 def _absolute(path: str | None) -> str | None:

@@ -104,6 +104,17 @@ class CheckpointConfig(Section):
     background: bool = Field(
         True, alias="async", description="train on while another process writes what was copied; false: wait for it"
     )
+    dir: FilePath | None = Field(
+        None,
+        description="parent of a folder of this run's name, for its checkpoints: a path, or the URL of any file system "
+        "of fsspec, such as s3://bucket/runs; default: the run's folder",
+    )
+    file_bytes: Count = Field(
+        2 << 30, description="size of a file, at most, but for one row of a tensor that is larger"
+    )
+    patience_s: float = Field(
+        60.0, ge=0, le=86400, description="for how long storage that fails is tried again, in seconds"
+    )
 
 
 class ObserveConfig(Section):

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from megascale.checkpoint import manifest, whole
 from megascale.checkpoint.state import WEIGHTS
+from megascale.checkpoint.storage import Location
 from megascale.config.model import ModelConfig
-from megascale.convert.huggingface import COMPANIONS, CONFIG, Pretrained, export, read_json, tensors
+from megascale.convert.huggingface import COMPANIONS, CONFIG, Pretrained, export, tensors
 from megascale.core.errors import CheckpointError, DataError
 from megascale.core.files import atomic_folder
 from megascale.data.tokenizer import load_tokenizer
@@ -48,7 +49,7 @@ def _weights(given: Pretrained, dtype: torch.dtype | None) -> Iterator[tuple[str
         yield tensor.name, found if dtype is None else found.to(dtype)
 
 
-def to_huggingface(source: Path, output: Path, dtype: torch.dtype | None = None) -> None:
+def to_huggingface(source: Location, output: Path, dtype: torch.dtype | None = None) -> None:
     """Make a folder of a checkpoint's weights, in the format that they have or in another.
 
     Raises: CheckpointError if it cannot be read, or no architecture computes its model; OSError if it cannot be written
@@ -59,27 +60,26 @@ def to_huggingface(source: Path, output: Path, dtype: torch.dtype | None = None)
     except ValidationError as error:
         what = f"{source}: its [model] is none of this version: {error.errors()[0]['msg']}"
         raise CheckpointError(what, mend="the version that wrote it") from None
-    stored = {tensor.name: saved.tensors.get(WEIGHTS + tensor.name) for tensor in tensors(model)}
 
     def read(name: str) -> Tensor:
-        tensor = stored[name]
-        if tensor is None:
-            raise CheckpointError(f"{source} has no tensor {WEIGHTS}{name}", mend=manifest.BYPASS)
-        return whole.read_tensor(source, name, tensor)
+        if WEIGHTS + name not in saved.tensors:
+            raise manifest.DamagedError(f"{source} has no tensor {WEIGHTS}{name}")
+        return whole.read_tensor(source, saved, WEIGHTS + name)
 
-    formats = {getattr(torch, tensor.dtype) for tensor in stored.values() if tensor}
+    stored = [saved.tensors.get(WEIGHTS + tensor.name) for tensor in tensors(model)]
+    formats = {getattr(torch, tensor.dtype) for tensor in stored if tensor}
     with atomic_folder(output) as folder:
         other = _companions(source, saved.facts.config, model, folder)
         export(model, read, folder, dtype or max(formats, key=lambda found: found.itemsize), other)
 
 
-def _companions(source: Path, config: dict[str, Any], model: ModelConfig, folder: Path) -> dict[str, Any]:
+def _companions(source: Location, config: dict[str, Any], model: ModelConfig, folder: Path) -> dict[str, Any]:
     """Put the tokenizer into a folder. Returns what a config.json says beside the model."""
     for name in COMPANIONS:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
-    if (source / ORIGIN).is_file():
-        return read_json(source / ORIGIN)
+        if (source / name).exists():
+            (folder / name).write_bytes((source / name).read())
+    if (source / ORIGIN).exists():
+        return dict(json.loads((source / ORIGIN).read()))
     tokenizer = (config.get("data") or {}).get("tokenizer")
     if not tokenizer or not Path(tokenizer).is_file():
         return {}

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megascale.checkpoint import manifest, whole
+from megascale.checkpoint.storage import Location
 from megascale.convert.conversion import to_huggingface
 from megascale.convert.huggingface import CONFIG, Pretrained
 from megascale.core.errors import CheckpointError, MegascaleError
@@ -30,7 +31,7 @@ class Wish:
 
 
 def sample(
-    source: Path, prompts: Sequence[str], wish: Wish, tokenizer: str | None, device: torch.device
+    source: Location, prompts: Sequence[str], wish: Wish, tokenizer: str | None, device: torch.device
 ) -> Iterator[str]:
     """Each prompt with what follows it. `source`: a checkpoint, or a folder of Hugging Face's; `tokenizer`: None for
     the one that it was trained with.
@@ -43,8 +44,8 @@ def sample(
     except ImportError as error:
         raise MegascaleError(f"sampling needs transformers: {error}", mend="pip install transformers") from None
     with tempfile.TemporaryDirectory() as temporary:
-        folder = source
-        if not (source / CONFIG).is_file():
+        folder = source.local
+        if folder is None or not (folder / CONFIG).is_file():
             folder = Path(temporary) / "model"
             to_huggingface(source, folder)
         text = load_tokenizer(tokenizer or _tokenizer_of(source))
@@ -71,21 +72,21 @@ def _continued(model: Any, text: Tokenizer, prompt: str, wish: Wish, room: int) 
     return text.decode(found[: -1 if found[-1] == text.eod else None])
 
 
-def _tokenizer_of(source: Path) -> str:
+def _tokenizer_of(source: Location) -> str:
     """The tokenizer beside weights, or that a run was configured with."""
-    if (source / "tokenizer.json").is_file():
-        return str(source / "tokenizer.json")
+    if source.local and (source.local / "tokenizer.json").is_file():
+        return str(source.local / "tokenizer.json")
     found = None
-    if (source / manifest.NAME).is_file():
+    if (source / manifest.NAME).exists():
         found = (manifest.read(source).facts.config.get("data") or {}).get("tokenizer")
     if not found:
         raise CheckpointError(f"{source} does not say its tokenizer", mend="--tokenizer FILE")
     return str(found)
 
 
-def find(path: Path) -> Path:
+def find(path: Location) -> Location:
     """What a path names: a folder of Hugging Face's, a checkpoint, or the newest of a run.
 
     Raises: CheckpointError if it is none
     """
-    return path if (path / CONFIG).is_file() else whole.find(path)
+    return path if path.local and (path.local / CONFIG).is_file() else whole.find(path)

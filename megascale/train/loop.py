@@ -62,7 +62,8 @@ def resume(run: Run) -> str:
     run.progress = found.progress
     _publish(run)
     tokens = format_count(run.progress.tokens)
-    lines = [f"resumed from {found.path}: step {run.progress.step}, {tokens} tokens"]
+    lines = [f"WARNING: {error.what}" for error in found.damaged]
+    lines.append(f"resumed from {found.path}: step {run.progress.step}, {tokens} tokens")
     return "\n".join(lines + [f"changed since: {change}" for change in found.changes])
 
 

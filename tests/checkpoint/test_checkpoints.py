@@ -146,18 +146,29 @@ def damage(config: Any) -> str:
     """What every rank says of a damaged checkpoint."""
     results = run_world(config.world, refused, config)
     assert {status for _, status in results} == {4}
+    assert len({text for text, _ in results}) == 1
     return results[0][0]
+
+
+def edit(folder: Path, change: Any) -> None:
+    """Change what a manifest says, with the checksum that belongs to it."""
+    from megascale.checkpoint import manifest
+    from megascale.checkpoint.storage import Location
+
+    place = Location(str(folder))
+    said = manifest.read(place).model_dump(mode="json")
+    change(said)
+    manifest.write(place, manifest.Manifest.model_validate_json(json.dumps(said)))
 
 
 def test_what_a_checkpoint_consists_of(copy: tuple[Any, Path]) -> None:
     _, folder = copy
     assert sorted(path.name for path in folder.iterdir()) == [
         "manifest.json",
-        "rank-00000.safetensors",
-        "rank-00001.safetensors",
+        "rank-00000-000.safetensors",
+        "rank-00001-000.safetensors",
     ]
-    manifest = json.loads((folder / "manifest.json").read_text())
-    facts = manifest["facts"]
+    facts = json.loads((folder / "manifest.json").read_text())["manifest"]["facts"]
     assert facts["progress"] == {"step": 2, "samples": 16, "tokens": 256}
     assert facts["layout"] == {"tp": 2, "cp": 1, "dp": 1, "pp": 1}
     assert facts["config"]["model"]["num_layers"] == 4
@@ -168,31 +179,31 @@ def test_what_a_checkpoint_consists_of(copy: tuple[Any, Path]) -> None:
 
 def test_every_flipped_bit_is_noticed(copy: tuple[Any, Path]) -> None:
     config, folder = copy
-    path = folder / "rank-00001.safetensors"
+    path = folder / "rank-00001-000.safetensors"
     whole_file = path.read_bytes()
     header = 8 + int.from_bytes(whole_file[:8], "little")
     for place in range(header, len(whole_file), (len(whole_file) - header) // 5):
         broken = bytearray(whole_file)
         broken[place] ^= 1 << place % 8
         path.write_bytes(broken)
-        assert "rank-00001.safetensors" in damage(config)
+        assert "rank-00001-000.safetensors" in damage(config)
 
 
 @pytest.mark.parametrize("cut", [0, 7, 1000, -1])
 def test_a_shard_that_is_cut_short_is_refused(cut: int, copy: tuple[Any, Path]) -> None:
     config, folder = copy
-    path = folder / "rank-00000.safetensors"
+    path = folder / "rank-00000-000.safetensors"
     path.write_bytes(path.read_bytes()[:cut])
     assert str(path) in damage(config)
 
 
 def test_a_missing_shard_is_refused(copy: tuple[Any, Path]) -> None:
     config, folder = copy
-    (folder / "rank-00001.safetensors").unlink()
-    assert "rank-00001.safetensors" in damage(config)
+    (folder / "rank-00001-000.safetensors").unlink()
+    assert "rank-00001-000.safetensors" in damage(config)
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"format": 99}', "[]", '{"format": 1}'])
+@pytest.mark.parametrize("text", ["", "{", '{"format": 99}', "[]", '{"format": 2}', "\n\n"])
 def test_a_damaged_manifest_is_refused(text: str, copy: tuple[Any, Path]) -> None:
     config, folder = copy
     (folder / "manifest.json").write_text(text)
@@ -201,17 +212,13 @@ def test_a_damaged_manifest_is_refused(text: str, copy: tuple[Any, Path]) -> Non
 
 def test_a_tensor_that_is_missing_is_refused(copy: tuple[Any, Path]) -> None:
     config, folder = copy
-    manifest = json.loads((folder / "manifest.json").read_text())
-    del manifest["tensors"]["exp_avg.layers.1.mlp.up.weight"]
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    edit(folder, lambda said: said["tensors"].pop("exp_avg.layers.1.mlp.up.weight"))
     assert "exp_avg.layers.1.mlp.up.weight" in damage(config)
 
 
 def test_a_tensor_of_which_a_part_is_missing_is_refused(copy: tuple[Any, Path]) -> None:
     config, folder = copy
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["tensors"]["weights.layers.1.mlp.up.weight"]["boxes"].pop()
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    edit(folder, lambda said: said["tensors"]["weights.layers.1.mlp.up.weight"]["boxes"].pop())
     assert "only a part of weights.layers.1.mlp.up.weight" in damage(config)
 
 
@@ -240,9 +247,11 @@ def test_a_used_folder_is_never_written_to(copy: tuple[Any, Path]) -> None:
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     again = folder.with_name("step-00000002.1")
     assert (again / "manifest.json").is_file()
+    from megascale.checkpoint.storage import Location
     from megascale.checkpoint.store import complete
 
-    assert [stored.path for stored in complete(folder.parent)] == [folder, again]
+    found = complete(Location(str(folder.parent)))
+    assert [stored.path.local for stored in found] == [folder, again]
 
 
 def save_twice(rank: Rank, config: Any) -> list[str]:
@@ -256,7 +265,7 @@ def save_twice(rank: Rank, config: Any) -> list[str]:
         assert first is not None and second is None
         run.checkpoints.remove_old()
     run.gradients.finish_gather()
-    return sorted(path.name for path in run.checkpoints.folder.iterdir())
+    return list(run.checkpoints.folder.names())
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
@@ -283,13 +292,13 @@ def out_of_space(rank: Rank, config: Any) -> tuple[str, list[str]]:
         resource.prlimit(writer, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     again = run.checkpoints.save(run.progress)
     assert again is not None
-    return text, sorted(path.name for path in run.checkpoints.folder.iterdir())
+    return text, run.checkpoints.folder.names()
 
 
 def test_a_rank_that_cannot_write_leaves_nothing(tmp_path: Path) -> None:
     config = config_in(tmp_path, parallel__tp=2)
     for text, folders in run_world(2, out_of_space, config):
-        assert text.startswith("rank 1: cannot write") and "rank-00001.safetensors" in text
+        assert text.startswith("rank 1: cannot write") and "rank-00001-000.safetensors" in text
         assert len(folders) == 1, "the failed attempt is gone, the next one is complete"
 
 
@@ -335,6 +344,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_on_every_rank(tmp_path: Path) 
 
 
 def test_of_a_checkpoint_that_lies_elsewhere_only_the_link_is_removed(tmp_path: Path) -> None:
+    from megascale.checkpoint.storage import Location
     from megascale.checkpoint.store import complete, keep_newest, remove_unfinished
 
     folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
@@ -344,9 +354,10 @@ def test_of_a_checkpoint_that_lies_elsewhere_only_the_link_is_removed(tmp_path: 
         (place / "manifest.json").touch()
     (folder / "step-1").symlink_to(elsewhere / "full")
     (folder / "step-3").symlink_to(elsewhere / "empty")
-    remove_unfinished(folder)
-    assert [stored.step for stored in complete(folder)] == [1, 2]
-    keep_newest(folder, 1)
+    place = Location(str(folder))
+    remove_unfinished(place)
+    assert [stored.step for stored in complete(place)] == [1, 2]
+    keep_newest(place, 1)
     assert [path.name for path in folder.iterdir()] == ["step-2"]
     assert sorted(path.name for path in elsewhere.iterdir()) == ["empty", "full"]
     assert (elsewhere / "full" / "manifest.json").exists()
@@ -364,6 +375,7 @@ def test_of_a_checkpoint_that_lies_elsewhere_only_the_link_is_removed(tmp_path: 
     ],
 )
 def test_the_newest_and_every_so_many_are_kept(tmp_path: Path, keep: int, every: int, kept: list[int]) -> None:
+    from megascale.checkpoint.storage import Location
     from megascale.checkpoint.store import complete, keep_newest
 
     for step in range(10, 70, 10):
@@ -371,8 +383,8 @@ def test_the_newest_and_every_so_many_are_kept(tmp_path: Path, keep: int, every:
         place.mkdir()
         (place / "manifest.json").touch()
     (tmp_path / "step-00000070").mkdir()  # being written
-    keep_newest(tmp_path, keep, every)
-    assert [stored.step for stored in complete(tmp_path)] == kept
+    keep_newest(Location(str(tmp_path)), keep, every)
+    assert [stored.step for stored in complete(Location(str(tmp_path)))] == kept
     assert (tmp_path / "step-00000070").exists()
 
 

@@ -78,14 +78,14 @@ def test_show_says_what_is_in_it(run: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_verify_finds_every_damage(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = run / "checkpoints/step-00000002"
-    assert asked(capsys, "verify", run) == f"{path}: 117 tensors are what was written\n"
-    file = path / "rank-00001.safetensors"
+    assert asked(capsys, "verify", run) == f"{path}: 117 tensors in 2 files are what was written\n"
+    file = path / "rank-00001-000.safetensors"
     numbers = bytearray(file.read_bytes())
     numbers[-1] ^= 1
     file.write_bytes(numbers)
     lines = asked(capsys, "verify", run, status=4).splitlines()
     assert len(lines) == 2 and f"{file}: " in lines[0] and "is not what was written" in lines[0]
-    assert lines[1] == f"{path}: 1 of 117 tensors are damaged"
+    assert lines[1] == f"{path} is damaged"
     assert json.loads(asked(capsys, "verify", run, "--json", status=4))["ok"] is False
     file.unlink()
     assert "cannot be read" in asked(capsys, "verify", run, status=4)
@@ -105,7 +105,7 @@ def test_convert_goes_both_ways(run: Path, tmp_path: Path, capsys: pytest.Captur
     assert asked(capsys, "convert", run, tmp_path / "hf", "--dtype", "bf16").startswith(f"{tmp_path / 'hf'}: ")
     assert json.loads((tmp_path / "hf/config.json").read_text())["torch_dtype"] == "bfloat16"
     asked(capsys, "convert", tmp_path / "hf", tmp_path / "ours")
-    assert asked(capsys, "verify", tmp_path / "ours") == f"{tmp_path}/ours: 39 tensors are what was written\n"
+    assert asked(capsys, "verify", tmp_path / "ours") == f"{tmp_path}/ours: 39 tensors in 1 file are what was written\n"
     assert "File exists" in asked(capsys, "convert", run, tmp_path / "hf", status=4)
     (tmp_path / "empty").mkdir()
     assert "no complete checkpoint" in asked(capsys, "convert", tmp_path / "empty", tmp_path / "x", status=4)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from megascale.checkpoint import manifest, whole
 from megascale.checkpoint.state import WEIGHTS as WEIGHT
 from megascale.checkpoint.state import global_tensors
+from megascale.checkpoint.storage import Location
 from megascale.config.model import ModelConfig
 from megascale.convert import huggingface
 from megascale.convert.conversion import from_huggingface, to_huggingface
@@ -57,7 +58,7 @@ def test_there_and_back_is_the_same(tmp_path: Path, name: str, dtype: torch.dtyp
     pretrained(MODELS[name], tmp_path / "theirs", dtype)
     (tmp_path / "theirs/tokenizer.json").write_text("{}")
     from_huggingface(tmp_path / "theirs", tmp_path / "ours")
-    to_huggingface(tmp_path / "ours", tmp_path / "again")
+    to_huggingface(Location(str(tmp_path / "ours")), tmp_path / "again")
     assert equal(weights_in(tmp_path / "again"), weights_in(tmp_path / "theirs"))
     before, after = (json.loads((tmp_path / folder / CONFIG).read_text()) for folder in ("theirs", "again"))
     assert {key: after.get(key) for key in before} == before
@@ -90,7 +91,7 @@ def test_transformers_loads_what_was_trained(tmp_path: Path, model: dict[str, An
 
     given = config_of(settings(model, tmp_path, train__precision="fp32", checkpoint__every=1), tmp_path)
     ((weights, tokens, logits),) = run_world(1, trained, given)
-    to_huggingface(whole.find(given.folder), tmp_path / "theirs")
+    to_huggingface(whole.find(Location(str(given.folder))), tmp_path / "theirs")
     net = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", attn_implementation="eager")
     assert net.dtype == torch.float32
     with torch.no_grad():
@@ -164,7 +165,7 @@ def test_weights_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (tmp_path / "theirs" / INDEX).exists()
     from_huggingface(tmp_path / "theirs", tmp_path / "ours")
     assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 3
-    to_huggingface(tmp_path / "ours", tmp_path / "again")
+    to_huggingface(Location(str(tmp_path / "ours")), tmp_path / "again")
     index = json.loads((tmp_path / "again" / INDEX).read_text())
     found = weights_in(tmp_path / "again")
     assert equal(found, weights_in(tmp_path / "theirs"))
@@ -180,8 +181,8 @@ def test_weights_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_in_another_format(tmp_path: Path) -> None:
     pretrained(GPT | {"activation": "gelu"}, tmp_path / "theirs")
     from_huggingface(tmp_path / "theirs", tmp_path / "ours", torch.bfloat16)
-    assert {tensor.dtype for tensor in manifest.read(tmp_path / "ours").tensors.values()} == {"bfloat16"}
-    to_huggingface(tmp_path / "ours", tmp_path / "again", torch.float16)
+    assert {tensor.dtype for tensor in manifest.read(Location(str(tmp_path / "ours"))).tensors.values()} == {"bfloat16"}
+    to_huggingface(Location(str(tmp_path / "ours")), tmp_path / "again", torch.float16)
     assert {tensor.dtype for tensor in weights_in(tmp_path / "again").values()} == {torch.float16}
     assert json.loads((tmp_path / "again" / CONFIG).read_text())["torch_dtype"] == "float16"
 
@@ -256,7 +257,7 @@ def test_a_model_of_no_family_is_refused(tmp_path: Path, model: dict[str, Any], 
     zeros = ((tensor.name, torch.zeros(tensor.shape)) for tensor in tensors(config))
     whole.write(tmp_path / "ours", zeros, {"model": config.model_dump(mode="json")})
     with pytest.raises(CheckpointError) as caught:
-        to_huggingface(tmp_path / "ours", tmp_path / "theirs")
+        to_huggingface(Location(str(tmp_path / "ours")), tmp_path / "theirs")
     assert words in str(caught.value)
     assert not list(tmp_path.glob("*theirs*"))
 
@@ -267,7 +268,7 @@ def test_old_files_of_a_bare_gpt2_are_read(tmp_path: Path) -> None:
     bare = {name.removeprefix("transformer."): t for name, t in load_file(tmp_path / WEIGHTS).items()}
     save_file(bare | {"h.0.attn.bias": torch.ones(1, 1, 16, 16)}, tmp_path / WEIGHTS)
     from_huggingface(tmp_path, tmp_path / "ours")
-    to_huggingface(tmp_path / "ours", tmp_path / "theirs")
+    to_huggingface(Location(str(tmp_path / "ours")), tmp_path / "theirs")
     theirs = weights_in(tmp_path / "theirs")
     assert all(torch.equal(theirs[name], p) for name, p in net.named_parameters())
 
@@ -278,13 +279,18 @@ import resource, sys
 from pathlib import Path
 import torch
 from megascale.checkpoint import whole
+from megascale.checkpoint.storage import Location
 from megascale.convert import conversion, huggingface
 conversion.DTYPES
 import safetensors.torch
 source, output, size = sys.argv[1:]
 huggingface.FILE_BYTES = whole.FILE_BYTES = int(size)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-(conversion.from_huggingface if "theirs" in source else conversion.to_huggingface)(Path(source), Path(output))
+output = Path(output)
+if "theirs" in source:
+    conversion.from_huggingface(Path(source), output)
+else:
+    conversion.to_huggingface(Location(source), output)
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """
 

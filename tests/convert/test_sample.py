@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megascale.checkpoint import whole
+from megascale.checkpoint.storage import Location
 from megascale.cli.main import main
 from megascale.config.model import ModelConfig
 from megascale.convert.conversion import to_huggingface
@@ -47,7 +48,7 @@ def greedy(folder: Path, prompt: bytes, count: int) -> bytes:
 def test_without_chance_the_likeliest_follows(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    to_huggingface(checkpoint, tmp_path / "hf")
+    to_huggingface(Location(str(checkpoint)), tmp_path / "hf")
     wanted = greedy(tmp_path / "hf", b"ab", 5).decode("utf-8", errors="replace") + "\n"
     plain = ("--prompt", "ab", "--temperature", "0", "--tokens", "5")
     assert written(capsys, checkpoint, *plain) == wanted
@@ -64,7 +65,7 @@ def test_a_seed_gives_a_text(checkpoint: Path, capsys: pytest.CaptureFixture[str
 def test_what_cannot_be_said_is_told(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     long = written(capsys, checkpoint, "--prompt", "x" * 40, status=1)
     assert "a prompt of 40 tokens leaves no room in 32" in long
-    to_huggingface(checkpoint, tmp_path / "hf")
+    to_huggingface(Location(str(checkpoint)), tmp_path / "hf")
     assert "does not say its tokenizer  -> --tokenizer FILE" in written(capsys, tmp_path / "hf", status=4)
     assert "there is no complete checkpoint" in written(capsys, tmp_path, status=4)
     for words in (("--tokens", "0"), ("--temperature", "hot"), ("--top-k", "-1")):

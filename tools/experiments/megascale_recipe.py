@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], help="of each variant (1 2 3)")
     parser.add_argument("--steps", type=int, default=800, help="of the smaller batch (800)")
     parser.add_argument("--window", type=int, default=64, help="keys that a query sees (64 of 256)")
-    parser.add_argument("--lr", type=float, default=1e-2, help="LAMB's learning rate (0.01)")
+    parser.add_argument("--lr", type=float, default=4e-2, help="LAMB's learning rate (0.04)")
     parser.add_argument("--output", type=path, default="runs/recipe", metavar="DIR", help="of the runs")
     parser.add_argument("--picture", type=path, metavar="FILE.svg", help="draw the curves")
     options = parser.parse_args()

@@ -1,0 +1,178 @@
+"""Files and folders in any file system that fsspec knows: local, HDFS, object stores. What fails for a while is tried
+again.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fsspec.core import url_to_fs
+
+from megascale.core.files import atomic, settle
+
+T = TypeVar("T")
+
+BLOCK = 32 << 20
+"""Bytes that are sent to an object store at once."""
+
+PAUSES = 0.25, 10.0
+"""Seconds until something is tried again: first, doubled each time, and at most."""
+
+LASTING = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EFBIG, errno.EINVAL}
+"""Errors that trying again does not mend, beside those that have a class."""
+
+CLASSES = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES, FileExistsError: errno.EEXIST}
+"""Numbers of errors that are raised without one."""
+
+
+@dataclass(frozen=True)
+class Location:
+    """A file or a folder: `url` is a local path, or begins with fsspec's name of a file system and `://`. What fails is
+    tried again for `patience` seconds, unless it would fail always.
+
+    Every method raises OSError, with `filename`.
+    """
+
+    url: str
+    patience: float = 60.0
+
+    def __truediv__(self, name: str) -> Location:
+        return Location(f"{self.url.rstrip('/')}/{name}", self.patience)
+
+    def __str__(self) -> str:
+        return self.url
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return self.url.rstrip("/").rpartition("/")[2]
+
+    @property
+    def local(self) -> Path | None:
+        """The path, if it is one of this host's file systems."""
+        return None if "://" in self.url else Path(self.url)
+
+    def exists(self) -> bool:
+        """Whether there is something."""
+        return self._tried(lambda fs, path: fs.exists(path))
+
+    def is_folder(self) -> bool:
+        """Whether it is a folder; in an object store, whether something is in it."""
+        return self._tried(lambda fs, path: fs.isdir(path))
+
+    def names(self) -> list[str]:
+        """What is in this folder, in order; nothing if there is none."""
+
+        def look(fs: Any, path: str) -> list[str]:
+            fs.invalidate_cache()
+            try:
+                return sorted(Location(found).name for found in fs.ls(path, detail=False))
+            except FileNotFoundError:
+                return []
+
+        return self._tried(look)
+
+    def size(self) -> int:
+        """Bytes of a file, or of all that is in a folder."""
+        return self._tried(lambda fs, path: fs.du(path))
+
+    def make(self) -> None:
+        """Make a folder, and those above it. It must not be there yet."""
+        self._tried(lambda fs, path: fs.makedirs(path, exist_ok=False))
+
+    def read(self) -> bytes:
+        """A whole file."""
+        return self._tried(lambda fs, path: fs.cat_file(path))
+
+    def read_into(self, room: memoryview, start: int) -> int:
+        """Fill `room` [bytes] from a place in a file. Returns how many bytes there were, fewer where it ends."""
+
+        def fill(fs: Any, path: str) -> int:
+            if self.local is None:
+                data = fs.cat_file(path, start=start, end=start + len(room))
+                room[: len(data)] = data
+                return len(data)
+            done = 0
+            with open(path, "rb", buffering=0) as file:
+                file.seek(start)
+                while count := file.readinto(room[done:]):
+                    done += count
+            return done
+
+        return self._tried(fill)
+
+    def write(self, data: bytes) -> None:
+        """Write a file that is there whole or not at all."""
+
+        def put(fs: Any, path: str) -> None:
+            if self.local is not None:
+                with atomic(self.local) as file:
+                    file.write(data)
+                return
+            fs.pipe_file(f"{path}.tmp", data)
+            fs.mv(f"{path}.tmp", path)
+
+        self._tried(put)
+
+    def write_parts(self, parts: Callable[[], Iterable[bytes | memoryview]]) -> None:
+        """Write a file of parts, on storage when this returns; `parts` begins anew when it is tried again. On an error
+        a piece of it may stay.
+        """
+
+        def put(fs: Any, path: str) -> None:
+            with fs.open(path, "wb", block_size=BLOCK) as file:
+                for part in parts():
+                    file.write(part)
+            if self.local is not None:
+                settle(self.local)
+
+        self._tried(put)
+
+    def remove(self) -> None:
+        """Delete a file, or a folder with all that is in it; of a link only the link. Nothing there is no error."""
+
+        def delete(fs: Any, path: str) -> None:
+            if self.local is not None and self.local.is_symlink():
+                self.local.unlink()
+            elif fs.exists(path):
+                fs.rm(path, recursive=True)
+
+        self._tried(delete)
+
+    def _tried(self, action: Callable[[Any, str], T]) -> T:
+        end, pause = time.monotonic() + self.patience, PAUSES[0]
+        while True:
+            try:
+                fs, path = url_to_fs(self.url)
+                return action(fs, path)
+            except (TypeError, AttributeError, LookupError):
+                raise  # ours
+            except Exception as error:  # object stores have classes of their own for what fails on the way
+                if _lasts(error) or time.monotonic() + pause > end:
+                    raise _as_os_error(error, self.url) from error
+            time.sleep(pause * random.uniform(0.5, 1))
+            pause = min(2 * pause, PAUSES[1])
+
+
+def _lasts(error: Exception) -> bool:
+    """Whether the same would fail again."""
+    lasting = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+    if isinstance(error, (*lasting, ImportError, ValueError)):
+        return True
+    return isinstance(error, OSError) and error.errno in LASTING
+
+
+def _as_os_error(error: Exception, url: str) -> OSError:
+    if isinstance(error, OSError):
+        number = error.errno or CLASSES.get(type(error), errno.EIO)
+        text = error.strerror or str(error) or os.strerror(number)
+    else:
+        number, text = errno.EIO, f"{type(error).__name__}: {error}"
+    return OSError(number, text, url)  # of the subclass that the number has
