@@ -133,6 +133,12 @@ class Device:
         if not self.is_cpu:
             torch.cuda.synchronize(self.torch)
 
+    def pin(self, memory: Tensor) -> None:
+        """Fix host memory where it is, so that copies from a GPU go there at once and by themselves."""
+        if not self.is_cpu:
+            portable = 1
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, portable))
+
     def memory(self) -> int:
         """Bytes that there are: of the GPU, or of the host."""
         if not self.is_cpu:

@@ -10,18 +10,19 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megascale.checkpoint.storage import Location
 from megascale.core.errors import CheckpointError
 
 
 class Background:
-    """The process, which sees the memory behind `descriptor`; one order at a time.
+    """The process, which inherits `descriptors`; one order at a time. With `receive`, what `copies.receive` takes, it
+    takes copies from others as well.
 
     It has a session of its own: what stops the ranks of a job does not stop it, and it ends with this process.
     """
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+    def __init__(self, descriptors: Sequence[int], receive: Mapping[str, Any] | None = None) -> None:
+        self._descriptors = tuple(descriptors)
+        self._receive = receive
         self._process: subprocess.Popen[bytes] | None = None
         self._answer = b""
         self._start()
@@ -32,24 +33,20 @@ class Background:
         assert self._process is not None
         return self._process.pid
 
-    def write(self, folder: Location, files: Mapping[str, Sequence[Sequence[Any]]]) -> None:
-        """Have it write parts of the memory to files of a folder. If it has ended since the last order there is a new
-        one.
-        """
+    def order(self, **parts: Mapping[str, Any] | None) -> None:
+        """Give it an order (`writer.obey`). If it has ended since the last one there is a new one."""
         if self._process is None or self._process.poll() is not None:
             self._start()
         assert self._process is not None and self._process.stdin is not None
         self._answer = b""
         try:
-            memory = f"/proc/self/fd/{self._descriptor}"
-            order = {"memory": memory, "folder": folder.url, "patience": folder.patience, "files": files}
-            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            self._process.stdin.write(json.dumps(parts).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             return  # its answer will say so
 
     def answer(self, *, wait: bool) -> dict[str, Any] | None:
-        """What `writer.write` returns; None if it is not done and we do not wait.
+        """What became of the order; None if it is not done and we do not wait.
 
         Raises: CheckpointError if it could not do it, or has ended
         """
@@ -62,16 +59,18 @@ class Background:
             self._answer += part
         found: dict[str, Any] = json.loads(self._answer)
         if "error" in found:
-            what = f"cannot write {found['path']}: {found['error']}"
+            what = f"cannot write {found['what']}: {found['error']}"
             raise CheckpointError(what, mend="check space and permissions")
         return found
 
     def _start(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "megascale.checkpoint.writer", str(os.getpid())],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[self._descriptor], start_new_session=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=self._descriptors, start_new_session=True,
         )  # fmt: skip
-        assert self._process.stdout is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(self._receive).encode() + b"\n")
+        self._process.stdin.flush()
         self._pipe = self._process.stdout.fileno()
         self._ready = select.poll()
         self._ready.register(self._pipe, select.POLLIN)

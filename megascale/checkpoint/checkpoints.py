@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
@@ -11,6 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megascale.checkpoint import manifest, store
+from megascale.checkpoint.memory import Memory
 from megascale.checkpoint.plan import LoadPlanner
 from megascale.checkpoint.saving import Saved, Saving
 from megascale.checkpoint.state import WEIGHTS, GlobalTensor, Part, Progress, global_tensors, history_tensors
@@ -31,14 +34,14 @@ COMPARED = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size"
 
 @dataclass(frozen=True)
 class Resumed:
-    """What was resumed from; `changes`: what the configuration says otherwise than the one that was saved; `damaged`:
-    newer checkpoints that are not what was written; `bytes`: how many all ranks have read.
+    """What was resumed from; `path`: None for copies in memory; `changes`: what the configuration says otherwise than
+    the one that was saved; `damaged`: what is wrong with newer ones; `bytes`: how many all ranks have read of storage.
     """
 
     progress: Progress
-    path: Location
+    path: Location | None
     changes: list[str]
-    damaged: list[manifest.DamagedError]
+    damaged: list[str]
     bytes: int
 
 
@@ -49,6 +52,7 @@ class Checkpoints:
         self, config: RunConfig, mesh: Mesh, shards: Sequence[ShardState], scaling: Scaling, device: Device
     ) -> None:
         self._config = config
+        self._said = config.model_dump(by_alias=True, mode="json")
         self._mesh = mesh
         self._shards = shards
         self._scaling = scaling
@@ -56,7 +60,11 @@ class Checkpoints:
         if config.checkpoint.every:
             held = [tensor for shard in shards for tensor in (shard.master, *shard.state.values())]
             state = global_tensors(shards, mesh) | history_tensors(scaling)
-            self.saving = Saving(state, [*held, scaling.history], config.checkpoint.file_bytes, mesh, device)
+            every, memory = config.checkpoint.memory_every, None
+            if every:
+                parent = Path(config.checkpoint.memory_dir)
+                memory = Memory(parent, config.folder, config.checkpoint.replicate, mesh)
+            self.saving = Saving(state, [*held, scaling.history], config.checkpoint.file_bytes, memory, mesh, device)
         self.folder = Location(config.checkpoints, config.checkpoint.patience_s)
         self._saved_step: int | None = None
 
@@ -70,12 +78,22 @@ class Checkpoints:
         before = self.finish()
         if self._saved_step == progress.step:
             return before
-        first = self._mesh.rank == 0
-        path = broadcast_object(self._mesh.world, store.fresh_folder(self.folder, progress.step) if first else None)
-        assert path is not None, "rank 0 names the folder"
-        config = self._config.model_dump(by_alias=True, mode="json")
-        self.saving.begin(path, manifest.Facts.of(progress, config, asdict(self._mesh.topology)))
+        self.saving.begin(self.folder, self._facts(progress))
         return before
+
+    def remember(self, progress: Progress) -> None:
+        """Begin a copy that stays in memory, unless one is under way."""
+        assert self.saving is not None, "checkpoint.every = 0 saves nothing"
+        if not self.saving.busy:
+            self.saving.begin(None, self._facts(progress))
+
+    def forget(self) -> None:
+        """The run is over, and its last checkpoint on storage: leave nothing in memory."""
+        if self.saving:
+            self.saving.forget()
+
+    def _facts(self, progress: Progress) -> manifest.Facts:
+        return manifest.Facts.of(progress, self._said, asdict(self._mesh.topology))
 
     def poll(self) -> tuple[float, float]:
         """Of this rank: 1 if it has written its part of the checkpoint under way, and 1 if it has failed to; else 0."""
@@ -103,7 +121,7 @@ class Checkpoints:
         return saved
 
     def _noted(self, saved: Saved | None) -> Saved | None:
-        if saved is not None and saved.error is None:
+        if saved is not None and saved.path is not None and saved.error is None:
             self._saved_step = saved.step
         return saved
 
@@ -117,23 +135,40 @@ class Checkpoints:
 
     def resume(self) -> Resumed | None:
         """Load what `checkpoint.resume` asks for into the shards; None if there is nothing to resume from. Of the run's
-        own checkpoints the newest that is what was written.
+        own checkpoints, and copies in memory that are not older, the newest that is what was written.
 
         Raises: CheckpointError for one that is of another model, or if none can be trusted.
         """
-        damaged: list[manifest.DamagedError] = []
-        for path in broadcast_object(self._mesh.world, self._find() if self._mesh.rank == 0 else []):
+        steps, paths = broadcast_object(self._mesh.world, self._find() if self._mesh.rank == 0 else ([], []))
+        facts, damaged = self._recalled(max(steps, default=0))
+        if facts is not None:
+            return Resumed(facts.progress, None, changes(facts.config, self._config), damaged, 0)
+        first: manifest.DamagedError | None = None
+        for path in paths:
             try:
                 saved, count = self._load(path)
             except manifest.DamagedError as error:
-                damaged.append(error)
+                first = first or error
+                damaged.append(error.what)
                 continue
             progress = saved.facts.progress
             self._saved_step = progress.step if path.url.startswith(f"{self.folder}/") else None
             return Resumed(progress, path, changes(saved.facts.config, self._config), damaged, count)
-        if damaged:
-            raise damaged[0]
+        if first:
+            raise first
         return None
+
+    def _recalled(self, since: int) -> tuple[manifest.Facts | None, list[str]]:
+        """Take up copies in memory of a step that is not before `since`. Whose they are, and what is wrong with
+        others.
+        """
+        if self.saving is None:
+            return None, []
+        facts, problems = self.saving.recall(since if self._config.checkpoint.resume != "never" else sys.maxsize)
+        if facts is not None:
+            self._compare("the copy in memory", facts.config.get("model", {}))
+            self._scaling.known = bool(history_tensors(self._scaling))
+        return facts, problems
 
     def _load(self, path: Location) -> tuple[manifest.Manifest, int]:
         """Load a checkpoint. Returns its manifest, and how many bytes were read of its files.
@@ -207,15 +242,17 @@ class Checkpoints:
         self._scaling.history.zero_()
         return wanted if self._scaling.known and self._mesh.rank == 0 else {}
 
-    def _find(self) -> list[Location]:
-        """The run's own complete checkpoints, the newest first; without one, that which the configuration names."""
+    def _find(self) -> tuple[list[int], list[Location]]:
+        """The run's own complete checkpoints, the newest first, and their steps; without one, that which the
+        configuration names.
+        """
         asked = self._config.checkpoint.resume
         store.remove_unfinished(self.folder)
         if asked != "never" and (found := store.complete(self.folder)):
-            return [stored.path for stored in reversed(found)]
+            return [stored.step for stored in found], [stored.path for stored in reversed(found)]
         if asked in ("auto", "never") or asked.startswith(FOREIGN):
-            return []
-        return [Location(asked, self.folder.patience)]
+            return [], []
+        return [], [Location(asked, self.folder.patience)]
 
     def _compare(self, path: Location | str, saved: Mapping[str, Any]) -> None:
         ours = self._config.model.model_dump()

@@ -7,6 +7,8 @@ writes any more.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +21,9 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from megascale.checkpoint import manifest, store
 from megascale.checkpoint.background import Background
+from megascale.checkpoint.memory import SLOTS, Memory
 from megascale.checkpoint.plan import SavePlanner
+from megascale.checkpoint.shard import chunk_of
 from megascale.checkpoint.snapshot import Snapshot
 from megascale.checkpoint.state import FORMATS, GlobalTensor, cut
 from megascale.checkpoint.storage import Location
@@ -34,11 +38,11 @@ BOX_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Saved:
-    """What became of an attempt: `error` if it failed, and then nothing of it is left. Seconds: `stalled`, that
-    training stood still; `written`, from then until it was complete.
+    """What became of an attempt: `error` if it failed, and then nothing of it is left. `path`: None for a copy that
+    stays in memory. Seconds: `stalled`, that training stood still; `written`, from then until it was complete.
     """
 
-    path: Location
+    path: Location | None
     step: int
     stalled: float
     written: float
@@ -47,7 +51,8 @@ class Saved:
 
 @dataclass
 class _Attempt:
-    path: Location
+    path: Location | None
+    slot: int
     facts: manifest.Facts
     stalled: float
     since: float
@@ -60,23 +65,36 @@ class _Plan:
     """What this rank writes, and on the first rank what all write together."""
 
     items: Sequence[WriteItem]
+    chunk: int
     files: dict[str, list[list[Any]]]
     metadata: Metadata | None
 
 
 class Saving:
-    """Writes checkpoints of `state`, of which `held` are the flat tensors that its pieces are parts of. Every rank
-    calls the same methods in the same steps, but for `poll`.
+    """Writes checkpoints of `state`, of which `held` are the flat tensors that its pieces are parts of. With `memory`
+    copies stay there as well. Every rank calls the same methods in the same steps, but for `poll`.
     """
 
     def __init__(
-        self, state: Mapping[str, GlobalTensor], held: Sequence[Tensor], file_bytes: int, mesh: Mesh, device: Device
+        self,
+        state: Mapping[str, GlobalTensor],
+        held: Sequence[Tensor],
+        file_bytes: int,
+        memory: Memory | None,
+        mesh: Mesh,
+        device: Device,
     ) -> None:
         self._mesh = mesh
         self._state = cut(state, min(BOX_BYTES, file_bytes))
         self._file_bytes = file_bytes
-        self._snapshot = Snapshot(held, device)
-        self._background = Background(self._snapshot.descriptor)
+        self._memory = memory
+        if memory is None:
+            self._slots = [Snapshot(held, device)]
+            self._background = Background([self._slots[0].descriptor])
+        else:
+            self._slots = [Snapshot(held, device, memory.file(slot)) for slot in range(len(SLOTS))]
+            self._background = Background([memory.listener], memory.receive)
+        self._what = self._description()
         self._plan: _Plan | None = None
         self._attempt: _Attempt | None = None
 
@@ -85,20 +103,68 @@ class Saving:
         """The number of the process that writes."""
         return self._background.pid
 
-    def begin(self, path: Location, facts: manifest.Facts) -> None:
-        """Copy the state and have it written to a folder, which is made, while training goes on.
+    @property
+    def busy(self) -> bool:
+        """Whether an attempt is under way."""
+        return self._attempt is not None
+
+    def begin(self, folder: Location | None, facts: manifest.Facts) -> None:
+        """Copy the state and have it written to a new folder in this one, while training goes on; with None it stays in
+        memory alone.
 
         Raises: CheckpointError on every rank if the folder cannot be made
         """
         start = time.monotonic()
         assert self._attempt is None, "one is under way"
-        problem = broadcast_object(self._mesh.world, _made(path) if self._mesh.rank == 0 else "")
+        path = self._made(folder, facts.progress.step) if folder else None
+        if path is not None:
+            self._plan = self._plan or self._planned()
+        slot = self._memory.turn() if self._memory else 0
+        self._slots[slot].take()
+        self._attempt = attempt = _Attempt(path, slot, facts, 0.0, time.monotonic())
+        self._background.order(**self._order(attempt))
+        attempt.stalled = time.monotonic() - start
+
+    def _made(self, folder: Location, step: int) -> Location:
+        """A folder that has never been used, made by the first rank.
+
+        Raises: CheckpointError on every rank if it cannot be made
+        """
+        path, problem = folder, ""
+        if self._mesh.rank == 0:
+            try:
+                path = store.fresh_folder(folder, step)
+                path.make()
+            except OSError as error:
+                problem = error.strerror or str(error)
+        path, problem = broadcast_object(self._mesh.world, (path, problem))
         if problem:
             raise CheckpointError(f"rank 0: cannot make {path}: {problem}", mend="check space and permissions")
-        self._plan = self._plan or self._planned()
-        self._snapshot.take()
-        self._attempt = _Attempt(path, facts, time.monotonic() - start, time.monotonic())
-        self._background.write(path, self._plan.files)
+        return path
+
+    def _order(self, attempt: _Attempt) -> dict[str, dict[str, Any]]:
+        """What the writer is to do with a copy."""
+        memory, copy = self._memory, self._slots[attempt.slot].path
+        order: dict[str, dict[str, Any]] = {}
+        if memory:
+            order["keep"] = {"memory": copy, "header": memory.said(self._what, attempt.facts)}
+        if attempt.path is not None and self._plan is not None:
+            to = {"folder": attempt.path.url, "patience": attempt.path.patience}
+            order["write"] = {"memory": copy, "chunk": self._plan.chunk, "files": self._plan.files} | to
+        elif memory and memory.neighbour is not None:
+            order["send"] = memory.sending(copy, memory.neighbour)
+        return order
+
+    def recall(self, since: int) -> tuple[manifest.Facts | None, list[str]]:
+        """Take up the newest copies in memory, of a step that is not before `since` (`Memory.recall`)."""
+        if self._memory is None:
+            return None, []
+        return self._memory.recall(self._slots, self._what, self._background, since)
+
+    def forget(self) -> None:
+        """The run is over: leave nothing in memory."""
+        if self._memory:
+            self._memory.remove()
 
     def poll(self, *, wait: bool = False) -> tuple[float, float]:
         """Whether this rank has written its part of the attempt, and whether it has failed to: 1 or 0 each."""
@@ -121,6 +187,8 @@ class Saving:
             return None
         self._attempt = None
         error = self._failure(attempt) if failed else self._complete(attempt)
+        if error is None and self._memory:
+            self._memory.settled(attempt.slot)
         passed = time.monotonic() - attempt.since
         return Saved(attempt.path, attempt.facts.progress.step, attempt.stalled, passed, error)
 
@@ -131,16 +199,26 @@ class Saving:
         failed = sum(gather_objects(self._mesh.world, self.poll(wait=True)[1]))
         return self.settle(self._mesh.world.size - failed, failed)
 
+    def _description(self) -> str:
+        """Stands for what lies where in a copy."""
+        where = {
+            name: [[*piece.offset, *piece.size, self._slots[0].place(piece.data)] for piece in tensor.pieces]
+            for name, tensor in self._state.items()
+        }
+        return hashlib.sha256(json.dumps([self._slots[0].size, where]).encode()).hexdigest()
+
     def _planned(self) -> _Plan:
         """Which pieces this rank writes: the same at every save, for the layout is."""
         planner = SavePlanner()
         planner.set_up_planner(self._state, is_coordinator=self._mesh.rank == 0)
         plans = collect_objects(self._mesh.world, planner.create_local_plan())
-        metadata = None
+        metadata, chunk = None, 0
         if plans is not None:
             plans, metadata = planner.create_global_plan(list(plans))
+            chunk = chunk_of(store.size_of(metadata))
         plan = planner.finish_plan(scatter_objects(self._mesh.world, plans))
-        return _Plan(plan.items, self._files([(item, planner.resolve_data(item)) for item in plan.items]), metadata)
+        boxes = [(item, planner.resolve_data(item)) for item in plan.items]
+        return _Plan(plan.items, broadcast_object(self._mesh.world, chunk), self._files(boxes), metadata)
 
     def _files(self, boxes: Sequence[tuple[WriteItem, Tensor]]) -> dict[str, list[list[Any]]]:
         """What the writer is to know of each file, none of which is larger than `file_bytes` unless one box is."""
@@ -150,13 +228,15 @@ class Saving:
             if not files or data.nbytes > left:
                 name = f"rank-{self._mesh.rank:05d}-{len(files):03d}.safetensors"
                 entries, left = files.setdefault(name, []), self._file_bytes
-            key, place = store.key_of(item.index), self._snapshot.place(data)
+            key, place = store.key_of(item.index), self._slots[0].place(data)
             entries.append([key, FORMATS[data.dtype], list(data.shape), place, data.nbytes])
             left -= data.nbytes
         return files
 
     def _complete(self, attempt: _Attempt) -> CheckpointError | None:
         """Gather what was written, and on the first rank write the manifest. Returns what failed there."""
+        if attempt.path is None:
+            return None
         assert self._plan is not None and attempt.written is not None
         found = collect_objects(self._mesh.world, (self._places(attempt.written), attempt.written["files"]))
         problem: CheckpointError | None = None
@@ -165,7 +245,8 @@ class Saving:
             places = {box: place for boxes, _ in found for box, place in boxes.items()}
             files = {name: manifest.File(**file) for _, files in found for name, file in files.items()}
             try:
-                manifest.write(attempt.path, store.manifest_of(attempt.facts, self._plan.metadata, places, files))
+                made = store.manifest_of(attempt.facts, self._plan.metadata, places, files, self._plan.chunk)
+                manifest.write(attempt.path, made)
             except CheckpointError as error:
                 _forget(attempt.path)
                 problem = error
@@ -186,19 +267,10 @@ class Saving:
     def _failure(self, attempt: _Attempt) -> CheckpointError:
         """Remove what was written. Returns what went wrong on the lowest rank that failed."""
         found = gather_objects(self._mesh.world, attempt.error and (attempt.error.what, attempt.error.mend))
-        if self._mesh.rank == 0:
+        if self._mesh.rank == 0 and attempt.path is not None:
             _forget(attempt.path)
         rank, (what, mend) = next((rank, error) for rank, error in enumerate(found) if error)
         return CheckpointError(f"rank {rank}: {what}", mend=mend)
-
-
-def _made(path: Location) -> str:
-    """Make a folder. Returns why it cannot be made, "" if it is."""
-    try:
-        path.make()
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
 
 
 def _forget(path: Location) -> None:

@@ -9,8 +9,18 @@ from dataclasses import dataclass, field
 
 from megascale.checkpoint import crc
 
-CHUNK = 4 << 20
-"""Bytes of a tensor that have a checksum together: what a reader must read to know that a part of them is right."""
+CHUNK = 256 << 10
+"""Bytes of a tensor that have a checksum together, at least: what a reader must read to know that a part of them is
+right.
+"""
+
+SUMS = 1 << 20
+"""Chunks of a checkpoint, about, above which they are larger: a manifest has a number for each."""
+
+
+def chunk_of(size: int) -> int:
+    """Bytes of a chunk, a power of two, in a checkpoint of so many bytes."""
+    return max(CHUNK, 1 << (size // SUMS).bit_length())
 
 
 @dataclass(frozen=True)
@@ -25,11 +35,12 @@ class Entry:
 
 @dataclass
 class Shard:
-    """A file of `entries`. When all of `parts` has been taken, `size` in bytes and `crc32` are the file's, and `boxes`
-    says of each entry, by its key, where it begins and the CRC-32 of each of its chunks.
+    """A file of `entries` in chunks of so many bytes. When all of `parts` has been taken, `size` in bytes and `crc32`
+    are the file's, and `boxes` says of each entry, by its key, where it begins and the CRC-32 of each of its chunks.
     """
 
     entries: Sequence[Entry]
+    chunk: int
     size: int = 0
     crc32: int = 0
     boxes: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
@@ -42,8 +53,8 @@ class Shard:
         for entry in self.entries:
             sums: list[int] = []
             self.boxes[entry.key] = self.size, sums
-            for at in range(0, len(entry.data), CHUNK):
-                part = entry.data[at : at + CHUNK]
+            for at in range(0, len(entry.data), self.chunk):
+                part = entry.data[at : at + self.chunk]
                 sums.append(zlib.crc32(part))
                 self.crc32 = crc.joined(self.crc32, sums[-1], len(part))
                 self.size += len(part)

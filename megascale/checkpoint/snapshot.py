@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,10 +20,13 @@ ALIGNMENT = 64
 class Snapshot:
     """Room for the numbers of flat, contiguous `tensors`, which is taken and touched once and then used again.
 
-    `descriptor`: of the memory, which another process may map. Raises: CheckpointError if there is not enough memory.
+    `file`: where it is to outlive this process, of a file system that is memory; what a file of this size holds stays.
+    `path`: by which another process that has inherited `descriptor` opens it. `size`: in bytes.
+
+    Raises: CheckpointError if there is not enough memory.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], device: Device) -> None:
+    def __init__(self, tensors: Sequence[Tensor], device: Device, file: Path | None = None) -> None:
         self._device = device
         self._tensors = [tensor for tensor in tensors if tensor.numel()]
         self._starts: list[int] = []
@@ -30,16 +34,14 @@ class Snapshot:
         for tensor in self._tensors:
             self._starts.append(size)
             size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        self.descriptor = os.memfd_create("megascale-checkpoint")
-        try:
-            os.posix_fallocate(self.descriptor, 0, max(size, 1))
-        except OSError as error:
-            os.close(self.descriptor)
-            what = f"no memory for a copy of {size} bytes of state: {error.strerror}"
-            raise CheckpointError(what, mend="checkpoint.every=0, or hosts with more memory") from None
-        self._memory = mmap.mmap(self.descriptor, max(size, 1), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self.size = max(size, 1)
+        self.descriptor = _room(file, self.size)
+        self.path = str(file or f"/proc/self/fd/{self.descriptor}")
+        self._memory = mmap.mmap(self.descriptor, self.size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self.numbers = torch.frombuffer(self._memory, dtype=torch.uint8)
+        device.pin(self.numbers)
         self._copies = [
-            torch.frombuffer(self._memory, dtype=tensor.dtype, count=tensor.numel(), offset=start)
+            self.numbers[start : start + tensor.nbytes].view(tensor.dtype)
             for tensor, start in zip(self._tensors, self._starts, strict=True)
         ]
 
@@ -49,6 +51,12 @@ class Snapshot:
             copy.copy_(tensor.view(-1), non_blocking=True)
         self._device.synchronize()
 
+    def give(self) -> None:
+        """Copy what is here into the tensors."""
+        for copy, tensor in zip(self._copies, self._tensors, strict=True):
+            tensor.view(-1).copy_(copy)
+        self._device.synchronize()
+
     def place(self, part: Tensor) -> int:
         """Where the copy of a contiguous part of one of the tensors begins."""
         for tensor, start in zip(self._tensors, self._starts, strict=True):
@@ -56,3 +64,20 @@ class Snapshot:
             if offset >= 0 and offset + part.nbytes <= tensor.nbytes:
                 return start + offset
         raise ValueError("not a part of these tensors")
+
+
+def _room(file: Path | None, size: int) -> int:
+    """A descriptor of so much memory."""
+    try:
+        if file is None:
+            descriptor = os.memfd_create("megascale-checkpoint")
+        else:
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        if os.fstat(descriptor).st_size != size:
+            os.ftruncate(descriptor, 0)
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        what = f"no memory for a copy of {size} bytes of state{f' in {file}' if file else ''}: {error.strerror}"
+        raise CheckpointError(what, mend="checkpoint.memory_every=0 or every=0, or hosts with more memory") from None
+    return descriptor

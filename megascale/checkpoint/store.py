@@ -32,7 +32,6 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from megascale.checkpoint import manifest
-from megascale.checkpoint.shard import CHUNK
 from megascale.checkpoint.state import Part
 from megascale.checkpoint.storage import Location
 from megascale.core.errors import CheckpointError
@@ -79,12 +78,9 @@ def _look(folder: Location, *, complete: bool) -> Iterator[Stored]:
 def fresh_folder(folder: Location, step: int) -> Location:
     """A folder for a checkpoint that has never been used. It is not made.
 
-    Raises: CheckpointError
+    Raises: OSError
     """
-    try:
-        there = set(folder.names())
-    except OSError as error:
-        raise CheckpointError(f"cannot look into {folder}: {error.strerror}", mend="check permissions") from None
+    there = set(folder.names())
     names = (f"step-{step:08d}" + (f".{attempt}" if attempt else "") for attempt in itertools.count())
     return folder / next(name for name in names if name not in there)
 
@@ -128,6 +124,7 @@ def manifest_of(
     metadata: Metadata,
     places: Mapping[tuple[str, torch.Size], Mapping[str, Any]],
     files: dict[str, manifest.File],
+    chunk: int,
 ) -> manifest.Manifest:
     """The manifest of what was planned and written: `places` says of each box, by its tensor's name and its offset,
     where it lies and its checksums.
@@ -140,7 +137,13 @@ def manifest_of(
             for chunk in tensor.chunks
         )
         tensors[name] = manifest.Tensor.of(tensor.size, tensor.properties.dtype, boxes)
-    return manifest.Manifest(facts=facts, chunk=CHUNK, files=files, tensors=tensors)
+    return manifest.Manifest(facts=facts, chunk=chunk, files=files, tensors=tensors)
+
+
+def size_of(metadata: Metadata) -> int:
+    """Bytes of all tensors."""
+    tensors = [tensor for tensor in metadata.state_dict_metadata.values() if isinstance(tensor, TensorStorageMetadata)]
+    return sum(math.prod(tensor.size) * tensor.properties.dtype.itemsize for tensor in tensors)
 
 
 RUN_BYTES = 64 << 20

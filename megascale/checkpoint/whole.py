@@ -14,7 +14,7 @@ from megascale.checkpoint import manifest
 from megascale.checkpoint.shard import CHUNK, Entry, Shard
 from megascale.checkpoint.state import FORMATS, WEIGHTS, Progress, slices
 from megascale.checkpoint.storage import Location
-from megascale.checkpoint.store import Reader, Wanted, complete
+from megascale.checkpoint.store import RUN_BYTES, Reader, Wanted, complete
 from megascale.core.errors import CheckpointError
 
 FILE_BYTES = 2 << 30
@@ -71,12 +71,12 @@ def verify(folder: Location, saved: manifest.Manifest) -> Iterator[str]:
 def _sum(path: Location, size: int) -> int | None:
     """The CRC-32 of a file; None if it cannot be read or has another size."""
     found = 0
-    room = memoryview(bytearray(CHUNK))
+    room = memoryview(bytearray(RUN_BYTES))
     try:
-        for start in range(0, size + 1, CHUNK):  # a byte more than there should be
+        for start in range(0, size + 1, RUN_BYTES):  # a byte more than there should be
             count = path.read_into(room[: size + 1 - start], start)
             found = zlib.crc32(room[:count], found)
-            if start + count != min(start + CHUNK, size):
+            if start + count != min(start + RUN_BYTES, size):
                 return None
     except OSError:
         return None
@@ -112,7 +112,7 @@ def _write_file(
     for name, tensor in tensors.items():
         data = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
         entries.append(Entry(name, FORMATS[tensor.dtype], list(tensor.shape), data))
-    shard = Shard(entries)
+    shard = Shard(entries, CHUNK)
     Location(str(folder / file)).write_parts(shard.parts)
     sizes[file] = manifest.File(bytes=shard.size, crc32=shard.crc32)
     found = {}

@@ -1,8 +1,8 @@
 """A process of its own that writes what a rank has left in shared memory, while the rank trains on.
 
-It imports no torch: it starts in a tenth of a second and takes a few megabytes. Each line of its standard input is an
-order, a JSON object with the arguments of `write`; it answers each with a line on its standard output, and ends when
-its input does.
+It imports no torch: it starts in a tenth of a second and takes a few megabytes. The first line of its standard input
+is null, or a JSON object with the arguments of `copies.receive`; each that follows is an order, with those of `obey`.
+It answers each order with a line on its standard output, and ends when its input does.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ import mmap
 import os
 import signal
 import sys
+import zlib
+from pathlib import Path
 from typing import Any
 
+from megascale.checkpoint import copies
 from megascale.checkpoint.shard import Entry, Shard
 from megascale.checkpoint.storage import Location
+from megascale.core.files import write_text
 from megascale.core.process import die_with, stop_signals
 
 NICE = 10
@@ -31,29 +35,60 @@ def main(rank: int) -> None:
     for number in stop_signals():
         signal.signal(number, signal.SIG_IGN)  # they are for the rank, which then waits for us
     os.nice(NICE)
+    if receive := json.loads(sys.stdin.readline()):
+        copies.receive(**receive)
     for line in sys.stdin:
         try:
-            answer = write(**json.loads(line))
+            answer = obey(**json.loads(line))
         except OSError as error:
-            answer = {"error": error.strerror or str(error), "path": error.filename}
+            answer = {"error": error.strerror or str(error), "what": error.filename}
         print(json.dumps(answer), flush=True)
 
 
-def write(memory: str, folder: str, patience: float, files: dict[str, list[Place]]) -> dict[str, Any]:
-    """Write parts of a memory as safetensors files. Returns of each file its size and checksum, and of each part, by
-    its key, where it begins in its file and the checksums of its chunks.
+def obey(
+    keep: dict[str, Any] | None = None,
+    send: dict[str, Any] | None = None,
+    write: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Carry out the parts of an order, one after the other, each with the arguments of the function of its name.
 
-    Raises: OSError, which names the file
+    Raises: OSError, which names the file or the peer
+    """
+    answer: dict[str, Any] = {}
+    if keep:
+        keep_copy(**keep)
+    if write:
+        answer |= write_files(**write)
+    if send:
+        copies.send(**send)
+    return answer
+
+
+def keep_copy(memory: str, header: dict[str, Any]) -> None:
+    """Sum up a memory, which is a file, and put its header beside it."""
+    numbers = _numbers(memory)
+    sums = [zlib.crc32(numbers[at : at + copies.BLOCK]) for at in range(0, len(numbers), copies.BLOCK)]
+    write_text(Path(f"{memory}.json"), json.dumps(header | {"sums": sums}))
+
+
+def write_files(memory: str, folder: str, patience: float, chunk: int, files: dict[str, list[Place]]) -> dict[str, Any]:
+    """Write parts of a memory as safetensors files in chunks of so many bytes. Returns of each file its size and
+    checksum, and of each part, by its key, where it begins in its file and the checksums of its chunks.
     """
     found: dict[str, Any] = {"files": {}, "boxes": {}}
-    with open(memory, "rb") as source:
-        numbers = memoryview(mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ))
+    numbers = _numbers(memory)
     for name, places in files.items():
-        shard = Shard([Entry(key, kind, shape, numbers[at : at + size]) for key, kind, shape, at, size in places])
+        entries = [Entry(key, kind, shape, numbers[at : at + size]) for key, kind, shape, at, size in places]
+        shard = Shard(entries, chunk)
         (Location(folder, patience) / name).write_parts(shard.parts)
         found["files"][name] = {"bytes": shard.size, "crc32": shard.crc32}
         found["boxes"] |= shard.boxes
     return found
+
+
+def _numbers(memory: str) -> memoryview:
+    with open(memory, "rb") as source:
+        return memoryview(mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 if __name__ == "__main__":

@@ -354,6 +354,15 @@ def resume(c: Any) -> Iterator[Finding]:
 
 
 @rule("checkpoint")
+def memory(c: Any) -> Iterator[Finding]:
+    """Copies in memory come beside checkpoints."""
+    if c.checkpoint.memory_every and not c.checkpoint.every:
+        yield Finding("checkpoint.memory_every", "checkpoint.every is 0", "checkpoint.every above 0")
+    if c.checkpoint.replicate and not c.checkpoint.memory_every:
+        yield Finding("checkpoint.replicate", "checkpoint.memory_every is 0", "checkpoint.memory_every above 0")
+
+
+@rule("checkpoint")
 def file_system(c: Any) -> Iterator[Finding]:
     """What a URL's file system needs is installed."""
     for key in ("dir", "resume"):

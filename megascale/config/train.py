@@ -104,6 +104,15 @@ class CheckpointConfig(Section):
     background: bool = Field(
         True, alias="async", description="train on while another process writes what was copied; false: wait for it"
     )
+    memory_every: Whole = Field(
+        0,
+        description="steps between copies that stay in the hosts' memory, from which a run goes on whose processes "
+        "died but not its hosts; they take twice the state; 0: none",
+    )
+    memory_dir: FilePath = Field("/dev/shm", description="where those are, a file system that is memory")
+    replicate: bool = Field(
+        False, description="send each of them to the next host of data parallelism too, for when a host is lost"
+    )
     dir: FilePath | None = Field(
         None,
         description="parent of a folder of this run's name, for its checkpoints: a path, or the URL of any file system "

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-from megascale.comm.collectives import gather_objects
+from megascale.comm.collectives import all_reduce, gather_objects
 from megascale.config.model import ModelConfig
 from megascale.core.errors import DivergenceError
 from megascale.layout.tensors import whole
@@ -61,15 +62,25 @@ def check_state(run: Run) -> None:
 
     Raises: DivergenceError with step, rank and parameter.
     """
-    held = ((s.bucket, values) for s in run.optimizer.shards for values in (s.master, *s.state.values()))
+    held = [(s.bucket, values) for s in run.optimizer.shards for values in (s.master, *s.state.values())]
+    spoilt = torch.stack([~_finite(values) for _, values in held]).sum()
+    all_reduce(run.mesh.world, spoilt, what="state that is not finite")
+    if not bool(spoilt):
+        return
     bad = next((name for bucket, values in held for name in _not_finite(bucket, values)), "")
     found = [(rank, name) for rank, name in enumerate(gather_objects(run.mesh.world, bad)) if name]
-    if found:
-        rank, name = found[0]
-        raise DivergenceError(
-            f"step {run.progress.step}: {name} or its optimizer state is not finite on rank {rank}; it was not saved",
-            mend="lower optimizer.lr; the last checkpoint is good",
-        )
+    rank, name = found[0]
+    raise DivergenceError(
+        f"step {run.progress.step}: {name} or its optimizer state is not finite on rank {rank}; it was not saved",
+        mend="lower optimizer.lr; the last checkpoint is good",
+    )
+
+
+def _finite(values: Tensor) -> Tensor:
+    """Whether all of many numbers are finite, a bool where they are: a nan is the least and the largest of them. To
+    look for these two reads the numbers once, where isfinite() writes as many.
+    """
+    return torch.stack(values.aminmax()).isfinite().all()
 
 
 def _report(run: Run, own_loss: float) -> Report:

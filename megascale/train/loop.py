@@ -39,13 +39,14 @@ def train(run: Run, reporter: Reporter) -> Exit:
             if run.valid is not None and (step % settings.eval_every == 0 or step == steps):
                 reporter.write(evaluate(run))
             _note(run, reporter, run.checkpoints.settle(result.written, result.failed))
-            if run.config.checkpoint.every and step % run.config.checkpoint.every == 0 and step < steps:
+            if step < steps:
                 _begin_save(run, reporter)
             collection.after(step)
     run.gradients.finish_gather()
     run.pipeline.finish_sends()
     if run.config.checkpoint.every:
         _save(run, reporter)
+        run.checkpoints.forget()
     if stopping and run.progress.step < steps:
         reporter.note(f"stopped by a signal after step {run.progress.step}")
         return Exit.STOPPED
@@ -62,8 +63,8 @@ def resume(run: Run) -> str:
     run.progress = found.progress
     _publish(run)
     tokens = format_count(run.progress.tokens)
-    lines = [f"WARNING: {error.what}" for error in found.damaged]
-    lines.append(f"resumed from {found.path}: step {run.progress.step}, {tokens} tokens")
+    lines = [f"WARNING: {text}" for text in found.damaged]
+    lines.append(f"resumed from {found.path or 'the copies in memory'}: step {run.progress.step}, {tokens} tokens")
     return "\n".join(lines + [f"changed since: {change}" for change in found.changes])
 
 
@@ -99,10 +100,17 @@ def _completing(run: Run, reporter: Reporter) -> Iterator[None]:
 
 
 def _begin_save(run: Run, reporter: Reporter) -> None:
-    """Begin to save a state that is finite. What fails must not end the run that it should protect.
+    """Begin to save a state that is finite, if this step's is to be. What fails must not end the run that it should
+    protect.
 
     Raises: DivergenceError if it is not finite
     """
+    wanted = run.config.checkpoint
+    if not (wanted.every and run.progress.step % wanted.every == 0):
+        if wanted.memory_every and run.progress.step % wanted.memory_every == 0:
+            check_state(run)
+            run.checkpoints.remember(run.progress)
+        return
     check_state(run)
     try:
         _note(run, reporter, run.checkpoints.begin(run.progress))
@@ -128,7 +136,10 @@ def _note(run: Run, reporter: Reporter, saved: Saved | None) -> None:
     if saved is None:
         return
     if saved.error is not None:
-        reporter.note(f"WARNING: no checkpoint of step {saved.step}: {saved.error}")
+        what = "checkpoint" if saved.path else "copy in memory"
+        reporter.note(f"WARNING: no {what} of step {saved.step}: {saved.error}")
+        return
+    if saved.path is None:
         return
     reporter.note(f"saved {saved.path}: training stood for {saved.stalled:.2f} s, written in {saved.written:.2f} s")
     try:

@@ -39,12 +39,8 @@ def megascale(store: dict[str, str], *words: str | Path) -> subprocess.Completed
 def test_a_run_saves_to_an_object_store_and_goes_on_from_it(store: dict[str, str], tmp_path: Path) -> None:
     where = {"checkpoint__dir": "s3://bucket/runs", "checkpoint__every": 2, "checkpoint__keep": 2}
     rate = {"optimizer__min_lr": 1e-2}  # the same whatever train.steps is
-    config = write_config(
-        settings(
-            LLAMA, tmp_path, parallel__tp=2, train__precision="fp32", train__steps=4, optimizer__min_lr=1e-2, **where
-        ),
-        tmp_path / "run.toml",
-    )
+    given = settings(LLAMA, tmp_path, parallel__tp=2, train__precision="fp32", train__steps=4, **rate, **where)
+    config = write_config(given, tmp_path / "run.toml")
     run = "s3://bucket/runs/test"
     first = megascale(store, "train", config)
     assert first.returncode == 0, first.stderr

@@ -178,6 +178,8 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ),
     ("resume", {"checkpoint__resume": "none"}, {"checkpoint.resume": "there is no checkpoint in none"}),
     ("resume", {"checkpoint__resume": "hf:none"}, {"checkpoint.resume": "there is no config.json in none"}),
+    ("memory", {"checkpoint__memory_every": 5}, {"checkpoint.memory_every": "checkpoint.every is 0"}),
+    ("memory", {"checkpoint__replicate": True}, {"checkpoint.replicate": "checkpoint.memory_every is 0"}),
     ("file_system", {"checkpoint__dir": "none://x"}, {"checkpoint.dir": "none: Protocol not known: none"}),
 ]
 

@@ -1,0 +1,235 @@
+"""Copies of ranks' state in the memory of hosts, which outlive the processes that made them (MegaScale 4).
+
+Each rank has two files in a file system that is memory, which take turns, and beside each that is whole a header with
+its checksums. When processes died but their hosts live, every rank takes up the newest step of which all copies are
+there: its own, or one that another rank finds on its host and sends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import socket
+import uuid
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from megascale.checkpoint import manifest
+from megascale.checkpoint.background import Background
+from megascale.checkpoint.copies import BLOCK
+from megascale.checkpoint.snapshot import Snapshot
+from megascale.comm.collectives import broadcast_object, gather_objects
+from megascale.comm.mesh import Mesh
+from megascale.core.errors import CheckpointError
+from megascale.core.files import write_text
+
+SLOTS = "ab"
+TOKEN = ".memory"
+"""File of a run's folder with the name of its copies: those of a folder that was there before are of another run."""
+
+LOOPBACK = "127."
+
+Place = tuple[str, int, int]
+"""A host's name, and the device and number of a folder there."""
+
+_HEADER = re.compile(r"rank-(\d+)\.([ab])\.json")
+
+
+class Header(BaseModel):
+    """What a copy is of: `run` names the run, `what` what lies where in it. `sums`: the CRC-32 of each block."""
+
+    run: str
+    what: str
+    facts: manifest.Facts
+    sums: tuple[int, ...]
+
+
+class Memory:
+    """The two slots of this rank. Every rank calls `recall` together."""
+
+    def __init__(self, parent: Path, run: Path, replicate: bool, mesh: Mesh) -> None:
+        self._mesh = mesh
+        first = mesh.rank == 0
+        self._run, self._secret = broadcast_object(mesh.world, (_token(run), uuid.uuid4().hex) if first else ("", ""))
+        key = hashlib.sha256(self._run.encode()).hexdigest()[:16]
+        self.folder = parent / f"megascale-{os.getuid()}" / key
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._listener = socket.create_server(("", 0))
+        self._addresses = self._reached()
+        self.neighbour = self._neighbour() if replicate else None
+        self._good: int | None = None
+
+    @property
+    def listener(self) -> int:
+        """The descriptor of the socket at which copies arrive."""
+        return self._listener.fileno()
+
+    @property
+    def receive(self) -> dict[str, Any]:
+        """What the writer needs to take copies."""
+        return {"listener": self.listener, "folder": str(self.folder), "secret": self._secret}
+
+    def file(self, slot: int, rank: int | None = None) -> Path:
+        """The file of a slot of a rank, by default this one."""
+        return self.folder / f"rank-{self._mesh.rank if rank is None else rank:05d}.{SLOTS[slot]}"
+
+    def header(self, slot: int, rank: int | None = None) -> Path:
+        """The header of that file."""
+        file = self.file(slot, rank)
+        return file.with_name(f"{file.name}.json")
+
+    def turn(self) -> int:
+        """The slot for the next copy, whose header is removed: not the one with the newest that is whole everywhere."""
+        slot = 0 if self._good is None else 1 - self._good
+        self.header(slot).unlink(missing_ok=True)
+        return slot
+
+    def settled(self, slot: int) -> None:
+        """The copy in this slot is whole on every rank."""
+        self._good = slot
+
+    def sending(self, path: str | Path, rank: int) -> dict[str, Any]:
+        """What the writer needs to send a copy to the host of a rank."""
+        return {"path": str(path), "to": self._addresses[rank][:2], "secret": self._secret}
+
+    def said(self, what: str, facts: manifest.Facts) -> dict[str, Any]:
+        """The header of a copy, but for its checksums."""
+        return {"run": self._run, "what": what, "facts": facts.model_dump(mode="json")}
+
+    def recall(
+        self, slots: Sequence[Snapshot], what: str, background: Background, since: int
+    ) -> tuple[manifest.Facts | None, list[str]]:
+        """Take up the newest copies, of one step that is not before `since`. Whose they are, None if there are none;
+        and what is wrong with those that were passed over, which are forgotten.
+        """
+        problems: list[str] = []
+        seen = gather_objects(self._mesh.world, self._seen())
+        for step in sorted(_common(seen), reverse=True):
+            if step < since:
+                break
+            problem = self._fetch(step, seen, background)
+            slot, facts = self._find(step)
+            problem = problem or self._wrong(slot, slots, what)
+            found = [
+                f"rank {rank}: {text}" for rank, text in enumerate(gather_objects(self._mesh.world, problem)) if text
+            ]
+            if not found:
+                slots[slot].give()
+                self._good = slot
+                self._forget(1 - slot)
+                return facts, problems
+            problems.append(f"the copy of step {step} in memory is not used: {found[0]}")
+        for slot in range(len(SLOTS)):
+            self._forget(slot)
+        return None, problems
+
+    def remove(self) -> None:
+        """The run is complete, or on storage: give the memory back."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _reached(self) -> Sequence[tuple[str, int, Place]]:
+        """Of each rank the address at which copies arrive, and its memory."""
+        here = _outward(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+        others = gather_objects(self._mesh.world, here)
+        if here.startswith(LOOPBACK):  # rank 0's host does not see itself as others do
+            here = _outward(next((other for other in others if not other.startswith(LOOPBACK)), here))
+        found = self.folder.stat()
+        place = socket.gethostname(), found.st_dev, found.st_ino
+        return gather_objects(self._mesh.world, (here, self._listener.getsockname()[1], place))
+
+    def _neighbour(self) -> int | None:
+        """The next rank of data parallelism that has another memory."""
+        ranks, index = self._mesh.dp.ranks, self._mesh.dp.index
+        place = self._addresses[self._mesh.rank][2]
+        others = [ranks[(index + distance) % len(ranks)] for distance in range(1, len(ranks))]
+        return next((rank for rank in others if self._addresses[rank][2] != place), None)
+
+    def _forget(self, slot: int) -> None:
+        self.header(slot).unlink(missing_ok=True)
+
+    def _seen(self) -> dict[int, dict[int, int]]:
+        """The copies on this host: of each rank the slot of each step."""
+        found: dict[int, dict[int, int]] = {}
+        for path in self.folder.glob("rank-*.json"):
+            match = _HEADER.fullmatch(path.name)
+            header = _read(path)
+            if match and header and header.run == self._run:
+                steps = found.setdefault(int(match.group(1)), {})
+                steps[header.facts.progress.step] = SLOTS.index(match.group(2))
+        return found
+
+    def _fetch(self, step: int, seen: Sequence[Mapping[int, Mapping[int, int]]], background: Background) -> str:
+        """Have the copies of this step sent to the ranks that do not see their own. Returns what failed here."""
+        problem = ""
+        for rank in range(self._mesh.world.size):
+            if step in seen[rank].get(rank, {}):
+                continue
+            holder = next(other for other, copies in enumerate(seen) if step in copies.get(rank, {}))
+            if holder == self._mesh.rank:
+                try:
+                    background.order(send=self.sending(self.file(seen[holder][rank][step], rank), rank))
+                    background.answer(wait=True)
+                except CheckpointError as error:
+                    problem = error.what
+        gather_objects(self._mesh.world, None)  # all have been sent
+        return problem
+
+    def _find(self, step: int) -> tuple[int, manifest.Facts | None]:
+        """This rank's slot with a step."""
+        for slot in range(len(SLOTS)):
+            header = _read(self.header(slot))
+            if header and header.facts.progress.step == step:
+                return slot, header.facts
+        return 0, None
+
+    def _wrong(self, slot: int, slots: Sequence[Snapshot], what: str) -> str:
+        """What is wrong with a copy; "" if nothing is."""
+        header = _read(self.header(slot))
+        if header is None:
+            return f"there is no {self.header(slot)}"
+        if header.what != what:
+            return "it is of another layout or model"
+        sums = tuple(zlib.crc32(chunk.numpy()) for chunk in slots[slot].numbers.split(BLOCK))
+        return "" if sums == header.sums else f"{self.file(slot)} is not what was written"
+
+
+def _outward(host: str) -> str:
+    """This host's address on the way to another."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 1))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def _common(seen: Sequence[Mapping[int, Mapping[int, int]]]) -> set[int]:
+    """Steps of which there is a copy of every rank."""
+    steps: list[set[int]] = [set() for _ in seen]
+    for copies in seen:
+        for rank, found in copies.items():
+            if rank < len(steps):
+                steps[rank] |= found.keys()
+    return set.intersection(*steps)
+
+
+def _token(run: Path) -> str:
+    """The name of the copies of a run's folder, which gets one if it has none."""
+    path = run / TOKEN
+    try:
+        return path.read_text(encoding="ascii")
+    except FileNotFoundError:
+        run.mkdir(parents=True, exist_ok=True)
+        write_text(path, uuid.uuid4().hex)
+        return path.read_text(encoding="ascii")
+
+
+def _read(path: Path) -> Header | None:
+    """A header; None if there is none that can be read."""
+    try:
+        return Header.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        return None

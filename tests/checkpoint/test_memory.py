@@ -1,0 +1,186 @@
+"""Copies in memory: a run whose processes died goes on from them, to the bit, and from nothing that is not whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megascale.core.rank import Rank
+from tests.checkpoint.test_checkpoints import config_in, state_of
+from tests.runs import build_run
+from tests.worlds import run_world
+
+
+def config_with(folder: Path, **layout: Any) -> Any:
+    return config_in(folder, **{"checkpoint__every": 100, "checkpoint__memory_every": 1} | layout)
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Path:
+    """A folder for the copies: which file system it is of does not matter here."""
+    return tmp_path / "memory"
+
+
+def at(config: Any, rank: Rank, apart: bool) -> Any:
+    """The configuration of a rank; with `apart`, of one on a host of its own."""
+    if not apart:
+        return config
+    own = Path(config.checkpoint.memory_dir) / f"host{rank.rank}"
+    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"memory_dir": str(own)})})
+
+
+def die(rank: Rank, config: Any, steps: int, saved: int, apart: bool = False) -> dict[str, list[Any]]:
+    """Train, with a checkpoint on storage after `saved` steps, and leave without a word. The state after the last step,
+    of which there is a copy.
+    """
+    from megascale.train.step import train_step
+
+    run = build_run(rank, at(config, rank, apart))
+    for step in range(1, steps + 1):
+        train_step(run, run.train.batch(run.progress.samples))
+        run.gradients.finish_gather()
+        if step == saved:
+            run.checkpoints.save(run.progress)
+        else:
+            run.checkpoints.remember(run.progress)
+            found = run.checkpoints.finish()
+            assert found is not None and found.error is None and found.path is None
+    return state_of(run)
+
+
+def back(rank: Rank, config: Any, apart: bool = False) -> tuple[dict[str, list[Any]], int, str, list[str]]:
+    """Resume: the state, the step, where it came from, and what is wrong with others."""
+    run = build_run(rank, at(config, rank, apart))
+    found = run.checkpoints.resume()
+    if found is None:
+        return {}, 0, "nothing", []
+    return state_of(run), found.progress.step, found.path.name if found.path else "memory", found.damaged
+
+
+LAYOUTS: list[dict[str, Any]] = [{"parallel__tp": 2}, {"parallel__dp": 2, "parallel__zero": 0}]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_run_goes_on_from_the_last_step_in_memory(layout: dict[str, Any], tmp_path: Path, memory: Path) -> None:
+    config = config_with(tmp_path, checkpoint__memory_dir=str(memory), **layout)
+    before = run_world(2, die, config, 3, 1)
+    after = run_world(2, back, config)
+    assert [(step, place, damaged) for _, step, place, damaged in after] == [(3, "memory", [])] * 2
+    assert [state for state, *_ in after] == before
+    assert [state for state, *_ in run_world(2, back, config)] == before, "and again"
+
+
+def test_what_is_newer_on_storage_wins(tmp_path: Path, memory: Path) -> None:
+    config = config_with(tmp_path, checkpoint__memory_dir=str(memory))
+    run_world(1, die, config, 2, 1)
+    assert run_world(1, back, config)[0][2] == "memory"
+    shutil.copytree(config.folder / "checkpoints/step-00000001", config.folder / "checkpoints/step-00000003")
+    assert run_world(1, back, config)[0][2] == "step-00000003"
+    assert not list(memory.rglob("*.json")), "older copies are forgotten"
+
+
+def slots(memory: Path, rank: int) -> dict[int, Path]:
+    """The files of a rank's copies by their steps."""
+    headers = memory.rglob(f"rank-{rank:05d}.?.json")
+    return {json.loads(path.read_text())["facts"]["progress"]["step"]: path.with_suffix("") for path in headers}
+
+
+def test_a_copy_that_is_damaged_is_passed_over(tmp_path: Path, memory: Path) -> None:
+    config = config_with(tmp_path, checkpoint__memory_dir=str(memory), parallel__tp=2)
+    run_world(2, die, config, 3, 1)
+    assert slots(memory, 0).keys() == slots(memory, 1).keys() == {2, 3}
+    newest = slots(memory, 1)[3]
+    with open(newest, "r+b") as file:
+        file.seek(5000)
+        byte = file.read(1)[0]
+        file.seek(5000)
+        file.write(bytes([byte ^ 1]))
+    for _, step, place, damaged in run_world(2, back, config):
+        assert (step, place) == (2, "memory")
+        assert damaged == [f"the copy of step 3 in memory is not used: rank 1: {newest} is not what was written"]
+    slots(memory, 0)[2].with_name(f"{slots(memory, 0)[2].name}.json").write_text("{")
+    for _, step, place, _ in run_world(2, back, config):
+        assert (step, place) == (1, "step-00000001")
+
+
+def test_another_layout_and_another_run_take_what_is_on_storage(tmp_path: Path, memory: Path) -> None:
+    config = config_with(tmp_path, checkpoint__memory_dir=str(memory), parallel__tp=2)
+    run_world(2, die, config, 2, 1)
+    other = config_with(tmp_path, checkpoint__memory_dir=str(memory), parallel__pp=2)
+    for _, step, place, damaged in run_world(2, back, other):
+        assert (step, place) == (1, "step-00000001")
+        assert "the copy of step 2 in memory is not used: rank 0: it is of another layout or model" in damaged
+    run_world(2, die, config, 2, 1)
+    shutil.rmtree(config.folder)
+    assert {place for _, _, place, _ in run_world(2, back, config)} == {"nothing"}, "a folder that was made anew"
+
+
+def test_resume_never_forgets(tmp_path: Path, memory: Path) -> None:
+    config = config_with(tmp_path, checkpoint__memory_dir=str(memory))
+    run_world(1, die, config, 2, 1)
+    never = config_with(tmp_path, checkpoint__memory_dir=str(memory), checkpoint__resume="never")
+    assert run_world(1, back, never)[0][2] == "nothing"
+    assert not list(memory.rglob("*.json"))
+
+
+def test_a_lost_hosts_copy_comes_from_its_neighbour(tmp_path: Path, memory: Path) -> None:
+    config = config_with(
+        tmp_path, checkpoint__memory_dir=str(memory), checkpoint__replicate=True, parallel__dp=2, parallel__zero=1
+    )
+    before = run_world(2, die, config, 3, 1, True)
+    assert slots(memory / "host0", 1).keys() == slots(memory / "host1", 0).keys() == {2, 3}
+    shutil.rmtree(memory / "host1")
+    after = run_world(2, back, config, True)
+    assert [(step, place, damaged) for _, step, place, damaged in after] == [(3, "memory", [])] * 2
+    assert [state for state, *_ in after] == before
+
+
+def test_ranks_that_change_hosts_send_each_other_their_copies(tmp_path: Path, memory: Path) -> None:
+    config = config_with(tmp_path, checkpoint__memory_dir=str(memory), parallel__tp=2)
+    before = run_world(2, die, config, 2, 1, True)
+    (memory / "host0").rename(memory / "x")
+    (memory / "host1").rename(memory / "host0")
+    (memory / "x").rename(memory / "host1")
+    after = run_world(2, back, config, True)
+    assert [state for state, *_ in after] == before and {place for _, _, place, _ in after} == {"memory"}
+
+
+def test_a_run_that_ends_leaves_nothing_in_memory(tmp_path: Path, memory: Path) -> None:
+    config = config_with(tmp_path, checkpoint__memory_dir=str(memory), train__steps=3)
+    run_world(1, trained, config)
+    assert not [path for path in memory.rglob("*") if path.is_file()]
+    assert (config.folder / "checkpoints/step-00000003/manifest.json").exists()
+
+
+def trained(rank: Rank, config: Any) -> None:
+    from megascale.train.loop import train
+    from megascale.train.report import Reporter
+
+    run = build_run(rank, config)
+    train(run, Reporter(config, run.device, None, [], run.mesh.recorder))
+
+
+def test_only_the_job_itself_may_send(tmp_path: Path) -> None:
+    from megascale.checkpoint import copies
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    copies.receive(os.dup(listener.fileno()), str(tmp_path / "there"), "secret")
+    (tmp_path / "rank-00000.a").write_bytes(b"numbers")
+    (tmp_path / "rank-00000.a.json").write_text('{"run": "x"}')
+    with pytest.raises(OSError, match="it hung up"):
+        copies.send(str(tmp_path / "rank-00000.a"), ("127.0.0.1", port), "another")
+    copies.send(str(tmp_path / "rank-00000.a"), ("127.0.0.1", port), "secret")
+    assert (tmp_path / "there/rank-00000.a").read_bytes() == b"numbers"
+    assert json.loads((tmp_path / "there/rank-00000.a.json").read_text()) == {"run": "x"}
+    (tmp_path / "else").write_bytes(b"numbers")
+    (tmp_path / "else.json").write_text("{}")
+    with pytest.raises(OSError, match="is no copy"):
+        copies.send(str(tmp_path / "else"), ("127.0.0.1", port), "secret")
+    assert not (tmp_path / "there/else").exists()
