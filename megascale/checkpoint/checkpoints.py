@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megascale.checkpoint import manifest, store
 from megascale.checkpoint.memory import Memory
 from megascale.checkpoint.plan import LoadPlanner
+from megascale.checkpoint.reader import Reader
 from megascale.checkpoint.saving import Saved, Saving
 from megascale.checkpoint.state import WEIGHTS, GlobalTensor, Part, Progress, global_tensors, history_tensors
 from megascale.checkpoint.storage import Location
@@ -52,6 +54,7 @@ class Checkpoints:
         self, config: RunConfig, mesh: Mesh, shards: Sequence[ShardState], scaling: Scaling, device: Device
     ) -> None:
         self._config = config
+        self._device = device
         self._said = config.model_dump(by_alias=True, mode="json")
         self._mesh = mesh
         self._shards = shards
@@ -67,6 +70,7 @@ class Checkpoints:
             self.saving = Saving(state, [*held, scaling.history], config.checkpoint.file_bytes, memory, mesh, device)
         self.folder = Location(config.checkpoints, config.checkpoint.patience_s)
         self._saved_step: int | None = None
+        self._damaged: list[Location] = []
 
     def begin(self, progress: Progress) -> Saved | None:
         """Begin to write a checkpoint, unless this step is on disk already. What became of the one before, if it was
@@ -75,10 +79,12 @@ class Checkpoints:
         Raises: CheckpointError on every rank if its folder cannot be made
         """
         assert self.saving is not None, "checkpoint.every = 0 saves nothing"
+        start = time.monotonic()
         before = self.finish()
+        waited = time.monotonic() - start
         if self._saved_step == progress.step:
             return before
-        self.saving.begin(self.folder, self._facts(progress))
+        self.saving.begin(self.folder, self._facts(progress), waited)
         return before
 
     def remember(self, progress: Progress) -> None:
@@ -131,7 +137,8 @@ class Checkpoints:
         Raises: CheckpointError
         """
         if self._mesh.rank == 0:
-            store.keep_newest(self.folder, self._config.checkpoint.keep, self._config.checkpoint.keep_every)
+            wanted = self._config.checkpoint
+            store.keep_newest(self.folder, wanted.keep, wanted.keep_every, besides=self._damaged)
 
     def resume(self) -> Resumed | None:
         """Load what `checkpoint.resume` asks for into the shards; None if there is nothing to resume from. Of the run's
@@ -143,19 +150,19 @@ class Checkpoints:
         facts, damaged = self._recalled(max(steps, default=0))
         if facts is not None:
             return Resumed(facts.progress, None, changes(facts.config, self._config), damaged, 0)
-        first: manifest.DamagedError | None = None
         for path in paths:
             try:
                 saved, count = self._load(path)
             except manifest.DamagedError as error:
-                first = first or error
                 damaged.append(error.what)
+                self._damaged.append(path)
                 continue
             progress = saved.facts.progress
             self._saved_step = progress.step if path.url.startswith(f"{self.folder}/") else None
             return Resumed(progress, path, changes(saved.facts.config, self._config), damaged, count)
-        if first:
-            raise first
+        if paths:
+            what = damaged[-len(paths)] + (f"; nor is any of the {len(paths) - 1} before it" if len(paths) > 1 else "")
+            raise manifest.DamagedError(what, mend="restore one, or begin anew under another name")
         return None
 
     def _recalled(self, since: int) -> tuple[manifest.Facts | None, list[str]]:
@@ -178,7 +185,7 @@ class Checkpoints:
         """
         saved = self._manifest(path)
         self._compare(path, saved.facts.config.get("model", {}))
-        reader = store.Reader(path, saved)
+        reader = Reader(path, saved, self._mesh.tp, self._device.torch)
         wanted = self._wanted(saved)
         try:
             dcp.load(wanted, storage_reader=reader, planner=LoadPlanner())

@@ -45,9 +45,9 @@ def send(path: str, to: tuple[str, int], secret: str) -> None:
             connection.sendfile(source)
             answer = connection.makefile("rb").readline().decode()
     except OSError as error:
-        raise OSError(error.errno, error.strerror or str(error), f"{to[0]}:{to[1]}") from None
+        raise OSError(error.errno, error.strerror or str(error), f"a copy to {to[0]}:{to[1]}") from None
     if answer != "\n":
-        raise OSError(0, answer.strip() or "it hung up", f"{to[0]}:{to[1]}")
+        raise OSError(0, answer.strip() or "it hung up", f"a copy to {to[0]}:{to[1]}")
 
 
 def receive(listener: int, folder: str, secret: str) -> None:

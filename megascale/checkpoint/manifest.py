@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import socket
 import zlib
 from collections.abc import Sequence
@@ -23,16 +24,17 @@ from megascale.checkpoint.storage import Location
 from megascale.core.errors import CheckpointError
 
 NAME = "manifest.json"
-BYPASS = "remove that folder: the run then goes on from the checkpoint before it"
 FORMAT = 2
 _BEFORE = b'{"format": %d, "crc32": %d, "manifest":\n'
+_BEGINS = re.compile(rb'\{"format": (\d+), "crc32": (\d+), "manifest":\n')
 _AFTER = b"}\n"
+OTHER = "use the version that wrote it"
 
 
 class DamagedError(CheckpointError):
     """A checkpoint that is not what was written."""
 
-    def __init__(self, what: str, *, mend: str = BYPASS) -> None:
+    def __init__(self, what: str, *, mend: str = "megascale ckpt verify says whether that is all") -> None:
         super().__init__(what, mend=mend)
 
 
@@ -109,7 +111,7 @@ def write(folder: Location, manifest: Manifest) -> None:
     """
     body = manifest.model_dump_json().encode()
     try:
-        (folder / NAME).write(_BEFORE % (FORMAT, zlib.crc32(body)) + body + _AFTER)
+        (folder / NAME).write(_BEFORE % (FORMAT, _sum(FORMAT, body)) + body + _AFTER)
     except OSError as error:
         what = f"cannot write {folder / NAME}: {error.strerror}"
         raise CheckpointError(what, mend="check space and permissions") from None
@@ -140,19 +142,32 @@ def parse(folder: Location, text: bytes) -> Manifest:
     Raises: DamagedError if it is damaged, CheckpointError if it is of another format.
     """
     path = folder / NAME
-    head, _, rest = text.partition(b"\n")
-    body = rest.removesuffix(_AFTER)
-    if head + b"\n" == _BEFORE % (FORMAT, zlib.crc32(body)):
-        try:
-            return Manifest.model_validate_json(body)
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise DamagedError(f"{path} is damaged: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    head = _BEGINS.match(text)
+    if head is None:
+        raise _of_no_form(path, text)
+    found, body = int(head.group(1)), text[head.end() :].removesuffix(_AFTER)
+    if int(head.group(2)) != _sum(found, body) or text != _BEFORE % (found, int(head.group(2))) + body + _AFTER:
+        raise DamagedError(f"{path} is damaged: its CRC-32 is not that of its text")
+    if found != FORMAT:
+        raise CheckpointError(f"{path} has format {found}, this version reads {FORMAT}", mend=OTHER)
+    try:
+        return Manifest.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise DamagedError(f"{path} is damaged: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+def _sum(found: int, body: bytes) -> int:
+    """The CRC-32 of a manifest's text, its format first."""
+    return zlib.crc32(b"%d\n%b" % (found, body))
+
+
+def _of_no_form(path: Location, text: bytes) -> CheckpointError:
+    """What to say of a file that does not begin as ours do: format 1 did not."""
     try:
         found = json.loads(text)["format"]
     except (ValueError, LookupError, TypeError):
-        raise DamagedError(f"{path} is damaged: it is not what was written") from None
-    if found == FORMAT:
-        raise DamagedError(f"{path} is damaged: its CRC-32 is not that of its text")
-    what = f"{path} has format {found!r}, this version reads {FORMAT}"
-    raise CheckpointError(what, mend=f"{BYPASS}; or use the version that wrote it")
+        found = None
+    if found == 1:
+        return CheckpointError(f"{path} has format 1, this version reads {FORMAT}", mend=OTHER)
+    return DamagedError(f"{path} is damaged: it is not what was written")

@@ -51,15 +51,18 @@ class Header(BaseModel):
 
 
 class Memory:
-    """The two slots of this rank. Every rank calls `recall` together."""
+    """The two slots of this rank. Every rank calls `recall` together.
+
+    Raises: CheckpointError if there is no folder for them
+    """
 
     def __init__(self, parent: Path, run: Path, replicate: bool, mesh: Mesh) -> None:
         self._mesh = mesh
         first = mesh.rank == 0
         self._run, self._secret = broadcast_object(mesh.world, (_token(run), uuid.uuid4().hex) if first else ("", ""))
         key = hashlib.sha256(self._run.encode()).hexdigest()[:16]
-        self.folder = parent / f"megascale-{os.getuid()}" / key
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.folder = _private(parent / f"megascale-{os.getuid()}") / key
+        _private(self.folder)
         self._listener = socket.create_server(("", 0))
         self._addresses = self._reached()
         self.neighbour = self._neighbour() if replicate else None
@@ -197,6 +200,22 @@ class Memory:
             return "it is of another layout or model"
         sums = tuple(zlib.crc32(chunk.numpy()) for chunk in slots[slot].numbers.split(BLOCK))
         return "" if sums == header.sums else f"{self.file(slot)} is not what was written"
+
+
+def _private(folder: Path) -> Path:
+    """Make a folder that nobody else may look into.
+
+    Raises: CheckpointError
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        owner = folder.stat().st_uid
+    except OSError as error:
+        raise CheckpointError(f"cannot make {folder}: {error.strerror}", mend="checkpoint.memory_dir") from None
+    if owner != os.getuid():
+        raise CheckpointError(f"{folder} belongs to user {owner}", mend="another checkpoint.memory_dir")
+    return folder
 
 
 def _outward(host: str) -> str:

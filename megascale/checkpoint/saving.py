@@ -39,11 +39,13 @@ BOX_BYTES = 64 << 20
 @dataclass(frozen=True)
 class Saved:
     """What became of an attempt: `error` if it failed, and then nothing of it is left. `path`: None for a copy that
-    stays in memory. Seconds: `stalled`, that training stood still; `written`, from then until it was complete.
+    stays in memory. Seconds: `waited`, for the attempt before; `stalled`, that training then stood still; `written`,
+    from then until it was complete.
     """
 
     path: Location | None
     step: int
+    waited: float
     stalled: float
     written: float
     error: CheckpointError | None
@@ -54,6 +56,7 @@ class _Attempt:
     path: Location | None
     slot: int
     facts: manifest.Facts
+    waited: float
     stalled: float
     since: float
     written: Mapping[str, Any] | None = None
@@ -108,9 +111,9 @@ class Saving:
         """Whether an attempt is under way."""
         return self._attempt is not None
 
-    def begin(self, folder: Location | None, facts: manifest.Facts) -> None:
+    def begin(self, folder: Location | None, facts: manifest.Facts, waited: float = 0.0) -> None:
         """Copy the state and have it written to a new folder in this one, while training goes on; with None it stays in
-        memory alone.
+        memory alone. `waited`: seconds for the attempt before.
 
         Raises: CheckpointError on every rank if the folder cannot be made
         """
@@ -121,7 +124,7 @@ class Saving:
             self._plan = self._plan or self._planned()
         slot = self._memory.turn() if self._memory else 0
         self._slots[slot].take()
-        self._attempt = attempt = _Attempt(path, slot, facts, 0.0, time.monotonic())
+        self._attempt = attempt = _Attempt(path, slot, facts, waited, 0.0, time.monotonic())
         self._background.order(**self._order(attempt))
         attempt.stalled = time.monotonic() - start
 
@@ -190,7 +193,8 @@ class Saving:
         if error is None and self._memory:
             self._memory.settled(attempt.slot)
         passed = time.monotonic() - attempt.since
-        return Saved(attempt.path, attempt.facts.progress.step, attempt.stalled, passed, error)
+        step = attempt.facts.progress.step
+        return Saved(attempt.path, step, attempt.waited, attempt.stalled, passed, error)
 
     def finish(self) -> Saved | None:
         """Wait for the attempt under way; None without one."""

@@ -72,7 +72,6 @@ def _room(file: Path | None, size: int) -> int:
         if file is None:
             descriptor = os.memfd_create("megascale-checkpoint")
         else:
-            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         if os.fstat(descriptor).st_size != size:
             os.ftruncate(descriptor, 0)

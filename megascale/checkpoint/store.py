@@ -9,30 +9,19 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
-import os
 import re
-import zlib
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint import StorageReader
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.futures import Future
 
 from megascale.checkpoint import manifest
-from megascale.checkpoint.state import Part
 from megascale.checkpoint.storage import Location
 from megascale.core.errors import CheckpointError
 
@@ -94,13 +83,14 @@ def remove_unfinished(folder: Location) -> None:
         _remove(attempt.path)
 
 
-def keep_newest(folder: Location, keep: int, every: int = 0) -> None:
+def keep_newest(folder: Location, keep: int, every: int = 0, besides: Collection[Location] = ()) -> None:
     """Delete all complete checkpoints but the newest `keep`, and those of each step that `every` divides; a `keep` of 0
-    keeps all.
+    keeps all. Those in `besides`, which are damaged, stay, and do not count.
 
     Raises: CheckpointError
     """
-    for stored in complete(folder)[:-keep] if keep else []:
+    counted = [stored for stored in complete(folder) if stored.path not in besides]
+    for stored in counted[:-keep] if keep else []:
         if not every or stored.step % every:
             _remove(stored.path)
 
@@ -144,143 +134,6 @@ def size_of(metadata: Metadata) -> int:
     """Bytes of all tensors."""
     tensors = [tensor for tensor in metadata.state_dict_metadata.values() if isinstance(tensor, TensorStorageMetadata)]
     return sum(math.prod(tensor.size) * tensor.properties.dtype.itemsize for tensor in tensors)
-
-
-RUN_BYTES = 64 << 20
-"""What is read at once, at most, but for one box that is larger."""
-
-
-class Wanted(NamedTuple):
-    """Parts of a box of the tensor of this name, by their places in the box."""
-
-    name: str
-    box: manifest.Box
-    parts: Sequence[Part]
-
-
-@dataclass(frozen=True)
-class _Span:
-    """The bytes of a file that are read for what is wanted, with the checksums of their chunks; and of the box the
-    format, the strides and where in it each part begins, in numbers.
-    """
-
-    wanted: Wanted
-    start: int
-    stop: int
-    sums: tuple[int, ...]
-    dtype: torch.dtype
-    strides: list[int]
-    firsts: list[int]
-
-    def follows(self, other: _Span) -> bool:
-        """Whether it begins where the other ends."""
-        return (self.wanted.box.file, self.start) == (other.wanted.box.file, other.stop)
-
-
-class Reader(StorageReader):
-    """Reads a complete checkpoint, for any layout. `bytes`: how many it has read."""
-
-    def __init__(self, path: Location, saved: manifest.Manifest) -> None:
-        self._path = path
-        self._saved = saved
-        self.bytes = 0
-
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        return None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-        storage = {}
-        for name, tensor in self._saved.tensors.items():
-            chunks = []
-            for number, box in enumerate(tensor.boxes):
-                chunks.append(ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size)))
-                storage[MetadataIndex(name, box.offset, number)] = box
-            properties = TensorProperties(dtype=getattr(torch, tensor.dtype))
-            tensors[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
-        return Metadata(tensors, storage_data=storage)
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._storage: dict[MetadataIndex, manifest.Box] = metadata.storage_data
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        items = defaultdict(list)
-        for item in plan.items:
-            items[item.storage_index.fqn, self._storage[item.storage_index]].append(item)
-        wanted = [
-            Wanted(name, box, [(tuple(item.storage_offsets), tuple(item.lengths)) for item in found])
-            for (name, box), found in items.items()
-        ]
-        for one, parts in self.read(wanted):
-            for item, part in zip(items[one.name, one.box], parts, strict=True):
-                planner.resolve_tensor(item).copy_(part)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
-
-    def read(self, wanted: Iterable[Wanted]) -> Iterator[tuple[Wanted, list[torch.Tensor]]]:
-        """What is wanted of boxes, in the order of files. What lies side by side is read at once.
-
-        Raises: DamagedError for what cannot be read or is not what was written
-        """
-        spans = sorted((self._span(one) for one in wanted), key=lambda span: (span.wanted.box.file, span.start))
-        while spans:
-            run = [spans.pop(0)]
-            while spans and spans[0].follows(run[-1]) and spans[0].stop - run[0].start <= RUN_BYTES:
-                run.append(spans.pop(0))
-            room = self._bytes(self._path / run[0].wanted.box.file, run[0].start, run[-1].stop)
-            for span in run:
-                yield span.wanted, self._parts(span, room[span.start - run[0].start : span.stop - run[0].start])
-
-    def _span(self, wanted: Wanted) -> _Span:
-        """The chunks from the first to the last that has a number that is wanted."""
-        box, chunk = wanted.box, self._saved.chunk
-        dtype = getattr(torch, self._saved.tensors[wanted.name].dtype)
-        strides = [math.prod(box.size[dim + 1 :]) for dim in range(len(box.size))]
-        firsts = [_at(offset, strides) for offset, _ in wanted.parts]
-        last = max(_at([o + n - 1 for o, n in zip(*part, strict=True)], strides) for part in wanted.parts)
-        low, high = min(firsts) * dtype.itemsize // chunk, last * dtype.itemsize // chunk + 1
-        end = min(high * chunk, math.prod(box.size) * dtype.itemsize)
-        return _Span(wanted, box.start + low * chunk, box.start + end, box.sums[low:high], dtype, strides, firsts)
-
-    def _bytes(self, path: Location, start: int, stop: int) -> torch.Tensor:
-        room = torch.empty(stop - start, dtype=torch.uint8)
-        try:
-            count = path.read_into(room.numpy().data, start)
-        except OSError as error:
-            raise manifest.DamagedError(f"{path} cannot be read: {error.strerror}") from None
-        self.bytes += count
-        if count < len(room):
-            raise manifest.DamagedError(f"{path}: it ends too early")
-        return room
-
-    def _parts(self, span: _Span, read: torch.Tensor) -> list[torch.Tensor]:
-        box = span.wanted.box
-        if tuple(zlib.crc32(chunk.numpy()) for chunk in read.split(self._saved.chunk)) != span.sums:
-            what = f"{span.wanted.name}@{','.join(map(str, box.offset))} is not what was written"
-            raise manifest.DamagedError(f"{self._path / box.file}: {what}")
-        if read.storage_offset() % span.dtype.itemsize:
-            read = read.clone()
-        numbers = read.view(span.dtype)
-        base = numbers.storage_offset() - (span.start - box.start) // span.dtype.itemsize
-        return [
-            numbers.as_strided(size, span.strides, base + first)
-            for first, (_, size) in zip(span.firsts, span.wanted.parts, strict=True)
-        ]
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        return True
-
-
-def _at(place: Sequence[int], strides: Sequence[int]) -> int:
-    return sum(map(operator.mul, place, strides))
 
 
 def key_of(index: MetadataIndex) -> str:

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from megascale.checkpoint import manifest
+from megascale.checkpoint.reader import RUN_BYTES, Reader, Wanted
 from megascale.checkpoint.shard import CHUNK, Entry, Shard
 from megascale.checkpoint.state import FORMATS, WEIGHTS, Progress, slices
 from megascale.checkpoint.storage import Location
-from megascale.checkpoint.store import RUN_BYTES, Reader, Wanted, complete
+from megascale.checkpoint.store import complete
 from megascale.core.errors import CheckpointError
 
 FILE_BYTES = 2 << 30

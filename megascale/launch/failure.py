@@ -95,14 +95,15 @@ def write_error(error: BaseException, rank: Rank) -> None:
 
 
 def first_cause(logs: Path, died: Mapping[int, int], codes: Mapping[int, int]) -> Failure:
-    """The failure that caused the others. `died`: ranks that a signal killed, with its number; `codes`: exit
-    statuses.
+    """The failure that caused the others; of an error that all ranks found together the lowest rank's. `died`: ranks
+    that a signal killed, with its number; `codes`: exit statuses.
     """
     host = os.uname().nodename
     errors = _errors(logs)
-    for error in errors:
-        if not error["peer_was_lost"]:
-            return Failure(error["rank"], error["host"], error["what"], error["exit_status"])
+    own = [error for error in errors if not error["peer_was_lost"]]
+    if own:
+        error = min((error for error in own if error["what"] == own[0]["what"]), key=lambda error: error["rank"])
+        return Failure(error["rank"], error["host"], error["what"], error["exit_status"])
     for rank, number in died.items():
         what = f"killed by {signal.Signals(number).name}"
         return Failure(rank, host, what, Exit.UNCLASSIFIED, unexplained=True)

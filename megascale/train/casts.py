@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from megascale.parallel.eight_bit import Lost
 
@@ -25,6 +27,12 @@ class CastMonitor:
     def __init__(self) -> None:
         self._usual: dict[tuple[str, str], float] = {}
         self._records = 0
+
+    def remember(self, metrics: Path) -> None:
+        """Take up the shares that a run has recorded which now goes on."""
+        for line in metrics.read_text(encoding="utf-8").splitlines():
+            found = json.loads(line).get("fp8") or {}
+            list(self.rises({name: Lost(**lost) for name, lost in found.items()}))  # they were said then
 
     def rises(self, lost: Mapping[str, Lost]) -> Iterator[str]:
         """What to say of the tensors that lose far more than usual."""

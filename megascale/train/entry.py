@@ -74,6 +74,8 @@ def _run(config: RunConfig, rank: Rank, stop: Stop) -> Exit:
     writers = open_writers(config, run.progress.step) if first else []
     reporter = Reporter(config, device, peak, writers, run.mesh.recorder)
     try:
+        if first and run.progress.step:
+            reporter.remember(config.folder)
         reporter.note(introduction(run, peak))
         if resumed:
             reporter.note(resumed)

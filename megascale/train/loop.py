@@ -19,6 +19,9 @@ from megascale.train.guard import check_state
 from megascale.train.report import Reporter
 from megascale.train.step import logged, train_step
 
+NOTED = 0.005
+"""Seconds of waiting that are told."""
+
 
 def train(run: Run, reporter: Reporter) -> Exit:
     """Train until the last step, or until some rank is asked to stop. Returns how it ended."""
@@ -141,7 +144,10 @@ def _note(run: Run, reporter: Reporter, saved: Saved | None) -> None:
         return
     if saved.path is None:
         return
-    reporter.note(f"saved {saved.path}: training stood for {saved.stalled:.2f} s, written in {saved.written:.2f} s")
+    before = f" after {saved.waited:.2f} s for the one before" if saved.waited > NOTED else ""
+    reporter.note(
+        f"saved {saved.path}: training stood for {saved.stalled:.2f} s{before}, written in {saved.written:.2f} s"
+    )
     try:
         run.checkpoints.remove_old()
     except CheckpointError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megascale.config.run import RunConfig
@@ -20,6 +21,9 @@ from megascale.train.casts import CastMonitor
 if TYPE_CHECKING:
     from megascale.checkpoint.state import Progress
     from megascale.train.step import StepResult
+
+METRICS = "metrics.jsonl"
+"""The file of a run's records."""
 
 
 class Reporter:
@@ -38,6 +42,11 @@ class Reporter:
         self._steps = self._tokens = 0
         self._seconds = 0.0
         self._started = time.perf_counter()
+
+    def remember(self, folder: Path) -> None:
+        """Take up what a run's folder says of the steps until the one that it goes on from."""
+        if (metrics := folder / METRICS).exists():
+            self._casts.remember(metrics)
 
     def start_step(self) -> None:
         """Everything until `end_step` counts as the step's time."""
@@ -104,7 +113,7 @@ class Reporter:
 def open_writers(config: RunConfig, resumed_step: int) -> list[Writer]:
     """The writers of rank 0, in the run's folder."""
     writers: list[Writer] = [
-        JsonLines(config.folder / "metrics.jsonl", resumed_step),
+        JsonLines(config.folder / METRICS, resumed_step),
         Terminal(config.train.steps, resumed_step),
     ]
     if config.observe.tensorboard:

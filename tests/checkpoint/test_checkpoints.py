@@ -19,7 +19,7 @@ SAVERS: dict[str, dict[str, Any]] = {
     "pp2 vpp2 dp2 zero2": {"parallel__pp": 2, "parallel__vpp": 2, "parallel__dp": 2, "parallel__zero": 2},
 }
 LOADERS: dict[str, dict[str, Any]] = SAVERS | {
-    "pp4": {"parallel__pp": 4},
+    "pp4 fp32": {"parallel__pp": 4, "train__precision": "fp32"},
     "dp3 zero1": {"parallel__dp": 3, "batch__global": 9},
     "tp2 pp2 zero0": {"parallel__tp": 2, "parallel__pp": 2, "parallel__zero": 0},
 }

@@ -36,6 +36,7 @@ def megascale(store: dict[str, str], *words: str | Path) -> subprocess.Completed
     return subprocess.run(command, env=store, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_a_run_saves_to_an_object_store_and_goes_on_from_it(store: dict[str, str], tmp_path: Path) -> None:
     where = {"checkpoint__dir": "s3://bucket/runs", "checkpoint__every": 2, "checkpoint__keep": 2}
     rate = {"optimizer__min_lr": 1e-2}  # the same whatever train.steps is
@@ -77,6 +78,7 @@ def test_a_damaged_object_is_passed_over(store: dict[str, str], tmp_path: Path) 
     assert [row["step"] for row in listed["checkpoints"]] == [2, 4, 4, 5] and listed["unfinished"] == []
 
 
+@pytest.mark.slow
 def test_a_store_that_does_not_answer_ends_a_run_before_it_begins(store: dict[str, str], tmp_path: Path) -> None:
     given = settings(LLAMA, tmp_path, checkpoint__every=2, checkpoint__dir="s3://bucket/x", checkpoint__patience_s=1.0)
     config = write_config(given, tmp_path / "run.toml")

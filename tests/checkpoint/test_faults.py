@@ -1,0 +1,309 @@
+"""Faults of a run that saves, by the commands that a user gives: kill -9 at any moment, damage on disk, a full disk."""
+
+from __future__ import annotations
+
+import io
+import json
+import mmap
+import os
+import pickle
+import random
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megascale.checkpoint import manifest
+from megascale.checkpoint.storage import Location
+from megascale.cli.main import main
+from megascale.core.errors import Exit
+from tests.checkpoint.faults import Struck, config_in, start, step_of, under_way, wait_until, whole, writers
+from tests.jobs import Job, curve, finish
+
+SHARDS = "rank-00000-000.safetensors", "rank-00001-000.safetensors"
+EXECUTED = "executed"
+FORMAT_AT = len('{"format": ')
+
+
+def survives(folder: Path, strikes: Iterable[tuple[str, bool]], seed: int, **layout: Any) -> Struck:
+    """Strike a run, and hold it to one that nothing happens to: by the bit, each step's loss and norm of gradients, and
+    the last checkpoint.
+    """
+    with Struck(config_in(folder / "struck", checkpoint__keep=2, **layout), random.Random(seed)) as struck:
+        for victim, slowly in strikes:
+            struck.strike(victim, slowly=slowly)
+        found = struck.stop()
+    last = found[-1]["step"]
+    straight = finish(config_in(folder / "straight", checkpoint__keep=2, **layout), f"train.steps={last}")
+    assert [record["step"] for record in straight] == list(range(1, last + 1))
+    assert curve(found) == curve(straight)
+    places = [folder / name / f"runs/test/checkpoints/step-{last:08d}" for name in ("struck", "straight")]
+    assert main(["ckpt", "diff", *map(str, places)]) == 0
+    return struck
+
+
+def test_kill_9_while_saving_and_resume(tmp_path: Path) -> None:
+    strikes = [("writer", True), ("writers", False), ("writer", True), ("rank", True)]
+    struck = survives(tmp_path, strikes, seed=0, parallel__tp=2)
+    assert struck.landed > 2 and struck.lost > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_kill_9_at_fifty_moments_of_saving_and_resume_each_time(tmp_path: Path) -> None:
+    chance = random.Random(1)
+    strikes = [
+        (victim, number % 2 == 0)
+        for victim, count in {"writer": 25, "writers": 10, "rank": 10, "all": 5}.items()
+        for number in range(count)
+    ]
+    chance.shuffle(strikes)
+    struck = survives(tmp_path, strikes, seed=1, parallel__dp=2)
+    assert struck.landed > 25 and struck.lost > 10
+
+
+@pytest.mark.slow
+def test_a_writer_that_is_killed_at_the_last_save_ends_the_run_and_it_can_be_started_again(tmp_path: Path) -> None:
+    """What must be written and cannot is an error."""
+    config = config_in(tmp_path, parallel__tp=2, checkpoint__every=40)
+    job = start(config)
+    folder = job.folder / "checkpoints"
+    wait_until(job, lambda: bool(whole(folder)))
+    writer = writers(job.ranks())[1]
+    os.kill(writer, signal.SIGSTOP)
+    job.signal(signal.SIGTERM)
+    wait_until(job, lambda: (folder / (under_way(folder) or "none") / SHARDS[0]).exists())
+    time.sleep(0.2)  # the other has its order too: before that it would be replaced
+    os.kill(writer, signal.SIGKILL)
+    status, out, err = job.end()
+    assert status == Exit.CHECKPOINT and "Traceback" not in out + err, (status, out, err)
+    assert "rank 1: the process that writes checkpoints has ended: signal 9" in err
+    assert whole(folder) == ["step-00000040"] and not under_way(folder)
+    again = start(config, f"train.steps={job.steps()[-1]['step']}")
+    status, out, err = again.end()
+    assert status == 0 and f"resumed from {folder}/step-00000040: step 40, " in out, (status, out, err)
+
+
+def flip(path: Path, chance: random.Random, start: int = 0) -> None:
+    """Flip a bit of a file from a place on."""
+    data = bytearray(path.read_bytes())
+    data[chance.randrange(start, len(data))] ^= 1 << chance.randrange(8)
+    path.write_bytes(data)
+
+
+def cut_shard(folder: Path) -> str:
+    path = folder / SHARDS[1]
+    os.truncate(path, path.stat().st_size // 2)
+    return path.name
+
+
+def flip_shard(folder: Path) -> str:
+    path = folder / SHARDS[0]
+    flip(path, random.Random(2), start=8 + int.from_bytes(path.read_bytes()[:8], "little"))
+    return path.name
+
+
+def lose_shard(folder: Path) -> str:
+    (folder / SHARDS[1]).unlink()
+    return SHARDS[1]
+
+
+def shut_shard(folder: Path) -> str:
+    """It cannot be opened: root may open any file, but none may read a folder."""
+    (folder / SHARDS[0]).unlink()
+    (folder / SHARDS[0]).mkdir()
+    return SHARDS[0]
+
+
+def take_manifest_of_another(folder: Path) -> str:
+    """It is right in itself, and the numbers are not those of which it tells: whichever are read first."""
+    shutil.copy(folder.parent / whole(folder.parent)[0] / "manifest.json", folder)
+    return "rank-0000[01]-000.safetensors"
+
+
+def flip_manifest(folder: Path) -> str:
+    flip(folder / "manifest.json", random.Random(3), start=100)
+    return "manifest.json"
+
+
+class Trap:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self._marker = str(marker)
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return os.mkdir, (self._marker,)
+
+
+def pickle_shard(folder: Path) -> str:
+    """As torch.save and torch's own writer of checkpoints leave them; whoever loads them executes what is in them."""
+    import torch
+
+    trap = Trap(folder.parent / EXECUTED)
+    torch.save(trap, folder / SHARDS[0])
+    (folder / ".metadata").write_bytes(pickle.dumps(trap))
+    return SHARDS[0]
+
+
+DAMAGES = {
+    f.__name__: f
+    for f in (cut_shard, flip_shard, lose_shard, shut_shard, take_manifest_of_another, flip_manifest, pickle_shard)
+}
+
+
+def curve_in(folder: Path) -> list[tuple[int, float, float]]:
+    """The curve of the run of the configuration in a folder."""
+    records = map(json.loads, (folder / "runs/test/metrics.jsonl").read_text().splitlines())
+    return curve([record for record in records if "loss" in record])
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a configuration whose run has a checkpoint for each kind of damage, and one more."""
+    folder = tmp_path_factory.mktemp("saved")
+    finish(config_in(folder, parallel__tp=2, train__steps=4 * (len(DAMAGES) + 1)))
+    return folder
+
+
+@pytest.fixture
+def copy(saved: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """A copy that may be damaged: its configuration, and the folder of its checkpoints."""
+    shutil.copytree(saved / "runs", tmp_path / "runs")
+    config = config_in(tmp_path, parallel__tp=2, train__steps=4 * (len(DAMAGES) + 1))
+    return config, tmp_path / "runs/test/checkpoints"
+
+
+def resumes_from(config: Path, name: str, told: Sequence[Path]) -> None:
+    """Run to the end: warned of these files, one a line, from this checkpoint on, on the same curve."""
+    before = curve_in(config.parent)
+    job = Job(config)
+    status, out, err = job.end()
+    assert (status, err) == (0, ""), (status, out, err)
+    warnings = [line for line in out.splitlines() if line.startswith("WARNING")]
+    assert len(warnings) == len(told), out
+    for warning, path in zip(warnings, told, strict=True):
+        assert re.match(rf"WARNING: (rank [01]: )?{path}\b", warning), (warning, path)
+    place = job.folder / "checkpoints" / name
+    assert f"\nresumed from {place}: step {step_of(name)}, " in out
+    assert curve_in(config.parent) == before and not (job.folder / "checkpoints" / EXECUTED).exists()
+
+
+@pytest.mark.slow
+def test_the_newest_intact_checkpoint_is_used_whatever_became_of_those_after_it(copy: tuple[Path, Path]) -> None:
+    config, folder = copy
+    first, *others = whole(folder)
+    told = [folder / name / damage(folder / name) for name, damage in zip(others, DAMAGES.values(), strict=True)]
+    resumes_from(config, first, told[::-1])
+    assert whole(folder)[-1] == f"{others[-1]}.1", "nothing is written over"
+    assert main(["ckpt", "verify", str(folder / whole(folder)[-1])]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(damage: str, copy: tuple[Path, Path]) -> None:
+    config, folder = copy
+    *_, older, newest = whole(folder)
+    resumes_from(config, older, [folder / newest / DAMAGES[damage](folder / newest)])
+
+
+def test_a_run_all_of_whose_checkpoints_are_damaged_ends_with_one_message(copy: tuple[Path, Path]) -> None:
+    config, folder = copy
+    *others, older, newest = whole(folder)
+    for name in others:
+        shutil.rmtree(folder / name)
+    lose_shard(folder / older)
+    told = folder / newest / pickle_shard(folder / newest)
+    before = sorted(folder.rglob("*")), curve_in(config.parent)
+    status, out, err = Job(config).end()
+    assert status == Exit.CHECKPOINT and "resumed" not in out and "Traceback" not in out + err
+    assert set(re.findall(rf"{folder}[^ ]*(?=: it ends too early)", err)) == {str(told)}, err
+    assert err.count("it ends too early") == 1, err
+    assert (sorted(folder.rglob("*")), curve_in(config.parent)) == before, "nothing was changed"
+
+
+@pytest.mark.slow
+def test_what_was_saved_last_stays_whatever_damaged_ones_of_later_steps_there_are(copy: tuple[Path, Path]) -> None:
+    config, folder = copy
+    *_, older, newer, newest = whole(folder)
+    for name in (newer, newest):
+        lose_shard(folder / name)
+    last = step_of(newest) - 2
+    status, out, err = Job(config, f"train.steps={last}", "checkpoint.keep=1").end()
+    assert status == 0 and f"resumed from {folder / older}: " in out, (status, out, err)
+    assert f"step-{last:08d}" in whole(folder)
+
+
+def every_flip_is_damage(folder: Path, places: Iterable[int]) -> None:
+    text = (folder / "manifest.json").read_bytes()
+    for place in places:
+        for bit in range(8):
+            broken = bytearray(text)
+            broken[place] ^= 1 << bit
+            with pytest.raises(manifest.DamagedError):
+                manifest.parse(Location(str(folder)), bytes(broken))
+
+
+def test_a_flipped_bit_of_a_manifest_is_damage(saved: Path) -> None:
+    folder = saved / "runs/test/checkpoints/step-00000004"
+    size = (folder / "manifest.json").stat().st_size
+    every_flip_is_damage(folder, {*range(200), *range(200, size, 509), size - 2, size - 1})
+
+
+def test_a_flipped_bit_of_the_number_of_its_format_is_damage_too(saved: Path) -> None:
+    every_flip_is_damage(saved / "runs/test/checkpoints/step-00000004", [FORMAT_AT])
+
+
+@pytest.mark.parametrize("file", [SHARDS[0], ".metadata"])
+def test_whoever_loads_the_pickles_executes_them(file: str, tmp_path: Path) -> None:
+    import torch
+
+    (tmp_path / "step").mkdir()
+    pickle_shard(tmp_path / "step")
+    load = pickle.loads if file == ".metadata" else lambda data: torch.load(io.BytesIO(data), weights_only=False)
+    load((tmp_path / "step" / file).read_bytes())
+    assert (tmp_path / EXECUTED).exists()
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 32 MiB in memory."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "none", folder], capture_output=True).returncode:
+        pytest.skip("a file system cannot be mounted here: that needs root")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.parametrize(
+    "full", ["rank-0000[01]-000.safetensors", pytest.param("manifest.json", marks=pytest.mark.slow)]
+)
+def test_a_disk_that_is_full_for_a_while(full: str, saved: Path, small: Path, tmp_path: Path) -> None:
+    """There is room for half of a checkpoint, or for all of it but the manifest."""
+    made = saved / "runs/test/checkpoints/step-00000004"
+    pages = [-(-(made / name).stat().st_size // mmap.PAGESIZE) for name in SHARDS]
+    room = sum(pages) if full == "manifest.json" else pages[0] // 2
+    ballast = small / "ballast"
+    ballast.write_bytes(bytes(shutil.disk_usage(small).free - room * mmap.PAGESIZE))
+    config = config_in(tmp_path, parallel__tp=2, checkpoint__dir=str(small), train__steps=24)
+    job = Job(config)
+    job.wait_for_step(9)  # the save of step 8 has waited for that of step 4
+    folder = small / "test"
+    assert not (folder / "step-00000004").exists()
+    ballast.unlink()
+    status, out, err = job.end()
+    assert (status, err) == (0, ""), (status, out, err)
+    what = rf"cannot write {folder}/step-00000004/{full}: No space left on device"
+    assert re.search(rf"^WARNING: no checkpoint of step 4: (rank [01]: )?{what}", out, re.MULTILINE), out
+    assert whole(folder)[-1] == "step-00000024" and len(whole(folder)) > 1
+    assert {path.name for path in folder.iterdir()} == set(whole(folder))
+    assert curve_in(tmp_path) == curve_in(saved)[:24]
