@@ -32,10 +32,11 @@ setup(
     extras_require={
         "gpu": ["transformer-engine[pytorch]>=2.1,<2.21", "liger-kernel>=0.8.4,<0.9"],
         "dev": [
+            "flask-cors>=4",  # of moto's server
             "hypothesis>=6.100",
             "import-linter>=2.1",
             "matplotlib>=3.9",
-            "moto[server]>=5.0",
+            "moto[s3]>=5.0",
             "mypy>=1.13",
             "pytest>=8.3",
             "pytest-timeout>=2.3",

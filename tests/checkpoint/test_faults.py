@@ -205,14 +205,6 @@ def test_the_newest_intact_checkpoint_is_used_whatever_became_of_those_after_it(
     assert main(["ckpt", "verify", str(folder / whole(folder)[-1])]) == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(damage: str, copy: tuple[Path, Path]) -> None:
-    config, folder = copy
-    *_, older, newest = whole(folder)
-    resumes_from(config, older, [folder / newest / DAMAGES[damage](folder / newest)])
-
-
 def test_a_run_all_of_whose_checkpoints_are_damaged_ends_with_one_message(copy: tuple[Path, Path]) -> None:
     config, folder = copy
     *others, older, newest = whole(folder)
