@@ -71,6 +71,7 @@ class Checkpoints:
         self.folder = Location(config.checkpoints, config.checkpoint.patience_s)
         self._saved_step: int | None = None
         self._damaged: list[Location] = []
+        self.in_memory = False  # whether what was resumed is nowhere else
 
     def begin(self, progress: Progress) -> Saved | None:
         """Begin to write a checkpoint, unless this step is on disk already. What became of the one before, if it was
@@ -149,6 +150,7 @@ class Checkpoints:
         steps, paths = broadcast_object(self._mesh.world, self._find() if self._mesh.rank == 0 else ([], []))
         facts, damaged = self._recalled(max(steps, default=0))
         if facts is not None:
+            self.in_memory = True
             return Resumed(facts.progress, None, changes(facts.config, self._config), damaged, 0)
         for path in paths:
             try:

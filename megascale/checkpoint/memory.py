@@ -7,6 +7,7 @@ there: its own, or one that another rank finds on its host and sends.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -111,11 +112,13 @@ class Memory:
         """Take up the newest copies, of one step that is not before `since`. Whose they are, None if there are none;
         and what is wrong with those that were passed over, which are forgotten.
         """
-        problems: list[str] = []
         seen = gather_objects(self._mesh.world, self._seen())
-        for step in sorted(_common(seen), reverse=True):
-            if step < since:
-                break
+        common = {step for step in _common(seen) if step >= since}
+        others = {step for copies in seen for steps in copies.values() for step in steps if step > since} - common
+        problems = [
+            f"the copies of step {step} in memory are not used: not every rank has one" for step in sorted(others)
+        ]
+        for step in sorted(common, reverse=True):
             problem = self._fetch(step, seen, background)
             slot, facts = self._find(step)
             problem = problem or self._wrong(slot, slots, what)
@@ -135,6 +138,8 @@ class Memory:
     def remove(self) -> None:
         """The run is complete, or on storage: give the memory back."""
         shutil.rmtree(self.folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another run's are there
+            self.folder.parent.rmdir()
 
     def _reached(self) -> Sequence[tuple[str, int, Place]]:
         """Of each rank the address at which copies arrive, and its memory."""
@@ -236,14 +241,12 @@ def _common(seen: Sequence[Mapping[int, Mapping[int, int]]]) -> set[int]:
 
 
 def _token(run: Path) -> str:
-    """The name of the copies of a run's folder, which gets one if it has none."""
-    path = run / TOKEN
-    try:
-        return path.read_text(encoding="ascii")
-    except FileNotFoundError:
-        run.mkdir(parents=True, exist_ok=True)
+    """The name of the copies of a run's folder, which gets one if it has none. A copy of the folder has others."""
+    path = run.resolve() / TOKEN
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, uuid.uuid4().hex)
-        return path.read_text(encoding="ascii")
+    return f"{path.read_text(encoding='ascii')} {path}"
 
 
 def _read(path: Path) -> Header | None:

@@ -32,6 +32,12 @@ from megascale.comm.mesh import Mesh
 from megascale.core.errors import CheckpointError
 from megascale.device import Device
 
+ENTRY_BYTES = 192
+"""Of a box in a file's header beside its name, at most, and of the header itself in a file of few."""
+
+HEADER_BYTES = 4 << 10
+"""Of the header of a file of one box, at most."""
+
 BOX_BYTES = 64 << 20
 """Of a stored box, at most, unless a row is larger: what a reader holds beside its state."""
 
@@ -88,7 +94,7 @@ class Saving:
         device: Device,
     ) -> None:
         self._mesh = mesh
-        self._state = cut(state, min(BOX_BYTES, file_bytes))
+        self._state = cut(state, min(BOX_BYTES, file_bytes - HEADER_BYTES))
         self._file_bytes = file_bytes
         self._memory = memory
         if memory is None:
@@ -96,7 +102,7 @@ class Saving:
             self._background = Background([self._slots[0].descriptor])
         else:
             self._slots = [Snapshot(held, device, memory.file(slot)) for slot in range(len(SLOTS))]
-            self._background = Background([memory.listener], memory.receive)
+            self._background = Background([memory.listener, *(s.descriptor for s in self._slots)], memory.receive)
         self._what = self._description()
         self._plan: _Plan | None = None
         self._attempt: _Attempt | None = None
@@ -150,12 +156,13 @@ class Saving:
         memory, copy = self._memory, self._slots[attempt.slot].path
         order: dict[str, dict[str, Any]] = {}
         if memory:
-            order["keep"] = {"memory": copy, "header": memory.said(self._what, attempt.facts)}
+            header = str(memory.header(attempt.slot))
+            order["keep"] = {"memory": copy, "path": header, "header": memory.said(self._what, attempt.facts)}
         if attempt.path is not None and self._plan is not None:
             to = {"folder": attempt.path.url, "patience": attempt.path.patience}
             order["write"] = {"memory": copy, "chunk": self._plan.chunk, "files": self._plan.files} | to
         elif memory and memory.neighbour is not None:
-            order["send"] = memory.sending(copy, memory.neighbour)
+            order["send"] = memory.sending(memory.file(attempt.slot), memory.neighbour)
         return order
 
     def recall(self, since: int) -> tuple[manifest.Facts | None, list[str]]:
@@ -229,12 +236,13 @@ class Saving:
         files: dict[str, list[list[Any]]] = {}
         left = 0
         for item, data in boxes:
-            if not files or data.nbytes > left:
+            key, place = store.key_of(item.index), self._slots[0].place(data)
+            size = data.nbytes + len(key) + ENTRY_BYTES
+            if not files or size > left:
                 name = f"rank-{self._mesh.rank:05d}-{len(files):03d}.safetensors"
                 entries, left = files.setdefault(name, []), self._file_bytes
-            key, place = store.key_of(item.index), self._slots[0].place(data)
             entries.append([key, FORMATS[data.dtype], list(data.shape), place, data.nbytes])
-            left -= data.nbytes
+            left -= size
         return files
 
     def _complete(self, attempt: _Attempt) -> CheckpointError | None:

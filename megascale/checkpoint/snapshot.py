@@ -21,7 +21,7 @@ class Snapshot:
     """Room for the numbers of flat, contiguous `tensors`, which is taken and touched once and then used again.
 
     `file`: where it is to outlive this process, of a file system that is memory; what a file of this size holds stays.
-    `path`: by which another process that has inherited `descriptor` opens it. `size`: in bytes.
+    `path`: by which a process that has inherited `descriptor` opens it. `size`: in bytes.
 
     Raises: CheckpointError if there is not enough memory.
     """
@@ -36,7 +36,7 @@ class Snapshot:
             size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         self.size = max(size, 1)
         self.descriptor = _room(file, self.size)
-        self.path = str(file or f"/proc/self/fd/{self.descriptor}")
+        self.path = f"/proc/self/fd/{self.descriptor}"
         self._memory = mmap.mmap(self.descriptor, self.size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self.numbers = torch.frombuffer(self._memory, dtype=torch.uint8)
         device.pin(self.numbers)

@@ -61,11 +61,11 @@ class Location:
 
     def exists(self) -> bool:
         """Whether there is something."""
-        return self._tried(lambda fs, path: fs.exists(path))
+        return bool(self._tried(_info))
 
     def is_folder(self) -> bool:
         """Whether it is a folder; in an object store, whether something is in it."""
-        return self._tried(lambda fs, path: fs.isdir(path))
+        return self._tried(_info).get("type") == "directory"
 
     def names(self) -> list[str]:
         """What is in this folder, in order; nothing if there is none."""
@@ -141,7 +141,7 @@ class Location:
         def delete(fs: Any, path: str) -> None:
             if self.local is not None and self.local.is_symlink():
                 self.local.unlink()
-            elif fs.exists(path):
+            elif _info(fs, path):
                 fs.rm(path, recursive=True)
 
         self._tried(delete)
@@ -159,6 +159,17 @@ class Location:
                     raise _as_os_error(error, self.url) from error
             time.sleep(pause * random.uniform(0.5, 1))
             pause = min(2 * pause, PAUSES[1])
+
+
+def _info(fs: Any, path: str) -> dict[str, Any]:
+    """What a file system says of a path; nothing if it says that there is nothing. Its own `exists` takes every error
+    for that.
+    """
+    fs.invalidate_cache()
+    try:
+        return dict(fs.info(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
 
 
 def _lasts(error: Exception) -> bool:

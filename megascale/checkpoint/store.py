@@ -61,7 +61,8 @@ def _look(folder: Location, *, complete: bool) -> Iterator[Stored]:
             if match and (folder / name / manifest.NAME).exists() == complete and (folder / name).is_folder():
                 yield Stored(folder / name, int(match.group(1)), int(match.group(2) or 0))
     except OSError as error:
-        raise CheckpointError(f"cannot look into {folder}: {error.strerror}", mend="check permissions") from None
+        what = f"cannot look into {error.filename or folder}: {error.strerror}"
+        raise CheckpointError(what, mend="checkpoint.dir, who may read it, the network") from None
 
 
 def fresh_folder(folder: Location, step: int) -> Location:

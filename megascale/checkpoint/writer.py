@@ -7,6 +7,7 @@ It answers each order with a line on its standard output, and ends when its inpu
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -50,13 +51,15 @@ def obey(
     send: dict[str, Any] | None = None,
     write: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Carry out the parts of an order, one after the other, each with the arguments of the function of its name.
+    """Carry out the parts of an order, one after the other, each with the arguments of the function of its name. What
+    is to be written is written even if it cannot be kept.
 
     Raises: OSError, which names the file or the peer
     """
     answer: dict[str, Any] = {}
     if keep:
-        keep_copy(**keep)
+        with contextlib.suppress(OSError) if write else contextlib.nullcontext():
+            keep_copy(**keep)
     if write:
         answer |= write_files(**write)
     if send:
@@ -64,11 +67,11 @@ def obey(
     return answer
 
 
-def keep_copy(memory: str, header: dict[str, Any]) -> None:
-    """Sum up a memory, which is a file, and put its header beside it."""
+def keep_copy(memory: str, path: str, header: dict[str, Any]) -> None:
+    """Sum up a memory, and put its header to its file's."""
     numbers = _numbers(memory)
     sums = [zlib.crc32(numbers[at : at + copies.BLOCK]) for at in range(0, len(numbers), copies.BLOCK)]
-    write_text(Path(f"{memory}.json"), json.dumps(header | {"sums": sums}))
+    write_text(Path(path), json.dumps(header | {"sums": sums}))
 
 
 def write_files(memory: str, folder: str, patience: float, chunk: int, files: dict[str, list[Place]]) -> dict[str, Any]:

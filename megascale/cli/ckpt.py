@@ -108,11 +108,16 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from megascale.checkpoint import whole
+    from megascale.checkpoint import manifest, whole
+    from megascale.checkpoint.storage import Location
 
-    path, saved = _opened(options.checkpoint)
-    problems = list(whole.verify(path, saved))
-    good = f"{path}: {len(saved.tensors)} tensors in {_files(saved)} are what was written"
+    path = whole.find(Location(options.checkpoint))
+    try:
+        saved = manifest.read(path)
+        problems = list(whole.verify(path, saved))
+        good = f"{path}: {len(saved.tensors)} tensors in {_files(saved)} are what was written"
+    except CheckpointError as error:
+        problems, good = [error.what], ""
     lines = [*problems, f"{path} is damaged"] if problems else [good]
     _say(options, {"path": str(path), "ok": not problems, "problems": problems}, lines)
     return Exit.CHECKPOINT if problems else Exit.OK

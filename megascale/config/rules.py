@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -347,10 +349,14 @@ def resume(c: Any) -> Iterator[Finding]:
     if value.startswith(FOREIGN):
         folder = value.removeprefix(FOREIGN)
         if not readable(Path(folder).expanduser() / "config.json"):
-            yield Finding("checkpoint.resume", f"there is no config.json in {folder}", "a folder of Hugging Face's")
+            yield Finding(
+                "checkpoint.resume",
+                f"there is no config.json in {folder or repr(folder)}",
+                "a folder of Hugging Face's",
+            )
     elif "://" not in value and value not in ("auto", "never") and not readable(Path(value) / "manifest.json"):
         mend = f"auto, never, a folder with a manifest.json, or {FOREIGN}FOLDER"
-        yield Finding("checkpoint.resume", f"there is no checkpoint in {value}", mend)
+        yield Finding("checkpoint.resume", f"there is no checkpoint in {value or repr(value)}", mend)
 
 
 @rule("checkpoint")
@@ -360,18 +366,36 @@ def memory(c: Any) -> Iterator[Finding]:
         yield Finding("checkpoint.memory_every", "checkpoint.every is 0", "checkpoint.every above 0")
     if c.checkpoint.replicate and not c.checkpoint.memory_every:
         yield Finding("checkpoint.replicate", "checkpoint.memory_every is 0", "checkpoint.memory_every above 0")
+    folder = c.checkpoint.memory_dir
+    if c.checkpoint.memory_every and not (Path(folder).is_absolute() and os.access(folder, os.W_OK | os.X_OK)):
+        found = f"{folder!r} is no folder that can be written to, by its whole path"
+        yield Finding("checkpoint.memory_dir", found, "/dev/shm, or another of a file system that is memory")
 
 
 @rule("checkpoint")
 def file_system(c: Any) -> Iterator[Finding]:
-    """What a URL's file system needs is installed."""
+    """A URL is whole, what its file system needs is installed, and others than this process see what is there."""
     for key in ("dir", "resume"):
-        protocol, separator, _ = (getattr(c.checkpoint, key) or "").partition("://")
-        if separator:
+        text = getattr(c.checkpoint, key)
+        protocol, separator, place = (text or "").partition("://")
+        if separator and place and protocol != "memory":
             try:
                 fsspec.get_filesystem_class(protocol)
             except (ImportError, ValueError) as error:
                 yield Finding(f"checkpoint.{key}", f"{protocol}: {error}", "pip install what fsspec names, or a path")
+        elif separator and place:
+            mend = "a path, or checkpoint.memory_every for copies in memory"
+            yield Finding(f"checkpoint.{key}", f"{text} is seen by one process alone", mend)
+        elif separator or (key == "dir" and (text == "" or re.match(r"[a-z0-9]+:/", text or ""))):
+            mend = "such as /data/runs or s3://bucket/runs"
+            yield Finding(f"checkpoint.{key}", f"{text!r} is no path and no URL", mend)
+
+
+@rule("checkpoint")
+def kept(c: Any) -> Iterator[Finding]:
+    """Some are kept for good only where others are not."""
+    if c.checkpoint.keep_every and not c.checkpoint.keep:
+        yield Finding("checkpoint.keep_every", "checkpoint.keep is 0: all are kept", "checkpoint.keep above 0")
 
 
 def world_findings(c: RunConfig, world: int) -> Iterator[Finding]:

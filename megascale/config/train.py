@@ -118,8 +118,11 @@ class CheckpointConfig(Section):
         description="parent of a folder of this run's name, for its checkpoints: a path, or the URL of any file system "
         "of fsspec, such as s3://bucket/runs; default: the run's folder",
     )
-    file_bytes: Count = Field(
-        2 << 30, description="size of a file, at most, but for one row of a tensor that is larger"
+    file_bytes: int = Field(
+        2 << 30,
+        ge=64 << 10,
+        le=2**40,
+        description="size of a file, at most, but for one row of a tensor that is larger; at least 65536",
     )
     patience_s: float = Field(
         60.0, ge=0, le=86400, description="for how long storage that fails is tried again, in seconds"

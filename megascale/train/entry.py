@@ -27,7 +27,7 @@ from megascale.plan.memory import rank_bytes
 from megascale.plan.params import parameter_count
 from megascale.train.build import Run, build, mesh_of
 from megascale.train.eventfile import EventFile
-from megascale.train.loop import resume, train
+from megascale.train.loop import conclude, resume, train
 from megascale.train.report import Reporter, open_writers
 from megascale.train.stop import Stop
 
@@ -80,6 +80,8 @@ def _run(config: RunConfig, rank: Rank, stop: Stop) -> Exit:
         if resumed:
             reporter.note(resumed)
         if run.progress.step >= config.train.steps:
+            if run.checkpoints.in_memory:
+                conclude(run, reporter)
             reporter.note(f"all {config.train.steps} steps are done: raise train.steps to go on")
             return Exit.OK
         with EventFile(run, rank):

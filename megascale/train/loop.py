@@ -48,8 +48,7 @@ def train(run: Run, reporter: Reporter) -> Exit:
     run.gradients.finish_gather()
     run.pipeline.finish_sends()
     if run.config.checkpoint.every:
-        _save(run, reporter)
-        run.checkpoints.forget()
+        conclude(run, reporter)
     if stopping and run.progress.step < steps:
         reporter.note(f"stopped by a signal after step {run.progress.step}")
         return Exit.STOPPED
@@ -124,14 +123,15 @@ def _begin_save(run: Run, reporter: Reporter) -> None:
         _note(run, reporter, run.checkpoints.finish())
 
 
-def _save(run: Run, reporter: Reporter) -> None:
-    """Save a state that is finite, and wait for it.
+def conclude(run: Run, reporter: Reporter) -> None:
+    """Save a state that is finite, unless it is on storage, and wait for it; then nothing stays in memory.
 
     Raises: CheckpointError if it could not be written, DivergenceError if it is not finite.
     """
     _note(run, reporter, run.checkpoints.finish())
     check_state(run)
     _note(run, reporter, run.checkpoints.save(run.progress))
+    run.checkpoints.forget()
 
 
 def _note(run: Run, reporter: Reporter, saved: Saved | None) -> None:

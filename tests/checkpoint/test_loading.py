@@ -166,12 +166,12 @@ def test_tensors_of_any_format_lie_side_by_side(tmp_path: Path) -> None:
 
 
 def test_files_and_boxes_are_no_larger_than_asked(tmp_path: Path) -> None:
-    config = config_in(tmp_path, checkpoint__file_bytes=20_000)
+    config = config_in(tmp_path, checkpoint__file_bytes=65_536)
     run_world(1, save_each_step, config, 1)
     folder = config.folder / "checkpoints/step-00000001"
     files = sorted(folder.glob("*.safetensors"))
     assert len(files) > 3 and files[1].name == "rank-00000-001.safetensors"
-    assert all(int(path.stat().st_size) < 20_000 + 4_000 for path in files), "numbers, and a header"
+    assert all(path.stat().st_size <= 65_536 for path in files)
     ((name, damaged),) = run_world(1, resumed, config)
     assert name == "step-00000001" and not damaged
 

@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 
 from megascale.core.rank import Rank
 from tests.checkpoint.test_checkpoints import config_in, state_of
-from tests.runs import build_run
+from tests.runs import FAMILIES, build_run, config_of, settings, write_config
 from tests.worlds import run_world
 
 
@@ -24,7 +26,9 @@ def config_with(folder: Path, **layout: Any) -> Any:
 @pytest.fixture
 def memory(tmp_path: Path) -> Path:
     """A folder for the copies: which file system it is of does not matter here."""
-    return tmp_path / "memory"
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    return folder
 
 
 def at(config: Any, rank: Rank, apart: bool) -> Any:
@@ -151,10 +155,51 @@ def test_ranks_that_change_hosts_send_each_other_their_copies(tmp_path: Path, me
     assert [state for state, *_ in after] == before and {place for _, _, place, _ in after} == {"memory"}
 
 
+def test_a_copy_of_a_runs_folder_has_no_part_in_its_memory(tmp_path: Path, memory: Path) -> None:
+    config = config_with(tmp_path, checkpoint__memory_dir=str(memory))
+    before = run_world(1, die, config, 2, 1)
+    shutil.copytree(config.folder, config.folder.with_name("copied"))
+    ((_, step, place, _),) = run_world(1, back, config.model_copy(update={"name": "copied"}))
+    assert (step, place) == (1, "step-00000001")
+    ((state, step, place, _),) = run_world(1, back, config)
+    assert (step, place) == (2, "memory") and [state] == before
+
+
+def lose(rank: Rank, config: Any) -> tuple[str, str]:
+    """What becomes of a copy and of a checkpoint when the folder in memory is removed under a run."""
+    run = build_run(rank, config)
+    shutil.rmtree(config.checkpoint.memory_dir, ignore_errors=True)  # both ranks do
+    run.checkpoints.remember(run.progress)
+    copy = run.checkpoints.finish()
+    saved = run.checkpoints.save(run.progress)
+    assert copy is not None and saved is not None
+    return str(copy.error), str(saved.error)
+
+
+def test_without_its_folder_in_memory_a_run_still_saves(tmp_path: Path, memory: Path) -> None:
+    config = config_with(tmp_path, checkpoint__memory_dir=str(memory), parallel__tp=2)
+    for copy, saved in run_world(2, lose, config):
+        assert copy.startswith("rank 0: cannot write ") and "No such file" in copy and saved == "None"
+    assert (config.folder / "checkpoints/step-00000000/manifest.json").exists()
+
+
+def test_what_was_in_memory_alone_is_saved_before_a_run_says_that_it_is_done(tmp_path: Path, memory: Path) -> None:
+    keys = {"checkpoint__every": 100, "checkpoint__memory_every": 1, "checkpoint__memory_dir": str(memory)}
+    tree = settings(FAMILIES["gpt"], tmp_path, train__precision="bf16", train__steps=3, **keys)
+    config = config_of(tree, tmp_path)
+    run_world(1, die, config, 3, 0)
+    command = [sys.executable, "-m", "megascale", "train", str(write_config(tree, tmp_path / "run.toml"))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "resumed from the copies in memory: step 3" in done.stdout, done.stderr
+    assert "all 3 steps are done" in done.stdout
+    assert (config.folder / "checkpoints/step-00000003/manifest.json").exists()
+    assert list(memory.iterdir()) == []
+
+
 def test_a_run_that_ends_leaves_nothing_in_memory(tmp_path: Path, memory: Path) -> None:
     config = config_with(tmp_path, checkpoint__memory_dir=str(memory), train__steps=3)
     run_world(1, trained, config)
-    assert not [path for path in memory.rglob("*") if path.is_file()]
+    assert list(memory.iterdir()) == []
     assert (config.folder / "checkpoints/step-00000003/manifest.json").exists()
 
 

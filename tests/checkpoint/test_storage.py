@@ -37,6 +37,10 @@ class Flaky(MemoryFileSystem):
         self._fail()
         return super().cat_file(*args, **kwargs)
 
+    def info(self, *args: Any, **kwargs: Any) -> Any:
+        self._fail()
+        return super().info(*args, **kwargs)
+
     def ls(self, *args: Any, **kwargs: Any) -> Any:
         self._fail()
         return super().ls(*args, **kwargs)
@@ -102,6 +106,17 @@ def test_what_fails_for_a_while_is_tried_again(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Flaky, "failures", 10**9)
     with pytest.raises(OSError, match="the network is down"):
         flaky(0.05).read()
+
+
+def test_what_cannot_be_asked_for_is_not_taken_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "PAUSES", (0.001, 0.002))
+    flaky(1.0).write(b"here")
+    monkeypatch.setattr(Flaky, "failures", 1)
+    assert flaky(1.0).exists() and not Flaky.failures
+    monkeypatch.setattr(Flaky, "failures", 10**9)
+    for ask in (flaky(0.01).exists, flaky(0.01).is_folder, flaky(0.01).remove):
+        with pytest.raises(OSError, match="the network is down"):
+            ask()
 
 
 class SlowDown(Exception):

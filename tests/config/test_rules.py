@@ -180,6 +180,16 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ("resume", {"checkpoint__resume": "hf:none"}, {"checkpoint.resume": "there is no config.json in none"}),
     ("memory", {"checkpoint__memory_every": 5}, {"checkpoint.memory_every": "checkpoint.every is 0"}),
     ("memory", {"checkpoint__replicate": True}, {"checkpoint.replicate": "checkpoint.memory_every is 0"}),
+    (
+        "memory",
+        {"checkpoint__memory_every": 5, "checkpoint__every": 5, "checkpoint__memory_dir": "none"},
+        {"checkpoint.memory_dir": "'none' is no folder that can be written to, by its whole path"},
+    ),
+    ("kept", {"checkpoint__keep_every": 5}, {"checkpoint.keep_every": "checkpoint.keep is 0: all are kept"}),
+    ("file_system", {"checkpoint__dir": ""}, {"checkpoint.dir": "'' is no path and no URL"}),
+    ("file_system", {"checkpoint__dir": "s3://"}, {"checkpoint.dir": "'s3://' is no path and no URL"}),
+    ("file_system", {"checkpoint__dir": "file:/tmp"}, {"checkpoint.dir": "'file:/tmp' is no path and no URL"}),
+    ("file_system", {"checkpoint__dir": "memory://x"}, {"checkpoint.dir": "memory://x is seen by one process alone"}),
     ("file_system", {"checkpoint__dir": "none://x"}, {"checkpoint.dir": "none: Protocol not known: none"}),
 ]
 

@@ -4,11 +4,11 @@ torch.distributed.checkpoint, in turns. Rank 0 prints what was found.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import os
 import shutil
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -286,4 +286,6 @@ def stored_bytes(checkpoint: Path) -> int:
 
 
 if __name__ == "__main__":
-    rank_main(Task.parse(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("task", type=Task.parse, help="what to do, a JSON object")
+    rank_main(parser.parse_args().task)
