@@ -60,18 +60,18 @@ class Checkpoints:
         self._shards = shards
         self._scaling = scaling
         self.saving: Saving | None = None
-        if config.checkpoint.every:
+        wanted = config.checkpoint
+        if wanted.every:
             held = [tensor for shard in shards for tensor in (shard.master, *shard.state.values())]
             state = global_tensors(shards, mesh) | history_tensors(scaling)
-            every, memory = config.checkpoint.memory_every, None
-            if every:
-                parent = Path(config.checkpoint.memory_dir)
-                memory = Memory(parent, config.folder, config.checkpoint.replicate, mesh)
-            self.saving = Saving(state, [*held, scaling.history], config.checkpoint.file_bytes, memory, mesh, device)
-        self.folder = Location(config.checkpoints, config.checkpoint.patience_s)
+            memory = None
+            if wanted.memory_every:
+                memory = Memory(Path(wanted.memory_dir), config.folder, wanted.replicate, mesh)
+            self.saving = Saving(state, [*held, scaling.history], wanted.file_bytes, memory, mesh, device)
+        self.folder = Location(config.checkpoints, wanted.patience_s)
         self._saved_step: int | None = None
         self._damaged: list[Location] = []
-        self.in_memory = False  # whether what was resumed is nowhere else
+        self.in_memory = False  # whether what was resumed came from memory, and is on storage perhaps not or not whole
 
     def begin(self, progress: Progress) -> Saved | None:
         """Begin to write a checkpoint, unless this step is on disk already. What became of the one before, if it was
@@ -193,7 +193,7 @@ class Checkpoints:
             dcp.load(wanted, storage_reader=reader, planner=LoadPlanner())
         except CheckpointException as error:
             raise _first_failure(error) from None
-        self._share(wanted)
+        self._share()
         return saved, sum(gather_objects(self._mesh.world, reader.bytes))
 
     def _manifest(self, path: Location) -> manifest.Manifest:
@@ -209,7 +209,7 @@ class Checkpoints:
             raise text
         return manifest.parse(path, text)
 
-    def _share(self, loaded: Mapping[str, GlobalTensor]) -> None:
+    def _share(self) -> None:
         """Give the others what one rank has read: within data parallelism the shares of state that all of it holds, and
         of the history of 8-bit scales, which the first rank reads, all.
         """

@@ -48,7 +48,7 @@ Name = Annotated[str, Field(pattern=r"^[\w.-]+$")]
 
 class Box(_Entry):
     """A box of a tensor: its place in the whole, and where its numbers begin in a file. `sums`: the CRC-32 of every
-    `CHUNK` bytes of them, of which the last may be fewer.
+    `Manifest.chunk` bytes of them, of which the last may be fewer.
     """
 
     offset: tuple[int, ...]
@@ -96,7 +96,7 @@ class Facts(_Entry):
 
 
 class Manifest(_Entry):
-    """The whole manifest."""
+    """The whole manifest. `chunk` [bytes]: what one checksum of a box is of."""
 
     facts: Facts
     chunk: Annotated[int, Field(gt=0)]

@@ -25,7 +25,7 @@ from megascale.checkpoint import manifest
 from megascale.checkpoint.background import Background
 from megascale.checkpoint.copies import BLOCK
 from megascale.checkpoint.snapshot import Snapshot
-from megascale.comm.collectives import broadcast_object, gather_objects
+from megascale.comm.collectives import barrier, broadcast_object, gather_objects
 from megascale.comm.mesh import Mesh
 from megascale.core.errors import CheckpointError
 from megascale.core.files import write_text
@@ -83,9 +83,9 @@ class Memory:
         """The file of a slot of a rank, by default this one."""
         return self.folder / f"rank-{self._mesh.rank if rank is None else rank:05d}.{SLOTS[slot]}"
 
-    def header(self, slot: int, rank: int | None = None) -> Path:
-        """The header of that file."""
-        file = self.file(slot, rank)
+    def header(self, slot: int) -> Path:
+        """The header of this rank's file of a slot."""
+        file = self.file(slot)
         return file.with_name(f"{file.name}.json")
 
     def turn(self) -> int:
@@ -128,11 +128,10 @@ class Memory:
             if not found:
                 slots[slot].give()
                 self._good = slot
-                self._forget(1 - slot)
+                self._forget_all_but(step)
                 return facts, problems
             problems.append(f"the copy of step {step} in memory is not used: {found[0]}")
-        for slot in range(len(SLOTS)):
-            self._forget(slot)
+        self._forget_all_but(None)
         return None, problems
 
     def remove(self) -> None:
@@ -158,8 +157,13 @@ class Memory:
         others = [ranks[(index + distance) % len(ranks)] for distance in range(1, len(ranks))]
         return next((rank for rank in others if self._addresses[rank][2] != place), None)
 
-    def _forget(self, slot: int) -> None:
-        self.header(slot).unlink(missing_ok=True)
+    def _forget_all_but(self, step: int | None) -> None:
+        """Remove the headers on this host, of all ranks, but for those of a step, before anyone writes a new one."""
+        for path in self.folder.glob("rank-*.json"):
+            header = _read(path)
+            if header is None or header.facts.progress.step != step:
+                path.unlink(missing_ok=True)
+        barrier(self._mesh.world)
 
     def _seen(self) -> dict[int, dict[int, int]]:
         """The copies on this host: of each rank the slot of each step."""
@@ -185,7 +189,7 @@ class Memory:
                     background.answer(wait=True)
                 except CheckpointError as error:
                     problem = error.what
-        gather_objects(self._mesh.world, None)  # all have been sent
+        barrier(self._mesh.world)  # all have been sent
         return problem
 
     def _find(self, step: int) -> tuple[int, manifest.Facts | None]:

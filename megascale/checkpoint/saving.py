@@ -33,7 +33,7 @@ from megascale.core.errors import CheckpointError
 from megascale.device import Device
 
 ENTRY_BYTES = 192
-"""Of a box in a file's header beside its name, at most, and of the header itself in a file of few."""
+"""Of a box in a file's header beside its name, at most; what else is in the header fits into what one box leaves."""
 
 HEADER_BYTES = 4 << 10
 """Of the header of a file of one box, at most."""

@@ -72,13 +72,13 @@ def verify(folder: Location, saved: manifest.Manifest) -> Iterator[str]:
 def _sum(path: Location, size: int) -> int | None:
     """The CRC-32 of a file; None if it cannot be read or has another size."""
     found = 0
-    room = memoryview(bytearray(RUN_BYTES))
+    room = memoryview(bytearray(min(RUN_BYTES, size)))
     try:
-        for start in range(0, size + 1, RUN_BYTES):  # a byte more than there should be
-            count = path.read_into(room[: size + 1 - start], start)
+        if path.size() != size:
+            return None
+        for start in range(0, size, RUN_BYTES):
+            count = path.read_into(room[: size - start], start)
             found = zlib.crc32(room[:count], found)
-            if start + count != min(start + RUN_BYTES, size):
-                return None
     except OSError:
         return None
     return found

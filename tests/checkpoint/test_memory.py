@@ -143,6 +143,8 @@ def test_a_lost_hosts_copy_comes_from_its_neighbour(tmp_path: Path, memory: Path
     after = run_world(2, back, config, True)
     assert [(step, place, damaged) for _, step, place, damaged in after] == [(3, "memory", [])] * 2
     assert [state for state, *_ in after] == before
+    left = [json.loads(path.read_text())["facts"]["progress"]["step"] for path in memory.rglob("*.json")]
+    assert left == [3, 3, 3], "older ones are forgotten, the neighbour's too"
 
 
 def test_ranks_that_change_hosts_send_each_other_their_copies(tmp_path: Path, memory: Path) -> None:

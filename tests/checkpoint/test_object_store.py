@@ -10,7 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from megascale.checkpoint import manifest, whole
+from megascale.checkpoint.storage import Location
 from tests.runs import LLAMA, settings, write_config
 
 KEYS = {"aws_access_key_id": "key", "aws_secret_access_key": "key", "region_name": "us-east-1"}
@@ -29,6 +32,23 @@ def store() -> Iterator[dict[str, str]]:
     names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION")
     yield os.environ | {"AWS_ENDPOINT_URL": url} | dict(zip(names, KEYS.values(), strict=True))
     server.stop()
+
+
+def test_a_file_that_ends_where_a_piece_does_is_right(
+    store: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in store.items():
+        monkeypatch.setenv(name, value)
+    whole.write(tmp_path, [("a", torch.arange(8.0))], {})
+    folder = Location("s3://bucket/ends", patience=1.0)
+    for path in tmp_path.iterdir():
+        (folder / path.name).write(path.read_bytes())
+    saved = manifest.read(folder)
+    ((name, file),) = saved.files.items()
+    monkeypatch.setattr(whole, "RUN_BYTES", file.bytes // 2)
+    assert file.bytes % 2 == 0 and list(whole.verify(folder, saved)) == []
+    (folder / name).write((tmp_path / name).read_bytes() + b"x")
+    assert list(whole.verify(folder, saved)) == [f"{folder / name}: it is not what was written, beside its tensors"]
 
 
 def megascale(store: dict[str, str], *words: str | Path) -> subprocess.CompletedProcess[str]:

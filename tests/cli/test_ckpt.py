@@ -87,6 +87,10 @@ def test_verify_finds_every_damage(run: Path, capsys: pytest.CaptureFixture[str]
     assert len(lines) == 2 and f"{file}: " in lines[0] and "is not what was written" in lines[0]
     assert lines[1] == f"{path} is damaged"
     assert json.loads(asked(capsys, "verify", run, "--json", status=4))["ok"] is False
+    numbers[-1] ^= 1
+    file.write_bytes(bytes([*numbers, 0]))
+    (line, _) = asked(capsys, "verify", run, status=4).splitlines()
+    assert line == f"{file}: it is not what was written, beside its tensors"
     file.unlink()
     assert "cannot be read" in asked(capsys, "verify", run, status=4)
     assert "there is no complete checkpoint" in asked(capsys, "verify", path / "none", status=4)
