@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,8 @@ class Checkpoints:
         self.folder = Location(config.checkpoints, wanted.patience_s)
         self._saved_step: int | None = None
         self._damaged: list[Location] = []
+        self._remover = ThreadPoolExecutor(1, "remover")
+        self._removal: Future[None] | None = None
         self.in_memory = False  # whether what was resumed came from memory, and is on storage perhaps not or not whole
 
     def begin(self, progress: Progress) -> Saved | None:
@@ -133,13 +136,29 @@ class Checkpoints:
         return saved
 
     def remove_old(self) -> None:
-        """On rank 0, delete what neither `checkpoint.keep` nor `keep_every` keeps.
+        """On rank 0, begin to delete what neither `checkpoint.keep` nor `keep_every` keeps, once what was begun before
+        is done: on a thread, for a checkpoint may have thousands of files.
 
-        Raises: CheckpointError
+        Raises: CheckpointError if that could not be done
         """
-        if self._mesh.rank == 0:
-            wanted = self._config.checkpoint
-            store.keep_newest(self.folder, wanted.keep, wanted.keep_every, besides=self._damaged)
+        if self._mesh.rank:
+            return
+        wanted = self._config.checkpoint
+        try:
+            self.removed()
+        finally:
+            self._removal = self._remover.submit(
+                store.keep_newest, self.folder, wanted.keep, wanted.keep_every, besides=list(self._damaged)
+            )
+
+    def removed(self) -> None:
+        """Wait for what is being deleted.
+
+        Raises: CheckpointError if it could not be
+        """
+        removal, self._removal = self._removal, None
+        if removal is not None:
+            removal.result()
 
     def resume(self) -> Resumed | None:
         """Load what `checkpoint.resume` asks for into the shards; None if there is nothing to resume from. Of the run's

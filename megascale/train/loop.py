@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -131,6 +131,7 @@ def conclude(run: Run, reporter: Reporter) -> None:
     _note(run, reporter, run.checkpoints.finish())
     check_state(run)
     _note(run, reporter, run.checkpoints.save(run.progress))
+    _warn(reporter, run.checkpoints.removed)
     run.checkpoints.forget()
 
 
@@ -148,7 +149,12 @@ def _note(run: Run, reporter: Reporter, saved: Saved | None) -> None:
     reporter.note(
         f"saved {saved.path}: training stood for {saved.stalled:.2f} s{before}, written in {saved.written:.2f} s"
     )
+    _warn(reporter, run.checkpoints.remove_old)
+
+
+def _warn(reporter: Reporter, action: Callable[[], None]) -> None:
+    """Do something that must not end the run if it fails."""
     try:
-        run.checkpoints.remove_old()
+        action()
     except CheckpointError as error:
         reporter.note(f"WARNING: {error}")

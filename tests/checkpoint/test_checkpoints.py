@@ -264,6 +264,7 @@ def save_twice(rank: Rank, config: Any) -> list[str]:
         first, second = run.checkpoints.save(run.progress), run.checkpoints.save(run.progress)
         assert first is not None and second is None
         run.checkpoints.remove_old()
+    run.checkpoints.removed()
     run.gradients.finish_gather()
     return list(run.checkpoints.folder.names())
 

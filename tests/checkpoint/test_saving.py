@@ -150,6 +150,58 @@ def test_a_checkpoint_under_way_is_completed_before_a_run_that_diverges_ends(tmp
     assert [stored.step for stored in complete(Location(str(tmp_path / "test/checkpoints")))] == [2]
 
 
+def removes_late(rank: Rank, config: Any) -> list[list[str]]:
+    """The folders while an old one is being deleted, by storage that takes its time, and when it is gone."""
+    import threading
+
+    run, found, gate, remove = build_run(rank, config), [], threading.Event(), Location.remove
+
+    def late(place: Location) -> None:
+        assert gate.wait(60)
+        remove(place)
+
+    Location.remove = late  # type: ignore[method-assign]
+    for _ in range(2):
+        step(run)
+        run.checkpoints.save(run.progress)
+        run.checkpoints.remove_old()
+    step(run)
+    found.append(run.checkpoints.folder.names())
+    gate.set()
+    run.checkpoints.removed()
+    found.append(run.checkpoints.folder.names())
+    run.gradients.finish_gather()
+    return found
+
+
+def test_training_does_not_wait_for_what_is_deleted(tmp_path: Path) -> None:
+    found = run_world(1, removes_late, config_in(tmp_path, checkpoint__keep=1))
+    assert found == [[["step-00000001", "step-00000002"], ["step-00000002"]]]
+
+
+def cannot_remove(rank: Rank, config: Any) -> list[str]:
+    """What a run says that may not delete."""
+    from megascale.train.loop import train
+    from megascale.train.report import Reporter
+
+    def refused(place: Location) -> None:
+        raise PermissionError(13, "Permission denied", str(place))
+
+    Location.remove = refused  # type: ignore[method-assign]
+    run, said = build_run(rank, config), []
+    reporter = Reporter(config, run.device, None, [], run.mesh.recorder)
+    reporter.note = said.append  # type: ignore[method-assign]
+    train(run, reporter)
+    return [line for line in said if "WARNING" in line]
+
+
+def test_what_cannot_be_deleted_is_said(tmp_path: Path) -> None:
+    (said,) = run_world(1, cannot_remove, config_in(tmp_path, train__steps=3, checkpoint__every=1, checkpoint__keep=1))
+    place = tmp_path / "test/checkpoints/step-00000001"
+    assert said == [f"WARNING: {place} cannot be removed: Permission denied  -> check permissions"] * 2
+    assert len(complete(Location(str(place.parent)))) == 3
+
+
 def many(rank: Rank, config: Any, count: int) -> list[tuple[int, int, int]]:
     """Open files, bytes in memory and processes of this rank after every ten saves."""
     import resource
@@ -163,6 +215,7 @@ def many(rank: Rank, config: Any, count: int) -> list[tuple[int, int, int]]:
             held = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
             found.append((len(os.listdir("/proc/self/fd")), held, len(children)))
             run.checkpoints.remove_old()
+            run.checkpoints.removed()
     run.checkpoints.finish()
     run.gradients.finish_gather()
     return found

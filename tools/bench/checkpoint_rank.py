@@ -212,11 +212,13 @@ class Saver:
         watch.note(f"{OURS} stall", saved.stalled)
         watch.note(f"{OURS} written", saved.written)
         checkpoints.remove_old()
+        checkpoints.removed()
 
     def _blocking(self) -> None:
         checkpoints = self._run.checkpoints
         self._watch.time(f"{OURS} blocking", lambda: checkpoints.save(self._run.progress))
         checkpoints.remove_old()
+        checkpoints.removed()
 
     def _peer_background(self) -> None:
         ended: list[float] = []
