@@ -112,24 +112,28 @@ class Memory:
         """Take up the newest copies, of one step that is not before `since`. Whose they are, None if there are none;
         and what is wrong with those that were passed over, which are forgotten.
         """
-        seen = gather_objects(self._mesh.world, self._seen())
+        looked = gather_objects(self._mesh.world, self._seen(gather_objects(self._mesh.world, what)))
+        seen = [copies for copies, _ in looked]
         common = {step for step in _common(seen) if step >= since}
-        others = {step for copies in seen for steps in copies.values() for step in steps if step > since} - common
+        others = {step: "they are of another layout or model" for _, steps in looked for step in steps}
+        others |= {step: "not every rank has one" for copies in seen for steps in copies.values() for step in steps}
         problems = [
-            f"the copies of step {step} in memory are not used: not every rank has one" for step in sorted(others)
+            f"the copies of step {step} in memory are not used: {why}"
+            for step, why in sorted(others.items())
+            if step > since and step not in common
         ]
         for step in sorted(common, reverse=True):
             problem = self._fetch(step, seen, background)
-            slot, facts = self._find(step)
-            problem = problem or self._wrong(slot, slots, what)
+            slot, header = self._find(step, what)
+            problem = problem or self._wrong(slot, header, slots[slot])
             found = [
                 f"rank {rank}: {text}" for rank, text in enumerate(gather_objects(self._mesh.world, problem)) if text
             ]
-            if not found:
+            if header is not None and not found:
                 slots[slot].give()
                 self._good = slot
                 self._forget_all_but(step)
-                return facts, problems
+                return header.facts, problems
             problems.append(f"the copy of step {step} in memory is not used: {found[0]}")
         self._forget_all_but(None)
         return None, problems
@@ -165,16 +169,23 @@ class Memory:
                 path.unlink(missing_ok=True)
         barrier(self._mesh.world)
 
-    def _seen(self) -> dict[int, dict[int, int]]:
-        """The copies on this host: of each rank the slot of each step."""
+    def _seen(self, wanted: Sequence[str]) -> tuple[dict[int, dict[int, int]], set[int]]:
+        """The copies on this host, of each rank the slot of each step, if they are of what that rank wants; and the
+        steps of the others, of which none may be sent: they may be larger than the room that it has.
+        """
         found: dict[int, dict[int, int]] = {}
+        others = set()
         for path in self.folder.glob("rank-*.json"):
             match = _HEADER.fullmatch(path.name)
             header = _read(path)
-            if match and header and header.run == self._run:
-                steps = found.setdefault(int(match.group(1)), {})
-                steps[header.facts.progress.step] = SLOTS.index(match.group(2))
-        return found
+            if not (match and header and header.run == self._run):
+                continue
+            rank, step = int(match.group(1)), header.facts.progress.step
+            if rank < len(wanted) and header.what == wanted[rank]:
+                found.setdefault(rank, {})[step] = SLOTS.index(match.group(2))
+            else:
+                others.add(step)
+        return found, others
 
     def _fetch(self, step: int, seen: Sequence[Mapping[int, Mapping[int, int]]], background: Background) -> str:
         """Have the copies of this step sent to the ranks that do not see their own. Returns what failed here."""
@@ -192,22 +203,19 @@ class Memory:
         barrier(self._mesh.world)  # all have been sent
         return problem
 
-    def _find(self, step: int) -> tuple[int, manifest.Facts | None]:
-        """This rank's slot with a step."""
+    def _find(self, step: int, what: str) -> tuple[int, Header | None]:
+        """This rank's slot with a copy of a step."""
         for slot in range(len(SLOTS)):
             header = _read(self.header(slot))
-            if header and header.facts.progress.step == step:
-                return slot, header.facts
+            if header and header.what == what and header.facts.progress.step == step:
+                return slot, header
         return 0, None
 
-    def _wrong(self, slot: int, slots: Sequence[Snapshot], what: str) -> str:
+    def _wrong(self, slot: int, header: Header | None, memory: Snapshot) -> str:
         """What is wrong with a copy; "" if nothing is."""
-        header = _read(self.header(slot))
         if header is None:
-            return f"there is no {self.header(slot)}"
-        if header.what != what:
-            return "it is of another layout or model"
-        sums = tuple(zlib.crc32(chunk.numpy()) for chunk in slots[slot].numbers.split(BLOCK))
+            return "it has not arrived"
+        sums = tuple(zlib.crc32(chunk.numpy()) for chunk in memory.numbers.split(BLOCK))
         return "" if sums == header.sums else f"{self.file(slot)} is not what was written"
 
 
@@ -239,8 +247,7 @@ def _common(seen: Sequence[Mapping[int, Mapping[int, int]]]) -> set[int]:
     steps: list[set[int]] = [set() for _ in seen]
     for copies in seen:
         for rank, found in copies.items():
-            if rank < len(steps):
-                steps[rank] |= found.keys()
+            steps[rank] |= found.keys()
     return set.intersection(*steps)
 
 

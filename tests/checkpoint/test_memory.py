@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from megascale.core.errors import CheckpointError
 from megascale.core.rank import Rank
 from tests.checkpoint.test_checkpoints import config_in, state_of
 from tests.runs import FAMILIES, build_run, config_of, settings, write_config
@@ -119,7 +121,7 @@ def test_another_layout_and_another_run_take_what_is_on_storage(tmp_path: Path, 
     other = config_with(tmp_path, checkpoint__memory_dir=str(memory), parallel__pp=2)
     for _, step, place, damaged in run_world(2, back, other):
         assert (step, place) == (1, "step-00000001")
-        assert "the copy of step 2 in memory is not used: rank 0: it is of another layout or model" in damaged
+        assert damaged == ["the copies of step 2 in memory are not used: they are of another layout or model"]
     run_world(2, die, config, 2, 1)
     shutil.rmtree(config.folder)
     assert {place for _, _, place, _ in run_world(2, back, config)} == {"nothing"}, "a folder that was made anew"
@@ -147,12 +149,44 @@ def test_a_lost_hosts_copy_comes_from_its_neighbour(tmp_path: Path, memory: Path
     assert left == [3, 3, 3], "older ones are forgotten, the neighbour's too"
 
 
-def test_ranks_that_change_hosts_send_each_other_their_copies(tmp_path: Path, memory: Path) -> None:
-    config = config_with(tmp_path, checkpoint__memory_dir=str(memory), parallel__tp=2)
-    before = run_world(2, die, config, 2, 1, True)
+def swap_hosts(memory: Path) -> None:
     (memory / "host0").rename(memory / "x")
     (memory / "host1").rename(memory / "host0")
     (memory / "x").rename(memory / "host1")
+
+
+def test_a_copy_of_another_layout_is_not_sent_into_smaller_or_larger_room(tmp_path: Path, memory: Path) -> None:
+    first, second = LAYOUTS
+    run_world(2, die, config_with(tmp_path, checkpoint__memory_dir=str(memory), **first), 2, 1, True)
+    swap_hosts(memory)
+    config = config_with(tmp_path, checkpoint__memory_dir=str(memory), **second)
+    for step, copied in run_world(2, go_on, config):
+        assert (step, copied) == (1, None)
+    swap_hosts(memory)
+    for step, copied in run_world(2, go_on, config):
+        assert (step, copied) == (2, None)
+
+
+def go_on(rank: Rank, config: Any) -> tuple[int, CheckpointError | None]:
+    """The step that was resumed, and what became of a copy after the next."""
+    from megascale.train.step import train_step
+
+    run = build_run(rank, at(config, rank, True))
+    found = run.checkpoints.resume()
+    assert found is not None
+    run.progress = dataclasses.replace(found.progress)
+    train_step(run, run.train.batch(run.progress.samples))
+    run.gradients.finish_gather()
+    run.checkpoints.remember(run.progress)
+    copied = run.checkpoints.finish()
+    assert copied is not None
+    return found.progress.step, copied.error
+
+
+def test_ranks_that_change_hosts_send_each_other_their_copies(tmp_path: Path, memory: Path) -> None:
+    config = config_with(tmp_path, checkpoint__memory_dir=str(memory), parallel__tp=2)
+    before = run_world(2, die, config, 2, 1, True)
+    swap_hosts(memory)
     after = run_world(2, back, config, True)
     assert [state for state, *_ in after] == before and {place for _, _, place, _ in after} == {"memory"}
 
