@@ -141,14 +141,16 @@ class Struck:
 
     def strike(self, victim: str, *, slowly: bool) -> None:
         """Kill -9 of a "writer" or both "writers", after which the run must go on; of a "rank", or "all". `slowly`:
-        those that write stand still from the beginning of the save, as if the disk did not answer.
+        those that write stand still, as if the disk did not answer, so that the strike is sure to fall while they do.
         """
         for _ in range(self._chance.randrange(3)):
             self._let_pass()
-        wait_until(self.job, lambda: bool(under_way(self.folder)))
-        name, newest = under_way(self.folder), whole(self.folder)[-1:]
+        if slowly and len(writers(self._ranks)) < len(self._ranks):
+            self._let_pass()  # it has new ones
         held = list(writers(self._ranks).values()) if slowly else []
         _signal(held, signal.SIGSTOP)
+        wait_until(self.job, lambda: bool(under_way(self.folder)))
+        name, newest = under_way(self.folder), whole(self.folder)[-1:]
         time.sleep(self._chance.random() * self._span)
         pids = self._victims(victim)
         _signal(pids, signal.SIGSTOP)  # so that what we see is what there was when they died
