@@ -1,4 +1,8 @@
-"""Pipeline schedules: functions of (stages p, chunks v, micro-batches m) that return each rank's compute order."""
+"""Pipeline schedules: functions of (stages p, chunks v, micro-batches m) that return each rank's compute order.
+
+`chunks`: whether a rank may have several. `piles`: whether the more micro-batches there are, the more are alive at
+once.
+"""
 
 from megascale.core.registry import Card, Registry
 
@@ -10,19 +14,19 @@ SCHEDULES = Registry(
             "gpipe",
             "all forwards, then all backwards (Huang et al. 2019)",
             "megascale.schedule.gpipe:gpipe",
-            {"chunks": False},
+            {"chunks": False, "piles": True},
         ),
         Card(
             "1f1b",
             "one forward, one backward: p live micro-batches instead of m (Narayanan et al. 2021)",
             "megascale.schedule.one_f_one_b:one_f_one_b",
-            {"chunks": False},
+            {"chunks": False, "piles": False},
         ),
         Card(
             "interleaved_1f1b",
             "1f1b over v chunks a rank: a bubble of (p-1)/(v m) (Narayanan et al. 2021)",
             "megascale.schedule.interleaved:interleaved_1f1b",
-            {"chunks": True},
+            {"chunks": True, "piles": False},
         ),
     ],
 )

@@ -11,6 +11,7 @@ from typing import Any
 
 from megascale.bench import mfu, overlap
 from megascale.catalog.presets import PRESETS
+from megascale.cli.numbers import count, whole
 from megascale.config.explain import load, load_tree
 from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError, Exit, MegascaleError, Problem
@@ -47,8 +48,8 @@ def _add_mfu(benchmarks: Any) -> None:
     )  # fmt: skip
     steps, warm, profiled = mfu.LEAST_STEPS, mfu.WARM_UP, mfu.PROFILED
     one.add_argument("--steps", type=_timed, default=steps, metavar="N", help=f"timed steps, {steps} or more ({steps})")
-    one.add_argument("--warm-up", type=_count, default=warm, metavar="N", help=f"steps before them ({warm})")
-    one.add_argument("--profile", type=_whole, default=profiled, metavar="N", help=f"steps to profile ({profiled})")
+    one.add_argument("--warm-up", type=count, default=warm, metavar="N", help=f"steps before them ({warm})")
+    one.add_argument("--profile", type=whole, default=profiled, metavar="N", help=f"steps to profile ({profiled})")
     one.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -56,33 +57,34 @@ def run_mfu(options: argparse.Namespace) -> None:
     """Measure a preset or a file."""
     steps = mfu.Steps(options.warm_up, options.steps, options.profile)
     layers = options.layers or ("fit" if options.preset else None)
-    config = _mfu_config(options, steps, layers)
+    config, of = _mfu_config(options, steps, layers)
     from megascale.train.speed import measure
 
-    preset = PRESETS.get(config.model.preset or "", {})
-    whole = max(config.model.num_layers, preset.get("num_layers", 0))
-    found = measure(config, whole, steps, overlap.progress, fit=layers == "fit")
+    found = measure(config, of, steps, overlap.progress, fit=layers == "fit")
     print(json.dumps(found.as_json()) if options.json else mfu.table(found))
 
 
-def _mfu_config(options: argparse.Namespace, steps: mfu.Steps, layers: str | None) -> RunConfig:
-    """What is run.
+def _mfu_config(options: argparse.Namespace, steps: mfu.Steps, layers: str | None) -> tuple[RunConfig, int]:
+    """What is run, and how many layers the whole model has.
 
     Raises: ConfigError with every mistake found
     """
-    settings, enough = [*options.overrides], f"train.steps={steps.total}"
-    if layers not in (None, "fit"):
-        settings.append(f"model.num_layers={layers}")
-    if options.preset:
-        config = load_tree(mfu.preset_tree(options.preset), "--preset", [*settings, enough])
-    else:
-        config = load(options.config, settings)
-        if config.train.steps < steps.total:
-            config = load(options.config, [*settings, enough])
+
+    def read(*others: str) -> RunConfig:
+        words = [*options.overrides, *others]
+        if options.preset:
+            return load_tree(mfu.preset_tree(options.preset), "--preset", [*words, enough])
+        return load(options.config, words)
+
+    enough = f"train.steps={steps.total}"
+    sized = [] if layers in (None, "fit") else [f"model.num_layers={layers}"]
+    config, model = read(*sized), read().model
+    if config.train.steps < steps.total:
+        config = read(*sized, enough)
     if config.world != 1:
         found, mend = f"the layout needs {config.world} processes", "one device is measured: tp, pp and dp = 1"
         raise ConfigError([Problem(options.config or "command line", "parallel", found, mend)])
-    return config
+    return config, max(model.num_layers, PRESETS.get(model.preset or "", {}).get("num_layers", 0))
 
 
 def _add_gemm(benchmarks: Any) -> None:
@@ -121,7 +123,7 @@ def _add_overlap(benchmarks: Any) -> None:
     one = benchmarks.add_parser("overlap", help=help_line, description=overlap.__doc__)
     names = list(overlap.CASES)
     one.add_argument("--axes", nargs="+", choices=names, default=names, metavar="AXIS", help=f"of {', '.join(names)}")
-    one.add_argument("--rounds", type=_count, default=3, metavar="N", help="runs of each kind, in turns (3)")
+    one.add_argument("--rounds", type=count, default=3, metavar="N", help="runs of each kind, in turns (3)")
     one.add_argument("--steps", type=_steps, default=8, metavar="N", help="steps of each run (8)")
     one.add_argument("--output", type=Path, metavar="DIR", help="keep the runs here, for `megascale trace`")
     one.add_argument("--json", action="store_true", help="print one JSON object")
@@ -144,32 +146,20 @@ def run_overlap(options: argparse.Namespace) -> None:
         print(overlap.table(results))
 
 
-def _whole(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
-    return int(text)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
-    return int(text)
-
-
 def _steps(text: str) -> int:
-    if (count := _count(text)) <= overlap.WARM_UP:
+    if (steps := count(text)) <= overlap.WARM_UP:
         raise argparse.ArgumentTypeError(f"{text!r} is too few: the first {overlap.WARM_UP} steps do not count")
-    return count
+    return steps
 
 
 def _timed(text: str) -> int:
-    if (count := _count(text)) < mfu.LEAST_STEPS:
+    if (steps := count(text)) < mfu.LEAST_STEPS:
         raise argparse.ArgumentTypeError(f"{text!r} is too few: the median is taken of {mfu.LEAST_STEPS} or more")
-    return count
+    return steps
 
 
 def _layers(text: str) -> str:
-    return text if text == "fit" else str(_count(text))
+    return text if text == "fit" else str(count(text))
 
 
 def _size(text: str) -> tuple[int, ...]:

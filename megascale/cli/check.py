@@ -7,6 +7,7 @@ import json
 from dataclasses import asdict
 
 from megascale.cli.main import add_config_arguments
+from megascale.cli.numbers import count
 from megascale.config.explain import load
 from megascale.config.resolved import to_toml
 from megascale.config.run import RunConfig
@@ -19,15 +20,9 @@ from megascale.plan.params import parameter_count
 def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
     add_config_arguments(sub)
-    sub.add_argument("--gpus", type=_processes, metavar="N", help="check for a job of N processes")
+    sub.add_argument("--gpus", type=count, metavar="N", help="check for a job of N processes")
     sub.add_argument("--show", action="store_true", help="print the resolved configuration")
     sub.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def _processes(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of processes: 1 or more")
-    return int(text)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megascale.catalog.tokenizers import TOKENIZERS
+from megascale.cli.numbers import count
 from megascale.core.errors import DataError, Exit
 from megascale.core.files import fingerprint
 from megascale.core.units import format_bytes, format_count
@@ -33,7 +34,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     make.add_argument("--tokenizer", metavar="NAME|FILE", required=True, help="bytes, or a tokenizer.json")
     make.add_argument("--key", metavar="FIELD", default="text", help="field of a line with the text (default: text)")
     make.add_argument("--eod", metavar="TOKEN", help="token that ends a document (default: <|endoftext|> and its like)")
-    make.add_argument("--workers", metavar="N", type=_workers, default=_cores(), help="processes (default: one a core)")
+    make.add_argument("--workers", metavar="N", type=count, default=_cores(), help="processes (default: one a core)")
     make.add_argument("--json", action="store_true", help="print one JSON object")
     look = verbs.add_parser("inspect", help="what a token dataset holds")
     look.add_argument("prefix", metavar="PREFIX", type=Path)
@@ -55,12 +56,6 @@ def run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("interrupted: nothing was written", file=sys.stderr)
         return Exit.INTERRUPTED
-
-
-def _workers(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of processes: 1 or more")
-    return int(text)
 
 
 def _cores() -> int:

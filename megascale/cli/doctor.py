@@ -22,8 +22,6 @@ from megascale.core.errors import Exit
 from megascale.core.units import format_bytes, format_flops
 
 if TYPE_CHECKING:
-    import torch
-
     from megascale.device import Device
     from megascale.ops.selftest import Examination, Verdict
 
@@ -121,7 +119,6 @@ def machine(device: Device, precisions: Sequence[str]) -> dict[str, Any]:
     """What there is: Python, torch, the device and its peaks, compilers, libraries. Plain values, for JSON."""
     import torch
 
-    from megascale.catalog.precisions import PRECISIONS
     from megascale.device import gpus, versions
     from megascale.ops import compiled
     from megascale.ops.library import LIBRARIES
@@ -136,7 +133,7 @@ def machine(device: Device, precisions: Sequence[str]) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "memory_bytes": device.memory(),
-        "peaks": {name: _peak(device, name, getattr(torch, PRECISIONS[name].facts["compute"])) for name in precisions},
+        "peaks": {name: _peak(device, name) for name in precisions},
         "gpu_software": versions(),
         "cpp_compiler": _first_line(compiled.cpp_compiler(), "--version"),
         "cannot_compile": compiled.refusal(device),
@@ -144,15 +141,19 @@ def machine(device: Device, precisions: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _peak(device: Device, precision: str, dtype: torch.dtype) -> dict[str, Any]:
-    """The maker's peak, or what products reach."""
+def _peak(device: Device, precision: str) -> dict[str, Any]:
+    """The maker's peak of a GPU, nothing if it is not known; of a CPU what products reach, and in which format."""
+    import torch
+
     from megascale.bench.gemm import measure
+    from megascale.catalog.precisions import PRECISIONS
     from megascale.plan.hardware import stated_peak
 
-    stated = None if device.is_cpu else stated_peak(device.name, precision)
-    if stated is not None:
-        return {"flops": stated.flops, "stated": True}
-    return {"flops": measure(device, dtype), "stated": False}
+    if device.is_cpu:
+        compute = PRECISIONS[precision].facts["compute"]
+        return {"flops": measure(device, getattr(torch, compute)), "measured": compute}
+    stated = stated_peak(device.name, precision)
+    return {"flops": stated and stated.flops, "measured": None}
 
 
 def _first_line(*command: str) -> str | None:
@@ -167,10 +168,7 @@ def described(facts: dict[str, Any]) -> list[str]:
     """The machine, for people."""
     count = f"{facts['count']} x " if facts["count"] > 1 else ""
     cores = f"{facts['cores']} cores, {facts['threads']} threads"
-    peaks = [
-        f"{name} {format_flops(peak['flops'])} ({'stated' if peak['stated'] else 'measured now, by products'})"
-        for name, peak in facts["peaks"].items()
-    ]
+    peaks = [f"{name} {_stated(peak)}" for name, peak in facts["peaks"].items()]
     software = ", ".join(f"{name} {version}" for name, version in facts["gpu_software"].items())
     cannot = facts["cannot_compile"]
     compiler = (
@@ -187,6 +185,13 @@ def described(facts: dict[str, Any]) -> list[str]:
         "libraries": libraries,
     }
     return [line for name, text in rows.items() for line in _wrapped(f"{name:<12}", text)]
+
+
+def _stated(peak: dict[str, Any]) -> str:
+    if peak["flops"] is None:
+        return "not known"
+    how = f"measured now, by products in {peak['measured']}" if peak["measured"] else "stated"
+    return f"{format_flops(peak['flops'])} ({how})"
 
 
 def table(found: dict[str, list[Examination]]) -> list[str]:

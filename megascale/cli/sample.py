@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from megascale.cli.numbers import count, whole
 from megascale.core.errors import Exit
 
 
@@ -12,10 +13,10 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     found = "a checkpoint's folder, a run's, whose newest is meant, or weights in Hugging Face's layout"
     sub.add_argument("checkpoint", metavar="CHECKPOINT", help=found)
     sub.add_argument("--prompt", action="append", metavar="TEXT", help="what to go on from; as often as you like")
-    sub.add_argument("--tokens", type=_count, default=100, metavar="N", help="how many to write at most (100)")
+    sub.add_argument("--tokens", type=count, default=100, metavar="N", help="how many to write at most (100)")
     sub.add_argument("--temperature", type=_positive, default=0.8, help="0: always the likeliest token (0.8)")
-    sub.add_argument("--top-k", type=_whole, default=50, metavar="K", help="draw one of the K likeliest; 0: all (50)")
-    sub.add_argument("--seed", type=_whole, default=0, help="another one, another text (0)")
+    sub.add_argument("--top-k", type=whole, default=50, metavar="K", help="draw one of the K likeliest; 0: all (50)")
+    sub.add_argument("--seed", type=whole, default=0, help="another one, another text (0)")
     sub.add_argument("--tokenizer", metavar="NAME|FILE", help="(the one that it was trained with)")
 
 
@@ -30,18 +31,6 @@ def run(options: argparse.Namespace) -> int:
     for text in sample(source, options.prompt or [""], wish, options.tokenizer, detect().torch):
         print(text, flush=True)
     return Exit.OK
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
-    return int(text)
-
-
-def _count(text: str) -> int:
-    if not (number := _whole(text)):
-        raise argparse.ArgumentTypeError("at least 1")
-    return number
 
 
 def _positive(text: str) -> float:

@@ -155,10 +155,13 @@ def eight_bits(c: Any) -> Iterator[Finding]:
         found = f"the first {c.fp8.bf16_first} and last {c.fp8.bf16_last} of {m.num_layers} layers leave none in fp8"
         yield Finding("fp8.bf16_first", found, "bf16_first = 0 and bf16_last = 0, or train.precision = bf16")
     unit, head = RECIPES[c.fp8.recipe].facts["multiple"], m.head_dim
+    joined, columns = (m.num_heads + 2 * m.num_kv_heads) * head, "columns of q, k and v on a rank"
+    if RECIPES[c.fp8.recipe].facts["grain"] == "block":  # none of which may lie in two of them
+        joined, columns = m.num_kv_heads * head, "columns of k on a rank"
     for key, whole, ranks, what in (
         ("model.hidden_size", m.hidden_size, 1, "hidden_size"),
         ("model.num_heads", m.num_heads * head, p.tp, "columns of the heads on a rank"),
-        ("model.num_kv_heads", (m.num_heads + 2 * m.num_kv_heads) * head, p.tp, "columns of q, k and v on a rank"),
+        ("model.num_kv_heads", joined, p.tp, columns),
         ("model.ffn_size", m.ffn_size, p.tp, "columns of the MLP on a rank"),
         ("model.seq_length", m.seq_length * c.batch.micro, 1, "tokens in a micro-batch"),
     ):

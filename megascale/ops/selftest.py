@@ -31,6 +31,9 @@ ZERO = 1e-12
 
 TOKENS, SAMPLES = 128, 2
 
+ATTENDED = 384
+"""Tokens of attention in a window: several of the blocks in which kernels skip what a window leaves out."""
+
 RATE = 0.1
 """Of learning, and of weight decay."""
 
@@ -137,12 +140,15 @@ def _random(*shapes: tuple[int, ...]) -> list[Tensor]:
 def _attention(setting: Setting) -> list[Tensor]:
     m = setting.model
     heads = [n // setting.tp for n in (m.num_heads, m.num_kv_heads, m.num_kv_heads)]
-    return _random(*((SAMPLES, n, min(TOKENS, m.seq_length), m.head_dim) for n in heads))
+    tokens = min(ATTENDED if any(m.windows) else TOKENS, m.seq_length)
+    return _random(*((SAMPLES, n, tokens, m.head_dim) for n in heads))
 
 
 def _attend(attend: Any, setting: Setting, leaves: list[Tensor]) -> Tensor:
+    """In the smallest window of the model, or one that is small enough to leave out some of so few tokens."""
     windows = [window for window in setting.model.windows if window]
-    return attend(*leaves, min(windows, default=None), None, 0.0)
+    window = min(*windows, max(1, leaves[0].shape[2] // 3)) if windows else None
+    return attend(*leaves, window, None, 0.0)
 
 
 def _norm(setting: Setting) -> list[Tensor]:

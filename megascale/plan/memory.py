@@ -25,8 +25,8 @@ from megascale.plan.activations import ActivationBytes, activation_bytes
 @dataclass(frozen=True)
 class StateBytes:
     """Bytes on one rank. `transient`: the whole gradients that exist during a backward with zero = 2, one that is
-    computed and, if reductions are overlapped, one that is reduced; and where other chunks' backwards may come between
-    the loss and its own, that of the bucket with the head.
+    computed and, if reductions are overlapped, one that is reduced, with the shard that the reduction gives; and where
+    other chunks' backwards may come between the loss and its own, that of the bucket with the head.
     """
 
     weights: int
@@ -47,7 +47,7 @@ def state_bytes(config: RunConfig, pp_rank: int) -> StateBytes:
     shards, zero = config.dp * config.parallel.cp, config.parallel.zero
     sizes = [sum(_sizes(chunk, config.parallel.tp, shards)) for chunk in chunk_buckets(config, pp_rank)]
     n = sum(sizes)
-    whole = max(sizes) * (2 if config.overlap.dp else 1) + _early(config, pp_rank)
+    whole = max(sizes) * (2 if config.overlap.dp else 1) + _early(config, pp_rank) + max(sizes) // shards
     return StateBytes(
         weights=compute * n + facts["cast_bytes"] * _cast(config, pp_rank),
         gradients=accumulate * (n // shards if zero == 2 else n),
@@ -72,10 +72,18 @@ def rank_bytes(config: RunConfig) -> list[RankBytes]:
     """Of a rank of each pipeline stage, of a resolved configuration."""
     p = config.parallel
     assert p.schedule is not None, "a resolved configuration names its schedule"
-    orders = SCHEDULES[p.schedule].load()(p.pp, p.vpp, config.micro_batches)
+    card, count = SCHEDULES[p.schedule], config.micro_batches
+    orders = card.load()(p.pp, p.vpp, count if card.facts["piles"] else enough(p.pp, count))
     return [
         RankBytes(state_bytes(config, rank), activation_bytes(config, rank, order)) for rank, order in enumerate(orders)
     ]
+
+
+def enough(p: int, count: int) -> int:
+    """As many micro-batches as show the most that is alive at once in `count`, for p stages, where it does not grow
+    with their number: after a group of p for each stage nothing is new, and as many are left over.
+    """
+    return min(count, (p + 4) * p + count % p)
 
 
 def fullest_rank(config: RunConfig) -> RankBytes:

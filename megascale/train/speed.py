@@ -50,7 +50,8 @@ def measure(config: RunConfig, whole_layers: int, steps: Steps, say: Say, *, fit
     """
     rank = Rank(0, 1, 0, socket.gethostname())
     device = detect()
-    checkpoint = config.checkpoint.model_copy(update={"every": 0})  # nothing is saved, and no memory taken for it
+    nothing = {"every": 0, "memory_every": 0, "replicate": False}  # is saved, and no memory taken for it
+    checkpoint = config.checkpoint.model_copy(update=nothing)
     config = config.model_copy(update={"checkpoint": checkpoint})
     init.start(rank, device)
     try:
@@ -97,8 +98,8 @@ class _Bench:
         """
         one, *others = _probes(config)
         room, before = int(self.device.free_memory() * (1 - RESERVE)), self.device.peak_memory()
-        saved = max(self.saved(probe) for probe in (one, *others))
-        first = self.device.peak_memory() - before
+        probed = [self.probe(config) for config in (one, *others)]
+        saved, first = max(kept for kept, _ in probed), max(peak for _, peak in probed) - before
         state = state_bytes(_sized(one, 2), 0).total - state_bytes(one, 0).total
         found = Fit(whole, room, first, state + saved, state)
         self.say(str(found))
@@ -106,14 +107,15 @@ class _Bench:
             raise MegascaleError(f"not one layer of {config.name} fits: {found}", mend="a smaller batch.micro")
         return found
 
-    def saved(self, config: RunConfig) -> int:
-        """Measure what the first layer keeps in a step."""
+    def probe(self, config: RunConfig) -> tuple[int, int]:
+        """Measure what the first layer keeps in a step, and the most memory that was in use until its end."""
         run = self.build(config)
-        found = _saved_by_layer(run)
+        kept = _saved_by_layer(run)
         self.device.synchronize()
+        peak = self.device.peak_memory()
         del run
         self.forget()
-        return found
+        return kept, peak
 
     def run(self, config: RunConfig, whole_layers: int, fit: Fit | None) -> Speed:
         """Time the steps, then profile some."""

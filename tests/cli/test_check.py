@@ -81,7 +81,7 @@ def test_a_number_of_gpus_is_a_number(config: str, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit) as caught:
         main(["check", config, f"--gpus={gpus}"])
     assert caught.value.code == 2
-    assert f"{gpus!r} is not a number of processes: 1 or more" in capsys.readouterr().err
+    assert f"{gpus!r} is not a number of 1 or more" in capsys.readouterr().err
 
 
 def test_nothing_is_written(config: str, tmp_path: Path) -> None:

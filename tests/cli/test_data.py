@@ -79,7 +79,7 @@ def test_a_number_of_workers_is_a_number(folder: Path, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit) as caught:
         main(prepare("good.jsonl", "--output", "set", "--tokenizer", "bytes", "--workers", workers))
     assert caught.value.code == 2
-    assert f"argument --workers: '{workers}' is not a number of processes" in capsys.readouterr().err
+    assert f"argument --workers: '{workers}' is not a number of 1 or more" in capsys.readouterr().err
 
 
 def test_prepare_and_inspect(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

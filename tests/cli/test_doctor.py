@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megascale.catalog.backends import BACKENDS
+from megascale.cli import doctor
 from megascale.cli.doctor import configurations
 from megascale.cli.main import main
+from megascale.device import Device
 from tests.runs import GPT, settings, write_config
 
 
@@ -61,7 +64,11 @@ def test_json_says_it_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert (status, found["ok"]) == (0, True)
     machine = found["machine"]
     assert machine["memory_bytes"] > 1e8
-    assert all(peak["flops"] > 1e8 and not peak["stated"] for peak in machine["peaks"].values())
+    assert all(peak["flops"] > 1e8 for peak in machine["peaks"].values())
+    assert {name: peak["measured"] for name, peak in machine["peaks"].items()} == {
+        "fp32": "float32",
+        "bf16": "bfloat16",
+    }
     assert machine["peaks"].keys() == found["operations"].keys() == {"fp32", "bf16"}
     assert {"transformer_engine", "liger_kernel", "apex", "flash_attn"} <= machine["libraries"].keys()
     for precision, bound in (("fp32", 1e-5), ("bf16", 2e-2)):
@@ -69,6 +76,16 @@ def test_json_says_it_all(capsys: pytest.CaptureFixture[str]) -> None:
         assert norms["torch"]["chosen"] and 0 < norms["torch"]["difference"] < bound
         assert norms["compile"]["refusal"] == "no C++ compiler: there is no no-such-compiler"
         assert not norms["compile"]["willing"] and norms["compile"]["difference"] is None
+
+
+def test_a_peak_is_stated_or_not_known_on_a_gpu_and_named_by_its_format_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_a_gpu, on_a_cpu = Device(torch.device("cuda"), "nccl"), Device(torch.device("cpu"), "gloo")
+    for name, said in (("NVIDIA H100 80GB HBM3", "989.4 TFLOP/s (stated)"), ("NVIDIA Z9", "not known")):
+        monkeypatch.setattr(Device, "name", name)
+        assert doctor._stated(doctor._peak(on_a_gpu, "bf16")) == said
+    assert doctor._stated(doctor._peak(on_a_cpu, "fp8")).endswith("(measured now, by products in bfloat16)")
 
 
 def test_a_configuration_is_asked_about_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,6 +67,24 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"model.ffn_size": "120 columns of the MLP on a rank"},
     ),
     (
+        "eight_bits",  # or a block would lie in k and v
+        {
+            "train__precision": "fp8",
+            "fp8__recipe": "blockwise",
+            "parallel__tp": 2,
+            "batch__micro": 4,
+            "batch__global": 8,
+        }
+        | {
+            "model__seq_length": 128,
+            "model__hidden_size": 512,
+            "model__num_heads": 8,
+            "model__num_kv_heads": 2,
+            "model__ffn_size": 256,
+        },
+        {"parallel.tp": "64 columns of k on a rank"},
+    ),
+    (
         "recompute",
         {"train__recompute_ops": ["attention"]},
         {"train.recompute_ops": "what selective recomputation computes again, but recompute = none"},

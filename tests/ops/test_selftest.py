@@ -163,6 +163,18 @@ def test_torchs_attention_passes_in_large_models(path: Path) -> None:
     assert difference("attention", "torch", given) < TOLERANCES[torch.bfloat16] / 2
 
 
+@pytest.mark.parametrize(("window", "seen"), [(4096, (384, 128)), (100, (384, 100)), (0, (128, None))])
+def test_attention_is_tested_in_a_window_that_leaves_tokens_out(window: int, seen: tuple[int, int | None]) -> None:
+    given, asked = setting(seq_length=8192, window=window), []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None, *_: Any) -> Tensor:
+        asked.append((q.shape[2], window))
+        return q + k.sum() + v.sum()
+
+    CASES["attention"].results(attend, given, CASES["attention"].numbers(given))
+    assert asked == [seen]
+
+
 def test_what_is_zero_has_no_relative_difference() -> None:
     assert difference("cross_entropy", "torch", setting(vocab_size=1)) == 0
 

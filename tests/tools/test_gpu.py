@@ -123,11 +123,11 @@ def test_the_tables() -> None:
     gemm = {"rates": [{"shape": "8x8x8", "format": name, "rate": rate} for name, rate in rates]}
     page = gpu_table.markdown(found, RUNS, gemm).splitlines()
     assert page[0].startswith(f"Measured on {H100}; torch 2.13.0+cu130. Medians of 20 timed steps")
-    rows = [line for line in page if line.startswith("| llama3-8b-slice, 8 layers |")]
+    rows = [line for line in page if line.startswith("| llama3-8b-slice, 8 layers |") and line.count("|") > 6]
     assert [row.split(" | ")[2] for row in rows] == ["megascale", "torchtitan", "megatron-core", "megascale"]
     assert rows[1].endswith("| 60.0 | 1.500 |")
     assert r"n/a: out of \| memory" in rows[2]
-    assert "| llama3-8b-slice | bf16 | 80.0% | 20.0% |" in page  # no column for what nothing takes
+    assert "| llama3-8b-slice, 8 layers | bf16 | 80.0% | 20.0% |" in page  # no column for what nothing takes
     assert "| 8x8x8 | 700.0 TFLOP/s | n/a |" in page
     assert "- torchtitan 1.0: as it is." in page
     shown = gpu_table.text(found)
@@ -182,11 +182,30 @@ def test_runs_of_several_calls_become_one_table(tmp_path: Path, capsys: pytest.C
     words = ["--table", "--results", str(one), "--merge", str(two), "--markdown", str(page)]
     assert gpu.main(words) == 0
     assert "33,000" in capsys.readouterr().out
-    assert page.read_text().count("| llama3-8b-slice, 8 layers |") == 4
+    assert page.read_text().count("| llama3-8b-slice, 8 layers |") == 4 + 2, "rows, and shares of both precisions"
     kept = gpu.Results([one, two], tmp_path / "new.json")
     assert [run["id"] for run in kept.runs] == [run["id"] for run in RUNS]  # the third once
     kept.keep(run_of("megascale", 1))
     assert len(json.loads((tmp_path / "new.json").read_text())["runs"]) == 7
+
+
+def test_a_call_fails_by_its_own_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    failed = run_of("megascale", 1) | {"failure": "killed"}
+    path = results(tmp_path, "kept.json", [failed])
+    words = ["--systems", "megascale", "--cases", "llama3-8b-slice", "--precisions", "bf16", "--no-products"]
+    assert gpu.main(["--table", "--results", str(path)]) == 0
+    for found, status in ((run_of("megascale", 2), 0), (failed, 1)):
+        monkeypatch.setattr(gpu, "measure", lambda *_, found=found: found)
+        assert gpu.main([*words, "--rounds", "1", "--results", str(path)]) == status
+
+
+def test_tiny_cases_are_kept_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu, "measure", lambda *_: run_of("megascale", 1))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    words = ["--systems", "megascale", "--cases", "llama3-8b-slice", "--precisions", "bf16", "--no-products"]
+    assert gpu.main([*words, "--rounds", "1"]) == gpu.main([*words, "--rounds", "1", "--small"]) == 0
+    assert sorted(path.name for path in (tmp_path / "build").iterdir()) == ["bench-gpu-small.json", "bench-gpu.json"]
 
 
 @pytest.mark.parametrize(

@@ -132,10 +132,14 @@ def test_what_a_layer_keeps_is_counted_tensor_by_tensor(tmp_path: Path) -> None:
 
 
 def fit(given: RunConfig, free: float, first: int) -> Fit:
-    """On a device with `free` bytes, where a step of one layer takes `first`."""
-    peaks = iter((1000, 1000 + first))
+    """On a device with `free` bytes, where a step of one layer takes `first`, and whose peak begins anew, as a GPU's,
+    when memory is released.
+    """
+    peaks = [1000]
     Device.free_memory = lambda self: int(free)  # type: ignore[method-assign]
-    Device.peak_memory = lambda self: next(peaks)  # type: ignore[method-assign]
+    Device.peak_memory = lambda self: peaks[-1]  # type: ignore[method-assign]
+    Device.synchronize = lambda self: peaks.append(1000 + first)  # type: ignore[method-assign]
+    Device.release_memory = lambda self: peaks.append(1000)  # type: ignore[method-assign]
     return speed._Bench(Rank(0, 1, 0, "here"), CPU, STEPS, lambda text: None).fit(given, 1000)
 
 
@@ -150,7 +154,7 @@ def fitted(rank: Rank, given: RunConfig, spare: float) -> Fit:
 def test_as_many_layers_as_the_memory_holds(spare: float, layers: int, tmp_path: Path) -> None:
     given = config(tmp_path, train__precision="bf16")
     (found,) = run_world(1, fitted, given, spare)
-    assert found.layers == layers
+    assert found.layers == layers and found.first == 10_000_000
     two, three = (
         state_bytes(given.model_copy(update={"model": given.model.model_copy(update={"num_layers": n})}), 0).total
         for n in (2, 3)
@@ -186,6 +190,8 @@ def test_layers_that_fit_break_no_rule(tmp_path: Path) -> None:
     (said,) = run_world(1, sized, given, 2)
     assert "--layers fit: 2 of 4 layers  fp8.bf16_first: the first 1 and last 1 of 2 layers leave none in fp8" in said
     assert run_world(1, sized, given, 3) == ["it runs"]
+    copied = config(tmp_path, checkpoint__every=4, checkpoint__memory_every=2, checkpoint__replicate=True)
+    assert run_world(1, sized, copied, 2) == ["it runs"], "nothing is saved, nor copied"
 
 
 def further(rank: Rank, given: RunConfig) -> int:

@@ -19,9 +19,10 @@ from pathlib import Path
 
 import torch
 from checkpoint_rank import PEER, Record, Task, configuration
-from peer_run import Failure, output
+from peer_run import Failure, output, progress
 from peer_systems import OURS, ROOT, Layout, Size
-from peers import QUIET, processor, progress
+from peer_table import pipes
+from peers import QUIET, processor
 
 from megascale.bench.spread import Spread
 from megascale.core.errors import ConfigError
@@ -132,10 +133,10 @@ def saves_table(layouts: Mapping[str, Record]) -> str:
     """Both systems' saves in Markdown."""
     head = ["layout", "system", "MiB a rank", "copy s", "stall s", "/ copy", "all stalls s", "blocking s",
             "stall / blocking", "written s", "step s", "step s, writing", "/ step"]  # fmt: skip
-    lines = [_pipes(head), _pipes(["---", "---", *["---:"] * (len(head) - 2)])]
+    lines = [pipes(head), pipes(["---", "---", *["---:"] * (len(head) - 2)])]
     for layout, record in layouts.items():
         size = f"{max(record['state']) / MIB:,.0f}"
-        lines += [_pipes([layout, system, size, *_cells(record["seconds"], system)]) for system in (OURS, PEER)]
+        lines += [pipes([layout, system, size, *_cells(record["seconds"], system)]) for system in (OURS, PEER)]
     return "\n".join(lines)
 
 
@@ -159,13 +160,13 @@ def _cells(seconds: Seconds, system: str) -> list[str]:
 
 def loads_table(layouts: Mapping[str, Record]) -> str:
     """Our resumes in Markdown: into the layout that saved, and into another one."""
-    lines = [_pipes(["saved in", "resumed in", "s", "MiB read", "MiB stored", "copies read"])]
-    lines.append(_pipes(["---", "---", *["---:"] * 4]))
+    lines = [pipes(["saved in", "resumed in", "s", "MiB read", "MiB stored", "copies read"])]
+    lines.append(pipes(["---", "---", *["---:"] * 4]))
     for layout, record in layouts.items():
         for name, found in ((layout, record), (record["elsewhere"]["layout"], record["elsewhere"])):
             read, one = found["read"], found["one copy"]
             sizes = [f"{read / MIB:,.1f}", f"{one / MIB:,.1f}", f"{read / one:.3f}"]
-            lines.append(_pipes([layout, name, _spread(found["seconds"]["resume"]), *sizes]))
+            lines.append(pipes([layout, name, _spread(found["seconds"]["resume"]), *sizes]))
     return "\n".join(lines)
 
 
@@ -187,10 +188,6 @@ def caption(found: Record) -> str:
 def _spread(values: Sequence[float]) -> str:
     found = Spread.of(values)
     return f"{found.median:.3f} ({found.low:.3f}..{found.high:.3f})"
-
-
-def _pipes(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any
 import gpu_table
 from gpu_systems import CASES, FIT, SYSTEMS, Job, Record, agree, measure, products, python_of
 from peer_install import install_beside
-from peer_run import Failure
+from peer_run import Failure, progress
 from peer_systems import OURS, ROOT
 from peer_table import replace, surroundings
 
@@ -32,8 +32,10 @@ PRECISIONS_COMPARED = ("bf16", "fp8")
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the tool. 0, or 1 if megascale failed, 2 if nothing could be measured."""
+    """Run the tool. 0, or 1 if a run of megascale failed, 2 if nothing could be measured."""
     options = arguments().parse_args(words)
+    if options.results is None:
+        options.results = ROOT / "build" / ("bench-gpu-small.json" if options.small else "bench-gpu.json")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: what runs is ended first
     if options.small:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -50,7 +52,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     show(options, results)
-    return int(any(run["system"] == OURS and "failure" in run for run in results.runs))
+    return int(any(run["system"] == OURS and "failure" in run for run in results.made))
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -68,8 +70,12 @@ def arguments() -> argparse.ArgumentParser:
         help="layers of a case, instead of its file's; CASE=fit: as many as megascale finds to fit")  # fmt: skip
     add("--timeout", type=float, default=300, metavar="SECONDS", help="for one run; default %(default)s")
     add("--no-products", action="store_true", help="do not run `megascale bench gemm` first")
-    add("--results", type=Path, default=ROOT / "build" / "bench-gpu.json", metavar="FILE",
-        help="where runs are kept and added to; default build/bench-gpu.json")  # fmt: skip
+    add(
+        "--results",
+        type=Path,
+        metavar="FILE",
+        help="where runs are kept and added to; default build/bench-gpu.json, with --small bench-gpu-small.json",
+    )
     add("--merge", nargs="+", default=[], metavar="FILE", help="take over the runs of other such files")
     add("--table", action="store_true", help="run nothing: show what is kept")
     add("--markdown", type=Path, metavar="FILE", help="write the tables between the two markers of a Markdown file")
@@ -84,7 +90,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 class Results:
-    """Runs that are kept in a file, those of others among them, and the rates of products.
+    """Runs that are kept in a file, those of others among them, and the rates of products. `made`: in this call.
 
     Raises: ValueError for a file that is none of ours
     """
@@ -92,6 +98,7 @@ class Results:
     def __init__(self, others: Sequence[Path], path: Path) -> None:
         self.path = path
         self.runs: list[Record] = []
+        self.made: list[Record] = []
         self.gemm: dict[str, Any] | None = None
         for each in [*([path] if path.exists() else []), *others]:
             try:
@@ -106,6 +113,7 @@ class Results:
 
     def keep(self, record: Record) -> None:
         self.runs.append(record)
+        self.made.append(record)
         self.write()
 
     def write(self) -> None:
@@ -137,7 +145,7 @@ class Bench:
         self.systems = choose(options.systems, self.pythons)
         if FIT in self.layers.values() and OURS not in self.systems:
             raise ValueError(f"--layers CASE={FIT} asks {OURS}, which is not among --systems")
-        unknown = [name for name in options.precisions if name not in (*PRECISIONS.cards, *PRECISIONS_COMPARED)]
+        unknown = [name for name in options.precisions if name not in PRECISIONS.cards]
         if unknown:
             raise ValueError(f"--precisions: there is no {', '.join(unknown)}; there are {', '.join(PRECISIONS.cards)}")
 
@@ -154,10 +162,7 @@ class Bench:
                     self.results.write()
             for case in options.cases:
                 for precision in options.precisions:
-                    if precision in PRECISIONS.cards:
-                        self.compare(case, precision, scratch)
-                    else:
-                        progress(f"{case}: this version of megascale has no {precision}; nothing is compared in it")
+                    self.compare(case, precision, scratch)
 
     def compare(self, case: str, precision: str, scratch: str) -> None:
         """All rounds of one case in one precision. A system that failed is not run again in it."""
@@ -252,11 +257,6 @@ def brief(record: Record) -> str:
         return f"n/a: {record['failure']}"
     step = record["step_s"]
     return f"{record['tokens_per_s']:,.0f} tokens/s, {step['median'] * 1e3:,.1f} ms a step"
-
-
-def progress(line: str) -> None:
-    """A line on stderr: stdout is for the tables."""
-    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

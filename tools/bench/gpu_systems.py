@@ -72,7 +72,7 @@ class Job:
         return CONFIGS / f"{self.case}.toml"
 
     def config(self) -> RunConfig:
-        """What is trained. Raises: ConfigError if this version has no such precision"""
+        """What is trained. Raises: ConfigError"""
         return load(str(self.file), self.settings)
 
     def task(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from gpu_systems import Record
 from peer_systems import OURS
+from peer_table import pipes
 
 from megascale.core.units import GIB, format_flops
 from megascale.plan.flops import mfu
@@ -112,11 +113,11 @@ HEADER = (
 
 def markdown(found: Table, records: Sequence[Record], gemm: Record | None) -> str:
     """Everything for docs/performance.md: speed, what a step's time goes to, products, and how each system did it."""
-    lines = [caption(records), "", _pipes(HEADER), _pipes(("---", "---", "---", *["---:"] * (len(HEADER) - 3)))]
+    lines = [caption(records), "", pipes(HEADER), pipes(("---", "---", "---", *["---:"] * (len(HEADER) - 3)))]
     for (_, case, layers, precision), members in found.items():
         for row in members:
             name = f"{case}, {layers} layers" if layers else case
-            lines.append(_pipes((name, precision, *cells(row))))
+            lines.append(pipes((name, precision, *cells(row))))
     lines += ["", *shares(records), *products(gemm)]
     systems = {row.how: None for members in found.values() for row in members if isinstance(row, Row) and row.how}
     lines += [f"- {how}." for how in systems]
@@ -165,14 +166,14 @@ def caption(records: Sequence[Record]) -> str:
 
 
 def shares(records: Sequence[Record]) -> list[str]:
-    """What megascale's step goes to, a line for each case and precision: of the last round."""
-    last = {(r["case"], r["precision"]): r["kernels"] for r in records if r.get("kernels")}
+    """What megascale's step goes to, a line for each case and precision on a device: of the last round."""
+    last = {key_of(record, records): record["kernels"] for record in records if record.get("kernels")}
     if not last:
         return []
     names = [name for name in next(iter(last.values())) if any(kernels[name] >= 5e-4 for kernels in last.values())]
-    lines = [_pipes(("megascale's step", "precision", *names)), _pipes(("---", "---", *["---:"] * len(names)))]
-    for (case, precision), kernels in last.items():
-        lines.append(_pipes((case, precision, *(f"{kernels[name]:.1%}" for name in names))))
+    lines = [pipes(("megascale's step", "precision", *names)), pipes(("---", "---", *["---:"] * len(names)))]
+    for (_, case, layers, precision), kernels in last.items():
+        lines.append(pipes((f"{case}, {layers} layers", precision, *(f"{kernels[name]:.1%}" for name in names))))
     return [*lines, ""]
 
 
@@ -181,12 +182,12 @@ def products(gemm: Record | None) -> list[str]:
     if not gemm:
         return []
     formats = list(dict.fromkeys(rate["format"] for rate in gemm["rates"]))
-    lines = [_pipes(("product m x k x n", *formats)), _pipes(("---", *["---:"] * len(formats)))]
+    lines = [pipes(("product m x k x n", *formats)), pipes(("---", *["---:"] * len(formats)))]
     shapes: dict[str, dict[str, str]] = {}
     for rate in gemm["rates"]:
         shown = format_flops(rate["rate"]["median"]) if rate["rate"] else "n/a"
         shapes.setdefault(rate["shape"], {})[rate["format"]] = shown
-    return [*lines, *(_pipes((shape, *(each.get(name, "") for name in formats))) for shape, each in shapes.items()), ""]
+    return [*lines, *(pipes((shape, *(each.get(name, "") for name in formats))) for shape, each in shapes.items()), ""]
 
 
 AIMS = {"llama3-8b-slice": 0.55, "gpt3-175b-slice": 0.60, "megascale-175b-slice": 0.60}
@@ -227,7 +228,3 @@ def _verdict(reached: bool) -> str:
 
 def _percent(share: float | None) -> str:
     return "n/a" if share is None else f"{share:.1%}"
-
-
-def _pipes(line: Sequence[str]) -> str:
-    return f"| {' | '.join(line)} |"

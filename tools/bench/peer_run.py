@@ -10,6 +10,7 @@ import re
 import resource
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -146,3 +147,8 @@ def children_seconds() -> float:
 def _either(summary: dict[str, Any], *keys: str) -> float:
     """The scripts name the same figure differently."""
     return float(next(summary[key] for key in keys if key in summary))
+
+
+def progress(line: str) -> None:
+    """A line on stderr: stdout is for the tables."""
+    print(line, file=sys.stderr, flush=True)

@@ -95,17 +95,17 @@ def text(layout: str, found: Rows) -> str:
 
 def markdown(tables: Mapping[str, Rows], caption: str) -> str:
     """All layouts as one Markdown table; the fastest peer of each stands out."""
-    lines = [caption, "", _pipes(("layout", *HEADER)), _pipes(("---", "---", *["---:"] * (len(HEADER) - 1)))]
+    lines = [caption, "", pipes(("layout", *HEADER)), pipes(("---", "---", *["---:"] * (len(HEADER) - 1)))]
     for layout, found in tables.items():
         best = fastest_peer(found)
         for row in found:
             if isinstance(row, Failed):
                 blank = [""] * (len(HEADER) - 2)
-                lines.append(_pipes((layout, row.system, f"failed: {row.why}".replace("|", "\\|"), *blank)))
+                lines.append(pipes((layout, row.system, f"failed: {row.why}".replace("|", "\\|"), *blank)))
             else:
                 cells = _cells(row)
                 name = f"**{cells[0]}**" if row is best else cells[0]
-                lines.append(_pipes((layout, name, *cells[1:])))
+                lines.append(pipes((layout, name, *cells[1:])))
     return "\n".join(lines)
 
 
@@ -124,7 +124,8 @@ def _cells(row: Row) -> tuple[str, ...]:
     return (row.system, f"{row.tokens_per_s:,.0f}", spread, f"{row.cpu_s:.3f}", f"{row.rss_mib:,.0f}", *ratios)
 
 
-def _pipes(cells: Sequence[str]) -> str:
+def pipes(cells: Sequence[str]) -> str:
+    """A line of a Markdown table."""
     return f"| {' | '.join(cells)} |"
 
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from peer_install import install_torchtitan, python_of
-from peer_run import Failure, Measurement, Result, agree, execute
+from peer_run import Failure, Measurement, Result, agree, execute, progress
 from peer_systems import COMPARED, OURS, ROOT, SYSTEMS, Cluster, Layout, Size, System, Task, check_command, command
 from peer_table import Failed, Rows, markdown, replace, rows, surroundings, text
 
@@ -227,11 +227,6 @@ def brief(result: Result) -> str:
 def processor() -> str:
     """The processor's name, as megascale reports it."""
     return detect(allow_gpu=False).name
-
-
-def progress(line: str) -> None:
-    """A line on stderr: stdout is for the tables."""
-    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
