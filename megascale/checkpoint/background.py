@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -25,7 +26,11 @@ class Background:
         self._receive = receive
         self._process: subprocess.Popen[bytes] | None = None
         self._answer = b""
-        self._start()
+        self._failed: OSError | None = None
+        try:
+            self._start()
+        except OSError as error:
+            raise _cannot_start(error) from None
 
     @property
     def pid(self) -> int:
@@ -34,22 +39,26 @@ class Background:
         return self._process.pid
 
     def order(self, **parts: Mapping[str, Any] | None) -> None:
-        """Give it an order (`writer.obey`). If it has ended since the last one there is a new one."""
-        if self._process is None or self._process.poll() is not None:
-            self._start()
-        assert self._process is not None and self._process.stdin is not None
-        self._answer = b""
+        """Give it an order (`writer.obey`). If it has ended since the last one there is a new one. What fails `answer`
+        says.
+        """
+        self._answer, self._failed = b"", None
         try:
-            self._process.stdin.write(json.dumps(parts).encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            return  # its answer will say so
+            if self._process is None or self._process.poll() is not None:
+                self._start()
+        except OSError as error:
+            self._failed = error
+            return
+        with contextlib.suppress(BrokenPipeError):  # it has ended
+            self._tell(parts)
 
     def answer(self, *, wait: bool) -> dict[str, Any] | None:
         """What became of the order; None if it is not done and we do not wait.
 
-        Raises: CheckpointError if it could not do it, or has ended
+        Raises: CheckpointError if it could not do it, has ended, or could not be started
         """
+        if self._failed:
+            raise _cannot_start(self._failed)
         while not self._answer.endswith(b"\n"):
             part = self._read(wait)
             if part is None:
@@ -68,12 +77,16 @@ class Background:
             [sys.executable, "-m", "megascale.checkpoint.writer", str(os.getpid())],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=self._descriptors, start_new_session=True,
         )  # fmt: skip
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(self._receive).encode() + b"\n")
-        self._process.stdin.flush()
+        assert self._process.stdout is not None
         self._pipe = self._process.stdout.fileno()
         self._ready = select.poll()
         self._ready.register(self._pipe, select.POLLIN)
+        self._tell(self._receive)
+
+    def _tell(self, what: Any) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        self._process.stdin.write(json.dumps(what).encode() + b"\n")
+        self._process.stdin.flush()
 
     def _read(self, wait: bool) -> bytes | None:
         if not self._ready.poll(None if wait else 0):
@@ -84,3 +97,8 @@ class Background:
         assert self._process is not None
         status = self._process.wait()
         return f"signal {-status}" if status < 0 else f"status {status}"
+
+
+def _cannot_start(error: OSError) -> CheckpointError:
+    what = f"the process that writes checkpoints cannot be started: {error.strerror}"
+    return CheckpointError(what, mend="look at the host's memory, and how many processes it allows")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megascale.checkpoint import manifest, store
 from megascale.checkpoint.memory import Memory
 from megascale.checkpoint.plan import LoadPlanner
-from megascale.checkpoint.reader import Reader
+from megascale.checkpoint.reader import OtherRankError, Reader
 from megascale.checkpoint.saving import Saved, Saving
 from megascale.checkpoint.state import WEIGHTS, GlobalTensor, Part, Progress, global_tensors, history_tensors
 from megascale.checkpoint.storage import Location
@@ -38,18 +37,19 @@ COMPARED = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size"
 @dataclass(frozen=True)
 class Resumed:
     """What was resumed from; `path`: None for copies in memory; `changes`: what the configuration says otherwise than
-    the one that was saved; `damaged`: what is wrong with newer ones; `bytes`: how many all ranks have read of storage.
+    the one that was saved; `bytes`: how many all ranks have read of storage.
     """
 
     progress: Progress
     path: Location | None
     changes: list[str]
-    damaged: list[str]
     bytes: int
 
 
 class Checkpoints:
-    """The checkpoints of one run. Every rank calls `save` and `resume` together."""
+    """The checkpoints of one run. Every rank calls `save` and `resume` together. `warnings`: what `resume` passed over,
+    and why.
+    """
 
     def __init__(
         self, config: RunConfig, mesh: Mesh, shards: Sequence[ShardState], scaling: Scaling, device: Device
@@ -70,26 +70,23 @@ class Checkpoints:
                 memory = Memory(Path(wanted.memory_dir), config.folder, wanted.replicate, mesh)
             self.saving = Saving(state, [*held, scaling.history], wanted.file_bytes, memory, mesh, device)
         self.folder = Location(config.checkpoints, wanted.patience_s)
+        self.warnings: list[str] = []
         self._saved_step: int | None = None
-        self._damaged: list[Location] = []
+        self._waited = 0.0
+        self._damaged: dict[Location, str] = {}
         self._remover = ThreadPoolExecutor(1, "remover")
         self._removal: Future[None] | None = None
         self.in_memory = False  # whether what was resumed came from memory, and is on storage perhaps not or not whole
 
-    def begin(self, progress: Progress) -> Saved | None:
-        """Begin to write a checkpoint, unless this step is on disk already. What became of the one before, if it was
-        still being written: that is waited for.
+    def begin(self, progress: Progress) -> None:
+        """Begin to write a checkpoint, unless this step is on disk already. None may be under way (`finish`).
 
         Raises: CheckpointError on every rank if its folder cannot be made
         """
         assert self.saving is not None, "checkpoint.every = 0 saves nothing"
-        start = time.monotonic()
-        before = self.finish()
-        waited = time.monotonic() - start
-        if self._saved_step == progress.step:
-            return before
-        self.saving.begin(self.folder, self._facts(progress), waited)
-        return before
+        waited, self._waited = self._waited, 0.0
+        if self._saved_step != progress.step:
+            self.saving.begin(self.folder, self._facts(progress), waited)
 
     def remember(self, progress: Progress) -> None:
         """Begin a copy that stays in memory, unless one is under way."""
@@ -117,10 +114,13 @@ class Checkpoints:
 
     def finish(self) -> Saved | None:
         """Wait for the checkpoint under way. What became of it; None without one."""
-        return self._noted(self.saving.finish()) if self.saving else None
+        start = time.monotonic()
+        found = self._noted(self.saving.finish()) if self.saving else None
+        self._waited = time.monotonic() - start
+        return found
 
     def save(self, progress: Progress) -> Saved | None:
-        """Write a checkpoint, and wait for it; None if this step is on disk already.
+        """Write a checkpoint, and wait for it; None if this step is on disk already. None may be under way.
 
         Raises: CheckpointError on every rank if any could not write; nothing of the attempt is left
         """
@@ -166,37 +166,46 @@ class Checkpoints:
 
         Raises: CheckpointError for one that is of another model, or if none can be trusted.
         """
-        steps, paths = broadcast_object(self._mesh.world, self._find() if self._mesh.rank == 0 else ([], []))
-        facts, damaged = self._recalled(max(steps, default=0))
-        if facts is not None:
-            self.in_memory = True
-            return Resumed(facts.progress, None, changes(facts.config, self._config), damaged, 0)
-        for path in paths:
-            try:
-                saved, count = self._load(path)
-            except manifest.DamagedError as error:
-                damaged.append(error.what)
-                self._damaged.append(path)
-                continue
-            progress = saved.facts.progress
-            self._saved_step = progress.step if path.url.startswith(f"{self.folder}/") else None
-            return Resumed(progress, path, changes(saved.facts.config, self._config), damaged, count)
-        if paths:
-            what = damaged[-len(paths)] + (f"; nor is any of the {len(paths) - 1} before it" if len(paths) > 1 else "")
+        stored, self.warnings = broadcast_object(self._mesh.world, self._find() if self._mesh.rank == 0 else ([], []))
+        found: Resumed | None = None
+        for step, path in stored:
+            found = self._recalled(step) or self._resumed(path)
+            if found:
+                break
+        else:
+            found = self._recalled(0)
+        if found is None and self._damaged:
+            others = len(self._damaged) - 1
+            what = next(iter(self._damaged.values())) + (f"; nor is any of the {others} before it" if others else "")
             raise manifest.DamagedError(what, mend="restore one, or begin anew under another name")
-        return None
+        if self.saving:
+            self.saving.keep_only(found.progress.step if found and found.path is None else None)
+        return found
 
-    def _recalled(self, since: int) -> tuple[manifest.Facts | None, list[str]]:
-        """Take up copies in memory of a step that is not before `since`. Whose they are, and what is wrong with
-        others.
-        """
-        if self.saving is None:
-            return None, []
-        facts, problems = self.saving.recall(since if self._config.checkpoint.resume != "never" else sys.maxsize)
-        if facts is not None:
-            self._compare("the copy in memory", facts.config.get("model", {}))
-            self._scaling.known = bool(history_tensors(self._scaling))
-        return facts, problems
+    def _recalled(self, since: int) -> Resumed | None:
+        """Take up copies in memory of a step that is not before `since`."""
+        if self.saving is None or self._config.checkpoint.resume == "never":
+            return None
+        facts, problems = self.saving.recall(since)
+        self.warnings += [problem for problem in problems if problem not in self.warnings]
+        if facts is None:
+            return None
+        self._compare("the copy in memory", facts.config.get("model", {}))
+        self._scaling.known = bool(history_tensors(self._scaling))
+        self.in_memory = True
+        return Resumed(facts.progress, None, changes(facts.config, self._config), 0)
+
+    def _resumed(self, path: Location) -> Resumed | None:
+        """Load a checkpoint; None if it is not what was written."""
+        try:
+            saved, count = self._load(path)
+        except manifest.DamagedError as error:
+            self.warnings.append(error.what)
+            self._damaged[path] = error.what
+            return None
+        progress = saved.facts.progress
+        self._saved_step = progress.step if path.url.startswith(f"{self.folder}/") else None
+        return Resumed(progress, path, changes(saved.facts.config, self._config), count)
 
     def _load(self, path: Location) -> tuple[manifest.Manifest, int]:
         """Load a checkpoint. Returns its manifest, and how many bytes were read of its files.
@@ -270,17 +279,17 @@ class Checkpoints:
         self._scaling.history.zero_()
         return wanted if self._scaling.known and self._mesh.rank == 0 else {}
 
-    def _find(self) -> tuple[list[int], list[Location]]:
-        """The run's own complete checkpoints, the newest first, and their steps; without one, that which the
-        configuration names.
+    def _find(self) -> tuple[list[tuple[int, Location]], list[str]]:
+        """The run's own complete checkpoints, the newest first, with their steps; without one, that which the
+        configuration names. And what could not be deleted of those that did not finish.
         """
         asked = self._config.checkpoint.resume
-        store.remove_unfinished(self.folder)
+        problems = store.remove_unfinished(self.folder)
         if asked != "never" and (found := store.complete(self.folder)):
-            return [stored.step for stored in found], [stored.path for stored in reversed(found)]
+            return [(stored.step, stored.path) for stored in reversed(found)], problems
         if asked in ("auto", "never") or asked.startswith(FOREIGN):
-            return [], []
-        return [], [Location(asked, self.folder.patience)]
+            return [], problems
+        return [(0, Location(asked, self.folder.patience))], problems
 
     def _compare(self, path: Location | str, saved: Mapping[str, Any]) -> None:
         ours = self._config.model.model_dump()
@@ -294,8 +303,9 @@ class Checkpoints:
 
 
 def _first_failure(error: CheckpointException) -> CheckpointError:
-    """What went wrong on the lowest rank that failed."""
-    rank, (cause, _) = min(error.failures.items())
+    """What went wrong on the lowest rank that knows what did."""
+    causes = ((rank, cause) for rank, (cause, _) in sorted(error.failures.items()))
+    rank, cause = min(causes, key=lambda found: isinstance(found[1], OtherRankError))
     if isinstance(cause, CheckpointError):
         return type(cause)(f"rank {rank}: {cause.what}", mend=cause.mend)
     return CheckpointError(f"rank {rank}: {type(cause).__name__}: {cause}")

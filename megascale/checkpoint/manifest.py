@@ -120,7 +120,7 @@ def write(folder: Location, manifest: Manifest) -> None:
 def read(folder: Location) -> Manifest:
     """The manifest of a checkpoint's folder.
 
-    Raises: DamagedError if it is missing or damaged, CheckpointError if it is of another format.
+    Raises: DamagedError if it is missing or damaged, CheckpointError if it cannot be read or is of another format.
     """
     return parse(folder, text_of(folder))
 
@@ -128,12 +128,20 @@ def read(folder: Location) -> Manifest:
 def text_of(folder: Location) -> bytes:
     """The text of a checkpoint's manifest.
 
-    Raises: DamagedError if it cannot be read.
+    Raises: DamagedError if it is not there, CheckpointError if it cannot be read.
     """
     try:
         return (folder / NAME).read()
     except OSError as error:
-        raise DamagedError(f"{folder / NAME} cannot be read: {error.strerror}") from None
+        raise unreadable(folder / NAME, error) from None
+
+
+def unreadable(path: Location, error: OSError) -> CheckpointError:
+    """What to say of a file of a checkpoint that cannot be read: a DamagedError if that says that it is damaged."""
+    what = f"{path} cannot be read: {error.strerror}"
+    if path.gone(error):
+        return DamagedError(what)
+    return CheckpointError(what, mend="who may read it, the network; nothing was lost")
 
 
 def parse(folder: Location, text: bytes) -> Manifest:

@@ -32,18 +32,23 @@ from megascale.core.files import write_text
 
 SLOTS = "ab"
 TOKEN = ".memory"
-"""File of a run's folder with the name of its copies: those of a folder that was there before are of another run."""
+"""File of a run's folder with two names, a line each. The first is the folder's, and of where its copies are: those of
+a folder that was there before are of another run. The second is of the last start: copies of another may be of steps
+that the run has gone back from.
+"""
 
 LOOPBACK = "127."
 
 Place = tuple[str, int, int]
 """A host's name, and the device and number of a folder there."""
 
-_HEADER = re.compile(r"rank-(\d+)\.([ab])\.json")
+_COPY = re.compile(r"rank-(\d+)\.([ab])")
 
 
 class Header(BaseModel):
-    """What a copy is of: `run` names the run, `what` what lies where in it. `sums`: the CRC-32 of each block."""
+    """What a copy is of: `run` names the run and its start, `what` what lies where in it. `sums`: the CRC-32 of each
+    block.
+    """
 
     run: str
     what: str
@@ -52,21 +57,24 @@ class Header(BaseModel):
 
 
 class Memory:
-    """The two slots of this rank. Every rank calls `recall` together.
+    """The two slots of this rank. Every rank calls `recall` and `keep_only` together.
 
     Raises: CheckpointError if there is no folder for them
     """
 
     def __init__(self, parent: Path, run: Path, replicate: bool, mesh: Mesh) -> None:
         self._mesh = mesh
-        first = mesh.rank == 0
-        self._run, self._secret = broadcast_object(mesh.world, (_token(run), uuid.uuid4().hex) if first else ("", ""))
-        key = hashlib.sha256(self._run.encode()).hexdigest()[:16]
+        self._token = run.resolve() / TOKEN
+        names = _names(self._token) if mesh.rank == 0 else ("", "")
+        (self._id, start), self._secret = broadcast_object(mesh.world, (names, uuid.uuid4().hex))
+        self._run = f"{self._id} {start}"
+        key = hashlib.sha256(f"{self._id} {self._token}".encode()).hexdigest()[:16]
         self.folder = _private(parent / f"megascale-{os.getuid()}") / key
         _private(self.folder)
         self._listener = socket.create_server(("", 0))
         self._addresses = self._reached()
         self.neighbour = self._neighbour() if replicate else None
+        self._replicate = replicate
         self._good: int | None = None
 
     @property
@@ -85,8 +93,7 @@ class Memory:
 
     def header(self, slot: int) -> Path:
         """The header of this rank's file of a slot."""
-        file = self.file(slot)
-        return file.with_name(f"{file.name}.json")
+        return _header(self.file(slot))
 
     def turn(self) -> int:
         """The slot for the next copy, whose header is removed: not the one with the newest that is whole everywhere."""
@@ -110,7 +117,7 @@ class Memory:
         self, slots: Sequence[Snapshot], what: str, background: Background, since: int
     ) -> tuple[manifest.Facts | None, list[str]]:
         """Take up the newest copies, of one step that is not before `since`. Whose they are, None if there are none;
-        and what is wrong with those that were passed over, which are forgotten.
+        and what is wrong with those that were passed over.
         """
         looked = gather_objects(self._mesh.world, self._seen(gather_objects(self._mesh.world, what)))
         seen = [copies for copies, _ in looked]
@@ -132,11 +139,30 @@ class Memory:
             if header is not None and not found:
                 slots[slot].give()
                 self._good = slot
-                self._forget_all_but(step)
                 return header.facts, problems
             problems.append(f"the copy of step {step} in memory is not used: {found[0]}")
-        self._forget_all_but(None)
         return None, problems
+
+    def keep_only(self, step: int | None) -> None:
+        """The run goes on from copies of this step, or from elsewhere: only they count from now on, on every host."""
+        start = broadcast_object(self._mesh.world, uuid.uuid4().hex)
+        ours, here = f"{self._id} {start}", self._addresses[self._mesh.rank][2]
+        living = {rank for rank, (_, _, place) in enumerate(self._addresses) if place == here}
+        for path in self.folder.glob("rank-*.?"):
+            at_home = int(path.stem.removeprefix("rank-")) in living
+            header = _read(_header(path))
+            of_step = header is not None and header.run in (self._run, ours) and header.facts.progress.step == step
+            if header is not None and of_step and (at_home or self._replicate):
+                write_text(_header(path), header.model_copy(update={"run": ours}).model_dump_json())
+            else:
+                _header(path).unlink(missing_ok=True)
+                if not at_home:  # nobody here has it mapped
+                    path.unlink(missing_ok=True)
+        barrier(self._mesh.world)
+        if self._mesh.rank == 0:
+            write_text(self._token, f"{self._id}\n{start}\n")
+        barrier(self._mesh.world)  # nobody makes a copy that would not count
+        self._run = ours
 
     def remove(self) -> None:
         """The run is complete, or on storage: give the memory back."""
@@ -161,14 +187,6 @@ class Memory:
         others = [ranks[(index + distance) % len(ranks)] for distance in range(1, len(ranks))]
         return next((rank for rank in others if self._addresses[rank][2] != place), None)
 
-    def _forget_all_but(self, step: int | None) -> None:
-        """Remove the headers on this host, of all ranks, but for those of a step, before anyone writes a new one."""
-        for path in self.folder.glob("rank-*.json"):
-            header = _read(path)
-            if header is None or header.facts.progress.step != step:
-                path.unlink(missing_ok=True)
-        barrier(self._mesh.world)
-
     def _seen(self, wanted: Sequence[str]) -> tuple[dict[int, dict[int, int]], set[int]]:
         """The copies on this host, of each rank the slot of each step, if they are of what that rank wants; and the
         steps of the others, of which none may be sent: they may be larger than the room that it has.
@@ -176,7 +194,7 @@ class Memory:
         found: dict[int, dict[int, int]] = {}
         others = set()
         for path in self.folder.glob("rank-*.json"):
-            match = _HEADER.fullmatch(path.name)
+            match = _COPY.fullmatch(path.stem)
             header = _read(path)
             if not (match and header and header.run == self._run):
                 continue
@@ -251,13 +269,18 @@ def _common(seen: Sequence[Mapping[int, Mapping[int, int]]]) -> set[int]:
     return set.intersection(*steps)
 
 
-def _token(run: Path) -> str:
-    """The name of the copies of a run's folder, which gets one if it has none. A copy of the folder has others."""
-    path = run.resolve() / TOKEN
+def _header(file: Path) -> Path:
+    """The header of a file with a copy."""
+    return file.with_name(f"{file.name}.json")
+
+
+def _names(path: Path) -> tuple[str, str]:
+    """What a TOKEN says. A folder that has none gets one; a copy of it has others, by its path."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, uuid.uuid4().hex)
-    return f"{path.read_text(encoding='ascii')} {path}"
+        write_text(path, f"{uuid.uuid4().hex}\n\n")
+    name, _, start = path.read_text(encoding="ascii").partition("\n")
+    return name, start.strip()
 
 
 def _read(path: Path) -> Header | None:

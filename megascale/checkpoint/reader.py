@@ -29,6 +29,7 @@ from megascale.checkpoint.state import Part
 from megascale.checkpoint.storage import Location
 from megascale.comm.collectives import all_gather, gather_objects
 from megascale.comm.group import Group, alone
+from megascale.core.errors import CheckpointError
 
 RUN_BYTES = 64 << 20
 """What is read at once, at most, but for one box that is larger."""
@@ -119,7 +120,7 @@ class Reader(StorageReader):
     def read(self, wanted: Iterable[Wanted]) -> Iterator[tuple[Wanted, list[torch.Tensor]]]:
         """What is wanted of boxes, in the order of files. What lies side by side is read at once.
 
-        Raises: DamagedError for what cannot be read or is not what was written
+        Raises: DamagedError for what is not what was written, CheckpointError for what cannot be read
         """
         spans = sorted((self._span(one) for one in wanted), key=lambda span: span.place)
         every = set.intersection(*map(set, gather_objects(self._group, [span.place for span in spans])))
@@ -147,28 +148,30 @@ class Reader(StorageReader):
         try:
             count = path.read_into(room.numpy().data, start)
         except OSError as error:
-            raise manifest.DamagedError(f"{path} cannot be read: {error.strerror}") from None
+            raise manifest.unreadable(path, error) from None
         self.bytes += count
         if count < len(room):
             raise manifest.DamagedError(f"{path}: it ends too early")
         return room
 
     def _share(self, path: Location, start: int, stop: int) -> torch.Tensor:
-        """Bytes of which each rank of the group reads a part. If one cannot, every rank raises: a byte says so."""
+        """Bytes of which each rank of the group reads a part. If one cannot, every rank raises: a byte says so, of
+        whatever went wrong, for the others wait.
+        """
         size, index = self._group.size, self._group.index
         each = -(-(stop - start) // size)
         part, problem = torch.zeros(each + 1, dtype=torch.uint8), None
         low, high = (min(start + edge * each, stop) for edge in (index, index + 1))
         try:
             part[: high - low] = self._bytes(path, low, high)
-        except manifest.DamagedError as error:
+        except Exception as error:
             part[each], problem = 1, error
         part = part.to(self._device)
         out = part.new_empty(size * (each + 1))
         all_gather(self._group, out, part, what=path.name)
         parts = out.cpu().view(size, each + 1)
         if problem is not None or bool(parts[:, each].any()):
-            raise problem or manifest.DamagedError(f"{path} cannot be read by another rank")
+            raise problem or OtherRankError(f"{path} cannot be read by another rank")
         return parts[:, :each].reshape(-1)[: stop - start]
 
     def _parts(self, span: _Span, read: torch.Tensor) -> list[torch.Tensor]:
@@ -188,6 +191,10 @@ class Reader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
         return True
+
+
+class OtherRankError(CheckpointError):
+    """What went wrong is another rank's to say."""
 
 
 def _runs(spans: Iterable[_Span]) -> Iterator[list[_Span]]:

@@ -135,7 +135,7 @@ class Saving:
         attempt.stalled = time.monotonic() - start
 
     def _made(self, folder: Location, step: int) -> Location:
-        """A folder that has never been used, made by the first rank.
+        """A fresh folder, made by the first rank.
 
         Raises: CheckpointError on every rank if it cannot be made
         """
@@ -170,6 +170,11 @@ class Saving:
         if self._memory is None:
             return None, []
         return self._memory.recall(self._slots, self._what, self._background, since)
+
+    def keep_only(self, step: int | None) -> None:
+        """The run goes on from copies in memory of this step, or from elsewhere (`Memory.keep_only`)."""
+        if self._memory:
+            self._memory.keep_only(step)
 
     def forget(self) -> None:
         """The run is over: leave nothing in memory."""

@@ -57,7 +57,8 @@ class Location:
     @property
     def local(self) -> Path | None:
         """The path, if it is one of this host's file systems."""
-        return None if "://" in self.url else Path(self.url)
+        path = self.url.removeprefix("file://").removeprefix("local://")
+        return None if "://" in path else Path(path)
 
     def exists(self) -> bool:
         """Whether there is something."""
@@ -84,8 +85,15 @@ class Location:
         return self._tried(lambda fs, path: fs.du(path))
 
     def make(self) -> None:
-        """Make a folder, and those above it. It must not be there yet."""
-        self._tried(lambda fs, path: fs.makedirs(path, exist_ok=False))
+        """Make a folder, and those above it, but for an object store's bucket. It must not be there yet."""
+
+        def make(fs: Any, path: str) -> None:
+            bucket = path.partition("/")[0]
+            if bucket and ":" not in bucket and not _info(fs, bucket):  # not the name of an access point
+                raise FileNotFoundError(errno.ENOENT, f"there is no {bucket}")
+            fs.makedirs(path, exist_ok=False)
+
+        self._tried(make)
 
     def read(self) -> bytes:
         """A whole file."""
@@ -95,6 +103,8 @@ class Location:
         """Fill `room` [bytes] from a place in a file. Returns how many bytes there were, fewer where it ends."""
 
         def fill(fs: Any, path: str) -> int:
+            if not room:  # no range of an object store is empty
+                return 0
             if self.local is None:
                 data = fs.cat_file(path, start=start, end=start + len(room))
                 room[: len(data)] = data
@@ -143,8 +153,18 @@ class Location:
                 self.local.unlink()
             elif _info(fs, path):
                 fs.rm(path, recursive=True)
+                if self.local is None and _info(fs, path):  # object stores delete many at once, and say nothing
+                    raise OSError(errno.EBUSY, "it is still there")
 
         self._tried(delete)
+
+    def gone(self, error: OSError) -> bool:
+        """Whether an error in reading a file says that it is not what was written, rather than that storage, or who may
+        read it, is to be looked after.
+        """
+        if isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError)):
+            return True
+        return error.errno == errno.EINVAL or (self.local is not None and error.errno == errno.EIO)
 
     def _tried(self, action: Callable[[Any, str], T]) -> T:
         end, pause = time.monotonic() + self.patience, PAUSES[0]

@@ -66,7 +66,7 @@ def _look(folder: Location, *, complete: bool) -> Iterator[Stored]:
 
 
 def fresh_folder(folder: Location, step: int) -> Location:
-    """A folder for a checkpoint that has never been used. It is not made.
+    """A folder for a checkpoint, under a name that nothing has. It is not made.
 
     Raises: OSError
     """
@@ -75,13 +75,19 @@ def fresh_folder(folder: Location, step: int) -> Location:
     return folder / next(name for name in names if name not in there)
 
 
-def remove_unfinished(folder: Location) -> None:
-    """Delete attempts that have no manifest; no other process may be writing.
+def remove_unfinished(folder: Location) -> list[str]:
+    """Delete attempts that have no manifest; no other process may be writing. Returns what could not be deleted, which
+    is in nobody's way.
 
-    Raises: CheckpointError
+    Raises: CheckpointError if the folder cannot be read
     """
+    problems = []
     for attempt in unfinished(folder):
-        _remove(attempt.path)
+        try:
+            _remove(attempt.path)
+        except CheckpointError as error:
+            problems.append(error.what)
+    return problems
 
 
 def keep_newest(folder: Location, keep: int, every: int = 0, besides: Collection[Location] = ()) -> None:

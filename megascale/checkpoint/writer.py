@@ -36,6 +36,8 @@ def main(rank: int) -> None:
     for number in stop_signals():
         signal.signal(number, signal.SIG_IGN)  # they are for the rank, which then waits for us
     os.nice(NICE)
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a storage's library prints is no answer
     if receive := json.loads(sys.stdin.readline()):
         copies.receive(**receive)
     for line in sys.stdin:
@@ -43,7 +45,7 @@ def main(rank: int) -> None:
             answer = obey(**json.loads(line))
         except OSError as error:
             answer = {"error": error.strerror or str(error), "what": error.filename}
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 def obey(
@@ -71,7 +73,10 @@ def keep_copy(memory: str, path: str, header: dict[str, Any]) -> None:
     """Sum up a memory, and put its header to its file's."""
     numbers = _numbers(memory)
     sums = [zlib.crc32(numbers[at : at + copies.BLOCK]) for at in range(0, len(numbers), copies.BLOCK)]
-    write_text(Path(path), json.dumps(header | {"sums": sums}))
+    try:
+        write_text(Path(path), json.dumps(header | {"sums": sums}))
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from None
 
 
 def write_files(memory: str, folder: str, patience: float, chunk: int, files: dict[str, list[Place]]) -> dict[str, Any]:

@@ -76,7 +76,9 @@ def _list(options: argparse.Namespace) -> int:
         + (row.get("error") or f"{format_count(row['tokens'])} tokens, {_layout(row['layout'])}")
         for row in rows
     ]
-    lines += [f"{path}  did not finish: the next start of the run removes it" for path in unfinished]
+    lines += [
+        f"{path}  did not finish, or is being written: the next start of the run removes it" for path in unfinished
+    ]
     _say(options, {"checkpoints": rows, "unfinished": unfinished}, lines or [f"no checkpoints in {folder}"])
     return Exit.OK
 
@@ -184,7 +186,8 @@ def _convert(options: argparse.Namespace) -> int:
         else:
             conversion.to_huggingface(whole.find(Location(options.source)), options.output, dtype)
     except OSError as error:
-        raise CheckpointError(f"cannot write {options.output}: {error.strerror}", mend="another folder") from None
+        what = f"cannot convert into {options.output}: {error.filename or ''} {error.strerror}"
+        raise CheckpointError(what, mend="another folder, or more space") from None
     print(f"{options.output}: {format_bytes(Location(str(options.output)).size())}")
     return Exit.OK
 

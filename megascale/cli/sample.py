@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from megascale.cli.numbers import count, whole
-from megascale.core.errors import Exit
+from megascale.core.errors import CheckpointError, Exit
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
@@ -28,8 +28,12 @@ def run(options: argparse.Namespace) -> int:
 
     wish = Wish(options.tokens, options.temperature, options.top_k, options.seed)
     source = find(Location(options.checkpoint))
-    for text in sample(source, options.prompt or [""], wish, options.tokenizer, detect().torch):
-        print(text, flush=True)
+    try:
+        for text in sample(source, options.prompt or [""], wish, options.tokenizer, detect().torch):
+            print(text, flush=True)
+    except OSError as error:
+        what = f"cannot write the weights for transformers: {error.filename or ''} {error.strerror}"
+        raise CheckpointError(what, mend="TMPDIR=FOLDER with more space") from None
     return Exit.OK
 
 

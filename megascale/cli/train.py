@@ -56,7 +56,7 @@ def hold_folder(config: RunConfig) -> IO[str]:
     folder = config.folder
     try:
         held = claim(folder, f"process {os.getpid()} on {socket.gethostname()}")
-        if config.checkpoint.every:  # better found now than at the first save
+        if config.checkpoint.every and not config.checkpoint.dir:  # better found now than at the first save
             (folder / "checkpoints").mkdir(exist_ok=True)
     except BlockingIOError as error:
         found = f"a job trains in this folder already: {error.strerror}"

@@ -125,7 +125,7 @@ class CheckpointConfig(Section):
         description="size of a file, at most, but for one row of a tensor that is larger; at least 65536",
     )
     patience_s: float = Field(
-        60.0, ge=0, le=86400, description="for how long storage that fails is tried again, in seconds"
+        60.0, ge=0, le=600, description="for how long storage that fails is tried again, in seconds, at each access"
     )
 
 

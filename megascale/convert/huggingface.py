@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -122,13 +123,18 @@ def export(model: ModelConfig, read: Callable[[str], Tensor], folder: Path, dtyp
 
     Raises: CheckpointError if no architecture computes the model; OSError if it cannot be written
     """
-    config = other | write_config(model) | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    name = str(dtype).removeprefix("torch.")
+    said = {"torch_dtype": name} | ({"dtype": name} if "dtype" in other else {})  # transformers 5 believes the second
+    config = other | write_config(model) | said
     groups = list(_files(family_for(model), model, dtype))
     weights: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
         file = WEIGHTS if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         made = {name: _joined([_turned(place, read(ours)) for ours, place in parts], dtype) for name, parts in group}
-        save_file(made, folder / file, {"format": "pt"})
+        try:
+            save_file(made, folder / file, {"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(errno.EIO, str(error), str(folder / file)) from None
         weights |= dict.fromkeys(made, file)
     if len(groups) > 1:
         total = sum(math.prod(tensor.shape) for tensor in tensors(model)) * dtype.itemsize

@@ -69,6 +69,10 @@ class DataError(MegascaleError):
     exit_status = Exit.DATA
 
 
+class UncountedError(DataError):
+    """A batch of which no label counts in the loss; every rank raises it."""
+
+
 class CheckpointError(MegascaleError):
     """A checkpoint that cannot be written, or cannot be trusted."""
 

@@ -82,6 +82,8 @@ def _run(config: RunConfig, rank: Rank, stop: Stop) -> Exit:
         if run.progress.step >= config.train.steps:
             if run.checkpoints.in_memory:
                 conclude(run, reporter)
+            else:
+                run.checkpoints.forget()
             reporter.note(f"all {config.train.steps} steps are done: raise train.steps to go on")
             return Exit.OK
         with EventFile(run, rank):

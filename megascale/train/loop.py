@@ -10,7 +10,7 @@ from megascale.checkpoint.saving import Saved
 from megascale.comm.collectives import barrier
 from megascale.config.run import FOREIGN
 from megascale.convert.huggingface import Pretrained
-from megascale.core.errors import CheckpointError, DivergenceError, Exit
+from megascale.core.errors import CheckpointError, DivergenceError, Exit, UncountedError
 from megascale.core.units import format_count
 from megascale.train.build import Run
 from megascale.train.evaluate import evaluate
@@ -60,28 +60,28 @@ def resume(run: Run) -> str:
     nothing.
     """
     found = run.checkpoints.resume()
+    lines = [f"WARNING: {text}" for text in run.checkpoints.warnings]
     if found is None:
-        return _begin(run)
+        return "\n".join(lines + _begin(run))
     run.progress = found.progress
     _publish(run)
     tokens = format_count(run.progress.tokens)
-    lines = [f"WARNING: {text}" for text in found.damaged]
     lines.append(f"resumed from {found.path or 'the copies in memory'}: step {run.progress.step}, {tokens} tokens")
     return "\n".join(lines + [f"changed since: {change}" for change in found.changes])
 
 
-def _begin(run: Run) -> str:
-    """Take up another project's weights if the configuration names some. Returns a line that says so, or nothing."""
+def _begin(run: Run) -> list[str]:
+    """Take up another project's weights if the configuration names some. Returns lines that say so, or none."""
     asked = run.config.checkpoint.resume
     if not asked.startswith(FOREIGN):
-        return ""
+        return []
     weights = Pretrained(Path(asked.removeprefix(FOREIGN)))
     if run.mesh.rank == 0:
         weights.check()
     model = weights.model.model_dump(mode="json", exclude={"preset"})
     found = run.checkpoints.start_from(str(weights.folder), model, weights.part)
     _publish(run)
-    return "\n".join([f"begins with the weights of {weights.folder}", *(f"otherwise there: {one}" for one in found)])
+    return [f"begins with the weights of {weights.folder}", *(f"otherwise there: {one}" for one in found)]
 
 
 def _publish(run: Run) -> None:
@@ -93,10 +93,10 @@ def _publish(run: Run) -> None:
 
 @contextmanager
 def _completing(run: Run, reporter: Reporter) -> Iterator[None]:
-    """Complete the checkpoint under way, which is of a step before, when training diverges: on every rank at once."""
+    """Complete the checkpoint under way, which is of a step before, when training ends in what every rank raises."""
     try:
         yield
-    except DivergenceError:
+    except (DivergenceError, UncountedError):
         _note(run, reporter, run.checkpoints.finish())
         raise
 
@@ -114,8 +114,9 @@ def _begin_save(run: Run, reporter: Reporter) -> None:
             run.checkpoints.remember(run.progress)
         return
     check_state(run)
+    _note(run, reporter, run.checkpoints.finish())
     try:
-        _note(run, reporter, run.checkpoints.begin(run.progress))
+        run.checkpoints.begin(run.progress)
     except CheckpointError as error:
         reporter.note(f"WARNING: no checkpoint of step {run.progress.step}: {error}")
         return

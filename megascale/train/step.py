@@ -12,7 +12,7 @@ from torch import Tensor
 from megascale.comm.collectives import all_reduce
 from megascale.comm.mesh import Mesh
 from megascale.config.train import TrainConfig
-from megascale.core.errors import DataError
+from megascale.core.errors import UncountedError
 from megascale.data.loader import StepBatch
 from megascale.train.guard import check_finite
 
@@ -38,8 +38,8 @@ class StepResult:
 def train_step(run: Run, batch: StepBatch) -> StepResult:
     """Train on one global batch. The host waits once, for seven numbers, while the device updates.
 
-    Raises: DivergenceError if the loss or a gradient is not finite; then nothing was updated. DataError on every rank
-    if no label of the samples counts.
+    Raises: on every rank DivergenceError if the loss or a gradient is not finite, UncountedError if no label of the
+    samples counts; then nothing was updated.
     """
     recorder, step = run.mesh.recorder, run.progress.step + 1
     recorder.step = step
@@ -92,6 +92,6 @@ def _check(run: Run, numbers: Sequence[float]) -> None:
 
 
 def check_counted(tokens: float) -> None:
-    """Raises: DataError if no label of a batch counts."""
+    """Raises: UncountedError if no label of a batch counts."""
     if not tokens:
-        raise DataError("no label of this batch counts in the loss", mend="look at the loss masks of the data")
+        raise UncountedError("no label of this batch counts in the loss", mend="look at the loss masks of the data")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,12 @@ def resumed(rank: Rank, config: Any) -> tuple[str, list[str]] | str:
     """The folder that was loaded, and what is said of those that were not; or the error."""
     from megascale.core.errors import CheckpointError
 
+    checkpoints = build_run(rank, config).checkpoints
     try:
-        found = build_run(rank, config).checkpoints.resume()
+        found = checkpoints.resume()
     except CheckpointError as error:
         return str(error)
-    return (found.path.name, found.damaged) if found else ""
+    return (found.path.name, checkpoints.warnings) if found else ""
 
 
 def flip(path: Path) -> None:
@@ -57,6 +59,64 @@ def test_the_newest_that_is_right_is_loaded(tmp_path: Path) -> None:
     (folder / "step-00000001/rank-00000-000.safetensors").unlink()
     texts = set(run_world(2, resumed, config))
     assert len(texts) == 1 and "step-00000003/rank-00001-000.safetensors" in texts.pop()
+
+
+def unanswered(rank: Rank, config: Any) -> tuple[str, list[str]] | str:
+    """A resume from storage of which one rank hears nothing."""
+
+    def read_into(place: Location, room: memoryview, start: int) -> int:
+        if rank.rank == 1 and "step-00000002" in place.url:
+            raise ConnectionResetError(104, "Connection reset by peer", place.url)
+        return plain(place, room, start)
+
+    plain, Location.read_into = Location.read_into, read_into  # type: ignore[method-assign]
+    return resumed(rank, config)
+
+
+def test_storage_that_does_not_answer_is_no_damage(tmp_path: Path) -> None:
+    config = config_in(tmp_path, parallel__tp=2)
+    run_world(2, save_each_step, config, 2)
+    for text in run_world(2, unanswered, config):
+        assert re.match(r"rank 1: \S+/step-00000002/\S+ cannot be read: Connection reset by peer", text), text
+        assert "nothing was lost" in text
+    assert {found[0] for found in run_world(2, resumed, config)} == {"step-00000002"}
+
+
+def fails_alone(rank: Rank, config: Any) -> tuple[str, list[str]] | str:
+    """A resume in which something that nobody thought of goes wrong on one rank."""
+    from megascale.checkpoint.reader import Reader
+
+    def spoilt(*_: Any) -> Any:
+        raise KeyError("what")
+
+    if rank.rank == 1:
+        Reader._bytes = spoilt  # type: ignore[method-assign]
+    return resumed(rank, config)
+
+
+def test_what_goes_wrong_on_one_rank_ends_all(tmp_path: Path) -> None:
+    config = config_in(tmp_path, parallel__tp=2)
+    run_world(2, save_each_step, config, 1)
+    assert run_world(2, fails_alone, config) == ["rank 1: KeyError: 'what'"] * 2
+
+
+def left_over(rank: Rank, config: Any) -> tuple[str, list[str]] | str:
+    """A resume that may not delete."""
+
+    def refused(place: Location) -> None:
+        raise PermissionError(13, "Permission denied", place.url)
+
+    Location.remove = refused  # type: ignore[method-assign]
+    return resumed(rank, config)
+
+
+def test_an_attempt_that_cannot_be_deleted_is_in_nobodys_way(tmp_path: Path) -> None:
+    config = config_in(tmp_path, parallel__tp=2)
+    run_world(2, save_each_step, config, 2)
+    folder = config.folder / "checkpoints"
+    (folder / "step-00000002/manifest.json").unlink()
+    said = [f"{folder}/step-00000002 cannot be removed: Permission denied"]
+    assert run_world(2, left_over, config) == [("step-00000001", said)] * 2
 
 
 def test_a_manifest_of_another_checkpoint_is_noticed(tmp_path: Path) -> None:

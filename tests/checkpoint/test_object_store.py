@@ -51,6 +51,14 @@ def test_a_file_that_ends_where_a_piece_does_is_right(
     assert list(whole.verify(folder, saved)) == [f"{folder / name}: it is not what was written, beside its tensors"]
 
 
+def test_a_bucket_that_is_not_there_is_not_made(store: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in store.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(FileNotFoundError, match="there is no typo"):
+        Location("s3://typo/run/step-00000001", patience=1.0).make()
+    Location("s3://bucket/run/step-00000001", patience=1.0).make()
+
+
 def megascale(store: dict[str, str], *words: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "megascale", *map(str, words)]
     return subprocess.run(command, env=store, capture_output=True, text=True, check=False)

@@ -42,7 +42,7 @@ def save_while_training(rank: Rank, config: Any) -> tuple[dict[str, list[Any]], 
     if rank.rank == 0:
         os.kill(run.checkpoints.saving.writer, signal.SIGSTOP)
     state = state_of(run)
-    assert run.checkpoints.begin(run.progress) is None
+    run.checkpoints.begin(run.progress)
     told = 0
     while not told:
         result = step(run)
@@ -103,16 +103,95 @@ def test_a_writer_that_is_killed_ends_nothing(tmp_path: Path) -> None:
         assert len(folders) == 1 and folders[0] != "step-00000000", "the failed attempt is gone"
 
 
+def cannot_start(rank: Rank, config: Any) -> tuple[str, str]:
+    """What becomes of a save when rank 1 can start no process, and of the next."""
+    run, python = build_run(rank, config), sys.executable
+    if rank.rank == 1:
+        os.kill(run.checkpoints.saving.writer, signal.SIGKILL)
+        sys.executable = "/nowhere/python"
+        time.sleep(0.2)
+    run.checkpoints.begin(run.progress)
+    failed = run.checkpoints.finish()
+    sys.executable = python
+    saved = run.checkpoints.save(run.progress)
+    return str(failed and failed.error), str(saved and saved.error)
+
+
+def test_a_writer_that_cannot_be_started_ends_nothing(tmp_path: Path) -> None:
+    for failed, saved in run_world(2, cannot_start, config_in(tmp_path, parallel__tp=2)):
+        assert failed.startswith("rank 1: the process that writes checkpoints cannot be started: No such file")
+        assert saved == "None"
+
+
+NOISY = """
+import sys
+from megascale.checkpoint import writer
+write = writer.write_files
+def loud(**words):
+    print("a line that is no answer", flush=True)
+    return write(**words)
+writer.write_files = loud
+writer.main(int(sys.argv[-1]))
+"""
+
+
+def test_what_a_library_prints_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megascale.checkpoint.background import Background
+
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{NOISY}' \"$@\"\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    memory = os.memfd_create("numbers")
+    os.write(memory, b"0" * 64)
+    background = Background([memory])
+    files = {"a.safetensors": [["a@0", "F32", [16], 0, 64]]}
+    words = {"memory": f"/proc/self/fd/{memory}", "folder": str(tmp_path), "patience": 0.0, "chunk": 1024}
+    background.order(write=words | {"files": files})
+    found = background.answer(wait=True)
+    os.kill(background.pid, signal.SIGKILL)
+    assert found is not None and found["files"].keys() == files.keys()
+
+
+def begins_badly(rank: Rank, config: Any) -> list[str]:
+    """What a run says whose second save cannot begin, when the first is complete by then."""
+    from megascale.checkpoint import store
+    from megascale.train.loop import train
+    from megascale.train.report import Reporter
+
+    def fresh(folder: Location, step: int) -> Location:
+        if step == 2:
+            raise PermissionError(13, "Permission denied")
+        return plain(folder, step)
+
+    plain, store.fresh_folder = store.fresh_folder, fresh
+    run, said = build_run(rank, config), []
+    reporter = Reporter(config, run.device, None, [], run.mesh.recorder)
+    reporter.note = said.append  # type: ignore[method-assign]
+    hold(run.checkpoints.saving.writer, 0.5)
+    train(run, reporter)
+    return [line.partition(": rank")[0].partition(": training")[0] for line in said]
+
+
+def test_a_save_that_cannot_begin_does_not_hide_the_one_before(tmp_path: Path) -> None:
+    (said,) = run_world(1, begins_badly, config_in(tmp_path, train__steps=3, checkpoint__every=1))
+    folder = tmp_path / "test/checkpoints"
+    assert said == [
+        f"saved {folder}/step-00000001", "WARNING: no checkpoint of step 2", f"saved {folder}/step-00000003",
+    ]  # fmt: skip
+
+
 def waited_for(rank: Rank, config: Any) -> list[int]:
     """Begin a save while the one before is held up for half a second; the steps that are then there."""
     run = build_run(rank, config)
     hold(run.checkpoints.saving.writer, 0.5)
     run.checkpoints.begin(run.progress)
     step(run)
-    before = run.checkpoints.begin(run.progress)
-    assert before is not None and before.step == 0
+    before = run.checkpoints.finish()
+    assert before is not None and before.step == 0 and before.waited == 0
+    run.checkpoints.begin(run.progress)
     after = run.checkpoints.finish()
-    assert after is not None and after.step == 1
+    assert after is not None and after.step == 1 and after.waited > 0.1
     run.gradients.finish_gather()
     return [stored.step for stored in complete(run.checkpoints.folder)]
 
@@ -209,6 +288,7 @@ def many(rank: Rank, config: Any, count: int) -> list[tuple[int, int, int]]:
     run, found = build_run(rank, config), []
     for number in range(count):
         step(run)
+        run.checkpoints.finish()
         run.checkpoints.begin(run.progress)
         if number % 10 == 9:
             children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()

@@ -70,6 +70,7 @@ def test_what_is_written_is_read(place: Location) -> None:
     room = bytearray(4)
     assert (place / "a").read_into(memoryview(room), 3) == 4 and room == b"3456"
     assert (place / "a").read_into(memoryview(room), 8) == 2 and room[:2] == b"89"
+    assert (place / "a").read_into(memoryview(room)[:0], 5) == 0
     (place / "a").write(b"new")
     assert (place / "a").read() == b"new"
     (place / "a").remove()
@@ -149,3 +150,16 @@ def test_only_what_may_pass_is_tried_again(error: Exception, tried: bool, monkey
 def test_a_file_system_that_is_not_there_is_named() -> None:
     with pytest.raises(OSError, match="nowhere"):
         Location("nowhere://folder").names()
+
+
+def test_a_url_of_this_host_is_a_path(tmp_path: Path) -> None:
+    assert Location(f"file://{tmp_path}").local == Location(f"local://{tmp_path}").local == tmp_path
+    assert Location("s3://bucket/x").local is None
+
+
+def test_what_storage_does_not_delete_is_no_success(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(Flaky, "rm", lambda *_, **__: None)
+    place = Location(f"flaky:/{tmp_path / 'kept'}", patience=0)
+    place.write(b"0")
+    with pytest.raises(OSError, match="it is still there"):
+        place.remove()

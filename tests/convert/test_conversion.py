@@ -184,7 +184,20 @@ def test_in_another_format(tmp_path: Path) -> None:
     assert {tensor.dtype for tensor in manifest.read(Location(str(tmp_path / "ours"))).tensors.values()} == {"bfloat16"}
     to_huggingface(Location(str(tmp_path / "ours")), tmp_path / "again", torch.float16)
     assert {tensor.dtype for tensor in weights_in(tmp_path / "again").values()} == {torch.float16}
-    assert json.loads((tmp_path / "again" / CONFIG).read_text())["torch_dtype"] == "float16"
+    said = json.loads((tmp_path / "again" / CONFIG).read_text())
+    assert {said[key] for key in ("dtype", "torch_dtype") if key in said} == {"float16"}
+    from transformers import AutoModelForCausalLM
+
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "again").dtype == torch.float16
+
+
+def test_a_full_disk_is_said_in_a_line(tmp_path: Path) -> None:
+    pretrained(GPT | {"activation": "gelu"}, tmp_path / "theirs")
+    from_huggingface(tmp_path / "theirs", tmp_path / "ours")
+    command = f"ulimit -f 20; {sys.executable} -m megascale ckpt convert {tmp_path}/ours {tmp_path}/again"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 4 and "Traceback" not in done.stderr, done.stderr
+    assert f"cannot convert into {tmp_path}/again: " in done.stderr and not (tmp_path / "again").exists()
 
 
 def changed(folder: Path, **keys: Any) -> None:
