@@ -1,5 +1,5 @@
 """NVIDIA Apex's multi-tensor kernels: `amp_C`, built with --cuda_ext, and `distributed_lamb_cuda`, with
---distributed_lamb.
+--distributed_lamb; since 2026 in `apex._extensions`.
 
 Of those with the same result, the ones whose kernels read step, rate and whether to skip on the device: FusedAdam's
 for CUDA graphs, and the two halves of DistributedFusedLAMB, between which norms can be summed over ranks. FusedLAMB's
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megascale.config.train import OptimizerConfig
 from megascale.core.errors import MegascaleError
+from megascale.ops.library import error_of_import
 from megascale.ops.optimizer import Segment
 from megascale.ops.select import Setting
 
@@ -37,16 +38,22 @@ class ApexOptimizer:
     def refusal(self, setting: Setting) -> str | None:
         if setting.device.is_cpu:
             return "needs an NVIDIA GPU"
-        module, flag = RULES[setting.optimizer].library
-        try:
-            importlib.import_module(module)
-        except ImportError as error:
-            return f"NVIDIA Apex built with {flag} is not installed ({error})"
-        return None
+        name, flag = RULES[setting.optimizer].library
+        errors = [error_of_import(module) for module in _modules(name)]
+        return f"NVIDIA Apex built with {flag} is not installed ({errors[0]})" if all(errors) else None
 
     def build(self, setting: Setting) -> type[Any]:
         """An `Elementwise` or a `Normwise`."""
         return RULES[setting.optimizer]
+
+
+def _modules(name: str) -> tuple[str, str]:
+    """Where a module of kernels may be."""
+    return name, f"apex._extensions.{name}"
+
+
+def _kernels(name: str) -> Any:
+    return importlib.import_module(next(module for module in _modules(name) if not error_of_import(module)))
 
 
 class _Lists:
@@ -78,7 +85,7 @@ class ApexAdamW:
     state_names = ("exp_avg", "exp_avg_sq")
 
     def __init__(self, segments: Sequence[Segment], config: OptimizerConfig) -> None:
-        self._kernel = importlib.import_module("amp_C").multi_tensor_adam_capturable
+        self._kernel = _kernels(self.library[0]).multi_tensor_adam_capturable
         groups = [([s for s in segments if s.decays is decays], decays) for decays in (True, False)]
         self._groups = [
             (_Lists(group, self.state_names), config.weight_decay * decays) for group, decays in groups if group
@@ -103,7 +110,7 @@ class ApexLamb:
     state_names = ("exp_avg", "exp_avg_sq")
 
     def __init__(self, segments: Sequence[Segment], config: OptimizerConfig) -> None:
-        self._kernels = importlib.import_module("distributed_lamb_cuda")
+        self._kernels = _kernels(self.library[0])
         lists = self._lists = _Lists(segments, self.state_names)
         n = lists.size
         beta1, beta2 = config.betas

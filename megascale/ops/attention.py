@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megascale.catalog.backends import AUTO
 from megascale.layout.windows import BLOCK, spans
-from megascale.ops.select import Setting
+from megascale.ops.select import Reluctance, Setting
 
 Attend = Callable[[Tensor, Tensor, Tensor, int | None, Tensor | None, float], Tensor]
 """q [b, heads, s, d], k and v [b, kv heads, s, d], the window or None for the whole past, the weights that dropout
@@ -33,18 +32,18 @@ class TorchAttention:
         return causal_attention
 
 
-def gpu_refusal(setting: Setting) -> str | None:
-    """What speaks against each of the other backends, which are for GPUs."""
+def half_refusal(setting: Setting) -> str | None:
+    """What speaks against kernels in 16 bits, which are for GPUs."""
     if setting.device.is_cpu:
         return "needs a GPU"
-    if setting.backends.attention == AUTO and not any(setting.model.windows):
-        return "no layer has a window, and without one torch's kernels serve as well"
-    return None
-
-
-def half_refusal(setting: Setting) -> str | None:
-    """What speaks against kernels in 16 bits."""
     return "needs a GPU of compute capability 8.0 or more" if setting.device.capability < (8, 0) else None
+
+
+def reluctance(setting: Setting) -> Reluctance | None:
+    """When each of the other backends serves only if it is asked for."""
+    if any(setting.model.windows):
+        return None
+    return Reluctance("no layer has a window, and without one torch's kernels serve as well")
 
 
 def causal_attention(

@@ -139,8 +139,7 @@ class CompiledCrossEntropy:
         return compiled.refusal(setting.device) or slow
 
     def build(self, setting: Setting) -> CrossEntropy:
-        found = torch.compile(fused_statistics, dynamic=False), torch.compile(fused_gradient, dynamic=False)
-        return Passes(*found).cross_entropy
+        return Passes(compiled.fused(fused_statistics), compiled.fused(fused_gradient)).cross_entropy
 
 
 def fused_statistics(logits: Tensor, columns: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

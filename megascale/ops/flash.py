@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale.ops.attention import Attend, gpu_refusal, half_refusal
+from megascale.ops.attention import Attend, half_refusal, reluctance
 from megascale.ops.library import FLASH, FLASH3, Library
 from megascale.ops.select import Setting
 
@@ -19,7 +19,7 @@ class FlashAttention:
     """flash-attn. Its backward sums in any order unless torch is asked for deterministic algorithms."""
 
     def refusal(self, setting: Setting) -> str | None:
-        return gpu_refusal(setting) or half_refusal(setting) or _library(setting).absence()
+        return half_refusal(setting) or _library(setting).absence() or reluctance(setting)
 
     def build(self, setting: Setting) -> Attend:
         if _library(setting) is FLASH:
@@ -31,8 +31,10 @@ class FlashAttention:
 
 def _library(setting: Setting) -> Library:
     """The version to use: the third has kernels for Hopper, and none for what came later, nor, unlike the second, for
-    heads that are no multiple of 8.
+    heads that are no multiple of 8; and some of its releases sum in any order whatever they are asked for.
     """
+    if torch.are_deterministic_algorithms_enabled():
+        return FLASH
     serves = setting.device.capability[0] == 9 and setting.model.head_dim % 8 == 0
     return FLASH3 if serves and FLASH3.absence() is None else FLASH
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from megascale.ops import compiled
-from megascale.ops.attention import Attend, causal_attention, gpu_refusal
+from megascale.ops.attention import Attend, causal_attention, reluctance
 from megascale.ops.library import TRITON
 from megascale.ops.select import Setting
 
@@ -27,7 +27,7 @@ class FlexAttention:
     def refusal(self, setting: Setting) -> str | None:
         if setting.device.is_cpu:
             return "has no backward on a CPU"
-        return gpu_refusal(setting) or TRITON.absence()
+        return TRITON.absence() or reluctance(setting)
 
     def build(self, setting: Setting) -> Attend:
         return flex(compiled.fused(flex_attention))
@@ -49,7 +49,7 @@ def flex(attention: Callable[..., Any]) -> Attend:
     return attend
 
 
-@cache  # one for each window of the model
+@cache  # one for each window of the model; with train.compile what is compiled forms its own each time
 def block_mask(s: int, window: int, device: torch.device) -> BlockMask:
     """Which blocks of an s x s matrix of scores a window shows in part, and which whole.
 

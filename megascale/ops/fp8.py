@@ -86,14 +86,21 @@ class Quantized:
 
     def dequantized(self) -> Tensor:
         """About the original, in fp32."""
-        return self.data.float() * _spread(self.scale, self.grain)
+        return (_parts(self.data.float(), self.grain) * _beside(self.scale, self.grain)).view(self.shape)
 
 
-def _spread(scale: Tensor, grain: Grain) -> Tensor:
-    """Scales in a shape that broadcasts to what they belong to."""
+def _parts(x: Tensor, grain: Grain) -> Tensor:
+    """x [..., k] as a view in which what shares a scale has dimensions of its own."""
     if grain is Grain.SQUARE:
-        scale = scale.repeat_interleave(BLOCK, 0)
-    return scale.repeat_interleave(BLOCK, -1) if grain in (Grain.BLOCK, Grain.SQUARE) else scale
+        x = x.unflatten(0, (-1, BLOCK))
+    return x.unflatten(-1, (-1, BLOCK)) if grain in (Grain.BLOCK, Grain.SQUARE) else x
+
+
+def _beside(scale: Tensor, grain: Grain) -> Tensor:
+    """Scales in a shape that broadcasts to `_parts`."""
+    if grain is Grain.SQUARE:
+        return scale[:, None, :, None]
+    return scale.unsqueeze(-1) if grain is Grain.BLOCK else scale
 
 
 def amax(x: Tensor, grain: Grain) -> Tensor:
@@ -105,10 +112,8 @@ def amax(x: Tensor, grain: Grain) -> Tensor:
         found = magnitude.amax()
     elif grain is Grain.ROW:
         found = magnitude.amax(-1, keepdim=True)
-    elif grain is Grain.BLOCK:
-        found = magnitude.unflatten(-1, (-1, BLOCK)).amax(-1)
     else:
-        found = magnitude.unflatten(-1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)).amax((1, 3))
+        found = _parts(magnitude, grain).amax(-1 if grain is Grain.BLOCK else (1, 3))
     return found.float()
 
 
@@ -222,14 +227,16 @@ def _unable(setting: Setting) -> str | None:
 
 def cast(x: Tensor, scale: Tensor, number: Number, grain: Grain, kernels: Kernels = Kernels()) -> Quantized:
     """x [..., k] in 8 bits under a scale. What is larger than the format can say becomes its largest number."""
-    factor = _spread(1.0 / scale, grain)
-    return Quantized(kernels.values(x, factor, number.largest, number.dtype), scale, grain)
+    factor = _beside(1.0 / scale, grain)
+    data = kernels.values(_parts(x, grain), factor, number.largest, number.dtype)
+    return Quantized(data.view(x.shape), scale, grain)
 
 
 def lost(x: Tensor, cast: Quantized, number: Number) -> Tensor:
     """How many numbers of x [..., k] a cast made to the format's largest though they are larger by more than its
     rounding, how many it made to zero, and how many there are: f32 [3].
     """
-    saturated = (x.abs() > _spread(cast.scale, cast.grain) * (number.largest * (1 + 2**-8))).sum()
+    bound = _beside(cast.scale, cast.grain) * (number.largest * (1 + 2**-8))
+    saturated = (_parts(x.abs(), cast.grain) > bound).sum()
     flushed = ((x != 0) & (cast.data.float() == 0)).sum()
     return torch.stack([saturated, flushed, torch.full_like(flushed, x.numel())]).float()

@@ -11,6 +11,9 @@ from packaging.specifiers import SpecifierSet
 
 from megascale.ops.select import Setting
 
+SOURCES = ".py", ".so"
+"""Ends of files that say which modules a package has. One that is installed from where its sources are has none."""
+
 
 @dataclass(frozen=True)
 class Library:
@@ -32,8 +35,11 @@ class Library:
             found = distribution(self.package)
         except PackageNotFoundError:
             return None
-        files = list(map(str, found.files or []))
-        ours = not files or any(name.startswith(self.module.replace(".", "/")) for name in files)
+        files = [
+            name for name in map(str, found.files or []) if name.endswith(SOURCES) and not name.startswith("__editable")
+        ]
+        place = self.module.replace(".", "/")
+        ours = not files or any(name.startswith((f"{place}/", f"{place}.")) for name in files)
         return found.version if ours else None
 
     def refusal(self, setting: Setting) -> str | None:
@@ -48,13 +54,13 @@ class Library:
             return f"{self.package} is not installed{source}"
         if found not in SpecifierSet(self.versions, prereleases=True):
             return f"{self.package} {found} is not one of {self.versions}"
-        errors = [_error_of_import(module) for module in self.kernels]
-        error = _error_of_import(self.module) or (errors[0] if errors and all(errors) else "")
+        errors = [error_of_import(module) for module in self.kernels]
+        error = error_of_import(self.module) or (errors[0] if errors and all(errors) else "")
         return f"{self.package} {found}: {error}{source}" if error else None
 
 
 @cache
-def _error_of_import(module: str) -> str:
+def error_of_import(module: str) -> str:
     """What an import raises, in a line; "" if nothing. A library built for another torch may raise anything."""
     try:
         importlib.import_module(module)

@@ -104,7 +104,9 @@ def select(operation: str, setting: Setting) -> Choice:
                 return Choice(operation, name, refusals)
             refusals[name] = reason
     reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
-    mend = "train.compile=false" if getattr(setting.backends, operation) == AUTO else f"backends.{operation}=auto"
+    mend = f"backends.{operation}=auto" if asked != AUTO else "another device, or train.precision=bf16"
+    if asked != getattr(setting.backends, operation):
+        mend = "train.compile=false"
     raise BackendError(f"backends.{operation} = {asked!r} cannot serve: {reasons}", mend=mend)
 
 

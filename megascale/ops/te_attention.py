@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megascale.ops.attention import Attend, gpu_refusal, half_refusal
+from megascale.ops.attention import Attend, half_refusal, reluctance
 from megascale.ops.library import TE
 from megascale.ops.select import Setting
 
@@ -16,7 +16,9 @@ class EngineAttention:
     """DotProductAttention, told of this rank's heads alone: it needs no groups of ranks."""
 
     def refusal(self, setting: Setting) -> str | None:
-        return gpu_refusal(setting) or half_refusal(setting) or TE.absence()
+        if setting.model.head_dim % 8:  # without a word it would form all scores
+            return "its kernels take heads of a multiple of 8"
+        return half_refusal(setting) or TE.absence() or reluctance(setting)
 
     def build(self, setting: Setting) -> Attend:
         from transformer_engine.pytorch import DotProductAttention

@@ -98,7 +98,7 @@ class Plain:
         self, out: Tensor, x: Operand, weight: Operand, bias: Tensor | None = None, *, add: bool = False
     ) -> None:
         assert isinstance(x, Tensor) and isinstance(weight, Tensor)
-        rows, result = _rows(x), out.view(-1, out.shape[-1])
+        rows, result = rows_of(x), out.view(-1, out.shape[-1])
         if add:
             result.addmm_(rows, weight.t())
         elif bias is None:
@@ -111,7 +111,7 @@ class Plain:
 
     def add_gradient(self, weight: Tensor, grad: Operand, x: Operand) -> Tensor | None:
         assert isinstance(grad, Tensor) and isinstance(x, Tensor)
-        return add_product(weight, _rows(grad), _rows(x))
+        return add_product(weight, rows_of(grad), rows_of(x))
 
 
 PLAIN = Plain()
@@ -125,5 +125,6 @@ class Factor(NamedTuple):
     numerics: Numerics = PLAIN
 
 
-def _rows(x: Tensor) -> Tensor:
+def rows_of(x: Tensor) -> Tensor:
+    """x [..., k] as a matrix."""
     return x.reshape(-1, x.shape[-1])

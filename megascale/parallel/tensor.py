@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megascale.ops.fp8 import Grain, Quantized
-from megascale.parallel.numerics import Factor, Numerics, Operand
+from megascale.parallel.numerics import Factor, Numerics, Operand, rows_of
 from megascale.parallel.overlap import Layer, TensorAxis, gathered_products, reduced_product
 from megascale.parallel.recompute import Again
 from megascale.parallel.weights import add_sum
@@ -100,7 +100,7 @@ class _Columns(torch.autograd.Function):
         found: list[Tensor | None] = []
         for n, factor, grad, weight, bias in zip(ctx.numerics, factors, grads, weights, biases, strict=True):
             found.append(n.add_gradient(weight, n.along_tokens("gradient", n.kept(grad, factor)), shared))
-            found.append(add_sum(bias, _rows(grad)) if bias is not None else None)
+            found.append(add_sum(bias, rows_of(grad)) if bias is not None else None)
         reducing.wait()
         return None, None, None, None, grad_x, *found
 
@@ -152,7 +152,7 @@ class _Rows(torch.autograd.Function):
             add(full, slice(0, full.shape[0]))
         found: list[Tensor | None] = []
         for total, bias in zip(sums, biases, strict=True):
-            found += [total, add_sum(bias, _rows(part)) if bias is not None else None]
+            found += [total, add_sum(bias, rows_of(part)) if bias is not None else None]
         return None, None, None, *products, *found
 
 
@@ -192,7 +192,3 @@ def _operand(
 def _layers(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor | None]]:
     """Weights and biases of layers that follow each other, a weight and a bias each."""
     return [tensor for tensor in tensors[0::2] if tensor is not None], list(tensors[1::2])
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])

@@ -5,6 +5,7 @@ and computes what their sources say, in torch.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from megascale.config.train import OptimizerConfig
 from megascale.core.errors import MegascaleError
 from megascale.device import Device, detect
 from megascale.ops.apex import ApexAdamW, ApexLamb
+from megascale.ops.library import error_of_import
 from megascale.ops.optimizer import Segment
 from megascale.ops.select import Setting, build, select
 from megascale.optim.adamw import AdamW
@@ -99,15 +101,19 @@ def multi_tensor_lamb_update_weights(  # the same file
         copy.copy_(p)
 
 
-@pytest.fixture
-def apex(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["", "apex._extensions."], ids=["before", "since 2026"])
+def apex(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels under the names that Apex gives, or gave, them."""
     adam = SimpleNamespace(multi_tensor_adam_capturable=multi_tensor_adam_capturable)
     lamb = SimpleNamespace(
         multi_tensor_lamb_compute_update_term=multi_tensor_lamb_compute_update_term,
         multi_tensor_lamb_update_weights=multi_tensor_lamb_update_weights,
     )
-    monkeypatch.setitem(sys.modules, "amp_C", adam)
-    monkeypatch.setitem(sys.modules, "distributed_lamb_cuda", lamb)
+    monkeypatch.setitem(sys.modules, f"{request.param}amp_C", adam)
+    monkeypatch.setitem(sys.modules, f"{request.param}distributed_lamb_cuda", lamb)
+    error_of_import.cache_clear()
+    yield
+    error_of_import.cache_clear()  # which remembers that the stand-ins can be imported
 
 
 def segments() -> list[Segment]:

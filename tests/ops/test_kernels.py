@@ -21,7 +21,7 @@ from megascale.device import Device, detect
 from megascale.ops.attention import causal_attention
 from megascale.ops.flash import flash
 from megascale.ops.library import Library
-from megascale.ops.select import Setting, build, select
+from megascale.ops.select import Reluctance, Setting, build, refusal, select
 from megascale.ops.te_attention import engine
 from tests.runs import LLAMA
 
@@ -182,6 +182,7 @@ def test_without_a_window_torch_serves_unless_another_is_asked_for(installed: Ca
         assert select("attention", setting(window=window)).backend == "torch"
         assert select("attention", setting(asked="flash", window=window)).backend == "flash"
     assert select("attention", setting(window=[0, 4])).backend == "flash"
+    assert isinstance(refusal("attention", "te", setting(window=None)), Reluctance), "the doctor tests it"
 
 
 @pytest.mark.parametrize(
@@ -194,6 +195,7 @@ def test_without_a_window_torch_serves_unless_another_is_asked_for(installed: Ca
         ("te", {"dtype": "float64"}, "has no float64"),
         ("compile", {"dtype": "float64"}, "has no float64"),
         ("flash", {"hidden_size": 2048}, "has heads of up to 256, not of 512"),
+        ("te", {"hidden_size": 144}, "its kernels take heads of a multiple of 8"),
         ("compile", {"hidden_size": 32}, "has heads of 16 or more, not of 8"),
         ("compile", {"window": None}, "is for layers with a window, and there is none"),
     ],
@@ -240,6 +242,19 @@ def test_the_third_version_has_no_heads_of_any_size(installed: Callable[..., Non
     q = torch.zeros(1, 4, 7, 36)
     sys.modules["flash_attn"].flash_attn_func = lambda *args, **kwargs: args[0]  # type: ignore[attr-defined]
     assert build("attention", setting(hidden_size=144))(q, q, q, 3, None, 0.0).shape == q.shape
+
+
+def test_a_fixed_order_of_sums_is_the_second_versions(installed: Callable[..., None]) -> None:
+    installed("flash_attn", "flash_attn_interface", capability=(9, 0))
+    q = torch.zeros(1, 4, 7, 32)
+    for name, result in (("flash_attn", q + 2), ("flash_attn_interface", q + 3)):
+        sys.modules[name].flash_attn_func = lambda *_, result=result, **__: result.transpose(1, 2)  # type: ignore[attr-defined]
+    assert build("attention", setting())(q, q, q, 3, None, 0.0).mean() == 3
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert build("attention", setting())(q, q, q, 3, None, 0.0).mean() == 2
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_transformer_engine_is_told_of_this_ranks_heads(installed: Callable[..., None]) -> None:

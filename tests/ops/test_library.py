@@ -17,14 +17,15 @@ from tests.ops.settings import GPU, setting
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Installs a package `name` of one module, with what it does when it is imported."""
 
-    def put(name: str, version: str, code: str, module: str = "") -> None:
+    def put(name: str, version: str, code: str, module: str = "", editable: bool = False) -> None:
         file = tmp_path / (module or name) / "__init__.py"
         file.parent.mkdir(parents=True)
         file.write_text(code)
         info = tmp_path / f"{name}-{version}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        (info / "RECORD").write_text(f"{file.relative_to(tmp_path)},,\n{info.name}/METADATA,,\n")
+        listed = f"__editable___{name}_finder.py" if editable else str(file.relative_to(tmp_path))
+        (info / "RECORD").write_text(f"{listed},,\n{info.name}/METADATA,,\n")
 
     monkeypatch.syspath_prepend(tmp_path)
     return put
@@ -37,6 +38,16 @@ def test_one_that_is_not_there() -> None:
 def test_one_that_is_there(install) -> None:
     install("kernels_a", "1.5", "")
     assert Library("kernels_a", "kernels_a", versions=">=1,<2").absence() is None
+
+
+def test_one_that_is_installed_from_its_sources(install) -> None:
+    install("kernels_f", "1.5", "", editable=True)
+    assert Library("kernels_f", "kernels_f").absence() is None
+
+
+def test_another_project_of_that_name(install) -> None:
+    install("kernels_g", "9.9", "", module="other")
+    assert Library("kernels_g", "kernels_g").version is None
 
 
 def test_a_version_that_nobody_has_read(install) -> None:

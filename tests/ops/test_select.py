@@ -87,6 +87,13 @@ def test_one_that_is_asked_for_and_cannot_serve_is_an_error() -> None:
     assert caught.value.exit_status == 2  # the user's to mend
 
 
+def test_where_none_can_serve_what_is_left_open_the_mend_is_no_key_of_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose_among(monkeypatch, absent=Absent)
+    with pytest.raises(MegascaleError, match="absent: is not installed") as caught:
+        select("norm", setting())
+    assert caught.value.mend == "another device, or train.precision=bf16"
+
+
 def test_one_that_would_rather_not_serves_who_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     choose_among(monkeypatch, reluctant=Reluctant, last=Last)
     assert select("norm", setting()) == Choice("norm", "last", {"reluctant": "would rather not"})

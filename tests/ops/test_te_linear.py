@@ -266,14 +266,14 @@ def test_blocks_are_the_librarys() -> None:
 
 def version(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
     monkeypatch.setattr(library, "distribution", lambda package: SimpleNamespace(version=found, files=[]))
-    library._error_of_import.cache_clear()
+    library.error_of_import.cache_clear()
 
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
     version(monkeypatch, "2.20.2")
     yield
-    library._error_of_import.cache_clear()  # which remembers that the stand-in can be imported
+    library.error_of_import.cache_clear()  # which remembers that the stand-in can be imported
 
 
 def refusal(recipe: str | None, device: Device | None = GPU) -> str | None:
