@@ -225,7 +225,7 @@ class Memory:
         """This rank's slot with a copy of a step."""
         for slot in range(len(SLOTS)):
             header = _read(self.header(slot))
-            if header and header.what == what and header.facts.progress.step == step:
+            if header and (header.run, header.what, header.facts.progress.step) == (self._run, what, step):
                 return slot, header
         return 0, None
 
