@@ -317,7 +317,7 @@ def test_a_tiny_case_by_megascale_and_megatron_core(tmp_path: Path, capsys: pyte
     assert theirs["losses"][0] == pytest.approx(ours["losses"][0], rel=0.02)
     assert theirs["how"].startswith("megatron-core 0.16")
     assert [rate["shape"] for rate in shown["gemm"]["rates"]][:1] == ["64x64x64"]
-    assert page.read_text().count("| gpt3-175b-slice, 2 layers |") == 2
+    assert page.read_text().count("| gpt3-175b-slice, 2 layers |") == 2 + 1, "and its shares"
 
 
 @pytest.mark.slow
