@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from megascale.comm.exchange import combine
+from megascale.comm.exchange import combine, same_place
 from megascale.comm.group import Group
 from megascale.comm.pending import DONE, Awaitable
 
@@ -33,7 +33,7 @@ def all_gather(group: Group, out: Tensor, part: Tensor, *, what: str = "", wait:
     """`out` [size x n, ...]: the `part` [n, ...] of each rank in order. `part` may be its own place in `out`."""
     transport = group.transport
     if transport is None:
-        if out.data_ptr() != part.data_ptr():
+        if not same_place(out, part):
             out.copy_(part)
         return DONE
     return group.begin("all_gather", what, out.nbytes, lambda: transport.all_gather(out, part), wait=wait)
@@ -43,7 +43,7 @@ def reduce_scatter(group: Group, out: Tensor, full: Tensor, *, what: str = "", w
     """`out` [n, ...]: this rank's part of the sum of `full` [size x n, ...]. `out` may be its own place in `full`."""
     transport = group.transport
     if transport is None:
-        if out.data_ptr() != full.data_ptr():
+        if not same_place(out, full):
             out.copy_(full)
         return DONE
     return group.begin("reduce_scatter", what, full.nbytes, lambda: transport.reduce_scatter(out, full), wait=wait)

@@ -57,7 +57,7 @@ class Exchange:
         """out, flat, is the parts of all ranks in order; part may lie in its place in out."""
         parts = list(out.view(self._size, -1).unbind())
         own = part.view(-1)
-        if parts[self._index].data_ptr() != own.data_ptr():
+        if not same_place(parts[self._index], own):
             parts[self._index].copy_(own)
         return self._follow(self.messages([own] * self._size, parts), None)
 
@@ -122,13 +122,21 @@ class Exchange:
         return self._tag
 
 
+def same_place(one: Tensor, other: Tensor) -> bool:
+    """Whether both begin at the same number of the same storage. Their addresses would say so too, but for tensors
+    without memory.
+    """
+    same = one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return same and one.storage_offset() == other.storage_offset()
+
+
 def combine(out: Tensor, terms: Sequence[Tensor], op: str = "sum") -> None:
     """out = the terms combined in order; out may be one of them."""
     reduce = REDUCE[op]
-    if len(terms) == 2 and terms[0].data_ptr() == out.data_ptr():
+    if len(terms) == 2 and same_place(terms[0], out):
         reduce(out, terms[1])
         return
-    if len(terms) == 2 and terms[1].data_ptr() == out.data_ptr():
+    if len(terms) == 2 and same_place(terms[1], out):
         reduce(out, terms[0])
         return
     total = terms[0].clone()

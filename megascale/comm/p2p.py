@@ -6,26 +6,48 @@ arrive in the order in which they were sent. Shapes are known to both sides, so 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megascale.comm.group import Group, Recorded
-from megascale.comm.pending import Follow
+from megascale.comm.pending import Follow, Pending
 from megascale.comm.progress import follower
+
+Post = Callable[[str, Group, Tensor, int], Pending]
+"""Starts to 'send' a contiguous tensor to a rank of a group's, or to 'receive' one from it; the rank is its number in
+the job.
+"""
+
+
+class Messages:
+    """Messages of torch.distributed, as a `Post`."""
+
+    def __init__(self) -> None:
+        self._follow: dict[tuple[str, str, int], Follow] = {}  # by direction, kind and the other rank
+
+    def __call__(self, kind: str, group: Group, tensor: Tensor, peer: int) -> Pending:
+        call = dist.isend if kind == "send" else dist.irecv
+        channel = (group.name, kind, peer)
+        if channel not in self._follow:
+            self._follow[channel] = follower(f"{group.name} {kind} {group.ranks.index(peer)}", group.recorder.timer)
+        return self._follow[channel]([call(tensor, peer, group=group.process_group)], None)
 
 
 class Channels:
     """This rank's channels to the other stages of its pipeline.
 
     Messages to a later rank of the pipeline go through `up`, to an earlier one through `down`. With one communicator
-    for each direction, two ranks that send to each other at once cannot block each other on NCCL.
+    for each direction, two ranks that send to each other at once cannot block each other on NCCL. `post` carries them.
     """
 
-    def __init__(self, up: Group, down: Group) -> None:
+    def __init__(self, up: Group, down: Group, post: Post | None = None) -> None:
         self._up = up
         self._down = down
-        self._follow: dict[tuple[str, str, int], Follow] = {}  # by direction, kind and the other rank
+        self._post = post or Messages()
 
     @property
     def rank(self) -> int:
@@ -64,12 +86,6 @@ class Channels:
         return self._begin("receive", self._up if source < self.rank else self._down, out, source, what)
 
     def _begin(self, kind: str, group: Group, tensor: Tensor, other: int, what: str) -> Recorded:
-        call = dist.isend if kind == "send" else dist.irecv
-        peer, channel = group.ranks[other], (group.name, kind, other)
-        if channel not in self._follow:
-            self._follow[channel] = follower(f"{group.name} {kind} {other}", group.recorder.timer)
-        follow = self._follow[channel]
-        return group.begin(
-            kind, what, tensor.nbytes, lambda: follow([call(tensor, peer, group=group.process_group)], None),
-            wait=False, peer=peer,
-        )  # fmt: skip
+        peer = group.ranks[other]
+        start = functools.partial(self._post, kind, group, tensor, peer)
+        return group.begin(kind, what, tensor.nbytes, start, wait=False, peer=peer)

@@ -18,6 +18,13 @@ from megascale.device import HostTimer, Mark, Timer
 
 _UNNAMED = nullcontext()
 
+
+def profiled(name: str) -> AbstractContextManager[Any]:
+    """For a `with` block: what torch's profiler, if it runs, calls the work in it."""
+    running = torch.autograd.profiler._is_profiler_enabled
+    return torch.autograd.profiler.record_function(name) if running else _UNNAMED
+
+
 CAPACITY = 1 << 15
 """Records that are kept: a hundred steps of a small job, some of a large one; about 10 MB."""
 
@@ -198,8 +205,7 @@ class Action(Place):
 
     def __enter__(self) -> None:
         super().__enter__()
-        profiled = torch.autograd.profiler._is_profiler_enabled
-        self._range = torch.autograd.profiler.record_function(self._name) if profiled else _UNNAMED
+        self._range = profiled(self._name)
         self._range.__enter__()
         self._record = self._recorder._add(Record(COMPUTE, self._name, "", self._recorder.mark()))
 

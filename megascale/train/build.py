@@ -84,12 +84,16 @@ def mesh_of(config: RunConfig, rank: Rank, device: Device) -> Mesh:
     return mesh
 
 
-def build(config: RunConfig, mesh: Mesh, device: Device, stop: Stop) -> Run:
-    """Build this rank's part of a run. `config` is resolved; `mesh` has its layout."""
+def build(config: RunConfig, mesh: Mesh, device: Device, stop: Stop, *, draw: bool = True) -> Run:
+    """Build this rank's part of a run. `config` is resolved; `mesh` has its layout. `draw`: give the weights their
+    initial values; else they are zero.
+    """
     formats = number_formats(config)
     fused = config.overlap.tp and symmetric.usable(mesh.tp, device)
     axis = TensorAxis(mesh.tp, config.parallel.sp, config.overlap.tp, fused)
     gradients = build_gradients(config, mesh, formats, device.torch)
+    if draw:
+        draw_weights(gradients, mesh, config.train.seed)
     setting = Setting.of(config, device)
     scaling = Scaling(config, mesh.world, device.torch, select.build("linear", setting))
     stages = build_stages(config, mesh, gradients, axis, Operators.of(setting), scaling)
@@ -125,8 +129,8 @@ def number_formats(config: RunConfig) -> Formats:
 
 
 def build_gradients(config: RunConfig, mesh: Mesh, formats: Formats, device: torch.device) -> Gradients:
-    """Allocate this rank's weights and gradients, and give the weights their initial values."""
-    gradients = Gradients(
+    """Allocate this rank's weights and gradients."""
+    return Gradients(
         chunk_buckets(config, mesh.coord.pp),
         mesh,
         zero=config.parallel.zero,
@@ -135,11 +139,13 @@ def build_gradients(config: RunConfig, mesh: Mesh, formats: Formats, device: tor
         formats=formats,
         device=device,
     )
+
+
+def draw_weights(gradients: Gradients, mesh: Mesh, seed: int) -> None:
+    """Give this rank's weights their initial values."""
     for bucket in gradients.buckets:
         for slot in bucket.layout.slots:
-            target = bucket.parameters[slot.parameter.name]
-            fill(target, slot.parameter, mesh.tp.index, mesh.tp.size, config.train.seed)
-    return gradients
+            fill(bucket.parameters[slot.parameter.name], slot.parameter, mesh.tp.index, mesh.tp.size, seed)
 
 
 def build_stages(
@@ -195,7 +201,8 @@ def build_loaders(config: RunConfig, mesh: Mesh, device: Device) -> tuple[Loader
 def _loader(
     config: RunConfig, split: SplitName, wanted: int, mesh: Mesh, device: Device, dropout: float
 ) -> tuple[Loader, int]:
-    """A split's loader and the number of its samples. Rank 0 builds first: it writes the indices that others read.
+    """A split's loader and the number of its samples. Rank 0 builds first: it writes the indices that others read; of
+    mock data there are none, and as many samples as are wanted.
 
     Raises: DataError on rank 0 for data that cannot be used.
     """
@@ -209,7 +216,9 @@ def _loader(
                 f"global batch of {total}",
                 mend="more data, another data.split, or a smaller batch.global",
             )
-    count = broadcast_object(mesh.world, samples.samples if samples is not None else 0)
+    count = samples.samples if samples is not None else wanted
+    if not config.data.mock:
+        count = broadcast_object(mesh.world, count)
     if samples is None and mesh.coord.pp in (0, mesh.topology.pp - 1):
         samples = mixture(config, split, wanted)
     shape = Shape(total, config.batch.micro, config.dp)

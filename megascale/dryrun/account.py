@@ -1,0 +1,194 @@
+"""What a rank computes, communicates and holds, counted operator by operator as its program runs.
+
+Bytes are those of storages, each from the operator that makes it until nothing refers to it: what a caching allocator
+rounds up, and what kernels take while they run, come on top. FLOPs are those of matrix products and attention, in
+torch's convention: a multiplication and an addition are two, attention counts all scores, its backward five products.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from megascale.trace.recorder import Record, Recorder
+
+Kinds = Counter[str]
+"""Bytes by what they are for: one of KINDS."""
+
+KINDS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
+
+MAKERS = {
+    "megascale.parallel.gradients": "gradients",
+    "megascale.optim": "optimizer",
+    "megascale.parallel.cross_entropy": "logits",
+    "megascale.ops.cross_entropy": "logits",
+    "megascale.parallel.eight_bit": "buffers",
+    "megascale.data": "buffers",
+}
+"""By the module whose code makes a tensor; what any other makes is an activation."""
+
+
+class Call(NamedTuple):
+    """A communication. `bytes`: of the whole tensor concerned."""
+
+    group: str
+    operation: str
+    what: str
+    bytes: int
+    peer: int
+
+
+@dataclass
+class Account:
+    """`live`: bytes there are now; `peak`: when they were most; `flops` by operator; `calls` in their order."""
+
+    live: Kinds = field(default_factory=Counter)
+    total: int = 0
+    peak: int = 0
+    at_peak: Kinds = field(default_factory=Counter)
+    flops: Counter[str] = field(default_factory=Counter)
+    calls: list[Call] = field(default_factory=list)
+
+    def add(self, kind: str, nbytes: int) -> None:
+        """Bytes more, or fewer."""
+        self.live[kind] += nbytes
+        self.total += nbytes
+        if self.total > self.peak:
+            self.peak, self.at_peak = self.total, Counter(self.live)
+
+    def rise(self, kinds: Kinds) -> None:
+        """Bytes more for a moment."""
+        total = self.total + kinds.total()
+        if total > self.peak:
+            self.peak, self.at_peak = total, self.live + kinds
+
+
+class Ledger(Recorder):
+    """A recorder that keeps what is called in `account` as well."""
+
+    def __init__(self) -> None:
+        super().__init__(capacity=1)
+        self.account = Account()
+
+    def communication(self, axis: str, group: str, name: str, what: str, nbytes: int, peer: int = -1) -> Record:
+        if self.step:
+            self.account.calls.append(Call(group, name, what, nbytes, peer))
+        return super().communication(axis, group, name, what, nbytes, peer)
+
+
+class Accountant(TorchDispatchMode):
+    """While it is entered, every operator is counted in `ledger.account`. `kind`: of what is made, if it is known."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self.ledger = ledger
+        self.kind: str | None = None
+        self._alive: dict[int, tuple[Any, _Held]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        count = FLOPS.get(func._overloadpacket)
+        if count is not None:
+            self.ledger.account.flops[func._overloadpacket.__name__] += count(*args, **kwargs, out_val=out)
+        for made in tree_leaves(out):
+            if isinstance(made, Tensor):
+                self.see(made)
+        if torch.Tag.pointwise in func.tags:
+            self.ledger.account.rise(Counter({"activations": _casts(args)}))
+        return out
+
+    def see(self, tensor: Tensor) -> None:
+        """Count a tensor's storage, unless it is counted already."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._alive:
+            return
+        held = _Held(self.ledger.account, self.kind or _maker(), storage.nbytes())
+        held.account.add(held.kind, held.nbytes)
+        self._alive[key] = weakref.ref(storage, partial(self._gone, key, held)), held
+
+    def name(self, tensor: Tensor, kind: str) -> None:
+        """Say what a tensor that is counted is for."""
+        held = self._alive[tensor.untyped_storage()._cdata][1]
+        held.account.live[held.kind] -= held.nbytes
+        held.account.live[kind] += held.nbytes
+        held.kind = kind
+
+    def key(self, tensor: Tensor) -> int:
+        """Stands for a tensor's storage as long as that lives."""
+        return tensor.untyped_storage()._cdata
+
+    def has(self, key: int) -> bool:
+        """Whether the storage lives."""
+        return key in self._alive
+
+    def _gone(self, key: int, held: _Held, _: object) -> None:
+        del self._alive[key]
+        held.account.add(held.kind, -held.nbytes)
+
+
+@dataclass
+class _Held:
+    """A storage, and where it is counted."""
+
+    account: Account
+    kind: str
+    nbytes: int
+
+
+def _casts(args: Any) -> int:
+    """Bytes that a CPU needs while an operator runs whose operands have several formats: it casts them all to one."""
+    operands = [x for x in tree_leaves(args) if isinstance(x, Tensor) and x.is_cpu and x.dtype != torch.bool]
+    formats = {x.dtype for x in operands if x.dim()}  # a scalar follows
+    if len(formats) < 2:
+        return 0
+    common = functools.reduce(torch.promote_types, formats)
+    different = {id(x): x.numel() * common.itemsize for x in operands if x.dtype != common}
+    return sum(different.values())
+
+
+def _maker() -> str:
+    """What the code that runs makes: known from the nearest of our modules that is below it on the stack."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        module: str = frame.f_globals.get("__name__", "")
+        if module.startswith("megascale.") and not module.startswith("megascale.dryrun"):
+            for name, kind in MAKERS.items():
+                if module.startswith(name):
+                    return kind
+            return "activations"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "activations"
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, out_val: Any = None, **__: Any) -> int:
+    return sdpa_flop_count(query.shape, key.shape, value.shape)
+
+
+def _attention_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, out_val: Any = None, **__: Any
+) -> int:
+    return sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
+
+
+aten = torch.ops.aten
+FLOPS = {
+    **flop_registry,
+    aten.addmm_: flop_registry[aten.addmm],
+    aten.baddbmm_: flop_registry[aten.baddbmm],
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+"""FLOPs of an operator, from its arguments: torch's counts, and those of what torch does not count."""
