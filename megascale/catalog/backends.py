@@ -58,7 +58,7 @@ def lacks(card: Card, need: Need) -> str | None:
     if need.dropout and not facts.get("dropout", True):
         return "draws dropout of its own, which would depend on the layout"
     if need.tp > 1 and not facts.get("cut", True):
-        return "would communicate past the ledger"
+        return "communicates by itself, which the ledger does not see: it serves tp = 1"
     if need.head_dim < (least := facts.get("least_head", 0)):
         return f"has heads of {least} or more, not of {need.head_dim}"
     if need.head_dim > (most := facts.get("most_head", math.inf)):

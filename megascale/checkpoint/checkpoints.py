@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megascale.checkpoint import manifest, store
+from megascale.checkpoint import manifest, store, whole
 from megascale.checkpoint.memory import Memory
 from megascale.checkpoint.plan import LoadPlanner
 from megascale.checkpoint.reader import OtherRankError, Reader
@@ -125,7 +125,7 @@ class Checkpoints:
         Raises: CheckpointError on every rank if any could not write; nothing of the attempt is left
         """
         self.begin(progress)
-        saved = self.finish()
+        saved, self._waited = self.finish(), 0.0  # not for one before
         if saved is not None and saved.error is not None:
             raise saved.error
         return saved
@@ -175,11 +175,15 @@ class Checkpoints:
         else:
             found = self._recalled(0)
         if found is None and self._damaged:
-            others = len(self._damaged) - 1
-            what = next(iter(self._damaged.values())) + (f"; nor is any of the {others} before it" if others else "")
+            what = "no checkpoint is right: " + "; ".join(self._damaged.values())
             raise manifest.DamagedError(what, mend="restore one, or begin anew under another name")
         if self.saving:
             self.saving.keep_only(found.progress.step if found and found.path is None else None)
+            if self.saving.lonely:
+                count = f"{self.saving.lonely} of {self._mesh.world.size} ranks"
+                self.warnings.append(f"no second copies in memory of {count}: data parallelism has no other host")
+            if self._saved_step is not None:  # which is right, so that older ones may go, and make room
+                self.remove_old()
         return found
 
     def _recalled(self, since: int) -> Resumed | None:
@@ -285,11 +289,20 @@ class Checkpoints:
         """
         asked = self._config.checkpoint.resume
         problems = store.remove_unfinished(self.folder)
+        if self.saving and not self.folder.local:  # what is local was claimed before
+            self._probe()
         if asked != "never" and (found := store.complete(self.folder)):
             return [(stored.step, stored.path) for stored in reversed(found)], problems
         if asked in ("auto", "never") or asked.startswith(FOREIGN):
             return [], problems
-        return [(0, Location(asked, self.folder.patience))], problems
+        return [(0, whole.find(Location(asked, self.folder.patience)))], problems
+
+    def _probe(self) -> None:
+        try:
+            self.folder.probe()
+        except OSError as error:
+            what = f"cannot write to {self.folder}: {error.strerror}"
+            raise CheckpointError(what, mend="checkpoint.dir, who may write there, the network") from None
 
     def _compare(self, path: Location | str, saved: Mapping[str, Any]) -> None:
         ours = self._config.model.model_dump()

@@ -57,7 +57,8 @@ class Header(BaseModel):
 
 
 class Memory:
-    """The two slots of this rank. Every rank calls `recall` and `keep_only` together.
+    """The two slots of this rank. Every rank calls `recall` and `keep_only` together. `neighbour`: the rank whose host
+    keeps a second copy, None without one; `lonely`: how many ranks want one and have none.
 
     Raises: CheckpointError if there is no folder for them
     """
@@ -74,6 +75,7 @@ class Memory:
         self._listener = socket.create_server(("", 0))
         self._addresses = self._reached()
         self.neighbour = self._neighbour() if replicate else None
+        self.lonely = sum(gather_objects(mesh.world, replicate and self.neighbour is None))
         self._replicate = replicate
         self._good: int | None = None
 

@@ -75,7 +75,7 @@ class Location:
             fs.invalidate_cache()
             try:
                 return sorted(Location(found).name for found in fs.ls(path, detail=False))
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 return []
 
         return self._tried(look)
@@ -94,6 +94,14 @@ class Location:
             fs.makedirs(path, exist_ok=False)
 
         self._tried(make)
+
+    def probe(self) -> None:
+        """See whether a folder can be written, which is made if it is not there."""
+        if not self.exists():
+            self.make()
+        file = self / f".probe-{os.getpid()}"
+        file.write(b"1")
+        file.remove()
 
     def read(self) -> bytes:
         """A whole file."""

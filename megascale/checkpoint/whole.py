@@ -54,15 +54,28 @@ def read_tensor(folder: Location, saved: manifest.Manifest, name: str) -> torch.
 
 
 def verify(folder: Location, saved: manifest.Manifest) -> Iterator[str]:
-    """What is wrong with a checkpoint: every file is read, and of one that is not what was written every tensor."""
-    wrong = {name for name, file in saved.files.items() if _sum(folder / name, file.bytes) != file.crc32}
+    """What is wrong with a checkpoint: every file is read, and of one that is not what was written every tensor.
+
+    Raises: CheckpointError if something cannot be read, which says nothing of the checkpoint
+    """
+    gone: dict[str, str] = {}
+    wrong = set()
+    for name, file in saved.files.items():
+        try:
+            if _sum(folder / name, file.bytes) != file.crc32:
+                wrong.add(name)
+        except manifest.DamagedError as error:
+            gone[name] = error.what
     told = set()
+    for name, what in gone.items():
+        lost = sum(any(box.file == name for box in tensor.boxes) for tensor in saved.tensors.values())
+        yield f"{what}; {lost} tensors are in it"
     for name, tensor in saved.tensors.items():
         files = {box.file for box in tensor.boxes}
-        if files & wrong or not files <= saved.files.keys():
+        if not files & gone.keys() and (files & wrong or not files <= saved.files.keys()):
             try:
                 read_tensor(folder, saved, name)
-            except CheckpointError as error:
+            except manifest.DamagedError as error:
                 told |= files
                 yield f"{name}: {error.what}"
     for name in sorted(wrong - told):
@@ -70,17 +83,21 @@ def verify(folder: Location, saved: manifest.Manifest) -> Iterator[str]:
 
 
 def _sum(path: Location, size: int) -> int | None:
-    """The CRC-32 of a file; None if it cannot be read or has another size."""
+    """The CRC-32 of a file; None if it has another size.
+
+    Raises: DamagedError if it is not there, CheckpointError if it cannot be read
+    """
     found = 0
     room = memoryview(bytearray(min(RUN_BYTES, size)))
     try:
+        path.read_into(memoryview(bytearray(1)), 0)  # some file systems say that what is not there has no bytes
         if path.size() != size:
             return None
         for start in range(0, size, RUN_BYTES):
             count = path.read_into(room[: size - start], start)
             found = zlib.crc32(room[:count], found)
-    except OSError:
-        return None
+    except OSError as error:
+        raise manifest.unreadable(path, error) from None
     return found
 
 

@@ -57,10 +57,10 @@ def run_mfu(options: argparse.Namespace) -> None:
     """Measure a preset or a file."""
     steps = mfu.Steps(options.warm_up, options.steps, options.profile)
     layers = options.layers or ("fit" if options.preset else None)
-    config, of = _mfu_config(options, steps, layers)
+    config, whole_layers = _mfu_config(options, steps, layers)
     from megascale.train.speed import measure
 
-    found = measure(config, of, steps, overlap.progress, fit=layers == "fit")
+    found = measure(config, whole_layers, steps, overlap.progress, fit=layers == "fit")
     print(json.dumps(found.as_json()) if options.json else mfu.table(found))
 
 
@@ -84,7 +84,11 @@ def _mfu_config(options: argparse.Namespace, steps: mfu.Steps, layers: str | Non
     if config.world != 1:
         found, mend = f"the layout needs {config.world} processes", "one device is measured: tp, pp and dp = 1"
         raise ConfigError([Problem(options.config or "command line", "parallel", found, mend)])
-    return config, max(model.num_layers, PRESETS.get(model.preset or "", {}).get("num_layers", 0))
+    whole = max(model.num_layers, PRESETS.get(model.preset or "", {}).get("num_layers", 0))
+    if config.model.num_layers > whole:
+        found, mend = f"{layers} is more than the model's {whole} layers", f"1 to {whole}, or fit"
+        raise ConfigError([Problem("command line", "--layers", found, mend)])
+    return config, whole
 
 
 def _add_gemm(benchmarks: Any) -> None:
@@ -159,7 +163,12 @@ def _timed(text: str) -> int:
 
 
 def _layers(text: str) -> str:
-    return text if text == "fit" else str(count(text))
+    if text == "fit":
+        return text
+    try:
+        return str(count(text))
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, nor fit") from None
 
 
 def _size(text: str) -> tuple[int, ...]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascale.core.errors import CheckpointError, Exit
+from megascale.core.files import readable
 from megascale.core.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -34,8 +36,9 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
         verb.add_argument("--json", action="store_true", help="print one JSON object")
     convert = verbs.add_parser("convert", help="a checkpoint to Hugging Face's layout, or weights in that to one")
     convert.add_argument("source", metavar="SOURCE", help=f"{found}; or a folder with a config.json")
-    convert.add_argument("output", metavar="OUTPUT", type=Path, help="a folder that is not there yet")
+    convert.add_argument("output", metavar="OUTPUT", type=_folder, help="a folder that is not there yet")
     convert.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="of the weights (as they are)")
+    convert.add_argument("--tokenizer", metavar="FILE", type=_file, help="(the one that the run was trained with)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -46,7 +49,8 @@ def run(options: argparse.Namespace) -> int:
     try:
         return verbs[options.verb](options)
     except OSError as error:
-        raise CheckpointError(f"{error.filename}: {error.strerror}") from None
+        mend = "its name, who may read it, the network"
+        raise CheckpointError(f"{error.filename}: {error.strerror}", mend=mend) from None
 
 
 def _say(options: argparse.Namespace, facts: dict[str, Any], lines: list[str]) -> None:
@@ -118,7 +122,7 @@ def _verify(options: argparse.Namespace) -> int:
         saved = manifest.read(path)
         problems = list(whole.verify(path, saved))
         good = f"{path}: {len(saved.tensors)} tensors in {_files(saved)} are what was written"
-    except CheckpointError as error:
+    except manifest.DamagedError as error:
         problems, good = [error.what], ""
     lines = [*problems, f"{path} is damaged"] if problems else [good]
     _say(options, {"path": str(path), "ok": not problems, "problems": problems}, lines)
@@ -178,18 +182,33 @@ def _convert(options: argparse.Namespace) -> int:
     from megascale.convert.huggingface import CONFIG
 
     dtype = conversion.DTYPES.get(options.dtype)
-    folder = Path(options.source)
-    theirs = (folder / CONFIG).is_file() and not (folder / manifest.NAME).is_file()
+    folder, warning = Location(options.source).local, ""
     try:
-        if theirs:
+        if folder and (folder / CONFIG).is_file() and not (folder / manifest.NAME).is_file():
             conversion.from_huggingface(folder, options.output, dtype)
         else:
-            conversion.to_huggingface(whole.find(Location(options.source)), options.output, dtype)
+            source = whole.find(Location(options.source))
+            warning = conversion.to_huggingface(source, options.output, dtype, options.tokenizer)
     except OSError as error:
-        what = f"cannot convert into {options.output}: {error.filename or ''} {error.strerror}"
+        where = f" {error.filename}:" if error.filename and str(error.filename) != str(options.output) else ""
+        what = f"cannot convert into {options.output}:{where} {error.strerror}"
         raise CheckpointError(what, mend="another folder, or more space") from None
+    if warning:
+        print(f"WARNING: {warning}", file=sys.stderr)
     print(f"{options.output}: {format_bytes(Location(str(options.output)).size())}")
     return Exit.OK
+
+
+def _folder(text: str) -> Path:
+    if "://" in text:
+        raise argparse.ArgumentTypeError(f"{text} is a URL: give a folder of this host, and copy it from there")
+    return Path(text)
+
+
+def _file(text: str) -> Path:
+    if not readable(text):
+        raise argparse.ArgumentTypeError(f"there is no file {text}")
+    return Path(text)
 
 
 def _opened(path: str) -> tuple[Location, manifest.Manifest]:

@@ -16,7 +16,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--tokens", type=count, default=100, metavar="N", help="how many to write at most (100)")
     sub.add_argument("--temperature", type=_positive, default=0.8, help="0: always the likeliest token (0.8)")
     sub.add_argument("--top-k", type=whole, default=50, metavar="K", help="draw one of the K likeliest; 0: all (50)")
-    sub.add_argument("--seed", type=whole, default=0, help="another one, another text (0)")
+    sub.add_argument("--seed", type=_seed, default=0, help="another one, another text (0)")
     sub.add_argument("--tokenizer", metavar="NAME|FILE", help="(the one that it was trained with)")
 
 
@@ -35,6 +35,12 @@ def run(options: argparse.Namespace) -> int:
         what = f"cannot write the weights for transformers: {error.filename or ''} {error.strerror}"
         raise CheckpointError(what, mend="TMPDIR=FOLDER with more space") from None
     return Exit.OK
+
+
+def _seed(text: str) -> int:
+    if (number := whole(text)) >= 1 << 63:
+        raise argparse.ArgumentTypeError(f"{text} is not below 2^63")
+    return number
 
 
 def _positive(text: str) -> float:

@@ -8,6 +8,8 @@ import argparse
 import contextlib
 import os
 import socket
+from collections.abc import Iterator
+from pathlib import Path
 from typing import IO
 
 from megascale.cli.main import add_config_arguments
@@ -48,24 +50,44 @@ def run(options: argparse.Namespace) -> int:
         return run_rank(config, rank or Rank(0, 1, 0, socket.gethostname()))
 
 
-def hold_folder(config: RunConfig) -> IO[str]:
-    """Make the run's folder and keep other jobs out of it until the returned file is closed.
+def hold_folder(config: RunConfig) -> contextlib.ExitStack:
+    """Make the run's folder, and that of its checkpoints if it is on a file system of this host, and keep other jobs
+    out of them until what is returned is closed.
 
-    Raises: ConfigError if it cannot be written, another job trains in it, or holds a run that must not resume.
+    Raises: ConfigError if one cannot be written, another job trains in it, or holds a run that must not resume.
     """
-    folder = config.folder
+    with contextlib.ExitStack() as held:
+        held.enter_context(_claimed(config.folder, "observe.dir"))
+        if config.checkpoint.resume == "never" and (config.folder / "metrics.jsonl").exists():
+            mend = "another name, or checkpoint.resume = auto"
+            raise ConfigError([Problem(str(config.folder), "name", "there is a run of this name already", mend)])
+        if config.checkpoint.every and (local := _local(config.checkpoints)):  # better found now than at the first save
+            if config.checkpoint.dir:
+                held.enter_context(_claimed(local, "checkpoint.dir"))
+            else:
+                with _told(local, "observe.dir"):
+                    local.mkdir(exist_ok=True)
+        return held.pop_all()
+
+
+def _claimed(folder: Path, key: str) -> IO[str]:
+    with _told(folder, key):
+        return claim(folder, f"process {os.getpid()} on {socket.gethostname()}")
+
+
+@contextlib.contextmanager
+def _told(folder: Path, key: str) -> Iterator[None]:
     try:
-        held = claim(folder, f"process {os.getpid()} on {socket.gethostname()}")
-        if config.checkpoint.every and not config.checkpoint.dir:  # better found now than at the first save
-            (folder / "checkpoints").mkdir(exist_ok=True)
+        yield
     except BlockingIOError as error:
         found = f"a job trains in this folder already: {error.strerror}"
         raise ConfigError([Problem(str(folder), "name", found, "another name, or end that job first")]) from None
     except OSError as error:
         mend = "a folder that can be written"
-        raise ConfigError([Problem(str(folder), "observe.dir", f"cannot be written: {error.strerror}", mend)]) from None
-    if config.checkpoint.resume == "never" and (folder / "metrics.jsonl").exists():
-        held.close()
-        mend = "another name, or checkpoint.resume = auto"
-        raise ConfigError([Problem(str(folder), "name", "there is a run of this name already", mend)])
-    return held
+        raise ConfigError([Problem(str(folder), key, f"cannot be written: {error.strerror}", mend)]) from None
+
+
+def _local(url: str) -> Path | None:
+    from megascale.checkpoint.storage import Location
+
+    return Location(url).local

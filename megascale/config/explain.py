@@ -212,6 +212,7 @@ def _problem(source: Source, section: type[Section], key: str, given: Any, detai
 def _complaint(details: list[ErrorDetails]) -> str:
     """What pydantic asks for; for a key of several types, all of it."""
     messages = (detail["msg"].removeprefix("Input ").replace(" after validation", "") for detail in details)
+    messages = (text.replace("a valid boolean", "true or false") for text in messages)
     return ", or ".join(message[:1].lower() + message[1:] for message in dict.fromkeys(messages))
 
 

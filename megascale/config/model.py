@@ -20,7 +20,7 @@ Window = Annotated[int, Field(ge=0, le=2**40)]
 
 def _known_preset(name: str) -> str:
     if name not in PRESETS:
-        context = {"message": f"there is no preset '{name}'", "nearest": nearest(name, PRESETS)}
+        context = {"message": f"'{name}' is not one of {', '.join(PRESETS)}", "nearest": nearest(name, PRESETS)}
         raise PydanticCustomError("choice", "{message}", context)
     return name
 

@@ -207,6 +207,8 @@ def recompute_chunks(c: Any) -> Iterator[Finding]:
             f"with vpp = {c.parallel.vpp} there is no chunk {_listed(missing)}",
             f"chunks 0 to {last}" if last else "chunk 0, or leave it out",
         )
+    elif len(set(c.train.recompute_chunks or ())) < len(c.train.recompute_chunks or ()):
+        yield Finding("train.recompute_chunks", "names a chunk twice", "each once")
 
 
 @rule("parallel", "batch")
@@ -357,9 +359,19 @@ def resume(c: Any) -> Iterator[Finding]:
                 f"there is no config.json in {folder or repr(folder)}",
                 "a folder of Hugging Face's",
             )
-    elif "://" not in value and value not in ("auto", "never") and not readable(Path(value) / "manifest.json"):
-        mend = f"auto, never, a folder with a manifest.json, or {FOREIGN}FOLDER"
+    elif "://" not in value and value not in ("auto", "never") and not _is_checkpoint(Path(value)):
+        mend = f"auto, never, a folder with a manifest.json, a run's folder, or {FOREIGN}FOLDER"
         yield Finding("checkpoint.resume", f"there is no checkpoint in {value or repr(value)}", mend)
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    """Whether it is one, or a run's with some."""
+    if readable(folder / "manifest.json"):
+        return True
+    try:
+        return any(folder.glob("step-*/manifest.json")) or any(folder.glob("checkpoints/step-*/manifest.json"))
+    except (OSError, ValueError):
+        return False
 
 
 @rule("checkpoint")

@@ -98,8 +98,8 @@ class CheckpointConfig(Section):
     )
     resume: FilePath = Field(
         "auto",
-        description="auto: from the run's newest complete checkpoint; a checkpoint's folder: from it, until the run "
-        "has one of its own; hf:FOLDER: likewise, from weights as Hugging Face lays them out; never",
+        description="auto: from the run's newest complete checkpoint; a checkpoint's folder, or a run's: from it, "
+        "until the run has one of its own; hf:FOLDER: likewise, from weights as Hugging Face lays them out; never",
     )
     background: bool = Field(
         True, alias="async", description="train on while another process writes what was copied; false: wait for it"

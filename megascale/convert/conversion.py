@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Iterator
@@ -49,8 +50,12 @@ def _weights(given: Pretrained, dtype: torch.dtype | None) -> Iterator[tuple[str
         yield tensor.name, found if dtype is None else found.to(dtype)
 
 
-def to_huggingface(source: Location, output: Path, dtype: torch.dtype | None = None) -> None:
-    """Make a folder of a checkpoint's weights, in the format that they have or in another.
+def to_huggingface(
+    source: Location, output: Path, dtype: torch.dtype | None = None, tokenizer: Path | None = None
+) -> str:
+    """Make a folder of a checkpoint's weights: in the format that they have, if they have several in one that holds
+    them all, or in another. `tokenizer`: its file, by default what lies beside the weights or the run was configured
+    with. Returns why none goes along, or nothing.
 
     Raises: CheckpointError if it cannot be read, or no architecture computes its model; OSError if it cannot be written
     """
@@ -67,25 +72,34 @@ def to_huggingface(source: Location, output: Path, dtype: torch.dtype | None = N
         return whole.read_tensor(source, saved, WEIGHTS + name)
 
     stored = [saved.tensors.get(WEIGHTS + tensor.name) for tensor in tensors(model)]
-    formats = {getattr(torch, tensor.dtype) for tensor in stored if tensor}
+    formats = {getattr(torch, tensor.dtype) for tensor in stored if tensor} or {torch.float32}
     with atomic_folder(output) as folder:
-        other = _companions(source, saved.facts.config, model, folder)
-        export(model, read, folder, dtype or max(formats, key=lambda found: found.itemsize), other)
+        other = _companions(source, folder)
+        configured = (saved.facts.config.get("data") or {}).get("tokenizer")
+        wanted = configured and not any((folder / name).exists() for name in COMPANIONS)
+        file = tokenizer or (Path(str(configured)) if wanted else None)
+        missing = ""
+        if file and (tokenizer or file.is_file()):
+            other |= _add_tokenizer(file, model, folder)
+        elif file:
+            missing = f"no tokenizer goes along: {str(file)!r} is no file of this host; --tokenizer FILE gives one"
+        export(model, read, folder, dtype or functools.reduce(torch.promote_types, formats), other)
+    return missing
 
 
-def _companions(source: Location, config: dict[str, Any], model: ModelConfig, folder: Path) -> dict[str, Any]:
-    """Put the tokenizer into a folder. Returns what a config.json says beside the model."""
+def _companions(source: Location, folder: Path) -> dict[str, Any]:
+    """Put what lies beside a checkpoint's weights into a folder. Returns what a config.json says beside the model."""
     for name in COMPANIONS:
         if (source / name).exists():
             (folder / name).write_bytes((source / name).read())
-    if (source / ORIGIN).exists():
-        return dict(json.loads((source / ORIGIN).read()))
-    tokenizer = (config.get("data") or {}).get("tokenizer")
-    if not tokenizer or not Path(tokenizer).is_file():
-        return {}
-    shutil.copyfile(tokenizer, folder / "tokenizer.json")
+    return dict(json.loads((source / ORIGIN).read())) if (source / ORIGIN).exists() else {}
+
+
+def _add_tokenizer(file: Path, model: ModelConfig, folder: Path) -> dict[str, Any]:
+    """Put a tokenizer into a folder. Returns what a config.json says of it."""
+    shutil.copyfile(file, folder / "tokenizer.json")
     try:
-        eod = load_tokenizer(tokenizer).eod
+        eod = load_tokenizer(str(file)).eod
     except DataError:
         eod = None
     text = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.seq_length}

@@ -123,8 +123,8 @@ def export(model: ModelConfig, read: Callable[[str], Tensor], folder: Path, dtyp
 
     Raises: CheckpointError if no architecture computes the model; OSError if it cannot be written
     """
-    name = str(dtype).removeprefix("torch.")
-    said = {"torch_dtype": name} | ({"dtype": name} if "dtype" in other else {})  # transformers 5 believes the second
+    written = str(dtype).removeprefix("torch.")
+    said = {"torch_dtype": written} | ({"dtype": written} if "dtype" in other else {})  # read by transformers 5
     config = other | write_config(model) | said
     groups = list(_files(family_for(model), model, dtype))
     weights: dict[str, str] = {}

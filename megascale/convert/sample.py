@@ -61,6 +61,10 @@ def _continued(model: Any, text: Tokenizer, prompt: str, wish: Wish, room: int) 
     start = text.encode([prompt])[0].tolist() or [text.eod]
     if len(start) >= room:
         raise MegascaleError(f"a prompt of {len(start)} tokens leaves no room in {room}", mend="a shorter prompt")
+    words = model.get_input_embeddings().weight.shape[0]
+    if max(start) >= words:
+        what = f"the prompt has token {max(start)}, and the model knows {words}"
+        raise MegascaleError(what, mend="the tokenizer that it was trained with: --tokenizer FILE")
     ids = torch.tensor([start], device=next(model.parameters()).device)
     torch.manual_seed(wish.seed)
     draw = {"temperature": wish.temperature, "top_k": wish.top_k} if wish.temperature else {}

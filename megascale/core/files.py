@@ -109,9 +109,9 @@ def claim(folder: Path, who: str) -> IO[str]:
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
-    file.truncate(0)
-    file.write(f"{who}\n")
-    file.flush()
+    with contextlib.suppress(OSError):  # of a disk that is full; it is held all the same
+        os.truncate(file.fileno(), 0)
+        os.write(file.fileno(), f"{who}\n".encode())
     return file
 
 

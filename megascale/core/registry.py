@@ -18,9 +18,10 @@ from megascale.core.errors import MegascaleError
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The known name most like `name`, or None if none is close."""
-    found = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
-    return found[0] if found else None
+    """The known name most like `name`, large letters or small, or None if none is close."""
+    known = {each.lower(): each for each in names}
+    found = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.6)
+    return known[found[0]] if found else None
 
 
 @cache

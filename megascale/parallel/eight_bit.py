@@ -28,6 +28,7 @@ from megascale.ops.fp8 import Grain, Kernels, Number, Quantized, cast, lost, sca
 from megascale.parallel.numerics import PLAIN, Name, Numerics, Operand
 from megascale.parallel.overlap import TensorAxis
 from megascale.parallel.weights import add_gradient
+from megascale.trace.recorder import profiled
 
 OPERANDS = ("input", "weight", "gradient")
 """What is cast, of each layer."""
@@ -254,13 +255,15 @@ class EightBit:
         """
         scaling, grain, name = self.scaling, grain or self._grain, f"{self.name}.{operand}"
         number = scaling.recipe.gradient if operand == "gradient" else Number.E4M3
-        largest = scaling.kernels.amax(x, grain)
+        with profiled("quantise"):
+            largest = scaling.kernels.amax(x, grain)
         shared = cut if grain is Grain.TENSOR else cut_last and grain is Grain.ROW
         if shared and scaling.from_itself:
             all_reduce(self.axis.group, largest, "max", what=f"{name} magnitude")
         if not again:
             scaling.note(name, largest)
-        found = cast(x, self._scale(name, operand, largest, number), number, grain, scaling.kernels)
+        with profiled("quantise"):
+            found = cast(x, self._scale(name, operand, largest, number), number, grain, scaling.kernels)
         if scaling.watched and not again:
             scaling.count(name, lost(x, found, number))
         return found

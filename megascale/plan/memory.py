@@ -73,13 +73,13 @@ def rank_bytes(config: RunConfig) -> list[RankBytes]:
     p = config.parallel
     assert p.schedule is not None, "a resolved configuration names its schedule"
     card, count = SCHEDULES[p.schedule], config.micro_batches
-    orders = card.load()(p.pp, p.vpp, count if card.facts["piles"] else enough(p.pp, count))
+    orders = card.load()(p.pp, p.vpp, count if card.facts["piles"] else representative(p.pp, count))
     return [
         RankBytes(state_bytes(config, rank), activation_bytes(config, rank, order)) for rank, order in enumerate(orders)
     ]
 
 
-def enough(p: int, count: int) -> int:
+def representative(p: int, count: int) -> int:
     """As many micro-batches as show the most that is alive at once in `count`, for p stages, where it does not grow
     with their number: after a group of p for each stage nothing is new, and as many are left over.
     """

@@ -27,9 +27,10 @@ from megascale.config.explain import check_again
 from megascale.config.run import RunConfig
 from megascale.core.errors import MegascaleError
 from megascale.core.rank import Rank
+from megascale.core.units import format_bytes
 from megascale.device import Device, detect, out_of_memory
 from megascale.ops.select import Setting, select
-from megascale.plan.memory import state_bytes
+from megascale.plan.memory import fullest_rank, state_bytes
 from megascale.train.build import Run, build, mesh_of
 from megascale.train.entry import find_peak
 from megascale.train.gc import ScheduledCollection
@@ -50,12 +51,13 @@ def measure(config: RunConfig, whole_layers: int, steps: Steps, say: Say, *, fit
     """
     rank = Rank(0, 1, 0, socket.gethostname())
     device = detect()
-    nothing = {"every": 0, "memory_every": 0, "replicate": False}  # is saved, and no memory taken for it
-    checkpoint = config.checkpoint.model_copy(update=nothing)
+    unsaved = {"every": 0, "memory_every": 0, "replicate": False}  # no memory is taken for copies either
+    checkpoint = config.checkpoint.model_copy(update=unsaved)
     config = config.model_copy(update={"checkpoint": checkpoint})
     init.start(rank, device)
     try:
         bench = _Bench(rank, device, steps, say)
+        _check_memory(_sized(config, 1) if fit else config, device)
         with _enough_memory(config):
             found = bench.fit(config, whole_layers) if fit else None
         if found is not None:
@@ -74,9 +76,21 @@ def _enough_memory(config: RunConfig) -> Iterator[None]:
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
-        layers = config.model.num_layers
-        what = f"{config.name} with {layers} layer{'s' if layers > 1 else ''} does not fit the device's memory"
-        raise MegascaleError(what, mend="--layers fit, fewer layers, or a smaller batch.micro") from error
+        raise _too_large(config) from error
+
+
+def _check_memory(config: RunConfig, device: Device) -> None:
+    """On a CPU, where nothing is raised when memory is full, refuse what cannot fit."""
+    needed, free = fullest_rank(config).total, device.free_memory()
+    if device.is_cpu and needed > free:
+        raise _too_large(config, f": it takes {format_bytes(needed)}, {format_bytes(free)} are free")
+
+
+def _too_large(config: RunConfig, why: str = "") -> MegascaleError:
+    layers = config.model.num_layers
+    what = f"{config.name} with {layers} layer{'s' if layers > 1 else ''} does not fit the device's memory{why}"
+    fewer = "--layers fit, fewer layers, or " if layers > 1 else ""
+    return MegascaleError(what, mend=f"{fewer}a smaller batch.micro")
 
 
 @dataclass(frozen=True)
@@ -98,7 +112,7 @@ class _Bench:
         """
         one, *others = _probes(config)
         room, before = int(self.device.free_memory() * (1 - RESERVE)), self.device.peak_memory()
-        probed = [self.probe(config) for config in (one, *others)]
+        probed = [self.probe(each) for each in (one, *others)]
         saved, first = max(kept for kept, _ in probed), max(peak for _, peak in probed) - before
         state = state_bytes(_sized(one, 2), 0).total - state_bytes(one, 0).total
         found = Fit(whole, room, first, state + saved, state)
@@ -130,6 +144,8 @@ class _Bench:
         self.forget()
         rows, precision = config.batch.micro * config.model.seq_length, config.train.precision
         best = attainable(config.model, rows, precision, self.device)
+        if self.device.is_cpu and peak and best and precision != "fp8" and best.flops > peak.flops:
+            peak = best  # both are measured, and what was slower had the machine less to itself
         machine = Machine(self.device.name, torch.__version__, backends, peak, best)
         ends = losses[0], losses[-1]
         return Speed(config, whole_layers, fit, machine, self.steps.warm_up, Spread.of(timed), ends, memory, shares)

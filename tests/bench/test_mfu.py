@@ -131,9 +131,10 @@ def test_a_layer_that_is_to_stay_in_bf16_stays_in_that_run_alone() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--preset llama3-9b", "--preset  model.preset: there is no preset 'llama3-9b'  -> did you mean 'llama3-8b'?"),
+        ("--preset llama3-9b", "llama3-405b  -> did you mean 'llama3-8b'?"),
         ("--preset llama3-8b train.precison=fp32", "did you mean 'precision'?"),
         ("--preset llama3-8b parallel.tp=2", "the layout needs 2 processes  -> one device is measured"),
+        ("--preset llama3-8b --layers 33", "--layers: 33 is more than the model's 32 layers  -> 1 to 32, or fit"),
         ("--config nowhere.toml", "nowhere.toml  there is no such file"),
     ],
 )
@@ -148,7 +149,7 @@ def test_mistakes_are_found_before_anything_runs(words: str, said: str, capsys: 
     ("words", "said"),
     [
         ("--preset llama3-8b --steps 19", "'19' is too few: the median is taken of 20 or more"),
-        ("--preset llama3-8b --layers most", "'most' is not a number of 1 or more"),
+        ("--preset llama3-8b --layers most", "'most' is not a number of 1 or more, nor fit"),
         ("--preset llama3-8b --config a.toml", "not allowed with argument"),
         ("", "one of the arguments --preset --config is required"),
     ],

@@ -315,6 +315,8 @@ def test_resume_from_another_runs_checkpoint(saved: Path, tmp_path: Path) -> Non
     ((_, progress, _),) = run_world(1, load, config)
     assert progress["step"] == 2
     assert not (tmp_path / "test" / "checkpoints").exists() or not list((tmp_path / "test" / "checkpoints").iterdir())
+    ((_, progress, _),) = run_world(1, load, config_in(tmp_path, checkpoint__resume=str(saved / "test")))
+    assert progress["step"] == 2, "a run's folder stands for its newest"
 
 
 def test_nothing_in_a_checkpoint_is_executed(saved: Path) -> None:

@@ -217,6 +217,8 @@ def test_a_run_all_of_whose_checkpoints_are_damaged_ends_with_one_message(copy: 
     assert status == Exit.CHECKPOINT and "resumed" not in out and "Traceback" not in out + err
     assert set(re.findall(rf"{folder}[^ ]*(?=: it ends too early)", err)) == {str(told)}, err
     assert err.count("it ends too early") == 1, err
+    assert f"no checkpoint is right: rank 0: {told}: it ends" in err, err
+    assert f"; rank 0: {folder / older / SHARDS[1]} cannot be read: No such file" in err, err
     assert (sorted(folder.rglob("*")), curve_in(config.parent)) == before, "nothing was changed"
 
 
@@ -284,6 +286,8 @@ def test_a_disk_that_is_full_for_a_while(full: str, saved: Path, small: Path, tm
     made = saved / "runs/test/checkpoints/step-00000004"
     pages = [-(-(made / name).stat().st_size // mmap.PAGESIZE) for name in SHARDS]
     room = sum(pages) if full == "manifest.json" else pages[0] // 2
+    (small / "test").mkdir()
+    (small / "test/.lock").write_text("its page")
     ballast = small / "ballast"
     ballast.write_bytes(bytes(shutil.disk_usage(small).free - room * mmap.PAGESIZE))
     config = config_in(tmp_path, parallel__tp=2, checkpoint__dir=str(small), train__steps=24)
@@ -297,5 +301,23 @@ def test_a_disk_that_is_full_for_a_while(full: str, saved: Path, small: Path, tm
     what = rf"cannot write {folder}/step-00000004/{full}: No space left on device"
     assert re.search(rf"^WARNING: no checkpoint of step 4: (rank [01]: )?{what}", out, re.MULTILINE), out
     assert whole(folder)[-1] == "step-00000024" and len(whole(folder)) > 1
-    assert {path.name for path in folder.iterdir()} == set(whole(folder))
+    assert {path.name for path in folder.iterdir()} == {".lock", *whole(folder)}
     assert curve_in(tmp_path) == curve_in(saved)[:24]
+
+
+@pytest.mark.slow
+def test_with_less_to_keep_the_next_start_makes_room(saved: Path, small: Path, tmp_path: Path) -> None:
+    """There is no room for one more until old ones are gone."""
+    made = saved / "runs/test/checkpoints"
+    for name in whole(made)[-2:]:
+        shutil.copytree(made / name, small / "test" / name)
+    (small / "test/.lock").write_text("its page")
+    (small / "ballast").write_bytes(bytes(shutil.disk_usage(small).free))
+    last = step_of(whole(small / "test")[-1])
+    words = f"checkpoint.dir={small}", f"train.steps={last + 4}"
+    config = config_in(tmp_path, parallel__tp=2)
+    status, out, err = Job(config, *words).end()
+    assert status == Exit.CHECKPOINT and "No space left on device" in err, (status, out, err)
+    status, out, err = Job(config, *words, "checkpoint.keep=1").end()
+    assert (status, err) == (0, ""), (status, out, err)
+    assert whole(small / "test") == [f"step-{last + 4:08d}"]

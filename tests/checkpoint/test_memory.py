@@ -66,7 +66,7 @@ def back(rank: Rank, config: Any, apart: bool = False) -> tuple[dict[str, list[A
     run = build_run(rank, at(config, rank, apart))
     found = run.checkpoints.resume()
     if found is None:
-        return {}, 0, "nothing", []
+        return {}, 0, "nothing", run.checkpoints.warnings
     return state_of(run), found.progress.step, found.path.name if found.path else "memory", run.checkpoints.warnings
 
 
@@ -128,6 +128,13 @@ def test_another_layout_and_another_run_take_what_is_on_storage(tmp_path: Path, 
     assert {place for _, _, place, _ in run_world(2, back, config)} == {"nothing"}, "a folder that was made anew"
 
 
+def test_a_run_without_another_host_says_that_there_is_no_second_copy(tmp_path: Path, memory: Path) -> None:
+    wanted = {"checkpoint__memory_dir": str(memory), "checkpoint__replicate": True}
+    config = config_with(tmp_path, **wanted, parallel__dp=2)
+    told = ["no second copies in memory of 2 of 2 ranks: data parallelism has no other host"]
+    assert [damaged for *_, damaged in run_world(2, back, config)] == [told] * 2
+
+
 def test_resume_never_forgets(tmp_path: Path, memory: Path) -> None:
     config = config_with(tmp_path, checkpoint__memory_dir=str(memory))
     run_world(1, die, config, 2, 1)
@@ -156,6 +163,7 @@ def swap_hosts(memory: Path) -> None:
     (memory / "x").rename(memory / "host1")
 
 
+@pytest.mark.slow
 def test_a_copy_of_another_layout_is_not_sent_into_smaller_or_larger_room(tmp_path: Path, memory: Path) -> None:
     first, second = LAYOUTS
     run_world(2, die, config_with(tmp_path, checkpoint__memory_dir=str(memory), **first), 2, 1, True)

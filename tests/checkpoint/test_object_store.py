@@ -57,6 +57,10 @@ def test_a_bucket_that_is_not_there_is_not_made(store: dict[str, str], monkeypat
     with pytest.raises(FileNotFoundError, match="there is no typo"):
         Location("s3://typo/run/step-00000001", patience=1.0).make()
     Location("s3://bucket/run/step-00000001", patience=1.0).make()
+    with pytest.raises(FileNotFoundError, match="there is no typo"):
+        Location("s3://typo/run", patience=1.0).probe()
+    Location("s3://bucket/new", patience=1.0).probe()
+    assert Location("s3://bucket/new", patience=1.0).names() == []
 
 
 def megascale(store: dict[str, str], *words: str | Path) -> subprocess.CompletedProcess[str]:
@@ -86,6 +90,7 @@ def test_a_run_saves_to_an_object_store_and_goes_on_from_it(store: dict[str, str
     assert "tensors are equal to the bit, 0 are not" in same.stdout, "as if it had not been interrupted"
 
 
+@pytest.mark.slow
 def test_a_damaged_object_is_passed_over(store: dict[str, str], tmp_path: Path) -> None:
     import boto3
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -9,7 +11,10 @@ from typing import Any
 
 import pytest
 
+from megascale.checkpoint.manifest import DamagedError
+from megascale.cli.ckpt import _verify
 from megascale.cli.main import main
+from megascale.core.errors import CheckpointError
 from megascale.core.rank import Rank
 from tests.runs import LLAMA, build_run, config_of, settings
 from tests.worlds import run_world
@@ -92,8 +97,27 @@ def test_verify_finds_every_damage(run: Path, capsys: pytest.CaptureFixture[str]
     (line, _) = asked(capsys, "verify", run, status=4).splitlines()
     assert line == f"{file}: it is not what was written, beside its tensors"
     file.unlink()
-    assert "cannot be read" in asked(capsys, "verify", run, status=4)
+    line, last = asked(capsys, "verify", run, status=4).splitlines()
+    assert line == f"{file} cannot be read: No such file or directory; 117 tensors are in it" and "is damaged" in last
     assert "there is no complete checkpoint" in asked(capsys, "verify", path / "none", status=4)
+    assert "a checkpoint's folder, or a run's" in asked(capsys, "show", path / "manifest.json", status=4)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "rank-00001-000.safetensors"])
+def test_what_may_not_be_read_is_not_called_damaged(run: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megascale.checkpoint.storage import Location
+
+    file, read, read_into = run / "checkpoints/step-00000002" / name, Location.read, Location.read_into
+
+    def shut(self: Location) -> None:  # root may read any file
+        if self.local == file:
+            raise PermissionError(errno.EACCES, "Permission denied", self.url)
+
+    monkeypatch.setattr(Location, "read", lambda self: (shut(self), read(self))[1])
+    monkeypatch.setattr(Location, "read_into", lambda self, *place: (shut(self), read_into(self, *place))[1])
+    with pytest.raises(CheckpointError, match="cannot be read: Permission denied") as raised:
+        _verify(argparse.Namespace(checkpoint=str(run), json=False))
+    assert not isinstance(raised.value, DamagedError)
 
 
 def test_diff_says_how_two_differ(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,6 +134,9 @@ def test_convert_goes_both_ways(run: Path, tmp_path: Path, capsys: pytest.Captur
     assert json.loads((tmp_path / "hf/config.json").read_text())["torch_dtype"] == "bfloat16"
     asked(capsys, "convert", tmp_path / "hf", tmp_path / "ours")
     assert asked(capsys, "verify", tmp_path / "ours") == f"{tmp_path}/ours: 39 tensors in 1 file are what was written\n"
-    assert "File exists" in asked(capsys, "convert", run, tmp_path / "hf", status=4)
+    assert f"cannot convert into {tmp_path}/hf: File exists" in asked(capsys, "convert", run, tmp_path / "hf", status=4)
+    with pytest.raises(SystemExit):
+        main(["ckpt", "convert", str(run), "s3://bucket/x"])
+    assert "s3://bucket/x is a URL" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     assert "no complete checkpoint" in asked(capsys, "convert", tmp_path / "empty", tmp_path / "x", status=4)

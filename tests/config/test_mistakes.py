@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megascale.catalog.presets import PRESETS
 from megascale.cli.main import main
 from megascale.config.explain import load
 from megascale.core.errors import ConfigError
@@ -57,7 +58,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("num_layers = 4", "num_layers = 4.0", "run.toml:3  model.num_layers: 4.0: should be a valid integer  -> num_layers: transformer blocks"),
     ("num_layers = 4", "num_layers = true", "run.toml:3  model.num_layers: true: should be a valid integer  -> num_layers: transformer blocks"),
     ("[batch]", "[parallel]\ncp = true\n[batch]", "run.toml:9  parallel.cp: true: should be 1  -> cp: context parallelism; not available yet"),
-    ("steps = 10", "steps = 10\ncompile = 0", "run.toml:12  train.compile: 0: should be a valid boolean  -> compile: torch.compile of each block, between its linear layers"),
+    ("steps = 10", "steps = 10\ncompile = 0", "run.toml:12  train.compile: 0: should be true or false  -> compile: torch.compile of each block, between its linear layers"),
     ("num_layers = 4", "num_layers = -4", "run.toml:3  model.num_layers: -4: should be greater than 0  -> num_layers: transformer blocks"),
     ("num_layers = 4", "num_layers = 20_000", "run.toml:3  model.num_layers: 20000: should be less than or equal to 10000  -> num_layers: transformer blocks"),
     ("num_layers = 4", "num_layers = 2020-02-02", "run.toml:3  model.num_layers: datetime.date(2020, 2, 2): should be a valid integer  -> num_layers: transformer blocks"),
@@ -74,7 +75,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("num_heads = 4", "num_heads = 4\nwindow = [8, -8]", "run.toml:6  model.window: [8, -8]: should be a valid integer, or should be greater than or equal to 0  -> window: sliding-window attention: how many keys a query sees, its own and those just before; a list repeats over the layers; 0: the whole past"),
     ("num_heads = 4", "num_heads = 4\nwindow = [8, 'all']", "run.toml:6  model.window: [8, 'all']: should be a valid integer  -> window: sliding-window attention: how many keys a query sees, its own and those just before; a list repeats over the layers; 0: the whole past"),
     ("num_heads = 4", "num_heads = 4\nwindow = [8, 0, 8, 0, 8]", "run.toml:6  model.window: 5 numbers for 4 layers  -> at most 4: fewer repeat over the layers"),
-    ("num_layers = 4", 'preset = "lama3-8b"', "run.toml:3  model.preset: there is no preset 'lama3-8b'  -> did you mean 'llama3-8b'?"),
+    ("num_layers = 4", 'preset = "lama3-8b"', f"run.toml:3  model.preset: 'lama3-8b' is not one of {', '.join(PRESETS)}  -> did you mean 'llama3-8b'?"),
     ("num_layers = 4", "preset = 3", "run.toml:3  model.preset: 3: should be a valid string  -> preset: a named model whose keys fill in for those left out"),
     ("hidden_size = 32\n", "", "run.toml:2  model.hidden_size: missing  -> hidden_size: width of the residual stream"),
     ("global = 8", "total = 8\nglobal = 8", "run.toml:9  batch.total: there is no key 'total' in [batch]  -> known here: micro, global"),
@@ -160,7 +161,7 @@ def test_all_mistakes_at_once_each_in_its_own_file(folder: Path) -> None:
         "base.toml:6  model.seq_lenght: there is no key 'seq_lenght' in [model]  -> did you mean 'seq_length'?",
         "base.toml:10  optimizer.lr: '1e-2': should be a valid number  -> lr: learning rate after the warm-up",
         "command line  model.dropout: 1.5: should be less than 1  -> dropout: probability of dropping: embeddings, attention weights, and both branches",
-        "command line  observe.tensorboard: 'perhaps': should be a valid boolean  -> tensorboard: write TensorBoard events",
+        "command line  observe.tensorboard: 'perhaps': should be true or false  -> tensorboard: write TensorBoard events",
         "run.toml:8  train.precision: 'bf61' is not one of fp32, bf16, fp8, fp64  -> did you mean 'bf16'?",
         "run.toml:14  checkpoint.evry: there is no key 'evry' in [checkpoint]  -> did you mean 'every'?",
         # and what the rules find in the keys that are valid
@@ -172,7 +173,7 @@ def test_all_mistakes_at_once_each_in_its_own_file(folder: Path) -> None:
         "run.toml:5  batch.global: 7 is not divisible by micro x dp = 2 x 1  -> 6 or 8",
         "run.toml:10  data.train: there is no file nowhere/corpus.bin nor nowhere/corpus.idx  -> `megascale data prepare` makes them",
         "run.toml:11  data.tokenizer: there is no file nowhere/tokenizer.json  -> leave it out, or give the tokenizer of the data",
-        "run.toml:13  checkpoint.resume: there is no checkpoint in nowhere  -> auto, never, a folder with a manifest.json, or hf:FOLDER",
+        "run.toml:13  checkpoint.resume: there is no checkpoint in nowhere  -> auto, never, a folder with a manifest.json, a run's folder, or hf:FOLDER",
     ])  # fmt: skip
 
 
@@ -189,7 +190,7 @@ OVERRIDES = {
     "model.num_layer=3": "command line  model.num_layer: there is no key 'num_layer' in [model]  -> did you mean",
     "name=a=b": "command line  name: 'a=b' cannot name a folder",
     "optimizer.lr=-1": "command line  optimizer.lr: -1: should be greater than 0",
-    "data.mock=True": "command line  data.mock: 'True': should be a valid boolean",
+    "data.mock=True": "command line  data.mock: 'True': should be true or false",
     "extends=good.toml": "command line  extends: there is no key 'extends'",
 }
 

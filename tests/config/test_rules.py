@@ -153,7 +153,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     (
         "backends",
         {"backends__cross_entropy": "te", "parallel__tp": 2, "train__precision": "fp32"},
-        {"backends.cross_entropy": "te would communicate past the ledger"},
+        {"backends.cross_entropy": "te communicates by itself"},
     ),
     ("data_is_given", {"data__mock": False}, {"data.train": "no training data"}),
     ("data_is_given", {"data__train": "set"}, {"data.mock": "both mock data and datasets are asked for"}),

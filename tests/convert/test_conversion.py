@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from megascale.checkpoint import manifest, whole
 from megascale.checkpoint.state import WEIGHTS as WEIGHT
@@ -176,6 +178,43 @@ def test_weights_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     largest = max(tensor.nbytes for tensor in found.values())
     for path in (tmp_path / "again").glob("*.safetensors"):
         assert path.stat().st_size < max(20_000, largest) + 4_000
+
+
+def drawn(model: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Weights by our names."""
+    return {each.name: torch.randn(each.shape) for each in tensors(ModelConfig.model_validate(model))}
+
+
+def written(folder: Path, weights: dict[str, torch.Tensor], **config: Any) -> Location:
+    """A checkpoint of these."""
+    folder.mkdir()
+    resolved = ModelConfig.model_validate(LLAMA).model_dump(mode="json")
+    whole.write(folder, weights.items(), {"model": resolved, **config})
+    return Location(str(folder))
+
+
+def test_formats_beside_each_other_become_one_that_holds_both(tmp_path: Path) -> None:
+    weights = {name: tensor.half() if "norm" in name else tensor.bfloat16() for name, tensor in drawn(LLAMA).items()}
+    to_huggingface(written(tmp_path / "ours", weights), tmp_path / "theirs")
+    again = Pretrained(tmp_path / "theirs")
+    for name, tensor in weights.items():
+        assert torch.equal(again.part(name), tensor.float())
+
+
+def test_the_tokenizer_goes_along_or_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "tokens.json"
+    Tokenizer(WordLevel({"a": 0, "</s>": 1}, unk_token="a")).save(str(file))
+    weights = drawn(LLAMA)
+    there = written(tmp_path / "there", weights, data={"tokenizer": str(file)})
+    gone = written(tmp_path / "gone", weights, data={"tokenizer": str(tmp_path / "gone.json")})
+    assert to_huggingface(there, tmp_path / "one") == ""
+    told = to_huggingface(gone, tmp_path / "two")
+    assert "gone.json' is no file of this host; --tokenizer FILE gives one" in told
+    assert to_huggingface(gone, tmp_path / "three", tokenizer=file) == ""
+    texts = [(tmp_path / name / "config.json").read_text() for name in ("one", "two", "three")]
+    assert texts[0] == texts[2] and '"eos_token_id"' in texts[0]
+    assert not (tmp_path / "two/tokenizer.json").exists()
+    assert (tmp_path / "three/tokenizer.json").read_bytes() == file.read_bytes()
 
 
 def test_in_another_format(tmp_path: Path) -> None:

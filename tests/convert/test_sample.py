@@ -68,6 +68,21 @@ def test_what_cannot_be_said_is_told(checkpoint: Path, tmp_path: Path, capsys: p
     to_huggingface(Location(str(checkpoint)), tmp_path / "hf")
     assert "does not say its tokenizer  -> --tokenizer FILE" in written(capsys, tmp_path / "hf", status=4)
     assert "there is no complete checkpoint" in written(capsys, tmp_path, status=4)
+    with pytest.raises(SystemExit):
+        main(["sample", str(checkpoint), "--seed", str(1 << 63)])
+    assert "is not below 2^63" in capsys.readouterr().err
+
+
+def test_a_tokenizer_of_another_model_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import transformers
+
+    small = transformers.LlamaConfig(
+        vocab_size=90, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=32,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(small).save_pretrained(tmp_path / "hf")
+    found = written(capsys, tmp_path / "hf", "--prompt", "az", "--tokenizer", "bytes", status=1)
+    assert "the prompt has token 122, and the model knows 90  -> the tokenizer that it was trained with" in found
     for words in (("--tokens", "0"), ("--temperature", "hot"), ("--top-k", "-1")):
         with pytest.raises(SystemExit):
             main(["sample", str(checkpoint), *words])

@@ -187,6 +187,9 @@ def test_two_jobs_do_not_share_a_folder(tmp_path: Path) -> None:
     assert status == Exit.CONFIG
     assert f"a job trains in this folder already: process {first.process.pid} on {socket.gethostname()}" in err
     assert sorted((first.folder / "logs").iterdir()) == logs
+    other = f"observe.dir={tmp_path / 'other'}"
+    status, _, err = Job(config, other, f"checkpoint.dir={first.folder.parent}", "checkpoint.every=1").end()
+    assert status == Exit.CONFIG and "a job trains in this folder already: " in err, "checkpoints go there too"
     first.wait_for_step(len(first.steps()) + 2)
     first.kill()
     again = Job(config, "train.steps=5")
@@ -201,6 +204,13 @@ def test_a_run_folder_that_cannot_be_written_is_said_in_a_line(ranks: int, tmp_p
     assert out == ""
     assert err.splitlines()[0].startswith(f"{tmp_path}/runs/test  observe.dir: cannot be written: Not a directory")
     assert len(err.splitlines()) == 2
+
+
+def test_a_folder_of_checkpoints_that_cannot_be_written_is_said_before_the_first_step(tmp_path: Path) -> None:
+    config = job_config(tmp_path, GPT, checkpoint__every=1000)
+    status, out, err = Job(config, "checkpoint.dir=/proc/none").end()
+    assert status == Exit.CONFIG and out == ""
+    assert err.splitlines()[0].startswith("/proc/none/test  checkpoint.dir: cannot be written: No such file")
 
 
 @pytest.mark.parametrize("layout", [{}, pytest.param(FOUR, marks=pytest.mark.slow)], ids=["alone", "launcher"])

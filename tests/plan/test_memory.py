@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.catalog.schedules import SCHEDULES
-from megascale.plan.memory import enough
+from megascale.plan.memory import representative
 from megascale.schedule.ir import Kind, Order
 
 
@@ -15,7 +15,7 @@ from megascale.schedule.ir import Kind, Order
 @given(p=st.integers(1, 8), v=st.integers(1, 4), m=st.integers(1, 150))
 def test_what_is_alive_does_not_grow_with_the_micro_batches(name: str, p: int, v: int, m: int) -> None:
     v = v if SCHEDULES[name].facts["chunks"] else 1
-    few, all = (SCHEDULES[name].load()(p, v, count) for count in (enough(p, m), m))
+    few, all = (SCHEDULES[name].load()(p, v, count) for count in (representative(p, m), m))
     assert [alive(order, v) for order in few] == [alive(order, v) for order in all]
 
 

@@ -17,6 +17,7 @@ from peer_systems import Layout, Size  # noqa: E402
 TINY = Size(hidden=32, layers=2, heads=2, ffn=48, seq=16, vocab=128, micro_batch=1, global_batch=2).arguments()
 
 
+@pytest.mark.slow
 def test_a_tiny_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, results = tmp_path / "here", tmp_path / "results.json"
     words = ["--layouts", "tp2", "--saves", "1", "--folder", str(folder), "--output", str(results), *TINY]

@@ -189,6 +189,26 @@ def test_runs_of_several_calls_become_one_table(tmp_path: Path, capsys: pytest.C
     assert len(json.loads((tmp_path / "new.json").read_text())["runs"]) == 7
 
 
+@pytest.fixture(autouse=True)
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "gpus", lambda: 1)
+
+
+def test_without_a_gpu_nothing_is_run_or_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "gpus", lambda: 0)
+    monkeypatch.setattr(gpu, "install", None)
+    assert gpu.main(["--install", "--results", str(tmp_path / "r.json")]) == 2
+    assert "torch finds no GPU here" in capsys.readouterr().err
+    page = tmp_path / "page.md"
+    page.write_text("\n".join(["before", *gpu_table.MARKS, "after"]))
+    before = page.read_text()
+    failed = results(tmp_path, "kept.json", [run_of("megascale", 1) | {"failure": "killed"}])
+    assert gpu.main(["--table", "--results", str(failed), "--markdown", str(page)]) == 2
+    assert "holds no run that was measured" in capsys.readouterr().err and page.read_text() == before
+
+
 def test_a_call_fails_by_its_own_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     failed = run_of("megascale", 1) | {"failure": "killed"}
     path = results(tmp_path, "kept.json", [failed])

@@ -114,6 +114,12 @@ def test_the_error_of_a_run_is_its_first() -> None:
     assert execute([sys.executable, "-c", "print({}); raise OSError('gone')"], 60, "/tmp") == Failure("OSError: gone")
 
 
+def test_a_run_that_is_killed_says_so() -> None:
+    command = "import os, sys; print('28 steps', file=sys.stderr, flush=True); os.kill(os.getpid(), 9)"
+    killed = execute([sys.executable, "-c", command], 60, "/tmp")
+    assert killed == Failure("was ended by signal 9, as where memory is full")
+
+
 def test_nothing_is_left_of_a_run_that_takes_too_long(tmp_path: Path) -> None:
     worker = ["sleep", "60"]
     launcher = (

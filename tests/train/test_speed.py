@@ -227,6 +227,24 @@ def test_all_of_the_optimizer_is_counted_as_its(tmp_path: Path, name: str) -> No
     assert {purpose for kernel, purpose in found if kernel in only} == {"optimizer"}
 
 
+def casting(rank: Rank, given: RunConfig) -> dict[str, float]:
+    run = build_run(rank, given)
+    return kernels.shares(kernels.profile(lambda: speed.time_steps(run, 1), run.device), 1.0)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_casts_have_a_share_of_their_own(tmp_path: Path, recipe: str) -> None:
+    wanted = {"train__precision": "fp8", "fp8__recipe": recipe, "fp8__bf16_first": 0, "fp8__bf16_last": 0}
+    (found,) = run_world(1, casting, config(tmp_path, **wanted))
+    assert found["quantise"] > found["copies"] > 0
+
+
+def test_what_does_not_fit_a_cpu_is_told_before_it_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Device, "free_memory", lambda self: 10_000)
+    with pytest.raises(MegascaleError, match=r"test with 4 layers does not fit the device's memory: it takes .* free"):
+        speed._check_memory(config(tmp_path), Device(torch.device("cpu"), "gloo"))
+
+
 def unfit(rank: Rank, given: RunConfig) -> str:
     with pytest.raises(MegascaleError) as caught:
         fit(given, 1000, 10_000)

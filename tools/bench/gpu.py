@@ -27,6 +27,7 @@ from peer_table import replace, surroundings
 from megascale.bench.mfu import LEAST_STEPS, WARM_UP
 from megascale.catalog.precisions import PRECISIONS
 from megascale.core.files import write_text
+from megascale.device import gpus
 
 PRECISIONS_COMPARED = ("bf16", "fp8")
 
@@ -48,6 +49,8 @@ def main(words: Sequence[str] | None = None) -> int:
             Bench(options, results).run()
         elif not results.runs:
             raise ValueError(f"{options.results} holds no runs to show: leave --table out to measure some")
+        if options.markdown and all("failure" in run for run in results.runs):
+            raise ValueError(f"{options.results} holds no run that was measured: {options.markdown} stays as it is")
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -134,6 +137,8 @@ class Bench:
             raise ValueError(f"--steps {options.steps}: a median is taken of {LEAST_STEPS} or more")
         if options.rounds < 1 or options.warm_up < 1:
             raise ValueError("--rounds and --warm-up: at least one")
+        if not (options.small or gpus()):
+            raise ValueError("torch finds no GPU here: the cases are sized for one; --small makes them tiny")
         self.layers = pairs(options.layers, CASES, "--layers", layers)
         if options.install is not None:
             install(options.install or SYSTEMS[1:], small=options.small)

@@ -74,6 +74,9 @@ def output(command: Sequence[str], seconds: float, scratch: str) -> str | Failur
     finally:
         end(mark)
         process.wait()
+    if process.returncode < 0:  # the last thing that it said is not why
+        why = ", as where memory is full" if -process.returncode == signal.SIGKILL else ""
+        return Failure(f"was ended by signal {-process.returncode}{why}")
     if process.returncode:
         return Failure(error_line(err) or f"ended with status {process.returncode}")
     return out

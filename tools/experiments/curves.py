@@ -13,7 +13,7 @@ from typing import Any
 
 from megascale.config.explain import load
 from megascale.config.resolved import changes
-from megascale.core.errors import ConfigError
+from megascale.core.errors import ConfigError, Exit
 
 ROOT = Path(__file__).parents[2]
 """Where the configurations are, and the corpus that they name."""
@@ -41,26 +41,47 @@ class Curve:
         return self.valid_loss[-1]
 
 
-def train(config: str, name: str, folder: Path, keys: Sequence[str]) -> Curve:
-    """Train, or go on with, or merely read a run that is done, in a folder of an absolute path; `config` and what it
-    names are below ROOT.
+@dataclass(frozen=True)
+class Planned:
+    """A run that can begin: of `config`, which with what it names is below ROOT, with some words after it."""
 
-    Raises: SystemExit if it cannot run, or ran with other keys
+    folder: Path
+    config: str
+    words: Sequence[str]
+
+    def train(self) -> Curve:
+        """Train, or go on with, or merely read a run that is done.
+
+        Raises: SystemExit if it fails
+        """
+        command = [sys.executable, "-m", "megascale", "train", self.config, *self.words]
+        if status := subprocess.run(command, cwd=ROOT, check=False, stdout=subprocess.DEVNULL).returncode:
+            raise SystemExit(status)
+        return read(self.folder)
+
+
+def plan(config: str, folder: Path, keys: Mapping[str, Sequence[str]]) -> dict[str, Planned]:
+    """Runs by their names, each with keys of its own, in folders below one of an absolute path.
+
+    Raises: SystemExit, with every mistake said, if one cannot run, or ran with other keys
     """
-    run = folder / name
-    words = [f"name={name}", f"observe.dir={folder}", "observe.tensorboard=false", "observe.events=false", *keys]
-    try:
-        with contextlib.chdir(ROOT):
-            wanted = load(config, words)
-            made = load(str(run / "config.toml")) if (run / "config.toml").exists() else wanted
-    except ConfigError as error:
-        raise SystemExit(str(error)) from None
-    if others := changes(made.model_dump(by_alias=True, mode="json"), wanted):
-        raise SystemExit(f"{run} was made with other keys: {', '.join(others)}  -> another --output")
-    command = [sys.executable, "-m", "megascale", "train", config, *words]
-    if status := subprocess.run(command, cwd=ROOT, check=False, stdout=subprocess.DEVNULL).returncode:
-        raise SystemExit(status)
-    return read(run)
+    planned, problems = {}, []
+    for name, own in keys.items():
+        run = folder / name
+        words = [f"name={name}", f"observe.dir={folder}", "observe.tensorboard=false", "observe.events=false", *own]
+        try:
+            with contextlib.chdir(ROOT):
+                wanted = load(config, words)
+                made = load(str(run / "config.toml")) if (run / "config.toml").exists() else wanted
+            if others := changes(made.model_dump(by_alias=True, mode="json"), wanted):
+                problems.append(f"{run} was made with other keys: {', '.join(others)}  -> another --output")
+        except ConfigError as error:
+            problems += [str(problem) for problem in error.problems]
+        planned[name] = Planned(run, config, words)
+    if problems:
+        print("\n".join(dict.fromkeys(problems)), file=sys.stderr)
+        raise SystemExit(Exit.CONFIG)
+    return planned
 
 
 def read(run: Path) -> Curve:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from curves import ONE_PROCESS, Curve, draw, path, table, train
+from curves import ONE_PROCESS, Curve, draw, path, plan, table
 
 from megascale.catalog.recipes import RECIPES
 
@@ -34,11 +34,13 @@ def main() -> None:
     parser.add_argument("--output", type=path, default="runs/fp8", metavar="DIR", help="of the runs (runs/fp8)")
     parser.add_argument("--picture", type=path, metavar="FILE.svg", help="draw the curves")
     options = parser.parse_args()
+    folders = {name.replace(" ", "-"): name for name in options.runs}
+    own = {folder: WIDE.get(name) or ("train.precision=fp8", f"fp8.recipe={name}") for folder, name in folders.items()}
+    steps = f"train.steps={options.steps}"
+    planned = plan(CONFIG, options.output, {folder: (*KEYS, steps, *keys) for folder, keys in own.items()})
     curves: dict[str, Curve] = {}
-    for name in options.runs:
-        keys = WIDE.get(name) or ("train.precision=fp8", f"fp8.recipe={name}")
-        words = (*KEYS, f"train.steps={options.steps}", *keys)
-        curves[name] = train(CONFIG, name.replace(" ", "-"), options.output, words)
+    for folder, name in folders.items():
+        curves[name] = planned[folder].train()
         print(table(list(rows(curves)), ("numbers", "validation loss", "against bf16")), flush=True)
     if options.picture:
         draw(

@@ -12,7 +12,7 @@ import argparse
 import statistics
 from collections.abc import Iterator
 
-from curves import Curve, draw, path, table, train
+from curves import Curve, draw, path, plan, table
 
 CONFIG = "tools/experiments/megascale_recipe.toml"
 TIMES = 4
@@ -32,11 +32,12 @@ def main() -> None:
     parser.add_argument("--output", type=path, default="runs/recipe", metavar="DIR", help="of the runs")
     parser.add_argument("--picture", type=path, metavar="FILE.svg", help="draw the curves")
     options = parser.parse_args()
+    found = variants(options.steps, options.window, options.lr)
+    keys = {f"{name}-{seed}": [*found[name], f"train.seed={seed}"] for name in found for seed in options.seeds}
+    planned = plan(CONFIG, options.output, keys)
     curves: dict[str, list[Curve]] = {}
-    for name, keys in variants(options.steps, options.window, options.lr).items():
-        curves[name] = [
-            train(CONFIG, f"{name}-{seed}", options.output, [*keys, f"train.seed={seed}"]) for seed in options.seeds
-        ]
+    for name in found:
+        curves[name] = [planned[f"{name}-{seed}"].train() for seed in options.seeds]
         print(table(list(rows(curves)), HEAD), flush=True)
     if options.picture:
         draw(curves, "MegaScale's algorithm on a small GPT", options.picture)
