@@ -39,6 +39,7 @@ def run(options: argparse.Namespace) -> int:
         state = {**asdict(fullest.state), "total": fullest.state.total}
         activations = {**asdict(fullest.activations), "total": fullest.activations.total}
         facts = {"ok": True, "processes": config.world, "state_bytes": state, "activation_bytes": activations}
+        facts |= {"peak_bytes": {**asdict(fullest.peak), "total": fullest.peak.total}, "total_bytes": fullest.total}
         print(json.dumps({**facts, "config": config.model_dump(by_alias=True, mode="json")}))
     elif options.show:
         print(to_toml(config), end="")
@@ -48,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def summary(config: RunConfig) -> str:
-    """What would run, and the room that it takes; what operations need only while they run comes on top."""
+    """What would run, and the room that it takes."""
     p, m = config.parallel, config.model
     layout = f"tp {p.tp}{' sp' if p.sp else ''} x pp {p.pp}{f' (vpp {p.vpp})' if p.vpp > 1 else ''} x dp {config.dp}"
     tokens = config.batch.total * m.seq_length
@@ -58,5 +59,6 @@ def summary(config: RunConfig) -> str:
         f"{config.micro_batches} micro-batches of {config.batch.micro}, {format_count(tokens)} tokens a step, "
         f"{format_count(tokens * config.train.steps)} in {config.train.steps} steps: no mistakes found\n"
         f"weights, gradients and optimizer take {format_bytes(fullest.state.total)} on the fullest rank, "
-        f"activations {format_bytes(fullest.activations.total)}"
+        f"activations {format_bytes(fullest.activations.total)}, all with what operations need while they run at most "
+        f"{format_bytes(fullest.total)}"
     )

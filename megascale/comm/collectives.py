@@ -7,7 +7,6 @@ must be waited for before its tensors are used.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -17,6 +16,7 @@ from torch import Tensor
 from megascale.comm.exchange import combine, same_place
 from megascale.comm.group import Group
 from megascale.comm.pending import DONE, Awaitable
+from megascale.layout.pieces import pieces_of
 
 T = TypeVar("T")
 
@@ -47,12 +47,6 @@ def reduce_scatter(group: Group, out: Tensor, full: Tensor, *, what: str = "", w
             out.copy_(full)
         return DONE
     return group.begin("reduce_scatter", what, full.nbytes, lambda: transport.reduce_scatter(out, full), wait=wait)
-
-
-def pieces_of(rows: int, pieces: int) -> list[slice]:
-    """`rows` in at most `pieces` runs, as even as can be."""
-    edges = [rows * index // pieces for index in range(pieces + 1)]
-    return [slice(low, high) for low, high in itertools.pairwise(edges) if low < high]
 
 
 def all_gather_pieces(

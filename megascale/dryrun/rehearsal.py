@@ -47,11 +47,14 @@ class Part:
 
 @dataclass
 class Rehearsals:
-    """Where rehearsals are held, and what has been rehearsed."""
+    """Where rehearsals are held, and what has been rehearsed. `actors`: of modules that are alike the one that
+    rehearses for all, and its index: what only a first call does, such as to cast weights, only that one has done.
+    """
 
     accountant: Accountant
     accumulate: torch.dtype
     parts: dict[Hashable, Part] = field(default_factory=dict)
+    actors: dict[Hashable, tuple[nn.Module, str]] = field(default_factory=dict)
 
     @property
     def account(self) -> Account:
@@ -126,9 +129,9 @@ class StandIn(nn.Module):
         key = (self._like, self._first, tuple(named.items()), x.shape, x.requires_grad, torch.is_grad_enabled())
         self._first = False
         if key not in self._rehearsals.parts:
-            module = self._module[0]
+            module, index = self._rehearsals.actors.setdefault(self._like, (self._module[0], self._index))
             part = self._rehearsals.rehearse(module, x, lambda x: module(x, *arguments, **named))
-            self._rehearsals.parts[key] = _anonymous(part, self._index)
+            self._rehearsals.parts[key] = _anonymous(part, index)
         return _Act.apply(x, self._anchor, self._rehearsals, self._rehearsals.parts[key], self._index)
 
 

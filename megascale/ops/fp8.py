@@ -81,7 +81,7 @@ class Quantized:
     def t(self) -> Quantized:
         """The transpose of a matrix whose scales are the same in both directions."""
         assert self.grain in (Grain.TENSOR, Grain.SQUARE), "the scales of rows are no scales of columns"
-        data = self.data.view(-1, self.data.shape[-1]).t().contiguous()
+        data = self.data.reshape(-1, self.data.shape[-1]).t().contiguous()
         return Quantized(data, self.scale if self.grain is Grain.TENSOR else self.scale.t().contiguous(), self.grain)
 
     def dequantized(self) -> Tensor:

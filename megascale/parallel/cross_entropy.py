@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale.comm.collectives import pieces_of
 from megascale.layout.loss import loss_chunks
+from megascale.layout.pieces import pieces_of
 from megascale.ops.cross_entropy import CrossEntropy, Targets
 from megascale.parallel.numerics import Factor
 from megascale.parallel.overlap import TensorAxis, gathered_products

@@ -21,19 +21,13 @@ from megascale.comm.collectives import (
     all_gather,
     all_gather_pieces,
     all_reduce,
-    pieces_of,
     reduce_scatter,
 )
 from megascale.comm.group import Group
 from megascale.comm.pending import DONE, Awaitable
+from megascale.layout.pieces import PIECE_BYTES, PIECES, pieces_of
 from megascale.ops.fp8 import Grain, Quantized
 from megascale.parallel.numerics import PLAIN, Factor, Numerics, Operand
-
-PIECES = 4
-"""Most pieces of a collective: with p of them about 1/p of its time stays exposed."""
-
-PIECE_BYTES = 1 << 19
-"""Fewer bytes in a piece cost more in messages than they hide (docs/performance.md)."""
 
 
 class Layer(NamedTuple):

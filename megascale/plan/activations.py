@@ -85,7 +85,7 @@ class ActivationBytes:
 
 def activation_bytes(config: RunConfig, pp_rank: int, order: Order) -> ActivationBytes:
     """On a rank of pipeline stage `pp_rank` that does `order`, of a resolved configuration."""
-    sizes, layout = _Sizes(config), stages_of(config)
+    sizes, layout = Sizes(config), stages_of(config)
     kept, again, logits = [], [], 0
     for chunk in range(config.parallel.vpp):
         index, recompute = layout.index(pp_rank, chunk), recompute_of(config.train, chunk)
@@ -119,7 +119,7 @@ def _peak(order: Order, kept: list[int], again: list[int]) -> int:
     return most
 
 
-class _Sizes:
+class Sizes:
     """Counts and bytes of a configuration: `own` tokens that a rank has between the layers, all `tokens` inside."""
 
     def __init__(self, config: RunConfig) -> None:

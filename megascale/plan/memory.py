@@ -1,5 +1,5 @@
 """Bytes that a rank's weights, gradients and optimizer take, exact, from the layout of its buckets; and with what
-`plan.activations` says, a rank's room.
+`plan.activations` and `plan.peak` say, a rank's room.
 
 For N parameters on a rank, c bytes in the format of compute and a in that of accumulation, over d data-parallel ranks
 with zero sharding (Rajbhandari et al. 2020): weights c N, with fp8 two bytes more for each that is cast; gradients a N,
@@ -20,6 +20,8 @@ from megascale.layout.buckets import pack
 from megascale.layout.chunks import chunk_buckets, eight_bit_weights
 from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, Parameter
 from megascale.plan.activations import ActivationBytes, activation_bytes
+from megascale.plan.peak import PeakBytes, peak_bytes
+from megascale.schedule.ir import Order
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,13 @@ class StateBytes:
     transient: int
 
     @property
+    def lasting(self) -> int:
+        """All that is there between two steps as well."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.transient
+        return self.lasting + self.transient
 
 
 def state_bytes(config: RunConfig, pp_rank: int) -> StateBytes:
@@ -58,14 +65,15 @@ def state_bytes(config: RunConfig, pp_rank: int) -> StateBytes:
 
 @dataclass(frozen=True)
 class RankBytes:
-    """What one rank holds in a step, at most."""
+    """What one rank holds in a step, at most. `peak`: beside weights, gradients and optimizer, when that is most."""
 
     state: StateBytes
     activations: ActivationBytes
+    peak: PeakBytes
 
     @property
     def total(self) -> int:
-        return self.state.total + self.activations.total
+        return self.state.lasting + self.peak.total
 
 
 def rank_bytes(config: RunConfig) -> list[RankBytes]:
@@ -74,9 +82,13 @@ def rank_bytes(config: RunConfig) -> list[RankBytes]:
     assert p.schedule is not None, "a resolved configuration names its schedule"
     card, count = SCHEDULES[p.schedule], config.micro_batches
     orders = card.load()(p.pp, p.vpp, count if card.facts["piles"] else representative(p.pp, count))
-    return [
-        RankBytes(state_bytes(config, rank), activation_bytes(config, rank, order)) for rank, order in enumerate(orders)
-    ]
+    return [of_rank(config, rank, order) for rank, order in enumerate(orders)]
+
+
+def of_rank(config: RunConfig, pp_rank: int, order: Order) -> RankBytes:
+    """Of a rank of pipeline stage `pp_rank` that does `order`."""
+    activations = activation_bytes(config, pp_rank, order)
+    return RankBytes(state_bytes(config, pp_rank), activations, peak_bytes(config, pp_rank, order, activations))
 
 
 def representative(p: int, count: int) -> int:

@@ -10,7 +10,13 @@ from collections import defaultdict
 
 from megascale.schedule.ir import Action, Kind, Order, Schedule
 
+AHEAD = 2
+"""Actions by which receives are posted before they are needed: with one, a message that takes longer than a forward is
+waited for (docs/performance.md); each costs room for one more activation.
+"""
+
 Message = tuple[Kind, int, int]  # F or B, the virtual stage that consumes it, micro-batch
+Channels = dict[tuple[int, int], dict[Message, int]]  # by sender and receiver the messages, numbered as they are sent
 
 
 def lower(compute: Schedule, v: int, *, ahead: int = 1, training: bool = True, reduce_each: bool = False) -> Schedule:
@@ -21,11 +27,12 @@ def lower(compute: Schedule, v: int, *, ahead: int = 1, training: bool = True, r
     """
     p = len(compute)
     sends = [[_message(action, rank, p, v) for action in order] for rank, order in enumerate(compute)]
-    channels: dict[tuple[int, int], list[Message]] = defaultdict(list)
+    channels: Channels = defaultdict(dict)
     for rank, messages in enumerate(sends):
         for message in messages:
             if message is not None:
-                channels[rank, message[1] % p].append(message)
+                channel = channels[rank, message[1] % p]
+                channel[message] = len(channel)
     return [_lower_rank(rank, compute, sends, channels, v, ahead, training, reduce_each) for rank in range(p)]
 
 
@@ -42,7 +49,7 @@ def _lower_rank(
     rank: int,
     compute: Schedule,
     sends: list[list[Message | None]],
-    channels: dict[tuple[int, int], list[Message]],
+    channels: Channels,
     v: int,
     ahead: int,
     training: bool,
@@ -68,23 +75,21 @@ def _lower_rank(
     return lowered
 
 
-def _receive_posts(
-    rank: int, p: int, v: int, order: Order, channels: dict[tuple[int, int], list[Message]], ahead: int
-) -> list[Order]:
+def _receive_posts(rank: int, p: int, v: int, order: Order, channels: Channels, ahead: int) -> list[Order]:
     """For each compute action, the receives to post before it: those that it or the next `ahead` actions need, and
     those that were sent before them on the same channel.
     """
     posts: list[Order] = [[] for _ in order]
     posted: dict[int, int] = defaultdict(int)  # sender -> messages of its channel posted so far
+    messages = {sender: list(channels[sender, rank]) for sender in range(p) if (sender, rank) in channels}
     for index, action in enumerate(order):
         stage = action.chunk * p + rank
         source = stage - 1 if action.kind is Kind.F else stage + 1
         if p == 1 or not 0 <= source < p * v:
             continue
         sender = source % p
-        channel = channels[sender, rank]
-        needed = channel.index((action.kind, stage, action.microbatch), 0) + 1
-        for kind, target, microbatch in channel[posted[sender] : needed]:
+        needed = channels[sender, rank][action.kind, stage, action.microbatch] + 1
+        for kind, target, microbatch in messages[sender][posted[sender] : needed]:
             receive = Kind.RECV_F if kind is Kind.F else Kind.RECV_B
             posts[max(0, index - ahead)].append(Action(receive, target // p, microbatch))
         posted[sender] = max(posted[sender], needed)

@@ -37,14 +37,9 @@ from megascale.parallel.gradients import Gradients
 from megascale.parallel.overlap import TensorAxis
 from megascale.parallel.pipeline import Boundary, Pipeline
 from megascale.schedule.ir import Order, Schedule, forwards_only
-from megascale.schedule.lower import lower
+from megascale.schedule.lower import AHEAD, lower
 from megascale.trace.recorder import Recorder
 from megascale.train.stop import Stop
-
-AHEAD = 2
-"""Actions by which receives are posted before they are needed: with one, a message that takes longer than a forward is
-waited for (docs/performance.md); each costs room for one more activation.
-"""
 
 Formats = tuple[torch.dtype, torch.dtype]
 """Of compute, and of what accumulates."""

@@ -31,7 +31,8 @@ def test_it_says_what_would_run(config: str, capsys: pytest.CaptureFixture[str])
     assert out == (
         "test: 54.62k parameters, tp 2 sp x pp 2 (vpp 2) x dp 2 = 8 processes, 4 micro-batches of 1, "
         "128 tokens a step, 128.00k in 1000 steps: no mistakes found\n"
-        f"weights, gradients and optimizer take {state} on the fullest rank, activations {activations}\n"
+        f"weights, gradients and optimizer take {state} on the fullest rank, activations {activations}, all with what "
+        f"operations need while they run at most {format_bytes(fullest.total)}\n"
     )
 
 
@@ -49,6 +50,9 @@ def test_json_is_one_object(config: str, capsys: pytest.CaptureFixture[str]) -> 
     activations = answer["activation_bytes"]
     assert activations["total"] == activations["peak"] + activations["logits"]
     assert activations["peak"] >= activations["kept"][0] > 0
+    peak = answer["peak_bytes"]
+    assert peak["total"] == peak["kept"] + peak["gradients"] + peak["working"]
+    assert answer["total_bytes"] == total - answer["state_bytes"]["transient"] + peak["total"]
     assert (answer["config"]["parallel"]["dp"], answer["config"]["batch"]["global"]) == (2, 8)
 
 

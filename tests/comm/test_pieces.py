@@ -7,10 +7,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from megascale.comm.collectives import pieces_of
 from megascale.core.rank import Rank
 from tests.runs import send_messages
 from tests.worlds import run_world
@@ -19,15 +16,6 @@ SIZES = [(1, 1), (1, 4), (3, 4), (4, 4), (7, 4), (10, 3), (64, 5), (1001, 4)]
 """Rows of a rank's part, and the most pieces that it may travel in; few of them divide the other."""
 
 WIDTH = 6
-
-
-@given(st.integers(0, 10_000), st.integers(1, 64))
-def test_runs_cover_all_rows_once_in_order_and_evenly(rows: int, pieces: int) -> None:
-    runs = pieces_of(rows, pieces)
-    assert [row for run in runs for row in range(rows)[run]] == list(range(rows))
-    assert len(runs) == min(rows, pieces)
-    lengths = {run.stop - run.start for run in runs}
-    assert not lengths or (min(lengths) > 0 and max(lengths) - min(lengths) <= 1)
 
 
 def open_group(rank: Rank, seed: int) -> Any:

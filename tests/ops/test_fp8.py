@@ -75,6 +75,13 @@ def test_a_transpose_is_the_cast_of_the_transpose(grain: Grain) -> None:
     assert torch.equal(turned.scale, other.scale) and turned.data.is_contiguous()
 
 
+def test_what_lies_otherwise_in_memory_is_transposed_too() -> None:
+    """As what one head attends to does, for several samples."""
+    x = normal(3, 16, 32).transpose(0, 1)
+    turned, other = quantize(x, Grain.TENSOR).t(), quantize(x.contiguous(), Grain.TENSOR).t()
+    assert torch.equal(turned.dequantized(), other.dequantized())
+
+
 def test_one_outlier_spoils_what_shares_its_scale_and_nothing_else() -> None:
     x = normal(M, K)
     x[3, 5] = 1e6

@@ -1,0 +1,196 @@
+"""The most bytes that a rank holds at once in a step, beside its state: its actions are played, each with what it
+keeps, what it needs while it runs, the messages that are awaited, and the whole gradients that exist with zero = 2.
+
+What a caching allocator rounds up, and what kernels and libraries take for themselves, comes on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megascale.catalog.precisions import PRECISIONS
+from megascale.config.run import RunConfig
+from megascale.layout.buckets import pack
+from megascale.layout.chunks import chunk_buckets, eight_bit_layers, stages_of, unit
+from megascale.layout.recompute import recompute_of
+from megascale.layout.tensors import TOKEN_EMBEDDING
+from megascale.plan.activations import INDEX, ActivationBytes, Sizes
+from megascale.plan.ends import embedding_backward, head_forward
+from megascale.plan.tape import norm_backward
+from megascale.plan.traffic import message_bytes
+from megascale.plan.working import block_backward, block_forward
+from megascale.schedule.ir import Action, Kind, Order
+from megascale.schedule.lower import AHEAD
+
+Starts = list[tuple[str, int]]
+"""The units that buckets of a chunk begin with, in the order of backwards, and the bytes of their whole gradients."""
+
+
+@dataclass(frozen=True)
+class PeakBytes:
+    """When a rank holds most, beside its state. `kept`: activations for backwards; `gradients`: whole ones, with
+    zero = 2; `working`: what operations need while they run, messages, tokens, and tables.
+    """
+
+    kept: int = 0
+    gradients: int = 0
+    working: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.kept + self.gradients + self.working
+
+
+@dataclass(frozen=True)
+class ChunkBytes:
+    """Of a chunk for one micro-batch: what it keeps, and the most that is there beyond what is kept when its forward
+    begins, and its backward. `backward`: in each run of units whose gradients are reduced together, and how much of
+    what it keeps is released when that run is done.
+    """
+
+    kept: int
+    forward: int
+    backward: tuple[tuple[int, int], ...]
+
+
+def peak_bytes(config: RunConfig, pp_rank: int, order: Order, activations: ActivationBytes) -> PeakBytes:
+    """On a rank of pipeline stage `pp_rank` that does `order`, of a resolved configuration."""
+    layout, units, always = stages_of(config), first_units(config, pp_rank), _always(config, pp_rank)
+    chunks = [_chunk(config, pp_rank, chunk, kept, units[chunk]) for chunk, kept in enumerate(activations.kept)]
+    kept, most, grad, rooms = 0, PeakBytes(), Sizes(config).residual, Rooms(config, units)
+
+    def see(working: int, kept: int) -> None:
+        nonlocal most
+        if kept + rooms.total + working + always > most.total:
+            most = PeakBytes(kept, rooms.total, working + always)
+
+    for action, messages in zip(order, _awaited(config, pp_rank, order), strict=True):
+        chunk, index = chunks[action.chunk], layout.index(pp_rank, action.chunk)
+        if action.kind is Kind.F:
+            if index == layout.count - 1:
+                rooms.loss(action.chunk)
+            see(chunk.forward + messages, kept)
+            kept += chunk.kept
+        else:
+            rooms.backward(action.chunk)
+            for run, (working, released) in enumerate(chunk.backward):
+                see(working + messages, kept)
+                rooms.reduce(action.chunk, run)
+                see(grad + messages, kept - released)
+                rooms.settle()
+            kept -= chunk.kept
+    return most
+
+
+def _chunk(config: RunConfig, pp_rank: int, chunk: int, kept: int, starts: Starts) -> ChunkBytes:
+    sizes, layout, recompute = Sizes(config), stages_of(config), recompute_of(config.train, chunk)
+    windows, cast, stage = config.model.windows, eight_bit_layers(config), layout.index(pp_rank, chunk)
+    last, known = stage == layout.count - 1, dict[tuple[int | None, bool], tuple[int, int, int]]()
+    grad = sizes.residual
+    released, beside = (sizes.head() if last else 0), 0
+    forward = kept + grad + (head_forward(config) - released if last else 0)
+    backward = {"head": (norm_backward(sizes, config.model.norm), released)} if last else {}
+    for layer in reversed(layout.layers(stage)):
+        key = windows[layer], layer in cast
+        if key not in known:
+            going, coming = block_forward(config, layer, recompute), block_backward(config, layer, recompute)
+            known[key] = sizes.block(layer).kept(recompute), going, coming
+        block, going, coming = known[key]
+        working = grad + beside + coming - released
+        released += block
+        backward[f"layers.{layer}"] = working, released
+        forward = max(forward, kept - released + going)
+        beside = 0 if last else grad  # what has arrived stays until the backward's end
+    if stage == 0:
+        backward["embedding"] = grad + beside + embedding_backward(config) - released, kept
+    first = {name for name, _ in starts}
+    runs, fresh = list[tuple[int, int]](), True
+    for name, (working, released) in backward.items():
+        most = working if fresh else max(runs.pop()[0], working)
+        runs.append((most, released))
+        fresh = name in first
+    return ChunkBytes(kept, forward, tuple(runs))
+
+
+def first_units(config: RunConfig, pp_rank: int) -> list[Starts]:
+    """Of each chunk, with zero = 2."""
+    p, number = config.parallel, PRECISIONS[config.train.precision].facts["accumulate_bytes"]
+    found = []
+    for chunk in chunk_buckets(config, pp_rank) if p.zero == 2 else [[]] * p.vpp:
+        starts: dict[str, int] = {}
+        for bucket in chunk:
+            tied = [parameter.name for parameter in bucket] == [TOKEN_EMBEDDING]
+            first = "head" if tied and starts else unit(bucket[0].name)
+            starts[first] = starts.get(first, 0) + number * pack(bucket, p.tp, config.dp * p.cp).size
+        found.append(list(reversed(starts.items())))
+    return found
+
+
+def _always(config: RunConfig, pp_rank: int) -> int:
+    """The step's tokens and labels at the ends of the pipeline, and the table of rotary embeddings."""
+    m, sizes = config.model, Sizes(config)
+    ends = pp_rank in (0, config.parallel.pp - 1)
+    tokens = 2 * INDEX * sizes.tokens * config.micro_batches if ends else 0
+    return tokens + (sizes.seq * m.head_dim * sizes.wide if m.position == "rope" else 0)
+
+
+def _awaited(config: RunConfig, pp_rank: int, order: Order) -> list[int]:
+    """Bytes of the receives that are posted while each action runs, for those that follow it."""
+    layout, ahead = stages_of(config), AHEAD if config.overlap.pp else 0
+    size = message_bytes(config) if layout.pp > 1 else 0
+
+    def receives(action: Action) -> bool:
+        index = layout.index(pp_rank, action.chunk)
+        return index > 0 if action.kind is Kind.F else index < layout.count - 1
+
+    needs = [receives(action) for action in order]
+    return [size * sum(needs[index + 1 : index + 1 + ahead]) for index in range(len(order))]
+
+
+class Rooms:
+    """Whole gradients with zero = 2 (`parallel.gradients`), by chunk and run of units. `_open`: backwards add to them;
+    `_reducing`: until the sum over data parallelism is waited for, with the shard that it gives.
+    """
+
+    def __init__(self, config: RunConfig, units: list[Starts]) -> None:
+        self._overlap, self._shards = config.overlap.dp, config.dp * config.parallel.cp
+        self._sizes = [[size for _, size in chunk] for chunk in units]
+        self._used = config.parallel.zero == 2
+        self._head = len(self._sizes[-1]) - 1 if config.model.tie_embeddings and config.parallel.pp == 1 else 0
+        self._open: dict[tuple[int, int], int] = {}
+        self._reducing: dict[tuple[int, int], int] = {}
+
+    @property
+    def total(self) -> int:
+        return sum(self._open.values()) + sum(self._reducing.values())
+
+    def loss(self, chunk: int) -> None:
+        """Before a forward that ends in the loss, which adds to the gradient of the head's weight."""
+        self._make(chunk, [self._head])
+
+    def backward(self, chunk: int) -> None:
+        """Before a backward."""
+        self._make(chunk, range(len(self._sizes[chunk])))
+
+    def reduce(self, chunk: int, run: int) -> None:
+        """Gradients are complete: begin to sum them, once the sum before is done."""
+        if self._used:
+            self._reducing.pop((chunk, run), None)
+            whole = self._open.pop((chunk, run))
+            self._reducing[chunk, run] = whole + whole // self._shards
+
+    def settle(self) -> None:
+        """Nothing else runs while a sum is waited for, or there is nobody to sum with."""
+        if not self._overlap:
+            self._reducing.clear()
+        elif self._shards == 1:
+            self._reducing = {key: min(size, self._sizes[key[0]][key[1]]) for key, size in self._reducing.items()}
+
+    def _make(self, chunk: int, runs: Iterable[int]) -> None:
+        """That of one chunk may still be being reduced, no more."""
+        if not self._used:
+            return
+        newest = [other for other, _ in self._reducing][-1:]
+        self._reducing = {key: size for key, size in self._reducing.items() if key[0] in newest}
+        self._open |= {(chunk, run): self._sizes[chunk][run] for run in runs}
