@@ -5,6 +5,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
+PROFILES = [f"configs/{folder}" for folder in ("hardware", "stacks")]  # what `megascale plan` names
 
 setup(
     name="megascale",
@@ -16,6 +17,10 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["megascale", "megascale.*"]),
     package_data={"megascale": ["py.typed"]},
+    data_files=[
+        (f"share/megascale/{folder}", sorted(f"{folder}/{path.name}" for path in (HERE / folder).glob("*.toml")))
+        for folder in PROFILES
+    ],
     install_requires=[
         "fsspec>=2024.6",
         "megatron-core>=0.16.1,<0.17",
@@ -30,6 +35,7 @@ setup(
         "torch>=2.7",
     ],
     extras_require={
+        "plot": ["matplotlib>=3.9"],
         "gpu": ["transformer-engine[pytorch]>=2.1,<2.21", "liger-kernel>=0.8.4,<0.9"],
         "dev": [
             "flask-cors>=4",  # of moto's server

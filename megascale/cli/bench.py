@@ -11,6 +11,7 @@ from typing import Any
 
 from megascale.bench import mfu, overlap
 from megascale.catalog.presets import PRESETS
+from megascale.cli import bench_ranks
 from megascale.cli.numbers import count, whole
 from megascale.config.explain import load, load_tree
 from megascale.config.run import RunConfig
@@ -23,11 +24,16 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     benchmarks = sub.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
     _add_mfu(benchmarks)
     _add_gemm(benchmarks)
+    bench_ranks.add_links(benchmarks)
     _add_overlap(benchmarks)
+    bench_ranks.add_profile(benchmarks)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
+    ranks = {"links": bench_ranks.run_links, "profile": bench_ranks.run_profile}
+    if options.benchmark in ranks:
+        return ranks[options.benchmark](options)
     benchmark = {"mfu": run_mfu, "gemm": run_gemm, "overlap": run_overlap}[options.benchmark]
     with stopped_in_order():
         benchmark(options)

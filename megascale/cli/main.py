@@ -13,6 +13,7 @@ from megascale.core.errors import Exit, MegascaleError
 
 COMMANDS = {
     "check": "every mistake of a configuration at once; nothing is launched",
+    "plan": "whether a run fits, how fast it will be and why, before a device is booked",
     "train": "train, under torchrun or srun, or with processes of its own",
     "doctor": "what this machine has, which backend serves each operation and why, and tests of them",
     "bench": "measured numbers of this machine",

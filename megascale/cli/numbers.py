@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 
 
 def whole(text: str) -> int:
@@ -23,3 +24,25 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
     return int(text)
+
+
+def counts(text: str) -> list[int]:
+    """Numbers of 1 or more, with commas between them.
+
+    Raises: argparse.ArgumentTypeError
+    """
+    return [count(part) for part in text.split(",")]
+
+
+def positive(text: str) -> float:
+    """A number above 0.
+
+    Raises: argparse.ArgumentTypeError
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value

@@ -34,6 +34,9 @@ ACCELERATORS = (
     Accelerator("H100", ("H100",), HOPPER_SXM),
     Accelerator("H200", ("H200",), HOPPER_SXM),
     Accelerator("B200", ("B200",), _peaks(fp64=37, fp32=75, tf32=1125, fp16=2250, bf16=2250, fp8=4500)),
+    Accelerator("GB200", ("GB200",), _peaks(fp64=40, fp32=80, tf32=1250, fp16=2500, bf16=2500, fp8=5000)),
+    Accelerator("B300", ("B300",), _peaks(fp64=1.2, fp32=75, tf32=1125, fp16=2250, bf16=2250, fp8=4500)),
+    Accelerator("GB300", ("GB300",), _peaks(fp64=1.3, fp32=80, tf32=1250, fp16=2500, bf16=2500, fp8=5000)),
     # one MI250X is two devices (GCDs); the peaks are of one
     Accelerator("MI250X", ("MI250X",), _peaks(fp64=47.9, fp32=47.9, fp16=191.5, bf16=191.5)),
     Accelerator(

@@ -94,3 +94,15 @@ def test_configurations_that_are_to_be_trained_are_good(
             assert main(["check", *words[2:]]) == 0, (shlex.join(words), capsys.readouterr().err)
             checked += 1
     assert checked >= 4
+
+
+COMMAND_LINES = [words for page in PAGES for words in bash_lines(page) if words[0].endswith("megascale")]
+PLANS = [words[1:] for words in COMMAND_LINES if words[1] == "plan"]
+
+
+@pytest.mark.parametrize("words", PLANS, ids=" ".join)
+def test_plans_are_made(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 0

@@ -22,6 +22,12 @@ DATA_SHEETS = {
     ("NVIDIA H200 NVL", "fp8"): 3341 / 2,
     ("NVIDIA B200", "bf16"): 2250,
     ("NVIDIA B200", "fp8"): 4500,
+    ("NVIDIA GB200", "bf16"): 10_000 / 2 / 2,  # of a superchip with two
+    ("NVIDIA GB200", "fp8"): 20_000 / 2 / 2,
+    ("NVIDIA B300 SXM6 AC", "bf16"): 36_000 / 8 / 2,  # of a board with eight
+    ("NVIDIA B300 SXM6 AC", "fp8"): 72_000 / 8 / 2,
+    ("NVIDIA GB300", "bf16"): 360_000 / 72 / 2,  # of a rack
+    ("NVIDIA GB300", "fp8"): 720_000 / 72 / 2,
     ("AMD Instinct MI250X", "bf16"): 383.0 / 2,
     ("AMD Instinct MI300X", "bf16"): 1307.4,
     ("AMD Instinct MI300X", "fp8"): 2614.9,

@@ -1,0 +1,142 @@
+"""The benchmarks that several ranks of this host run together: `megascale bench links` and `megascale bench profile`.
+Outside a job they start their ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megascale.bench.overlap import progress
+from megascale.cli.numbers import count
+from megascale.core.errors import ConfigError, Problem
+from megascale.core.process import die_with
+from megascale.core.rank import Rank, from_environment
+from megascale.launch import local
+from megascale.launch.failure import write_error
+from megascale.plan.own import own_profile, write
+
+if TYPE_CHECKING:
+    from megascale.device import Device
+
+Work = Callable[["Device", Rank], None]
+
+
+def add_links(benchmarks: Any) -> None:
+    """Declare `links`."""
+    help_line = "bandwidth and latency of what ranks of this host send each other, in the ways that training uses"
+    one = benchmarks.add_parser("links", help=help_line, description=f"{help_line[0].upper()}{help_line[1:]}.")
+    one.add_argument("--processes", type=_several, metavar="N", help="ranks (default: one a GPU, or a core; 2 or more)")
+    one.add_argument("--sizes", type=count, nargs="+", metavar="BYTES", help="of tensors (default: 4 KiB to 32 MiB)")
+    one.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run_links(options: argparse.Namespace) -> int:
+    """Measure every operation with every size."""
+
+    def work(device: Device, rank: Rank) -> None:
+        from megascale.bench import links
+
+        found = links.measure(device, rank.rank, rank.world, options.sizes or links.SIZES)
+        if rank.rank == 0:
+            print(json.dumps(links.as_json(found, device)) if options.json else links.table(found, device))
+
+    sizes = ["--sizes", *map(str, options.sizes)] if options.sizes else []
+    return _ranks(["bench", "links", *sizes, *["--json"] * options.json], options.processes, work)
+
+
+def add_profile(benchmarks: Any) -> None:
+    """Declare `profile`."""
+    help_line = "a hardware profile of this machine's processor, which plan reads"
+    one = benchmarks.add_parser("profile", help=help_line, description=f"{help_line[0].upper()}{help_line[1:]}.")
+    one.add_argument("--processes", type=_several, metavar="N", help="ranks that measure at once (default: one a core)")
+    one.add_argument(
+        "--output", type=Path, metavar="FILE.toml", help="where to write it (default: where --hardware this reads it, "
+        f"{own_profile()})",
+    )  # fmt: skip
+    one.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run_profile(options: argparse.Namespace) -> int:
+    """Measure this machine and write its profile."""
+    output = (options.output or own_profile()).resolve()
+    _check_output(output)
+
+    def work(device: Device, rank: Rank) -> None:
+        from megascale.train import machine
+
+        found = machine.measure(device, rank.rank, rank.world, progress if rank.rank == 0 else lambda text: None)
+        if found is None:
+            return
+        write(output, found.tree, _heading(device, rank.world, found))
+        if options.json:
+            print(json.dumps({"output": str(output), **machine.as_json(found)}))
+        else:
+            print(f"{machine.table(found)}\n\nwritten: {output}")
+
+    words = ["bench", "profile", "--output", str(output), *["--json"] * options.json]
+    return _ranks(words, options.processes, work, gpus=False)
+
+
+def _heading(device: Device, ranks: int, found: Any) -> str:
+    import torch
+
+    day = datetime.datetime.now(datetime.UTC).date()
+    worst = max(found.quality.values(), key=lambda each: each.ratio).ratio
+    return (
+        f"{device.name}, {os.cpu_count()} cores: `megascale bench profile` with {ranks} ranks and torch "
+        f"{torch.__version__}, {day}\nThe slowest round took at most {worst:.2f} times the quickest."
+    )
+
+
+def _check_output(path: Path) -> None:
+    """Before minutes are spent. Raises: ConfigError for a file that cannot be written."""
+    try:
+        if path.suffix != ".toml":
+            raise OSError(0, "plan reads profiles by names that end in .toml")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir() or not os.access(path.parent, os.W_OK):
+            raise OSError(0, "it cannot be written")
+    except OSError as error:
+        raise ConfigError([Problem("command line", "--output", f"{path}: {error.strerror}", "another file")]) from None
+
+
+def _ranks(words: list[str], processes: int | None, work: Work, *, gpus: bool = True) -> int:
+    """Do a rank's part of the work, or start the ranks that do."""
+    rank = from_environment()
+    if rank is None:
+        with tempfile.TemporaryDirectory() as logs:
+            return local.run(words, processes or _default(gpus), Path(logs))
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with(os.getppid())  # torchrun, when it is killed, leaves its workers
+    from megascale.comm import init
+    from megascale.device import detect
+
+    try:
+        device = detect(rank.local, allow_gpu=gpus)
+        init.start(rank, device)
+        work(device, rank)
+        init.stop()
+    except Exception as error:
+        write_error(error, rank)
+        raise
+    return 0
+
+
+def _default(gpus: bool) -> int:
+    """A rank a device, and two at least."""
+    from megascale import device
+
+    return max(2, (device.gpus() if gpus else 0) or len(os.sched_getaffinity(0)))
+
+
+def _several(text: str) -> int:
+    if (number := count(text)) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is too few: two ranks or more have something to send")
+    return number

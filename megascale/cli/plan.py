@@ -1,0 +1,132 @@
+"""`megascale plan`: whether a run fits, how fast it will be and why, before a device is booked. It imports torch for
+--exact only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from megascale.cli.main import add_config_arguments
+from megascale.cli.numbers import count, counts, positive
+from megascale.config.explain import load
+from megascale.config.resolved import to_toml
+from megascale.config.run import RunConfig
+from megascale.core.errors import Exit
+from megascale.core.files import write_text
+from megascale.observe import timeline
+from megascale.plan import failures, plot, profiles, report
+from megascale.plan.layouts import VARIED
+from megascale.plan.profiles import Hardware, Stack
+from megascale.plan.report import Plan
+from megascale.plan.search import Found, search
+from megascale.plan.timeline import events
+
+SURE = 0.98
+"""Of a device's room, what the search fills: the formulas are that close to dry runs of models of such a size."""
+
+WIDTH = 200
+"""Columns of text where there is no terminal."""
+
+
+def add_arguments(sub: argparse.ArgumentParser) -> None:
+    """Declare the subcommand's arguments."""
+    add_config_arguments(sub)
+    sub.add_argument("--gpus", type=count, metavar="N", help="devices of the job (default: as few as the layout needs)")
+    names = f"one of {', '.join(profiles.names('hardware'))}, a FILE.toml, or this: what bench profile measured here"
+    sub.add_argument("--hardware", metavar="NAME", required=True, help=names)
+    names = f"one of {', '.join(profiles.names('stacks'))}, or a FILE.toml (default: megascale)"
+    sub.add_argument("--stack", metavar="NAME", default="megascale", help=names)
+    exact = "dry-run the fullest stages: exact memory, FLOPs and messages"
+    sub.add_argument("--exact", action="store_true", help=exact)
+    what = "find the fastest layouts for --gpus; keys set on the command line stay as they are"
+    sub.add_argument("--search", action="store_true", help=what)
+    sub.add_argument(
+        "--output", metavar="FILE.toml", type=Path, help="with --search: write the fastest as a configuration"
+    )
+    sub.add_argument("--tokens", type=positive, metavar="T", help="how long T tokens take, such as 300e9")
+    for name, metavar, value, what in (
+        ("--mtbf", "H", failures.DEVICE_HOURS, "mean hours between failures of one device"),
+        ("--save-s", "S", failures.SAVE_S, "seconds that training stands still for a checkpoint"),
+        ("--restart-s", "S", failures.RESTART_S, "seconds from a failure to the next step"),
+    ):
+        sub.add_argument(name, type=positive, metavar=metavar, default=value, help=f"{what} (default: {value:g})")
+    sub.add_argument("--sweep", metavar="N,N,...", type=counts, default=[], help="these numbers of devices too")
+    sub.add_argument("--timeline", metavar="FILE.json", type=Path, help="write a timeline of the step, for Perfetto")
+    sub.add_argument("--plot", metavar="FILE.png", type=Path, help="draw memory by stage, time by cause, and the sweep")
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
+    sub.set_defaults(refuse=sub.error)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the subcommand and return its exit status: CONFIG for a run that does not fit."""
+    if options.output and not options.search:
+        options.refuse("--output writes what --search finds")
+    if options.search and not options.gpus:
+        options.refuse("--search needs --gpus")
+    hardware = profiles.hardware(options.hardware)
+    stack = profiles.stack_on(hardware, options.stack)
+    found = _search(options, _config(options, None), hardware, stack) if options.search else None
+    if found and not found.best:
+        if options.json:
+            print(json.dumps({"fits": False, "search": report.search_json(found)}))
+        print(report.nothing_fits(options.gpus, found, hardware), file=sys.stderr)
+        return Exit.CONFIG
+    plan = report.plan(found.best[0].config if found else _config(options, options.gpus), hardware, stack)
+    if options.exact:
+        plan = report.with_exact(plan, _exact(plan.config, plan.memory_by_stage))
+    sweep = [report.plan(_config(options, gpus), hardware, stack) for gpus in options.sweep]
+    _write(options, plan, sweep)
+    _print(options, plan, sweep, found)
+    if plan.fits:
+        return Exit.OK
+    fitting = _search(options, plan.config, hardware, stack)
+    print(f"{report.too_large(plan)}; {report.nothing_fits(plan.config.world, fitting, hardware)}", file=sys.stderr)
+    return Exit.CONFIG
+
+
+def _config(options: argparse.Namespace, gpus: int | None) -> RunConfig:
+    """For so many devices. Data need not be there yet."""
+    return load(options.config, options.overrides, world=gpus, data=False)
+
+
+def _search(options: argparse.Namespace, config: RunConfig, hardware: Hardware, stack: Stack) -> Found:
+    """The fastest layouts; keys that the command line sets stay as they are."""
+    fixed = {key for text in options.overrides if (key := text.partition("=")[0].strip()) in VARIED}
+    room = int(SURE * hardware.device.room)
+    return search(config, options.gpus or config.world, hardware, stack, room, fixed)
+
+
+def _exact(config: RunConfig, expected: list[int]) -> dict[str, Any]:
+    from megascale.dryrun.exact import exact  # the only part that needs torch
+
+    return exact(config, expected)
+
+
+def _write(options: argparse.Namespace, plan: Plan, sweep: list[Plan]) -> None:
+    """The files that were asked for."""
+    if options.timeline:
+        ranks = events(plan.config, plan.estimate.replay, plan.hardware.name)
+        timeline.write(options.timeline, (timeline.part(rank, 0.0) for rank in ranks))
+    if options.plot:
+        plot.draw(options.plot, plan, sweep)
+    if options.output:
+        write_text(options.output, to_toml(plan.config))
+
+
+def _print(options: argparse.Namespace, plan: Plan, sweep: list[Plan], found: Found | None) -> None:
+    lost = failures.losses(plan.config.world, options.mtbf, options.save_s, options.restart_s)
+    if options.json:
+        searched = {"search": report.search_json(found)} if found else {}
+        print(json.dumps({**report.as_json(plan, sweep, options.tokens, lost), **searched}))
+        return
+    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
+    if found:
+        console.print(report.search_table(found))
+    for part in report.tables(plan, sweep, options.tokens, lost):
+        console.print(part)

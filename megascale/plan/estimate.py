@@ -1,0 +1,248 @@
+"""How long a step of a configuration takes on some hardware with some stack, and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+from typing import Protocol
+
+from megascale.catalog.optimizers import OPTIMIZERS
+from megascale.catalog.precisions import PRECISIONS
+from megascale.catalog.schedules import SCHEDULES
+from megascale.config.run import RunConfig
+from megascale.layout.buckets import pack
+from megascale.layout.chunks import chunk_buckets
+from megascale.plan.flops import mfu, token_flops
+from megascale.plan.kernels import Kernels
+from megascale.plan.links import Operation, group_route, neighbour_route
+from megascale.plan.profiles import Hardware, Hides, Stack
+from megascale.plan.simulate import Replay, Times, replay
+from megascale.plan.work import Pair, Seconds, Work
+from megascale.schedule.ir import Schedule
+from megascale.schedule.lower import AHEAD, lower
+
+Place = tuple[int, int]
+"""A pipeline rank and its chunk."""
+
+FORMATS = {"fp64": "fp64", "fp32": "fp32", "bf16": "bf16", "fp8": "bf16"}
+"""The format of the matrix products that are not in 8 bits, by precision."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of one step. `causes`: mean seconds over the pipeline's ranks, of which the sum is `step_s`; `exposed`: those of
+    them that are communication, by axis. `bubble`: the pipeline's idle share of a step.
+    """
+
+    step_s: float
+    tokens_per_s: float
+    mfu_full: float
+    mfu_causal: float
+    bubble: float
+    exposed: dict[str, float]
+    causes: dict[str, float]
+    replay: Replay
+
+
+class Known(Protocol):
+    """What of a step no efficiency changes: numbers in the buckets of each chunk, and what each pipeline rank does."""
+
+    @property
+    def numbers(self) -> Mapping[Place, list[int]]: ...
+
+    def replay(self, v: int, times: Times, hides: Hides) -> Replay:
+        """Of a step, with `v` chunks on each rank."""
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """`Known`, as lists."""
+
+    numbers: Mapping[Place, list[int]]
+    schedule: Schedule
+
+    def replay(self, v: int, times: Times, hides: Hides) -> Replay:
+        return replay(self.schedule, v, times, hides)
+
+
+def skeleton(config: RunConfig, stack: Stack) -> Skeleton:
+    """Of a resolved configuration."""
+    p, shards = config.parallel, config.dp * config.parallel.cp
+    assert p.schedule is not None, "a resolved configuration names its schedule"
+    numbers = {
+        (rank, chunk): [pack(bucket, p.tp, shards).size for bucket in cut]
+        for rank in range(p.pp)
+        for chunk, cut in enumerate(chunk_buckets(config, rank))
+    }
+    compute = SCHEDULES[p.schedule].load()(p.pp, p.vpp, config.micro_batches)
+    ahead = AHEAD if stack.hides.pp and config.overlap.pp else 0
+    return Skeleton(numbers, lower(compute, p.vpp, ahead=ahead, reduce_each=reduces_each(config, stack)))
+
+
+def reduces_each(config: RunConfig, stack: Stack) -> bool:
+    """Whether gradients are reduced after each backward, in a step's schedule."""
+    return config.parallel.zero == 2 and not stack.shards_weights
+
+
+def step_time(config: RunConfig, hardware: Hardware, stack: Stack, known: Known | None = None) -> float:
+    """Seconds of a step of a resolved configuration: what `estimate` says, sooner."""
+    return Model(config, hardware, stack, known or skeleton(config, stack)).step()[0]
+
+
+def estimate(config: RunConfig, hardware: Hardware, stack: Stack, known: Known | None = None) -> Estimate:
+    """Of a resolved configuration."""
+    model = Model(config, hardware, stack, known or skeleton(config, stack))
+    step, found = model.step()
+    causes = model.causes(found.last, step)
+    tokens = config.batch.total * config.model.seq_length / step
+    flops, peak = token_flops(config.model), hardware.device.peak_of(model.format) * config.world / model.crowd
+    return Estimate(
+        step,
+        tokens,
+        mfu(flops.full, tokens, peak),
+        mfu(flops.causal, tokens, peak),
+        causes["bubble"] / step,
+        {axis: causes[axis] for axis in ("tp", "pp", "dp")},
+        causes,
+        found,
+    )
+
+
+class Model:
+    """The times of a configuration's parts."""
+
+    def __init__(self, config: RunConfig, hardware: Hardware, stack: Stack, known: Known) -> None:
+        p, overlap = config.parallel, config.overlap
+        facts = PRECISIONS[config.train.precision].facts
+        self.config, self.hardware, self.stack = config, hardware, stack
+        self.format = FORMATS[config.train.precision]
+        self.kernels = Kernels(hardware, stack, self.format, facts["compute_bytes"])
+        self.work = Work(config, hardware, stack, self.kernels)
+        can = stack.hides
+        self.hides = Hides(tp=can.tp, pp=can.pp and overlap.pp, dp=can.dp and overlap.dp)
+        self.dp = group_route(hardware, config.dp, p.tp * p.cp)
+        self.crowd = hardware.node.ranks_a_core(config.world)
+        self.places = [(rank, chunk) for rank in range(p.pp) for chunk in range(p.vpp)]
+        chunks = {place: self.work.chunk(*place) for place in self.places}
+        slowed = {pair: self._slowed(pair) for pair in set(chunks.values())}
+        self.pairs = {place: slowed[pair] for place, pair in chunks.items()}
+        self.numbers, self.known = known.numbers, known
+        if stack.shards_weights:
+            self.pairs = {place: self._with_gathers(place, pair) for place, pair in self.pairs.items()}
+        self.update = max(self._update(rank) for rank in range(p.pp))
+
+    def step(self) -> tuple[float, Replay]:
+        """Its seconds, and its pipeline."""
+        found = self.known.replay(self.config.parallel.vpp, self.times(), self.hides)
+        return self.seconds(found.last), found
+
+    def seconds(self, pipeline: float) -> float:
+        """Of a step whose pipeline takes so many: at least what all ranks' work takes the cores that they share."""
+        return max(pipeline + self.update + self.stack.attained.step_s, self.turns())
+
+    def turns(self) -> float:
+        """Seconds in which ranks that share cores have all had their turns: who waits leaves its core to another."""
+        if self.crowd == 1:
+            return 0.0
+        p, count, times = self.config.parallel, self.config.micro_batches, self.times()
+        work = sum(each[place] for each in (times.forward, times.backward) for place in self.places) * count
+        work += sum(sum(each.values()) for each in (times.reduce, times.gather))
+        work += 2 * (p.pp * p.vpp - 1) * count * (times.message + times.hops)
+        return self.crowd * (work / p.pp + self.update + self.stack.attained.step_s)
+
+    def times(self) -> Times:
+        """For the replay."""
+        c, p = self.config, self.config.parallel
+        stride = p.tp * p.cp * c.dp
+        between = neighbour_route(self.hardware, stride, c.world)
+        activation = self.work.whole / p.tp
+        hops = 0.0 if p.sp or p.tp == 1 else self.work.gather()  # each rank has sent its part
+        apart = self.stack.shards_weights
+        return Times(
+            {place: pair.forward.total for place, pair in self.pairs.items()},
+            {place: pair.backward.total for place, pair in self.pairs.items()},
+            between.message(activation),
+            hops,
+            {} if apart else {place: self._reduce(place) for place in self.places},
+            {} if apart or not p.zero else {place: self._gather(place) for place in self.places},
+            {place: len(numbers) for place, numbers in self.numbers.items()},
+            1 - self.hardware.attained.hiding,
+            contends=between.network and self.dp.network,
+        )
+
+    def causes(self, ended: float, step: float) -> dict[str, float]:
+        """Mean seconds of a rank by cause. What a step would be shorter by if its messages, or its collectives over
+        dp, took no time, they cost; what is left idle then is the bubble.
+        """
+        p, count = self.config.parallel, self.config.micro_batches
+        total = sum((pair.forward + pair.backward for pair in self.pairs.values()), Seconds()) * (count / p.pp)
+        silent = replace(self.times(), message=0.0, hops=0.0)
+        without_pp = self.known.replay(p.vpp, silent, self.hides).last
+        bare = self.known.replay(p.vpp, replace(silent, reduce={}, gather={}), self.hides).last
+        return {
+            "gemm": total.gemm,
+            "attention": total.attention,
+            "elementwise": total.elementwise,
+            "stragglers": total.stragglers,
+            "tp": total.tp,
+            "pp": ended - without_pp,
+            "dp": total.dp + without_pp - bare,
+            "bubble": bare - total.total,
+            "optimizer": self.update,
+            **self._shared(ended, step),
+        }
+
+    def _shared(self, ended: float, step: float) -> dict[str, float]:
+        """What is left of a step after its pipeline and the update."""
+        rest = step - ended - self.update
+        if self.crowd == 1:
+            return {"other": rest}
+        other = self.stack.attained.step_s
+        return {"other": other, "cores": rest - other}
+
+    def _slowed(self, pair: Pair) -> Pair:
+        """All wait for the slowest of the devices that meet in every step."""
+        late = self.hardware.spread * largest_of(self.config.world)
+        return Pair(*(each + Seconds(stragglers=each.compute * late) for each in (pair.forward, pair.backward)))
+
+    def _reduce(self, place: Place) -> float:
+        size = PRECISIONS[self.config.train.precision].facts["accumulate_bytes"]
+        size = self.stack.gradient_bytes or size
+        operation: Operation = "reduce_scatter" if self.config.parallel.zero else "all_reduce"
+        return sum(self.dp.collective(operation, size * n, self.config.dp) for n in self.numbers[place])
+
+    def _gather(self, place: Place) -> float:
+        size = PRECISIONS[self.config.train.precision].facts["compute_bytes"]
+        return sum(self.dp.collective("all_gather", size * n, self.config.dp) for n in self.numbers[place])
+
+    def _with_gathers(self, place: Place, pair: Pair) -> Pair:
+        """Weights gathered before each forward and each backward, and gradients reduced after it, a layer ahead."""
+        gather, layers = self._gather(place), max(1, self.config.model.num_layers // len(self.places))
+        reduce = self._reduce(place)
+
+        def shown(travel: float, compute: float) -> Seconds:
+            if not self.hides.dp:
+                return Seconds(dp=travel)
+            least = max(1 / layers, 1 - self.hardware.attained.hiding)
+            return Seconds(dp=max(travel * least, travel - compute * (layers - 1) / layers))
+
+        forward = pair.forward + shown(gather, pair.forward.total)
+        return Pair(forward, pair.backward + shown(gather + reduce, pair.backward.total))
+
+    def _update(self, pp_rank: int) -> float:
+        """Of the optimizer: every number of a rank's shard is read and written, the gradient read and cleared."""
+        facts = PRECISIONS[self.config.train.precision].facts
+        tensors = OPTIMIZERS[self.config.optimizer.name].facts["state"] + (1 if facts["master"] else 0)
+        numbers = sum(sum(self.numbers[pp_rank, chunk]) for chunk in range(self.config.parallel.vpp))
+        sharded = self.config.parallel.zero or self.stack.shards_weights
+        own = numbers / (self.config.dp if sharded else 1)
+        wide = facts["accumulate_bytes"]
+        gradients = own if self.stack.shards_weights else numbers
+        return self.kernels.update(own * (2 * tensors * wide + 2 * wide + facts["compute_bytes"]) + gradients * wide)
+
+
+def largest_of(count: int) -> float:
+    """The expected largest of so many numbers of a standard normal distribution (Blom 1958)."""
+    return NormalDist().inv_cdf((count - math.pi / 8) / (count - math.pi / 4 + 1)) if count > 1 else 0.0

@@ -1,0 +1,149 @@
+"""The layouts that a number of devices allows: every way to set the keys of `VARIED` that passes the rules.
+
+What divides is enumerated; what else decides is asked of `config.rules`, axis by axis, for a rule relates few keys.
+`Space.legal` asks all of them of one configuration.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from megascale.catalog.schedules import SCHEDULES
+from megascale.config.rules import RULES, divisors, world_findings
+from megascale.config.run import RunConfig
+
+
+class Layout(NamedTuple):
+    """A value for each key of `VARIED`."""
+
+    tp: int = 1
+    sp: bool = False
+    pp: int = 1
+    vpp: int = 1
+    schedule: str = "1f1b"
+    dp: int = 1
+    micro: int = 1
+    recompute: str = "none"
+    zero: int = 1
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """The keys of a configuration that say so."""
+        return dict(zip(VARIED, self, strict=True))
+
+
+SECTIONS = {"micro": "batch", "recompute": "train"}
+VARIED = tuple(f"{SECTIONS.get(name, 'parallel')}.{name}" for name in Layout._fields)
+"""The keys that differ between layouts, in the order of the fields of `Layout`."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """The layouts of a resolved `config` on `devices`; the keys that `fixed` names stay as they are.
+
+    A key that changes nothing stays too: sp without tp, zero without dp. Those that may not suit a layout, how layers
+    are cut into chunks and what of a chunk is computed again, stay where they do.
+    """
+
+    config: RunConfig
+    devices: int
+    fixed: frozenset[str]
+
+    def layouts(self, tps: Collection[int]) -> Iterator[Layout]:
+        """All legal ones, with these tp only and of each the first of its `zeros`; always in the same order."""
+        total, cp = self.config.batch.total, self.config.parallel.cp
+        for (tp, sp), (pp, vpp, schedule, recompute) in itertools.product(self._tensors(tps), self._pipelines):
+            dp, left = divmod(self.devices, tp * cp * pp)
+            if left or total % dp or dp not in self._values("parallel.dp", [dp]):
+                continue
+            for micro in self._micros:
+                if total // dp % micro == 0:
+                    yield Layout(tp, sp, pp, vpp, schedule, dp, micro, recompute, self.zeros(dp)[0])
+
+    def zeros(self, dp: int) -> list[int]:
+        """What may be sharded over dp."""
+        return self._values("parallel.zero", (0, 1, 2) if dp > 1 else (self.config.parallel.zero,))
+
+    def applied(self, layout: Layout) -> RunConfig:
+        """The configuration with this layout, resolved."""
+        return _applied(self.config, layout, self.fixed)
+
+    def legal(self, config: RunConfig) -> bool:
+        """Whether all rules that read a key of `VARIED` pass, for so many devices."""
+        return _passes(config) and not any(world_findings(config, self.devices))
+
+    def _values(self, key: str, all: Iterable[Any]) -> list[Any]:
+        section, _, name = key.partition(".")
+        return [getattr(getattr(self.config, section), name)] if key in self.fixed else list(all)
+
+    @property
+    def _alone(self) -> Layout:
+        """One device, beside which an axis is judged."""
+        return Layout(micro=self.config.batch.micro, zero=self.config.parallel.zero)
+
+    def _tensors(self, tps: Collection[int]) -> list[tuple[int, bool]]:
+        found = []
+        for tp in self._values("parallel.tp", tps):
+            for sp in self._values("parallel.sp", (False, True) if tp > 1 else (self.config.parallel.sp,)):
+                if _passes(_applied(self.config, self._alone._replace(tp=tp, sp=sp))):
+                    found.append((tp, sp))
+        return found
+
+    @cached_property
+    def _micros(self) -> list[int]:
+        found = self._values("batch.micro", divisors(self.config.batch.total))
+        return [micro for micro in found if _passes(_applied(self.config, self._alone._replace(micro=micro)))]
+
+    @cached_property
+    def _pipelines(self) -> list[tuple[int, int, str, str]]:
+        """Stages, chunks, the schedule and what is computed again."""
+        most, found = max(self.config.model.num_layers, len(self.config.parallel.layers_per_chunk or ())), []
+        for pp in self._values("parallel.pp", divisors(self.devices, most)):
+            for vpp in self._values("parallel.vpp", range(1, most // pp + 1)):
+                for schedule, recompute in itertools.product(self._schedules(pp, vpp), self._recomputes):
+                    layout = self._alone._replace(pp=pp, vpp=vpp, schedule=schedule, recompute=recompute)
+                    if _passes(self.applied(layout)):
+                        found.append((pp, vpp, schedule, recompute))
+        return found
+
+    @property
+    def _recomputes(self) -> list[str]:
+        return self._values("train.recompute", ("none", "selective", "full"))
+
+    def _schedules(self, pp: int, vpp: int) -> list[str]:
+        """Of one chunk a rank those that are for one: others do the same then. None that piles micro-batches up: it
+        takes as long as one that does not, and more memory.
+        """
+        facts = {card.name: card.facts for card in SCHEDULES.cards.values()}
+        suit = [name for name in facts if facts[name]["chunks"] == (vpp > 1) and not facts[name]["piles"]]
+        return self._values("parallel.schedule", suit[:1] if pp == 1 else suit)
+
+
+def _applied(config: RunConfig, layout: Layout, fixed: Collection[str] = ()) -> RunConfig:
+    p, t = config.parallel, config.train
+    parallel = dict(zip(Layout._fields, layout, strict=True))
+    batch, train = {"micro": parallel.pop("micro")}, {"recompute": parallel.pop("recompute")}
+    chunks = layout.recompute != "none" and max(t.recompute_chunks or [0]) < layout.vpp
+    for changes, key, suits in (
+        (parallel, "parallel.layers_per_chunk", len(p.layers_per_chunk or ()) == layout.pp * layout.vpp),
+        (train, "train.recompute_ops", layout.recompute == "selective"),
+        (train, "train.recompute_chunks", chunks),
+    ):
+        if not suits and key not in fixed:
+            changes[key.partition(".")[2]] = None
+    return config.model_copy(
+        update={
+            "parallel": p.model_copy(update=parallel),
+            "batch": config.batch.model_copy(update=batch),
+            "train": t.model_copy(update=train),
+        }
+    )
+
+
+def _passes(config: RunConfig) -> bool:
+    sections = {key.partition(".")[0] for key in VARIED}
+    return not any(any(rule(config)) for reads, rule in RULES if sections.intersection(reads))

@@ -1,0 +1,204 @@
+"""The fastest layouts of a model on a number of devices.
+
+Best first, branch and bound: layouts wait in a queue by the least time that they may take, which is made exact in
+stages (`least.Floors`, then `least.least_time`, then a replay), each only when it is a layout's turn. The search ends
+when no layout that waits can be faster than the last that is kept. Memory is judged likewise: by a floor at once, of
+the first rank when it is a layout's turn, and of all ranks where it is fast enough to be kept.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from megascale.catalog.schedules import SCHEDULES
+from megascale.config.rules import divisors
+from megascale.config.run import RunConfig
+from megascale.plan.candidate import Candidate, lost
+from megascale.plan.layouts import Layout, Space
+from megascale.plan.least import Floors
+from megascale.plan.memory import RankBytes, fullest_rank, of_rank, representative
+from megascale.plan.profiles import Hardware, Stack
+from megascale.plan.steps import Steps
+
+KEPT = 10
+"""Layouts that are returned, unless asked otherwise."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Layouts: all `legal` ones, of which some are `too_large`, some `pruned` since they cannot be fast enough, and the
+    others `simulated`. Those of which neither time nor room would do are one or the other.
+    """
+
+    legal: int = 0
+    too_large: int = 0
+    pruned: int = 0
+    simulated: int = 0
+
+
+@dataclass(frozen=True)
+class Smallest:
+    """The layout that needs least memory, and the bytes of its fullest rank."""
+
+    layout: Layout
+    config: RunConfig
+    memory: RankBytes
+
+
+@dataclass(frozen=True)
+class Found:
+    """The fastest layouts that fit, the fastest first. `smallest`: where none fits, unless none is legal."""
+
+    best: tuple[Candidate, ...]
+    counts: Counts
+    smallest: Smallest | None = None
+
+
+def search(
+    config: RunConfig,
+    devices: int,
+    hardware: Hardware,
+    stack: Stack,
+    room: int,
+    fixed: Collection[str] = (),
+    kept: int = KEPT,
+) -> Found:
+    """The `kept` fastest layouts of a resolved configuration, whose own layout counts only in the keys that `fixed`
+    names (`parallel.tp`, `batch.micro`). `room`: bytes of a device for a rank's tensors.
+
+    tp stays inside a node, whose links it needs, if any layout fits so.
+    """
+    space = Space(config, devices, frozenset(fixed))
+    tps = divisors(devices, config.model.num_heads)
+    inside = [tp for tp in tps if hardware.node.devices % tp == 0]
+    bound = _Search(space, hardware, stack, room, kept)
+    found = bound.among(inside)
+    if not found.best and inside != tps and "parallel.tp" not in fixed:
+        found = bound.among(tps)
+    return found if found.best else replace(found, smallest=bound.smallest())
+
+
+class _Ranked(NamedTuple):
+    """A layout that fits; they compare as they are ranked."""
+
+    step_s: float
+    bytes: int
+    layout: Layout
+
+
+class _Waiting(NamedTuple):
+    """A layout in a queue. `least`: seconds, or bytes. `stage`: how exact."""
+
+    least: float
+    stage: int
+    layout: Layout
+
+
+class _Search:
+    """Its counts and its best, as they grow."""
+
+    def __init__(self, space: Space, hardware: Hardware, stack: Stack, room: int, kept: int) -> None:
+        self._space, self._room, self._kept = space, room, kept
+        self._floors, self._steps = Floors(space, hardware, stack), Steps(hardware, stack)
+        self._tps: Collection[int] = ()
+        self._best: list[_Ranked] = []
+        self._memory: dict[Layout, RankBytes] = {}
+        self._illegal = self._large = self._simulated = 0
+
+    def among(self, tps: Collection[int]) -> Found:
+        """The best with one of these tp."""
+        self._tps, self._best = tps, []
+        self._illegal = self._large = self._simulated = legal = 0
+        queue = list[_Waiting]()
+        for layout in self._space.layouts(tps):
+            sharded = self._sharded(layout)
+            fitting = [each for each in sharded if self._floors.memory(each) <= self._room]
+            legal, self._large = legal + len(sharded), self._large + len(sharded) - len(fitting)
+            if fitting:
+                queue.append(_Waiting(self._floors.step_s(layout), 0, layout))
+        heapq.heapify(queue)
+        while queue and queue[0].least <= self._limit:
+            waiting = heapq.heappop(queue)
+            if waiting.stage:
+                self._simulate(waiting.layout)
+                continue
+            for each in self._sharded(waiting.layout):
+                if self._floors.memory(each) <= self._room:
+                    least = max(waiting.least, self._steps.least_s(self._space.applied(each)))
+                    heapq.heappush(queue, _Waiting(least, 1, each))
+        legal -= self._illegal
+        counts = Counts(legal, self._large, legal - self._large - self._simulated, self._simulated)
+        return Found(tuple(self._candidates()), counts)
+
+    def smallest(self) -> Smallest | None:
+        """That which needs least memory, with the tp that were last asked for."""
+        queue = [
+            _Waiting(self._floors.memory(each), 0, each)
+            for layout in self._space.layouts(self._tps)
+            for each in self._sharded(layout)
+        ]
+        heapq.heapify(queue)
+        best: tuple[int, Layout] | None = None
+        while queue and (best is None or queue[0].least < best[0]):
+            waiting = heapq.heappop(queue)
+            config = self._space.applied(waiting.layout)
+            if waiting.stage == 0:
+                heapq.heappush(queue, _Waiting(_first_rank(config).total, 1, waiting.layout))
+            elif self._space.legal(config):
+                found = fullest_rank(config).total, waiting.layout
+                best = found if best is None else min(best, found)
+        if best is None:
+            return None
+        config = self._space.applied(best[1])
+        return Smallest(best[1], config, fullest_rank(config))
+
+    @property
+    def _limit(self) -> float:
+        """Seconds that a step may take to be kept."""
+        return self._best[-1].step_s if len(self._best) == self._kept else float("inf")
+
+    def _sharded(self, layout: Layout) -> list[Layout]:
+        return [layout._replace(zero=zero) for zero in self._space.zeros(layout.dp)]
+
+    def _simulate(self, layout: Layout) -> None:
+        config = self._space.applied(layout)
+        if not self._space.legal(config):
+            self._illegal += 1
+            return
+        any_time = len(self._best) < self._kept  # is fast enough: memory is known sooner
+        if _first_rank(config).total > self._room or (any_time and not self._fits(layout, config)):
+            self._large += 1
+            return
+        step_s = self._steps.step_s(config)
+        if step_s > self._limit:
+            self._simulated += 1
+        elif any_time or self._fits(layout, config):
+            self._simulated += 1
+            found = _Ranked(step_s, self._memory[layout].total, layout)
+            self._best = sorted([*self._best, found])[: self._kept]
+        else:
+            self._large += 1
+
+    def _fits(self, layout: Layout, config: RunConfig) -> bool:
+        self._memory[layout] = fullest_rank(config)
+        return self._memory[layout].total <= self._room
+
+    def _candidates(self) -> Iterator[Candidate]:
+        first: Candidate | None = None
+        for ranked in self._best:
+            config = self._space.applied(ranked.layout)
+            found = Candidate(ranked.layout, config, self._memory[ranked.layout], self._steps.estimate(config))
+            yield replace(found, lost=lost(found, first)) if first else found
+            first = first or found
+
+
+def _first_rank(config: RunConfig) -> RankBytes:
+    """Of a rank of the first pipeline stage: as a rule the fullest."""
+    p = config.parallel
+    assert p.schedule is not None, "a resolved configuration names its schedule"
+    card, count = SCHEDULES[p.schedule], config.micro_batches
+    orders = card.load()(p.pp, p.vpp, count if card.facts["piles"] else representative(p.pp, count))
+    return of_rank(config, 0, orders[0])

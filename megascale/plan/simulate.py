@@ -1,0 +1,189 @@
+"""A step replayed: every pipeline rank's actions in their order, on streams of compute and of communication.
+
+The rules are those of the executor (`megascale.parallel.pipeline`) and of `megascale.parallel.gradients`: compute does
+one action after another and waits for the message and the weights that it needs; a message leaves when it is made; a
+chunk's gradients are reduced after its last backward, its weights gathered before its first forward. What a stack does
+not hide is done in compute's own time. Ranks that differ in tp or dp only do the same at the same time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from megascale.plan.profiles import Hides
+from megascale.schedule.ir import Action, Kind, Schedule
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of what a rank does, by its place in the pipeline and by chunk. `message`: between neighbours; `hops`:
+    what a receiver does with it in compute's time; `reduce`, `gather`: of a chunk over dp, in so many `buckets` one
+    after another (1 if not named); `drag`: the part of hidden ones that compute takes longer by; `contends`: whether
+    messages and dp share a way.
+    """
+
+    forward: Mapping[tuple[int, int], float]
+    backward: Mapping[tuple[int, int], float]
+    message: float
+    hops: float
+    reduce: Mapping[tuple[int, int], float]
+    gather: Mapping[tuple[int, int], float]
+    buckets: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    drag: float = 0.0
+    contends: bool = False
+
+
+class Span(NamedTuple):
+    """Something that happened on a rank: `row` is the stream. `wait`: seconds before it in which compute did nothing
+    but wait for it.
+    """
+
+    rank: int
+    row: str
+    action: Action
+    start: float
+    end: float
+    wait: float = 0.0
+
+
+@dataclass
+class Replay:
+    """What came of it. `end`: when each rank's compute is done; `reduced`: when its gradients are; `spans` in no
+    order.
+    """
+
+    end: list[float]
+    reduced: list[float]
+    spans: list[Span] = field(default_factory=list)
+
+    @property
+    def last(self) -> float:
+        """When all is done."""
+        return max(*self.end, *self.reduced)
+
+
+def replay(schedule: Schedule, v: int, times: Times, hides: Hides) -> Replay:
+    """Run a lowered schedule of p ranks with `v` chunks each.
+
+    Raises: RuntimeError if it does not come to its end.
+    """
+    ranks = [_Rank(number, order, len(schedule), v, times, hides) for number, order in enumerate(schedule)]
+    arrived: dict[tuple[Kind, int, int], float] = {}
+    waiting = set(range(len(ranks)))
+    while waiting:
+        moved = [number for number in sorted(waiting) if ranks[number].advance(arrived)]
+        waiting -= {number for number in waiting if ranks[number].done}
+        if not moved and waiting:
+            raise RuntimeError(f"the schedule does not end: ranks {sorted(waiting)} wait for each other")
+    for rank in ranks:
+        rank.finish()
+    return Replay(
+        [rank.now for rank in ranks], [rank.dp for rank in ranks], [span for rank in ranks for span in rank.spans]
+    )
+
+
+class _Rank:
+    """One rank's clock and streams. `now`: compute's; `dp`: until when its collectives over dp take."""
+
+    def __init__(self, number: int, order: list[Action], p: int, v: int, times: Times, hides: Hides) -> None:
+        self._number, self._order, self._p, self._v = number, order, p, v
+        self._times, self._hides = times, hides
+        self._at = 0
+        self._free: dict[Kind, float] = defaultdict(float)  # when a way to another rank is free
+        self._gathered: dict[int, float] = {}
+        self._late: list[Action] = []  # reductions that nothing hides
+        self.now = self.dp = 0.0
+        self.spans: list[Span] = []
+        self._gather_all()
+
+    @property
+    def done(self) -> bool:
+        return self._at == len(self._order)
+
+    def advance(self, arrived: dict[tuple[Kind, int, int], float]) -> bool:
+        """Do all that can be done; whether there was something."""
+        first = self._at
+        while not self.done and self._do(self._order[self._at], arrived):
+            self._at += 1
+        return self._at > first
+
+    def finish(self) -> None:
+        """The reductions that wait for the end."""
+        for action in self._late:
+            self._reduce(action)
+            self.now = max(self.now, self.dp)
+
+    def _do(self, action: Action, arrived: dict[tuple[Kind, int, int], float]) -> bool:
+        kind, place = action.kind, (self._number, action.chunk)
+        if kind in (Kind.F, Kind.B):
+            stage = action.chunk * self._p + self._number
+            inner = stage > 0 if kind is Kind.F else stage < self._p * self._v - 1
+            if self._p > 1 and inner and (kind, stage, action.microbatch) not in arrived:
+                return False
+            if kind is Kind.F:
+                self._wait(self._gathered.get(action.chunk, 0.0), "dp", action)
+            if self._p > 1 and inner:
+                self._wait(arrived.pop((kind, stage, action.microbatch)), "pp", action)
+                self.now += self._times.hops
+            took = (self._times.forward if kind is Kind.F else self._times.backward)[place]
+            self.spans.append(Span(self._number, "compute", action, self.now, self.now + took))
+            self.now += took
+        elif kind in (Kind.SEND_F, Kind.SEND_B):
+            self._send(action, arrived)
+        elif kind is Kind.REDUCE and self._times.reduce.get(place):
+            if self._hides.dp:
+                self._reduce(action)
+            else:
+                self._late.append(action)
+        return True
+
+    def _wait(self, until: float, row: str, action: Action) -> None:
+        if until > self.now:
+            self.spans.append(Span(self._number, row, action, self.now, until, until - self.now))
+            self.now = until
+
+    def _send(self, action: Action, arrived: dict[tuple[Kind, int, int], float]) -> None:
+        forward = action.kind is Kind.SEND_F
+        stage = action.chunk * self._p + self._number + (1 if forward else -1)
+        took = self._times.message
+        start = max(self.now, self._free[action.kind])
+        if self._times.contends and start < self.dp:  # both have half of the way
+            self.dp += took
+            took *= 2
+        self._free[action.kind] = end = start + took
+        arrived[Kind.F if forward else Kind.B, stage, action.microbatch] = end
+        self.spans.append(Span(self._number, "pp", action, start, end, 0.0 if self._hides.pp else end - self.now))
+        if not self._hides.pp:
+            self.now = end
+
+    def _gather_all(self) -> None:
+        """Weights of the first chunk that is needed first; what hides nothing waits for all of them."""
+        for action in self._order:
+            if action.kind is Kind.GATHER and (took := self._times.gather.get((self._number, action.chunk), 0.0)):
+                self.spans.append(Span(self._number, "dp", action, self.dp, self.dp + took))
+                self.dp += took
+                self._gathered[action.chunk] = self._ready(action.chunk, self.dp, took)
+        if not self._hides.dp and self.dp:
+            self.spans.append(Span(self._number, "dp", Action(Kind.GATHER, 0, 0), 0.0, self.dp, self.dp))
+            self.now = self.dp
+
+    def _ready(self, chunk: int, end: float, took: float) -> float:
+        """When the forward of a chunk may begin whose buckets have arrived by `end`: each before it is needed."""
+        buckets = self._times.buckets.get((self._number, chunk), 1)
+        return max(end - took * (1 - 1 / buckets), end - self._times.forward[self._number, chunk] * (1 - 1 / buckets))
+
+    def _reduce(self, action: Action) -> None:
+        """Behind the rest of the backward, from the first bucket that is complete; the last one comes after it."""
+        place = self._number, action.chunk
+        took, start, rest = self._times.reduce[place], self.now, 0.0
+        if self._hides.dp:
+            rest = 1 - 1 / self._times.buckets.get(place, 1)
+            start -= self._times.backward[place] * rest
+        start = max(start, self.dp)
+        self.dp = max(start + took, self.now + took * (1 - rest))
+        shown = took * rest * self._times.drag if self._hides.dp else self.dp - self.now
+        self.now += shown if self._hides.dp else 0.0
+        self.spans.append(Span(self._number, "dp", action, start, self.dp, shown))

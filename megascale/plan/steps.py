@@ -1,0 +1,69 @@
+"""Steps of many layouts of one configuration: how long each takes, at least and replayed, and why. What layouts share
+is found once.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+
+from megascale.catalog.schedules import SCHEDULES
+from megascale.config.run import RunConfig
+from megascale.layout.buckets import pack
+from megascale.layout.chunks import chunk_buckets, stages_of
+from megascale.plan.estimate import Estimate, Model, Place, estimate, reduces_each, step_time
+from megascale.plan.least import least_time
+from megascale.plan.profiles import Hardware, Stack
+from megascale.plan.steady import Repeating
+from megascale.schedule.ir import Schedule
+from megascale.schedule.lower import lower
+
+RECENT = 16
+"""Schedules that are kept: neighbours in the search often have the same."""
+
+
+class Steps:
+    """Times on some hardware with some stack, of resolved configurations that differ in their layouts alone."""
+
+    def __init__(self, hardware: Hardware, stack: Stack) -> None:
+        self._hardware, self._stack = hardware, stack
+        self._numbers: dict[tuple[object, ...], list[int]] = {}
+        self._lowered = lru_cache(RECENT)(_lowered)
+
+    def least_s(self, config: RunConfig) -> float:
+        """Seconds that a step takes at least, whatever the order of its actions."""
+        p, model = config.parallel, Model(config, self._hardware, self._stack, self.known(config))
+        each, count = reduces_each(config, self._stack), config.micro_batches
+        return model.seconds(least_time(model.times(), p.pp, p.vpp, count, model.hides, reduce_each=each))
+
+    def step_s(self, config: RunConfig) -> float:
+        """Seconds of a step."""
+        return step_time(config, self._hardware, self._stack, self.known(config))
+
+    def estimate(self, config: RunConfig) -> Estimate:
+        """All of a step, but that its replay may have no spans."""
+        return estimate(config, self._hardware, self._stack, self.known(config))
+
+    def known(self, config: RunConfig) -> Repeating:
+        """What of a step no efficiency changes."""
+        p, each = config.parallel, reduces_each(config, self._stack)
+        schedule = partial(self._lowered, p.schedule, p.pp, p.vpp, each)
+        return Repeating(self._buckets(config), p.pp, config.micro_batches, each, schedule)
+
+    def _buckets(self, config: RunConfig) -> dict[Place, list[int]]:
+        """Numbers in them: chunks with as many layers have the same, but for the ends of the network."""
+        p, layout, shards = config.parallel, stages_of(config), config.dp * config.parallel.cp
+        found = {}
+        for rank in range(p.pp):
+            for chunk in range(p.vpp):
+                index = layout.index(rank, chunk)
+                alike = p.tp, shards, len(layout.layers(index)), index == 0, index == layout.count - 1
+                if alike not in self._numbers:
+                    buckets = chunk_buckets(config, rank)[chunk]
+                    self._numbers[alike] = [pack(bucket, p.tp, shards).size for bucket in buckets]
+                found[rank, chunk] = self._numbers[alike]
+        return found
+
+
+def _lowered(name: str, p: int, v: int, reduce_each: bool, count: int) -> Schedule:
+    """Receives may stand anywhere, for a replay does nothing at them."""
+    return lower(SCHEDULES[name].load()(p, v, count), v, ahead=0, reduce_each=reduce_each)

@@ -1,0 +1,146 @@
+"""`megascale plan` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megascale.cli.main import main
+from tests.runs import GPT, settings, write_config
+
+BIG = "configs/gpu/megascale-175b.toml"
+JOB = ["plan", BIG, "--gpus", "12288", "--hardware", "a100-80g-roce"]
+KEYS = {
+    "fits", "memory_bytes", "step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "mfu_full", "mfu_causal", "bubble",
+    "exposed_s", "layout",
+}  # fmt: skip
+
+
+def answer(capsys: pytest.CaptureFixture[str], *more: str, job: list[str] = JOB) -> dict:
+    assert main([*job, *more, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_json_has_what_machines_ask_for(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, "--tokens", "300e9", "--sweep", "3072,6144")
+    assert set(found) >= KEYS
+    assert found["fits"] is True
+    memory = found["memory_bytes"]
+    assert memory.pop("total") == sum(memory.values()) == max(found["memory_bytes_by_stage"])
+    assert found["layout"]["dp"] == 192
+    assert found["step_time_s"] == pytest.approx(sum(found["causes_s"].values()))
+    assert found["tokens_per_s_per_gpu"] * 12288 == pytest.approx(found["tokens_per_s"])
+    assert found["job"]["days"] == pytest.approx(300e9 / found["tokens_per_s"] / 86400)
+    assert found["job"]["days_with_failures"] > found["job"]["days"]
+    assert [each["gpus"] for each in found["sweep"]] == [3072, 6144]
+    assert found["sweep"][0]["step_time_s"] > found["sweep"][1]["step_time_s"] > found["step_time_s"]
+
+
+def test_it_answers_at_once_and_without_torch() -> None:
+    code = "import sys; from megascale.cli.main import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, *JOB], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "megascale-175b: 174.77B parameters, tp 8 sp x pp 8 (vpp 6) x dp 192 = 12288 x a100-80g-roce" in done.stdout
+    for words in ("MFU", "fits", "matrix products", "pipeline bubble"):
+        assert words in done.stdout
+
+
+def test_a_timeline_is_one_that_viewers_open(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+    found = answer(capsys, "--timeline", str(path), job=[*JOB[:2], "--gpus", "256", *JOB[4:], "batch.global=96"])
+    slices = [each for each in json.loads(path.read_text())["traceEvents"] if each["ph"] == "X"]
+    assert {each["cat"] for each in slices} >= {"compute", "pp", "dp"}
+    assert len([each for each in slices if each["cat"] == "compute"]) == 8 * 6 * 24 * 2
+    assert max(each["ts"] + each["dur"] for each in slices) / 1e6 <= found["step_time_s"]
+
+
+def test_a_picture_is_a_png(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "plan.png"
+    answer(capsys, "--plot", str(path), "--sweep", "6144,12288")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_exact_is_a_dry_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = str(write_config(settings(GPT, tmp_path, parallel__pp=2, parallel__tp=2), tmp_path / "run.toml"))
+    job = ["plan", config, "--gpus", "8", "--hardware", "a100-80g", "train.precision=bf16"]
+    found, formulas = answer(capsys, "--exact", job=job), answer(capsys, job=job)
+    (rank, *_) = found["exact"]["ranks"]
+    assert found["memory_bytes"]["total"] == max(each["memory_bytes"]["total"] for each in found["exact"]["ranks"])
+    for kind in ("parameters", "optimizer"):
+        assert found["memory_bytes"][kind] == formulas["memory_bytes"][kind]
+    assert rank["flops"]
+    assert rank["communication"]["tp all_reduce"]["calls"] > 0
+
+
+def test_a_run_that_does_not_fit_ends_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*JOB[:2], "--gpus", "8", "--hardware", "a100-80g", "parallel.pp=1", "parallel.vpp=1"]) == 2
+    out, err = capsys.readouterr()
+    assert "does not fit" in out
+    assert len(err.splitlines()) == 1
+    assert "does not fit" in err
+    assert "no layout on 8 x a100-80g fits" in err
+
+
+def test_what_would_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["plan", "configs/gpu/llama3-8b.toml", "--gpus", "8", "--hardware", "a100-40g", "batch.global=64"]
+    assert main([*job, "parallel.tp=1", "parallel.sp=false"]) == 2
+    assert " would fit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--hardware", "a100"], "there is no profile 'a100'"),
+        (["--stack", "megatron"], "there is no profile 'megatron'"),
+        (["--gpus", "100"], "100"),
+        (["train.precision=fp8"], "no peak in fp8"),
+    ],
+)
+def test_mistakes_are_a_line(more: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*JOB, *more]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_data_need_not_be_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "best.toml"
+    job = ["plan", "configs/quickstart.toml", "--gpus", "8", "--hardware", "a100-80g", "data.train=nowhere"]
+    found = answer(capsys, "--search", "--output", str(path), job=job)
+    assert found["fits"]
+    assert "nowhere" in path.read_text()
+
+
+LLAMA = ["plan", "configs/gpu/llama3-8b.toml", "--gpus", "64", "--hardware", "h100", "batch.global=256"]
+
+
+def test_a_search_writes_the_fastest_and_says_why_others_lose(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "best.toml"
+    found = answer(capsys, "--search", "--output", str(path), job=LLAMA)
+    best = found["search"]["best"]
+    assert len(best) == 10
+    assert best[0]["layout"] == found["layout"]
+    assert [each["step_time_s"] for each in best] == sorted(each["step_time_s"] for each in best)
+    assert all(each["lost"] for each in best[1:])
+    assert all(each["memory_bytes"] <= found["room_bytes"] for each in best)
+    again = answer(capsys, job=["plan", str(path), *LLAMA[2:]])
+    assert (again["layout"], again["step_time_s"]) == (found["layout"], found["step_time_s"])
+
+
+def test_a_search_leaves_what_was_set(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, "--search", "parallel.tp=2", "train.recompute=full", job=LLAMA)
+    for each in found["search"]["best"]:
+        assert (each["layout"]["tp"], each["layout"]["recompute"]) == (2, "full")
+
+
+@pytest.mark.parametrize("more", [["--output", "best.toml"], ["--search", "--gpus"]])
+def test_options_that_need_another(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["plan", BIG, "--hardware", "h100", *(more if more[-1] != "--gpus" else more[:-1])]
+    with pytest.raises(SystemExit) as ended:
+        main(job)
+    assert ended.value.code == 2
+    assert "--search" in capsys.readouterr().err

@@ -1,0 +1,71 @@
+"""Estimates of whole steps: causes add up, and what ought to be faster is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megascale.config.explain import load
+from megascale.plan import profiles
+from megascale.plan.estimate import estimate, largest_of, step_time
+
+CONFIG = "configs/gpu/megascale-175b.toml"
+HARDWARE = profiles.hardware("a100-80g-roce")
+STACK = profiles.stack("megascale")
+
+
+def of(*overrides: str, gpus: int = 512, stack: Any = STACK, hardware: Any = HARDWARE) -> Any:
+    return estimate(load(CONFIG, ["batch.global=256", *overrides], world=gpus), hardware, stack)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["parallel.sp=false"],
+        ["parallel.zero=0"],
+        ["parallel.zero=2"],
+        ["parallel.vpp=1"],
+        ["parallel.pp=1", "parallel.vpp=1"],
+        ["train.recompute=full"],
+        ["train.recompute=selective", "model.window=512"],
+        ["model.block=parallel", "overlap.tp=false", "overlap.pp=false", "overlap.dp=false"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("stack", ["megascale", "megatron-2021", "llm-foundry"])
+def test_causes_are_the_step(overrides: list[str], stack: str) -> None:
+    found = of(*overrides, stack=profiles.stack(stack))
+    assert sum(found.causes.values()) == pytest.approx(found.step_s)
+    assert min(found.causes.values()) > -1e-9
+    assert 0 < found.mfu_causal < found.mfu_full < 1
+    assert found.tokens_per_s == pytest.approx(256 * 2048 / found.step_s)
+
+
+def test_what_saves_time_saves_time() -> None:
+    base = of().step_s
+    for slower in (["overlap.tp=false"], ["overlap.dp=false"], ["train.recompute=full"], ["parallel.vpp=1"]):
+        assert of(*slower).step_s > base, slower
+    assert of("model.block=parallel").step_s < base
+    assert of("model.window=256").step_s < base
+    assert of(stack=profiles.stack("megatron-2023")).step_s > base
+
+
+def test_fp8_is_faster_where_there_is_fp8() -> None:
+    h100, bf16 = profiles.hardware("h100"), ["train.precision=bf16"]
+    assert of("train.precision=fp8", hardware=h100).step_s < of(*bf16, hardware=h100).step_s < of().step_s
+
+
+def test_stragglers_grow_with_the_job() -> None:
+    spread = HARDWARE.model_copy(update={"spread": 0.02})
+    shares = [of(gpus=gpus, hardware=spread).causes["stragglers"] / of(gpus=gpus).causes["gemm"] for gpus in (64, 512)]
+    assert 0.02 * 2 < shares[0] < shares[1] < 0.02 * 4
+    assert largest_of(1) == 0.0
+    assert largest_of(2) == pytest.approx(0.5642, rel=0.07)  # 1 / sqrt(pi): where the formula is worst
+    assert largest_of(1000) == pytest.approx(3.2414, rel=0.01)
+
+
+def test_a_step_time_is_that_of_the_estimate() -> None:
+    config = load(CONFIG, ["batch.global=256"], world=512)
+    assert step_time(config, HARDWARE, STACK) == estimate(config, HARDWARE, STACK).step_s

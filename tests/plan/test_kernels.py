@@ -1,0 +1,39 @@
+"""Times of kernels: no faster than the device, and slower where shapes leave some of it idle."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megascale.plan import profiles
+from megascale.plan.kernels import Kernels, shape_share
+
+SIZES = st.integers(1, 40_000)
+
+
+@given(SIZES, SIZES, SIZES, st.sampled_from([80, 108, 132]))
+def test_a_share_is_one(m: int, n: int, k: int, units: int) -> None:
+    assert 0 < shape_share(m, n, k, units) <= 1
+
+
+def test_large_products_are_at_the_rate_and_small_ones_below() -> None:
+    assert shape_share(8192, 8192, 8192, 108) > 0.9
+    assert shape_share(2048, 12_288, 12_288, 108) > 0.85
+    assert shape_share(2048, 1536, 128, 108) < 0.5  # few terms
+    assert shape_share(64, 64, 4096, 108) < 0.1  # one tile
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(6, 14))
+def test_more_terms_are_never_slower_per_term(a: int, b: int, c: int) -> None:
+    m, n = 256 * a, 256 * b
+    assert shape_share(m, n, 2 << c, 108) >= shape_share(m, n, 1 << c, 108) - 1e-9
+
+
+def test_a_product_takes_what_its_bytes_take_at_least() -> None:
+    hardware = profiles.hardware("a100-80g")
+    kernels = Kernels(hardware, profiles.stack("megascale"), "bf16", 2)
+    thin = kernels.gemm(1, 32_768, 32_768)
+    assert thin >= 2 * 32_768**2 / hardware.device.bandwidth
+    flops = 2 * 8192**3
+    assert flops / 312e12 < kernels.gemm(8192, 8192, 8192) < 2 * flops / 312e12
+    assert kernels.gemm(0, 8, 8) == 0.0

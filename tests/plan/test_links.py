@@ -1,0 +1,51 @@
+"""Seconds of communication, by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megascale.plan.links import group_route, neighbour_route
+from megascale.plan.profiles import Attained, Device, Hardware, Network, Node
+
+DEVICE = Device(memory=80 << 30, bandwidth=2e12, units=100, peak={"bf16": 3e14})
+CLUSTER = Hardware(
+    device=DEVICE,
+    node=Node(devices=8, bandwidth=3e11, latency=1e-6),
+    network=Network(bandwidth=2e11, latency=1e-5, nodes=4, taper=2.0),
+    attained=Attained(link=0.5, network=0.5),
+)
+
+
+def test_a_ring_inside_a_node() -> None:
+    route = group_route(CLUSTER, 4, 1)
+    assert route.collective("all_gather", 4e9, 4) == pytest.approx(3 / 4 * 4e9 / 1.5e11 + 3e-6)
+    assert route.collective("all_reduce", 4e9, 4) == pytest.approx(2 * (3 / 4 * 4e9 / 1.5e11 + 3e-6))
+    assert route.collective("all_gather", 4e9, 1) == 0.0
+
+
+def test_groups_of_a_node_share_its_way_out() -> None:
+    assert group_route(CLUSTER, 4, 8).bandwidth == pytest.approx(1e11 / 8)  # eight groups with one member each
+    assert group_route(CLUSTER, 4, 2).bandwidth == pytest.approx(1.5e11)  # in a node
+    assert group_route(CLUSTER, 8, 2).bandwidth == pytest.approx(1e11 / 2)  # two groups with four members each
+    assert group_route(CLUSTER, 32, 1).bandwidth == pytest.approx(1e11)  # one group has all of it
+
+
+def test_beyond_a_switch_is_less() -> None:
+    assert group_route(CLUSTER, 5, 8).bandwidth == pytest.approx(1e11 / 8 / 2)
+
+
+def test_neighbours_leave_a_node_or_not() -> None:
+    assert neighbour_route(CLUSTER, 4, 8).bandwidth == pytest.approx(1.5e11)
+    assert neighbour_route(CLUSTER, 8, 64).bandwidth == pytest.approx(1e11 / 8)
+    assert neighbour_route(CLUSTER, 2, 64).bandwidth == pytest.approx(1e11 / 2)
+
+
+@given(st.integers(2, 4096), st.sampled_from([1, 2, 4, 8, 64]), st.floats(1, 1e11))
+def test_more_bytes_take_longer_and_no_faster_than_the_way(size: int, stride: int, whole: float) -> None:
+    route = group_route(CLUSTER, size, stride)
+    took = route.collective("all_gather", whole, size)
+    assert took >= (size - 1) / size * whole / route.bandwidth
+    assert route.collective("all_gather", 2 * whole, size) > took
+    assert route.collective("all_reduce", whole, size) == pytest.approx(2 * took)

@@ -1,0 +1,59 @@
+"""Every profile that is there can be read and used, and a mistake in one is a line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megascale.core.errors import ConfigError
+from megascale.plan import profiles
+
+
+@pytest.mark.parametrize("name", profiles.names("hardware"))
+def test_hardware(name: str) -> None:
+    found = profiles.hardware(name)
+    assert found.name == name
+    assert 1e13 < found.device.peak_of("fp16") < 1e16
+    assert found.device.room > 20 << 30
+    assert found.node.bandwidth > found.network.bandwidth / found.node.devices
+
+
+@pytest.mark.parametrize("name", profiles.names("stacks"))
+def test_stacks(name: str) -> None:
+    assert profiles.stack(name).name == name
+
+
+def test_what_extends_another_has_its_values() -> None:
+    assert profiles.hardware("a100-40g").attained == profiles.hardware("a100-80g").attained
+    assert profiles.hardware("a100-40g").device.bandwidth < profiles.hardware("a100-80g").device.bandwidth
+
+
+def test_an_unknown_name_has_its_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"there is no profile 'a100-80gb'  -> did you mean 'a100-80g'\?"):
+        profiles.hardware("a100-80gb")
+    with pytest.raises(ConfigError, match=r"one of deepspeed.*, or a file of your own"):
+        profiles.stack("??")
+
+
+def test_mistakes_are_said_with_their_place(tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(
+        '[device]\nmemory = "80 GB"\nbandwidth = 1e12\nunits = 100\naccelerator = "A101"\n[node]\nspeed = 1\n'
+    )
+    with pytest.raises(ConfigError) as caught:
+        profiles.hardware(str(path))
+    text = str(caught.value)
+    for part in (
+        f"{path}:2  device.memory",
+        f"{path}:5  device.accelerator",
+        "'A101' is not one of",
+        "node.speed",
+        "network",
+    ):
+        assert part in text
+
+
+def test_a_format_that_a_device_does_not_multiply_is_said() -> None:
+    with pytest.raises(ConfigError, match="no peak in fp8"):
+        profiles.hardware("a100-80g").device.peak_of("fp8")

@@ -1,0 +1,94 @@
+"""Few micro-batches stand for many: within a thousandth of a replay of all, and mostly exactly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megascale.catalog.schedules import SCHEDULES
+from megascale.config.explain import load
+from megascale.plan import profiles, steps
+from megascale.plan.estimate import step_time
+from megascale.plan.profiles import Hides
+from megascale.plan.simulate import Times, replay
+from megascale.plan.steady import EXACT, Repeating, few_for, runs_of
+from megascale.schedule.interleaved import _groups
+from megascale.schedule.ir import Schedule
+from megascale.schedule.lower import lower
+
+
+@given(p=st.integers(1, 64), m=st.integers(1, 5000), step=st.sampled_from([4, 16]))
+def test_few_are_together_as_many(p: int, m: int, step: int) -> None:
+    few = few_for(p, m, step)
+    if few is not None:
+        assert sum(few.weights.values()) == pytest.approx(1)
+        assert sum(weight * count for count, weight in few.weights.items()) == pytest.approx(m)
+        assert sum(few.weights) < m
+        for count in few.weights:  # which are groups of the same sizes
+            assert {run.size for run in runs_of(p, count) if run.count} <= {run.size for run in runs_of(p, m)}
+
+
+@given(p=st.integers(1, 20), m=st.integers(1, 200))
+def test_groups_are_those_of_the_schedule(p: int, m: int) -> None:
+    sizes = [len(group) for group in _groups(p, m)]
+    assert sizes == [run.size for run in runs_of(p, m) for _ in range(run.count)]
+
+
+@st.composite
+def pipelines(draw: Any) -> tuple[int, int, int, Times, Hides, bool]:
+    """p, v, m, times such as layers cut unevenly give, what is hidden, and whether each backward's are reduced."""
+    p = draw(st.integers(1, 4))
+    v = draw(st.integers(1, 3)) if p > 1 else 1
+    each, extra = divmod(draw(st.integers(p * v, p * v * 4)), p * v)
+    forward, reduce = {}, {}
+    for rank in range(p):
+        for chunk in range(v):
+            stage = chunk * p + rank
+            head = draw(st.sampled_from([0.0, 0.3, 1.2])) if stage == p * v - 1 else 0.0
+            forward[rank, chunk] = each + (1 <= stage <= extra) + head + (0.1 if stage == 0 else 0.0)
+            reduce[rank, chunk] = draw(st.sampled_from([0.2, 1.0, 3.0])) * forward[rank, chunk]
+    times = Times(
+        forward,
+        {place: 2 * seconds for place, seconds in forward.items()},
+        draw(st.sampled_from([0.0, 0.01, 0.1])),
+        draw(st.sampled_from([0.0, 0.05])),
+        reduce,
+        reduce if draw(st.booleans()) else {},
+        buckets=dict.fromkeys(forward, draw(st.sampled_from([1, 3]))),
+        drag=draw(st.sampled_from([0.0, 0.25])),
+        contends=draw(st.booleans()),
+    )
+    hides = Hides(pp=draw(st.booleans()), dp=draw(st.booleans()))
+    return p, v, draw(st.integers(25 * p, 60 * p)), times, hides, draw(st.booleans())
+
+
+@settings(max_examples=60)
+@given(pipelines())
+def test_a_replay_of_few_is_one_of_all(drawn: tuple[int, int, int, Times, Hides, bool]) -> None:
+    p, v, m, times, hides, each = drawn
+
+    def schedule(count: int) -> Any:
+        return lower(SCHEDULES["interleaved_1f1b" if v > 1 else "1f1b"].load()(p, v, count), v, reduce_each=each)
+
+    all, few = replay(schedule(m), v, times, hides), Repeating({}, p, m, each, schedule).replay(v, times, hides)
+    assert few.last == pytest.approx(all.last, rel=EXACT)
+    assert few.end == pytest.approx(all.end, rel=EXACT)
+
+
+def test_a_step_of_a_thousand_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = ["batch.global=1024", "parallel.pp=4", "parallel.vpp=3"]
+    config = load("configs/gpu/megascale-175b.toml", overrides, world=32)
+    hardware, stack = profiles.hardware("a100-80g"), profiles.stack("megascale")
+    expected, counts = step_time(config, hardware, stack), list[int]()
+
+    def counted(compute: Schedule, v: int, **options: Any) -> Schedule:
+        counts.append(len(compute[0]) // (2 * v))
+        return lower(compute, v, **options)
+
+    monkeypatch.setattr(steps, "lower", counted)
+    assert steps.Steps(hardware, stack).step_s(config) == pytest.approx(expected, rel=1e-9)
+    assert len(counts) == 2
+    assert sum(counts) < config.micro_batches / 5

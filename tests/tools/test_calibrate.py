@@ -1,0 +1,107 @@
+"""The calibration: its rows are jobs, its fit comes nearer to them, and what is left out is not looked at."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ("fms-fsdp", "torchtitan", "nemo-2024")
+
+
+@pytest.fixture(scope="module")
+def calibration() -> Any:
+    sys.path.insert(0, str(ROOT / "tools"))
+    try:
+        import calibration.ablation
+        import calibration.fit
+        import calibration.rows
+
+        yield calibration
+    finally:
+        sys.path.remove(str(ROOT / "tools"))
+
+
+@pytest.fixture(scope="module")
+def rows(calibration: Any) -> Sequence[Any]:
+    return list(calibration.rows.read())
+
+
+def test_every_row_is_a_job_of_its_source(rows: Sequence[Any]) -> None:
+    assert len(rows) > 600
+    text = (ROOT / "tools/calibration/README.md").read_text()
+    for source, count in Counter(row.source for row in rows).items():
+        assert source in text, (source, count)
+    for row in rows:
+        assert row.config.world == int(row.text["gpus"])
+        assert row.config.micro_batches >= 1
+        assert 1e-3 < row.step_s < 1e3
+
+
+def test_no_measurement_is_there_twice(rows: Sequence[Any]) -> None:
+    seen = Counter(tuple(row.text.values()) for row in rows)
+    assert max(seen.values()) == 1
+
+
+def test_a_fit_comes_nearer(calibration: Any, rows: Sequence[Any]) -> None:
+    few = [row for row in rows if row.source in SOURCES and row.config.world >= 64 and row.config.parallel.pp == 1]
+    found = calibration.fit.Fit(few)
+    usual = {key: e.usual for key, e in found.known.keys}
+    errors = [
+        calibration.fit.mean_error(few, {row.line: found.known.predicted(row, values) for row in few})
+        for values in (usual, found.values)
+    ]
+    assert errors[1] < errors[0]
+    for key, e in found.known.keys:
+        assert e.low <= found.values[key] <= e.high
+
+
+def test_a_source_that_is_left_out_is_not_looked_at(calibration: Any, rows: Sequence[Any]) -> None:
+    """A stack that only the source has keeps its usual values."""
+    few = [row for row in rows if row.source in SOURCES and row.config.world >= 64 and row.config.parallel.pp == 1]
+    found = calibration.fit.Fit(few)
+    left_out = found.left_out()
+    stretched = [
+        calibration.rows.Row(**{**vars(row), "step_s": row.step_s * (3 if row.source == "nemo-2024" else 1)})
+        for row in few
+    ]
+    other = calibration.fit.Fit(stretched).left_out()
+    for row in few:
+        if row.source == "nemo-2024":
+            assert other[row.line] == pytest.approx(left_out[row.line], rel=0.1)
+    assert max(abs(other[row.line] / left_out[row.line] - 1) for row in few if row.source != "nemo-2024") > 0.1
+
+
+def test_the_ablation_ends_where_megascale_is(calibration: Any) -> None:
+    from megascale.plan import profiles
+
+    baseline, megascale = profiles.stack("megatron-2023"), profiles.stack("megascale")
+    last = calibration.ablation.stack(9, baseline, megascale)
+    assert last.hides == megascale.hides
+    assert last.attention == megascale.attention
+    for name in ("slowdown", "passes", "step_s"):
+        assert getattr(last.attained, name) == getattr(megascale.attained, name)
+    assert calibration.ablation.stack(1, baseline, megascale) == baseline
+
+
+def test_check_prints_errors_and_writes_nothing(tmp_path: Path) -> None:
+    with open(ROOT / "tools/calibration/rows.csv", newline="") as file:
+        text = list(csv.DictReader(file))
+    path = tmp_path / "rows.csv"
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, text[0])
+        writer.writeheader()
+        writer.writerows(row for row in text if row["source"] == "llm-foundry" and int(row["gpus"]) <= 64)
+    command = [sys.executable, "tools/calibrate.py", "--check", "--rows", str(path)]
+    before = (ROOT / "docs/planning.md").read_text()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "| llm-foundry, h100 |" in done.stdout
+    assert (ROOT / "docs/planning.md").read_text() == before

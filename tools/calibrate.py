@@ -1,0 +1,160 @@
+#!/usr/bin/env python3
+"""Fit the efficiencies of configs/hardware and configs/stacks on the rows of tools/calibration, and write them there,
+with their errors by source and by kind of parallelism into docs/planning.md.
+
+`--check` writes nothing: it says how far the profiles, as they are, are off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+from calibration import ablation
+from calibration.fit import EFFICIENCIES, Fit, Profiles, Values, mean_error
+from calibration.rows import ROWS, Row, read
+
+from megascale.core.files import write_text
+from megascale.plan import profiles
+from megascale.plan.flops import mfu, token_flops
+
+PAGE = Path(__file__).parents[1] / "docs" / "planning.md"
+BEGIN, END = "<!-- calibration: begin -->", "<!-- calibration: end -->"
+ATTAINED = "\n[attained] # tools/calibrate.py\n"
+MANY = 64
+"""Devices from which on a row counts for the goal."""
+
+FAMILIES = {"A100": "a100", "H100": "h100"}
+
+
+def main() -> None:
+    """Fit, or check, and say what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--rows", type=Path, default=ROWS, metavar="FILE.csv", help="measurements (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="fit nothing, print the errors of the profiles as they are"
+    )
+    options = parser.parse_args()
+    rows = list(read(options.rows))
+    if options.check:
+        known = Profiles(rows)
+        found = {row.line: known.predicted(row, {}) for row in rows}
+        print("\n".join(errors(rows, {"profiles": found})))
+        return
+    began = time.monotonic()
+    trusted = [row for row in rows if row.trusted]
+    fit = Fit(trusted)
+    fitted = {row.line: fit.known.predicted(row, fit.values) for row in trusted}
+    page = list(report(trusted, fit, fitted, fit.left_out()))
+    for kind in ("hardware", "stacks"):
+        write_profiles(kind, fit.values)
+    write_page("\n".join(page))
+    print("\n".join(page))
+    print(f"{time.monotonic() - began:.0f} s")
+
+
+def write_profiles(kind: str, values: Values) -> None:
+    """Put the fitted values at the end of each profile's file."""
+    for name in sorted({name for of, name, _ in values if of == kind}):
+        path = profiles.path_of(kind, name)
+        own = {key: value for (of, profile, key), value in values.items() if (of, profile) == (kind, name)}
+        lines = "".join(f"{key} = {value:.3g}\n" for key, value in own.items())
+        write_text(path, path.read_text(encoding="utf-8").partition(ATTAINED)[0].rstrip("\n") + "\n" + ATTAINED + lines)
+
+
+def write_page(text: str) -> None:
+    """Put `text` between the marks of the page."""
+    page = PAGE.read_text(encoding="utf-8")
+    before, _, rest = page.partition(BEGIN)
+    write_text(PAGE, f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
+
+
+def report(rows: Sequence[Row], fit: Fit, fitted: Mapping[int, float], left_out: Mapping[int, float]) -> Iterator[str]:
+    """The tables of the page."""
+    yield from errors(rows, {"fitted": fitted, "source left out": left_out})
+    yield ""
+    yield from megascale_table(rows, fitted, left_out)
+    yield ""
+    yield from values_table(fit.values)
+
+
+def errors(rows: Sequence[Row], predictions: Mapping[str, Mapping[int, float]]) -> Iterator[str]:
+    """Mean absolute errors of step time and medians of predicted over measured, of groups of rows."""
+    headings = [f"{name}: mean error | median ratio" for name in predictions]
+    yield f"| rows | n | {' | '.join(headings)} |"
+    yield f"|---|---:|{'---:|---:|' * len(predictions)}"
+
+    def line(name: str, group: Sequence[Row]) -> str:
+        cells = []
+        for found in predictions.values():
+            ratio = median(found[row.line] / row.step_s for row in group)
+            cells.append(f"{mean_error(group, found):.1%} | {ratio:.3f}")
+        return f"| {name} | {len(group)} | {' | '.join(cells)} |"
+
+    for name, start in FAMILIES.items():
+        if group := [row for row in rows if row.hardware.startswith(start) and row.config.world >= MANY]:
+            yield line(f"**dense, {name}, {MANY} devices or more**", group)
+    for key in (by_source, by_parallelism):
+        groups = grouped(rows, key)
+        yield from (line(name, groups[name]) for name in sorted(groups))
+
+
+def by_source(row: Row) -> str:
+    """Where it was published, and for which hardware."""
+    return f"{row.source}, {row.hardware}"
+
+
+def by_parallelism(row: Row) -> str:
+    """Which axes it uses."""
+    return f"all with {row.parallelism}"
+
+
+def grouped(rows: Iterable[Row], key: Callable[[Row], str]) -> dict[str, list[Row]]:
+    """Rows by what `key` says of them."""
+    groups: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[key(row)].append(row)
+    return groups
+
+
+def megascale_table(rows: Sequence[Row], fitted: Mapping[int, float], left_out: Mapping[int, float]) -> Iterator[str]:
+    """Tables 2 and 3 of MegaScale's paper."""
+    yield "| MegaScale | devices | measured s | fitted s | error | left out s | error | MFU measured | MFU fitted |"
+    yield "|---|---:|---:|---:|---:|---:|---:|---:|---:|"
+    for row in rows:
+        if row.source != "megascale-2024":
+            continue
+        name = row.stack if row.step is None else f"Table 3, {row.step}: {ablation.STEPS[row.step - 1]}"
+        cells = [f"{row.step_s:.2f}"]
+        for found in (fitted, left_out):
+            cells += [f"{found[row.line]:.2f}", f"{found[row.line] / row.step_s - 1:+.1%}"]
+        cells += [f"{_mfu(row, row.step_s):.1%}", f"{_mfu(row, fitted[row.line]):.1%}"]
+        yield f"| {name} | {row.config.world} | {' | '.join(cells)} |"
+
+
+def _mfu(row: Row, seconds: float) -> float:
+    """With what the window leaves of attention, as the table counts it."""
+    config, peak = row.config, profiles.hardware(row.hardware).device.peak_of("bf16")
+    tokens = config.batch.total * config.model.seq_length / seconds
+    return mfu(token_flops(config.model).full, tokens, peak * config.world)
+
+
+def values_table(values: Values) -> Iterator[str]:
+    """What was fitted."""
+    for kind in ("hardware", "stacks"):
+        names = [e.name for e in EFFICIENCIES if e.kind == kind]
+        yield f"| {kind} | {' | '.join(names)} |"
+        yield f"|---|{'---:|' * len(names)}"
+        for profile in sorted({profile for of, profile, _ in values if of == kind}):
+            yield f"| {profile} | {' | '.join(f'{values[kind, profile, name]:.3g}' for name in names)} |"
+        yield ""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The rows that efficiencies are fitted on, and the fit."""

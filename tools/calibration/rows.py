@@ -1,0 +1,122 @@
+"""Published measurements as configurations: one row of rows.csv is one job and the seconds of its step."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megascale.catalog.schedules import SCHEDULES
+from megascale.config.run import RunConfig
+
+ROWS = Path(__file__).with_name("rows.csv")
+ABLATION = "megascale-table3-"
+FLAGS = {"0": False, "1": True, "": False}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measurement. `line`: of the file; `trusted`: whether nothing speaks against it."""
+
+    line: int
+    source: str
+    table: str
+    hardware: str
+    stack: str
+    config: RunConfig
+    step_s: float
+    trusted: bool
+    text: dict[str, str]
+
+    @property
+    def step(self) -> int | None:
+        """Which row of MegaScale's ablation it is."""
+        return int(self.stack.removeprefix(ABLATION)) if self.stack.startswith(ABLATION) else None
+
+    @property
+    def stacks(self) -> tuple[str, ...]:
+        """The profiles that it depends on."""
+        return (self.stack,) if self.step is None else ("megatron-2023", "megascale")
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """What of its stack the row says itself."""
+        return {"attention": self.text["attention"], "shards_weights": self.text["zero"] == "3"}
+
+    @property
+    def parallelism(self) -> str:
+        """Which axes the job uses, as 'tp pp dp'."""
+        p, zero3 = self.config.parallel, self.text["zero"] == "3"
+        axes = [("tp", p.tp > 1), ("pp", p.pp > 1), ("fsdp" if zero3 else "dp", self.config.dp > 1)]
+        return " ".join(name for name, used in axes if used) or "one device"
+
+
+def read(path: Path = ROWS) -> Iterator[Row]:
+    """Every row whose schedule is one of ours.
+
+    Raises: ValueError for a row that is no job: its batch does not divide, its layout has another number of devices.
+    """
+    with open(path, encoding="utf-8", newline="") as file:
+        for line, text in enumerate(csv.DictReader(file), start=2):
+            if text["schedule"] in SCHEDULES.cards:
+                yield _row(line, text)
+
+
+def _row(line: int, text: dict[str, str]) -> Row:
+    try:
+        config = RunConfig.model_validate(_tree(text)).resolve(int(text["gpus"]))
+    except ValueError as error:
+        raise ValueError(f"line {line}: {error}") from error
+    if config.world != int(text["gpus"]) or config.batch.total % (config.batch.micro * config.dp):
+        raise ValueError(
+            f"line {line}: {text['gpus']} devices, a batch of {text['batch']}: not {text['tp']} x {text['pp']}"
+        )
+    return Row(
+        line, text["source"], text["table"], text["hardware"], text["stack"], config, float(text["step_s"]),
+        "doubtful" not in text["note"], text,
+    )  # fmt: skip
+
+
+def _tree(text: dict[str, str]) -> dict[str, Any]:
+    """The row as a configuration."""
+
+    def number(name: str) -> int:
+        return int(text[name])
+
+    gated = FLAGS[text["gated"]]
+    return {
+        "name": "row",
+        "model": {
+            "num_layers": number("layers"),
+            "hidden_size": number("hidden"),
+            "num_heads": number("heads"),
+            "num_kv_heads": number("kv_heads"),
+            "ffn_size": number("ffn"),
+            "vocab_size": number("vocab"),
+            "seq_length": number("seq"),
+            "block": text["block"],
+            "window": number("window"),
+            "activation": "swiglu" if gated else "gelu",
+            "norm": "rmsnorm" if gated else "layernorm",
+            "tie_embeddings": not gated,
+        },
+        "parallel": {
+            "tp": number("tp"),
+            "sp": FLAGS[text["sp"]],
+            "pp": number("pp"),
+            "vpp": number("vpp"),
+            "dp": number("dp"),
+            "zero": min(2, number("zero")),
+            "schedule": text["schedule"],
+        },
+        "batch": {"micro": number("micro"), "global": number("batch")},
+        "train": {
+            "steps": 1,
+            "precision": "fp8" if text["precision"] == "fp8" else "bf16",
+            "recompute": text["recompute"],
+        },
+        "optimizer": {"lr": 1e-4},
+        "data": {"mock": True},
+    }
