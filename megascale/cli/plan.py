@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from megascale.cli.numbers import count, counts, positive
 from megascale.config.explain import load
 from megascale.config.resolved import to_toml
 from megascale.config.run import RunConfig
-from megascale.core.errors import Exit
+from megascale.core.errors import ConfigError, Exit, Problem
 from megascale.core.files import write_text
 from megascale.observe import timeline
 from megascale.plan import failures, plot, profiles, report
@@ -69,6 +71,8 @@ def run(options: argparse.Namespace) -> int:
         options.refuse("--output writes what --search finds")
     if options.search and not options.gpus:
         options.refuse("--search needs --gpus")
+    for path in (options.output, options.timeline, options.plot):
+        _make_room(path)
     hardware = profiles.hardware(options.hardware)
     stack = profiles.stack_on(hardware, options.stack)
     found = _search(options, _config(options, None), hardware, stack) if options.search else None
@@ -90,6 +94,22 @@ def run(options: argparse.Namespace) -> int:
     return Exit.CONFIG
 
 
+def _make_room(path: Path | None) -> None:
+    """The folder of a file that will be written, before anything is computed.
+
+    Raises: ConfigError if it cannot be made or written to, or the file is none
+    """
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir() or not os.access(path.parent, os.W_OK):
+            raise PermissionError(errno.EACCES, "is a folder" if path.is_dir() else "its folder is read-only")
+    except OSError as error:
+        found = f"cannot be written: {error.strerror}"
+        raise ConfigError([Problem("command line", str(path), found, "give another file")]) from None
+
+
 def _config(options: argparse.Namespace, gpus: int | None) -> RunConfig:
     """For so many devices. Data need not be there yet."""
     return load(options.config, options.overrides, world=gpus, data=False)
@@ -97,7 +117,8 @@ def _config(options: argparse.Namespace, gpus: int | None) -> RunConfig:
 
 def _search(options: argparse.Namespace, config: RunConfig, hardware: Hardware, stack: Stack) -> Found:
     """The fastest layouts; keys that the command line sets stay as they are."""
-    fixed = {key for text in options.overrides if (key := text.partition("=")[0].strip()) in VARIED}
+    settings = dict(text.replace(" ", "").split("=", 1) for text in options.overrides)
+    fixed = {key for key, value in settings.items() if key in VARIED and value != "auto"}
     room = int(SURE * hardware.device.room)
     return search(config, options.gpus or config.world, hardware, stack, room, fixed)
 

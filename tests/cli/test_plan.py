@@ -144,3 +144,15 @@ def test_options_that_need_another(more: list[str], capsys: pytest.CaptureFixtur
         main(job)
     assert ended.value.code == 2
     assert "--search" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--timeline", "--plot"])
+def test_a_file_that_cannot_be_written_is_a_line(
+    option: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path, tmp_path / "file" / "below"):
+        assert main([*LLAMA, option, str(path)]) == 2
+        assert f"{path}: cannot be written" in capsys.readouterr().err
+    assert main([*LLAMA, option, str(tmp_path / "new" / "one")]) == 0
+    assert (tmp_path / "new" / "one").is_file()
