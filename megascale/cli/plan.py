@@ -69,6 +69,8 @@ def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status: CONFIG for a run that does not fit."""
     if options.output and not options.search:
         options.refuse("--output writes what --search finds")
+    if options.search and options.sweep:
+        options.refuse("--sweep plans for the layout of CONFIG: without --search")
     if options.search and not options.gpus:
         options.refuse("--search needs --gpus")
     for path in (options.output, options.timeline, options.plot):
@@ -119,8 +121,8 @@ def _search(options: argparse.Namespace, config: RunConfig, hardware: Hardware, 
     """The fastest layouts; keys that the command line sets stay as they are."""
     settings = dict(text.replace(" ", "").split("=", 1) for text in options.overrides)
     fixed = {key for key, value in settings.items() if key in VARIED and value != "auto"}
-    room = int(SURE * hardware.device.room)
-    return search(config, options.gpus or config.world, hardware, stack, room, fixed)
+    devices = options.gpus or config.world
+    return search(config, devices, hardware, stack, int(SURE * hardware.room(devices)), fixed)
 
 
 def _exact(config: RunConfig, expected: list[int]) -> dict[str, Any]:

@@ -97,7 +97,8 @@ def estimate(config: RunConfig, hardware: Hardware, stack: Stack, known: Known |
     step, found = model.step()
     causes = model.causes(found.last, step)
     tokens = config.batch.total * config.model.seq_length / step
-    flops, peak = token_flops(config.model), hardware.device.peak_of(model.format) * config.world / model.crowd
+    flops, number_format = token_flops(config.model), "fp8" if config.train.precision == "fp8" else model.format
+    peak = hardware.device.peak_of(number_format) * config.world / model.crowd  # as a run measures its MFU
     return Estimate(
         step,
         tokens,
@@ -181,7 +182,7 @@ class Model:
         silent = replace(self.times(), message=0.0, hops=0.0)
         without_pp = self.known.replay(p.vpp, silent, self.hides).last
         bare = self.known.replay(p.vpp, replace(silent, reduce={}, gather={}), self.hides).last
-        return {
+        found = {
             "gemm": total.gemm,
             "attention": total.attention,
             "elementwise": total.elementwise,
@@ -193,6 +194,8 @@ class Model:
             "optimizer": self.update,
             **self._shared(ended, step),
         }
+        rounding = 1e-9 * step
+        return {cause: 0.0 if -rounding < seconds < 0 else seconds for cause, seconds in found.items()}
 
     def _shared(self, ended: float, step: float) -> dict[str, float]:
         """What is left of a step after its pipeline and the update."""

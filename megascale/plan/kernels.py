@@ -12,6 +12,9 @@ TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.75), (6
 each product.
 """
 
+UNKNOWN = 0.35
+"""Of the peak what a kernel of attention reaches that a device's profile does not name."""
+
 RAMP = 192
 """Terms of a sum during which a tile's pipeline fills and drains: a product of k terms takes as long as one of k + RAMP
 in a steady state.
@@ -55,7 +58,9 @@ class Kernels:
             return flops * (1 + way.keys / seen + way.width / width) / way.rate
         peak = self.hardware.device.peak_of(self.number_format)
         shares = self.hardware.device.attention.get(self.stack.attention)
-        reached = (shares.backward if backward else shares.forward) if shares else self.hardware.attained.gemm
+        if shares is None:
+            return flops / (peak * UNKNOWN) * self.stack.attained.slowdown
+        reached = shares.backward if backward else shares.forward
         return flops / (peak * reached) * self.stack.attained.slowdown
 
     def memory(self, moved: float) -> float:

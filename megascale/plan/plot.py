@@ -45,7 +45,7 @@ def _memory(panel: Any, plan: Plan) -> None:
         panel.bar(stages, sizes, bottom=below, label=kind)
         below = [low + size for low, size in zip(below, sizes, strict=True)]
     panel.axhline(plan.room / GIB, color="black", linestyle="--", label="room")
-    panel.set(xlabel="pipeline stage", ylabel="GiB", title="memory of a rank")
+    panel.set(xlabel="pipeline stage", ylabel="GiB", title="memory of a rank, by formulas")
     panel.legend()
 
 

@@ -10,7 +10,7 @@ import sysconfig
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from megascale.config.files import Source, read
 from megascale.config.section import Count, Section
@@ -20,6 +20,8 @@ from megascale.plan.hardware import ACCELERATORS
 from megascale.plan.own import THIS, own_profile
 
 Positive = Annotated[float, Field(gt=0)]
+Rate = Annotated[float, Field(ge=1e6)]
+"""A second, of bytes or FLOPs: no number of GB/s or TFLOP/s."""
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 NAMES = {accelerator.name: accelerator for accelerator in ACCELERATORS}
@@ -62,17 +64,23 @@ def _known(name: str) -> str:
 
 
 class Device(Section):
-    """One accelerator."""
+    """One accelerator, or a core of a processor."""
 
     memory: Count = Field(description="bytes")
     reserve: int = Field(3 * 2**30, ge=0, description="bytes that the driver, communication and fragments take")
     bandwidth: Positive = Field(description="of its memory, bytes/s")
     units: Count = Field(description="multiprocessors: tiles of a matrix product that are worked on at once")
     accelerator: Annotated[str, AfterValidator(_known)] | None = Field(None, description="by name, of plan/hardware.py")
-    peak: dict[str, Positive] = Field({}, description="FLOP/s by format, where they are not the accelerator's")
+    peak: dict[str, Rate] = Field({}, description="FLOP/s by format, where they are not the accelerator's")
     clock: Share = Field(1.0, description="of the clock at which the peak is stated, where power is limited")
     attention: dict[Kernel, Reached] = Field({}, description="what kernels reach of the 16-bit peak")
     measured: dict[str, Measured] = Field({}, description="of a processor, by format")
+
+    @model_validator(mode="after")
+    def _has_room(self) -> Device:
+        if self.memory <= self.reserve:
+            raise ValueError(f"memory of {self.memory} bytes is no more than the reserve of {self.reserve}")
+        return self
 
     @property
     def room(self) -> int:
@@ -86,17 +94,20 @@ class Device(Section):
         """
         measured = {name: found.rate for name, found in self.measured.items()}
         known = {**(NAMES[self.accelerator].peak if self.accelerator else {}), **measured, **self.peak}
+        if number_format == "bf16" and "bf16" not in known:  # as fast as the other 16 bits, where it is there at all
+            number_format = "fp16"
         if number_format not in known:
-            found = f"the device has no peak in {number_format}"
-            raise ConfigError([Problem("hardware", "device.peak", found, f"one of {', '.join(known)}")])
+            found = f"the device multiplies no {number_format}"
+            mend = f"device.peak has {', '.join(known)}" if known else "give device.accelerator or device.peak"
+            raise ConfigError([Problem("hardware", "train.precision", found, mend)])
         return known[number_format] * self.clock
 
 
 class Link(Section):
     """A way between devices. `bandwidth`: bytes/s each way."""
 
-    bandwidth: Positive = Field(description="bytes/s each way: of a device in a node; of a node in the network")
-    latency: Positive = Field(description="seconds of one message")
+    bandwidth: Rate = Field(description="bytes/s each way: of a device in a node; of a node in the network")
+    latency: Annotated[float, Field(gt=0, lt=1)] = Field(description="seconds of one message")
 
 
 class Node(Link):
@@ -168,6 +179,10 @@ class Hardware(Section):
     attained: Attained = Attained()
     stack: Found | None = Field(None, description="of a stack that was measured here, in place of its own")
 
+    def room(self, world: int) -> int:
+        """Bytes for the tensors of one of `world` ranks, which may share a device."""
+        return int(self.device.room / self.node.ranks_a_core(world))
+
 
 class Stack(Section):
     """A trainer and its libraries."""
@@ -208,6 +223,9 @@ def stack_on(hardware: Hardware, name: str) -> Stack:
     return found.model_copy(update=dict(hardware.stack)) if hardware.stack else found
 
 
+OPTIONS = {"hardware": "--hardware", "stacks": "--stack"}
+
+
 def names(folder: str) -> list[str]:
     """The profiles that a folder of `configs` has."""
     return sorted(path.stem for path in _folder(folder).glob("*.toml") if path.stem != "base")
@@ -233,9 +251,9 @@ def _load(name: str, folder: str, profile: type[Profile]) -> Profile:
         found, mend = "this machine has not been measured", "`megascale bench profile` measures it"
         raise ConfigError([Problem(str(path), "", found, mend)])
     if path != own_profile() and not name.endswith(".toml") and name not in known:
-        close = nearest(name, known)
+        close = next((each for each in known if each.startswith(name)), None) or nearest(name, known)
         mend = f"did you mean '{close}'?" if close else f"one of {', '.join(known)}, or a file of your own"
-        raise ConfigError([Problem("command line", folder, f"there is no profile '{name}'", mend)])
+        raise ConfigError([Problem("command line", OPTIONS[folder], f"there is no profile '{name}'", mend)])
     source = read(str(path))
     try:
         return profile.model_validate({"name": path.stem, **source.tree})

@@ -28,7 +28,7 @@ WORDS = {
     "dp": "dp, exposed",
     "bubble": "pipeline bubble",
     "optimizer": "optimizer",
-    "other": "other",
+    "other": "fixed time of a step",
     "cores": "other ranks' turns",
 }
 
@@ -70,8 +70,7 @@ class Plan:
     @property
     def room(self) -> int:
         """Bytes that a device has for a rank's tensors."""
-        room, crowd = self.hardware.device.room, self.hardware.node.ranks_a_core(self.config.world)
-        return room if crowd == 1 else int(room / crowd)
+        return self.hardware.room(self.config.world)
 
     @property
     def fits(self) -> bool:
@@ -112,16 +111,20 @@ def spread(config: RunConfig) -> str:
 
 
 def memory(rank: RankBytes) -> dict[str, int]:
-    """Bytes by kind when they are most. The buffers that operations work with are logits as far as there are any."""
+    """Bytes by kind when they are most. What is neither state nor gradient is activations and logits, as far as there
+    are any, and buffers that operations work with.
+    """
     state, peak = rank.state, rank.peak
-    logits = min(rank.activations.logits, peak.working)
+    held = peak.kept + peak.working
+    kept = max(peak.kept, min(rank.activations.peak, held))
+    logits = min(rank.activations.logits, held - kept)
     return {
         "parameters": state.weights,
         "gradients": state.gradients + peak.gradients,
         "optimizer": state.optimizer,
-        "activations": peak.kept,
+        "activations": kept,
         "logits": logits,
-        "buffers": peak.working - logits,
+        "buffers": held - kept - logits,
         "total": rank.total,
     }
 
@@ -153,7 +156,7 @@ def as_json(plan: Plan, sweep: Sequence[Plan], tokens: float | None, lost: Losse
             "tokens": tokens,
             "days": seconds / 86400,
             "gpu_hours": seconds * config.world / 3600,
-            "days_with_failures": lost.stretched(seconds) / 86400,
+            "days_with_failures": None if lost.share == 1 else lost.stretched(seconds) / 86400,
         }
     if plan.exact:
         found["exact"] = {key: plan.exact[key] for key in ("exact_stages", "ranks")}
@@ -182,7 +185,7 @@ def tables(plan: Plan, sweep: Sequence[Plan], tokens: float | None, lost: Losses
         f"{plan.hardware.name}, {config.micro_batches} micro-batches of {config.batch.micro}, with {plan.stack.name}"
     )
     yield (
-        f"step {e.step_s:.4g} s, {format_count(e.tokens_per_s)} tokens/s, {e.tokens_per_s / config.world:.4g} a "
+        f"step {e.step_s:.4g} s, {format_count(e.tokens_per_s)} tokens/s, {e.tokens_per_s / config.world:,.0f} a "
         f"device, MFU {e.mfu_full:.1%} full {e.mfu_causal:.1%} causal"
     )
     yield _memory_line(plan)
@@ -200,6 +203,8 @@ def _memory_line(plan: Plan) -> str:
     stages = plan.memory_by_stage
     where = f" on stage {plan.fullest}, the fullest of {len(stages)} (least {format_bytes(min(stages))})"
     how = "exact" if plan.exact else "by formulas"
+    if plan.stack.shards_weights:
+        how += f" (of this trainer, which does not shard weights as {plan.stack.name} does)"
     return (
         f"memory {format_bytes(plan.memory['total'])} of {format_bytes(plan.room)}{where if len(stages) > 1 else ''}, "
         f"{how}: {'fits' if plan.fits else 'does not fit'}; {', '.join(parts)}"
@@ -208,11 +213,14 @@ def _memory_line(plan: Plan) -> str:
 
 def _job_line(plan: Plan, tokens: float, lost: Losses) -> str:
     seconds = tokens / plan.estimate.tokens_per_s
-    return (
+    line = (
         f"{format_count(tokens)} tokens: {format_duration(seconds)}, "
-        f"{format_count(seconds * plan.config.world / 3600)} device hours; {format_duration(lost.stretched(seconds))} "
-        f"with a failure every {format_duration(lost.mean_s)} and a checkpoint every {format_duration(lost.every_s)}"
+        f"{format_count(seconds * plan.config.world / 3600)} device hours; with a failure every "
+        f"{format_duration(lost.mean_s)} "
     )
+    if lost.share == 1:
+        return line + "it never ends"
+    return f"{line}and a checkpoint every {format_duration(lost.every_s)} {format_duration(lost.stretched(seconds))}"
 
 
 def too_large(plan: Plan) -> str:
@@ -233,7 +241,7 @@ def nothing_fits(devices: int, found: Found, hardware: Hardware) -> str:
     small = found.smallest
     return (
         f"no layout on {devices} x {hardware.name} fits: the least is {format_bytes(small.memory.total)} of "
-        f"{format_bytes(hardware.device.room)}, with {spread(small.config)}, recompute {small.layout.recompute}: "
+        f"{format_bytes(hardware.room(devices))}, with {spread(small.config)}, recompute {small.layout.recompute}: "
         "more devices, or a smaller model"
     )
 

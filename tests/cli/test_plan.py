@@ -97,7 +97,7 @@ def test_what_would_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         (["--hardware", "a100"], "there is no profile 'a100'"),
         (["--stack", "megatron"], "there is no profile 'megatron'"),
         (["--gpus", "100"], "100"),
-        (["train.precision=fp8"], "no peak in fp8"),
+        (["train.precision=fp8"], "multiplies no fp8"),
     ],
 )
 def test_mistakes_are_a_line(more: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,3 +156,24 @@ def test_a_file_that_cannot_be_written_is_a_line(
         assert f"{path}: cannot be written" in capsys.readouterr().err
     assert main([*LLAMA, option, str(tmp_path / "new" / "one")]) == 0
     assert (tmp_path / "new" / "one").is_file()
+
+
+def test_mfu_is_against_the_peak_that_a_run_is_measured_against(capsys: pytest.CaptureFixture[str]) -> None:
+    bf16, fp8 = (answer(capsys, f"train.precision={name}", job=LLAMA) for name in ("bf16", "fp8"))
+    ratio = fp8["tokens_per_s"] / bf16["tokens_per_s"]
+    assert fp8["mfu_full"] == pytest.approx(bf16["mfu_full"] * ratio / 2, rel=1e-3)
+
+
+def test_memory_by_kind_is_near_the_dry_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    size = {"model__num_layers": 8, "model__seq_length": 256, "model__hidden_size": 256, "model__vocab_size": 1024}
+    config = str(write_config(settings(GPT, tmp_path, **size), tmp_path / "run.toml"))
+    job = ["plan", config, "--gpus", "1", "--hardware", "a100-80g", "train.precision=bf16"]
+    formulas, exact = answer(capsys, job=job)["memory_bytes"], answer(capsys, "--exact", job=job)["memory_bytes"]
+    assert formulas["total"] == pytest.approx(exact["total"], rel=0.02)
+    assert formulas["activations"] == pytest.approx(exact["activations"], rel=0.15)
+
+
+def test_a_job_that_never_ends_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*LLAMA, "--mtbf", "0.001", "--tokens", "1e12"]) == 0
+    assert "it never ends" in capsys.readouterr().out
+    assert answer(capsys, "--mtbf", "0.001", "--tokens", "1e12", job=LLAMA)["job"]["days_with_failures"] is None

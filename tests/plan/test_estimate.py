@@ -38,7 +38,7 @@ def of(*overrides: str, gpus: int = 512, stack: Any = STACK, hardware: Any = HAR
 def test_causes_are_the_step(overrides: list[str], stack: str) -> None:
     found = of(*overrides, stack=profiles.stack(stack))
     assert sum(found.causes.values()) == pytest.approx(found.step_s)
-    assert min(found.causes.values()) > -1e-9
+    assert min(found.causes.values()) >= 0
     assert 0 < found.mfu_causal < found.mfu_full < 1
     assert found.tokens_per_s == pytest.approx(256 * 2048 / found.step_s)
 

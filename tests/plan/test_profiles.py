@@ -55,5 +55,18 @@ def test_mistakes_are_said_with_their_place(tmp_path: Path) -> None:
 
 
 def test_a_format_that_a_device_does_not_multiply_is_said() -> None:
-    with pytest.raises(ConfigError, match="no peak in fp8"):
+    with pytest.raises(ConfigError, match=r"train\.precision: the device multiplies no fp8"):
         profiles.hardware("a100-80g").device.peak_of("fp8")
+
+
+def test_sixteen_bits_are_those_that_there_are() -> None:
+    assert profiles.hardware("v100").device.peak_of("bf16") == profiles.hardware("v100").device.peak_of("fp16")
+
+
+@pytest.mark.parametrize("wrong", ["memory = 2_000_000_000", "peak = { bf16 = 989 }"])
+def test_values_in_other_units_are_said(wrong: str, tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    base = profiles.path_of("hardware", "h100").resolve()
+    path.write_text(f'extends = "{base}"\n[device]\n{wrong}\n')
+    with pytest.raises(ConfigError, match="device"):
+        profiles.hardware(str(path))
