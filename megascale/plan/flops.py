@@ -62,7 +62,7 @@ def token_flops(model: ModelConfig) -> TokenFlops:
     """FLOPs of training on one token of a sequence of `seq_length`."""
     m = model
     weights = m.num_layers * sum(block_weights(m).values())
-    forward = sum((_attention(m, layer) for layer in range(m.num_layers)), NONE)
+    forward = sum((forward_attention(m, layer) for layer in range(m.num_layers)), NONE)
     return TokenFlops(6 * weights + head_flops(m), 0.0, 0.0) + forward + forward + forward
 
 
@@ -84,7 +84,7 @@ def hardware_flops(config: RunConfig) -> TokenFlops:
             if recompute.full:
                 total += TokenFlops(2 * weights, 0.0, 0.0)
             if recompute.full or recompute.attention:
-                total += _attention(m, layer)
+                total += forward_attention(m, layer)
     return total
 
 
@@ -148,7 +148,7 @@ def block_weights(m: ModelConfig) -> dict[str, int]:
     }
 
 
-def _attention(m: ModelConfig, layer: int) -> TokenFlops:
+def forward_attention(m: ModelConfig, layer: int) -> TokenFlops:
     """Of one token's scores and their product with the values, in the forward of one layer."""
     for_a_key, w = 2 * 2 * m.num_heads * m.head_dim, m.windows[layer] or m.seq_length
     return TokenFlops(0.0, for_a_key * w, for_a_key * (w - w * w / (2 * m.seq_length)))

@@ -160,7 +160,7 @@ class _Rank:
             self.now = end
 
     def _gather_all(self) -> None:
-        """Weights of the first chunk that is needed first; what hides nothing waits for all of them."""
+        """The weights of each chunk, in the order of their forwards; a stack that hides nothing waits for all."""
         for action in self._order:
             if action.kind is Kind.GATHER and (took := self._times.gather.get((self._number, action.chunk), 0.0)):
                 self.spans.append(Span(self._number, "dp", action, self.dp, self.dp + took))

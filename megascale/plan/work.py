@@ -17,7 +17,7 @@ from megascale.layout.chunks import eight_bit_layers, stages_of
 from megascale.layout.pieces import PIECES
 from megascale.layout.recompute import Recompute, recompute_of
 from megascale.layout.tensors import padded_vocab
-from megascale.plan.flops import _attention as forward_attention
+from megascale.plan.flops import forward_attention
 from megascale.plan.kernels import Kernels
 from megascale.plan.links import group_route
 from megascale.plan.profiles import Hardware, Stack
@@ -28,8 +28,8 @@ FLASH_BACKWARD = 2.5
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one rank. `gemm`, `attention`, `elementwise`: of kernels; `stragglers`: until the slowest rank has
-    done the same; `tp`, `dp`: of communication, exposed.
+    """Of one rank. `gemm`, `attention`, `elementwise`: of kernels; `stragglers`: until the slowest rank has done the
+    same; `tp`, `dp`: of communication, exposed, of dp only where weights are gathered layer by layer.
     """
 
     gemm: float = 0.0

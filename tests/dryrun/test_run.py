@@ -63,7 +63,12 @@ CASES: dict[str, dict[str, Any]] = {
     "llama dp2": {"parallel__dp": 2, "parallel__zero": 1},
     "gpt dp2 zero2": {"parallel__dp": 2, "parallel__zero": 2},
     "llama fp8": {"parallel__tp": 2, "train__precision": "fp8", "fp8__recipe": "delayed", "model__ffn_size": 64},
-    "gpt fp8 recompute": {"parallel__tp": 2, "train__precision": "fp8", "train__recompute": "full"},
+    "gpt fp8 recompute": {  # most is held in the loss: in products in 8 bits a CPU widens operands inside the operator
+        "parallel__tp": 2,
+        "train__precision": "fp8",
+        "train__recompute": "full",
+        "model__vocab_size": 8192,
+    },
     "gpt recompute": {"parallel__tp": 2, "parallel__sp": True, "train__recompute": "full"},
     "llama tp2 sp pp2": {"parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "parallel__vpp": 2},
     "gpt tp2 sp pp2": {"parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "model__tie_embeddings": True},
@@ -87,11 +92,7 @@ def test_it_is_what_a_real_rank_does(case: str, tmp_path: Any) -> None:
             assert [tuple(call) for call in dry.calls] == list(real.calls)
             assert dry.flops == real.flops
             assert {kind: dry.state[kind] for kind in real.state} == real.state
-            most = dry.peak.total() - dry.state.total()
-            if config.train.precision == "fp8":  # a CPU widens the operands of products in 8 bits, inside the operator
-                assert 0.8 * real.peak < most <= 1.03 * real.peak
-            else:
-                assert most == pytest.approx(real.peak, rel=0.03, abs=late)
+            assert dry.peak.total() - dry.state.total() == pytest.approx(real.peak, rel=0.03, abs=late)
 
 
 def test_modules_that_are_alike_do_what_each_would(tmp_path: Any) -> None:
