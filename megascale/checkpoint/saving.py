@@ -104,6 +104,7 @@ class Saving:
             self._slots = [Snapshot(held, device, memory.file(slot)) for slot in range(len(SLOTS))]
             self._background = Background([memory.listener, *(s.descriptor for s in self._slots)], memory.receive)
         self._what = self._description()
+        self._names: set[str] = set()
         self._plan: _Plan | None = None
         self._attempt: _Attempt | None = None
 
@@ -119,37 +120,47 @@ class Saving:
 
     def begin(self, folder: Location | None, facts: manifest.Facts, waited: float = 0.0) -> None:
         """Copy the state and have it written to a new folder in this one, while training goes on; with None it stays in
-        memory alone. `waited`: seconds for the attempt before.
+        memory alone. After the first time this waits for no other rank. `waited`: seconds for the attempt before.
 
-        Raises: CheckpointError on every rank if the folder cannot be made
+        Raises: CheckpointError on every rank if it is not known what is in the folder
         """
         start = time.monotonic()
         assert self._attempt is None, "one is under way"
-        path = self._made(folder, facts.progress.step) if folder else None
-        if path is not None:
-            self._plan = self._plan or self._planned()
+        path = self._fresh(folder, facts.progress.step) if folder else None
         slot = self._memory.turn() if self._memory else 0
         self._slots[slot].take()
         self._attempt = attempt = _Attempt(path, slot, facts, waited, 0.0, time.monotonic())
         self._background.order(**self._order(attempt))
         attempt.stalled = time.monotonic() - start
 
-    def _made(self, folder: Location, step: int) -> Location:
-        """A fresh folder, made by the first rank.
+    def _fresh(self, folder: Location, step: int) -> Location:
+        """A folder for an attempt, under a name that nothing in `folder` had. What is there is asked once, with the
+        plan: after that only we write there, and every rank knows all names.
 
-        Raises: CheckpointError on every rank if it cannot be made
+        Raises: CheckpointError on every rank if it cannot be asked
         """
-        path, problem = folder, ""
+        if self._plan is None:
+            self._names = self._found(folder)
+            self._plan = self._planned()
+        name = store.fresh_name(step, self._names)
+        self._names.add(name)
+        return folder / name
+
+    def _found(self, folder: Location) -> set[str]:
+        """What is in a folder, as the first rank sees it.
+
+        Raises: CheckpointError on every rank if it cannot
+        """
+        found: list[str] | str = ""
         if self._mesh.rank == 0:
             try:
-                path = store.fresh_folder(folder, step)
-                path.make()
+                found = folder.names()
             except OSError as error:
-                problem = error.strerror or str(error)
-        path, problem = broadcast_object(self._mesh.world, (path, problem))
-        if problem:
-            raise CheckpointError(f"rank 0: cannot make {path}: {problem}", mend="check space and permissions")
-        return path
+                found = error.strerror or str(error)
+        found = broadcast_object(self._mesh.world, found)
+        if isinstance(found, str):
+            raise CheckpointError(f"rank 0: cannot look into {folder}: {found}", mend="checkpoint.dir, the network")
+        return set(found)
 
     def _order(self, attempt: _Attempt) -> dict[str, dict[str, Any]]:
         """What the writer is to do with a copy."""

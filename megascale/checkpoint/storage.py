@@ -85,20 +85,19 @@ class Location:
         return self._tried(lambda fs, path: fs.du(path))
 
     def make(self) -> None:
-        """Make a folder, and those above it, but for an object store's bucket. It must not be there yet."""
+        """Make a folder, and those above it, but for an object store's bucket, unless it is there."""
 
         def make(fs: Any, path: str) -> None:
             bucket = path.partition("/")[0]
             if bucket and ":" not in bucket and not _info(fs, bucket):  # not the name of an access point
                 raise FileNotFoundError(errno.ENOENT, f"there is no {bucket}")
-            fs.makedirs(path, exist_ok=False)
+            fs.makedirs(path, exist_ok=True)
 
         self._tried(make)
 
     def probe(self) -> None:
         """See whether a folder can be written, which is made if it is not there."""
-        if not self.exists():
-            self.make()
+        self.make()
         file = self / f".probe-{os.getpid()}"
         file.write(b"1")
         file.remove()
