@@ -94,8 +94,8 @@ class TensorAxis:
 
     def by_symmetric_memory(self, inputs: Sequence[Operand], weights: Iterable[Operand]) -> bool:
         """Whether torch's fused operators carry out these products: of one input, with all factors as they are."""
-        plain = all(isinstance(factor, Tensor) for factor in (*inputs, *weights))
-        return self.cut and self.overlap and self.fused and len(inputs) == 1 and plain
+        possible = self.fused and self.cut and self.overlap and len(inputs) == 1
+        return possible and all(isinstance(factor, Tensor) for factor in (*inputs, *weights))
 
     def pieces(self, part: Operand) -> int:
         """In how many pieces a rank's part of a collective travels; 0 if not piece by piece."""

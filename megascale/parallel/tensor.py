@@ -177,8 +177,8 @@ def _keep(
 def _kept(ctx: Any) -> tuple[list[Callable[[], Operand]], Sequence[Tensor | None]]:
     """How to have each factor, and the tensors."""
     saved, count = ctx.saved_tensors, 2 * len(ctx.how)
-    each = zip(saved[0:count:2], saved[1:count:2], ctx.how, strict=True)
-    return [partial(_operand, data, scale, *how) for data, scale, how in each], saved[count:]
+    each = enumerate(ctx.how)
+    return [partial(_operand, saved[2 * i], saved[2 * i + 1], *how) for i, how in each], saved[count:]
 
 
 def _operand(

@@ -63,6 +63,14 @@ def test_a_fit_comes_nearer(calibration: Any, rows: Sequence[Any]) -> None:
         assert e.low <= found.values[key] <= e.high
 
 
+def test_what_is_kept_aside_is_not_fitted(calibration: Any, rows: Sequence[Any]) -> None:
+    few = [row for row in rows if row.source == "megascale-2024" and (row.step is None or row.step < 4)]
+    assert [row.step for row in few if row.aside] == [2, 3]
+    assert sum(row.aside for row in rows) == 6
+    stretched = [calibration.rows.Row(**{**vars(row), "step_s": row.step_s * (3 if row.aside else 1)}) for row in few]
+    assert calibration.fit.Fit(stretched).values == pytest.approx(calibration.fit.Fit(few).values)
+
+
 def test_a_source_that_is_left_out_is_not_looked_at(calibration: Any, rows: Sequence[Any]) -> None:
     """A stack that only the source has keeps its usual values."""
     few = [row for row in rows if row.source in SOURCES and row.config.world >= 64 and row.config.parallel.pp == 1]

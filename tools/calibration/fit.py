@@ -1,8 +1,8 @@
 """A few named efficiencies, fitted on rows by least squares of the logarithms of predicted over measured seconds.
 
 Each efficiency has a usual value, which it keeps where no row speaks against it: to leave it by its spread costs as
-much as one row that is off by ERROR. A source of n rows weighs as much as sqrt(n) rows. `left_out` holds each source
-against what the others say. Profiles that extend another share its efficiencies.
+much as one row that is off by ERROR. A source of n rows weighs as much as sqrt(n) rows, those kept `aside`
+nothing. `left_out` holds each source against what the others say. Profiles that extend another share its efficiencies.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ class Fit:
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows, self.known = rows, Profiles(rows)
-        counts = Counter(row.source for row in rows)
-        self._weights = np.array([counts[row.source] ** -0.25 for row in rows])
+        counts = Counter(row.source for row in rows if not row.aside)
+        self._weights = np.array([0.0 if row.aside else counts[row.source] ** -0.25 for row in rows])
         self._x = np.zeros(len(self.known.keys))
         for _ in range(STEPS):
             self._linearise()
