@@ -11,6 +11,7 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,8 +104,8 @@ class Saving:
         else:
             self._slots = [Snapshot(held, device, memory.file(slot)) for slot in range(len(SLOTS))]
             self._background = Background([memory.listener, *(s.descriptor for s in self._slots)], memory.receive)
+        self._maker = ThreadPoolExecutor(1, "maker")
         self._what = self._description()
-        self._names: set[str] = set()
         self._plan: _Plan | None = None
         self._attempt: _Attempt | None = None
 
@@ -119,48 +120,40 @@ class Saving:
         return self._attempt is not None
 
     def begin(self, folder: Location | None, facts: manifest.Facts, waited: float = 0.0) -> None:
-        """Copy the state and have it written to a new folder in this one, while training goes on; with None it stays in
-        memory alone. After the first time this waits for no other rank. `waited`: seconds for the attempt before.
+        """Copy the state, while the first rank makes a new folder in this one, and have it written there while training
+        goes on; with None it stays in memory alone. `waited`: seconds for the attempt before.
 
-        Raises: CheckpointError on every rank if it is not known what is in the folder
+        Raises: CheckpointError on every rank if the folder cannot be made
         """
         start = time.monotonic()
         assert self._attempt is None, "one is under way"
-        path = self._fresh(folder, facts.progress.step) if folder else None
+        making = None
+        if folder is not None and self._mesh.rank == 0:
+            making = self._maker.submit(_make, folder, facts.progress.step)
         slot = self._memory.turn() if self._memory else 0
         self._slots[slot].take()
+        path = self._made(making) if folder is not None else None
+        if path is not None:
+            self._plan = self._plan or self._planned()
         self._attempt = attempt = _Attempt(path, slot, facts, waited, 0.0, time.monotonic())
         self._background.order(**self._order(attempt))
         attempt.stalled = time.monotonic() - start
 
-    def _fresh(self, folder: Location, step: int) -> Location:
-        """A folder for an attempt, under a name that nothing in `folder` had. What is there is asked once, with the
-        plan: after that only we write there, and every rank knows all names.
+    def _made(self, making: Future[Location] | None) -> Location:
+        """The folder that the first rank makes.
 
-        Raises: CheckpointError on every rank if it cannot be asked
+        Raises: CheckpointError on every rank if it cannot be made
         """
-        if self._plan is None:
-            self._names = self._found(folder)
-            self._plan = self._planned()
-        name = store.fresh_name(step, self._names)
-        self._names.add(name)
-        return folder / name
-
-    def _found(self, folder: Location) -> set[str]:
-        """What is in a folder, as the first rank sees it.
-
-        Raises: CheckpointError on every rank if it cannot
-        """
-        found: list[str] | str = ""
-        if self._mesh.rank == 0:
+        made: Location | str = ""
+        if making is not None:
             try:
-                found = folder.names()
+                made = making.result()
             except OSError as error:
-                found = error.strerror or str(error)
-        found = broadcast_object(self._mesh.world, found)
-        if isinstance(found, str):
-            raise CheckpointError(f"rank 0: cannot look into {folder}: {found}", mend="checkpoint.dir, the network")
-        return set(found)
+                made = f"rank 0: cannot make {error.filename}: {error.strerror or error}"
+        made = broadcast_object(self._mesh.world, made)
+        if isinstance(made, str):
+            raise CheckpointError(made, mend="check space and permissions")
+        return made
 
     def _order(self, attempt: _Attempt) -> dict[str, dict[str, Any]]:
         """What the writer is to do with a copy."""
@@ -304,6 +297,12 @@ class Saving:
             _forget(attempt.path)
         rank, (what, mend) = next((rank, error) for rank, error in enumerate(found) if error)
         return CheckpointError(f"rank {rank}: {what}", mend=mend)
+
+
+def _make(folder: Location, step: int) -> Location:
+    path = store.fresh_folder(folder, step)
+    path.make()
+    return path
 
 
 def _forget(path: Location) -> None:

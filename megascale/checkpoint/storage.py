@@ -85,19 +85,20 @@ class Location:
         return self._tried(lambda fs, path: fs.du(path))
 
     def make(self) -> None:
-        """Make a folder, and those above it, but for an object store's bucket, unless it is there."""
+        """Make a folder, and those above it, but for an object store's bucket. It must not be there yet."""
 
         def make(fs: Any, path: str) -> None:
             bucket = path.partition("/")[0]
             if bucket and ":" not in bucket and not _info(fs, bucket):  # not the name of an access point
                 raise FileNotFoundError(errno.ENOENT, f"there is no {bucket}")
-            fs.makedirs(path, exist_ok=True)
+            fs.makedirs(path, exist_ok=False)
 
         self._tried(make)
 
     def probe(self) -> None:
         """See whether a folder can be written, which is made if it is not there."""
-        self.make()
+        if not self.exists():
+            self.make()
         file = self / f".probe-{os.getpid()}"
         file.write(b"1")
         file.remove()

@@ -65,10 +65,14 @@ def _look(folder: Location, *, complete: bool) -> Iterator[Stored]:
         raise CheckpointError(what, mend="checkpoint.dir, who may read it, the network") from None
 
 
-def fresh_name(step: int, taken: Collection[str]) -> str:
-    """A name for a checkpoint's folder that is not taken."""
+def fresh_folder(folder: Location, step: int) -> Location:
+    """A folder for a checkpoint, under a name that nothing has. It is not made.
+
+    Raises: OSError
+    """
+    there = set(folder.names())
     names = (f"step-{step:08d}" + (f".{attempt}" if attempt else "") for attempt in itertools.count())
-    return next(name for name in names if name not in taken)
+    return folder / next(name for name in names if name not in there)
 
 
 def remove_unfinished(folder: Location) -> list[str]:

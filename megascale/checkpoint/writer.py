@@ -80,18 +80,15 @@ def keep_copy(memory: str, path: str, header: dict[str, Any]) -> None:
 
 
 def write_files(memory: str, folder: str, patience: float, chunk: int, files: dict[str, list[Place]]) -> dict[str, Any]:
-    """Write parts of a memory as safetensors files in chunks of so many bytes, into a folder that is made if no other
-    rank's process has made it. Returns of each file its size and checksum, and of each part, by its key, where it
-    begins in its file and the checksums of its chunks.
+    """Write parts of a memory as safetensors files in chunks of so many bytes. Returns of each file its size and
+    checksum, and of each part, by its key, where it begins in its file and the checksums of its chunks.
     """
     found: dict[str, Any] = {"files": {}, "boxes": {}}
     numbers = _numbers(memory)
-    place = Location(folder, patience)
-    place.make()
-    for name, boxes in files.items():
-        entries = [Entry(key, kind, shape, numbers[at : at + size]) for key, kind, shape, at, size in boxes]
+    for name, places in files.items():
+        entries = [Entry(key, kind, shape, numbers[at : at + size]) for key, kind, shape, at, size in places]
         shard = Shard(entries, chunk)
-        (place / name).write_parts(shard.parts)
+        (Location(folder, patience) / name).write_parts(shard.parts)
         found["files"][name] = {"bytes": shard.size, "crc32": shard.crc32}
         found["boxes"] |= shard.boxes
     return found

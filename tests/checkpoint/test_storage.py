@@ -61,7 +61,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 def test_what_is_written_is_read(place: Location) -> None:
     assert place.names() == [] and not place.exists() and not place.is_folder()
     place.make()
-    place.make()
+    with pytest.raises(FileExistsError):
+        place.make()
     (place / "a").write(b"0123456789")
     (place / "b").write_parts(lambda: iter([b"01", memoryview(b"234")]))
     assert place.names() == ["a", "b"] and place.is_folder() and place.name == "folder" and place.size() == 15
