@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from megascale.bench.overlap import progress
 from megascale.cli.numbers import count
 from megascale.core.errors import ConfigError, Problem
+from megascale.core.files import write_text
 from megascale.core.process import die_with
 from megascale.core.rank import Rank, from_environment
 from megascale.launch import local
@@ -47,8 +48,10 @@ def run_links(options: argparse.Namespace) -> int:
         if rank.rank == 0:
             print(json.dumps(links.as_json(found, device)) if options.json else links.table(found, device))
 
+    if from_environment() is not None:
+        return _work(work, gpus=True)
     sizes = ["--sizes", *map(str, options.sizes)] if options.sizes else []
-    return _ranks(["bench", "links", *sizes, *["--json"] * options.json], options.processes, work)
+    return _start(["bench", "links", *sizes, *["--json"] * options.json], options.processes or _default(gpus=True))
 
 
 def add_profile(benchmarks: Any) -> None:
@@ -61,17 +64,35 @@ def add_profile(benchmarks: Any) -> None:
         f"{own_profile()})",
     )  # fmt: skip
     one.add_argument("--json", action="store_true", help="print one JSON object")
+    one.add_argument("--crowd", type=Path, help=argparse.SUPPRESS)  # what the first of two jobs tells the second
 
 
 def run_profile(options: argparse.Namespace) -> int:
-    """Measure this machine and write its profile."""
+    """Measure this machine and write its profile: in a job with two ranks a core, and in one with a rank a core."""
     output = (options.output or own_profile()).resolve()
     _check_output(output)
+    if options.crowd is None and from_environment() is None:
+        words = ["bench", "profile", "--output", str(output), *["--json"] * options.json]
+        processes = options.processes or _default(gpus=False)
+        with tempfile.TemporaryDirectory() as folder:
+            words += ["--crowd", f"{folder}/crowd.json"]
+            return _start(words, 2 * processes) or _start(words, processes)
+
+    def crowded(device: Device, rank: Rank) -> None:
+        from megascale.train import machine
+
+        if rank.rank == 0:
+            progress("steps of two ranks a core")
+        found = machine.crowded(device, rank)
+        if rank.rank == 0:
+            write_text(options.crowd, json.dumps(vars(found)))
 
     def work(device: Device, rank: Rank) -> None:
         from megascale.train import machine
 
-        found = machine.measure(device, rank.rank, rank.world, progress if rank.rank == 0 else lambda text: None)
+        crowd = machine.Crowd(**json.loads(options.crowd.read_text(encoding="utf-8"))) if options.crowd else None
+        say = progress if rank.rank == 0 else lambda text: None
+        found = machine.measure(device, rank.rank, rank.world, say, crowd=crowd)
         if found is None:
             return
         write(output, found.tree, _heading(device, rank.world, found))
@@ -80,8 +101,7 @@ def run_profile(options: argparse.Namespace) -> int:
         else:
             print(f"{machine.table(found)}\n\nwritten: {output}")
 
-    words = ["bench", "profile", "--output", str(output), *["--json"] * options.json]
-    return _ranks(words, options.processes, work, gpus=False)
+    return _work(crowded if options.crowd and not options.crowd.exists() else work, gpus=False)
 
 
 def _heading(device: Device, ranks: int, found: Any) -> str:
@@ -107,12 +127,16 @@ def _check_output(path: Path) -> None:
         raise ConfigError([Problem("command line", "--output", f"{path}: {error.strerror}", "another file")]) from None
 
 
-def _ranks(words: list[str], processes: int | None, work: Work, *, gpus: bool = True) -> int:
-    """Do a rank's part of the work, or start the ranks that do."""
+def _start(words: list[str], processes: int) -> int:
+    """Run a command as so many ranks of this host."""
+    with tempfile.TemporaryDirectory() as logs:
+        return local.run(words, processes, Path(logs))
+
+
+def _work(work: Work, *, gpus: bool) -> int:
+    """Do a rank's part of the work."""
     rank = from_environment()
-    if rank is None:
-        with tempfile.TemporaryDirectory() as logs:
-            return local.run(words, processes or _default(gpus), Path(logs))
+    assert rank is not None, "ranks are started by a job"
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with(os.getppid())  # torchrun, when it is killed, leaves its workers
     from megascale.comm import init
@@ -129,7 +153,7 @@ def _ranks(words: list[str], processes: int | None, work: Work, *, gpus: bool = 
     return 0
 
 
-def _default(gpus: bool) -> int:
+def _default(*, gpus: bool) -> int:
     """A rank a device, and two at least."""
     from megascale import device
 

@@ -19,6 +19,7 @@ from megascale.plan.kernels import Kernels
 from megascale.plan.links import Operation, group_route, neighbour_route
 from megascale.plan.profiles import Hardware, Hides, Stack
 from megascale.plan.simulate import Replay, Times, replay
+from megascale.plan.traffic import calls
 from megascale.plan.work import Pair, Seconds, Work
 from megascale.schedule.ir import Schedule
 from megascale.schedule.lower import AHEAD, lower
@@ -144,14 +145,17 @@ class Model:
         return max(pipeline + self.update + self.stack.attained.step_s, self.turns())
 
     def turns(self) -> float:
-        """Seconds in which ranks that share cores have all had their turns: who waits leaves its core to another."""
+        """Seconds in which ranks that share cores have all had their turns: who waits leaves its core to another, and
+        has it back some time after what it waited for is there.
+        """
         if self.crowd == 1:
             return 0.0
         p, count, times = self.config.parallel, self.config.micro_batches, self.times()
         work = sum(each[place] for each in (times.forward, times.backward) for place in self.places) * count
         work += sum(sum(each.values()) for each in (times.reduce, times.gather))
         work += 2 * (p.pp * p.vpp - 1) * count * (times.message + times.hops)
-        return self.crowd * (work / p.pp + self.update + self.stack.attained.step_s)
+        waits = (self.crowd - 1) * self.hardware.node.turn_s * calls(self.config)
+        return self.crowd * (work / p.pp + self.update + self.stack.attained.step_s) + waits
 
     def times(self) -> Times:
         """For the replay."""

@@ -78,6 +78,13 @@ def sent(config: RunConfig, coord: Coord) -> Iterator[Sent]:
         yield Sent("world", Collective("all_reduce", FP64 * TOTALS, "totals"))
 
 
+def calls(config: RunConfig) -> float:
+    """Communications of a rank in a step, the mean over a pipeline."""
+    pp = config.parallel.pp
+    each = (some for rank in range(pp) for some in sent(config, Coord(tp=0, cp=0, dp=0, pp=rank)))
+    return sum(some.times * some.collective.calls for some in each) / pp
+
+
 def message_bytes(config: RunConfig) -> int:
     """Of a message between two stages: a tp rank sends its part of the boundary's activation."""
     m, facts = config.model, PRECISIONS[config.train.precision].facts

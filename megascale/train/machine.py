@@ -2,11 +2,14 @@
 
 Products, attention and links are measured by themselves, by as many ranks at once as there are cores. What a step does
 besides (element-wise operations, Python between them, the optimizer) is measured in steps of the trainer itself, of
-small models: the planner says what their products and their attention take, and least squares divide the rest.
+small models: the planner says what their products and their attention take, and least squares divide the rest. How
+long a rank waits for its turn on a core that it shares is what a job of twice as many ranks takes longer than the
+planner says without it.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import tempfile
@@ -25,12 +28,14 @@ from megascale.comm.collectives import barrier, gather_objects
 from megascale.comm.mesh import Mesh, open_mesh, single
 from megascale.config.run import RunConfig
 from megascale.core.errors import MegascaleError
+from megascale.core.rank import Rank
 from megascale.device import Device
 from megascale.layout.topology import Topology
 from megascale.plan import profiles
 from megascale.plan.estimate import estimate
 from megascale.plan.profiles import Hardware
-from megascale.train.build import build
+from megascale.plan.traffic import calls
+from megascale.train.build import build, mesh_of
 from megascale.train.gc import ScheduledCollection
 from megascale.train.step import train_step
 from megascale.train.stop import Stop
@@ -67,6 +72,9 @@ CASES = (
 )
 """Few layers and many, narrow and wide, with a large vocabulary and with a small one: what costs differ in."""
 
+CROWDED = Case(4, 256, 704, 256, 512, 2, 16)
+"""What ranks that share cores train, in tp 2 and pp 2; the batch of each rank of data parallelism."""
+
 HEAD = 32
 ROUNDS = 5
 WARM_UP = 1
@@ -88,6 +96,14 @@ class Samples:
     attend: list[Sample]
     attend_back: list[Sample]
     steps: list[Sample]
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """Seconds of steps of CROWDED with so many ranks, more than there are cores."""
+
+    ranks: int
+    seconds: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -121,8 +137,35 @@ class Machine:
                 raise MegascaleError(what, mend="measure again when the machine has less else to do")
 
 
-def measure(device: Device, rank: int, world: int, say: Say, formats: Sequence[str] = FORMATS) -> Machine | None:
-    """Measure with all ranks of a job that was brought together, one on a core. The profile, on the first rank.
+def crowded(device: Device, rank: Rank) -> Crowd:
+    """Train with all ranks of a job that was brought together, several on a core."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        config = _crowded_config(rank.world, folder)
+        run = build(config, mesh_of(config, rank, device), device, Stop())
+    seconds = []
+    with ScheduledCollection():
+        for _ in range(WARM_UP + ROUNDS):
+            barrier(run.mesh.world)
+            start = time.perf_counter()
+            train_step(run, run.train.batch(run.progress.samples))
+            run.mesh.recorder.settle()
+            barrier(run.mesh.world)
+            seconds.append(time.perf_counter() - start)
+    return Crowd(rank.world, tuple(seconds[WARM_UP:]))
+
+
+def _crowded_config(ranks: int, folder: str) -> RunConfig:
+    parallel = {"tp": 2 - ranks % 2, "pp": 2 if ranks % 4 == 0 else 1}
+    shards = ranks // math.prod(parallel.values())
+    return _config(CROWDED._replace(total=CROWDED.total * shards), FORMATS[0], folder, dp=shards, **parallel)
+
+
+def measure(
+    device: Device, rank: int, world: int, say: Say, formats: Sequence[str] = FORMATS, crowd: Crowd | None = None
+) -> Machine | None:
+    """Measure with all ranks of a job that was brought together, one on a core. The profile, on the first rank, with
+    what ranks that share cores wait if it is known what a `crowd` takes.
 
     Raises: MegascaleError if what was measured makes no sense
     """
@@ -131,7 +174,7 @@ def measure(device: Device, rank: int, world: int, say: Say, formats: Sequence[s
     say("links")
     timed = links.measure(device, rank, world, links.SIZES)
     found = {name: _samples(name, mesh, device, say) for name in formats}
-    return machine_of(device.memory(), timed, found) if rank == 0 else None
+    return machine_of(device.memory(), timed, found, crowd) if rank == 0 else None
 
 
 def _samples(name: str, mesh: Mesh, device: Device, say: Say) -> Samples:
@@ -152,7 +195,9 @@ def _together(mesh: Mesh, work: Callable[[], list[Sample]]) -> list[Sample]:
     return [Sample(same[0].amounts, tuple(s for each in same for s in each.seconds)) for same in ranks]
 
 
-def machine_of(memory: int, timed: Sequence[links.Timed], found: Mapping[str, Samples]) -> Machine:
+def machine_of(
+    memory: int, timed: Sequence[links.Timed], found: Mapping[str, Samples], crowd: Crowd | None = None
+) -> Machine:
     """The profile of a machine with so many bytes, from what was measured on it.
 
     Raises: MegascaleError if it makes no sense
@@ -175,6 +220,8 @@ def machine_of(memory: int, timed: Sequence[links.Timed], found: Mapping[str, Sa
             "attend_back": _attention(machine.costs(f"attention's backward in {name}", samples.attend_back)),
         }  # fmt: skip
         _add_steps(machine, name, samples.steps, first=name == next(iter(found)))
+    if crowd:
+        _add_turns(machine, crowd)
     machine.check()
     return machine
 
@@ -199,7 +246,7 @@ def _steps(case: Case, name: str, device: Device) -> list[Sample]:
     return [Sample((), tuple(seconds[WARM_UP:]))]
 
 
-def _config(case: Case, name: str, folder: str) -> RunConfig:
+def _config(case: Case, name: str, folder: str, **parallel: int) -> RunConfig:
     tree = {
         "name": "profile",
         "model": {
@@ -207,6 +254,7 @@ def _config(case: Case, name: str, folder: str) -> RunConfig:
             "ffn_size": case.ffn, "vocab_size": case.vocab, "seq_length": case.seq, "norm": "rmsnorm",
             "activation": "swiglu", "position": "rope", "bias": False, "tie_embeddings": False,
         },
+        "parallel": parallel,
         "batch": {"micro": case.micro, "global": case.total},
         "train": {"steps": WARM_UP + ROUNDS, "precision": name},
         "optimizer": {"lr": 1e-3},
@@ -215,6 +263,15 @@ def _config(case: Case, name: str, folder: str) -> RunConfig:
         "observe": {"dir": folder, "tensorboard": False},
     }  # fmt: skip
     return RunConfig.model_validate(tree).resolve(None)
+
+
+def _add_turns(machine: Machine, crowd: Crowd) -> None:
+    """What a crowd's steps take longer than its ranks' work on the cores, for each of their communications."""
+    hardware, config = Hardware.model_validate(machine.tree), _crowded_config(crowd.ranks, "")
+    said = estimate(config, hardware, profiles.stack_on(hardware, "megascale")).step_s
+    found, others = Sample((), crowd.seconds), hardware.node.ranks_a_core(crowd.ranks) - 1
+    machine.tree["node"]["turn_s"] = max(0.0, found.median - said) / (others * calls(config)) if others else 0.0
+    machine.quality[f"steps of {crowd.ranks} ranks"] = Quality(0.0, found.ratio)
 
 
 def _add_steps(machine: Machine, name: str, steps: Sequence[Sample], *, first: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from megascale.plan import profiles
 from megascale.plan.estimate import estimate
 from megascale.plan.links import group_route
 from megascale.plan.own import write
+from megascale.plan.traffic import calls
 from megascale.train import machine
 from megascale.train.machine import CASES, Samples, machine_of
 from tests.runs import LLAMA, settings, write_config
@@ -92,6 +94,22 @@ def test_a_machine_is_found_as_it_is() -> None:
     assert all(each.error < 0.01 for each in found.quality.values())
 
 
+def test_how_long_ranks_wait_for_their_turn_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    tree = truth()
+    tree["node"]["turn_s"] = 0.002
+    true, patient = (profiles.Hardware.model_validate(each) for each in (tree, truth()))
+    stack = profiles.stack_on(true, "megascale")
+    for ranks, others in ((4, 1), (8, 3)):
+        config = machine._crowded_config(ranks, "")
+        said, least = (estimate(config, each, stack).step_s for each in (true, patient))
+        assert config.world == ranks and said - least == pytest.approx(others * 0.002 * calls(config))
+        found = machine_of(2**33, links_of(), {"fp32": as_measured()}, machine.Crowd(ranks, (said, said, said)))
+        assert found.tree["node"]["turn_s"] == pytest.approx(0.002, rel=0.1)
+    alone = machine_of(2**33, links_of(), {"fp32": as_measured()}, machine.Crowd(2, (9.0,)))
+    assert alone.tree["node"]["turn_s"] == 0.0  # nobody shares
+
+
 def test_what_was_disturbed_is_refused() -> None:
     with pytest.raises(MegascaleError, match=r"products in fp32: rounds differ 3.00 times.*measure again"):
         machine_of(2**33, links_of(), {"fp32": as_measured(ratio=3.0)})
@@ -147,19 +165,41 @@ def test_ranks_measure_together() -> None:
     assert estimate(config, hardware, profiles.stack_on(hardware, "megascale")).step_s > 0
 
 
+def crowd(rank: Rank) -> machine.Crowd:
+    from megascale.device import detect
+
+    vars(machine).update({"ROUNDS": 2, "CROWDED": CASES[0]._replace(layers=2)})
+    return machine.crowded(detect(allow_gpu=False), rank)
+
+
+def test_a_crowd_trains() -> None:
+    for found in run_world(4, crowd):
+        assert found.ranks == 4 and len(found.seconds) == 2 and min(found.seconds) > 0
+
+
 def write_own(monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str) -> int:
     """The command, with one rank that has found the true machine."""
 
-    def alone(words: list[str], processes: int | None, work: Any, *, gpus: bool) -> int:
+    jobs: list[int] = []
+
+    def start(words: list[str], processes: int) -> int:
+        jobs.append(processes)
+        return main(words)
+
+    def alone(work: Any, *, gpus: bool) -> int:
         assert not gpus
-        work(Device(torch.device("cpu"), "gloo"), Rank(0, 2, 0, "here"))
+        work(Device(torch.device("cpu"), "gloo"), Rank(0, jobs[-1], 0, "here"))
         return 0
 
+    def measure(*_: Any, crowd: machine.Crowd) -> machine.Machine:
+        assert crowd.ranks == jobs[0] == 2 * jobs[1]
+        return machine.Machine(truth(), {"products in fp32": machine.Quality(0.031, 1.25)})
+
     monkeypatch.setenv("XDG_CONFIG_HOME", str(folder))
-    monkeypatch.setattr(bench_ranks, "_ranks", alone)
-    monkeypatch.setattr(
-        machine, "measure", lambda *_: machine.Machine(truth(), {"products in fp32": machine.Quality(0.031, 1.25)})
-    )
+    monkeypatch.setattr(bench_ranks, "_start", start)
+    monkeypatch.setattr(bench_ranks, "_work", alone)
+    monkeypatch.setattr(machine, "crowded", lambda _, rank: machine.Crowd(rank.world, (1.0,)))
+    monkeypatch.setattr(machine, "measure", measure)
     return main(["bench", "profile", *words])
 
 
