@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import time
@@ -179,6 +180,25 @@ def test_a_save_that_cannot_begin_does_not_hide_the_one_before(tmp_path: Path) -
     assert said == [
         f"saved {folder}/step-00000001", "WARNING: no checkpoint of step 2", f"saved {folder}/step-00000003",
     ]  # fmt: skip
+
+
+def vanishes(rank: Rank, config: Any) -> str:
+    """What becomes of a save whose folder is gone before its files are written."""
+    run = build_run(rank, config)
+    hold(run.checkpoints.saving.writer, 1.0)
+    run.checkpoints.begin(run.progress)
+    if rank.rank == 0:
+        shutil.rmtree(Path(str(run.checkpoints.folder)) / "step-00000000")
+    saved = run.checkpoints.finish()
+    assert not complete(run.checkpoints.folder)
+    return str(saved.error)
+
+
+def test_no_rank_makes_a_folder_of_its_own(tmp_path: Path) -> None:
+    """One that sees another file system must not take its part for saved."""
+    folder = tmp_path / "test/checkpoints/step-00000000"
+    for said in run_world(2, vanishes, config_in(tmp_path, parallel__tp=2)):
+        assert said.startswith(f"rank 0: cannot write {folder}/rank-00000-000.safetensors: No such file or directory")
 
 
 def waited_for(rank: Rank, config: Any) -> list[int]:
