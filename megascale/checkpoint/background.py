@@ -69,7 +69,7 @@ class Background:
         found: dict[str, Any] = json.loads(self._answer)
         if "error" in found:
             what = f"cannot write {found['what']}: {found['error']}"
-            raise CheckpointError(what, mend="check space and permissions")
+            raise CheckpointError(what, mend="check that it is mounted, space, permissions")
         return found
 
     def _start(self) -> None:

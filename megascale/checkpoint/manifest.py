@@ -114,7 +114,7 @@ def write(folder: Location, manifest: Manifest) -> None:
         (folder / NAME).write(_BEFORE % (FORMAT, _sum(FORMAT, body)) + body + _AFTER)
     except OSError as error:
         what = f"cannot write {folder / NAME}: {error.strerror}"
-        raise CheckpointError(what, mend="check space and permissions") from None
+        raise CheckpointError(what, mend="check that it is mounted, space, permissions") from None
 
 
 def read(folder: Location) -> Manifest:

@@ -152,7 +152,7 @@ class Saving:
                 made = f"rank 0: cannot make {error.filename}: {error.strerror or error}"
         made = broadcast_object(self._mesh.world, made)
         if isinstance(made, str):
-            raise CheckpointError(made, mend="check space and permissions")
+            raise CheckpointError(made, mend="check that it is mounted, space, permissions")
         return made
 
     def _order(self, attempt: _Attempt) -> dict[str, dict[str, Any]]:

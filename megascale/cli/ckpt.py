@@ -65,6 +65,8 @@ def _list(options: argparse.Namespace) -> int:
     folder = run / "checkpoints" if (run / "checkpoints").is_folder() else run
     if not folder.is_folder():
         raise CheckpointError(f"there is no folder {folder}", mend="a run's folder")
+    if (folder / manifest.NAME).exists():
+        raise CheckpointError(f"{folder} is itself a checkpoint", mend=f"megascale ckpt show {folder}")
     rows = []
     for stored in store.complete(folder):
         row: dict[str, Any] = {"path": str(stored.path), "step": stored.step, "bytes": stored.path.size()}

@@ -60,7 +60,9 @@ def test_list_names_what_there_is(run: Path, capsys: pytest.CaptureFixture[str])
     assert three == f"{folder}/step-00000003  did not finish, or is being written: the next start of the run removes it"
     found = json.loads(asked(capsys, "list", run, "--json"))
     assert [row["step"] for row in found["checkpoints"]] == [1, 2] and len(found["unfinished"]) == 1
-    assert asked(capsys, "list", folder / "step-00000001") == f"no checkpoints in {folder}/step-00000001\n"
+    assert "step-00000001 is itself a checkpoint" in asked(capsys, "list", folder / "step-00000001", status=4)
+    (folder / "none").mkdir()
+    assert asked(capsys, "list", folder / "none") == f"no checkpoints in {folder}/none\n"
     assert "there is no folder" in asked(capsys, "list", run / "none", status=4)
 
 

@@ -35,7 +35,7 @@ ERROR = 0.05
 ROBUST = 2.0
 """Rows that are off by more errors than this weigh less: as much as their distance, not its square."""
 
-STEPS = 3
+ROUNDS = 3
 """Linearisations (Gauss-Newton)."""
 
 NUDGE = 0.25
@@ -124,7 +124,7 @@ class Fit:
         counts = Counter(row.source for row in rows if not row.aside)
         self._weights = np.array([0.0 if row.aside else counts[row.source] ** -0.25 for row in rows])
         self._x = np.zeros(len(self.known.keys))
-        for _ in range(STEPS):
+        for _ in range(ROUNDS):
             self._linearise()
             self._x = self._solved(np.ones(len(rows), dtype=bool))
         self._linearise()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from calibration.ablation import STEPS
+from calibration import ablation
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.run import RunConfig
 
@@ -39,7 +39,7 @@ class Row:
     @property
     def aside(self) -> bool:
         """Whether it is kept to check the fit: the steps of MegaScale's ablation from its first stack to its last."""
-        return self.step is not None and 1 < self.step < len(STEPS) - 1
+        return self.step is not None and 1 < self.step < len(ablation.STEPS) - 1
 
     @property
     def stacks(self) -> tuple[str, ...]:
