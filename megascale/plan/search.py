@@ -66,9 +66,10 @@ def search(
     fixed: Collection[str] = (),
     kept: int = KEPT,
 ) -> Found:
-    """The `kept` fastest layouts of a resolved configuration, whose own layout counts only in the keys that `fixed`
-    names (`parallel.tp`, `batch.micro`). `room`: bytes of a device for a rank's tensors.
+    """The `kept` fastest layouts of a resolved configuration, whose own layout counts only in the keys that `fixed` names
+    (`parallel.tp`, `batch.micro`). `room`: bytes of a device for a rank's tensors.
 
+    Of layouts that differ in how a stage is cut into chunks alone, the fastest stands for all: times hardly differ.
     tp stays inside a node, whose links it needs, if any layout fits so.
     """
     space = Space(config, devices, frozenset(fixed))
@@ -87,6 +88,11 @@ class _Ranked(NamedTuple):
     step_s: float
     bytes: int
     layout: Layout
+
+    @property
+    def kind(self) -> Layout:
+        """The same for layouts that differ in their chunks alone."""
+        return self.layout._replace(vpp=1, schedule="")
 
 
 class _Waiting(NamedTuple):
@@ -177,10 +183,14 @@ class _Search:
             self._simulated += 1
         elif any_time or self._fits(layout, config):
             self._simulated += 1
-            found = _Ranked(step_s, self._memory[layout].total, layout)
-            self._best = sorted([*self._best, found])[: self._kept]
+            self._keep(_Ranked(step_s, self._memory[layout].total, layout))
         else:
             self._large += 1
+
+    def _keep(self, found: _Ranked) -> None:
+        alike = [each for each in self._best if each.kind == found.kind]
+        others = [each for each in self._best if each.kind != found.kind]
+        self._best = sorted([*others, min([*alike, found])])[: self._kept]
 
     def _fits(self, layout: Layout, config: RunConfig) -> bool:
         self._memory[layout] = fullest_rank(config)
