@@ -84,6 +84,9 @@ def run(options: argparse.Namespace) -> int:
         print(report.nothing_fits(options.gpus, found, hardware), file=sys.stderr)
         return Exit.CONFIG
     plan = report.plan(found.best[0].config if found else _config(options, options.gpus), hardware, stack)
+    if options.exact and stack.shards_weights:
+        own = f"{stack.name} shards weights, which this trainer does not"
+        raise ConfigError([Problem("command line", "--exact", own, "plan without it: formulas know both")])
     if options.exact:
         plan = report.with_exact(plan, _exact(plan.config, plan.memory_by_stage))
     sweep = [report.plan(_config(options, gpus), hardware, stack) for gpus in options.sweep]
@@ -150,6 +153,6 @@ def _print(options: argparse.Namespace, plan: Plan, sweep: list[Plan], found: Fo
         return
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
     if found:
-        console.print(report.search_table(found))
+        console.print(report.search_table(found, plan.stack))
     for part in report.tables(plan, sweep, options.tokens, lost):
         console.print(part)

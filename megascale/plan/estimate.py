@@ -131,6 +131,7 @@ class Model:
         slowed = {pair: self._slowed(pair) for pair in set(chunks.values())}
         self.pairs = {place: slowed[pair] for place, pair in chunks.items()}
         self.numbers, self.known = known.numbers, known
+        self.sharded = p.zero > 0 or stack.shards_weights  # what the optimizer has
         if stack.shards_weights:
             self.pairs = {place: self._with_gathers(place, pair) for place, pair in self.pairs.items()}
         self.update = max(self._update(rank) for rank in range(p.pp))
@@ -217,7 +218,7 @@ class Model:
     def _reduce(self, place: Place) -> float:
         size = PRECISIONS[self.config.train.precision].facts["accumulate_bytes"]
         size = self.stack.gradient_bytes or size
-        operation: Operation = "reduce_scatter" if self.config.parallel.zero else "all_reduce"
+        operation: Operation = "reduce_scatter" if self.sharded else "all_reduce"
         return sum(self.dp.collective(operation, size * n, self.config.dp) for n in self.numbers[place])
 
     def _gather(self, place: Place) -> float:
@@ -243,8 +244,7 @@ class Model:
         facts = PRECISIONS[self.config.train.precision].facts
         tensors = OPTIMIZERS[self.config.optimizer.name].facts["state"] + (1 if facts["master"] else 0)
         numbers = sum(sum(self.numbers[pp_rank, chunk]) for chunk in range(self.config.parallel.vpp))
-        sharded = self.config.parallel.zero or self.stack.shards_weights
-        own = numbers / (self.config.dp if sharded else 1)
+        own = numbers / (self.config.dp if self.sharded else 1)
         wide = facts["accumulate_bytes"]
         gradients = own if self.stack.shards_weights else numbers
         return self.kernels.update(own * (2 * tensors * wide + 2 * wide + facts["compute_bytes"]) + gradients * wide)

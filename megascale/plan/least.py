@@ -112,7 +112,9 @@ class Floors:
         layers, _ = self._layers(layout)
         weights, gradients, optimizer = self._block_state(layout.tp)
         shards = layout.dp * self._space.config.parallel.cp
-        state = weights + gradients / (shards if layout.zero == 2 else 1) + optimizer / (shards if layout.zero else 1)
+        zero = 3 if self._stack.shards_weights else layout.zero
+        sizes = zip((weights, gradients, optimizer), (3, 2, 1), strict=True)
+        state = sum(size / (shards if zero >= least else 1) for size, least in sizes)
         return layers * (state + min(self._micro_batches(layout), layout.pp) * self._block_kept(layout))
 
     def _micro_batches(self, layout: Layout) -> int:

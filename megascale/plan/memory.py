@@ -4,20 +4,23 @@
 For N parameters on a rank, c bytes in the format of compute and a in that of accumulation, over d data-parallel ranks
 with zero sharding (Rajbhandari et al. 2020): weights c N, with fp8 two bytes more for each that is cast; gradients a N,
 with zero = 2 a N / d; optimizer (k + master) a N, divided by d with zero >= 1, for k state tensors and a master copy
-where the two formats differ.
+where the two formats differ. A trainer that shards weights (ZeRO 3, FSDP) divides all of them by d, and has two units
+of the network whole, the one that computes and the next, with one whole gradient.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.run import RunConfig
 from megascale.layout.buckets import pack
-from megascale.layout.chunks import chunk_buckets, eight_bit_weights
+from megascale.layout.chunks import chunk_buckets, eight_bit_weights, unit
 from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, Parameter
 from megascale.plan.activations import ActivationBytes, activation_bytes
 from megascale.plan.peak import PeakBytes, peak_bytes
@@ -28,7 +31,8 @@ from megascale.schedule.ir import Order
 class StateBytes:
     """Bytes on one rank. `transient`: the whole gradients that exist during a backward with zero = 2, one that is
     computed and, if reductions are overlapped, one that is reduced, with the shard that the reduction gives; and where
-    other chunks' backwards may come between the loss and its own, that of the bucket with the head.
+    other chunks' backwards may come between the loss and its own, that of the bucket with the head; or the one that is
+    whole where weights are sharded.
     """
 
     weights: int
@@ -46,17 +50,26 @@ class StateBytes:
         return self.lasting + self.transient
 
 
-def state_bytes(config: RunConfig, pp_rank: int) -> StateBytes:
-    """Bytes of weights, gradients and optimizer on a rank of pipeline stage `pp_rank`, of a resolved configuration."""
+def state_bytes(config: RunConfig, pp_rank: int, *, shards_weights: bool = False) -> StateBytes:
+    """Bytes of weights, gradients and optimizer on a rank of pipeline stage `pp_rank`, of a resolved configuration.
+    `shards_weights`: as another trainer would, whatever `parallel.zero` is.
+    """
     facts = PRECISIONS[config.train.precision].facts
     compute, accumulate = facts["compute_bytes"], facts["accumulate_bytes"]
     tensors = OPTIMIZERS[config.optimizer.name].facts["state"] + (1 if facts["master"] else 0)
     shards, zero = config.dp * config.parallel.cp, config.parallel.zero
     sizes = [sum(_sizes(chunk, config.parallel.tp, shards)) for chunk in chunk_buckets(config, pp_rank)]
-    n = sum(sizes)
+    n, cast = sum(sizes), facts["cast_bytes"] * _cast(config, pp_rank)
+    if shards_weights:
+        return StateBytes(
+            weights=(compute * n + cast) // shards,
+            gradients=accumulate * n // shards,
+            optimizer=tensors * accumulate * n // shards,
+            transient=accumulate * _units(config, pp_rank)[0],
+        )
     whole = max(sizes) * (2 if config.overlap.dp else 1) + _early(config, pp_rank) + max(sizes) // shards
     return StateBytes(
-        weights=compute * n + facts["cast_bytes"] * _cast(config, pp_rank),
+        weights=compute * n + cast,
         gradients=accumulate * (n // shards if zero == 2 else n),
         optimizer=tensors * accumulate * (n // shards if zero else n),
         transient=accumulate * whole if zero == 2 else 0,
@@ -65,30 +78,39 @@ def state_bytes(config: RunConfig, pp_rank: int) -> StateBytes:
 
 @dataclass(frozen=True)
 class RankBytes:
-    """What one rank holds in a step, at most. `peak`: beside weights, gradients and optimizer, when that is most."""
+    """What one rank holds in a step, at most. `peak`: beside weights, gradients and optimizer, when that is most.
+    `gathered`: weights that are whole for a while, where they are sharded.
+    """
 
     state: StateBytes
     activations: ActivationBytes
     peak: PeakBytes
+    gathered: int = 0
 
     @property
     def total(self) -> int:
-        return self.state.lasting + self.peak.total
+        return self.state.lasting + self.peak.total + self.gathered
 
 
-def rank_bytes(config: RunConfig) -> list[RankBytes]:
+def rank_bytes(config: RunConfig, *, shards_weights: bool = False) -> list[RankBytes]:
     """Of a rank of each pipeline stage, of a resolved configuration."""
     p = config.parallel
     assert p.schedule is not None, "a resolved configuration names its schedule"
     card, count = SCHEDULES[p.schedule], config.micro_batches
     orders = card.load()(p.pp, p.vpp, count if card.facts["piles"] else representative(p.pp, count))
-    return [of_rank(config, rank, order) for rank, order in enumerate(orders)]
+    return [of_rank(config, rank, order, shards_weights=shards_weights) for rank, order in enumerate(orders)]
 
 
-def of_rank(config: RunConfig, pp_rank: int, order: Order) -> RankBytes:
+def of_rank(config: RunConfig, pp_rank: int, order: Order, *, shards_weights: bool = False) -> RankBytes:
     """Of a rank of pipeline stage `pp_rank` that does `order`."""
     activations = activation_bytes(config, pp_rank, order)
-    return RankBytes(state_bytes(config, pp_rank), activations, peak_bytes(config, pp_rank, order, activations))
+    if not shards_weights:
+        return RankBytes(state_bytes(config, pp_rank), activations, peak_bytes(config, pp_rank, order, activations))
+    state = state_bytes(config, pp_rank, shards_weights=True)
+    plain = config.model_copy(update={"parallel": config.parallel.model_copy(update={"zero": 1})})
+    peak = replace(peak_bytes(plain, pp_rank, order, activations), gradients=state.transient)
+    size = PRECISIONS[config.train.precision].facts["compute_bytes"]
+    return RankBytes(state, activations, peak, size * sum(_units(config, pp_rank)[:2]))
 
 
 def representative(p: int, count: int) -> int:
@@ -98,9 +120,9 @@ def representative(p: int, count: int) -> int:
     return min(count, (p + 4) * p + count % p)
 
 
-def fullest_rank(config: RunConfig) -> RankBytes:
+def fullest_rank(config: RunConfig, *, shards_weights: bool = False) -> RankBytes:
     """The rank that holds most."""
-    return max(rank_bytes(config), key=lambda rank: rank.total)
+    return max(rank_bytes(config, shards_weights=shards_weights), key=lambda rank: rank.total)
 
 
 def _early(config: RunConfig, pp_rank: int) -> int:
@@ -111,6 +133,15 @@ def _early(config: RunConfig, pp_rank: int) -> int:
     head = TOKEN_EMBEDDING if config.model.tie_embeddings else HEAD
     buckets = chunk_buckets(config, pp_rank)[-1]
     return next(pack(b, tp, config.dp * p.cp).size for b in buckets if head in [each.name for each in b])
+
+
+def _units(config: RunConfig, pp_rank: int) -> list[int]:
+    """Numbers in the embedding, in each layer and in the head, as far as a rank has them, the largest first."""
+    found = Counter[str]()
+    for chunk in chunk_buckets(config, pp_rank):
+        for parameter in itertools.chain.from_iterable(chunk):
+            found[unit(parameter.name)] += parameter.local_numel(config.parallel.tp)
+    return sorted(found.values(), reverse=True)
 
 
 def _cast(config: RunConfig, pp_rank: int) -> int:

@@ -79,7 +79,8 @@ class Plan:
 
 def plan(config: RunConfig, hardware: Hardware, stack: Stack) -> Plan:
     """Of a resolved configuration."""
-    return Plan(config, hardware, stack, estimate(config, hardware, stack), rank_bytes(config))
+    ranks = rank_bytes(config, shards_weights=stack.shards_weights)
+    return Plan(config, hardware, stack, estimate(config, hardware, stack), ranks)
 
 
 def with_exact(plan: Plan, exact: Mapping[str, Any]) -> Plan:
@@ -119,7 +120,7 @@ def memory(rank: RankBytes) -> dict[str, int]:
     kept = max(peak.kept, min(rank.activations.peak, held))
     logits = min(rank.activations.logits, held - kept)
     return {
-        "parameters": state.weights,
+        "parameters": state.weights + rank.gathered,
         "gradients": state.gradients + peak.gradients,
         "optimizer": state.optimizer,
         "activations": kept,
@@ -203,8 +204,6 @@ def _memory_line(plan: Plan) -> str:
     stages = plan.memory_by_stage
     where = f" on stage {plan.fullest}, the fullest of {len(stages)} (least {format_bytes(min(stages))})"
     how = "exact" if plan.exact else "by formulas"
-    if plan.stack.shards_weights:
-        how += f" (of this trainer, which does not shard weights as {plan.stack.name} does)"
     return (
         f"memory {format_bytes(plan.memory['total'])} of {format_bytes(plan.room)}{where if len(stages) > 1 else ''}, "
         f"{how}: {'fits' if plan.fits else 'does not fit'}; {', '.join(parts)}"
@@ -262,7 +261,7 @@ def search_json(found: Found) -> dict[str, Any]:
     }
 
 
-def search_table(found: Found) -> Table:
+def search_table(found: Found, stack: Stack) -> Table:
     """The fastest layouts and why each is not the first."""
     counts = found.counts
     table = _table("layout", "micro", "zero", "recompute", "memory", "step s", "MFU full", "loses by")
@@ -273,7 +272,8 @@ def search_table(found: Found) -> Table:
     for each in found.best:
         one = each.layout
         table.add_row(
-            spread(each.config), str(one.micro), str(one.zero), one.recompute, format_bytes(each.memory.total),
+            spread(each.config), str(one.micro), "3" if stack.shards_weights else str(one.zero), one.recompute,
+            format_bytes(each.memory.total),
             f"{each.estimate.step_s:.4g}", f"{each.estimate.mfu_full:.1%}", each.lost,
         )  # fmt: skip
     return table

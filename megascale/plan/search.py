@@ -66,8 +66,8 @@ def search(
     fixed: Collection[str] = (),
     kept: int = KEPT,
 ) -> Found:
-    """The `kept` fastest layouts of a resolved configuration, whose own layout counts only in the keys that `fixed` names
-    (`parallel.tp`, `batch.micro`). `room`: bytes of a device for a rank's tensors.
+    """The `kept` fastest layouts of a resolved configuration, whose own layout counts only in the keys that `fixed`
+    names (`parallel.tp`, `batch.micro`). `room`: bytes of a device for a rank's tensors.
 
     Of layouts that differ in how a stage is cut into chunks alone, the fastest stands for all: times hardly differ.
     tp stays inside a node, whose links it needs, if any layout fits so.
@@ -109,6 +109,7 @@ class _Search:
     def __init__(self, space: Space, hardware: Hardware, stack: Stack, room: int, kept: int) -> None:
         self._space, self._room, self._kept = space, room, kept
         self._floors, self._steps = Floors(space, hardware, stack), Steps(hardware, stack)
+        self._shards_weights = stack.shards_weights
         self._tps: Collection[int] = ()
         self._best: list[_Ranked] = []
         self._memory: dict[Layout, RankBytes] = {}
@@ -152,14 +153,14 @@ class _Search:
             waiting = heapq.heappop(queue)
             config = self._space.applied(waiting.layout)
             if waiting.stage == 0:
-                heapq.heappush(queue, _Waiting(_first_rank(config).total, 1, waiting.layout))
+                heapq.heappush(queue, _Waiting(self._first_rank(config).total, 1, waiting.layout))
             elif self._space.legal(config):
-                found = fullest_rank(config).total, waiting.layout
+                found = self._fullest_rank(config).total, waiting.layout
                 best = found if best is None else min(best, found)
         if best is None:
             return None
         config = self._space.applied(best[1])
-        return Smallest(best[1], config, fullest_rank(config))
+        return Smallest(best[1], config, self._fullest_rank(config))
 
     @property
     def _limit(self) -> float:
@@ -167,7 +168,8 @@ class _Search:
         return self._best[-1].step_s if len(self._best) == self._kept else float("inf")
 
     def _sharded(self, layout: Layout) -> list[Layout]:
-        return [layout._replace(zero=zero) for zero in self._space.zeros(layout.dp)]
+        zeros = self._space.zeros(layout.dp)
+        return [layout._replace(zero=zero) for zero in (zeros[-1:] if self._shards_weights else zeros)]
 
     def _simulate(self, layout: Layout) -> None:
         config = self._space.applied(layout)
@@ -175,7 +177,7 @@ class _Search:
             self._illegal += 1
             return
         any_time = len(self._best) < self._kept  # is fast enough: memory is known sooner
-        if _first_rank(config).total > self._room or (any_time and not self._fits(layout, config)):
+        if self._first_rank(config).total > self._room or (any_time and not self._fits(layout, config)):
             self._large += 1
             return
         step_s = self._steps.step_s(config)
@@ -193,7 +195,7 @@ class _Search:
         self._best = sorted([*others, min([*alike, found])])[: self._kept]
 
     def _fits(self, layout: Layout, config: RunConfig) -> bool:
-        self._memory[layout] = fullest_rank(config)
+        self._memory[layout] = self._fullest_rank(config)
         return self._memory[layout].total <= self._room
 
     def _candidates(self) -> Iterator[Candidate]:
@@ -204,11 +206,13 @@ class _Search:
             yield replace(found, lost=lost(found, first)) if first else found
             first = first or found
 
+    def _fullest_rank(self, config: RunConfig) -> RankBytes:
+        return fullest_rank(config, shards_weights=self._shards_weights)
 
-def _first_rank(config: RunConfig) -> RankBytes:
-    """Of a rank of the first pipeline stage: as a rule the fullest."""
-    p = config.parallel
-    assert p.schedule is not None, "a resolved configuration names its schedule"
-    card, count = SCHEDULES[p.schedule], config.micro_batches
-    orders = card.load()(p.pp, p.vpp, count if card.facts["piles"] else representative(p.pp, count))
-    return of_rank(config, 0, orders[0])
+    def _first_rank(self, config: RunConfig) -> RankBytes:
+        """Of a rank of the first pipeline stage: as a rule the fullest."""
+        p = config.parallel
+        assert p.schedule is not None, "a resolved configuration names its schedule"
+        card, count = SCHEDULES[p.schedule], config.micro_batches
+        orders = card.load()(p.pp, p.vpp, count if card.facts["piles"] else representative(p.pp, count))
+        return of_rank(config, 0, orders[0], shards_weights=self._shards_weights)

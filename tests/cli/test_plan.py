@@ -76,6 +76,18 @@ def test_exact_is_a_dry_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert rank["communication"]["tp all_reduce"]["calls"] > 0
 
 
+def test_a_stack_that_shards_weights_needs_less_room(capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["plan", "configs/gpu/llama3-8b.toml", "--gpus", "64", "--hardware", "h100", "--stack", "torchtitan-2024"]
+    own, sharded = answer(capsys, job=job[:-2]), answer(capsys, job=job)
+    assert sharded["fits"] and sharded["memory_bytes"]["total"] < own["memory_bytes"]["total"]
+    assert sharded["memory_bytes"]["optimizer"] == own["memory_bytes"]["optimizer"]
+    assert main([*job, "--exact"]) == 2
+    assert "--exact: torchtitan-2024 shards weights, which this trainer does not" in capsys.readouterr().err
+    assert main([*job, "--search"]) == 0
+    first = capsys.readouterr().out.splitlines()[2]
+    assert first.split("x dp")[1].split()[2] == "3"
+
+
 def test_a_run_that_does_not_fit_ends_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*JOB[:2], "--gpus", "8", "--hardware", "a100-80g", "parallel.pp=1", "parallel.vpp=1"]) == 2
     out, err = capsys.readouterr()

@@ -82,7 +82,7 @@ def test_no_job_takes_less(config: RunConfig, name: str) -> None:
     assert floors.step_s(layout) <= found * SLACK
     assert Steps(H100, stack).least_s(config) <= found * SLACK
     if not SCHEDULES[layout.schedule].facts["piles"]:  # of which none is searched
-        assert floors.memory(layout) <= fullest_rank(config).total
+        assert floors.memory(layout) <= fullest_rank(config, shards_weights=stack.shards_weights).total
 
 
 @settings(max_examples=50, suppress_health_check=list(HealthCheck))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megascale.catalog.schedules import SCHEDULES
-from megascale.plan.memory import representative
+from megascale.config.run import RunConfig
+from megascale.plan.memory import rank_bytes, representative, state_bytes
 from megascale.schedule.ir import Kind, Order
+from tests.plan.jobs import jobs
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES.names() if not SCHEDULES[name].facts["piles"]])
@@ -17,6 +19,22 @@ def test_what_is_alive_does_not_grow_with_the_micro_batches(name: str, p: int, v
     v = v if SCHEDULES[name].facts["chunks"] else 1
     few, all = (SCHEDULES[name].load()(p, v, count) for count in (representative(p, m), m))
     assert [alive(order, v) for order in few] == [alive(order, v) for order in all]
+
+
+@settings(max_examples=50, suppress_health_check=list(HealthCheck))
+@given(jobs())
+def test_sharded_weights_are_divided_but_for_two_units(config: RunConfig) -> None:
+    shards = config.dp * config.parallel.cp
+    whole = config.model_copy(update={"parallel": config.parallel.model_copy(update={"zero": 0})})
+    for rank, held in enumerate(rank_bytes(config, shards_weights=True)):
+        all, own = state_bytes(whole, rank), held.state
+        assert own == state_bytes(config, rank, shards_weights=True)
+        assert (own.weights, own.gradients, own.optimizer) == tuple(
+            size // shards for size in (all.weights, all.gradients, all.optimizer)
+        )
+        assert 0 < held.gathered <= all.weights and 0 < held.peak.gradients <= all.gradients
+        assert held.total == own.lasting + held.peak.total + held.gathered
+        assert held.peak.kept == rank_bytes(whole)[rank].peak.kept
 
 
 def alive(order: Order, v: int) -> set[tuple[int, ...]]:
