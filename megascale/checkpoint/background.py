@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import subprocess
@@ -52,15 +53,15 @@ class Background:
         with contextlib.suppress(BrokenPipeError):  # it has ended
             self._tell(parts)
 
-    def answer(self, *, wait: bool) -> dict[str, Any] | None:
-        """What became of the order; None if it is not done and we do not wait.
+    def answer(self, wait_s: float = 0.0) -> dict[str, Any] | None:
+        """What became of the order; None if it is not done, nor after so many seconds of silence.
 
         Raises: CheckpointError if it could not do it, has ended, or could not be started
         """
         if self._failed:
             raise _cannot_start(self._failed)
         while not self._answer.endswith(b"\n"):
-            part = self._read(wait)
+            part = self._read(wait_s)
             if part is None:
                 return None
             if not part:
@@ -88,8 +89,8 @@ class Background:
         self._process.stdin.write(json.dumps(what).encode() + b"\n")
         self._process.stdin.flush()
 
-    def _read(self, wait: bool) -> bytes | None:
-        if not self._ready.poll(None if wait else 0):
+    def _read(self, wait_s: float) -> bytes | None:
+        if not self._ready.poll(None if wait_s == math.inf else 1000 * wait_s):
             return None
         return os.read(self._pipe, 1 << 16)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megascale.checkpoint import manifest, store, whole
-from megascale.checkpoint.memory import Memory
+from megascale.checkpoint.memory import Memory, discard
 from megascale.checkpoint.plan import LoadPlanner
 from megascale.checkpoint.reader import OtherRankError, Reader
 from megascale.checkpoint.saving import Saved, Saving
@@ -25,6 +26,7 @@ from megascale.comm.mesh import Mesh
 from megascale.config.resolved import changes
 from megascale.config.run import FOREIGN, RunConfig
 from megascale.core.errors import CheckpointError
+from megascale.core.files import write_text
 from megascale.device import Device
 from megascale.parallel.eight_bit import Scaling
 from megascale.parallel.shards import ShardState
@@ -32,6 +34,11 @@ from megascale.parallel.shards import ShardState
 COMPARED = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "vocab_size", "norm", "activation",
             "position", "bias", "tie_embeddings", "block")  # fmt: skip
 """Keys of `[model]` that a checkpoint must share with the run that resumes from it."""
+
+SAVED = ".saved"
+"""File of a run's folder: the folder of its checkpoints, once there was one. If none is there any more the storage is
+missing, and the run must not begin anew unasked.
+"""
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,7 @@ class Checkpoints:
         self.folder = Location(config.checkpoints, wanted.patience_s)
         self.warnings: list[str] = []
         self._saved_step: int | None = None
+        self._said_where = False
         self._waited = 0.0
         self._damaged: dict[Location, str] = {}
         self._remover = ThreadPoolExecutor(1, "remover")
@@ -133,6 +141,11 @@ class Checkpoints:
     def _noted(self, saved: Saved | None) -> Saved | None:
         if saved is not None and saved.path is not None and saved.error is None:
             self._saved_step = saved.step
+            if not self._said_where and self._mesh.rank == 0:
+                self._said_where = True
+                with contextlib.suppress(OSError):  # the checkpoint is there; who misses it is warned by this alone
+                    self._config.folder.mkdir(parents=True, exist_ok=True)
+                    write_text(self._config.folder / SAVED, f"{self.folder}\n")
         return saved
 
     def remove_old(self) -> None:
@@ -166,6 +179,7 @@ class Checkpoints:
 
         Raises: CheckpointError for one that is of another model, or if none can be trusted.
         """
+        wanted = self._config.checkpoint
         stored, self.warnings = broadcast_object(self._mesh.world, self._find() if self._mesh.rank == 0 else ([], []))
         found: Resumed | None = None
         for step, path in stored:
@@ -177,6 +191,8 @@ class Checkpoints:
         if found is None and self._damaged:
             what = "no checkpoint is right: " + "; ".join(self._damaged.values())
             raise manifest.DamagedError(what, mend="restore one, or begin anew under another name")
+        if not wanted.memory_every:
+            discard(Path(wanted.memory_dir), self._config.folder, self._mesh)
         if self.saving:
             self.saving.keep_only(found.progress.step if found and found.path is None else None)
             if self.saving.lonely:
@@ -222,7 +238,7 @@ class Checkpoints:
         reader = Reader(path, saved, self._mesh.tp, self._device.torch)
         wanted = self._wanted(saved)
         try:
-            dcp.load(wanted, storage_reader=reader, planner=LoadPlanner())
+            dcp.load(wanted, storage_reader=reader, planner=LoadPlanner(path))
         except CheckpointException as error:
             raise _first_failure(error) from None
         self._share()
@@ -288,14 +304,25 @@ class Checkpoints:
         configuration names. And what could not be deleted of those that did not finish.
         """
         asked = self._config.checkpoint.resume
+        own = store.complete(self.folder) if asked != "never" else []
+        other = asked not in ("auto", "never") and not asked.startswith(FOREIGN)
+        if asked != "never" and not own and not other:
+            self._check_saved()
         problems = store.remove_unfinished(self.folder)
         if self.saving and not self.folder.local:  # what is local was claimed before
             self._probe()
-        if asked != "never" and (found := store.complete(self.folder)):
-            return [(stored.step, stored.path) for stored in reversed(found)], problems
-        if asked in ("auto", "never") or asked.startswith(FOREIGN):
-            return [], problems
-        return [(0, whole.find(Location(asked, self.folder.patience)))], problems
+        if own or not other:
+            return [(stored.step, stored.path) for stored in reversed(own)], problems
+        return [(0, path) for path in whole.find_all(Location(asked, self.folder.patience))], problems
+
+    def _check_saved(self) -> None:
+        """Raises: CheckpointError if the run has had checkpoints, of which none is there."""
+        try:
+            folder = (self._config.folder / SAVED).read_text(encoding="utf-8").strip()
+        except OSError:
+            return
+        what = f"the run has saved checkpoints in {folder}, and {self.folder} has no complete one"
+        raise CheckpointError(what, mend="mount or restore it; checkpoint.resume=never begins anew")
 
     def _probe(self) -> None:
         try:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 import megascale
 from megascale.checkpoint.state import Progress
@@ -71,6 +71,16 @@ class Tensor(_Entry):
     shape: tuple[int, ...]
     dtype: Literal["float64", "float32", "bfloat16", "float16", "int64", "int32", "uint8"]
     boxes: tuple[Box, ...]
+
+    @model_validator(mode="after")
+    def _holds_its_boxes(self) -> Tensor:
+        for box in self.boxes:
+            sides = zip(box.offset, box.size, self.shape, strict=False)
+            if not len(box.offset) == len(box.size) == len(self.shape) or box.start < 0:
+                raise ValueError(f"a box of {len(box.size)} sides at byte {box.start} of shape {list(self.shape)}")
+            if any(offset < 0 or size < 0 or offset + size > whole for offset, size, whole in sides):
+                raise ValueError(f"a box beyond shape {list(self.shape)}: {list(box.size)} at {list(box.offset)}")
+        return self
 
     @classmethod
     def of(cls, shape: Sequence[int], dtype: torch.dtype, boxes: tuple[Box, ...]) -> Tensor:

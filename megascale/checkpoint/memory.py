@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import re
 import shutil
@@ -69,8 +70,8 @@ class Memory:
         names = _names(self._token) if mesh.rank == 0 else ("", "")
         (self._id, start), self._secret = broadcast_object(mesh.world, (names, uuid.uuid4().hex))
         self._run = f"{self._id} {start}"
-        key = hashlib.sha256(f"{self._id} {self._token}".encode()).hexdigest()[:16]
-        self.folder = _private(parent / f"megascale-{os.getuid()}") / key
+        self.folder = _folder(parent, self._id, self._token)
+        _private(self.folder.parent)
         _private(self.folder)
         self._listener = socket.create_server(("", 0))
         self._addresses = self._reached()
@@ -217,7 +218,7 @@ class Memory:
             if holder == self._mesh.rank:
                 try:
                     background.order(send=self.sending(self.file(seen[holder][rank][step], rank), rank))
-                    background.answer(wait=True)
+                    background.answer(math.inf)
                 except CheckpointError as error:
                     problem = error.what
         barrier(self._mesh.world)  # all have been sent
@@ -237,6 +238,24 @@ class Memory:
             return "it has not arrived"
         sums = tuple(zlib.crc32(chunk.numpy()) for chunk in memory.numbers.split(BLOCK))
         return "" if sums == header.sums else f"{self.file(slot)} is not what was written"
+
+
+def discard(parent: Path, run: Path, mesh: Mesh) -> None:
+    """A start that makes no copies: those of the starts before, which the run may go back from now, count no more."""
+    token = run.resolve() / TOKEN
+    name = ""
+    if mesh.rank == 0 and token.exists():
+        name, _ = _names(token)
+        write_text(token, f"{name}\n{uuid.uuid4().hex}\n")
+    name = broadcast_object(mesh.world, name)
+    if name:
+        shutil.rmtree(_folder(parent, name, token), ignore_errors=True)
+
+
+def _folder(parent: Path, name: str, token: Path) -> Path:
+    """Where the copies of a run of this name are, on this host."""
+    key = hashlib.sha256(f"{name} {token}".encode()).hexdigest()[:16]
+    return parent / f"megascale-{os.getuid()}" / key
 
 
 def _private(folder: Path) -> Path:

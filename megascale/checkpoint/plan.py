@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megascale.checkpoint.manifest import DamagedError
 from megascale.checkpoint.state import GlobalTensor, Piece, slices
+from megascale.checkpoint.storage import Location
 from megascale.core.errors import CheckpointError
 
 State = Mapping[str, GlobalTensor]
@@ -68,14 +69,15 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Plans which stored boxes fill this rank's pieces.
+    """Plans which boxes that are stored at `path` fill this rank's pieces.
 
     Raises: CheckpointError for a tensor that is missing or has another shape, DamagedError for one that is not stored
     as a whole.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, path: Location) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._path = path
 
     def set_up_planner(self, state_dict: State, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         self._state = state_dict
@@ -88,18 +90,16 @@ class LoadPlanner(DefaultLoadPlanner):
         for name, tensor in self._state.items():
             stored = self.metadata.state_dict_metadata.get(name)
             if not isinstance(stored, TensorStorageMetadata):
-                raise CheckpointError(
-                    f"the checkpoint has no tensor {name}", mend="it is of another model or optimizer"
-                )
+                raise CheckpointError(f"{self._path} has no tensor {name}", mend="it is of another model or optimizer")
             if tuple(stored.size) != tensor.shape:
                 raise CheckpointError(
-                    f"{name} has shape {list(stored.size)} in the checkpoint, {list(tensor.shape)} in this run",
+                    f"{self._path}: {name} has shape {list(stored.size)} there, {list(tensor.shape)} in this run",
                     mend="resume with the [model] section that it was saved with",
                 )
             found = create_read_items_for_chunk_list(name, stored, [_chunk(piece) for piece in tensor.pieces])
             wanted = sum(math.prod(piece.size) for piece in tensor.pieces)
             if sum(math.prod(item.lengths) for item in found) != wanted:
-                raise DamagedError(f"the checkpoint holds only a part of {name}")
+                raise DamagedError(f"{self._path} holds only a part of {name}")
             items += found
         return LoadPlan(items)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -38,6 +39,9 @@ ENTRY_BYTES = 192
 
 HEADER_BYTES = 4 << 10
 """Of the header of a file of one box, at most."""
+
+SILENCE_S = 60.0
+"""Seconds after which a rank that waits for its writer says so, again and again."""
 
 BOX_BYTES = 64 << 20
 """Of a stored box, at most, unless a row is larger: what a reader holds beside its state."""
@@ -197,10 +201,20 @@ class Saving:
             return 0.0, 0.0
         if attempt.written is None and attempt.error is None:
             try:
-                attempt.written = self._background.answer(wait=wait)
+                while (found := self._background.answer(SILENCE_S if wait else 0.0)) is None and wait:
+                    self._say(attempt)
+                attempt.written = found
             except CheckpointError as error:
                 attempt.error = error
         return float(attempt.written is not None), float(attempt.error is not None)
+
+    def _say(self, attempt: _Attempt) -> None:
+        """Who is waited for. What does not answer, such as a lost mount, stops its writer in the kernel for good."""
+        print(
+            f"WARNING: rank {self._mesh.rank} waits for its writer, process {self.writer}, which has been writing "
+            f"{attempt.path or 'a copy'} for {time.monotonic() - attempt.since:.0f} s: does the storage answer?",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
 
     def settle(self, written: float, failed: float) -> Saved | None:
         """What became of the attempt, once the sums of `poll` over all ranks say that nobody writes any more: it is

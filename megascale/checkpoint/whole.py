@@ -27,14 +27,22 @@ def find(path: Location) -> Location:
 
     Raises: CheckpointError if there is none
     """
+    return find_all(path)[0]
+
+
+def find_all(path: Location) -> list[Location]:
+    """The checkpoint that a path names, or all complete ones of a run, the newest first.
+
+    Raises: CheckpointError if there is none
+    """
     try:
         if (path / manifest.NAME).exists():
-            return path
+            return [path]
     except OSError as error:
         raise CheckpointError(f"cannot look into {path}: {error.strerror}") from None
     for folder in (path / "checkpoints", path):
         if found := complete(folder):
-            return found[-1].path
+            return [stored.path for stored in reversed(found)]
     raise CheckpointError(f"there is no complete checkpoint in {path}", mend="a checkpoint's folder, or a run's")
 
 

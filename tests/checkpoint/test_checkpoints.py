@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from megascale.core.rank import Rank
 from tests.runs import FAMILIES, build_run, config_of, gather_weights, settings
@@ -161,6 +164,16 @@ def edit(folder: Path, change: Any) -> None:
     manifest.write(place, manifest.Manifest.model_validate_json(json.dumps(said)))
 
 
+def rewrite(folder: Path, change: Any) -> None:
+    """As `edit`, to what no manifest says."""
+    head, body, _ = (folder / "manifest.json").read_bytes().split(b"\n")
+    said = json.loads(body.removesuffix(b"}"))
+    change(said)
+    text = json.dumps(said).encode()
+    head = re.sub(rb'"crc32": \d+', b'"crc32": %d' % zlib.crc32(b"2\n" + text), head)
+    (folder / "manifest.json").write_bytes(head + b"\n" + text + b"}\n")
+
+
 def test_what_a_checkpoint_consists_of(copy: tuple[Any, Path]) -> None:
     _, folder = copy
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -213,13 +226,27 @@ def test_a_damaged_manifest_is_refused(text: str, copy: tuple[Any, Path]) -> Non
 def test_a_tensor_that_is_missing_is_refused(copy: tuple[Any, Path]) -> None:
     config, folder = copy
     edit(folder, lambda said: said["tensors"].pop("exp_avg.layers.1.mlp.up.weight"))
-    assert "exp_avg.layers.1.mlp.up.weight" in damage(config)
+    assert f"{folder} has no tensor exp_avg.layers.1.mlp.up.weight" in damage(config)
 
 
 def test_a_tensor_of_which_a_part_is_missing_is_refused(copy: tuple[Any, Path]) -> None:
     config, folder = copy
     edit(folder, lambda said: said["tensors"]["weights.layers.1.mlp.up.weight"]["boxes"].pop())
-    assert "only a part of weights.layers.1.mlp.up.weight" in damage(config)
+    assert f"{folder} holds only a part of weights.layers.1.mlp.up.weight" in damage(config)
+
+
+@pytest.mark.parametrize("where", [{"offset": [0, -1]}, {"size": [1, 10**9]}, {"size": [8]}, {"start": -8}], ids=str)
+def test_a_box_that_cannot_be_is_refused(where: dict[str, Any], copy: tuple[Any, Path]) -> None:
+    config, folder = copy
+
+    def misplace(said: dict[str, Any]) -> None:
+        said["tensors"]["weights.layers.1.mlp.up.weight"]["boxes"][0] |= where
+
+    with pytest.raises(ValidationError, match="a box"):
+        edit(folder, misplace)
+    rewrite(folder, misplace)
+    text = damage(config)
+    assert f"{folder}/manifest.json is damaged: tensors.weights.layers.1.mlp.up.weight: Value error, a box" in text
 
 
 def test_another_model_is_refused_by_name(copy: tuple[Any, Path]) -> None:

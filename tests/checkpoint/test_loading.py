@@ -61,6 +61,35 @@ def test_the_newest_that_is_right_is_loaded(tmp_path: Path) -> None:
     assert len(texts) == 1 and "step-00000003/rank-00001-000.safetensors" in texts.pop()
 
 
+def test_of_another_run_the_newest_that_is_right_is_loaded(tmp_path: Path) -> None:
+    run_world(1, save_each_step, config_in(tmp_path / "other"), 2)
+    other = tmp_path / "other/test"
+    flip(other / "checkpoints/step-00000002/rank-00000-000.safetensors")
+    config = config_in(tmp_path, checkpoint__resume=str(other))
+    ((name, damaged),) = run_world(1, resumed, config)
+    assert name == "step-00000001" and "step-00000002/rank-00000-000.safetensors: " in damaged[0]
+    config = config_in(tmp_path, checkpoint__resume=str(other / "checkpoints/step-00000002"))
+    (text,) = run_world(1, resumed, config)
+    assert text.startswith("no checkpoint is right: ")
+
+
+@pytest.mark.parametrize("lost", ["all", "manifest"])
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(lost: str, tmp_path: Path) -> None:
+    config = config_in(tmp_path, checkpoint__dir=str(tmp_path / "mounted"))
+    run_world(1, save_each_step, config, 1)
+    (folder,) = Path(config.checkpoints).glob("step-*")
+    away = tmp_path / "away"
+    (folder if lost == "all" else folder / "manifest.json").rename(away)
+    (text,) = run_world(1, resumed, config)
+    assert text == (
+        f"the run has saved checkpoints in {folder.parent}, and {folder.parent} has no complete one"
+        "  -> mount or restore it; checkpoint.resume=never begins anew"
+    )
+    assert lost == "all" or list(folder.iterdir()), "what is left stays"
+    away.rename(folder if lost == "all" else folder / "manifest.json")
+    assert run_world(1, resumed, config) == [("step-00000001", [])]
+
+
 def unanswered(rank: Rank, config: Any) -> tuple[str, list[str]] | str:
     """A resume from storage of which one rank hears nothing."""
 

@@ -213,6 +213,21 @@ def test_copies_of_steps_that_a_run_has_gone_back_from_do_not_count(tmp_path: Pa
         assert damaged == ["the copies of step 2 in memory are not used: not every rank has one"]
 
 
+@pytest.mark.parametrize("without", [{"checkpoint__memory_every": 0}, {"checkpoint__every": 0}], ids=str)
+def test_a_start_without_copies_makes_those_before_worthless(
+    without: dict[str, Any], tmp_path: Path, memory: Path
+) -> None:
+    layout = {"checkpoint__memory_dir": str(memory), "parallel__tp": 2}
+    config, plain = (
+        config_with(tmp_path, **layout, **more) for more in ({}, without | {"checkpoint__memory_every": 0})
+    )
+    run_world(2, die, config, 3, 1)
+    assert slots(memory, 0)
+    assert [(step, place) for _, step, place, _ in run_world(2, back, plain)] == [(1, "step-00000001")] * 2
+    assert not list(memory.rglob("rank-*")), "and the memory is given back"
+    assert [(step, place) for _, step, place, _ in run_world(2, back, config)] == [(1, "step-00000001")] * 2
+
+
 def test_a_damaged_checkpoint_does_not_make_older_copies_worthless(tmp_path: Path, memory: Path) -> None:
     config = config_with(tmp_path, checkpoint__memory_dir=str(memory))
     before = run_world(1, die, config, 2, 1)

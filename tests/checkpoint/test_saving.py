@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import shutil
 import signal
@@ -149,7 +151,7 @@ def test_what_a_library_prints_is_no_answer(tmp_path: Path, monkeypatch: pytest.
     files = {"a.safetensors": [["a@0", "F32", [16], 0, 64]]}
     words = {"memory": f"/proc/self/fd/{memory}", "folder": str(tmp_path), "patience": 0.0, "chunk": 1024}
     background.order(write=words | {"files": files})
-    found = background.answer(wait=True)
+    found = background.answer(math.inf)
     os.kill(background.pid, signal.SIGKILL)
     assert found is not None and found["files"].keys() == files.keys()
 
@@ -218,6 +220,27 @@ def waited_for(rank: Rank, config: Any) -> list[int]:
 
 def test_one_save_waits_for_the_one_before(tmp_path: Path) -> None:
     assert run_world(1, waited_for, config_in(tmp_path)) == [[0, 1]]
+
+
+def hangs(rank: Rank, config: Any, errors: Path) -> str:
+    """What rank 1 says while its writer does not go on."""
+    from megascale.checkpoint import saving
+
+    saving.SILENCE_S = 0.2
+    run = build_run(rank, config)
+    if rank.rank == 1:
+        hold(run.checkpoints.saving.writer, 0.7)
+    with open(errors / str(rank.rank), "w") as file, contextlib.redirect_stderr(file):
+        assert run.checkpoints.save(run.progress) is not None
+    return (errors / str(rank.rank)).read_text()
+
+
+def test_who_waits_for_a_writer_says_so(tmp_path: Path) -> None:
+    quiet, told = run_world(2, hangs, config_in(tmp_path / "run", parallel__tp=2), tmp_path)
+    first, *_ = told.splitlines()
+    assert quiet == "" and len(told.splitlines()) >= 2
+    assert first.startswith("WARNING: rank 1 waits for its writer, process ")
+    assert f"{tmp_path}/run/test/checkpoints/step-00000000 for 0 s" in first
 
 
 def diverges(rank: Rank, config: Any) -> str:
