@@ -1,8 +1,8 @@
 """Model FLOPs utilisation of real training steps on one device (`megascale bench mfu`): what is run, and how the result
 is told. `train.speed` runs it.
 
-A model too large for the device is cut: a slice has some of its layers, and the whole embedding and head. FLOPs are
-those of the slice. Its head weighs more than in the whole model; the result says how much.
+A model too large for the device is cut: a slice has its first layers, and the whole embedding and head. FLOPs are those
+of the slice. Its head weighs more than in the whole model; the result says how much.
 """
 
 from __future__ import annotations
@@ -100,11 +100,11 @@ class Machine:
 @dataclass(frozen=True)
 class Speed:
     """The result. `step`: seconds; `losses` of the first step and the last one timed; `kernels`: shares of a step by
-    purpose (`bench.kernels`), `whole_layers`: of the model that this is a slice of.
+    purpose (`bench.kernels`), `whole`: the model that this is a slice of.
     """
 
     config: RunConfig
-    whole_layers: int
+    whole: ModelConfig
     fit: Fit | None
     machine: Machine
     warm_up: int
@@ -143,7 +143,7 @@ class Speed:
 
     def head_share(self, layers: int) -> float:
         """The part of the FLOPs (full) that is the head's in a model of so many layers."""
-        model = with_layers(self.config.model, layers)
+        model = with_layers(self.whole, layers)
         return head_flops(model) / token_flops(model).full
 
     def as_json(self) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class Speed:
         return {
             "name": self.config.name,
             "layers": model.num_layers,
-            "whole_layers": self.whole_layers,
+            "whole_layers": self.whole.num_layers,
             "parameters": parameter_count(model),
             "precision": self.config.train.precision,
             "tokens": self.tokens,
@@ -162,7 +162,7 @@ class Speed:
             "flops_per_token": {c: getattr(self.flops, c) for c in CONVENTIONS},
             "model_flops_per_s": {c: getattr(self.flops, c) * self.tokens_per_s for c in CONVENTIONS},
             **self.utilisation,
-            "head_share": {"slice": self.head_share(model.num_layers), "whole": self.head_share(self.whole_layers)},
+            "head_share": {"slice": self.head_share(model.num_layers), "whole": self.head_share(self.whole.num_layers)},
             "peak_memory_bytes": self.peak_memory,
             "losses": list(self.losses),
             "kernels": dict(self.kernels),
@@ -173,8 +173,15 @@ class Speed:
 
 
 def with_layers(model: ModelConfig, layers: int) -> ModelConfig:
-    """The model with another number of layers."""
-    return model.model_copy(update={"num_layers": layers})
+    """The model with another number of layers: with fewer than its windows, the first of these."""
+    window = model.window[:layers] if isinstance(model.window, list) else model.window
+    return model.model_copy(update={"num_layers": layers, "window": window})
+
+
+def sized(config: RunConfig, layers: int) -> RunConfig:
+    """The run with another number of layers, on one device, where they are one chunk."""
+    parallel = config.parallel.model_copy(update={"layers_per_chunk": None})
+    return config.model_copy(update={"model": with_layers(config.model, layers), "parallel": parallel})
 
 
 def table(speed: Speed) -> str:
@@ -204,7 +211,7 @@ def table(speed: Speed) -> str:
 
 
 def _slice(speed: Speed) -> str:
-    layers, whole = speed.config.model.num_layers, speed.whole_layers
+    layers, whole = speed.config.model.num_layers, speed.whole.num_layers
     if layers == whole:
         return f"all {layers} layers"
     head, in_whole = speed.head_share(layers), speed.head_share(whole)

@@ -13,7 +13,8 @@ from megascale.bench import mfu, overlap
 from megascale.catalog.presets import PRESETS
 from megascale.cli import bench_ranks
 from megascale.cli.numbers import count, whole
-from megascale.config.explain import load, load_tree
+from megascale.config.explain import check_again, load, load_tree
+from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError, Exit, MegascaleError, Problem
 from megascale.core.process import stopped_in_order
@@ -63,15 +64,15 @@ def run_mfu(options: argparse.Namespace) -> None:
     """Measure a preset or a file."""
     steps = mfu.Steps(options.warm_up, options.steps, options.profile)
     layers = options.layers or ("fit" if options.preset else None)
-    config, whole_layers = _mfu_config(options, steps, layers)
+    config, whole = _mfu_config(options, steps, layers)
     from megascale.train.speed import measure
 
-    found = measure(config, whole_layers, steps, overlap.progress, fit=layers == "fit")
+    found = measure(config, whole, steps, overlap.progress, fit=layers == "fit")
     print(json.dumps(found.as_json()) if options.json else mfu.table(found))
 
 
-def _mfu_config(options: argparse.Namespace, steps: mfu.Steps, layers: str | None) -> tuple[RunConfig, int]:
-    """What is run, and how many layers the whole model has.
+def _mfu_config(options: argparse.Namespace, steps: mfu.Steps, layers: str | None) -> tuple[RunConfig, ModelConfig]:
+    """What is run, and the whole model.
 
     Raises: ConfigError with every mistake found
     """
@@ -83,18 +84,28 @@ def _mfu_config(options: argparse.Namespace, steps: mfu.Steps, layers: str | Non
         return load(options.config, words)
 
     enough = f"train.steps={steps.total}"
-    sized = [] if layers in (None, "fit") else [f"model.num_layers={layers}"]
-    config, model = read(*sized), read().model
+    config = read()
     if config.train.steps < steps.total:
-        config = read(*sized, enough)
+        config = read(enough)
     if config.world != 1:
         found, mend = f"the layout needs {config.world} processes", "one device is measured: tp, pp and dp = 1"
         raise ConfigError([Problem(options.config or "command line", "parallel", found, mend)])
-    whole = max(model.num_layers, PRESETS.get(model.preset or "", {}).get("num_layers", 0))
-    if config.model.num_layers > whole:
+    whole = max(config.model.num_layers, PRESETS.get(config.model.preset or "", {}).get("num_layers", 0))
+    wanted = config if layers is None or layers == "fit" else _slice(config, int(layers), whole)
+    return wanted, mfu.with_layers(config.model, whole)
+
+
+def _slice(config: RunConfig, layers: int, whole: int) -> RunConfig:
+    """The run with so many of the model's `whole` layers.
+
+    Raises: ConfigError with every rule that it breaks
+    """
+    if layers > whole:
         found, mend = f"{layers} is more than the model's {whole} layers", f"1 to {whole}, or fit"
         raise ConfigError([Problem("command line", "--layers", found, mend)])
-    return config, whole
+    config = mfu.sized(config, layers)
+    check_again(config, f"--layers {layers}")
+    return config
 
 
 def _add_gemm(benchmarks: Any) -> None:

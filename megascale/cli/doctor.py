@@ -93,7 +93,7 @@ def configurations(path: str | None, overrides: Sequence[str]) -> dict[str, RunC
     if path and "=" in path and not Path(path).exists():
         overrides = [path, *overrides]
     elif path:
-        given = load(path, overrides)
+        given = load(path, overrides, data=False)
         return {given.train.precision: given}
     asked = [[f"train.precision={name}", *overrides] for name in ("fp32", "bf16")]
     loaded = [load_tree(tomllib.loads(LLAMA_LIKE), BUILT_IN, words) for words in asked]

@@ -186,11 +186,13 @@ def schedule(c: Any) -> Iterator[Finding]:
 
 @rule("train")
 def recompute(c: Any) -> Iterator[Finding]:
-    """Nothing is said of how to recompute where that changes nothing."""
+    """What is said of how to recompute changes something, and is said once."""
     t = c.train
     if t.recompute_ops is not None and t.recompute != "selective":
         found = f"chooses what selective recomputation computes again, but recompute = {t.recompute}"
         yield Finding("train.recompute_ops", found, "train.recompute = selective, or leave it out")
+    elif len(set(t.recompute_ops or ())) < len(t.recompute_ops or ()):
+        yield Finding("train.recompute_ops", "names an operation twice", "each once")
     if t.recompute_chunks is not None and t.recompute == "none":
         found = "chooses chunks that recompute, but recompute = none"
         yield Finding("train.recompute_chunks", found, "train.recompute = selective or full, or leave it out")

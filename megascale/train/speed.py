@@ -19,11 +19,12 @@ from torch import Tensor
 
 from megascale.bench import kernels
 from megascale.bench.gemm import attainable
-from megascale.bench.mfu import ALL_CAST, Fit, Machine, Speed, Steps, with_layers
+from megascale.bench.mfu import ALL_CAST, Fit, Machine, Speed, Steps, sized
 from megascale.bench.spread import Spread, between
 from megascale.catalog.backends import BACKENDS
 from megascale.comm import init
 from megascale.config.explain import check_again
+from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
 from megascale.core.errors import MegascaleError
 from megascale.core.rank import Rank
@@ -43,9 +44,9 @@ RESERVE = 0.1
 Say = Callable[[str], object]
 
 
-def measure(config: RunConfig, whole_layers: int, steps: Steps, say: Say, *, fit: bool = False) -> Speed:
-    """Run a resolved configuration of one process and measure it: a model of `whole_layers` layers, or a slice of it,
-    with `fit` as many of them as fit the device. `say` is told what goes on.
+def measure(config: RunConfig, whole: ModelConfig, steps: Steps, say: Say, *, fit: bool = False) -> Speed:
+    """Run a resolved configuration of one process and measure it: the `whole` model, or a slice of it, with `fit` as
+    many of its layers as fit the device. `say` is told what goes on.
 
     Raises: MegascaleError if it does not fit the device's memory; ConfigError if as many layers as fit break a rule
     """
@@ -57,14 +58,14 @@ def measure(config: RunConfig, whole_layers: int, steps: Steps, say: Say, *, fit
     init.start(rank, device)
     try:
         bench = _Bench(rank, device, steps, say)
-        _check_memory(_sized(config, 1) if fit else config, device)
+        _check_memory(sized(config, 1) if fit else config, device)
         with _enough_memory(config):
-            found = bench.fit(config, whole_layers) if fit else None
+            found = bench.fit(config, whole.num_layers) if fit else None
         if found is not None:
-            config = _sized(config, found.layers)
-            check_again(config, f"--layers fit: {found.layers} of {whole_layers} layers")
+            config = sized(config, found.layers)
+            check_again(config, f"--layers fit: {found.layers} of {whole.num_layers} layers")
         with _enough_memory(config):
-            return bench.run(config, whole_layers, found)
+            return bench.run(config, whole, found)
     finally:
         init.stop()
 
@@ -114,7 +115,7 @@ class _Bench:
         room, before = int(self.device.free_memory() * (1 - RESERVE)), self.device.peak_memory()
         probed = [self.probe(each) for each in (one, *others)]
         saved, first = max(kept for kept, _ in probed), max(peak for _, peak in probed) - before
-        state = state_bytes(_sized(one, 2), 0).total - state_bytes(one, 0).total
+        state = state_bytes(sized(one, 2), 0).total - state_bytes(one, 0).total
         found = Fit(whole, room, first, state + saved, state)
         self.say(str(found))
         if not found.layers:
@@ -131,7 +132,7 @@ class _Bench:
         self.forget()
         return kept, peak
 
-    def run(self, config: RunConfig, whole_layers: int, fit: Fit | None) -> Speed:
+    def run(self, config: RunConfig, whole: ModelConfig, fit: Fit | None) -> Speed:
         """Time the steps, then profile some."""
         run = self.build(config)
         self.say(f"{self.steps.total} steps, the last {self.steps.profiled} of them under the profiler")
@@ -148,7 +149,7 @@ class _Bench:
             peak = best  # both are measured, and what was slower had the machine less to itself
         machine = Machine(self.device.name, torch.__version__, backends, peak, best)
         ends = losses[0], losses[-1]
-        return Speed(config, whole_layers, fit, machine, self.steps.warm_up, Spread.of(timed), ends, memory, shares)
+        return Speed(config, whole, fit, machine, self.steps.warm_up, Spread.of(timed), ends, memory, shares)
 
     def backends(self, run: Run) -> dict[str, str]:
         """Who carries out which operation."""
@@ -192,11 +193,6 @@ def _step(run: Run) -> float:
     return loss
 
 
-def _sized(config: RunConfig, layers: int) -> RunConfig:
-    parallel = config.parallel.model_copy(update={"layers_per_chunk": None})
-    return config.model_copy(update={"model": with_layers(config.model, layers), "parallel": parallel})
-
-
 def _probes(config: RunConfig) -> list[RunConfig]:
     """The run with one layer, of each window, and one micro-batch, not compiled: compiled layers keep no more. In fp8
     the layer is cast, as are those that are counted after it.
@@ -204,7 +200,7 @@ def _probes(config: RunConfig) -> list[RunConfig]:
     batch = config.batch.model_copy(update={"total": config.batch.micro})
     train = config.train.model_copy(update={"compile": False})
     fp8 = config.fp8.model_copy(update=ALL_CAST)
-    one = _sized(config, 1).model_copy(update={"batch": batch, "train": train, "fp8": fp8})
+    one = sized(config, 1).model_copy(update={"batch": batch, "train": train, "fp8": fp8})
     models = [one.model.model_copy(update={"window": window}) for window in dict.fromkeys(config.model.windows)]
     return [one.model_copy(update={"model": model}) for model in models]
 

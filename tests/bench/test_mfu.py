@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from argparse import Namespace
+from pathlib import Path
 
 import pytest
 
-from megascale.bench.mfu import CONVENTIONS, Fit, Machine, Speed, preset_tree, table, with_layers
+from megascale.bench.mfu import CONVENTIONS, Fit, Machine, Speed, Steps, preset_tree, table, with_layers
 from megascale.bench.spread import Spread
 from megascale.catalog.presets import PRESETS
+from megascale.cli.bench import _mfu_config
 from megascale.cli.main import main
 from megascale.config.explain import load_tree
 from megascale.layout.chunks import eight_bit_layers
 from megascale.plan.flops import token_flops
 from megascale.plan.hardware import Peak, stated_peak
+from tests.runs import GPT, settings, write_config
 
 GPU = "NVIDIA H100 80GB HBM3"
 
@@ -29,7 +33,7 @@ def speed(layers: int = 8, seconds: float = 0.5, recompute: str = "none") -> Spe
     machine = Machine(GPU, "2.13.0", {"attention": "torch", "norm": "liger"}, peak, attainable)
     kernels = {"gemm": 0.7, "attention": 0.15, "optimizer": 0.1, "copies": 0.0001, "idle": 0.0499}
     step = Spread(seconds, 0.99 * seconds, 1.01 * seconds, 20)
-    return Speed(config, 32, None, machine, 5, step, (12.1, 12.0), 70 << 30, kernels)
+    return Speed(config, with_layers(config.model, 32), None, machine, 5, step, (12.1, 12.0), 70 << 30, kernels)
 
 
 def test_utilisation_is_the_models_flops_over_the_peak() -> None:
@@ -62,6 +66,22 @@ def test_a_slice_says_what_its_head_weighs() -> None:
         "llama3-8b: 8 of 32 layers (the head is 19% of the FLOPs, 5% in the whole model), 2.80B parameters, bf16"
     )
     assert "all 32 layers" in table(speed(layers=32))
+
+
+def test_a_slice_has_the_windows_of_its_first_layers(tmp_path: Path) -> None:
+    tree = settings(GPT, tmp_path, model__window=[7, 0], parallel__layers_per_chunk=[4], train__steps=28)
+    path = write_config(tree, tmp_path / "run.toml")
+    for layers, windows in (("1", [7]), ("2", [7, None]), ("3", [7, None, 7])):
+        found, whole = _mfu_config(Namespace(preset=None, config=str(path), overrides=[]), Steps(), layers)
+        assert found.model.windows == windows
+        assert found.parallel.layers_per_chunk is None
+        assert whole.windows == [7, None, 7, None]
+
+
+def test_a_slice_that_breaks_a_rule_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_config(settings(GPT, tmp_path, train__precision="fp8", train__steps=28), tmp_path / "run.toml")
+    assert main(["bench", "mfu", "--config", str(path), "--layers", "2"]) == 2
+    assert "--layers 2  fp8.bf16_first: the first 1 and last 1 of 2 layers leave none" in capsys.readouterr().err
 
 
 def test_the_table() -> None:

@@ -98,6 +98,12 @@ def test_a_configuration_is_asked_about_as_it_is(tmp_path: Path, capsys: pytest.
     assert verdicts(found, "fp64", "norm")["torch"]["difference"] == 0
 
 
+def test_data_need_not_be_there(tmp_path: Path) -> None:
+    tree = settings(GPT, tmp_path, data__mock=False, data__train=str(tmp_path / "none"))
+    config = write_config(tree, tmp_path / "run.toml")
+    assert configurations(str(config), []).keys() == {"fp64"}
+
+
 def test_what_is_asked_for_and_cannot_serve(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "backends.norm=liger", "train.precision=bf16"]) == 1
     out = capsys.readouterr().out

@@ -86,6 +86,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("lr = 1e-2", "lr = 1e-2\nbetas = [0.9, 1]", "run.toml:14  optimizer.betas: 1: should be less than 1  -> betas: decay of the first and second moment"),
     ("lr = 1e-2", "lr = 1e-2\nbetas = [0.9]", "run.toml:14  optimizer.betas: [0.9]: list should have at least 2 items, not 1  -> betas: decay of the first and second moment"),
     ("mock = true", "mock = true\n[parallel]\ncp = 2", "run.toml:17  parallel.cp: 2: should be 1  -> cp: context parallelism; not available yet"),
+    ("mock = true", "mock = true\n[fp8]\nhistory = 10_000_000_000", "run.toml:17  fp8.history: 10000000000: should be less than or equal to 65536  -> history: for delayed: steps whose largest magnitudes make a scale"),
     ("mock = true", 'mock = true\n[parallel]\ndp = "aut"', "run.toml:17  parallel.dp: 'aut': should be a valid integer, or should be 'auto'  -> dp: data parallelism; auto: what the number of processes leaves"),
     ("mock = true", 'mock = true\n[parallel]\nschedule = "zigzag"', "run.toml:17  parallel.schedule: 'zigzag' is not one of gpipe, 1f1b, interleaved_1f1b  -> schedule: order of forwards and backwards; default 1f1b, with vpp > 1 interleaved_1f1b"),
     ("mock = true", "mock = true\n[parallel]\nzero = true", "run.toml:17  parallel.zero: true: should be a valid integer  -> zero: sharded over dp: 0 nothing, 1 optimizer state, 2 optimizer state and gradients"),

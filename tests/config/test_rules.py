@@ -96,6 +96,11 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ),
     (
         "recompute",
+        {"train__recompute": "selective", "train__recompute_ops": ["norm", "attention", "norm"]},
+        {"train.recompute_ops": "names an operation twice"},
+    ),
+    (
+        "recompute",
         {"train__recompute_chunks": [0]},
         {"train.recompute_chunks": "chooses chunks that recompute, but recompute = none"},
     ),
@@ -108,6 +113,11 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         "recompute_chunks",
         {"parallel__pp": 2, "parallel__vpp": 2, "train__recompute": "full", "train__recompute_chunks": [2, 1, 4]},
         {"train.recompute_chunks": "with vpp = 2 there is no chunk 2, 4"},
+    ),
+    (
+        "recompute_chunks",
+        {"train__recompute": "full", "train__recompute_chunks": [0, 0]},
+        {"train.recompute_chunks": "names a chunk twice"},
     ),
     ("batch", {"batch__micro": 3}, {"batch.global": "8 is not divisible by micro x dp = 3 x 1"}),
     ("batch", {"parallel__dp": 3}, {"batch.global": "8 is not divisible by micro x dp = 1 x 3"}),

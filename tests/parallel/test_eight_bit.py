@@ -248,11 +248,22 @@ def save_and_train(rank: Rank, config: RunConfig, steps: int) -> list[tuple[floa
     return curve
 
 
-def test_a_history_begins_where_a_checkpoint_has_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "before"), [("tensorwise", {}), ("delayed", {"fp8__history": 4}), ("delayed", {"fp8__bf16_first": 2})]
+)
+def test_a_history_begins_where_a_checkpoint_has_no_such(recipe: str, before: dict[str, int], tmp_path: Path) -> None:
     keys = {"checkpoint__every": 3, "train__steps": 6}
-    run_world(1, save_and_train, configured(tmp_path, "tensorwise", **keys), 3)
-    curve = run_world(1, save_and_train, configured(tmp_path, "delayed", **keys), 3)[0]
-    assert len(curve) == 3
+    run_world(1, save_and_train, configured(tmp_path, recipe, **keys, **before), 3)
+    assert run_world(1, known_after_resuming, configured(tmp_path, "delayed", **keys), 3)[0] == (False, 3)
+
+
+def known_after_resuming(rank: Rank, config: RunConfig, steps: int) -> tuple[bool, int]:
+    """Whether there was a history, and how many steps were then made."""
+    from megascale.train.loop import resume
+
+    run = build_run(rank, config)
+    resume(run)
+    return run.scaling.known, len(curve_of(run, steps))
 
 
 def test_a_history_is_the_largest_over_all_ranks(tmp_path: Path) -> None:

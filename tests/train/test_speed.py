@@ -54,7 +54,7 @@ def test_the_steps_are_those_of_training(tmp_path: Path) -> None:
 def measured(rank: Rank, given: RunConfig, fit: bool = False) -> Any:
     torch.distributed.destroy_process_group()  # the world's: the benchmark opens one of its own
     said: list[str] = []
-    found = speed.measure(given, 4, STEPS, said.append, fit=fit)
+    found = speed.measure(given, given.model, STEPS, said.append, fit=fit)
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     return found, said
 
@@ -178,7 +178,7 @@ def sized(rank: Rank, given: RunConfig, layers: int) -> str:
     speed._Bench.run = lambda self, config, *_: "it runs"  # type: ignore[assignment,method-assign,return-value]
     torch.distributed.destroy_process_group()
     try:
-        return str(speed.measure(given, 4, STEPS, lambda text: None, fit=True))
+        return str(speed.measure(given, given.model, STEPS, lambda text: None, fit=True))
     except ConfigError as error:
         return str(error)
     finally:
@@ -192,6 +192,8 @@ def test_layers_that_fit_break_no_rule(tmp_path: Path) -> None:
     assert run_world(1, sized, given, 3) == ["it runs"]
     copied = config(tmp_path, checkpoint__every=4, checkpoint__memory_every=2, checkpoint__replicate=True)
     assert run_world(1, sized, copied, 2) == ["it runs"], "nothing is saved, nor copied"
+    cut = config(tmp_path, model__window=[7, 0, 7], parallel__layers_per_chunk=[4])
+    assert run_world(1, sized, cut, 2) == ["it runs"], "windows and chunks are those of the layers that fit"
 
 
 def further(rank: Rank, given: RunConfig) -> int:
@@ -263,8 +265,9 @@ def test_memory_that_runs_out_is_one_message(words: str, tmp_path: Path, monkeyp
         raise (torch.OutOfMemoryError if "CUDA" in words else RuntimeError)(words)
 
     monkeypatch.setattr(speed, "build", full)
+    given = config(tmp_path)
     with pytest.raises(MegascaleError, match="test with 4 layers does not fit the device's memory  -> --layers fit"):
-        speed.measure(config(tmp_path), 4, STEPS, lambda text: None)
+        speed.measure(given, given.model, STEPS, lambda text: None)
     assert not torch.distributed.is_initialized()
 
 
