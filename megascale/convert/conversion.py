@@ -31,7 +31,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def from_huggingface(source: Path, output: Path, dtype: torch.dtype | None = None) -> None:
     """Make a checkpoint of a folder's weights, in the format that they have or in another.
 
-    Raises: CheckpointError if it cannot be read, or is no model of ours; OSError if it cannot be written
+    Raises: CheckpointError if it cannot be read, is no model of ours, or has numbers beyond the other format; OSError
+        if it cannot be written
     """
     given = Pretrained(source)
     given.check()
@@ -47,7 +48,24 @@ def from_huggingface(source: Path, output: Path, dtype: torch.dtype | None = Non
 def _weights(given: Pretrained, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
     for tensor in tensors(given.model):
         found = given.part(tensor.name)
-        yield tensor.name, found if dtype is None else found.to(dtype)
+        where = f"{given.folder}: {given.theirs(tensor.name)}"
+        yield tensor.name, _cast(found, dtype or found.dtype, where)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype, where: str) -> Tensor:
+    """A tensor in a format.
+
+    Raises: CheckpointError if numbers would become infinite in it
+    """
+    if tensor.dtype == dtype:
+        return tensor
+    made = tensor.to(dtype)
+    beyond = tensor[made.isinf() & tensor.isfinite()].abs()
+    if len(beyond):
+        what = f"{where} has finite numbers, {len(beyond)} of them and up to {beyond.max():.6g}, that are infinite in"
+        mend = "no --dtype, which keeps every number, or one that reaches as far"
+        raise CheckpointError(f"{what} {str(dtype).removeprefix('torch.')}", mend=mend)
+    return made
 
 
 def to_huggingface(
@@ -57,7 +75,8 @@ def to_huggingface(
     them all, or in another. `tokenizer`: its file, by default what lies beside the weights or the run was configured
     with. Returns why none goes along, or nothing.
 
-    Raises: CheckpointError if it cannot be read, or no architecture computes its model; OSError if it cannot be written
+    Raises: CheckpointError if it cannot be read, no architecture computes its model, or it has numbers beyond the other
+        format; OSError if it cannot be written
     """
     saved = manifest.read(source)
     try:
@@ -69,10 +88,11 @@ def to_huggingface(
     def read(name: str) -> Tensor:
         if WEIGHTS + name not in saved.tensors:
             raise manifest.DamagedError(f"{source} has no tensor {WEIGHTS}{name}")
-        return whole.read_tensor(source, saved, WEIGHTS + name)
+        return _cast(whole.read_tensor(source, saved, WEIGHTS + name), target, f"{source}: {WEIGHTS}{name}")
 
     stored = [saved.tensors.get(WEIGHTS + tensor.name) for tensor in tensors(model)]
     formats = {getattr(torch, tensor.dtype) for tensor in stored if tensor} or {torch.float32}
+    target = dtype or functools.reduce(torch.promote_types, formats)
     with atomic_folder(output) as folder:
         other = _companions(source, folder)
         configured = (saved.facts.config.get("data") or {}).get("tokenizer")
@@ -83,7 +103,7 @@ def to_huggingface(
             other |= _add_tokenizer(file, model, folder)
         elif file:
             missing = f"no tokenizer goes along: {str(file)!r} is no file of this host; --tokenizer FILE gives one"
-        export(model, read, folder, dtype or functools.reduce(torch.promote_types, formats), other)
+        export(model, read, folder, target, other)
     return missing
 
 

@@ -29,8 +29,8 @@ class Place:
 @dataclass(frozen=True)
 class Family:
     """One architecture. `keys`: those of `[model]` that are the same in all its models. `read` gives the others for a
-    config.json, `write` a config.json without what all have. `place` finds a tensor by our name. `ignored`: endings of
-    tensors in old files that are no weights.
+    config.json, `write` a config.json without what all have. `place` finds a tensor by our name. `sizes`: keys of a
+    config.json that are above 0 where they are there. `ignored`: endings of tensors in old files that are no weights.
     """
 
     name: str
@@ -39,15 +39,21 @@ class Family:
     read: Callable[[Keys], Keys]
     write: Callable[[ModelConfig], Keys]
     place: Callable[[str], Place]
+    sizes: tuple[str, ...]
     ignored: tuple[str, ...] = ()
 
 
 def model_keys(config: Keys, where: str) -> Keys:
     """The keys of `[model]` for a config.json.
 
-    Raises: CheckpointError for a model that we would compute otherwise
+    Raises: CheckpointError for a model that we would compute otherwise, or whose sizes are not above 0
     """
     family = family_of(config, where)
+    for key in family.sizes:
+        size = config.get(key)
+        if isinstance(size, int | float) and size <= 0:
+            mend = "the config.json that belongs to the weights"
+            raise CheckpointError(f"{where}: {key} is {size!r}, not above 0", mend=mend)
     try:
         return dict(family.keys) | family.read(config)
     except (KeyError, TypeError) as error:
@@ -154,6 +160,7 @@ def _write_gpt2(model: ModelConfig) -> Keys:
     }
 
 
+_GPT2_SIZES = ("n_layer", "n_embd", "n_head", "n_inner", "n_positions", "vocab_size")
 _GPT2_ENDS = {
     "embedding.token.weight": "transformer.wte.weight",
     "embedding.position.weight": "transformer.wpe.weight",
@@ -190,6 +197,8 @@ def _read_llama(config: Keys) -> Keys:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     _must(rope, "rope_type", "default")
     _must(rope, "type", "default")
+    for keys in (rope, config):
+        _must(keys, "partial_rotary_factor", 1.0, None)
     bias = config.get("attention_bias", False)
     _must(config, "mlp_bias", bias)
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
@@ -247,6 +256,8 @@ def _llama_keys(model: ModelConfig) -> Keys:
     }
 
 
+_LLAMA_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+                "intermediate_size", "vocab_size", "max_position_embeddings")  # fmt: skip
 _LLAMA_ENDS = {
     "embedding.token.weight": "model.embed_tokens.weight",
     "final_norm.weight": "model.norm.weight",
@@ -291,10 +302,28 @@ FAMILIES = {
             _read_gpt2,
             _write_gpt2,
             _place_gpt2,
+            _GPT2_SIZES,
             (".attn.bias", ".attn.masked_bias"),
         ),
-        Family("llama", "LlamaForCausalLM", _LLAMA, _read_llama, _write_llama, _place_llama, (".rotary_emb.inv_freq",)),
-        Family("mistral", "MistralForCausalLM", _LLAMA, _read_mistral, _write_mistral, _place_llama),
+        Family(
+            "llama",
+            "LlamaForCausalLM",
+            _LLAMA,
+            _read_llama,
+            _write_llama,
+            _place_llama,
+            _LLAMA_SIZES,
+            (".rotary_emb.inv_freq",),
+        ),
+        Family(
+            "mistral",
+            "MistralForCausalLM",
+            _LLAMA,
+            _read_mistral,
+            _write_mistral,
+            _place_llama,
+            (*_LLAMA_SIZES, "sliding_window"),
+        ),
     )
 }
 """By model_type."""

@@ -17,13 +17,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megascale.checkpoint.state import Part, slices
+from megascale.checkpoint.state import FORMATS, Part, slices
 from megascale.config.model import ModelConfig
 from megascale.convert.families import Family, Keys, Place, family_for, family_of, model_keys, write_config
 from megascale.core.errors import CheckpointError
 from megascale.core.files import write_text
+from megascale.layout.tensors import TOKEN_EMBEDDING, whole
 from megascale.layout.tensors import Tensor as Named
-from megascale.layout.tensors import whole
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
@@ -33,6 +33,13 @@ COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.jso
 
 FILE_BYTES = 2 << 30
 """Of weights in one file, but for a tensor that is larger."""
+
+COMPARED_BYTES = 64 << 20
+"""Of each of two tensors that are compared, in memory at a time, but for a row that is larger."""
+
+_HEAD = "lm_head.weight"  # so in all families
+
+_PLAIN = f"the weights before they were quantized: in {', '.join(FORMATS.values())}"
 
 
 class Pretrained:
@@ -69,39 +76,80 @@ class Pretrained:
             return dict.fromkeys(file.keys(), path)
 
     def check(self) -> None:
-        """Every tensor of the model is there, in its shape, and no others.
+        """Every tensor of the model is there, in its shape and as plain numbers, and no others.
 
         Raises: CheckpointError
         """
+        if quantized := self.config.get("quantization_config"):
+            method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+            what = f"{self.folder / CONFIG}: quantization_config is there, of quant_method {method!r}"
+            raise CheckpointError(what, mend=_PLAIN)
         left = set(self.files)
         for tensor in tensors(self.model):
             place = self._family.place(tensor.name)
             name = self._known(place.name)
-            with _opened(self.files[name]) as file:
-                found = tuple(file.get_slice(name).get_shape())
+            found, kind = self._stored(name)
+            if kind not in FORMATS.values():
+                raise CheckpointError(f"{self.files[name]}: {name} is stored as {kind}", mend=_PLAIN)
             wanted = _their_shape(place, tensor.shape)
             if found != wanted:
                 raise CheckpointError(
                     f"{name} has shape {list(found)}, its config.json says {list(wanted)}", mend="another download"
                 )
             left.discard(name)
-        tied = {"lm_head.weight"} if self.model.tie_embeddings else set()
-        strange = sorted(n for n in left - tied if not n.endswith(self._family.ignored or "\0"))
+        if self.model.tie_embeddings and _HEAD in left:
+            self._check_tied()
+            left.discard(_HEAD)
+        strange = sorted(n for n in left if not n.endswith(self._family.ignored or "\0"))
         if strange:
             names = ", ".join(strange[:3])
             raise CheckpointError(f"{self.folder} has {len(strange)} tensors that its config.json does not: {names}")
+
+    def _check_tied(self) -> None:
+        """A head beside the embedding that it is tied to is equal to it.
+
+        Raises: CheckpointError
+        """
+        embedding = self.theirs(TOKEN_EMBEDDING)
+        (count, width), _ = stored = self._stored(embedding)
+        rows = max(1, COMPARED_BYTES // (8 * width))
+        pieces = (slice(start, start + rows) for start in range(0, count, rows))
+        if stored == self._stored(_HEAD) and all(
+            self._bytes(embedding, p).equal(self._bytes(_HEAD, p)) for p in pieces
+        ):
+            return
+        what = f"{self.folder / CONFIG}: tie_word_embeddings is true, but {_HEAD} is not equal to {embedding}"
+        mend = f"tie_word_embeddings false, which keeps both, or files without {_HEAD}, which is then {embedding}"
+        raise CheckpointError(what, mend=mend)
+
+    def _stored(self, theirs: str) -> tuple[tuple[int, ...], str]:
+        """Shape and format of a tensor by their name."""
+        with _opened(self.files[theirs]) as file:
+            stored = file.get_slice(theirs)
+            return tuple(stored.get_shape()), stored.get_dtype()
+
+    def _bytes(self, theirs: str, rows: slice) -> Tensor:
+        """Rows of a matrix by their name."""
+        with _opened(self.files[theirs]) as file:
+            return file.get_slice(theirs)[rows].view(torch.uint8)
 
     def part(self, name: str, part: Part | None = None) -> Tensor:
         """A tensor by our name, or a part of it, in the format that it is stored in.
 
         Raises: CheckpointError if it is not there or cannot be read
         """
-        place = self._family.place(name)
-        theirs = self._known(place.name)
+        place, theirs = self._family.place(name), self.theirs(name)
         with _opened(self.files[theirs]) as file:
             stored = file.get_slice(theirs)
             found = stored[_their_slices(place, tuple(stored.get_shape()), part)]
         return (found.t() if place.turned else found).contiguous()
+
+    def theirs(self, name: str) -> str:
+        """The name in these files of a tensor of ours.
+
+        Raises: CheckpointError if it is not there
+        """
+        return self._known(self._family.place(name).name)
 
     def _known(self, name: str) -> str:
         """The name in these files: those of a bare model have no prefix."""
@@ -118,8 +166,8 @@ def tensors(model: ModelConfig) -> list[Named]:
 
 
 def export(model: ModelConfig, read: Callable[[str], Tensor], folder: Path, dtype: torch.dtype, other: Keys) -> None:
-    """Write a model's weights, `read` by our names, and its config.json into a folder; one file of weights at a time is
-    in memory. `other`: what else the config.json is to say.
+    """Write a model's weights, `read` in `dtype` by our names, and its config.json into a folder; one file of weights
+    at a time is in memory. `other`: what else the config.json is to say.
 
     Raises: CheckpointError if no architecture computes the model; OSError if it cannot be written
     """
@@ -130,7 +178,7 @@ def export(model: ModelConfig, read: Callable[[str], Tensor], folder: Path, dtyp
     weights: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
         file = WEIGHTS if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        made = {name: _joined([_turned(place, read(ours)) for ours, place in parts], dtype) for name, parts in group}
+        made = {name: _joined([_turned(place, read(ours)) for ours, place in parts]) for name, parts in group}
         try:
             save_file(made, folder / file, {"format": "pt"})
         except SafetensorError as error:
@@ -167,8 +215,8 @@ def _turned(place: Place, ours: Tensor) -> Tensor:
     return ours.t() if place.turned else ours
 
 
-def _joined(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-    return (torch.cat(parts, -1) if len(parts) > 1 else parts[0]).to(dtype).contiguous()
+def _joined(parts: list[Tensor]) -> Tensor:
+    return (torch.cat(parts, -1) if len(parts) > 1 else parts[0]).contiguous()
 
 
 def _their_shape(place: Place, ours: tuple[int, ...]) -> tuple[int, ...]:

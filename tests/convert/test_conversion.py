@@ -29,7 +29,7 @@ from megascale.core.rank import Rank
 from tests.oracles.ours import MODELS, Array, Arrays, Piece, join
 from tests.oracles.test_transformers import build, ours_from_gpt2, ours_from_llama
 from tests.runs import FAMILIES, GPT, LLAMA, build_run, config_of, settings
-from tests.worlds import run_world
+from tests.worlds import RankFailed, run_world
 
 BIASED = LLAMA | {"bias": True}
 
@@ -257,10 +257,24 @@ def changed(folder: Path, **keys: Any) -> None:
         ("llama", {"hidden_size": ...}, "no 'hidden_size'"),
         ("llama", {"hidden_size": "wide"}, "a value of another kind"),
         ("llama", {"vocab_size": "many"}, "as vocab_size 'many': Input should be a valid integer"),
+        ("llama", {"num_attention_heads": 0}, "config.json: num_attention_heads is 0, not above 0"),
+        ("llama", {"num_key_value_heads": 0}, "num_key_value_heads is 0, not above 0"),
+        ("llama", {"hidden_size": -32}, "hidden_size is -32, not above 0"),
+        ("llama", {"model_type": "mistral", "sliding_window": 0}, "sliding_window is 0, not above 0"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, not 1.0"),
+        ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5, not 1.0"),
+        (
+            "llama",
+            {"quantization_config": {"quant_method": "fp8"}},
+            "quantization_config is there, of quant_method 'fp8'",
+        ),
+        ("llama", {"tie_word_embeddings": True}, "true, but lm_head.weight is not equal to model.embed_tokens.weight"),
         ("llama", {"vocab_size": 102}, "model.embed_tokens.weight has shape [101, 32], its config.json says [102, 32]"),
         ("llama", {"num_hidden_layers": 5}, "has no tensor model.layers.4.input_layernorm.weight"),
         ("llama", {"num_hidden_layers": 3}, "has 9 tensors that its config.json does not"),
         ("gpt", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True, not False"),
+        ("gpt", {"n_head": 0}, "n_head is 0, not above 0"),
+        ("gpt", {"n_inner": 0}, "n_inner is 0, not above 0"),
         ("gpt", {"activation_function": "relu"}, "activation_function is 'relu', not 'gelu_new'"),
     ],
 )
@@ -271,6 +285,63 @@ def test_what_we_would_compute_otherwise_is_refused(tmp_path: Path, family: str,
         from_huggingface(tmp_path, tmp_path / "ours")
     assert words in str(caught.value)
     assert not list(tmp_path.glob("*ours*"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
+def test_formats_that_are_no_plain_numbers_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    pretrained(LLAMA | {"rope_theta": 1e4}, tmp_path)
+    name = "model.layers.1.mlp.up_proj.weight"
+    weights = load_file(tmp_path / WEIGHTS)
+    save_file(weights | {name: weights[name].to(dtype)}, tmp_path / WEIGHTS)
+    words = f"{WEIGHTS}: {name} is stored as (F8_E4M3|I8)  -> the weights before"
+    with pytest.raises(CheckpointError, match=words):
+        from_huggingface(tmp_path, tmp_path / "ours")
+    assert not list(tmp_path.glob("*ours*"))
+    with pytest.raises(RankFailed, match=words):
+        run_world(1, begun, config_of(settings(LLAMA, tmp_path, checkpoint__resume=f"hf:{tmp_path}"), tmp_path))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt"])
+def test_a_head_beside_tied_embeddings_is_equal_to_them(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, of whichever rows it is read in."""
+    monkeypatch.setattr(huggingface, "COMPARED_BYTES", 10_000)
+    model = {"llama": LLAMA | {"rope_theta": 1e4, "tie_embeddings": True}, "gpt": GPT | {"activation": "gelu"}}[family]
+    embedding = {"llama": "model.embed_tokens.weight", "gpt": "transformer.wte.weight"}[family]
+    pretrained(model, tmp_path)
+    weights = load_file(tmp_path / WEIGHTS)
+    last, zero = weights[embedding].clone(), weights[embedding].clone()
+    last[-1, -1] += 1
+    zero[3, 5] = 0.0
+    save_file(weights | {"lm_head.weight": weights[embedding].clone()}, tmp_path / WEIGHTS)
+    from_huggingface(tmp_path, tmp_path / "ours")
+    assert f"{WEIGHT}head.weight" not in manifest.read(Location(str(tmp_path / "ours"))).tensors
+    others = [(weights[embedding], last), (zero, torch.where(zero == 0, -0.0, zero))]
+    others += [(zero, zero[:-1].clone()), (zero, zero.double())]
+    for embedded, head in others:
+        save_file(weights | {embedding: embedded, "lm_head.weight": head}, tmp_path / WEIGHTS)
+        with pytest.raises(CheckpointError, match=f"lm_head.weight is not equal to {embedding}"):
+            Pretrained(tmp_path).check()
+
+
+def test_a_number_that_another_format_does_not_hold_is_refused(tmp_path: Path) -> None:
+    name, theirs = "layers.2.mlp.up.weight", "model.layers.2.mlp.up_proj.weight"
+    weights = drawn(LLAMA)
+    weights["layers.0.mlp.up.weight"][0, 0] = torch.inf  # it was infinite before
+    weights[name][3, 5] = -1e5
+    ours = written(tmp_path / "ours", weights)
+    to_huggingface(ours, tmp_path / "theirs")
+    words = "has finite numbers, 1 of them and up to 100000, that are infinite in float16"
+    with pytest.raises(CheckpointError, match=f"ours: {WEIGHT}{name} {words}"):
+        to_huggingface(ours, tmp_path / "half", torch.float16)
+    with pytest.raises(CheckpointError, match=f"theirs: {theirs} {words}"):
+        from_huggingface(tmp_path / "theirs", tmp_path / "half", torch.float16)
+    assert not list(tmp_path.glob("*half*"))
+    from_huggingface(tmp_path / "theirs", tmp_path / "half", torch.bfloat16)
+    weights[name][3, 5] = torch.finfo(torch.float32).max
+    with pytest.raises(CheckpointError, match="that are infinite in bfloat16"):
+        to_huggingface(written(tmp_path / "largest", weights), tmp_path / "again", torch.bfloat16)
 
 
 @pytest.mark.parametrize(
