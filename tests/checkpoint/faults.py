@@ -119,17 +119,26 @@ def _signal(pids: Iterable[int], number: int) -> None:
 
 LOST = r"^WARNING: no checkpoint of step {step}: rank [01]: the process that writes checkpoints has ended: signal 9$"
 
+ENDS = {
+    "rank": Exit.UNCLASSIFIED,
+    "ranks": Exit.UNCLASSIFIED,
+    "rank and writer": Exit.UNCLASSIFIED,
+    "launcher": -signal.SIGKILL,
+    "all": -signal.SIGKILL,
+}
+"""The status of a run of which these are killed. Not of "writer" and "writers": without them it goes on."""
+
 
 class Struck:
     """A run whose processes are killed at random moments of its saves, and which is started again when it has ended.
 
-    `landed`: how many strikes fell while a checkpoint was being written; `lost`: of how many checkpoints the run said
-    that there is none.
+    `resumed`: how many of its starts have said that they resume from the newest whole checkpoint; `lost`: of how many
+    checkpoints the run said that there is none.
     """
 
     def __init__(self, config: Path, chance: random.Random) -> None:
         self._config, self._chance = config, chance
-        self.landed = self.lost = 0
+        self.resumed = self.lost = 0
 
     def __enter__(self) -> Struck:
         self._begin()
@@ -140,28 +149,19 @@ class Struck:
             self.job.kill()
 
     def strike(self, victim: str, *, slowly: bool) -> None:
-        """Kill -9 of a "writer" or both "writers", after which the run must go on; of a "rank", or "all". `slowly`:
-        those that write stand still, as if the disk did not answer, so that the strike is sure to fall while they do.
+        """Kill -9 while a checkpoint is being written. If that is not in ENDS the run must go on, else end and resume.
+        `slowly`: those that write stand still, as if the disk did not answer.
         """
         for _ in range(self._chance.randrange(3)):
             self._let_pass()
-        if slowly and len(writers(self._ranks)) < len(self._ranks):
-            self._let_pass()  # it has new ones
-        held = list(writers(self._ranks).values()) if slowly else []
-        _signal(held, signal.SIGSTOP)
-        wait_until(self.job, lambda: bool(under_way(self.folder)))
-        name, newest = under_way(self.folder), whole(self.folder)[-1:]
-        time.sleep(self._chance.random() * self._span)
-        pids = self._victims(victim)
-        _signal(pids, signal.SIGSTOP)  # so that what we see is what there was when they died
-        self.landed += under_way(self.folder) == name
-        _signal(pids, signal.SIGKILL)
-        _signal(held, signal.SIGCONT)
-        if victim in ("writer", "writers"):
+        name, newest = self._halt(slowly=slowly)
+        _signal(self._victims(victim), signal.SIGKILL)
+        _signal(self._everyone(), signal.SIGCONT)
+        if victim not in ENDS:
             self._interrupted.append(name)
             wait_until(self.job, lambda: under_way(self.folder) != name)
             return
-        self._end({"rank": Exit.UNCLASSIFIED, "all": -signal.SIGKILL}[victim])
+        self._end(ENDS[victim])
         found = whole(self.folder)[-1:]
         assert found >= newest, "a whole checkpoint has gone"
         self._begin(*found)
@@ -180,6 +180,8 @@ class Struck:
         self._writing: set[int] = set()
         self.job = start(self._config)
         self.folder = self.job.folder / "checkpoints"
+        left = under_way(self.folder)
+        wait_until(self.job, lambda: not left or under_way(self.folder) != left)  # what is not whole is removed
         self._let_pass()
         self._ranks = self.job.ranks()
 
@@ -191,15 +193,40 @@ class Struck:
         wait_until(self.job, lambda: whole(self.folder)[-1:] > before)
         self._span = time.monotonic() - since
 
+    def _halt(self, *, slowly: bool) -> tuple[str, list[str]]:
+        """Halt everyone at a random moment of a save, so that what we see is what there is when some of them die. One
+        that is over by then goes on, and the next is halted. Returns its name, and that of the newest whole one.
+        """
+        while True:
+            if slowly and len(writers(self._ranks)) < len(self._ranks):
+                self._let_pass()  # it has new ones
+            if slowly:
+                _signal(writers(self._ranks).values(), signal.SIGSTOP)
+            wait_until(self.job, lambda: bool(under_way(self.folder)))
+            name, newest = under_way(self.folder), whole(self.folder)[-1:]
+            time.sleep(self._chance.random() * self._span)
+            wait_until(self.job, lambda: bool(writers(self._ranks)))  # new ones may be starting
+            _signal(self._everyone(), signal.SIGSTOP)
+            if name and under_way(self.folder) == name:
+                return name, newest
+            _signal(self._everyone(), signal.SIGCONT)
+
+    def _everyone(self) -> list[int]:
+        return [*self._ranks.values(), *writers(self._ranks).values(), self.job.process.pid]
+
     def _victims(self, victim: str) -> list[int]:
-        wait_until(self.job, lambda: bool(writers(self._ranks)))  # new ones may be starting
-        writing = list(writers(self._ranks).values())
+        ranks, writing = list(self._ranks.values()), list(writers(self._ranks).values())
         self._writing.update(writing)
-        if victim == "all":
-            return [*self._ranks.values(), *writing, self.job.process.pid]
-        if victim == "rank":
-            return [self._chance.choice(list(self._ranks.values()))]
-        return writing if victim == "writers" else [self._chance.choice(writing)]
+        rank, writer = self._chance.choice(ranks), self._chance.choice(writing)
+        return {
+            "writer": [writer],
+            "writers": writing,
+            "rank": [rank],
+            "ranks": ranks,
+            "rank and writer": [rank, writer],
+            "launcher": [self.job.process.pid],
+            "all": self._everyone(),
+        }[victim]
 
     def _end(self, status: int) -> None:
         """Wait until the run has ended, and hold it to what it must have said and done."""
@@ -215,6 +242,7 @@ class Struck:
         start = f"resumed from {place}: step {step_of(self._newest)}, " if self._newest else "step 1/"
         first = next(line for line in out.splitlines() if line.startswith(("resumed from", "step 1/")))
         assert first.startswith(start), first
+        self.resumed += bool(self._newest)
         for name in self._interrupted:
             saved = out.count(f"saved {self.folder / name}: ")
             lost = len(re.findall(LOST.format(step=step_of(name)), out, re.MULTILINE))

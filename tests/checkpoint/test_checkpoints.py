@@ -17,15 +17,22 @@ from tests.runs import FAMILIES, build_run, config_of, gather_weights, settings
 from tests.worlds import run_world
 
 SAVERS: dict[str, dict[str, Any]] = {
-    "alone": {"parallel__zero": 0},
+    "alone fp32": {"parallel__zero": 0, "train__precision": "fp32"},
     "tp2 sp dp2 zero1": {"parallel__tp": 2, "parallel__sp": True, "parallel__dp": 2},
+    "tp2 dp2 zero0 fp32": {
+        "parallel__tp": 2, "parallel__dp": 2, "parallel__zero": 0, "train__precision": "fp32",
+    },
+    "dp4 zero2 fp32": {"parallel__dp": 4, "parallel__zero": 2, "train__precision": "fp32"},
     "pp2 vpp2 dp2 zero2": {"parallel__pp": 2, "parallel__vpp": 2, "parallel__dp": 2, "parallel__zero": 2},
-}
+}  # fmt: skip
+"""Those of which nothing else is said hold weights of bf16 and masters of fp32."""
+
 LOADERS: dict[str, dict[str, Any]] = SAVERS | {
     "pp4 fp32": {"parallel__pp": 4, "train__precision": "fp32"},
     "dp3 zero1": {"parallel__dp": 3, "batch__global": 9},
-    "tp2 pp2 zero0": {"parallel__tp": 2, "parallel__pp": 2, "parallel__zero": 0},
+    "tp2 sp pp2 zero0": {"parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "parallel__zero": 0},
 }
+"""With each saver a pair: forty of them."""
 
 
 def config_in(folder: Path, family: str = "gpt", **layout: Any) -> Any:

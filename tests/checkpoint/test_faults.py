@@ -23,7 +23,7 @@ from megascale.checkpoint import manifest
 from megascale.checkpoint.storage import Location
 from megascale.cli.main import main
 from megascale.core.errors import Exit
-from tests.checkpoint.faults import Struck, config_in, start, step_of, under_way, wait_until, whole, writers
+from tests.checkpoint.faults import ENDS, Struck, config_in, start, step_of, under_way, wait_until, whole, writers
 from tests.jobs import Job, curve, finish
 
 SHARDS = "rank-00000-000.safetensors", "rank-00001-000.safetensors"
@@ -51,21 +51,18 @@ def survives(folder: Path, strikes: Iterable[tuple[str, bool]], seed: int, **lay
 def test_kill_9_while_saving_and_resume(tmp_path: Path) -> None:
     strikes = [("writer", True), ("writers", False), ("writer", True), ("rank", True)]
     struck = survives(tmp_path, strikes, seed=0, parallel__tp=2)
-    assert struck.landed > 2 and struck.lost > 0
+    assert struck.resumed == 1 and struck.lost > 0
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_kill_9_at_fifty_moments_of_saving_and_resume_each_time(tmp_path: Path) -> None:
-    chance = random.Random(1)
-    strikes = [
-        (victim, number % 2 == 0)
-        for victim, count in {"writer": 25, "writers": 10, "rank": 10, "all": 5}.items()
-        for number in range(count)
-    ]
-    chance.shuffle(strikes)
+    """Fifty that end the run; of those that it survives some more between them."""
+    counts = dict.fromkeys(ENDS, 10) | {"writer": 8, "writers": 4}
+    strikes = [(victim, number % 4 == 0) for victim, count in counts.items() for number in range(count)]
+    random.Random(1).shuffle(strikes)
     struck = survives(tmp_path, strikes, seed=1, parallel__dp=2)
-    assert struck.landed > 25 and struck.lost > 10
+    assert struck.resumed == 50 and struck.lost > 4
 
 
 @pytest.mark.slow
