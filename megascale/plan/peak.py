@@ -103,7 +103,11 @@ def _chunk(config: RunConfig, pp_rank: int, chunk: int, kept: int, starts: Start
         forward = max(forward, kept - released + going)
         beside = 0 if last else grad  # what has arrived stays until the backward's end
     if stage == 0:
-        backward["embedding"] = grad + beside + embedding_backward(config) - released, kept
+        coming = embedding_backward(config)
+        if config.model.dropout:  # its gradients, of which the first stays where it has arrived from the next stage
+            coming = max(coming, grad) + (0 if layout.layers(stage) else grad)
+            forward = max(forward, sizes.embedding() + 3 * grad)
+        backward["embedding"] = grad + beside + coming - released, kept
     first = {name for name, _ in starts}
     runs, fresh = list[tuple[int, int]](), True
     for name, (working, released) in backward.items():
