@@ -104,9 +104,8 @@ def _chunk(config: RunConfig, pp_rank: int, chunk: int, kept: int, starts: Start
         beside = 0 if last else grad  # what has arrived stays until the backward's end
     if stage == 0:
         coming = embedding_backward(config)
-        if config.model.dropout:  # its gradients, of which the first stays where it has arrived from the next stage
-            coming = max(coming, grad) + (0 if layout.layers(stage) else grad)
-            forward = max(forward, sizes.embedding() + 3 * grad)
+        if config.model.dropout:  # its input, what of it stays, and that scaled; backwards a gradient, then no mask
+            forward, coming = max(forward, sizes.embedding() + 3 * grad), max(coming - sizes.mask, grad)
         backward["embedding"] = grad + beside + coming - released, kept
     first = {name for name, _ in starts}
     runs, fresh = list[tuple[int, int]](), True

@@ -70,3 +70,23 @@ def test_what_ranks_do(jobs_drawn: int) -> None:
     assert sum(size < 0.01 for size in sizes) > 0.85 * len(sizes)
     farthest, job = max(errors)
     assert farthest < FARTHEST, job
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("zero", [1, 2])
+def test_a_rank_with_the_embedding_alone(precision: str, zero: int) -> None:
+    """Its dropout is most of what it does."""
+    tree = {
+        "name": "test",
+        "model": {
+            "num_layers": 4, "hidden_size": 256, "num_heads": 8, "num_kv_heads": 1, "vocab_size": 361,
+            "seq_length": 1024, "position": "learned", "dropout": 0.1,
+        },
+        "parallel": {"dp": 2, "pp": 4, "layers_per_chunk": [0, 2, 2, 0], "zero": zero},
+        "batch": {"micro": 2, "global": 4},
+        "train": {"steps": 10, "precision": precision},
+        "optimizer": {"lr": 1e-3},
+        "data": {"mock": True},
+        "checkpoint": {"every": 0},
+    }  # fmt: skip
+    assert compare(RunConfig.model_validate(tree).resolve(None), [0]) == [0.0]
