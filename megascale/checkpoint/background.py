@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megascale.checkpoint.storage import WRITABLE
 from megascale.core.errors import CheckpointError
 
 
@@ -70,7 +71,7 @@ class Background:
         found: dict[str, Any] = json.loads(self._answer)
         if "error" in found:
             what = f"cannot write {found['what']}: {found['error']}"
-            raise CheckpointError(what, mend="check that it is mounted, space, permissions")
+            raise CheckpointError(what, mend=WRITABLE)
         return found
 
     def _start(self) -> None:

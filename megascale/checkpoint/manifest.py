@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 import megascale
 from megascale.checkpoint.state import Progress
-from megascale.checkpoint.storage import Location
+from megascale.checkpoint.storage import WRITABLE, Location
 from megascale.core.errors import CheckpointError
 
 NAME = "manifest.json"
@@ -124,7 +124,7 @@ def write(folder: Location, manifest: Manifest) -> None:
         (folder / NAME).write(_BEFORE % (FORMAT, _sum(FORMAT, body)) + body + _AFTER)
     except OSError as error:
         what = f"cannot write {folder / NAME}: {error.strerror}"
-        raise CheckpointError(what, mend="check that it is mounted, space, permissions") from None
+        raise CheckpointError(what, mend=WRITABLE) from None
 
 
 def read(folder: Location) -> Manifest:

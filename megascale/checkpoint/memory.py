@@ -169,9 +169,7 @@ class Memory:
 
     def remove(self) -> None:
         """The run is complete, or on storage: give the memory back."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        with contextlib.suppress(OSError):  # another run's are there
-            self.folder.parent.rmdir()
+        _give_back(self.folder)
 
     def _reached(self) -> Sequence[tuple[str, int, Place]]:
         """Of each rank the address at which copies arrive, and its memory."""
@@ -249,7 +247,13 @@ def discard(parent: Path, run: Path, mesh: Mesh) -> None:
         write_text(token, f"{name}\n{uuid.uuid4().hex}\n")
     name = broadcast_object(mesh.world, name)
     if name:
-        shutil.rmtree(_folder(parent, name, token), ignore_errors=True)
+        _give_back(_folder(parent, name, token))
+
+
+def _give_back(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):  # another run's are there
+        folder.parent.rmdir()
 
 
 def _folder(parent: Path, name: str, token: Path) -> Path:

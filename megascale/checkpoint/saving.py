@@ -28,7 +28,7 @@ from megascale.checkpoint.plan import SavePlanner
 from megascale.checkpoint.shard import chunk_of
 from megascale.checkpoint.snapshot import Snapshot
 from megascale.checkpoint.state import FORMATS, GlobalTensor, cut
-from megascale.checkpoint.storage import Location
+from megascale.checkpoint.storage import WRITABLE, Location
 from megascale.comm.collectives import broadcast_object, collect_objects, gather_objects, scatter_objects
 from megascale.comm.mesh import Mesh
 from megascale.core.errors import CheckpointError
@@ -156,7 +156,7 @@ class Saving:
                 made = f"rank 0: cannot make {error.filename}: {error.strerror or error}"
         made = broadcast_object(self._mesh.world, made)
         if isinstance(made, str):
-            raise CheckpointError(made, mend="check that it is mounted, space, permissions")
+            raise CheckpointError(made, mend=WRITABLE)
         return made
 
     def _order(self, attempt: _Attempt) -> dict[str, dict[str, Any]]:

@@ -17,6 +17,9 @@ from fsspec.core import url_to_fs
 
 from megascale.core.files import atomic, settle
 
+WRITABLE = "check that it is mounted, space, permissions"
+"""What to do where something cannot be written."""
+
 T = TypeVar("T")
 
 BLOCK = 32 << 20

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megascale.catalog.optimizers import OPTIMIZERS
@@ -93,16 +93,25 @@ class RankBytes:
 
 
 def rank_bytes(config: RunConfig, *, shards_weights: bool = False) -> list[RankBytes]:
-    """Of a rank of each pipeline stage, of a resolved configuration."""
+    """Of a rank of each pipeline stage, of a resolved configuration. `shards_weights`: as in `state_bytes`."""
+    return [_of_rank(config, rank, order, shards_weights) for rank, order in enumerate(_orders(config))]
+
+
+def first_rank(config: RunConfig, *, shards_weights: bool = False) -> RankBytes:
+    """Of a rank of the first pipeline stage, as a rule the fullest: found sooner than those of all."""
+    return _of_rank(config, 0, _orders(config)[0], shards_weights)
+
+
+def _orders(config: RunConfig) -> Sequence[Order]:
+    """What each pipeline rank does, as far as it shows the most that is alive at once."""
     p = config.parallel
     assert p.schedule is not None, "a resolved configuration names its schedule"
     card, count = SCHEDULES[p.schedule], config.micro_batches
-    orders = card.load()(p.pp, p.vpp, count if card.facts["piles"] else representative(p.pp, count))
-    return [of_rank(config, rank, order, shards_weights=shards_weights) for rank, order in enumerate(orders)]
+    orders: Sequence[Order] = card.load()(p.pp, p.vpp, count if card.facts["piles"] else representative(p.pp, count))
+    return orders
 
 
-def of_rank(config: RunConfig, pp_rank: int, order: Order, *, shards_weights: bool = False) -> RankBytes:
-    """Of a rank of pipeline stage `pp_rank` that does `order`."""
+def _of_rank(config: RunConfig, pp_rank: int, order: Order, shards_weights: bool) -> RankBytes:
     activations = activation_bytes(config, pp_rank, order)
     if not shards_weights:
         return RankBytes(state_bytes(config, pp_rank), activations, peak_bytes(config, pp_rank, order, activations))

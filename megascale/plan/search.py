@@ -11,15 +11,15 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
-from megascale.catalog.schedules import SCHEDULES
 from megascale.config.rules import divisors
 from megascale.config.run import RunConfig
 from megascale.plan.candidate import Candidate, lost
 from megascale.plan.layouts import Layout, Space
 from megascale.plan.least import Floors
-from megascale.plan.memory import RankBytes, fullest_rank, of_rank, representative
+from megascale.plan.memory import RankBytes, first_rank, fullest_rank
 from megascale.plan.profiles import Hardware, Stack
 from megascale.plan.steps import Steps
 
@@ -110,6 +110,8 @@ class _Search:
         self._space, self._room, self._kept = space, room, kept
         self._floors, self._steps = Floors(space, hardware, stack), Steps(hardware, stack)
         self._shards_weights = stack.shards_weights
+        self._first_rank = partial(first_rank, shards_weights=stack.shards_weights)
+        self._fullest_rank = partial(fullest_rank, shards_weights=stack.shards_weights)
         self._tps: Collection[int] = ()
         self._best: list[_Ranked] = []
         self._memory: dict[Layout, RankBytes] = {}
@@ -205,14 +207,3 @@ class _Search:
             found = Candidate(ranked.layout, config, self._memory[ranked.layout], self._steps.estimate(config))
             yield replace(found, lost=lost(found, first)) if first else found
             first = first or found
-
-    def _fullest_rank(self, config: RunConfig) -> RankBytes:
-        return fullest_rank(config, shards_weights=self._shards_weights)
-
-    def _first_rank(self, config: RunConfig) -> RankBytes:
-        """Of a rank of the first pipeline stage: as a rule the fullest."""
-        p = config.parallel
-        assert p.schedule is not None, "a resolved configuration names its schedule"
-        card, count = SCHEDULES[p.schedule], config.micro_batches
-        orders = card.load()(p.pp, p.vpp, count if card.facts["piles"] else representative(p.pp, count))
-        return of_rank(config, 0, orders[0], shards_weights=self._shards_weights)
