@@ -79,7 +79,6 @@ class Checkpoints:
         self.folder = Location(config.checkpoints, wanted.patience_s)
         self.warnings: list[str] = []
         self._saved_step: int | None = None
-        self._said_where = False
         self._waited = 0.0
         self._damaged: dict[Location, str] = {}
         self._remover = ThreadPoolExecutor(1, "remover")
@@ -140,13 +139,16 @@ class Checkpoints:
 
     def _noted(self, saved: Saved | None) -> Saved | None:
         if saved is not None and saved.path is not None and saved.error is None:
-            self._saved_step = saved.step
-            if not self._said_where and self._mesh.rank == 0:
-                self._said_where = True
-                with contextlib.suppress(OSError):  # the checkpoint is there; who misses it is warned by this alone
-                    self._config.folder.mkdir(parents=True, exist_ok=True)
-                    write_text(self._config.folder / SAVED, f"{self.folder}\n")
+            self._own(saved.step)
         return saved
+
+    def _own(self, step: int) -> None:
+        """A right checkpoint of the run's own is there. Its folder says so, for when it is there no more."""
+        if self._saved_step is None and self._mesh.rank == 0:
+            with contextlib.suppress(OSError):  # the checkpoint is there; who misses it is warned by this alone
+                self._config.folder.mkdir(parents=True, exist_ok=True)
+                write_text(self._config.folder / SAVED, f"{self.folder}\n")
+        self._saved_step = step
 
     def remove_old(self) -> None:
         """On rank 0, begin to delete what neither `checkpoint.keep` nor `keep_every` keeps, once what was begun before
@@ -180,7 +182,7 @@ class Checkpoints:
         Raises: CheckpointError for one that is of another model, or if none can be trusted.
         """
         wanted = self._config.checkpoint
-        stored, self.warnings = broadcast_object(self._mesh.world, self._find() if self._mesh.rank == 0 else ([], []))
+        stored, self.warnings = self._found()
         found: Resumed | None = None
         for step, path in stored:
             found = self._recalled(step) or self._resumed(path)
@@ -224,7 +226,8 @@ class Checkpoints:
             self._damaged[path] = error.what
             return None
         progress = saved.facts.progress
-        self._saved_step = progress.step if path.url.startswith(f"{self.folder}/") else None
+        if path.url.startswith(f"{self.folder}/"):
+            self._own(progress.step)
         return Resumed(progress, path, changes(saved.facts.config, self._config), count)
 
     def _load(self, path: Location) -> tuple[manifest.Manifest, int]:
@@ -299,14 +302,32 @@ class Checkpoints:
         self._scaling.history.zero_()
         return wanted if self._scaling.known and self._mesh.rank == 0 else {}
 
+    def _found(self) -> tuple[list[tuple[int, Location]], list[str]]:
+        """What the first rank finds, on every rank.
+
+        Raises: CheckpointError on every rank
+        """
+        found: tuple[list[tuple[int, Location]], list[str]] | CheckpointError = ([], [])
+        if self._mesh.rank == 0:
+            try:
+                found = self._find()
+            except CheckpointError as error:
+                found = error
+        found = broadcast_object(self._mesh.world, found)
+        if isinstance(found, CheckpointError):
+            raise found
+        return found
+
     def _find(self) -> tuple[list[tuple[int, Location]], list[str]]:
         """The run's own complete checkpoints, the newest first, with their steps; without one, that which the
         configuration names. And what could not be deleted of those that did not finish.
         """
-        asked = self._config.checkpoint.resume
-        own = store.complete(self.folder) if asked != "never" else []
+        asked, own = self._config.checkpoint.resume, store.complete(self.folder)
         other = asked not in ("auto", "never") and not asked.startswith(FOREIGN)
-        if asked != "never" and not own and not other:
+        if asked == "never" and own:  # whose later steps `keep` would take for the newest
+            what = f"{own[-1].path} is there, and checkpoint.resume is never"
+            raise CheckpointError(what, mend="another name or checkpoint.dir, or checkpoint.resume=auto")
+        if asked != "never" and not own:
             self._check_saved()
         problems = store.remove_unfinished(self.folder)
         if self.saving and not self.folder.local:  # what is local was claimed before
@@ -321,8 +342,8 @@ class Checkpoints:
             folder = (self._config.folder / SAVED).read_text(encoding="utf-8").strip()
         except OSError:
             return
-        what = f"the run has saved checkpoints in {folder}, and {self.folder} has no complete one"
-        raise CheckpointError(what, mend="mount or restore it; checkpoint.resume=never begins anew")
+        what = f"the run has had checkpoints in {folder}, and {self.folder} has no complete one"
+        raise CheckpointError(what, mend="mount or restore it, or begin anew under another name")
 
     def _probe(self) -> None:
         try:

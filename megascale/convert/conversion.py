@@ -13,6 +13,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from megascale.catalog.tokenizers import TOKENIZERS
 from megascale.checkpoint import manifest, whole
 from megascale.checkpoint.state import WEIGHTS
 from megascale.checkpoint.storage import Location
@@ -20,7 +21,7 @@ from megascale.config.model import ModelConfig
 from megascale.convert.huggingface import COMPANIONS, CONFIG, Pretrained, export, tensors
 from megascale.core.errors import CheckpointError, DataError
 from megascale.core.files import atomic_folder
-from megascale.data.tokenizer import load_tokenizer
+from megascale.data.tokenizer import FileTokenizer
 
 ORIGIN = "huggingface.json"
 """The config.json that a checkpoint was made from, which knows what `[model]` does not."""
@@ -76,7 +77,7 @@ def to_huggingface(
     with. Returns why none goes along, or nothing.
 
     Raises: CheckpointError if it cannot be read, no architecture computes its model, or it has numbers beyond the other
-        format; OSError if it cannot be written
+        format; DataError for a `tokenizer` that is none, or not the model's; OSError if it cannot be written
     """
     saved = manifest.read(source)
     try:
@@ -96,13 +97,12 @@ def to_huggingface(
     with atomic_folder(output) as folder:
         other = _companions(source, folder)
         configured = (saved.facts.config.get("data") or {}).get("tokenizer")
-        wanted = configured and not any((folder / name).exists() for name in COMPANIONS)
-        file = tokenizer or (Path(str(configured)) if wanted else None)
         missing = ""
-        if file and (tokenizer or file.is_file()):
-            other |= _add_tokenizer(file, model, folder)
-        elif file:
-            missing = f"no tokenizer goes along: {str(file)!r} is no file of this host; --tokenizer FILE gives one"
+        if tokenizer:
+            other |= _add_tokenizer(tokenizer, model, folder)
+        elif configured and not any((folder / name).exists() for name in COMPANIONS):
+            said, missing = _add_configured(str(configured), model, folder)
+            other |= said
         export(model, read, folder, target, other)
     return missing
 
@@ -115,13 +115,31 @@ def _companions(source: Location, folder: Path) -> dict[str, Any]:
     return dict(json.loads((source / ORIGIN).read())) if (source / ORIGIN).exists() else {}
 
 
-def _add_tokenizer(file: Path, model: ModelConfig, folder: Path) -> dict[str, Any]:
-    """Put a tokenizer into a folder. Returns what a config.json says of it."""
-    shutil.copyfile(file, folder / "tokenizer.json")
+def _add_configured(name: str, model: ModelConfig, folder: Path) -> tuple[dict[str, Any], str]:
+    """Put the tokenizer that a run was configured with into a folder. Returns what a config.json says of it, and why it
+    does not go along, or nothing.
+    """
+    if name in TOKENIZERS.cards:
+        return {}, f"no tokenizer goes along: {name!r} has no file; megascale sample --tokenizer {name} knows it"
+    if not Path(name).is_file():
+        return {}, f"no tokenizer goes along: {name!r} is no file of this host; --tokenizer FILE gives one"
     try:
-        eod = load_tokenizer(str(file)).eod
-    except DataError:
-        eod = None
+        return _add_tokenizer(Path(name), model, folder), ""
+    except DataError as error:
+        return {}, f"no tokenizer goes along: {error.what}; --tokenizer FILE gives another"
+
+
+def _add_tokenizer(file: Path, model: ModelConfig, folder: Path) -> dict[str, Any]:
+    """Put a tokenizer into a folder. Returns what a config.json says of it.
+
+    Raises: DataError if it is none, or has more tokens than the model
+    """
+    tokenizer = FileTokenizer(file, eod=0)  # it need not have one
+    if tokenizer.vocab_size > model.vocab_size:
+        what = f"{file} has tokens up to {tokenizer.vocab_size - 1}, and the model knows {model.vocab_size}"
+        raise DataError(what, mend="the tokenizer that it was trained with")
+    eod = tokenizer.find_eod()
+    shutil.copyfile(file, folder / "tokenizer.json")
     text = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.seq_length}
     (folder / "tokenizer_config.json").write_text(json.dumps(text, indent=2) + "\n", encoding="utf-8")
     return {} if eod is None else {"bos_token_id": eod, "eos_token_id": eod}

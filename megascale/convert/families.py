@@ -56,7 +56,7 @@ def model_keys(config: Keys, where: str) -> Keys:
             raise CheckpointError(f"{where}: {key} is {size!r}, not above 0", mend=mend)
     try:
         return dict(family.keys) | family.read(config)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else f"a value of another kind: {error}"
         raise CheckpointError(f"{where}: {what}", mend="the config.json that belongs to the weights") from None
     except ValueError as error:
@@ -70,7 +70,7 @@ def family_of(config: Keys, where: str) -> Family:
     Raises: CheckpointError if it is none that we know
     """
     kind = config.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise CheckpointError(f"{where}: model_type is {kind!r}", mend=f"a model of {', '.join(FAMILIES)}")
     return FAMILIES[kind]
 
@@ -115,6 +115,11 @@ def _must(config: Keys, key: str, *allowed: Any) -> None:
         raise ValueError(f"{key} is {config[key]!r}, not {' or '.join(map(repr, allowed))}")
 
 
+def _must_divide(config: Keys, key: str, of: str) -> None:
+    if config[of] % config[key]:
+        raise ValueError(f"{of} is {config[of]!r}, no multiple of {key}, which is {config[key]!r}")
+
+
 # ---- GPT-2
 
 _GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
@@ -125,6 +130,7 @@ def _read_gpt2(config: Keys) -> Keys:
     _must(config, "scale_attn_by_inverse_layer_idx", False)
     _must(config, "add_cross_attention", False)
     _must(config, "activation_function", *_GELUS)
+    _must_divide(config, "n_head", "n_embd")
     return {
         "num_layers": config["n_layer"],
         "hidden_size": config["n_embd"],
@@ -194,13 +200,15 @@ def _place_gpt2(name: str) -> Place:
 
 def _read_llama(config: Keys) -> Keys:
     _must(config, "hidden_act", "silu")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    _must(rope, "rope_type", "default")
-    _must(rope, "type", "default")
+    rope = config.get("rope_parameters") or {}
+    for keys in (rope, config.get("rope_scaling") or {}):
+        _must(keys, "rope_type", "default")
+        _must(keys, "type", "default")
     for keys in (rope, config):
         _must(keys, "partial_rotary_factor", 1.0, None)
     bias = config.get("attention_bias", False)
     _must(config, "mlp_bias", bias)
+    _must_divide(config, "num_attention_heads", "hidden_size")
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     _must(config, "head_dim", hidden // heads, None)
     return {

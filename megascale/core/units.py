@@ -26,7 +26,7 @@ def format_bytes(value: float) -> str:
 
 def format_flops(value: float) -> str:
     """9.89e14 -> '989.0 TFLOP/s'. `value` in FLOP/s."""
-    for size, suffix in ((1e15, "PFLOP/s"), (1e12, "TFLOP/s"), (1e9, "GFLOP/s")):
+    for size, suffix in ((1e15, "PFLOP/s"), (1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s")):
         if abs(value) >= size:
             return f"{value / size:.1f} {suffix}"
     return f"{value:.0f} FLOP/s"

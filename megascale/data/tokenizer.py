@@ -63,16 +63,20 @@ class FileTokenizer:
         self._rust.no_padding()
         self.name = str(path)
         self.vocab_size = max(self._rust.get_vocab().values(), default=-1) + 1  # ids may have gaps
-        self.eod = eod if isinstance(eod, int) else self._find_eod((eod,) if eod else END_OF_DOCUMENT)
+        self.eod = eod if isinstance(eod, int) else self._eod_of((eod,) if eod else END_OF_DOCUMENT)
         self.fingerprint = fingerprint(path)
 
-    def _find_eod(self, candidates: Sequence[str]) -> int:
-        for token in candidates:
-            found = self._rust.token_to_id(token)
-            if found is not None:
-                return found
-        nor = " nor ".join(candidates)
-        raise DataError(f"{self.name} has no token {nor} to end documents with", mend="--eod TOKEN")
+    def find_eod(self, candidates: Sequence[str] = END_OF_DOCUMENT) -> int | None:
+        """The first of these tokens that there is."""
+        ids = (self._rust.token_to_id(token) for token in candidates)
+        return next((found for found in ids if found is not None), None)
+
+    def _eod_of(self, candidates: Sequence[str]) -> int:
+        found = self.find_eod(candidates)
+        if found is None:
+            nor = " nor ".join(candidates)
+            raise DataError(f"{self.name} has no token {nor} to end documents with", mend="--eod TOKEN")
+        return found
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         try:

@@ -338,9 +338,17 @@ def test_a_rank_that_cannot_write_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_resume_never_and_nothing_to_resume(saved: Path, tmp_path: Path) -> None:
-    never = config_in(saved, parallel__tp=2, checkpoint__resume="never")
+    never = config_in(tmp_path, parallel__tp=2, checkpoint__resume="never")
     assert run_world(2, refused, never) == [("nothing was changed", 0)] * 2
     assert run_world(1, refused, config_in(tmp_path)) == [("nothing was changed", 0)]
+
+
+def test_another_runs_checkpoints_are_not_added_to(saved: Path) -> None:
+    """Of which those of later steps would be kept instead of those that it writes."""
+    never = config_in(saved, parallel__tp=2, checkpoint__resume="never")
+    text = f"{saved}/test/checkpoints/step-00000002 is there, and checkpoint.resume is never  -> another name"
+    for found, status in run_world(2, refused, never):
+        assert found.startswith(text) and status == 4
 
 
 def test_resume_from_another_runs_checkpoint(saved: Path, tmp_path: Path) -> None:

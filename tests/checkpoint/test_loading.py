@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -74,18 +75,25 @@ def test_of_another_run_the_newest_that_is_right_is_loaded(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("lost", ["all", "manifest"])
-def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(lost: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("known", ["by saving", "by resuming"])
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(lost: str, known: str, tmp_path: Path) -> None:
     config = config_in(tmp_path, checkpoint__dir=str(tmp_path / "mounted"))
     run_world(1, save_each_step, config, 1)
+    if known == "by resuming":  # on another host, with another file system for what runs say
+        shutil.rmtree(config.folder)
+        assert run_world(1, resumed, config) == [("step-00000001", [])]
     (folder,) = Path(config.checkpoints).glob("step-*")
     away = tmp_path / "away"
     (folder if lost == "all" else folder / "manifest.json").rename(away)
     (text,) = run_world(1, resumed, config)
     assert text == (
-        f"the run has saved checkpoints in {folder.parent}, and {folder.parent} has no complete one"
-        "  -> mount or restore it; checkpoint.resume=never begins anew"
+        f"the run has had checkpoints in {folder.parent}, and {folder.parent} has no complete one"
+        "  -> mount or restore it, or begin anew under another name"
     )
     assert lost == "all" or list(folder.iterdir()), "what is left stays"
+    if lost == "all":
+        other = config_in(tmp_path, checkpoint__dir=config.checkpoint.dir, checkpoint__resume=str(away))
+        assert run_world(1, resumed, other) == [text], "nor from what it began with"
     away.rename(folder if lost == "all" else folder / "manifest.json")
     assert run_world(1, resumed, config) == [("step-00000001", [])]
 

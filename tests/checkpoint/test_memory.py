@@ -138,6 +138,7 @@ def test_a_run_without_another_host_says_that_there_is_no_second_copy(tmp_path: 
 def test_resume_never_forgets(tmp_path: Path, memory: Path) -> None:
     config = config_with(tmp_path, checkpoint__memory_dir=str(memory))
     run_world(1, die, config, 2, 1)
+    shutil.rmtree(config.checkpoints)
     never = config_with(tmp_path, checkpoint__memory_dir=str(memory), checkpoint__resume="never")
     assert run_world(1, back, never)[0][2] == "nothing"
     assert not list(memory.rglob("*.json"))

@@ -24,7 +24,7 @@ from megascale.config.model import ModelConfig
 from megascale.convert import huggingface
 from megascale.convert.conversion import from_huggingface, to_huggingface
 from megascale.convert.huggingface import CONFIG, INDEX, WEIGHTS, Pretrained, tensors
-from megascale.core.errors import CheckpointError
+from megascale.core.errors import CheckpointError, DataError
 from megascale.core.rank import Rank
 from tests.oracles.ours import MODELS, Array, Arrays, Piece, join
 from tests.oracles.test_transformers import build, ours_from_gpt2, ours_from_llama
@@ -215,6 +215,25 @@ def test_the_tokenizer_goes_along_or_is_told(tmp_path: Path) -> None:
     assert texts[0] == texts[2] and '"eos_token_id"' in texts[0]
     assert not (tmp_path / "two/tokenizer.json").exists()
     assert (tmp_path / "three/tokenizer.json").read_bytes() == file.read_bytes()
+    plain = written(tmp_path / "plain", weights, data={"tokenizer": "bytes"})
+    told = to_huggingface(plain, tmp_path / "four")
+    assert "'bytes' has no file; megascale sample --tokenizer bytes knows it" in told
+
+
+def test_a_tokenizer_that_is_none_or_of_another_model(tmp_path: Path) -> None:
+    none, large = tmp_path / "none.json", tmp_path / "large.json"
+    none.write_text("[model]")
+    Tokenizer(WordLevel({"a": 0, "b": 101}, unk_token="a")).save(str(large))
+    weights = drawn(LLAMA)
+    plain = written(tmp_path / "plain", weights)
+    for file, words in ((none, "is not a tokenizer: "), (large, "has tokens up to 101, and the model knows 101")):
+        with pytest.raises(DataError, match=f"{file} {words}"):
+            to_huggingface(plain, tmp_path / "theirs", tokenizer=file)
+        assert not list(tmp_path.glob("*theirs*"))
+        configured = written(tmp_path / f"of {file.stem}", weights, data={"tokenizer": str(file)})
+        told = to_huggingface(configured, tmp_path / f"for {file.stem}")
+        assert told.startswith(f"no tokenizer goes along: {file} {words}")
+        assert told.endswith("--tokenizer FILE gives another")
 
 
 def test_in_another_format(tmp_path: Path) -> None:
@@ -251,13 +270,21 @@ def changed(folder: Path, **keys: Any) -> None:
         ("llama", {"model_type": ...}, "model_type is None"),
         ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_type is 'llama3', not 'default'"),
         ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "type is 'linear', not 'default'"),
+        ("llama", {"rope_scaling": {"rope_type": "yarn"}}, "rope_type is 'yarn', not 'default'"),
         ("llama", {"attention_bias": True}, "mlp_bias is False, not True"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu', not 'silu'"),
         ("llama", {"head_dim": 16}, "head_dim is 16, not 8"),
         ("llama", {"hidden_size": ...}, "no 'hidden_size'"),
+        ("llama", {"model_type": ["llama"]}, "model_type is ['llama']  -> a model of gpt2, llama, mistral"),
+        ("llama", {"rope_parameters": [1]}, "a value of another kind: 'list' object has no attribute 'get'"),
         ("llama", {"hidden_size": "wide"}, "a value of another kind"),
         ("llama", {"vocab_size": "many"}, "as vocab_size 'many': Input should be a valid integer"),
         ("llama", {"num_attention_heads": 0}, "config.json: num_attention_heads is 0, not above 0"),
+        (
+            "llama",
+            {"num_attention_heads": 5, "head_dim": ...},
+            "hidden_size is 32, no multiple of num_attention_heads, which is 5",
+        ),
         ("llama", {"num_key_value_heads": 0}, "num_key_value_heads is 0, not above 0"),
         ("llama", {"hidden_size": -32}, "hidden_size is -32, not above 0"),
         ("llama", {"model_type": "mistral", "sliding_window": 0}, "sliding_window is 0, not above 0"),
@@ -274,6 +301,7 @@ def changed(folder: Path, **keys: Any) -> None:
         ("llama", {"num_hidden_layers": 3}, "has 9 tensors that its config.json does not"),
         ("gpt", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True, not False"),
         ("gpt", {"n_head": 0}, "n_head is 0, not above 0"),
+        ("gpt", {"n_head": 3}, "n_embd is 32, no multiple of n_head, which is 3"),
         ("gpt", {"n_inner": 0}, "n_inner is 0, not above 0"),
         ("gpt", {"activation_function": "relu"}, "activation_function is 'relu', not 'gelu_new'"),
     ],

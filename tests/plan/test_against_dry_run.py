@@ -51,6 +51,7 @@ def compare(config: RunConfig, ranks: list[int]) -> list[float]:
     return errors
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("jobs_drawn", only_quick([30, 500], 30))
 def test_what_ranks_do(jobs_drawn: int) -> None:
     """Of few jobs the last rank, which has the head, of many one of each stage."""
