@@ -124,7 +124,7 @@ class Model:
         self.work = Work(config, hardware, stack, self.kernels)
         can = stack.hides
         self.hides = Hides(tp=can.tp, pp=can.pp and overlap.pp, dp=can.dp and overlap.dp)
-        self.dp = group_route(hardware, config.dp, p.tp * p.cp)
+        self.dp = group_route(hardware, config.dp, p.tp * p.cp, config.world)
         self.crowd = hardware.node.ranks_a_core(config.world)
         self.places = [(rank, chunk) for rank in range(p.pp) for chunk in range(p.vpp)]
         chunks = {place: self.work.chunk(*place) for place in self.places}

@@ -1,8 +1,10 @@
 """Seconds of communication between devices.
 
 A ring of n ranks moves (n - 1) / n of the whole through each rank in a gather or a reduce-scatter, and twice that in an
-all-reduce, in n - 1 messages one after another. A group's ranks stand at equal distances in the job: the node holds
-some of them, and as many such groups as there are devices left, which share its way out.
+all-reduce, in n - 1 messages one after another. A group's ranks stand at equal distances in the job, and as many groups
+as that distance lie between each other: together a run of ranks. Where a run does not lie in one node, its groups share
+the node's way out, at most one for each of its devices; if a node has the end of one run and the beginning of another,
+both runs' groups do.
 """
 
 from __future__ import annotations
@@ -39,15 +41,15 @@ class Route:
         return size / self.bandwidth + self.latency
 
 
-def group_route(hardware: Hardware, size: int, stride: int) -> Route:
-    """Of a group of `size` ranks, `stride` apart in the job."""
+def group_route(hardware: Hardware, size: int, stride: int, world: int) -> Route:
+    """Of a group of `size` ranks, `stride` apart in a job of `world`."""
     node, network, attained = hardware.node, hardware.network, hardware.attained
-    if (size - 1) * stride < node.devices:
+    devices, run = _used(node.devices, world), size * stride
+    if devices % run == 0:
         return Route(node.bandwidth * attained.link, node.latency, network=False)
-    inside = max(1, node.devices // stride)  # of the group, in one node
-    groups = node.devices // min(inside, node.devices)
+    groups = min(devices, stride if run % devices == 0 else 2 * stride)
     way_out = network.bandwidth * attained.network / groups
-    if size * stride > node.devices * network.nodes:
+    if run > devices * network.nodes:
         way_out /= network.taper
     return Route(min(node.bandwidth * attained.link, way_out), network.latency, network=True)
 
@@ -58,6 +60,12 @@ def neighbour_route(hardware: Hardware, stride: int, world: int) -> Route:
     if world <= node.devices:
         way = node.message or node
         return Route(way.bandwidth * attained.link, way.latency, network=False)
-    leaving = min(stride, node.devices)  # ranks of a node whose neighbour is in another
+    leaving = min(stride, _used(node.devices, world))  # ranks of a node whose neighbour is in another
     way_out = network.bandwidth * attained.network / leaving
     return Route(min(node.bandwidth * attained.link, way_out), network.latency, network=True)
+
+
+def _used(devices: int, world: int) -> int:
+    """Of a node, by a job that is spread evenly over as few nodes as hold it, or fills them where it cannot be."""
+    nodes = -(-world // devices)
+    return world // nodes if world % nodes == 0 else devices

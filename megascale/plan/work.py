@@ -94,7 +94,7 @@ class Work:
         self.config, self.stack, self.kernels = config, stack, kernels
         self.tokens = config.batch.micro * m.seq_length
         self.own = self.tokens // p.tp if p.sp else self.tokens
-        self.tp, self.axis = p.tp, group_route(hardware, p.tp, 1)
+        self.tp, self.axis = p.tp, group_route(hardware, p.tp, 1, config.world)
         self.hides = stack.hides.tp if config.overlap.tp else "none"
         self.hiding = hardware.attained.hiding
         self.windows = m.windows

@@ -72,7 +72,7 @@ def as_measured(ratio: float = 1.0) -> Samples:
 
 def links_of() -> list[Timed]:
     hardware = profiles.Hardware.model_validate(truth())
-    route, found = group_route(hardware, 2, 1), []
+    route, found = group_route(hardware, 2, 1, 2), []
     for operation in OPERATIONS:
         for size in links.SIZES:
             one = route.message(size) if operation == "message" else route.collective(operation, size, 2)  # type: ignore[arg-type]

@@ -19,21 +19,38 @@ CLUSTER = Hardware(
 
 
 def test_a_ring_inside_a_node() -> None:
-    route = group_route(CLUSTER, 4, 1)
+    route = group_route(CLUSTER, 4, 1, 64)
     assert route.collective("all_gather", 4e9, 4) == pytest.approx(3 / 4 * 4e9 / 1.5e11 + 3e-6)
     assert route.collective("all_reduce", 4e9, 4) == pytest.approx(2 * (3 / 4 * 4e9 / 1.5e11 + 3e-6))
     assert route.collective("all_gather", 4e9, 1) == 0.0
 
 
 def test_groups_of_a_node_share_its_way_out() -> None:
-    assert group_route(CLUSTER, 4, 8).bandwidth == pytest.approx(1e11 / 8)  # eight groups with one member each
-    assert group_route(CLUSTER, 4, 2).bandwidth == pytest.approx(1.5e11)  # in a node
-    assert group_route(CLUSTER, 8, 2).bandwidth == pytest.approx(1e11 / 2)  # two groups with four members each
-    assert group_route(CLUSTER, 32, 1).bandwidth == pytest.approx(1e11)  # one group has all of it
+    assert group_route(CLUSTER, 4, 8, 64).bandwidth == pytest.approx(1e11 / 8)  # eight groups with one member each
+    assert group_route(CLUSTER, 4, 2, 64).bandwidth == pytest.approx(1.5e11)  # in a node
+    assert group_route(CLUSTER, 8, 2, 64).bandwidth == pytest.approx(1e11 / 2)  # two groups with four members each
+    assert group_route(CLUSTER, 32, 1, 64).bandwidth == pytest.approx(1e11)  # one group has all of it
+
+
+def test_groups_of_which_nodes_hold_unequal_parts() -> None:
+    assert group_route(CLUSTER, 6, 1, 96).bandwidth == pytest.approx(
+        1e11 / 2
+    )  # the end of one, the beginning of another
+    assert group_route(CLUSTER, 3, 2, 96).bandwidth == pytest.approx(1e11 / 4)
+    assert group_route(CLUSTER, 12, 1, 96).bandwidth == pytest.approx(1e11 / 2)
+    assert group_route(CLUSTER, 4, 6, 96).bandwidth == pytest.approx(1e11 / 6)  # three nodes are theirs
+    assert group_route(CLUSTER, 4, 7, 56).bandwidth == pytest.approx(1e11 / 8)  # no more than it has devices
+
+
+def test_a_job_is_spread_evenly_over_nodes() -> None:
+    assert group_route(CLUSTER, 6, 1, 6) == group_route(CLUSTER, 6, 1, 12) == group_route(CLUSTER, 2, 1, 64)
+    assert group_route(CLUSTER, 4, 3, 12).bandwidth == pytest.approx(1e11 / 3)  # of 6 devices in each of two nodes
+    large = CLUSTER.model_copy(update={"node": CLUSTER.node.model_copy(update={"devices": 72})})
+    assert not group_route(large, 4, 4, 256).network  # 64 in each of four
 
 
 def test_beyond_a_switch_is_less() -> None:
-    assert group_route(CLUSTER, 5, 8).bandwidth == pytest.approx(1e11 / 8 / 2)
+    assert group_route(CLUSTER, 5, 8, 120).bandwidth == pytest.approx(1e11 / 8 / 2)
 
 
 def test_neighbours_leave_a_node_or_not() -> None:
@@ -42,9 +59,9 @@ def test_neighbours_leave_a_node_or_not() -> None:
     assert neighbour_route(CLUSTER, 2, 64).bandwidth == pytest.approx(1e11 / 2)
 
 
-@given(st.integers(2, 4096), st.sampled_from([1, 2, 4, 8, 64]), st.floats(1, 1e11))
-def test_more_bytes_take_longer_and_no_faster_than_the_way(size: int, stride: int, whole: float) -> None:
-    route = group_route(CLUSTER, size, stride)
+@given(st.integers(2, 4096), st.sampled_from([1, 2, 3, 4, 8, 64]), st.integers(1, 100), st.floats(1, 1e11))
+def test_more_bytes_take_longer_and_no_faster_than_the_way(size: int, stride: int, groups: int, whole: float) -> None:
+    route = group_route(CLUSTER, size, stride, size * stride * groups)
     took = route.collective("all_gather", whole, size)
     assert took >= (size - 1) / size * whole / route.bandwidth
     assert route.collective("all_gather", 2 * whole, size) > took
