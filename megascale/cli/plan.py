@@ -137,7 +137,7 @@ def _exact(config: RunConfig, expected: list[int]) -> dict[str, Any]:
 def _write(options: argparse.Namespace, plan: Plan, sweep: list[Plan]) -> None:
     """The files that were asked for."""
     if options.timeline:
-        ranks = events(plan.config, plan.estimate.replay, plan.hardware.name)
+        ranks = events(plan.config, plan.estimate, plan.hardware.name)
         timeline.write(options.timeline, (timeline.part(rank, 0.0) for rank in ranks))
     if options.plot:
         plot.draw(options.plot, plan, sweep)

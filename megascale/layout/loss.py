@@ -12,6 +12,11 @@ CHUNK_TOKENS = 2048
 must stay little beside the products.
 """
 
+BLOCK_BYTES = 1 << 20
+"""Of a chunk's logits what is worked on at once in the format of the loss, on a CPU: what stays in a core's cache from
+one pass to the next.
+"""
+
 
 def loss_chunks(rows: int, tokens: int, columns: int) -> int:
     """Chunks for `rows` positions that stand for `tokens` tokens, with `columns` logits a token on this rank."""

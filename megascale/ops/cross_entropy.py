@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megascale.comm.collectives import all_reduce
 from megascale.comm.group import Group
+from megascale.layout.loss import BLOCK_BYTES
 from megascale.ops import compiled
 from megascale.ops.library import TE
 from megascale.ops.select import Reluctance, Setting
@@ -90,9 +91,6 @@ class TorchCrossEntropy:
         return cross_entropy
 
 
-BLOCK_BYTES = 1 << 20
-"""Numbers that are worked on at once on a CPU, in bytes: what stays in a core's cache from one pass to the next."""
-
 GPU_BLOCK_BYTES = 1 << 26
 
 
@@ -109,12 +107,15 @@ def statistics(logits: Tensor, columns: Tensor, wide: torch.dtype) -> tuple[Tens
 def gradient(logits: Tensor, columns: Tensor, peak: Tensor, scale: Tensor, minus: Tensor) -> None:
     """See `Passes`."""
     for rows in _blocks(logits, peak.dtype):
-        block, label = logits[rows], columns[rows].unsqueeze(1)
-        there = block.dtype == peak.dtype
-        numbers = block if there else _exponentials(block, peak[rows])
-        numbers.mul_(scale[rows].unsqueeze(1)).scatter_add_(1, label, -minus[rows].unsqueeze(1))
-        if not there:
-            block.copy_(numbers)
+        _block_gradient(logits[rows], columns[rows], peak[rows], scale[rows], minus[rows])
+
+
+def _block_gradient(block: Tensor, columns: Tensor, peak: Tensor, scale: Tensor, minus: Tensor) -> None:
+    there = block.dtype == peak.dtype
+    numbers = block if there else _exponentials(block, peak)
+    numbers.mul_(scale.unsqueeze(1)).scatter_add_(1, columns.unsqueeze(1), -minus.unsqueeze(1))
+    if not there:
+        block.copy_(numbers)
 
 
 cross_entropy = Passes(statistics, gradient).cross_entropy

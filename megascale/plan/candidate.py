@@ -24,9 +24,6 @@ class Candidate:
     lost: str = ""
 
 
-COMPUTE = ("gemm", "attention", "elementwise", "stragglers")
-"""Causes that grow where more is computed again."""
-
 TOLD = 0.2
 """A cause is told that has this part of all that a layout loses."""
 
@@ -38,9 +35,6 @@ def lost(candidate: Candidate, first: Candidate) -> str:
     """What a candidate loses against the first, by cause; or that it is as fast and larger."""
     one, other = candidate.estimate, first.estimate
     more = {cause: seconds - other.causes[cause] for cause, seconds in one.causes.items()}
-    order = ("none", "selective", "full")
-    if order.index(candidate.layout.recompute) > order.index(first.layout.recompute):
-        more["recomputes"] = sum(more.pop(cause) for cause in COMPUTE)
     if one.step_s - other.step_s <= ALIKE * other.step_s:
         larger = candidate.memory.total - first.memory.total
         return f"as fast, {'+' if larger >= 0 else '-'}{format_bytes(abs(larger))}"

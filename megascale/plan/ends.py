@@ -5,10 +5,13 @@ backward, and the head's forward, which forms the loss and its gradient. Counted
 from __future__ import annotations
 
 from megascale.config.run import RunConfig
-from megascale.layout.loss import loss_chunks
+from megascale.layout.loss import BLOCK_BYTES, loss_chunks
 from megascale.layout.tensors import padded_vocab
 from megascale.plan.activations import Sizes
 from megascale.plan.tape import Tape, into_gradient, is_cut, norm_forward
+
+TOKEN_BYTES = 53
+"""Of a token's label, weight, and sums over the vocabulary, in fp32."""
 
 
 def embedding_backward(config: RunConfig) -> int:
@@ -42,7 +45,14 @@ def head_forward(config: RunConfig) -> int:
         tape.hold(sizes.residual * (chunks - 1) // chunks)
         tape.need(sizes.residual + sizes.residual // chunks)
     tape.hold((grad if cut else 0) + logits)
+    tape.need(_losses(sizes, tokens, columns))
     tape.hold(grad + part)
     tape.free(grad if cut and not config.overlap.tp else 0)  # else its sum over ranks is still formed
     tape.need(into_gradient(sizes, columns * m.hidden_size))
     return tape.most
+
+
+def _losses(sizes: Sizes, tokens: int, columns: int) -> int:
+    """Of the losses of a chunk's tokens: a few numbers each, and a block of their logits in the format of the loss."""
+    rows = min(tokens, max(1, BLOCK_BYTES // (columns * sizes.wide)))
+    return TOKEN_BYTES * tokens + (rows * columns * sizes.wide if sizes.compute < sizes.wide else 0)

@@ -191,6 +191,7 @@ class Model:
             "gemm": total.gemm,
             "attention": total.attention,
             "elementwise": total.elementwise,
+            "recompute": total.again,
             "stragglers": total.stragglers,
             "tp": total.tp,
             "pp": ended - without_pp,

@@ -194,6 +194,9 @@ class Stack(Section):
     attention: Kernel = Field("flash2", description="the kernel")
     gradient_bytes: int = Field(0, ge=0, description="of a number of a gradient that is reduced; 0: as it accumulates")
     shards_weights: bool = Field(False, description="ZeRO 3: layers are gathered before they are used")
+    stops_early: bool = Field(
+        False, description="full recomputation leaves out a block's result, which no backward needs"
+    )
     hides: Hides = Hides()
     attained: Cost = Cost()
 

@@ -22,6 +22,7 @@ WORDS = {
     "gemm": "matrix products",
     "attention": "attention",
     "elementwise": "element-wise",
+    "recompute": "computed again",
     "stragglers": "slowest device",
     "tp": "tp, exposed",
     "pp": "pp, exposed",

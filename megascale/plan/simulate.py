@@ -37,8 +37,8 @@ class Times:
 
 
 class Span(NamedTuple):
-    """Something that happened on a rank: `row` is the stream. `wait`: seconds before it in which compute did nothing
-    but wait for it.
+    """Something that happened on a rank: `row` is the stream. `waited`: from when until when compute did nothing but
+    wait for it; what slows compute down stands there too, behind what it slows.
     """
 
     rank: int
@@ -46,7 +46,7 @@ class Span(NamedTuple):
     action: Action
     start: float
     end: float
-    wait: float = 0.0
+    waited: tuple[float, float] | None = None
 
 
 @dataclass
@@ -142,7 +142,7 @@ class _Rank:
 
     def _wait(self, until: float, row: str, action: Action) -> None:
         if until > self.now:
-            self.spans.append(Span(self._number, row, action, self.now, until, until - self.now))
+            self.spans.append(Span(self._number, row, action, self.now, until, (self.now, until)))
             self.now = until
 
     def _send(self, action: Action, arrived: dict[tuple[Kind, int, int], float]) -> None:
@@ -155,7 +155,7 @@ class _Rank:
             took *= 2
         self._free[action.kind] = end = start + took
         arrived[Kind.F if forward else Kind.B, stage, action.microbatch] = end
-        self.spans.append(Span(self._number, "pp", action, start, end, 0.0 if self._hides.pp else end - self.now))
+        self.spans.append(Span(self._number, "pp", action, start, end, None if self._hides.pp else (self.now, end)))
         if not self._hides.pp:
             self.now = end
 
@@ -167,7 +167,7 @@ class _Rank:
                 self.dp += took
                 self._gathered[action.chunk] = self._ready(action.chunk, self.dp, took)
         if not self._hides.dp and self.dp:
-            self.spans.append(Span(self._number, "dp", Action(Kind.GATHER, 0, 0), 0.0, self.dp, self.dp))
+            self.spans.append(Span(self._number, "dp", Action(Kind.GATHER, 0, 0), 0.0, self.dp, (0.0, self.dp)))
             self.now = self.dp
 
     def _ready(self, chunk: int, end: float, took: float) -> float:
@@ -184,6 +184,8 @@ class _Rank:
             start -= self._times.backward[place] * rest
         start = max(start, self.dp)
         self.dp = max(start + took, self.now + took * (1 - rest))
-        shown = took * rest * self._times.drag if self._hides.dp else self.dp - self.now
-        self.now += shown if self._hides.dp else 0.0
-        self.spans.append(Span(self._number, "dp", action, start, self.dp, shown))
+        before = self.now
+        if self._hides.dp:
+            self.now += took * rest * self._times.drag
+        waited = before, (self.now if self._hides.dp else self.dp)
+        self.spans.append(Span(self._number, "dp", action, start, self.dp, waited))

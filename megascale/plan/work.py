@@ -28,20 +28,22 @@ FLASH_BACKWARD = 2.5
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one rank. `gemm`, `attention`, `elementwise`: of kernels; `stragglers`: until the slowest rank has done the
-    same; `tp`, `dp`: of communication, exposed, of dp only where weights are gathered layer by layer.
+    """Of one rank. `gemm`, `attention`, `elementwise`: of kernels; `again`: of all that a backward forms a second time;
+    `stragglers`: until the slowest rank has done the same; `tp`, `dp`: of communication, exposed, of dp only where
+    weights are gathered layer by layer.
     """
 
     gemm: float = 0.0
     attention: float = 0.0
     elementwise: float = 0.0
+    again: float = 0.0
     stragglers: float = 0.0
     tp: float = 0.0
     dp: float = 0.0
 
     @property
     def compute(self) -> float:
-        return self.gemm + self.attention + self.elementwise
+        return self.gemm + self.attention + self.elementwise + self.again
 
     @property
     def total(self) -> float:
@@ -140,8 +142,22 @@ class Work:
         core = self.core(window)
         forward, backward = forward + core.forward, backward + core.backward
         forward, backward = forward + exchanges.forward, backward + exchanges.backward
-        again = forward if recompute.full else core.forward if recompute.attention else Seconds()
-        return Pair(forward, backward + again)
+        again = self.again(forward, core.forward, cast, recompute)
+        return Pair(forward, backward + Seconds(again=again.compute, tp=again.tp))
+
+    def again(self, forward: Seconds, core: Seconds, cast: bool, recompute: Recompute) -> Seconds:
+        """Of a block's forward, and its attention's core, what the backward forms again."""
+        if recompute.full:
+            return forward + self.end(cast) * -1 if self.stack.stops_early else forward
+        moved = self.norm_bytes() * recompute.norm + self.activation_bytes() * recompute.activation
+        found = Seconds(elementwise=self.kernels.memory(moved))
+        return found + core if recompute.attention else found
+
+    def end(self, cast: bool) -> Seconds:
+        """Of a block's forward the products whose value is its result, and the way of that, which no backward needs."""
+        pair, _ = self.joined(cast)[-1]
+        shown = self.travel(pair.forward.gemm, enters=False) if self.tp > 1 else 0.0
+        return pair.forward + Seconds(tp=shown)
 
     def products(self) -> list[Product]:
         m, tp = self.config.model, self.tp
@@ -164,16 +180,20 @@ class Work:
             Seconds(gemm=backward, elementwise=casts[1]),
         )
 
+    def joined(self, cast: bool = False) -> list[tuple[Pair, bool]]:
+        """A block's products, those together that one gather is before, or one scatter after; and whether it is one."""
+        products = [(self.linear(each, eight_bit=cast), each.enters) for each in self.products()]
+        if BLOCKS[self.config.model.block].facts["norms"] == 1:  # one gather before both branches, one scatter of a sum
+            (qkv, _), (out, _), (up, _), (down, _) = products
+            products = [(qkv + up, True), (out + down, False)]
+        return products
+
     def exchanges(self) -> Pair:
         """What tensor parallelism shows of a block's communication."""
         if self.tp == 1:
             return NOTHING
-        products = [(self.linear(each), each.enters) for each in self.products()]
-        if BLOCKS[self.config.model.block].facts["norms"] == 1:  # one gather before both branches, one scatter of a sum
-            (qkv, _), (out, _), (up, _), (down, _) = products
-            products = [(qkv + up, True), (out + down, False)]
         forward = backward = 0.0
-        for pair, enters in products:
+        for pair, enters in self.joined():
             one = pair.backward.gemm / 2  # of the products for the input's and for the weight's gradient
             forward += self.travel(pair.forward.gemm, enters)
             backward += self.travel(one, not enters, backward=True)
@@ -222,12 +242,20 @@ class Work:
         """Bytes that the fused element-wise operations of a block's forward move: both norms and residuals, of this
         rank's tokens; of all tokens the non-linearity, and q, k and v into attention's order.
         """
-        m, tp, size = self.config.model, self.tp, self.kernels.bytes
-        norms = BLOCKS[m.block].facts["norms"]
-        between = self.own * m.hidden_size * (2 * norms + 3 * norms + (2 * 2 * norms if m.dropout else 0))
-        inner = self.tokens * (3 if m.gated else 2) * m.ffn_size // tp
-        heads = self.tokens * 2 * (m.num_heads + 2 * m.num_kv_heads) * m.head_dim // tp
-        return size * (between + inner + heads)
+        m, size = self.config.model, self.kernels.bytes
+        residuals = self.own * m.hidden_size * BLOCKS[m.block].facts["norms"] * (3 + (2 * 2 if m.dropout else 0))
+        heads = self.tokens * 2 * (m.num_heads + 2 * m.num_kv_heads) * m.head_dim // self.tp
+        return self.norm_bytes() + self.activation_bytes() + size * (residuals + heads)
+
+    def norm_bytes(self) -> float:
+        """Of them those of the norms."""
+        m = self.config.model
+        return self.kernels.bytes * self.own * m.hidden_size * 2 * BLOCKS[m.block].facts["norms"]
+
+    def activation_bytes(self) -> float:
+        """Of them those of the non-linearity."""
+        m = self.config.model
+        return self.kernels.bytes * (self.tokens * (3 if m.gated else 2) * m.ffn_size // self.tp)
 
     def embedding(self) -> Pair:
         moved = self.kernels.memory(2 * self.own * self.config.model.hidden_size * self.kernels.bytes)

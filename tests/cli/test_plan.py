@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -54,8 +55,19 @@ def test_a_timeline_is_one_that_viewers_open(capsys: pytest.CaptureFixture[str],
     found = answer(capsys, "--timeline", str(path), job=[*JOB[:2], "--gpus", "256", *JOB[4:], "batch.global=96"])
     slices = [each for each in json.loads(path.read_text())["traceEvents"] if each["ph"] == "X"]
     assert {each["cat"] for each in slices} >= {"compute", "pp", "dp"}
-    assert len([each for each in slices if each["cat"] == "compute"]) == 8 * 6 * 24 * 2
-    assert max(each["ts"] + each["dur"] for each in slices) / 1e6 <= found["step_time_s"]
+    assert len([each for each in slices if each["cat"] == "compute"]) == 8 * (6 * 24 * 2 + 2)
+    assert max(each["ts"] + each["dur"] for each in slices) / 1e6 == pytest.approx(found["step_time_s"])
+
+
+def test_on_a_timeline_no_rank_computes_while_it_waits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+    answer(capsys, "--timeline", str(path), job=LLAMA)
+    slices = [each for each in json.loads(path.read_text())["traceEvents"] if each["ph"] == "X"]
+    (thread,) = {each["tid"] for each in slices if each["cat"] == "compute" and each["pid"] == 0}
+    own = sorted((each["ts"], each["dur"]) for each in slices if each["tid"] == thread)
+    assert len(own) > sum(each["cat"] == "compute" and each["pid"] == 0 for each in slices), "it waits as well"
+    for (start, took), (following, _) in itertools.pairwise(own):
+        assert start + took <= following + 1e-3
 
 
 def test_a_picture_is_a_png(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

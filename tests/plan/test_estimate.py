@@ -9,6 +9,7 @@ import pytest
 from megascale.config.explain import load
 from megascale.plan import profiles
 from megascale.plan.estimate import estimate, largest_of, step_time
+from megascale.plan.flops import block_weights
 
 CONFIG = "configs/gpu/megascale-175b.toml"
 HARDWARE = profiles.hardware("a100-80g-roce")
@@ -50,6 +51,31 @@ def test_what_saves_time_saves_time() -> None:
     assert of("model.block=parallel").step_s < base
     assert of("model.window=256").step_s < base
     assert of(stack=profiles.stack("megatron-2023")).step_s > base
+
+
+@pytest.mark.parametrize("block", ["serial", "parallel"])
+def test_a_blocks_result_is_not_computed_again(block: str) -> None:
+    """By this trainer: of the products of a forward, those that form it."""
+    keys = [f"model.block={block}", "train.recompute=full"]
+    early, whole = of(*keys), of(*keys, stack=STACK.model_copy(update={"stops_early": False}))
+    model, none = load(CONFIG, keys[:1]).model, of(keys[0])
+    weights = block_weights(model)
+    last = sum(weights[name] for name in (("out", "down") if block == "parallel" else ("down",)))
+    share = last / (sum(weights.values()) + model.hidden_size * model.vocab_size / model.num_layers)
+    assert early.causes["gemm"] == none.causes["gemm"] and none.causes["recompute"] == 0
+    saved = whole.causes["recompute"] - early.causes["recompute"]
+    assert saved == pytest.approx(share * none.causes["gemm"] / 3, rel=0.05)
+    assert none.exposed["tp"] < early.exposed["tp"] < whole.exposed["tp"]
+
+
+def test_each_operation_that_is_computed_again_takes_time() -> None:
+    def again(*names: str) -> float:
+        ops = ",".join(f'"{name}"' for name in names)
+        return of("train.recompute=selective", f"train.recompute_ops=[{ops}]").causes["recompute"]
+
+    each = [again(name) for name in ("attention", "norm", "activation")]
+    assert min(each) > 0
+    assert again("attention", "norm", "activation") == pytest.approx(sum(each))
 
 
 def test_fp8_is_faster_where_there_is_fp8() -> None:

@@ -125,7 +125,7 @@ def test_why_a_layout_loses() -> None:
     fixed = ["parallel.tp", "parallel.dp", "parallel.zero", "parallel.sp", "batch.micro", "parallel.vpp"]
     found = search(load(SMALL, overrides), 16, H100, STACK, 2**40, fixed)
     none, _, full = sorted(found.best, key=lambda one: ("none", "selective", "full").index(one.layout.recompute))
-    assert lost(full, none).startswith("recomputes +")
+    assert lost(full, none).startswith("recompute +")
     assert lost(none, none) == "as fast, +0 B"
     bubble = search(load(SMALL, overrides), 16, H100, STACK, 2**40, fixed[:-1])
     assert none.layout.vpp == 1 < bubble.best[0].layout.vpp
