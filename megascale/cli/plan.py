@@ -9,6 +9,8 @@ import errno
 import json
 import os
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +77,15 @@ def run(options: argparse.Namespace) -> int:
         options.refuse("--search needs --gpus")
     for path in (options.output, options.timeline, options.plot):
         _make_room(path)
+    swept = _swept(options)
     hardware = profiles.hardware(options.hardware)
     stack = profiles.stack_on(hardware, options.stack)
     found = _search(options, _config(options, None), hardware, stack) if options.search else None
     if found and not found.best:
         if options.json:
-            print(json.dumps({"fits": False, "search": report.search_json(found)}))
+            smallest = report.plan(found.smallest.config, hardware, stack) if found.smallest else None
+            all = report.as_json(smallest, [], options.tokens, _lost(options, smallest)) if smallest else {}
+            print(json.dumps({**all, "fits": False, "search": report.search_json(found)}))
         print(report.nothing_fits(options.gpus, found, hardware), file=sys.stderr)
         return Exit.CONFIG
     plan = report.plan(found.best[0].config if found else _config(options, options.gpus), hardware, stack)
@@ -89,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError([Problem("command line", "--exact", own, "plan without it: formulas know both")])
     if options.exact:
         plan = report.with_exact(plan, _exact(plan.config, plan.memory_by_stage))
-    sweep = [report.plan(_config(options, gpus), hardware, stack) for gpus in options.sweep]
+    sweep = [report.plan(config, hardware, stack) for config in swept]
     _write(options, plan, sweep)
     _print(options, plan, sweep, found)
     if plan.fits:
@@ -108,16 +113,38 @@ def _make_room(path: Path | None) -> None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir() or not os.access(path.parent, os.W_OK):
-            raise PermissionError(errno.EACCES, "is a folder" if path.is_dir() else "its folder is read-only")
+        if path.exists() and not path.is_file():
+            raise PermissionError(errno.EACCES, "is a folder" if path.is_dir() else "is no file")
+        if not os.access(path.parent, os.W_OK):
+            raise PermissionError(errno.EACCES, "its folder is read-only")
     except OSError as error:
-        found = f"cannot be written: {error.strerror}"
-        raise ConfigError([Problem("command line", str(path), found, "give another file")]) from None
+        raise _unwritable(path, error) from None
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    found = f"cannot be written: {error.strerror}"
+    return ConfigError([Problem("command line", str(path), found, "give another file")])
 
 
 def _config(options: argparse.Namespace, gpus: int | None) -> RunConfig:
     """For so many devices. Data need not be there yet."""
     return load(options.config, options.overrides, world=gpus, data=False)
+
+
+def _swept(options: argparse.Namespace) -> list[RunConfig]:
+    """For each number of devices of --sweep, fewest first.
+
+    Raises: ConfigError that says for which there is none
+    """
+    found, problems = [], list[Problem]()
+    for gpus in sorted(set(options.sweep)):
+        try:
+            found.append(_config(options, gpus))
+        except ConfigError as error:
+            problems += [replace(each, where=f"--sweep {gpus}: {each.where}") for each in error.problems]
+    if problems:
+        raise ConfigError(problems)
+    return found
 
 
 def _search(options: argparse.Namespace, config: RunConfig, hardware: Hardware, stack: Stack) -> Found:
@@ -135,18 +162,30 @@ def _exact(config: RunConfig, expected: list[int]) -> dict[str, Any]:
 
 
 def _write(options: argparse.Namespace, plan: Plan, sweep: list[Plan]) -> None:
-    """The files that were asked for."""
-    if options.timeline:
-        ranks = events(plan.config, plan.estimate, plan.hardware.name)
-        timeline.write(options.timeline, (timeline.part(rank, 0.0) for rank in ranks))
-    if options.plot:
-        plot.draw(options.plot, plan, sweep)
-    if options.output:
-        write_text(options.output, to_toml(plan.config))
+    """The files that were asked for.
+
+    Raises: ConfigError for one that cannot be written
+    """
+    writers: list[tuple[Path | None, Callable[[Path], None]]] = [
+        (options.timeline, lambda path: _write_timeline(path, plan)),
+        (options.plot, lambda path: plot.draw(path, plan, sweep)),
+        (options.output, lambda path: write_text(path, to_toml(plan.config))),
+    ]
+    for path, write in writers:
+        if path:
+            try:
+                write(path)
+            except OSError as error:
+                raise _unwritable(path, error) from None
+
+
+def _write_timeline(path: Path, plan: Plan) -> None:
+    ranks = events(plan.config, plan.estimate, plan.hardware.name)
+    timeline.write(path, (timeline.part(rank, 0.0) for rank in ranks))
 
 
 def _print(options: argparse.Namespace, plan: Plan, sweep: list[Plan], found: Found | None) -> None:
-    lost = failures.losses(plan.config.world, options.mtbf, options.save_s, options.restart_s)
+    lost = _lost(options, plan)
     if options.json:
         searched = {"search": report.search_json(found)} if found else {}
         print(json.dumps({**report.as_json(plan, sweep, options.tokens, lost), **searched}))
@@ -156,3 +195,7 @@ def _print(options: argparse.Namespace, plan: Plan, sweep: list[Plan], found: Fo
         console.print(report.search_table(found, plan.stack))
     for part in report.tables(plan, sweep, options.tokens, lost):
         console.print(part)
+
+
+def _lost(options: argparse.Namespace, plan: Plan) -> failures.Losses:
+    return failures.losses(plan.config.world, options.mtbf, options.save_s, options.restart_s)

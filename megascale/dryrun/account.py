@@ -38,6 +38,9 @@ MAKERS = {
 }
 """By the module whose code makes a tensor; what any other makes is an activation."""
 
+FOR_OTHERS = "megascale.parallel.overlap"
+"""What this module makes is what the code that calls it would make."""
+
 
 class Call(NamedTuple):
     """A communication. `bytes`: of the whole tensor concerned."""
@@ -164,7 +167,7 @@ def _maker() -> str:
     frame = sys._getframe(2)
     while frame is not None:
         module: str = frame.f_globals.get("__name__", "")
-        if module.startswith("megascale.") and not module.startswith("megascale.dryrun"):
+        if module.startswith("megascale.") and not module.startswith(("megascale.dryrun", FOR_OTHERS)):
             for name, kind in MAKERS.items():
                 if module.startswith(name):
                     return kind

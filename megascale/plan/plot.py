@@ -23,7 +23,7 @@ def draw(path: Path, plan: Plan, sweep: Sequence[Plan]) -> None:
         raise MegascaleError(
             "--plot draws with matplotlib, which is not installed", mend="pip install matplotlib"
         ) from error
-    figure = Figure(figsize=(6 * (2 + bool(sweep)), 5), layout="constrained")
+    figure = Figure(figsize=(7 * (2 + bool(sweep)), 5), layout="constrained")
     panels = figure.subplots(1, 2 + bool(sweep))
     _memory(panels[0], plan)
     _time(panels[1], [*sweep] or [plan])
@@ -46,7 +46,8 @@ def _memory(panel: Any, plan: Plan) -> None:
         below = [low + size for low, size in zip(below, sizes, strict=True)]
     panel.axhline(plan.room / GIB, color="black", linestyle="--", label="room")
     panel.set(xlabel="pipeline stage", ylabel="GiB", title="memory of a rank, by formulas")
-    panel.legend()
+    panel.set(xlim=(-0.7, len(stages) - 0.3), xticks=stages[:: -(-len(stages) // 20)])
+    _beside(panel)
 
 
 def _time(panel: Any, plans: Sequence[Plan]) -> None:
@@ -58,7 +59,7 @@ def _time(panel: Any, plans: Sequence[Plan]) -> None:
         panel.bar(names, shares, bottom=below, label=WORDS[cause])
         below = [low + share for low, share in zip(below, shares, strict=True)]
     panel.set(xlabel="devices", ylabel="% of a step", title="where the time goes")
-    panel.legend()
+    _beside(panel)
 
 
 def _scaling(panel: Any, plans: Sequence[Plan]) -> None:
@@ -68,3 +69,8 @@ def _scaling(panel: Any, plans: Sequence[Plan]) -> None:
     panel.plot(devices, [rates[0] * each / devices[0] for each in devices], linestyle="--", label="linear")
     panel.set(xlabel="devices", ylabel="tokens/s", title="scaling", xscale="log", yscale="log")
     panel.legend()
+
+
+def _beside(panel: Any) -> None:
+    """What the colours mean, where it hides nothing."""
+    panel.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small", reverse=True)

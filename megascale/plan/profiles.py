@@ -7,10 +7,13 @@ is explained, with its error, in docs/planning.md.
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from megascale.config.files import Source, read
 from megascale.config.section import Count, Section
@@ -63,11 +66,21 @@ def _known(name: str) -> str:
     return name
 
 
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = BeforeValidator(_whole)
+"""80e9 is a whole number too."""
+
+
 class Device(Section):
     """One accelerator, or a core of a processor."""
 
-    memory: Count = Field(description="bytes")
-    reserve: int = Field(3 * 2**30, ge=0, description="bytes that the driver, communication and fragments take")
+    memory: Annotated[Count, Whole] = Field(description="bytes")
+    reserve: Annotated[int, Whole] = Field(
+        3 * 2**30, ge=0, description="bytes that the driver, communication and fragments take"
+    )
     bandwidth: Positive = Field(description="of its memory, bytes/s")
     units: Count = Field(description="multiprocessors: tiles of a matrix product that are worked on at once")
     accelerator: Annotated[str, AfterValidator(_known)] | None = Field(None, description="by name, of plan/hardware.py")
@@ -87,13 +100,16 @@ class Device(Section):
         """Bytes for a rank's tensors."""
         return self.memory - self.reserve
 
+    def multiplies(self, number_format: str) -> bool:
+        """Whether a peak is known."""
+        return number_format in self._peaks
+
     def peak_of(self, number_format: str) -> float:
         """FLOP/s of dense matrix products.
 
         Raises: ConfigError for a format that the device does not multiply.
         """
-        measured = {name: found.rate for name, found in self.measured.items()}
-        known = {**(NAMES[self.accelerator].peak if self.accelerator else {}), **measured, **self.peak}
+        known = self._peaks
         if number_format == "bf16" and "bf16" not in known:  # as fast as the other 16 bits, where it is there at all
             number_format = "fp16"
         if number_format not in known:
@@ -101,6 +117,11 @@ class Device(Section):
             mend = f"device.peak has {', '.join(known)}" if known else "give device.accelerator or device.peak"
             raise ConfigError([Problem("hardware", "train.precision", found, mend)])
         return known[number_format] * self.clock
+
+    @property
+    def _peaks(self) -> Mapping[str, float]:
+        measured = {name: found.rate for name, found in self.measured.items()}
+        return {**(NAMES[self.accelerator].peak if self.accelerator else {}), **measured, **self.peak}
 
 
 class Link(Section):
@@ -264,9 +285,31 @@ def _load(name: str, folder: str, profile: type[Profile]) -> Profile:
     try:
         return profile.model_validate({"name": path.stem, **source.tree})
     except ValidationError as error:
-        raise ConfigError([_problem(source, each) for each in error.errors()]) from None
+        raise ConfigError([_problem(source, profile, each) for each in error.errors()]) from None
 
 
-def _problem(source: Source, detail: object) -> Problem:
-    key = ".".join(map(str, detail["loc"]))  # type: ignore[index]
-    return Problem(source.place(key), key, detail["msg"], "docs/planning.md has the keys")  # type: ignore[index]
+def _problem(source: Source, profile: type[Section], detail: ErrorDetails) -> Problem:
+    *tables, name = map(str, detail["loc"]) if detail["loc"] else [""]
+    key, fields = ".".join([*tables, name]).strip("."), _fields(profile, tables)
+    if detail["type"] == "extra_forbidden":
+        close = nearest(name, fields)
+        mend = f"did you mean '{close}'?" if close else f"one of {', '.join(fields)}"
+        return Problem(source.place(key), key, "there is no such key", mend)
+    if detail["type"] == "missing" or isinstance(detail["input"], dict):
+        found = detail["msg"]
+    else:
+        found = f"{detail['input']!r}: {detail['msg']}"
+    mend = (fields[name].description if name in fields else "") or "docs/planning.md has the keys"
+    return Problem(source.place(key), key, found, mend)
+
+
+def _fields(section: type[Section], tables: Sequence[str]) -> Mapping[str, FieldInfo]:
+    """The keys of a table, as far as they have names."""
+    for table in tables:
+        field = section.model_fields.get(table)
+        types = [field.annotation, *get_args(field.annotation)] if field else []
+        inner = [each for each in types if isinstance(each, type) and issubclass(each, Section)]
+        if not inner:
+            return {}
+        section = inner[0]
+    return section.model_fields

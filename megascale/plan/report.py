@@ -164,7 +164,14 @@ def as_json(plan: Plan, sweep: Sequence[Plan], tokens: float | None, lost: Losse
         found["exact"] = {key: plan.exact[key] for key in ("exact_stages", "ranks")}
     if sweep:
         found["sweep"] = [
-            {"gpus": each.config.world, "fits": each.fits, **_speed(each.estimate, each.config.world)} for each in sweep
+            {
+                "gpus": each.config.world,
+                "layout": layout(each.config),
+                "fits": each.fits,
+                "memory_bytes": each.memory["total"],
+                **_speed(each.estimate, each.config.world),
+            }
+            for each in sweep
         ]
     return found
 
@@ -190,6 +197,8 @@ def tables(plan: Plan, sweep: Sequence[Plan], tokens: float | None, lost: Losses
         f"step {e.step_s:.4g} s, {format_count(e.tokens_per_s)} tokens/s, {e.tokens_per_s / config.world:,.0f} a "
         f"device, MFU {e.mfu_full:.1%} full {e.mfu_causal:.1%} causal"
     )
+    if config.train.precision == "bf16" and not plan.hardware.device.multiplies("bf16"):
+        yield f"{plan.hardware.name} multiplies no bf16: planned as fp16"
     yield _memory_line(plan)
     yield causes_table(e)
     if plan.exact:

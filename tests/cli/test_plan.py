@@ -109,6 +109,33 @@ def test_a_run_that_does_not_fit_ends_with_a_line(capsys: pytest.CaptureFixture[
     assert "no layout on 8 x a100-80g fits" in err
 
 
+def test_where_nothing_fits_machines_are_told_the_least(capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["plan", "configs/gpu/llama3-70b.toml", "--gpus", "8", "--hardware", "a100-40g", "--search", "--json"]
+    assert main(job) == 2
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert set(found) >= KEYS and found["fits"] is False and found["search"]["best"] == []
+    assert found["memory_bytes"]["total"] > found["room_bytes"] and "no layout on 8 x a100-40g fits" in err
+
+
+def test_a_sweep_is_in_order_or_says_what_is_impossible(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, "--sweep", "128,32,128", job=LLAMA)["sweep"]
+    assert [each["gpus"] for each in found] == [32, 128]
+    assert [each["layout"]["dp"] for each in found] == [16, 64]
+    assert found[0]["memory_bytes"] > found[1]["memory_bytes"]
+    assert main([*LLAMA, "--sweep", "64,100,33"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("--sweep 33: ") and lines[1].startswith("--sweep 100: ")
+    assert "batch.global: 256 is not divisible by micro x dp = 1 x 50" in lines[1]
+
+
+def test_bf16_that_a_device_does_not_multiply_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*LLAMA[:4], "--hardware", "v100", "batch.global=256", "train.recompute=full"]) in (0, 2)
+    assert "v100 multiplies no bf16: planned as fp16" in capsys.readouterr().out
+    assert main(LLAMA) == 0
+    assert "planned as" not in capsys.readouterr().out
+
+
 def test_what_would_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     job = ["plan", "configs/gpu/llama3-8b.toml", "--gpus", "8", "--hardware", "a100-40g", "batch.global=64"]
     assert main([*job, "parallel.tp=1", "parallel.sp=false"]) == 2
@@ -175,7 +202,7 @@ def test_a_file_that_cannot_be_written_is_a_line(
     option: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
-    for path in (tmp_path, tmp_path / "file" / "below"):
+    for path in (tmp_path, tmp_path / "file" / "below", Path("/dev/null"), Path("/proc/one")):
         assert main([*LLAMA, option, str(path)]) == 2
         assert f"{path}: cannot be written" in capsys.readouterr().err
     assert main([*LLAMA, option, str(tmp_path / "new" / "one")]) == 0

@@ -39,19 +39,27 @@ def test_an_unknown_name_has_its_nearest() -> None:
 def test_mistakes_are_said_with_their_place(tmp_path: Path) -> None:
     path = tmp_path / "own.toml"
     path.write_text(
-        '[device]\nmemory = "80 GB"\nbandwidth = 1e12\nunits = 100\naccelerator = "A101"\n[node]\nspeed = 1\n'
+        '[device]\nmemory = "80 GB"\nbandwidth = 1e12\nunits = 100\naccelerator = "A101"\n'
+        "[node]\nbandwith = 1\nbandwidth = 450\n"
     )
     with pytest.raises(ConfigError) as caught:
         profiles.hardware(str(path))
     text = str(caught.value)
     for part in (
-        f"{path}:2  device.memory",
-        f"{path}:5  device.accelerator",
+        f"{path}:2  device.memory: '80 GB': Input should be a valid integer  -> bytes",
+        f"{path}:5  device.accelerator: 'A101': ",
         "'A101' is not one of",
-        "node.speed",
-        "network",
+        f"{path}:7  node.bandwith: there is no such key  -> did you mean 'bandwidth'?",
+        f"{path}:8  node.bandwidth: 450: Input should be greater than or equal to 1000000  -> bytes/s each way",
+        "network: Field required",
     ):
         assert part in text
+
+
+def test_bytes_may_be_written_short(tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(f'extends = "{profiles.path_of("hardware", "h100").resolve()}"\n[device]\nmemory = 90e9\n')
+    assert profiles.hardware(str(path)).device.memory == 90_000_000_000
 
 
 def test_a_format_that_a_device_does_not_multiply_is_said() -> None:
