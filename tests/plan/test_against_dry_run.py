@@ -75,13 +75,15 @@ def test_what_ranks_do(jobs_drawn: int) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("zero", [1, 2])
-def test_a_rank_with_the_embedding_alone(precision: str, zero: int) -> None:
-    """Its dropout is most of what it does."""
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("position", ["learned", "rope"])
+def test_a_rank_with_the_embedding_alone(precision: str, zero: int, dropout: float, position: str) -> None:
+    """Which does little else than its dropout, and adding positions."""
     tree = {
         "name": "test",
         "model": {
             "num_layers": 4, "hidden_size": 256, "num_heads": 8, "num_kv_heads": 1, "vocab_size": 361,
-            "seq_length": 1024, "position": "learned", "dropout": 0.1,
+            "seq_length": 1024, "position": position, "dropout": dropout,
         },
         "parallel": {"dp": 2, "pp": 4, "layers_per_chunk": [0, 2, 2, 0], "zero": zero},
         "batch": {"micro": 2, "global": 4},
