@@ -162,7 +162,6 @@ class Rooms:
         self._overlap, self._shards = config.overlap.dp, config.dp * config.parallel.cp
         self._sizes = [[size for _, size in chunk] for chunk in units]
         self._used = config.parallel.zero == 2
-        self._adds = config.micro_batches > 1  # else the first sum stays as it is, and is counted with what lasts
         self._head = len(self._sizes[-1]) - 1 if config.model.tie_embeddings and config.parallel.pp == 1 else 0
         self._open: dict[tuple[int, int], int] = {}
         self._reducing: dict[tuple[int, int], int] = {}
@@ -184,7 +183,7 @@ class Rooms:
         if self._used:
             self._reducing.pop((chunk, run), None)
             whole = self._open.pop((chunk, run))
-            self._reducing[chunk, run] = whole + (whole // self._shards if self._adds else 0)
+            self._reducing[chunk, run] = whole + whole // self._shards
 
     def settle(self) -> None:
         """Nothing else runs while a sum is waited for, or there is nobody to sum with."""

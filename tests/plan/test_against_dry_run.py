@@ -86,7 +86,7 @@ def test_a_rank_with_the_embedding_alone(precision: str, zero: int, dropout: flo
             "seq_length": 1024, "position": position, "dropout": dropout,
         },
         "parallel": {"dp": 2, "pp": 4, "layers_per_chunk": [0, 2, 2, 0], "zero": zero},
-        "batch": {"micro": 2, "global": 4},
+        "batch": {"micro": 2, "global": 8},
         "train": {"steps": 10, "precision": precision},
         "optimizer": {"lr": 1e-3},
         "data": {"mock": True},
