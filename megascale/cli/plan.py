@@ -84,8 +84,8 @@ def run(options: argparse.Namespace) -> int:
     if found and not found.best:
         if options.json:
             smallest = report.plan(found.smallest.config, hardware, stack) if found.smallest else None
-            all = report.as_json(smallest, [], options.tokens, _lost(options, smallest)) if smallest else {}
-            print(json.dumps({**all, "fits": False, "search": report.search_json(found)}))
+            least = report.as_json(smallest, [], options.tokens, _lost(options, smallest)) if smallest else {}
+            print(json.dumps({**least, "fits": False, "search": report.search_json(found)}))
         print(report.nothing_fits(options.gpus, found, hardware), file=sys.stderr)
         return Exit.CONFIG
     plan = report.plan(found.best[0].config if found else _config(options, options.gpus), hardware, stack)

@@ -200,12 +200,13 @@ def _place_gpt2(name: str) -> Place:
 
 def _read_llama(config: Keys) -> Keys:
     _must(config, "hidden_act", "silu")
-    rope = config.get("rope_parameters") or {}
-    for keys in (rope, config.get("rope_scaling") or {}):
+    ropes = [config.get(key) or {} for key in ("rope_scaling", "rope_parameters")]  # where both are, the first counts
+    for keys in ropes:
         _must(keys, "rope_type", "default")
         _must(keys, "type", "default")
-    for keys in (rope, config):
+    for keys in (*ropes, config):
         _must(keys, "partial_rotary_factor", 1.0, None)
+    rope: Keys = next(filter(None, ropes), {})
     bias = config.get("attention_bias", False)
     _must(config, "mlp_bias", bias)
     _must_divide(config, "num_attention_heads", "hidden_size")

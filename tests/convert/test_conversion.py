@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from transformers import LlamaConfig
 
 from megascale.checkpoint import manifest, whole
 from megascale.checkpoint.state import WEIGHTS as WEIGHT
@@ -23,6 +25,7 @@ from megascale.checkpoint.storage import Location
 from megascale.config.model import ModelConfig
 from megascale.convert import huggingface
 from megascale.convert.conversion import from_huggingface, to_huggingface
+from megascale.convert.families import model_keys
 from megascale.convert.huggingface import CONFIG, INDEX, WEIGHTS, Pretrained, tensors
 from megascale.core.errors import CheckpointError, DataError
 from megascale.core.rank import Rank
@@ -313,6 +316,28 @@ def test_what_we_would_compute_otherwise_is_refused(tmp_path: Path, family: str,
         from_huggingface(tmp_path, tmp_path / "ours")
     assert words in str(caught.value)
     assert not list(tmp_path.glob("*ours*"))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"rope_theta": 3e4},
+        {"rope_scaling": {"rope_type": "default", "rope_theta": 5e5}},
+        {"rope_theta": 3e4, "rope_scaling": {"rope_type": "default"}},
+        {"rope_theta": 3e4, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        {"rope_parameters": {"rope_theta": 2e4}, "rope_scaling": {"rope_type": "default", "rope_theta": 5e5}},
+        {"rope_theta": 3e4, "rope_parameters": {"rope_theta": 5e5}, "rope_scaling": {"type": "default"}},
+    ],
+    ids=str,
+)
+def test_the_base_of_rotary_frequencies_is_that_of_transformers(keys: dict[str, Any]) -> None:
+    plain = {
+        "model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1,
+        "intermediate_size": 48, "vocab_size": 101,
+    }  # fmt: skip
+    theirs = LlamaConfig.from_dict(plain | copy.deepcopy(keys)).rope_parameters["rope_theta"]
+    assert model_keys(plain | keys, "config.json")["rope_theta"] == theirs
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=str)

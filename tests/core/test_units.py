@@ -33,6 +33,7 @@ def test_bytes(shown: str, value: float) -> None:
 
 def test_flops() -> None:
     assert [format_flops(f) for f in (9.89e14, 1e9, 1.5e15)] == ["989.0 TFLOP/s", "1.0 GFLOP/s", "1.5 PFLOP/s"]
+    assert format_flops(485514925) == "485.5 MFLOP/s"
 
 
 @pytest.mark.parametrize(
