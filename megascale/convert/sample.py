@@ -49,7 +49,9 @@ def sample(
             folder = Path(temporary) / "model"
             to_huggingface(source, folder)
         text = load_tokenizer(tokenizer or _tokenizer_of(source))
-        room = Pretrained(folder).model.seq_length
+        given = Pretrained(folder)
+        given.check()  # transformers draws at random what is not there
+        room = given.model.seq_length
         disable_progress_bar()
         model: Any = AutoModelForCausalLM.from_pretrained(folder)
         model.to(device)

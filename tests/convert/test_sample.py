@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from megascale.checkpoint import whole
 from megascale.checkpoint.storage import Location
@@ -71,6 +72,17 @@ def test_what_cannot_be_said_is_told(checkpoint: Path, tmp_path: Path, capsys: p
     with pytest.raises(SystemExit):
         main(["sample", str(checkpoint), "--seed", str(1 << 63)])
     assert "is not below 2^63" in capsys.readouterr().err
+
+
+def test_weights_that_are_not_there_are_not_drawn_at_random(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    to_huggingface(Location(str(checkpoint)), tmp_path / "hf")
+    (file,) = (tmp_path / "hf").glob("*.safetensors")
+    weights = load_file(file)
+    del weights["model.norm.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    assert "model.norm.weight" in written(capsys, tmp_path / "hf", "--tokenizer", "bytes", status=4)
 
 
 def test_a_tokenizer_of_another_model_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
