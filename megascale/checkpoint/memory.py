@@ -167,6 +167,15 @@ class Memory:
         barrier(self._mesh.world)  # nobody makes a copy that would not count
         self._run = ours
 
+    def clear(self) -> None:
+        """Give back what this rank has taken for copies that were never made."""
+        for slot in range(len(SLOTS)):
+            if not self.header(slot).exists():
+                self.file(slot).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # others' copies are there
+            self.folder.rmdir()
+            self.folder.parent.rmdir()
+
     def remove(self) -> None:
         """The run is complete, or on storage: give the memory back."""
         _give_back(self.folder)

@@ -106,12 +106,29 @@ class Saving:
             self._slots = [Snapshot(held, device)]
             self._background = Background([self._slots[0].descriptor])
         else:
-            self._slots = [Snapshot(held, device, memory.file(slot)) for slot in range(len(SLOTS))]
+            self._slots = self._lasting(held, memory, device)
             self._background = Background([memory.listener, *(s.descriptor for s in self._slots)], memory.receive)
         self._maker = ThreadPoolExecutor(1, "maker")
         self._what = self._description()
         self._plan: _Plan | None = None
         self._attempt: _Attempt | None = None
+
+    def _lasting(self, held: Sequence[Tensor], memory: Memory, device: Device) -> list[Snapshot]:
+        """The slots of `memory`.
+
+        Raises: CheckpointError on every rank if some rank has no room; no host then keeps what was taken in vain
+        """
+        slots: list[Snapshot] = []
+        problem: CheckpointError | None = None
+        try:
+            slots = [Snapshot(held, device, memory.file(slot)) for slot in range(len(SLOTS))]
+        except CheckpointError as error:
+            problem = error
+        found = [each for each in gather_objects(self._mesh.world, problem) if each is not None]
+        if found:
+            memory.clear()
+            raise found[0]
+        return slots
 
     @property
     def writer(self) -> int:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 
-from megascale.core.files import atomic, settle
+from megascale.core.files import atomic, expanded, settle
 
 WRITABLE = "check that it is mounted, space, permissions"
 """What to do where something cannot be written."""
@@ -177,12 +178,18 @@ class Location:
             return True
         return error.errno == errno.EINVAL or (self.local is not None and error.errno == errno.EIO)
 
+    def _opened(self) -> tuple[Any, str]:
+        """The file system, and the path in it. In a URL `::` stands between file systems, in a local path it may be."""
+        if self.local is None:
+            fs, path = url_to_fs(self.url)
+            return fs, path
+        return LocalFileSystem(), str(expanded(self.local))
+
     def _tried(self, action: Callable[[Any, str], T]) -> T:
         end, pause = time.monotonic() + self.patience, PAUSES[0]
         while True:
             try:
-                fs, path = url_to_fs(self.url)
-                return action(fs, path)
+                return action(*self._opened())
             except (TypeError, AttributeError, LookupError):
                 raise  # ours
             except Exception as error:  # object stores have classes of their own for what fails on the way

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,25 +81,31 @@ def remove_unfinished(folder: Location) -> list[str]:
 
     Raises: CheckpointError if the folder cannot be read
     """
-    problems = []
-    for attempt in unfinished(folder):
-        try:
-            _remove(attempt.path)
-        except CheckpointError as error:
-            problems.append(error.what)
-    return problems
+    return [problem.what for problem in _remove_all(attempt.path for attempt in unfinished(folder))]
 
 
 def keep_newest(folder: Location, keep: int, every: int = 0, besides: Collection[Location] = ()) -> None:
     """Delete all complete checkpoints but the newest `keep`, and those of each step that `every` divides; a `keep` of 0
     keeps all. Those in `besides`, which are damaged, stay, and do not count.
 
-    Raises: CheckpointError
+    Raises: CheckpointError if some could not be deleted; the others are
     """
     counted = [stored for stored in complete(folder) if stored.path not in besides]
-    for stored in counted[:-keep] if keep else []:
-        if not every or stored.step % every:
-            _remove(stored.path)
+    old = [stored.path for stored in (counted[:-keep] if keep else []) if not every or stored.step % every]
+    if problems := _remove_all(old):
+        others = f", nor can {len(problems) - 1} more" if len(problems) > 1 else ""
+        raise CheckpointError(problems[0].what + others, mend=problems[0].mend)
+
+
+def _remove_all(paths: Iterable[Location]) -> list[CheckpointError]:
+    """Delete those that can be. Returns why the others could not."""
+    problems = []
+    for path in paths:
+        try:
+            _remove(path)
+        except CheckpointError as error:
+            problems.append(error)
+    return problems
 
 
 def _remove(path: Location) -> None:

@@ -19,7 +19,7 @@ from megascale.catalog.recipes import RECIPES
 from megascale.catalog.schedules import SCHEDULES
 from megascale.catalog.tokenizers import TOKENIZERS
 from megascale.config.run import FOREIGN, RunConfig, prefixes, replicas_of
-from megascale.core.files import fingerprint, readable
+from megascale.core.files import expanded, fingerprint, readable
 
 
 @dataclass(frozen=True)
@@ -355,11 +355,11 @@ def resume(c: Any) -> Iterator[Finding]:
     value = c.checkpoint.resume
     if value.startswith(FOREIGN):
         folder = value.removeprefix(FOREIGN)
-        if not readable(Path(folder).expanduser() / "config.json"):
+        if not readable(expanded(folder) / "config.json"):
             yield Finding(
                 "checkpoint.resume",
                 f"there is no config.json in {folder or repr(folder)}",
-                "a folder of Hugging Face's",
+                "a folder of Hugging Face's, by its path on this host",
             )
     elif "://" not in value and value not in ("auto", "never") and not _is_checkpoint(Path(value)):
         mend = f"auto, never, a folder with a manifest.json, a run's folder, or {FOREIGN}FOLDER"
@@ -394,6 +394,8 @@ def file_system(c: Any) -> Iterator[Finding]:
     """A URL is whole, what its file system needs is installed, and others than this process see what is there."""
     for key in ("dir", "resume"):
         text = getattr(c.checkpoint, key)
+        if key == "resume" and text.startswith(FOREIGN):
+            continue  # a path
         protocol, separator, place = (text or "").partition("://")
         if separator and place and protocol != "memory":
             try:

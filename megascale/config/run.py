@@ -23,6 +23,7 @@ from megascale.config.train import (
     OptimizerConfig,
     TrainConfig,
 )
+from megascale.core.files import expanded
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """What can name a run, and so a folder."""
@@ -111,7 +112,7 @@ def replicas_of(parallel: ParallelConfig) -> int:
 
 def _place(text: str) -> str:
     """An absolute path; a URL as it is."""
-    return text if "://" in text else str(Path(text).expanduser().absolute())
+    return text if "://" in text else str(expanded(text))
 
 
 def _absolute(path: str | None) -> str | None:

@@ -115,6 +115,11 @@ def claim(folder: Path, who: str) -> IO[str]:
     return file
 
 
+def expanded(path: str | Path) -> Path:
+    """The whole path, with a home folder for a `~`; where there is no such user it is a name as any other."""
+    return Path(os.path.expanduser(path)).absolute()  # noqa: PTH111 - Path's raises RuntimeError
+
+
 def readable(path: str | Path) -> bool:
     """Whether there is a file that can be read. A name that is too long, or in a closed folder, is no file."""
     try:

@@ -434,6 +434,27 @@ def test_the_newest_and_every_so_many_are_kept(tmp_path: Path, keep: int, every:
     assert (tmp_path / "step-00000070").exists()
 
 
+def test_one_that_cannot_be_deleted_keeps_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megascale.checkpoint.storage import Location
+    from megascale.checkpoint.store import complete, keep_newest
+    from megascale.core.errors import CheckpointError
+
+    for step in range(1, 5):
+        (tmp_path / f"step-{step}").mkdir()
+        (tmp_path / f"step-{step}" / "manifest.json").touch()
+    remove = Location.remove
+
+    def refused(place: Location) -> None:
+        if "step-1" in place.url:
+            raise PermissionError(13, "Permission denied", str(place))
+        remove(place)
+
+    monkeypatch.setattr(Location, "remove", refused)
+    with pytest.raises(CheckpointError, match="step-1 cannot be removed: Permission denied"):
+        keep_newest(Location(str(tmp_path)), 1)
+    assert [stored.step for stored in complete(Location(str(tmp_path)))] == [1, 4]
+
+
 def changed(rank: Rank, config: Any) -> list[str]:
     found = build_run(rank, config).checkpoints.resume()
     assert found is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -68,6 +69,39 @@ def back(rank: Rank, config: Any, apart: bool = False) -> tuple[dict[str, list[A
     if found is None:
         return {}, 0, "nothing", run.checkpoints.warnings
     return state_of(run), found.progress.step, found.path.name if found.path else "memory", run.checkpoints.warnings
+
+
+def without_room(rank: Rank, config: Any) -> str:
+    """What a rank says if the second has no room for a second copy."""
+    room, count = os.posix_fallocate, 0
+
+    def refused(descriptor: int, start: int, size: int) -> None:
+        nonlocal count
+        count += 1
+        if count == 2 and rank.rank == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        room(descriptor, start, size)
+
+    os.posix_fallocate = refused
+    with pytest.raises(CheckpointError) as failed:
+        build_run(rank, config)
+    return failed.value.what
+
+
+def test_what_was_taken_in_vain_is_given_back(tmp_path: Path, memory: Path) -> None:
+    config = config_with(tmp_path, checkpoint__memory_dir=str(memory), parallel__tp=2)
+    first, second = run_world(2, without_room, config)
+    assert first == second and "rank-00001.b: No space left on device" in first
+    assert list(memory.iterdir()) == []
+
+
+def test_copies_that_are_whole_stay_where_there_is_no_room(tmp_path: Path, memory: Path) -> None:
+    config = config_with(tmp_path, checkpoint__memory_dir=str(memory), parallel__tp=2)
+    before = run_world(2, die, config, 3, 1)
+    run_world(2, without_room, config)
+    after = run_world(2, back, config)
+    assert [place for _, _, place, _ in after] == ["memory"] * 2
+    assert [state for state, *_ in after] == before
 
 
 LAYOUTS: list[dict[str, Any]] = [{"parallel__tp": 2}, {"parallel__dp": 2, "parallel__zero": 0}]

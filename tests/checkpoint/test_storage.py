@@ -49,12 +49,15 @@ class Flaky(MemoryFileSystem):
 fsspec.register_implementation("flaky", Flaky, clobber=True)
 
 
-@pytest.fixture(params=["", "file://", "memory:/", "flaky:/"])
+@pytest.fixture(params=["", "file://", "chained::", "memory:/", "flaky:/"])
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Location]:
     """A folder that is not there yet; of flaky storage every third call fails."""
     monkeypatch.setattr(storage, "PAUSES", (0.001, 0.001))
     monkeypatch.setattr(Flaky, "failures", 2)
     monkeypatch.setattr(Flaky, "error", OSError("the network is down"))
+    if request.param == "chained::":  # in a local path it means nothing
+        yield Location(str(tmp_path / "a::b" / "folder"))
+        return
     yield Location(f"{request.param}{tmp_path / 'folder'}")
 
 

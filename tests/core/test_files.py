@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megascale.core.files import atomic, claim, fingerprint, readable, write_text
+from megascale.core.files import atomic, claim, expanded, fingerprint, readable, write_text
 
 
 def test_a_write_replaces_the_whole_file(tmp_path: Path) -> None:
@@ -70,6 +70,13 @@ def test_a_fingerprint_is_of_the_bytes(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"a\r\nb")
     assert fingerprint(path) == hashlib.sha256(b"a\r\nb").hexdigest()
+
+
+def test_a_home_folder_that_is_not_there_is_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    assert expanded("~/a") == Path("/home/me/a") and expanded("a") == tmp_path / "a"
+    assert expanded("~no-such-user/a") == tmp_path / "~no-such-user" / "a"
 
 
 def test_readable(tmp_path: Path) -> None:
