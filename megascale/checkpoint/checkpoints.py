@@ -283,6 +283,7 @@ class Checkpoints:
             if tensor.startswith(WEIGHTS):
                 for piece in found.pieces:
                     piece.data.copy_(read(tensor.removeprefix(WEIGHTS), (piece.offset, piece.size)))
+        self._share()
         return changes({"model": model}, self._config)
 
     def _wanted(self, saved: manifest.Manifest) -> dict[str, GlobalTensor]:

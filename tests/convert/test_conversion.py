@@ -133,15 +133,27 @@ def masters(run: Any) -> list[Piece]:
     return found
 
 
-@pytest.mark.parametrize("name", ["gpt gelu_tanh tied", "llama untied"])
-def test_a_run_begins_with_weights_of_either_kind(tmp_path: Path, name: str) -> None:
+BEGUN: list[tuple[str, int, dict[str, Any]]] = [
+    ("gpt gelu_tanh tied", 4, {"parallel__tp": 2, "parallel__pp": 2, "parallel__sp": True}),
+    ("llama untied", 4, {"parallel__tp": 2, "parallel__pp": 2, "parallel__sp": True}),
+    ("llama untied", 2, {"parallel__dp": 2, "parallel__zero": 0}),
+    ("llama untied", 2, {"parallel__dp": 2, "parallel__zero": 1}),
+    ("gpt gelu_tanh tied", 4, {"parallel__dp": 2, "parallel__pp": 2, "parallel__zero": 0}),
+    ("llama untied", 2, {"parallel__dp": 2, "parallel__zero": 2, "train__precision": "bf16"}),
+]
+
+
+@pytest.mark.parametrize(("name", "world", "layout"), BEGUN, ids=str)
+def test_a_run_begins_with_weights_of_either_kind(
+    tmp_path: Path, name: str, world: int, layout: dict[str, Any]
+) -> None:
     pretrained(MODELS[name], tmp_path / "theirs", torch.bfloat16)
     from_huggingface(tmp_path / "theirs", tmp_path / "ours")
-    layout = {"parallel__tp": 2, "parallel__pp": 2, "parallel__sp": True, "train__precision": "fp32"}
+    layout = {"train__precision": "fp32"} | layout
     runs = []
     for number, resume in enumerate((f"hf:{tmp_path / 'theirs'}", str(tmp_path / "ours"))):
         tree = settings(MODELS[name], tmp_path / str(number), checkpoint__resume=resume, **layout)
-        runs.append(run_world(4, begun, config_of(tree, tmp_path)))
+        runs.append(run_world(world, begun, config_of(tree, tmp_path)))
     assert {line for line, _, _ in runs[0]} == {f"begins with the weights of {tmp_path / 'theirs'}"}
     assert all(line.startswith(f"resumed from {tmp_path / 'ours'}: step 0") for line, _, _ in runs[1])
     given = Pretrained(tmp_path / "theirs")
