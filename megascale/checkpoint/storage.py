@@ -29,7 +29,7 @@ BLOCK = 32 << 20
 PAUSES = 0.25, 10.0
 """Seconds until something is tried again: first, doubled each time, and at most."""
 
-LASTING = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EFBIG, errno.EINVAL}
+LASTING = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EFBIG}
 """Errors that trying again does not mend, beside those that have a class."""
 
 CLASSES = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES, FileExistsError: errno.EEXIST}
@@ -190,13 +190,19 @@ class Location:
         while True:
             try:
                 return action(*self._opened())
-            except (TypeError, AttributeError, LookupError):
-                raise  # ours
-            except Exception as error:  # object stores have classes of their own for what fails on the way
-                if _lasts(error) or time.monotonic() + pause > end:
+            except Exception as error:  # clients of object stores fail with any class on the way
+                if self._lasts(error) or time.monotonic() + pause > end:
                     raise _as_os_error(error, self.url) from error
             time.sleep(pause * random.uniform(0.5, 1))
             pause = min(2 * pause, PAUSES[1])
+
+    def _lasts(self, error: Exception) -> bool:
+        """Whether the same would fail again. Object stores say EINVAL also of what was damaged on its way."""
+        lasting = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+        if isinstance(error, (*lasting, ImportError, ValueError)):
+            return True
+        number = error.errno if isinstance(error, OSError) else None
+        return number in LASTING or (number == errno.EINVAL and self.local is not None)
 
 
 def _info(fs: Any, path: str) -> dict[str, Any]:
@@ -208,14 +214,6 @@ def _info(fs: Any, path: str) -> dict[str, Any]:
         return dict(fs.info(path))
     except (FileNotFoundError, NotADirectoryError):
         return {}
-
-
-def _lasts(error: Exception) -> bool:
-    """Whether the same would fail again."""
-    lasting = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
-    if isinstance(error, (*lasting, ImportError, ValueError)):
-        return True
-    return isinstance(error, OSError) and error.errno in LASTING
 
 
 def _as_os_error(error: Exception, url: str) -> OSError:

@@ -39,7 +39,8 @@ def find_all(path: Location) -> list[Location]:
         if (path / manifest.NAME).exists():
             return [path]
     except OSError as error:
-        raise CheckpointError(f"cannot look into {path}: {error.strerror}") from None
+        what = f"cannot look into {path}: {error.strerror}"
+        raise CheckpointError(what, mend="its name, who may read it, the network") from None
     for folder in (path / "checkpoints", path):
         if found := complete(folder):
             return [stored.path for stored in reversed(found)]

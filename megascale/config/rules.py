@@ -397,7 +397,10 @@ def file_system(c: Any) -> Iterator[Finding]:
         if key == "resume" and text.startswith(FOREIGN):
             continue  # a path
         protocol, separator, place = (text or "").partition("://")
-        if separator and place and protocol != "memory":
+        if separator and "::" in protocol:
+            mend = "the last URL of the chain"
+            yield Finding(f"checkpoint.{key}", f"{text} is a chain of file systems, which ranks do not share", mend)
+        elif separator and place and protocol != "memory":
             try:
                 fsspec.get_filesystem_class(protocol)
             except (ImportError, ValueError) as error:

@@ -132,6 +132,10 @@ class SlowDown(Exception):
     [
         (SlowDown("please"), True),
         (TimeoutError(errno.ETIMEDOUT, "timed out"), True),
+        (KeyError("Body"), True),
+        (AttributeError("the session is closed"), True),
+        (TypeError("no length"), True),
+        (OSError(errno.EINVAL, "BadDigest"), True),
         (OSError(errno.ENOSPC, "No space left on device"), False),
         (PermissionError("denied"), False),
     ],

@@ -218,6 +218,11 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ("file_system", {"checkpoint__dir": "s3://"}, {"checkpoint.dir": "'s3://' is no path and no URL"}),
     ("file_system", {"checkpoint__dir": "file:/tmp"}, {"checkpoint.dir": "'file:/tmp' is no path and no URL"}),
     ("file_system", {"checkpoint__dir": "memory://x"}, {"checkpoint.dir": "memory://x is seen by one process alone"}),
+    (
+        "file_system",
+        {"checkpoint__dir": "simplecache::s3://a/b"},
+        {"checkpoint.dir": "simplecache::s3://a/b is a chain of file systems"},
+    ),
     ("file_system", {"checkpoint__dir": "none://x"}, {"checkpoint.dir": "none: Protocol not known: none"}),
 ]
 
