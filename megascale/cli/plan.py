@@ -28,7 +28,7 @@ from megascale.plan import failures, plot, profiles, report
 from megascale.plan.layouts import VARIED
 from megascale.plan.profiles import Hardware, Stack
 from megascale.plan.report import Plan
-from megascale.plan.search import Found, search
+from megascale.plan.search import Found, enough, search
 from megascale.plan.timeline import events
 
 SURE = 0.98
@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
             smallest = report.plan(found.smallest.config, hardware, stack) if found.smallest else None
             least = report.as_json(smallest, [], options.tokens, _lost(options, smallest)) if smallest else {}
             print(json.dumps({**least, "fits": False, "search": report.search_json(found)}))
-        print(report.nothing_fits(options.gpus, found, hardware), file=sys.stderr)
+        print(_what_fits(options, found, _config(options, None), hardware, stack), file=sys.stderr)
         return Exit.CONFIG
     plan = report.plan(found.best[0].config if found else _config(options, options.gpus), hardware, stack)
     if options.exact and stack.shards_weights:
@@ -100,8 +100,15 @@ def run(options: argparse.Namespace) -> int:
     if plan.fits:
         return Exit.OK
     fitting = _search(options, plan.config, hardware, stack)
-    print(f"{report.too_large(plan)}; {report.nothing_fits(plan.config.world, fitting, hardware)}", file=sys.stderr)
+    print(f"{report.too_large(plan)}; {_what_fits(options, fitting, plan.config, hardware, stack)}", file=sys.stderr)
     return Exit.CONFIG
+
+
+def _what_fits(options: argparse.Namespace, found: Found, config: RunConfig, hardware: Hardware, stack: Stack) -> str:
+    """Another layout, or another number of devices, in a line."""
+    devices = options.gpus or config.world
+    larger = enough(config, devices, hardware, stack, SURE, _fixed(options)) if found.smallest else None
+    return report.nothing_fits(devices, found, larger, hardware)
 
 
 def _make_room(path: Path | None) -> None:
@@ -149,10 +156,14 @@ def _swept(options: argparse.Namespace) -> list[RunConfig]:
 
 def _search(options: argparse.Namespace, config: RunConfig, hardware: Hardware, stack: Stack) -> Found:
     """The fastest layouts; keys that the command line sets stay as they are."""
-    settings = dict(text.replace(" ", "").split("=", 1) for text in options.overrides)
-    fixed = {key for key, value in settings.items() if key in VARIED and value != "auto"}
     devices = options.gpus or config.world
-    return search(config, devices, hardware, stack, int(SURE * hardware.room(devices)), fixed)
+    return search(config, devices, hardware, stack, int(SURE * hardware.room(devices)), _fixed(options))
+
+
+def _fixed(options: argparse.Namespace) -> set[str]:
+    """What of a layout the command line sets."""
+    settings = dict(text.replace(" ", "").split("=", 1) for text in options.overrides)
+    return {key for key, value in settings.items() if key in VARIED and value != "auto"}
 
 
 def _exact(config: RunConfig, expected: list[int]) -> dict[str, Any]:

@@ -166,10 +166,11 @@ class Model:
         activation = self.work.whole / p.tp
         hops = 0.0 if p.sp or p.tp == 1 else self.work.gather()  # each rank has sent its part
         apart = self.stack.shards_weights
+        still = 0.0 if self.hides.pp else self.stack.attained.message_s
         return Times(
             {place: pair.forward.total for place, pair in self.pairs.items()},
             {place: pair.backward.total for place, pair in self.pairs.items()},
-            between.message(activation),
+            between.message(activation) + still,
             hops,
             {} if apart else {place: self._reduce(place) for place in self.places},
             {} if apart or not p.zero else {place: self._gather(place) for place in self.places},

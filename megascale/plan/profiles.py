@@ -181,6 +181,7 @@ class Cost(Section):
     slowdown: Positive = Field(1.0, description="of all compute, over the hardware's attained")
     passes: Positive = Field(1.2, description="of element-wise operations over memory, of those of fused ones")
     step_s: NotNegative = Field(0.1, description="seconds of a step that are nothing else")
+    message_s: NotNegative = Field(0.0, description="seconds that all stands still for a message that is not hidden")
 
 
 class Found(Section):

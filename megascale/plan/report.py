@@ -16,7 +16,7 @@ from megascale.plan.failures import Losses
 from megascale.plan.memory import RankBytes, rank_bytes
 from megascale.plan.params import parameter_count
 from megascale.plan.profiles import Hardware, Stack
-from megascale.plan.search import Found
+from megascale.plan.search import Found, Smallest
 
 WORDS = {
     "gemm": "matrix products",
@@ -240,8 +240,8 @@ def too_large(plan: Plan) -> str:
     )
 
 
-def nothing_fits(devices: int, found: Found, hardware: Hardware) -> str:
-    """What would fit, or what is missing, in a line."""
+def nothing_fits(devices: int, found: Found, enough: Smallest | None, hardware: Hardware) -> str:
+    """What would fit, or what is missing, in a line. `enough`: what fits more devices, where nothing fits so many."""
     if found.best:
         best = found.best[0]
         return f"{spread(best.config)}, micro-batch {best.layout.micro}, recompute {best.layout.recompute} would fit"
@@ -251,7 +251,7 @@ def nothing_fits(devices: int, found: Found, hardware: Hardware) -> str:
     return (
         f"no layout on {devices} x {hardware.name} fits: the least is {format_bytes(small.memory.total)} of "
         f"{format_bytes(hardware.room(devices))}, with {spread(small.config)}, recompute {small.layout.recompute}: "
-        "more devices, or a smaller model"
+        + (f"{enough.config.world} would do, {spread(enough.config)}" if enough else "more devices, or a smaller model")
     )
 
 

@@ -26,6 +26,9 @@ from megascale.plan.steps import Steps
 KEPT = 10
 """Layouts that are returned, unless asked otherwise."""
 
+DOUBLED = 6
+"""How often the number of devices is doubled to see what would fit."""
+
 
 @dataclass(frozen=True)
 class Counts:
@@ -77,9 +80,24 @@ def search(
     inside = [tp for tp in tps if hardware.node.devices % tp == 0]
     bound = _Search(space, hardware, stack, room, kept)
     found = bound.among(inside)
-    if not found.best and inside != tps and "parallel.tp" not in fixed:
-        found = bound.among(tps)
-    return found if found.best else replace(found, smallest=bound.smallest())
+    if found.best or inside == tps or "parallel.tp" in fixed:
+        return found if found.best else replace(found, smallest=bound.smallest(inside))
+    found = bound.among(tps)
+    return found if found.best else replace(found, smallest=bound.smallest(tps))
+
+
+def enough(
+    config: RunConfig, devices: int, hardware: Hardware, stack: Stack, share: float, fixed: Collection[str] = ()
+) -> Smallest | None:
+    """The smallest layout, with tp inside a node, of the first of 2, 4, 8 ... times as many devices that some layout
+    fits; it may fill a `share` of a device's room.
+    """
+    for count in (devices << doubled for doubled in range(1, DOUBLED + 1)):
+        inside = [tp for tp in divisors(count, config.model.num_heads) if hardware.node.devices % tp == 0]
+        found = _Search(Space(config, count, frozenset(fixed)), hardware, stack, 0, 0).smallest(inside)
+        if found and found.memory.total <= share * hardware.room(count):
+            return found
+    return None
 
 
 class _Ranked(NamedTuple):
@@ -112,14 +130,13 @@ class _Search:
         self._shards_weights = stack.shards_weights
         self._first_rank = partial(first_rank, shards_weights=stack.shards_weights)
         self._fullest_rank = partial(fullest_rank, shards_weights=stack.shards_weights)
-        self._tps: Collection[int] = ()
         self._best: list[_Ranked] = []
         self._memory: dict[Layout, RankBytes] = {}
         self._illegal = self._large = self._simulated = 0
 
     def among(self, tps: Collection[int]) -> Found:
         """The best with one of these tp."""
-        self._tps, self._best = tps, []
+        self._best = []
         self._illegal = self._large = self._simulated = legal = 0
         queue = list[_Waiting]()
         for layout in self._space.layouts(tps):
@@ -142,11 +159,11 @@ class _Search:
         counts = Counts(legal, self._large, legal - self._large - self._simulated, self._simulated)
         return Found(tuple(self._candidates()), counts)
 
-    def smallest(self) -> Smallest | None:
-        """That which needs least memory, with the tp that were last asked for."""
+    def smallest(self, tps: Collection[int]) -> Smallest | None:
+        """That which needs least memory, with one of these tp."""
         queue = [
             _Waiting(self._floors.memory(each), 0, each)
-            for layout in self._space.layouts(self._tps)
+            for layout in self._space.layouts(tps)
             for each in self._sharded(layout)
         ]
         heapq.heapify(queue)

@@ -116,6 +116,7 @@ def test_where_nothing_fits_machines_are_told_the_least(capsys: pytest.CaptureFi
     found = json.loads(out)
     assert set(found) >= KEYS and found["fits"] is False and found["search"]["best"] == []
     assert found["memory_bytes"]["total"] > found["room_bytes"] and "no layout on 8 x a100-40g fits" in err
+    assert "64 would do, tp 8 sp x pp 8 x dp 1" in err
 
 
 def test_a_sweep_is_in_order_or_says_what_is_impossible(capsys: pytest.CaptureFixture[str]) -> None:

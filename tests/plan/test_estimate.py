@@ -53,6 +53,19 @@ def test_what_saves_time_saves_time() -> None:
     assert of(stack=profiles.stack("megatron-2023")).step_s > base
 
 
+def test_a_stack_that_stops_for_its_messages_takes_longer() -> None:
+    """Each rank sends as many as it has forwards and backwards of chunks that have a neighbour."""
+    shown = STACK.model_copy(update={"hides": STACK.hides.model_copy(update={"pp": False})})
+    stops = shown.model_copy(update={"attained": shown.attained.model_copy(update={"message_s": 1e-3})})
+    base, found = of(stack=shown), of(stack=stops)
+    config = load(CONFIG, ["batch.global=256"], world=512)
+    messages = 2 * config.micro_batches * config.parallel.vpp
+    assert found.step_s - base.step_s == pytest.approx(messages * 1e-3, rel=0.3)
+    assert found.causes["pp"] - base.causes["pp"] == pytest.approx(found.step_s - base.step_s)
+    hidden = STACK.model_copy(update={"attained": STACK.attained.model_copy(update={"message_s": 1e-3})})
+    assert of(stack=hidden).step_s == of().step_s
+
+
 @pytest.mark.parametrize("block", ["serial", "parallel"])
 def test_a_blocks_result_is_not_computed_again(block: str) -> None:
     """By this trainer: of the products of a forward, those that form it."""

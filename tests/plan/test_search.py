@@ -14,7 +14,7 @@ from megascale.plan.candidate import lost
 from megascale.plan.estimate import estimate
 from megascale.plan.layouts import Layout, Space
 from megascale.plan.memory import fullest_rank
-from megascale.plan.search import Found, search
+from megascale.plan.search import Found, enough, search
 
 H100, A100 = profiles.hardware("h100"), profiles.hardware("a100-80g")
 STACK = profiles.stack("megascale")
@@ -101,6 +101,16 @@ def test_where_nothing_fits_the_smallest_is_told() -> None:
     assert found.smallest.layout.tp == 16 > A100.node.devices
     again = search(config, 16, A100, STACK, found.smallest.memory.total, fixed)
     assert [one.layout for one in again.best] == [found.smallest.layout]
+
+
+def test_the_next_number_of_devices_that_would_do() -> None:
+    config = load(LARGE, ["batch.global=16"])
+    found = enough(config, 8, A100, STACK, 1.0)
+    assert found is not None and found.memory.total <= A100.device.room
+    count = found.config.world
+    assert count > 16 and search(config, count, A100, STACK, A100.device.room).best
+    assert not search(config, count // 2, A100, STACK, A100.device.room).best
+    assert enough(config, 8, A100, STACK, 1e-4) is None
 
 
 def test_the_smallest_is_the_smallest() -> None:

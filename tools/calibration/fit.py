@@ -1,15 +1,16 @@
 """A few named efficiencies, fitted on rows by least squares of the logarithms of predicted over measured seconds.
 
-Each efficiency has a usual value, which it keeps where no row speaks against it: to leave it by its spread costs as
-much as one row that is off by ERROR. A source of n rows weighs as much as sqrt(n) rows, those kept `aside`
-nothing. `left_out` holds each source against what the others say. Profiles that extend another share its efficiencies.
+The errors of a source's rows have a part in common, for its clocks and its conventions, of SHARED; the rest is each
+row's own and as large as the source's rows scatter: how they differ from each other says more than where they all
+stand. Of what is their own n rows say as much as sqrt(n) would, for they are alike. Each efficiency has a usual value,
+from which to go by its spread costs as much as an error of one standard deviation. `left_out` holds each source against
+what the others say. Profiles that extend another share its efficiencies.
 """
 
 from __future__ import annotations
 
 import math
 import tomllib
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,14 +30,27 @@ Key = tuple[str, str, str]
 
 Values = Mapping[Key, float]
 
-ERROR = 0.05
-"""Of a row, to which spreads are compared."""
+SHARED = 0.05
+"""Standard deviation of the error that a source's rows have in common."""
+
+LEAST = 0.015
+"""Of the error that is a row's own, however well a source's rows agree: step times are printed with 3 or 4 digits, and
+the model is no better.
+"""
 
 ROBUST = 2.0
-"""Rows that are off by more errors than this weigh less: as much as their distance, not its square."""
+"""Rows that stand further from their source's middle than this, in standard deviations, weigh less: as much as their
+distance, not its square.
+"""
 
 ROUNDS = 3
 """Linearisations (Gauss-Newton)."""
+
+SOLVES = 20
+"""Steps, each half of the way, to weights and values that agree."""
+
+DEVIATION = 1.4826
+"""Standard deviations that a normal distribution's median distance from its middle stands for."""
 
 NUDGE = 0.25
 """Spreads by which a value is moved to see what it does."""
@@ -55,18 +69,19 @@ class Efficiency:
 
     def value(self, x: float) -> float:
         """Of x spreads."""
-        return min(self.high, max(self.low, self.usual + self.spread * x))
+        return min(self.high, max(self.low, self.usual + self.spread * round(x, 6)))
 
 
 EFFICIENCIES = (
     Efficiency("hardware", "gemm", 0.72, 0.10, 0.3, 0.95),
-    Efficiency("hardware", "memory", 0.75, 0.15, 0.3, 1.0),
+    Efficiency("hardware", "memory", 0.75, 0.08, 0.3, 1.0),
     Efficiency("hardware", "link", 0.70, 0.15, 0.2, 1.0),
-    Efficiency("hardware", "network", 0.70, 0.15, 0.1, 1.0),
+    Efficiency("hardware", "network", 0.70, 0.08, 0.1, 1.0),
     Efficiency("hardware", "hiding", 0.75, 0.15, 0.2, 1.0),
-    Efficiency("stacks", "slowdown", 1.0, 0.1, 0.7, 2.0),
+    Efficiency("stacks", "slowdown", 1.0, 0.13, 0.7, 2.0),
     Efficiency("stacks", "passes", 1.2, 0.4, 0.5, 6.0),
     Efficiency("stacks", "step_s", 0.1, 1.0, 0.0, 5.0),
+    Efficiency("stacks", "message_s", 0.0, 0.0004, 0.0, 0.01),
 )
 
 
@@ -121,9 +136,13 @@ class Fit:
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows, self.known = rows, Profiles(rows)
-        counts = Counter(row.source for row in rows if not row.aside)
-        self._weights = np.array([0.0 if row.aside else counts[row.source] ** -0.25 for row in rows])
+        sources = [row.source for row in rows]
+        self._sources = [np.flatnonzero(np.array(sources) == source) for source in sorted(set(sources))]
         self._x = np.zeros(len(self.known.keys))
+        self._low, self._high = (
+            np.array([(end(e) - e.usual) / e.spread for _, e in self.known.keys])
+            for end in (lambda e: e.low, lambda e: e.high)
+        )
         for _ in range(ROUNDS):
             self._linearise()
             self._x = self._solved(np.ones(len(rows), dtype=bool))
@@ -159,18 +178,35 @@ class Fit:
                     self._slopes[n, column] = (self._error(row, moved) - self._errors[n]) / NUDGE
 
     def _error(self, row: Row, values: Values) -> float:
-        return math.log(self.known.predicted(row, values) / row.step_s) / ERROR
+        return math.log(self.known.predicted(row, values) / row.step_s)
 
     def _solved(self, chosen: np.ndarray) -> np.ndarray:
         """The values that are best for the chosen rows, if errors were linear."""
         x = self._x
-        for _ in range(10):
+        for _ in range(SOLVES):
             errors = self._errors + self._slopes @ (x - self._x)
-            weights = self._weights * chosen / np.sqrt(np.maximum(1.0, np.abs(errors) / ROBUST))
-            left = np.vstack([weights[:, None] * self._slopes, np.eye(len(x))])
-            right = np.concatenate([weights * (self._slopes @ self._x - self._errors), np.zeros(len(x))])
-            x = np.linalg.lstsq(left, right, rcond=None)[0]
+            left, right = [np.eye(len(x))], [np.zeros(len(x))]
+            for rows in (of[chosen[of]] for of in self._sources):
+                if len(rows):
+                    white = whitening(errors[rows])
+                    left.append(white @ self._slopes[rows])
+                    right.append(white @ (self._slopes[rows] @ self._x - self._errors[rows]))
+            found = np.linalg.lstsq(np.vstack(left), np.concatenate(right), rcond=None)[0]
+            x = np.clip((x + found) / 2, self._low, self._high)
         return x
+
+
+def whitening(errors: np.ndarray) -> np.ndarray:
+    """A matrix that gives the errors of a source's rows deviations of one that are independent: the inverse root of
+    D + SHARED^2, where D is the diagonal of their own variances.
+    """
+    away = np.abs(errors - np.median(errors))
+    far = 3 * DEVIATION * float(np.median(away))
+    scatter = max(LEAST, float(np.mean(np.minimum(away, far) ** 2)) ** 0.5)
+    weights = len(errors) ** -0.25 / (scatter * np.sqrt(np.maximum(1.0, away / (ROBUST * scatter))))
+    total = float(weights @ weights)
+    common = np.outer(weights, weights**2) / total  # the direction in which all rows move alike
+    return np.diag(weights) - (1 - 1 / math.sqrt(1 + SHARED**2 * total)) * common
 
 
 def mean_error(rows: Iterable[Row], predictions: Mapping[int, float]) -> float:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from calibration import ablation
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.run import RunConfig
 
@@ -35,11 +34,6 @@ class Row:
     def step(self) -> int | None:
         """Which row of MegaScale's ablation it is."""
         return int(self.stack.removeprefix(ABLATION)) if self.stack.startswith(ABLATION) else None
-
-    @property
-    def aside(self) -> bool:
-        """Whether it is kept to check the fit: the steps of MegaScale's ablation from its first stack to its last."""
-        return self.step is not None and 1 < self.step < len(ablation.STEPS) - 1
 
     @property
     def stacks(self) -> tuple[str, ...]:
