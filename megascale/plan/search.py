@@ -76,13 +76,13 @@ def search(
     tp stays inside a node, whose links it needs, if any layout fits so.
     """
     space = Space(config, devices, frozenset(fixed))
-    tps = divisors(devices, config.model.num_heads)
-    inside = [tp for tp in tps if hardware.node.devices % tp == 0]
+    anywhere = divisors(devices, config.model.num_heads)
+    tps = [tp for tp in anywhere if hardware.node.devices % tp == 0]
     bound = _Search(space, hardware, stack, room, kept)
-    found = bound.among(inside)
-    if found.best or inside == tps or "parallel.tp" in fixed:
-        return found if found.best else replace(found, smallest=bound.smallest(inside))
     found = bound.among(tps)
+    if not found.best and tps != anywhere and "parallel.tp" not in fixed:
+        tps = anywhere
+        found = bound.among(tps)
     return found if found.best else replace(found, smallest=bound.smallest(tps))
 
 

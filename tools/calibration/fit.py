@@ -139,10 +139,8 @@ class Fit:
         sources = [row.source for row in rows]
         self._sources = [np.flatnonzero(np.array(sources) == source) for source in sorted(set(sources))]
         self._x = np.zeros(len(self.known.keys))
-        self._low, self._high = (
-            np.array([(end(e) - e.usual) / e.spread for _, e in self.known.keys])
-            for end in (lambda e: e.low, lambda e: e.high)
-        )
+        self._low = np.array([(e.low - e.usual) / e.spread for _, e in self.known.keys])
+        self._high = np.array([(e.high - e.usual) / e.spread for _, e in self.known.keys])
         for _ in range(ROUNDS):
             self._linearise()
             self._x = self._solved(np.ones(len(rows), dtype=bool))
@@ -201,7 +199,7 @@ def whitening(errors: np.ndarray) -> np.ndarray:
     D + SHARED^2, where D is the diagonal of their own variances.
     """
     away = np.abs(errors - np.median(errors))
-    far = 3 * DEVIATION * float(np.median(away))
+    far = 3 * DEVIATION * float(np.median(away))  # what stands further says no more of the others
     scatter = max(LEAST, float(np.mean(np.minimum(away, far) ** 2)) ** 0.5)
     weights = len(errors) ** -0.25 / (scatter * np.sqrt(np.maximum(1.0, away / (ROBUST * scatter))))
     total = float(weights @ weights)
