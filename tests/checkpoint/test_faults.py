@@ -58,7 +58,7 @@ def test_kill_9_while_saving_and_resume(tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 def test_kill_9_at_fifty_moments_of_saving_and_resume_each_time(tmp_path: Path) -> None:
     """Fifty that end the run; of those that it survives some more between them."""
-    counts = dict.fromkeys(ENDS, 10) | {"writer": 8, "writers": 4}
+    counts = dict.fromkeys(ENDS, 10) | {"writer": 12, "writers": 6}  # five of them before they can have written all
     strikes = [(victim, number % 4 == 0) for victim, count in counts.items() for number in range(count)]
     random.Random(1).shuffle(strikes)
     struck = survives(tmp_path, strikes, seed=1, parallel__dp=2)
