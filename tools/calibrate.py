@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Fit the efficiencies of configs/hardware and configs/stacks on the rows of tools/calibration, and write them there,
-with their errors by source and by kind of parallelism into docs/planning.md.
+"""Fit the efficiencies of configs/hardware and configs/stacks on the rows of tools/calibration, but for the doubtful
+ones, and write them there, with their errors by source and by kind of parallelism into docs/planning.md.
 
 `--check` writes nothing: it says how far the profiles, as they are, are off.
 """
@@ -41,17 +41,16 @@ def main() -> None:
         "--check", action="store_true", help="fit nothing, print the errors of the profiles as they are"
     )
     options = parser.parse_args()
-    rows = list(read(options.rows))
+    rows = [row for row in read(options.rows) if row.trusted]
     if options.check:
         known = Profiles(rows)
         found = {row.line: known.predicted(row, {}) for row in rows}
         print("\n".join(errors(rows, {"profiles": found})))
         return
     began = time.monotonic()
-    trusted = [row for row in rows if row.trusted]
-    fit = Fit(trusted)
-    fitted = {row.line: fit.known.predicted(row, fit.values) for row in trusted}
-    page = list(report(trusted, fit, fitted, fit.left_out()))
+    fit = Fit(rows)
+    fitted = {row.line: fit.known.predicted(row, fit.values) for row in rows}
+    page = list(report(rows, fit, fitted, fit.left_out()))
     for kind in ("hardware", "stacks"):
         write_profiles(kind, fit.values)
     write_page("\n".join(page))

@@ -88,7 +88,8 @@ def run(options: argparse.Namespace) -> int:
             print(json.dumps({**least, "fits": False, "search": report.search_json(found)}))
         print(_what_fits(options, found, _config(options, None), hardware, stack), file=sys.stderr)
         return Exit.CONFIG
-    plan = report.plan(found.best[0].config if found else _config(options, options.gpus), hardware, stack)
+    config = found.best[0].config if found else _config(options, options.gpus)
+    plan = report.plan(config, hardware, stack, spans=options.timeline is not None)
     if options.exact and stack.shards_weights:
         own = f"{stack.name} shards weights, which this trainer does not"
         raise ConfigError([Problem("command line", "--exact", own, "plan without it: formulas know both")])

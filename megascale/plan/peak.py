@@ -62,8 +62,9 @@ def peak_bytes(config: RunConfig, pp_rank: int, order: Order, activations: Activ
 
     def see(working: int, kept: int) -> None:
         nonlocal most
-        if kept + rooms.total + working + always > most.total:
-            most = PeakBytes(kept, rooms.total, working + always)
+        beside = working + always  # less than nothing where more was released than is worked with
+        if kept + rooms.total + beside > most.total:
+            most = PeakBytes(kept + min(0, beside), rooms.total, max(0, beside))
 
     for action, messages in zip(order, _awaited(config, pp_rank, order), strict=True):
         chunk, index = chunks[action.chunk], layout.index(pp_rank, action.chunk)

@@ -24,6 +24,7 @@ from megascale.plan.own import THIS, own_profile
 
 Positive = Annotated[float, Field(gt=0)]
 Rate = Annotated[float, Field(ge=1e6)]
+Format = Annotated[str, Field(pattern="^(fp64|fp32|tf32|fp16|bf16|fp8)$")]
 """A second, of bytes or FLOPs: no number of GB/s or TFLOP/s."""
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -81,10 +82,10 @@ class Device(Section):
     reserve: Annotated[int, Whole] = Field(
         3 * 2**30, ge=0, description="bytes that the driver, communication and fragments take"
     )
-    bandwidth: Positive = Field(description="of its memory, bytes/s")
+    bandwidth: Rate = Field(description="of its memory, bytes/s")
     units: Count = Field(description="multiprocessors: tiles of a matrix product that are worked on at once")
     accelerator: Annotated[str, AfterValidator(_known)] | None = Field(None, description="by name, of plan/hardware.py")
-    peak: dict[str, Rate] = Field({}, description="FLOP/s by format, where they are not the accelerator's")
+    peak: dict[Format, Rate] = Field({}, description="FLOP/s by format, where they are not the accelerator's")
     clock: Share = Field(1.0, description="of the clock at which the peak is stated, where power is limited")
     attention: dict[Kernel, Reached] = Field({}, description="what kernels reach of the 16-bit peak")
     measured: dict[str, Measured] = Field({}, description="of a processor, by format")
@@ -290,14 +291,14 @@ def _load(name: str, folder: str, profile: type[Profile]) -> Profile:
 
 
 def _problem(source: Source, profile: type[Section], detail: ErrorDetails) -> Problem:
-    *tables, name = map(str, detail["loc"]) if detail["loc"] else [""]
+    *tables, name = [str(part) for part in detail["loc"] if part != "[key]"] or [""]
     key, fields = ".".join([*tables, name]).strip("."), _fields(profile, tables)
     if detail["type"] == "extra_forbidden":
         close = nearest(name, fields)
         mend = f"did you mean '{close}'?" if close else f"one of {', '.join(fields)}"
         return Problem(source.place(key), key, "there is no such key", mend)
     if detail["type"] == "missing" or isinstance(detail["input"], dict):
-        found = detail["msg"]
+        found = detail["msg"].removeprefix("Value error, ")
     else:
         found = f"{detail['input']!r}: {detail['msg']}"
     mend = (fields[name].description if name in fields else "") or "docs/planning.md has the keys"

@@ -17,6 +17,7 @@ from megascale.plan.memory import RankBytes, rank_bytes
 from megascale.plan.params import parameter_count
 from megascale.plan.profiles import Hardware, Stack
 from megascale.plan.search import Found, Smallest
+from megascale.plan.steps import Steps
 
 WORDS = {
     "gemm": "matrix products",
@@ -78,10 +79,11 @@ class Plan:
         return self.memory["total"] <= self.room
 
 
-def plan(config: RunConfig, hardware: Hardware, stack: Stack) -> Plan:
-    """Of a resolved configuration."""
+def plan(config: RunConfig, hardware: Hardware, stack: Stack, *, spans: bool = False) -> Plan:
+    """Of a resolved configuration. `spans`: with all that happens in a step, however many micro-batches it has."""
     ranks = rank_bytes(config, shards_weights=stack.shards_weights)
-    return Plan(config, hardware, stack, estimate(config, hardware, stack), ranks)
+    found = estimate(config, hardware, stack) if spans else Steps(hardware, stack).estimate(config)
+    return Plan(config, hardware, stack, found, ranks)
 
 
 def with_exact(plan: Plan, exact: Mapping[str, Any]) -> Plan:

@@ -100,6 +100,11 @@ def enough(
     return None
 
 
+def _kept_by(layout: Layout) -> tuple[int, int]:
+    """Orders layouts that differ in these alone by how much is kept for backwards."""
+    return ("full", "selective", "none").index(layout.recompute), layout.micro
+
+
 class _Ranked(NamedTuple):
     """A layout that fits; they compare as they are ranked."""
 
@@ -160,11 +165,15 @@ class _Search:
         return Found(tuple(self._candidates()), counts)
 
     def smallest(self, tps: Collection[int]) -> Smallest | None:
-        """That which needs least memory, with one of these tp."""
+        """That which needs least memory, with one of these tp, of those that keep least: smallest micro-batches, and as
+        much computed again as may be.
+        """
+        lean: dict[Layout, Layout] = {}
+        for layout in self._space.layouts(tps):
+            kind = layout._replace(micro=1, recompute="")
+            lean[kind] = min(lean.get(kind, layout), layout, key=_kept_by)
         queue = [
-            _Waiting(self._floors.memory(each), 0, each)
-            for layout in self._space.layouts(tps)
-            for each in self._sharded(layout)
+            _Waiting(self._floors.memory(each), 0, each) for layout in lean.values() for each in self._sharded(layout)
         ]
         heapq.heapify(queue)
         best: tuple[int, Layout] | None = None

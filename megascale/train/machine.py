@@ -205,7 +205,7 @@ def machine_of(
     cores = len(os.sched_getaffinity(0))
     collectives, messages = links.way(timed, links.COLLECTIVES), links.way(timed, ["message"])
     tree = {
-        "device": {"memory": memory // cores, "reserve": 0, "bandwidth": 1.0, "units": 1, "measured": {}},
+        "device": {"memory": memory // cores, "reserve": 0, "bandwidth": 1e9, "units": 1, "measured": {}},
         "node": {"devices": RANKS, "cores": cores, **vars(collectives), "message": vars(messages)},
         "network": vars(messages),  # between machines like this one nothing was measured
         "attained": {"gemm": 1.0, "memory": 1.0, "link": 1.0, "network": 1.0},
@@ -281,7 +281,9 @@ def _add_steps(machine: Machine, name: str, steps: Sequence[Sample], *, first: b
     device, step_s = machine.tree["device"], machine.tree["stack"]["attained"]["step_s"]
     found = device["measured"][name]
     found |= {"elementwise": 1.0, "layer_s": 0.0}  # a byte a second: the planner's seconds are bytes
-    hardware = Hardware.model_validate(machine.tree | {"device": device | {"bandwidth": 1.0}})
+    hardware = Hardware.model_validate(machine.tree | {"device": device})
+    slow = hardware.device.model_copy(update={"bandwidth": 1.0})
+    hardware = hardware.model_copy(update={"device": slow})
     stack, samples = profiles.stack_on(hardware, "megascale"), []
     for case, step in zip(CASES, steps, strict=True):
         config = _config(case, name, "")

@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.run import RunConfig
 from megascale.plan.memory import rank_bytes, representative, state_bytes
+from megascale.plan.report import memory
 from megascale.schedule.ir import Kind, Order
 from tests.plan.jobs import jobs
+
+RELEASES = RunConfig.model_validate(
+    {
+        "name": "releases more than it works with when its gradients are summed",
+        "model": {
+            "num_layers": 3, "hidden_size": 576, "num_heads": 6, "num_kv_heads": 2, "ffn_size": 512, "vocab_size": 4784,
+            "seq_length": 128, "norm": "rmsnorm", "activation": "swiglu", "position": "learned", "bias": True,
+            "tie_embeddings": False, "block": "parallel",
+        },
+        "parallel": {"tp": 2, "sp": True, "pp": 2, "dp": 3, "zero": 2},
+        "overlap": {"pp": False, "bucket_bytes": 4 << 20},
+        "batch": {"micro": 1, "global": 3},
+        "train": {"steps": 10, "precision": "fp64", "recompute": "selective", "recompute_ops": ["attention"]},
+        "optimizer": {"lr": 1e-3},
+        "data": {"mock": True},
+    }
+).resolve(12)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES.names() if not SCHEDULES[name].facts["piles"]])
@@ -35,6 +53,16 @@ def test_sharded_weights_are_divided_but_for_two_units(config: RunConfig) -> Non
         assert 0 < held.gathered <= all.weights and 0 < held.peak.gradients <= all.gradients
         assert held.total == own.lasting + held.peak.total + held.gathered
         assert held.peak.kept == rank_bytes(whole)[rank].peak.kept
+
+
+@settings(max_examples=50, suppress_health_check=list(HealthCheck))
+@given(jobs())
+@example(RELEASES)
+def test_no_kind_is_less_than_nothing(config: RunConfig) -> None:
+    for rank in rank_bytes(config):
+        kinds = memory(rank)
+        assert min(kinds.values()) >= 0 and min(vars(rank.peak).values()) >= 0
+        assert sum(kinds.values()) == 2 * kinds["total"] == 2 * rank.total
 
 
 def alive(order: Order, v: int) -> set[tuple[int, ...]]:

@@ -56,6 +56,17 @@ def test_mistakes_are_said_with_their_place(tmp_path: Path) -> None:
         assert part in text
 
 
+def test_rates_in_other_units_and_unknown_formats_are_said(tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    base = profiles.path_of("hardware", "h100").resolve()
+    path.write_text(f'extends = "{base}"\n[device]\nbandwidth = 3350\npeak = {{ bf17 = 1e15 }}\n')
+    with pytest.raises(ConfigError) as caught:
+        profiles.hardware(str(path))
+    text = str(caught.value)
+    assert f"{path}:3  device.bandwidth: 3350: Input should be greater than or equal to 1000000" in text
+    assert f"{path}:4  device.peak.bf17: 'bf17': String should match pattern" in text
+
+
 def test_bytes_may_be_written_short(tmp_path: Path) -> None:
     path = tmp_path / "own.toml"
     path.write_text(f'extends = "{profiles.path_of("hardware", "h100").resolve()}"\n[device]\nmemory = 90e9\n')
