@@ -13,9 +13,9 @@ from megascale.plan.report import memory
 from megascale.schedule.ir import Kind, Order
 from tests.plan.jobs import jobs
 
-RELEASES = RunConfig.model_validate(
+RELEASES = RunConfig.model_validate(  # more than it works with, when its gradients are summed
     {
-        "name": "releases more than it works with when its gradients are summed",
+        "name": "releases",
         "model": {
             "num_layers": 3, "hidden_size": 576, "num_heads": 6, "num_kv_heads": 2, "ffn_size": 512, "vocab_size": 4784,
             "seq_length": 128, "norm": "rmsnorm", "activation": "swiglu", "position": "learned", "bias": True,
