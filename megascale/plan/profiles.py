@@ -24,8 +24,8 @@ from megascale.plan.own import THIS, own_profile
 
 Positive = Annotated[float, Field(gt=0)]
 Rate = Annotated[float, Field(ge=1e6)]
-Format = Annotated[str, Field(pattern="^(fp64|fp32|tf32|fp16|bf16|fp8)$")]
 """A second, of bytes or FLOPs: no number of GB/s or TFLOP/s."""
+Format = Annotated[str, Field(pattern="^(fp64|fp32|tf32|fp16|bf16|fp8)$")]
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 NAMES = {accelerator.name: accelerator for accelerator in ACCELERATORS}

@@ -77,7 +77,7 @@ def search(
     """
     space = Space(config, devices, frozenset(fixed))
     anywhere = divisors(devices, config.model.num_heads)
-    tps = [tp for tp in anywhere if hardware.node.devices % tp == 0]
+    tps = _inside(anywhere, hardware)
     bound = _Search(space, hardware, stack, room, kept)
     found = bound.among(tps)
     if not found.best and tps != anywhere and "parallel.tp" not in fixed:
@@ -93,11 +93,16 @@ def enough(
     fits; it may fill a `share` of a device's room.
     """
     for count in (devices << doubled for doubled in range(1, DOUBLED + 1)):
-        inside = [tp for tp in divisors(count, config.model.num_heads) if hardware.node.devices % tp == 0]
-        found = _Search(Space(config, count, frozenset(fixed)), hardware, stack, 0, 0).smallest(inside)
+        tps = _inside(divisors(count, config.model.num_heads), hardware)
+        found = _Search(Space(config, count, frozenset(fixed)), hardware, stack, 0, 0).smallest(tps)
         if found and found.memory.total <= share * hardware.room(count):
             return found
     return None
+
+
+def _inside(tps: Collection[int], hardware: Hardware) -> list[int]:
+    """Those tp whose groups lie in one node."""
+    return [tp for tp in tps if hardware.node.devices % tp == 0]
 
 
 def _kept_by(layout: Layout) -> tuple[int, int]:

@@ -75,6 +75,9 @@ CASES = (
 CROWDED = Case(4, 256, 704, 256, 512, 2, 16)
 """What ranks that share cores train, in tp 2 and pp 2; the batch of each rank of data parallelism."""
 
+UNKNOWN = 1e9
+"""Of the device's memory, bytes/s, until the first format's steps have said it."""
+
 HEAD = 32
 ROUNDS = 5
 WARM_UP = 1
@@ -205,7 +208,7 @@ def machine_of(
     cores = len(os.sched_getaffinity(0))
     collectives, messages = links.way(timed, links.COLLECTIVES), links.way(timed, ["message"])
     tree = {
-        "device": {"memory": memory // cores, "reserve": 0, "bandwidth": 1e9, "units": 1, "measured": {}},
+        "device": {"memory": memory // cores, "reserve": 0, "bandwidth": UNKNOWN, "units": 1, "measured": {}},
         "node": {"devices": RANKS, "cores": cores, **vars(collectives), "message": vars(messages)},
         "network": vars(messages),  # between machines like this one nothing was measured
         "attained": {"gemm": 1.0, "memory": 1.0, "link": 1.0, "network": 1.0},
