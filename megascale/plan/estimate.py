@@ -147,7 +147,7 @@ class Model:
 
     def turns(self) -> float:
         """Seconds in which ranks that share cores have all had their turns: who waits leaves its core to another, and
-        has it back some time after what it waited for is there.
+        has it back with caches that the other has filled.
         """
         if self.crowd == 1:
             return 0.0

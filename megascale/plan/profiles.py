@@ -138,7 +138,7 @@ class Node(Link):
     devices: Count = Field(8, description="in a node")
     cores: int = Field(0, ge=0, description="that compute, where devices are processes; 0: each is one of its own")
     turn_s: NotNegative = Field(
-        0.0, description="seconds that a rank waits after a communication for each other rank that shares its core"
+        0.0, description="seconds that a communication costs a rank for each other rank that shares its core"
     )
     message: Link | None = Field(None, description="from one rank to another, where collectives go another way")
 

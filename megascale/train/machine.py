@@ -2,9 +2,9 @@
 
 Products, attention and links are measured by themselves, by as many ranks at once as there are cores. What a step does
 besides (element-wise operations, Python between them, the optimizer) is measured in steps of the trainer itself, of
-small models: the planner says what their products and their attention take, and least squares divide the rest. How
-long a rank waits for its turn on a core that it shares is what a job of twice as many ranks takes longer than the
-planner says without it.
+small models: the planner says what their products and their attention take, and least squares divide the rest. What
+turns on a shared core cost is what a job of twice as many ranks takes longer than the planner says without them, at the
+speed that the machine has just then: between its steps, ranks with a core each take steps that the planner knows.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megascale.plan import profiles
 from megascale.plan.estimate import estimate
 from megascale.plan.profiles import Hardware
 from megascale.plan.traffic import calls
-from megascale.train.build import build, mesh_of
+from megascale.train.build import Run, build, mesh_of
 from megascale.train.gc import ScheduledCollection
 from megascale.train.step import train_step
 from megascale.train.stop import Stop
@@ -75,11 +75,15 @@ CASES = (
 CROWDED = Case(4, 256, 704, 256, 512, 2, 16)
 """What ranks that share cores train, in tp 2 and pp 2; the batch of each rank of data parallelism."""
 
+APART = CROWDED._replace(total=4)
+"""What as many of them as there are cores train between its steps, each by itself."""
+
 UNKNOWN = 1e9
 """Of the device's memory, bytes/s, until the first format's steps have said it."""
 
 HEAD = 32
 ROUNDS = 5
+CROWDED_ROUNDS = 10
 WARM_UP = 1
 
 ERROR = 0.3
@@ -103,10 +107,11 @@ class Samples:
 
 @dataclass(frozen=True)
 class Crowd:
-    """Seconds of steps of CROWDED with so many ranks, more than there are cores."""
+    """Seconds of steps of CROWDED with so many ranks, more than there are cores, and of those of APART between them."""
 
     ranks: int
     seconds: tuple[float, ...]
+    apart: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -141,21 +146,24 @@ class Machine:
 
 
 def crowded(device: Device, rank: Rank) -> Crowd:
-    """Train with all ranks of a job that was brought together, several on a core."""
+    """Train with all ranks of a job that was brought together, several on a core; between steps, with one on each."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         config = _crowded_config(rank.world, folder)
         run = build(config, mesh_of(config, rank, device), device, Stop())
-    seconds = []
+        apart = build(_config(APART, FORMATS[0], folder), single(), device, Stop())
+    everyone, seconds, own = run.mesh.world, [], []
     with ScheduledCollection():
-        for _ in range(WARM_UP + ROUNDS):
-            barrier(run.mesh.world)
+        for _ in range(WARM_UP + CROWDED_ROUNDS):
+            barrier(everyone)
             start = time.perf_counter()
-            train_step(run, run.train.batch(run.progress.samples))
-            run.mesh.recorder.settle()
-            barrier(run.mesh.world)
+            _step(run)
+            barrier(everyone)
             seconds.append(time.perf_counter() - start)
-    return Crowd(rank.world, tuple(seconds[WARM_UP:]))
+            if rank.rank < _cores():
+                own.append(_own_seconds(apart))
+    found = [each for some in gather_objects(everyone, own[WARM_UP:]) for each in some]
+    return Crowd(rank.world, tuple(seconds[WARM_UP:]), tuple(found))
 
 
 def _crowded_config(ranks: int, folder: str) -> RunConfig:
@@ -205,7 +213,7 @@ def machine_of(
 
     Raises: MegascaleError if it makes no sense
     """
-    cores = len(os.sched_getaffinity(0))
+    cores = _cores()
     collectives, messages = links.way(timed, links.COLLECTIVES), links.way(timed, ["message"])
     tree = {
         "device": {"memory": memory // cores, "reserve": 0, "bandwidth": UNKNOWN, "units": 1, "measured": {}},
@@ -229,6 +237,10 @@ def machine_of(
     return machine
 
 
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
 def _attention(found: tuple[float, ...]) -> dict[str, float]:
     flop, key, number = found
     flop = 1 / rate(flop)
@@ -239,14 +251,21 @@ def _steps(case: Case, name: str, device: Device) -> list[Sample]:
     """Steps of the trainer, in seconds of this process's time."""
     with tempfile.TemporaryDirectory() as folder:
         run = build(_config(case, name, folder), single(), device, Stop())
-    seconds = []
     with ScheduledCollection():
-        for _ in range(WARM_UP + ROUNDS):
-            start = time.process_time()
-            train_step(run, run.train.batch(run.progress.samples))
-            run.mesh.recorder.settle()
-            seconds.append(time.process_time() - start)
+        seconds = [_own_seconds(run) for _ in range(WARM_UP + ROUNDS)]
     return [Sample((), tuple(seconds[WARM_UP:]))]
+
+
+def _own_seconds(run: Run) -> float:
+    """Of this process's time, that a step takes."""
+    start = time.process_time()
+    _step(run)
+    return time.process_time() - start
+
+
+def _step(run: Run) -> None:
+    train_step(run, run.train.batch(run.progress.samples))
+    run.mesh.recorder.settle()
 
 
 def _config(case: Case, name: str, folder: str, **parallel: int) -> RunConfig:
@@ -259,7 +278,7 @@ def _config(case: Case, name: str, folder: str, **parallel: int) -> RunConfig:
         },
         "parallel": parallel,
         "batch": {"micro": case.micro, "global": case.total},
-        "train": {"steps": WARM_UP + ROUNDS, "precision": name},
+        "train": {"steps": WARM_UP + CROWDED_ROUNDS, "precision": name},
         "optimizer": {"lr": 1e-3},
         "data": {"mock": True},
         "checkpoint": {"every": 0},
@@ -271,10 +290,13 @@ def _config(case: Case, name: str, folder: str, **parallel: int) -> RunConfig:
 def _add_turns(machine: Machine, crowd: Crowd) -> None:
     """What a crowd's steps take longer than its ranks' work on the cores, for each of their communications."""
     hardware, config = Hardware.model_validate(machine.tree), _crowded_config(crowd.ranks, "")
-    said = estimate(config, hardware, profiles.stack_on(hardware, "megascale")).step_s
-    found, others = Sample((), crowd.seconds), hardware.node.ranks_a_core(crowd.ranks) - 1
-    machine.tree["node"]["turn_s"] = max(0.0, found.median - said) / (others * calls(config)) if others else 0.0
+    stack, others = profiles.stack_on(hardware, "megascale"), hardware.node.ranks_a_core(crowd.ranks) - 1
+    found, apart = Sample((), crowd.seconds), Sample((), crowd.apart)
+    pace = estimate(_config(APART, FORMATS[0], ""), hardware, stack).step_s / apart.median
+    waited = found.median * pace - estimate(config, hardware, stack).step_s
+    machine.tree["node"]["turn_s"] = max(0.0, waited) / (others * calls(config)) if others else 0.0
     machine.quality[f"steps of {crowd.ranks} ranks"] = Quality(0.0, found.ratio)
+    machine.quality["steps between them"] = Quality(abs(1 - pace), apart.ratio)
 
 
 def _add_steps(machine: Machine, name: str, steps: Sequence[Sample], *, first: bool) -> None:

@@ -104,9 +104,13 @@ def test_how_long_ranks_wait_for_their_turn_is_found(monkeypatch: pytest.MonkeyP
         config = machine._crowded_config(ranks, "")
         said, least = (estimate(config, each, stack).step_s for each in (true, patient))
         assert config.world == ranks and said - least == pytest.approx(others * 0.002 * calls(config))
-        found = machine_of(2**33, links_of(), {"fp32": as_measured()}, machine.Crowd(ranks, (said, said, said)))
-        assert found.tree["node"]["turn_s"] == pytest.approx(0.002, rel=0.1)
-    alone = machine_of(2**33, links_of(), {"fp32": as_measured()}, machine.Crowd(2, (9.0,)))
+        apart = estimate(machine._config(machine.APART, "fp32", ""), patient, stack).step_s
+        for pace in (1.0, 1.25):  # of the machine, while these steps ran and others of the profile did not
+            crowd = machine.Crowd(ranks, (pace * said,) * 3, (pace * apart,) * 3)
+            found = machine_of(2**33, links_of(), {"fp32": as_measured()}, crowd)
+            assert found.tree["node"]["turn_s"] == pytest.approx(0.002, rel=0.1)
+            assert found.quality["steps between them"].error == pytest.approx(1 - 1 / pace, abs=0.02)
+    alone = machine_of(2**33, links_of(), {"fp32": as_measured()}, machine.Crowd(2, (9.0,), (apart,)))
     assert alone.tree["node"]["turn_s"] == 0.0  # nobody shares
 
 
@@ -168,13 +172,15 @@ def test_ranks_measure_together() -> None:
 def crowd(rank: Rank) -> machine.Crowd:
     from megascale.device import detect
 
-    vars(machine).update({"ROUNDS": 2, "CROWDED": CASES[0]._replace(layers=2)})
+    small = CASES[0]._replace(layers=2)
+    vars(machine).update({"CROWDED_ROUNDS": 2, "CROWDED": small, "APART": small})
     return machine.crowded(detect(allow_gpu=False), rank)
 
 
 def test_a_crowd_trains() -> None:
     for found in run_world(4, crowd):
         assert found.ranks == 4 and len(found.seconds) == 2 and min(found.seconds) > 0
+        assert len(found.apart) == 2 * min(4, len(os.sched_getaffinity(0))) and min(found.apart) > 0
 
 
 def write_own(monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str) -> int:
@@ -198,7 +204,7 @@ def write_own(monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str) -> int
     monkeypatch.setenv("XDG_CONFIG_HOME", str(folder))
     monkeypatch.setattr(bench_ranks, "_start", start)
     monkeypatch.setattr(bench_ranks, "_work", alone)
-    monkeypatch.setattr(machine, "crowded", lambda _, rank: machine.Crowd(rank.world, (1.0,)))
+    monkeypatch.setattr(machine, "crowded", lambda _, rank: machine.Crowd(rank.world, (1.0,), (1.0,)))
     monkeypatch.setattr(machine, "measure", measure)
     return main(["bench", "profile", *words])
 
