@@ -26,6 +26,9 @@ from megascale.plan.activations import ActivationBytes, activation_bytes
 from megascale.plan.peak import PeakBytes, peak_bytes
 from megascale.schedule.ir import Order
 
+SEEN = 4
+"""Groups of micro-batches, as many as there are stages, after which a schedule does again what it has done."""
+
 
 @dataclass(frozen=True)
 class StateBytes:
@@ -107,7 +110,8 @@ def _orders(config: RunConfig) -> Sequence[Order]:
     p = config.parallel
     assert p.schedule is not None, "a resolved configuration names its schedule"
     card, count = SCHEDULES[p.schedule], config.micro_batches
-    orders: Sequence[Order] = card.load()(p.pp, p.vpp, count if card.facts["piles"] else representative(p.pp, count))
+    count = count if card.facts["piles"] else representative(p.pp, p.vpp, count)
+    orders: Sequence[Order] = card.load()(p.pp, p.vpp, count)
     return orders
 
 
@@ -122,11 +126,19 @@ def _of_rank(config: RunConfig, pp_rank: int, order: Order, shards_weights: bool
     return RankBytes(state, activations, peak, size * sum(_units(config, pp_rank)[:2]))
 
 
-def representative(p: int, count: int) -> int:
-    """As many micro-batches as show the most that is alive at once in `count`, for p stages, where it does not grow
-    with their number: after a group of p for each stage nothing is new, and as many are left over.
+def representative(p: int, v: int, count: int) -> int:
+    """As many micro-batches as show all that is alive at once in `count`, for p stages of v chunks, where it does not
+    grow with their number. With chunks they go in groups (`schedule.interleaved`), larger ones first: after some of a
+    size nothing is new.
     """
-    return min(count, (p + 4) * p + count % p)
+    if v == 1 or count < p:
+        return min(count, SEEN * p)
+    groups = count // p
+    each, larger = divmod(count, groups)
+    if each > p:  # fewer groups than are left over: with others they would not be as long
+        return count
+    larger, others = min(larger, SEEN), min(groups - larger, SEEN)
+    return (larger + others) * p + larger
 
 
 def fullest_rank(config: RunConfig, *, shards_weights: bool = False) -> RankBytes:

@@ -11,6 +11,7 @@ from megascale.config.run import RunConfig
 from megascale.plan.memory import rank_bytes, representative, state_bytes
 from megascale.plan.report import memory
 from megascale.schedule.ir import Kind, Order
+from megascale.schedule.lower import AHEAD
 from tests.plan.jobs import jobs
 
 RELEASES = RunConfig.model_validate(  # more than it works with, when its gradients are summed
@@ -33,10 +34,17 @@ RELEASES = RunConfig.model_validate(  # more than it works with, when its gradie
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES.names() if not SCHEDULES[name].facts["piles"]])
 @given(p=st.integers(1, 8), v=st.integers(1, 4), m=st.integers(1, 150))
+@example(p=7, v=2, m=146)  # six groups are larger than fourteen others
+@example(p=8, v=3, m=71)  # all but one are
 def test_what_is_alive_does_not_grow_with_the_micro_batches(name: str, p: int, v: int, m: int) -> None:
     v = v if SCHEDULES[name].facts["chunks"] else 1
-    few, all = (SCHEDULES[name].load()(p, v, count) for count in (representative(p, m), m))
-    assert [alive(order, v) for order in few] == [alive(order, v) for order in all]
+    few, all = (SCHEDULES[name].load()(p, v, count) for count in (representative(p, v, m), m))
+    assert [situations(order, v) for order in few] == [situations(order, v) for order in all]
+
+
+def test_few_micro_batches_show_what_many_do() -> None:
+    assert representative(105, 1, 10**6) == 420  # by p actions of a rank, of p ranks: in their square
+    assert representative(8, 6, 6144 + 5) == 8 * 8 + 4
 
 
 @settings(max_examples=50, suppress_health_check=list(HealthCheck))
@@ -65,10 +73,10 @@ def test_no_kind_is_less_than_nothing(config: RunConfig) -> None:
         assert sum(kinds.values()) == 2 * kinds["total"] == 2 * rank.total
 
 
-def alive(order: Order, v: int) -> set[tuple[int, ...]]:
-    """Every number of micro-batches of each chunk that are alive at once."""
-    now, found = [0] * v, set()
-    for action in order:
+def situations(order: Order, v: int) -> set[tuple[object, ...]]:
+    """Every number of micro-batches of each chunk that are alive at once, with the actions around."""
+    now, found, kinds = [0] * v, set(), [(action.kind, action.chunk) for action in order]
+    for index, action in enumerate(order):
+        found.add((*now, *kinds[max(0, index - AHEAD) : index + 1 + AHEAD]))
         now[action.chunk] += 1 if action.kind is Kind.F else -1
-        found.add(tuple(now))
     return found
