@@ -28,7 +28,7 @@ from megascale.plan import failures, plot, profiles, report
 from megascale.plan.layouts import VARIED
 from megascale.plan.profiles import Hardware, Stack
 from megascale.plan.report import Plan
-from megascale.plan.search import Found, enough, search
+from megascale.plan.search import KEPT, Found, enough, search
 from megascale.plan.timeline import events
 
 SURE = 0.98
@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
     _print(options, plan, sweep, found)
     if plan.fits:
         return Exit.OK
-    fitting = _search(options, plan.config, hardware, stack)
+    fitting = _search(options, plan.config, hardware, stack, kept=1)
     print(f"{report.too_large(plan)}; {_what_fits(options, fitting, plan.config, hardware, stack)}", file=sys.stderr)
     return Exit.CONFIG
 
@@ -155,10 +155,12 @@ def _swept(options: argparse.Namespace) -> list[RunConfig]:
     return found
 
 
-def _search(options: argparse.Namespace, config: RunConfig, hardware: Hardware, stack: Stack) -> Found:
+def _search(
+    options: argparse.Namespace, config: RunConfig, hardware: Hardware, stack: Stack, kept: int = KEPT
+) -> Found:
     """The fastest layouts; keys that the command line sets stay as they are."""
     devices = options.gpus or config.world
-    return search(config, devices, hardware, stack, int(SURE * hardware.room(devices)), _fixed(options))
+    return search(config, devices, hardware, stack, int(SURE * hardware.room(devices)), _fixed(options), kept)
 
 
 def _fixed(options: argparse.Namespace) -> set[str]:

@@ -22,7 +22,7 @@ from megascale.plan.simulate import Replay, Times, replay
 from megascale.plan.traffic import calls
 from megascale.plan.work import Pair, Seconds, Work
 from megascale.schedule.ir import Schedule
-from megascale.schedule.lower import AHEAD, lower
+from megascale.schedule.lower import lower
 
 Place = tuple[int, int]
 """A pipeline rank and its chunk."""
@@ -69,7 +69,7 @@ class Skeleton:
 
 
 def skeleton(config: RunConfig, stack: Stack) -> Skeleton:
-    """Of a resolved configuration."""
+    """Of a resolved configuration. A replay does nothing at receives."""
     p, shards = config.parallel, config.dp * config.parallel.cp
     assert p.schedule is not None, "a resolved configuration names its schedule"
     numbers = {
@@ -78,8 +78,7 @@ def skeleton(config: RunConfig, stack: Stack) -> Skeleton:
         for chunk, cut in enumerate(chunk_buckets(config, rank))
     }
     compute = SCHEDULES[p.schedule].load()(p.pp, p.vpp, config.micro_batches)
-    ahead = AHEAD if stack.hides.pp and config.overlap.pp else 0
-    return Skeleton(numbers, lower(compute, p.vpp, ahead=ahead, reduce_each=reduces_each(config, stack)))
+    return Skeleton(numbers, lower(compute, p.vpp, ahead=None, reduce_each=reduces_each(config, stack)))
 
 
 def reduces_each(config: RunConfig, stack: Stack) -> bool:

@@ -24,6 +24,7 @@ from megascale.layout.chunks import chunk_buckets, eight_bit_weights, unit
 from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, Parameter
 from megascale.plan.activations import ActivationBytes, activation_bytes
 from megascale.plan.peak import PeakBytes, peak_bytes
+from megascale.schedule.interleaved import groups_of
 from megascale.schedule.ir import Order
 
 SEEN = 4
@@ -128,17 +129,11 @@ def _of_rank(config: RunConfig, pp_rank: int, order: Order, shards_weights: bool
 
 def representative(p: int, v: int, count: int) -> int:
     """As many micro-batches as show all that is alive at once in `count`, for p stages of v chunks, where it does not
-    grow with their number. With chunks they go in groups (`schedule.interleaved`), larger ones first: after some of a
-    size nothing is new.
+    grow with their number. With chunks they go in groups: after some of a size nothing is new.
     """
-    if v == 1 or count < p:
+    if v == 1:
         return min(count, SEEN * p)
-    groups = count // p
-    each, larger = divmod(count, groups)
-    if each > p:  # fewer groups than are left over: with others they would not be as long
-        return count
-    larger, others = min(larger, SEEN), min(groups - larger, SEEN)
-    return (larger + others) * p + larger
+    return sum(min(groups.number, SEEN) * groups.size for groups in groups_of(p, count))
 
 
 def fullest_rank(config: RunConfig, *, shards_weights: bool = False) -> RankBytes:

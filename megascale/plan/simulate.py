@@ -106,7 +106,7 @@ class _Rank:
     def advance(self, arrived: dict[tuple[Kind, int, int], float]) -> bool:
         """Do all that can be done; whether there was something."""
         first = self._at
-        while not self.done and self._do(self._order[self._at], arrived):
+        while self._at < len(self._order) and self._do(self._order[self._at], arrived):
             self._at += 1
         return self._at > first
 

@@ -12,17 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megascale.plan.estimate import Place
 from megascale.plan.profiles import Hides
 from megascale.plan.simulate import Replay, Times, replay
+from megascale.schedule.interleaved import Groups, groups_of
 from megascale.schedule.ir import Kind, Schedule
 
 ENDS = 8
 """Groups that fill a pipeline, and drain it, and a few: they are always replayed."""
 
-STEPS = (4, 16, 64)
-"""Groups by which the replays differ, of which a further one's time is found; more where fewer are not exact."""
+STEPS = (1, 4, 16, 64)
+"""Groups after which actions come again, of which a further group's time is found; more where fewer are not exact."""
 
 EXACT = 1e-3
 """The part of a step's time by which the answer may be off."""
@@ -45,88 +47,71 @@ class Repeating:
             few = few_for(self.p, self.m, step)
             if few is None:
                 break
-            found = {count: replay(self.schedule(count), v, times, hides) for count in few.weights}
-            joined = _joined(found, few.weights)
-            if uncertainty(found[max(found)], few, hides) <= EXACT * joined.last:
-                return joined
+            found = replay(self.schedule(few.micro_batches), v, times, hides)
+            least, most = further(found, few, hides)
+            if most - least <= EXACT * (found.last + least):
+                return self._longer(found, few, (least + most) / 2, v, times, hides)
         return replay(self.schedule(self.m), v, times, hides)
 
+    def _longer(self, found: Replay, few: Few, by: float, v: int, times: Times, hides: Hides) -> Replay:
+        """`found` with what the other groups take, and their reductions, where those come one by one at the end."""
+        others = self.m - few.micro_batches if self.reduce_each and not hides.dp else 0
+        end, reduced = list(found.end), list(found.reduced)
+        for rank in range(self.p):
+            reduces = sum(times.reduce.get((rank, chunk), 0.0) for chunk in range(v))
+            end[rank] += by + others * reduces
+            reduced[rank] += by + others * reduces if reduces else 0.0
+        return Replay(end, reduced)
 
-@dataclass(frozen=True)
-class Run:
-    """Groups of one size, one after another: `first` groups come before."""
 
-    first: int
-    count: int
-    size: int
+class Run(NamedTuple):
+    """Groups of one size that are replayed, and how many more there are."""
+
+    groups: Groups
+    left: int
 
 
 @dataclass(frozen=True)
 class Few:
-    """Steps that stand for one of many micro-batches: `weights`: the part that each has in it, by the number of their
-    micro-batches. `groups`: of the largest; `longer`: by how many times `step` groups each of these runs is.
-    """
+    """Groups that stand for many: actions come again `step` groups later."""
 
-    weights: dict[int, float]
-    groups: tuple[Run, ...]
-    longer: tuple[float, ...]
+    runs: tuple[Run, ...]
     step: int
+
+    @property
+    def micro_batches(self) -> int:
+        return sum(run.groups.number * run.groups.size for run in self.runs)
 
 
 def few_for(p: int, m: int, step: int) -> Few | None:
-    """Steps of p stages that stand for m micro-batches, with runs of groups that differ by `step`; None if together
-    they had as many micro-batches.
-    """
-    groups, longer, weights = list[Run](), list[float](), dict[int, float]()
-    for run in runs_of(p, m):
-        count = min(run.count, ENDS + step + (run.count - ENDS) % step)
-        groups.append(Run(sum(each.count for each in groups), count, run.size))
-        longer.append((run.count - count) / step)
-    most = sum(run.count * run.size for run in groups)
-    weights[most] = 1.0 + sum(longer)
-    for run, times in zip(groups, longer, strict=True):
-        if times:
-            fewer = most - step * run.size
-            weights[fewer] = weights.get(fewer, 0.0) - times
-    return Few(weights, tuple(groups), tuple(longer), step) if sum(weights) < m else None
+    """Groups of p stages that stand for m micro-batches; None if they are all."""
+    runs = list[Run]()
+    for groups in groups_of(p, m):
+        number = min(groups.number, ENDS + step + (groups.number - ENDS) % step)
+        runs.append(Run(groups._replace(number=number), groups.number - number))
+    return Few(tuple(runs), step) if any(run.left for run in runs) else None
 
 
-def runs_of(p: int, m: int) -> list[Run]:
-    """The groups of m micro-batches in p stages, the larger ones first."""
-    count = max(1, m // p)
-    size, larger = divmod(m, count)
-    return [Run(0, larger, size + 1), Run(larger, count - larger, size)]
-
-
-def uncertainty(found: Replay, few: Few, hides: Hides) -> float:
-    """Seconds by which the step that `few` stand for may be off. `found`: of the largest of them."""
+def further(found: Replay, few: Few, hides: Hides) -> tuple[float, float]:
+    """Seconds that the groups take that are left, at least and at most. `found`: of the others."""
     streams = {Kind.SEND_F, Kind.SEND_B, *([Kind.REDUCE] if hides.dp else [])}  # others come one by one, at the end
-    done = {
-        (span.rank, span.action): span.end
-        for span in found.spans
-        if span.row == "compute" or span.action.kind in streams
-    }
-    group = [run.first + each // run.size for run in few.groups for each in range(run.count * run.size)]
-    off = 0.0
-    for run, times in zip(few.groups, few.longer, strict=True):
-        if times:
-            end, by = run.first + run.count, few.step * run.size
-            later = []
-            for (rank, action), at in done.items():
-                last = end - group[action.microbatch]
-                before = rank, action._replace(microbatch=action.microbatch - by)
-                # what the drain does not reach yet, nor the filling: backwards come two groups behind
-                if before in done and last in ((2, 3, 4) if action.kind in (Kind.F, Kind.SEND_F) else (4, 5, 6)):
-                    later.append(at - done[before])
-            off += times * (max(later) - min(later))
-    return off
-
-
-def _joined(found: Mapping[int, Replay], weights: Mapping[int, float]) -> Replay:
-    """Each rank's times, summed with the weights."""
-
-    def of(times: Callable[[Replay], list[float]]) -> list[float]:
-        parts = [[weight * at for at in times(found[count])] for count, weight in weights.items()]
-        return [sum(rank) for rank in zip(*parts, strict=True)]
-
-    return Replay(of(lambda replay: replay.end), of(lambda replay: replay.reduced))
+    least, most, after = 0.0, 0.0, 0  # micro-batches of a run and those before it
+    for (number, size), left in few.runs:
+        after += number * size
+        if not left:
+            continue
+        by, later = few.step * size, []
+        done = {
+            (span.rank, span.action): span.end
+            for span in found.spans
+            if after - 6 * size - by <= span.action.microbatch < after - size
+            if span.row == "compute" or span.action.kind in streams
+        }
+        for (rank, action), at in done.items():
+            # what the drain does not reach yet, nor the filling: backwards come two groups behind
+            last = 2 if action.kind in (Kind.F, Kind.SEND_F) else 4
+            if after - (last + 2) * size <= action.microbatch < after - (last - 1) * size:
+                later.append(at - done[rank, action._replace(microbatch=action.microbatch - by)])
+        least += min(later) * left / few.step
+        most += max(later) * left / few.step
+    return least, most

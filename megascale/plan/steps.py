@@ -65,5 +65,4 @@ class Steps:
 
 
 def _lowered(name: str, p: int, v: int, reduce_each: bool, count: int) -> Schedule:
-    """Receives may stand anywhere, for a replay does nothing at them."""
-    return lower(SCHEDULES[name].load()(p, v, count), v, ahead=0, reduce_each=reduce_each)
+    return lower(SCHEDULES[name].load()(p, v, count), v, ahead=None, reduce_each=reduce_each)

@@ -7,6 +7,10 @@ not divide their number, some groups are larger, so any number can be run.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
 from megascale.schedule.ir import Schedule, backward, forward
 from megascale.schedule.one_f_one_b import alternate
 
@@ -15,7 +19,7 @@ def interleaved_1f1b(p: int, v: int, m: int) -> Schedule:
     """Orders of p ranks with v chunks each, for m micro-batches. Bubble (p - 1) / (v m) of the work where p divides
     m.
     """
-    groups = _groups(p, m)
+    groups = _runs(groups_of(p, m))
     forwards = [forward(chunk, i) for group in groups for chunk in range(v) for i in group]
     backwards = [backward(chunk, i) for group in groups for chunk in reversed(range(v)) for i in group]
     # The first backward of the last rank follows the first forward of its last chunk; ranks before it need two more
@@ -25,17 +29,26 @@ def interleaved_1f1b(p: int, v: int, m: int) -> Schedule:
     return [alternate(forwards, backwards, first + hops * (p - rank - 1)) for rank in range(p)]
 
 
-def _groups(p: int, m: int) -> list[range]:
-    """Micro-batches 0 to m in runs as equal as can be, none shorter than p unless m is.
+class Groups(NamedTuple):
+    """Some of one size, one after another."""
 
-    A run shorter than p would come back to rank 0 for its next chunk before it has left the last rank: ranks would wait
-    for each other for ever in the steady phase.
+    number: int
+    size: int
+
+
+def groups_of(p: int, m: int) -> tuple[Groups, Groups]:
+    """Micro-batches 0 to m in groups as equal as can be, none smaller than p unless m is: the larger ones, then the
+    others.
+
+    A group smaller than p would come back to rank 0 for its next chunk before it has left the last rank: ranks would
+    wait for each other for ever in the steady phase.
     """
-    count = max(1, m // p)
-    each, extra = divmod(m, count)
-    groups, start = [], 0
-    for index in range(count):
-        stop = start + each + (index < extra)
-        groups.append(range(start, stop))
-        start = stop
-    return groups
+    number = max(1, m // p)
+    size, larger = divmod(m, number)
+    return Groups(larger, size + 1), Groups(number - larger, size)
+
+
+def _runs(groups: Iterable[Groups]) -> list[range]:
+    """The micro-batches of each."""
+    ends = list(accumulate(size for number, size in groups for _ in range(number)))
+    return [range(start, end) for start, end in pairwise([0, *ends])]

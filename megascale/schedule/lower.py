@@ -19,10 +19,13 @@ Message = tuple[Kind, int, int]  # F or B, the virtual stage that consumes it, m
 Channels = dict[tuple[int, int], dict[Message, int]]  # by sender and receiver the messages, numbered as they are sent
 
 
-def lower(compute: Schedule, v: int, *, ahead: int = 1, training: bool = True, reduce_each: bool = False) -> Schedule:
+def lower(
+    compute: Schedule, v: int, *, ahead: int | None = 1, training: bool = True, reduce_each: bool = False
+) -> Schedule:
     """Add communication to a compute schedule of p ranks with v chunks each.
 
-    `ahead`: compute actions by which a receive is posted before the one that needs it (0: directly before).
+    `ahead`: compute actions by which a receive is posted before the one that needs it (0: directly before; None: no
+    receives).
     `training`: add REDUCE after the last backward of a chunk, or after each backward if `reduce_each`.
     """
     p = len(compute)
@@ -51,12 +54,12 @@ def _lower_rank(
     sends: list[list[Message | None]],
     channels: Channels,
     v: int,
-    ahead: int,
+    ahead: int | None,
     training: bool,
     reduce_each: bool,
 ) -> Order:
     p, order = len(compute), compute[rank]
-    posts = _receive_posts(rank, p, v, order, channels, ahead)
+    posts = [[] for _ in order] if ahead is None else _receive_posts(rank, p, v, order, channels, ahead)
     last_backward = {a.chunk: a.microbatch for a in order if a.kind is Kind.B}
     gathered: set[int] = set()
     lowered: Order = []
