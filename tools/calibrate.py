@@ -43,19 +43,23 @@ def main() -> None:
     options = parser.parse_args()
     rows = [row for row in read(options.rows) if row.trusted]
     if options.check:
-        known = Profiles(rows)
-        found = {row.line: known.predicted(row, {}) for row in rows}
-        print("\n".join(errors(rows, {"profiles": found})))
+        print("\n".join(errors(rows, {"profiles": as_written(rows)})))
         return
     began = time.monotonic()
     fit = Fit(rows)
-    fitted = {row.line: fit.known.predicted(row, fit.values) for row in rows}
-    page = list(report(rows, fit, fitted, fit.left_out()))
+    left_out = fit.left_out()
     for kind in ("hardware", "stacks"):
         write_profiles(kind, fit.values)
+    page = list(report(rows, fit, as_written(rows), left_out))
     write_page("\n".join(page))
     print("\n".join(page))
     print(f"{time.monotonic() - began:.0f} s")
+
+
+def as_written(rows: Sequence[Row]) -> dict[int, float]:
+    """Seconds by the profiles that are there."""
+    known = Profiles(rows)
+    return {row.line: known.predicted(row, {}) for row in rows}
 
 
 def write_profiles(kind: str, values: Values) -> None:

@@ -77,22 +77,22 @@ def run(options: argparse.Namespace) -> int:
         options.refuse("--search needs --gpus")
     for path in (options.output, options.timeline, options.plot):
         _make_room(path)
+    if options.plot and options.plot.suffix != ".png":
+        raise ConfigError([Problem("command line", f"--plot {options.plot}", "a PNG is drawn", "end it in .png")])
     swept = _swept(options)
     hardware = profiles.hardware(options.hardware)
     stack = profiles.stack_on(hardware, options.stack)
+    _check_own(options, stack)
     found = _search(options, _config(options, None), hardware, stack) if options.search else None
     if found and not found.best:
         if options.json:
             smallest = report.plan(found.smallest.config, hardware, stack) if found.smallest else None
             least = report.as_json(smallest, [], options.tokens, _lost(options, smallest)) if smallest else {}
-            print(json.dumps({**least, "fits": False, "search": report.search_json(found)}))
+            print(json.dumps({**least, "fits": False, "search": report.search_json(found, stack)}))
         print(_what_fits(options, found, _config(options, None), hardware, stack), file=sys.stderr)
         return Exit.CONFIG
     config = found.best[0].config if found else _config(options, options.gpus)
     plan = report.plan(config, hardware, stack, spans=options.timeline is not None)
-    if options.exact and stack.shards_weights:
-        own = f"{stack.name} shards weights, which this trainer does not"
-        raise ConfigError([Problem("command line", "--exact", own, "plan without it: formulas know both")])
     if options.exact:
         plan = report.with_exact(plan, _exact(plan.config, plan.memory_by_stage))
     sweep = [report.plan(config, hardware, stack) for config in swept]
@@ -107,9 +107,22 @@ def run(options: argparse.Namespace) -> int:
 
 def _what_fits(options: argparse.Namespace, found: Found, config: RunConfig, hardware: Hardware, stack: Stack) -> str:
     """Another layout, or another number of devices, in a line."""
-    devices = options.gpus or config.world
-    larger = enough(config, devices, hardware, stack, SURE, _fixed(options)) if found.smallest else None
-    return report.nothing_fits(devices, found, larger, hardware)
+    devices, fixed = options.gpus or config.world, _fixed(options)
+    larger = enough(config, devices, hardware, stack, SURE, fixed) if found.smallest else None
+    return report.nothing_fits(devices, found, larger, _room(hardware, devices), hardware, fixed)
+
+
+def _room(hardware: Hardware, devices: int) -> int:
+    """Bytes of a device that a search fills."""
+    return int(SURE * hardware.room(devices))
+
+
+def _check_own(options: argparse.Namespace, stack: Stack) -> None:
+    """Raises: ConfigError for what is this trainer's alone, with a stack that does other things."""
+    for name, asked in (("--exact", options.exact), ("--output", options.output)):
+        if asked and stack.shards_weights:
+            own = f"{stack.name} shards weights, which this trainer does not"
+            raise ConfigError([Problem("command line", name, own, "plan without it: formulas know both")])
 
 
 def _make_room(path: Path | None) -> None:
@@ -160,13 +173,13 @@ def _search(
 ) -> Found:
     """The fastest layouts; keys that the command line sets stay as they are."""
     devices = options.gpus or config.world
-    return search(config, devices, hardware, stack, int(SURE * hardware.room(devices)), _fixed(options), kept)
+    return search(config, devices, hardware, stack, _room(hardware, devices), _fixed(options), kept)
 
 
-def _fixed(options: argparse.Namespace) -> set[str]:
+def _fixed(options: argparse.Namespace) -> list[str]:
     """What of a layout the command line sets."""
     settings = dict(text.replace(" ", "").split("=", 1) for text in options.overrides)
-    return {key for key, value in settings.items() if key in VARIED and value != "auto"}
+    return [key for key in VARIED if settings.get(key, "auto") != "auto"]
 
 
 def _exact(config: RunConfig, expected: list[int]) -> dict[str, Any]:
@@ -201,7 +214,7 @@ def _write_timeline(path: Path, plan: Plan) -> None:
 def _print(options: argparse.Namespace, plan: Plan, sweep: list[Plan], found: Found | None) -> None:
     lost = _lost(options, plan)
     if options.json:
-        searched = {"search": report.search_json(found)} if found else {}
+        searched = {"search": report.search_json(found, plan.stack)} if found else {}
         print(json.dumps({**report.as_json(plan, sweep, options.tokens, lost), **searched}))
         return
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)

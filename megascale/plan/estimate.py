@@ -117,6 +117,8 @@ class Model:
     def __init__(self, config: RunConfig, hardware: Hardware, stack: Stack, known: Known) -> None:
         p, overlap = config.parallel, config.overlap
         facts = PRECISIONS[config.train.precision].facts
+        if config.model.dropout:  # this trainer forms all scores then, which memory counts
+            stack = stack.model_copy(update={"attention": "unfused"})
         self.config, self.hardware, self.stack = config, hardware, stack
         self.format = FORMATS[config.train.precision]
         self.kernels = Kernels(hardware, stack, self.format, facts["compute_bytes"])

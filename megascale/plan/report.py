@@ -13,6 +13,7 @@ from megascale.config.run import RunConfig
 from megascale.core.units import format_bytes, format_count, format_duration
 from megascale.plan.estimate import Estimate, estimate
 from megascale.plan.failures import Losses
+from megascale.plan.layouts import Layout
 from megascale.plan.memory import RankBytes, rank_bytes
 from megascale.plan.params import parameter_count
 from megascale.plan.profiles import Hardware, Stack
@@ -36,6 +37,9 @@ WORDS = {
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
 """What memory is for."""
+
+FIXED = 0.1
+"""The share of a step from which its fixed time is told."""
 
 LEAST = 0.0005
 """Shares of a step that are less are not shown."""
@@ -91,8 +95,8 @@ def with_exact(plan: Plan, exact: Mapping[str, Any]) -> Plan:
     return dataclasses.replace(plan, exact=exact)
 
 
-def layout(config: RunConfig) -> dict[str, Any]:
-    """The keys that a layout is made of."""
+def layout(config: RunConfig, stack: Stack) -> dict[str, Any]:
+    """The keys that a layout is made of; with a stack that shards weights, zero is 3."""
     p = config.parallel
     return {
         "tp": p.tp,
@@ -100,7 +104,7 @@ def layout(config: RunConfig) -> dict[str, Any]:
         "pp": p.pp,
         "vpp": p.vpp,
         "dp": config.dp,
-        "zero": p.zero,
+        "zero": 3 if stack.shards_weights else p.zero,
         "schedule": p.schedule,
         "micro": config.batch.micro,
         "global": config.batch.total,
@@ -142,7 +146,7 @@ def as_json(plan: Plan, sweep: Sequence[Plan], tokens: float | None, lost: Losse
         "stack": plan.stack.name,
         "gpus": config.world,
         "parameters": parameter_count(config.model),
-        "layout": layout(config),
+        "layout": layout(config, plan.stack),
         "fits": plan.fits,
         "room_bytes": plan.room,
         "memory_bytes": dict(plan.memory),
@@ -152,15 +156,18 @@ def as_json(plan: Plan, sweep: Sequence[Plan], tokens: float | None, lost: Losse
         "bubble": e.bubble,
         "exposed_s": e.exposed,
         "causes_s": e.causes,
+        "notes": notes(plan),
         "failures": {"mean_s": lost.mean_s, "checkpoint_every_s": lost.every_s, "lost": lost.share},
     }
     if tokens:
         seconds = tokens / e.tokens_per_s
+        longer = None if lost.share == 1 else lost.stretched(seconds)
         found["job"] = {
             "tokens": tokens,
             "days": seconds / 86400,
             "gpu_hours": seconds * config.world / 3600,
-            "days_with_failures": None if lost.share == 1 else lost.stretched(seconds) / 86400,
+            "days_with_failures": None if longer is None else longer / 86400,
+            "gpu_hours_with_failures": None if longer is None else longer * config.world / 3600,
         }
     if plan.exact:
         found["exact"] = {key: plan.exact[key] for key in ("exact_stages", "ranks")}
@@ -168,7 +175,7 @@ def as_json(plan: Plan, sweep: Sequence[Plan], tokens: float | None, lost: Losse
         found["sweep"] = [
             {
                 "gpus": each.config.world,
-                "layout": layout(each.config),
+                "layout": layout(each.config, each.stack),
                 "fits": each.fits,
                 "memory_bytes": each.memory["total"],
                 **_speed(each.estimate, each.config.world),
@@ -199,16 +206,36 @@ def tables(plan: Plan, sweep: Sequence[Plan], tokens: float | None, lost: Losses
         f"step {e.step_s:.4g} s, {format_count(e.tokens_per_s)} tokens/s, {e.tokens_per_s / config.world:,.0f} a "
         f"device, MFU {e.mfu_full:.1%} full {e.mfu_causal:.1%} causal"
     )
-    if config.train.precision == "bf16" and not plan.hardware.device.multiplies("bf16"):
-        yield f"{plan.hardware.name} multiplies no bf16: planned as fp16"
     yield _memory_line(plan)
     yield causes_table(e)
+    yield from notes(plan)
     if plan.exact:
         yield exact_table(plan.exact)
     if tokens:
         yield _job_line(plan, tokens, lost)
     if sweep:
         yield sweep_table(sweep)
+
+
+def notes(plan: Plan) -> list[str]:
+    """What should be known of a plan before it is believed, a line each."""
+    config, hardware, stack, e = plan.config, plan.hardware, plan.stack, plan.estimate
+    found = []
+    if config.train.precision == "bf16" and not hardware.device.multiplies("bf16"):
+        found.append(f"{hardware.name} multiplies no bf16: planned as fp16")
+    for kind, profile in (("hardware", hardware), ("stack", stack)):
+        if "attained" not in profile.model_fields_set:
+            found.append(f"{kind} {profile.name}: no steps were fitted, what it attains of its rates is a usual value")
+    if hardware.stack is None and e.causes["other"] >= FIXED * e.step_s:
+        found.append(
+            f"{e.causes['other'] / e.step_s:.0%} of the step is a fixed time, which was fitted to longer steps with "
+            f"{stack.name}: of short ones it may be much less"
+        )
+    if config.model.dropout:
+        found.append("attention with dropout forms all scores, as this trainer does: planned so in time and memory")
+    elif stack.attention == "unfused":
+        found.append(f"memory is this trainer's: the scores that {stack.name} keeps for backwards come on top")
+    return found
 
 
 def _memory_line(plan: Plan) -> str:
@@ -242,28 +269,40 @@ def too_large(plan: Plan) -> str:
     )
 
 
-def nothing_fits(devices: int, found: Found, enough: Smallest | None, hardware: Hardware) -> str:
-    """What would fit, or what is missing, in a line. `enough`: what fits more devices, where nothing fits so many."""
+def settings(layout: Layout) -> str:
+    """What says so on a command line."""
+    keys = {key: value for key, value in layout.keys.items() if key != "parallel.dp"}
+    return " ".join(f"{key}={str(value).lower()}" for key, value in keys.items())
+
+
+def nothing_fits(
+    devices: int, found: Found, enough: Smallest | None, room: int, hardware: Hardware, fixed: Sequence[str]
+) -> str:
+    """What would fit, or what is missing, in a line. `enough`: what fits more devices, where nothing fits so many;
+    `room`: what the search fills; `fixed`: keys that it leaves as they are.
+    """
     if found.best:
-        best = found.best[0]
-        return f"{spread(best.config)}, micro-batch {best.layout.micro}, recompute {best.layout.recompute} would fit"
+        return f"{settings(found.best[0].layout)} would fit"
+    given = f" with {', '.join(fixed)} as given" if fixed else ""
+    others = f", or other values of {', '.join(fixed)}" if fixed else ""
     if found.smallest is None:
-        return f"no layout on {devices} devices is legal: another number of devices, or another batch.global"
+        return f"no layout on {devices} devices{given} is legal: another number of devices, or batch.global{others}"
     small = found.smallest
+    larger = f"{enough.config.world} devices would do, {settings(enough.layout)}" if enough else "more devices"
+    least = f"{format_bytes(small.memory.total)}, where a search fills {format_bytes(room)}"
     return (
-        f"no layout on {devices} x {hardware.name} fits: the least is {format_bytes(small.memory.total)} of "
-        f"{format_bytes(hardware.room(devices))}, with {spread(small.config)}, recompute {small.layout.recompute}: "
-        + (f"{enough.config.world} would do, {spread(enough.config)}" if enough else "more devices, or a smaller model")
+        f"no layout on {devices} x {hardware.name}{given} fits: the least is {least}, with {settings(small.layout)}: "
+        f"{larger}, or a smaller model{others}"
     )
 
 
-def search_json(found: Found) -> dict[str, Any]:
+def search_json(found: Found, stack: Stack) -> dict[str, Any]:
     """The fastest layouts, and how many there were."""
     return {
         "counts": vars(found.counts),
         "best": [
             {
-                "layout": layout(each.config),
+                "layout": layout(each.config, stack),
                 "memory_bytes": each.memory.total,
                 **_speed(each.estimate, each.config.world),
                 "lost": each.lost,

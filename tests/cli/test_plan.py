@@ -36,7 +36,8 @@ def test_json_has_what_machines_ask_for(capsys: pytest.CaptureFixture[str]) -> N
     assert found["step_time_s"] == pytest.approx(sum(found["causes_s"].values()))
     assert found["tokens_per_s_per_gpu"] * 12288 == pytest.approx(found["tokens_per_s"])
     assert found["job"]["days"] == pytest.approx(300e9 / found["tokens_per_s"] / 86400)
-    assert found["job"]["days_with_failures"] > found["job"]["days"]
+    job = found["job"]
+    assert job["days_with_failures"] / job["days"] == job["gpu_hours_with_failures"] / job["gpu_hours"] > 1
     assert [each["gpus"] for each in found["sweep"]] == [3072, 6144]
     assert found["sweep"][0]["step_time_s"] > found["sweep"][1]["step_time_s"] > found["step_time_s"]
 
@@ -74,6 +75,8 @@ def test_a_picture_is_a_png(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     path = tmp_path / "plan.png"
     answer(capsys, "--plot", str(path), "--sweep", "6144,12288")
     assert path.read_bytes().startswith(b"\x89PNG")
+    assert main([*JOB, "--plot", str(tmp_path / "plan.pdf")]) == 2
+    assert "plan.pdf: a PNG is drawn  -> end it in .png" in capsys.readouterr().err
 
 
 def test_exact_is_a_dry_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -88,13 +91,17 @@ def test_exact_is_a_dry_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert rank["communication"]["tp all_reduce"]["calls"] > 0
 
 
-def test_a_stack_that_shards_weights_needs_less_room(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stack_that_shards_weights_needs_less_room(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     job = ["plan", "configs/gpu/llama3-8b.toml", "--gpus", "64", "--hardware", "h100", "--stack", "torchtitan-2024"]
     own, sharded = answer(capsys, job=job[:-2]), answer(capsys, job=job)
+    assert sharded["layout"]["zero"] == 3 > own["layout"]["zero"]
     assert sharded["fits"] and sharded["memory_bytes"]["total"] < own["memory_bytes"]["total"]
     assert sharded["memory_bytes"]["optimizer"] == own["memory_bytes"]["optimizer"]
     assert main([*job, "--exact"]) == 2
     assert "--exact: torchtitan-2024 shards weights, which this trainer does not" in capsys.readouterr().err
+    output = tmp_path / "best.toml"
+    assert main([*job, "--search", "--output", str(output)]) == 2
+    assert "--output: torchtitan-2024 shards weights" in capsys.readouterr().err and not output.exists()
     assert main([*job, "--search"]) == 0
     first = capsys.readouterr().out.splitlines()[2]
     assert first.split("x dp")[1].split()[2] == "3"
@@ -106,7 +113,7 @@ def test_a_run_that_does_not_fit_ends_with_a_line(capsys: pytest.CaptureFixture[
     assert "does not fit" in out
     assert len(err.splitlines()) == 1
     assert "does not fit" in err
-    assert "no layout on 8 x a100-80g fits" in err
+    assert "no layout on 8 x a100-80g with parallel.pp, parallel.vpp as given fits" in err
 
 
 def test_where_nothing_fits_machines_are_told_the_least(capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,7 +123,20 @@ def test_where_nothing_fits_machines_are_told_the_least(capsys: pytest.CaptureFi
     found = json.loads(out)
     assert set(found) >= KEYS and found["fits"] is False and found["search"]["best"] == []
     assert found["memory_bytes"]["total"] > found["room_bytes"] and "no layout on 8 x a100-40g fits" in err
-    assert "64 would do, tp 8 sp x pp 8 x dp 1" in err
+    larger = err.split("64 devices would do, ")[1].split(", or a smaller model")[0].split()
+    assert set(larger) >= {"parallel.tp=8", "parallel.pp=8", "train.recompute=full"}
+    assert main([*job[:2], "--gpus", "64", *job[4:6], *larger]) == 0
+
+
+def test_what_the_command_line_sets_may_be_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    job = [*LLAMA[:4], "--hardware", "v100", "batch.global=256", "parallel.tp=1", "parallel.pp=1"]
+    assert main(job) == 2
+    err = capsys.readouterr().err
+    assert "no layout on 64 x v100 with parallel.tp, parallel.pp as given fits: the least is " in err
+    assert err.rstrip().endswith("or a smaller model, or other values of parallel.tp, parallel.pp")
+    assert main([*job[:-2], "--search", "parallel.pp=5"]) == 2
+    legal = "no layout on 64 devices with parallel.pp as given is legal: "
+    assert capsys.readouterr().err.startswith(legal)
 
 
 def test_a_sweep_is_in_order_or_says_what_is_impossible(capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,6 +150,29 @@ def test_a_sweep_is_in_order_or_says_what_is_impossible(capsys: pytest.CaptureFi
     assert "batch.global: 256 is not divisible by micro x dp = 1 x 50" in lines[1]
 
 
+def test_what_is_doubtful_is_noted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def notes(*more: str, job: list[str] = LLAMA) -> str:
+        return "\n".join(answer(capsys, *more, job=job)["notes"])
+
+    assert notes(job=JOB) == ""
+    assert notes().startswith("15% of the step is a fixed time, which was fitted to longer steps with megascale")
+    assert "hardware mi250x: no steps were fitted" in notes("--hardware", "mi250x")
+    own = tmp_path / "own.toml"
+    own.write_text('attention = "flash2"\n')
+    assert notes("--stack", str(own)).startswith("stack own: no steps were fitted")
+    assert "the scores that megatron-2021 keeps for backwards" in notes("--stack", "megatron-2021")
+
+
+def test_dropout_forms_scores_in_time_as_in_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    job = [*LLAMA, "model.seq_length=2048", "parallel.tp=8"]
+    without, found = answer(capsys, job=job), answer(capsys, "model.dropout=0.1", job=job)
+    unfused = answer(capsys, "--stack", "megatron-2021", job=job)
+    assert found["memory_bytes"]["activations"] > 1.5 * without["memory_bytes"]["activations"]
+    assert found["causes_s"]["attention"] > 2 * without["causes_s"]["attention"]
+    assert found["causes_s"]["attention"] == pytest.approx(unfused["causes_s"]["attention"], rel=0.2)
+    assert "attention with dropout forms all scores" in "\n".join(found["notes"])
+
+
 def test_bf16_that_a_device_does_not_multiply_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*LLAMA[:4], "--hardware", "v100", "batch.global=256", "train.recompute=full"]) in (0, 2)
     assert "v100 multiplies no bf16: planned as fp16" in capsys.readouterr().out
@@ -140,7 +183,9 @@ def test_bf16_that_a_device_does_not_multiply_is_told(capsys: pytest.CaptureFixt
 def test_what_would_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     job = ["plan", "configs/gpu/llama3-8b.toml", "--gpus", "8", "--hardware", "a100-40g", "batch.global=64"]
     assert main([*job, "parallel.tp=1", "parallel.sp=false"]) == 2
-    assert " would fit" in capsys.readouterr().err
+    found = capsys.readouterr().err.split("; ")[1].removesuffix(" would fit\n").split()
+    assert main([*job, *found]) == 0
+    assert "parallel.tp=" in found[0]
 
 
 @pytest.mark.parametrize(
@@ -203,11 +248,11 @@ def test_a_file_that_cannot_be_written_is_a_line(
     option: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
-    for path in (tmp_path, tmp_path / "file" / "below", Path("/dev/null"), Path("/proc/one")):
+    for path in (tmp_path, tmp_path / "file" / "below", Path("/dev/null"), Path("/proc/one.png")):
         assert main([*LLAMA, option, str(path)]) == 2
         assert f"{path}: cannot be written" in capsys.readouterr().err
-    assert main([*LLAMA, option, str(tmp_path / "new" / "one")]) == 0
-    assert (tmp_path / "new" / "one").is_file()
+    assert main([*LLAMA, option, str(tmp_path / "new" / "one.png")]) == 0
+    assert (tmp_path / "new" / "one.png").is_file()
 
 
 def test_mfu_is_against_the_peak_that_a_run_is_measured_against(capsys: pytest.CaptureFixture[str]) -> None:
