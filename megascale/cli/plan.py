@@ -109,7 +109,7 @@ def _what_fits(options: argparse.Namespace, found: Found, config: RunConfig, har
     """Another layout, or another number of devices, in a line."""
     devices, fixed = options.gpus or config.world, _fixed(options)
     larger = enough(config, devices, hardware, stack, SURE, fixed) if found.smallest else None
-    return report.nothing_fits(devices, found, larger, _room(hardware, devices), hardware, fixed)
+    return report.nothing_fits(config, devices, found, larger, _room(hardware, devices), hardware, fixed)
 
 
 def _room(hardware: Hardware, devices: int) -> int:
@@ -119,10 +119,13 @@ def _room(hardware: Hardware, devices: int) -> int:
 
 def _check_own(options: argparse.Namespace, stack: Stack) -> None:
     """Raises: ConfigError for what is this trainer's alone, with a stack that does other things."""
-    for name, asked in (("--exact", options.exact), ("--output", options.output)):
+    for name, asked, mend in (
+        ("--exact", options.exact, "plan without it: formulas know both"),
+        ("--output", options.output, "write what is found with a stack that does not"),
+    ):
         if asked and stack.shards_weights:
             own = f"{stack.name} shards weights, which this trainer does not"
-            raise ConfigError([Problem("command line", name, own, "plan without it: formulas know both")])
+            raise ConfigError([Problem("command line", name, own, mend)])
 
 
 def _make_room(path: Path | None) -> None:

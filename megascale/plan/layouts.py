@@ -40,6 +40,9 @@ SECTIONS = {"micro": "batch", "recompute": "train"}
 VARIED = tuple(f"{SECTIONS.get(name, 'parallel')}.{name}" for name in Layout._fields)
 """The keys that differ between layouts, in the order of the fields of `Layout`."""
 
+SUITED = ("parallel.layers_per_chunk", "train.recompute_ops", "train.recompute_chunks")
+"""The keys that a layout drops where they do not suit it."""
+
 
 @dataclass(frozen=True)
 class Space:
@@ -77,8 +80,7 @@ class Space:
         return _passes(config) and not any(world_findings(config, self.devices))
 
     def _values(self, key: str, all: Iterable[Any]) -> list[Any]:
-        section, _, name = key.partition(".")
-        return [getattr(getattr(self.config, section), name)] if key in self.fixed else list(all)
+        return [_value(self.config, key)] if key in self.fixed else list(all)
 
     @property
     def _alone(self) -> Layout:
@@ -123,16 +125,24 @@ class Space:
         return self._values("parallel.schedule", suit[:1] if pp == 1 else suit)
 
 
+def dropped(config: RunConfig, applied: RunConfig) -> list[str]:
+    """The keys that `applied` no longer sets."""
+    return [key for key in SUITED if _value(config, key) is not None and _value(applied, key) is None]
+
+
+def _value(config: RunConfig, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
+
+
 def _applied(config: RunConfig, layout: Layout, fixed: Collection[str] = ()) -> RunConfig:
     p, t = config.parallel, config.train
     parallel = dict(zip(Layout._fields, layout, strict=True))
     batch, train = {"micro": parallel.pop("micro")}, {"recompute": parallel.pop("recompute")}
     chunks = layout.recompute != "none" and max(t.recompute_chunks or [0]) < layout.vpp
-    for changes, key, suits in (
-        (parallel, "parallel.layers_per_chunk", len(p.layers_per_chunk or ()) == layout.pp * layout.vpp),
-        (train, "train.recompute_ops", layout.recompute == "selective"),
-        (train, "train.recompute_chunks", chunks),
-    ):
+    cut = len(p.layers_per_chunk or ()) == layout.pp * layout.vpp
+    changed, suit = (parallel, train, train), (cut, layout.recompute == "selective", chunks)
+    for key, changes, suits in zip(SUITED, changed, suit, strict=True):
         if not suits and key not in fixed:
             changes[key.partition(".")[2]] = None
     return config.model_copy(

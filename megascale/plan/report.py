@@ -11,9 +11,10 @@ from rich.table import Table
 
 from megascale.config.run import RunConfig
 from megascale.core.units import format_bytes, format_count, format_duration
+from megascale.plan.candidate import Candidate
 from megascale.plan.estimate import Estimate, estimate
 from megascale.plan.failures import Losses
-from megascale.plan.layouts import Layout
+from megascale.plan.layouts import dropped
 from megascale.plan.memory import RankBytes, rank_bytes
 from megascale.plan.params import parameter_count
 from megascale.plan.profiles import Hardware, Stack
@@ -269,30 +270,38 @@ def too_large(plan: Plan) -> str:
     )
 
 
-def settings(layout: Layout) -> str:
-    """What says so on a command line."""
-    keys = {key: value for key, value in layout.keys.items() if key != "parallel.dp"}
-    return " ".join(f"{key}={str(value).lower()}" for key, value in keys.items())
+def settings(config: RunConfig, other: Candidate | Smallest) -> str:
+    """What makes a configuration the other one on a command line, and which of its keys must go."""
+    keys = {key: value for key, value in other.layout.keys.items() if key != "parallel.dp"}
+    without = " and ".join(dropped(config, other.config))
+    words = " ".join(f"{key}={str(value).lower()}" for key, value in keys.items())
+    return f"{words} without {without}" if without else words
 
 
 def nothing_fits(
-    devices: int, found: Found, enough: Smallest | None, room: int, hardware: Hardware, fixed: Sequence[str]
+    config: RunConfig,
+    devices: int,
+    found: Found,
+    enough: Smallest | None,
+    room: int,
+    hardware: Hardware,
+    fixed: Sequence[str],
 ) -> str:
-    """What would fit, or what is missing, in a line. `enough`: what fits more devices, where nothing fits so many;
-    `room`: what the search fills; `fixed`: keys that it leaves as they are.
+    """What would fit in place of `config`, or what is missing, in a line. `enough`: what fits more devices, where
+    nothing fits so many; `room`: what the search fills; `fixed`: keys that it leaves as they are.
     """
     if found.best:
-        return f"{settings(found.best[0].layout)} would fit"
+        return f"{settings(config, found.best[0])} would fit"
     given = f" with {', '.join(fixed)} as given" if fixed else ""
-    others = f", or other values of {', '.join(fixed)}" if fixed else ""
+    others = f"other values of {', '.join(fixed)}, " if fixed else ""
     if found.smallest is None:
-        return f"no layout on {devices} devices{given} is legal: another number of devices, or batch.global{others}"
+        return f"no layout on {devices} devices{given} is legal: {others}another number of devices, or batch.global"
     small = found.smallest
-    larger = f"{enough.config.world} devices would do, {settings(enough.layout)}" if enough else "more devices"
+    larger = f"{enough.config.world} devices would do, {settings(config, enough)}" if enough else "more devices"
     least = f"{format_bytes(small.memory.total)}, where a search fills {format_bytes(room)}"
     return (
-        f"no layout on {devices} x {hardware.name}{given} fits: the least is {least}, with {settings(small.layout)}: "
-        f"{larger}, or a smaller model{others}"
+        f"no layout on {devices} x {hardware.name}{given} fits: the least is {least}, with {settings(config, small)}: "
+        f"{others}{larger}, or a smaller model"
     )
 
 

@@ -133,7 +133,7 @@ def test_what_the_command_line_sets_may_be_what_does_not_fit(capsys: pytest.Capt
     assert main(job) == 2
     err = capsys.readouterr().err
     assert "no layout on 64 x v100 with parallel.tp, parallel.pp as given fits: the least is " in err
-    assert err.rstrip().endswith("or a smaller model, or other values of parallel.tp, parallel.pp")
+    assert ": other values of parallel.tp, parallel.pp, " in err and err.rstrip().endswith("or a smaller model")
     assert main([*job[:-2], "--search", "parallel.pp=5"]) == 2
     legal = "no layout on 64 devices with parallel.pp as given is legal: "
     assert capsys.readouterr().err.startswith(legal)
@@ -186,6 +186,19 @@ def test_what_would_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     found = capsys.readouterr().err.split("; ")[1].removesuffix(" would fit\n").split()
     assert main([*job, *found]) == 0
     assert "parallel.tp=" in found[0]
+
+
+def test_what_would_fit_names_the_keys_that_must_go(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = f'extends = "{Path("configs/gpu/llama3-8b.toml").resolve()}"\n'
+    parallel = "[parallel]\ntp = 1\nsp = false\npp = 2\nvpp = 2\n"
+    train = '[train]\nrecompute = "selective"\nrecompute_ops = ["norm"]\n'
+    own = tmp_path / "own.toml"
+    own.write_text(text + parallel + "layers_per_chunk = [7, 9, 9, 7]\n" + train)
+    assert main(["plan", str(own), "--gpus", "8", "--hardware", "a100-40g", "batch.micro=2"]) == 2
+    found, keys = capsys.readouterr().err.split("; ")[1].removesuffix(" would fit\n").split(" without ")
+    assert keys == "parallel.layers_per_chunk and train.recompute_ops"
+    own.write_text(text + parallel + '[train]\nrecompute = "selective"\n')
+    assert main(["plan", str(own), "--gpus", "8", "--hardware", "a100-40g", *found.split()]) == 0
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,15 @@ def test_a_replay_of_few_is_one_of_all(drawn: tuple[int, int, int, Times, Hides,
     assert few.reduced == pytest.approx(all.reduced, rel=EXACT)
 
 
+def test_what_piles_up_does_not_repeat_itself() -> None:
+    overrides = ["model.num_layers=8", "parallel.pp=4", "parallel.vpp=1", "batch.global=64", "parallel.schedule=gpipe"]
+    config = load("configs/gpu/megascale-175b.toml", overrides, world=32)
+    hardware, stack = profiles.hardware("a100-80g"), profiles.stack("megatron-2023")
+    network = hardware.network.model_copy(update={"bandwidth": 1e7})  # where messages are all that a step waits for
+    hardware = hardware.model_copy(update={"network": network})
+    assert steps.Steps(hardware, stack).step_s(config) == pytest.approx(step_time(config, hardware, stack), rel=1e-9)
+
+
 def test_a_step_of_a_thousand_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = ["batch.global=1024", "parallel.pp=4", "parallel.vpp=3"]
     config = load("configs/gpu/megascale-175b.toml", overrides, world=32)
