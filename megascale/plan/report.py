@@ -229,8 +229,8 @@ def notes(plan: Plan) -> list[str]:
             found.append(f"{kind} {profile.name}: no steps were fitted, what it attains of its rates is a usual value")
     if hardware.stack is None and e.causes["other"] >= FIXED * e.step_s:
         found.append(
-            f"{e.causes['other'] / e.step_s:.0%} of the step is a fixed time, which was fitted to longer steps with "
-            f"{stack.name}: of short ones it may be much less"
+            f"{e.causes['other'] / e.step_s:.0%} of the step is the fixed time that was fitted to published steps with "
+            f"{stack.name}: steps unlike those may have another"
         )
     if config.model.dropout:
         found.append("attention with dropout forms all scores, as this trainer does: planned so in time and memory")

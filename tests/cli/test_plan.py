@@ -155,7 +155,7 @@ def test_what_is_doubtful_is_noted(capsys: pytest.CaptureFixture[str], tmp_path:
         return "\n".join(answer(capsys, *more, job=job)["notes"])
 
     assert notes(job=JOB) == ""
-    assert notes().startswith("15% of the step is a fixed time, which was fitted to longer steps with megascale")
+    assert notes().startswith("15% of the step is the fixed time that was fitted to published steps with megascale")
     assert "hardware mi250x: no steps were fitted" in notes("--hardware", "mi250x")
     own = tmp_path / "own.toml"
     own.write_text('attention = "flash2"\n')
