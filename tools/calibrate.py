@@ -20,7 +20,7 @@ from calibration.rows import ROWS, Row, read
 
 from megascale.core.files import write_text
 from megascale.plan import profiles
-from megascale.plan.flops import mfu, token_flops
+from megascale.plan.flops import mfu
 
 PAGE = Path(__file__).parents[1] / "docs" / "planning.md"
 BEGIN, END = "<!-- calibration: begin -->", "<!-- calibration: end -->"
@@ -142,10 +142,10 @@ def megascale_table(rows: Sequence[Row], fitted: Mapping[int, float], left_out: 
 
 
 def _mfu(row: Row, seconds: float) -> float:
-    """With what the window leaves of attention, as the table counts it."""
+    """As the source counts it."""
     config, peak = row.config, profiles.hardware(row.hardware).device.peak_of("bf16")
     tokens = config.batch.total * config.model.seq_length / seconds
-    return mfu(token_flops(config.model).full, tokens, peak * config.world)
+    return mfu(row.flops, tokens, peak * config.world)
 
 
 def values_table(values: Values) -> Iterator[str]:

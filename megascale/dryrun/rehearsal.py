@@ -60,17 +60,19 @@ class Rehearsals:
     def account(self) -> Account:
         return self.accountant.ledger.account
 
-    def rehearse(self, module: nn.Module, x: Tensor, call: Callable[[Tensor], Tensor]) -> Part:
-        """Run `call` on a tensor like x, and its backward if gradients are enabled."""
+    def rehearse(self, module: nn.Module, x: Tensor, call: Callable[[Tensor], Tensor], again: bool = False) -> Part:
+        """Run `call` on a tensor like x, and its backward if gradients are enabled. `again`: who computes it again
+        keeps the gradient of its result until the backward is done.
+        """
         ledger, wanted = self.accountant.ledger, torch.is_grad_enabled()
         outer, ledger.account = ledger.account, Account()
         try:
             with _gradients(module, self.accumulate):
-                return self._rehearse(x, call, wanted)
+                return self._rehearse(x, call, wanted, again)
         finally:
             ledger.account = outer
 
-    def _rehearse(self, x: Tensor, call: Callable[[Tensor], Tensor], wanted: bool) -> Part:
+    def _rehearse(self, x: Tensor, call: Callable[[Tensor], Tensor], wanted: bool, again: bool) -> Part:
         account, seen = self.account, self.accountant
         leaf = torch.empty_like(x).requires_grad_(x.requires_grad and wanted)
         outside = Counter(account.live)  # what only the rehearsal holds
@@ -80,9 +82,14 @@ class Rehearsals:
         forward = self._course(start)
         shape, dtype = out.shape, out.dtype
         backward: Course | None = None
-        edge, started = None, [start]
+        edge, started, given = None, [start], list[Tensor]()
+
+        def begin(grad: Tensor) -> None:
+            started.append(self._start())
+            given.extend([grad] if again else [])
+
         if wanted:
-            edge = get_gradient_edge(_Source.apply(out, lambda: started.append(self._start())))
+            edge = get_gradient_edge(_Source.apply(out, begin))
         del out, entering
         keeps = seen.has(key)
         held = account.live - outside
@@ -93,6 +100,7 @@ class Rehearsals:
             backward = self._course(started[-1])
             leaf.grad = None
         del edge
+        given.clear()
         return Part(shape, dtype, forward, backward, held, account.live - outside, keeps)
 
     def _run_backward(self, edge: GradientEdge) -> None:
@@ -113,16 +121,19 @@ class Rehearsals:
 
 class StandIn(nn.Module):
     """In the place of `module`. Modules of one `like` do the same, but for their first call in a step: then weights are
-    cast. `index`: of a layer, which the names of its communications have.
+    cast. `index`: of a layer, which the names of its communications have; `again`: whether it is computed again.
     """
 
-    def __init__(self, module: nn.Module, like: Hashable, index: str, rehearsals: Rehearsals, anchor: Tensor) -> None:
+    def __init__(
+        self, module: nn.Module, like: Hashable, index: str, rehearsals: Rehearsals, anchor: Tensor, again: bool
+    ) -> None:
         super().__init__()
         self._module = [module]  # whose parameters are not this one's
         self._like = like
         self._index = index
         self._rehearsals = rehearsals
         self._anchor = anchor
+        self._again = again
         self._first = True
 
     def forward(self, x: Tensor, *arguments: Any, **named: Any) -> Tensor:
@@ -130,7 +141,7 @@ class StandIn(nn.Module):
         self._first = False
         if key not in self._rehearsals.parts:
             module, index = self._rehearsals.actors.setdefault(self._like, (self._module[0], self._index))
-            part = self._rehearsals.rehearse(module, x, lambda x: module(x, *arguments, **named))
+            part = self._rehearsals.rehearse(module, x, lambda x: module(x, *arguments, **named), self._again)
             self._rehearsals.parts[key] = _anonymous(part, index)
         return _Act.apply(x, self._anchor, self._rehearsals, self._rehearsals.parts[key], self._index)
 
@@ -160,10 +171,10 @@ class _Act(torch.autograd.Function):
 
 
 class _Source(torch.autograd.Function):
-    """A scalar from a tensor. In the backward the tensor's gradient, which nobody else holds, then `begin`."""
+    """A scalar from a tensor. In the backward the tensor's gradient, which nobody else holds but `begin`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, begin: Callable[[], object]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, begin: Callable[[Tensor], object]) -> Tensor:
         ctx.like, ctx.begin = (x.shape, x.dtype, x.device), begin
         return torch.empty((), device=x.device)
 
@@ -171,7 +182,7 @@ class _Source(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         shape, dtype, device = ctx.like
         grad = torch.empty(shape, dtype=dtype, device=device)
-        ctx.begin()
+        ctx.begin(grad)
         return grad, None
 
 

@@ -106,14 +106,14 @@ def _stand_in(run: Run, rehearsals: Rehearsals) -> None:
         rope_table(m.seq_length, m.head_dim, m.rope_theta, wide, run.device.torch)
     anchor = torch.zeros((), requires_grad=True)
 
-    def stand(module: nn.Module, like: Hashable, index: str = "") -> StandIn:
-        return StandIn(module, like, index, rehearsals, anchor)
+    def stand(module: nn.Module, like: Hashable, index: str = "", again: bool = False) -> StandIn:
+        return StandIn(module, like, index, rehearsals, anchor, again)
 
     for chunk, part in enumerate(run.stages):
         recompute = recompute_of(run.config.train, chunk)
         for name, block in list(part.layers.items()):
             number = int(name)
-            part.layers[name] = stand(block, (m.windows[number], number in cast, recompute), name)
+            part.layers[name] = stand(block, (m.windows[number], number in cast, recompute), name, recompute.full)
         if part.embedding is not None:
             part.embedding = stand(part.embedding, "embedding")  # type: ignore[assignment]
         if part.head is not None:

@@ -9,7 +9,9 @@ share are not counted.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from megascale.catalog.layers import BLOCKS
 from megascale.catalog.precisions import PRECISIONS
@@ -48,6 +50,7 @@ class BlockBytes:
     activated: int
     masks: int
     cast: bool
+    shared: bool
 
     def kept(self, recompute: Recompute) -> int:
         """From its forward to its backward."""
@@ -129,10 +132,15 @@ class Sizes:
         self.micro, self.seq = config.batch.micro, config.model.seq_length
         self.tokens = self.micro * self.seq
         self.own = self.tokens // self.tp if config.parallel.sp else self.tokens
+        self.gathers_heads = self.micro > 1 and self.model.num_heads > self.tp  # for a product, from among others
         self.compute, self.wide = facts["compute_bytes"], facts["accumulate_bytes"]
         self.residual = self.own * self.model.hidden_size * self.compute
         self.mask = self.own * self.model.hidden_size * BOOL if self.model.dropout else 0
         self.statistics = self.own * self.wide * (2 if self.model.norm == "layernorm" else 1)
+
+    @cached_property
+    def windows(self) -> Sequence[int | None]:
+        return self.model.windows
 
     def block(self, layer: int) -> BlockBytes:
         m, tp, tokens, compute, cast = self.model, self.tp, self.tokens, self.compute, layer in self.cast
@@ -156,15 +164,16 @@ class Sizes:
             activated=self._entering(inner, cast),
             masks=norms * self.mask,
             cast=cast,
+            shared=shared and not cast,
         )
 
     def _attention(self, layer: int, heads: int, attended: int, qkv: int) -> tuple[int, int, int, bool]:
         """What attention keeps: by itself, of q, k and v, and of its result; whether that is what it hands on."""
-        window = self.model.windows[layer]
+        window = self.windows[layer]
         if self.model.dropout:  # the weights before and after dropout, both masks, k and v for each head, and q
             scores = self.micro * heads * self.seq**2
             core = 2 * scores * self.compute + (scores + self.seq**2) * BOOL + 2 * attended
-            return core, qkv if self.micro == 1 else attended, 0, False
+            return core, attended if self.gathers_heads else qkv, 0, False
         core = self.tokens * heads * self.wide  # the logarithm of each query's sum
         if window is None:
             return core, qkv, attended, True

@@ -186,9 +186,12 @@ class Model:
         """
         p, count = self.config.parallel, self.config.micro_batches
         total = sum((pair.forward + pair.backward for pair in self.pairs.values()), Seconds()) * (count / p.pp)
-        silent = replace(self.times(), message=0.0, hops=0.0)
-        without_pp = self.known.replay(p.vpp, silent, self.hides).last
-        bare = self.known.replay(p.vpp, replace(silent, reduce={}, gather={}), self.hides).last
+        times = self.times()
+        silent = replace(times, message=0.0, hops=0.0)
+        without_pp = self.known.replay(p.vpp, silent, self.hides).last if p.pp > 1 else ended
+        reduces = any((*times.reduce.values(), *times.gather.values()))
+        bare = replace(silent, reduce={}, gather={})
+        without_dp = self.known.replay(p.vpp, bare, self.hides).last if reduces else without_pp
         found = {
             "gemm": total.gemm,
             "attention": total.attention,
@@ -197,8 +200,8 @@ class Model:
             "stragglers": total.stragglers,
             "tp": total.tp,
             "pp": ended - without_pp,
-            "dp": total.dp + without_pp - bare,
-            "bubble": bare - total.total,
+            "dp": total.dp + without_pp - without_dp,
+            "bubble": without_dp - total.total,
             "optimizer": self.update,
             **self._shared(ended, step),
         }

@@ -15,6 +15,13 @@ each product.
 UNKNOWN = 0.35
 """Of the peak what a kernel of attention reaches that a device's profile does not name."""
 
+WIDTHS = {
+    "flash1": (32, 64, 128),
+    "flash2": (32, 64, 96, 128, 160, 192, 224, 256),
+    "flash3": (64, 96, 128, 192, 256),
+}
+"""Of a head, for which kernels of attention are written: a narrower one takes as long as the next of them."""
+
 RAMP = 192
 """Terms of a sum during which a tile's pipeline fills and drains: a product of k terms takes as long as one of k + RAMP
 in a steady state.
@@ -61,7 +68,8 @@ class Kernels:
         if shares is None:
             return flops / (peak * UNKNOWN) * self.stack.attained.slowdown
         reached = shares.backward if backward else shares.forward
-        return flops / (peak * reached) * self.stack.attained.slowdown
+        wide = next((each for each in WIDTHS.get(self.stack.attention, ()) if each >= width), width)
+        return flops * wide / width / (peak * reached) * self.stack.attained.slowdown
 
     def memory(self, moved: float) -> float:
         """Of element-wise operations that read and write `moved` bytes, were they fused."""

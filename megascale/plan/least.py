@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from megascale.catalog.precisions import PRECISIONS
 from megascale.config.run import RunConfig
+from megascale.layout.chunks import eight_bit_layers
 from megascale.layout.recompute import recompute_of
 from megascale.plan.activations import Sizes
 from megascale.plan.estimate import Model, Skeleton
@@ -20,6 +21,7 @@ from megascale.plan.layouts import Layout, Space
 from megascale.plan.memory import state_bytes
 from megascale.plan.profiles import Hardware, Hides, Stack
 from megascale.plan.simulate import Times
+from megascale.plan.working import block_backward
 
 
 def least_time(times: Times, p: int, v: int, m: int, hides: Hides, *, reduce_each: bool = False) -> float:
@@ -82,6 +84,19 @@ def _load(times: Times, rank: int, p: int, v: int, hides: Hides) -> float:
     return sum(times.forward[rank, c] + times.backward[rank, c] for c in range(v)) + messages * exposed
 
 
+class _State(NamedTuple):
+    """Bytes, all on one rank."""
+
+    weights: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+
+    def sharded(self, shards: int, zero: int) -> float:
+        """On each of so many ranks with a stage of ZeRO."""
+        weights = self.weights / (shards if zero > 2 else 1)
+        return weights + self.gradients / (shards if zero > 1 else 1) + self.optimizer / (shards if zero else 1)
+
+
 class Floors:
     """Below what any layout of a space takes, in a few operations. What layouts share is found once: seconds of the
     network and of its least block by tp, sp, micro and recompute; bytes of a block's state by tp, and of what it keeps.
@@ -91,8 +106,9 @@ class Floors:
         self._space, self._hardware, self._stack = space, hardware, stack
         self._chunks = space.config.parallel.layers_per_chunk
         self._seconds: dict[Layout, tuple[float, float]] = {}
-        self._kept: dict[Layout, int] = {}
-        self._state: dict[int, tuple[float, int, int]] = {}
+        self._memory: dict[tuple[object, ...], float] = {}
+        self._kept: dict[Layout, tuple[int, int]] = {}
+        self._state: dict[int, tuple[_State, _State]] = {}
 
     def step_s(self, layout: Layout) -> float:
         """Seconds of a step: the mean rank's work; that of one with most layers; an ideal pipeline of the least chunks;
@@ -107,15 +123,38 @@ class Floors:
 
     def memory(self, layout: Layout) -> float:
         """Bytes of the first rank. All its chunks' activations are alive for as many micro-batches as there are stages,
-        for the first gradients come back after p forwards and p backwards.
+        for the first gradients come back after p forwards and p backwards; then a block's backward begins.
         """
+        tp, sp, pp, vpp, _, dp, micro, recompute, zero = layout
+        key = (
+            tp,
+            sp,
+            pp,
+            vpp if self._chunks else 1,
+            dp,
+            micro,
+            recompute,
+            zero,
+        )
+        if key not in self._memory:
+            self._memory[key] = self._first_rank(layout)
+        return self._memory[key]
+
+    def _first_rank(self, layout: Layout) -> float:
         layers, _ = self._layers(layout)
-        weights, gradients, optimizer = self._block_state(layout.tp)
+        kept, working = self._block_bytes(layout)
+        block, first = self._state_of(layout.tp)
         shards = layout.dp * self._space.config.parallel.cp
         zero = 3 if self._stack.shards_weights else layout.zero
-        sizes = zip((weights, gradients, optimizer), (3, 2, 1), strict=True)
-        state = sum(size / (shards if zero >= least else 1) for size, least in sizes)
-        return layers * (state + min(self._micro_batches(layout), layout.pp) * self._block_kept(layout))
+        state = layers * block.sharded(shards, zero) + first.sharded(shards, zero)
+        whole = self._whole(layers, block, first) if self._stack.shards_weights else 0.0
+        return state + whole + layers * min(self._micro_batches(layout), layout.pp) * kept + working
+
+    @staticmethod
+    def _whole(layers: int, block: _State, first: _State) -> float:
+        """Where weights are sharded: two units of the first rank, and the gradient of one."""
+        one, two, *_ = sorted([block, block if layers > 1 else _State(), first], reverse=True)
+        return one.weights + two.weights + one.gradients
 
     def _micro_batches(self, layout: Layout) -> int:
         return self._space.config.batch.total // (layout.dp * layout.micro)
@@ -146,22 +185,29 @@ class Floors:
             self._seconds[key] = sum(pairs), min(pairs)
         return self._seconds[key]
 
-    def _block_kept(self, layout: Layout) -> int:
+    def _block_bytes(self, layout: Layout) -> tuple[int, int]:
+        """What a block keeps of a micro-batch, and the most that is there beside while its backward runs."""
         key = Layout(tp=layout.tp, sp=layout.sp, micro=layout.micro, recompute=layout.recompute)
         if key not in self._kept:
             config = self._config(**key._asdict())
-            sizes, windows = Sizes(config), config.model.windows
-            some = {(window, layer in sizes.cast): layer for layer, window in enumerate(windows)}.values()
-            self._kept[key] = min(sizes.block(layer).kept(recompute_of(config.train, 0)) for layer in some)
+            sizes, windows, recompute = Sizes(config), config.model.windows, recompute_of(config.train, 0)
+            cast = eight_bit_layers(config)
+            some = {(window, layer in cast): layer for layer, window in enumerate(windows)}.values()
+            kept = min(sizes.block(layer).kept(recompute) for layer in some)
+            working = min(block_backward(config, layer, recompute) for layer in some)
+            self._kept[key] = kept, sizes.residual + working
         return self._kept[key]
 
-    def _block_state(self, tp: int) -> tuple[float, int, int]:
-        """Weights, gradients and optimizer, all on one rank, without what is cast."""
+    def _state_of(self, tp: int) -> tuple[_State, _State]:
+        """Of a block, and of what the first rank has beside its blocks: weights, without what is cast, gradients and
+        optimizer.
+        """
         if tp not in self._state:
             config = self._config(tp=tp, pp=3, zero=0)
             model = config.model.model_copy(update={"num_layers": 3})  # of which one is alone on its rank
-            block = state_bytes(config.model_copy(update={"model": model}), 1)
-            facts = PRECISIONS[config.train.precision].facts
-            weights = block.gradients * facts["compute_bytes"] / facts["accumulate_bytes"]
-            self._state[tp] = weights, block.gradients, block.optimizer
+            config, facts = config.model_copy(update={"model": model}), PRECISIONS[config.train.precision].facts
+            share = facts["compute_bytes"] / facts["accumulate_bytes"]
+            found = [state_bytes(config, rank) for rank in (0, 1)]
+            begin, block = (_State(each.gradients * share, each.gradients, each.optimizer) for each in found)
+            self._state[tp] = block, _State(*(all - one for all, one in zip(begin, block, strict=True)))
         return self._state[tp]

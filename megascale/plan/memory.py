@@ -10,9 +10,8 @@ of the network whole, the one that computes and the next, with one whole gradien
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megascale.catalog.optimizers import OPTIMIZERS
@@ -20,12 +19,12 @@ from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.run import RunConfig
 from megascale.layout.buckets import pack
-from megascale.layout.chunks import chunk_buckets, eight_bit_weights, unit
-from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, Parameter
+from megascale.layout.chunks import chunk_buckets, eight_bit_weights, stages_of, unit
+from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, Parameter, stage
 from megascale.plan.activations import ActivationBytes, activation_bytes
 from megascale.plan.peak import PeakBytes, peak_bytes
 from megascale.schedule.interleaved import groups_of
-from megascale.schedule.ir import Order
+from megascale.schedule.ir import Schedule
 
 SEEN = 4
 """Groups of micro-batches, as many as there are stages, after which a schedule does again what it has done."""
@@ -98,31 +97,32 @@ class RankBytes:
 
 def rank_bytes(config: RunConfig, *, shards_weights: bool = False) -> list[RankBytes]:
     """Of a rank of each pipeline stage, of a resolved configuration. `shards_weights`: as in `state_bytes`."""
-    return [_of_rank(config, rank, order, shards_weights) for rank, order in enumerate(_orders(config))]
+    orders = _orders(config)
+    return [_of_rank(config, rank, orders, shards_weights) for rank in range(len(orders))]
 
 
 def first_rank(config: RunConfig, *, shards_weights: bool = False) -> RankBytes:
     """Of a rank of the first pipeline stage, as a rule the fullest: found sooner than those of all."""
-    return _of_rank(config, 0, _orders(config)[0], shards_weights)
+    return _of_rank(config, 0, _orders(config), shards_weights)
 
 
-def _orders(config: RunConfig) -> Sequence[Order]:
+def _orders(config: RunConfig) -> Schedule:
     """What each pipeline rank does, as far as it shows the most that is alive at once."""
     p = config.parallel
     assert p.schedule is not None, "a resolved configuration names its schedule"
     card, count = SCHEDULES[p.schedule], config.micro_batches
     count = count if card.facts["piles"] else representative(p.pp, p.vpp, count)
-    orders: Sequence[Order] = card.load()(p.pp, p.vpp, count)
+    orders: Schedule = card.load()(p.pp, p.vpp, count)
     return orders
 
 
-def _of_rank(config: RunConfig, pp_rank: int, order: Order, shards_weights: bool) -> RankBytes:
-    activations = activation_bytes(config, pp_rank, order)
+def _of_rank(config: RunConfig, pp_rank: int, orders: Schedule, shards_weights: bool) -> RankBytes:
+    activations = activation_bytes(config, pp_rank, orders[pp_rank])
     if not shards_weights:
-        return RankBytes(state_bytes(config, pp_rank), activations, peak_bytes(config, pp_rank, order, activations))
+        return RankBytes(state_bytes(config, pp_rank), activations, peak_bytes(config, pp_rank, orders, activations))
     state = state_bytes(config, pp_rank, shards_weights=True)
     plain = config.model_copy(update={"parallel": config.parallel.model_copy(update={"zero": 1})})
-    peak = replace(peak_bytes(plain, pp_rank, order, activations), gradients=state.transient)
+    peak = replace(peak_bytes(plain, pp_rank, orders, activations), gradients=state.transient)
     size = PRECISIONS[config.train.precision].facts["compute_bytes"]
     return RankBytes(state, activations, peak, size * sum(_units(config, pp_rank)[:2]))
 
@@ -153,11 +153,11 @@ def _early(config: RunConfig, pp_rank: int) -> int:
 
 def _units(config: RunConfig, pp_rank: int) -> list[int]:
     """Numbers in the embedding, in each layer and in the head, as far as a rank has them, the largest first."""
-    found = Counter[str]()
-    for chunk in chunk_buckets(config, pp_rank):
-        for parameter in itertools.chain.from_iterable(chunk):
-            found[unit(parameter.name)] += parameter.local_numel(config.parallel.tp)
-    return sorted(found.values(), reverse=True)
+    p, layout, found = config.parallel, stages_of(config), Counter[str]()
+    for parameter in stage(config.model, p.tp, range(1), pp_rank == 0, pp_rank == p.pp - 1):
+        found[unit(parameter.name)] += parameter.local_numel(p.tp)
+    layers = sum(len(layout.layers(layout.index(pp_rank, chunk))) for chunk in range(p.vpp))  # all alike
+    return sorted([found.pop("layers.0")] * layers + list(found.values()), reverse=True)
 
 
 def _cast(config: RunConfig, pp_rank: int) -> int:

@@ -81,8 +81,8 @@ def search(
     bound = _Search(space, hardware, stack, room, kept)
     found = bound.among(tps)
     if not found.best and tps != anywhere and "parallel.tp" not in fixed:
+        found = bound.among([tp for tp in anywhere if tp not in tps])
         tps = anywhere
-        found = bound.among(tps)
     return found if found.best else replace(found, smallest=bound.smallest(tps))
 
 
@@ -142,17 +142,15 @@ class _Search:
         self._fullest_rank = partial(fullest_rank, shards_weights=stack.shards_weights)
         self._best: list[_Ranked] = []
         self._memory: dict[Layout, RankBytes] = {}
-        self._illegal = self._large = self._simulated = 0
+        self._legal = self._large = self._simulated = 0
 
     def among(self, tps: Collection[int]) -> Found:
-        """The best with one of these tp."""
-        self._best = []
-        self._illegal = self._large = self._simulated = legal = 0
+        """The best with one of these tp, where none that was looked at before fits."""
         queue = list[_Waiting]()
         for layout in self._space.layouts(tps):
             sharded = self._sharded(layout)
             fitting = [each for each in sharded if self._floors.memory(each) <= self._room]
-            legal, self._large = legal + len(sharded), self._large + len(sharded) - len(fitting)
+            self._legal, self._large = self._legal + len(sharded), self._large + len(sharded) - len(fitting)
             if fitting:
                 queue.append(_Waiting(self._floors.step_s(layout), 0, layout))
         heapq.heapify(queue)
@@ -165,8 +163,8 @@ class _Search:
                 if self._floors.memory(each) <= self._room:
                     least = max(waiting.least, self._steps.least_s(self._space.applied(each)))
                     heapq.heappush(queue, _Waiting(least, 1, each))
-        legal -= self._illegal
-        counts = Counts(legal, self._large, legal - self._large - self._simulated, self._simulated)
+        pruned = self._legal - self._large - self._simulated
+        counts = Counts(self._legal, self._large, pruned, self._simulated)
         return Found(tuple(self._candidates()), counts)
 
     def smallest(self, tps: Collection[int]) -> Smallest | None:
@@ -207,7 +205,7 @@ class _Search:
     def _simulate(self, layout: Layout) -> None:
         config = self._space.applied(layout)
         if not self._space.legal(config):
-            self._illegal += 1
+            self._legal -= 1
             return
         any_time = len(self._best) < self._kept  # is fast enough: memory is known sooner
         if self._first_rank(config).total > self._room or (any_time and not self._fits(layout, config)):

@@ -9,12 +9,14 @@ not hide is done in compute's own time. Ranks that differ in tp or dp only do th
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megascale.plan.profiles import Hides
 from megascale.schedule.ir import Action, Kind, Schedule
+
+FORWARD, BACKWARD, SEND_F, SEND_B, REDUCE = Kind.F, Kind.B, Kind.SEND_F, Kind.SEND_B, Kind.REDUCE
 
 
 @dataclass(frozen=True)
@@ -49,15 +51,24 @@ class Span(NamedTuple):
     waited: tuple[float, float] | None = None
 
 
+Marks = list[tuple[int, str, Action, float, float, tuple[float, float] | None]]
+"""Spans as plain tuples, which are made four times as fast: a step may have millions."""
+
+
 @dataclass
 class Replay:
-    """What came of it. `end`: when each rank's compute is done; `reduced`: when its gradients are; `spans` in no
+    """What came of it. `end`: when each rank's compute is done; `reduced`: when its gradients are; `marks` in no
     order.
     """
 
     end: list[float]
     reduced: list[float]
-    spans: list[Span] = field(default_factory=list)
+    marks: Marks = field(default_factory=list)
+
+    @property
+    def spans(self) -> Iterator[Span]:
+        """What happened."""
+        return map(Span._make, self.marks)
 
     @property
     def last(self) -> float:
@@ -81,7 +92,7 @@ def replay(schedule: Schedule, v: int, times: Times, hides: Hides) -> Replay:
     for rank in ranks:
         rank.finish()
     return Replay(
-        [rank.now for rank in ranks], [rank.dp for rank in ranks], [span for rank in ranks for span in rank.spans]
+        [rank.now for rank in ranks], [rank.dp for rank in ranks], [mark for rank in ranks for mark in rank.marks]
     )
 
 
@@ -89,14 +100,14 @@ class _Rank:
     """One rank's clock and streams. `now`: compute's; `dp`: until when its collectives over dp take."""
 
     def __init__(self, number: int, order: list[Action], p: int, v: int, times: Times, hides: Hides) -> None:
-        self._number, self._order, self._p, self._v = number, order, p, v
+        self._number, self._order, self._p, self._last = number, order, p, p * v - 1
         self._times, self._hides = times, hides
         self._at = 0
         self._free: dict[Kind, float] = defaultdict(float)  # when a way to another rank is free
         self._gathered: dict[int, float] = {}
         self._late: list[Action] = []  # reductions that nothing hides
         self.now = self.dp = 0.0
-        self.spans: list[Span] = []
+        self.marks: Marks = []
         self._gather_all()
 
     @property
@@ -105,8 +116,8 @@ class _Rank:
 
     def advance(self, arrived: dict[tuple[Kind, int, int], float]) -> bool:
         """Do all that can be done; whether there was something."""
-        first = self._at
-        while self._at < len(self._order) and self._do(self._order[self._at], arrived):
+        first, order = self._at, self._order
+        while self._at < len(order) and self._do(order[self._at], arrived):
             self._at += 1
         return self._at > first
 
@@ -117,23 +128,25 @@ class _Rank:
             self.now = max(self.now, self.dp)
 
     def _do(self, action: Action, arrived: dict[tuple[Kind, int, int], float]) -> bool:
-        kind, place = action.kind, (self._number, action.chunk)
-        if kind in (Kind.F, Kind.B):
-            stage = action.chunk * self._p + self._number
-            inner = stage > 0 if kind is Kind.F else stage < self._p * self._v - 1
-            if self._p > 1 and inner and (kind, stage, action.microbatch) not in arrived:
-                return False
-            if kind is Kind.F:
-                self._wait(self._gathered.get(action.chunk, 0.0), "dp", action)
-            if self._p > 1 and inner:
-                self._wait(arrived.pop((kind, stage, action.microbatch)), "pp", action)
+        kind, chunk, microbatch = action
+        if kind is FORWARD or kind is BACKWARD:
+            stage = chunk * self._p + self._number
+            if self._p > 1 and (stage > 0 if kind is FORWARD else stage < self._last):  # is given something
+                message = arrived.pop((kind, stage, microbatch), None)
+                if message is None:
+                    return False
+                if kind is FORWARD:
+                    self._wait(self._gathered.get(chunk, 0.0), "dp", action)
+                self._wait(message, "pp", action)
                 self.now += self._times.hops
-            took = (self._times.forward if kind is Kind.F else self._times.backward)[place]
-            self.spans.append(Span(self._number, "compute", action, self.now, self.now + took))
+            elif kind is FORWARD:
+                self._wait(self._gathered.get(chunk, 0.0), "dp", action)
+            took = (self._times.forward if kind is FORWARD else self._times.backward)[self._number, chunk]
+            self.marks.append((self._number, "compute", action, self.now, self.now + took, None))
             self.now += took
-        elif kind in (Kind.SEND_F, Kind.SEND_B):
+        elif kind is SEND_F or kind is SEND_B:
             self._send(action, arrived)
-        elif kind is Kind.REDUCE and self._times.reduce.get(place):
+        elif kind is REDUCE and self._times.reduce.get((self._number, chunk)):
             if self._hides.dp:
                 self._reduce(action)
             else:
@@ -142,20 +155,20 @@ class _Rank:
 
     def _wait(self, until: float, row: str, action: Action) -> None:
         if until > self.now:
-            self.spans.append(Span(self._number, row, action, self.now, until, (self.now, until)))
+            self.marks.append((self._number, row, action, self.now, until, (self.now, until)))
             self.now = until
 
     def _send(self, action: Action, arrived: dict[tuple[Kind, int, int], float]) -> None:
-        forward = action.kind is Kind.SEND_F
-        stage = action.chunk * self._p + self._number + (1 if forward else -1)
+        kind, chunk, microbatch = action
+        stage = chunk * self._p + self._number + (1 if kind is SEND_F else -1)
         took = self._times.message
-        start = max(self.now, self._free[action.kind])
+        start = max(self.now, self._free[kind])
         if self._times.contends and start < self.dp:  # both have half of the way
             self.dp += took
             took *= 2
-        self._free[action.kind] = end = start + took
-        arrived[Kind.F if forward else Kind.B, stage, action.microbatch] = end
-        self.spans.append(Span(self._number, "pp", action, start, end, None if self._hides.pp else (self.now, end)))
+        self._free[kind] = end = start + took
+        arrived[FORWARD if kind is SEND_F else BACKWARD, stage, microbatch] = end
+        self.marks.append((self._number, "pp", action, start, end, None if self._hides.pp else (self.now, end)))
         if not self._hides.pp:
             self.now = end
 
@@ -163,11 +176,11 @@ class _Rank:
         """The weights of each chunk, in the order of their forwards; a stack that hides nothing waits for all."""
         for action in self._order:
             if action.kind is Kind.GATHER and (took := self._times.gather.get((self._number, action.chunk), 0.0)):
-                self.spans.append(Span(self._number, "dp", action, self.dp, self.dp + took))
+                self.marks.append((self._number, "dp", action, self.dp, self.dp + took, None))
                 self.dp += took
                 self._gathered[action.chunk] = self._ready(action.chunk, self.dp, took)
         if not self._hides.dp and self.dp:
-            self.spans.append(Span(self._number, "dp", Action(Kind.GATHER, 0, 0), 0.0, self.dp, (0.0, self.dp)))
+            self.marks.append((self._number, "dp", Action(Kind.GATHER, 0, 0), 0.0, self.dp, (0.0, self.dp)))
             self.now = self.dp
 
     def _ready(self, chunk: int, end: float, took: float) -> float:
@@ -188,4 +201,4 @@ class _Rank:
         if self._hides.dp:
             self.now += took * rest * self._times.drag
         waited = before, (self.now if self._hides.dp else self.dp)
-        self.spans.append(Span(self._number, "dp", action, start, self.dp, waited))
+        self.marks.append((self._number, "dp", action, start, self.dp, waited))

@@ -10,7 +10,7 @@ again and again, every micro-batch is replayed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,18 +32,21 @@ EXACT = 1e-3
 
 @dataclass(frozen=True)
 class Repeating:
-    """`estimate.Known` of `m` micro-batches in `p` stages. `schedule`: lowered, for a number of micro-batches."""
+    """`estimate.Known` of `m` micro-batches in `p` stages. `schedule`: lowered, for a number of micro-batches; `piles`:
+    no backward comes before the last forward, and nothing repeats itself.
+    """
 
     numbers: Mapping[Place, list[int]]
     p: int
     m: int
     reduce_each: bool
+    piles: bool
     schedule: Callable[[int], Schedule]
 
     def replay(self, v: int, times: Times, hides: Hides) -> Replay:
         """Without spans, where it is not of all micro-batches."""
         meet = self.reduce_each and hides.dp and times.contends
-        for step in () if meet else STEPS:
+        for step in () if self.piles or meet else STEPS:
             few = few_for(self.p, self.m, step)
             if few is None:
                 break
@@ -98,20 +101,30 @@ def further(found: Replay, few: Few, hides: Hides) -> tuple[float, float]:
     least, most, after = 0.0, 0.0, 0  # micro-batches of a run and those before it
     for (number, size), left in few.runs:
         after += number * size
-        if not left:
-            continue
-        by, later = few.step * size, []
-        done = {
-            (span.rank, span.action): span.end
-            for span in found.spans
-            if after - 6 * size - by <= span.action.microbatch < after - size
-            if span.row == "compute" or span.action.kind in streams
-        }
-        for (rank, action), at in done.items():
-            # what the drain does not reach yet, nor the filling: backwards come two groups behind
-            last = 2 if action.kind in (Kind.F, Kind.SEND_F) else 4
-            if after - (last + 2) * size <= action.microbatch < after - (last - 1) * size:
-                later.append(at - done[rank, action._replace(microbatch=action.microbatch - by)])
-        least += min(later) * left / few.step
-        most += max(later) * left / few.step
+        if left:
+            later = _later(found, few.step * size, _settled(after, size), streams)
+            least += min(later) * left / few.step
+            most += max(later) * left / few.step
     return least, most
+
+
+def _settled(after: int, size: int) -> dict[Kind, range]:
+    """By kind the micro-batches whose actions neither the filling reaches nor the drain, of groups of a `size` that end
+    before `after`. Backwards come two groups behind.
+    """
+    ends = dict.fromkeys(Kind, after - 3 * size) | dict.fromkeys((Kind.F, Kind.SEND_F), after - size)
+    return {kind: range(end - 3 * size, end) for kind, end in ends.items()}
+
+
+def _later(found: Replay, by: int, settled: Mapping[Kind, range], streams: Collection[Kind]) -> list[float]:
+    """Seconds by which each settled action ends after the one `by` micro-batches before it."""
+    done = {}
+    for rank, row, (kind, chunk, microbatch), _, end, _ in found.marks:
+        chosen = settled[kind]
+        if chosen.start - by <= microbatch < chosen.stop and (row == "compute" or kind in streams):
+            done[rank, kind, chunk, microbatch] = end
+    return [
+        end - done[rank, kind, chunk, microbatch - by]
+        for (rank, kind, chunk, microbatch), end in done.items()
+        if microbatch >= settled[kind].start
+    ]

@@ -10,7 +10,7 @@ from megascale.catalog.schedules import SCHEDULES
 from megascale.config.run import RunConfig
 from megascale.layout.buckets import pack
 from megascale.layout.chunks import chunk_buckets, stages_of
-from megascale.plan.estimate import Estimate, Known, Model, Place, estimate, reduces_each, skeleton, step_time
+from megascale.plan.estimate import Estimate, Known, Model, Place, estimate, reduces_each, step_time
 from megascale.plan.least import least_time
 from megascale.plan.profiles import Hardware, Stack
 from megascale.plan.steady import Repeating
@@ -47,10 +47,8 @@ class Steps:
         """What of a step no efficiency changes."""
         p, each = config.parallel, reduces_each(config, self._stack)
         assert p.schedule is not None, "a resolved configuration names its schedule"
-        if SCHEDULES[p.schedule].facts["piles"]:  # no backward comes before the last forward: nothing repeats itself
-            return skeleton(config, self._stack)
-        schedule = partial(self._lowered, p.schedule, p.pp, p.vpp, each)
-        return Repeating(self._buckets(config), p.pp, config.micro_batches, each, schedule)
+        schedule, piles = partial(self._lowered, p.schedule, p.pp, p.vpp, each), SCHEDULES[p.schedule].facts["piles"]
+        return Repeating(self._buckets(config), p.pp, config.micro_batches, each, piles, schedule)
 
     def _buckets(self, config: RunConfig) -> dict[Place, list[int]]:
         """Numbers in them: chunks with as many layers have the same, but for the ends of the network."""

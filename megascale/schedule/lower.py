@@ -28,15 +28,29 @@ def lower(
     receives).
     `training`: add REDUCE after the last backward of a chunk, or after each backward if `reduce_each`.
     """
-    p = len(compute)
-    sends = [[_message(action, rank, p, v) for action in order] for rank, order in enumerate(compute)]
+    p, sends = len(compute), _sends(compute, v)
+    channels = _channels(sends)
+    return [_lower_rank(rank, compute, sends, channels, v, ahead, training, reduce_each) for rank in range(p)]
+
+
+def receives(compute: Schedule, rank: int, v: int, ahead: int) -> list[Order]:
+    """What `lower` lets a rank post before each of its compute actions."""
+    return _receive_posts(rank, len(compute), v, compute[rank], _channels(_sends(compute, v)), ahead)
+
+
+def _sends(compute: Schedule, v: int) -> list[list[Message | None]]:
+    """By rank what becomes of each action."""
+    return [[_message(action, rank, len(compute), v) for action in order] for rank, order in enumerate(compute)]
+
+
+def _channels(sends: list[list[Message | None]]) -> Channels:
     channels: Channels = defaultdict(dict)
     for rank, messages in enumerate(sends):
         for message in messages:
             if message is not None:
-                channel = channels[rank, message[1] % p]
+                channel = channels[rank, message[1] % len(sends)]
                 channel[message] = len(channel)
-    return [_lower_rank(rank, compute, sends, channels, v, ahead, training, reduce_each) for rank in range(p)]
+    return channels
 
 
 def _message(action: Action, rank: int, p: int, v: int) -> Message | None:

@@ -37,3 +37,16 @@ def test_a_product_takes_what_its_bytes_take_at_least() -> None:
     flops = 2 * 8192**3
     assert flops / 312e12 < kernels.gemm(8192, 8192, 8192) < 2 * flops / 312e12
     assert kernels.gemm(0, 8, 8) == 0.0
+
+
+def test_a_narrow_head_takes_as_long_as_the_next_width_that_a_kernel_has() -> None:
+    hardware, stack = profiles.hardware("a100-80g"), profiles.stack("megascale")
+
+    def seconds(kernel: str, width: int) -> float:
+        kernels = Kernels(hardware, stack.model_copy(update={"attention": kernel}), "bf16", 2)
+        return kernels.attention(1e9 * width, backward=False, seen=1024, width=width)
+
+    assert seconds("flash1", 96) == seconds("flash1", 128)
+    assert seconds("flash2", 96) == 0.75 * seconds("flash2", 128)
+    assert seconds("flash2", 80) == seconds("flash2", 96)
+    assert seconds("flash1", 160) > seconds("flash1", 128)  # none is wide enough: as stated

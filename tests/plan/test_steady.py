@@ -68,7 +68,7 @@ def test_a_replay_of_few_is_one_of_all(drawn: tuple[int, int, int, Times, Hides,
     def schedule(count: int) -> Any:
         return lower(SCHEDULES["interleaved_1f1b" if v > 1 else "1f1b"].load()(p, v, count), v, reduce_each=each)
 
-    all, few = replay(schedule(m), v, times, hides), Repeating({}, p, m, each, schedule).replay(v, times, hides)
+    all, few = replay(schedule(m), v, times, hides), Repeating({}, p, m, each, False, schedule).replay(v, times, hides)
     assert few.last == pytest.approx(all.last, rel=EXACT)
     assert few.end == pytest.approx(all.end, rel=EXACT)
     assert few.reduced == pytest.approx(all.reduced, rel=EXACT)

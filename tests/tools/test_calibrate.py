@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from megascale.plan import profiles
+from megascale.plan.flops import mfu
 from megascale.plan.memory import fullest_rank
 
 ROOT = Path(__file__).parents[2]
@@ -137,11 +138,15 @@ def test_the_tables_of_megascale_come_out(calibration: Any, rows: Sequence[Any])
     assert max(abs(found[row.line] / row.step_s - 1) for row in tables if row.step is None) < 0.04
     steps = [row for row in tables if row.step]
     assert [row.step for row in steps] == list(range(1, 10))
-    for row in steps:
-        printed = float(re.search(r"MFU ([\d.]+)%", row.text["note"])[1])
-        assert printed * row.step_s / found[row.line] == pytest.approx(printed, abs=1.0), row.step
+    printed = [float(re.search(r"MFU ([\d.]+)%", row.text["note"])[1]) for row in steps]
+    reached = [share * row.step_s / found[row.line] for share, row in zip(printed, steps, strict=True)]
+    assert reached == pytest.approx(printed, abs=1.0)
+    assert reached == sorted(reached), "each technique adds something"
     seconds = [found[row.line] for row in steps[:8]]
     assert seconds == sorted(seconds, reverse=True)
+    for row, share in zip(steps, printed, strict=True):  # so is the table's count what the steps were taken from
+        tokens = row.config.batch.total * row.config.model.seq_length / row.step_s
+        assert 100 * mfu(row.flops, tokens, 256 * 312e12) == pytest.approx(share, abs=0.05)
 
 
 def test_check_prints_errors_and_writes_nothing(tmp_path: Path) -> None:

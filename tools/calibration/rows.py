@@ -10,6 +10,7 @@ from typing import Any
 
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.run import RunConfig
+from megascale.plan.flops import token_flops
 
 ROWS = Path(__file__).with_name("rows.csv")
 ABLATION = "megascale-table3-"
@@ -44,6 +45,11 @@ class Row:
     def own(self) -> dict[str, Any]:
         """What of its stack the row says itself."""
         return {"attention": self.text["attention"], "shards_weights": self.text["zero"] == "3"}
+
+    @property
+    def flops(self) -> float:
+        """Of a token, as the source counts them in its MFU."""
+        return float(self.text["flops"]) if self.text["flops"] else token_flops(self.config.model).full
 
     @property
     def parallelism(self) -> str:
