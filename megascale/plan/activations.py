@@ -136,6 +136,7 @@ class Sizes:
         self.compute, self.wide = facts["compute_bytes"], facts["accumulate_bytes"]
         self.residual = self.own * self.model.hidden_size * self.compute
         self.mask = self.own * self.model.hidden_size * BOOL if self.model.dropout else 0
+        self._blocks: dict[tuple[int | None, bool], BlockBytes] = {}
         self.statistics = self.own * self.wide * (2 if self.model.norm == "layernorm" else 1)
 
     @cached_property
@@ -143,11 +144,17 @@ class Sizes:
         return self.model.windows
 
     def block(self, layer: int) -> BlockBytes:
-        m, tp, tokens, compute, cast = self.model, self.tp, self.tokens, self.compute, layer in self.cast
+        kind = self.windows[layer], layer in self.cast
+        if kind not in self._blocks:
+            self._blocks[kind] = self._block(*kind)
+        return self._blocks[kind]
+
+    def _block(self, window: int | None, cast: bool) -> BlockBytes:
+        m, tp, tokens, compute = self.model, self.tp, self.tokens, self.compute
         norms, inner = BLOCKS[m.block].facts["norms"], tokens * m.ffn_size // tp
         heads, kv_heads = m.num_heads // tp, m.num_kv_heads // tp
         attended, qkv = (tokens * n * m.head_dim for n in (heads, heads + 2 * kv_heads))
-        core, starts, result, shared = self._attention(layer, heads, attended * compute, qkv * compute)
+        core, starts, result, shared = self._attention(window, heads, attended * compute, qkv * compute)
         # attention starts from a copy, or from q, k and v themselves
         copied = m.position == "rope" or starts != qkv * compute
         return BlockBytes(
@@ -167,9 +174,8 @@ class Sizes:
             shared=shared and not cast,
         )
 
-    def _attention(self, layer: int, heads: int, attended: int, qkv: int) -> tuple[int, int, int, bool]:
+    def _attention(self, window: int | None, heads: int, attended: int, qkv: int) -> tuple[int, int, int, bool]:
         """What attention keeps: by itself, of q, k and v, and of its result; whether that is what it hands on."""
-        window = self.windows[layer]
         if self.model.dropout:  # the weights before and after dropout, both masks, k and v for each head, and q
             scores = self.micro * heads * self.seq**2
             core = 2 * scores * self.compute + (scores + self.seq**2) * BOOL + 2 * attended

@@ -63,7 +63,7 @@ class ChunkBytes:
 def peak_bytes(config: RunConfig, pp_rank: int, orders: Schedule, activations: ActivationBytes) -> PeakBytes:
     """On a rank of pipeline stage `pp_rank`, of a resolved configuration. `orders`: of the ranks of all stages."""
     layout, units, always = stages_of(config), first_units(config, pp_rank), _always(config, pp_rank)
-    chunks = [_chunk(config, pp_rank, chunk, kept, units[chunk]) for chunk, kept in enumerate(activations.kept)]
+    chunks = _chunks(config, pp_rank, activations, units)
     kept, most, grad, rooms = 0, PeakBytes(), Sizes(config).residual, Rooms(config, units)
     lacking = sum(chunk.casts for chunk in chunks)  # weights that are not cast yet
 
@@ -94,6 +94,24 @@ def peak_bytes(config: RunConfig, pp_rank: int, orders: Schedule, activations: A
                 rooms.settle()
             kept -= chunk.kept
     return most
+
+
+def _chunks(config: RunConfig, pp_rank: int, activations: ActivationBytes, units: list[Starts]) -> list[ChunkBytes]:
+    known, found = dict[object, ChunkBytes](), []
+    for chunk, kept in enumerate(activations.kept):
+        kind = _kind(config, pp_rank, chunk), *(tuple(sizes) for _, sizes in units[chunk])
+        if kind not in known:
+            known[kind] = _chunk(config, pp_rank, chunk, kept, units[chunk])
+        found.append(known[kind])
+    return found
+
+
+def _kind(config: RunConfig, pp_rank: int, chunk: int) -> tuple[object, ...]:
+    """The same for chunks that do the same."""
+    layout, windows, cast = stages_of(config), config.model.windows, eight_bit_layers(config)
+    index = layout.index(pp_rank, chunk)
+    layers = [(windows[layer], layer in cast) for layer in layout.layers(index)]
+    return index == 0, index == layout.count - 1, recompute_of(config.train, chunk), *layers
 
 
 def _chunk(config: RunConfig, pp_rank: int, chunk: int, kept: int, starts: Starts) -> ChunkBytes:

@@ -9,6 +9,7 @@ the first rank when it is a layout's turn, and of all ranks where it is fast eno
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -94,8 +95,9 @@ def enough(
     """
     for count in (devices << doubled for doubled in range(1, DOUBLED + 1)):
         tps = _inside(divisors(count, config.model.num_heads), hardware)
-        found = _Search(Space(config, count, frozenset(fixed)), hardware, stack, 0, 0).smallest(tps)
-        if found and found.memory.total <= share * hardware.room(count):
+        room = int(share * hardware.room(count))
+        found = _Search(Space(config, count, frozenset(fixed)), hardware, stack, room, 0).smallest(tps, below=room)
+        if found and found.memory.total <= room:
             return found
     return None
 
@@ -167,9 +169,9 @@ class _Search:
         counts = Counts(self._legal, self._large, pruned, self._simulated)
         return Found(tuple(self._candidates()), counts)
 
-    def smallest(self, tps: Collection[int]) -> Smallest | None:
+    def smallest(self, tps: Collection[int], below: float = math.inf) -> Smallest | None:
         """That which needs least memory, with one of these tp, of those that keep least: smallest micro-batches, and as
-        much computed again as may be.
+        much computed again as may be. None where it can be seen that it is not `below` so many bytes.
         """
         lean: dict[Layout, Layout] = {}
         for layout in self._space.layouts(tps):
@@ -180,7 +182,7 @@ class _Search:
         ]
         heapq.heapify(queue)
         best: tuple[int, Layout] | None = None
-        while queue and (best is None or queue[0].least < best[0]):
+        while queue and queue[0].least < (best[0] if best else below):
             waiting = heapq.heappop(queue)
             config = self._space.applied(waiting.layout)
             if waiting.stage == 0:
