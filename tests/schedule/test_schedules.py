@@ -11,7 +11,7 @@ from megascale.schedule.check import ScheduleError, check_complete, check_messag
 from megascale.schedule.gpipe import gpipe
 from megascale.schedule.interleaved import interleaved_1f1b
 from megascale.schedule.ir import Kind, backward, forward, forwards_only
-from megascale.schedule.lower import lower
+from megascale.schedule.lower import lower, receives
 from megascale.schedule.one_f_one_b import one_f_one_b
 
 STAGES, CHUNKS, MICRO_BATCHES = st.integers(1, 8), st.integers(1, 6), st.integers(1, 40)
@@ -66,6 +66,21 @@ def test_messages_arrive_in_order_and_none_waits_for_ever(name: str, p: int, v: 
     compute = SCHEDULES[name].load()(p, v, m)
     check_messages(lower(compute, v, ahead=ahead))
     check_messages(lower(forwards_only(compute), v, ahead=ahead, training=False))
+
+
+@pytest.mark.parametrize("name", SCHEDULES.names())
+@given(p=STAGES, v=CHUNKS, m=st.integers(1, 20), ahead=st.integers(0, 3))
+def test_receives_are_posted_for_the_actions_that_follow(name: str, p: int, v: int, m: int, ahead: int) -> None:
+    """But of two ranks, for of those one sends the other both activations and gradients, in an order of its own."""
+    p, v, m = shape(name, p, v, m)
+    compute = SCHEDULES[name].load()(p, v, m)
+    kinds = {Kind.RECV_F: Kind.F, Kind.RECV_B: Kind.B}
+    for rank, lowered in enumerate(lower(compute, v, ahead=ahead)):
+        posts = receives(compute, rank, v, ahead)
+        assert [a for a in lowered if a.kind in kinds] == [receive for post in posts for receive in post]
+        for index, post in enumerate(posts if p != 2 else []):
+            served = [receive._replace(kind=kinds[receive.kind]) for receive in post]
+            assert set(served) <= set(compute[rank][index : index + ahead + 1])
 
 
 @pytest.mark.parametrize("each", [False, True])
