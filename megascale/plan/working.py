@@ -114,8 +114,10 @@ class _Forward:
     def _attended(self) -> int:
         attended, _ = self._entering_rows()
         core = self.core + self.kept.attended
-        if self.recompute.attention or not self.graph:
-            core = self.kept.qkv + (attended if not self.graph else self.kept.attended)
+        if not self.graph:
+            core = self.kept.qkv + attended
+        elif self.recompute.attention:
+            core = self.kept.qkv + self.kept.attended
         return self._before() + core + (0 if self.side_by_side else _reduced(self.config))
 
     def _middle(self) -> int:
@@ -131,19 +133,15 @@ class _Forward:
         kept, sizes, recompute = self.kept, self.sizes, self.recompute
         if not self.graph:
             attended, activated = self._entering_rows()
-            return (
-                (kept.qkv + attended if self.side_by_side else 3 * sizes.residual)
-                + kept.inner
-                + activated
-                + self._last()
-            )
+            beside = kept.qkv + attended if self.side_by_side else 3 * sizes.residual
+            return beside + kept.inner + activated + self._last()
         found = kept.kept(recompute) - kept.input + (0 if self.side_by_side else sizes.residual)
-        if self.side_by_side and self.copied and self.graph and not recompute.attention:
+        if self.side_by_side and self.copied and not recompute.attention:
             found += kept.qkv
         if kept.cast:  # what was cast
             attended, activated = self._entering_rows()
-            both = 0 if self.sizes.windows[self.layer] is None and not self.model.dropout else attended
-            found += (both if self.side_by_side else sizes.residual) + activated
+            apart = self.model.dropout or self.sizes.windows[self.layer] is not None  # from what attention keeps
+            found += ((attended if apart else 0) if self.side_by_side else sizes.residual) + activated
         else:
             found += kept.normed if recompute.norm and not self.side_by_side else 0
             found += kept.activated if recompute.activation else 0
@@ -160,8 +158,8 @@ class _Forward:
         return max(self._product(), self._casting_activated())
 
     def _product(self) -> int:
-        """The last product, before its mask is drawn, and what is made of it: scaled, and what dropout keeps of it; and
-        its sum, beside which there is no more of a serial block's MLP than is kept.
+        """The last product, before its mask is drawn, and what is made of it: it is scaled, dropped and added to the
+        stream, when there is no more of a serial block's MLP than is kept.
         """
         if not self.value:
             return 0
