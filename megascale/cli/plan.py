@@ -120,7 +120,7 @@ def _what_fits(options: argparse.Namespace, found: Found, config: RunConfig, har
     """Another layout, or another number of devices, in a line."""
     devices, fixed = options.gpus or config.world, _fixed(options)
     larger = enough(config, devices, hardware, stack, SURE, fixed) if found.smallest else None
-    return report.nothing_fits(config, devices, found, larger, _room(hardware, devices), hardware, fixed)
+    return report.nothing_fits(config, devices, found, larger, _room(hardware, devices), hardware, stack, fixed)
 
 
 def _room(hardware: Hardware, devices: int) -> int:

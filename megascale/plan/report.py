@@ -270,9 +270,10 @@ def too_large(plan: Plan) -> str:
     )
 
 
-def settings(config: RunConfig, other: Candidate | Smallest) -> str:
+def settings(config: RunConfig, other: Candidate | Smallest, stack: Stack) -> str:
     """What makes a configuration the other one on a command line, and which of its keys must go."""
-    keys = {key: value for key, value in other.layout.keys.items() if key != "parallel.dp"}
+    implied = {"parallel.dp", *(["parallel.zero"] if stack.shards_weights else [])}
+    keys = {key: value for key, value in other.layout.keys.items() if key not in implied}
     without = " and ".join(dropped(config, other.config))
     words = " ".join(f"{key}={str(value).lower()}" for key, value in keys.items())
     return f"{words} without {without}" if without else words
@@ -285,22 +286,23 @@ def nothing_fits(
     enough: Smallest | None,
     room: int,
     hardware: Hardware,
+    stack: Stack,
     fixed: Sequence[str],
 ) -> str:
     """What would fit in place of `config`, or what is missing, in a line. `enough`: what fits more devices, where
     nothing fits so many; `room`: what the search fills; `fixed`: keys that it leaves as they are.
     """
     if found.best:
-        return f"{settings(config, found.best[0])} would fit"
+        return f"{settings(config, found.best[0], stack)} would fit"
     given = f" with {', '.join(fixed)} as given" if fixed else ""
     others = f"other values of {', '.join(fixed)}, " if fixed else ""
     if found.smallest is None:
         return f"no layout on {devices} devices{given} is legal: {others}another number of devices, or batch.global"
     small = found.smallest
-    larger = f"{enough.config.world} devices would do, {settings(config, enough)}" if enough else "more devices"
+    larger = f"{enough.config.world} devices would do, {settings(config, enough, stack)}" if enough else "more devices"
     least = f"{format_bytes(small.memory.total)}, where a search fills {format_bytes(room)}"
     return (
-        f"no layout on {devices} x {hardware.name}{given} fits: the least is {least}, with {settings(config, small)}: "
+        f"no layout on {devices} x {hardware.name}{given} fits: the least is {least}, with {settings(config, small, stack)}: "
         f"{others}{larger}, or a smaller model"
     )
 

@@ -190,6 +190,13 @@ def test_what_would_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert "parallel.tp=" in found[0]
 
 
+def test_what_would_fit_has_no_stage_of_zero_where_weights_are_sharded(capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["plan", "configs/gpu/llama3-70b.toml", "--gpus", "16", "--hardware", "a100-40g", "--stack", "llm-foundry"]
+    assert main([*job, "parallel.pp=2", "batch.micro=8", "batch.global=256"]) == 2
+    err = capsys.readouterr().err
+    assert "batch.micro=" in err and "parallel.zero" not in err
+
+
 def test_what_would_fit_names_the_keys_that_must_go(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     text = f'extends = "{Path("configs/gpu/llama3-8b.toml").resolve()}"\n'
     parallel = "[parallel]\ntp = 1\nsp = false\npp = 2\nvpp = 2\n"
