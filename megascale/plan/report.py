@@ -302,8 +302,8 @@ def nothing_fits(
     larger = f"{enough.config.world} devices would do, {settings(config, enough, stack)}" if enough else "more devices"
     least = f"{format_bytes(small.memory.total)}, where a search fills {format_bytes(room)}"
     return (
-        f"no layout on {devices} x {hardware.name}{given} fits: the least is {least}, with {settings(config, small, stack)}: "
-        f"{others}{larger}, or a smaller model"
+        f"no layout on {devices} x {hardware.name}{given} fits: the least is {least}, with "
+        f"{settings(config, small, stack)}: {others}{larger}, or a smaller model"
     )
 
 
