@@ -89,9 +89,9 @@ def peak_bytes(config: RunConfig, pp_rank: int, orders: Schedule, activations: A
             for run, (working, released) in enumerate(chunk.backward):
                 see(working + messages, kept)
                 rooms.reduce(action.chunk, run)
-                done = run == len(chunk.backward) - 1  # then there is only the gradient that travels
-                there = index > 0 and config.overlap.pp if done else True
-                see((grad if there else 0) + messages, kept - released)
+                arrived = 0 if index == layout.count - 1 else grad  # stays until the backward's end
+                inside = run < len(chunk.backward) - 1
+                see((grad + arrived if inside else 0) + messages, kept - released)
                 rooms.settle()
             kept -= chunk.kept
     return most
