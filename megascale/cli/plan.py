@@ -26,7 +26,7 @@ from megascale.core.errors import ConfigError, Exit, Problem
 from megascale.core.files import write_text
 from megascale.observe import timeline
 from megascale.plan import failures, plot, profiles, report
-from megascale.plan.layouts import VARIED
+from megascale.plan.layouts import SUITED, VARIED
 from megascale.plan.profiles import Hardware, Stack
 from megascale.plan.report import Plan
 from megascale.plan.search import KEPT, Found, enough, search
@@ -193,7 +193,7 @@ def _search(
 def _fixed(options: argparse.Namespace) -> list[str]:
     """What of a layout the command line sets."""
     settings = dict(text.replace(" ", "").split("=", 1) for text in options.overrides)
-    return [key for key in VARIED if settings.get(key, "auto") != "auto"]
+    return [key for key in (*VARIED, *SUITED) if settings.get(key, "auto") != "auto"]
 
 
 def _exact(config: RunConfig, expected: list[int]) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -80,15 +82,20 @@ class ModelConfig(Section):
         return self.hidden_size // self.num_heads
 
     @property
-    def windows(self) -> list[int | None]:
+    def windows(self) -> tuple[int | None, ...]:
         """For each layer how many keys a query sees, its own among them; None: its whole past."""
         given = self.window if isinstance(self.window, list) else [self.window or 0]
-        pattern = [window if 0 < window < self.seq_length else None for window in given]
-        return [pattern[layer % len(pattern)] for layer in range(self.num_layers)]
+        return _windows(tuple(given), self.seq_length, self.num_layers)
 
     @property
     def gated(self) -> bool:
         return bool(ACTIVATIONS[self.activation].facts["gated"])
+
+
+@lru_cache
+def _windows(pattern: tuple[int, ...], seq_length: int, num_layers: int) -> tuple[int | None, ...]:
+    seen = [window if 0 < window < seq_length else None for window in pattern]
+    return tuple(itertools.islice(itertools.cycle(seen), num_layers))
 
 
 def fill_in(given: dict[str, Any]) -> dict[str, Any]:

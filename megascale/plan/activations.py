@@ -9,9 +9,7 @@ share are not counted.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from megascale.catalog.layers import BLOCKS
 from megascale.catalog.precisions import PRECISIONS
@@ -139,12 +137,8 @@ class Sizes:
         self._blocks: dict[tuple[int | None, bool], BlockBytes] = {}
         self.statistics = self.own * self.wide * (2 if self.model.norm == "layernorm" else 1)
 
-    @cached_property
-    def windows(self) -> Sequence[int | None]:
-        return self.model.windows
-
     def block(self, layer: int) -> BlockBytes:
-        kind = self.windows[layer], layer in self.cast
+        kind = self.model.windows[layer], layer in self.cast
         if kind not in self._blocks:
             self._blocks[kind] = self._block(*kind)
         return self._blocks[kind]

@@ -67,6 +67,12 @@ class Space:
                 if total // dp % micro == 0:
                     yield Layout(tp, sp, pp, vpp, schedule, dp, micro, recompute, self.zeros(dp)[0])
 
+    @property
+    def piles(self) -> bool:
+        """Whether all micro-batches go forward before one goes back: only if that is given."""
+        name = self.config.parallel.schedule
+        return "parallel.schedule" in self.fixed and name is not None and bool(SCHEDULES[name].facts["piles"])
+
     def zeros(self, dp: int) -> list[int]:
         """What may be sharded over dp."""
         return self._values("parallel.zero", (0, 1, 2) if dp > 1 else (self.config.parallel.zero,))

@@ -105,6 +105,7 @@ class Floors:
     def __init__(self, space: Space, hardware: Hardware, stack: Stack) -> None:
         self._space, self._hardware, self._stack = space, hardware, stack
         self._chunks = space.config.parallel.layers_per_chunk
+        self._piles = space.piles
         self._seconds: dict[Layout, tuple[float, float]] = {}
         self._memory: dict[tuple[object, ...], float] = {}
         self._kept: dict[Layout, tuple[int, int]] = {}
@@ -123,7 +124,8 @@ class Floors:
 
     def memory(self, layout: Layout) -> float:
         """Bytes of the first rank. All its chunks' activations are alive for as many micro-batches as there are stages,
-        for the first gradients come back after p forwards and p backwards; then a block's backward begins.
+        for the first gradients come back after p forwards and p backwards, or for all where they pile up; then a
+        block's backward begins.
         """
         tp, sp, pp, vpp, _, dp, micro, recompute, zero = layout
         key = (
@@ -148,7 +150,8 @@ class Floors:
         zero = 3 if self._stack.shards_weights else layout.zero
         state = layers * block.sharded(shards, zero) + first.sharded(shards, zero)
         whole = self._whole(layers, block, first) if self._stack.shards_weights else 0.0
-        return state + whole + layers * min(self._micro_batches(layout), layout.pp) * kept + working
+        alive = self._micro_batches(layout)
+        return state + whole + layers * (alive if self._piles else min(alive, layout.pp)) * kept + working
 
     @staticmethod
     def _whole(layers: int, block: _State, first: _State) -> float:

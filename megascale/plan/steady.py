@@ -5,12 +5,13 @@ Schedules repeat themselves: micro-batches go in groups, as equal as can be and 
 predecessor by the same time, every further group takes that time. And if all follow by a time between a and b, so they
 will ever after, for a replay is made of sums and of the later of two times alone (a max-plus system): how far apart a
 and b are says how exact the answer is. What messages and reductions take from each other is neither: where they meet
-again and again, every micro-batch is replayed.
+again and again, only groups that take the same time, all of them, will go on so; else every micro-batch is replayed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,6 +30,11 @@ STEPS = (1, 4, 16, 64)
 EXACT = 1e-3
 """The part of a step's time by which the answer may be off."""
 
+SENDS = (Kind.SEND_F, Kind.SEND_B)
+
+ALIKE = 1e-9
+"""Likewise where messages and reductions meet: only if each group takes the same as the one before."""
+
 
 @dataclass(frozen=True)
 class Repeating:
@@ -46,24 +52,25 @@ class Repeating:
     def replay(self, v: int, times: Times, hides: Hides) -> Replay:
         """Without spans, where it is not of all micro-batches."""
         meet = self.reduce_each and hides.dp and times.contends
-        for step in () if self.piles or meet else STEPS:
+        exact = ALIKE if meet else EXACT
+        for step in () if self.piles else STEPS:
             few = few_for(self.p, self.m, step)
             if few is None:
                 break
             found = replay(self.schedule(few.micro_batches), v, times, hides)
-            least, most = further(found, few, hides)
-            if most - least <= EXACT * (found.last + least):
-                return self._longer(found, few, (least + most) / 2, v, times, hides)
+            paces = further(found, few, hides)
+            if all(pace.most - pace.least <= exact * (found.last + pace.least) for pace in paces.values()):
+                return self._longer(found, few, paces, v, times, hides)
         return replay(self.schedule(self.m), v, times, hides)
 
-    def _longer(self, found: Replay, few: Few, by: float, v: int, times: Times, hides: Hides) -> Replay:
+    def _longer(self, found: Replay, few: Few, paces: Paces, v: int, times: Times, hides: Hides) -> Replay:
         """`found` with what the other groups take, and their reductions, where those come one by one at the end."""
         others = self.m - few.micro_batches if self.reduce_each and not hides.dp else 0
         end, reduced = list(found.end), list(found.reduced)
         for rank in range(self.p):
             reduces = sum(times.reduce.get((rank, chunk), 0.0) for chunk in range(v))
-            end[rank] += by + others * reduces
-            reduced[rank] += by + others * reduces if reduces else 0.0
+            end[rank] += paces[None].mean + others * reduces
+            reduced[rank] += paces.get(rank, paces[None]).mean + others * reduces if reduces else 0.0
         return Replay(end, reduced)
 
 
@@ -95,17 +102,32 @@ def few_for(p: int, m: int, step: int) -> Few | None:
     return Few(tuple(runs), step) if any(run.left for run in runs) else None
 
 
-def further(found: Replay, few: Few, hides: Hides) -> tuple[float, float]:
-    """Seconds that the groups take that are left, at least and at most. `found`: of the others."""
-    streams = {Kind.SEND_F, Kind.SEND_B, *([Kind.REDUCE] if hides.dp else [])}  # others come one by one, at the end
-    least, most, after = 0.0, 0.0, 0  # micro-batches of a run and those before it
+class Pace(NamedTuple):
+    """Seconds that the groups take that are left."""
+
+    least: float = 0.0
+    most: float = 0.0
+
+    @property
+    def mean(self) -> float:
+        return (self.least + self.most) / 2
+
+
+Paces = Mapping[int | None, Pace]
+"""Of compute and messages (None), and by rank of the reductions of its gradients, which may fall behind."""
+
+
+def further(found: Replay, few: Few, hides: Hides) -> Paces:
+    """What the groups take that are left. `found`: of the others."""
+    paces, after = dict[int | None, Pace](), 0  # micro-batches of a run and those before it
     for (number, size), left in few.runs:
         after += number * size
         if left:
-            later = _later(found, few.step * size, _settled(after, size), streams)
-            least += min(later) * left / few.step
-            most += max(later) * left / few.step
-    return least, most
+            times = left / few.step
+            for key, later in _later(found, few.step * size, _settled(after, size), hides).items():
+                before = paces.get(key, Pace())
+                paces[key] = Pace(before.least + min(later) * times, before.most + max(later) * times)
+    return paces
 
 
 def _settled(after: int, size: int) -> dict[Kind, range]:
@@ -116,15 +138,17 @@ def _settled(after: int, size: int) -> dict[Kind, range]:
     return {kind: range(end - 3 * size, end) for kind, end in ends.items()}
 
 
-def _later(found: Replay, by: int, settled: Mapping[Kind, range], streams: Collection[Kind]) -> list[float]:
-    """Seconds by which each settled action ends after the one `by` micro-batches before it."""
+def _later(found: Replay, by: int, settled: Mapping[Kind, range], hides: Hides) -> dict[int | None, list[float]]:
+    """Seconds by which each settled action ends after the one `by` micro-batches before it, as `Paces` has them."""
     done = {}
     for rank, row, (kind, chunk, microbatch), _, end, _ in found.marks:
         chosen = settled[kind]
-        if chosen.start - by <= microbatch < chosen.stop and (row == "compute" or kind in streams):
+        if chosen.start - by <= microbatch < chosen.stop and (row == "compute" or kind in SENDS or kind is Kind.REDUCE):
             done[rank, kind, chunk, microbatch] = end
-    return [
-        end - done[rank, kind, chunk, microbatch - by]
-        for (rank, kind, chunk, microbatch), end in done.items()
-        if microbatch >= settled[kind].start
-    ]
+    later = defaultdict[int | None, list[float]](list)
+    for (rank, kind, chunk, microbatch), end in done.items():
+        if microbatch >= settled[kind].start:
+            reduces = kind is Kind.REDUCE
+            if hides.dp or not reduces:  # others come one by one, at the end
+                later[rank if reduces else None].append(end - done[rank, kind, chunk, microbatch - by])
+    return later

@@ -140,7 +140,7 @@ class _Forward:
             found += kept.qkv
         if kept.cast:  # what was cast
             attended, activated = self._entering_rows()
-            apart = self.model.dropout or self.sizes.windows[self.layer] is not None  # from what attention keeps
+            apart = self.model.dropout or self.model.windows[self.layer] is not None  # from what attention keeps
             found += ((attended if apart else 0) if self.side_by_side else sizes.residual) + activated
         else:
             found += kept.normed if recompute.norm and not self.side_by_side else 0
