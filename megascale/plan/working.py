@@ -72,14 +72,15 @@ class _Forward:
     @property
     def first(self) -> int:
         """Of the first micro-batch: products wait until their weights are cast, one after the other."""
-        end, qkv, middle = self._end() - self._last(), self._normed(), 0 if self.side_by_side else self._middle()
+        normed = self.sizes.residual // self.sizes.compute  # as it is cast
+        end, qkv = self._end() - self._last(), self._normed() + normed
         activating, product = end + self._casting_activated(), end + self._product()
         if self.side_by_side:  # by weight what is there before it is cast, and until the next is
             moments = [("qkv", qkv, 0), ("up", qkv, self._attending()), ("out", activating, 0), ("down", end, product)]
         else:
-            out = self._normed() + self.core
-            moments = [("qkv", qkv, self._attending()), ("out", out, self._attended()), ("up", middle, middle)]
-            moments += [("down", activating, product)]
+            out, up = self._normed() + self.core, self._added() + self.sizes.residual + normed
+            moments = [("qkv", qkv, self._attending()), ("out", out, max(self._attended(), self._middle()))]
+            moments += [("up", up, 0), ("down", activating, product)]
         lacking, most = CASTS * sum(self.weights.values()), 0
         for name, before, after in moments:
             casting = min(before, end) + self._casting(name)  # what was activated is cast by then
@@ -122,11 +123,15 @@ class _Forward:
 
     def _middle(self) -> int:
         """While the second norm is formed."""
-        kept = self.kept
-        if not self.graph:  # beside the residual stream and the branch that was added to it
-            return 2 * self.sizes.residual + norm_forward(self.sizes, self.model.norm)
-        before = self._end() - self._last() - kept.inner - kept.activated - kept.normed
-        return before + norm_forward(self.sizes, self.model.norm)
+        return self._added() + norm_forward(self.sizes, self.model.norm)
+
+    def _added(self) -> int:
+        """Beside the second norm: the residual stream, the branch that was added to it, and what is kept of that."""
+        if not self.graph:
+            return 2 * self.sizes.residual
+        kept, (_, activated) = self.kept, self._entering_rows()
+        found = self._end() - self._last() - kept.inner - kept.activated - kept.normed
+        return found - (self.sizes.residual + activated if kept.cast else 0)
 
     def _end(self) -> int:
         """With the last product."""
