@@ -18,7 +18,7 @@ from megascale.plan.layouts import dropped
 from megascale.plan.memory import RankBytes, rank_bytes
 from megascale.plan.params import parameter_count
 from megascale.plan.profiles import Hardware, Stack
-from megascale.plan.search import Found, Smallest
+from megascale.plan.search import DOUBLED, Found, Smallest
 from megascale.plan.steps import Steps
 
 WORDS = {
@@ -299,11 +299,12 @@ def nothing_fits(
     if found.smallest is None:
         return f"no layout on {devices} devices{given} is legal: {others}another number of devices, or batch.global"
     small = found.smallest
-    larger = f"{enough.config.world} devices would do, {settings(config, enough, stack)}" if enough else "more devices"
+    larger = f"{enough.config.world} devices would do, {settings(config, enough, stack)}, " if enough else ""
     least = f"{format_bytes(small.memory.total)}, where a search fills {format_bytes(room)}"
+    neither = "" if enough else f", and {1 << DOUBLED} times as many devices would not do"
     return (
         f"no layout on {devices} x {hardware.name}{given} fits: the least is {least}, with "
-        f"{settings(config, small, stack)}: {others}{larger}, or a smaller model"
+        f"{settings(config, small, stack)}{neither}: {others}{larger}a shorter sequence, or a smaller model"
     )
 
 

@@ -125,7 +125,7 @@ def test_where_nothing_fits_machines_are_told_the_least(capsys: pytest.CaptureFi
     found = json.loads(out)
     assert set(found) >= KEYS and found["fits"] is False and found["search"]["best"] == []
     assert found["memory_bytes"]["total"] > found["room_bytes"] and "no layout on 8 x a100-40g fits" in err
-    larger = err.split("64 devices would do, ")[1].split(", or a smaller model")[0].split()
+    larger = err.split("64 devices would do, ")[1].split(", a shorter sequence")[0].split()
     assert set(larger) >= {"parallel.tp=8", "parallel.pp=8", "train.recompute=full"}
     assert main([*job[:2], "--gpus", "64", *job[4:6], *larger]) == 0
 
@@ -139,6 +139,20 @@ def test_what_the_command_line_sets_may_be_what_does_not_fit(capsys: pytest.Capt
     assert main([*job[:-2], "--search", "parallel.pp=5"]) == 2
     legal = "no layout on 64 devices with parallel.pp as given is legal: "
     assert capsys.readouterr().err.startswith(legal)
+
+
+def test_what_no_number_of_devices_mends_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["plan", "configs/gpu/llama3-70b.toml", "--gpus", "32", "--hardware", "a100-40g"]
+    assert main([*job, "train.recompute=none", "batch.micro=4"]) == 2
+    err = capsys.readouterr().err
+    assert ", and 64 times as many devices would not do: other values of batch.micro, train.recompute, a sh" in err
+
+
+def test_chunks_that_the_command_line_cuts_stay_so_in_a_search(capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["plan", "configs/gpu/llama3-70b.toml", "--gpus", "64", "--hardware", "h100", "--search"]
+    cut = f"parallel.layers_per_chunk={[3, *[4] * 18, 5]}".replace(" ", "")
+    for each in answer(capsys, cut, job=job)["search"]["best"]:
+        assert each["layout"]["pp"] * each["layout"]["vpp"] == 20
 
 
 def test_a_sweep_is_in_order_or_says_what_is_impossible(capsys: pytest.CaptureFixture[str]) -> None:
