@@ -151,14 +151,14 @@ class Fit:
         return self._values(self._x)
 
     def left_out(self) -> dict[int, float]:
-        """What is predicted for each row, by its line, with values that were fitted without its source. How errors
+        """What is predicted for each row, by its line, with values that were fitted without its publication. How errors
         depend on values is taken from the fit of all rows.
         """
         found: dict[int, float] = {}
-        for source in sorted({row.source for row in self.rows}):
-            others = np.array([row.source != source for row in self.rows])
+        for left in sorted({row.publication for row in self.rows}):
+            others = np.array([row.publication != left for row in self.rows])
             values = self._values(self._solved(others))
-            found |= {row.line: self.known.predicted(row, values) for row in self.rows if row.source == source}
+            found |= {row.line: self.known.predicted(row, values) for row in self.rows if row.publication == left}
         return found
 
     def _values(self, x: np.ndarray) -> dict[Key, float]:

@@ -14,6 +14,9 @@ from megascale.plan.flops import token_flops
 
 ROWS = Path(__file__).with_name("rows.csv")
 ABLATION = "megascale-table3-"
+TABLES = {"vtrain-multi": "vtrain", "vtrain-single": "vtrain"}
+"""Sources that are tables of one publication."""
+
 FLAGS = {"0": False, "1": True, "": False}
 
 
@@ -35,6 +38,11 @@ class Row:
     def step(self) -> int | None:
         """Which row of MegaScale's ablation it is."""
         return int(self.stack.removeprefix(ABLATION)) if self.stack.startswith(ABLATION) else None
+
+    @property
+    def publication(self) -> str:
+        """What is left out as a whole."""
+        return TABLES.get(self.source, self.source)
 
     @property
     def stacks(self) -> tuple[str, ...]:
