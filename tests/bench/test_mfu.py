@@ -71,11 +71,11 @@ def test_a_slice_says_what_its_head_weighs() -> None:
 def test_a_slice_has_the_windows_of_its_first_layers(tmp_path: Path) -> None:
     tree = settings(GPT, tmp_path, model__window=[7, 0], parallel__layers_per_chunk=[4], train__steps=28)
     path = write_config(tree, tmp_path / "run.toml")
-    for layers, windows in (("1", [7]), ("2", [7, None]), ("3", [7, None, 7])):
+    for layers, windows in (("1", (7,)), ("2", (7, None)), ("3", (7, None, 7))):
         found, whole = _mfu_config(Namespace(preset=None, config=str(path), overrides=[]), Steps(), layers)
         assert found.model.windows == windows
         assert found.parallel.layers_per_chunk is None
-        assert whole.windows == [7, None, 7, None]
+        assert whole.windows == (7, None, 7, None)
 
 
 def test_a_slice_that_breaks_a_rule_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,7 +44,7 @@ def test_zero_and_the_whole_sequence_are_no_window() -> None:
 
 def test_a_pattern_repeats_over_the_layers() -> None:
     model = FAMILIES["gpt"] | {"num_layers": 5}
-    windows = {None: [None] * 5, 7: [7] * 5, (3, 0): [3, None, 3, None, 3], (16, 15, 1): [None, 15, 1, None, 15]}
+    windows = {None: (None,) * 5, 7: (7,) * 5, (3, 0): (3, None, 3, None, 3), (16, 15, 1): (None, 15, 1, None, 15)}
     for window, expected in windows.items():
         given = list(window) if isinstance(window, tuple) else window
         assert ModelConfig.model_validate(model | {"window": given}).windows == expected
