@@ -16,6 +16,9 @@ from typing import NamedTuple
 from megascale.plan.profiles import Hides
 from megascale.schedule.ir import Action, Kind, Schedule
 
+ROUNDING = 1e-6
+"""Of a message: what it shares of its way no longer than this is a difference of sums that are the same."""
+
 FORWARD, BACKWARD, SEND_F, SEND_B, REDUCE = Kind.F, Kind.B, Kind.SEND_F, Kind.SEND_B, Kind.REDUCE
 
 
@@ -163,9 +166,10 @@ class _Rank:
         stage = chunk * self._p + self._number + (1 if kind is SEND_F else -1)
         took = self._times.message
         start = max(self.now, self._free[kind])
-        if self._times.contends and start < self.dp:  # both have half of the way
-            self.dp += took
-            took *= 2
+        if self._times.contends and self.dp - start > ROUNDING * took:  # each has half of the way while both take it
+            shared = min(took, self.dp - start)
+            self.dp += shared
+            took += shared
         self._free[kind] = end = start + took
         arrived[FORWARD if kind is SEND_F else BACKWARD, stage, microbatch] = end
         self.marks.append((self._number, "pp", action, start, end, None if self._hides.pp else (self.now, end)))

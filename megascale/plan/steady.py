@@ -4,14 +4,16 @@ Schedules repeat themselves: micro-batches go in groups, as equal as can be and 
 (`schedule.interleaved`), and ranks do with each group what they did with the one before. Once each action follows its
 predecessor by the same time, every further group takes that time. And if all follow by a time between a and b, so they
 will ever after, for a replay is made of sums and of the later of two times alone (a max-plus system): how far apart a
-and b are says how exact the answer is. What messages and reductions take from each other is neither: where they meet
-again and again, only groups that take the same time, all of them, will go on so; else every micro-batch is replayed.
+and b are says how exact the answer is. Reductions are seen by themselves, for they may fall behind compute, which does
+not wait for them. What messages and reductions take from each other is no sum and no later of two times: where they
+meet again and again, it goes on only if all takes the same time to a rounding, and reductions neither catch up nor fall
+behind, or are so far behind that each message meets one until the end. Else every micro-batch is replayed.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,7 +53,7 @@ class Repeating:
 
     def replay(self, v: int, times: Times, hides: Hides) -> Replay:
         """Without spans, where it is not of all micro-batches."""
-        meet = self.reduce_each and hides.dp and times.contends
+        meet = self.reduce_each and hides.dp and times.contends and times.message > 0
         exact = ALIKE if meet else EXACT
         for step in () if self.piles else STEPS:
             few = few_for(self.p, self.m, step)
@@ -59,7 +61,8 @@ class Repeating:
                 break
             found = replay(self.schedule(few.micro_batches), v, times, hides)
             paces = further(found, few, hides)
-            if all(pace.most - pace.least <= exact * (found.last + pace.least) for pace in paces.values()):
+            alike = all(pace.most - pace.least <= exact * (found.last + pace.least) for pace in paces.values())
+            if alike and (not meet or lasts(found, few, paces, times.message)):
                 return self._longer(found, few, paces, v, times, hides)
         return replay(self.schedule(self.m), v, times, hides)
 
@@ -92,6 +95,18 @@ class Few:
     def micro_batches(self) -> int:
         return sum(run.groups.number * run.groups.size for run in self.runs)
 
+    def settled(self) -> Iterator[tuple[Run, Mapping[Kind, range]]]:
+        """Of each run of which groups are left, by kind the micro-batches whose actions neither the filling reaches nor
+        the drain. Backwards come two groups behind.
+        """
+        after = 0  # micro-batches of a run and those before it
+        for run in self.runs:
+            number, size = run.groups
+            after += number * size
+            if run.left:
+                ends = dict.fromkeys(Kind, after - 3 * size) | dict.fromkeys((Kind.F, Kind.SEND_F), after - size)
+                yield run, {kind: range(end - 3 * size, end) for kind, end in ends.items()}
+
 
 def few_for(p: int, m: int, step: int) -> Few | None:
     """Groups of p stages that stand for m micro-batches; None if they are all."""
@@ -119,23 +134,27 @@ Paces = Mapping[int | None, Pace]
 
 def further(found: Replay, few: Few, hides: Hides) -> Paces:
     """What the groups take that are left. `found`: of the others."""
-    paces, after = dict[int | None, Pace](), 0  # micro-batches of a run and those before it
-    for (number, size), left in few.runs:
-        after += number * size
-        if left:
-            times = left / few.step
-            for key, later in _later(found, few.step * size, _settled(after, size), hides).items():
-                before = paces.get(key, Pace())
-                paces[key] = Pace(before.least + min(later) * times, before.most + max(later) * times)
+    paces = dict[int | None, Pace]()
+    for (groups, left), settled in few.settled():
+        times = left / few.step
+        for key, later in _later(found, few.step * groups.size, settled, hides).items():
+            before = paces.get(key, Pace())
+            paces[key] = Pace(before.least + min(later) * times, before.most + max(later) * times)
     return paces
 
 
-def _settled(after: int, size: int) -> dict[Kind, range]:
-    """By kind the micro-batches whose actions neither the filling reaches nor the drain, of groups of a `size` that end
-    before `after`. Backwards come two groups behind.
-    """
-    ends = dict.fromkeys(Kind, after - 3 * size) | dict.fromkeys((Kind.F, Kind.SEND_F), after - size)
-    return {kind: range(end - 3 * size, end) for kind, end in ends.items()}
+def lasts(found: Replay, few: Few, paces: Paces, message: float) -> bool:
+    """Whether messages of `message` seconds, and reductions, will meet as they have: the same then as now."""
+    compute, slack = paces[None].mean, ALIKE * (found.last + paces[None].mean)
+    if any(pace.mean < compute - slack for pace in paces.values()):
+        return False
+    behind = {rank for rank, pace in paces.items() if rank is not None and pace.mean > compute + slack}
+    _, settled = next(few.settled())
+    return all(
+        end - start >= 2 * message * (1 - ALIKE)  # it shares the way all the time
+        for rank, _, (kind, _, microbatch), start, end, _ in found.marks
+        if rank in behind and kind in SENDS and microbatch >= settled[kind].start
+    )
 
 
 def _later(found: Replay, by: int, settled: Mapping[Kind, range], hides: Hides) -> dict[int | None, list[float]]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megascale.catalog.schedules import SCHEDULES
 from megascale.plan.profiles import Hides
 from megascale.plan.simulate import Replay, Times, replay
-from megascale.schedule.ir import backward, forward
+from megascale.schedule.ir import Action, Kind, backward, forward
 from megascale.schedule.lower import lower
 
 ALL, NONE = Hides(tp="all", pp=True, dp=True), Hides()
@@ -80,6 +80,17 @@ def test_messages_and_dp_share_a_way() -> None:
     cost = {"reduce": dict.fromkeys(places, 3.0), "message": 0.4}
     alone, shared = (run("interleaved_1f1b", p, v, m, contends=contends, **cost).last for contends in (False, True))
     assert shared > alone
+
+
+@pytest.mark.parametrize(("left", "shared"), [(0.0, 0.0), (0.1, 0.1), (0.4, 0.4), (2.0, 0.4)])
+def test_of_two_on_a_way_each_has_half_while_both_take_it(left: float, shared: float) -> None:
+    first = [forward(0, 0), forward(0, 1), backward(0, 0), backward(0, 1)]
+    last = [forward(0, 0), backward(0, 0), forward(0, 1), backward(0, 1)]
+    cost = {"message": 0.4, "reduce": {(1, 0): 3 + left}, "contends": True}
+    found = replay(lower([first, last], 1, reduce_each=True), 1, times(2, 1, **cost), ALL)
+    sent = next(span for span in found.spans if span.action == Action(Kind.SEND_B, 0, 1))
+    assert sent.end - sent.start == pytest.approx(0.4 + shared)
+    assert found.reduced[1] - sent.start == pytest.approx(left + shared + 3 + left)
 
 
 @given(
