@@ -34,8 +34,8 @@ def test_few_are_groups_of_the_same_sizes(p: int, m: int, step: int) -> None:
 
 @st.composite
 def pipelines(draw: Any) -> tuple[int, int, int, Times, Hides, bool]:
-    """p, v, m, times such as layers cut unevenly give, what is hidden, and whether each backward's are reduced: often so
-    that messages and reductions meet in every micro-batch.
+    """p, v, m, times such as layers cut unevenly give, what is hidden, and whether each backward's are reduced. Often
+    messages and reductions meet in every micro-batch.
     """
     p, meet = draw(st.integers(1, 4)), draw(st.booleans())
     v = draw(st.integers(1, 3)) if p > 1 else 1
