@@ -13,7 +13,7 @@ from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.run import RunConfig
 from megascale.layout.buckets import pack
-from megascale.layout.chunks import chunk_buckets
+from megascale.layout.chunks import chunk_buckets, chunk_parameters
 from megascale.plan.flops import mfu, token_flops
 from megascale.plan.kernels import Kernels
 from megascale.plan.links import Operation, group_route, neighbour_route
@@ -229,6 +229,10 @@ class Model:
 
     def _gather(self, place: Place) -> float:
         size = PRECISIONS[self.config.train.precision].facts["compute_bytes"]
+        if self.stack.broadcasts:
+            (rank, chunk), whole = place, size * sum(self.numbers[place])
+            owners = min(self.config.dp, len(chunk_parameters(self.config, rank)[chunk]))
+            return self.dp.broadcasts(whole, self.config.dp, owners)
         return sum(self.dp.collective("all_gather", size * n, self.config.dp) for n in self.numbers[place])
 
     def _with_gathers(self, place: Place, pair: Pair) -> Pair:

@@ -37,18 +37,18 @@ class Kernels:
     number_format: str
     bytes: int
 
-    def gemm(self, m: int, n: int, k: int, *, eight_bit: bool = False) -> float:
-        """Of [m, k] x [k, n]. `eight_bit`: of fp8 numbers."""
+    def gemm(self, m: int, n: int, k: int, *, count: int = 1, eight_bit: bool = False) -> float:
+        """Of `count` products [m, k] x [k, n] at once. `eight_bit`: of fp8 numbers."""
         if not m * n * k:
             return 0.0
         device, attained = self.hardware.device, self.hardware.attained
         peak = device.peak_of("fp8" if eight_bit else self.number_format)
         if found := self.measured:
-            numbers = self.bytes * (m * k + k * n + m * n)
-            return found.product_s + 2 * m * n * k / found.rate + numbers / found.bandwidth
-        compute = 2 * m * n * k / (peak * attained.gemm * shape_share(m, n, k, device.units))
+            numbers = count * self.bytes * (m * k + k * n + m * n)
+            return found.product_s + 2 * count * m * n * k / found.rate + numbers / found.bandwidth
+        compute = 2 * count * m * n * k / (peak * attained.gemm * shape_share(count * m, n, k, device.units))
         size = 1 if eight_bit else self.bytes
-        moved = (size * (m * k + k * n) + self.bytes * m * n) / (device.bandwidth * attained.memory)
+        moved = count * (size * (m * k + k * n) + self.bytes * m * n) / (device.bandwidth * attained.memory)
         return max(compute, moved) * self.stack.attained.slowdown
 
     @property
@@ -57,8 +57,8 @@ class Kernels:
         return self.hardware.device.measured.get(self.number_format)
 
     def attention(self, flops: float, *, backward: bool, seen: float, width: int) -> float:
-        """Of scores and their product with the values. `flops`: of those that the kernel computes; `seen`: keys that
-        a query sees, the mean; `width`: of a head.
+        """Of scores and their product with the values in one kernel. `flops`: of those that it computes; `seen`: keys
+        that a query sees, the mean; `width`: of a head.
         """
         if found := self.measured:
             way = found.attend_back if backward else found.attend
@@ -73,10 +73,14 @@ class Kernels:
 
     def memory(self, moved: float) -> float:
         """Of element-wise operations that read and write `moved` bytes, were they fused."""
+        return self.stream(moved * (1.0 if self.measured else self.stack.attained.passes))
+
+    def stream(self, moved: float) -> float:
+        """Of operations that read and write `moved` bytes, just as often as they do."""
         if found := self.measured:
             return moved / found.elementwise
         rate = self.hardware.device.bandwidth * self.hardware.attained.memory
-        return moved * self.stack.attained.passes / rate * self.stack.attained.slowdown
+        return moved / rate * self.stack.attained.slowdown
 
     def between(self, moved: float) -> float:
         """Of a layer's forward besides its products and attention. `moved`: as for `memory`."""

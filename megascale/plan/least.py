@@ -107,7 +107,7 @@ class Floors:
         self._chunks = space.config.parallel.layers_per_chunk
         self._piles = space.piles
         self._seconds: dict[Layout, tuple[float, float]] = {}
-        self._memory: dict[tuple[object, ...], float] = {}
+        self._memory: dict[Layout, float] = {}
         self._kept: dict[Layout, tuple[int, int]] = {}
         self._state: dict[int, tuple[_State, _State]] = {}
 
@@ -127,17 +127,7 @@ class Floors:
         for the first gradients come back after p forwards and p backwards, or for all where they pile up; then a
         block's backward begins.
         """
-        tp, sp, pp, vpp, _, dp, micro, recompute, zero = layout
-        key = (
-            tp,
-            sp,
-            pp,
-            vpp if self._chunks else 1,
-            dp,
-            micro,
-            recompute,
-            zero,
-        )
+        key = layout._replace(vpp=layout.vpp if self._chunks else 1, schedule="")
         if key not in self._memory:
             self._memory[key] = self._first_rank(layout)
         return self._memory[key]

@@ -215,7 +215,15 @@ class Stack(Section):
 
     name: str = Field("", description="the file's")
     attention: Kernel = Field("flash2", description="the kernel")
-    gradient_bytes: int = Field(0, ge=0, description="of a number of a gradient that is reduced; 0: as it accumulates")
+    gradient_bytes: int = Field(
+        0, ge=0, description="of a number of a gradient, added up and reduced; 0: as the precision accumulates"
+    )
+    adds_apart: bool = Field(
+        False, description="a pass over memory adds weights' gradients to those of other micro-batches, no product does"
+    )
+    broadcasts: bool = Field(
+        False, description="with ZeRO 1 or 2 ranks broadcast the tensors that they updated, one rank after another"
+    )
     shards_weights: bool = Field(False, description="ZeRO 3: layers are gathered before they are used")
     stops_early: bool = Field(
         False, description="full recomputation leaves out a block's result, which no backward needs"

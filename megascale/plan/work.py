@@ -3,6 +3,7 @@
 A block is matrix products, the attention's core, and passes over memory; between them tensor parallelism gathers and
 scatters activations (Korthikanti et al. 2022, 4.2), of which a stack hides what `profiles.Hides` says. A backward has
 two products for each of a forward's, and 2.5 times the attention of a kernel that forms the scores again (Dao 2023).
+Without such a kernel scores are there as a whole, and pass through memory between their products.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from megascale.catalog.layers import BLOCKS
+from megascale.catalog.precisions import PRECISIONS
 from megascale.config.run import RunConfig
 from megascale.layout.chunks import eight_bit_layers, stages_of
 from megascale.layout.pieces import PIECES
@@ -88,6 +90,15 @@ class Product:
     enters: bool
 
 
+def added_bytes(config: RunConfig, stack: Stack) -> float:
+    """Bytes that move for each number of a weight's gradient, in a micro-batch, to add it to those of the others."""
+    facts, count = PRECISIONS[config.train.precision].facts, max(1, config.micro_batches)
+    own, wide = facts["compute_bytes"], stack.gradient_bytes or facts["accumulate_bytes"]
+    if not stack.adds_apart:
+        return 0.0
+    return own + 2 * wide if wide > own else 3 * own * (count - 1) / count  # the first of as many numbers is the sum
+
+
 class Work:
     """The times of a configuration's parts."""
 
@@ -106,6 +117,7 @@ class Work:
         self._blocks: dict[tuple[int | None, bool, Recompute], Pair] = {}
         self._chunks: dict[tuple[Kinds, Recompute, bool, bool], Pair] = {}
         self.whole = self.tokens * m.hidden_size * kernels.bytes  # bytes of an activation
+        self.added = added_bytes(config, stack)
 
     def chunk(self, pp_rank: int, chunk: int) -> Pair:
         """All that a pipeline rank does in its chunk."""
@@ -170,14 +182,14 @@ class Work:
         ]
 
     def linear(self, product: Product, *, eight_bit: bool = False) -> Pair:
-        """The products of a linear layer, without what travels."""
+        """A linear layer's products, and what adds its gradients up, without what travels."""
         m, n, k = self.tokens, product.columns, product.terms
         gemm = partial(self.kernels.gemm, eight_bit=eight_bit)
         backward = gemm(m, k, n) + gemm(n, k, m)
         casts = [self.kernels.memory(CAST * m * width) if eight_bit else 0.0 for width in (k, n)]
         return Pair(
             Seconds(gemm=gemm(m, n, k), elementwise=casts[0]),
-            Seconds(gemm=backward, elementwise=casts[1]),
+            Seconds(gemm=backward, elementwise=casts[1] + self.kernels.stream(n * k * self.added)),
         )
 
     def joined(self, cast: bool = False) -> list[tuple[Pair, bool]]:
@@ -223,20 +235,31 @@ class Work:
 
     def core(self, window: int | None) -> Pair:
         """Attention from q, k and v to what the heads attend to."""
-        m, flash = self.config.model, self.stack.attention != "unfused"
-        flops = forward_attention(m, self.windows.index(window))
-        whole = (flops.causal_attention if flash else flops.full_attention) * self.tokens / self.tp
-        seen = flops.causal_attention / (2 * 2 * m.num_heads * m.head_dim)
+        if self.stack.attention == "unfused":
+            return self.whole_scores()
+        m = self.config.model
+        flops = forward_attention(m, self.windows.index(window)).causal_attention
+        whole = flops * self.tokens / self.tp
+        seen = flops / (2 * 2 * m.num_heads * m.head_dim)
         kernel = partial(self.kernels.attention, seen=seen, width=m.head_dim)
-        if flash:
-            return Pair(
-                Seconds(attention=kernel(whole, backward=False)),
-                Seconds(attention=kernel(FLASH_BACKWARD * whole, backward=True)),
-            )
-        scores = self.config.batch.micro * m.num_heads / self.tp * m.seq_length**2 * self.kernels.bytes
-        moved = self.kernels.memory(SCORE_PASSES * scores)
-        forward = kernel(whole, backward=False)
-        return Pair(Seconds(attention=forward + moved), Seconds(attention=2 * (forward + moved)))
+        return Pair(
+            Seconds(attention=kernel(whole, backward=False)),
+            Seconds(attention=kernel(FLASH_BACKWARD * whole, backward=True)),
+        )
+
+    def whole_scores(self) -> Pair:
+        """Attention whose scores are all formed: two products, their softmax and dropout between them; of a backward
+        four products.
+        """
+        m, kernels = self.config.model, self.kernels
+        heads = self.config.batch.micro * m.num_heads // self.tp
+        scores, size = heads * m.seq_length**2, kernels.bytes
+        formed = kernels.gemm(m.seq_length, m.seq_length, m.head_dim, count=heads)
+        used = kernels.gemm(m.seq_length, m.head_dim, m.seq_length, count=heads)
+        return Pair(
+            Seconds(attention=formed + used + kernels.stream(scores * (4 * size + MASK))),
+            Seconds(attention=formed + 3 * used + kernels.stream(scores * (5 * size + MASK))),
+        )
 
     def element_bytes(self) -> float:
         """Bytes that the fused element-wise operations of a block's forward move: both norms and residuals, of this
@@ -275,9 +298,10 @@ class Work:
 CAST = 4
 """Bytes that a cast of a number from 16 to 8 bits moves: it is read, and written as it is and transposed."""
 
-SCORE_PASSES = 7
-"""Times that scores pass through memory in a forward without a fused kernel: written, masked and scaled, their softmax
-read and written, dropped, and read for the product with the values.
+MASK = 1
+"""Bytes that say whether a score is dropped, as is the default of Megatron-LM. In a forward the softmax reads and
+writes it, and so does the dropout; in a backward the dropout reads and writes its gradient, and the softmax reads that
+and the score, and writes its gradient.
 """
 
 LOSS_PASSES = 4

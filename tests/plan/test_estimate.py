@@ -8,8 +8,9 @@ import pytest
 
 from megascale.config.explain import load
 from megascale.plan import profiles
-from megascale.plan.estimate import estimate, largest_of, step_time
+from megascale.plan.estimate import Model, estimate, largest_of, skeleton, step_time
 from megascale.plan.flops import block_weights
+from megascale.plan.links import group_route
 
 CONFIG = "configs/gpu/megascale-175b.toml"
 HARDWARE = profiles.hardware("a100-80g-roce")
@@ -64,6 +65,45 @@ def test_a_stack_that_stops_for_its_messages_takes_longer() -> None:
     assert found.causes["pp"] - base.causes["pp"] == pytest.approx(found.step_s - base.step_s)
     hidden = STACK.model_copy(update={"attained": STACK.attained.model_copy(update={"message_s": 1e-3})})
     assert of(stack=hidden).step_s == of().step_s
+
+
+def test_scores_pass_through_memory_where_no_kernel_keeps_them() -> None:
+    """Nine times two bytes and a mask in a forward, eleven in a backward, beside six products."""
+    unfused = STACK.model_copy(update={"attention": "unfused"})
+    found, config = of(stack=unfused), load(CONFIG, ["batch.global=256"], world=512)
+    m, rate = config.model, HARDWARE.device.bandwidth * HARDWARE.attained.memory
+    scores = config.batch.micro * m.num_heads // 8 * m.seq_length**2 * m.num_layers // 8 * config.micro_batches
+    moved = scores * (9 + 11) / rate * STACK.attained.slowdown
+    products = scores * 6 * 2 * m.head_dim / (312e12 * HARDWARE.attained.gemm)
+    assert moved + products < found.causes["attention"] < moved + 4 * products  # whose sums of 128 terms are short
+    passes = unfused.model_copy(update={"attained": STACK.attained.model_copy(update={"passes": 9.0})})
+    assert of(stack=passes).causes["attention"] == found.causes["attention"]
+
+
+@pytest.mark.parametrize(("size", "moved"), [(0, 2 + 2 * 4), (2, 3 * 2 * 31 / 32)])
+def test_a_stack_may_add_gradients_up_in_a_pass_of_its_own(size: int, moved: float) -> None:
+    """Of one's own it reads both and writes the sum, of each micro-batch but the first; or of a wider buffer."""
+    apart = STACK.model_copy(update={"adds_apart": True, "gradient_bytes": size})
+    within = STACK.model_copy(update={"gradient_bytes": size})
+    found, base = (of("parallel.vpp=1", stack=stack).causes["elementwise"] for stack in (apart, within))
+    config = load(CONFIG, ["batch.global=256", "parallel.vpp=1"], world=512)
+    assert config.micro_batches == 32
+    weights = (sum(block_weights(config.model).values()) * 96 + 12288 * 64_000) / 64
+    rate = HARDWARE.device.bandwidth * HARDWARE.attained.memory / STACK.attained.slowdown
+    assert found - base == pytest.approx(32 * moved * weights / rate, rel=0.01)
+
+
+@pytest.mark.parametrize(("gpus", "owners"), [(8, 8), (1024, 4 * 12 + 4)])
+def test_a_stack_may_broadcast_what_its_ranks_updated(gpus: int, owners: int) -> None:
+    """One rank after another, as many as there are, or as there are tensors."""
+    keys = ["model.num_layers=4", "parallel.tp=1", "parallel.pp=1", "parallel.vpp=1", "parallel.sp=false"]
+    config = load(CONFIG, ["batch.global=1024", *keys], world=gpus)
+    broadcasts = STACK.model_copy(update={"broadcasts": True})
+    model = Model(config, HARDWARE, broadcasts, skeleton(config, broadcasts))
+    route = group_route(HARDWARE, gpus, 1, gpus)
+    expected = route.broadcasts(2 * sum(model.numbers[0, 0]), gpus, owners)
+    assert model.times().gather == {(0, 0): pytest.approx(expected)}
+    assert estimate(config, HARDWARE, broadcasts).step_s > estimate(config, HARDWARE, STACK).step_s
 
 
 @pytest.mark.parametrize("block", ["serial", "parallel"])

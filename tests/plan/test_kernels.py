@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,6 +38,15 @@ def test_a_product_takes_what_its_bytes_take_at_least() -> None:
     flops = 2 * 8192**3
     assert flops / 312e12 < kernels.gemm(8192, 8192, 8192) < 2 * flops / 312e12
     assert kernels.gemm(0, 8, 8) == 0.0
+
+
+def test_products_at_once_fill_a_device_together() -> None:
+    kernels = Kernels(profiles.hardware("a100-80g"), profiles.stack("megascale"), "bf16", 2)
+    one, many = kernels.gemm(256, 256, 4096), kernels.gemm(256, 256, 4096, count=108)
+    assert one < many < 60 * one  # alone it leaves most multiprocessors idle
+    assert kernels.gemm(4096, 4096, 4096, count=8) == pytest.approx(8 * kernels.gemm(4096, 4096, 4096), rel=0.1)
+    thin = kernels.gemm(2048, 2048, 16, count=64)  # as fast as its results are written
+    assert thin >= 64 * 2048**2 * 2 / (2.039e12 * kernels.hardware.attained.memory)
 
 
 def test_a_narrow_head_takes_as_long_as_the_next_width_that_a_kernel_has() -> None:

@@ -65,4 +65,31 @@ def test_more_bytes_take_longer_and_no_faster_than_the_way(size: int, stride: in
     took = route.collective("all_gather", whole, size)
     assert took >= (size - 1) / size * whole / route.bandwidth
     assert route.collective("all_gather", 2 * whole, size) > took
-    assert route.collective("all_reduce", whole, size) == pytest.approx(2 * took)
+    assert (size - 1) / size * whole / route.bandwidth <= route.collective("all_reduce", whole, size) <= 2 * took
+
+
+def test_a_ring_leaves_each_node_once() -> None:
+    route = group_route(CLUSTER, 32, 1, 64)
+    assert route.collective("all_gather", 32e9, 32) == pytest.approx(31e9 / 1e11 + 3 * 1e-5 + 28 * 1e-6)
+    apart = group_route(CLUSTER, 4, 8, 64)
+    assert apart.collective("reduce_scatter", 4e9, 4) == pytest.approx(3e9 / (1e11 / 8) + 3 * 1e-5)
+    uneven = group_route(CLUSTER, 6, 1, 96)  # of which some lie in two nodes
+    assert uneven.collective("all_gather", 6e9, 6) == pytest.approx(5e9 / 5e10 + 1e-5 + 4 * 1e-6)
+
+
+def test_an_all_reduce_takes_a_ring_or_trees() -> None:
+    many = group_route(CLUSTER, 512, 8, 4096)
+    assert many.collective("all_reduce", 8.0, 512) == pytest.approx(2 * 9 * 1e-5, rel=1e-3)  # so high is a tree
+    ring = 2 * (511 / 512 * 1e12 / many.bandwidth + 511 * 1e-5)
+    assert many.collective("all_reduce", 1e12, 512) == pytest.approx(ring)  # bytes count, of which a ring has less
+    two = group_route(CLUSTER, 16, 1, 64)  # one edge between two nodes, for half of it each way in both trees
+    assert two.collective("all_reduce", 3e9, 16) == pytest.approx(2 * 3e9 / 1.5e11 + 2 * 7e-6)
+    slow = CLUSTER.model_copy(update={"network": CLUSTER.network.model_copy(update={"bandwidth": 2e10})})
+    two = group_route(slow, 16, 1, 64)
+    assert two.collective("all_reduce", 3e9, 16) == pytest.approx(3e9 / 1e10 + 2 * 1e-5 + 2 * 7e-6)
+
+
+def test_broadcasts_come_one_after_another() -> None:
+    route = group_route(CLUSTER, 32, 1, 64)
+    assert route.broadcasts(32e9, 32, 5) == pytest.approx(32e9 / 1e11 + 5 * (3 * 1e-5 + 28 * 1e-6))
+    assert route.broadcasts(32e9, 1, 1) == 0.0
