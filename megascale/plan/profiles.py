@@ -29,7 +29,7 @@ Format = Annotated[str, Field(pattern="^(fp64|fp32|tf32|fp16|bf16|fp8)$")]
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 NAMES = {accelerator.name: accelerator for accelerator in ACCELERATORS}
-Kernel = Literal["unfused", "flash1", "flash2", "flash3"]
+Kernel = Literal["unfused", "flash1", "triton", "flash2", "flash3"]
 
 
 class Reached(Section):
