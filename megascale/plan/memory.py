@@ -13,11 +13,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.run import RunConfig
+from megascale.core.registry import Card
 from megascale.layout.buckets import pack
 from megascale.layout.chunks import chunk_buckets, eight_bit_weights, stages_of, unit
 from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, Parameter, stage
@@ -97,26 +99,59 @@ class RankBytes:
 
 def rank_bytes(config: RunConfig, *, shards_weights: bool = False) -> list[RankBytes]:
     """Of a rank of each pipeline stage, of a resolved configuration. `shards_weights`: as in `state_bytes`."""
-    orders = _orders(config)
-    return [_of_rank(config, rank, orders, shards_weights) for rank in range(len(orders))]
+    played = _played(config)
+    return [_of_rank(config, rank, played, shards_weights) for rank in range(config.parallel.pp)]
 
 
 def first_rank(config: RunConfig, *, shards_weights: bool = False) -> RankBytes:
     """Of a rank of the first pipeline stage, as a rule the fullest: found sooner than those of all."""
-    return _of_rank(config, 0, _orders(config), shards_weights)
+    return _of_rank(config, 0, _played(config), shards_weights)
 
 
-def _orders(config: RunConfig) -> Schedule:
-    """What each pipeline rank does, as far as it shows the most that is alive at once."""
-    p = config.parallel
-    assert p.schedule is not None, "a resolved configuration names its schedule"
-    card, count = SCHEDULES[p.schedule], config.micro_batches
-    count = count if card.facts["piles"] else representative(p.pp, p.vpp, count)
-    orders: Schedule = card.load()(p.pp, p.vpp, count)
+class _Played(NamedTuple):
+    """What each pipeline rank does with as many micro-batches as show the most that is alive at once. Where they pile
+    up: with one more, and how many there are beyond the first.
+    """
+
+    orders: Schedule
+    longer: Schedule
+    left: int
+
+
+def _played(config: RunConfig) -> _Played:
+    p, count = config.parallel, config.micro_batches
+    few = representative(p.pp, p.vpp, count)
+    left = count - few if _schedule(config).facts["piles"] else 0
+    return _Played(_orders(config, few), _orders(config, few + 1) if left else [], left)
+
+
+def _orders(config: RunConfig, count: int) -> Schedule:
+    orders: Schedule = _schedule(config).load()(config.parallel.pp, config.parallel.vpp, count)
     return orders
 
 
-def _of_rank(config: RunConfig, pp_rank: int, orders: Schedule, shards_weights: bool) -> RankBytes:
+def _schedule(config: RunConfig) -> Card:
+    assert config.parallel.schedule is not None, "a resolved configuration names its schedule"
+    return SCHEDULES[config.parallel.schedule]
+
+
+def _of_rank(config: RunConfig, pp_rank: int, played: _Played, shards_weights: bool) -> RankBytes:
+    few = _in_order(config, pp_rank, played.orders, shards_weights)
+    if not played.left:
+        return few
+    longer, each = _in_order(config, pp_rank, played.longer, shards_weights), sum(few.activations.kept)
+    if _grown(few, 1, each) == longer:  # by all that a micro-batch keeps, and by no more will it ever
+        return _grown(few, played.left, each)
+    return _in_order(config, pp_rank, _orders(config, config.micro_batches), shards_weights)
+
+
+def _grown(few: RankBytes, count: int, each: int) -> RankBytes:
+    """With so many micro-batches more that are alive when most is."""
+    peak = replace(few.peak, kept=few.peak.kept + count * each)
+    return replace(few, activations=replace(few.activations, peak=few.activations.peak + count * each), peak=peak)
+
+
+def _in_order(config: RunConfig, pp_rank: int, orders: Schedule, shards_weights: bool) -> RankBytes:
     activations = activation_bytes(config, pp_rank, orders[pp_rank])
     if not shards_weights:
         return RankBytes(state_bytes(config, pp_rank), activations, peak_bytes(config, pp_rank, orders, activations))

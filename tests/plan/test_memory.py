@@ -47,6 +47,19 @@ def test_few_micro_batches_show_what_many_do() -> None:
     assert representative(8, 6, 6144 + 5) == 8 * 8 + 4
 
 
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
+@given(jobs(), st.integers(1, 40), st.booleans())
+def test_what_piles_up_grows_by_what_each_keeps(config: RunConfig, m: int, shards: bool) -> None:
+    parallel = config.parallel.model_copy(update={"schedule": "gpipe", "vpp": 1, "layers_per_chunk": None})
+    batch = config.batch.model_copy(update={"total": config.batch.micro * config.dp * m})
+    train = config.train.model_copy(update={"recompute_chunks": None})
+    config = config.model_copy(update={"parallel": parallel, "batch": batch, "train": train})
+    found = rank_bytes(config, shards_weights=shards)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megascale.plan.memory.representative", lambda p, v, count: count)
+        assert found == rank_bytes(config, shards_weights=shards)
+
+
 @settings(max_examples=50, suppress_health_check=list(HealthCheck))
 @given(jobs())
 def test_sharded_weights_are_divided_but_for_two_units(config: RunConfig) -> None:
