@@ -125,7 +125,8 @@ class Model:
         self.work = Work(config, hardware, stack, self.kernels)
         can = stack.hides
         self.hides = Hides(tp=can.tp, pp=can.pp and overlap.pp, dp=can.dp and overlap.dp)
-        self.dp = group_route(hardware, config.dp, p.tp * p.cp, config.world)
+        self.together = p.tp * p.cp
+        self.dp = group_route(hardware, config.dp, self.together, config.world, together=self.together)
         self.crowd = hardware.node.ranks_a_core(config.world)
         self.places = [(rank, chunk) for rank in range(p.pp) for chunk in range(p.vpp)]
         chunks = {place: self.work.chunk(*place) for place in self.places}
@@ -163,7 +164,7 @@ class Model:
         """For the replay."""
         c, p = self.config, self.config.parallel
         stride = p.tp * p.cp * c.dp
-        between = neighbour_route(self.hardware, stride, c.world)
+        between = neighbour_route(self.hardware, stride, c.world, together=self.together)
         activation = self.work.whole / p.tp
         hops = 0.0 if p.sp or p.tp == 1 else self.work.gather()  # each rank has sent its part
         apart = self.stack.shards_weights
@@ -188,10 +189,10 @@ class Model:
         total = sum((pair.forward + pair.backward for pair in self.pairs.values()), Seconds()) * (count / p.pp)
         times = self.times()
         silent = replace(times, message=0.0, hops=0.0)
-        without_pp = self.known.replay(p.vpp, silent, self.hides).last if p.pp > 1 else ended
+        without_pp = min(ended, self.known.replay(p.vpp, silent, self.hides).last) if p.pp > 1 else ended
         reduces = any((*times.reduce.values(), *times.gather.values()))
         bare = replace(silent, reduce={}, gather={})
-        without_dp = self.known.replay(p.vpp, bare, self.hides).last if reduces else without_pp
+        without_dp = min(without_pp, self.known.replay(p.vpp, bare, self.hides).last) if reduces else without_pp
         found = {
             "gemm": total.gemm,
             "attention": total.attention,

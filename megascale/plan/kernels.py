@@ -13,7 +13,7 @@ each product.
 """
 
 UNKNOWN = 0.35
-"""Of the peak what a kernel of attention reaches that a device's profile does not name."""
+"""Of the peak what a kernel of attention reaches where a device's profile names none."""
 
 WIDTHS = {
     "flash1": (32, 64, 128),
@@ -65,7 +65,7 @@ class Kernels:
             way = found.attend_back if backward else found.attend
             return flops * (1 + way.keys / seen + way.width / width) / way.rate
         peak = self.hardware.device.peak_of(self.number_format)
-        shares = self.hardware.device.attention.get(self.stack.attention)
+        shares = self.hardware.device.reached(self.stack.attention)
         if shares is None:
             return flops / (peak * UNKNOWN) * self.stack.attained.slowdown
         reached = shares.backward if backward else shares.forward

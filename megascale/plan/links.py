@@ -72,14 +72,16 @@ class Route:
         return max(2, math.ceil(size / self.ranks))
 
 
-def group_route(hardware: Hardware, size: int, stride: int, world: int) -> Route:
-    """Of a group of `size` ranks, `stride` apart in a job of `world`."""
+def group_route(hardware: Hardware, size: int, stride: int, world: int, *, together: int = 1) -> Route:
+    """Of a group of `size` ranks, `stride` apart in a job of `world`, of which as many as `together` are to lie in one
+    node if they can.
+    """
     node, network, attained = hardware.node, hardware.network, hardware.attained
-    devices, run = _used(node.devices, world), size * stride
+    devices, run = _used(node.devices, world, together), size * stride
     inside = Route(node.bandwidth * attained.link, node.latency, network=False)
     if devices % run == 0:
         return inside
-    groups = min(devices, stride if run % devices == 0 else 2 * stride)
+    groups = min(devices, stride if run % devices == 0 or run == world else 2 * stride)
     way_out = network.bandwidth * attained.network / groups
     if run > devices * network.nodes:
         way_out /= network.taper
@@ -88,18 +90,25 @@ def group_route(hardware: Hardware, size: int, stride: int, world: int) -> Route
     return Route(bandwidth, network.latency, network=True, ranks=ranks, inside=inside if ranks > 1 else None)
 
 
-def neighbour_route(hardware: Hardware, stride: int, world: int) -> Route:
-    """Of messages to the rank `stride` further, which all ranks send at once."""
+def neighbour_route(hardware: Hardware, stride: int, world: int, *, together: int = 1) -> Route:
+    """Of messages to the rank `stride` further, which all ranks send at once. `together`: as in `group_route`."""
     node, network, attained = hardware.node, hardware.network, hardware.attained
     if world <= node.devices:
         way = node.message or node
         return Route(way.bandwidth * attained.link, way.latency, network=False)
-    leaving = min(stride, _used(node.devices, world))  # ranks of a node whose neighbour is in another
+    devices = _used(node.devices, world, together)
+    leaving = min(stride, devices)  # ranks of a node whose neighbour is in another
     way_out = network.bandwidth * attained.network / leaving
+    if world > devices * network.nodes:  # likewise of all the nodes under a switch
+        above = network.nodes * network.bandwidth * attained.network / network.taper
+        way_out = min(way_out, above / min(stride, devices * network.nodes))
     return Route(min(node.bandwidth * attained.link, way_out), network.latency, network=True)
 
 
-def _used(devices: int, world: int) -> int:
-    """Of a node, by a job that is spread evenly over as few nodes as hold it, or fills them where it cannot be."""
+def _used(devices: int, world: int, together: int) -> int:
+    """Of a node, by a job that is spread evenly over as few nodes as hold it, or fills them where it cannot be, or only
+    by parting ranks that are to lie together.
+    """
     nodes = -(-world // devices)
-    return world // nodes if world % nodes == 0 else devices
+    even = world // nodes if world % nodes == 0 else devices
+    return devices if even % together and devices % together == 0 else even

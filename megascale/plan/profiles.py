@@ -96,6 +96,13 @@ class Device(Section):
             raise ValueError(f"memory of {self.memory} bytes is no more than the reserve of {self.reserve}")
         return self
 
+    def reached(self, kernel: Kernel) -> Reached | None:
+        """What a kernel of attention reaches: as much as the next newer that is named, or older, where it is not."""
+        kernels = get_args(Kernel)
+        at = kernels.index(kernel)
+        order = [*kernels[at:], *reversed(kernels[:at])]
+        return next((self.attention[each] for each in order if each in self.attention), None)
+
     @property
     def room(self) -> int:
         """Bytes for a rank's tensors."""
@@ -215,8 +222,8 @@ class Stack(Section):
 
     name: str = Field("", description="the file's")
     attention: Kernel = Field("flash2", description="the kernel")
-    gradient_bytes: int = Field(
-        0, ge=0, description="of a number of a gradient, added up and reduced; 0: as the precision accumulates"
+    gradient_bytes: Literal[0, 1, 2, 4, 8] = Field(
+        0, description="of a number of a gradient, added up and reduced; 0: as the precision accumulates"
     )
     adds_apart: bool = Field(
         False, description="a pass over memory adds weights' gradients to those of other micro-batches, no product does"
@@ -230,6 +237,12 @@ class Stack(Section):
     )
     hides: Hides = Hides()
     attained: Cost = Cost()
+
+    @model_validator(mode="after")
+    def _shards_or_broadcasts(self) -> Stack:
+        if self.shards_weights and self.broadcasts:
+            raise ValueError("shards_weights is ZeRO 3, where no rank has whole tensors to send: leave broadcasts out")
+        return self
 
 
 Profile = TypeVar("Profile", Hardware, Stack)

@@ -107,7 +107,7 @@ class Work:
         self.config, self.stack, self.kernels = config, stack, kernels
         self.tokens = config.batch.micro * m.seq_length
         self.own = self.tokens // p.tp if p.sp else self.tokens
-        self.tp, self.axis = p.tp, group_route(hardware, p.tp, 1, config.world)
+        self.tp, self.axis = p.tp, group_route(hardware, p.tp, 1, config.world, together=p.tp * p.cp)
         self.hides = stack.hides.tp if config.overlap.tp else "none"
         self.hiding = hardware.attained.hiding
         self.windows = m.windows
@@ -148,7 +148,7 @@ class Work:
         for product in self.products():
             pair = self.linear(product, eight_bit=cast)
             forward, backward = forward + pair.forward, backward + pair.backward
-        exchanges = self.exchanges()
+        exchanges = self.exchanges(cast)
         forward += Seconds(elementwise=self.kernels.between(self.element_bytes()))
         backward += Seconds(elementwise=2 * self.kernels.between(self.element_bytes()))
         core = self.core(window)
@@ -200,12 +200,12 @@ class Work:
             products = [(qkv + up, True), (out + down, False)]
         return products
 
-    def exchanges(self) -> Pair:
-        """What tensor parallelism shows of a block's communication."""
+    def exchanges(self, cast: bool) -> Pair:
+        """What tensor parallelism shows of a block's communication, beside products in 8 bits if `cast`."""
         if self.tp == 1:
             return NOTHING
         forward = backward = 0.0
-        for pair, enters in self.joined():
+        for pair, enters in self.joined(cast):
             one = pair.backward.gemm / 2  # of the products for the input's and for the weight's gradient
             forward += self.travel(pair.forward.gemm, enters)
             backward += self.travel(one, not enters, backward=True)
@@ -281,9 +281,11 @@ class Work:
         return self.kernels.bytes * (self.tokens * (3 if m.gated else 2) * m.ffn_size // self.tp)
 
     def embedding(self) -> Pair:
-        moved = self.kernels.memory(2 * self.own * self.config.model.hidden_size * self.kernels.bytes)
+        m = self.config.model
+        moved = self.kernels.memory(2 * self.own * m.hidden_size * self.kernels.bytes)
+        added = self.kernels.stream(padded_vocab(m, self.tp) // self.tp * m.hidden_size * self.added)
         shown = self.travel(0.0, enters=False) if self.tp > 1 else 0.0
-        return Pair(Seconds(elementwise=moved, tp=shown), Seconds(elementwise=moved, tp=0.0))
+        return Pair(Seconds(elementwise=moved, tp=shown), Seconds(elementwise=moved + added, tp=0.0))
 
     def head(self) -> Pair:
         """The last norm, the projection to the vocabulary and the loss."""

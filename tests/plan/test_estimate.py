@@ -131,6 +131,16 @@ def test_each_operation_that_is_computed_again_takes_time() -> None:
     assert again("attention", "norm", "activation") == pytest.approx(sum(each))
 
 
+def test_tp_hides_behind_products_in_8_bits_only_as_long_as_they_take() -> None:
+    slow = profiles.hardware("h100")
+    slow = slow.model_copy(update={"node": slow.node.model_copy(update={"bandwidth": 60e9})})
+    bf16, fp8 = (of(f"train.precision={precision}", hardware=slow).exposed["tp"] for precision in ("bf16", "fp8"))
+    assert fp8 > 1.02 * bf16
+    keys = ["train.precision=fp8", "model.block=parallel", "parallel.sp=false"]
+    none, full = (of(*keys, f"train.recompute={what}", hardware=slow).exposed["tp"] for what in ("none", "full"))
+    assert full == pytest.approx(none)  # what a block ends with is not formed again
+
+
 def test_fp8_is_faster_where_there_is_fp8() -> None:
     h100, bf16 = profiles.hardware("h100"), ["train.precision=bf16"]
     assert of("train.precision=fp8", hardware=h100).step_s < of(*bf16, hardware=h100).step_s < of().step_s

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from megascale.plan import profiles
 from megascale.plan.kernels import Kernels, shape_share
+from megascale.plan.profiles import Reached
 
 SIZES = st.integers(1, 40_000)
 
@@ -60,3 +61,10 @@ def test_a_narrow_head_takes_as_long_as_the_next_width_that_a_kernel_has() -> No
     assert seconds("flash2", 96) == 0.75 * seconds("flash2", 128)
     assert seconds("flash2", 80) == seconds("flash2", 96)
     assert seconds("flash1", 160) > seconds("flash1", 128)  # none is wide enough: as stated
+
+
+def test_a_kernel_that_is_not_named_is_as_fast_as_the_next() -> None:
+    slow, fast = (Reached(forward=share, backward=share) for share in (0.2, 0.5))
+    device = profiles.hardware("a100-80g").device.model_copy(update={"attention": {"triton": slow, "flash2": fast}})
+    assert [device.reached(kernel) for kernel in ("flash1", "triton", "flash2", "flash3")] == [slow, slow, fast, fast]
+    assert device.model_copy(update={"attention": {}}).reached("flash2") is None

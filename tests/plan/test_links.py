@@ -49,8 +49,24 @@ def test_a_job_is_spread_evenly_over_nodes() -> None:
     assert not group_route(large, 4, 4, 256).network  # 64 in each of four
 
 
+def test_one_run_of_ranks_has_its_nodes_alone() -> None:
+    assert group_route(CLUSTER, 20, 1, 20).bandwidth == pytest.approx(1e11)
+    assert group_route(CLUSTER, 5, 4, 20).bandwidth == pytest.approx(1e11 / 4)
+
+
+def test_what_is_to_lie_together_lies_in_a_node_if_it_can() -> None:
+    assert group_route(CLUSTER, 4, 1, 12).network  # of 6 devices in each of two nodes
+    assert not group_route(CLUSTER, 4, 1, 12, together=4).network  # of 8 and of 4
+    assert not group_route(CLUSTER, 6, 1, 12, together=6).network
+    assert group_route(CLUSTER, 12, 1, 24, together=12) == group_route(CLUSTER, 12, 1, 24)
+    assert neighbour_route(CLUSTER, 4, 12, together=4).bandwidth == pytest.approx(1e11 / 4)
+
+
 def test_beyond_a_switch_is_less() -> None:
     assert group_route(CLUSTER, 5, 8, 120).bandwidth == pytest.approx(1e11 / 8 / 2)
+    assert neighbour_route(CLUSTER, 32, 64).bandwidth == pytest.approx(1e11 / 8 / 2)  # all leave it
+    assert neighbour_route(CLUSTER, 8, 64).bandwidth == pytest.approx(1e11 / 8)  # a quarter of them
+    assert neighbour_route(CLUSTER, 32, 32).bandwidth == pytest.approx(1e11 / 8)  # there is one
 
 
 def test_neighbours_leave_a_node_or_not() -> None:

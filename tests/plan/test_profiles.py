@@ -89,3 +89,18 @@ def test_values_in_other_units_are_said(wrong: str, tmp_path: Path) -> None:
     path.write_text(f'extends = "{base}"\n[device]\n{wrong}\n')
     with pytest.raises(ConfigError, match="device"):
         profiles.hardware(str(path))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("gradient_bytes = 16", r"gradient_bytes: 16: Input should be 0, 1, 2, 4 or 8  -> of a number of a gradient"),
+        ("shards_weights = true\nbroadcasts = true", "shards_weights is ZeRO 3, .* leave broadcasts out"),
+        ('attention = "flash4"', "attention: 'flash4': Input should be 'unfused', 'flash1', 'triton'"),
+    ],
+)
+def test_a_stack_that_makes_no_sense_is_said(wrong: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(f"{wrong}\n")
+    with pytest.raises(ConfigError, match=said):
+        profiles.stack(str(path))
