@@ -111,4 +111,5 @@ def _used(devices: int, world: int, together: int) -> int:
     """
     nodes = -(-world // devices)
     even = world // nodes if world % nodes == 0 else devices
-    return devices if even % together and devices % together == 0 else even
+    whole = devices - devices % together
+    return whole if even % together and whole * nodes >= world else even

@@ -222,7 +222,7 @@ class Stack(Section):
 
     name: str = Field("", description="the file's")
     attention: Kernel = Field("flash2", description="the kernel")
-    gradient_bytes: Literal[0, 1, 2, 4, 8] = Field(
+    gradient_bytes: Literal[0, 2, 4, 8] = Field(
         0, description="of a number of a gradient, added up and reduced; 0: as the precision accumulates"
     )
     adds_apart: bool = Field(

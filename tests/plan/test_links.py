@@ -58,6 +58,9 @@ def test_what_is_to_lie_together_lies_in_a_node_if_it_can() -> None:
     assert group_route(CLUSTER, 4, 1, 12).network  # of 6 devices in each of two nodes
     assert not group_route(CLUSTER, 4, 1, 12, together=4).network  # of 8 and of 4
     assert not group_route(CLUSTER, 6, 1, 12, together=6).network
+    large = CLUSTER.model_copy(update={"node": CLUSTER.node.model_copy(update={"devices": 72})})
+    assert not group_route(large, 16, 1, 80, together=16).network  # of 64 and of 16
+    assert group_route(large, 16, 1, 144, together=16).network  # which two nodes do not hold otherwise
     assert group_route(CLUSTER, 12, 1, 24, together=12) == group_route(CLUSTER, 12, 1, 24)
     assert neighbour_route(CLUSTER, 4, 12, together=4).bandwidth == pytest.approx(1e11 / 4)
 
