@@ -29,7 +29,7 @@ from megascale.plan import failures, plot, profiles, report
 from megascale.plan.layouts import SUITED, VARIED
 from megascale.plan.profiles import Hardware, Stack
 from megascale.plan.report import Plan
-from megascale.plan.search import KEPT, Found, enough, search
+from megascale.plan.search import Found, Instead, enough, fitting, search
 from megascale.plan.timeline import events
 
 SURE = 0.98
@@ -100,7 +100,8 @@ def _run(options: argparse.Namespace) -> int:
             smallest = report.plan(found.smallest.config, hardware, stack) if found.smallest else None
             least = report.as_json(smallest, [], options.tokens, _lost(options, smallest)) if smallest else {}
             print(json.dumps({**least, "fits": False, "search": report.search_json(found, stack)}))
-        print(_what_fits(options, found, _config(options, None), hardware, stack), file=sys.stderr)
+        instead, config = Instead(smallest=found.smallest), _config(options, None)
+        print(_what_fits(options, instead, config, hardware, stack), file=sys.stderr)
         return Exit.CONFIG
     config = found.best[0].config if found else _config(options, options.gpus)
     plan = report.plan(config, hardware, stack, spans=options.timeline is not None)
@@ -111,16 +112,20 @@ def _run(options: argparse.Namespace) -> int:
     _print(options, plan, sweep, found)
     if plan.fits:
         return Exit.OK
-    fitting = _search(options, plan.config, hardware, stack, kept=1)
-    print(f"{report.too_large(plan)}; {_what_fits(options, fitting, plan.config, hardware, stack)}", file=sys.stderr)
+    devices = plan.config.world
+    instead = fitting(plan.config, devices, hardware, stack, _room(hardware, devices), _fixed(options))
+    print(f"{report.too_large(plan)}; {_what_fits(options, instead, plan.config, hardware, stack)}", file=sys.stderr)
     return Exit.CONFIG
 
 
-def _what_fits(options: argparse.Namespace, found: Found, config: RunConfig, hardware: Hardware, stack: Stack) -> str:
+def _what_fits(
+    options: argparse.Namespace, instead: Instead, config: RunConfig, hardware: Hardware, stack: Stack
+) -> str:
     """Another layout, or another number of devices, in a line."""
     devices, fixed = options.gpus or config.world, _fixed(options)
-    larger = enough(config, devices, hardware, stack, SURE, fixed) if found.smallest else None
-    return report.nothing_fits(config, devices, found, larger, _room(hardware, devices), hardware, stack, fixed)
+    if instead.smallest:
+        instead = replace(instead, larger=enough(config, devices, hardware, stack, SURE, fixed))
+    return report.nothing_fits(config, devices, instead, _room(hardware, devices), hardware, stack, fixed)
 
 
 def _room(hardware: Hardware, devices: int) -> int:
@@ -182,12 +187,10 @@ def _swept(options: argparse.Namespace) -> list[RunConfig]:
     return found
 
 
-def _search(
-    options: argparse.Namespace, config: RunConfig, hardware: Hardware, stack: Stack, kept: int = KEPT
-) -> Found:
+def _search(options: argparse.Namespace, config: RunConfig, hardware: Hardware, stack: Stack) -> Found:
     """The fastest layouts; keys that the command line sets stay as they are."""
     devices = options.gpus or config.world
-    return search(config, devices, hardware, stack, _room(hardware, devices), _fixed(options), kept)
+    return search(config, devices, hardware, stack, _room(hardware, devices), _fixed(options))
 
 
 def _fixed(options: argparse.Namespace) -> list[str]:

@@ -10,6 +10,7 @@ of the network whole, the one that computes and the next, with one whole gradien
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -24,12 +25,16 @@ from megascale.layout.buckets import pack
 from megascale.layout.chunks import chunk_buckets, eight_bit_weights, stages_of, unit
 from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, Parameter, stage
 from megascale.plan.activations import ActivationBytes, activation_bytes
-from megascale.plan.peak import PeakBytes, peak_bytes
+from megascale.plan.peak import PeakBytes, ceiling, peak_bytes, whole_gradients
 from megascale.schedule.interleaved import groups_of
 from megascale.schedule.ir import Schedule
 
-SEEN = 4
-"""Groups of micro-batches, as many as there are stages, after which a schedule does again what it has done."""
+SEEN = 3
+"""Groups of micro-batches, as many as there are stages, after which a schedule of many chunks does again what it has
+done; of one chunk one group and `MORE` micro-batches.
+"""
+
+MORE = 4
 
 
 @dataclass(frozen=True)
@@ -152,14 +157,20 @@ def _grown(few: RankBytes, count: int, each: int) -> RankBytes:
 
 
 def _in_order(config: RunConfig, pp_rank: int, orders: Schedule, shards_weights: bool) -> RankBytes:
-    activations = activation_bytes(config, pp_rank, orders[pp_rank])
+    found = _unplayed(config, pp_rank, orders, shards_weights)
     if not shards_weights:
-        return RankBytes(state_bytes(config, pp_rank), activations, peak_bytes(config, pp_rank, orders, activations))
-    state = state_bytes(config, pp_rank, shards_weights=True)
+        return replace(found, peak=peak_bytes(config, pp_rank, orders, found.activations))
     plain = config.model_copy(update={"parallel": config.parallel.model_copy(update={"zero": 1})})
-    peak = replace(peak_bytes(plain, pp_rank, orders, activations), gradients=state.transient)
+    peak = peak_bytes(plain, pp_rank, orders, found.activations)
+    return replace(found, peak=replace(peak, gradients=found.state.transient))
+
+
+def _unplayed(config: RunConfig, pp_rank: int, orders: Schedule, shards_weights: bool) -> RankBytes:
+    """All but the peak."""
+    state = state_bytes(config, pp_rank, shards_weights=shards_weights)
     size = PRECISIONS[config.train.precision].facts["compute_bytes"]
-    return RankBytes(state, activations, peak, size * sum(_units(config, pp_rank)[:2]))
+    gathered = size * sum(_units(config, pp_rank)[:2]) if shards_weights else 0
+    return RankBytes(state, activation_bytes(config, pp_rank, orders[pp_rank]), PeakBytes(), gathered)
 
 
 def representative(p: int, v: int, count: int) -> int:
@@ -167,13 +178,31 @@ def representative(p: int, v: int, count: int) -> int:
     grow with their number. With chunks they go in groups: after some of a size nothing is new.
     """
     if v == 1:
-        return min(count, SEEN * p)
+        return min(count, p + MORE)
     return sum(min(groups.number, SEEN) * groups.size for groups in groups_of(p, count))
 
 
-def fullest_rank(config: RunConfig, *, shards_weights: bool = False) -> RankBytes:
-    """The rank that holds most."""
-    return max(rank_bytes(config, shards_weights=shards_weights), key=lambda rank: rank.total)
+def fullest_rank(config: RunConfig, *, shards_weights: bool = False, room: float = math.inf) -> RankBytes:
+    """The rank that holds most, or one that holds more than `room` bytes. Those come first that may hold most, and none
+    is played that cannot hold more than another.
+    """
+    played = _played(config)
+    ceilings = [_ceiling(config, rank, played, shards_weights) for rank in range(config.parallel.pp)]
+    first, *others = sorted(range(config.parallel.pp), key=lambda rank: -ceilings[rank])
+    best = _of_rank(config, first, played, shards_weights)
+    for rank in others:
+        if best.total > room or ceilings[rank] <= best.total:
+            break
+        best = max(best, _of_rank(config, rank, played, shards_weights), key=lambda found: found.total)
+    return best
+
+
+def _ceiling(config: RunConfig, pp_rank: int, played: _Played, shards_weights: bool) -> int:
+    """As much as a rank holds, or more."""
+    alone = _unplayed(config, pp_rank, played.orders, shards_weights)
+    grown = played.left * sum(alone.activations.kept)
+    gradients = alone.state.transient if shards_weights else whole_gradients(config, pp_rank)
+    return alone.state.lasting + alone.gathered + grown + gradients + ceiling(config, pp_rank, alone.activations)
 
 
 def _early(config: RunConfig, pp_rank: int) -> int:

@@ -97,6 +97,23 @@ def peak_bytes(config: RunConfig, pp_rank: int, orders: Schedule, activations: A
     return most
 
 
+def ceiling(config: RunConfig, pp_rank: int, activations: ActivationBytes) -> int:
+    """As much as a rank holds beside its state and whole gradients, or more, without playing its actions."""
+    chunks, grad = _chunks(config, pp_rank, activations, first_units(config, pp_rank)), Sizes(config).residual
+    needs = [max(chunk.first, chunk.forward, 2 * grad, *(most for most, _ in chunk.backward)) for chunk in chunks]
+    awaited = AHEAD if config.overlap.pp and config.parallel.pp > 1 else 0
+    if config.parallel.pp == 2:  # in the sender's order: never more than there are
+        awaited *= 2 * config.parallel.vpp * config.micro_batches
+    messages = message_bytes(config) * awaited
+    return activations.peak + max(needs) + messages + _always(config, pp_rank)
+
+
+def whole_gradients(config: RunConfig, pp_rank: int) -> int:
+    """As much as whole gradients take at once, or more: a chunk's and the head's, and those that are reduced."""
+    chunks = [sum(sum(sizes) for _, sizes in chunk) for chunk in first_units(config, pp_rank)]
+    return 3 * (max(chunks) + chunks[-1])
+
+
 def _chunks(config: RunConfig, pp_rank: int, activations: ActivationBytes, units: list[Starts]) -> list[ChunkBytes]:
     known, found = dict[object, ChunkBytes](), []
     for chunk, kept in enumerate(activations.kept):

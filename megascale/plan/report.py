@@ -11,14 +11,13 @@ from rich.table import Table
 
 from megascale.config.run import RunConfig
 from megascale.core.units import format_bytes, format_count, format_duration
-from megascale.plan.candidate import Candidate
 from megascale.plan.estimate import Estimate, estimate
 from megascale.plan.failures import Losses
 from megascale.plan.layouts import dropped
 from megascale.plan.memory import RankBytes, rank_bytes
 from megascale.plan.params import parameter_count
 from megascale.plan.profiles import Hardware, Stack
-from megascale.plan.search import DOUBLED, Found, Smallest
+from megascale.plan.search import DOUBLED, Found, Instead, Sized
 from megascale.plan.steps import Steps
 
 WORDS = {
@@ -270,7 +269,7 @@ def too_large(plan: Plan) -> str:
     )
 
 
-def settings(config: RunConfig, other: Candidate | Smallest, stack: Stack) -> str:
+def settings(config: RunConfig, other: Sized, stack: Stack) -> str:
     """What makes a configuration the other one on a command line, and which of its keys must go."""
     implied = {"parallel.dp", *(["parallel.zero"] if stack.shards_weights else [])}
     keys = {key: value for key, value in other.layout.keys.items() if key not in implied}
@@ -282,29 +281,28 @@ def settings(config: RunConfig, other: Candidate | Smallest, stack: Stack) -> st
 def nothing_fits(
     config: RunConfig,
     devices: int,
-    found: Found,
-    enough: Smallest | None,
+    instead: Instead,
     room: int,
     hardware: Hardware,
     stack: Stack,
     fixed: Sequence[str],
 ) -> str:
-    """What would fit in place of `config`, or what is missing, in a line. `enough`: what fits more devices, where
-    nothing fits so many; `room`: what the search fills; `fixed`: keys that it leaves as they are.
+    """What would fit in place of `config`, or what is missing, in a line. `room`: what the search fills; `fixed`: keys
+    that it leaves as they are.
     """
-    if found.best:
-        return f"{settings(config, found.best[0], stack)} would fit"
+    smallest, enough = instead.smallest, instead.larger
+    if instead.fits:
+        return f"{settings(config, instead.fits, stack)} would fit"
     given = f" with {', '.join(fixed)} as given" if fixed else ""
     others = f"other values of {', '.join(fixed)}, " if fixed else ""
-    if found.smallest is None:
+    if smallest is None:
         return f"no layout on {devices} devices{given} is legal: {others}another number of devices, or batch.global"
-    small = found.smallest
     larger = f"{enough.config.world} devices would do, {settings(config, enough, stack)}, " if enough else ""
-    least = f"{format_bytes(small.memory.total)}, where a search fills {format_bytes(room)}"
+    least = f"{format_bytes(smallest.memory.total)}, where a search fills {format_bytes(room)}"
     neither = "" if enough else f", and {1 << DOUBLED} times as many devices would not do"
     return (
         f"no layout on {devices} x {hardware.name}{given} fits: the least is {least}, with "
-        f"{settings(config, small, stack)}{neither}: {others}{larger}a shorter sequence, or a smaller model"
+        f"{settings(config, smallest, stack)}{neither}: {others}{larger}a shorter sequence, or a smaller model"
     )
 
 

@@ -44,8 +44,8 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Smallest:
-    """The layout that needs least memory, and the bytes of its fullest rank."""
+class Sized:
+    """A layout with its resolved configuration, and the bytes of its fullest rank."""
 
     layout: Layout
     config: RunConfig
@@ -54,11 +54,24 @@ class Smallest:
 
 @dataclass(frozen=True)
 class Found:
-    """The fastest layouts that fit, the fastest first. `smallest`: where none fits, unless none is legal."""
+    """The fastest layouts that fit, the fastest first. `smallest`: which needs least memory, where none fits, unless
+    none is legal.
+    """
 
     best: tuple[Candidate, ...]
     counts: Counts
-    smallest: Smallest | None = None
+    smallest: Sized | None = None
+
+
+@dataclass(frozen=True)
+class Instead:
+    """What to plan in place of what does not fit: a layout that does; where none does, the `smallest`, unless none is
+    legal, and what more devices fit, if they do.
+    """
+
+    fits: Sized | None = None
+    smallest: Sized | None = None
+    larger: Sized | None = None
 
 
 def search(
@@ -87,9 +100,23 @@ def search(
     return found if found.best else replace(found, smallest=bound.smallest(tps))
 
 
+def fitting(
+    config: RunConfig, devices: int, hardware: Hardware, stack: Stack, room: int, fixed: Collection[str] = ()
+) -> Instead:
+    """A layout that fits, found sooner than the fastest: of all the one whose step may be fastest by a bound. Where
+    none does, that which needs least memory. Arguments as of `search`.
+    """
+    anywhere = divisors(devices, config.model.num_heads)
+    inside = _inside(anywhere, hardware)
+    tps = [inside] if "parallel.tp" in fixed else [inside, [tp for tp in anywhere if tp not in inside]]
+    bound = _Search(Space(config, devices, frozenset(fixed)), hardware, stack, room, 1)
+    found = next((found for some in tps if (found := bound.fitting(some))), None)
+    return Instead(fits=found) if found else Instead(smallest=bound.smallest([tp for some in tps for tp in some]))
+
+
 def enough(
     config: RunConfig, devices: int, hardware: Hardware, stack: Stack, share: float, fixed: Collection[str] = ()
-) -> Smallest | None:
+) -> Sized | None:
     """The smallest layout, with tp inside a node, of the first of 2, 4, 8 ... times as many devices that some layout
     fits; it may fill a `share` of a device's room.
     """
@@ -148,6 +175,23 @@ class _Search:
 
     def among(self, tps: Collection[int]) -> Found:
         """The best with one of these tp, where none that was looked at before fits."""
+        for layout in self._in_turn(tps):
+            self._simulate(layout)
+        pruned = self._legal - self._large - self._simulated
+        counts = Counts(self._legal, self._large, pruned, self._simulated)
+        return Found(tuple(self._candidates()), counts)
+
+    def fitting(self, tps: Collection[int]) -> Sized | None:
+        """The first in turn that fits, with one of these tp."""
+        for layout in self._in_turn(tps):
+            config = self._space.applied(layout)
+            small = self._space.legal(config) and self._first_rank(config).total <= self._room
+            if small and self._fits(layout, config):
+                return Sized(layout, config, self._memory[layout])
+        return None
+
+    def _in_turn(self, tps: Collection[int]) -> Iterator[Layout]:
+        """Layouts with one of these tp that may fit, and be fast enough to be kept: those first that may be fastest."""
         queue = list[_Waiting]()
         for layout in self._space.layouts(tps):
             sharded = self._sharded(layout)
@@ -159,17 +203,14 @@ class _Search:
         while queue and queue[0].least <= self._limit:
             waiting = heapq.heappop(queue)
             if waiting.stage:
-                self._simulate(waiting.layout)
+                yield waiting.layout
                 continue
             for each in self._sharded(waiting.layout):
                 if self._floors.memory(each) <= self._room:
                     least = max(waiting.least, self._steps.least_s(self._space.applied(each)))
                     heapq.heappush(queue, _Waiting(least, 1, each))
-        pruned = self._legal - self._large - self._simulated
-        counts = Counts(self._legal, self._large, pruned, self._simulated)
-        return Found(tuple(self._candidates()), counts)
 
-    def smallest(self, tps: Collection[int], below: float = math.inf) -> Smallest | None:
+    def smallest(self, tps: Collection[int], below: float = math.inf) -> Sized | None:
         """That which needs least memory, with one of these tp, of those that keep least: smallest micro-batches, and as
         much computed again as may be. None where it can be seen that it is not `below` so many bytes.
         """
@@ -193,7 +234,7 @@ class _Search:
         if best is None:
             return None
         config = self._space.applied(best[1])
-        return Smallest(best[1], config, self._fullest_rank(config))
+        return Sized(best[1], config, self._fullest_rank(config))
 
     @property
     def _limit(self) -> float:
@@ -228,7 +269,7 @@ class _Search:
         self._best = sorted([*others, min([*alike, found])])[: self._kept]
 
     def _fits(self, layout: Layout, config: RunConfig) -> bool:
-        self._memory[layout] = self._fullest_rank(config)
+        self._memory[layout] = self._fullest_rank(config, room=self._room)
         return self._memory[layout].total <= self._room
 
     def _candidates(self) -> Iterator[Candidate]:

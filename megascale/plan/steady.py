@@ -8,6 +8,9 @@ and b are says how exact the answer is. Reductions are seen by themselves, for t
 not wait for them. What messages and reductions take from each other is no sum and no later of two times: where they
 meet again and again, it goes on only if all takes the same time to a rounding, and reductions neither catch up nor fall
 behind, or are so far behind that each message meets one until the end. Else every micro-batch is replayed.
+
+Where no backward comes before the last forward nothing repeats itself; but forwards, and then backwards, go through a
+line of machines, of which in the end the slowest says how long each takes.
 """
 
 from __future__ import annotations
@@ -28,6 +31,10 @@ ENDS = 8
 
 STEPS = (1, 4, 16, 64)
 """Groups after which actions come again, of which a further group's time is found; more where fewer are not exact."""
+
+LINES = (2, 8, 32)
+"""Groups of as many micro-batches as there are stages, after which the slowest of a line may say how long each takes.
+"""
 
 EXACT = 1e-3
 """The part of a step's time by which the answer may be off."""
@@ -55,6 +62,8 @@ class Repeating:
         """Without spans, where it is not of all micro-batches."""
         meet = self.reduce_each and hides.dp and times.contends and times.message > 0
         exact = ALIKE if meet else EXACT
+        if self.piles and not meet and (piled := self._piled(v, times, hides)):
+            return piled
         for step in () if self.piles else STEPS:
             few = few_for(self.p, self.m, step)
             if few is None:
@@ -65,6 +74,20 @@ class Repeating:
             if alike and (not meet or lasts(found, few, paces, times.message)):
                 return self._longer(found, few, paces, v, times, hides)
         return replay(self.schedule(self.m), v, times, hides)
+
+    def _piled(self, v: int, times: Times, hides: Hides) -> Replay | None:
+        """A few micro-batches, and for each of the others what the last of them took, if that is the most that one can:
+        the end is the latest of sums that grow by the same with each, so that none takes less than the one before.
+        """
+        most = line_pace(times, self.p, hides, self.reduce_each)
+        for few in (groups * self.p for groups in LINES):
+            if few + 1 >= self.m:
+                break
+            before, found = (replay(self.schedule(count), v, times, hides) for count in (few, few + 1))
+            if found.last - before.last >= most - ALIKE * found.last:
+                others = (self.m - few - 1) * most
+                return Replay([end + others for end in found.end], [end + others for end in found.reduced])
+        return None
 
     def _longer(self, found: Replay, few: Few, paces: Paces, v: int, times: Times, hides: Hides) -> Replay:
         """`found` with what the other groups take, and their reductions, where those come one by one at the end."""
@@ -126,6 +149,26 @@ class Pace(NamedTuple):
     @property
     def mean(self) -> float:
         return (self.least + self.most) / 2
+
+
+def line_pace(times: Times, p: int, hides: Hides, reduce_each: bool) -> float:
+    """Seconds by which one more micro-batch lengthens a step of p ranks at most, where all forwards come before all
+    backwards: those of the slowest of each line's ranks and messages.
+    """
+    hop, sent = times.hops, 0.0 if hides.pp else times.message
+    apart = times.message if hides.pp and p > 1 else 0.0
+    forward = backward = apart
+    added = 0.0  # by reductions that are done at the end
+    for rank in range(p):
+        reduce = times.reduce.get((rank, 0), 0.0) if reduce_each else 0.0
+        hidden = 1 - 1 / times.buckets.get((rank, 0), 1)
+        slowed = reduce * hidden * times.drag if hides.dp else 0.0
+        last = rank == p - 1
+        forward = max(forward, times.forward[rank, 0] + (hop if rank else 0.0) + (0.0 if last else sent))
+        done = times.backward[rank, 0] + (0.0 if last else hop) + (sent if rank else 0.0) + slowed
+        backward = max(backward, done, reduce if hides.dp else 0.0)
+        added = max(added, 0.0 if hides.dp else reduce)
+    return forward + backward + added
 
 
 Paces = Mapping[int | None, Pace]

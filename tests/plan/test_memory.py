@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from megascale.catalog.schedules import SCHEDULES
+from megascale.config.explain import load
 from megascale.config.run import RunConfig
-from megascale.plan.memory import rank_bytes, representative, state_bytes
+from megascale.plan import memory as memory_of
+from megascale.plan.memory import fullest_rank, rank_bytes, representative, state_bytes
+from megascale.plan.peak import PeakBytes, peak_bytes
 from megascale.plan.report import memory
 from megascale.schedule.ir import Kind, Order
 from megascale.schedule.lower import AHEAD
@@ -43,8 +48,8 @@ def test_what_is_alive_does_not_grow_with_the_micro_batches(name: str, p: int, v
 
 
 def test_few_micro_batches_show_what_many_do() -> None:
-    assert representative(105, 1, 10**6) == 420  # by p actions of a rank, of p ranks: in their square
-    assert representative(8, 6, 6144 + 5) == 8 * 8 + 4
+    assert representative(105, 1, 10**6) == 109  # by p actions of a rank, of p ranks: in their square
+    assert representative(8, 6, 6144 + 5) == 6 * 8 + 3
 
 
 @settings(max_examples=100, suppress_health_check=list(HealthCheck))
@@ -58,6 +63,32 @@ def test_what_piles_up_grows_by_what_each_keeps(config: RunConfig, m: int, shard
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megascale.plan.memory.representative", lambda p, v, count: count)
         assert found == rank_bytes(config, shards_weights=shards)
+
+
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
+@given(jobs(), st.sampled_from(["own", "gpipe"]), st.booleans())
+def test_the_fullest_is_found_without_playing_all(config: RunConfig, schedule: str, shards: bool) -> None:
+    if schedule == "gpipe":
+        parallel = config.parallel.model_copy(update={"schedule": "gpipe", "vpp": 1, "layers_per_chunk": None})
+        train = config.train.model_copy(update={"recompute_chunks": None})
+        config = config.model_copy(update={"parallel": parallel, "train": train})
+    totals = [rank.total for rank in rank_bytes(config, shards_weights=shards)]
+    assert fullest_rank(config, shards_weights=shards).total == max(totals)
+    room = sorted(totals)[len(totals) // 2] - 1
+    assert room < fullest_rank(config, shards_weights=shards, room=room).total <= max(totals)
+
+
+def test_the_fullest_of_many_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = ["model.num_layers=192", "parallel.pp=64", "parallel.vpp=1", "batch.global=256"]
+    config, played = load("configs/gpu/megascale-175b.toml", overrides, world=512), list[int]()
+    expected = max(rank.total for rank in rank_bytes(config))
+
+    def counted(config: RunConfig, pp_rank: int, *rest: Any) -> PeakBytes:
+        played.append(pp_rank)
+        return peak_bytes(config, pp_rank, *rest)
+
+    monkeypatch.setattr(memory_of, "peak_bytes", counted)
+    assert fullest_rank(config).total == expected and len(played) < 8
 
 
 @settings(max_examples=50, suppress_health_check=list(HealthCheck))

@@ -11,10 +11,11 @@ from megascale.config.explain import load
 from megascale.core.errors import ConfigError
 from megascale.plan import profiles
 from megascale.plan.candidate import lost
-from megascale.plan.estimate import estimate
+from megascale.plan.estimate import estimate, step_time
 from megascale.plan.layouts import Layout, Space
 from megascale.plan.memory import fullest_rank
-from megascale.plan.search import Found, enough, search
+from megascale.plan.search import Found, enough, fitting, search
+from megascale.plan.steps import Steps
 
 H100, A100 = profiles.hardware("h100"), profiles.hardware("a100-80g")
 STACK = profiles.stack("megascale")
@@ -101,6 +102,19 @@ def test_where_nothing_fits_the_smallest_is_told() -> None:
     assert found.smallest.layout.tp == 16 > A100.node.devices
     again = search(config, 16, A100, STACK, found.smallest.memory.total, fixed)
     assert [one.layout for one in again.best] == [found.smallest.layout]
+
+
+def test_a_layout_that_fits_is_found_sooner_than_the_fastest(small: Found, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, room = load(SMALL, ["batch.global=32"]), H100.device.room
+    monkeypatch.setattr(Steps, "step_s", lambda *_: pytest.fail("nothing need be replayed"))
+    instead = fitting(config, 16, H100, STACK, room)
+    found = instead.fits
+    assert found is not None and instead.smallest is None
+    assert Space(config, 16, frozenset()).legal(found.config)
+    assert found.memory == fullest_rank(found.config) and found.memory.total <= room
+    assert step_time(found.config, H100, STACK) < 1.1 * small.best[0].estimate.step_s
+    instead = fitting(config, 16, H100, STACK, 1)
+    assert instead.fits is None and instead.smallest == search(config, 16, H100, STACK, 1).smallest
 
 
 def test_the_next_number_of_devices_that_would_do() -> None:

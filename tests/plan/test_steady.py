@@ -76,7 +76,19 @@ def test_a_replay_of_few_is_one_of_all(drawn: tuple[int, int, int, Times, Hides,
     assert few.reduced == pytest.approx(all.reduced, rel=EXACT)
 
 
-def test_what_piles_up_does_not_repeat_itself() -> None:
+@settings(max_examples=200)
+@given(pipelines())
+def test_forwards_and_then_backwards_go_through_a_line(drawn: tuple[int, int, int, Times, Hides, bool]) -> None:
+    p, _, m, times, hides, each = drawn
+
+    def schedule(count: int) -> Any:
+        return lower(SCHEDULES["gpipe"].load()(p, 1, count), 1, reduce_each=each)
+
+    all, few = replay(schedule(m), 1, times, hides), Repeating({}, p, m, each, True, schedule).replay(1, times, hides)
+    assert few.last == pytest.approx(all.last, rel=1e-9)
+
+
+def test_a_line_is_as_slow_as_its_slowest_machine() -> None:
     overrides = ["model.num_layers=8", "parallel.pp=4", "parallel.vpp=1", "batch.global=64", "parallel.schedule=gpipe"]
     config = load("configs/gpu/megascale-175b.toml", overrides, world=32)
     hardware, stack = profiles.hardware("a100-80g"), profiles.stack("megatron-2023")
