@@ -8,6 +8,7 @@ ones, and write them there, with their errors by source and by kind of paralleli
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -46,6 +47,7 @@ def main() -> None:
         print("\n".join(errors(rows, {"profiles": as_written(rows)})))
         return
     began = time.monotonic()
+    gc.disable()  # replays are millions of tuples, none in a cycle
     fit = Fit(rows)
     left_out = fit.left_out()
     for kind in ("hardware", "stacks"):

@@ -198,6 +198,7 @@ class Model:
             "attention": total.attention,
             "elementwise": total.elementwise,
             "recompute": total.again,
+            "host": total.host,
             "stragglers": total.stragglers,
             "tp": total.tp,
             "pp": ended - without_pp,
@@ -223,10 +224,13 @@ class Model:
         return Pair(*(each + Seconds(stragglers=each.compute * late) for each in (pair.forward, pair.backward)))
 
     def _reduce(self, place: Place) -> float:
-        size = PRECISIONS[self.config.train.precision].facts["accumulate_bytes"]
-        size = self.stack.gradient_bytes or size
         operation: Operation = "reduce_scatter" if self.sharded else "all_reduce"
-        return sum(self.dp.collective(operation, size * n, self.config.dp) for n in self.numbers[place])
+        sizes = (self._gradient_bytes * numbers for numbers in self.numbers[place])
+        return sum(self.dp.collective(operation, size, self.config.dp) for size in sizes)
+
+    @property
+    def _gradient_bytes(self) -> int:
+        return self.stack.gradient_bytes or PRECISIONS[self.config.train.precision].facts["accumulate_bytes"]
 
     def _gather(self, place: Place) -> float:
         size = PRECISIONS[self.config.train.precision].facts["compute_bytes"]
@@ -238,8 +242,12 @@ class Model:
 
     def _with_gathers(self, place: Place, pair: Pair) -> Pair:
         """Weights gathered before each forward and each backward, and gradients reduced after it, a layer ahead."""
-        gather, layers = self._gather(place), max(1, self.config.model.num_layers // len(self.places))
-        reduce = self._reduce(place)
+        facts, numbers = PRECISIONS[self.config.train.precision].facts, sum(self.numbers[place])
+        copies = self.stack.copies or math.inf
+        gather = max(self._gather(place), facts["compute_bytes"] * numbers / copies)
+        reduce = max(self._reduce(place), self._gradient_bytes * numbers / copies)
+        layers = max(1, self.config.model.num_layers // len(self.places))
+        again = self.stack.gathers_again and self.work.recompute[place[1]].full
 
         def shown(travel: float, compute: float) -> Seconds:
             if not self.hides.dp:
@@ -248,7 +256,7 @@ class Model:
             return Seconds(dp=max(travel * least, travel - compute * (layers - 1) / layers))
 
         forward = pair.forward + shown(gather, pair.forward.total)
-        return Pair(forward, pair.backward + shown(gather + reduce, pair.backward.total))
+        return Pair(forward, pair.backward + shown(gather * (2 if again else 1) + reduce, pair.backward.total))
 
     def _update(self, pp_rank: int) -> float:
         """Of the optimizer: every number of a rank's shard is read and written, the gradient read and cleared."""

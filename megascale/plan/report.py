@@ -25,6 +25,7 @@ WORDS = {
     "attention": "attention",
     "elementwise": "element-wise",
     "recompute": "computed again",
+    "host": "waiting for the host",
     "stragglers": "slowest device",
     "tp": "tp, exposed",
     "pp": "pp, exposed",

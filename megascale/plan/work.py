@@ -31,14 +31,15 @@ FLASH_BACKWARD = 2.5
 @dataclass(frozen=True)
 class Seconds:
     """Of one rank. `gemm`, `attention`, `elementwise`: of kernels; `again`: of all that a backward forms a second time;
-    `stragglers`: until the slowest rank has done the same; `tp`, `dp`: of communication, exposed, of dp only where
-    weights are gathered layer by layer.
+    `host`: in which the device waits for the host to launch its work; `stragglers`: until the slowest rank has done the
+    same; `tp`, `dp`: of communication, exposed, of dp only where weights are gathered layer by layer.
     """
 
     gemm: float = 0.0
     attention: float = 0.0
     elementwise: float = 0.0
     again: float = 0.0
+    host: float = 0.0
     stragglers: float = 0.0
     tp: float = 0.0
     dp: float = 0.0
@@ -49,7 +50,7 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        return self.compute + self.stragglers + self.tp + self.dp
+        return self.compute + self.host + self.stragglers + self.tp + self.dp
 
     def __add__(self, other: Seconds) -> Seconds:
         return Seconds(*(own + others for own, others in zip(vars(self).values(), vars(other).values(), strict=True)))
@@ -155,7 +156,13 @@ class Work:
         forward, backward = forward + core.forward, backward + core.backward
         forward, backward = forward + exchanges.forward, backward + exchanges.backward
         again = self.again(forward, core.forward, cast, recompute)
-        return Pair(forward, backward + Seconds(again=again.compute, tp=again.tp))
+        backward += Seconds(again=again.compute, tp=again.tp)
+        return Pair(self.launched(forward, 1), self.launched(backward, 3 if recompute.full else 2))
+
+    def launched(self, work: Seconds, passes: int) -> Seconds:
+        """A block's work, which the host launches in `passes` times what it takes for a forward."""
+        host = passes * self.stack.host_s
+        return work + Seconds(host=host if self.stack.blocks else max(0.0, host - work.total))
 
     def again(self, forward: Seconds, core: Seconds, cast: bool, recompute: Recompute) -> Seconds:
         """Of a block's forward, and its attention's core, what the backward forms again."""

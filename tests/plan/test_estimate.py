@@ -11,6 +11,7 @@ from megascale.plan import profiles
 from megascale.plan.estimate import Model, estimate, largest_of, skeleton, step_time
 from megascale.plan.flops import block_weights
 from megascale.plan.links import group_route
+from megascale.plan.params import parameter_count
 
 CONFIG = "configs/gpu/megascale-175b.toml"
 HARDWARE = profiles.hardware("a100-80g-roce")
@@ -104,6 +105,33 @@ def test_a_stack_may_broadcast_what_its_ranks_updated(gpus: int, owners: int) ->
     expected = route.broadcasts(2 * sum(model.numbers[0, 0]), gpus, owners)
     assert model.times().gather == {(0, 0): pytest.approx(expected)}
     assert estimate(config, HARDWARE, broadcasts).step_s > estimate(config, HARDWARE, STACK).step_s
+
+
+@pytest.mark.parametrize(("recompute", "passes"), [("none", 3), ("full", 4)])
+def test_a_device_waits_for_a_host_that_launches_slower_than_it_works(recompute: str, passes: int) -> None:
+    """What a host takes for a layer's forward it takes again where that is formed again, and twice for its backward."""
+    recomputed, layers = f"train.recompute={recompute}", 12 * 32  # of a rank in a step
+    base = of(recomputed)
+    slow, quick = (STACK.model_copy(update={"host_s": seconds}) for seconds in (1.0, 1e-6))
+    assert of(recomputed, stack=quick).step_s == base.step_s
+    found = of(recomputed, stack=slow)
+    total = sum(found.causes[cause] for cause in ("gemm", "attention", "elementwise", "recompute", "tp", "host"))
+    assert total == pytest.approx(layers * passes, rel=0.01)
+    blocking = of(recomputed, stack=quick.model_copy(update={"blocks": True}))
+    assert blocking.causes["host"] == pytest.approx(layers * passes * 1e-6)
+
+
+def test_weights_are_gathered_as_fast_as_a_stack_copies_them() -> None:
+    keys = ["parallel.tp=1", "parallel.sp=false", "parallel.pp=1", "parallel.vpp=1", "train.recompute=full"]
+    stack = profiles.stack("llm-foundry").model_copy(update={"hides": STACK.hides.model_copy(update={"dp": False})})
+    slow, weights = stack.model_copy(update={"copies": 1e9}), parameter_count(load(CONFIG, world=512).model)
+
+    def bytes_shown(stack: Any) -> float:  # for each number
+        return of(*keys, gpus=256, stack=stack).causes["dp"] * 1e9 / weights
+
+    assert bytes_shown(slow) == pytest.approx(2 + 2 + 2, rel=0.01)
+    assert bytes_shown(slow.model_copy(update={"gathers_again": True})) == pytest.approx(2 + 2 + 2 + 2, rel=0.01)
+    assert bytes_shown(stack) < 0.1
 
 
 @pytest.mark.parametrize("block", ["serial", "parallel"])
