@@ -13,7 +13,8 @@ from megascale.layout.tensors import TOKEN_EMBEDDING, Parameter, layer, stage
 def stages_of(config: RunConfig) -> Stages:
     """The virtual stages of a run."""
     p = config.parallel
-    return split(config.model.num_layers, p.pp, p.vpp, p.layers_per_chunk)
+    given = None if p.layers_per_chunk is None else tuple(p.layers_per_chunk)
+    return split(config.model.num_layers, p.pp, p.vpp, given)
 
 
 def chunk_parameters(config: RunConfig, pp_rank: int) -> list[list[Parameter]]:

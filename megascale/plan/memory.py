@@ -183,17 +183,17 @@ def representative(p: int, v: int, count: int) -> int:
 
 
 def fullest_rank(config: RunConfig, *, shards_weights: bool = False, room: float = math.inf) -> RankBytes:
-    """The rank that holds most, or one that holds more than `room` bytes. Those come first that may hold most, and none
-    is played that cannot hold more than another.
+    """The rank that holds most, or one that holds more than `room` bytes. The ends of the pipeline come first, and of
+    the others none is played that cannot hold more.
     """
-    played = _played(config)
-    ceilings = [_ceiling(config, rank, played, shards_weights) for rank in range(config.parallel.pp)]
-    first, *others = sorted(range(config.parallel.pp), key=lambda rank: -ceilings[rank])
-    best = _of_rank(config, first, played, shards_weights)
-    for rank in others:
-        if best.total > room or ceilings[rank] <= best.total:
+    played, last = _played(config), config.parallel.pp - 1
+    best = _of_rank(config, 0, played, shards_weights)
+    for rank in (last, *range(1, last)) if last else ():
+        if best.total > room:
             break
-        best = max(best, _of_rank(config, rank, played, shards_weights), key=lambda found: found.total)
+        if _ceiling(config, rank, played, shards_weights) > best.total:
+            found = _of_rank(config, rank, played, shards_weights)
+            best = max(best, found, key=lambda held: held.total)
     return best
 
 

@@ -26,12 +26,12 @@ def test_the_ends_have_no_more_than_others() -> None:
 
 
 def test_layers_as_given() -> None:
-    stages = split(6, 2, 2, [0, 3, 2, 1])
+    stages = split(6, 2, 2, (0, 3, 2, 1))
     assert [len(stages.layers(stage)) for stage in range(4)] == [0, 3, 2, 1]
     assert stages.index(rank=1, chunk=1) == 3
 
 
-@pytest.mark.parametrize("given_layers", [[1, 2], [3, 3, 1, 1], [2, 2, 1]])
-def test_layers_that_do_not_fit_are_refused(given_layers: list[int]) -> None:
+@pytest.mark.parametrize("given_layers", [(), (1, 2), (3, 3, 1, 1), (2, 2, 1)])
+def test_layers_that_do_not_fit_are_refused(given_layers: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="6 layers"):
         split(6, 2, 2, given_layers)
