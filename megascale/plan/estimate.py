@@ -241,22 +241,24 @@ class Model:
         return sum(self.dp.collective("all_gather", size * n, self.config.dp) for n in self.numbers[place])
 
     def _with_gathers(self, place: Place, pair: Pair) -> Pair:
-        """Weights gathered before each forward and each backward, and gradients reduced after it, a layer ahead."""
+        """Weights gathered before each forward and each backward, and gradients reduced after it, a layer ahead. What a
+        stack's own copies take longer than the links slows no compute down.
+        """
         facts, numbers = PRECISIONS[self.config.train.precision].facts, sum(self.numbers[place])
-        copies = self.stack.copies or math.inf
-        gather = max(self._gather(place), facts["compute_bytes"] * numbers / copies)
-        reduce = max(self._reduce(place), self._gradient_bytes * numbers / copies)
         layers = max(1, self.config.model.num_layers // len(self.places))
         again = self.stack.gathers_again and self.work.recompute[place[1]].full
 
-        def shown(travel: float, compute: float) -> Seconds:
+        def shown(gathers: int, reduces: int, compute: float) -> Seconds:
+            travel = gathers * self._gather(place) + reduces * self._reduce(place)
+            moved = numbers * (gathers * facts["compute_bytes"] + reduces * self._gradient_bytes)
+            longer = max(travel, moved / self.stack.copies) if self.stack.copies else travel
             if not self.hides.dp:
-                return Seconds(dp=travel)
-            least = max(1 / layers, 1 - self.hardware.attained.hiding)
-            return Seconds(dp=max(travel * least, travel - compute * (layers - 1) / layers))
+                return Seconds(dp=longer)
+            least = max(longer / layers, travel * (1 - self.hardware.attained.hiding))
+            return Seconds(dp=max(least, longer - compute * (layers - 1) / layers))
 
-        forward = pair.forward + shown(gather, pair.forward.total)
-        return Pair(forward, pair.backward + shown(gather * (2 if again else 1) + reduce, pair.backward.total))
+        forward, backward = pair.forward, pair.backward
+        return Pair(forward + shown(1, 0, forward.total), backward + shown(2 if again else 1, 1, backward.total))
 
     def _update(self, pp_rank: int) -> float:
         """Of the optimizer: every number of a rank's shard is read and written, the gradient read and cleared."""

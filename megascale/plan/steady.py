@@ -1,7 +1,8 @@
 """A step of many micro-batches, replayed from a few.
 
 Schedules repeat themselves: micro-batches go in groups, as equal as can be and none smaller than the p stages
-(`schedule.interleaved`), and ranks do with each group what they did with the one before. Once each action follows its
+(`schedule.interleaved`), and ranks do with each group what they did with the one before; with one chunk a rank they do
+so with each micro-batch, and with any p of them. Once each action follows its
 predecessor by the same time, every further group takes that time. And if all follow by a time between a and b, so they
 will ever after, for a replay is made of sums and of the later of two times alone (a max-plus system): how far apart a
 and b are says how exact the answer is. Reductions are seen by themselves, for they may fall behind compute, which does
@@ -26,8 +27,24 @@ from megascale.plan.simulate import Replay, Times, replay
 from megascale.schedule.interleaved import Groups, groups_of
 from megascale.schedule.ir import Kind, Schedule
 
-ENDS = 8
-"""Groups that fill a pipeline, and drain it, and a few: they are always replayed."""
+
+@dataclass(frozen=True)
+class Margins:
+    """Groups that are always replayed: `ends` of them fill a pipeline, settle in it and drain it. Settled are `window`,
+    before the last `forward` of forwards and the last `backward` of backwards.
+    """
+
+    ends: int
+    window: int
+    forward: int
+    backward: int
+
+
+ONE_CHUNK = Margins(ends=4, window=1, forward=1, backward=2)
+"""A rank's backward comes at most p micro-batches behind the forward before it."""
+
+MANY_CHUNKS = Margins(ends=8, window=3, forward=1, backward=3)
+"""It comes two groups behind."""
 
 STEPS = (1, 4, 16, 64)
 """Groups after which actions come again, of which a further group's time is found; more where fewer are not exact."""
@@ -65,7 +82,7 @@ class Repeating:
         if self.piles and not meet and (piled := self._piled(v, times, hides)):
             return piled
         for step in () if self.piles else STEPS:
-            few = few_for(self.p, self.m, step)
+            few = few_for(self.p, self.m, step, one_chunk=v == 1 and not meet)
             if few is None:
                 break
             found = replay(self.schedule(few.micro_batches), v, times, hides)
@@ -109,35 +126,39 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Few:
-    """Groups that stand for many: actions come again `step` groups later."""
+    """Groups that stand for many, after `first` micro-batches: actions come again `step` groups later."""
 
+    first: int
     runs: tuple[Run, ...]
     step: int
+    margins: Margins
 
     @property
     def micro_batches(self) -> int:
-        return sum(run.groups.number * run.groups.size for run in self.runs)
+        return self.first + sum(run.groups.number * run.groups.size for run in self.runs)
 
     def settled(self) -> Iterator[tuple[Run, Mapping[Kind, range]]]:
         """Of each run of which groups are left, by kind the micro-batches whose actions neither the filling reaches nor
-        the drain. Backwards come two groups behind.
+        the drain.
         """
-        after = 0  # micro-batches of a run and those before it
+        after, margins = self.first, self.margins  # micro-batches of a run and those before it
         for run in self.runs:
             number, size = run.groups
             after += number * size
             if run.left:
-                ends = dict.fromkeys(Kind, after - 3 * size) | dict.fromkeys((Kind.F, Kind.SEND_F), after - size)
-                yield run, {kind: range(end - 3 * size, end) for kind, end in ends.items()}
+                ends = dict.fromkeys(Kind, after - margins.backward * size)
+                ends |= dict.fromkeys((Kind.F, Kind.SEND_F), after - margins.forward * size)
+                yield run, {kind: range(end - margins.window * size, end) for kind, end in ends.items()}
 
 
-def few_for(p: int, m: int, step: int) -> Few | None:
+def few_for(p: int, m: int, step: int, *, one_chunk: bool = False) -> Few | None:
     """Groups of p stages that stand for m micro-batches; None if they are all."""
+    margins, first = (ONE_CHUNK, m % p) if one_chunk else (MANY_CHUNKS, 0)
     runs = list[Run]()
-    for groups in groups_of(p, m):
-        number = min(groups.number, ENDS + step + (groups.number - ENDS) % step)
+    for groups in [Groups(m // p, p)] if one_chunk else groups_of(p, m):
+        number = min(groups.number, margins.ends + step + (groups.number - margins.ends) % step)
         runs.append(Run(groups._replace(number=number), groups.number - number))
-    return Few(tuple(runs), step) if any(run.left for run in runs) else None
+    return Few(first, tuple(runs), step, margins) if any(run.left for run in runs) else None
 
 
 class Pace(NamedTuple):
@@ -183,7 +204,8 @@ def further(found: Replay, few: Few, hides: Hides) -> Paces:
         for key, later in _later(found, few.step * groups.size, settled, hides).items():
             before = paces.get(key, Pace())
             paces[key] = Pace(before.least + min(later) * times, before.most + max(later) * times)
-    return paces
+    slowest = paces[None].most  # which reductions that catch up will have as well
+    return {key: pace._replace(most=max(pace.most, slowest)) for key, pace in paces.items()}
 
 
 def lasts(found: Replay, few: Few, paces: Paces, message: float) -> bool:
@@ -202,10 +224,10 @@ def lasts(found: Replay, few: Few, paces: Paces, message: float) -> bool:
 
 def _later(found: Replay, by: int, settled: Mapping[Kind, range], hides: Hides) -> dict[int | None, list[float]]:
     """Seconds by which each settled action ends after the one `by` micro-batches before it, as `Paces` has them."""
-    done = {}
+    done, bounds = {}, {kind: (chosen.start - by, chosen.stop) for kind, chosen in settled.items()}
     for rank, row, (kind, chunk, microbatch), _, end, _ in found.marks:
-        chosen = settled[kind]
-        if chosen.start - by <= microbatch < chosen.stop and (row == "compute" or kind in SENDS or kind is Kind.REDUCE):
+        low, high = bounds[kind]
+        if low <= microbatch < high and (row == "compute" or kind in SENDS or kind is Kind.REDUCE):
             done[rank, kind, chunk, microbatch] = end
     later = defaultdict[int | None, list[float]](list)
     for (rank, kind, chunk, microbatch), end in done.items():

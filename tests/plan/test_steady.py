@@ -20,16 +20,19 @@ from megascale.schedule.ir import Schedule
 from megascale.schedule.lower import lower
 
 
-@given(p=st.integers(1, 64), m=st.integers(1, 5000), step=st.sampled_from([1, 4, 16]))
-def test_few_are_groups_of_the_same_sizes(p: int, m: int, step: int) -> None:
-    few = few_for(p, m, step)
+@given(p=st.integers(1, 64), one=st.booleans(), m=st.integers(1, 5000), step=st.sampled_from([1, 4, 16]))
+def test_few_are_groups_of_the_same_sizes(p: int, one: bool, m: int, step: int) -> None:
+    few = few_for(p, m, step, one_chunk=one)
     if few is None:
         assert m < (p + 1) * 2 * (8 + 2 * step)
         return
     assert few.micro_batches < m
-    assert sum((run.groups.number + run.left) * run.groups.size for run in few.runs) == m
-    assert tuple(run.groups for run in few.runs) == groups_of(p, few.micro_batches)
+    assert few.first + sum((run.groups.number + run.left) * run.groups.size for run in few.runs) == m
+    groups = tuple(run.groups for run in few.runs)
+    assert {size for _, size in groups} == {p} if one else groups == groups_of(p, few.micro_batches)
     assert all(run.left % step == 0 for run in few.runs)
+    for _, settled in few.settled():
+        assert min(each.start for each in settled.values()) >= p * step + few.first
 
 
 @st.composite
