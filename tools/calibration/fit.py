@@ -30,7 +30,7 @@ Key = tuple[str, str, str]
 
 Values = Mapping[Key, float]
 
-SHARED = 0.05
+SHARED = 0.04
 """Standard deviation of the error that a source's rows have in common."""
 
 LEAST = 0.015
@@ -80,7 +80,7 @@ EFFICIENCIES = (
     Efficiency("hardware", "gemm", 0.72, 0.10, 0.3, 0.95),
     Efficiency("hardware", "memory", 0.75, 0.08, 0.3, 1.0),
     Efficiency("hardware", "link", 0.70, 0.15, 0.2, 1.0),
-    Efficiency("hardware", "network", 0.70, 0.08, 0.1, 1.0),
+    Efficiency("hardware", "network", 0.70, 0.05, 0.1, 1.0),
     Efficiency("hardware", "hiding", 0.75, 0.15, 0.2, 1.0),
     Efficiency("stacks", "slowdown", 1.0, 0.13, 0.7, 2.0),
     Efficiency("stacks", "passes", 1.2, 0.4, 0.5, 6.0),
