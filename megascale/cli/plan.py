@@ -96,26 +96,34 @@ def _run(options: argparse.Namespace) -> int:
     _check_own(options, stack)
     found = _search(options, _config(options, None), hardware, stack) if options.search else None
     if found and not found.best:
+        mend = _what_fits(options, Instead(smallest=found.smallest), _config(options, None), hardware, stack)
         if options.json:
             smallest = report.plan(found.smallest.config, hardware, stack) if found.smallest else None
             least = report.as_json(smallest, [], options.tokens, _lost(options, smallest)) if smallest else {}
-            print(json.dumps({**least, "fits": False, "search": report.search_json(found, stack)}))
-        instead, config = Instead(smallest=found.smallest), _config(options, None)
-        print(_what_fits(options, instead, config, hardware, stack), file=sys.stderr)
+            searched = {"fits": False, "instead": mend, "search": report.search_json(found, stack)}
+            print(json.dumps({**least, **searched}))
+        print(mend, file=sys.stderr)
         return Exit.CONFIG
     config = found.best[0].config if found else _config(options, options.gpus)
     plan = report.plan(config, hardware, stack, spans=options.timeline is not None)
     if options.exact:
         plan = report.with_exact(plan, _exact(plan.config, plan.memory_by_stage))
     sweep = [report.plan(config, hardware, stack) for config in swept]
+    instead = None if plan.fits else _instead(options, plan)
     _write(options, plan, sweep)
-    _print(options, plan, sweep, found)
-    if plan.fits:
+    _print(options, plan, sweep, found, instead)
+    if instead is None:
         return Exit.OK
-    devices = plan.config.world
-    instead = fitting(plan.config, devices, hardware, stack, _room(hardware, devices), _fixed(options))
-    print(f"{report.too_large(plan)}; {_what_fits(options, instead, plan.config, hardware, stack)}", file=sys.stderr)
+    print(f"{report.too_large(plan)}; {instead}", file=sys.stderr)
     return Exit.CONFIG
+
+
+def _instead(options: argparse.Namespace, plan: Plan) -> str:
+    """What would fit in place of a plan that does not."""
+    config, hardware, stack = plan.config, plan.hardware, plan.stack
+    room = _room(hardware, config.world)
+    found = fitting(config, config.world, hardware, stack, room, _fixed(options))
+    return _what_fits(options, found, config, hardware, stack)
 
 
 def _what_fits(
@@ -228,11 +236,14 @@ def _write_timeline(path: Path, plan: Plan) -> None:
     timeline.write(path, (timeline.part(rank, 0.0) for rank in ranks))
 
 
-def _print(options: argparse.Namespace, plan: Plan, sweep: list[Plan], found: Found | None) -> None:
+def _print(
+    options: argparse.Namespace, plan: Plan, sweep: list[Plan], found: Found | None, instead: str | None
+) -> None:
     lost = _lost(options, plan)
     if options.json:
-        searched = {"search": report.search_json(found, plan.stack)} if found else {}
-        print(json.dumps({**report.as_json(plan, sweep, options.tokens, lost), **searched}))
+        more: dict[str, Any] = {"search": report.search_json(found, plan.stack)} if found else {}
+        more |= {"instead": instead} if instead else {}
+        print(json.dumps({**report.as_json(plan, sweep, options.tokens, lost), **more}))
         return
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
     if found:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megascale.catalog.schedules import SCHEDULES
-from megascale.config.section import Count, Section, choice, only
+from megascale.config.section import Auto, Count, Section, choice, only
 
 
 class ParallelConfig(Section):
@@ -25,9 +25,9 @@ class ParallelConfig(Section):
     schedule: Annotated[str, choice(SCHEDULES)] | None = Field(
         None, description="order of forwards and backwards; default 1f1b, with vpp > 1 interleaved_1f1b"
     )
-    layers_per_chunk: list[Annotated[int, Field(ge=0)]] | None = Field(
+    layers_per_chunk: Annotated[list[Annotated[int, Field(ge=0)]] | None, Auto] = Field(
         None,
-        description="layers of each of the pp x vpp chunks, in the order of the network; default: as even as can be",
+        description="layers of each of the pp x vpp chunks, in the order of the network; auto: as even as can be",
     )
     zero: int = Field(
         1, ge=0, le=2, description="sharded over dp: 0 nothing, 1 optimizer state, 2 optimizer state and gradients"

@@ -19,6 +19,10 @@ FilePath = Annotated[str, AfterValidator(os.path.expanduser)]
 """A file's or folder's name; `~` is the home of the user."""
 
 
+Auto = BeforeValidator(lambda value: None if value == "auto" else value)
+"""'auto' is what a key is where it is not set: on the command line it undoes what a file sets."""
+
+
 class Section(BaseModel):
     """One table of the configuration file. Field descriptions become the configuration reference."""
 

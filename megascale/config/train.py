@@ -9,9 +9,11 @@ from pydantic import Field
 from megascale.catalog.decays import DECAYS
 from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.catalog.precisions import PRECISIONS
-from megascale.config.section import Count, FilePath, Section, choice
+from megascale.config.section import Auto, Count, FilePath, Section, choice
 
 Whole = Annotated[int, Field(ge=0, lt=2**63)]
+Chunks = Annotated[list[Whole], Field(min_length=1)]
+Operations = Annotated[list[Literal["attention", "norm", "activation"]], Field(min_length=1)]
 
 
 class BatchConfig(Section):
@@ -30,11 +32,11 @@ class TrainConfig(Section):
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="what the backward computes again instead of keeping it: recompute_ops, or whole blocks"
     )
-    recompute_ops: Annotated[list[Literal["attention", "norm", "activation"]], Field(min_length=1)] | None = Field(
-        None, description="what selective recomputation computes again; default attention"
+    recompute_ops: Annotated[Operations | None, Auto] = Field(
+        None, description="what selective recomputation computes again; auto: attention"
     )
-    recompute_chunks: Annotated[list[Whole], Field(min_length=1)] | None = Field(
-        None, description="the model chunks of each rank, from 0, that recompute; default all"
+    recompute_chunks: Annotated[Chunks | None, Auto] = Field(
+        None, description="the model chunks of each rank, from 0, that recompute; auto: all"
     )
     compile: bool = Field(False, description="torch.compile of each block, between its linear layers")
     log_every: Count = Field(10, description="steps between lines of metrics")

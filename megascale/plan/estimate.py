@@ -135,7 +135,10 @@ class Model:
         self.numbers, self.known = known.numbers, known
         self.sharded = p.zero > 0 or stack.shards_weights  # what the optimizer has
         if stack.shards_weights:
-            self.pairs = {place: self._with_gathers(place, pair) for place, pair in self.pairs.items()}
+            gathered: dict[tuple[object, ...], Pair] = {}  # chunks alike are gathered alike
+            for place, pair in self.pairs.items():
+                alike = pair, tuple(self.numbers[place]), self.work.recompute[place[1]]
+                gathered[alike] = self.pairs[place] = gathered.get(alike) or self._with_gathers(place, pair)
         self.update = max(self._update(rank) for rank in range(p.pp))
 
     def step(self) -> tuple[float, Replay]:
@@ -251,7 +254,7 @@ class Model:
         def shown(gathers: int, reduces: int, compute: float) -> Seconds:
             travel = gathers * self._gather(place) + reduces * self._reduce(place)
             moved = numbers * (gathers * facts["compute_bytes"] + reduces * self._gradient_bytes)
-            longer = max(travel, moved / self.stack.copies) if self.stack.copies else travel
+            longer = max(travel, moved / self.stack.gather_rate) if self.stack.gather_rate else travel
             if not self.hides.dp:
                 return Seconds(dp=longer)
             least = max(longer / layers, travel * (1 - self.hardware.attained.hiding))

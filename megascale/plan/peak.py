@@ -109,7 +109,9 @@ def ceiling(config: RunConfig, pp_rank: int, activations: ActivationBytes) -> in
 
 
 def whole_gradients(config: RunConfig, pp_rank: int) -> int:
-    """As much as whole gradients take at once, or more: a chunk's and the head's, and those that are reduced."""
+    """As much as whole gradients take at once, or more: those of a chunk and of the head, as many that are being
+    reduced, and the shards that this gives, which are no larger.
+    """
     chunks = [sum(sum(sizes) for _, sizes in chunk) for chunk in first_units(config, pp_rank)]
     return 3 * (max(chunks) + chunks[-1])
 

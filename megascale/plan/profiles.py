@@ -236,14 +236,14 @@ class Stack(Section):
         False,
         description="with ZeRO 3: what is computed again is gathered for that, and again for its backward",
     )
-    copies: Rate | None = Field(
-        None, description="bytes/s that copies of its own leave to a stack's gathers and reductions with ZeRO 3"
+    gather_rate: Rate | None = Field(
+        None, description="bytes/s that a stack's own code leaves to gathers and reductions with ZeRO 3"
     )
     host_s: NotNegative = Field(
         0.0, description="seconds that a host takes to launch a layer's forward; for a backward it takes twice that"
     )
-    blocks: bool = Field(
-        False, description="the host waits for each operation of the device, which then waits for it (launch blocking)"
+    launch_blocking: bool = Field(
+        False, description="the host waits for each operation of the device, which then waits for the host"
     )
     stops_early: bool = Field(
         False, description="full recomputation leaves out a block's result, which no backward needs"
@@ -255,10 +255,10 @@ class Stack(Section):
     def _shards_or_broadcasts(self) -> Stack:
         if self.shards_weights and self.broadcasts:
             raise ValueError("shards_weights is ZeRO 3, where no rank has whole tensors to send: leave broadcasts out")
-        if (self.gathers_again or self.copies) and not self.shards_weights:
-            raise ValueError("gathers_again and copies are of ZeRO 3: leave them out, or set shards_weights")
-        if self.blocks and not self.host_s:
-            raise ValueError("blocks adds the host's time to the device's: give host_s")
+        if (self.gathers_again or self.gather_rate) and not self.shards_weights:
+            raise ValueError("gathers_again and gather_rate are of ZeRO 3: leave them out, or set shards_weights")
+        if self.launch_blocking and not self.host_s:
+            raise ValueError("launch_blocking adds the host's time to the device's: give host_s")
         return self
 
 

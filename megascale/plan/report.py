@@ -17,7 +17,7 @@ from megascale.plan.layouts import dropped
 from megascale.plan.memory import RankBytes, rank_bytes
 from megascale.plan.params import parameter_count
 from megascale.plan.profiles import Hardware, Stack
-from megascale.plan.search import DOUBLED, Found, Instead, Sized
+from megascale.plan.search import DOUBLED, Found, Instead, Sized, legal_near
 from megascale.plan.steps import Steps
 
 WORDS = {
@@ -271,12 +271,11 @@ def too_large(plan: Plan) -> str:
 
 
 def settings(config: RunConfig, other: Sized, stack: Stack) -> str:
-    """What makes a configuration the other one on a command line, and which of its keys must go."""
-    implied = {"parallel.dp", *(["parallel.zero"] if stack.shards_weights else [])}
+    """What makes a configuration the other one on a command line."""
+    implied = {"parallel.zero"} if stack.shards_weights else set()
     keys = {key: value for key, value in other.layout.keys.items() if key not in implied}
-    without = " and ".join(dropped(config, other.config))
-    words = " ".join(f"{key}={str(value).lower()}" for key, value in keys.items())
-    return f"{words} without {without}" if without else words
+    keys |= dict.fromkeys(dropped(config, other.config), "auto")
+    return " ".join(f"{key}={str(value).lower()}" for key, value in keys.items())
 
 
 def nothing_fits(
@@ -297,7 +296,9 @@ def nothing_fits(
     given = f" with {', '.join(fixed)} as given" if fixed else ""
     others = f"other values of {', '.join(fixed)}, " if fixed else ""
     if smallest is None:
-        return f"no layout on {devices} devices{given} is legal: {others}another number of devices, or batch.global"
+        near = legal_near(config, devices, fixed)
+        count = f"{near} devices" if near else "another number of devices"
+        return f"no layout on {devices} devices{given} is legal: {others}{count}, or another batch.global"
     larger = f"{enough.config.world} devices would do, {settings(config, enough, stack)}, " if enough else ""
     least = f"{format_bytes(smallest.memory.total)}, where a search fills {format_bytes(room)}"
     neither = "" if enough else f", and {1 << DOUBLED} times as many devices would not do"

@@ -9,6 +9,7 @@ the first rank when it is a layout's turn, and of all ranks where it is fast eno
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
@@ -26,6 +27,9 @@ from megascale.plan.steps import Steps
 
 KEPT = 10
 """Layouts that are returned, unless asked otherwise."""
+
+NEAR = 17
+"""Numbers of devices, on either side, of which one is looked for that has a legal layout, and of each its layouts."""
 
 DOUBLED = 6
 """How often the number of devices is doubled to see what would fit."""
@@ -129,6 +133,17 @@ def enough(
     return None
 
 
+def legal_near(config: RunConfig, devices: int, fixed: Collection[str] = ()) -> int | None:
+    """The number of devices nearest to so many for which there is a legal layout, if it is near."""
+    for away in range(1, NEAR):
+        for count in (devices - away, devices + away):
+            space = Space(config, count, frozenset(fixed))
+            layouts = space.layouts(divisors(count, config.model.num_heads)) if count > 0 else iter(())
+            if any(space.legal(space.applied(layout)) for layout in itertools.islice(layouts, NEAR)):
+                return count
+    return None
+
+
 def _inside(tps: Collection[int], hardware: Hardware) -> list[int]:
     """Those tp whose groups lie in one node."""
     return [tp for tp in tps if hardware.node.devices % tp == 0]
@@ -229,7 +244,7 @@ class _Search:
             if waiting.stage == 0:
                 heapq.heappush(queue, _Waiting(self._first_rank(config).total, 1, waiting.layout))
             elif self._space.legal(config):
-                found = self._fullest_rank(config).total, waiting.layout
+                found = self._fullest_rank(config, room=best[0] if best else math.inf).total, waiting.layout
                 best = found if best is None else min(best, found)
         if best is None:
             return None

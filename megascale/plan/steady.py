@@ -2,16 +2,18 @@
 
 Schedules repeat themselves: micro-batches go in groups, as equal as can be and none smaller than the p stages
 (`schedule.interleaved`), and ranks do with each group what they did with the one before; with one chunk a rank they do
-so with each micro-batch, and with any p of them. Once each action follows its
-predecessor by the same time, every further group takes that time. And if all follow by a time between a and b, so they
-will ever after, for a replay is made of sums and of the later of two times alone (a max-plus system): how far apart a
-and b are says how exact the answer is. Reductions are seen by themselves, for they may fall behind compute, which does
-not wait for them. What messages and reductions take from each other is no sum and no later of two times: where they
-meet again and again, it goes on only if all takes the same time to a rounding, and reductions neither catch up nor fall
-behind, or are so far behind that each message meets one until the end. Else every micro-batch is replayed.
+so with each micro-batch, and with any p of them. Once each action follows its predecessor by the same time, every
+further group takes that time. And if all follow by a time between a and b, so they will ever after, for a replay is
+made of sums and of the later of two times alone (a max-plus system): how far apart a and b are says how exact the
+answer is. Reductions are seen by themselves, for they may fall behind compute, which does not wait for them. What
+messages and reductions take from each other is no sum and no later of two times: where they meet again and again, it
+goes on only if all takes the same time to a rounding, and reductions neither catch up nor fall behind, or are so far
+behind that each message meets one until the end. Else every micro-batch is replayed.
 
 Where no backward comes before the last forward nothing repeats itself; but forwards, and then backwards, go through a
-line of machines, of which in the end the slowest says how long each takes.
+line of machines that take the same for each micro-batch. The end of such a line is the latest of sums, each of which
+grows by a machine's time with every micro-batch: what one more adds never falls, nor is it ever more than the slowest
+machines take. Once it is that, it stays so.
 """
 
 from __future__ import annotations
@@ -76,9 +78,9 @@ class Repeating:
     schedule: Callable[[int], Schedule]
 
     def replay(self, v: int, times: Times, hides: Hides) -> Replay:
-        """Without spans, where it is not of all micro-batches."""
+        """Where it is not of all micro-batches it has no spans, and of its ends only the last is meant."""
         meet = self.reduce_each and hides.dp and times.contends and times.message > 0
-        exact = ALIKE if meet else EXACT
+        tolerance = ALIKE if meet else EXACT
         if self.piles and not meet and (piled := self._piled(v, times, hides)):
             return piled
         for step in () if self.piles else STEPS:
@@ -87,15 +89,13 @@ class Repeating:
                 break
             found = replay(self.schedule(few.micro_batches), v, times, hides)
             paces = further(found, few, hides)
-            alike = all(pace.most - pace.least <= exact * (found.last + pace.least) for pace in paces.values())
+            alike = all(pace.most - pace.least <= tolerance * (found.last + pace.least) for pace in paces.values())
             if alike and (not meet or lasts(found, few, paces, times.message)):
                 return self._longer(found, few, paces, v, times, hides)
         return replay(self.schedule(self.m), v, times, hides)
 
     def _piled(self, v: int, times: Times, hides: Hides) -> Replay | None:
-        """A few micro-batches, and for each of the others what the last of them took, if that is the most that one can:
-        the end is the latest of sums that grow by the same with each, so that none takes less than the one before.
-        """
+        """A few micro-batches, and for each other what the last of them added, if that is the most that one can."""
         most = line_pace(times, self.p, hides, self.reduce_each)
         for few in (groups * self.p for groups in LINES):
             if few + 1 >= self.m:

@@ -162,7 +162,7 @@ class Work:
     def launched(self, work: Seconds, passes: int) -> Seconds:
         """A block's work, which the host launches in `passes` times what it takes for a forward."""
         host = passes * self.stack.host_s
-        return work + Seconds(host=host if self.stack.blocks else max(0.0, host - work.total))
+        return work + Seconds(host=host if self.stack.launch_blocking else max(0.0, host - work.total))
 
     def again(self, forward: Seconds, core: Seconds, cast: bool, recompute: Recompute) -> Seconds:
         """Of a block's forward, and its attention's core, what the backward forms again."""

@@ -126,6 +126,7 @@ def test_where_nothing_fits_machines_are_told_the_least(capsys: pytest.CaptureFi
     found = json.loads(out)
     assert set(found) >= KEYS and found["fits"] is False and found["search"]["best"] == []
     assert found["memory_bytes"]["total"] > found["room_bytes"] and "no layout on 8 x a100-40g fits" in err
+    assert found["instead"] == err.rstrip()
     larger = err.split("64 devices would do, ")[1].split(", a shorter sequence")[0].split()
     assert set(larger) >= {"parallel.tp=8", "parallel.pp=8", "train.recompute=full"}
     assert main([*job[:2], "--gpus", "64", *job[4:6], *larger]) == 0
@@ -140,6 +141,12 @@ def test_what_the_command_line_sets_may_be_what_does_not_fit(capsys: pytest.Capt
     assert main([*job[:-2], "--search", "parallel.pp=5"]) == 2
     legal = "no layout on 64 devices with parallel.pp as given is legal: "
     assert capsys.readouterr().err.startswith(legal)
+
+
+def test_numbers_of_devices_that_have_layouts_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["plan", "configs/gpu/gpt3-175b.toml", "--hardware", "a100-80g", "--search", "batch.global=96", "--gpus"]
+    assert main([*job, "97"]) == 2
+    assert "no layout on 97 devices is legal: 96 devices, or another batch.global" in capsys.readouterr().err
 
 
 def test_what_no_number_of_devices_mends_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,17 +221,28 @@ def test_what_would_fit_has_no_stage_of_zero_where_weights_are_sharded(capsys: p
     assert "batch.micro=" in err and "parallel.zero" not in err
 
 
-def test_what_would_fit_names_the_keys_that_must_go(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_what_would_fit_unsets_the_keys_that_must_go(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     text = f'extends = "{Path("configs/gpu/llama3-8b.toml").resolve()}"\n'
     parallel = "[parallel]\ntp = 1\nsp = false\npp = 2\nvpp = 2\n"
     train = '[train]\nrecompute = "selective"\nrecompute_ops = ["norm"]\n'
     own = tmp_path / "own.toml"
     own.write_text(text + parallel + "layers_per_chunk = [7, 9, 9, 7]\n" + train)
     assert main(["plan", str(own), "--gpus", "8", "--hardware", "a100-40g", "batch.micro=2"]) == 2
-    found, keys = capsys.readouterr().err.split("; ")[1].removesuffix(" would fit\n").split(" without ")
-    assert keys == "parallel.layers_per_chunk and train.recompute_ops"
-    own.write_text(text + parallel + '[train]\nrecompute = "selective"\n')
-    assert main(["plan", str(own), "--gpus", "8", "--hardware", "a100-40g", *found.split()]) == 0
+    found = capsys.readouterr().err.split("; ")[1].removesuffix(" would fit\n").split()
+    assert found[-2:] == ["parallel.layers_per_chunk=auto", "train.recompute_ops=auto"]
+    assert main(["plan", str(own), "--gpus", "8", "--hardware", "a100-40g", *found]) == 0
+
+
+def test_what_would_fit_has_its_dp_where_a_file_sets_another(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    own = tmp_path / "own.toml"
+    own.write_text(f'extends = "{Path("configs/gpu/llama3-8b.toml").resolve()}"\n[parallel]\ntp = 2\ndp = 4\n')
+    job = ["plan", str(own), "--gpus", "8", "--hardware", "a100-40g", "--json"]
+    assert main(job) == 2
+    found = json.loads(capsys.readouterr().out)["instead"].removesuffix(" would fit").split()
+    assert main([*job, *found]) == 0
+    assert json.loads(capsys.readouterr().out)["fits"]
 
 
 @pytest.mark.parametrize(

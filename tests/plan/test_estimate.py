@@ -117,14 +117,14 @@ def test_a_device_waits_for_a_host_that_launches_slower_than_it_works(recompute:
     found = of(recomputed, stack=slow)
     total = sum(found.causes[cause] for cause in ("gemm", "attention", "elementwise", "recompute", "tp", "host"))
     assert total == pytest.approx(layers * passes, rel=0.01)
-    blocking = of(recomputed, stack=quick.model_copy(update={"blocks": True}))
+    blocking = of(recomputed, stack=quick.model_copy(update={"launch_blocking": True}))
     assert blocking.causes["host"] == pytest.approx(layers * passes * 1e-6)
 
 
 def test_weights_are_gathered_as_fast_as_a_stack_copies_them() -> None:
     keys = ["parallel.tp=1", "parallel.sp=false", "parallel.pp=1", "parallel.vpp=1", "train.recompute=full"]
     stack = profiles.stack("llm-foundry").model_copy(update={"hides": STACK.hides.model_copy(update={"dp": False})})
-    slow, weights = stack.model_copy(update={"copies": 1e9}), parameter_count(load(CONFIG, world=512).model)
+    slow, weights = stack.model_copy(update={"gather_rate": 1e9}), parameter_count(load(CONFIG, world=512).model)
 
     def bytes_shown(stack: Any) -> float:  # for each number
         return of(*keys, gpus=256, stack=stack).causes["dp"] * 1e9 / weights

@@ -97,8 +97,8 @@ def test_values_in_other_units_are_said(wrong: str, tmp_path: Path) -> None:
         ("gradient_bytes = 16", r"gradient_bytes: 16: Input should be 0, 2, 4 or 8  -> of a number of a gradient"),
         ("gradient_bytes = true", "gradient_bytes: True: Input should be 0, 2, 4 or 8"),
         ("shards_weights = true\nbroadcasts = true", "shards_weights is ZeRO 3, .* leave broadcasts out"),
-        ("copies = 20e9", "gathers_again and copies are of ZeRO 3: leave them out, or set shards_weights"),
-        ("blocks = true", "blocks adds the host's time to the device's: give host_s"),
+        ("gather_rate = 20e9", "gathers_again and gather_rate are of ZeRO 3: leave them out, or set shards_weights"),
+        ("launch_blocking = true", "launch_blocking adds the host's time to the device's: give host_s"),
         ('attention = "flash4"', "attention: 'flash4': Input should be 'unfused', 'flash1', 'triton'"),
     ],
 )
