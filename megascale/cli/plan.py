@@ -20,8 +20,10 @@ from rich.console import Console
 from megascale.cli.main import add_config_arguments
 from megascale.cli.numbers import count, counts, positive
 from megascale.config.explain import load
+from megascale.config.files import read
 from megascale.config.resolved import to_toml
 from megascale.config.run import RunConfig
+from megascale.config.section import AUTO
 from megascale.core.errors import ConfigError, Exit, Problem
 from megascale.core.files import write_text
 from megascale.observe import timeline
@@ -133,7 +135,9 @@ def _what_fits(
     devices, fixed = options.gpus or config.world, _fixed(options)
     if instead.smallest:
         instead = replace(instead, larger=enough(config, devices, hardware, stack, SURE, fixed))
-    return report.nothing_fits(config, devices, instead, _room(hardware, devices), hardware, stack, fixed)
+    given = read(options.config, options.overrides).tree.get("parallel", {}).get("dp", AUTO)
+    dp = given != AUTO or not options.gpus
+    return report.nothing_fits(config, devices, instead, _room(hardware, devices), hardware, stack, fixed, dp)
 
 
 def _room(hardware: Hardware, devices: int) -> int:
@@ -204,7 +208,7 @@ def _search(options: argparse.Namespace, config: RunConfig, hardware: Hardware, 
 def _fixed(options: argparse.Namespace) -> list[str]:
     """What of a layout the command line sets."""
     settings = dict(text.replace(" ", "").split("=", 1) for text in options.overrides)
-    return [key for key in (*VARIED, *SUITED) if settings.get(key, "auto") != "auto"]
+    return [key for key in (*VARIED, *SUITED) if settings.get(key, AUTO).strip("\"'") != AUTO]
 
 
 def _exact(config: RunConfig, expected: list[int]) -> dict[str, Any]:

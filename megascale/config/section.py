@@ -19,8 +19,11 @@ FilePath = Annotated[str, AfterValidator(os.path.expanduser)]
 """A file's or folder's name; `~` is the home of the user."""
 
 
-Auto = BeforeValidator(lambda value: None if value == "auto" else value)
-"""'auto' is what a key is where it is not set: on the command line it undoes what a file sets."""
+AUTO = "auto"
+"""What a key is where it is not set: on the command line it undoes what a file sets."""
+
+Auto = BeforeValidator(lambda value: None if value == AUTO else value)
+"""For a key whose default is None, and which may say so."""
 
 
 class Section(BaseModel):

@@ -245,7 +245,7 @@ class Model:
 
     def _with_gathers(self, place: Place, pair: Pair) -> Pair:
         """Weights gathered before each forward and each backward, and gradients reduced after it, a layer ahead. What a
-        stack's own copies take longer than the links slows no compute down.
+        stack's own code takes longer than the links slows no compute down.
         """
         facts, numbers = PRECISIONS[self.config.train.precision].facts, sum(self.numbers[place])
         layers = max(1, self.config.model.num_layers // len(self.places))

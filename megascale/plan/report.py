@@ -270,9 +270,9 @@ def too_large(plan: Plan) -> str:
     )
 
 
-def settings(config: RunConfig, other: Sized, stack: Stack) -> str:
-    """What makes a configuration the other one on a command line."""
-    implied = {"parallel.zero"} if stack.shards_weights else set()
+def settings(config: RunConfig, other: Sized, stack: Stack, dp: bool) -> str:
+    """What makes a configuration the other one on a command line. `dp`: with that, which devices imply."""
+    implied = {*([] if dp else ["parallel.dp"]), *(["parallel.zero"] if stack.shards_weights else [])}
     keys = {key: value for key, value in other.layout.keys.items() if key not in implied}
     keys |= dict.fromkeys(dropped(config, other.config), "auto")
     return " ".join(f"{key}={str(value).lower()}" for key, value in keys.items())
@@ -286,25 +286,26 @@ def nothing_fits(
     hardware: Hardware,
     stack: Stack,
     fixed: Sequence[str],
+    dp: bool,
 ) -> str:
     """What would fit in place of `config`, or what is missing, in a line. `room`: what the search fills; `fixed`: keys
-    that it leaves as they are.
+    that it leaves as they are; `dp`: as in `settings`.
     """
     smallest, enough = instead.smallest, instead.larger
     if instead.fits:
-        return f"{settings(config, instead.fits, stack)} would fit"
+        return f"{settings(config, instead.fits, stack, dp)} would fit"
     given = f" with {', '.join(fixed)} as given" if fixed else ""
     others = f"other values of {', '.join(fixed)}, " if fixed else ""
     if smallest is None:
         near = legal_near(config, devices, fixed)
         count = f"{near} devices" if near else "another number of devices"
         return f"no layout on {devices} devices{given} is legal: {others}{count}, or another batch.global"
-    larger = f"{enough.config.world} devices would do, {settings(config, enough, stack)}, " if enough else ""
+    larger = f"{enough.config.world} devices would do, {settings(config, enough, stack, dp)}, " if enough else ""
     least = f"{format_bytes(smallest.memory.total)}, where a search fills {format_bytes(room)}"
     neither = "" if enough else f", and {1 << DOUBLED} times as many devices would not do"
     return (
         f"no layout on {devices} x {hardware.name}{given} fits: the least is {least}, with "
-        f"{settings(config, smallest, stack)}{neither}: {others}{larger}a shorter sequence, or a smaller model"
+        f"{settings(config, smallest, stack, dp)}{neither}: {others}{larger}a shorter sequence, or a smaller model"
     )
 
 

@@ -137,11 +137,20 @@ def legal_near(config: RunConfig, devices: int, fixed: Collection[str] = ()) -> 
     """The number of devices nearest to so many for which there is a legal layout, if it is near."""
     for away in range(1, NEAR):
         for count in (devices - away, devices + away):
+            if count < 1 or not _divides(config, count):
+                continue
             space = Space(config, count, frozenset(fixed))
-            layouts = space.layouts(divisors(count, config.model.num_heads)) if count > 0 else iter(())
+            layouts = space.layouts(divisors(count, config.model.num_heads))
             if any(space.legal(space.applied(layout)) for layout in itertools.islice(layouts, NEAR)):
                 return count
     return None
+
+
+def _divides(config: RunConfig, devices: int) -> bool:
+    """Whether so many could be tp x cp x pp x dp, and the batch divided by dp."""
+    m, cp = config.model, config.parallel.cp
+    groups = {tp * cp * pp for tp in divisors(devices, m.num_heads) for pp in divisors(devices, m.num_layers)}
+    return any(devices % group == 0 and config.batch.total % (devices // group) == 0 for group in groups)
 
 
 def _inside(tps: Collection[int], hardware: Hardware) -> list[int]:

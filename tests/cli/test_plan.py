@@ -243,6 +243,10 @@ def test_what_would_fit_has_its_dp_where_a_file_sets_another(
     found = json.loads(capsys.readouterr().out)["instead"].removesuffix(" would fit").split()
     assert main([*job, *found]) == 0
     assert json.loads(capsys.readouterr().out)["fits"]
+    own.write_text(own.read_text().replace("dp = 4", ""))
+    assert main(job) == 2  # else as few as there are devices, in a sweep too
+    found = json.loads(capsys.readouterr().out)["instead"].removesuffix(" would fit").split()
+    assert main([*job, *found, "--sweep", "16,32"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -340,3 +340,13 @@ def test_a_home_is_found() -> None:
 def test_an_unknown_key_silences_nothing() -> None:
     found = problems(GOOD, "model.extra=1", "parallel.tp=2", world=3)
     assert [line.split("  ")[1].split(":")[0] for line in found] == ["model.extra", "parallel.tp"]
+
+
+def test_auto_is_a_key_that_is_not_set_beside_mistakes_too() -> None:
+    lists = ["parallel.layers_per_chunk", "train.recompute_ops", "train.recompute_chunks"]
+    keys = ["parallel.pp=2", "parallel.vpp=2", *(f"{key}=auto" for key in lists)]
+    with pytest.raises(ConfigError) as caught:
+        load("good.toml", [*keys, "parallel.sp=yes", "train.steps=x"])
+    assert [problem.key for problem in caught.value.problems] == ["parallel.sp", "train.steps"]
+    config = load("good.toml", keys, world=2)
+    assert config.parallel.layers_per_chunk is config.train.recompute_ops is config.train.recompute_chunks is None
