@@ -136,8 +136,8 @@ def _what_fits(
     if instead.smallest:
         instead = replace(instead, larger=enough(config, devices, hardware, stack, SURE, fixed))
     given = read(options.config, options.overrides).tree.get("parallel", {}).get("dp", AUTO)
-    dp = given != AUTO or not options.gpus
-    return report.nothing_fits(config, devices, instead, _room(hardware, devices), hardware, stack, fixed, dp)
+    count: report.Count | None = "parallel.dp" if given != AUTO else None if options.gpus else "--gpus"
+    return report.nothing_fits(config, devices, instead, _room(hardware, devices), hardware, stack, fixed, count)
 
 
 def _room(hardware: Hardware, devices: int) -> int:

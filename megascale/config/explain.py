@@ -16,7 +16,7 @@ from megascale.config.files import Source, Tree, override, read
 from megascale.config.model import FOLLOWS, ModelConfig, fill_in
 from megascale.config.rules import RULES, Finding, world_findings
 from megascale.config.run import NAME, RunConfig
-from megascale.config.section import AUTO, Section
+from megascale.config.section import AUTO, Auto, Section
 from megascale.core.errors import ConfigError, Problem
 from megascale.core.registry import nearest
 
@@ -151,7 +151,7 @@ def _validate(section: type[Section], given: Any) -> tuple[list[ErrorDetails], S
     for name, field in section.model_fields.items():
         key = field.alias or name
         if key in full and key not in wrong:
-            values[name] = None if full[key] == AUTO and field.default is None else full[key]
+            values[name] = None if full[key] == AUTO and Auto in field.metadata else full[key]
         elif key not in full and not field.is_required():
             values[name] = field.default
     return _roots(details, given), _Partial(section, values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rich.table import Table
 
@@ -38,6 +38,9 @@ WORDS = {
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
 """What memory is for."""
+
+Count = Literal["parallel.dp", "--gpus"]
+"""How a command line says how many devices."""
 
 FIXED = 0.1
 """The share of a step from which its fixed time is told."""
@@ -270,12 +273,14 @@ def too_large(plan: Plan) -> str:
     )
 
 
-def settings(config: RunConfig, other: Sized, stack: Stack, dp: bool) -> str:
-    """What makes a configuration the other one on a command line. `dp`: with that, which devices imply."""
-    implied = {*([] if dp else ["parallel.dp"]), *(["parallel.zero"] if stack.shards_weights else [])}
+def settings(config: RunConfig, other: Sized, stack: Stack, count: Count | None) -> str:
+    """What makes a configuration the other one on a command line. `count`: what says how many devices, if that must."""
+    implied = {"parallel.zero"} if stack.shards_weights else set()
+    implied |= set() if count == "parallel.dp" else {"parallel.dp"}
     keys = {key: value for key, value in other.layout.keys.items() if key not in implied}
     keys |= dict.fromkeys(dropped(config, other.config), "auto")
-    return " ".join(f"{key}={str(value).lower()}" for key, value in keys.items())
+    words = [f"{key}={str(value).lower()}" for key, value in keys.items()]
+    return " ".join([*words, f"--gpus {other.config.world}"] if count == "--gpus" else words)
 
 
 def nothing_fits(
@@ -286,26 +291,26 @@ def nothing_fits(
     hardware: Hardware,
     stack: Stack,
     fixed: Sequence[str],
-    dp: bool,
+    count: Count | None,
 ) -> str:
     """What would fit in place of `config`, or what is missing, in a line. `room`: what the search fills; `fixed`: keys
-    that it leaves as they are; `dp`: as in `settings`.
+    that it leaves as they are; `count`: as in `settings`.
     """
     smallest, enough = instead.smallest, instead.larger
     if instead.fits:
-        return f"{settings(config, instead.fits, stack, dp)} would fit"
+        return f"{settings(config, instead.fits, stack, count)} would fit"
     given = f" with {', '.join(fixed)} as given" if fixed else ""
     others = f"other values of {', '.join(fixed)}, " if fixed else ""
     if smallest is None:
         near = legal_near(config, devices, fixed)
-        count = f"{near} devices" if near else "another number of devices"
-        return f"no layout on {devices} devices{given} is legal: {others}{count}, or another batch.global"
-    larger = f"{enough.config.world} devices would do, {settings(config, enough, stack, dp)}, " if enough else ""
+        number = f"{near} devices" if near else "another number of devices"
+        return f"no layout on {devices} devices{given} is legal: {others}{number}, or another batch.global"
+    larger = f"{enough.config.world} devices would do, {settings(config, enough, stack, count)}, " if enough else ""
     least = f"{format_bytes(smallest.memory.total)}, where a search fills {format_bytes(room)}"
     neither = "" if enough else f", and {1 << DOUBLED} times as many devices would not do"
     return (
         f"no layout on {devices} x {hardware.name}{given} fits: the least is {least}, with "
-        f"{settings(config, smallest, stack, dp)}{neither}: {others}{larger}a shorter sequence, or a smaller model"
+        f"{settings(config, smallest, stack, count)}{neither}: {others}{larger}a shorter sequence, or a smaller model"
     )
 
 

@@ -148,8 +148,9 @@ def legal_near(config: RunConfig, devices: int, fixed: Collection[str] = ()) -> 
 
 def _divides(config: RunConfig, devices: int) -> bool:
     """Whether so many could be tp x cp x pp x dp, and the batch divided by dp."""
-    m, cp = config.model, config.parallel.cp
-    groups = {tp * cp * pp for tp in divisors(devices, m.num_heads) for pp in divisors(devices, m.num_layers)}
+    m, p = config.model, config.parallel
+    stages = divisors(devices, max(m.num_layers, len(p.layers_per_chunk or ())))  # an end may have no layer
+    groups = {tp * p.cp * pp for tp in divisors(devices, m.num_heads) for pp in stages}
     return any(devices % group == 0 and config.batch.total % (devices // group) == 0 for group in groups)
 
 

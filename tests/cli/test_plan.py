@@ -149,6 +149,17 @@ def test_numbers_of_devices_that_have_layouts_are_said(capsys: pytest.CaptureFix
     assert "no layout on 97 devices is legal: 96 devices, or another batch.global" in capsys.readouterr().err
 
 
+def test_a_near_number_may_have_more_stages_than_layers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    own = tmp_path / "own.toml"
+    base, layers = Path("configs/gpu/llama3-8b.toml").resolve(), [1] * 12 + [0]
+    text = f'extends = "{base}"\n[model]\nnum_layers = 12\n[parallel]\ntp = 1\nsp = false\npp = 13\n'
+    own.write_text(f"{text}layers_per_chunk = {layers}\n[batch]\nglobal = 8\n")
+    job = ["plan", str(own), "--hardware", "h100", "--search", "parallel.pp=13", "--gpus"]
+    assert main([*job, "25"]) == 2
+    assert "other values of parallel.pp, 26 devices, or" in capsys.readouterr().err
+    assert main([*job, "26"]) == 0
+
+
 def test_what_no_number_of_devices_mends_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     job = ["plan", "configs/gpu/llama3-70b.toml", "--gpus", "32", "--hardware", "a100-40g"]
     assert main([*job, "train.recompute=none", "batch.micro=4"]) == 2
@@ -247,6 +258,15 @@ def test_what_would_fit_has_its_dp_where_a_file_sets_another(
     assert main(job) == 2  # else as few as there are devices, in a sweep too
     found = json.loads(capsys.readouterr().out)["instead"].removesuffix(" would fit").split()
     assert main([*job, *found, "--sweep", "16,32"]) == 0
+
+
+def test_what_would_fit_says_how_many_devices_where_nothing_else_does(capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["plan", "configs/gpu/llama3-8b.toml", "--hardware", "a100-80g", "parallel.pp=4", "batch.micro=8", "--json"]
+    assert main([*job, "--sweep", "16,32"]) == 2
+    found = json.loads(capsys.readouterr().out)["instead"].removesuffix(" would fit").split()
+    assert found[-2:] == ["--gpus", "8"] or found[-2:] == ["--gpus", "4"]
+    assert main([*job, *found, "--sweep", "16,32"]) == 0
+    assert json.loads(capsys.readouterr().out)["fits"]
 
 
 @pytest.mark.parametrize(

@@ -350,3 +350,9 @@ def test_auto_is_a_key_that_is_not_set_beside_mistakes_too() -> None:
     assert [problem.key for problem in caught.value.problems] == ["parallel.sp", "train.steps"]
     config = load("good.toml", keys, world=2)
     assert config.parallel.layers_per_chunk is config.train.recompute_ops is config.train.recompute_chunks is None
+
+
+def test_what_is_called_auto_is_set_beside_mistakes() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load("good.toml", ["data.mock=false", "data.train=auto", "data.split=x"])
+    assert "there is no file auto.bin" in str(caught.value)
