@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Protocol
@@ -53,8 +53,8 @@ class Known(Protocol):
     @property
     def numbers(self) -> Mapping[Place, list[int]]: ...
 
-    def replay(self, v: int, times: Times, hides: Hides) -> Replay:
-        """Of a step, with `v` chunks on each rank."""
+    def replay(self, variants: Sequence[Times], hides: Hides) -> list[Replay]:
+        """Of a step, whose parts take one or another time."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,11 @@ class Skeleton:
     """`Known`, as lists."""
 
     numbers: Mapping[Place, list[int]]
+    v: int
     schedule: Schedule
 
-    def replay(self, v: int, times: Times, hides: Hides) -> Replay:
-        return replay(self.schedule, v, times, hides)
+    def replay(self, variants: Sequence[Times], hides: Hides) -> list[Replay]:
+        return [replay(self.schedule, self.v, times, hides) for times in variants]
 
 
 def skeleton(config: RunConfig, stack: Stack) -> Skeleton:
@@ -78,7 +79,7 @@ def skeleton(config: RunConfig, stack: Stack) -> Skeleton:
         for chunk, cut in enumerate(chunk_buckets(config, rank))
     }
     compute = SCHEDULES[p.schedule].load()(p.pp, p.vpp, config.micro_batches)
-    return Skeleton(numbers, lower(compute, p.vpp, ahead=None, reduce_each=reduces_each(config, stack)))
+    return Skeleton(numbers, p.vpp, lower(compute, p.vpp, ahead=None, reduce_each=reduces_each(config, stack)))
 
 
 def reduces_each(config: RunConfig, stack: Stack) -> bool:
@@ -88,14 +89,19 @@ def reduces_each(config: RunConfig, stack: Stack) -> bool:
 
 def step_time(config: RunConfig, hardware: Hardware, stack: Stack, known: Known | None = None) -> float:
     """Seconds of a step of a resolved configuration: what `estimate` says, sooner."""
-    return Model(config, hardware, stack, known or skeleton(config, stack)).step()[0]
+    model = Model(config, hardware, stack, known or skeleton(config, stack))
+    return model.seconds(model.known.replay([model.times()], model.hides)[0].last)
 
 
 def estimate(config: RunConfig, hardware: Hardware, stack: Stack, known: Known | None = None) -> Estimate:
     """Of a resolved configuration."""
     model = Model(config, hardware, stack, known or skeleton(config, stack))
-    step, found = model.step()
-    causes = model.causes(found.last, step)
+    times = model.times()
+    silent = replace(times, message=0.0, hops=0.0)
+    bare = replace(silent, reduce={}, gather={})
+    found, *less = model.known.replay([times, silent, bare], model.hides)
+    step = model.seconds(found.last)
+    causes = model.causes(step, found.last, *(each.last for each in less))
     tokens = config.batch.total * config.model.seq_length / step
     flops, number_format = token_flops(config.model), "fp8" if config.train.precision == "fp8" else model.format
     peak = hardware.device.peak_of(number_format) * config.world / model.crowd  # as a run measures its MFU
@@ -141,11 +147,6 @@ class Model:
                 gathered[alike] = self.pairs[place] = gathered.get(alike) or self._with_gathers(place, pair)
         self.update = max(self._update(rank) for rank in range(p.pp))
 
-    def step(self) -> tuple[float, Replay]:
-        """Its seconds, and its pipeline."""
-        found = self.known.replay(self.config.parallel.vpp, self.times(), self.hides)
-        return self.seconds(found.last), found
-
     def seconds(self, pipeline: float) -> float:
         """Of a step whose pipeline takes so many: at least what all ranks' work takes the cores that they share."""
         return max(pipeline + self.update + self.stack.attained.step_s, self.turns())
@@ -184,18 +185,15 @@ class Model:
             contends=between.network and self.dp.network,
         )
 
-    def causes(self, ended: float, step: float) -> dict[str, float]:
-        """Mean seconds of a rank by cause. What a step would be shorter by if its messages, or its collectives over
-        dp, took no time, they cost; what is left idle then is the bubble.
+    def causes(self, step: float, ended: float, silent: float, bare: float) -> dict[str, float]:
+        """Mean seconds of a rank by cause. `ended`: of a step's pipeline; `silent`: were its messages to take no time,
+        `bare`: nor its collectives over dp. What it would be shorter by, they cost; what is left idle then is the
+        bubble.
         """
         p, count = self.config.parallel, self.config.micro_batches
         total = sum((pair.forward + pair.backward for pair in self.pairs.values()), Seconds()) * (count / p.pp)
-        times = self.times()
-        silent = replace(times, message=0.0, hops=0.0)
-        without_pp = min(ended, self.known.replay(p.vpp, silent, self.hides).last) if p.pp > 1 else ended
-        reduces = any((*times.reduce.values(), *times.gather.values()))
-        bare = replace(silent, reduce={}, gather={})
-        without_dp = min(without_pp, self.known.replay(p.vpp, bare, self.hides).last) if reduces else without_pp
+        without_pp = min(ended, silent)
+        without_dp = min(without_pp, bare)
         found = {
             "gemm": total.gemm,
             "attention": total.attention,

@@ -173,7 +173,9 @@ class Floors:
         if key not in self._seconds:
             layers, dp = own.model.num_layers, self._space.devices // (layout.tp * own.parallel.cp)
             config = self._config(**{**key._asdict(), "vpp": layers, "dp": dp})
-            model = Model(config, self._hardware, self._stack, Skeleton({(0, c): [] for c in range(layers)}, []))
+            model = Model(
+                config, self._hardware, self._stack, Skeleton({(0, c): [] for c in range(layers)}, layers, [])
+            )
             pairs = [pair.forward.total + pair.backward.total for pair in model.pairs.values()]
             self._seconds[key] = sum(pairs), min(pairs)
         return self._seconds[key]

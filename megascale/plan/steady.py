@@ -1,238 +1,214 @@
-"""A step of many micro-batches, replayed from a few.
+"""A step of many micro-batches, replayed from a few: in wavefronts, of which some are gone through again and again.
 
-Schedules repeat themselves: micro-batches go in groups, as equal as can be and none smaller than the p stages
-(`schedule.interleaved`), and ranks do with each group what they did with the one before; with one chunk a rank they do
-so with each micro-batch, and with any p of them. Once each action follows its predecessor by the same time, every
-further group takes that time. And if all follow by a time between a and b, so they will ever after, for a replay is
-made of sums and of the later of two times alone (a max-plus system): how far apart a and b are says how exact the
-answer is. Reductions are seen by themselves, for they may fall behind compute, which does not wait for them. What
-messages and reductions take from each other is no sum and no later of two times: where they meet again and again, it
-goes on only if all takes the same time to a rounding, and reductions neither catch up nor fall behind, or are so far
-behind that each message meets one until the end. Else every micro-batch is replayed.
-
-Where no backward comes before the last forward nothing repeats itself; but forwards, and then backwards, go through a
-line of machines that take the same for each micro-batch. The end of such a line is the latest of sums, each of which
-grows by a machine's time with every micro-batch: what one more adds never falls, nor is it ever more than the slowest
-machines take. Once it is that, it stays so.
+The rules are those of `simulate.replay`. Times are sums, and the later of two times: a max-plus system. If all that a
+group of micro-batches leaves comes by between a and b later than what the group before it left, so it will with each
+further group. How far apart a and b are says how exact the answer is if the others are not gone through. Reductions are
+seen by themselves, for they may fall behind compute, which does not wait for them. What messages and reductions take
+from each other is no sum and no later of two times: where they meet again and again, groups are left out only if all
+takes the same time to a rounding, and reductions neither catch up nor fall behind, or are so far behind that each
+message meets one all the way.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megascale.plan.estimate import Place
 from megascale.plan.profiles import Hides
-from megascale.plan.simulate import Replay, Times, replay
-from megascale.schedule.interleaved import Groups, groups_of
-from megascale.schedule.ir import Kind, Schedule
+from megascale.plan.simulate import ROUNDING, Replay, Times
+from megascale.plan.wavefronts import Numbers, Program, Wavefronts, Window
 
-
-@dataclass(frozen=True)
-class Margins:
-    """Groups that are always replayed: `ends` of them fill a pipeline, settle in it and drain it. Settled are `window`,
-    before the last `forward` of forwards and the last `backward` of backwards.
-    """
-
-    ends: int
-    window: int
-    forward: int
-    backward: int
-
-
-ONE_CHUNK = Margins(ends=4, window=1, forward=1, backward=2)
-"""A rank's backward comes at most p micro-batches behind the forward before it."""
-
-MANY_CHUNKS = Margins(ends=8, window=3, forward=1, backward=3)
-"""It comes two groups behind."""
+Seconds = NDArray[np.float64]
+"""A column for each of the variants of a step that are replayed together."""
 
 STEPS = (1, 4, 16, 64)
-"""Groups after which actions come again, of which a further group's time is found; more where fewer are not exact."""
+"""Groups after which times may come again that do not after one."""
 
-LINES = (2, 8, 32)
-"""Groups of as many micro-batches as there are stages, after which the slowest of a line may say how long each takes.
-"""
-
-EXACT = 1e-3
+EXACT = 1e-4
 """The part of a step's time by which the answer may be off."""
 
-SENDS = (Kind.SEND_F, Kind.SEND_B)
-
 ALIKE = 1e-9
-"""Likewise where messages and reductions meet: only if each group takes the same as the one before."""
+"""Likewise where messages and reductions meet."""
 
 
 @dataclass(frozen=True)
 class Repeating:
-    """`estimate.Known` of `m` micro-batches in `p` stages. `schedule`: lowered, for a number of micro-batches; `piles`:
-    no backward comes before the last forward, and nothing repeats itself.
-    """
+    """`estimate.Known` of a program, which is made when it is first needed."""
 
     numbers: Mapping[Place, list[int]]
-    p: int
-    m: int
-    reduce_each: bool
-    piles: bool
-    schedule: Callable[[int], Schedule]
+    program: Callable[[], Program]
 
-    def replay(self, v: int, times: Times, hides: Hides) -> Replay:
-        """Where it is not of all micro-batches it has no spans, and of its ends only the last is meant."""
-        meet = self.reduce_each and hides.dp and times.contends and times.message > 0
-        tolerance = ALIKE if meet else EXACT
-        if self.piles and not meet and (piled := self._piled(v, times, hides)):
-            return piled
-        for step in () if self.piles else STEPS:
-            few = few_for(self.p, self.m, step, one_chunk=v == 1 and not meet)
-            if few is None:
-                break
-            found = replay(self.schedule(few.micro_batches), v, times, hides)
-            paces = further(found, few, hides)
-            alike = all(pace.most - pace.least <= tolerance * (found.last + pace.least) for pace in paces.values())
-            if alike and (not meet or lasts(found, few, paces, times.message)):
-                return self._longer(found, few, paces, v, times, hides)
-        return replay(self.schedule(self.m), v, times, hides)
-
-    def _piled(self, v: int, times: Times, hides: Hides) -> Replay | None:
-        """A few micro-batches, and for each other what the last of them added, if that is the most that one can."""
-        most = line_pace(times, self.p, hides, self.reduce_each)
-        for few in (groups * self.p for groups in LINES):
-            if few + 1 >= self.m:
-                break
-            before, found = (replay(self.schedule(count), v, times, hides) for count in (few, few + 1))
-            if found.last - before.last >= most - ALIKE * found.last:
-                others = (self.m - few - 1) * most
-                return Replay([end + others for end in found.end], [end + others for end in found.reduced])
-        return None
-
-    def _longer(self, found: Replay, few: Few, paces: Paces, v: int, times: Times, hides: Hides) -> Replay:
-        """`found` with what the other groups take, and their reductions, where those come one by one at the end."""
-        others = self.m - few.micro_batches if self.reduce_each and not hides.dp else 0
-        end, reduced = list(found.end), list(found.reduced)
-        for rank in range(self.p):
-            reduces = sum(times.reduce.get((rank, chunk), 0.0) for chunk in range(v))
-            end[rank] += paces[None].mean + others * reduces
-            reduced[rank] += paces.get(rank, paces[None]).mean + others * reduces if reduces else 0.0
-        return Replay(end, reduced)
+    def replay(self, variants: Sequence[Times], hides: Hides) -> list[Replay]:
+        """They have no spans. Where not all groups are gone through, only the last of their ends is meant."""
+        program = self.program()
+        clocks, at = Clocks(program, variants, hides), 0
+        for window in program.windows:
+            clocks.play(at, window.end)
+            clocks.repeat(window)
+            at = window.end
+        clocks.play(at, len(program.fronts.edges) - 1)
+        return clocks.ends()
 
 
-class Run(NamedTuple):
-    """Groups of one size that are replayed, and how many more there are."""
+class _Left(NamedTuple):
+    """When what a group of micro-batches leaves is there: `compute` and messages, and `dp`."""
 
-    groups: Groups
-    left: int
-
-
-@dataclass(frozen=True)
-class Few:
-    """Groups that stand for many, after `first` micro-batches: actions come again `step` groups later."""
-
-    first: int
-    runs: tuple[Run, ...]
-    step: int
-    margins: Margins
-
-    @property
-    def micro_batches(self) -> int:
-        return self.first + sum(run.groups.number * run.groups.size for run in self.runs)
-
-    def settled(self) -> Iterator[tuple[Run, Mapping[Kind, range]]]:
-        """Of each run of which groups are left, by kind the micro-batches whose actions neither the filling reaches nor
-        the drain.
-        """
-        after, margins = self.first, self.margins  # micro-batches of a run and those before it
-        for run in self.runs:
-            number, size = run.groups
-            after += number * size
-            if run.left:
-                ends = dict.fromkeys(Kind, after - margins.backward * size)
-                ends |= dict.fromkeys((Kind.F, Kind.SEND_F), after - margins.forward * size)
-                yield run, {kind: range(end - margins.window * size, end) for kind, end in ends.items()}
+    compute: Seconds
+    dp: Seconds
 
 
-def few_for(p: int, m: int, step: int, *, one_chunk: bool = False) -> Few | None:
-    """Groups of p stages that stand for m micro-batches; None if they are all."""
-    margins, first = (ONE_CHUNK, m % p) if one_chunk else (MANY_CHUNKS, 0)
-    runs = list[Run]()
-    for groups in [Groups(m // p, p)] if one_chunk else groups_of(p, m):
-        number = min(groups.number, margins.ends + step + (groups.number - margins.ends) % step)
-        runs.append(Run(groups._replace(number=number), groups.number - number))
-    return Few(first, tuple(runs), step, margins) if any(run.left for run in runs) else None
-
-
-class Pace(NamedTuple):
-    """Seconds that the groups take that are left."""
-
-    least: float = 0.0
-    most: float = 0.0
-
-    @property
-    def mean(self) -> float:
-        return (self.least + self.most) / 2
-
-
-def line_pace(times: Times, p: int, hides: Hides, reduce_each: bool) -> float:
-    """Seconds by which one more micro-batch lengthens a step of p ranks at most, where all forwards come before all
-    backwards: those of the slowest of each line's ranks and messages.
+class Clocks:
+    """Of all ranks. `now`: compute's; `dp`: until when collectives over dp take; `sent`: when each action's result has
+    arrived; `free`: when the ways are by which results leave, of forwards and then of backwards.
     """
-    hop, sent = times.hops, 0.0 if hides.pp else times.message
-    apart = times.message if hides.pp and p > 1 else 0.0
-    forward = backward = apart
-    added = 0.0  # by reductions that are done at the end
-    for rank in range(p):
-        reduce = times.reduce.get((rank, 0), 0.0) if reduce_each else 0.0
-        hidden = 1 - 1 / times.buckets.get((rank, 0), 1)
-        slowed = reduce * hidden * times.drag if hides.dp else 0.0
-        last = rank == p - 1
-        forward = max(forward, times.forward[rank, 0] + (hop if rank else 0.0) + (0.0 if last else sent))
-        done = times.backward[rank, 0] + (0.0 if last else hop) + (sent if rank else 0.0) + slowed
-        backward = max(backward, done, reduce if hides.dp else 0.0)
-        added = max(added, 0.0 if hides.dp else reduce)
-    return forward + backward + added
+
+    def __init__(self, program: Program, variants: Sequence[Times], hides: Hides) -> None:
+        fronts = self._fronts = program.fronts
+        self._program, self._hides = program, hides
+        count, v = len(fronts.rank), len(variants)
+        self._forward = _table(fronts, [times.forward for times in variants])
+        self._backward = _table(fronts, [times.backward for times in variants])
+        self._reduce = _table(fronts, [times.reduce for times in variants])
+        self._hidden = 1 - 1 / np.maximum(_table(fronts, [times.buckets for times in variants]), 1)
+        self._drag = np.array([times.drag for times in variants])
+        self._contends = np.array([times.contends for times in variants])
+        took = np.stack([self._forward, self._backward], 1).reshape(-1, v)
+        hops, message = (np.array(found) for found in zip(*((t.hops, t.message) for t in variants), strict=True))
+        self._took = took[fronts.place] + hops * (fronts.source < count)[:, None]
+        self._message = message * fronts.sends[:, None]
+        self._meets = self._contends & (message > 0) & hides.dp & program.reduces_each
+        self._tolerance = np.where(self._meets, ALIKE, EXACT)
+        self._now, self._dp = np.zeros((2, fronts.p, v))
+        self._partly = np.zeros((fronts.p, v), bool)
+        self._free = np.zeros((2 * fronts.p, v))
+        self._sent = np.full((count + 1, v), -np.inf)  # what waits for nothing has the last of them
+        self._ready = self._gather(_table(fronts, [times.gather for times in variants]))
+
+    def _gather(self, took: Seconds) -> Seconds:
+        """When the weights of each chunk are there for its first forward; the same as in `simulate`."""
+        fronts, ready = self._fronts, np.zeros_like(took)
+        if took.any():
+            for place in fronts.place[fronts.opens] // 2:
+                hidden, rank = self._hidden[place], place // fronts.v
+                self._dp[rank] += took[place]
+                early = np.minimum(took[place], self._forward[place]) * hidden
+                ready[place] = np.where(took[place] > 0, self._dp[rank] - early, 0.0)
+            if not self._hides.dp:
+                self._now += self._dp
+        return ready
+
+    def play(self, start: int, end: int, window: Window | None = None) -> None:
+        """Go through some wavefronts. `window`: they are its own, and were gone through before."""
+        fronts, hides, contends = self._fronts, self._hides, bool(self._contends.any())
+        source, offset = (window.source, fronts.edges[window.start]) if window else (fronts.source, 0)
+        for front in range(start, end):
+            a, b = fronts.edges[front], fronts.edges[front + 1]
+            rows, took = fronts.rows[front], self._message[a:b]
+            now = np.maximum(self._now[rows], self._sent[source[a - offset : b - offset]])
+            if fronts.opening[front]:
+                opens = fronts.opens[a:b, None]
+                np.maximum(now, np.where(opens, self._ready[fronts.place[a:b] // 2], 0.0), out=now)
+            now += self._took[a:b]
+            leaves = np.maximum(now, self._free[fronts.way[a:b]]) if hides.pp else now
+            if contends:
+                took = took + self._shared(rows, leaves, took)
+            self._sent[a:b] = leaves = leaves + took
+            if hides.pp:
+                self._free[fronts.way[a:b]] = leaves
+            else:
+                now = leaves
+            self._now[rows] = now
+            if fronts.reducing[front] and hides.dp:
+                self._reduced(fronts.rank[a:b], fronts.place[a:b] // 2, fronts.reduces[a:b, None])
+
+    def _shared(self, rows: slice | Numbers, start: Seconds, took: Seconds) -> Seconds:
+        """What messages take longer by, because each has half of its way while a collective takes it too."""
+        meet = np.minimum(took, self._dp[rows] - start)
+        meet[(meet <= ROUNDING * took) | ~self._contends] = 0.0
+        self._dp[rows] += meet
+        self._partly[rows] |= meet < took * (1 - ALIKE)
+        return meet
+
+    def _reduced(self, ranks: Numbers, places: Numbers, chosen: NDArray[np.bool_]) -> None:
+        """Gradients, from the first bucket that is complete; the last one comes after the backward."""
+        took = self._reduce[places] * chosen
+        now, hidden = self._now[ranks], self._hidden[places]
+        start = np.maximum(now - self._backward[places] * hidden, self._dp[ranks])
+        done = np.maximum(start + took, now + took * (1 - hidden))
+        self._dp[ranks] = np.where(took > 0, done, self._dp[ranks])
+        self._now[ranks] += took * hidden * self._drag
+
+    def repeat(self, window: Window) -> None:
+        """Go through a window as often as is left, or until it is known when all will be done."""
+        lefts = deque([self._left(window)], maxlen=STEPS[-1] + 1)
+        for done in range(window.left):
+            others = window.left - done
+            for step in STEPS:
+                if done >= step and others % step == 0 and self._skips(window, lefts[-1 - step], step, others // step):
+                    return
+            self._partly = np.zeros(self._dp.shape, bool)
+            self.play(window.start, window.end, window)
+            lefts.append(self._left(window))
+
+    def _left(self, window: Window) -> _Left:
+        free, sent = self._free[window.ways], self._sent[window.carried]
+        return _Left(np.concatenate([self._now, free, sent]), self._dp.copy())
+
+    def _skips(self, window: Window, before: _Left, step: int, times: int) -> bool:
+        """Whether it is known what `times` further steps of so many groups take, as since `before`; then they are
+        done.
+        """
+        left = self._left(window)
+        later = left.compute - before.compute
+        least, most = later.min(axis=0), later.max(axis=0)
+        mean = (least + most) / 2
+        ended = left.compute.max(axis=0) + mean * times
+        if ((most - least) * times > self._tolerance * ended).any():
+            return False
+        if self._program.reduces_each and self._hides.dp:
+            own = step * self._reductions(window)
+            earliest = np.where(own > 0, left.dp - before.dp, mean)
+            latest = np.maximum(np.maximum(earliest, most), own)
+            slack, behind = ALIKE * ended, earliest - mean
+            if (self._meets & ((behind < -slack) | ((behind > slack) & self._partly))).any():
+                return False
+            if ((latest - earliest) * times > self._tolerance * ended).any():
+                return False
+            self._dp += (earliest + latest) / 2 * times
+        self._now += mean * times
+        self._free[window.ways] += mean * times
+        self._sent[window.actions] += mean * times
+        return True
+
+    def _reductions(self, window: Window) -> Seconds:
+        """Seconds of each rank's in a window."""
+        fronts = self._fronts
+        counts = np.bincount(
+            fronts.place[window.actions][fronts.reduces[window.actions]] // 2, minlength=len(self._reduce)
+        )
+        return self._by_rank(counts[:, None] * self._reduce)
+
+    def _by_rank(self, seconds: Seconds) -> Seconds:
+        """The sum over a rank's chunks."""
+        return seconds.reshape(self._fronts.p, self._fronts.v, -1).sum(axis=1)
+
+    def ends(self) -> list[Replay]:
+        """What came of it, of each variant."""
+        end, reduced = self._now, self._dp
+        if not self._hides.dp:  # they come one by one, when compute is done
+            all = self._program.reductions * self._by_rank(self._reduce)
+            end = end + all
+            reduced = np.where(all > 0, end, reduced)
+        return [Replay(a.tolist(), b.tolist()) for a, b in zip(end.T, reduced.T, strict=True)]
 
 
-Paces = Mapping[int | None, Pace]
-"""Of compute and messages (None), and by rank of the reductions of its gradients, which may fall behind."""
-
-
-def further(found: Replay, few: Few, hides: Hides) -> Paces:
-    """What the groups take that are left. `found`: of the others."""
-    paces = dict[int | None, Pace]()
-    for (groups, left), settled in few.settled():
-        times = left / few.step
-        for key, later in _later(found, few.step * groups.size, settled, hides).items():
-            before = paces.get(key, Pace())
-            paces[key] = Pace(before.least + min(later) * times, before.most + max(later) * times)
-    slowest = paces[None].most  # which reductions that catch up will have as well
-    return {key: pace._replace(most=max(pace.most, slowest)) for key, pace in paces.items()}
-
-
-def lasts(found: Replay, few: Few, paces: Paces, message: float) -> bool:
-    """Whether messages of `message` seconds, and reductions, will meet as they have: the same then as now."""
-    compute, slack = paces[None].mean, ALIKE * (found.last + paces[None].mean)
-    if any(pace.mean < compute - slack for pace in paces.values()):
-        return False
-    behind = {rank for rank, pace in paces.items() if rank is not None and pace.mean > compute + slack}
-    _, settled = next(few.settled())
-    return all(
-        end - start >= 2 * message * (1 - ALIKE)  # it shares the way all the time
-        for rank, _, (kind, _, microbatch), start, end, _ in found.marks
-        if rank in behind and kind in SENDS and microbatch >= settled[kind].start
-    )
-
-
-def _later(found: Replay, by: int, settled: Mapping[Kind, range], hides: Hides) -> dict[int | None, list[float]]:
-    """Seconds by which each settled action ends after the one `by` micro-batches before it, as `Paces` has them."""
-    done, bounds = {}, {kind: (chosen.start - by, chosen.stop) for kind, chosen in settled.items()}
-    for rank, row, (kind, chunk, microbatch), _, end, _ in found.marks:
-        low, high = bounds[kind]
-        if low <= microbatch < high and (row == "compute" or kind in SENDS or kind is Kind.REDUCE):
-            done[rank, kind, chunk, microbatch] = end
-    later = defaultdict[int | None, list[float]](list)
-    for (rank, kind, chunk, microbatch), end in done.items():
-        if microbatch >= settled[kind].start:
-            reduces = kind is Kind.REDUCE
-            if hides.dp or not reduces:  # others come one by one, at the end
-                later[rank if reduces else None].append(end - done[rank, kind, chunk, microbatch - by])
-    return later
+def _table(fronts: Wavefronts, values: Sequence[Mapping[Place, float]]) -> Seconds:
+    """A row for each rank's chunks."""
+    places = [(rank, chunk) for rank in range(fronts.p) for chunk in range(fronts.v)]
+    return np.array([[of.get(place, 0.0) for of in values] for place in places])

@@ -14,8 +14,7 @@ from megascale.plan.estimate import Estimate, Known, Model, Place, estimate, red
 from megascale.plan.least import least_time
 from megascale.plan.profiles import Hardware, Stack
 from megascale.plan.steady import Repeating
-from megascale.schedule.ir import Schedule
-from megascale.schedule.lower import lower
+from megascale.plan.wavefronts import Program, program
 
 RECENT = 16
 """Schedules that are kept: neighbours in the search often have the same."""
@@ -27,7 +26,7 @@ class Steps:
     def __init__(self, hardware: Hardware, stack: Stack) -> None:
         self._hardware, self._stack = hardware, stack
         self._numbers: dict[tuple[object, ...], list[int]] = {}
-        self._lowered = lru_cache(RECENT)(_lowered)
+        self._program = lru_cache(RECENT)(_program)
 
     def least_s(self, config: RunConfig) -> float:
         """Seconds that a step takes at least, whatever the order of its actions."""
@@ -47,8 +46,9 @@ class Steps:
         """What of a step no efficiency changes."""
         p, each = config.parallel, reduces_each(config, self._stack)
         assert p.schedule is not None, "a resolved configuration names its schedule"
-        schedule, piles = partial(self._lowered, p.schedule, p.pp, p.vpp, each), SCHEDULES[p.schedule].facts["piles"]
-        return Repeating(self._buckets(config), p.pp, config.micro_batches, each, piles, schedule)
+        return Repeating(
+            self._buckets(config), partial(self._program, p.schedule, p.pp, p.vpp, config.micro_batches, each)
+        )
 
     def _buckets(self, config: RunConfig) -> dict[Place, list[int]]:
         """Numbers in them: chunks with as many layers have the same, but for the ends of the network."""
@@ -65,5 +65,7 @@ class Steps:
         return found
 
 
-def _lowered(name: str, p: int, v: int, reduce_each: bool, count: int) -> Schedule:
-    return lower(SCHEDULES[name].load()(p, v, count), v, ahead=None, reduce_each=reduce_each)
+def _program(name: str, p: int, v: int, m: int, reduces_each: bool) -> Program:
+    return program(
+        partial(SCHEDULES[name].load(), p, v), p, v, m, piles=SCHEDULES[name].facts["piles"], reduces_each=reduces_each
+    )

@@ -1,7 +1,9 @@
-"""Few micro-batches stand for many: within a thousandth of a replay of all, and mostly exactly."""
+"""Few micro-batches stand for many: within a ten-thousandth of a replay of all, and mostly exactly."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,29 +12,13 @@ from hypothesis import strategies as st
 
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.explain import load
-from megascale.plan import profiles, steps
+from megascale.plan import profiles, steady, steps
 from megascale.plan.estimate import step_time
 from megascale.plan.profiles import Hides
-from megascale.plan.simulate import Times, replay
-from megascale.plan.steady import EXACT, Repeating, few_for
-from megascale.schedule.interleaved import groups_of
-from megascale.schedule.ir import Schedule
+from megascale.plan.simulate import Replay, Times, replay
+from megascale.plan.steady import EXACT, Repeating
+from megascale.plan.wavefronts import Window, program
 from megascale.schedule.lower import lower
-
-
-@given(p=st.integers(1, 64), one=st.booleans(), m=st.integers(1, 5000), step=st.sampled_from([1, 4, 16]))
-def test_few_are_groups_of_the_same_sizes(p: int, one: bool, m: int, step: int) -> None:
-    few = few_for(p, m, step, one_chunk=one)
-    if few is None:
-        assert m < (p + 1) * 2 * (8 + 2 * step)
-        return
-    assert few.micro_batches < m
-    assert few.first + sum((run.groups.number + run.left) * run.groups.size for run in few.runs) == m
-    groups = tuple(run.groups for run in few.runs)
-    assert {size for _, size in groups} == {p} if one else groups == groups_of(p, few.micro_batches)
-    assert all(run.left % step == 0 for run in few.runs)
-    for _, settled in few.settled():
-        assert min(each.start for each in settled.values()) >= p * step + few.first
 
 
 @st.composite
@@ -65,15 +51,20 @@ def pipelines(draw: Any) -> tuple[int, int, int, Times, Hides, bool]:
     return p, v, draw(st.integers(25 * p, 60 * p)), times, hides, meet or draw(st.booleans())
 
 
+def replayed(name: str, p: int, v: int, m: int, times: Times, hides: Hides, each: bool) -> tuple[Replay, Replay]:
+    """All micro-batches, and a few of them."""
+    schedule = partial(SCHEDULES[name].load(), p, v)
+    few = program(schedule, p, v, m, piles=name == "gpipe", reduces_each=each)
+    (found,) = Repeating({}, lambda: few).replay([times], hides)
+    return replay(lower(schedule(m), v, reduce_each=each), v, times, hides), found
+
+
 @settings(max_examples=200)
 @given(pipelines())
 def test_a_replay_of_few_is_one_of_all(drawn: tuple[int, int, int, Times, Hides, bool]) -> None:
     p, v, m, times, hides, each = drawn
 
-    def schedule(count: int) -> Any:
-        return lower(SCHEDULES["interleaved_1f1b" if v > 1 else "1f1b"].load()(p, v, count), v, reduce_each=each)
-
-    all, few = replay(schedule(m), v, times, hides), Repeating({}, p, m, each, False, schedule).replay(v, times, hides)
+    all, few = replayed("interleaved_1f1b" if v > 1 else "1f1b", p, v, m, times, hides, each)
     assert few.last == pytest.approx(all.last, rel=EXACT)
     assert few.end == pytest.approx(all.end, rel=EXACT)
     assert few.reduced == pytest.approx(all.reduced, rel=EXACT)
@@ -84,11 +75,8 @@ def test_a_replay_of_few_is_one_of_all(drawn: tuple[int, int, int, Times, Hides,
 def test_forwards_and_then_backwards_go_through_a_line(drawn: tuple[int, int, int, Times, Hides, bool]) -> None:
     p, _, m, times, hides, each = drawn
 
-    def schedule(count: int) -> Any:
-        return lower(SCHEDULES["gpipe"].load()(p, 1, count), 1, reduce_each=each)
-
-    all, few = replay(schedule(m), 1, times, hides), Repeating({}, p, m, each, True, schedule).replay(1, times, hides)
-    assert few.last == pytest.approx(all.last, rel=1e-9)
+    all, few = replayed("gpipe", p, 1, m, times, hides, each)
+    assert few.last == pytest.approx(all.last, rel=EXACT)
 
 
 def test_a_line_is_as_slow_as_its_slowest_machine() -> None:
@@ -104,12 +92,25 @@ def test_a_step_of_a_thousand_micro_batches(monkeypatch: pytest.MonkeyPatch) -> 
     overrides = ["batch.global=1024", "parallel.pp=4", "parallel.vpp=3"]
     config = load("configs/gpu/megascale-175b.toml", overrides, world=32)
     hardware, stack = profiles.hardware("a100-80g"), profiles.stack("megascale")
-    expected, counts = step_time(config, hardware, stack), list[int]()
+    expected, played = step_time(config, hardware, stack), list[int]()
+    play = steady.Clocks.play
 
-    def counted(compute: Schedule, v: int, **options: Any) -> Schedule:
-        counts.append(len(compute[0]) // (2 * v))
-        return lower(compute, v, **options)
+    def counted(clocks: steady.Clocks, start: int, end: int, window: Window | None = None) -> None:
+        played.append(end - start)
+        play(clocks, start, end, window)
 
-    monkeypatch.setattr(steps, "lower", counted)
+    monkeypatch.setattr(steady.Clocks, "play", counted)
     assert steps.Steps(hardware, stack).step_s(config) == pytest.approx(expected, rel=1e-9)
-    assert len(counts) == 1 and counts[0] < config.micro_batches / 20
+    assert sum(played) < 2 * 3 * config.micro_batches / 20
+
+
+@given(pipelines(), st.data())
+def test_variants_do_not_see_each_other(drawn: tuple[int, int, int, Times, Hides, bool], data: st.DataObject) -> None:
+    p, v, m, times, hides, each = drawn
+    m = data.draw(st.integers(1, 8 * p))
+    schedule = partial(SCHEDULES["interleaved_1f1b" if v > 1 else "1f1b"].load(), p, v)
+    few = program(schedule, p, v, m, piles=False, reduces_each=each)
+    variants = [times, replace(times, message=0.0, hops=0.0), replace(times, reduce={}, gather={}, contends=False)]
+    lowered = lower(schedule(m), v, reduce_each=each)
+    for found, alone in zip(Repeating({}, lambda: few).replay(variants, hides), variants, strict=True):
+        assert found.end == pytest.approx(replay(lowered, v, alone, hides).end, rel=1e-3)

@@ -1,0 +1,228 @@
+"""A compute schedule in wavefronts: what its ranks would do at the same time if every action took as long.
+
+The actions of a wavefront need none of each other, so their times are found together. Schedules repeat themselves:
+micro-batches go in groups, as equal as can be and none smaller than the p stages (`schedule.interleaved`), and ranks do
+with each what they did with the one before. So the wavefronts of a few groups are those of many, if some of them are
+gone through again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megascale.schedule.interleaved import Groups, groups_of
+from megascale.schedule.ir import Kind, Schedule
+
+Numbers = NDArray[np.intp]
+Marks = NDArray[np.bool_]
+
+FORWARD, BACKWARD = Kind.F, Kind.B
+
+GROUPS = 5
+"""Of one size that are there: two fill a pipeline, two are compared, one drains it."""
+
+
+class Repeat(NamedTuple):
+    """Micro-batches that a few stand for: `left` times `size`, as those from `first`. Those begin where the first rank
+    does `kind` with the first of them.
+    """
+
+    kind: Kind
+    first: int
+    size: int
+    left: int
+
+
+class Few(NamedTuple):
+    """Micro-batches that stand for more."""
+
+    micro_batches: int
+    repeats: tuple[Repeat, ...]
+
+
+def few_for(p: int, v: int, m: int, *, piles: bool) -> Few:
+    """Those that stand for m, of p ranks with v chunks each. `piles`: all forwards come before all backwards."""
+    if piles:
+        count = min(m, p + GROUPS)  # then all ranks do forwards at the same time, and so with backwards
+        alone = Repeat(FORWARD, p, 1, m - count), Repeat(BACKWARD, 0, 1, m - count)
+        return Few(count, alone if m > count else ())
+    count, runs = (m % p, (Groups(m // p, p),)) if v == 1 else (0, groups_of(p, m))
+    repeats = list[Repeat]()
+    for number, size in runs:
+        if number > GROUPS:
+            repeats.append(Repeat(FORWARD, count + 2 * size, size, number - GROUPS))
+        count += min(number, GROUPS) * size
+    return Few(count, tuple(repeats))
+
+
+class Window(NamedTuple):
+    """Wavefronts from `start`, before `end`, that are gone through `left` times more, as what follows the first time:
+    `source` is then that of their `actions`, of which `carried` are results of the time before. `ways`: by which their
+    results leave, as `Wavefronts.way` has them.
+    """
+
+    start: int
+    end: int
+    left: int
+    actions: slice
+    source: Numbers
+    carried: Numbers
+    ways: Numbers
+
+
+class Program(NamedTuple):
+    """A step: wavefronts, of which windows are gone through more than once, one behind the other. `reduces_each`:
+    gradients are reduced after each backward, in all so many `reductions` of each chunk.
+    """
+
+    fronts: Wavefronts
+    windows: tuple[Window, ...]
+    reduces_each: bool
+    reductions: int
+
+
+@dataclass(frozen=True)
+class Wavefronts:
+    """Actions of p ranks with v chunks each, numbered by wavefront and then by rank; wavefront i has those from
+    `edges[i]` before `edges[i + 1]`.
+
+    Of each action: `rank`; `place`: 2 (rank v + chunk), and one more if it is a backward; `micro_batch`; `source`: the
+    action whose result it is sent, or how many there are; `sends`: whether its own is sent; `opens`: whether it is the
+    first of its chunk; `reduces`: whether gradients are reduced after it.
+    """
+
+    p: int
+    v: int
+    edges: list[int]
+    rank: Numbers
+    place: Numbers
+    micro_batch: Numbers
+    source: Numbers
+    sends: Marks
+    opens: Marks
+    reduces: Marks
+
+    @cached_property
+    def way(self) -> Numbers:
+        """By which each action's result leaves: its rank's for forwards, or p behind it that for backwards."""
+        return self.rank + self.p * (self.place & 1)
+
+    @cached_property
+    def rows(self) -> list[slice | Numbers]:
+        """Of each wavefront its ranks, to index arrays with."""
+        return [_index(self.rank[a:b]) for a, b in pairwise(self.edges)]
+
+    @cached_property
+    def opening(self) -> list[bool]:
+        """Of each wavefront, whether some action opens its chunk."""
+        return np.logical_or.reduceat(self.opens, self.edges[:-1]).tolist()
+
+    @cached_property
+    def reducing(self) -> list[bool]:
+        """Of each wavefront, whether gradients are reduced after some action."""
+        return np.logical_or.reduceat(self.reduces, self.edges[:-1]).tolist()
+
+    def window(self, repeat: Repeat) -> Window | None:
+        """Where a repeat's wavefronts are; None if those behind them are not the same, some micro-batches later, or
+        need older results than those.
+        """
+        start, end = (self._wavefront(repeat.kind, repeat.first + more) for more in (0, repeat.size))
+        if 2 * end - start >= len(self.edges):
+            return None
+        low, high, last = (self.edges[at] for at in (start, end, 2 * end - start))
+        count, first, second = high - low, slice(low, high), slice(high, last)
+        edges = np.array(self.edges)
+        if last - high != count or (edges[start:end] + count != edges[end : 2 * end - start]).any():
+            return None
+        columns = self.rank, self.place, self.sends, self.reduces, self.micro_batch + repeat.size
+        shifted = *columns[:-1], self.micro_batch
+        if not all(np.array_equal(a[first], b[second]) for a, b in zip(columns, shifted, strict=True)):
+            return None
+        source = self.source[second]
+        begins = np.repeat(edges[start:end], np.diff(edges[start : end + 1]))
+        before = source < high  # results of the first time, which must be there still when they are needed
+        if (source[before] < begins[before]).any() or self.source[high:].min() < low:
+            return None
+        found = np.where(before | (source == len(self.rank)), source, source - count)
+        return Window(start, end, repeat.left, first, found, np.unique(source[before]), np.unique(self.way[first]))
+
+    def _wavefront(self, kind: Kind, micro_batch: int) -> int:
+        """In which the first rank does `kind` with a micro-batch, on its first chunk."""
+        chosen = (self.place == (kind is BACKWARD)) & (self.micro_batch == micro_batch)
+        return int(np.searchsorted(self.edges, np.flatnonzero(chosen)[0], side="right")) - 1
+
+
+def program(schedule: Callable[[int], Schedule], p: int, v: int, m: int, *, piles: bool, reduces_each: bool) -> Program:
+    """A step of m micro-batches. `schedule`: of so many of them; `piles`: all forwards come before all backwards."""
+    few = few_for(p, v, m, piles=piles)
+    fronts = wavefronts(schedule(few.micro_batches), v, reduces_each=reduces_each)
+    windows = tuple(window for repeat in few.repeats if (window := fronts.window(repeat)))
+    if len(windows) < len(few.repeats):
+        fronts, windows = wavefronts(schedule(m), v, reduces_each=reduces_each), ()
+    return Program(fronts, windows, reduces_each, m if reduces_each else 1)
+
+
+def wavefronts(schedule: Schedule, v: int, *, reduces_each: bool) -> Wavefronts:
+    """Of a compute schedule. `reduces_each`: gradients are reduced after each backward, not only a chunk's last.
+
+    Raises: RuntimeError if it does not come to its end.
+    """
+    p = len(schedule)
+    flat = [(kind is BACKWARD, c, i, rank) for rank, order in enumerate(schedule) for kind, c, i in order]
+    backward, chunk, micro_batch, rank = np.array(flat, np.intp).T
+    place, stage, m = 2 * (rank * v + chunk) + backward, chunk * p + rank, int(micro_batch.max()) + 1
+    first, last = (stage == 0) | (p == 1), (stage == p * v - 1) | (p == 1)
+    sends, needs = ~np.where(backward, first, last), ~np.where(backward, last, first)
+    key = (backward * p * v + stage) * m + micro_batch  # of an action among all, its source m before or behind it
+    source = np.where(needs, key + np.where(backward, m, -m), 2 * p * v * m)
+    level = _levels([len(order) for order in schedule], key.tolist(), source.tolist(), 2 * p * v * m)
+    order = np.argsort(level, kind="stable")
+    number = np.full(2 * p * v * m + 1, len(flat))
+    number[key[order]] = np.arange(len(flat))
+    edges = np.searchsorted(level[order], np.arange(level.max() + 2)).tolist()
+    opens, ends = np.zeros(len(flat), bool), np.zeros(len(flat), bool)
+    opens[np.unique(place, return_index=True)[1]] = True
+    ends[len(flat) - 1 - np.unique(place[::-1], return_index=True)[1]] = True
+    opens, reduces = opens & (backward == 0), (backward == 1) & (ends | reduces_each)
+    return Wavefronts(
+        p, v, edges, rank[order], place[order], micro_batch[order], number[source[order]],
+        sends[order], opens[order], reduces[order],
+    )  # fmt: skip
+
+
+def _levels(lengths: list[int], key: list[int], source: list[int], keys: int) -> Numbers:
+    """The wavefront of each action of ranks that do so many one after another. `key`: of an action among so many;
+    `source`: of the one whose result it needs, or `keys`.
+    """
+    ends = list(accumulate(lengths))
+    at = [end - length for end, length in zip(ends, lengths, strict=True)]
+    done = [-1] * keys + [0]  # a wavefront later each action's result is there; -1: not done
+    own = [0] * len(lengths)
+    level, waiting = [0] * len(key), set(range(len(lengths)))
+    while waiting:
+        before = sum(at)
+        for rank in sorted(waiting):
+            here, now, end = at[rank], own[rank], ends[rank]
+            while here < end and (ready := done[source[here]]) >= 0:
+                level[here] = now = max(now, ready)
+                now += 1
+                done[key[here]] = now
+                here += 1
+            at[rank], own[rank] = here, now
+        if sum(at) == before:
+            raise RuntimeError(f"the schedule does not end: ranks {sorted(waiting)} wait for each other")
+        waiting = {rank for rank in waiting if at[rank] < ends[rank]}
+    return np.array(level)
+
+
+def _index(ranks: Numbers) -> slice | Numbers:
+    """Ranks in their order, as a slice if there are none between them that are not there."""
+    first, last = int(ranks[0]), int(ranks[-1])
+    return slice(first, last + 1) if last - first + 1 == len(ranks) else ranks
