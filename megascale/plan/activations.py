@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from megascale.catalog.layers import BLOCKS
 from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.recipes import RECIPES
@@ -20,7 +22,7 @@ from megascale.layout.loss import loss_chunks
 from megascale.layout.recompute import NOTHING, Recompute, recompute_of
 from megascale.layout.tensors import padded_vocab
 from megascale.layout.windows import spans
-from megascale.schedule.ir import Kind, Order
+from megascale.plan.orders import Actions
 
 BOOL, INDEX, SCALE = 1, 8, 4
 """Bytes of a mask's element, of a token's number, and of the scale of a tensor in eight bits."""
@@ -84,8 +86,8 @@ class ActivationBytes:
         return self.peak + self.logits
 
 
-def activation_bytes(config: RunConfig, pp_rank: int, order: Order) -> ActivationBytes:
-    """On a rank of pipeline stage `pp_rank` that does `order`, of a resolved configuration."""
+def activation_bytes(config: RunConfig, pp_rank: int, done: Actions) -> ActivationBytes:
+    """On a rank of pipeline stage `pp_rank` that does so, of a resolved configuration."""
     sizes, layout = Sizes(config), stages_of(config)
     kept, again, logits = [], [], 0
     for chunk in range(config.parallel.vpp):
@@ -96,7 +98,7 @@ def activation_bytes(config: RunConfig, pp_rank: int, order: Order) -> Activatio
         embedding = 0 if index else sizes.embedding()
         kept.append(embedding + sum(block.kept(recompute) for block in blocks) + head)
         again.append(_growth(blocks, recompute, head))
-    return ActivationBytes(tuple(kept), _peak(order, kept, again), logits)
+    return ActivationBytes(tuple(kept), _peak(done, kept, again), logits)
 
 
 def _growth(blocks: list[BlockBytes], recompute: Recompute, released: int) -> int:
@@ -108,16 +110,10 @@ def _growth(blocks: list[BlockBytes], recompute: Recompute, released: int) -> in
     return most
 
 
-def _peak(order: Order, kept: list[int], again: list[int]) -> int:
-    now = most = 0
-    for action in order:
-        if action.kind is Kind.F:
-            now += kept[action.chunk]
-            most = max(most, now)
-        elif action.kind is Kind.B:
-            most = max(most, now + again[action.chunk])
-            now -= kept[action.chunk]
-    return most
+def _peak(done: Actions, kept: list[int], again: list[int]) -> int:
+    of = np.array(kept)[done.chunk]
+    after = np.where(done.backward, -of, of).cumsum()
+    return int(np.where(done.backward, after + of + np.array(again)[done.chunk], after).max())
 
 
 class Sizes:

@@ -25,9 +25,9 @@ from megascale.layout.buckets import pack
 from megascale.layout.chunks import chunk_buckets, eight_bit_weights, stages_of, unit
 from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, Parameter, stage
 from megascale.plan.activations import ActivationBytes, activation_bytes
+from megascale.plan.orders import Orders
 from megascale.plan.peak import PeakBytes, ceiling, peak_bytes, whole_gradients
 from megascale.schedule.interleaved import groups_of
-from megascale.schedule.ir import Schedule
 
 SEEN = 3
 """Groups of micro-batches, as many as there are stages, after which a schedule of many chunks does again what it has
@@ -118,8 +118,8 @@ class _Played(NamedTuple):
     up: with one more, and how many there are beyond the first.
     """
 
-    orders: Schedule
-    longer: Schedule
+    orders: Orders
+    longer: Orders
     left: int
 
 
@@ -127,12 +127,12 @@ def _played(config: RunConfig) -> _Played:
     p, count = config.parallel, config.micro_batches
     few = representative(p.pp, p.vpp, count)
     left = count - few if _schedule(config).facts["piles"] else 0
-    return _Played(_orders(config, few), _orders(config, few + 1) if left else [], left)
+    orders = _orders(config, few)
+    return _Played(orders, _orders(config, few + 1) if left else orders, left)
 
 
-def _orders(config: RunConfig, count: int) -> Schedule:
-    orders: Schedule = _schedule(config).load()(config.parallel.pp, config.parallel.vpp, count)
-    return orders
+def _orders(config: RunConfig, count: int) -> Orders:
+    return Orders(_schedule(config).load()(config.parallel.pp, config.parallel.vpp, count))
 
 
 def _schedule(config: RunConfig) -> Card:
@@ -156,7 +156,7 @@ def _grown(few: RankBytes, count: int, each: int) -> RankBytes:
     return replace(few, activations=replace(few.activations, peak=few.activations.peak + count * each), peak=peak)
 
 
-def _in_order(config: RunConfig, pp_rank: int, orders: Schedule, shards_weights: bool) -> RankBytes:
+def _in_order(config: RunConfig, pp_rank: int, orders: Orders, shards_weights: bool) -> RankBytes:
     found = _unplayed(config, pp_rank, orders, shards_weights)
     if not shards_weights:
         return replace(found, peak=peak_bytes(config, pp_rank, orders, found.activations))
@@ -165,7 +165,7 @@ def _in_order(config: RunConfig, pp_rank: int, orders: Schedule, shards_weights:
     return replace(found, peak=replace(peak, gradients=found.state.transient))
 
 
-def _unplayed(config: RunConfig, pp_rank: int, orders: Schedule, shards_weights: bool) -> RankBytes:
+def _unplayed(config: RunConfig, pp_rank: int, orders: Orders, shards_weights: bool) -> RankBytes:
     """All but the peak."""
     state = state_bytes(config, pp_rank, shards_weights=shards_weights)
     size = PRECISIONS[config.train.precision].facts["compute_bytes"]

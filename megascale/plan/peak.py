@@ -6,10 +6,12 @@ What a caching allocator rounds up, and what kernels and libraries take for them
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
 
 from megascale.catalog.precisions import PRECISIONS
 from megascale.config.run import RunConfig
@@ -20,14 +22,18 @@ from megascale.layout.tensors import TOKEN_EMBEDDING
 from megascale.plan.activations import INDEX, ActivationBytes, Sizes
 from megascale.plan.ends import embedding_backward, head_forward
 from megascale.plan.flops import block_weights
+from megascale.plan.orders import Actions, Numbers, Orders
 from megascale.plan.tape import norm_backward
 from megascale.plan.traffic import message_bytes
 from megascale.plan.working import CASTS, block_backward, block_forward, first_forward
-from megascale.schedule.ir import Action, Kind, Schedule
 from megascale.schedule.lower import AHEAD, receives
 
 Starts = list[tuple[str, list[int]]]
 """The units that buckets of a chunk begin with, in the order of backwards, and the bytes of each whole gradient."""
+
+
+Whole = tuple[tuple[tuple[tuple[int, int], int], ...], ...]
+"""Whole gradients by chunk and run of units: to which backwards add, and which are being reduced."""
 
 
 @dataclass(frozen=True)
@@ -60,41 +66,77 @@ class ChunkBytes:
     casts: int
 
 
-def peak_bytes(config: RunConfig, pp_rank: int, orders: Schedule, activations: ActivationBytes) -> PeakBytes:
+def peak_bytes(config: RunConfig, pp_rank: int, orders: Orders, activations: ActivationBytes) -> PeakBytes:
     """On a rank of pipeline stage `pp_rank`, of a resolved configuration. `orders`: of the ranks of all stages."""
-    layout, units, always = stages_of(config), first_units(config, pp_rank), _always(config, pp_rank)
-    chunks = _chunks(config, pp_rank, activations, units)
-    kept, most, grad, rooms = 0, PeakBytes(), Sizes(config).residual, Rooms(config, units)
-    lacking = sum(chunk.casts for chunk in chunks)  # weights that are not cast yet
+    done, played = orders[pp_rank], _Played(config, pp_rank, activations)
+    grown = np.where(done.backward, -1, 1) * np.array(activations.kept)[done.chunk]
+    kept = grown.cumsum() - grown  # before each action
+    awaited = _awaited(config, pp_rank, orders) + _always(config, pp_rank)
+    moments = played.fullest(done)
+    at = int((kept + awaited + [moment.total for moment in moments]).argmax())
+    most, beside = moments[at], moments[at].working + int(awaited[at])
+    left = int(kept[at]) - most.released + min(0, beside)  # less than nothing where more is released than is needed
+    return PeakBytes(left, most.gradients, max(0, beside))
 
-    def see(working: int, kept: int) -> None:
-        nonlocal most
-        gradients, beside = rooms.total, working + always  # less than nothing where more was released than is needed
-        if kept + gradients + beside > most.total:
-            most = PeakBytes(kept + min(0, beside), gradients, max(0, beside))
 
-    for action, messages in zip(orders[pp_rank], _awaited(config, pp_rank, orders), strict=True):
-        chunk, index = chunks[action.chunk], layout.index(pp_rank, action.chunk)
-        if action.kind is Kind.F:
-            if index == layout.count - 1:
-                rooms.loss(action.chunk)
-            if action.microbatch == 0:
-                lacking -= chunk.casts
-                see(chunk.first - lacking + messages, kept)
-            else:
-                see(chunk.forward + messages, kept)
-            kept += chunk.kept
-        else:
-            rooms.backward(action.chunk)
-            for run, (working, released) in enumerate(chunk.backward):
-                see(working + messages, kept)
-                rooms.reduce(action.chunk, run)
-                arrived = 0 if index == layout.count - 1 else grad  # stays until the backward's end
-                inside = run < len(chunk.backward) - 1
-                see((grad + arrived if inside else 0) + messages, kept - released)
-                rooms.settle()
-            kept -= chunk.kept
-    return most
+class _Moment(NamedTuple):
+    """Bytes at one time in an action: of what was kept before it, what is `released` by then; whole `gradients`; and
+    what else is there, but for messages that are awaited.
+    """
+
+    released: int
+    gradients: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        return self.gradients + self.working - self.released
+
+
+class _Played:
+    """The actions of a rank. What one takes depends on its chunk, and on the whole gradients that there are."""
+
+    def __init__(self, config: RunConfig, pp_rank: int, activations: ActivationBytes) -> None:
+        units, layout = first_units(config, pp_rank), stages_of(config)
+        self._chunks, self._rooms = _chunks(config, pp_rank, activations, units), Rooms(config, units)
+        self._last = [layout.index(pp_rank, chunk) == layout.count - 1 for chunk in range(config.parallel.vpp)]
+        self._grad = Sizes(config).residual
+        self._lacking = sum(chunk.casts for chunk in self._chunks)  # weights that are not cast yet
+
+    def fullest(self, done: Actions) -> list[_Moment]:
+        """Of each action the moment in which there is most."""
+        rooms, found, now = self._rooms, list[_Moment](), 0
+        known = dict[tuple[int, bool, int, bool], tuple[_Moment, int]]()
+        numbers = {rooms.whole: 0}  # of the gradients that there are
+        for backward, chunk, micro_batch in zip(*(column.tolist() for column in done), strict=True):
+            action = now, backward, chunk, micro_batch == 0
+            if action not in known:
+                rooms.whole = next(whole for whole, number in numbers.items() if number == now)
+                moments = self._backward(chunk) if backward else self._forward(chunk, first=micro_batch == 0)
+                most = max(moments, key=lambda moment: moment.total)
+                known[action] = most, numbers.setdefault(rooms.whole, len(numbers))
+            most, now = known[action]
+            found.append(most)
+        return found
+
+    def _forward(self, number: int, *, first: bool) -> Iterator[_Moment]:
+        chunk = self._chunks[number]
+        if self._last[number]:
+            self._rooms.loss(number)
+        if first:
+            self._lacking -= chunk.casts
+        yield _Moment(0, self._rooms.total, chunk.first - self._lacking if first else chunk.forward)
+
+    def _backward(self, number: int) -> Iterator[_Moment]:
+        chunk, rooms = self._chunks[number], self._rooms
+        rooms.backward(number)
+        arrived = 0 if self._last[number] else self._grad  # stays until the backward's end
+        for run, (working, released) in enumerate(chunk.backward):
+            yield _Moment(0, rooms.total, working)
+            rooms.reduce(number, run)
+            inside = run < len(chunk.backward) - 1
+            yield _Moment(released, rooms.total, self._grad + arrived if inside else 0)
+            rooms.settle()
 
 
 def ceiling(config: RunConfig, pp_rank: int, activations: ActivationBytes) -> int:
@@ -197,24 +239,20 @@ def _always(config: RunConfig, pp_rank: int) -> int:
     return tokens + (sizes.seq * m.head_dim * sizes.wide if m.position == "rope" else 0)
 
 
-def _awaited(config: RunConfig, pp_rank: int, orders: Schedule) -> list[int]:
+def _awaited(config: RunConfig, pp_rank: int, orders: Orders) -> Numbers:
     """Bytes of the receives that are posted while each action runs, for those that follow it."""
-    p, layout, order = config.parallel, stages_of(config), orders[pp_rank]
+    p, layout, done = config.parallel, stages_of(config), orders[pp_rank]
     ahead = AHEAD if config.overlap.pp else 0
     if p.pp == 1:
-        return [0] * len(order)
-
-    def receives_for(action: Action) -> bool:
-        index = layout.index(pp_rank, action.chunk)
-        return index > 0 if action.kind is Kind.F else index < layout.count - 1
-
-    needs, size = [receives_for(action) for action in order], message_bytes(config)
+        return np.zeros_like(done.chunk)
+    stage = np.array([layout.index(pp_rank, chunk) for chunk in range(p.vpp)])[done.chunk]
+    needed = np.where(done.backward, stage < layout.count - 1, stage > 0).cumsum()
     if p.pp == 2:  # activations and gradients are one sender's, in whose order all are posted
-        posts = accumulate(map(len, receives(orders, pp_rank, p.vpp, ahead)))
-        waiting = [posted - needed for posted, needed in zip(posts, accumulate(needs), strict=True)]
+        posted = np.cumsum([len(posts) for posts in receives(orders.schedule, pp_rank, p.vpp, ahead)])
     else:
-        waiting = [sum(needs[index + 1 : index + 1 + ahead]) for index in range(len(order))]
-    return [size * count for count in waiting]
+        posted = needed[np.minimum(np.arange(len(needed)) + ahead, len(needed) - 1)]
+    waiting: Numbers = message_bytes(config) * (posted - needed)
+    return waiting
 
 
 class Rooms:
@@ -230,6 +268,15 @@ class Rooms:
         self._head = len(self._sizes[-1]) - 1 if config.model.tie_embeddings and config.parallel.pp == 1 else 0
         self._open: dict[tuple[int, int], int] = {}
         self._reducing: dict[tuple[int, int], int] = {}
+
+    @property
+    def whole(self) -> Whole:
+        """Those that there are."""
+        return tuple(self._open.items()), tuple(self._reducing.items())
+
+    @whole.setter
+    def whole(self, found: Whole) -> None:
+        self._open, self._reducing = map(dict, found)
 
     @property
     def total(self) -> int:

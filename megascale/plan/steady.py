@@ -157,8 +157,8 @@ class Clocks:
             lefts.append(self._left(window))
 
     def _left(self, window: Window) -> _Left:
-        free, sent = self._free[window.ways], self._sent[window.carried]
-        return _Left(np.concatenate([self._now, free, sent]), self._dp.copy())
+        free = [self._free[window.ways]] if self._hides.pp else []  # else they are when compute goes on
+        return _Left(np.concatenate([self._now, *free, self._sent[window.carried]]), self._dp.copy())
 
     def _skips(self, window: Window, before: _Left, step: int, times: int) -> bool:
         """Whether it is known what `times` further steps of so many groups take, as since `before`; then they are

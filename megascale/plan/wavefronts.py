@@ -15,15 +15,10 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from megascale.plan.orders import BACKWARD, Marks, Numbers, actions
 from megascale.schedule.interleaved import Groups, groups_of
 from megascale.schedule.ir import Kind, Schedule
-
-Numbers = NDArray[np.intp]
-Marks = NDArray[np.bool_]
-
-FORWARD, BACKWARD = Kind.F, Kind.B
 
 GROUPS = 5
 """Of one size that are there: two fill a pipeline, two are compared, one drains it."""
@@ -51,13 +46,13 @@ def few_for(p: int, v: int, m: int, *, piles: bool) -> Few:
     """Those that stand for m, of p ranks with v chunks each. `piles`: all forwards come before all backwards."""
     if piles:
         count = min(m, p + GROUPS)  # then all ranks do forwards at the same time, and so with backwards
-        alone = Repeat(FORWARD, p, 1, m - count), Repeat(BACKWARD, 0, 1, m - count)
+        alone = Repeat(Kind.F, p, 1, m - count), Repeat(Kind.B, 0, 1, m - count)
         return Few(count, alone if m > count else ())
     count, runs = (m % p, (Groups(m // p, p),)) if v == 1 else (0, groups_of(p, m))
     repeats = list[Repeat]()
     for number, size in runs:
         if number > GROUPS:
-            repeats.append(Repeat(FORWARD, count + 2 * size, size, number - GROUPS))
+            repeats.append(Repeat(Kind.F, count + 2 * size, size, number - GROUPS))
         count += min(number, GROUPS) * size
     return Few(count, tuple(repeats))
 
@@ -175,22 +170,23 @@ def wavefronts(schedule: Schedule, v: int, *, reduces_each: bool) -> Wavefronts:
     Raises: RuntimeError if it does not come to its end.
     """
     p = len(schedule)
-    flat = [(kind is BACKWARD, c, i, rank) for rank, order in enumerate(schedule) for kind, c, i in order]
-    backward, chunk, micro_batch, rank = np.array(flat, np.intp).T
+    backward, chunk, micro_batch = map(np.concatenate, zip(*map(actions, schedule), strict=True))
+    lengths = [len(order) for order in schedule]
+    rank, count = np.repeat(np.arange(p), lengths), sum(lengths)
     place, stage, m = 2 * (rank * v + chunk) + backward, chunk * p + rank, int(micro_batch.max()) + 1
     first, last = (stage == 0) | (p == 1), (stage == p * v - 1) | (p == 1)
     sends, needs = ~np.where(backward, first, last), ~np.where(backward, last, first)
     key = (backward * p * v + stage) * m + micro_batch  # of an action among all, its source m before or behind it
     source = np.where(needs, key + np.where(backward, m, -m), 2 * p * v * m)
-    level = _levels([len(order) for order in schedule], key.tolist(), source.tolist(), 2 * p * v * m)
+    level = _levels(lengths, key.tolist(), source.tolist(), 2 * p * v * m)
     order = np.argsort(level, kind="stable")
-    number = np.full(2 * p * v * m + 1, len(flat))
-    number[key[order]] = np.arange(len(flat))
+    number = np.full(2 * p * v * m + 1, count)
+    number[key[order]] = np.arange(count)
     edges = np.searchsorted(level[order], np.arange(level.max() + 2)).tolist()
-    opens, ends = np.zeros(len(flat), bool), np.zeros(len(flat), bool)
+    opens, ends = np.zeros(count, bool), np.zeros(count, bool)
     opens[np.unique(place, return_index=True)[1]] = True
-    ends[len(flat) - 1 - np.unique(place[::-1], return_index=True)[1]] = True
-    opens, reduces = opens & (backward == 0), (backward == 1) & (ends | reduces_each)
+    ends[count - 1 - np.unique(place[::-1], return_index=True)[1]] = True
+    opens, reduces = opens & ~backward, backward & (ends | reduces_each)
     return Wavefronts(
         p, v, edges, rank[order], place[order], micro_batch[order], number[source[order]],
         sends[order], opens[order], reduces[order],
