@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -86,8 +87,25 @@ class ActivationBytes:
         return self.peak + self.logits
 
 
-def activation_bytes(config: RunConfig, pp_rank: int, done: Actions) -> ActivationBytes:
-    """On a rank of pipeline stage `pp_rank` that does so, of a resolved configuration."""
+class KeptBytes(NamedTuple):
+    """On one rank, by each of its chunks for one micro-batch: what is kept, and how much more there is in a backward,
+    of what is computed again. `logits`: of one chunk of the loss.
+    """
+
+    kept: tuple[int, ...]
+    again: tuple[int, ...]
+    logits: int
+
+    def in_order(self, done: Actions) -> ActivationBytes:
+        """Of a rank that does so."""
+        kept = np.array(self.kept)[done.chunk]
+        after = np.where(done.backward, -kept, kept).cumsum()
+        most = np.where(done.backward, after + kept + np.array(self.again)[done.chunk], after).max()
+        return ActivationBytes(self.kept, int(most), self.logits)
+
+
+def kept_bytes(config: RunConfig, pp_rank: int) -> KeptBytes:
+    """On a rank of pipeline stage `pp_rank`, of a resolved configuration."""
     sizes, layout = Sizes(config), stages_of(config)
     kept, again, logits = [], [], 0
     for chunk in range(config.parallel.vpp):
@@ -98,7 +116,7 @@ def activation_bytes(config: RunConfig, pp_rank: int, done: Actions) -> Activati
         embedding = 0 if index else sizes.embedding()
         kept.append(embedding + sum(block.kept(recompute) for block in blocks) + head)
         again.append(_growth(blocks, recompute, head))
-    return ActivationBytes(tuple(kept), _peak(done, kept, again), logits)
+    return KeptBytes(tuple(kept), tuple(again), logits)
 
 
 def _growth(blocks: list[BlockBytes], recompute: Recompute, released: int) -> int:
@@ -108,12 +126,6 @@ def _growth(blocks: list[BlockBytes], recompute: Recompute, released: int) -> in
         most = max(most, block.again(recompute) - released)
         released += block.kept(recompute)
     return most
-
-
-def _peak(done: Actions, kept: list[int], again: list[int]) -> int:
-    of = np.array(kept)[done.chunk]
-    after = np.where(done.backward, -of, of).cumsum()
-    return int(np.where(done.backward, after + of + np.array(again)[done.chunk], after).max())
 
 
 class Sizes:

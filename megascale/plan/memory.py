@@ -20,13 +20,12 @@ from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.run import RunConfig
-from megascale.core.registry import Card
 from megascale.layout.buckets import pack
 from megascale.layout.chunks import chunk_buckets, eight_bit_weights, stages_of, unit
 from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, Parameter, stage
-from megascale.plan.activations import ActivationBytes, activation_bytes
+from megascale.plan.activations import ActivationBytes, KeptBytes, kept_bytes
 from megascale.plan.orders import Orders
-from megascale.plan.peak import PeakBytes, ceiling, peak_bytes, whole_gradients
+from megascale.plan.peak import PeakBytes, Stage, ceiling, chunk_kind, peak_bytes, stage_of, whole_gradients
 from megascale.schedule.interleaved import groups_of
 
 SEEN = 3
@@ -104,73 +103,86 @@ class RankBytes:
 
 def rank_bytes(config: RunConfig, *, shards_weights: bool = False) -> list[RankBytes]:
     """Of a rank of each pipeline stage, of a resolved configuration. `shards_weights`: as in `state_bytes`."""
-    played = _played(config)
-    return [_of_rank(config, rank, played, shards_weights) for rank in range(config.parallel.pp)]
+    ranks = _Ranks(config, shards_weights)
+    return [ranks.held(rank) for rank in range(config.parallel.pp)]
 
 
 def first_rank(config: RunConfig, *, shards_weights: bool = False) -> RankBytes:
     """Of a rank of the first pipeline stage, as a rule the fullest: found sooner than those of all."""
-    return _of_rank(config, 0, _played(config), shards_weights)
+    return _Ranks(config, shards_weights).held(0)
 
 
-class _Played(NamedTuple):
-    """What each pipeline rank does with as many micro-batches as show the most that is alive at once. Where they pile
-    up: with one more, and how many there are beyond the first.
+class _Still(NamedTuple):
+    """What of a rank is the same whatever the order of its actions."""
+
+    state: StateBytes
+    gathered: int
+    kept: KeptBytes
+    stage: Stage
+
+
+class _Ranks:
+    """The ranks of a configuration, played with as many micro-batches as show the most that is alive at once. Where
+    they pile up: also with one more, and `_left` are those beyond the first.
     """
 
-    orders: Orders
-    longer: Orders
-    left: int
+    def __init__(self, config: RunConfig, shards_weights: bool) -> None:
+        p, count = config.parallel, config.micro_batches
+        plain = p.model_copy(update={"zero": 1}) if shards_weights else p  # no whole gradients but those of `state`
+        self._config, self._shards_weights = config.model_copy(update={"parallel": plain}), shards_weights
+        assert p.schedule is not None, "a resolved configuration names its schedule"
+        self._schedule = SCHEDULES[p.schedule]
+        few = representative(p.pp, p.vpp, count)
+        self._left = count - few if self._schedule.facts["piles"] else 0
+        self._orders = self._in(few)
+        self._longer = self._in(few + 1) if self._left else self._orders
+        self._known: dict[tuple[object, ...], _Still] = {}
 
+    def held(self, rank: int) -> RankBytes:
+        """By one of them."""
+        few = self._played(rank, self._orders)
+        if not self._left:
+            return few
+        longer, each = self._played(rank, self._longer), sum(few.activations.kept)
+        if _grown(few, 1, each) == longer:  # by all that a micro-batch keeps, and by no more will it ever
+            return _grown(few, self._left, each)
+        return self._played(rank, self._in(self._config.micro_batches))
 
-def _played(config: RunConfig) -> _Played:
-    p, count = config.parallel, config.micro_batches
-    few = representative(p.pp, p.vpp, count)
-    left = count - few if _schedule(config).facts["piles"] else 0
-    orders = _orders(config, few)
-    return _Played(orders, _orders(config, few + 1) if left else orders, left)
+    def ceiling(self, rank: int) -> int:
+        """As much as one holds, or more."""
+        still = self._still(rank)
+        grown = self._left * sum(still.kept.kept)
+        gradients = still.state.transient if self._shards_weights else whole_gradients(still.stage)
+        most = ceiling(self._config, rank, still.stage, still.kept.in_order(self._orders[rank]).peak)
+        return still.state.lasting + still.gathered + grown + gradients + most
 
+    def _in(self, count: int) -> Orders:
+        """The order of so many micro-batches."""
+        return Orders(self._schedule.load()(self._config.parallel.pp, self._config.parallel.vpp, count))
 
-def _orders(config: RunConfig, count: int) -> Orders:
-    return Orders(_schedule(config).load()(config.parallel.pp, config.parallel.vpp, count))
+    def _played(self, rank: int, orders: Orders) -> RankBytes:
+        still = self._still(rank)
+        peak = peak_bytes(self._config, rank, orders, still.stage)
+        if self._shards_weights:
+            peak = replace(peak, gradients=still.state.transient)
+        return RankBytes(still.state, still.kept.in_order(orders[rank]), peak, still.gathered)
 
-
-def _schedule(config: RunConfig) -> Card:
-    assert config.parallel.schedule is not None, "a resolved configuration names its schedule"
-    return SCHEDULES[config.parallel.schedule]
-
-
-def _of_rank(config: RunConfig, pp_rank: int, played: _Played, shards_weights: bool) -> RankBytes:
-    few = _in_order(config, pp_rank, played.orders, shards_weights)
-    if not played.left:
-        return few
-    longer, each = _in_order(config, pp_rank, played.longer, shards_weights), sum(few.activations.kept)
-    if _grown(few, 1, each) == longer:  # by all that a micro-batch keeps, and by no more will it ever
-        return _grown(few, played.left, each)
-    return _in_order(config, pp_rank, _orders(config, config.micro_batches), shards_weights)
+    def _still(self, rank: int) -> _Still:
+        """Found once for ranks whose chunks do the same."""
+        config, shards = self._config, self._shards_weights
+        kind = tuple(chunk_kind(config, rank, chunk) for chunk in range(config.parallel.vpp))
+        if kind not in self._known:
+            kept, size = kept_bytes(config, rank), PRECISIONS[config.train.precision].facts["compute_bytes"]
+            state = state_bytes(config, rank, shards_weights=shards)
+            gathered = size * sum(_units(config, rank)[:2]) if shards else 0
+            self._known[kind] = _Still(state, gathered, kept, stage_of(config, rank, kept.kept))
+        return self._known[kind]
 
 
 def _grown(few: RankBytes, count: int, each: int) -> RankBytes:
     """With so many micro-batches more that are alive when most is."""
     peak = replace(few.peak, kept=few.peak.kept + count * each)
     return replace(few, activations=replace(few.activations, peak=few.activations.peak + count * each), peak=peak)
-
-
-def _in_order(config: RunConfig, pp_rank: int, orders: Orders, shards_weights: bool) -> RankBytes:
-    found = _unplayed(config, pp_rank, orders, shards_weights)
-    if not shards_weights:
-        return replace(found, peak=peak_bytes(config, pp_rank, orders, found.activations))
-    plain = config.model_copy(update={"parallel": config.parallel.model_copy(update={"zero": 1})})
-    peak = peak_bytes(plain, pp_rank, orders, found.activations)
-    return replace(found, peak=replace(peak, gradients=found.state.transient))
-
-
-def _unplayed(config: RunConfig, pp_rank: int, orders: Orders, shards_weights: bool) -> RankBytes:
-    """All but the peak."""
-    state = state_bytes(config, pp_rank, shards_weights=shards_weights)
-    size = PRECISIONS[config.train.precision].facts["compute_bytes"]
-    gathered = size * sum(_units(config, pp_rank)[:2]) if shards_weights else 0
-    return RankBytes(state, activation_bytes(config, pp_rank, orders[pp_rank]), PeakBytes(), gathered)
 
 
 def representative(p: int, v: int, count: int) -> int:
@@ -186,23 +198,14 @@ def fullest_rank(config: RunConfig, *, shards_weights: bool = False, room: float
     """The rank that holds most, or one that holds more than `room` bytes. The ends of the pipeline come first, and of
     the others none is played that cannot hold more.
     """
-    played, last = _played(config), config.parallel.pp - 1
-    best = _of_rank(config, 0, played, shards_weights)
+    ranks, last = _Ranks(config, shards_weights), config.parallel.pp - 1
+    best = ranks.held(0)
     for rank in (last, *range(1, last)) if last else ():
         if best.total > room:
             break
-        if _ceiling(config, rank, played, shards_weights) > best.total:
-            found = _of_rank(config, rank, played, shards_weights)
-            best = max(best, found, key=lambda held: held.total)
+        if ranks.ceiling(rank) > best.total:
+            best = max(best, ranks.held(rank), key=lambda held: held.total)
     return best
-
-
-def _ceiling(config: RunConfig, pp_rank: int, played: _Played, shards_weights: bool) -> int:
-    """As much as a rank holds, or more."""
-    alone = _unplayed(config, pp_rank, played.orders, shards_weights)
-    grown = played.left * sum(alone.activations.kept)
-    gradients = alone.state.transient if shards_weights else whole_gradients(config, pp_rank)
-    return alone.state.lasting + alone.gathered + grown + gradients + ceiling(config, pp_rank, alone.activations)
 
 
 def _early(config: RunConfig, pp_rank: int) -> int:

@@ -6,7 +6,7 @@ What a caching allocator rounds up, and what kernels and libraries take for them
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from megascale.layout.buckets import pack
 from megascale.layout.chunks import chunk_buckets, eight_bit_layers, stages_of, unit
 from megascale.layout.recompute import recompute_of
 from megascale.layout.tensors import TOKEN_EMBEDDING
-from megascale.plan.activations import INDEX, ActivationBytes, Sizes
+from megascale.plan.activations import INDEX, Sizes
 from megascale.plan.ends import embedding_backward, head_forward
 from megascale.plan.flops import block_weights
 from megascale.plan.orders import Actions, Numbers, Orders
@@ -66,10 +66,28 @@ class ChunkBytes:
     casts: int
 
 
-def peak_bytes(config: RunConfig, pp_rank: int, orders: Orders, activations: ActivationBytes) -> PeakBytes:
+class Stage(NamedTuple):
+    """What a rank of a pipeline stage has: its chunks, of each the units that its buckets begin with."""
+
+    chunks: list[ChunkBytes]
+    units: list[Starts]
+
+
+def stage_of(config: RunConfig, pp_rank: int, kept: Sequence[int]) -> Stage:
+    """Of a resolved configuration. `kept`: by each chunk, of a micro-batch."""
+    units, known, chunks = first_units(config, pp_rank), dict[object, ChunkBytes](), []
+    for chunk, own in enumerate(kept):
+        kind = chunk_kind(config, pp_rank, chunk), *(tuple(sizes) for _, sizes in units[chunk])
+        if kind not in known:
+            known[kind] = _chunk(config, pp_rank, chunk, own, units[chunk])
+        chunks.append(known[kind])
+    return Stage(chunks, units)
+
+
+def peak_bytes(config: RunConfig, pp_rank: int, orders: Orders, stage: Stage) -> PeakBytes:
     """On a rank of pipeline stage `pp_rank`, of a resolved configuration. `orders`: of the ranks of all stages."""
-    done, played = orders[pp_rank], _Played(config, pp_rank, activations)
-    grown = np.where(done.backward, -1, 1) * np.array(activations.kept)[done.chunk]
+    done, played = orders[pp_rank], _Played(config, pp_rank, stage)
+    grown = np.where(done.backward, -1, 1) * np.array([chunk.kept for chunk in stage.chunks])[done.chunk]
     kept = grown.cumsum() - grown  # before each action
     awaited = _awaited(config, pp_rank, orders) + _always(config, pp_rank)
     moments = played.fullest(done)
@@ -96,9 +114,8 @@ class _Moment(NamedTuple):
 class _Played:
     """The actions of a rank. What one takes depends on its chunk, and on the whole gradients that there are."""
 
-    def __init__(self, config: RunConfig, pp_rank: int, activations: ActivationBytes) -> None:
-        units, layout = first_units(config, pp_rank), stages_of(config)
-        self._chunks, self._rooms = _chunks(config, pp_rank, activations, units), Rooms(config, units)
+    def __init__(self, config: RunConfig, pp_rank: int, stage: Stage) -> None:
+        self._chunks, self._rooms, layout = stage.chunks, Rooms(config, stage.units), stages_of(config)
         self._last = [layout.index(pp_rank, chunk) == layout.count - 1 for chunk in range(config.parallel.vpp)]
         self._grad = Sizes(config).residual
         self._lacking = sum(chunk.casts for chunk in self._chunks)  # weights that are not cast yet
@@ -139,36 +156,27 @@ class _Played:
             rooms.settle()
 
 
-def ceiling(config: RunConfig, pp_rank: int, activations: ActivationBytes) -> int:
-    """As much as a rank holds beside its state and whole gradients, or more, without playing its actions."""
-    chunks, grad = _chunks(config, pp_rank, activations, first_units(config, pp_rank)), Sizes(config).residual
-    needs = [max(chunk.first, chunk.forward, 2 * grad, *(most for most, _ in chunk.backward)) for chunk in chunks]
+def ceiling(config: RunConfig, pp_rank: int, stage: Stage, activations: int) -> int:
+    """As much as a rank holds beside its state and whole gradients, or more, without playing its actions.
+    `activations`: the most that is kept at once, with what is computed again.
+    """
+    grad = Sizes(config).residual
+    needs = [max(chunk.first, chunk.forward, 2 * grad, *(most for most, _ in chunk.backward)) for chunk in stage.chunks]
     awaited = AHEAD if config.overlap.pp and config.parallel.pp > 1 else 0
     if config.parallel.pp == 2:  # in the sender's order: never more than there are
         awaited *= 2 * config.parallel.vpp * config.micro_batches
-    messages = message_bytes(config) * awaited
-    return activations.peak + max(needs) + messages + _always(config, pp_rank)
+    return activations + max(needs) + message_bytes(config) * awaited + _always(config, pp_rank)
 
 
-def whole_gradients(config: RunConfig, pp_rank: int) -> int:
+def whole_gradients(stage: Stage) -> int:
     """As much as whole gradients take at once, or more: those of a chunk and of the head, as many that are being
     reduced, and the shards that this gives, which are no larger.
     """
-    chunks = [sum(sum(sizes) for _, sizes in chunk) for chunk in first_units(config, pp_rank)]
+    chunks = [sum(sum(sizes) for _, sizes in chunk) for chunk in stage.units]
     return 3 * (max(chunks) + chunks[-1])
 
 
-def _chunks(config: RunConfig, pp_rank: int, activations: ActivationBytes, units: list[Starts]) -> list[ChunkBytes]:
-    known, found = dict[object, ChunkBytes](), []
-    for chunk, kept in enumerate(activations.kept):
-        kind = _kind(config, pp_rank, chunk), *(tuple(sizes) for _, sizes in units[chunk])
-        if kind not in known:
-            known[kind] = _chunk(config, pp_rank, chunk, kept, units[chunk])
-        found.append(known[kind])
-    return found
-
-
-def _kind(config: RunConfig, pp_rank: int, chunk: int) -> tuple[object, ...]:
+def chunk_kind(config: RunConfig, pp_rank: int, chunk: int) -> tuple[object, ...]:
     """The same for chunks that do the same."""
     layout, windows, cast = stages_of(config), config.model.windows, eight_bit_layers(config)
     index = layout.index(pp_rank, chunk)

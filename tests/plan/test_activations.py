@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megascale.catalog.schedules import SCHEDULES
 from megascale.core.rank import Rank
-from megascale.plan.activations import activation_bytes
+from megascale.plan.activations import kept_bytes
 from megascale.plan.orders import actions
 from tests.marks import only_quick
 from tests.memory import held_bytes
@@ -175,7 +175,7 @@ def compare(
         for case, config, (kept, peak) in zip(cases, configs, found, strict=True):
             pp_rank = rank // (p.tp * config.dp)
             order = SCHEDULES[p.schedule].load()(p.pp, p.vpp, config.micro_batches)[pp_rank]
-            planned = activation_bytes(config, pp_rank, actions(order))
+            planned = kept_bytes(config, pp_rank).in_order(actions(order))
             assert kept == [{size} for size in planned.kept], (case, rank)
             assert peak == planned.peak, (case, rank)
 
@@ -187,9 +187,8 @@ def held(rank: Rank, configs: list[Any]) -> list[tuple[int, int]]:
         run = build_run(rank, config)
         (stage,), micro_batch = run.stages, run.train.batch(0).micro_batch(0)
         stage(None, micro_batch)  # caches are filled once
-        order = SCHEDULES["1f1b"].load()(1, 1, config.micro_batches)[0]
         bytes_held = held_bytes(lambda stage=stage, micro_batch=micro_batch: stage(None, micro_batch))
-        found.append((bytes_held, activation_bytes(config, 0, actions(order)).kept[0]))
+        found.append((bytes_held, kept_bytes(config, 0).kept[0]))
     return found
 
 
