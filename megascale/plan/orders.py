@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -25,8 +26,10 @@ class Actions(NamedTuple):
 
 def actions(order: Order) -> Actions:
     """Of forwards and backwards."""
-    kind, chunk, micro_batch = np.array([(kind is BACKWARD, chunk, i) for kind, chunk, i in order], np.intp).T
-    return Actions(kind == 1, chunk, micro_batch)
+    count = len(order)
+    backward = np.fromiter((action[0] is BACKWARD for action in order), bool, count)
+    chunk, micro_batch = (np.fromiter(map(itemgetter(column), order), np.intp, count) for column in (1, 2))
+    return Actions(backward, chunk, micro_batch)
 
 
 class Orders:

@@ -20,8 +20,8 @@ from megascale.plan.orders import BACKWARD, Marks, Numbers, actions
 from megascale.schedule.interleaved import Groups, groups_of
 from megascale.schedule.ir import Kind, Schedule
 
-GROUPS = 5
-"""Of one size that are there: two fill a pipeline, two are compared, one drains it."""
+GROUPS = 4
+"""Of one size that are there: two fill a pipeline, and two are compared, of which the last drains it."""
 
 
 class Repeat(NamedTuple):
@@ -49,11 +49,11 @@ def few_for(p: int, v: int, m: int, *, piles: bool) -> Few:
         alone = Repeat(Kind.F, p, 1, m - count), Repeat(Kind.B, 0, 1, m - count)
         return Few(count, alone if m > count else ())
     count, runs = (m % p, (Groups(m // p, p),)) if v == 1 else (0, groups_of(p, m))
-    repeats = list[Repeat]()
+    repeats, some = list[Repeat](), GROUPS + (p == 1)  # alone a rank has nothing to drain, and ends at once
     for number, size in runs:
-        if number > GROUPS:
-            repeats.append(Repeat(Kind.F, count + 2 * size, size, number - GROUPS))
-        count += min(number, GROUPS) * size
+        if number > some:
+            repeats.append(Repeat(Kind.F, count + 2 * size, size, number - some))
+        count += min(number, some) * size
     return Few(count, tuple(repeats))
 
 
@@ -171,51 +171,43 @@ def wavefronts(schedule: Schedule, v: int, *, reduces_each: bool) -> Wavefronts:
     """
     p = len(schedule)
     backward, chunk, micro_batch = map(np.concatenate, zip(*map(actions, schedule), strict=True))
-    lengths = [len(order) for order in schedule]
-    rank, count = np.repeat(np.arange(p), lengths), sum(lengths)
+    lengths = np.array([len(order) for order in schedule])
+    rank, count = np.repeat(np.arange(p), lengths), len(chunk)
     place, stage, m = 2 * (rank * v + chunk) + backward, chunk * p + rank, int(micro_batch.max()) + 1
     first, last = (stage == 0) | (p == 1), (stage == p * v - 1) | (p == 1)
     sends, needs = ~np.where(backward, first, last), ~np.where(backward, last, first)
     key = (backward * p * v + stage) * m + micro_batch  # of an action among all, its source m before or behind it
     source = np.where(needs, key + np.where(backward, m, -m), 2 * p * v * m)
-    level = _levels(lengths, key.tolist(), source.tolist(), 2 * p * v * m)
-    order = np.argsort(level, kind="stable")
-    number = np.full(2 * p * v * m + 1, count)
+    fronts = _fronts(lengths, key, source, 2 * p * v * m)
+    order, number = np.concatenate(fronts), np.full(2 * p * v * m + 1, count)
     number[key[order]] = np.arange(count)
-    edges = np.searchsorted(level[order], np.arange(level.max() + 2)).tolist()
-    opens, ends = np.zeros(count, bool), np.zeros(count, bool)
-    opens[np.unique(place, return_index=True)[1]] = True
-    ends[count - 1 - np.unique(place[::-1], return_index=True)[1]] = True
-    opens, reduces = opens & ~backward, backward & (ends | reduces_each)
+    begins, ends = np.zeros((2, 2 * p * v), np.intp)
+    begins[place[::-1]], ends[place] = np.arange(count)[::-1], np.arange(count)  # of some to one place the last counts
+    opens, complete = np.zeros((2, count), bool)
+    opens[begins[::2]] = complete[ends[1::2]] = True
     return Wavefronts(
-        p, v, edges, rank[order], place[order], micro_batch[order], number[source[order]],
-        sends[order], opens[order], reduces[order],
+        p, v, [0, *accumulate(map(len, fronts))], rank[order], place[order], micro_batch[order], number[source[order]],
+        sends[order], opens[order], (backward & (complete | reduces_each))[order],
     )  # fmt: skip
 
 
-def _levels(lengths: list[int], key: list[int], source: list[int], keys: int) -> Numbers:
-    """The wavefront of each action of ranks that do so many one after another. `key`: of an action among so many;
+def _fronts(lengths: Numbers, key: Numbers, source: Numbers, keys: int) -> list[Numbers]:
+    """The actions of each wavefront, of ranks that do so many one after another. `key`: of an action among so many;
     `source`: of the one whose result it needs, or `keys`.
     """
-    ends = list(accumulate(lengths))
-    at = [end - length for end, length in zip(ends, lengths, strict=True)]
-    done = [-1] * keys + [0]  # a wavefront later each action's result is there; -1: not done
-    own = [0] * len(lengths)
-    level, waiting = [0] * len(key), set(range(len(lengths)))
-    while waiting:
-        before = sum(at)
-        for rank in sorted(waiting):
-            here, now, end = at[rank], own[rank], ends[rank]
-            while here < end and (ready := done[source[here]]) >= 0:
-                level[here] = now = max(now, ready)
-                now += 1
-                done[key[here]] = now
-                here += 1
-            at[rank], own[rank] = here, now
-        if sum(at) == before:
-            raise RuntimeError(f"the schedule does not end: ranks {sorted(waiting)} wait for each other")
-        waiting = {rank for rank in waiting if at[rank] < ends[rank]}
-    return np.array(level)
+    ends = lengths.cumsum()
+    at, done = ends - lengths, np.zeros(keys + 1, bool)
+    done[keys] = True
+    fronts = list[Numbers]()
+    while (waiting := np.flatnonzero(at < ends)).size:
+        here = at[waiting]
+        can = done[source[here]]
+        fronts.append(here[can])
+        if not can.any():
+            raise RuntimeError(f"the schedule does not end: ranks {waiting.tolist()} wait for each other")
+        done[key[fronts[-1]]] = True
+        at[waiting[can]] += 1
+    return fronts
 
 
 def _index(ranks: Numbers) -> slice | Numbers:
