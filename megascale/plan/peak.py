@@ -90,9 +90,10 @@ def peak_bytes(config: RunConfig, pp_rank: int, orders: Orders, stage: Stage) ->
     grown = np.where(done.backward, -1, 1) * np.array([chunk.kept for chunk in stage.chunks])[done.chunk]
     kept = grown.cumsum() - grown  # before each action
     awaited = _awaited(config, pp_rank, orders) + _always(config, pp_rank)
-    moments = played.fullest(done)
-    at = int((kept + awaited + [moment.total for moment in moments]).argmax())
-    most, beside = moments[at], moments[at].working + int(awaited[at])
+    which = played.fullest(done)
+    at = int((kept + awaited + np.array([moment.total for moment in played.moments])[which]).argmax())
+    most = played.moments[which[at]]
+    beside = most.working + int(awaited[at])
     left = int(kept[at]) - most.released + min(0, beside)  # less than nothing where more is released than is needed
     return PeakBytes(left, most.gradients, max(0, beside))
 
@@ -111,30 +112,46 @@ class _Moment(NamedTuple):
         return self.gradients + self.working - self.released
 
 
+class _Whole(NamedTuple):
+    """Whole gradients that there are; and by what is done then, the number of its moment, and those that there are
+    after it.
+    """
+
+    gradients: Whole
+    after: dict[int, tuple[int, _Whole]]
+
+
 class _Played:
-    """The actions of a rank. What one takes depends on its chunk, and on the whole gradients that there are."""
+    """The actions of a rank. What one takes depends on its chunk, and on the whole gradients that there are: `moments`
+    are those that were found.
+    """
 
     def __init__(self, config: RunConfig, pp_rank: int, stage: Stage) -> None:
         self._chunks, self._rooms, layout = stage.chunks, Rooms(config, stage.units), stages_of(config)
         self._last = [layout.index(pp_rank, chunk) == layout.count - 1 for chunk in range(config.parallel.vpp)]
         self._grad = Sizes(config).residual
         self._lacking = sum(chunk.casts for chunk in self._chunks)  # weights that are not cast yet
+        self._known: dict[Whole, _Whole] = {}
+        self.moments: list[_Moment] = []
 
-    def fullest(self, done: Actions) -> list[_Moment]:
-        """Of each action the moment in which there is most."""
-        rooms, found, now = self._rooms, list[_Moment](), 0
-        known = dict[tuple[int, bool, int, bool], tuple[_Moment, int]]()
-        numbers = {rooms.whole: 0}  # of the gradients that there are
-        for backward, chunk, micro_batch in zip(*(column.tolist() for column in done), strict=True):
-            action = now, backward, chunk, micro_batch == 0
-            if action not in known:
-                rooms.whole = next(whole for whole, number in numbers.items() if number == now)
-                moments = self._backward(chunk) if backward else self._forward(chunk, first=micro_batch == 0)
-                most = max(moments, key=lambda moment: moment.total)
-                known[action] = most, numbers.setdefault(rooms.whole, len(numbers))
-            most, now = known[action]
-            found.append(most)
+    def fullest(self, done: Actions) -> list[int]:
+        """Of each action the number of the moment in which there is most."""
+        here, found = self._now(), list[int]()
+        for action in (4 * done.chunk + 2 * done.backward + (done.micro_batch == 0)).tolist():
+            if action not in here.after:
+                self._rooms.whole = here.gradients
+                self.moments.append(self._fullest(action // 4, backward=bool(action & 2), first=bool(action & 1)))
+                here.after[action] = len(self.moments) - 1, self._now()
+            number, here = here.after[action]
+            found.append(number)
         return found
+
+    def _now(self) -> _Whole:
+        return self._known.setdefault(self._rooms.whole, _Whole(self._rooms.whole, {}))
+
+    def _fullest(self, chunk: int, *, backward: bool, first: bool) -> _Moment:
+        moments = self._backward(chunk) if backward else self._forward(chunk, first=first)
+        return max(moments, key=lambda moment: moment.total)
 
     def _forward(self, number: int, *, first: bool) -> Iterator[_Moment]:
         chunk = self._chunks[number]

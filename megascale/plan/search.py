@@ -247,19 +247,18 @@ class _Search:
             _Waiting(self._floors.memory(each), 0, each) for layout in lean.values() for each in self._sharded(layout)
         ]
         heapq.heapify(queue)
-        best: tuple[int, Layout] | None = None
-        while queue and queue[0].least < (best[0] if best else below):
+        best: Sized | None = None
+        while queue and queue[0].least < (best.memory.total if best else below):
             waiting = heapq.heappop(queue)
             config = self._space.applied(waiting.layout)
             if waiting.stage == 0:
                 heapq.heappush(queue, _Waiting(self._first_rank(config).total, 1, waiting.layout))
             elif self._space.legal(config):
-                found = self._fullest_rank(config, room=best[0] if best else math.inf).total, waiting.layout
-                best = found if best is None else min(best, found)
-        if best is None:
-            return None
-        config = self._space.applied(best[1])
-        return Sized(best[1], config, self._fullest_rank(config))
+                found = Sized(
+                    waiting.layout, config, self._fullest_rank(config, room=best.memory.total if best else math.inf)
+                )
+                best = min(found, best or found, key=lambda sized: (sized.memory.total, sized.layout))
+        return best
 
     @property
     def _limit(self) -> float:
