@@ -20,9 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megascale.plan.estimate import Place
+from megascale.plan.orders import Marks, Numbers
 from megascale.plan.profiles import Hides
 from megascale.plan.simulate import ROUNDING, Replay, Times
-from megascale.plan.wavefronts import Numbers, Program, Wavefronts, Window
+from megascale.plan.wavefronts import Program, Wavefronts, Window
 
 Seconds = NDArray[np.float64]
 """A column for each of the variants of a step that are replayed together."""
@@ -57,10 +58,13 @@ class Repeating:
 
 
 class _Left(NamedTuple):
-    """When what a group of micro-batches leaves is there: `compute` and messages, and `dp`."""
+    """When what a group of micro-batches leaves is there: `compute` and messages, and `dp`. `partly`: whether some
+    message of a rank did not meet a reduction all the way.
+    """
 
     compute: Seconds
     dp: Seconds
+    partly: Marks
 
 
 class Clocks:
@@ -71,23 +75,23 @@ class Clocks:
     def __init__(self, program: Program, variants: Sequence[Times], hides: Hides) -> None:
         fronts = self._fronts = program.fronts
         self._program, self._hides = program, hides
-        count, v = len(fronts.rank), len(variants)
+        count, columns = len(fronts.rank), len(variants)
         self._forward = _table(fronts, [times.forward for times in variants])
         self._backward = _table(fronts, [times.backward for times in variants])
         self._reduce = _table(fronts, [times.reduce for times in variants])
         self._hidden = 1 - 1 / np.maximum(_table(fronts, [times.buckets for times in variants]), 1)
         self._drag = np.array([times.drag for times in variants])
         self._contends = np.array([times.contends for times in variants])
-        took = np.stack([self._forward, self._backward], 1).reshape(-1, v)
+        took = np.stack([self._forward, self._backward], 1).reshape(-1, columns)
         hops, message = (np.array(found) for found in zip(*((t.hops, t.message) for t in variants), strict=True))
         self._took = took[fronts.place] + hops * (fronts.source < count)[:, None]
         self._message = message * fronts.sends[:, None]
         self._meets = self._contends & (message > 0) & hides.dp & program.reduces_each
         self._tolerance = np.where(self._meets, ALIKE, EXACT)
-        self._now, self._dp = np.zeros((2, fronts.p, v))
-        self._partly = np.zeros((fronts.p, v), bool)
-        self._free = np.zeros((2 * fronts.p, v))
-        self._sent = np.full((count + 1, v), -np.inf)  # what waits for nothing has the last of them
+        self._now, self._dp = np.zeros((2, fronts.p, columns))
+        self._partly = np.zeros((fronts.p, columns), bool)
+        self._free = np.zeros((2 * fronts.p, columns))
+        self._sent = np.full((count + 1, columns), -np.inf)  # what waits for nothing has the last of them
         self._ready = self._gather(_table(fronts, [times.gather for times in variants]))
 
     def _gather(self, took: Seconds) -> Seconds:
@@ -135,7 +139,7 @@ class Clocks:
         self._partly[rows] |= meet < took * (1 - ALIKE)
         return meet
 
-    def _reduced(self, ranks: Numbers, places: Numbers, chosen: NDArray[np.bool_]) -> None:
+    def _reduced(self, ranks: Numbers, places: Numbers, chosen: Marks) -> None:
         """Gradients, from the first bucket that is complete; the last one comes after the backward."""
         took = self._reduce[places] * chosen
         now, hidden = self._now[ranks], self._hidden[places]
@@ -150,21 +154,21 @@ class Clocks:
         for done in range(window.left):
             others = window.left - done
             for step in STEPS:
-                if done >= step and others % step == 0 and self._skips(window, lefts[-1 - step], step, others // step):
+                if done >= step and others % step == 0 and self._skips(window, lefts, step, others // step):
                     return
-            self._partly = np.zeros(self._dp.shape, bool)
+            self._partly = np.zeros_like(self._partly)
             self.play(window.start, window.end, window)
             lefts.append(self._left(window))
 
     def _left(self, window: Window) -> _Left:
         free = [self._free[window.ways]] if self._hides.pp else []  # else they are when compute goes on
-        return _Left(np.concatenate([self._now, *free, self._sent[window.carried]]), self._dp.copy())
+        return _Left(np.concatenate([self._now, *free, self._sent[window.carried]]), self._dp.copy(), self._partly)
 
-    def _skips(self, window: Window, before: _Left, step: int, times: int) -> bool:
-        """Whether it is known what `times` further steps of so many groups take, as since `before`; then they are
-        done.
+    def _skips(self, window: Window, lefts: Sequence[_Left], step: int, times: int) -> bool:
+        """Whether it is known what `times` further steps of so many groups take; then they are done. `lefts`: of the
+        last groups.
         """
-        left = self._left(window)
+        before, left = lefts[-1 - step], lefts[-1]
         later = left.compute - before.compute
         least, most = later.min(axis=0), later.max(axis=0)
         mean = (least + most) / 2
@@ -176,7 +180,8 @@ class Clocks:
             earliest = np.where(own > 0, left.dp - before.dp, mean)
             latest = np.maximum(np.maximum(earliest, most), own)
             slack, behind = ALIKE * ended, earliest - mean
-            if (self._meets & ((behind < -slack) | ((behind > slack) & self._partly))).any():
+            partly = np.any([lefts[-1 - ago].partly for ago in range(step)], axis=0)
+            if (self._meets & ((behind < -slack) | ((behind > slack) & partly))).any():
                 return False
             if ((latest - earliest) * times > self._tolerance * ended).any():
                 return False
