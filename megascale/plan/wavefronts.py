@@ -136,9 +136,9 @@ class Wavefronts:
         edges = np.array(self.edges)
         if last - high != count or (edges[start:end] + count != edges[end : 2 * end - start]).any():
             return None
-        columns = self.rank, self.place, self.sends, self.reduces, self.micro_batch + repeat.size
-        shifted = *columns[:-1], self.micro_batch
-        if not all(np.array_equal(a[first], b[second]) for a, b in zip(columns, shifted, strict=True)):
+        later = self.micro_batch[second] - self.micro_batch[first]
+        columns = self.rank, self.place, self.sends, self.reduces
+        if (later != repeat.size).any() or not all(np.array_equal(of[first], of[second]) for of in columns):
             return None
         source = self.source[second]
         begins = np.repeat(edges[start:end], np.diff(edges[start : end + 1]))

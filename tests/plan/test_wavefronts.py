@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megascale.catalog.schedules import SCHEDULES
 from megascale.plan.wavefronts import Numbers, Program, Wavefronts, program, wavefronts
-from megascale.schedule.ir import backward, forward
+from megascale.schedule.ir import Order, Schedule, backward, forward
 
 Drawn = tuple[str, int, int, int, bool]
 
@@ -72,6 +72,19 @@ def test_a_few_are_few(drawn: Drawn) -> None:
     _, p, v, m, _ = drawn
     few = made(*drawn)
     assert len(few.fronts.rank) <= 2 * p * v * min(m, 11 * p)
+
+
+def test_a_schedule_that_does_not_repeat_itself_is_gone_through_whole() -> None:
+    def ever_longer(m: int) -> Schedule:
+        order, begun = Order(), 0
+        while begun < m:
+            some = range(begun, min(m, 2 * begun + 1))
+            order += [*(forward(0, i) for i in some), *(backward(0, i) for i in some)]
+            begun = some.stop
+        return [order]
+
+    found = program(ever_longer, 1, 1, 40, piles=False, reduces_each=False)
+    assert found.windows == () and len(found.fronts.rank) == 80
 
 
 def gone_through(few: Program) -> Iterator[tuple[int, Numbers]]:
