@@ -9,10 +9,9 @@ share are not counted.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
-
-import numpy as np
 
 from megascale.catalog.layers import BLOCKS
 from megascale.catalog.precisions import PRECISIONS
@@ -23,7 +22,7 @@ from megascale.layout.loss import loss_chunks
 from megascale.layout.recompute import NOTHING, Recompute, recompute_of
 from megascale.layout.tensors import padded_vocab
 from megascale.layout.windows import spans
-from megascale.plan.orders import Actions
+from megascale.plan.orders import done
 
 BOOL, INDEX, SCALE = 1, 8, 4
 """Bytes of a mask's element, of a token's number, and of the scale of a tensor in eight bits."""
@@ -96,12 +95,17 @@ class KeptBytes(NamedTuple):
     again: tuple[int, ...]
     logits: int
 
-    def in_order(self, done: Actions) -> ActivationBytes:
-        """Of a rank that does so."""
-        kept = np.array(self.kept)[done.chunk]
-        after = np.where(done.backward, -kept, kept).cumsum()
-        most = np.where(done.backward, after + kept + np.array(self.again)[done.chunk], after).max()
-        return ActivationBytes(self.kept, int(most), self.logits)
+    def in_order(self, order: Sequence[int]) -> ActivationBytes:
+        """Of a rank that does the actions with these numbers (`plan.orders`)."""
+        kinds = [done(number) for number in range(4 * len(self.kept))]
+        grows = [-self.kept[kind.chunk] if kind.backward else self.kept[kind.chunk] for kind in kinds]
+        needs = [self.again[kind.chunk] if kind.backward else self.kept[kind.chunk] for kind in kinds]
+        now = most = 0
+        for number in order:
+            if now + needs[number] > most:
+                most = now + needs[number]
+            now += grows[number]
+        return ActivationBytes(self.kept, most, self.logits)
 
 
 def kept_bytes(config: RunConfig, pp_rank: int) -> KeptBytes:

@@ -1,45 +1,36 @@
-"""What the ranks of a compute schedule do, as arrays, to look at all actions of a rank at once."""
+"""What the ranks of a compute schedule do, as numbers: of each action what the memory that it needs depends on."""
 
 from __future__ import annotations
 
-from operator import itemgetter
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from megascale.schedule.ir import Kind, Order, Schedule
-
-Numbers = NDArray[np.intp]
-Marks = NDArray[np.bool_]
+from megascale.schedule.ir import Kind, Schedule
 
 BACKWARD = Kind.B
 
 
-class Actions(NamedTuple):
-    """Of a rank, one after another: whether each is a backward, of which chunk, and of which micro-batch."""
+class Done(NamedTuple):
+    """An action. `first`: of the first micro-batch."""
 
-    backward: Marks
-    chunk: Numbers
-    micro_batch: Numbers
+    chunk: int
+    backward: bool
+    first: bool
 
 
-def actions(order: Order) -> Actions:
-    """Of forwards and backwards."""
-    count = len(order)
-    backward = np.fromiter((action[0] is BACKWARD for action in order), bool, count)
-    chunk, micro_batch = (np.fromiter(map(itemgetter(column), order), np.intp, count) for column in (1, 2))
-    return Actions(backward, chunk, micro_batch)
+def done(number: int) -> Done:
+    """What a number says."""
+    return Done(number >> 2, bool(number & 2), bool(number & 1))
 
 
 class Orders:
-    """Those of all ranks, each made when it is first asked for. `schedule`: as lists."""
+    """Of each rank the numbers of its actions, found when they are first asked for. `schedule`: the actions."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self._known: dict[int, Actions] = {}
+        self._known: dict[int, list[int]] = {}
 
-    def __getitem__(self, rank: int) -> Actions:
+    def __getitem__(self, rank: int) -> list[int]:
         if rank not in self._known:
-            self._known[rank] = actions(self.schedule[rank])
+            order = self.schedule[rank]
+            self._known[rank] = [4 * chunk + 2 * (kind is BACKWARD) + (i == 0) for kind, chunk, i in order]
         return self._known[rank]

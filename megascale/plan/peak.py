@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
-
-import numpy as np
 
 from megascale.catalog.precisions import PRECISIONS
 from megascale.config.run import RunConfig
@@ -22,7 +21,7 @@ from megascale.layout.tensors import TOKEN_EMBEDDING
 from megascale.plan.activations import INDEX, Sizes
 from megascale.plan.ends import embedding_backward, head_forward
 from megascale.plan.flops import block_weights
-from megascale.plan.orders import Actions, Numbers, Orders
+from megascale.plan.orders import Orders, done
 from megascale.plan.tape import norm_backward
 from megascale.plan.traffic import message_bytes
 from megascale.plan.working import CASTS, block_backward, block_forward, first_forward
@@ -86,16 +85,17 @@ def stage_of(config: RunConfig, pp_rank: int, kept: Sequence[int]) -> Stage:
 
 def peak_bytes(config: RunConfig, pp_rank: int, orders: Orders, stage: Stage) -> PeakBytes:
     """On a rank of pipeline stage `pp_rank`, of a resolved configuration. `orders`: of the ranks of all stages."""
-    done, played = orders[pp_rank], _Played(config, pp_rank, stage)
-    grown = np.where(done.backward, -1, 1) * np.array([chunk.kept for chunk in stage.chunks])[done.chunk]
-    kept = grown.cumsum() - grown  # before each action
-    awaited = _awaited(config, pp_rank, orders) + _always(config, pp_rank)
-    which = played.fullest(done)
-    at = int((kept + awaited + np.array([moment.total for moment in played.moments])[which]).argmax())
-    most = played.moments[which[at]]
-    beside = most.working + int(awaited[at])
-    left = int(kept[at]) - most.released + min(0, beside)  # less than nothing where more is released than is needed
-    return PeakBytes(left, most.gradients, max(0, beside))
+    played, kept, most = _Played(config, pp_rank, stage), 0, PeakBytes()
+    which, always, highest = played.fullest(orders[pp_rank]), _always(config, pp_rank), 0
+    totals = [moment.total + always for moment in played.moments]
+    kinds = [done(number) for number in range(4 * len(stage.chunks))]
+    grows = [stage.chunks[kind.chunk].kept * (-1 if kind.backward else 1) for kind in kinds]
+    for number, moment, messages in zip(orders[pp_rank], which, _awaited(config, pp_rank, orders), strict=True):
+        if kept + messages + totals[moment] > highest:
+            highest = kept + messages + totals[moment]
+            most = played.moments[moment].beside(kept, messages + always)
+        kept += grows[number]
+    return most
 
 
 class _Moment(NamedTuple):
@@ -110,6 +110,11 @@ class _Moment(NamedTuple):
     @property
     def total(self) -> int:
         return self.gradients + self.working - self.released
+
+    def beside(self, kept: int, others: int) -> PeakBytes:
+        """With what was kept before, and others."""
+        working = self.working + others  # less than nothing where more is released than is needed
+        return PeakBytes(kept - self.released + min(0, working), self.gradients, max(0, working))
 
 
 class _Whole(NamedTuple):
@@ -134,24 +139,23 @@ class _Played:
         self._known: dict[Whole, _Whole] = {}
         self.moments: list[_Moment] = []
 
-    def fullest(self, done: Actions) -> list[int]:
-        """Of each action the number of the moment in which there is most."""
+    def fullest(self, order: Sequence[int]) -> list[int]:
+        """Of each action of an order the number of the moment in which there is most."""
         here, found = self._now(), list[int]()
-        for action in (4 * done.chunk + 2 * done.backward + (done.micro_batch == 0)).tolist():
-            if action not in here.after:
+        for number in order:
+            if number not in here.after:
                 self._rooms.whole = here.gradients
-                self.moments.append(self._fullest(action // 4, backward=bool(action & 2), first=bool(action & 1)))
-                here.after[action] = len(self.moments) - 1, self._now()
-            number, here = here.after[action]
-            found.append(number)
+                self.moments.append(max(self._moments(*done(number)), key=lambda moment: moment.total))
+                here.after[number] = len(self.moments) - 1, self._now()
+            moment, here = here.after[number]
+            found.append(moment)
         return found
 
     def _now(self) -> _Whole:
         return self._known.setdefault(self._rooms.whole, _Whole(self._rooms.whole, {}))
 
-    def _fullest(self, chunk: int, *, backward: bool, first: bool) -> _Moment:
-        moments = self._backward(chunk) if backward else self._forward(chunk, first=first)
-        return max(moments, key=lambda moment: moment.total)
+    def _moments(self, chunk: int, backward: bool, first: bool) -> Iterator[_Moment]:
+        return self._backward(chunk) if backward else self._forward(chunk, first=first)
 
     def _forward(self, number: int, *, first: bool) -> Iterator[_Moment]:
         chunk = self._chunks[number]
@@ -264,20 +268,20 @@ def _always(config: RunConfig, pp_rank: int) -> int:
     return tokens + (sizes.seq * m.head_dim * sizes.wide if m.position == "rope" else 0)
 
 
-def _awaited(config: RunConfig, pp_rank: int, orders: Orders) -> Numbers:
+def _awaited(config: RunConfig, pp_rank: int, orders: Orders) -> list[int]:
     """Bytes of the receives that are posted while each action runs, for those that follow it."""
-    p, layout, done = config.parallel, stages_of(config), orders[pp_rank]
+    p, layout, order, size = config.parallel, stages_of(config), orders[pp_rank], message_bytes(config)
     ahead = AHEAD if config.overlap.pp else 0
     if p.pp == 1:
-        return np.zeros_like(done.chunk)
-    stage = np.array([layout.index(pp_rank, chunk) for chunk in range(p.vpp)])[done.chunk]
-    needed = np.where(done.backward, stage < layout.count - 1, stage > 0).cumsum()
+        return [0] * len(order)
+    kinds = [done(number) for number in range(4 * p.vpp)]
+    ends = [layout.index(pp_rank, kind.chunk) == (layout.count - 1 if kind.backward else 0) for kind in kinds]
+    needed = list(accumulate(0 if ends[number] else 1 for number in order))
     if p.pp == 2:  # activations and gradients are one sender's, in whose order all are posted
-        posted = np.cumsum([len(posts) for posts in receives(orders.schedule, pp_rank, p.vpp, ahead)])
+        posted = list(accumulate(map(len, receives(orders.schedule, pp_rank, p.vpp, ahead))))
     else:
-        posted = needed[np.minimum(np.arange(len(needed)) + ahead, len(needed) - 1)]
-    waiting: Numbers = message_bytes(config) * (posted - needed)
-    return waiting
+        posted = [*needed[ahead:], *[needed[-1]] * ahead][: len(needed)]
+    return [size * (all - own) for all, own in zip(posted, needed, strict=True)]
 
 
 class Rooms:

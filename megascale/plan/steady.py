@@ -20,10 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megascale.plan.estimate import Place
-from megascale.plan.orders import Marks, Numbers
 from megascale.plan.profiles import Hides
 from megascale.plan.simulate import ROUNDING, Replay, Times
-from megascale.plan.wavefronts import Program, Wavefronts, Window
+from megascale.plan.wavefronts import Marks, Numbers, Program, Wavefronts, Window
 
 Seconds = NDArray[np.float64]
 """A column for each of the variants of a step that are replayed together."""

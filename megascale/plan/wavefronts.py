@@ -12,13 +12,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from megascale.plan.orders import BACKWARD, Marks, Numbers, actions
 from megascale.schedule.interleaved import Groups, groups_of
-from megascale.schedule.ir import Kind, Schedule
+from megascale.schedule.ir import Kind, Order, Schedule
+
+Numbers = NDArray[np.intp]
+Marks = NDArray[np.bool_]
+
+BACKWARD = Kind.B
 
 GROUPS = 4
 """Of one size that are there: two fill a pipeline, and two are compared, of which the last drains it."""
@@ -170,7 +176,7 @@ def wavefronts(schedule: Schedule, v: int, *, reduces_each: bool) -> Wavefronts:
     Raises: RuntimeError if it does not come to its end.
     """
     p = len(schedule)
-    backward, chunk, micro_batch = map(np.concatenate, zip(*map(actions, schedule), strict=True))
+    backward, chunk, micro_batch = map(np.concatenate, zip(*map(_columns, schedule), strict=True))
     lengths = np.array([len(order) for order in schedule])
     rank, count = np.repeat(np.arange(p), lengths), len(chunk)
     place, stage, m = 2 * (rank * v + chunk) + backward, chunk * p + rank, int(micro_batch.max()) + 1
@@ -189,6 +195,14 @@ def wavefronts(schedule: Schedule, v: int, *, reduces_each: bool) -> Wavefronts:
         p, v, [0, *accumulate(map(len, fronts))], rank[order], place[order], micro_batch[order], number[source[order]],
         sends[order], opens[order], (backward & (complete | reduces_each))[order],
     )  # fmt: skip
+
+
+def _columns(order: Order) -> tuple[Marks, Numbers, Numbers]:
+    """Of each action whether it is a backward, its chunk and its micro-batch."""
+    count = len(order)
+    backward = np.fromiter((action[0] is BACKWARD for action in order), bool, count)
+    chunk, micro_batch = (np.fromiter(map(itemgetter(column), order), np.intp, count) for column in (1, 2))
+    return backward, chunk, micro_batch
 
 
 def _fronts(lengths: Numbers, key: Numbers, source: Numbers, keys: int) -> list[Numbers]:
