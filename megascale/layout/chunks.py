@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from typing import NamedTuple
 
 from megascale.catalog.precisions import PRECISIONS
 from megascale.config.run import RunConfig
+from megascale.layout.buckets import pack
 from megascale.layout.stages import Stages, split
 from megascale.layout.tensors import TOKEN_EMBEDDING, Parameter, layer, stage
 
@@ -40,28 +42,97 @@ def chunk_buckets(config: RunConfig, pp_rank: int) -> list[list[list[Parameter]]
     embedding that it shares with the other end of the pipeline is a bucket of its own, so that both ends shard it alike
     and sum its gradient.
     """
-    shared = config.model.tie_embeddings and config.parallel.pp > 1
-    number_bytes = PRECISIONS[config.train.precision].facts["accumulate_bytes"]
-    most = config.overlap.bucket_bytes // number_bytes
-    return [_cut(chunk, config.parallel.tp, most, shared) for chunk in chunk_parameters(config, pp_rank)]
+    shared, tp, most = _shares(config), config.parallel.tp, _most(config)
+    return [_cut(chunk, tp, most, shared) for chunk in chunk_parameters(config, pp_rank)]
+
+
+def _shares(config: RunConfig) -> bool:
+    """Whether both ends of the pipeline have the token embedding."""
+    return config.model.tie_embeddings and config.parallel.pp > 1
+
+
+def _most(config: RunConfig) -> int:
+    """Numbers in a bucket, unless one unit has more."""
+    number_bytes: int = PRECISIONS[config.train.precision].facts["accumulate_bytes"]
+    return config.overlap.bucket_bytes // number_bytes
 
 
 def _cut(parameters: list[Parameter], tp: int, most: int, shared: bool) -> list[list[Parameter]]:
-    """Buckets of whole units with at most `most` numbers on a rank, or of one unit if that has more."""
     tied = [[p] for p in parameters if shared and p.name == TOKEN_EMBEDDING]
     own = [p for p in parameters if not (shared and p.name == TOKEN_EMBEDDING)]
-    buckets: list[list[Parameter]] = []
-    room = 0
-    for _, group in itertools.groupby(own, key=lambda parameter: unit(parameter.name)):
-        members = list(group)
-        numbers = sum(parameter.local_numel(tp) for parameter in members)
-        if not buckets or numbers > room:
-            buckets.append([])
-            room = most
-        buckets[-1] += members
-        room -= numbers
+    units = [list(group) for _, group in itertools.groupby(own, key=lambda parameter: unit(parameter.name))]
+    runs = _runs([_numbers(members, tp) for members in units], most)
+    buckets = [[parameter for members in units[run.start : run.stop] for parameter in members] for run in runs]
     at_end = bool(tied) and parameters[0].name != TOKEN_EMBEDDING
     return [*buckets, *tied] if at_end else [*tied, *buckets]
+
+
+def _numbers(parameters: list[Parameter], tp: int) -> int:
+    return sum(parameter.local_numel(tp) for parameter in parameters)
+
+
+def _runs(numbers: list[int], most: int) -> list[range]:
+    """Units of so many numbers, those together that have at most `most`."""
+    starts, room = list[int](), 0
+    for index, own in enumerate(numbers):
+        if not starts or own > room:
+            starts.append(index)
+            room = most
+        room -= own
+    return [range(start, stop) for start, stop in itertools.pairwise([*starts, len(numbers)])]
+
+
+class Packed(NamedTuple):
+    """A bucket: the unit that it begins with, and its numbers with padding."""
+
+    unit: str
+    numbers: int
+
+
+def packed(config: RunConfig, pp_rank: int) -> list[list[Packed]]:
+    """For each chunk of a pipeline rank its buckets, as `chunk_buckets` and `buckets.pack` make them, found sooner, for
+    layers are alike. One of a tied embedding at the network's end begins with the head.
+    """
+    tp, stages, most = config.parallel.tp, stages_of(config), _most(config)
+    shards, block, known = config.dp * config.parallel.cp, layer(config.model, 0), dict[tuple[str, ...], int]()
+    size = _numbers(block, tp)
+
+    def numbers_of(units: list[_Unit]) -> int:
+        kinds = tuple(each.members[0].name for each in units)
+        if kinds not in known:
+            known[kinds] = pack([parameter for each in units for parameter in each.members], tp, shards).size
+        return known[kinds]
+
+    found = []
+    for index in (stages.index(pp_rank, chunk) for chunk in range(config.parallel.vpp)):
+        begin, end, tied = _ends(config, first=index == 0, last=index == stages.count - 1)
+        units = [*begin, *(_Unit(f"layers.{number}", block, size) for number in stages.layers(index)), *end]
+        runs = _runs([each.numbers for each in units], most)
+        buckets = [Packed(units[run.start].name, numbers_of(units[run.start : run.stop])) for run in runs]
+        alone = [Packed(each.name, numbers_of([each])) for each in tied]
+        found.append([*buckets, *alone] if index else [*alone, *buckets])
+    return found
+
+
+class _Unit(NamedTuple):
+    """A part of the network that stays in one bucket."""
+
+    name: str
+    members: list[Parameter]
+    numbers: int
+
+
+def _ends(config: RunConfig, *, first: bool, last: bool) -> tuple[list[_Unit], list[_Unit], list[_Unit]]:
+    """The units of a stage before its layers, those behind them, and what is a bucket of its own."""
+    tp, shares = config.parallel.tp, _shares(config)
+    own = stage(config.model, tp, range(0), first, last)
+    tied = [[each] for each in own if shares and each.name == TOKEN_EMBEDDING]
+    rest = [each for each in own if not (shares and each.name == TOKEN_EMBEDDING)]
+    parts = [(name, list(members)) for name, members in itertools.groupby(rest, key=lambda each: unit(each.name))]
+    units = [_Unit(name, members, _numbers(members, tp)) for name, members in parts]
+    begin = [each for each in units if first and each.name == "embedding"]
+    alone = [_Unit("embedding" if first else "head", members, _numbers(members, tp)) for members in tied]
+    return begin, units[len(begin) :], alone
 
 
 def eight_bit_weights(config: RunConfig) -> dict[str, Parameter]:

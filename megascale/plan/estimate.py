@@ -12,8 +12,7 @@ from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.run import RunConfig
-from megascale.layout.buckets import pack
-from megascale.layout.chunks import chunk_buckets, chunk_parameters
+from megascale.layout.chunks import chunk_parameters, packed
 from megascale.plan.flops import mfu, token_flops
 from megascale.plan.kernels import Kernels
 from megascale.plan.links import Operation, group_route, neighbour_route
@@ -71,12 +70,12 @@ class Skeleton:
 
 def skeleton(config: RunConfig, stack: Stack) -> Skeleton:
     """Of a resolved configuration. A replay does nothing at receives."""
-    p, shards = config.parallel, config.dp * config.parallel.cp
+    p = config.parallel
     assert p.schedule is not None, "a resolved configuration names its schedule"
     numbers = {
-        (rank, chunk): [pack(bucket, p.tp, shards).size for bucket in cut]
+        (rank, chunk): [bucket.numbers for bucket in cut]
         for rank in range(p.pp)
-        for chunk, cut in enumerate(chunk_buckets(config, rank))
+        for chunk, cut in enumerate(packed(config, rank))
     }
     compute = SCHEDULES[p.schedule].load()(p.pp, p.vpp, config.micro_batches)
     return Skeleton(numbers, p.vpp, lower(compute, p.vpp, ahead=None, reduce_each=reduces_each(config, stack)))

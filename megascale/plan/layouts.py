@@ -49,23 +49,28 @@ class Space:
     """The layouts of a resolved `config` on `devices`; the keys that `fixed` names stay as they are.
 
     A key that changes nothing stays too: sp without tp, zero without dp. Those that may not suit a layout, how layers
-    are cut into chunks and what of a chunk is computed again, stay where they do.
+    are cut into chunks and what of a chunk is computed again, stay where they do. `coarse`: as many chunks only as
+    divide a rank's layers, and micro-batches at least twice as large as the next smaller.
     """
 
     config: RunConfig
     devices: int
     fixed: frozenset[str]
+    coarse: bool = False
 
-    def layouts(self, tps: Collection[int]) -> Iterator[Layout]:
-        """All legal ones, with these tp only and of each the first of its `zeros`; always in the same order."""
+    def layouts(self, tps: Collection[int], *, lean: bool = False) -> Iterator[Layout]:
+        """All legal ones, with these tp only and of each the first of its `zeros`; always in the same order. `lean`: of
+        those that differ in micro-batches and in what is computed again alone, the one that keeps least.
+        """
         total, cp = self.config.batch.total, self.config.parallel.cp
-        for (tp, sp), (pp, vpp, schedule, recompute) in itertools.product(self._tensors(tps), self._pipelines):
+        pipelines = self._leanest if lean else self._pipelines
+        for (tp, sp), (pp, vpp, schedule, recompute) in itertools.product(self._tensors(tps), pipelines):
             dp, left = divmod(self.devices, tp * cp * pp)
             if left or total % dp or dp not in self._values("parallel.dp", [dp]):
                 continue
-            for micro in self._micros:
-                if total // dp % micro == 0:
-                    yield Layout(tp, sp, pp, vpp, schedule, dp, micro, recompute, self.zeros(dp)[0])
+            micros = [micro for micro in self._micros if total // dp % micro == 0]
+            for micro in micros[:1] if lean else micros:
+                yield Layout(tp, sp, pp, vpp, schedule, dp, micro, recompute, self.zeros(dp)[0])
 
     @property
     def piles(self) -> bool:
@@ -104,6 +109,8 @@ class Space:
     @cached_property
     def _micros(self) -> list[int]:
         found = self._values("batch.micro", divisors(self.config.batch.total))
+        if self.coarse:
+            found = list(_apart(found))
         return [micro for micro in found if _passes(_applied(self.config, self._alone._replace(micro=micro)))]
 
     @cached_property
@@ -111,15 +118,22 @@ class Space:
         """Stages, chunks, the schedule and what is computed again."""
         most, found = max(self.config.model.num_layers, len(self.config.parallel.layers_per_chunk or ())), []
         for pp in self._values("parallel.pp", divisors(self.devices, most)):
-            for vpp in self._values("parallel.vpp", range(1, most // pp + 1)):
+            for vpp in self._values("parallel.vpp", divisors(most // pp) if self.coarse else range(1, most // pp + 1)):
                 for schedule, recompute in itertools.product(self._schedules(pp, vpp), self._recomputes):
                     layout = self._alone._replace(pp=pp, vpp=vpp, schedule=schedule, recompute=recompute)
                     if _passes(self.applied(layout)):
                         found.append((pp, vpp, schedule, recompute))
         return found
 
+    @cached_property
+    def _leanest(self) -> list[tuple[int, int, str, str]]:
+        """Those of them that compute most again."""
+        found = {pipeline[:-1]: pipeline for pipeline in self._pipelines}
+        return list(found.values())
+
     @property
     def _recomputes(self) -> list[str]:
+        """The more is computed again, the later."""
         return self._values("train.recompute", ("none", "selective", "full"))
 
     def _schedules(self, pp: int, vpp: int) -> list[str]:
@@ -129,6 +143,15 @@ class Space:
         facts = {card.name: card.facts for card in SCHEDULES.cards.values()}
         suit = [name for name in facts if facts[name]["chunks"] == (vpp > 1) and not facts[name]["piles"]]
         return self._values("parallel.schedule", suit[:1] if pp == 1 else suit)
+
+
+def _apart(sizes: Iterable[int]) -> Iterator[int]:
+    """Of ascending sizes those that are at least twice the last."""
+    last = 0
+    for size in sizes:
+        if size >= 2 * last:
+            yield size
+            last = size
 
 
 def dropped(config: RunConfig, applied: RunConfig) -> list[str]:

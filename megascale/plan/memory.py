@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -20,9 +19,8 @@ from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.run import RunConfig
-from megascale.layout.buckets import pack
-from megascale.layout.chunks import chunk_buckets, eight_bit_weights, stages_of, unit
-from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, Parameter, stage
+from megascale.layout.chunks import eight_bit_layers, packed, stages_of, unit
+from megascale.layout.tensors import layer, stage
 from megascale.plan.activations import ActivationBytes, KeptBytes, kept_bytes
 from megascale.plan.orders import Orders
 from megascale.plan.peak import PeakBytes, Stage, ceiling, chunk_kind, peak_bytes, stage_of, whole_gradients
@@ -67,7 +65,7 @@ def state_bytes(config: RunConfig, pp_rank: int, *, shards_weights: bool = False
     compute, accumulate = facts["compute_bytes"], facts["accumulate_bytes"]
     tensors = OPTIMIZERS[config.optimizer.name].facts["state"] + (1 if facts["master"] else 0)
     shards, zero = config.dp * config.parallel.cp, config.parallel.zero
-    sizes = [sum(_sizes(chunk, config.parallel.tp, shards)) for chunk in chunk_buckets(config, pp_rank)]
+    sizes = [sum(bucket.numbers for bucket in chunk) for chunk in packed(config, pp_rank)]
     n, cast = sum(sizes), facts["cast_bytes"] * _cast(config, pp_rank)
     if shards_weights:
         return StateBytes(
@@ -210,12 +208,10 @@ def fullest_rank(config: RunConfig, *, shards_weights: bool = False, room: float
 
 def _early(config: RunConfig, pp_rank: int) -> int:
     """Numbers of the bucket with the head, on the rank that forms the loss and has other chunks beside."""
-    p, tp = config.parallel, config.parallel.tp
+    p = config.parallel
     if p.vpp == 1 or pp_rank < p.pp - 1:
         return 0
-    head = TOKEN_EMBEDDING if config.model.tie_embeddings else HEAD
-    buckets = chunk_buckets(config, pp_rank)[-1]
-    return next(pack(b, tp, config.dp * p.cp).size for b in buckets if head in [each.name for each in b])
+    return packed(config, pp_rank)[-1][-1].numbers
 
 
 def _units(config: RunConfig, pp_rank: int) -> list[int]:
@@ -229,11 +225,7 @@ def _units(config: RunConfig, pp_rank: int) -> list[int]:
 
 def _cast(config: RunConfig, pp_rank: int) -> int:
     """Numbers of a rank's weights that products read in 8 bits."""
-    chosen = set(eight_bit_weights(config))
-    chunks = chunk_buckets(config, pp_rank)
-    held = (parameter for chunk in chunks for bucket in chunk for parameter in bucket)
-    return sum(parameter.local_numel(config.parallel.tp) for parameter in held if parameter.name in chosen)
-
-
-def _sizes(chunk: list[list[Parameter]], tp: int, shards: int) -> Iterator[int]:
-    return (pack(bucket, tp, shards).size for bucket in chunk)
+    layout, cast = stages_of(config), eight_bit_layers(config)
+    held = (number for chunk in range(config.parallel.vpp) for number in layout.layers(layout.index(pp_rank, chunk)))
+    matrices = sum(each.local_numel(config.parallel.tp) for each in layer(config.model, 0) if each.decays)
+    return matrices * sum(number in cast for number in held)

@@ -14,10 +14,8 @@ from typing import NamedTuple
 
 from megascale.catalog.precisions import PRECISIONS
 from megascale.config.run import RunConfig
-from megascale.layout.buckets import pack
-from megascale.layout.chunks import chunk_buckets, eight_bit_layers, stages_of, unit
+from megascale.layout.chunks import eight_bit_layers, packed, stages_of
 from megascale.layout.recompute import recompute_of
-from megascale.layout.tensors import TOKEN_EMBEDDING
 from megascale.plan.activations import INDEX, Sizes
 from megascale.plan.ends import embedding_backward, head_forward
 from megascale.plan.flops import block_weights
@@ -250,12 +248,10 @@ def first_units(config: RunConfig, pp_rank: int) -> list[Starts]:
     """Of each chunk, with zero = 2."""
     p, number = config.parallel, PRECISIONS[config.train.precision].facts["accumulate_bytes"]
     found = []
-    for chunk in chunk_buckets(config, pp_rank) if p.zero == 2 else [[]] * p.vpp:
+    for chunk in packed(config, pp_rank) if p.zero == 2 else [[]] * p.vpp:
         starts: dict[str, list[int]] = {}
         for bucket in chunk:
-            tied = [parameter.name for parameter in bucket] == [TOKEN_EMBEDDING]
-            first = "head" if tied and starts else unit(bucket[0].name)
-            starts.setdefault(first, []).append(number * pack(bucket, p.tp, config.dp * p.cp).size)
+            starts.setdefault(bucket.unit, []).append(number * bucket.numbers)
         found.append(list(reversed(starts.items())))
     return found
 

@@ -113,7 +113,7 @@ def fitting(
     anywhere = divisors(devices, config.model.num_heads)
     inside = _inside(anywhere, hardware)
     tps = [inside] if "parallel.tp" in fixed else [inside, [tp for tp in anywhere if tp not in inside]]
-    bound = _Search(Space(config, devices, frozenset(fixed)), hardware, stack, room, 1)
+    bound = _Search(Space(config, devices, frozenset(fixed), coarse=True), hardware, stack, room, 1)
     found = next((found for some in tps if (found := bound.fitting(some))), None)
     return Instead(fits=found) if found else Instead(smallest=bound.smallest([tp for some in tps for tp in some]))
 
@@ -127,7 +127,8 @@ def enough(
     for count in (devices << doubled for doubled in range(1, DOUBLED + 1)):
         tps = _inside(divisors(count, config.model.num_heads), hardware)
         room = int(share * hardware.room(count))
-        found = _Search(Space(config, count, frozenset(fixed)), hardware, stack, room, 0).smallest(tps, below=room)
+        space = Space(config, count, frozenset(fixed), coarse=True)
+        found = _Search(space, hardware, stack, room, 0).smallest(tps, below=room)
         if found and found.memory.total <= room:
             return found
     return None
@@ -157,11 +158,6 @@ def _divides(config: RunConfig, devices: int) -> bool:
 def _inside(tps: Collection[int], hardware: Hardware) -> list[int]:
     """Those tp whose groups lie in one node."""
     return [tp for tp in tps if hardware.node.devices % tp == 0]
-
-
-def _kept_by(layout: Layout) -> tuple[int, int]:
-    """Orders layouts that differ in these alone by how much is kept for backwards."""
-    return ("full", "selective", "none").index(layout.recompute), layout.micro
 
 
 class _Ranked(NamedTuple):
@@ -239,12 +235,10 @@ class _Search:
         """That which needs least memory, with one of these tp, of those that keep least: smallest micro-batches, and as
         much computed again as may be. None where it can be seen that it is not `below` so many bytes.
         """
-        lean: dict[Layout, Layout] = {}
-        for layout in self._space.layouts(tps):
-            kind = layout._replace(micro=1, recompute="")
-            lean[kind] = min(lean.get(kind, layout), layout, key=_kept_by)
         queue = [
-            _Waiting(self._floors.memory(each), 0, each) for layout in lean.values() for each in self._sharded(layout)
+            _Waiting(self._floors.memory(each), 0, each)
+            for layout in self._space.layouts(tps, lean=True)
+            for each in self._sharded(layout)
         ]
         heapq.heapify(queue)
         best: Sized | None = None

@@ -8,8 +8,7 @@ from functools import lru_cache, partial
 
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.run import RunConfig
-from megascale.layout.buckets import pack
-from megascale.layout.chunks import chunk_buckets, stages_of
+from megascale.layout.chunks import packed, stages_of
 from megascale.plan.estimate import Estimate, Known, Model, Place, estimate, reduces_each, step_time
 from megascale.plan.least import least_time
 from megascale.plan.profiles import Hardware, Stack
@@ -59,8 +58,7 @@ class Steps:
                 index = layout.index(rank, chunk)
                 alike = p.tp, shards, len(layout.layers(index)), index == 0, index == layout.count - 1
                 if alike not in self._numbers:
-                    buckets = chunk_buckets(config, rank)[chunk]
-                    self._numbers[alike] = [pack(bucket, p.tp, shards).size for bucket in buckets]
+                    self._numbers[alike] = [bucket.numbers for bucket in packed(config, rank)[chunk]]
                 found[rank, chunk] = self._numbers[alike]
         return found
 

@@ -51,9 +51,10 @@ class Few(NamedTuple):
 def few_for(p: int, v: int, m: int, *, piles: bool) -> Few:
     """Those that stand for m, of p ranks with v chunks each. `piles`: all forwards come before all backwards."""
     if piles:
-        count = min(m, p + GROUPS)  # then all ranks do forwards at the same time, and so with backwards
-        alone = Repeat(Kind.F, p, 1, m - count), Repeat(Kind.B, 0, 1, m - count)
-        return Few(count, alone if m > count else ())
+        least = 3 * p + 1  # of which all ranks do 2 p at the same time, forwards and then backwards
+        count = min(m, least + (m - least) % p)
+        left = (m - count) // p
+        return Few(count, (Repeat(Kind.F, p, p, left), Repeat(Kind.B, 0, p, left)) if left else ())
     count, runs = (m % p, (Groups(m // p, p),)) if v == 1 else (0, groups_of(p, m))
     repeats, some = list[Repeat](), GROUPS + (p == 1)  # alone a rank has nothing to drain, and ends at once
     for number, size in runs:
