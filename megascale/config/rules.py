@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,13 @@ def divisors(n: int, limit: int | None = None) -> list[int]:
     """The whole numbers that divide n, up to `limit`."""
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return [d for d in sorted({*small, *(n // d for d in small)}) if d <= (limit or n)]
+
+
+def around(values: Sequence[int], target: float) -> list[int]:
+    """Of ascending values the last that is no more, and the first that is no less."""
+    return sorted(
+        {*values[: bisect.bisect_right(values, target)][-1:], *values[bisect.bisect_left(values, target) :][:1]}
+    )
 
 
 def _listed(values: list[int]) -> str:
@@ -432,11 +440,12 @@ def world_findings(c: RunConfig, world: int) -> Iterator[Finding]:
             )
         return
     if world % replica:
-        near = sorted({max(replica, world // replica * replica), math.ceil(world / replica) * replica})
+        whole, left = divmod(c.batch.total, c.batch.micro)
+        replicas = around(divisors(whole) if left == 0 else range(1, world + 1), world / replica)
         yield Finding(
             "parallel.tp",
             f"{world} processes are not a multiple of {shape} = {replica}",
-            f"start {' or '.join(map(str, near))}",
+            f"start {' or '.join(str(replica * dp) for dp in replicas)}",
         )
         return
     if c.batch.total % c.batch.micro == 0:  # otherwise the rule has spoken

@@ -116,6 +116,13 @@ def estimate(config: RunConfig, hardware: Hardware, stack: Stack, known: Known |
     )
 
 
+def with_spans(config: RunConfig, hardware: Hardware, stack: Stack) -> Replay:
+    """The pipeline of a resolved configuration's step, with all that happens in it."""
+    known = skeleton(config, stack)
+    model = Model(config, hardware, stack, known)
+    return known.replay([model.times()], model.hides)[0]
+
+
 class Model:
     """The times of a configuration's parts."""
 

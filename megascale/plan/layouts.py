@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from megascale.catalog.schedules import SCHEDULES
-from megascale.config.rules import RULES, divisors, world_findings
+from megascale.config.rules import RULES, around, divisors, world_findings
 from megascale.config.run import RunConfig
 
 
@@ -90,6 +90,20 @@ class Space:
         """Whether all rules that read a key of `VARIED` pass, for so many devices."""
         return _passes(config) and not any(world_findings(config, self.devices))
 
+    def others(self) -> list[int]:
+        """Other numbers of devices that could be tp x cp x pp x dp, with the batch divided by dp: the nearest first."""
+        tps = self._values("parallel.tp", divisors(self.config.model.num_heads))
+        pps = self._values("parallel.pp", range(1, self._most + 1))
+        groups = {tp * self.config.parallel.cp * pp for tp in tps for pp in pps}
+        dps = self._values("parallel.dp", divisors(self.config.batch.total))
+        counts = {group * dp for group in groups for dp in around(dps, self.devices / group)} - {self.devices}
+        return sorted(counts, key=lambda count: (abs(count - self.devices), count))
+
+    @property
+    def _most(self) -> int:
+        """Stages, with a layer in each, or as many chunks as there are given."""
+        return max(self.config.model.num_layers, len(self.config.parallel.layers_per_chunk or ()))
+
     def _values(self, key: str, all: Iterable[Any]) -> list[Any]:
         return [_value(self.config, key)] if key in self.fixed else list(all)
 
@@ -116,7 +130,7 @@ class Space:
     @cached_property
     def _pipelines(self) -> list[tuple[int, int, str, str]]:
         """Stages, chunks, the schedule and what is computed again."""
-        most, found = max(self.config.model.num_layers, len(self.config.parallel.layers_per_chunk or ())), []
+        most, found = self._most, []
         for pp in self._values("parallel.pp", divisors(self.devices, most)):
             for vpp in self._values("parallel.vpp", divisors(most // pp) if self.coarse else range(1, most // pp + 1)):
                 for schedule, recompute in itertools.product(self._schedules(pp, vpp), self._recomputes):

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from megascale.config.run import RunConfig
 from megascale.core.units import format_bytes, format_count, format_duration
-from megascale.plan.estimate import Estimate, estimate
+from megascale.plan.estimate import Estimate, with_spans
 from megascale.plan.failures import Losses
 from megascale.plan.layouts import dropped
 from megascale.plan.memory import RankBytes, rank_bytes
@@ -90,7 +90,9 @@ class Plan:
 def plan(config: RunConfig, hardware: Hardware, stack: Stack, *, spans: bool = False) -> Plan:
     """Of a resolved configuration. `spans`: with all that happens in a step, however many micro-batches it has."""
     ranks = rank_bytes(config, shards_weights=stack.shards_weights)
-    found = estimate(config, hardware, stack) if spans else Steps(hardware, stack).estimate(config)
+    found = Steps(hardware, stack).estimate(config)
+    if spans:
+        found = dataclasses.replace(found, replay=with_spans(config, hardware, stack))
     return Plan(config, hardware, stack, found, ranks)
 
 

@@ -29,7 +29,7 @@ KEPT = 10
 """Layouts that are returned, unless asked otherwise."""
 
 NEAR = 17
-"""Numbers of devices, on either side, of which one is looked for that has a legal layout, and of each its layouts."""
+"""Numbers of devices of which one is looked for that has a legal layout, and of each its layouts."""
 
 DOUBLED = 6
 """How often the number of devices is doubled to see what would fit."""
@@ -135,24 +135,13 @@ def enough(
 
 
 def legal_near(config: RunConfig, devices: int, fixed: Collection[str] = ()) -> int | None:
-    """The number of devices nearest to so many for which there is a legal layout, if it is near."""
-    for away in range(1, NEAR):
-        for count in (devices - away, devices + away):
-            if count < 1 or not _divides(config, count):
-                continue
-            space = Space(config, count, frozenset(fixed))
-            layouts = space.layouts(divisors(count, config.model.num_heads))
-            if any(space.legal(space.applied(layout)) for layout in itertools.islice(layouts, NEAR)):
-                return count
+    """The number of devices nearest to so many for which there is a legal layout, if one of the nearest has any."""
+    for count in Space(config, devices, frozenset(fixed)).others()[:NEAR]:
+        space = Space(config, count, frozenset(fixed), coarse=True)
+        layouts = space.layouts(divisors(count, config.model.num_heads))
+        if any(space.legal(space.applied(layout)) for layout in itertools.islice(layouts, NEAR)):
+            return count
     return None
-
-
-def _divides(config: RunConfig, devices: int) -> bool:
-    """Whether so many could be tp x cp x pp x dp, and the batch divided by dp."""
-    m, p = config.model, config.parallel
-    stages = divisors(devices, max(m.num_layers, len(p.layers_per_chunk or ())))  # an end may have no layer
-    groups = {tp * p.cp * pp for tp in divisors(devices, m.num_heads) for pp in stages}
-    return any(devices % group == 0 and config.batch.total % (devices // group) == 0 for group in groups)
 
 
 def _inside(tps: Collection[int], hardware: Hardware) -> list[int]:

@@ -28,7 +28,7 @@ def events(config: RunConfig, estimate: Estimate, hardware: str) -> Iterator[Ran
     updated = replay.last + estimate.causes["optimizer"]
     after = (
         Event(COMPUTE, "update", "", 1, -1, -1, replay.last, updated),
-        Event(COMPUTE, "rest", "", 1, -1, -1, updated, estimate.step_s),
+        Event(COMPUTE, "rest", "", 1, -1, -1, updated, max(updated, estimate.step_s)),
     )
     topology = Topology(tp=p.tp, cp=p.cp, dp=config.dp, pp=p.pp)
     for stage in range(p.pp):
