@@ -22,7 +22,7 @@ from megascale.layout.loss import loss_chunks
 from megascale.layout.recompute import NOTHING, Recompute, recompute_of
 from megascale.layout.tensors import padded_vocab
 from megascale.layout.windows import spans
-from megascale.plan.orders import done
+from megascale.plan.orders import kinds
 
 BOOL, INDEX, SCALE = 1, 8, 4
 """Bytes of a mask's element, of a token's number, and of the scale of a tensor in eight bits."""
@@ -97,9 +97,9 @@ class KeptBytes(NamedTuple):
 
     def in_order(self, order: Sequence[int]) -> ActivationBytes:
         """Of a rank that does the actions with these numbers (`plan.orders`)."""
-        kinds = [done(number) for number in range(4 * len(self.kept))]
-        grows = [-self.kept[kind.chunk] if kind.backward else self.kept[kind.chunk] for kind in kinds]
-        needs = [self.again[kind.chunk] if kind.backward else self.kept[kind.chunk] for kind in kinds]
+        does = kinds(len(self.kept))
+        grows = [-self.kept[kind.chunk] if kind.backward else self.kept[kind.chunk] for kind in does]
+        needs = [self.again[kind.chunk] if kind.backward else self.kept[kind.chunk] for kind in does]
         now = most = 0
         for number in order:
             if now + needs[number] > most:

@@ -104,8 +104,8 @@ class Space:
         """Stages, with a layer in each, or as many chunks as there are given."""
         return max(self.config.model.num_layers, len(self.config.parallel.layers_per_chunk or ()))
 
-    def _values(self, key: str, all: Iterable[Any]) -> list[Any]:
-        return [_value(self.config, key)] if key in self.fixed else list(all)
+    def _values(self, key: str, free: Iterable[Any]) -> list[Any]:
+        return [_value(self.config, key)] if key in self.fixed else list(free)
 
     @property
     def _alone(self) -> Layout:

@@ -22,6 +22,11 @@ def done(number: int) -> Done:
     return Done(number >> 2, bool(number & 2), bool(number & 1))
 
 
+def kinds(chunks: int) -> list[Done]:
+    """What each number says, on a rank with so many chunks."""
+    return [done(number) for number in range(4 * chunks)]
+
+
 class Orders:
     """Of each rank the numbers of its actions, found when they are first asked for. `schedule`: the actions."""
 

@@ -19,7 +19,7 @@ from megascale.layout.recompute import recompute_of
 from megascale.plan.activations import INDEX, Sizes
 from megascale.plan.ends import embedding_backward, head_forward
 from megascale.plan.flops import block_weights
-from megascale.plan.orders import Orders, done
+from megascale.plan.orders import Orders, done, kinds
 from megascale.plan.tape import norm_backward
 from megascale.plan.traffic import message_bytes
 from megascale.plan.working import CASTS, block_backward, block_forward, first_forward
@@ -86,8 +86,7 @@ def peak_bytes(config: RunConfig, pp_rank: int, orders: Orders, stage: Stage) ->
     played, kept, most = _Played(config, pp_rank, stage), 0, PeakBytes()
     which, always, highest = played.fullest(orders[pp_rank]), _always(config, pp_rank), 0
     totals = [moment.total + always for moment in played.moments]
-    kinds = [done(number) for number in range(4 * len(stage.chunks))]
-    grows = [stage.chunks[kind.chunk].kept * (-1 if kind.backward else 1) for kind in kinds]
+    grows = [(-1 if kind.backward else 1) * stage.chunks[kind.chunk].kept for kind in kinds(len(stage.chunks))]
     for number, moment, messages in zip(orders[pp_rank], which, _awaited(config, pp_rank, orders), strict=True):
         if kept + messages + totals[moment] > highest:
             highest = kept + messages + totals[moment]
@@ -270,14 +269,13 @@ def _awaited(config: RunConfig, pp_rank: int, orders: Orders) -> list[int]:
     ahead = AHEAD if config.overlap.pp else 0
     if p.pp == 1:
         return [0] * len(order)
-    kinds = [done(number) for number in range(4 * p.vpp)]
-    ends = [layout.index(pp_rank, kind.chunk) == (layout.count - 1 if kind.backward else 0) for kind in kinds]
+    ends = [layout.index(pp_rank, of.chunk) == (layout.count - 1 if of.backward else 0) for of in kinds(p.vpp)]
     needed = list(accumulate(0 if ends[number] else 1 for number in order))
     if p.pp == 2:  # activations and gradients are one sender's, in whose order all are posted
         posted = list(accumulate(map(len, receives(orders.schedule, pp_rank, p.vpp, ahead))))
     else:
         posted = [*needed[ahead:], *[needed[-1]] * ahead][: len(needed)]
-    return [size * (all - own) for all, own in zip(posted, needed, strict=True)]
+    return [size * (there - own) for there, own in zip(posted, needed, strict=True)]
 
 
 class Rooms:

@@ -318,8 +318,11 @@ def _load(name: str, folder: str, profile: type[Profile]) -> Profile:
         found, mend = "this machine has not been measured", "`megascale bench profile` measures it"
         raise ConfigError([Problem(str(path), "", found, mend)])
     if path != own_profile() and not name.endswith(".toml") and name not in known:
-        close = next((each for each in known if each.startswith(name)), None) or nearest(name, known)
-        mend = f"did you mean '{close}'?" if close else f"one of {', '.join(known)}, or a file of your own"
+        alike, close = [each for each in known if each.startswith(name)], nearest(name, known)
+        if close and len(alike) < 2:
+            mend = f"did you mean '{alike[0] if alike else close}'?"
+        else:
+            mend = f"one of {', '.join(alike or known)}, or a file of your own"
         raise ConfigError([Problem("command line", OPTIONS[folder], f"there is no profile '{name}'", mend)])
     source = read(str(path))
     try:

@@ -307,12 +307,14 @@ def nothing_fits(
         near = legal_near(config, devices, fixed)
         number = f"{near} devices" if near else "another number of devices"
         return f"no layout on {devices} devices{given} is legal: {others}{number}, or another batch.global"
+    least = f"the least is {format_bytes(smallest.memory.total)}, where a search fills {format_bytes(room)}"
     larger = f"{enough.config.world} devices would do, {settings(config, enough, stack, count)}, " if enough else ""
-    least = f"{format_bytes(smallest.memory.total)}, where a search fills {format_bytes(room)}"
-    neither = "" if enough else f", and {1 << DOUBLED} times as many devices would not do"
+    if not enough:
+        least += f", with {settings(config, smallest, stack, count)}"
+        least += f", and {1 << DOUBLED} times as many devices would not do"
     return (
-        f"no layout on {devices} x {hardware.name}{given} fits: the least is {least}, with "
-        f"{settings(config, smallest, stack, count)}{neither}: {others}{larger}a shorter sequence, or a smaller model"
+        f"no layout on {devices} x {hardware.name}{given} fits, {least}: {larger}{others}a shorter sequence, or a "
+        "smaller model"
     )
 
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from megascale.plan.estimate import Place
 from megascale.plan.profiles import Hides
 from megascale.plan.simulate import ROUNDING, Replay, Times
-from megascale.plan.wavefronts import Marks, Numbers, Program, Wavefronts, Window
+from megascale.plan.wavefronts import Mask, Numbers, Program, Wavefronts, Window
 
 Seconds = NDArray[np.float64]
 """A column for each of the variants of a step that are replayed together."""
@@ -63,7 +63,7 @@ class _Left(NamedTuple):
 
     compute: Seconds
     dp: Seconds
-    partly: Marks
+    partly: Mask
 
 
 class Clocks:
@@ -138,7 +138,7 @@ class Clocks:
         self._partly[rows] |= meet < took * (1 - ALIKE)
         return meet
 
-    def _reduced(self, ranks: Numbers, places: Numbers, chosen: Marks) -> None:
+    def _reduced(self, ranks: Numbers, places: Numbers, chosen: Mask) -> None:
         """Gradients, from the first bucket that is complete; the last one comes after the backward."""
         took = self._reduce[places] * chosen
         now, hidden = self._now[ranks], self._hidden[places]
@@ -153,7 +153,7 @@ class Clocks:
         for done in range(window.left):
             others = window.left - done
             for step in STEPS:
-                if done >= step and others % step == 0 and self._skips(window, lefts, step, others // step):
+                if done >= step and others % step == 0 and self._skip(window, lefts, step, others // step):
                     return
             self._partly = np.zeros_like(self._partly)
             self.play(window.start, window.end, window)
@@ -163,9 +163,9 @@ class Clocks:
         free = [self._free[window.ways]] if self._hides.pp else []  # else they are when compute goes on
         return _Left(np.concatenate([self._now, *free, self._sent[window.carried]]), self._dp.copy(), self._partly)
 
-    def _skips(self, window: Window, lefts: Sequence[_Left], step: int, times: int) -> bool:
-        """Whether it is known what `times` further steps of so many groups take; then they are done. `lefts`: of the
-        last groups.
+    def _skip(self, window: Window, lefts: Sequence[_Left], step: int, times: int) -> bool:
+        """Let `times` further steps of so many groups be done, if it is known what they take; whether it is. `lefts`:
+        of the last groups.
         """
         before, left = lefts[-1 - step], lefts[-1]
         later = left.compute - before.compute
@@ -206,9 +206,9 @@ class Clocks:
         """What came of it, of each variant."""
         end, reduced = self._now, self._dp
         if not self._hides.dp:  # they come one by one, when compute is done
-            all = self._program.reductions * self._by_rank(self._reduce)
-            end = end + all
-            reduced = np.where(all > 0, end, reduced)
+            late = self._program.reductions * self._by_rank(self._reduce)
+            end = end + late
+            reduced = np.where(late > 0, end, reduced)
         return [Replay(a.tolist(), b.tolist()) for a, b in zip(end.T, reduced.T, strict=True)]
 
 

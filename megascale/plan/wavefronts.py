@@ -22,7 +22,7 @@ from megascale.schedule.interleaved import Groups, groups_of
 from megascale.schedule.ir import Kind, Order, Schedule
 
 Numbers = NDArray[np.intp]
-Marks = NDArray[np.bool_]
+Mask = NDArray[np.bool_]
 
 BACKWARD = Kind.B
 
@@ -107,9 +107,9 @@ class Wavefronts:
     place: Numbers
     micro_batch: Numbers
     source: Numbers
-    sends: Marks
-    opens: Marks
-    reduces: Marks
+    sends: Mask
+    opens: Mask
+    reduces: Mask
 
     @cached_property
     def way(self) -> Numbers:
@@ -198,7 +198,7 @@ def wavefronts(schedule: Schedule, v: int, *, reduces_each: bool) -> Wavefronts:
     )  # fmt: skip
 
 
-def _columns(order: Order) -> tuple[Marks, Numbers, Numbers]:
+def _columns(order: Order) -> tuple[Mask, Numbers, Numbers]:
     """Of each action whether it is a backward, its chunk and its micro-batch."""
     count = len(order)
     backward = np.fromiter((action[0] is BACKWARD for action in order), bool, count)

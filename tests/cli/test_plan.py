@@ -136,7 +136,7 @@ def test_what_the_command_line_sets_may_be_what_does_not_fit(capsys: pytest.Capt
     job = [*LLAMA[:4], "--hardware", "v100", "batch.global=256", "parallel.tp=1", "parallel.pp=1"]
     assert main(job) == 2
     err = capsys.readouterr().err
-    assert "no layout on 64 x v100 with parallel.tp, parallel.pp as given fits: the least is " in err
+    assert "no layout on 64 x v100 with parallel.tp, parallel.pp as given fits, the least is " in err
     assert ": other values of parallel.tp, parallel.pp, " in err and err.rstrip().endswith("or a smaller model")
     assert main([*job[:-2], "--search", "parallel.pp=5"]) == 2
     legal = "no layout on 64 devices with parallel.pp as given is legal: "

@@ -9,6 +9,7 @@ import pytest
 
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.explain import load, load_tree
+from megascale.config.rules import divisors
 from megascale.config.run import RunConfig
 from megascale.plan.layouts import VARIED, Layout, Space
 
@@ -120,3 +121,19 @@ def test_a_schedule_that_is_fixed_may_be_any() -> None:
 
 def test_no_layout() -> None:
     assert all_of(Space(config_of(), 7, frozenset())) == []
+
+
+def test_other_numbers_of_devices_are_near_and_divide() -> None:
+    space = Space(config_of(), 1000, frozenset())
+    found, total = space.others(), space.config.batch.total
+    assert found == sorted(found, key=lambda count: (abs(count - 1000), count)) and 1000 not in found
+    tps, pps = divisors(space.config.model.num_heads), range(1, space.config.model.num_layers + 1)
+    divide = {tp * pp * dp for tp in tps for pp in pps for dp in divisors(total)}
+    assert set(found) <= divide
+    assert found[0] == min(divide - {1000}, key=lambda count: (abs(count - 1000), count))
+
+
+def test_a_coarse_space_is_a_part_of_all() -> None:
+    every = set(Space(config_of(), DEVICES, frozenset()).layouts([1, 2, 3, 6]))
+    coarse = list(Space(config_of(), DEVICES, frozenset(), coarse=True).layouts([1, 2, 3, 6]))
+    assert set(coarse) < every and {layout.recompute for layout in coarse} == {layout.recompute for layout in every}

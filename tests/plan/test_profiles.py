@@ -30,6 +30,10 @@ def test_what_extends_another_has_its_values() -> None:
 
 
 def test_an_unknown_name_has_its_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"there is no profile 'a100-40'  -> did you mean 'a100-40g'\?"):
+        profiles.hardware("a100-40")
+    with pytest.raises(ConfigError, match=r"there is no profile 'a100-8'  -> one of a100-80g, a100-80g-400g, "):
+        profiles.hardware("a100-8")
     with pytest.raises(ConfigError, match=r"there is no profile 'a100-80gb'  -> did you mean 'a100-80g'\?"):
         profiles.hardware("a100-80gb")
     with pytest.raises(ConfigError, match=r"one of deepspeed.*, or a file of your own"):
