@@ -18,6 +18,7 @@ from megascale.layout.recompute import recompute_of
 from megascale.plan.activations import Sizes
 from megascale.plan.estimate import Model, Skeleton
 from megascale.plan.layouts import Layout, Space
+from megascale.plan.links import group_route
 from megascale.plan.memory import state_bytes
 from megascale.plan.profiles import Hardware, Hides, Stack
 from megascale.plan.simulate import Times
@@ -121,6 +122,21 @@ class Floors:
         way = whole + (m - 1) * chunk / 2  # of a forward and its backward, the longer
         most = math.ceil(self._space.config.model.num_layers / p) * block
         return max(m * whole / p, m * most, (p - 1 + m * v) * chunk, way) + self._stack.attained.step_s
+
+    def likely_s(self, layout: Layout) -> float:
+        """About what a step takes, no bound: where weights are sharded, at least what moves them and their gradients."""
+        least, stack, dp = self.step_s(layout), self._stack, layout.dp
+        if not stack.shards_weights or dp == 1:
+            return least
+        together = layout.tp * self._space.config.parallel.cp
+        route = group_route(self._hardware, dp, together, self._space.devices, together=together)
+        block, layers = self._state_of(layout.tp)[0], self._space.config.model.num_layers / layout.pp
+        gathers = 3 if stack.gathers_again and layout.recompute == "full" else 2
+        moved = layers * (gathers * block.weights + block.gradients)
+        travel = gathers * route.collective("all_gather", layers * block.weights, dp)
+        travel += route.collective("reduce_scatter", layers * block.gradients, dp)
+        longer = max(travel, moved / stack.gather_rate) if stack.gather_rate else travel
+        return max(least, self._micro_batches(layout) * longer)
 
     def memory(self, layout: Layout) -> float:
         """Bytes of the first rank. All its chunks' activations are alive for as many micro-batches as there are stages,

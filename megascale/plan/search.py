@@ -31,6 +31,9 @@ KEPT = 10
 NEAR = 17
 """Numbers of devices of which one is looked for that has a legal layout, and of each its layouts."""
 
+SOME = 16
+"""Layouts that fit of which one is proposed."""
+
 DOUBLED = 6
 """How often the number of devices is doubled to see what would fit."""
 
@@ -107,8 +110,8 @@ def search(
 def fitting(
     config: RunConfig, devices: int, hardware: Hardware, stack: Stack, room: int, fixed: Collection[str] = ()
 ) -> Instead:
-    """A layout that fits, found sooner than the fastest: of all the one whose step may be fastest by a bound. Where
-    none does, that which needs least memory. Arguments as of `search`.
+    """A layout that fits, found sooner than the fastest, by bounds and in a coarse space. Where none does, that which
+    needs least memory. Arguments as of `search`.
     """
     anywhere = divisors(devices, config.model.num_heads)
     inside = _inside(anywhere, hardware)
@@ -192,16 +195,25 @@ class _Search:
         return Found(tuple(self._candidates()), counts)
 
     def fitting(self, tps: Collection[int]) -> Sized | None:
-        """The first in turn that fits, with one of these tp."""
-        for layout in self._in_turn(tps):
-            config = self._space.applied(layout)
-            small = self._space.legal(config) and self._first_rank(config).total <= self._room
-            if small and self._fits(layout, config):
-                return Sized(layout, config, self._memory[layout])
-        return None
+        """Of the `SOME` that are likely to be fastest and fit, with one of these tp, the one that may be by a bound."""
+        found = list[tuple[float, Sized]]()
+        likely = [each._replace(least=self._floors.likely_s(each.layout)) for each in self._waiting(tps)]
+        for waiting in sorted(likely):
+            for layout in self._sharded(waiting.layout):
+                config = self._space.applied(layout)
+                if self._may_fit(layout, config) and self._fits(layout, config):
+                    found.append((self._steps.least_s(config), Sized(layout, config, self._memory[layout])))
+                    break
+            if len(found) == SOME:
+                break
+        return min(found, key=lambda each: each[0])[1] if found else None
 
-    def _in_turn(self, tps: Collection[int]) -> Iterator[Layout]:
-        """Layouts with one of these tp that may fit, and be fast enough to be kept: those first that may be fastest."""
+    def _may_fit(self, layout: Layout, config: RunConfig) -> bool:
+        small = self._floors.memory(layout) <= self._room and self._space.legal(config)
+        return small and self._first_rank(config).total <= self._room
+
+    def _waiting(self, tps: Collection[int]) -> list[_Waiting]:
+        """Layouts with one of these tp that may fit, by the least time that they may take."""
         queue = list[_Waiting]()
         for layout in self._space.layouts(tps):
             sharded = self._sharded(layout)
@@ -209,6 +221,11 @@ class _Search:
             self._legal, self._large = self._legal + len(sharded), self._large + len(sharded) - len(fitting)
             if fitting:
                 queue.append(_Waiting(self._floors.step_s(layout), 0, layout))
+        return queue
+
+    def _in_turn(self, tps: Collection[int]) -> Iterator[Layout]:
+        """Those of them that may be fast enough to be kept: those first that may be fastest."""
+        queue = self._waiting(tps)
         heapq.heapify(queue)
         while queue and queue[0].least <= self._limit:
             waiting = heapq.heappop(queue)
