@@ -124,7 +124,7 @@ class Floors:
         return max(m * whole / p, m * most, (p - 1 + m * v) * chunk, way) + self._stack.attained.step_s
 
     def likely_s(self, layout: Layout) -> float:
-        """About what a step takes, no bound: where weights are sharded, at least what moves them and their gradients."""
+        """About what a step takes, no bound: where weights are sharded, no less than what moves them and gradients."""
         least, stack, dp = self.step_s(layout), self._stack, layout.dp
         if not stack.shards_weights or dp == 1:
             return least

@@ -114,13 +114,13 @@ class _Moment(NamedTuple):
         return PeakBytes(kept - self.released + min(0, working), self.gradients, max(0, working))
 
 
-class _Whole(NamedTuple):
-    """Whole gradients that there are; and by what is done then, the number of its moment, and those that there are
-    after it.
+class _State(NamedTuple):
+    """A rank between two actions: the whole gradients that there are; and `after` each action that was done then, by
+    its number, that of its fullest moment and what the rank is next.
     """
 
     gradients: Whole
-    after: dict[int, tuple[int, _Whole]]
+    after: dict[int, tuple[int, _State]]
 
 
 class _Played:
@@ -133,7 +133,7 @@ class _Played:
         self._last = [layout.index(pp_rank, chunk) == layout.count - 1 for chunk in range(config.parallel.vpp)]
         self._grad = Sizes(config).residual
         self._lacking = sum(chunk.casts for chunk in self._chunks)  # weights that are not cast yet
-        self._known: dict[Whole, _Whole] = {}
+        self._known: dict[Whole, _State] = {}
         self.moments: list[_Moment] = []
 
     def fullest(self, order: Sequence[int]) -> list[int]:
@@ -148,8 +148,8 @@ class _Played:
             found.append(moment)
         return found
 
-    def _now(self) -> _Whole:
-        return self._known.setdefault(self._rooms.whole, _Whole(self._rooms.whole, {}))
+    def _now(self) -> _State:
+        return self._known.setdefault(self._rooms.whole, _State(self._rooms.whole, {}))
 
     def _moments(self, chunk: int, backward: bool, first: bool) -> Iterator[_Moment]:
         return self._backward(chunk) if backward else self._forward(chunk, first=first)
