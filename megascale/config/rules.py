@@ -432,21 +432,22 @@ def world_findings(c: RunConfig, world: int) -> Iterator[Finding]:
     """What does not fit when the job has `world` processes."""
     p, replica = c.parallel, replicas_of(c.parallel)
     shape = f"tp {p.tp} x cp {p.cp} x pp {p.pp}"
+    whole, uneven = divmod(c.batch.total, c.batch.micro)
     if isinstance(p.dp, int):
         if replica * p.dp != world:
-            mend = f"dp = {world // replica}" if world % replica == 0 else f"start {replica * p.dp} processes"
+            divides = world % replica == 0 and (uneven or whole % (world // replica) == 0)
+            mend = f"dp = {world // replica}" if divides else f"start {replica * p.dp} processes"
             yield Finding(
                 "parallel.dp", f"{shape} x dp {p.dp} = {replica * p.dp}, but there are {world} processes", mend
             )
         return
     if world % replica:
-        whole, left = divmod(c.batch.total, c.batch.micro)
-        replicas = around(divisors(whole) if left == 0 else range(1, world + 1), world / replica)
+        replicas = around(range(1, world + 1) if uneven else divisors(whole), world / replica)
         yield Finding(
             "parallel.tp",
-            f"{world} processes are not a multiple of {shape} = {replica}",
+            f"{world} {'processes are' if world > 1 else 'process is'} not a multiple of {shape} = {replica}",
             f"start {' or '.join(str(replica * dp) for dp in replicas)}",
         )
         return
-    if c.batch.total % c.batch.micro == 0:  # otherwise the rule has spoken
+    if not uneven:  # otherwise the rule has spoken
         yield from batch(c.resolve(world))

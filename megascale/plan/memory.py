@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from megascale.catalog.optimizers import OPTIMIZERS
@@ -32,6 +34,9 @@ done; of one chunk one group and `MORE` micro-batches.
 """
 
 MORE = 4
+
+RECENT = 16
+"""Orders that are kept: layouts of a search often have the same."""
 
 
 @dataclass(frozen=True)
@@ -129,9 +134,8 @@ class _Ranks:
         plain = p.model_copy(update={"zero": 1}) if shards_weights else p  # no whole gradients but those of `state`
         self._config, self._shards_weights = config.model_copy(update={"parallel": plain}), shards_weights
         assert p.schedule is not None, "a resolved configuration names its schedule"
-        self._schedule = SCHEDULES[p.schedule]
         few = representative(p.pp, p.vpp, count)
-        self._left = count - few if self._schedule.facts["piles"] else 0
+        self._left = count - few if SCHEDULES[p.schedule].facts["piles"] else 0
         self._orders = self._in(few)
         self._longer = self._in(few + 1) if self._left else self._orders
         self._known: dict[tuple[object, ...], _Still] = {}
@@ -154,9 +158,27 @@ class _Ranks:
         most = ceiling(self._config, rank, still.stage, still.kept.in_order(self._orders[rank]).peak)
         return still.state.lasting + still.gathered + grown + gradients + most
 
+    def among(self) -> Iterator[int]:
+        """Ranks of which one is the fullest, the ends of the pipeline first. Of those whose chunks do the same the
+        first holds most, for it goes furthest ahead; but where chunks differ, whole gradients may be there beside a
+        larger one later.
+        """
+        last, seen = self._config.parallel.pp - 1, set[tuple[object, ...]]()
+        yield from (0, last) if last else (0,)
+        for rank in range(1, last):
+            kind = self._kind(rank)
+            if kind not in seen or (self._config.parallel.zero == 2 and len(set(kind)) > 1):
+                seen.add(kind)
+                yield rank
+
+    def _kind(self, rank: int) -> tuple[object, ...]:
+        """The same for ranks whose chunks do the same."""
+        return tuple(chunk_kind(self._config, rank, chunk) for chunk in range(self._config.parallel.vpp))
+
     def _in(self, count: int) -> Orders:
         """The order of so many micro-batches."""
-        return Orders(self._schedule.load()(self._config.parallel.pp, self._config.parallel.vpp, count))
+        p = self._config.parallel
+        return _orders(p.schedule, p.pp, p.vpp, count)
 
     def _played(self, rank: int, orders: Orders) -> RankBytes:
         still = self._still(rank)
@@ -168,13 +190,18 @@ class _Ranks:
     def _still(self, rank: int) -> _Still:
         """Found once for ranks whose chunks do the same."""
         config, shards = self._config, self._shards_weights
-        kind = tuple(chunk_kind(config, rank, chunk) for chunk in range(config.parallel.vpp))
+        kind = self._kind(rank)
         if kind not in self._known:
             kept, size = kept_bytes(config, rank), PRECISIONS[config.train.precision].facts["compute_bytes"]
             state = state_bytes(config, rank, shards_weights=shards)
             gathered = size * sum(_units(config, rank)[:2]) if shards else 0
             self._known[kind] = _Still(state, gathered, kept, stage_of(config, rank, kept.kept))
         return self._known[kind]
+
+
+@lru_cache(RECENT)
+def _orders(schedule: str, p: int, v: int, count: int) -> Orders:
+    return Orders(SCHEDULES[schedule].load()(p, v, count))
 
 
 def _grown(few: RankBytes, count: int, each: int) -> RankBytes:
@@ -196,9 +223,10 @@ def fullest_rank(config: RunConfig, *, shards_weights: bool = False, room: float
     """The rank that holds most, or one that holds more than `room` bytes. The ends of the pipeline come first, and of
     the others none is played that cannot hold more.
     """
-    ranks, last = _Ranks(config, shards_weights), config.parallel.pp - 1
-    best = ranks.held(0)
-    for rank in (last, *range(1, last)) if last else ():
+    ranks = _Ranks(config, shards_weights)
+    first, *others = ranks.among()
+    best = ranks.held(first)
+    for rank in others:
         if best.total > room:
             break
         if ranks.ceiling(rank) > best.total:
