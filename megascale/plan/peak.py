@@ -83,16 +83,17 @@ def stage_of(config: RunConfig, pp_rank: int, kept: Sequence[int]) -> Stage:
 
 def peak_bytes(config: RunConfig, pp_rank: int, orders: Orders, stage: Stage) -> PeakBytes:
     """On a rank of pipeline stage `pp_rank`, of a resolved configuration. `orders`: of the ranks of all stages."""
-    played, kept, most = _Played(config, pp_rank, stage), 0, PeakBytes()
-    which, always, highest = played.fullest(orders[pp_rank]), _always(config, pp_rank), 0
+    played, always = _Played(config, pp_rank, stage), _always(config, pp_rank)
+    which, kept, highest, fullest = played.fullest(orders[pp_rank]), 0, 0, (0, 0, 0)
     totals = [moment.total + always for moment in played.moments]
     grows = [(-1 if kind.backward else 1) * stage.chunks[kind.chunk].kept for kind in kinds(len(stage.chunks))]
     for number, moment, messages in zip(orders[pp_rank], which, _awaited(config, pp_rank, orders), strict=True):
-        if kept + messages + totals[moment] > highest:
-            highest = kept + messages + totals[moment]
-            most = played.moments[moment].beside(kept, messages + always)
+        total = kept + messages + totals[moment]
+        if total > highest:
+            highest, fullest = total, (moment, kept, messages)
         kept += grows[number]
-    return most
+    moment, kept, messages = fullest
+    return played.moments[moment].beside(kept, messages + always)
 
 
 class _Moment(NamedTuple):
