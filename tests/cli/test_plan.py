@@ -63,6 +63,10 @@ def test_a_timeline_is_one_that_viewers_open(capsys: pytest.CaptureFixture[str],
     assert max(each["ts"] + each["dur"] for each in slices) / 1e6 == pytest.approx(found["step_time_s"])
 
 
+def test_a_timeline_changes_no_number(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert answer(capsys, "--timeline", str(tmp_path / "step.json"), job=LLAMA) == answer(capsys, job=LLAMA)
+
+
 def test_on_a_timeline_no_rank_computes_while_it_waits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "step.json"
     answer(capsys, "--timeline", str(path), job=LLAMA)
@@ -147,6 +151,8 @@ def test_numbers_of_devices_that_have_layouts_are_said(capsys: pytest.CaptureFix
     job = ["plan", "configs/gpu/gpt3-175b.toml", "--hardware", "a100-80g", "--search", "batch.global=96", "--gpus"]
     assert main([*job, "97"]) == 2
     assert "no layout on 97 devices is legal: 96 devices, or another batch.global" in capsys.readouterr().err
+    assert main([*job, "1000000"]) == 2
+    assert "no layout on 1000000 devices is legal: 884736 devices, or another" in capsys.readouterr().err
 
 
 def test_a_near_number_may_have_more_stages_than_layers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

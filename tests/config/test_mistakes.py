@@ -252,6 +252,8 @@ def test_a_circle_of_extends_is_named_where_it_closes() -> None:
 WORLDS = {
     (6, "parallel.tp=4"): "command line  parallel.tp: 6 processes are not a multiple of tp 4 x cp 1 x pp 1 = 4  -> start 4 or 8",
     (3, "parallel.pp=4"): "command line  parallel.tp: 3 processes are not a multiple of tp 1 x cp 1 x pp 4 = 4  -> start 4",
+    (13, "parallel.tp=4"): "command line  parallel.tp: 13 processes are not a multiple of tp 4 x cp 1 x pp 1 = 4  -> start 8 or 16",
+    (3, "parallel.dp=2"): "command line  parallel.dp: tp 1 x cp 1 x pp 1 x dp 2 = 2, but there are 3 processes  -> start 2 processes",
     (8, "parallel.dp=2"): "command line  parallel.dp: tp 1 x cp 1 x pp 1 x dp 2 = 2, but there are 8 processes  -> dp = 8",
     (3, "parallel={tp=2, dp=2}"): "command line  parallel.dp: tp 2 x cp 1 x pp 1 x dp 2 = 4, but there are 3 processes  -> start 4 processes",
     (6, "batch.micro=1"): "run.toml:9  batch.global: 8 is not divisible by micro x dp = 1 x 6  -> 6 or 12",
