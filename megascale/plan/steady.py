@@ -34,7 +34,7 @@ EXACT = 1e-4
 """The part of a step's time by which the answer may be off."""
 
 ALIKE = 1e-9
-"""Likewise where messages and reductions meet."""
+"""Likewise where messages and reductions meet; and where forwards pile up, for each rank then has a pace of its own."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Clocks:
         self._took = took[fronts.place] + hops * (fronts.source < count)[:, None]
         self._message = message * fronts.sends[:, None]
         self._meets = self._contends & (message > 0) & hides.dp & program.reduces_each
-        self._tolerance = np.where(self._meets, ALIKE, EXACT)
+        self._tolerance = np.where(self._meets | program.piles, ALIKE, EXACT)
         self._now, self._dp = np.zeros((2, fronts.p, columns))
         self._partly = np.zeros((fronts.p, columns), bool)
         self._free = np.zeros((2 * fronts.p, columns))

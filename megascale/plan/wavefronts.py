@@ -80,12 +80,14 @@ class Window(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A step: wavefronts, of which windows are gone through more than once, one behind the other. `reduces_each`:
-    gradients are reduced after each backward, in all so many `reductions` of each chunk.
+    """A step: wavefronts, of which windows are gone through more than once, one behind the other. `piles`: all forwards
+    come before all backwards; `reduces_each`: gradients are reduced after each backward, in all so many `reductions` of
+    each chunk.
     """
 
     fronts: Wavefronts
     windows: tuple[Window, ...]
+    piles: bool
     reduces_each: bool
     reductions: int
 
@@ -168,7 +170,7 @@ def program(schedule: Callable[[int], Schedule], p: int, v: int, m: int, *, pile
     windows = tuple(window for repeat in few.repeats if (window := fronts.window(repeat)))
     if len(windows) < len(few.repeats):
         fronts, windows = wavefronts(schedule(m), v, reduces_each=reduces_each), ()
-    return Program(fronts, windows, reduces_each, m if reduces_each else 1)
+    return Program(fronts, windows, piles, reduces_each, m if reduces_each else 1)
 
 
 def wavefronts(schedule: Schedule, v: int, *, reduces_each: bool) -> Wavefronts:
