@@ -9,7 +9,7 @@ share are not counted.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from megascale.layout.loss import loss_chunks
 from megascale.layout.recompute import NOTHING, Recompute, recompute_of
 from megascale.layout.tensors import padded_vocab
 from megascale.layout.windows import spans
-from megascale.plan.orders import kinds
+from megascale.plan.orders import Piece, kinds
 
 BOOL, INDEX, SCALE = 1, 8, 4
 """Bytes of a mask's element, of a token's number, and of the scale of a tensor in eight bits."""
@@ -95,16 +95,20 @@ class KeptBytes(NamedTuple):
     again: tuple[int, ...]
     logits: int
 
-    def in_order(self, order: Sequence[int]) -> ActivationBytes:
-        """Of a rank that does the actions with these numbers (`plan.orders`)."""
+    def in_order(self, order: Iterable[Piece]) -> ActivationBytes:
+        """Of a rank that does the actions that `order` says."""
         does = kinds(len(self.kept))
         grows = [-self.kept[kind.chunk] if kind.backward else self.kept[kind.chunk] for kind in does]
         needs = [self.again[kind.chunk] if kind.backward else self.kept[kind.chunk] for kind in does]
         now = most = 0
-        for number in order:
-            if now + needs[number] > most:
-                most = now + needs[number]
-            now += grows[number]
+        for numbers, _, times in order:
+            begun, highest = now, 0
+            for number in numbers:
+                highest = max(highest, now + needs[number])
+                now += grows[number]
+            each = now - begun
+            most = max(most, highest, highest + (times - 1) * each)
+            now += (times - 1) * each
         return ActivationBytes(self.kept, most, self.logits)
 
 

@@ -24,16 +24,16 @@ from megascale.config.run import RunConfig
 from megascale.layout.chunks import eight_bit_layers, packed, stages_of, unit
 from megascale.layout.tensors import layer, stage
 from megascale.plan.activations import ActivationBytes, KeptBytes, kept_bytes
-from megascale.plan.orders import Orders
+from megascale.plan.orders import Orders, Piece
 from megascale.plan.peak import PeakBytes, Stage, ceiling, chunk_kind, peak_bytes, stage_of, whole_gradients
 from megascale.schedule.interleaved import groups_of
+from megascale.schedule.lower import AHEAD
+from megascale.schedule.runs import runs_of
 
 SEEN = 3
 """Groups of micro-batches, as many as there are stages, after which a schedule of many chunks does again what it has
-done; of one chunk one group and `MORE` micro-batches.
+done.
 """
-
-MORE = 4
 
 RECENT = 16
 """Orders that are kept: layouts of a search often have the same."""
@@ -125,38 +125,33 @@ class _Still(NamedTuple):
 
 
 class _Ranks:
-    """The ranks of a configuration, played with as many micro-batches as show the most that is alive at once. Where
-    they pile up: also with one more, and `_left` are those beyond the first.
-    """
+    """The ranks of a configuration, played with as many micro-batches as show the most that is alive at once."""
 
     def __init__(self, config: RunConfig, shards_weights: bool) -> None:
-        p, count = config.parallel, config.micro_batches
+        p = config.parallel
         plain = p.model_copy(update={"zero": 1}) if shards_weights else p  # no whole gradients but those of `state`
         self._config, self._shards_weights = config.model_copy(update={"parallel": plain}), shards_weights
         assert p.schedule is not None, "a resolved configuration names its schedule"
-        few = representative(p.pp, p.vpp, count)
-        self._left = count - few if SCHEDULES[p.schedule].facts["piles"] else 0
-        self._orders = self._in(few)
-        self._longer = self._in(few + 1) if self._left else self._orders
+        self._orders = _orders(p.schedule, p.pp, p.vpp, representative(p.pp, p.vpp, config.micro_batches))
         self._known: dict[tuple[object, ...], _Still] = {}
 
     def held(self, rank: int) -> RankBytes:
         """By one of them."""
-        few = self._played(rank, self._orders)
-        if not self._left:
-            return few
-        longer, each = self._played(rank, self._longer), sum(few.activations.kept)
-        if _grown(few, 1, each) == longer:  # by all that a micro-batch keeps, and by no more will it ever
-            return _grown(few, self._left, each)
-        return self._played(rank, self._in(self._config.micro_batches))
+        still, order = self._still(rank), self._order(rank)
+        peak = peak_bytes(self._config, rank, order, still.stage)
+        if self._shards_weights:
+            peak = replace(peak, gradients=still.state.transient)
+        return RankBytes(still.state, still.kept.in_order(order), peak, still.gathered)
 
     def ceiling(self, rank: int) -> int:
         """As much as one holds, or more."""
         still = self._still(rank)
-        grown = self._left * sum(still.kept.kept)
         gradients = still.state.transient if self._shards_weights else whole_gradients(still.stage)
-        most = ceiling(self._config, rank, still.stage, still.kept.in_order(self._orders[rank]).peak)
-        return still.state.lasting + still.gathered + grown + gradients + most
+        most = ceiling(self._config, rank, still.stage, still.kept.in_order(self._order(rank)).peak)
+        return still.state.lasting + still.gathered + gradients + most
+
+    def _order(self, rank: int) -> list[Piece]:
+        return self._orders.of(rank, AHEAD if self._config.overlap.pp else 0)
 
     def among(self) -> Iterator[int]:
         """Ranks of which one is the fullest, the ends of the pipeline first. Of those whose chunks do the same the
@@ -175,18 +170,6 @@ class _Ranks:
         """The same for ranks whose chunks do the same."""
         return tuple(chunk_kind(self._config, rank, chunk) for chunk in range(self._config.parallel.vpp))
 
-    def _in(self, count: int) -> Orders:
-        """The order of so many micro-batches."""
-        p = self._config.parallel
-        return _orders(p.schedule, p.pp, p.vpp, count)
-
-    def _played(self, rank: int, orders: Orders) -> RankBytes:
-        still = self._still(rank)
-        peak = peak_bytes(self._config, rank, orders, still.stage)
-        if self._shards_weights:
-            peak = replace(peak, gradients=still.state.transient)
-        return RankBytes(still.state, still.kept.in_order(orders[rank]), peak, still.gathered)
-
     def _still(self, rank: int) -> _Still:
         """Found once for ranks whose chunks do the same."""
         config, shards = self._config, self._shards_weights
@@ -201,21 +184,15 @@ class _Ranks:
 
 @lru_cache(RECENT)
 def _orders(schedule: str, p: int, v: int, count: int) -> Orders:
-    return Orders(SCHEDULES[schedule].load()(p, v, count))
-
-
-def _grown(few: RankBytes, count: int, each: int) -> RankBytes:
-    """With so many micro-batches more that are alive when most is."""
-    peak = replace(few.peak, kept=few.peak.kept + count * each)
-    return replace(few, activations=replace(few.activations, peak=few.activations.peak + count * each), peak=peak)
+    return Orders(runs_of(SCHEDULES[schedule].load(), p, v, count), v)
 
 
 def representative(p: int, v: int, count: int) -> int:
-    """As many micro-batches as show all that is alive at once in `count`, for p stages of v chunks, where it does not
-    grow with their number. With chunks they go in groups: after some of a size nothing is new.
+    """As many micro-batches as show all that is alive at once in `count`, for p stages of v chunks. With chunks they go
+    in groups: after some of a size nothing is new. Without, all of them take no longer.
     """
     if v == 1:
-        return min(count, p + MORE)
+        return count
     return sum(min(groups.number, SEEN) * groups.size for groups in groups_of(p, count))
 
 

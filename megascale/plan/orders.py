@@ -1,10 +1,17 @@
-"""What the ranks of a compute schedule do, as numbers: of each action what the memory that it needs depends on."""
+"""What the ranks of a compute schedule do, as numbers: of each action what the memory that it needs depends on. What is
+done again and again stands once.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 from megascale.schedule.ir import Kind, Schedule
+from megascale.schedule.lower import receives
+from megascale.schedule.runs import Run, Runs, expanded
 
 BACKWARD = Kind.B
 
@@ -27,15 +34,73 @@ def kinds(chunks: int) -> list[Done]:
     return [done(number) for number in range(4 * chunks)]
 
 
+class Piece(NamedTuple):
+    """Actions that are done `times` times one after another. `awaited`: while each of them runs, how many receives are
+    posted for those that follow it.
+    """
+
+    numbers: tuple[int, ...]
+    awaited: tuple[int, ...]
+    times: int
+
+
 class Orders:
-    """Of each rank the numbers of its actions, found when they are first asked for. `schedule`: the actions."""
+    """What each rank of a compute schedule with v chunks does, found when it is first asked for."""
 
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
-        self._known: dict[int, list[int]] = {}
+    def __init__(self, runs: list[Runs], v: int) -> None:
+        self._runs, self._p, self._v = runs, len(runs), v
+        self._known: dict[tuple[int, int], list[Piece]] = {}
 
-    def __getitem__(self, rank: int) -> list[int]:
-        if rank not in self._known:
-            order = self.schedule[rank]
-            self._known[rank] = [4 * chunk + 2 * (kind is BACKWARD) + (i == 0) for kind, chunk, i in order]
-        return self._known[rank]
+    def of(self, rank: int, ahead: int) -> list[Piece]:
+        """Of one, that posts receives so many actions before they are needed."""
+        if (rank, ahead) not in self._known:
+            mixed = self._p == 2 and self._v > 1  # activations and gradients are one sender's, in whose order all are
+            self._known[rank, ahead] = self._mixed(rank, ahead) if mixed else self._straight(rank, ahead)
+        return self._known[rank, ahead]
+
+    def _straight(self, rank: int, ahead: int) -> list[Piece]:
+        """Where receives are posted in the order in which they are needed."""
+        needs, found, next_needs = self._needs(rank), list[Piece](), tuple[int, ...]()
+        for numbers, times in reversed([each for run in self._runs[rank] for each in _numbered(run, ahead)]):
+            own = tuple([needs[number] for number in numbers])
+            coming = own + (own * ahead if times > 1 else next_needs)
+            awaited = tuple([sum(coming[at : at + ahead]) for at in range(1, len(own) + 1)])
+            found.append(Piece(numbers, awaited, times))
+            next_needs = coming[:ahead]
+        return found[::-1]
+
+    def _mixed(self, rank: int, ahead: int) -> list[Piece]:
+        """Action by action: what is posted does not repeat itself as the actions do."""
+        needs = self._needs(rank)
+        numbers = [_number(*action) for action in self._schedule[rank]]
+        needed = accumulate(needs[number] for number in numbers)
+        posted = accumulate(map(len, receives(self._schedule, rank, self._v, ahead)))
+        return [Piece((number,), (there - own,), 1) for number, there, own in zip(numbers, posted, needed, strict=True)]
+
+    @cached_property
+    def _schedule(self) -> Schedule:
+        return [expanded(runs) for runs in self._runs]
+
+    def _needs(self, rank: int) -> list[int]:
+        """By number, whether an action waits for a message."""
+        last = self._p * self._v - 1
+        stages = [(of.chunk * self._p + rank, last if of.backward else 0) for of in kinds(self._v)]
+        return [int(self._p > 1 and stage != end) for stage, end in stages]
+
+
+def _number(kind: Kind, chunk: int, micro_batch: int) -> int:
+    return 4 * chunk + 2 * (kind is BACKWARD) + (micro_batch == 0)
+
+
+def _numbered(run: Run, ahead: int) -> Iterator[tuple[tuple[int, ...], int]]:
+    """A run's numbers, and how often: alone those of the first micro-batch, and the last ones, which others follow."""
+    left, first = run.times, tuple([_number(*action) for action in run.actions])
+    numbers = tuple([number & ~1 for number in first])
+    if first != numbers:
+        yield first, 1
+        left -= 1
+    if left - ahead > 1:
+        yield numbers, left - ahead
+        left = ahead
+    for _ in range(left):
+        yield numbers, 1

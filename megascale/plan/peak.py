@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import NamedTuple
 
 from megascale.catalog.precisions import PRECISIONS
@@ -19,11 +18,11 @@ from megascale.layout.recompute import recompute_of
 from megascale.plan.activations import INDEX, Sizes
 from megascale.plan.ends import embedding_backward, head_forward
 from megascale.plan.flops import block_weights
-from megascale.plan.orders import Orders, done, kinds
+from megascale.plan.orders import Piece, done, kinds
 from megascale.plan.tape import norm_backward
 from megascale.plan.traffic import message_bytes
 from megascale.plan.working import CASTS, block_backward, block_forward, first_forward
-from megascale.schedule.lower import AHEAD, receives
+from megascale.schedule.lower import AHEAD
 
 Starts = list[tuple[str, list[int]]]
 """The units that buckets of a chunk begin with, in the order of backwards, and the bytes of each whole gradient."""
@@ -81,19 +80,28 @@ def stage_of(config: RunConfig, pp_rank: int, kept: Sequence[int]) -> Stage:
     return Stage(chunks, units)
 
 
-def peak_bytes(config: RunConfig, pp_rank: int, orders: Orders, stage: Stage) -> PeakBytes:
-    """On a rank of pipeline stage `pp_rank`, of a resolved configuration. `orders`: of the ranks of all stages."""
-    played, always = _Played(config, pp_rank, stage), _always(config, pp_rank)
-    which, kept, highest, fullest = played.fullest(orders[pp_rank]), 0, 0, (0, 0, 0)
-    totals = [moment.total + always for moment in played.moments]
+def peak_bytes(config: RunConfig, pp_rank: int, order: Iterable[Piece], stage: Stage) -> PeakBytes:
+    """On a rank of pipeline stage `pp_rank`, of a resolved configuration, that does what `order` says."""
+    played, size, always = _Played(config, pp_rank, stage), message_bytes(config), _always(config, pp_rank)
     grows = [(-1 if kind.backward else 1) * stage.chunks[kind.chunk].kept for kind in kinds(len(stage.chunks))]
-    for number, moment, messages in zip(orders[pp_rank], which, _awaited(config, pp_rank, orders), strict=True):
-        total = kept + messages + totals[moment]
-        if total > highest:
-            highest, fullest = total, (moment, kept, messages)
-        kept += grows[number]
-    moment, kept, messages = fullest
-    return played.moments[moment].beside(kept, messages + always)
+    here, kept, highest, fullest = played.begin, 0, 0, PeakBytes()
+    for numbers, awaited, times in order:
+        left = times
+        while left:
+            before, begun = here, kept
+            for number, receives in zip(numbers, awaited, strict=True):
+                if number not in here.after:
+                    played.find(here, number)
+                moment, most, here = here.after[number]
+                total = kept + most + size * receives
+                if total > highest:
+                    highest, fullest = total, moment.beside(kept, size * receives + always)
+                kept += grows[number]
+            left -= 1
+            if left and here is before:  # so it will be: none is fuller than this time and the last
+                kept += (left - 1) * (kept - begun)
+                left = 1
+    return fullest
 
 
 class _Moment(NamedTuple):
@@ -117,17 +125,15 @@ class _Moment(NamedTuple):
 
 class _State(NamedTuple):
     """A rank between two actions: the whole gradients that there are; and `after` each action that was done then, by
-    its number, that of its fullest moment and what the rank is next.
+    its number, its fullest moment, the bytes of that, and what the rank is next.
     """
 
     gradients: Whole
-    after: dict[int, tuple[int, _State]]
+    after: dict[int, tuple[_Moment, int, _State]]
 
 
 class _Played:
-    """The actions of a rank. What one takes depends on its chunk, and on the whole gradients that there are: `moments`
-    are those that were found.
-    """
+    """The actions of a rank. What one takes depends on its chunk, and on the whole gradients that there are."""
 
     def __init__(self, config: RunConfig, pp_rank: int, stage: Stage) -> None:
         self._chunks, self._rooms, layout = stage.chunks, Rooms(config, stage.units), stages_of(config)
@@ -135,19 +141,13 @@ class _Played:
         self._grad = Sizes(config).residual
         self._lacking = sum(chunk.casts for chunk in self._chunks)  # weights that are not cast yet
         self._known: dict[Whole, _State] = {}
-        self.moments: list[_Moment] = []
+        self.begin = self._now()
 
-    def fullest(self, order: Sequence[int]) -> list[int]:
-        """Of each action of an order the number of the moment in which there is most."""
-        here, found = self._now(), list[int]()
-        for number in order:
-            if number not in here.after:
-                self._rooms.whole = here.gradients
-                self.moments.append(max(self._moments(*done(number)), key=lambda moment: moment.total))
-                here.after[number] = len(self.moments) - 1, self._now()
-            moment, here = here.after[number]
-            found.append(moment)
-        return found
+    def find(self, here: _State, number: int) -> None:
+        """What comes of an action."""
+        self._rooms.whole = here.gradients
+        moment = max(self._moments(*done(number)), key=lambda moment: moment.total)
+        here.after[number] = moment, moment.total, self._now()
 
     def _now(self) -> _State:
         return self._known.setdefault(self._rooms.whole, _State(self._rooms.whole, {}))
@@ -262,21 +262,6 @@ def _always(config: RunConfig, pp_rank: int) -> int:
     ends = pp_rank in (0, config.parallel.pp - 1)
     tokens = 2 * INDEX * sizes.tokens * config.micro_batches if ends else 0
     return tokens + (sizes.seq * m.head_dim * sizes.wide if m.position == "rope" else 0)
-
-
-def _awaited(config: RunConfig, pp_rank: int, orders: Orders) -> list[int]:
-    """Bytes of the receives that are posted while each action runs, for those that follow it."""
-    p, layout, order, size = config.parallel, stages_of(config), orders[pp_rank], message_bytes(config)
-    ahead = AHEAD if config.overlap.pp else 0
-    if p.pp == 1:
-        return [0] * len(order)
-    ends = [layout.index(pp_rank, of.chunk) == (layout.count - 1 if of.backward else 0) for of in kinds(p.vpp)]
-    needed = list(accumulate(0 if ends[number] else 1 for number in order))
-    if p.pp == 2:  # activations and gradients are one sender's, in whose order all are posted
-        posted = list(accumulate(map(len, receives(orders.schedule, pp_rank, p.vpp, ahead))))
-    else:
-        posted = [*needed[ahead:], *[needed[-1]] * ahead][: len(needed)]
-    return [size * (there - own) for there, own in zip(posted, needed, strict=True)]
 
 
 class Rooms:

@@ -6,13 +6,14 @@ further group. How far apart a and b are says how exact the answer is if the oth
 seen by themselves, for they may fall behind compute, which does not wait for them. What messages and reductions take
 from each other is no sum and no later of two times: where they meet again and again, groups are left out only if all
 takes the same time to a rounding, and reductions neither catch up nor fall behind, or are so far behind that each
-message meets one all the way.
+message meets one all the way. Where all forwards come before all backwards, ranks are a line of machines, each with a
+pace of its own.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,19 +23,19 @@ from numpy.typing import NDArray
 from megascale.plan.estimate import Place
 from megascale.plan.profiles import Hides
 from megascale.plan.simulate import ROUNDING, Replay, Times
-from megascale.plan.wavefronts import Mask, Numbers, Program, Wavefronts, Window
+from megascale.plan.wavefronts import Numbers, Program, Wavefronts, Window
 
 Seconds = NDArray[np.float64]
 """A column for each of the variants of a step that are replayed together."""
-
-STEPS = (1, 4, 16, 64)
-"""Groups after which times may come again that do not after one."""
 
 EXACT = 1e-4
 """The part of a step's time by which the answer may be off."""
 
 ALIKE = 1e-9
-"""Likewise where messages and reductions meet; and where forwards pile up, for each rank then has a pace of its own."""
+"""Likewise where messages and reductions meet, or forwards pile up."""
+
+EQUAL = 1e-14
+"""The part of a time by which two ways to the same may differ, for each sum is rounded."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,21 @@ class Repeating:
 
 
 class _Left(NamedTuple):
-    """When what a group of micro-batches leaves is there: `compute` and messages, and `dp`. `partly`: whether some
-    message of a rank did not meet a reduction all the way.
-    """
+    """What a window leaves, as in `Clocks`: `free` of its ways, `sent` of results that are looked at."""
 
-    compute: Seconds
+    now: Seconds
     dp: Seconds
-    partly: Mask
+    free: Seconds
+    sent: Seconds
+
+    @property
+    def waited_for(self) -> Seconds:
+        """All that others may have to wait for."""
+        return np.concatenate([self.now, self.free, self.sent])
+
+    def after(self, before: _Left) -> _Left:
+        """How much later all that is."""
+        return _Left(*(a - b for a, b in zip(self, before, strict=True)))
 
 
 class Clocks:
@@ -74,24 +83,33 @@ class Clocks:
     def __init__(self, program: Program, variants: Sequence[Times], hides: Hides) -> None:
         fronts = self._fronts = program.fronts
         self._program, self._hides = program, hides
-        count, columns = len(fronts.rank), len(variants)
+        places, columns = fronts.places, len(variants)
         self._forward = _table(fronts, [times.forward for times in variants])
         self._backward = _table(fronts, [times.backward for times in variants])
         self._reduce = _table(fronts, [times.reduce for times in variants])
         self._hidden = 1 - 1 / np.maximum(_table(fronts, [times.buckets for times in variants]), 1)
-        self._drag = np.array([times.drag for times in variants])
-        self._contends = np.array([times.contends for times in variants])
-        took = np.stack([self._forward, self._backward], 1).reshape(-1, columns)
         hops, message = (np.array(found) for found in zip(*((t.hops, t.message) for t in variants), strict=True))
-        self._took = took[fronts.place] + hops * (fronts.source < count)[:, None]
-        self._message = message * fronts.sends[:, None]
-        self._meets = self._contends & (message > 0) & hides.dp & program.reduces_each
+        self._contends = np.array([times.contends for times in variants]) & (message > 0)
+        self._took = np.stack([self._forward, self._backward], 1).reshape(-1, columns) + hops * places.gets[:, None]
+        self._message = message * places.sends[:, None]
+        self._reductions = self._parts(np.array([times.drag for times in variants]))
+        self._meets = self._contends & hides.dp & program.reduces_each
         self._tolerance = np.where(self._meets | program.piles, ALIKE, EXACT)
         self._now, self._dp = np.zeros((2, fronts.p, columns))
-        self._partly = np.zeros((fronts.p, columns), bool)
+        self._met, self._partly = np.zeros((2, fronts.p, columns), bool)
         self._free = np.zeros((2 * fronts.p, columns))
-        self._sent = np.full((count + 1, columns), -np.inf)  # what waits for nothing has the last of them
+        self._sent = np.empty((len(fronts.rank) + 1, columns))
+        self._sent[-1] = -np.inf  # what waits for nothing has this
         self._ready = self._gather(_table(fronts, [times.gather for times in variants]))
+
+    def _parts(self, drag: Seconds) -> NDArray[np.float64]:
+        """Of a reduction after each chunk's backward: what it takes, how much of that at most before the backward's end
+        and how much at least after it, and what compute takes longer by. Of one that takes nothing nothing is later.
+        """
+        took, hidden = self._reduce, self._hidden
+        early = np.where(took > 0, self._backward * hidden, np.inf)
+        late = np.where(took > 0, took * (1 - hidden), -np.inf)
+        return np.stack([took, early, late, took * hidden * drag])
 
     def _gather(self, took: Seconds) -> Seconds:
         """When the weights of each chunk are there for its first forward; the same as in `simulate`."""
@@ -112,91 +130,119 @@ class Clocks:
         source, offset = (window.source, fronts.edges[window.start]) if window else (fronts.source, 0)
         for front in range(start, end):
             a, b = fronts.edges[front], fronts.edges[front + 1]
-            rows, took = fronts.rows[front], self._message[a:b]
-            now = np.maximum(self._now[rows], self._sent[source[a - offset : b - offset]])
+            rows, place = fronts.rows[front], fronts.place[a:b]
+            took, way = self._message.take(place, 0), fronts.places.way.take(place)
+            now = np.maximum(self._now[rows], self._sent.take(source[a - offset : b - offset], 0))
             if fronts.opening[front]:
                 opens = fronts.opens[a:b, None]
-                np.maximum(now, np.where(opens, self._ready[fronts.place[a:b] // 2], 0.0), out=now)
-            now += self._took[a:b]
-            leaves = np.maximum(now, self._free[fronts.way[a:b]]) if hides.pp else now
+                np.maximum(now, np.where(opens, self._ready[place // 2], 0.0), out=now)
+            now += self._took.take(place, 0)
+            leaves = np.maximum(now, self._free.take(way, 0))
             if contends:
                 took = took + self._shared(rows, leaves, took)
-            self._sent[a:b] = leaves = leaves + took
-            if hides.pp:
-                self._free[fronts.way[a:b]] = leaves
-            else:
-                now = leaves
-            self._now[rows] = now
+            self._sent[a:b] = self._free[way] = leaves = leaves + took
+            self._now[rows] = now if hides.pp else leaves
             if fronts.reducing[front] and hides.dp:
-                self._reduced(fronts.rank[a:b], fronts.place[a:b] // 2, fronts.reduces[a:b, None])
+                chosen = np.flatnonzero(fronts.reduces[a:b])
+                self._reduced(fronts.rank[a:b].take(chosen), place.take(chosen) // 2)
 
     def _shared(self, rows: slice | Numbers, start: Seconds, took: Seconds) -> Seconds:
         """What messages take longer by, because each has half of its way while a collective takes it too."""
         meet = np.minimum(took, self._dp[rows] - start)
         meet[(meet <= ROUNDING * took) | ~self._contends] = 0.0
         self._dp[rows] += meet
+        self._met[rows] |= meet > 0
         self._partly[rows] |= meet < took * (1 - ALIKE)
         return meet
 
-    def _reduced(self, ranks: Numbers, places: Numbers, chosen: Mask) -> None:
+    def _reduced(self, ranks: Numbers, places: Numbers) -> None:
         """Gradients, from the first bucket that is complete; the last one comes after the backward."""
-        took = self._reduce[places] * chosen
-        now, hidden = self._now[ranks], self._hidden[places]
-        start = np.maximum(now - self._backward[places] * hidden, self._dp[ranks])
-        done = np.maximum(start + took, now + took * (1 - hidden))
-        self._dp[ranks] = np.where(took > 0, done, self._dp[ranks])
-        self._now[ranks] += took * hidden * self._drag
+        now, (took, early, late, drag) = self._now.take(ranks, 0), self._reductions.take(places, 1)
+        start = np.maximum(now - early, self._dp.take(ranks, 0))
+        self._dp[ranks] = np.maximum(start + took, now + late)
+        self._now[ranks] = now + drag
 
     def repeat(self, window: Window) -> None:
-        """Go through a window as often as is left, or until it is known when all will be done."""
-        lefts = deque([self._left(window)], maxlen=STEPS[-1] + 1)
-        for done in range(window.left):
-            others = window.left - done
-            for step in STEPS:
-                if done >= step and others % step == 0 and self._skip(window, lefts, step, others // step):
-                    return
-            self._partly = np.zeros_like(self._partly)
+        """Go through a window as often as is left, or until it is known when all will be done: what it leaves is held
+        against what it left some times before, 1, then up to 2, 4, 8 ... (Brent 1980).
+        """
+        last = deque([self._left(window)], maxlen=3)
+        left, before, times, most = window.left, last[-1], 0, 1
+        while left:
+            if times == most:
+                before, times, most = last[-1], 0, 2 * most
+            if times == 0:
+                self._met, self._partly = np.zeros((2, *self._now.shape), bool)
             self.play(window.start, window.end, window)
-            lefts.append(self._left(window))
+            last.append(self._left(window))
+            left, times = left - 1, times + 1
+            if self._program.piles and times > 1 and self._in_line(window, last, left):
+                left = 0
+            elif left >= times and self._alike(window, before, last[-1], times, left // times):
+                left, times = left % times, most
+                last = deque([self._left(window)], maxlen=3)
 
     def _left(self, window: Window) -> _Left:
-        free = [self._free[window.ways]] if self._hides.pp else []  # else they are when compute goes on
-        return _Left(np.concatenate([self._now, *free, self._sent[window.carried]]), self._dp.copy(), self._partly)
+        sent = self._sent[window.actions if self._program.piles else window.carried]
+        return _Left(self._now.copy(), self._dp.copy(), self._free[window.ways], sent.copy())
 
-    def _skip(self, window: Window, lefts: Sequence[_Left], step: int, times: int) -> bool:
-        """Let `times` further steps of so many groups be done, if it is known what they take; whether it is. `lefts`:
-        of the last groups.
+    def _alike(self, window: Window, before: _Left, left: _Left, step: int, times: int) -> bool:
+        """Let a window be done `times` times `step` times more, if it is known what that takes, as much for all ranks;
+        whether it is. `before`: what it left `step` times before what is `left` now.
         """
-        before, left = lefts[-1 - step], lefts[-1]
-        later = left.compute - before.compute
+        later = left.waited_for - before.waited_for
         least, most = later.min(axis=0), later.max(axis=0)
         mean = (least + most) / 2
-        ended = left.compute.max(axis=0) + mean * times
-        if ((most - least) * times > self._tolerance * ended).any():
+        ended = left.waited_for.max(axis=0) + mean * times
+        own = step * self._reduces(window)
+        earliest = np.where(own > 0, left.dp - before.dp, mean)
+        latest = np.maximum(np.maximum(earliest, most), own)
+        slack, behind = ALIKE * ended, earliest - mean
+        gathers = self._contends & (own == 0) & (left.dp > left.now)  # still, and messages meet that
+        wavers = self._meets & ((behind < -slack) | ((behind > slack) & self._partly))
+        late = np.maximum(most - least, latest - earliest) * times > self._tolerance * ended
+        if (gathers | wavers | late).any():
             return False
-        if self._program.reduces_each and self._hides.dp:
-            own = step * self._reductions(window)
-            earliest = np.where(own > 0, left.dp - before.dp, mean)
-            latest = np.maximum(np.maximum(earliest, most), own)
-            slack, behind = ALIKE * ended, earliest - mean
-            partly = np.any([lefts[-1 - ago].partly for ago in range(step)], axis=0)
-            if (self._meets & ((behind < -slack) | ((behind > slack) & partly))).any():
-                return False
-            if ((latest - earliest) * times > self._tolerance * ended).any():
-                return False
-            self._dp += (earliest + latest) / 2 * times
-        self._now += mean * times
-        self._free[window.ways] += mean * times
-        self._sent[window.actions] += mean * times
+        self._go_on(window, times, _Left(mean, np.where(own > 0, (earliest + latest) / 2, 0.0), mean, mean))
         return True
 
-    def _reductions(self, window: Window) -> Seconds:
+    def _in_line(self, window: Window, last: Iterable[_Left], times: int) -> bool:
+        """The same of a window of forwards or of backwards, where no rank waits for one behind it, and each has its own
+        pace. A time that is the later of some others goes on as it did twice, if none of those is faster than it.
+        `last`: what the window left the last three times.
+        """
+        first, second, left = last
+        later, slack = left.after(second), EQUAL * np.maximum(left.waited_for.max(axis=0), left.dp.max(axis=0))
+        if any((np.abs(a) > slack).any() for a in later.after(second.after(first))):
+            return False
+        fronts = self._fronts
+        ranks = np.concatenate([np.arange(fronts.p), window.ways % fronts.p, fronts.rank[window.actions]])
+        backwards = fronts.places.backward[fronts.place[window.actions.start]]
+        order = np.argsort(-ranks if backwards else ranks, kind="stable")  # of each what leaves it behind its compute
+        free = ~self._met & (later.dp <= later.free + slack)
+        taken = ~self._partly & (later.dp >= later.free - slack)
+        faster = np.diff(later.waited_for[order], axis=0) < -slack
+        if faster.any() or (self._contends & ~(free | taken)).any():
+            return False
+        if ((self._reduces(window) > 0) & (later.dp < later.now - slack)).any():
+            return False
+        self._go_on(window, times, later)
+        return True
+
+    def _go_on(self, window: Window, times: int, later: _Left) -> None:
+        """All that a window leaves is so much later, so many times."""
+        self._now += later.now * times
+        self._dp += later.dp * times
+        self._free[window.ways] += later.free * times
+        self._sent[window.actions] += later.sent * times
+
+    def _reduces(self, window: Window) -> Seconds:
         """Seconds of each rank's in a window."""
         fronts = self._fronts
-        counts = np.bincount(
-            fronts.place[window.actions][fronts.reduces[window.actions]] // 2, minlength=len(self._reduce)
-        )
-        return self._by_rank(counts[:, None] * self._reduce)
+        if not (self._program.reduces_each and self._hides.dp):
+            return np.zeros_like(self._now)
+        reduced = fronts.place[window.actions][fronts.reduces[window.actions]]
+        return self._by_rank(np.bincount(reduced // 2, minlength=len(self._reduce))[:, None] * self._reduce)
 
     def _by_rank(self, seconds: Seconds) -> Seconds:
         """The sum over a rank's chunks."""

@@ -14,6 +14,7 @@ from megascale.plan.least import least_time
 from megascale.plan.profiles import Hardware, Stack
 from megascale.plan.steady import Repeating
 from megascale.plan.wavefronts import Program, program
+from megascale.schedule.runs import runs_of
 
 RECENT = 16
 """Schedules that are kept: neighbours in the search often have the same."""
@@ -65,5 +66,10 @@ class Steps:
 
 def _program(name: str, p: int, v: int, m: int, reduces_each: bool) -> Program:
     return program(
-        partial(SCHEDULES[name].load(), p, v), p, v, m, piles=SCHEDULES[name].facts["piles"], reduces_each=reduces_each
+        partial(runs_of, SCHEDULES[name].load(), p, v),
+        p,
+        v,
+        m,
+        piles=SCHEDULES[name].facts["piles"],
+        reduces_each=reduces_each,
     )

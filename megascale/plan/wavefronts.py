@@ -1,9 +1,9 @@
 """A compute schedule in wavefronts: what its ranks would do at the same time if every action took as long.
 
 The actions of a wavefront need none of each other, so their times are found together. Schedules repeat themselves:
-micro-batches go in groups, as equal as can be and none smaller than the p stages (`schedule.interleaved`), and ranks do
-with each what they did with the one before. So the wavefronts of a few groups are those of many, if some of them are
-gone through again.
+micro-batches go one by one, or in groups, as equal as can be and none smaller than the p stages
+(`schedule.interleaved`), and ranks do with each what they did with the one before. So the wavefronts of a few are those
+of many, if some of them are gone through again.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megascale.schedule.interleaved import Groups, groups_of
-from megascale.schedule.ir import Kind, Order, Schedule
+from megascale.schedule.interleaved import groups_of
+from megascale.schedule.ir import Kind
+from megascale.schedule.runs import Runs
 
-Numbers = NDArray[np.intp]
+Number = np.int32  # half of the room that a step's many actions take is twice the pace
+Numbers = NDArray[Number]
 Mask = NDArray[np.bool_]
 
 BACKWARD = Kind.B
@@ -32,13 +33,14 @@ GROUPS = 4
 
 class Repeat(NamedTuple):
     """Micro-batches that a few stand for: `left` times `size`, as those from `first`. Those begin where the first rank
-    does `kind` with the first of them.
+    does `kind` with the first of them. `alone`: nothing else is done there, on any rank.
     """
 
     kind: Kind
     first: int
     size: int
     left: int
+    alone: bool = False
 
 
 class Few(NamedTuple):
@@ -50,14 +52,13 @@ class Few(NamedTuple):
 
 def few_for(p: int, v: int, m: int, *, piles: bool) -> Few:
     """Those that stand for m, of p ranks with v chunks each. `piles`: all forwards come before all backwards."""
-    if piles:
-        least = 3 * p + 1  # of which all ranks do 2 p at the same time, forwards and then backwards
-        count = min(m, least + (m - least) % p)
-        left = (m - count) // p
-        return Few(count, (Repeat(Kind.F, p, p, left), Repeat(Kind.B, 0, p, left)) if left else ())
-    count, runs = (m % p, (Groups(m // p, p),)) if v == 1 else (0, groups_of(p, m))
-    repeats, some = list[Repeat](), GROUPS + (p == 1)  # alone a rank has nothing to drain, and ends at once
-    for number, size in runs:
+    if v == 1:  # they fill the pipeline, and go on one by one, of which two are compared
+        count = min(m, p + 2)
+        left, kinds = m - count, ((Kind.F, p), (Kind.B, 0)) if piles else ((Kind.F, p),)
+        return Few(count, tuple(Repeat(kind, first, 1, left, piles) for kind, first in kinds if left))
+    some = m if piles else GROUPS + (p == 1)  # alone a rank has nothing to drain, and ends at once
+    count, repeats = 0, list[Repeat]()
+    for number, size in groups_of(p, m):
         if number > some:
             repeats.append(Repeat(Kind.F, count + 2 * size, size, number - some))
         count += min(number, some) * size
@@ -67,7 +68,7 @@ def few_for(p: int, v: int, m: int, *, piles: bool) -> Few:
 class Window(NamedTuple):
     """Wavefronts from `start`, before `end`, that are gone through `left` times more, as what follows the first time:
     `source` is then that of their `actions`, of which `carried` are results of the time before. `ways`: by which their
-    results leave, as `Wavefronts.way` has them.
+    results leave, as `Places` number them.
     """
 
     start: int
@@ -92,14 +93,38 @@ class Program(NamedTuple):
     reductions: int
 
 
+class Places(NamedTuple):
+    """Forwards and backwards of all ranks' chunks, numbered 2 (rank v + chunk), and one more for backwards. `stage`: of
+    the whole network's chunks; `gets`: whether it is sent the result of another rank; `sends`: whether it sends its
+    own; `way`: by which that leaves, the rank's for forwards or p behind it that for backwards.
+    """
+
+    stage: Numbers
+    backward: Mask
+    gets: Mask
+    sends: Mask
+    way: Numbers
+
+
+def places(p: int, v: int) -> Places:
+    """Those of p ranks with v chunks each."""
+    rank, chunk, backward = np.indices((p, v, 2), Number).reshape(3, -1)
+    stage = chunk * p + rank
+    first, last = stage == 0, stage == p * v - 1
+    alone, back = p == 1, backward == 1
+    return Places(
+        stage, back, ~(np.where(back, last, first) | alone), ~(np.where(back, first, last) | alone), rank + p * backward
+    )
+
+
 @dataclass(frozen=True)
 class Wavefronts:
     """Actions of p ranks with v chunks each, numbered by wavefront and then by rank; wavefront i has those from
     `edges[i]` before `edges[i + 1]`.
 
-    Of each action: `rank`; `place`: 2 (rank v + chunk), and one more if it is a backward; `micro_batch`; `source`: the
-    action whose result it is sent, or how many there are; `sends`: whether its own is sent; `opens`: whether it is the
-    first of its chunk; `reduces`: whether gradients are reduced after it.
+    Of each action: `rank`; `place`, as `Places` number them; `micro_batch`; `source`: the action whose result it is
+    sent, or how many there are; `opens`: whether it is the first of its chunk; `reduces`: whether gradients are reduced
+    after it.
     """
 
     p: int
@@ -109,14 +134,13 @@ class Wavefronts:
     place: Numbers
     micro_batch: Numbers
     source: Numbers
-    sends: Mask
     opens: Mask
     reduces: Mask
 
     @cached_property
-    def way(self) -> Numbers:
-        """By which each action's result leaves: its rank's for forwards, or p behind it that for backwards."""
-        return self.rank + self.p * (self.place & 1)
+    def places(self) -> Places:
+        """Where its actions are done."""
+        return places(self.p, self.v)
 
     @cached_property
     def rows(self) -> list[slice | Numbers]:
@@ -134,8 +158,8 @@ class Wavefronts:
         return np.logical_or.reduceat(self.reduces, self.edges[:-1]).tolist()
 
     def window(self, repeat: Repeat) -> Window | None:
-        """Where a repeat's wavefronts are; None if those behind them are not the same, some micro-batches later, or
-        need older results than those.
+        """Where a repeat's wavefronts are; None if not all chunks do as much there, those behind them are not the same,
+        some micro-batches later, or need older results than those.
         """
         start, end = (self._wavefront(repeat.kind, repeat.first + more) for more in (0, repeat.size))
         if 2 * end - start >= len(self.edges):
@@ -145,8 +169,11 @@ class Wavefronts:
         edges = np.array(self.edges)
         if last - high != count or (edges[start:end] + count != edges[end : 2 * end - start]).any():
             return None
+        much = repeat.size * ((self.places.backward == (repeat.kind is BACKWARD)) | (not repeat.alone))
+        if not np.array_equal(np.bincount(self.place[first], minlength=len(much)), much):
+            return None
         later = self.micro_batch[second] - self.micro_batch[first]
-        columns = self.rank, self.place, self.sends, self.reduces
+        columns = self.place, self.reduces
         if (later != repeat.size).any() or not all(np.array_equal(of[first], of[second]) for of in columns):
             return None
         source = self.source[second]
@@ -155,7 +182,8 @@ class Wavefronts:
         if (source[before] < begins[before]).any() or self.source[high:].min() < low:
             return None
         found = np.where(before | (source == len(self.rank)), source, source - count)
-        return Window(start, end, repeat.left, first, found, np.unique(source[before]), np.unique(self.way[first]))
+        ways = np.unique(self.places.way[self.place[first]])
+        return Window(start, end, repeat.left, first, found, np.unique(source[before]), ways)
 
     def _wavefront(self, kind: Kind, micro_batch: int) -> int:
         """In which the first rank does `kind` with a micro-batch, on its first chunk."""
@@ -163,7 +191,9 @@ class Wavefronts:
         return int(np.searchsorted(self.edges, np.flatnonzero(chosen)[0], side="right")) - 1
 
 
-def program(schedule: Callable[[int], Schedule], p: int, v: int, m: int, *, piles: bool, reduces_each: bool) -> Program:
+def program(
+    schedule: Callable[[int], list[Runs]], p: int, v: int, m: int, *, piles: bool, reduces_each: bool
+) -> Program:
     """A step of m micro-batches. `schedule`: of so many of them; `piles`: all forwards come before all backwards."""
     few = few_for(p, v, m, piles=piles)
     fronts = wavefronts(schedule(few.micro_batches), v, reduces_each=reduces_each)
@@ -173,56 +203,78 @@ def program(schedule: Callable[[int], Schedule], p: int, v: int, m: int, *, pile
     return Program(fronts, windows, piles, reduces_each, m if reduces_each else 1)
 
 
-def wavefronts(schedule: Schedule, v: int, *, reduces_each: bool) -> Wavefronts:
+def wavefronts(schedule: list[Runs], v: int, *, reduces_each: bool) -> Wavefronts:
     """Of a compute schedule. `reduces_each`: gradients are reduced after each backward, not only a chunk's last.
 
     Raises: RuntimeError if it does not come to its end.
     """
     p = len(schedule)
-    backward, chunk, micro_batch = map(np.concatenate, zip(*map(_columns, schedule), strict=True))
-    lengths = np.array([len(order) for order in schedule])
-    rank, count = np.repeat(np.arange(p), lengths), len(chunk)
-    place, stage, m = 2 * (rank * v + chunk) + backward, chunk * p + rank, int(micro_batch.max()) + 1
-    first, last = (stage == 0) | (p == 1), (stage == p * v - 1) | (p == 1)
-    sends, needs = ~np.where(backward, first, last), ~np.where(backward, last, first)
-    key = (backward * p * v + stage) * m + micro_batch  # of an action among all, its source m before or behind it
-    source = np.where(needs, key + np.where(backward, m, -m), 2 * p * v * m)
-    fronts = _fronts(lengths, key, source, 2 * p * v * m)
-    order, number = np.concatenate(fronts), np.full(2 * p * v * m + 1, count)
-    number[key[order]] = np.arange(count)
-    begins, ends = np.zeros((2, 2 * p * v), np.intp)
-    begins[place[::-1]], ends[place] = np.arange(count)[::-1], np.arange(count)  # of some to one place the last counts
+    listed, at = _listed(schedule, v), places(p, v)
+    lengths, place, micro_batch = listed.lengths, listed.place, listed.micro_batch
+    count, m = len(place), int(micro_batch.max()) + 1
+    own = at.stage + p * v * at.backward
+    before = np.where(at.gets, own + np.where(at.backward, 1, -1), 2 * p * v).astype(Number)
+    key, source = ((of * m)[place] + micro_batch for of in (own, before))  # of an action among all, and what it needs
+    keys = (2 * p * v + 1) * m
+    done, number = np.zeros(keys, bool), np.full(keys, count, Number)
+    done[keys - m :] = True
+    fronts = _fronts(lengths, key, source, done)
+    order = np.concatenate(fronts)
+    number[key[order]] = np.arange(count, dtype=Number)
     opens, complete = np.zeros((2, count), bool)
-    opens[begins[::2]] = complete[ends[1::2]] = True
+    opens[listed.first[::2]] = complete[listed.last[1::2]] = True
+    reduces = at.backward[place] if reduces_each else complete
+    rank = np.repeat(np.arange(p, dtype=Number), lengths)
+    edges = [0, *accumulate(map(len, fronts))]
     return Wavefronts(
-        p, v, [0, *accumulate(map(len, fronts))], rank[order], place[order], micro_batch[order], number[source[order]],
-        sends[order], opens[order], (backward & (complete | reduces_each))[order],
-    )  # fmt: skip
+        p, v, edges, rank[order], place[order], micro_batch[order], number[source[order]], opens[order], reduces[order]
+    )
 
 
-def _columns(order: Order) -> tuple[Mask, Numbers, Numbers]:
-    """Of each action whether it is a backward, its chunk and its micro-batch."""
-    count = len(order)
-    backward = np.fromiter((action[0] is BACKWARD for action in order), bool, count)
-    chunk, micro_batch = (np.fromiter(map(itemgetter(column), order), np.intp, count) for column in (1, 2))
-    return backward, chunk, micro_batch
+class _Listed(NamedTuple):
+    """The actions of all ranks, which do so many each, in their order. `first`, `last`: those at each place."""
+
+    lengths: Numbers
+    place: Numbers
+    micro_batch: Numbers
+    first: Numbers
+    last: Numbers
 
 
-def _fronts(lengths: Numbers, key: Numbers, source: Numbers, keys: int) -> list[Numbers]:
-    """The actions of each wavefront, of ranks that do so many one after another. `key`: of an action among so many;
-    `source`: of the one whose result it needs, or `keys`.
+def _listed(schedule: list[Runs], v: int) -> _Listed:
+    named, lengths, begin = list[tuple[int, ...]](), list[int](), 0
+    for rank, runs in enumerate(schedule):
+        ranks_first = begin
+        for actions, times in runs:
+            for number, (kind, chunk, micro_batch) in enumerate(actions):
+                place = 2 * (rank * v + chunk) + (kind is BACKWARD)
+                named.append((begin + number, len(actions), times, place, micro_batch))
+            begin += len(actions) * times
+        lengths.append(begin - ranks_first)
+    begins, step, times, place, micro_batch = np.array(named).T
+    done = np.arange(begin) - np.repeat(times.cumsum() - times, times)
+    at = np.repeat(begins, times) + np.repeat(step, times) * done
+    places, micro_batches = np.empty((2, begin), Number)
+    places[at], micro_batches[at] = np.repeat(place, times), np.repeat(micro_batch, times) + done
+    first, last = np.empty((2, place.max() + 1), Number)
+    first[place[::-1]] = begins[::-1]  # of some to one place the last counts
+    last[place] = begins + step * (times - 1)
+    return _Listed(np.array(lengths), places, micro_batches, first, last)
+
+
+def _fronts(lengths: Numbers, key: Numbers, source: Numbers, done: Mask) -> list[Numbers]:
+    """The actions of each wavefront, of ranks that do so many one after another. `key`: of an action among all;
+    `source`: of the one whose result it needs; `done`: of each key, whether that is there from the beginning.
     """
     ends = lengths.cumsum()
-    at, done = ends - lengths, np.zeros(keys + 1, bool)
-    done[keys] = True
-    fronts = list[Numbers]()
+    at, fronts = ends - lengths, list[Numbers]()
     while (waiting := np.flatnonzero(at < ends)).size:
-        here = at[waiting]
-        can = done[source[here]]
+        here = at.take(waiting)
+        can = done.take(source.take(here))
         fronts.append(here[can])
         if not can.any():
             raise RuntimeError(f"the schedule does not end: ranks {waiting.tolist()} wait for each other")
-        done[key[fronts[-1]]] = True
+        done[key.take(fronts[-1])] = True
         at[waiting[can]] += 1
     return fronts
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from megascale.schedule.ir import Schedule, backward, forward
+from megascale.schedule.ir import backward, forward
+from megascale.schedule.runs import InRuns, Run, Runs
 
 
-def gpipe(p: int, v: int, m: int) -> Schedule:
+@InRuns
+def gpipe(p: int, v: int, m: int) -> list[Runs]:
     """Orders of p ranks for m micro-batches; v must be 1. Bubble (p - 1) / m of the work."""
     if v != 1:
         raise ValueError(f"gpipe runs one chunk on each rank, not {v}")
-    forwards = [forward(0, i) for i in range(m)]
-    backwards = [backward(0, i) for i in range(m)]
-    return [forwards + backwards for _ in range(p)]
+    return [[Run((forward(0, 0),), m), Run((backward(0, 0),), m)] for _ in range(p)]

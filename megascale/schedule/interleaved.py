@@ -11,17 +11,18 @@ from collections.abc import Iterable
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from megascale.schedule.ir import Schedule, backward, forward
-from megascale.schedule.one_f_one_b import alternate
+from megascale.schedule.ir import backward, forward
+from megascale.schedule.runs import InRuns, Run, Runs, alternate
 
 
-def interleaved_1f1b(p: int, v: int, m: int) -> Schedule:
+@InRuns
+def interleaved_1f1b(p: int, v: int, m: int) -> list[Runs]:
     """Orders of p ranks with v chunks each, for m micro-batches. Bubble (p - 1) / (v m) of the work where p divides
     m.
     """
-    groups = _runs(groups_of(p, m))
-    forwards = [forward(chunk, i) for group in groups for chunk in range(v) for i in group]
-    backwards = [backward(chunk, i) for group in groups for chunk in reversed(range(v)) for i in group]
+    groups = _ranges(groups_of(p, m))
+    forwards = [Run((forward(chunk, group[0]),), len(group)) for group in groups for chunk in range(v)]
+    backwards = [Run((backward(chunk, group[0]),), len(group)) for group in groups for chunk in reversed(range(v))]
     # The first backward of the last rank follows the first forward of its last chunk; ranks before it need two more
     # forwards for each step that the activation and then its gradient travel.
     first = (v - 1) * len(groups[0])
@@ -48,7 +49,7 @@ def groups_of(p: int, m: int) -> tuple[Groups, Groups]:
     return Groups(larger, size + 1), Groups(number - larger, size)
 
 
-def _runs(groups: Iterable[Groups]) -> list[range]:
+def _ranges(groups: Iterable[Groups]) -> list[range]:
     """The micro-batches of each."""
     ends = list(accumulate(size for number, size in groups for _ in range(number)))
     return [range(start, end) for start, end in pairwise([0, *ends])]

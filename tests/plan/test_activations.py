@@ -13,6 +13,8 @@ from megascale.catalog.schedules import SCHEDULES
 from megascale.core.rank import Rank
 from megascale.plan.activations import kept_bytes
 from megascale.plan.orders import Orders
+from megascale.schedule.lower import AHEAD
+from megascale.schedule.runs import runs_of
 from tests.marks import only_quick
 from tests.memory import held_bytes
 from tests.runs import FAMILIES, build_run, builds, config_of, settings
@@ -174,8 +176,8 @@ def compare(
     for rank, found in enumerate(run_world(configs[0].world, watched, configs)):
         for case, config, (kept, peak) in zip(cases, configs, found, strict=True):
             pp_rank = rank // (p.tp * config.dp)
-            schedule = SCHEDULES[p.schedule].load()(p.pp, p.vpp, config.micro_batches)
-            planned = kept_bytes(config, pp_rank).in_order(Orders(schedule)[pp_rank])
+            runs = runs_of(SCHEDULES[p.schedule].load(), p.pp, p.vpp, config.micro_batches)
+            planned = kept_bytes(config, pp_rank).in_order(Orders(runs, p.vpp).of(pp_rank, AHEAD))
             assert kept == [{size} for size in planned.kept], (case, rank)
             assert peak == planned.peak, (case, rank)
 

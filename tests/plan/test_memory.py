@@ -12,11 +12,14 @@ from megascale.catalog.schedules import SCHEDULES
 from megascale.config.explain import load
 from megascale.config.run import RunConfig
 from megascale.plan import memory as memory_of
+from megascale.plan import peak as peak_of
 from megascale.plan.memory import fullest_rank, rank_bytes, representative, state_bytes
+from megascale.plan.orders import Orders
 from megascale.plan.peak import PeakBytes, peak_bytes
 from megascale.plan.report import memory
 from megascale.schedule.ir import Kind, Order
 from megascale.schedule.lower import AHEAD
+from megascale.schedule.runs import Run
 from tests.plan.jobs import jobs
 
 RELEASES = RunConfig.model_validate(  # more than it works with, when its gradients are summed
@@ -48,30 +51,52 @@ def test_what_is_alive_does_not_grow_with_the_micro_batches(name: str, p: int, v
 
 
 def test_few_micro_batches_show_what_many_do() -> None:
-    assert representative(105, 1, 10**6) == 109  # by p actions of a rank, of p ranks: in their square
     assert representative(8, 6, 6144 + 5) == 6 * 8 + 3
 
 
-@settings(max_examples=100, suppress_health_check=list(HealthCheck))
-@given(jobs(), st.integers(1, 40), st.booleans())
-def test_what_piles_up_grows_by_what_each_keeps(config: RunConfig, m: int, shards: bool) -> None:
-    parallel = config.parallel.model_copy(update={"schedule": "gpipe", "vpp": 1, "layers_per_chunk": None})
+@settings(max_examples=200, suppress_health_check=list(HealthCheck))
+@given(jobs(), st.sampled_from(["own", "gpipe"]), st.integers(1, 40), st.booleans())
+def test_what_is_done_again_and_again_is_played_once(config: RunConfig, name: str, m: int, shards: bool) -> None:
+    """As if each action stood alone."""
     batch = config.batch.model_copy(update={"total": config.batch.micro * config.dp * m})
-    train = config.train.model_copy(update={"recompute_chunks": None})
-    config = config.model_copy(update={"parallel": parallel, "batch": batch, "train": train})
+    config = (piled(config) if name == "gpipe" else config).model_copy(update={"batch": batch})
     found = rank_bytes(config, shards_weights=shards)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megascale.plan.memory.representative", lambda p, v, count: count)
+        patch.setattr(memory_of, "_orders", one_by_one)
         assert found == rank_bytes(config, shards_weights=shards)
+
+
+def one_by_one(name: str, p: int, v: int, m: int) -> Orders:
+    return Orders([[Run((action,)) for action in order] for order in SCHEDULES[name].load()(p, v, m)], v)
+
+
+def piled(config: RunConfig) -> RunConfig:
+    """With all forwards before all backwards."""
+    parallel = config.parallel.model_copy(update={"schedule": "gpipe", "vpp": 1, "layers_per_chunk": None})
+    train = config.train.model_copy(update={"recompute_chunks": None})
+    return config.model_copy(update={"parallel": parallel, "train": train})
+
+
+def test_any_number_of_micro_batches_is_played_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = list[int]()
+    find = peak_of._Played.find
+
+    def counted(played_on: Any, here: Any, number: int) -> None:
+        played.append(number)
+        find(played_on, here, number)
+
+    monkeypatch.setattr(peak_of._Played, "find", counted)
+    overrides = ["parallel.schedule=gpipe", "parallel.pp=4", "parallel.vpp=1", "batch.global=1000000000"]
+    config = load("configs/gpu/megascale-175b.toml", [*overrides, "parallel.zero=2"], world=32)
+    for rank in rank_bytes(config):
+        assert rank.peak.kept // rank.activations.kept[0] in (10**9 - 1, 10**9)
+    assert len(played) < 100
 
 
 @settings(max_examples=100, suppress_health_check=list(HealthCheck))
 @given(jobs(), st.sampled_from(["own", "gpipe"]), st.booleans())
 def test_the_fullest_is_found_without_playing_all(config: RunConfig, schedule: str, shards: bool) -> None:
-    if schedule == "gpipe":
-        parallel = config.parallel.model_copy(update={"schedule": "gpipe", "vpp": 1, "layers_per_chunk": None})
-        train = config.train.model_copy(update={"recompute_chunks": None})
-        config = config.model_copy(update={"parallel": parallel, "train": train})
+    config = piled(config) if schedule == "gpipe" else config
     totals = [rank.total for rank in rank_bytes(config, shards_weights=shards)]
     assert fullest_rank(config, shards_weights=shards).total == max(totals)
     room = sorted(totals)[len(totals) // 2] - 1

@@ -19,6 +19,7 @@ from megascale.plan.simulate import Replay, Times, replay
 from megascale.plan.steady import EXACT, Repeating
 from megascale.plan.wavefronts import Window, program
 from megascale.schedule.lower import lower
+from megascale.schedule.runs import runs_of
 
 
 @st.composite
@@ -39,10 +40,12 @@ def pipelines(draw: Any) -> tuple[int, int, int, Times, Hides, bool]:
     times = Times(
         forward,
         {place: 2 * seconds for place, seconds in forward.items()},
-        draw(st.sampled_from([0.0, 0.01, 0.1])),
+        draw(st.sampled_from([0.0, 0.01, 0.1, 2.5])),
         draw(st.sampled_from([0.0, 0.05])),
         reduce,
-        reduce if draw(st.booleans()) else {},
+        {place: draw(st.sampled_from([1, 50])) * seconds for place, seconds in reduce.items()}
+        if draw(st.booleans())
+        else {},
         buckets=dict.fromkeys(forward, draw(st.sampled_from([1, 3]))),
         drag=draw(st.sampled_from([0.0, 0.25])),
         contends=meet or draw(st.booleans()),
@@ -53,10 +56,10 @@ def pipelines(draw: Any) -> tuple[int, int, int, Times, Hides, bool]:
 
 def replayed(name: str, p: int, v: int, m: int, times: Times, hides: Hides, each: bool) -> tuple[Replay, Replay]:
     """All micro-batches, and a few of them."""
-    schedule = partial(SCHEDULES[name].load(), p, v)
+    schedule = partial(runs_of, SCHEDULES[name].load(), p, v)
     few = program(schedule, p, v, m, piles=name == "gpipe", reduces_each=each)
     (found,) = Repeating({}, lambda: few).replay([times], hides)
-    return replay(lower(schedule(m), v, reduce_each=each), v, times, hides), found
+    return replay(lower(SCHEDULES[name].load()(p, v, m), v, reduce_each=each), v, times, hides), found
 
 
 @settings(max_examples=200)
@@ -104,13 +107,26 @@ def test_a_step_of_a_thousand_micro_batches(monkeypatch: pytest.MonkeyPatch) -> 
     assert sum(played) < 2 * 3 * config.micro_batches / 20
 
 
+@pytest.mark.parametrize("paces", [[1.0, 1.1, 0.7, 2.0], [2.0, 0.7, 1.1, 1.0]])
+@pytest.mark.parametrize("reduce", [0.1, 3.0])
+def test_a_line_goes_on_as_it_did(paces: list[float], reduce: float) -> None:
+    """Each rank at its own pace: those before a slow one wait for it, those behind it get ahead."""
+    forward = {(rank, 0): pace for rank, pace in enumerate(paces)}
+    times = Times(forward, forward, 0.3, 0.1, dict.fromkeys(forward, reduce), {}, contends=True)
+    hides = Hides(pp=True, dp=True)
+    less, more = (replayed("gpipe", 4, 1, m, times, hides, each=True)[0].last for m in (2000, 3000))
+    made = program(partial(runs_of, SCHEDULES["gpipe"].load(), 4, 1), 4, 1, 10**6, piles=True, reduces_each=True)
+    (found,) = Repeating({}, lambda: made).replay([times], hides)
+    assert found.last == pytest.approx(less + (more - less) * 998, rel=1e-9)
+
+
 @given(pipelines(), st.data())
 def test_variants_do_not_see_each_other(drawn: tuple[int, int, int, Times, Hides, bool], data: st.DataObject) -> None:
     p, v, m, times, hides, each = drawn
     m = data.draw(st.integers(1, 8 * p))
-    schedule = partial(SCHEDULES["interleaved_1f1b" if v > 1 else "1f1b"].load(), p, v)
-    few = program(schedule, p, v, m, piles=False, reduces_each=each)
+    function = SCHEDULES["interleaved_1f1b" if v > 1 else "1f1b"].load()
+    few = program(partial(runs_of, function, p, v), p, v, m, piles=False, reduces_each=each)
     variants = [times, replace(times, message=0.0, hops=0.0), replace(times, reduce={}, gather={}, contends=False)]
-    lowered = lower(schedule(m), v, reduce_each=each)
+    lowered = lower(function(p, v, m), v, reduce_each=each)
     for found, alone in zip(Repeating({}, lambda: few).replay(variants, hides), variants, strict=True):
         assert found.end == pytest.approx(replay(lowered, v, alone, hides).end, rel=EXACT)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from megascale.catalog.schedules import SCHEDULES
 from megascale.plan.wavefronts import Numbers, Program, Wavefronts, program, wavefronts
-from megascale.schedule.ir import Order, Schedule, backward, forward
+from megascale.schedule.ir import Order, backward, forward
+from megascale.schedule.runs import Run, Runs, runs_of
 
 Drawn = tuple[str, int, int, int, bool]
 
@@ -29,19 +30,20 @@ def drawn(draw: st.DrawFn, groups: int) -> Drawn:
 
 def made(name: str, p: int, v: int, m: int, each: bool) -> Program:
     piles = SCHEDULES[name].facts["piles"]
-    return program(partial(SCHEDULES[name].load(), p, v), p, v, m, piles=piles, reduces_each=each)
+    return program(partial(runs_of, SCHEDULES[name].load(), p, v), p, v, m, piles=piles, reduces_each=each)
 
 
 @given(drawn(8))
 def test_nothing_comes_before_what_it_needs(drawn: Drawn) -> None:
     name, p, v, m, each = drawn
     compute = SCHEDULES[name].load()(p, v, m)
-    fronts = wavefronts(compute, v, reduces_each=each)
+    fronts = wavefronts(runs_of(SCHEDULES[name].load(), p, v, m), v, reduces_each=each)
     assert len(fronts.rank) == 2 * p * v * m
     front = np.repeat(np.arange(len(fronts.edges) - 1), np.diff(fronts.edges))
     sent = fronts.source < len(front)
-    assert (front[fronts.source[sent]] < front[sent]).all() and fronts.sends[fronts.source[sent]].all()
-    assert fronts.sends.sum() == sent.sum() == (2 * (p * v - 1) * m if p > 1 else 0)
+    sends, gets = fronts.places.sends[fronts.place], fronts.places.gets[fronts.place]
+    assert (front[fronts.source[sent]] < front[sent]).all() and sends[fronts.source[sent]].all()
+    assert np.array_equal(gets, sent) and sends.sum() == sent.sum() == (2 * (p * v - 1) * m if p > 1 else 0)
     assert fronts.reduces.sum() == p * v * (m if each else 1) and fronts.opens.sum() == p * v
     for rank, order in enumerate(compute):
         own = fronts.rank == rank
@@ -54,13 +56,13 @@ def test_nothing_comes_before_what_it_needs(drawn: Drawn) -> None:
 @given(drawn(25))
 def test_the_wavefronts_of_a_few_are_those_of_many(drawn: Drawn) -> None:
     name, p, v, m, each = drawn
-    few, all = made(*drawn), wavefronts(SCHEDULES[name].load()(p, v, m), v, reduces_each=each)
+    few, all = made(*drawn), wavefronts(runs_of(SCHEDULES[name].load(), p, v, m), v, reduces_each=each)
     fronts, count = few.fronts, 0
     sender = np.full(len(fronts.rank) + 1, len(all.rank))  # who has left a result at each place
     for front, source in gone_through(few):
         here = slice(*fronts.edges[front : front + 2])
         there = slice(count, count := count + here.stop - here.start)
-        for column in ("rank", "place", "sends", "opens", "reduces"):
+        for column in ("rank", "place", "opens", "reduces"):
             assert np.array_equal(getattr(fronts, column)[here], getattr(all, column)[there]), column
         assert np.array_equal(sender[source], all.source[there])
         sender[here] = range(there.start, there.stop)
@@ -75,13 +77,13 @@ def test_a_few_are_few(drawn: Drawn) -> None:
 
 
 def test_a_schedule_that_does_not_repeat_itself_is_gone_through_whole() -> None:
-    def ever_longer(m: int) -> Schedule:
+    def ever_longer(m: int) -> list[Runs]:
         order, begun = Order(), 0
         while begun < m:
             some = range(begun, min(m, 2 * begun + 1))
             order += [*(forward(0, i) for i in some), *(backward(0, i) for i in some)]
             begun = some.stop
-        return [order]
+        return [[Run((action,)) for action in order]]
 
     found = program(ever_longer, 1, 1, 40, piles=False, reduces_each=False)
     assert found.windows == () and len(found.fronts.rank) == 80
@@ -108,4 +110,4 @@ def plainly(fronts: Wavefronts, start: int, end: int) -> Iterator[tuple[int, Num
 def test_a_schedule_that_does_not_end_is_said() -> None:
     stuck = [[backward(0, 0), forward(0, 0)], [forward(0, 0), backward(0, 0)]]
     with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] wait for each other"):
-        wavefronts(stuck, 1, reduces_each=False)
+        wavefronts([[Run((action,)) for action in order] for order in stuck], 1, reduces_each=False)
