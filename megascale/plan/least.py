@@ -20,6 +20,7 @@ from megascale.plan.estimate import Model, Skeleton
 from megascale.plan.layouts import Layout, Space
 from megascale.plan.links import group_route
 from megascale.plan.memory import state_bytes
+from megascale.plan.peak import token_bytes
 from megascale.plan.profiles import Hardware, Hides, Stack
 from megascale.plan.simulate import Times
 from megascale.plan.working import block_backward
@@ -109,7 +110,7 @@ class Floors:
         self._piles = space.piles
         self._seconds: dict[Layout, tuple[float, float]] = {}
         self._memory: dict[Layout, float] = {}
-        self._kept: dict[Layout, tuple[int, int]] = {}
+        self._kept: dict[Layout, tuple[int, int, int]] = {}
         self._state: dict[int, tuple[_State, _State]] = {}
 
     def step_s(self, layout: Layout) -> float:
@@ -139,9 +140,9 @@ class Floors:
         return max(least, self._micro_batches(layout) * longer)
 
     def memory(self, layout: Layout) -> float:
-        """Bytes of the first rank. All its chunks' activations are alive for as many micro-batches as there are stages,
-        for the first gradients come back after p forwards and p backwards, or for all where they pile up; then a
-        block's backward begins.
+        """Bytes of the first rank. It has the step's tokens. All its chunks' activations are alive for as many
+        micro-batches as there are stages, for the first gradients come back after p forwards and p backwards, or for
+        all where they pile up; then a block's backward begins.
         """
         key = layout._replace(vpp=layout.vpp if self._chunks else 1, schedule="")
         if key not in self._memory:
@@ -150,14 +151,15 @@ class Floors:
 
     def _first_rank(self, layout: Layout) -> float:
         layers, _ = self._layers(layout)
-        kept, working = self._block_bytes(layout)
+        kept, working, tokens = self._block_bytes(layout)
         block, first = self._state_of(layout.tp)
         shards = layout.dp * self._space.config.parallel.cp
         zero = 3 if self._stack.shards_weights else layout.zero
         state = layers * block.sharded(shards, zero) + first.sharded(shards, zero)
         whole = self._whole(layers, block, first) if self._stack.shards_weights else 0.0
-        alive = self._micro_batches(layout)
-        return state + whole + layers * (alive if self._piles else min(alive, layout.pp)) * kept + working
+        count = self._micro_batches(layout)
+        alive = count if self._piles else min(count, layout.pp)
+        return state + whole + count * tokens + layers * alive * kept + working
 
     @staticmethod
     def _whole(layers: int, block: _State, first: _State) -> float:
@@ -196,8 +198,8 @@ class Floors:
             self._seconds[key] = sum(pairs), min(pairs)
         return self._seconds[key]
 
-    def _block_bytes(self, layout: Layout) -> tuple[int, int]:
-        """What a block keeps of a micro-batch, and the most that is there beside while its backward runs."""
+    def _block_bytes(self, layout: Layout) -> tuple[int, int, int]:
+        """What a block keeps of a micro-batch, the most that is there beside while its backward runs, and tokens."""
         key = Layout(tp=layout.tp, sp=layout.sp, micro=layout.micro, recompute=layout.recompute)
         if key not in self._kept:
             config = self._config(**key._asdict())
@@ -206,7 +208,7 @@ class Floors:
             some = {(window, layer in cast): layer for layer, window in enumerate(windows)}.values()
             kept = min(sizes.block(layer).kept(recompute) for layer in some)
             working = min(block_backward(config, layer, recompute) for layer in some)
-            self._kept[key] = kept, sizes.residual + working
+            self._kept[key] = kept, sizes.residual + working, token_bytes(sizes)
         return self._kept[key]
 
     def _state_of(self, tp: int) -> tuple[_State, _State]:

@@ -184,7 +184,7 @@ class _Ranks:
 
 @lru_cache(RECENT)
 def _orders(schedule: str, p: int, v: int, count: int) -> Orders:
-    return Orders(runs_of(SCHEDULES[schedule].load(), p, v, count), v)
+    return Orders(runs_of(SCHEDULES[schedule].load(), p, v, count), p, v)
 
 
 def representative(p: int, v: int, count: int) -> int:

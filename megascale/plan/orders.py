@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from megascale.schedule.ir import Kind, Schedule
 from megascale.schedule.lower import receives
-from megascale.schedule.runs import Run, Runs, expanded
+from megascale.schedule.runs import ByRank, Run, expanded
 
 BACKWARD = Kind.B
 
@@ -45,10 +45,10 @@ class Piece(NamedTuple):
 
 
 class Orders:
-    """What each rank of a compute schedule with v chunks does, found when it is first asked for."""
+    """What each of p ranks of a compute schedule with v chunks does, found when it is first asked for."""
 
-    def __init__(self, runs: list[Runs], v: int) -> None:
-        self._runs, self._p, self._v = runs, len(runs), v
+    def __init__(self, runs: ByRank, p: int, v: int) -> None:
+        self._runs, self._p, self._v = runs, p, v
         self._known: dict[tuple[int, int], list[Piece]] = {}
 
     def of(self, rank: int, ahead: int) -> list[Piece]:
@@ -61,7 +61,7 @@ class Orders:
     def _straight(self, rank: int, ahead: int) -> list[Piece]:
         """Where receives are posted in the order in which they are needed."""
         needs, found, next_needs = self._needs(rank), list[Piece](), tuple[int, ...]()
-        for numbers, times in reversed([each for run in self._runs[rank] for each in _numbered(run, ahead)]):
+        for numbers, times in reversed([each for run in self._runs(rank) for each in _numbered(run, ahead)]):
             own = tuple([needs[number] for number in numbers])
             coming = own + (own * ahead if times > 1 else next_needs)
             awaited = tuple([sum(coming[at : at + ahead]) for at in range(1, len(own) + 1)])
@@ -79,7 +79,7 @@ class Orders:
 
     @cached_property
     def _schedule(self) -> Schedule:
-        return [expanded(runs) for runs in self._runs]
+        return [expanded(self._runs(rank)) for rank in range(self._p)]
 
     def _needs(self, rank: int) -> list[int]:
         """By number, whether an action waits for a message."""

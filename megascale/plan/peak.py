@@ -63,10 +63,13 @@ class ChunkBytes:
 
 
 class Stage(NamedTuple):
-    """What a rank of a pipeline stage has: its chunks, of each the units that its buckets begin with."""
+    """What a rank of a pipeline stage has: its chunks, of each the units that its buckets begin with; and what it
+    `does`.
+    """
 
     chunks: list[ChunkBytes]
     units: list[Starts]
+    does: Actions
 
 
 def stage_of(config: RunConfig, pp_rank: int, kept: Sequence[int]) -> Stage:
@@ -77,21 +80,21 @@ def stage_of(config: RunConfig, pp_rank: int, kept: Sequence[int]) -> Stage:
         if kind not in known:
             known[kind] = _chunk(config, pp_rank, chunk, own, units[chunk])
         chunks.append(known[kind])
-    return Stage(chunks, units)
+    return Stage(chunks, units, Actions(config, pp_rank, chunks, units))
 
 
 def peak_bytes(config: RunConfig, pp_rank: int, order: Iterable[Piece], stage: Stage) -> PeakBytes:
     """On a rank of pipeline stage `pp_rank`, of a resolved configuration, that does what `order` says."""
-    played, size, always = _Played(config, pp_rank, stage), message_bytes(config), _always(config, pp_rank)
+    does, size, always = stage.does, message_bytes(config), _always(config, pp_rank)
     grows = [(-1 if kind.backward else 1) * stage.chunks[kind.chunk].kept for kind in kinds(len(stage.chunks))]
-    here, kept, highest, fullest = played.begin, 0, 0, PeakBytes()
+    here, kept, highest, fullest = does.begin, 0, 0, PeakBytes()
     for numbers, awaited, times in order:
         left = times
         while left:
             before, begun = here, kept
             for number, receives in zip(numbers, awaited, strict=True):
                 if number not in here.after:
-                    played.find(here, number)
+                    does.find(here, number)
                 moment, most, here = here.after[number]
                 total = kept + most + size * receives
                 if total > highest:
@@ -124,44 +127,44 @@ class _Moment(NamedTuple):
 
 
 class _State(NamedTuple):
-    """A rank between two actions: the whole gradients that there are; and `after` each action that was done then, by
-    its number, its fullest moment, the bytes of that, and what the rank is next.
+    """A rank between two actions: the whole gradients that there are, and the bytes of weights that are not cast yet;
+    and `after` each action that was done then, by its number, its fullest moment, the bytes of that, and what the rank
+    is next.
     """
 
     gradients: Whole
+    lacking: int
     after: dict[int, tuple[_Moment, int, _State]]
 
 
-class _Played:
-    """The actions of a rank. What one takes depends on its chunk, and on the whole gradients that there are."""
+class Actions:
+    """Those of a rank, found when they are first done. What one takes depends on its chunk, and on what the rank is."""
 
-    def __init__(self, config: RunConfig, pp_rank: int, stage: Stage) -> None:
-        self._chunks, self._rooms, layout = stage.chunks, Rooms(config, stage.units), stages_of(config)
+    def __init__(self, config: RunConfig, pp_rank: int, chunks: list[ChunkBytes], units: list[Starts]) -> None:
+        self._chunks, self._rooms, layout = chunks, Rooms(config, units), stages_of(config)
         self._last = [layout.index(pp_rank, chunk) == layout.count - 1 for chunk in range(config.parallel.vpp)]
         self._grad = Sizes(config).residual
-        self._lacking = sum(chunk.casts for chunk in self._chunks)  # weights that are not cast yet
-        self._known: dict[Whole, _State] = {}
-        self.begin = self._now()
+        self._known: dict[tuple[Whole, int], _State] = {}
+        self.begin = self._state(sum(chunk.casts for chunk in chunks))
 
     def find(self, here: _State, number: int) -> None:
         """What comes of an action."""
-        self._rooms.whole = here.gradients
-        moment = max(self._moments(*done(number)), key=lambda moment: moment.total)
-        here.after[number] = moment, moment.total, self._now()
+        self._rooms.whole, (chunk, backward, first) = here.gradients, done(number)
+        lacking = here.lacking - (self._chunks[chunk].casts if first and not backward else 0)
+        moments = self._backward(chunk) if backward else self._forward(chunk, lacking if first else None)
+        moment = max(moments, key=lambda moment: moment.total)
+        here.after[number] = moment, moment.total, self._state(lacking)
 
-    def _now(self) -> _State:
-        return self._known.setdefault(self._rooms.whole, _State(self._rooms.whole, {}))
+    def _state(self, lacking: int) -> _State:
+        whole = self._rooms.whole
+        return self._known.setdefault((whole, lacking), _State(whole, lacking, {}))
 
-    def _moments(self, chunk: int, backward: bool, first: bool) -> Iterator[_Moment]:
-        return self._backward(chunk) if backward else self._forward(chunk, first=first)
-
-    def _forward(self, number: int, *, first: bool) -> Iterator[_Moment]:
+    def _forward(self, number: int, lacking: int | None) -> Iterator[_Moment]:
+        """`lacking`: then, if it is the first."""
         chunk = self._chunks[number]
         if self._last[number]:
             self._rooms.loss(number)
-        if first:
-            self._lacking -= chunk.casts
-        yield _Moment(0, self._rooms.total, chunk.first - self._lacking if first else chunk.forward)
+        yield _Moment(0, self._rooms.total, chunk.forward if lacking is None else chunk.first - lacking)
 
     def _backward(self, number: int) -> Iterator[_Moment]:
         chunk, rooms = self._chunks[number], self._rooms
@@ -259,9 +262,13 @@ def first_units(config: RunConfig, pp_rank: int) -> list[Starts]:
 def _always(config: RunConfig, pp_rank: int) -> int:
     """The step's tokens and labels at the ends of the pipeline, and the table of rotary embeddings."""
     m, sizes = config.model, Sizes(config)
-    ends = pp_rank in (0, config.parallel.pp - 1)
-    tokens = 2 * INDEX * sizes.tokens * config.micro_batches if ends else 0
+    tokens = token_bytes(sizes) * config.micro_batches if pp_rank in (0, config.parallel.pp - 1) else 0
     return tokens + (sizes.seq * m.head_dim * sizes.wide if m.position == "rope" else 0)
+
+
+def token_bytes(sizes: Sizes) -> int:
+    """Of a micro-batch's tokens and labels."""
+    return 2 * INDEX * sizes.tokens
 
 
 class Rooms:

@@ -8,7 +8,7 @@ of many, if some of them are gone through again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from megascale.schedule.interleaved import groups_of
 from megascale.schedule.ir import Kind
-from megascale.schedule.runs import Runs
+from megascale.schedule.runs import ByRank, Runs
 
 Number = np.int32  # half of the room that a step's many actions take is twice the pace
 Numbers = NDArray[Number]
@@ -52,11 +52,12 @@ class Few(NamedTuple):
 
 def few_for(p: int, v: int, m: int, *, piles: bool) -> Few:
     """Those that stand for m, of p ranks with v chunks each. `piles`: all forwards come before all backwards."""
+    alone = int(p == 1)  # has nothing to drain, and ends at once
     if v == 1:  # they fill the pipeline, and go on one by one, of which two are compared
-        count = min(m, p + 2)
+        count = min(m, p + 2 + alone)
         left, kinds = m - count, ((Kind.F, p), (Kind.B, 0)) if piles else ((Kind.F, p),)
         return Few(count, tuple(Repeat(kind, first, 1, left, piles) for kind, first in kinds if left))
-    some = m if piles else GROUPS + (p == 1)  # alone a rank has nothing to drain, and ends at once
+    some = m if piles else GROUPS + alone
     count, repeats = 0, list[Repeat]()
     for number, size in groups_of(p, m):
         if number > some:
@@ -191,25 +192,23 @@ class Wavefronts:
         return int(np.searchsorted(self.edges, np.flatnonzero(chosen)[0], side="right")) - 1
 
 
-def program(
-    schedule: Callable[[int], list[Runs]], p: int, v: int, m: int, *, piles: bool, reduces_each: bool
-) -> Program:
+def program(schedule: Callable[[int], ByRank], p: int, v: int, m: int, *, piles: bool, reduces_each: bool) -> Program:
     """A step of m micro-batches. `schedule`: of so many of them; `piles`: all forwards come before all backwards."""
     few = few_for(p, v, m, piles=piles)
-    fronts = wavefronts(schedule(few.micro_batches), v, reduces_each=reduces_each)
+    fronts = wavefronts(schedule(few.micro_batches), p, v, reduces_each=reduces_each)
     windows = tuple(window for repeat in few.repeats if (window := fronts.window(repeat)))
     if len(windows) < len(few.repeats):
-        fronts, windows = wavefronts(schedule(m), v, reduces_each=reduces_each), ()
+        fronts, windows = wavefronts(schedule(m), p, v, reduces_each=reduces_each), ()
     return Program(fronts, windows, piles, reduces_each, m if reduces_each else 1)
 
 
-def wavefronts(schedule: list[Runs], v: int, *, reduces_each: bool) -> Wavefronts:
-    """Of a compute schedule. `reduces_each`: gradients are reduced after each backward, not only a chunk's last.
+def wavefronts(schedule: ByRank, p: int, v: int, *, reduces_each: bool) -> Wavefronts:
+    """Of a compute schedule of p ranks. `reduces_each`: gradients are reduced after each backward, not only a chunk's
+    last.
 
     Raises: RuntimeError if it does not come to its end.
     """
-    p = len(schedule)
-    listed, at = _listed(schedule, v), places(p, v)
+    listed, at = _listed(map(schedule, range(p)), v), places(p, v)
     lengths, place, micro_batch = listed.lengths, listed.place, listed.micro_batch
     count, m = len(place), int(micro_batch.max()) + 1
     own = at.stage + p * v * at.backward
@@ -241,7 +240,7 @@ class _Listed(NamedTuple):
     last: Numbers
 
 
-def _listed(schedule: list[Runs], v: int) -> _Listed:
+def _listed(schedule: Iterable[Runs], v: int) -> _Listed:
     named, lengths, begin = list[tuple[int, ...]](), list[int](), 0
     for rank, runs in enumerate(schedule):
         ranks_first = begin

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from megascale.schedule.ir import backward, forward
-from megascale.schedule.runs import InRuns, Run, Runs
+from megascale.schedule.runs import ByRank, InRuns, Run
 
 
 @InRuns
-def gpipe(p: int, v: int, m: int) -> list[Runs]:
+def gpipe(p: int, v: int, m: int) -> ByRank:
     """Orders of p ranks for m micro-batches; v must be 1. Bubble (p - 1) / m of the work."""
     if v != 1:
         raise ValueError(f"gpipe runs one chunk on each rank, not {v}")
-    return [[Run((forward(0, 0),), m), Run((backward(0, 0),), m)] for _ in range(p)]
+    return lambda rank: [Run((forward(0, 0),), m), Run((backward(0, 0),), m)]

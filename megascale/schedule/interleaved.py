@@ -12,11 +12,11 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from megascale.schedule.ir import backward, forward
-from megascale.schedule.runs import InRuns, Run, Runs, alternate
+from megascale.schedule.runs import ByRank, InRuns, Run, alternate
 
 
 @InRuns
-def interleaved_1f1b(p: int, v: int, m: int) -> list[Runs]:
+def interleaved_1f1b(p: int, v: int, m: int) -> ByRank:
     """Orders of p ranks with v chunks each, for m micro-batches. Bubble (p - 1) / (v m) of the work where p divides
     m.
     """
@@ -27,7 +27,7 @@ def interleaved_1f1b(p: int, v: int, m: int) -> list[Runs]:
     # forwards for each step that the activation and then its gradient travel.
     first = (v - 1) * len(groups[0])
     hops = 2 if v > 1 else 1
-    return [alternate(forwards, backwards, first + hops * (p - rank - 1)) for rank in range(p)]
+    return lambda rank: alternate(forwards, backwards, first + hops * (p - rank - 1))
 
 
 class Groups(NamedTuple):

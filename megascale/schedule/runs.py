@@ -31,23 +31,30 @@ class Run(NamedTuple):
 Runs = list[Run]
 """What one rank does."""
 
+ByRank = Callable[[int], Runs]
+"""What each rank does, made when it is asked for."""
+
 
 class InRuns:
     """A schedule's function that is written in runs: of (stages p, chunks v, micro-batches m), as all of them are."""
 
-    def __init__(self, runs: Callable[[int, int, int], list[Runs]]) -> None:
+    def __init__(self, runs: Callable[[int, int, int], ByRank]) -> None:
         self.runs = runs
         update_wrapper(self, runs)
 
     def __call__(self, p: int, v: int, m: int) -> Schedule:
-        return [expanded(runs) for runs in self.runs(p, v, m)]
+        runs = self.runs(p, v, m)
+        return [expanded(runs(rank)) for rank in range(p)]
 
 
-def runs_of(schedule: Callable[[int, int, int], Schedule], p: int, v: int, m: int) -> list[Runs]:
+def runs_of(schedule: Callable[[int, int, int], Schedule], p: int, v: int, m: int) -> ByRank:
     """A schedule's runs; each action is one, if it is not written in runs."""
-    if isinstance(schedule, InRuns):
-        return schedule.runs(p, v, m)
-    return [[Run((action,)) for action in order] for order in schedule(p, v, m)]
+    return schedule.runs(p, v, m) if isinstance(schedule, InRuns) else one_by_one(schedule(p, v, m))
+
+
+def one_by_one(schedule: Schedule) -> ByRank:
+    """Each action as a run."""
+    return lambda rank: [Run((action,)) for action in schedule[rank]]
 
 
 def expanded(runs: Iterable[Run]) -> Order:

@@ -177,7 +177,7 @@ def compare(
         for case, config, (kept, peak) in zip(cases, configs, found, strict=True):
             pp_rank = rank // (p.tp * config.dp)
             runs = runs_of(SCHEDULES[p.schedule].load(), p.pp, p.vpp, config.micro_batches)
-            planned = kept_bytes(config, pp_rank).in_order(Orders(runs, p.vpp).of(pp_rank, AHEAD))
+            planned = kept_bytes(config, pp_rank).in_order(Orders(runs, p.pp, p.vpp).of(pp_rank, AHEAD))
             assert kept == [{size} for size in planned.kept], (case, rank)
             assert peak == planned.peak, (case, rank)
 

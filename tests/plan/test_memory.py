@@ -12,14 +12,13 @@ from megascale.catalog.schedules import SCHEDULES
 from megascale.config.explain import load
 from megascale.config.run import RunConfig
 from megascale.plan import memory as memory_of
-from megascale.plan import peak as peak_of
 from megascale.plan.memory import fullest_rank, rank_bytes, representative, state_bytes
 from megascale.plan.orders import Orders
-from megascale.plan.peak import PeakBytes, peak_bytes
+from megascale.plan.peak import Actions, PeakBytes, peak_bytes
 from megascale.plan.report import memory
 from megascale.schedule.ir import Kind, Order
 from megascale.schedule.lower import AHEAD
-from megascale.schedule.runs import Run
+from megascale.schedule.runs import one_by_one
 from tests.plan.jobs import jobs
 
 RELEASES = RunConfig.model_validate(  # more than it works with, when its gradients are summed
@@ -62,12 +61,12 @@ def test_what_is_done_again_and_again_is_played_once(config: RunConfig, name: st
     config = (piled(config) if name == "gpipe" else config).model_copy(update={"batch": batch})
     found = rank_bytes(config, shards_weights=shards)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory_of, "_orders", one_by_one)
+        patch.setattr(memory_of, "_orders", alone)
         assert found == rank_bytes(config, shards_weights=shards)
 
 
-def one_by_one(name: str, p: int, v: int, m: int) -> Orders:
-    return Orders([[Run((action,)) for action in order] for order in SCHEDULES[name].load()(p, v, m)], v)
+def alone(name: str, p: int, v: int, m: int) -> Orders:
+    return Orders(one_by_one(SCHEDULES[name].load()(p, v, m)), p, v)
 
 
 def piled(config: RunConfig) -> RunConfig:
@@ -79,13 +78,13 @@ def piled(config: RunConfig) -> RunConfig:
 
 def test_any_number_of_micro_batches_is_played_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     played = list[int]()
-    find = peak_of._Played.find
+    find = Actions.find
 
-    def counted(played_on: Any, here: Any, number: int) -> None:
+    def counted(does: Actions, here: Any, number: int) -> None:
         played.append(number)
-        find(played_on, here, number)
+        find(does, here, number)
 
-    monkeypatch.setattr(peak_of._Played, "find", counted)
+    monkeypatch.setattr(Actions, "find", counted)
     overrides = ["parallel.schedule=gpipe", "parallel.pp=4", "parallel.vpp=1", "batch.global=1000000000"]
     config = load("configs/gpu/megascale-175b.toml", [*overrides, "parallel.zero=2"], world=32)
     for rank in rank_bytes(config):

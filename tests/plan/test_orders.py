@@ -21,7 +21,7 @@ from megascale.schedule.runs import runs_of
 def test_pieces_say_what_the_actions_are_and_what_they_await(name: str, p: int, v: int, m: int, ahead: int) -> None:
     v = v if SCHEDULES[name].facts["chunks"] else 1
     function = SCHEDULES[name].load()
-    orders, schedule = Orders(runs_of(function, p, v, m), v), function(p, v, m)
+    orders, schedule = Orders(runs_of(function, p, v, m), p, v), function(p, v, m)
     for rank, order in enumerate(schedule):
         pieces = orders.of(rank, ahead)
         found = [
@@ -46,5 +46,5 @@ def waits(action: Action, rank: int, p: int, v: int) -> bool:
 
 
 def test_pieces_are_few() -> None:
-    orders = Orders(runs_of(SCHEDULES["1f1b"].load(), 8, 1, 10**9), 1)
+    orders = Orders(runs_of(SCHEDULES["1f1b"].load(), 8, 1, 10**9), 8, 1)
     assert all(len(orders.of(rank, 2)) < 16 for rank in range(8))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megascale.catalog.schedules import SCHEDULES
 from megascale.plan.wavefronts import Numbers, Program, Wavefronts, program, wavefronts
 from megascale.schedule.ir import Order, backward, forward
-from megascale.schedule.runs import Run, Runs, runs_of
+from megascale.schedule.runs import ByRank, one_by_one, runs_of
 
 Drawn = tuple[str, int, int, int, bool]
 
@@ -37,7 +37,7 @@ def made(name: str, p: int, v: int, m: int, each: bool) -> Program:
 def test_nothing_comes_before_what_it_needs(drawn: Drawn) -> None:
     name, p, v, m, each = drawn
     compute = SCHEDULES[name].load()(p, v, m)
-    fronts = wavefronts(runs_of(SCHEDULES[name].load(), p, v, m), v, reduces_each=each)
+    fronts = wavefronts(runs_of(SCHEDULES[name].load(), p, v, m), p, v, reduces_each=each)
     assert len(fronts.rank) == 2 * p * v * m
     front = np.repeat(np.arange(len(fronts.edges) - 1), np.diff(fronts.edges))
     sent = fronts.source < len(front)
@@ -56,7 +56,7 @@ def test_nothing_comes_before_what_it_needs(drawn: Drawn) -> None:
 @given(drawn(25))
 def test_the_wavefronts_of_a_few_are_those_of_many(drawn: Drawn) -> None:
     name, p, v, m, each = drawn
-    few, all = made(*drawn), wavefronts(runs_of(SCHEDULES[name].load(), p, v, m), v, reduces_each=each)
+    few, all = made(*drawn), wavefronts(runs_of(SCHEDULES[name].load(), p, v, m), p, v, reduces_each=each)
     fronts, count = few.fronts, 0
     sender = np.full(len(fronts.rank) + 1, len(all.rank))  # who has left a result at each place
     for front, source in gone_through(few):
@@ -69,21 +69,26 @@ def test_the_wavefronts_of_a_few_are_those_of_many(drawn: Drawn) -> None:
     assert count == len(all.rank)
 
 
-@given(drawn(40))
-def test_a_few_are_few(drawn: Drawn) -> None:
-    _, p, v, m, _ = drawn
-    few = made(*drawn)
-    assert len(few.fronts.rank) <= 2 * p * v * min(m, 11 * p)
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("name", SCHEDULES.names())
+def test_a_few_are_few(name: str, each: bool) -> None:
+    chunks = SCHEDULES[name].facts["chunks"]
+    for p in range(2 if chunks else 1, 9):
+        for v in range(2, 5) if chunks else [1]:
+            for m in range(1, 30 * p, 1 + p // 3):
+                few = made(name, p, v, m, each)
+                most = 11 * p if chunks else p + 3
+                assert len(few.fronts.rank) <= 2 * p * v * min(m, most), (p, v, m)
 
 
 def test_a_schedule_that_does_not_repeat_itself_is_gone_through_whole() -> None:
-    def ever_longer(m: int) -> list[Runs]:
+    def ever_longer(m: int) -> ByRank:
         order, begun = Order(), 0
         while begun < m:
             some = range(begun, min(m, 2 * begun + 1))
             order += [*(forward(0, i) for i in some), *(backward(0, i) for i in some)]
             begun = some.stop
-        return [[Run((action,)) for action in order]]
+        return one_by_one([order])
 
     found = program(ever_longer, 1, 1, 40, piles=False, reduces_each=False)
     assert found.windows == () and len(found.fronts.rank) == 80
@@ -110,4 +115,4 @@ def plainly(fronts: Wavefronts, start: int, end: int) -> Iterator[tuple[int, Num
 def test_a_schedule_that_does_not_end_is_said() -> None:
     stuck = [[backward(0, 0), forward(0, 0)], [forward(0, 0), backward(0, 0)]]
     with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] wait for each other"):
-        wavefronts([[Run((action,)) for action in order] for order in stuck], 1, reduces_each=False)
+        wavefronts(one_by_one(stuck), 2, 1, reduces_each=False)
