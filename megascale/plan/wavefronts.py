@@ -8,7 +8,7 @@ of many, if some of them are gone through again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -208,57 +208,53 @@ def wavefronts(schedule: ByRank, p: int, v: int, *, reduces_each: bool) -> Wavef
 
     Raises: RuntimeError if it does not come to its end.
     """
-    listed, at = _listed(map(schedule, range(p)), v), places(p, v)
-    lengths, place, micro_batch = listed.lengths, listed.place, listed.micro_batch
-    count, m = len(place), int(micro_batch.max()) + 1
+    at, ranks = places(p, v), [_actions(schedule(rank), rank, v) for rank in range(p)]
+    m = 1 + max(int(each.micro_batch.max()) for each in ranks)
     own = at.stage + p * v * at.backward
     before = np.where(at.gets, own + np.where(at.backward, 1, -1), 2 * p * v).astype(Number)
-    key, source = ((of * m)[place] + micro_batch for of in (own, before))  # of an action among all, and what it needs
-    keys = (2 * p * v + 1) * m
+    key, source = (  # of an action among all, and of the one that it needs; rank by rank, which stays in the cache
+        np.concatenate([(of * m).take(each.place) + each.micro_batch for each in ranks]) for of in (own, before)
+    )
+    lengths, count, keys = [len(each.place) for each in ranks], len(key), (2 * p * v + 1) * m
     done, number = np.zeros(keys, bool), np.full(keys, count, Number)
     done[keys - m :] = True
-    fronts = _fronts(lengths, key, source, done)
+    fronts = _fronts(np.array(lengths), key, source, done)
     order = np.concatenate(fronts)
     number[key[order]] = np.arange(count, dtype=Number)
-    opens, complete = np.zeros((2, count), bool)
-    opens[listed.first[::2]] = complete[listed.last[1::2]] = True
-    reduces = at.backward[place] if reduces_each else complete
-    rank = np.repeat(np.arange(p, dtype=Number), lengths)
+    place, micro_batch, opens, completes = (np.concatenate(column)[order] for column in zip(*ranks, strict=True))
+    reduces = at.backward[place] if reduces_each else completes
     edges = [0, *accumulate(map(len, fronts))]
-    return Wavefronts(
-        p, v, edges, rank[order], place[order], micro_batch[order], number[source[order]], opens[order], reduces[order]
-    )
+    return Wavefronts(p, v, edges, place // (2 * v), place, micro_batch, number[source[order]], opens, reduces)
 
 
-class _Listed(NamedTuple):
-    """The actions of all ranks, which do so many each, in their order. `first`, `last`: those at each place."""
+class _Actions(NamedTuple):
+    """What one rank does. `completes`: whether it is the last backward of its chunk."""
 
-    lengths: Numbers
     place: Numbers
     micro_batch: Numbers
-    first: Numbers
-    last: Numbers
+    opens: Mask
+    completes: Mask
 
 
-def _listed(schedule: Iterable[Runs], v: int) -> _Listed:
-    named, lengths, begin = list[tuple[int, ...]](), list[int](), 0
-    for rank, runs in enumerate(schedule):
-        ranks_first = begin
-        for actions, times in runs:
-            for number, (kind, chunk, micro_batch) in enumerate(actions):
-                place = 2 * (rank * v + chunk) + (kind is BACKWARD)
-                named.append((begin + number, len(actions), times, place, micro_batch))
-            begin += len(actions) * times
-        lengths.append(begin - ranks_first)
-    begins, step, times, place, micro_batch = np.array(named).T
-    done = np.arange(begin) - np.repeat(times.cumsum() - times, times)
+def _actions(runs: Runs, rank: int, v: int) -> _Actions:
+    named, count = list[tuple[int, ...]](), 0
+    first, last = dict[int, int](), dict[int, int]()  # action at each place
+    for actions, times in runs:
+        for begin, (kind, chunk, micro_batch) in enumerate(actions, count):
+            place = 2 * (rank * v + chunk) + (kind is BACKWARD)
+            named.append((begin, len(actions), times, place, micro_batch))
+            first.setdefault(place, begin)
+            last[place] = begin + len(actions) * (times - 1)
+        count += len(actions) * times
+    begins, step, times, place, micro_batch = np.array(named, Number).T
+    done = np.arange(count, dtype=Number) - np.repeat(times.cumsum(dtype=Number) - times, times)
     at = np.repeat(begins, times) + np.repeat(step, times) * done
-    places, micro_batches = np.empty((2, begin), Number)
+    places, micro_batches = np.empty((2, count), Number)
     places[at], micro_batches[at] = np.repeat(place, times), np.repeat(micro_batch, times) + done
-    first, last = np.empty((2, place.max() + 1), Number)
-    first[place[::-1]] = begins[::-1]  # of some to one place the last counts
-    last[place] = begins + step * (times - 1)
-    return _Listed(np.array(lengths), places, micro_batches, first, last)
+    opens, completes = np.zeros((2, count), bool)
+    opens[[begin for place, begin in first.items() if place % 2 == 0]] = True
+    completes[[end for place, end in last.items() if place % 2]] = True
+    return _Actions(places, micro_batches, opens, completes)
 
 
 def _fronts(lengths: Numbers, key: Numbers, source: Numbers, done: Mask) -> list[Numbers]:
