@@ -1,7 +1,7 @@
 """Pipeline schedules: functions of (stages p, chunks v, micro-batches m) that return each rank's compute order.
 
 `chunks`: whether a rank may have several. `piles`: whether the more micro-batches there are, the more are alive at
-once.
+once. `groups`: whether they go through the chunks in groups, as `schedule.interleaved` says.
 """
 
 from megascale.core.registry import Card, Registry
@@ -14,19 +14,19 @@ SCHEDULES = Registry(
             "gpipe",
             "all forwards, then all backwards (Huang et al. 2019)",
             "megascale.schedule.gpipe:gpipe",
-            {"chunks": False, "piles": True},
+            {"chunks": False, "piles": True, "groups": False},
         ),
         Card(
             "1f1b",
             "one forward, one backward: p live micro-batches instead of m (Narayanan et al. 2021)",
             "megascale.schedule.one_f_one_b:one_f_one_b",
-            {"chunks": False, "piles": False},
+            {"chunks": False, "piles": False, "groups": False},
         ),
         Card(
             "interleaved_1f1b",
             "1f1b over v chunks a rank: a bubble of (p-1)/(v m) (Narayanan et al. 2021)",
             "megascale.schedule.interleaved:interleaved_1f1b",
-            {"chunks": True, "piles": False},
+            {"chunks": True, "piles": False, "groups": True},
         ),
     ],
 )

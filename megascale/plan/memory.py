@@ -31,8 +31,8 @@ from megascale.schedule.lower import AHEAD
 from megascale.schedule.runs import runs_of
 
 SEEN = 3
-"""Groups of micro-batches, as many as there are stages, after which a schedule of many chunks does again what it has
-done.
+"""Groups of micro-batches, as many as there are stages, after which a schedule that goes in groups does again what it
+has done.
 """
 
 RECENT = 16
@@ -132,7 +132,9 @@ class _Ranks:
         plain = p.model_copy(update={"zero": 1}) if shards_weights else p  # no whole gradients but those of `state`
         self._config, self._shards_weights = config.model_copy(update={"parallel": plain}), shards_weights
         assert p.schedule is not None, "a resolved configuration names its schedule"
-        self._orders = _orders(p.schedule, p.pp, p.vpp, representative(p.pp, p.vpp, config.micro_batches))
+        groups = SCHEDULES[p.schedule].facts.get("groups", False)
+        count = representative(p.pp, config.micro_batches) if groups else config.micro_batches
+        self._orders = _orders(p.schedule, p.pp, p.vpp, count)
         self._known: dict[tuple[object, ...], _Still] = {}
 
     def held(self, rank: int) -> RankBytes:
@@ -187,12 +189,8 @@ def _orders(schedule: str, p: int, v: int, count: int) -> Orders:
     return Orders(runs_of(SCHEDULES[schedule].load(), p, v, count), p, v)
 
 
-def representative(p: int, v: int, count: int) -> int:
-    """As many micro-batches as show all that is alive at once in `count`, for p stages of v chunks. With chunks they go
-    in groups: after some of a size nothing is new. Without, all of them take no longer.
-    """
-    if v == 1:
-        return count
+def representative(p: int, count: int) -> int:
+    """As many micro-batches as show all that is alive at once in `count`, which go in groups through p stages."""
     return sum(min(groups.number, SEEN) * groups.size for groups in groups_of(p, count))
 
 

@@ -195,15 +195,17 @@ class Clocks:
         mean = (least + most) / 2
         ended = left.waited_for.max(axis=0) + mean * times
         own = step * self._reduces(window)
-        earliest = np.where(own > 0, left.dp - before.dp, mean)
+        gathers = self._contends & (own == 0) & (left.dp > left.now)  # still, and messages meet that
+        moves = gathers | (own > 0)
+        earliest = np.where(moves, left.dp - before.dp, mean)
         latest = np.maximum(np.maximum(earliest, most), own)
         slack, behind = ALIKE * ended, earliest - mean
-        gathers = self._contends & (own == 0) & (left.dp > left.now)  # still, and messages meet that
-        wavers = self._meets & ((behind < -slack) | ((behind > slack) & self._partly))
-        late = np.maximum(most - least, latest - earliest) * times > self._tolerance * ended
-        if (gathers | wavers | late).any():
+        wavers = (gathers | self._meets) & ((behind < -slack) | ((behind > slack) & self._partly))
+        tolerance = np.where(gathers.any(axis=0), ALIKE, self._tolerance)
+        late = np.maximum(most - least, latest - earliest) * times > tolerance * ended
+        if (wavers | late).any():
             return False
-        self._go_on(window, times, _Left(mean, np.where(own > 0, (earliest + latest) / 2, 0.0), mean, mean))
+        self._go_on(window, times, _Left(mean, np.where(moves, (earliest + latest) / 2, 0.0), mean, mean))
         return True
 
     def _in_line(self, window: Window, last: Iterable[_Left], times: int) -> bool:

@@ -12,22 +12,24 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from megascale.schedule.ir import backward, forward
+from megascale.schedule.one_f_one_b import one_f_one_b
 from megascale.schedule.runs import ByRank, InRuns, Run, alternate
 
 
 @InRuns
 def interleaved_1f1b(p: int, v: int, m: int) -> ByRank:
     """Orders of p ranks with v chunks each, for m micro-batches. Bubble (p - 1) / (v m) of the work where p divides
-    m.
+    m. With one chunk it is 1F1B.
     """
+    if v == 1:
+        return one_f_one_b.runs(p, v, m)
     groups = _ranges(groups_of(p, m))
     forwards = [Run((forward(chunk, group[0]),), len(group)) for group in groups for chunk in range(v)]
     backwards = [Run((backward(chunk, group[0]),), len(group)) for group in groups for chunk in reversed(range(v))]
     # The first backward of the last rank follows the first forward of its last chunk; ranks before it need two more
     # forwards for each step that the activation and then its gradient travel.
     first = (v - 1) * len(groups[0])
-    hops = 2 if v > 1 else 1
-    return lambda rank: alternate(forwards, backwards, first + hops * (p - rank - 1))
+    return lambda rank: alternate(forwards, backwards, first + 2 * (p - rank - 1))
 
 
 class Groups(NamedTuple):

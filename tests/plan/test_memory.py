@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.explain import load
 from megascale.config.run import RunConfig
+from megascale.core.registry import Card
 from megascale.plan import memory as memory_of
 from megascale.plan.memory import fullest_rank, rank_bytes, representative, state_bytes
 from megascale.plan.orders import Orders
 from megascale.plan.peak import Actions, PeakBytes, peak_bytes
 from megascale.plan.report import memory
-from megascale.schedule.ir import Kind, Order
+from megascale.schedule.ir import Kind, Order, Schedule, backward, forward
 from megascale.schedule.lower import AHEAD
 from megascale.schedule.runs import one_by_one
 from tests.plan.jobs import jobs
@@ -39,18 +40,17 @@ RELEASES = RunConfig.model_validate(  # more than it works with, when its gradie
 ).resolve(12)  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [name for name in SCHEDULES.names() if not SCHEDULES[name].facts["piles"]])
+@pytest.mark.parametrize("name", [name for name in SCHEDULES.names() if SCHEDULES[name].facts["groups"]])
 @given(p=st.integers(1, 8), v=st.integers(1, 4), m=st.integers(1, 150))
 @example(p=7, v=2, m=146)  # six groups are larger than fourteen others
 @example(p=8, v=3, m=71)  # all but one are
 def test_what_is_alive_does_not_grow_with_the_micro_batches(name: str, p: int, v: int, m: int) -> None:
-    v = v if SCHEDULES[name].facts["chunks"] else 1
-    few, all = (SCHEDULES[name].load()(p, v, count) for count in (representative(p, v, m), m))
+    few, all = (SCHEDULES[name].load()(p, v, count) for count in (representative(p, m), m))
     assert [situations(order, v) for order in few] == [situations(order, v) for order in all]
 
 
 def test_few_micro_batches_show_what_many_do() -> None:
-    assert representative(8, 6, 6144 + 5) == 6 * 8 + 3
+    assert representative(8, 6144 + 5) == 6 * 8 + 3
 
 
 @settings(max_examples=200, suppress_health_check=list(HealthCheck))
@@ -63,6 +63,22 @@ def test_what_is_done_again_and_again_is_played_once(config: RunConfig, name: st
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory_of, "_orders", alone)
         assert found == rank_bytes(config, shards_weights=shards)
+
+
+def test_all_micro_batches_of_other_schedules_are_played(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here all forwards of the first chunk, those of the second, and all backwards."""
+
+    def breadth_first(p: int, v: int, m: int) -> Schedule:
+        forwards = [forward(chunk, i) for chunk in range(v) for i in range(m)]
+        return [[*forwards, *(backward(chunk, i) for chunk in reversed(range(v)) for i in range(m))] for _ in range(p)]
+
+    monkeypatch.setitem(breadth_first.__globals__, "breadth_first", breadth_first)
+    card = Card("breadth_first", "", f"{__name__}:breadth_first", {"chunks": True, "piles": True})
+    monkeypatch.setitem(SCHEDULES.cards, card.name, card)
+    overrides = ["parallel.pp=4", "parallel.vpp=2", "parallel.schedule=breadth_first", "batch.global=240"]
+    config = load("configs/gpu/llama3-8b.toml", overrides, world=32)
+    for rank in rank_bytes(config):
+        assert rank.activations.peak >= config.micro_batches * sum(rank.activations.kept)
 
 
 def alone(name: str, p: int, v: int, m: int) -> Orders:

@@ -91,20 +91,36 @@ def test_a_line_is_as_slow_as_its_slowest_machine() -> None:
     assert steps.Steps(hardware, stack).step_s(config) == pytest.approx(step_time(config, hardware, stack), rel=1e-9)
 
 
-def test_a_step_of_a_thousand_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    overrides = ["batch.global=1024", "parallel.pp=4", "parallel.vpp=3"]
-    config = load("configs/gpu/megascale-175b.toml", overrides, world=32)
-    hardware, stack = profiles.hardware("a100-80g"), profiles.stack("megascale")
-    expected, played = step_time(config, hardware, stack), list[int]()
-    play = steady.Clocks.play
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many wavefronts were gone through, each time."""
+    found, play = list[int](), steady.Clocks.play
 
     def counted(clocks: steady.Clocks, start: int, end: int, window: Window | None = None) -> None:
-        played.append(end - start)
+        found.append(end - start)
         play(clocks, start, end, window)
 
     monkeypatch.setattr(steady.Clocks, "play", counted)
+    return found
+
+
+def test_a_step_of_a_thousand_micro_batches(played: list[int]) -> None:
+    overrides = ["batch.global=1024", "parallel.pp=4", "parallel.vpp=3"]
+    config = load("configs/gpu/megascale-175b.toml", overrides, world=32)
+    hardware, stack = profiles.hardware("a100-80g"), profiles.stack("megascale")
+    expected = step_time(config, hardware, stack)
     assert steps.Steps(hardware, stack).step_s(config) == pytest.approx(expected, rel=1e-9)
     assert sum(played) < 2 * 3 * config.micro_batches / 20
+
+
+@pytest.mark.parametrize("v", [1, 2])
+def test_weights_that_messages_hold_up_for_the_whole_step(v: int, played: list[int]) -> None:
+    """Both take all of the way, always: no group is unlike the others."""
+    forward = {(rank, chunk): 0.1 for rank in range(3) for chunk in range(v)}
+    times = Times(forward, forward, 1.0, 0.0, {}, dict.fromkeys(forward, 50.0), contends=True)
+    all, few = replayed("1f1b" if v == 1 else "interleaved_1f1b", 3, v, 4000, times, Hides(pp=True, dp=True), False)
+    assert few.last == pytest.approx(all.last, rel=1e-9)
+    assert sum(played) < 200
 
 
 @pytest.mark.parametrize("paces", [[1.0, 1.1, 0.7, 2.0], [2.0, 0.7, 1.1, 1.0]])
