@@ -6,7 +6,7 @@ further group. How far apart a and b are says how exact the answer is if the oth
 seen by themselves, for they may fall behind compute, which does not wait for them. What messages and reductions take
 from each other is no sum and no later of two times: where they meet again and again, groups are left out only if all
 takes the same time to a rounding, and reductions neither catch up nor fall behind, or are so far behind that each
-message meets one all the way. Where all forwards come before all backwards, ranks are a line of machines, each with a
+message meets one all the way; weights that are gathered still are such. Where all forwards come before all backwards, ranks are a line of machines, each with a
 pace of its own.
 """
 
@@ -32,7 +32,7 @@ EXACT = 1e-4
 """The part of a step's time by which the answer may be off."""
 
 ALIKE = 1e-9
-"""Likewise where messages and reductions meet, or forwards pile up."""
+"""Likewise where messages meet reductions or gathers, or forwards pile up."""
 
 EQUAL = 1e-14
 """The part of a time by which two ways to the same may differ, for each sum is rounded."""
@@ -77,7 +77,8 @@ class _Left(NamedTuple):
 
 class Clocks:
     """Of all ranks. `now`: compute's; `dp`: until when collectives over dp take; `sent`: when each action's result has
-    arrived; `free`: when the ways are by which results leave, of forwards and then of backwards.
+    arrived; `free`: when the ways are by which results leave, of forwards and then of backwards. `met`, `partly`: whether
+    some message of a rank met a collective over dp since that was last asked, and whether some did not all the way.
     """
 
     def __init__(self, program: Program, variants: Sequence[Times], hides: Hides) -> None:
@@ -200,7 +201,7 @@ class Clocks:
         earliest = np.where(moves, left.dp - before.dp, mean)
         latest = np.maximum(np.maximum(earliest, most), own)
         slack, behind = ALIKE * ended, earliest - mean
-        wavers = (gathers | self._meets) & ((behind < -slack) | ((behind > slack) & self._partly))
+        wavers = (gathers | self._meets) & ((behind < -slack) | ((gathers | (behind > slack)) & self._partly))
         tolerance = np.where(gathers.any(axis=0), ALIKE, self._tolerance)
         late = np.maximum(most - least, latest - earliest) * times > tolerance * ended
         if (wavers | late).any():

@@ -63,8 +63,8 @@ def expanded(runs: Iterable[Run]) -> Order:
 
 
 def alternate(forwards: Runs, backwards: Runs, warmup: int) -> Runs:
-    """`warmup` forwards, then one forward and one backward in turn, then the backwards that are left, of as many of
-    both, in runs of one action each.
+    """`warmup` forwards, then one forward and one backward in turn, then the backwards that are left. There are as many
+    of both, given in runs of one action each.
     """
     count = sum(run.times for run in forwards)
     warmup = min(warmup, count)
