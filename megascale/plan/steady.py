@@ -6,8 +6,8 @@ further group. How far apart a and b are says how exact the answer is if the oth
 seen by themselves, for they may fall behind compute, which does not wait for them. What messages and reductions take
 from each other is no sum and no later of two times: where they meet again and again, groups are left out only if all
 takes the same time to a rounding, and reductions neither catch up nor fall behind, or are so far behind that each
-message meets one all the way; weights that are gathered still are such. Where all forwards come before all backwards, ranks are a line of machines, each with a
-pace of its own.
+message meets one all the way; weights that are gathered still are such. Where all forwards come before all backwards,
+ranks are a line of machines, each with a pace of its own.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class _Left(NamedTuple):
 
 class Clocks:
     """Of all ranks. `now`: compute's; `dp`: until when collectives over dp take; `sent`: when each action's result has
-    arrived; `free`: when the ways are by which results leave, of forwards and then of backwards. `met`, `partly`: whether
-    some message of a rank met a collective over dp since that was last asked, and whether some did not all the way.
+    arrived; `free`: when the ways are by which results leave, of forwards and then of backwards. `met`, `partly`:
+    whether some message of a rank met a collective over dp since they were last cleared, and some not all the way.
     """
 
     def __init__(self, program: Program, variants: Sequence[Times], hides: Hides) -> None:
