@@ -1,7 +1,8 @@
 """Pipeline schedules: functions of (stages p, chunks v, micro-batches m) that return each rank's compute order.
 
 `chunks`: whether a rank may have several. `piles`: whether the more micro-batches there are, the more are alive at
-once. `groups`: whether they go through the chunks in groups, as `schedule.interleaved` says.
+once. `repeats`: whether a few of them show what many do, for they go one by one, or through several chunks in groups as
+`schedule.interleaved` says; plans of schedules that do not say so go through all.
 """
 
 from megascale.core.registry import Card, Registry
@@ -14,19 +15,19 @@ SCHEDULES = Registry(
             "gpipe",
             "all forwards, then all backwards (Huang et al. 2019)",
             "megascale.schedule.gpipe:gpipe",
-            {"chunks": False, "piles": True, "groups": False},
+            {"chunks": False, "piles": True, "repeats": True},
         ),
         Card(
             "1f1b",
             "one forward, one backward: p live micro-batches instead of m (Narayanan et al. 2021)",
             "megascale.schedule.one_f_one_b:one_f_one_b",
-            {"chunks": False, "piles": False, "groups": False},
+            {"chunks": False, "piles": False, "repeats": True},
         ),
         Card(
             "interleaved_1f1b",
             "1f1b over v chunks a rank: a bubble of (p-1)/(v m) (Narayanan et al. 2021)",
             "megascale.schedule.interleaved:interleaved_1f1b",
-            {"chunks": True, "piles": False, "groups": True},
+            {"chunks": True, "piles": False, "repeats": True},
         ),
     ],
 )

@@ -132,8 +132,8 @@ class _Ranks:
         plain = p.model_copy(update={"zero": 1}) if shards_weights else p  # no whole gradients but those of `state`
         self._config, self._shards_weights = config.model_copy(update={"parallel": plain}), shards_weights
         assert p.schedule is not None, "a resolved configuration names its schedule"
-        groups = SCHEDULES[p.schedule].facts.get("groups", False)
-        count = representative(p.pp, config.micro_batches) if groups else config.micro_batches
+        in_groups = p.vpp > 1 and SCHEDULES[p.schedule].facts.get("repeats", False)
+        count = representative(p.pp, config.micro_batches) if in_groups else config.micro_batches
         self._orders = _orders(p.schedule, p.pp, p.vpp, count)
         self._known: dict[tuple[object, ...], _Still] = {}
 

@@ -6,14 +6,17 @@ further group. How far apart a and b are says how exact the answer is if the oth
 seen by themselves, for they may fall behind compute, which does not wait for them. What messages and reductions take
 from each other is no sum and no later of two times: where they meet again and again, groups are left out only if all
 takes the same time to a rounding, and reductions neither catch up nor fall behind, or are so far behind that each
-message meets one all the way; weights that are gathered still are such. Where all forwards come before all backwards,
-ranks are a line of machines, each with a pace of its own.
+message meets one all the way; weights that are gathered still are such.
+
+While the same of two times is always the later, all goes on as it did, each rank at its own pace: exactly, and until
+the first of those that are catching up has done so. Where micro-batches go one by one each comparison is kept, to know
+when that is (`_until_a_bend`): a pipeline of ranks that are nearly alike may take thousands to settle.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -58,12 +61,15 @@ class Repeating:
 
 
 class _Left(NamedTuple):
-    """What a window leaves, as in `Clocks`: `free` of its ways, `sent` of results that are looked at."""
+    """What a window leaves, as in `Clocks`: `free` of its ways, `sent` of results that are looked at; `ahead`: by how
+    much the one of two times was later than the other, of all that were compared, if they were kept.
+    """
 
     now: Seconds
     dp: Seconds
     free: Seconds
     sent: Seconds
+    ahead: Seconds
 
     @property
     def waited_for(self) -> Seconds:
@@ -77,8 +83,9 @@ class _Left(NamedTuple):
 
 class Clocks:
     """Of all ranks. `now`: compute's; `dp`: until when collectives over dp take; `sent`: when each action's result has
-    arrived; `free`: when the ways are by which results leave, of forwards and then of backwards. `met`, `partly`:
-    whether some message of a rank met a collective over dp since they were last cleared, and some not all the way.
+    arrived; `free`: when the ways are by which results leave, of forwards and then of backwards. `partly`:
+    whether some message of a rank did not meet a collective over dp all the way since that was last cleared; `ahead`:
+    as in `_Left`, of the wavefronts since, if they are kept.
     """
 
     def __init__(self, program: Program, variants: Sequence[Times], hides: Hides) -> None:
@@ -97,7 +104,8 @@ class Clocks:
         self._meets = self._contends & hides.dp & program.reduces_each
         self._tolerance = np.where(self._meets | program.piles, ALIKE, EXACT)
         self._now, self._dp = np.zeros((2, fronts.p, columns))
-        self._met, self._partly = np.zeros((2, fronts.p, columns), bool)
+        self._partly = np.zeros((fronts.p, columns), bool)
+        self._ahead: list[Seconds] | None = None
         self._free = np.zeros((2 * fronts.p, columns))
         self._sent = np.empty((len(fronts.rank) + 1, columns))
         self._sent[-1] = -np.inf  # what waits for nothing has this
@@ -133,12 +141,12 @@ class Clocks:
             a, b = fronts.edges[front], fronts.edges[front + 1]
             rows, place = fronts.rows[front], fronts.place[a:b]
             took, way = self._message.take(place, 0), fronts.places.way.take(place)
-            now = np.maximum(self._now[rows], self._sent.take(source[a - offset : b - offset], 0))
+            now = self._later(self._now[rows], self._sent.take(source[a - offset : b - offset], 0))
             if fronts.opening[front]:
                 opens = fronts.opens[a:b, None]
                 np.maximum(now, np.where(opens, self._ready[place // 2], 0.0), out=now)
             now += self._took.take(place, 0)
-            leaves = np.maximum(now, self._free.take(way, 0))
+            leaves = self._later(now, self._free.take(way, 0))
             if contends:
                 took = took + self._shared(rows, leaves, took)
             self._sent[a:b] = self._free[way] = leaves = leaves + took
@@ -147,20 +155,28 @@ class Clocks:
                 chosen = np.flatnonzero(fronts.reduces[a:b])
                 self._reduced(fronts.rank[a:b].take(chosen), place.take(chosen) // 2)
 
+    def _later(self, one: Seconds, other: Seconds) -> Seconds:
+        """Of two times."""
+        if self._ahead is not None:
+            self._ahead.append(one - other)
+        return np.maximum(one, other)
+
     def _shared(self, rows: slice | Numbers, start: Seconds, took: Seconds) -> Seconds:
         """What messages take longer by, because each has half of its way while a collective takes it too."""
-        meet = np.minimum(took, self._dp[rows] - start)
+        taken = self._dp[rows] - start
+        meet = np.minimum(took, taken)
+        if self._ahead is not None:
+            self._ahead += [taken, taken - took]
         meet[(meet <= ROUNDING * took) | ~self._contends] = 0.0
         self._dp[rows] += meet
-        self._met[rows] |= meet > 0
         self._partly[rows] |= meet < took * (1 - ALIKE)
         return meet
 
     def _reduced(self, ranks: Numbers, places: Numbers) -> None:
         """Gradients, from the first bucket that is complete; the last one comes after the backward."""
         now, (took, early, late, drag) = self._now.take(ranks, 0), self._reductions.take(places, 1)
-        start = np.maximum(now - early, self._dp.take(ranks, 0))
-        self._dp[ranks] = np.maximum(start + took, now + late)
+        start = self._later(now - early, self._dp.take(ranks, 0))
+        self._dp[ranks] = self._later(start + took, now + late)
         self._now[ranks] = now + drag
 
     def repeat(self, window: Window) -> None:
@@ -173,19 +189,30 @@ class Clocks:
             if times == most:
                 before, times, most = last[-1], 0, 2 * most
             if times == 0:
-                self._met, self._partly = np.zeros((2, *self._now.shape), bool)
+                self._partly = np.zeros_like(self._partly)
+            self._ahead = [] if self._one_by_one else None
             self.play(window.start, window.end, window)
             last.append(self._left(window))
             left, times = left - 1, times + 1
-            if self._program.piles and times > 1 and self._in_line(window, last, left):
-                left = 0
-            elif left >= times and self._alike(window, before, last[-1], times, left // times):
-                left, times = left % times, most
+            if left >= times and self._alike(window, before, last[-1], times, left // times):
+                skipped = left // times * times
+            else:
+                skipped = self._until_a_bend(window, last, left)
+            self._ahead = None
+            if skipped:
+                left, times = left - skipped, most
                 last = deque([self._left(window)], maxlen=3)
 
+    @property
+    def _one_by_one(self) -> bool:
+        """Whether a window is a micro-batch."""
+        return self._fronts.v == 1
+
     def _left(self, window: Window) -> _Left:
-        sent = self._sent[window.actions if self._program.piles else window.carried]
-        return _Left(self._now.copy(), self._dp.copy(), self._free[window.ways], sent.copy())
+        sent = self._sent[window.actions if self._one_by_one else window.carried]
+        ahead = np.concatenate(self._ahead) if self._ahead else self._now[:0]
+        known = np.nan_to_num(ahead, posinf=0.0, neginf=0.0)  # what nothing else can be later than bends nothing
+        return _Left(self._now.copy(), self._dp.copy(), self._free[window.ways], sent.copy(), known)
 
     def _alike(self, window: Window, before: _Left, left: _Left, step: int, times: int) -> bool:
         """Let a window be done `times` times `step` times more, if it is known what that takes, as much for all ranks;
@@ -195,6 +222,8 @@ class Clocks:
         least, most = later.min(axis=0), later.max(axis=0)
         mean = (least + most) / 2
         ended = left.waited_for.max(axis=0) + mean * times
+        if ((most - least) * times > self._tolerance * ended).any():
+            return False
         own = step * self._reduces(window)
         gathers = self._contends & (own == 0) & (left.dp > left.now)  # still, and messages meet that
         moves = gathers | (own > 0)
@@ -206,31 +235,26 @@ class Clocks:
         late = np.maximum(most - least, latest - earliest) * times > tolerance * ended
         if (wavers | late).any():
             return False
-        self._go_on(window, times, _Left(mean, np.where(moves, (earliest + latest) / 2, 0.0), mean, mean))
+        self._go_on(window, times, _Left(mean, np.where(moves, (earliest + latest) / 2, 0.0), mean, mean, mean))
         return True
 
-    def _in_line(self, window: Window, last: Iterable[_Left], times: int) -> bool:
-        """The same of a window of forwards or of backwards, where no rank waits for one behind it, and each has its own
-        pace. A time that is the later of some others goes on as it did twice, if none of those is faster than it.
-        `last`: what the window left the last three times.
+    def _until_a_bend(self, window: Window, last: Sequence[_Left], most: int) -> int:
+        """Let a window be done as often as all goes on as it did, each rank at its own pace; how often that is. `last`:
+        what it left the last times, of which three are needed.
         """
+        if not self._one_by_one or len(last) < 3:
+            return 0
         first, second, left = last
+        if len(first.ahead) < len(left.ahead):  # nothing was compared before the first
+            return 0
         later, slack = left.after(second), EQUAL * np.maximum(left.waited_for.max(axis=0), left.dp.max(axis=0))
         if any((np.abs(a) > slack).any() for a in later.after(second.after(first))):
-            return False
-        fronts = self._fronts
-        ranks = np.concatenate([np.arange(fronts.p), window.ways % fronts.p, fronts.rank[window.actions]])
-        backwards = fronts.places.backward[fronts.place[window.actions.start]]
-        order = np.argsort(-ranks if backwards else ranks, kind="stable")  # of each what leaves it behind its compute
-        free = ~self._met & (later.dp <= later.free + slack)
-        taken = ~self._partly & (later.dp >= later.free - slack)
-        faster = np.diff(later.waited_for[order], axis=0) < -slack
-        if faster.any() or (self._contends & ~(free | taken)).any():
-            return False
-        if ((self._reduces(window) > 0) & (later.dp < later.now - slack)).any():
-            return False
+            return 0
+        caught_up = (np.abs(later.ahead) > slack) & (left.ahead * later.ahead < 0)
+        soonest = (-left.ahead[caught_up] / later.ahead[caught_up]).min(initial=most)
+        times = int(soonest)
         self._go_on(window, times, later)
-        return True
+        return times
 
     def _go_on(self, window: Window, times: int, later: _Left) -> None:
         """All that a window leaves is so much later, so many times."""

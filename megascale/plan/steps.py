@@ -65,11 +65,7 @@ class Steps:
 
 
 def _program(name: str, p: int, v: int, m: int, reduces_each: bool) -> Program:
-    return program(
-        partial(runs_of, SCHEDULES[name].load(), p, v),
-        p,
-        v,
-        m,
-        piles=SCHEDULES[name].facts["piles"],
-        reduces_each=reduces_each,
-    )
+    card = SCHEDULES[name]
+    made, facts = partial(runs_of, card.load(), p, v), card.facts
+    repeats = facts.get("repeats", False)
+    return program(made, p, v, m, piles=facts["piles"], repeats=repeats, reduces_each=reduces_each)

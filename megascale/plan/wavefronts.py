@@ -57,8 +57,7 @@ def few_for(p: int, v: int, m: int, *, piles: bool) -> Few:
         count = min(m, p + 2 + alone)
         left, kinds = m - count, ((Kind.F, p), (Kind.B, 0)) if piles else ((Kind.F, p),)
         return Few(count, tuple(Repeat(kind, first, 1, left, piles) for kind, first in kinds if left))
-    some = m if piles else GROUPS + alone
-    count, repeats = 0, list[Repeat]()
+    count, some, repeats = 0, GROUPS + alone, list[Repeat]()
     for number, size in groups_of(p, m):
         if number > some:
             repeats.append(Repeat(Kind.F, count + 2 * size, size, number - some))
@@ -192,9 +191,11 @@ class Wavefronts:
         return int(np.searchsorted(self.edges, np.flatnonzero(chosen)[0], side="right")) - 1
 
 
-def program(schedule: Callable[[int], ByRank], p: int, v: int, m: int, *, piles: bool, reduces_each: bool) -> Program:
-    """A step of m micro-batches. `schedule`: of so many of them; `piles`: all forwards come before all backwards."""
-    few = few_for(p, v, m, piles=piles)
+def program(
+    schedule: Callable[[int], ByRank], p: int, v: int, m: int, *, piles: bool, repeats: bool, reduces_each: bool
+) -> Program:
+    """A step of m micro-batches. `schedule`: of so many of them; `piles`, `repeats`: as its card says."""
+    few = few_for(p, v, m, piles=piles) if repeats else Few(m, ())
     fronts = wavefronts(schedule(few.micro_batches), p, v, reduces_each=reduces_each)
     windows = tuple(window for repeat in few.repeats if (window := fronts.window(repeat)))
     if len(windows) < len(few.repeats):

@@ -40,7 +40,7 @@ RELEASES = RunConfig.model_validate(  # more than it works with, when its gradie
 ).resolve(12)  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [name for name in SCHEDULES.names() if SCHEDULES[name].facts["groups"]])
+@pytest.mark.parametrize("name", [name for name in SCHEDULES.names() if SCHEDULES[name].facts["chunks"]])
 @given(p=st.integers(1, 8), v=st.integers(1, 4), m=st.integers(1, 150))
 @example(p=7, v=2, m=146)  # six groups are larger than fourteen others
 @example(p=8, v=3, m=71)  # all but one are

@@ -12,13 +12,16 @@ from hypothesis import strategies as st
 
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.explain import load
+from megascale.core.registry import Card
 from megascale.plan import profiles, steady, steps
 from megascale.plan.estimate import step_time
 from megascale.plan.profiles import Hides
 from megascale.plan.simulate import Replay, Times, replay
 from megascale.plan.steady import EXACT, Repeating
 from megascale.plan.wavefronts import Window, program
+from megascale.schedule.ir import Order, Schedule
 from megascale.schedule.lower import lower
+from megascale.schedule.one_f_one_b import one_f_one_b
 from megascale.schedule.runs import runs_of
 
 
@@ -57,7 +60,7 @@ def pipelines(draw: Any) -> tuple[int, int, int, Times, Hides, bool]:
 def replayed(name: str, p: int, v: int, m: int, times: Times, hides: Hides, each: bool) -> tuple[Replay, Replay]:
     """All micro-batches, and a few of them."""
     schedule = partial(runs_of, SCHEDULES[name].load(), p, v)
-    few = program(schedule, p, v, m, piles=name == "gpipe", reduces_each=each)
+    few = program(schedule, p, v, m, piles=name == "gpipe", repeats=True, reduces_each=each)
     (found,) = Repeating({}, lambda: few).replay([times], hides)
     return replay(lower(SCHEDULES[name].load()(p, v, m), v, reduce_each=each), v, times, hides), found
 
@@ -131,9 +134,41 @@ def test_a_line_goes_on_as_it_did(paces: list[float], reduce: float) -> None:
     times = Times(forward, forward, 0.3, 0.1, dict.fromkeys(forward, reduce), {}, contends=True)
     hides = Hides(pp=True, dp=True)
     less, more = (replayed("gpipe", 4, 1, m, times, hides, each=True)[0].last for m in (2000, 3000))
-    made = program(partial(runs_of, SCHEDULES["gpipe"].load(), 4, 1), 4, 1, 10**6, piles=True, reduces_each=True)
+    made = program(
+        partial(runs_of, SCHEDULES["gpipe"].load(), 4, 1), 4, 1, 10**6, piles=True, repeats=True, reduces_each=True
+    )
     (found,) = Repeating({}, lambda: made).replay([times], hides)
     assert found.last == pytest.approx(less + (more - less) * 998, rel=1e-9)
+
+
+@pytest.mark.parametrize("reduce", [0.0, 0.7, 1.9])
+def test_a_pipeline_that_takes_long_to_settle(reduce: float, played: list[int]) -> None:
+    """The last rank is slower by so little that thousands of micro-batches go by before all wait for it."""
+    forward = {(rank, 0): 1.0 + (0.0003 if rank == 5 else 0.00001 * rank) for rank in range(6)}
+    backward = {place: 2 * seconds for place, seconds in forward.items()}
+    times = Times(forward, backward, 0.3, 0.01, dict.fromkeys(forward, reduce), {}, drag=0.1, contends=True)
+    all, few = replayed("1f1b", 6, 1, 20000, times, Hides(pp=True, dp=True), each=reduce > 0)
+    assert few.last == pytest.approx(all.last, rel=EXACT)
+    assert sum(played) < 2000
+
+
+def test_a_schedule_that_does_not_say_that_it_repeats_is_gone_through_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the pipeline runs empty after every eight micro-batches."""
+
+    def in_waves(p: int, v: int, m: int) -> Schedule:
+        orders = [Order() for _ in range(p)]
+        for first in range(0, m, 8):
+            for order, wave in zip(orders, one_f_one_b(p, v, min(8, m - first)), strict=True):
+                order += [action._replace(microbatch=action.microbatch + first) for action in wave]
+        return orders
+
+    monkeypatch.setitem(in_waves.__globals__, "in_waves", in_waves)
+    card = Card("in_waves", "", f"{__name__}:in_waves", {"chunks": False, "piles": False})
+    monkeypatch.setitem(SCHEDULES.cards, card.name, card)
+    overrides = ["parallel.pp=4", "parallel.vpp=1", "parallel.schedule=in_waves", "batch.global=200"]
+    config = load("configs/gpu/llama3-8b.toml", overrides, world=32)
+    hardware, stack = profiles.hardware("a100-80g"), profiles.stack("megascale")
+    assert steps.Steps(hardware, stack).step_s(config) == pytest.approx(step_time(config, hardware, stack), rel=1e-9)
 
 
 @given(pipelines(), st.data())
@@ -141,7 +176,7 @@ def test_variants_do_not_see_each_other(drawn: tuple[int, int, int, Times, Hides
     p, v, m, times, hides, each = drawn
     m = data.draw(st.integers(1, 8 * p))
     function = SCHEDULES["interleaved_1f1b" if v > 1 else "1f1b"].load()
-    few = program(partial(runs_of, function, p, v), p, v, m, piles=False, reduces_each=each)
+    few = program(partial(runs_of, function, p, v), p, v, m, piles=False, repeats=True, reduces_each=each)
     variants = [times, replace(times, message=0.0, hops=0.0), replace(times, reduce={}, gather={}, contends=False)]
     lowered = lower(function(p, v, m), v, reduce_each=each)
     for found, alone in zip(Repeating({}, lambda: few).replay(variants, hides), variants, strict=True):

@@ -30,7 +30,9 @@ def drawn(draw: st.DrawFn, groups: int) -> Drawn:
 
 def made(name: str, p: int, v: int, m: int, each: bool) -> Program:
     piles = SCHEDULES[name].facts["piles"]
-    return program(partial(runs_of, SCHEDULES[name].load(), p, v), p, v, m, piles=piles, reduces_each=each)
+    return program(
+        partial(runs_of, SCHEDULES[name].load(), p, v), p, v, m, piles=piles, repeats=True, reduces_each=each
+    )
 
 
 @given(drawn(8))
@@ -90,7 +92,7 @@ def test_a_schedule_that_does_not_repeat_itself_is_gone_through_whole() -> None:
             begun = some.stop
         return one_by_one([order])
 
-    found = program(ever_longer, 1, 1, 40, piles=False, reduces_each=False)
+    found = program(ever_longer, 1, 1, 40, piles=False, repeats=True, reduces_each=False)
     assert found.windows == () and len(found.fronts.rank) == 80
 
 
