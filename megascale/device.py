@@ -7,7 +7,7 @@ import platform
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -106,6 +106,16 @@ class Device:
     def capability(self) -> tuple[int, int]:
         """The generation of a GPU in CUDA's numbers, such as (9, 0) of Hopper; (0, 0) of a CPU."""
         return (0, 0) if self.is_cpu else torch.cuda.get_device_capability(self.torch)
+
+    @property
+    def pci_address(self) -> str | None:
+        """Where a GPU is, as in /sys/bus/pci/devices; None for a CPU, and if this torch does not tell."""
+        if self.is_cpu:
+            return None
+        found: Any = torch.cuda.get_device_properties(self.torch)
+        if not hasattr(found, "pci_bus_id"):
+            return None
+        return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
 
     def timer(self) -> Timer:
         """What marks moments in this device's work."""

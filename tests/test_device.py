@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,6 +30,16 @@ def test_a_gpu_says_its_generation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: {1: (9, 0)}[device.index])
     assert Device(torch.device("cuda", 1), "nccl").capability == (9, 0)
     assert detect(allow_gpu=False).capability == (0, 0)
+
+
+def test_a_gpu_says_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch.numa.binding looks for it; versions that do not know have None."""
+    where = {"pci_domain_id": 1, "pci_bus_id": 0xDC, "pci_device_id": 2}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**where))
+    assert Device(torch.device("cuda", 1), "nccl").pci_address == "0001:dc:02.0"
+    where.clear()
+    assert Device(torch.device("cuda", 1), "nccl").pci_address is None
+    assert Device(torch.device("cpu"), "gloo").pci_address is None
 
 
 def threads(monkeypatch: pytest.MonkeyPatch, cores: int, **env: str) -> int:

@@ -18,6 +18,7 @@ from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError, Exit, MegascaleError, Problem
 from megascale.core.process import stopped_in_order
+from megascale.launch import environment
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
@@ -32,6 +33,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
+    environment.prepare()
     ranks = {"links": bench_ranks.run_links, "profile": bench_ranks.run_profile}
     if options.benchmark in ranks:
         return ranks[options.benchmark](options)

@@ -19,7 +19,7 @@ from megascale.core.errors import ConfigError, Problem
 from megascale.core.files import claim
 from megascale.core.process import die_with
 from megascale.core.rank import STORE, Rank, from_environment
-from megascale.launch import local
+from megascale.launch import environment, flight, local
 from megascale.launch.failure import write_error
 
 
@@ -34,6 +34,7 @@ def run(options: argparse.Namespace) -> int:
     with contextlib.ExitStack() as held:
         try:
             config = load(options.config, options.overrides, world=rank.world if rank else None)
+            environment.prepare(config.folder if config.world > 1 else None)
             if rank is None or (rank.rank == 0 and STORE not in os.environ):  # else our launcher holds it
                 held.enter_context(hold_folder(config))
         except ConfigError as error:
@@ -42,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
             raise
         if rank is None and config.world > 1:
             arguments = ["train", options.config, *options.overrides]
-            return local.run(arguments, config.world, config.folder / "logs")
+            return local.run(arguments, config.world, config.folder / "logs", config.folder / flight.FOLDER)
         if "TORCHELASTIC_RUN_ID" in os.environ:
             die_with(os.getppid())  # torchrun, when it is killed, leaves its workers training
         from megascale.train.entry import run_rank
@@ -58,6 +59,9 @@ def hold_folder(config: RunConfig) -> contextlib.ExitStack:
     """
     with contextlib.ExitStack() as held:
         held.enter_context(_claimed(config.folder, "observe.dir"))
+        if config.world > 1:
+            with _told(config.folder / flight.FOLDER, "observe.dir"):
+                flight.prepare(config.folder)
         if config.checkpoint.resume == "never" and (config.folder / "metrics.jsonl").exists():
             mend = "another name, or checkpoint.resume = auto"
             raise ConfigError([Problem(str(config.folder), "name", "there is a run of this name already", mend)])

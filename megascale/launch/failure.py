@@ -2,7 +2,8 @@
 
 When a rank dies its neighbours fail next, each blaming its own neighbour. A rank therefore writes its error with the
 time and with whether it only lost a peer; the cause is the rank that a signal killed, else the first error that is its
-own.
+own. When a rank is stuck, NCCL's watchdog ends those that wait for it by SIGABRT; the cause is then the rank for which
+they waited, as the flight recorder says.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 from megascale.core.errors import Exit, MegascaleError
 from megascale.core.files import write_text
 from megascale.core.rank import Rank
+from megascale.launch import flight
 
 ERROR_FILE = "MEGASCALE_ERROR_FILE"
 """Environment variable: where this rank writes its error; `%t` in it is the rank."""
@@ -40,6 +42,7 @@ _PEER_LOST = (
     "application timeout caused pair closure",
     "gloo connectfullmesh failed",
     "nccl communicator was aborted",
+    "collective operation timeout",
     "remote process exited",
     "failed to recv",
 )
@@ -94,9 +97,11 @@ def write_error(error: BaseException, rank: Rank) -> None:
         write_text(Path(path), json.dumps(theirs))
 
 
-def first_cause(logs: Path, died: Mapping[int, int], codes: Mapping[int, int]) -> Failure:
+def first_cause(logs: Path, died: Mapping[int, int], codes: Mapping[int, int], dumps: Path | None = None) -> Failure:
     """The failure that caused the others; of an error that all ranks found together the lowest rank's. `died`: ranks
-    that a signal killed, with its number; `codes`: exit statuses.
+    that a signal killed, with its number; `codes`: exit statuses; `dumps`: the flight recorder's folder.
+
+    A rank that SIGABRT ended may have been waiting for one that never came, or have failed itself, in C++.
     """
     host = os.uname().nodename
     errors = _errors(logs)
@@ -104,7 +109,11 @@ def first_cause(logs: Path, died: Mapping[int, int], codes: Mapping[int, int]) -
     if own:
         error = min((error for error in own if error["what"] == own[0]["what"]), key=lambda error: error["rank"])
         return Failure(error["rank"], error["host"], error["what"], error["exit_status"])
-    for rank, number in died.items():
+    killed = {rank: number for rank, number in died.items() if number != signal.SIGABRT}
+    if not killed and dumps is not None and (suspect := flight.find(dumps)):
+        what = f"killed by SIGABRT; {suspect.what}" if suspect.rank in died else suspect.what
+        return Failure(suspect.rank, suspect.host or host, what, Exit.UNCLASSIFIED, unexplained=True)
+    for rank, number in (killed or died).items():
         what = f"killed by {signal.Signals(number).name}"
         return Failure(rank, host, what, Exit.UNCLASSIFIED, unexplained=True)
     silent = [rank for rank, code in codes.items() if code > 0 and rank not in {e["rank"] for e in errors}]
@@ -122,8 +131,9 @@ def _errors(logs: Path) -> list[dict[str, Any]]:
     return sorted(errors, key=lambda error: error["time"])
 
 
-def main(logs: str, status: str) -> None:
-    """Say which rank failed first, and print the status of the job: that rank's own, else the one given.
+def main(logs: str, status: str, dumps: str = "") -> None:
+    """Say which rank failed first, and print the status of the job: that rank's own, else the one given. `dumps`: the
+    flight recorder's folder.
 
     srun ends with the highest status of its tasks, which is that of those it ended itself after the first failure.
     """
@@ -131,6 +141,8 @@ def main(logs: str, status: str) -> None:
     for error in own[:1]:
         print(f"megascale: rank {error['rank']} on {error['host']} failed: {error['what']}", file=sys.stderr)
         status = error["exit_status"]
+    if not own and status != "0" and dumps and (suspect := flight.find(Path(dumps))):
+        print(f"megascale: {suspect}", file=sys.stderr)
     print(status)
 
 

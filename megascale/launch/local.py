@@ -38,11 +38,11 @@ class _Worker:
     log: Path | None
 
 
-def run(arguments: Sequence[str], world: int, logs: Path) -> int:
+def run(arguments: Sequence[str], world: int, logs: Path, dumps: Path | None = None) -> int:
     """Run `python -m megascale ARGUMENTS` as `world` ranks on this host and return the exit status of the job.
 
     Rank 0 shares this terminal; the others write to `logs`/rank-N.log. A signal that asks to stop is passed on once, so
-    that the ranks finish their step and save; a second one ends them.
+    that the ranks finish their step and save; a second one ends them. `dumps`: the flight recorder's folder.
     """
     logs.mkdir(parents=True, exist_ok=True)
     for old in logs.glob("rank-*.*"):
@@ -56,7 +56,7 @@ def run(arguments: Sequence[str], world: int, logs: Path) -> int:
         if len(workers) < world:
             _end(workers)
             return _stopped(forward)
-        return _watch(workers, forward, logs)
+        return _watch(workers, forward, logs, dumps)
 
 
 @contextlib.contextmanager
@@ -122,7 +122,7 @@ class _Forward:
         self.asked += 1
 
 
-def _watch(workers: Sequence[_Worker], forward: _Forward, logs: Path) -> int:
+def _watch(workers: Sequence[_Worker], forward: _Forward, logs: Path, dumps: Path | None) -> int:
     """Wait for all ranks, or for the first that fails; then end the others and say what happened."""
     good = (None, Exit.OK, Exit.STOPPED)
     while all((code := worker.process.poll()) in good for worker in workers):
@@ -135,7 +135,7 @@ def _watch(workers: Sequence[_Worker], forward: _Forward, logs: Path) -> int:
     _end(workers)
     if forward.asked and set(died.values()) <= {signal.SIGTERM, signal.SIGKILL} and died:
         return _stopped(forward)
-    failure = first_cause(logs, died, {worker.rank: worker.process.returncode for worker in workers})
+    failure = first_cause(logs, died, {worker.rank: worker.process.returncode for worker in workers}, dumps)
     print(_report(failure, workers), file=sys.stderr)
     return failure.exit_status
 

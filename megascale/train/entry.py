@@ -20,6 +20,7 @@ from megascale.core.files import write_text
 from megascale.core.rank import Rank
 from megascale.core.units import format_bytes, format_count, format_flops
 from megascale.device import detect
+from megascale.launch import affinity
 from megascale.launch.failure import exit_status_of, peer_was_lost, write_error
 from megascale.ops.select import Setting, select
 from megascale.plan.hardware import Peak, stated_peak
@@ -64,6 +65,7 @@ def _leave(error: BaseException, rank: Rank) -> Never:
 
 def _run(config: RunConfig, rank: Rank, stop: Stop) -> Exit:
     device = detect(rank.local)
+    affinity.bind(device.pci_address)
     init.start(rank, device)
     first = rank.rank == 0
     run = build(config, mesh_of(config, rank, device), device, stop)

@@ -11,7 +11,8 @@ import pytest
 
 from megascale.core.errors import DataError, Exit
 from megascale.core.rank import Rank
-from megascale.launch.failure import ERROR_FILE, first_cause, peer_was_lost, write_error
+from megascale.launch.failure import ERROR_FILE, first_cause, main, peer_was_lost, write_error
+from tests.launch.dumps import Recorder
 
 
 def leave(logs: Path, rank: int, **record: Any) -> None:
@@ -57,6 +58,10 @@ def test_only_lost_peers(tmp_path: Path) -> None:
     [
         (RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:7342. This is typically caused by"), True),
         (RuntimeError("remote process exited: group rank 1, pid 7"), True),
+        (
+            RuntimeError("[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE"),
+            True,
+        ),
         (ConnectionResetError(104, "Connection reset by peer"), True),
         (RuntimeError("size mismatch"), False),
         (ValueError("connection closed by peer"), False),
@@ -73,3 +78,60 @@ def test_an_error_is_written_with_its_status(tmp_path: Path, monkeypatch: pytest
     cause = first_cause(tmp_path, {}, {2: 3})
     assert (cause.rank, cause.host, cause.exit_status) == (2, "node7", Exit.DATA)
     assert cause.what == "no text  -> --key NAME"
+
+
+def three_wait_for_the_third(folder: Path) -> None:
+    for rank in (0, 1, 2):
+        recorder = Recorder(rank, "node7", dp=[0, 1, 2, 3])
+        recorder.collective("dp", done=False)
+        recorder.write(folder)
+
+
+ABORTED = dict.fromkeys((0, 1, 2), signal.SIGABRT)
+CODES = dict.fromkeys((0, 1, 2), -6) | {3: -9}
+
+
+def test_a_stuck_rank_before_those_whose_watchdogs_ended_them(tmp_path: Path) -> None:
+    three_wait_for_the_third(tmp_path)
+    cause = first_cause(tmp_path, ABORTED, CODES, tmp_path)
+    assert (cause.rank, cause.unexplained) == (3, True)
+    assert cause.what.startswith("never joined all_reduce 1 of group dp, in which ranks 0, 1, 2 wait since ")
+    Recorder(3, "node8", dp=[0, 1, 2, 3]).write(tmp_path)
+    assert first_cause(tmp_path, ABORTED, CODES, tmp_path).host == "node8"
+
+
+def test_without_dumps_the_first_that_aborted(tmp_path: Path) -> None:
+    cause = first_cause(tmp_path, ABORTED, CODES, tmp_path)
+    assert (cause.rank, cause.what) == (0, "killed by SIGABRT")
+
+
+def test_an_abort_of_its_own_is_both(tmp_path: Path) -> None:
+    """The watchdogs of the others may have had the time to dump."""
+    three_wait_for_the_third(tmp_path)
+    cause = first_cause(tmp_path, {1: signal.SIGABRT, 3: signal.SIGABRT}, CODES, tmp_path)
+    assert cause.rank == 3 and cause.what.startswith("killed by SIGABRT; never joined all_reduce 1 of group dp")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_another_signal_before_what_the_watchdogs_say(number: int, tmp_path: Path) -> None:
+    three_wait_for_the_third(tmp_path)
+    cause = first_cause(tmp_path, {0: signal.SIGABRT, 2: number}, CODES, tmp_path)
+    assert (cause.rank, cause.what) == (2, f"killed by {signal.Signals(number).name}")
+
+
+def test_a_rank_s_own_error_before_what_the_watchdogs_say(tmp_path: Path) -> None:
+    three_wait_for_the_third(tmp_path)
+    leave(tmp_path, 2)
+    assert first_cause(tmp_path, ABORTED, CODES, tmp_path).what == "error of 2"
+
+
+def test_for_slurm_the_stuck_rank_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(str(tmp_path), "134", str(tmp_path))
+    assert capsys.readouterr() == ("134\n", "")
+    three_wait_for_the_third(tmp_path)
+    main(str(tmp_path), "134", str(tmp_path))
+    out, err = capsys.readouterr()
+    assert out == "134\n" and err.startswith("megascale: rank 3 never joined all_reduce 1 of group dp")
+    leave(tmp_path, 1, exit_status=3)
+    main(str(tmp_path), "134", str(tmp_path))
+    assert capsys.readouterr() == ("3\n", "megascale: rank 1 on h failed: error of 1\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -14,7 +15,9 @@ from pathlib import Path
 import pytest
 
 from megascale.core.errors import Exit
+from megascale.launch import environment, flight, local
 from tests.jobs import Job, job_config, lives
+from tests.launch.dumps import Recorder
 from tests.runs import GPT
 
 FOUR = {"parallel__tp": 2, "parallel__pp": 2, "train__steps": 1000, "train__precision": "fp32"}
@@ -57,6 +60,94 @@ def test_an_aborted_rank_is_named_with_its_last_words(tmp_path: Path) -> None:
     assert status == Exit.UNCLASSIFIED
     assert re.search(r"rank 2 of 4 on \S+ failed: killed by SIGABRT\n  \| .*\n?.*EnforceNotMet", err), err
     assert f"its output: {log}" in err
+
+
+WATCHDOG = """
+import os, time
+from pathlib import Path
+if "RANK" in os.environ:
+    from tests.launch.dumps import Recorder
+    rank = int(os.environ["RANK"])
+    recorder = Recorder(rank, "h", dp=[0, 1, 2, 3])
+    if rank == {stuck}:
+        time.sleep(600)
+    if {dump}:
+        recorder.collective("dp", done=False)
+        recorder.write(Path({folder!r}))
+    if rank in {aborting}:
+        os.abort()
+    time.sleep(600)
+"""
+"""Ranks that wait until their watchdogs end them, and one that is stuck."""
+
+
+def run_watchdog(folder: Path, monkeypatch: pytest.MonkeyPatch, **planted: object) -> None:
+    """Run four ranks that never get to megascale."""
+    (folder / "site").mkdir()
+    (folder / "site" / "sitecustomize.py").write_text(WATCHDOG.format(folder=str(folder / "flight"), **planted))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder / "site"), str(Path(__file__).parents[2])]))
+    assert local.run(["--version"], 4, folder / "logs", folder / "flight") == Exit.UNCLASSIFIED
+
+
+@pytest.mark.parametrize("stuck", [0, 3])
+def test_a_stuck_rank_is_named_and_not_those_that_waited(
+    stuck: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    flight.prepare(tmp_path)
+    aborting = [rank for rank in range(4) if rank != stuck]
+    run_watchdog(tmp_path, monkeypatch, stuck=stuck, dump=True, aborting=aborting)
+    last = capfd.readouterr().err.splitlines()
+    named = f"megascale: rank {stuck} of 4 on {socket.gethostname()} failed: never joined all_reduce 1 of group dp"
+    assert any(line.startswith(named) for line in last), last
+    assert last[-1] == "the other 3 ranks were ended"
+
+
+def test_a_rank_that_aborts_itself_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As when an assertion fails in C++; the dumps are of an earlier attempt."""
+    flight.prepare(tmp_path)
+    for rank in (0, 2, 3):
+        recorder = Recorder(rank, "h", dp=[0, 1, 2, 3])
+        recorder.collective("dp", done=False)
+        recorder.write(tmp_path / "flight")
+    flight.prepare(tmp_path)
+    run_watchdog(tmp_path, monkeypatch, stuck=None, dump=False, aborting=[2])
+    named = f"megascale: rank 2 of 4 on {socket.gethostname()} failed: killed by SIGABRT"
+    assert named in capfd.readouterr().err.splitlines()
+
+
+ENVIRONMENT = """
+import json, os, sys, types
+if "RANK" in os.environ:
+    def run_rank(config, rank):
+        with open(os.environ["SHOWN"] + str(rank.rank), "w") as file:
+            json.dump([dict(os.environ), "torch" in sys.modules], file)
+        return 0
+    entry = sys.modules["megascale.train.entry"] = types.ModuleType("megascale.train.entry")
+    entry.run_rank = run_rank
+"""
+
+
+def test_ranks_have_the_environment_that_they_need_before_torch(tmp_path: Path) -> None:
+    """And what the user sets stays; dumps of an earlier attempt are gone."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(ENVIRONMENT)
+    old = tmp_path / "runs" / "test" / "flight" / f"{socket.gethostname()}_rank_1"
+    old.parent.mkdir(parents=True)
+    old.touch()
+    own = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}
+    env = {"PYTHONPATH": str(tmp_path / "site"), "SHOWN": f"{tmp_path}/shown-", **own}
+    status, _, err = Job(job_config(tmp_path, GPT, parallel__tp=2), env=env).end()
+    assert status == Exit.OK, err
+    for rank in range(2):
+        shown, torch = json.loads((tmp_path / f"shown-{rank}").read_text())
+        expected = environment.defaults(own, tmp_path / "runs" / "test") | own
+        assert {name: shown.get(name) for name in expected} == expected
+        assert "TORCH_FR_BUFFER_SIZE" not in shown
+        assert shown["TORCH_FR_DUMP_TEMP_FILE"] == str(old)[: -len("1")]
+        assert not torch, "it would not read them any more"
+    assert old.parent.is_dir() and not old.exists()
 
 
 PLANT = """

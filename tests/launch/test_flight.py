@@ -1,0 +1,204 @@
+"""Who is waited for, by the flight recorder's dumps: made by hand in torch's format, and taken from real ranks."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megascale.core.rank import Rank
+from megascale.launch import flight
+from tests.launch.dumps import START, Recorder
+from tests.worlds import run_world
+
+WORLD = [0, 1, 2, 3]
+
+
+def recorders(**groups: list[int]) -> list[Recorder]:
+    return [Recorder(rank, f"node{rank // 2}", **groups) for rank in WORLD]
+
+
+def write(folder: Path, ranks: list[Recorder]) -> None:
+    for rank in ranks:
+        rank.write(folder)
+
+
+def stuck(folder: Path, victim: int = 3) -> list[Recorder]:
+    """Ranks of which one does not come to the second all-reduce."""
+    ranks = recorders(dp=WORLD)
+    for rank in ranks:
+        rank.collective("dp", at=0)
+        if rank.rank != victim:
+            rank.collective("dp", at=1, done=False)
+    write(folder, ranks)
+    return ranks
+
+
+@pytest.mark.parametrize("victim", WORLD)
+def test_the_rank_that_never_joined_is_named(victim: int, tmp_path: Path) -> None:
+    stuck(tmp_path, victim)
+    found = flight.find(tmp_path)
+    assert found is not None and (found.rank, found.host) == (victim, f"node{victim // 2}")
+    others = ", ".join(str(rank) for rank in WORLD if rank != victim)
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(START + 1))
+    assert found.what == f"never joined all_reduce 2 of group dp, in which ranks {others} wait since {since}"
+
+
+def test_a_rank_without_a_dump_is_the_suspect(tmp_path: Path) -> None:
+    stuck(tmp_path)
+    (tmp_path / "node1_rank_3").unlink()
+    found = flight.find(tmp_path)
+    assert found is not None and (found.rank, found.host) == (3, None)
+    assert str(found).startswith("rank 3 never joined") and str(found).endswith("; it left no dump of its own")
+    (tmp_path / "node1_rank_2").unlink()  # as when a whole host has gone
+    found = flight.find(tmp_path)
+    assert found is not None and found.rank == 2 and found.what.endswith("its own, nor did rank 3")
+
+
+def test_through_ranks_that_wait_themselves(tmp_path: Path) -> None:
+    """Rank 0 waits for 1 in dp, 1 for a message of 2, and 2, which sent it late, for 3 in tp."""
+    ranks = recorders(dp=[0, 1], pp=[1, 2], tp=[2, 3])
+    ranks[0].collective("dp", at=4, done=False)
+    ranks[1].message("pp", "recv", 2, at=3, done=False)
+    ranks[2].collective("tp", "all_gather_into_tensor", at=2, done=False)
+    write(tmp_path, ranks)
+    found = flight.find(tmp_path)
+    assert found is not None and found.rank == 3
+    assert found.what.startswith("never joined all_gather_into_tensor 1 of group tp, in which rank 2 waits since ")
+
+
+def test_a_receive_that_is_posted_early_does_not_hide_the_stuck_rank(tmp_path: Path) -> None:
+    """Every rank has a receive in flight, the stuck one too: it is the first that started nothing more."""
+    ranks = recorders(pp=WORLD, dp=WORLD)
+    for rank in ranks:
+        rank.message("pp", "recv", (rank.rank + 1) % 4, at=0.1 * rank.rank, done=False)
+        if rank.rank != 1:
+            rank.collective("dp", at=5 + rank.rank, done=False)
+    write(tmp_path, ranks)
+    found = flight.find(tmp_path)
+    assert found is not None and found.rank == 1
+
+
+def test_a_message_that_was_not_sent(tmp_path: Path) -> None:
+    ranks = recorders(pp=WORLD)
+    for rank in ranks[:2]:  # one that has arrived does not count
+        rank.message("pp", "send" if rank.rank == 0 else "recv", 1 - rank.rank)
+    ranks[1].message("pp", "recv", 0, at=1, done=False)
+    write(tmp_path, ranks)
+    found = flight.find(tmp_path)
+    assert found is not None and found.rank == 0
+    assert found.what.startswith("never sent the message of group pp for which rank 1 waits since ")
+
+
+def test_a_message_that_was_not_received(tmp_path: Path) -> None:
+    ranks = recorders(pp=WORLD)
+    ranks[2].message("pp", "send", 1, at=1, done=False)
+    write(tmp_path, ranks)
+    found = flight.find(tmp_path)
+    assert found is not None and found.rank == 1
+    assert found.what.startswith("never received the message of group pp that rank 2 sends since ")
+
+
+def test_messages_of_a_batch_end_with_it(tmp_path: Path) -> None:
+    ranks = recorders(tp=WORLD)
+    for rank in ranks:
+        peers = [other for other in WORLD if other != rank.rank]
+        pairs = [(what, peer) for peer in peers for what in ("send", "recv")]
+        rank.batch("tp", *pairs)
+        if rank.rank != 2:
+            rank.batch("tp", *pairs, at=1, done=False)
+    write(tmp_path, ranks)
+    found = flight.find(tmp_path)
+    assert found is not None and found.rank == 2
+
+
+def test_nobody_is_blamed_when_all_have_come(tmp_path: Path) -> None:
+    ranks = recorders(dp=WORLD)
+    for rank in ranks:
+        rank.collective("dp", done=False)
+    assert flight.find(tmp_path) is None
+    write(tmp_path, ranks)
+    assert flight.find(tmp_path) is None
+
+
+class Evil:
+    def __reduce__(self) -> tuple:
+        return os.system, ("touch planted",)
+
+
+@pytest.mark.parametrize("content", [pickle.dumps({"version": Evil()}), b"", b"\x80\x02}", pickle.dumps([1]), b"text"])
+def test_a_dump_that_cannot_be_read_blames_nobody(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stuck(tmp_path)
+    (tmp_path / "node1_rank_3").write_bytes(content)
+    assert flight.find(tmp_path) is None
+    assert not (tmp_path / "planted").exists()
+
+
+def test_a_dump_that_was_cut_off(tmp_path: Path) -> None:
+    ranks = stuck(tmp_path)
+    whole = ranks[3].as_bytes()
+    for length in range(0, len(whole), 50):
+        (tmp_path / "node1_rank_3").write_bytes(whole[:length])
+        assert flight.find(tmp_path) is None
+
+
+def test_a_dump_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck(tmp_path)
+    monkeypatch.setattr(flight, "MOST_BYTES", 100)
+    assert flight.find(tmp_path) is None
+
+
+def test_an_attempt_begins_without_the_dumps_of_the_one_before(tmp_path: Path) -> None:
+    flight.prepare(tmp_path)
+    folder = tmp_path / flight.FOLDER
+    stuck(folder)
+    (folder / "notes.txt").touch()
+    flight.prepare(tmp_path)
+    assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+    assert Path(flight.prefix(tmp_path)).parent == folder
+
+
+def test_the_command(tmp_path: Path) -> None:
+    stuck(tmp_path)
+    command = [sys.executable, "-m", "megascale.launch.flight", str(tmp_path), str(tmp_path / "none")]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert lines[0].startswith(f"{tmp_path}: rank 3 on node1 never joined all_reduce 2 of group dp")
+    assert lines[1] == f"{tmp_path / 'none'}: no rank is known to wait for another"
+
+
+def leave_a_real_dump(rank: Rank, folder: Path) -> None:
+    """Of three ranks the second comes to an all-reduce only when the others have dumped that they wait for it."""
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import _dump_fr_trace
+
+    group = dist.new_group([0, 1, 2], use_local_synchronization=True, group_desc="dp")
+    assert group is not None
+    dist.all_reduce(torch.ones(3), group=group)
+    late = rank.rank == 1
+    work = None if late else dist.all_reduce(torch.ones(3), group=group, async_op=True)
+    while late and len(list(folder.iterdir())) < 2:
+        time.sleep(0.01)
+    dump = pickle.loads(_dump_fr_trace(True, True, False))
+    name = group.group_name  # gloo does not tell the ranks of its groups, as NCCL does
+    dump["pg_config"] = {name: {"name": name, "desc": "dp", "ranks": "[0, 1, 2]"}}
+    (folder / f"h_rank_{rank.rank}").write_bytes(pickle.dumps(dump, protocol=2))
+    if work is None:
+        dist.all_reduce(torch.ones(3), group=group)
+    else:
+        work.wait()
+
+
+def test_real_dumps_of_real_ranks(tmp_path: Path) -> None:
+    run_world(3, leave_a_real_dump, tmp_path)
+    found = flight.find(tmp_path)
+    assert found is not None and (found.rank, found.host) == (1, "h")
+    assert found.what.startswith("never joined all_reduce 2 of group dp, in which ranks 0, 2 wait since ")
