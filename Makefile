@@ -4,7 +4,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all lint format docs bench bench-gpu clean
+.PHONY: help install quickstart test test-all test-gpu lint format docs bench bench-gpu clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -24,7 +24,10 @@ test: install ## the tests, a quarter of an hour at most
 	$(BIN)/python -m pytest
 
 test-all: install ## the tests, the slow ones too
-	$(BIN)/python -m pytest -m ''
+	$(BIN)/python -m pytest -m 'not gpu'
+
+test-gpu: install ## what only GPUs show: a table and a file to send; GPUS=2, GPUS=8 for several
+	$(BIN)/python tools/test_gpu.py --gpus $(or $(GPUS),1)
 
 lint: install ## style, types, direction of imports
 	$(BIN)/ruff check .

@@ -13,8 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megascale.core.errors import Exit, MegascaleError
+
 Mark = float | torch.cuda.Event
 """A moment in a device's work. On a CPU it is a time already; a GPU gets there later."""
+
+
+class DeviceError(MegascaleError):
+    """A process that was started on a host without a device for it."""
+
+    exit_status = Exit.CONFIG
 
 
 class Timer(Protocol):
@@ -204,13 +212,16 @@ def versions() -> dict[str, str]:
 def detect(local_rank: int = 0, allow_gpu: bool = True) -> Device:
     """The GPU of this local rank where there is one, else the CPU with one thread for each local process' share.
 
-    Raises: RuntimeError if there are GPUs, but fewer than local ranks.
+    Raises: DeviceError if there are GPUs, but fewer than local ranks.
     """
     if not (allow_gpu and torch.cuda.is_available()):
         torch.set_num_threads(_threads())
         return Device(torch.device("cpu"), "gloo")
     if local_rank >= gpus():
-        raise RuntimeError(f"local rank {local_rank} has no GPU: this host has {gpus()}")
+        raise DeviceError(
+            f"local rank {local_rank} has no GPU: this host has {gpus()}",
+            mend="one process a GPU: fewer processes on this host, or a CUDA_VISIBLE_DEVICES that shows all GPUs",
+        )
     torch.cuda.set_device(local_rank)
     return Device(torch.device("cuda", local_rank), "nccl")
 

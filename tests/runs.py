@@ -79,13 +79,13 @@ def given(model: ModelConfig, parameters: dict[str, Any], **backends: str) -> An
     return Given(model, parameters, TensorAxis(alone("tp")), Operators.of(setting))
 
 
-def build_run(rank: Rank, config: RunConfig, mesh: Any = None) -> Any:
-    """A built run on this rank, on the CPU; on `mesh` if a run of the same layout has opened one before."""
+def build_run(rank: Rank, config: RunConfig, mesh: Any = None, *, gpu: bool = False) -> Any:
+    """A built run on this rank, on the CPU or its GPU; on `mesh` if a run of the same layout has opened one before."""
     from megascale.device import detect
     from megascale.train.build import build, mesh_of
     from megascale.train.stop import Stop
 
-    device = detect(allow_gpu=False)
+    device = detect(rank.local, allow_gpu=gpu)
     return build(config, mesh or mesh_of(config, rank, device), device, Stop())
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megascale import device
-from megascale.device import Device, detect
+from megascale.device import Device, DeviceError, detect
 
 PACKAGE = Path(device.__file__).parent
 
@@ -71,7 +71,7 @@ def test_a_rank_has_the_gpu_of_its_local_number(gpus: list[int]) -> None:
 
 
 def test_a_rank_without_a_gpu_of_its_own_is_refused(gpus: list[int]) -> None:
-    with pytest.raises(RuntimeError, match="local rank 2 has no GPU: this host has 2"):
+    with pytest.raises(DeviceError, match="local rank 2 has no GPU: this host has 2"):
         detect(2)
     assert gpus == []
 

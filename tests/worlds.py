@@ -35,8 +35,9 @@ class RankFailed(AssertionError):
     """A rank raised; the message is its traceback."""
 
 
-def run_world(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """`function(rank, *arguments)` on every rank of a world of processes; the results in rank order.
+def run_world(world: int, function: Callable[..., Any], *arguments: Any, gpu: bool = False) -> list[Any]:
+    """`function(rank, *arguments)` on every rank of a world of processes; the results in rank order. `gpu`: each rank
+    has a GPU of its own.
 
     Raises: RankFailed with the first traceback that a rank sent.
     """
@@ -48,7 +49,9 @@ def run_world(world: int, function: Callable[..., Any], *arguments: Any) -> list
     pipes, processes = [], []
     for rank in range(world):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_rank_main, args=(rank, world, port, theirs, function, arguments), daemon=True)
+        process = context.Process(
+            target=_rank_main, args=(rank, world, port, theirs, function, arguments, gpu), daemon=True
+        )
         process.start()
         theirs.close()
         pipes.append(ours)
@@ -82,8 +85,9 @@ def _collect(pipes: list[Connection]) -> list[Any]:
 
 
 def _rank_main(
-    rank: int, world: int, port: int, pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]
-) -> None:
+    rank: int, world: int, port: int, pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...],
+    gpu: bool,
+) -> None:  # fmt: skip
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     import torch
     import torch.distributed as dist
@@ -94,7 +98,7 @@ def _rank_main(
     torch.set_num_threads(1)
     try:
         place = Rank(rank, world, rank, "localhost")
-        init.start(place, detect(allow_gpu=False))
+        init.start(place, detect(rank, allow_gpu=gpu))
         answer = ("", function(place, *arguments))
         dist.barrier()  # no rank leaves while another still talks to it
     except BaseException:

@@ -1,0 +1,104 @@
+"""A GPU trains what a CPU trains, and every backend that would serve computes its operation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megascale.catalog.backends import BACKENDS
+from megascale.catalog.recipes import RECIPES
+from megascale.cli.doctor import configurations
+from megascale.core.rank import Rank
+from tests.gpu.conftest import Figure
+from tests.gpu.machine import curve_on, device_of, furthest, world_of
+from tests.runs import FAMILIES, LLAMA, config_of, settings, train_curve
+from tests.worlds import run_world
+
+pytestmark = pytest.mark.gpu(1)
+
+STEPS = 10
+WIDE = LLAMA | {"hidden_size": 256, "ffn_size": 512, "vocab_size": 512, "seq_length": 128, "num_layers": 2}
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-10), ("fp32", 1e-5), ("bf16", 1e-2)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ten_steps_are_those_of_a_cpu(
+    family: str, precision: str, tolerance: float, tmp_path: Path, figure: Figure
+) -> None:
+    model = FAMILIES[family]
+    config = config_of(settings(model, tmp_path, train__precision=precision, optimizer__lr=1e-3), tmp_path)
+    (ours,), (expected,) = world_of(1, curve_on, config, STEPS), run_world(1, train_curve, config, STEPS)
+    difference = furthest(ours, expected)
+    figure("difference", difference)
+    assert difference < tolerance
+
+
+def verdicts(rank: Rank, config: Any) -> list[tuple[str, str, bool, float | None, str | None]]:
+    """Each backend that could serve: operation, name, whether it serves, its difference, what is wrong with it."""
+    from megascale.ops.select import Setting
+    from megascale.ops.selftest import examine
+
+    setting = Setting.of(config, device_of(rank))
+    found = []
+    for operation in BACKENDS:
+        examination = examine(operation, setting)
+        assert examination.problem is None, examination.problem
+        for verdict in examination.verdicts:
+            if verdict.willing:
+                wrong = (verdict.error or "differs") if verdict.failed else None
+                found.append((operation, verdict.backend, verdict.chosen, verdict.difference, wrong))
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_every_backend_computes_its_operation(precision: str, figure: Figure) -> None:
+    (config,) = configurations(None, [f"train.precision={precision}"]).values()
+    check(world_of(1, verdicts, config)[0], figure)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.names())
+def test_fp8_gemms_are_those_of_dequantized_factors(recipe: str, tmp_path: Path, figure: Figure) -> None:
+    """With a hidden size of 4096, on a GPU that has the recipe."""
+    model = WIDE | {"hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "ffn_size": 8192, "num_layers": 3}
+    overrides = {"train__precision": "fp8", "fp8__recipe": recipe}
+    config = config_of(settings(model, tmp_path, **overrides), tmp_path)
+    check([each for each in world_of(1, verdicts, config)[0] if each[0] == "linear"], figure)
+
+
+def check(found: list[tuple[str, str, bool, float | None, str | None]], figure: Figure) -> None:
+    for operation, backend, chosen, difference, _ in found:
+        if difference is not None:
+            figure(f"{operation} {backend}{' (serves)' if chosen else ''}", difference)
+    assert [each for each in found if each[4]] == []
+    assert any(chosen for _, _, chosen, _, _ in found)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.names())
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_what_is_not_finite_passes_fp8_casts(recipe: str, value: str, tmp_path: Path) -> None:
+    overrides = {"train__precision": "fp8", "fp8__recipe": recipe, "fp8__bf16_first": 0, "fp8__bf16_last": 0}
+    config = config_of(settings(WIDE, tmp_path, **overrides), tmp_path)
+    (error,) = world_of(1, spoilt_step, config, value)
+    assert error.startswith("step 2: the loss is nan on rank 0")
+
+
+def spoilt_step(rank: Rank, config: Any, value: str) -> str:
+    """The error of a step in which one number that enters the second layer is spoilt."""
+    from megascale.core.errors import DivergenceError
+    from megascale.train.step import train_step
+    from tests.gpu.machine import run_of
+
+    run = run_of(rank, config)
+    train_step(run, run.train.batch(0))
+
+    def spoil(module: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        x = inputs[0].clone()
+        x[0, 0, 0].fill_(float(value))
+        return x, *inputs[1:]
+
+    run.stages[0].layers["1"].register_forward_pre_hook(spoil)
+    with pytest.raises(DivergenceError) as caught:
+        train_step(run, run.train.batch(8))
+    return str(caught.value)
