@@ -9,11 +9,17 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from megascale.schedule.ir import Kind, Schedule
+from megascale.schedule.ir import Kind
 from megascale.schedule.lower import receives
+from megascale.schedule.precedence import Precedence
 from megascale.schedule.runs import ByRank, Run, expanded
 
 BACKWARD = Kind.B
+
+FEW = 512
+"""Actions of all ranks up to which each receive is placed as the trainer places it, in milliseconds. In more, receives
+count as posted as far ahead as any are: some at the end of warm-up and in the drain too early, none too late.
+"""
 
 
 class Done(NamedTuple):
@@ -36,7 +42,7 @@ def kinds(chunks: int) -> list[Done]:
 
 class Piece(NamedTuple):
     """Actions that are done `times` times one after another. `awaited`: while each of them runs, how many receives are
-    posted for those that follow it.
+    posted for those that follow it (of many actions at most, see `FEW`).
     """
 
     numbers: tuple[int, ...]
@@ -55,11 +61,12 @@ class Orders:
         """Of one, that posts receives so many actions before they are needed."""
         if (rank, ahead) not in self._known:
             mixed = self._p == 2 and self._v > 1  # activations and gradients are one sender's, in whose order all are
-            self._known[rank, ahead] = self._mixed(rank, ahead) if mixed else self._straight(rank, ahead)
+            few = self._p * sum(len(run.actions) * run.times for run in self._runs(rank)) <= FEW
+            self._known[rank, ahead] = self._exactly(rank, ahead) if mixed or few else self._straight(rank, ahead)
         return self._known[rank, ahead]
 
     def _straight(self, rank: int, ahead: int) -> list[Piece]:
-        """Where receives are posted in the order in which they are needed."""
+        """With receives posted in the order in which they are needed, each as far ahead as it may be."""
         needs, found, next_needs = self._needs(rank), list[Piece](), tuple[int, ...]()
         for numbers, times in reversed([each for run in self._runs(rank) for each in _numbered(run, ahead)]):
             own = tuple([needs[number] for number in numbers])
@@ -69,17 +76,17 @@ class Orders:
             next_needs = coming[:ahead]
         return found[::-1]
 
-    def _mixed(self, rank: int, ahead: int) -> list[Piece]:
+    def _exactly(self, rank: int, ahead: int) -> list[Piece]:
         """Action by action: what is posted does not repeat itself as the actions do."""
         needs = self._needs(rank)
-        numbers = [_number(*action) for action in self._schedule[rank]]
+        numbers = [_number(*action) for action in self._precedence.compute[rank]]
         needed = accumulate(needs[number] for number in numbers)
-        posted = accumulate(map(len, receives(self._schedule, rank, self._v, ahead)))
+        posted = accumulate(map(len, receives(self._precedence, rank, ahead)))
         return [Piece((number,), (there - own,), 1) for number, there, own in zip(numbers, posted, needed, strict=True)]
 
     @cached_property
-    def _schedule(self) -> Schedule:
-        return [expanded(self._runs(rank)) for rank in range(self._p)]
+    def _precedence(self) -> Precedence:
+        return Precedence([expanded(self._runs(rank)) for rank in range(self._p)], self._v)
 
     def _needs(self, rank: int) -> list[int]:
         """By number, whether an action waits for a message."""

@@ -2,6 +2,9 @@
 
 A schedule is run by an event simulation in which a forward takes `f` units and a backward `b`, and a message no time.
 An order that cannot be finished is a deadlock.
+
+There a posted receive holds nobody up. On a GPU it is a kernel that occupies the device, and a host may wait for the
+device: `check_device_wait` shows that such a wait ends.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ from collections import deque
 from dataclasses import dataclass
 
 from megascale.schedule.ir import Action, Kind, Schedule
+
+Message = tuple[Kind, int, int]  # F or B, the virtual stage that consumes it, micro-batch
 
 
 class ScheduleError(Exception):
@@ -149,3 +154,84 @@ def _check_channel_order(schedule: Schedule, channels: dict[tuple[int, int], deq
             raise ScheduleError(
                 f"ranks {channel[0]} -> {channel[1]}: receives are not posted in the order of the sends"
             )
+
+
+def check_device_wait(schedule: Schedule, v: int) -> None:
+    """In a lowered schedule a rank may wait for its device before any one action: all that it has posted ends.
+
+    On NCCL a receive ends when its message has come, and a send when its receive runs. Each runs when the compute
+    actions before it are done. So the wait of a rank before its action k does not end if one end of a message has been
+    posted by then, and the other end stands behind a compute action that follows from k. The first k behind the end
+    that is posted decides, so one comparison of vector clocks (Mattern 1989) for each end proves all positions.
+    Reductions over dp need no proof: in every pipeline they stand behind the same action.
+
+    One rank waits, and the hosts of the others go on. This says nothing of ranks that wait at the same time.
+
+    Raises: ScheduleError, naming the action before which the wait does not end
+    """
+    compute = [[action for action in order if action.kind in (Kind.F, Kind.B)] for order in schedule]
+    clocks = _clocks(compute, v)
+    sends, receives = _ends(schedule)
+    for message, sent in sends.items():
+        posted = receives[message]
+        for (rank, own), (other, behind) in ((sent, posted), (posted, sent)):
+            if behind and clocks[other][behind - 1][rank] > own:
+                end = "a send to" if rank == sent[0] else "a receive from"
+                raise ScheduleError(
+                    f"rank {rank}, waiting for its device before {compute[rank][own]}, waits for ever: {end} rank "
+                    f"{other} is posted, whose other end is behind {compute[other][behind - 1]}, which follows from "
+                    f"{compute[rank][own]}"
+                )
+
+
+def _clocks(compute: Schedule, v: int) -> list[list[list[int]]]:
+    """For each action of each rank, by rank the number of actions that must be done when it is, itself included.
+
+    Raises: ScheduleError on a deadlock
+    """
+    p = len(compute)
+    clocks: list[list[list[int]]] = [[] for _ in compute]
+    done: dict[tuple[Kind, int, int], list[int]] = {}
+    progress = True
+    while progress:
+        progress = False
+        for rank, order in enumerate(compute):
+            for action in order[len(clocks[rank]) :]:
+                needs = dependencies(action, rank, p, v)
+                if not all(need in done for need in needs):
+                    break
+                before = clocks[rank][-1] if clocks[rank] else [0] * p
+                clock = [*map(max, zip(before, *(done[need] for need in needs), strict=True))]
+                clock[rank] += 1
+                done[action.kind, action.chunk * p + rank, action.microbatch] = clock
+                clocks[rank].append(clock)
+                progress = True
+    if any(len(found) < len(order) for found, order in zip(clocks, compute, strict=True)):
+        raise ScheduleError("deadlock: the compute actions wait for each other")
+    return clocks
+
+
+def _ends(schedule: Schedule) -> tuple[dict[Message, tuple[int, int]], dict[Message, tuple[int, int]]]:
+    """For each message the rank that sends it, and that which receives it, with the number of compute actions before.
+
+    Raises: ScheduleError for a send that does not directly follow its action, for a rank might wait between them
+    """
+    p, sends, receives = len(schedule), dict[Message, tuple[int, int]](), dict[Message, tuple[int, int]]()
+    for rank, order in enumerate(schedule):
+        before, last = 0, None
+        for action in order:
+            kind, chunk, i = action
+            stage, sent = chunk * p + rank, Kind.F if kind is Kind.SEND_F else Kind.B
+            match kind:
+                case Kind.F | Kind.B:
+                    before += 1
+                case Kind.SEND_F | Kind.SEND_B:
+                    if last != (sent, chunk, i):
+                        raise ScheduleError(f"rank {rank}: {action} does not directly follow {sent}{chunk}.{i}")
+                    sends[sent, stage + 1 if sent is Kind.F else stage - 1, i] = rank, before
+                case Kind.RECV_F:
+                    receives[Kind.F, stage, i] = rank, before
+                case Kind.RECV_B:
+                    receives[Kind.B, stage, i] = rank, before
+            last = action
+    return sends, receives

@@ -2,21 +2,27 @@
 
 Messages between two ranks form one channel in each direction, and arrive in the order in which they were sent. Receives
 are therefore posted in the sender's order, which is known here for all ranks: no tags, no handshakes.
+
+On a GPU a posted receive is a kernel that runs until its message has come, and a send one that runs until its receive
+is posted. A rank that waits for its device (the driver loads a kernel, the allocator frees memory to get some, a kernel
+is tuned) waits for both, and starts nothing meanwhile. So two rules say when a receive may be posted, such that no rank
+waits for what it has yet to do itself (`check.check_device_wait` proves it):
+
+- behind the last action of its own rank that its message follows from;
+- before the first action of its own rank that follows from what the sender does after it has sent.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from bisect import bisect_left
 
 from megascale.schedule.ir import Action, Kind, Order, Schedule
+from megascale.schedule.precedence import Precedence
 
 AHEAD = 2
-"""Actions by which receives are posted before they are needed: with one, a message that takes longer than a forward is
-waited for (docs/performance.md); each costs room for one more activation.
+"""Actions by which receives are posted before they are needed, where the rules let them: with one, a message that takes
+longer than a forward is waited for (docs/performance.md); each costs room for one more activation.
 """
-
-Message = tuple[Kind, int, int]  # F or B, the virtual stage that consumes it, micro-batch
-Channels = dict[tuple[int, int], dict[Message, int]]  # by sender and receiver the messages, numbered as they are sent
 
 
 def lower(
@@ -24,56 +30,23 @@ def lower(
 ) -> Schedule:
     """Add communication to a compute schedule of p ranks with v chunks each.
 
-    `ahead`: compute actions by which a receive is posted before the one that needs it (0: directly before; None: no
-    receives).
+    `ahead`: compute actions by which a receive is posted before the one that needs it, at most (0: directly before;
+    None: no receives).
     `training`: add REDUCE after the last backward of a chunk, or after each backward if `reduce_each`.
     """
-    p, sends = len(compute), _sends(compute, v)
-    channels = _channels(sends)
-    return [_lower_rank(rank, compute, sends, channels, v, ahead, training, reduce_each) for rank in range(p)]
+    precedence = Precedence(compute, v)
+    return [
+        lower_rank(precedence, rank, ahead=ahead, training=training, reduce_each=reduce_each)
+        for rank in range(len(compute))
+    ]
 
 
-def receives(compute: Schedule, rank: int, v: int, ahead: int) -> list[Order]:
-    """What `lower` lets a rank post before each of its compute actions."""
-    return _receive_posts(rank, len(compute), v, compute[rank], _channels(_sends(compute, v)), ahead)
-
-
-def _sends(compute: Schedule, v: int) -> list[list[Message | None]]:
-    """By rank what becomes of each action."""
-    return [[_message(action, rank, len(compute), v) for action in order] for rank, order in enumerate(compute)]
-
-
-def _channels(sends: list[list[Message | None]]) -> Channels:
-    channels: Channels = defaultdict(dict)
-    for rank, messages in enumerate(sends):
-        for message in messages:
-            if message is not None:
-                channel = channels[rank, message[1] % len(sends)]
-                channel[message] = len(channel)
-    return channels
-
-
-def _message(action: Action, rank: int, p: int, v: int) -> Message | None:
-    """What an action's result becomes: a message to the virtual stage that needs it; None at the ends, or on one
-    rank.
-    """
-    stage = action.chunk * p + rank
-    target = stage + 1 if action.kind is Kind.F else stage - 1
-    return (action.kind, target, action.microbatch) if p > 1 and 0 <= target < p * v else None
-
-
-def _lower_rank(
-    rank: int,
-    compute: Schedule,
-    sends: list[list[Message | None]],
-    channels: Channels,
-    v: int,
-    ahead: int | None,
-    training: bool,
-    reduce_each: bool,
+def lower_rank(
+    precedence: Precedence, rank: int, *, ahead: int | None, training: bool = True, reduce_each: bool = False
 ) -> Order:
-    p, order = len(compute), compute[rank]
-    posts = [[] for _ in order] if ahead is None else _receive_posts(rank, p, v, order, channels, ahead)
+    """What `lower` makes of one rank's actions."""
+    order = precedence.compute[rank]
+    posts = [[] for _ in order] if ahead is None else receives(precedence, rank, ahead)
     last_backward = {a.chunk: a.microbatch for a in order if a.kind is Kind.B}
     gathered: set[int] = set()
     lowered: Order = []
@@ -83,7 +56,7 @@ def _lower_rank(
             gathered.add(action.chunk)
             lowered.append(Action(Kind.GATHER, action.chunk, action.microbatch))
         lowered.append(action)
-        if sends[rank][index] is not None:
+        if precedence.target(action, rank) is not None:
             send = Kind.SEND_F if action.kind is Kind.F else Kind.SEND_B
             lowered.append(Action(send, action.chunk, action.microbatch))
         complete = reduce_each or last_backward.get(action.chunk) == action.microbatch
@@ -92,22 +65,39 @@ def _lower_rank(
     return lowered
 
 
-def _receive_posts(rank: int, p: int, v: int, order: Order, channels: Channels, ahead: int) -> list[Order]:
-    """For each compute action, the receives to post before it: those that it or the next `ahead` actions need, and
-    those that were sent before them on the same channel.
+def receives(precedence: Precedence, rank: int, ahead: int) -> list[Order]:
+    """For each compute action of a rank, the receives to post before it: as a rule those that it or the next `ahead`
+    actions need, and those that were sent before them on the same channel.
     """
-    posts: list[Order] = [[] for _ in order]
-    posted: dict[int, int] = defaultdict(int)  # sender -> messages of its channel posted so far
-    messages = {sender: list(channels[sender, rank]) for sender in range(p) if (sender, rank) in channels}
-    for index, action in enumerate(order):
-        stage = action.chunk * p + rank
-        source = stage - 1 if action.kind is Kind.F else stage + 1
-        if p == 1 or not 0 <= source < p * v:
-            continue
-        sender = source % p
-        needed = channels[sender, rank][action.kind, stage, action.microbatch] + 1
-        for kind, target, microbatch in messages[sender][posted[sender] : needed]:
-            receive = Kind.RECV_F if kind is Kind.F else Kind.RECV_B
-            posts[max(0, index - ahead)].append(Action(receive, target // p, microbatch))
-        posted[sender] = max(posted[sender], needed)
+    p = len(precedence.compute)
+    posts: list[Order] = [[] for _ in precedence.compute[rank]]
+    found = [
+        post
+        for sender in sorted({(rank - 1) % p, (rank + 1) % p} - {rank})
+        for post in _posts(precedence, sender, rank, ahead)
+    ]
+    for place, _, receive in sorted(found, key=lambda post: post[:2]):  # stable: a channel stays in order
+        posts[place].append(receive)
     return posts
+
+
+def _posts(precedence: Precedence, sender: int, rank: int, ahead: int) -> list[tuple[int, int, Action]]:
+    """A channel's receives in its order: the index of the action to post each before, that to post it before if there
+    were no rules, and the receive.
+    """
+    messages = [
+        (sent, target[1])
+        for sent, action in enumerate(precedence.compute[sender])
+        if (target := precedence.target(action, sender)) is not None and target[0] == rank
+    ]
+    if not messages:
+        return []
+    index, followed, follows = precedence.index(rank), precedence.last(rank, sender), precedence.last(sender, rank)
+    found, wanted = [], len(follows)
+    for sent, action in reversed(messages):
+        needed = index[action]
+        wanted = min(wanted, needed - ahead)  # those behind it on the channel may be wanted sooner
+        place = min(max(0, wanted, followed[sent] + 1), bisect_left(follows, sent + 1), needed)
+        receive = Kind.RECV_F if action.kind is Kind.F else Kind.RECV_B
+        found.append((place, wanted, Action(receive, action.chunk, action.microbatch)))
+    return found[::-1]

@@ -36,8 +36,9 @@ from megascale.parallel.eight_bit import Scaling, numerics_of
 from megascale.parallel.gradients import Gradients
 from megascale.parallel.overlap import TensorAxis
 from megascale.parallel.pipeline import Boundary, Pipeline
-from megascale.schedule.ir import Order, Schedule, forwards_only
-from megascale.schedule.lower import AHEAD, lower
+from megascale.schedule.ir import Order, forwards_only
+from megascale.schedule.lower import AHEAD, lower_rank
+from megascale.schedule.precedence import Precedence
 from megascale.trace.recorder import Recorder
 from megascale.train.stop import Stop
 
@@ -105,8 +106,8 @@ def build(config: RunConfig, mesh: Mesh, device: Device, stop: Stop, *, draw: bo
         scaling=scaling,
         optimizer=optimizer,
         pipeline=build_pipeline(config, mesh, stages, gradients, formats, device.torch),
-        train_order=build_schedule(config)[mesh.coord.pp],
-        valid_order=build_schedule(config, training=False)[mesh.coord.pp],
+        train_order=build_order(config, mesh.coord.pp),
+        valid_order=build_order(config, mesh.coord.pp, training=False),
         train=train,
         valid=valid,
         valid_batches=valid_batches,
@@ -158,14 +159,14 @@ def build_stages(
     return found
 
 
-def build_schedule(config: RunConfig, training: bool = True) -> Schedule:
-    """What every pipeline rank does in a step, or in an evaluation of one global batch."""
+def build_order(config: RunConfig, pp_rank: int, training: bool = True) -> Order:
+    """What a pipeline rank does in a step, or in an evaluation of one global batch."""
     p = config.parallel
     assert p.schedule is not None, "a resolved configuration names its schedule"
     compute = SCHEDULES[p.schedule].load()(p.pp, p.vpp, config.micro_batches)
-    return lower(
-        compute if training else forwards_only(compute),
-        p.vpp,
+    return lower_rank(
+        Precedence(compute if training else forwards_only(compute), p.vpp),
+        pp_rank,
         ahead=AHEAD if config.overlap.pp else 0,
         training=training,
         reduce_each=p.zero == 2,

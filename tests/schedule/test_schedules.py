@@ -13,6 +13,7 @@ from megascale.schedule.interleaved import interleaved_1f1b
 from megascale.schedule.ir import Kind, backward, forward, forwards_only
 from megascale.schedule.lower import lower, receives
 from megascale.schedule.one_f_one_b import one_f_one_b
+from megascale.schedule.precedence import Precedence
 
 STAGES, CHUNKS, MICRO_BATCHES = st.integers(1, 8), st.integers(1, 6), st.integers(1, 40)
 
@@ -76,7 +77,7 @@ def test_receives_are_posted_for_the_actions_that_follow(name: str, p: int, v: i
     compute = SCHEDULES[name].load()(p, v, m)
     kinds = {Kind.RECV_F: Kind.F, Kind.RECV_B: Kind.B}
     for rank, lowered in enumerate(lower(compute, v, ahead=ahead)):
-        posts = receives(compute, rank, v, ahead)
+        posts = receives(Precedence(compute, v), rank, ahead)
         assert [a for a in lowered if a.kind in kinds] == [receive for post in posts for receive in post]
         for index, post in enumerate(posts if p != 2 else []):
             served = [receive._replace(kind=kinds[receive.kind]) for receive in post]
