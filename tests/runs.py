@@ -113,7 +113,7 @@ def traffic_of(run: Any, step: int) -> dict[str, dict[str, tuple[int, int]]]:
     return found
 
 
-def send_messages(group: Any, *, backend: bool = False) -> None:
+def send_messages(group: Any, *, backend: bool = False, timeout: Any = None) -> None:
     """Let a group on one host communicate as if its ranks were on several: by direct messages, short ones, or by the
     `backend`'s own collectives.
     """
@@ -122,7 +122,7 @@ def send_messages(group: Any, *, backend: bool = False) -> None:
     from megascale.comm.progress import follower
 
     if group.size > 1 and group.transport is not None:
-        follow = follower(group.name, group.recorder.timer)
+        follow = follower(group.name, group.recorder.timer, None if backend else timeout)
         group.exchange = Exchange(group.process_group, group.ranks, group.index, follow, most=2000)
         group.transport = Backend(group.process_group, follow) if backend else group.exchange
 

@@ -93,7 +93,8 @@ class Checkpoints:
         assert self.saving is not None, "checkpoint.every = 0 saves nothing"
         waited, self._waited = self._waited, 0.0
         if self._saved_step != progress.step:
-            self.saving.begin(self.folder, self._facts(progress), waited)
+            with self._mesh.timeout.patiently():  # storage may be slow for one rank, and the others wait for it
+                self.saving.begin(self.folder, self._facts(progress), waited)
 
     def remember(self, progress: Progress) -> None:
         """Begin a copy that stays in memory, unless one is under way."""
@@ -117,12 +118,16 @@ class Checkpoints:
         """What became of the checkpoint under way, by the sums over all ranks of what `poll` says; None while it
         is being written.
         """
-        return self._noted(self.saving.settle(written, failed)) if self.saving else None
+        if not self.saving or not written + failed:
+            return None
+        with self._mesh.timeout.patiently():
+            return self._noted(self.saving.settle(written, failed))
 
     def finish(self) -> Saved | None:
         """Wait for the checkpoint under way. What became of it; None without one."""
         start = time.monotonic()
-        found = self._noted(self.saving.finish()) if self.saving else None
+        with self._mesh.timeout.patiently():
+            found = self._noted(self.saving.finish()) if self.saving else None
         self._waited = time.monotonic() - start
         return found
 

@@ -33,8 +33,9 @@ class Group:
     """The ranks of one group and this rank's index among them. Its name begins with the axis of parallelism that it
     serves.
 
-    `process_group` is None for the group of all ranks, and for a group of one, in which nothing is ever sent; that has
-    no `transport` either. `exchange`: what sends collectives piece by piece, None where nothing travels while this
+    `process_group` is None for the group of all ranks; for one way along a pipeline, whose messages have a group for
+    each pair (`comm.p2p`); and for a group of one, in which nothing is ever sent; these have no `transport` either.
+    `exchange`: what sends collectives piece by piece, None where nothing travels while this
     rank computes. `disturb` is called before each operation is issued and before it is waited for, so that a test can
     delay it or make it fail.
     """

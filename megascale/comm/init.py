@@ -9,22 +9,38 @@ import socket
 import torch.distributed as dist
 from torch.distributed import Store
 
+from megascale.comm.nccl import options, refused
+from megascale.config.launch import LaunchConfig
+from megascale.config.nccl import NcclConfig
 from megascale.core.errors import ConfigError, Problem
 from megascale.core.rank import STORE, Rank, meeting_place
 from megascale.device import Device
 
-TIMEOUT = datetime.timedelta(minutes=30)
-"""How long an operation may wait for another rank. A dead rank ends it at once; this bounds a rank that is stuck."""
 
-
-def start(rank: Rank, device: Device, timeout: datetime.timedelta = TIMEOUT) -> None:
-    """Join the job: rendezvous and open the default process group.
+def start(
+    rank: Rank,
+    device: Device,
+    launch: LaunchConfig = LaunchConfig(),
+    nccl: NcclConfig = NcclConfig(),
+    *,
+    pp: int = 1,
+) -> None:
+    """Join the job: rendezvous and open the default process group. `pp`: pipeline stages of the job.
 
     The store is that of our launcher (on its own loopback socket), of torchrun, or at MASTER_ADDR and MASTER_PORT,
-    which a Slurm step need not set; a world of one needs none.
+    which a Slurm step need not set; a world of one needs none. Nothing waits longer than `launch.start_timeout_s`.
 
-    Raises: ConfigError if nothing says where to meet, or there is no host of that name.
+    No `device_id` is given. With it NCCL would make the communicator of all ranks here and split each group off it, a
+    collective of the whole job for every group; without, a group's communicator is made by its members alone, at its
+    first use (`comm.warm_up`). Groups are opened so that both work (`comm.mesh.open_mesh`).
+
+    Raises: ConfigError if nothing says where to meet, there is no host of that name, or a variable of the environment
+    would make NCCL hang.
     """
+    problems = list(refused(device.backend, pp, os.environ))
+    if problems:
+        raise ConfigError(problems)
+    timeout = datetime.timedelta(seconds=launch.start_timeout_s)
     if rank.world == 1:
         store: Store | None = dist.HashStore()
     elif STORE in os.environ:
@@ -32,7 +48,14 @@ def start(rank: Rank, device: Device, timeout: datetime.timedelta = TIMEOUT) -> 
     else:
         _find_meeting_place()
         store = None
-    dist.init_process_group(device.backend, store=store, rank=rank.rank, world_size=rank.world, timeout=timeout)
+    dist.init_process_group(
+        device.backend,
+        store=store,
+        rank=rank.rank,
+        world_size=rank.world,
+        timeout=timeout,
+        pg_options=options(device.backend, "world", nccl),
+    )
 
 
 def _own_store(rank: Rank, timeout: datetime.timedelta) -> Store:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
 
 from megascale.comm.group import Group, alone
-from megascale.comm.open import open_group, open_transport
-from megascale.comm.p2p import Channels
+from megascale.comm.open import Terms, open_group, open_process_group, open_transport
+from megascale.comm.p2p import Channel, Channels, Messages, rounds
+from megascale.comm.timeout import Timeout
+from megascale.config.launch import LaunchConfig
+from megascale.config.nccl import NcclConfig
 from megascale.layout.topology import Coord, Topology
 from megascale.trace.recorder import Recorder
 
@@ -16,6 +22,9 @@ SLOT = 1 << 20
 SCALARS = 1 << 12
 """The same for the group of all ranks, which only ever sums a few numbers."""
 
+NO_PART = "none"
+"""Name of a group of one rank, which it opens where others open one that it has no part in."""
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -23,7 +32,7 @@ class Mesh:
 
     `dp` sums gradients: data and context parallel ranks. `tied` joins the first and the last pipeline stage where both
     hold the token embedding, and is this rank alone elsewhere. `world` is every rank of the job. `recorder` is the
-    ledger of them all.
+    ledger of them all, `timeout` bounds their waits.
     """
 
     topology: Topology
@@ -36,6 +45,7 @@ class Mesh:
     world: Group
     recorder: Recorder
     channels: Channels
+    timeout: Timeout = field(default_factory=Timeout)
 
     @property
     def coord(self) -> Coord:
@@ -46,30 +56,68 @@ class Mesh:
         return (self.tp, self.dp, self.up, self.down, self.tied, self.world)
 
 
-def open_mesh(topology: Topology, rank: int, *, tied: bool, recorder: Recorder | None = None) -> Mesh:
-    """Open the groups that `rank` belongs to, and no others.
+def open_mesh(
+    topology: Topology,
+    rank: int,
+    *,
+    tied: bool,
+    around: bool = False,
+    recorder: Recorder | None = None,
+    launch: LaunchConfig = LaunchConfig(),
+    nccl: NcclConfig = NcclConfig(),
+) -> Mesh:
+    """Open the groups that `rank` belongs to.
 
-    Every rank opens its groups in the same order, so that groups of the same kind come up side by side and none waits
-    for another kind. The one that only some ranks have comes last: torch names a group after its ranks and the number
-    of groups that the process has, and members that count differently would wait for each other for ever.
+    Every rank opens one group after the other of the same kinds, and where it has no part in a kind, one of itself
+    alone. So groups of a kind come up side by side, and none waits for another kind. Both are needed: torch names a
+    group after its ranks and the number of groups that the process has, which must be equal on all members, and with
+    `device_id` NCCL splits each group off that of all ranks, a collective of all.
 
-    `tied`: the model's first and last stage share the token embedding.
+    `tied`: the model's first and last stage share the token embedding. `around`: the last stage sends to the first one,
+    which has another chunk of the model.
     """
-    recorder = recorder or Recorder()
-    coord = topology.coord(rank)
+    recorder, terms = recorder or Recorder(), Terms(Timeout(launch), nccl)
     stages = topology.group(rank, "pp")
-    ends = [stages[0], stages[-1]]
-    share = tied and topology.pp > 1 and coord.pp in (0, topology.pp - 1)
     world = Group("world", tuple(range(topology.world)), rank, recorder=recorder)  # the default process group
-    open_transport(world, SCALARS)
-    tp = open_group("tp", topology.group(rank, "tp"), rank, recorder, slot_bytes=SLOT)
-    dp = open_group("dp", topology.group(rank, "cp", "dp"), rank, recorder, slot_bytes=SLOT)
-    up, down = open_group("pp.up", stages, rank, recorder), open_group("pp.down", stages, rank, recorder)
-    ends_group = open_group("tied", ends, rank, recorder, slot_bytes=SLOT) if share else alone("tied", rank)
-    return Mesh(topology, rank, tp, dp, up, down, ends_group, world, recorder, Channels(up, down))
+    if world.size > 1:
+        terms.timeout.govern_group(None)
+    open_transport(world, SCALARS, terms.timeout)
+    tp = open_group("tp", topology.group(rank, "tp"), rank, recorder, terms, slot_bytes=SLOT)
+    dp = open_group("dp", topology.group(rank, "cp", "dp"), rank, recorder, terms, slot_bytes=SLOT)
+    up, down = (_direction(name, stages, rank, recorder) for name in ("pp.up", "pp.down"))
+    messages = Messages(_open_channels(stages, rank, around, terms), terms.timeout)
+    ends = alone("tied", rank)
+    if tied and topology.pp > 1:
+        if rank in (stages[0], stages[-1]):
+            ends = open_group("tied", [stages[0], stages[-1]], rank, recorder, terms, slot_bytes=SLOT)
+        else:
+            open_process_group(NO_PART, [rank], terms)
+    channels = Channels(up, down, messages)
+    return Mesh(topology, rank, tp, dp, up, down, ends, world, recorder, channels, terms.timeout)
+
+
+def _direction(name: str, stages: Sequence[int], rank: int, recorder: Recorder) -> Group:
+    """One way along a pipeline: for the ledger, with no communicator of its own."""
+    return Group(name, tuple(stages), list(stages).index(rank), None, recorder)
+
+
+def _open_channels(stages: Sequence[int], rank: int, around: bool, terms: Terms) -> dict[Channel, dist.ProcessGroup]:
+    """A process group for each channel of this rank."""
+    found = {}
+    for turn in rounds(len(stages), around=around):
+        channel = next(((stages[a], stages[b]) for a, b in turn if rank in (stages[a], stages[b])), None)
+        if channel is None:
+            open_process_group(NO_PART, [rank], terms)
+            continue
+        sender, receiver = channel
+        way = "up" if sender < receiver else "down"
+        found[channel] = open_process_group(f"pp.{way} {sender}-{receiver}", channel, terms)
+    return found
 
 
 def single() -> Mesh:
     """A world of one process."""
     tp, dp, up, down, tied, world = (alone(name) for name in ("tp", "dp", "pp.up", "pp.down", "tied", "world"))
-    return Mesh(Topology(), 0, tp, dp, up, down, tied, world, Recorder(), Channels(up, down))
+    timeout = Timeout()
+    channels = Channels(up, down, Messages({}, timeout))
+    return Mesh(Topology(), 0, tp, dp, up, down, tied, world, Recorder(), channels, timeout)

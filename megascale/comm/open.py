@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
 from megascale.comm import shared
 from megascale.comm.backend import Backend
 from megascale.comm.exchange import MESSAGE_BYTES, Exchange
-from megascale.comm.group import Group, Transport, alone
+from megascale.comm.group import Group, alone
+from megascale.comm.nccl import options
 from megascale.comm.progress import follower
+from megascale.comm.timeout import Timeout
+from megascale.config.nccl import NcclConfig
 from megascale.trace.recorder import Recorder
 
 SMALL_GROUP = 8
@@ -20,37 +24,71 @@ neighbours.
 """
 
 
-def open_group(name: str, ranks: Sequence[int], rank: int, recorder: Recorder, *, slot_bytes: int = 0) -> Group:
-    """A group with its own communicator, made by its members alone: no other rank takes part or waits.
+@dataclass(frozen=True)
+class Terms:
+    """On which terms groups are opened: how long their operations wait for a rank, and what NCCL may take."""
+
+    timeout: Timeout = field(default_factory=Timeout)
+    nccl: NcclConfig = field(default_factory=NcclConfig)
+
+
+def open_group(
+    name: str,
+    ranks: Sequence[int],
+    rank: int,
+    recorder: Recorder,
+    terms: Terms | None = None,
+    *,
+    slot_bytes: int = 0,
+) -> Group:
+    """A group with its own communicator.
 
     `slot_bytes`: on CPUs, the largest part of a collective that is sent at once; 0 for a group without collectives.
     """
     if len(ranks) == 1:
         return alone(name, rank)
-    process_group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name)
+    terms = terms or Terms()
+    process_group = open_process_group(name, ranks, terms)
     group = Group(name, tuple(ranks), list(ranks).index(rank), process_group, recorder)
     if slot_bytes:
-        open_transport(group, slot_bytes)
+        open_transport(group, slot_bytes, terms.timeout)
     return group
 
 
-def open_transport(group: Group, slot_bytes: int) -> None:
+def open_process_group(name: str, ranks: Sequence[int], terms: Terms) -> dist.ProcessGroup:
+    """What torch calls a group, made by its members alone: no other rank takes part or waits. Its name, the axis first,
+    is what NCCL's log and flight recorder call it.
+    """
+    process_group = dist.new_group(
+        list(ranks),
+        timeout=terms.timeout.now,
+        pg_options=options(dist.get_backend(), name.partition(".")[0], terms.nccl),
+        use_local_synchronization=True,
+        group_desc=name,
+    )
+    terms.timeout.govern_group(process_group)
+    return process_group
+
+
+def open_transport(group: Group, slot_bytes: int, timeout: Timeout) -> None:
     """Give a group its transport. On a GPU that is the backend. A small group on CPUs has shared memory if its ranks
     are on one host, else direct messages.
     """
     if group.size == 1:
         return
-    follow = follower(group.name, group.recorder.timer)
-    most = MESSAGE_BYTES if group.recorder.timer.host else None
+    timer = group.recorder.timer
+    most = MESSAGE_BYTES if timer.host else None
+    follow = follower(group.name, timer, timeout)
     group.exchange = Exchange(group.process_group, group.ranks, group.index, follow, most)
-    group.transport = Backend(group.process_group, follow)
-    if group.recorder.timer.host and group.size <= SMALL_GROUP:
+    group.transport = Backend(group.process_group, follower(group.name, timer))
+    if timer.host and group.size <= SMALL_GROUP:
         group.transport = group.exchange
         if (ring := _open_ring(group, slot_bytes)) is not None:
+            timeout.govern(ring.set_timeout)
             group.transport, group.exchange = ring, None  # its copies are made by the thread that computes
 
 
-def _open_ring(group: Group, slot_bytes: int) -> Transport | None:
+def _open_ring(group: Group, slot_bytes: int) -> shared.SharedMemory | None:
     """Shared memory made by the group's first rank; None on every rank if they do not share a host, or it is full."""
     places: list[tuple[str, int]] = [("", 0)] * group.size
     key = shared.host_key() if shared.usable() else str(group.index)

@@ -16,33 +16,46 @@ from queue import SimpleQueue
 import torch.distributed as dist
 
 from megascale.comm.pending import Follow, Pending
+from megascale.comm.timeout import Timeout
 from megascale.device import Mark, StreamTimer, Timer
 
 
-def follower(channel: str, timer: Timer) -> Follow:
-    """What follows the works of one channel, in which they are done in the order in which they were started."""
+def follower(channel: str, timer: Timer, timeout: Timeout | None = None) -> Follow:
+    """What follows the works of one channel, in which they are done in the order in which they were started.
+
+    `timeout`: of gloo's messages, which keep to the one with which their group was opened unless each wait says
+    otherwise. Collectives, and NCCL's works, follow the changes of their group's own.
+    """
     if isinstance(timer, StreamTimer):
         return lambda works, finish: _OnStream(works, finish, timer, channel)
     progress = Progress(channel)
-    return lambda works, finish: Messages(works, finish, progress)
+    return lambda works, finish: Messages(works, finish, progress, timeout)
 
 
 class Messages:
-    """Works of gloo, and what to do when they are done."""
+    """Works of gloo, and what to do when they are done. Each is waited for as long as `timeout` says, else as its group
+    does.
+    """
 
     ended = None
 
     def __init__(
-        self, works: Sequence[dist.Work | None], finish: Callable[[], None] | None, progress: Progress
+        self,
+        works: Sequence[dist.Work | None],
+        finish: Callable[[], None] | None,
+        progress: Progress,
+        timeout: Timeout | None = None,
     ) -> None:
         self._works = works
         self._finish = finish
         self._progress = progress
+        self._timeout = timeout
 
     def wait(self) -> None:
+        limit = () if self._timeout is None else (self._timeout.now,)
         for work in self._works:
             if work is not None:
-                work.wait()
+                work.wait(*limit)
         if self._finish is not None:
             self._finish()
 

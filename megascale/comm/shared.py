@@ -9,6 +9,7 @@ slots, so a rank may be some operations ahead of another. Waiting spins for a mo
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
 import platform
@@ -17,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -28,7 +30,6 @@ from megascale.core.process import runs
 FOLDER = Path("/dev/shm")
 RING = 4  # operations that a rank may be ahead of the slowest
 LINE = 64  # bytes between counters: one cache line each
-TIMEOUT = 1800.0  # seconds to wait for a rank that lives
 
 _SYS_FUTEX = {"x86_64": 202}  # elsewhere stores may be seen out of order, and these counters would need barriers
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
@@ -81,6 +82,7 @@ class _Counters:
         self._index = index
         self._pids = pids
         self._spin = spin
+        self.timeout = math.inf  # seconds to wait for a rank that lives
         self._libc = ctypes.CDLL(None)
         self._futex = _SYS_FUTEX[platform.machine()]
 
@@ -91,7 +93,7 @@ class _Counters:
     def wait_for(self, rank: int, value: int) -> None:
         """Return when the counter of `rank` has reached `value`.
 
-        Raises: RuntimeError if that rank's process has ended, or does not get there in TIMEOUT seconds.
+        Raises: RuntimeError if that rank's process has ended, or does not get there in `timeout` seconds.
         """
         values, at = self._values, rank * LINE // 8
         if values[at] >= value:
@@ -107,8 +109,9 @@ class _Counters:
             waited = time.perf_counter() - start
             if values[at] < value and waited > 1 and not runs(self._pids[rank]):
                 raise RuntimeError(f"remote process exited: group rank {rank}, pid {self._pids[rank]}")
-            if waited > TIMEOUT:
-                raise RuntimeError(f"timed out waiting {TIMEOUT:.0f} s for group rank {rank}, pid {self._pids[rank]}")
+            if waited > self.timeout:
+                which = f"group rank {rank}, pid {self._pids[rank]}"
+                raise RuntimeError(f"timed out waiting {self.timeout:.0f} s for {which}")
 
     def _place(self, rank: int) -> ctypes.c_void_p:
         return ctypes.c_void_p(self._address + rank * LINE)
@@ -154,6 +157,10 @@ class SharedMemory:
         self._slots = [list(ring.unbind()) for ring in whole.view(RING, size, slot_bytes).unbind()]
         self._round = 0  # rounds posted by this rank
         self._pending: deque[_Operation] = deque()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long to wait for a rank that lives."""
+        self._posted.timeout = self._read.timeout = timeout.total_seconds()
 
     def all_reduce(self, tensor: Tensor, op: str) -> Pending:
         """tensor, in place, becomes the sum or maximum over the ranks."""

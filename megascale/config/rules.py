@@ -428,6 +428,27 @@ def kept(c: Any) -> Iterator[Finding]:
         yield Finding("checkpoint.keep_every", "checkpoint.keep is 0: all are kept", "checkpoint.keep above 0")
 
 
+@rule("launch", "checkpoint")
+def timeouts(c: Any) -> Iterator[Finding]:
+    """Ranks wait for the longest that another may rightly take."""
+    start, patience = c.launch.start_timeout_s, c.checkpoint.patience_s
+    if start < c.launch.timeout_s:
+        found = f"{start} s is less than launch.timeout_s = {c.launch.timeout_s}"
+        yield Finding("launch.start_timeout_s", found, f"{c.launch.timeout_s} or more")
+    if c.checkpoint.every and start <= patience:
+        found = f"after {start} s ranks give up on one whose storage fails for checkpoint.patience_s = {patience}"
+        yield Finding("launch.start_timeout_s", found, f"more than {patience}")
+
+
+@rule("nccl")
+def thread_blocks(c: Any) -> Iterator[Finding]:
+    """The fewest are no more than the most."""
+    for key in ("tp_ctas", "dp_ctas", "pp_ctas", "world_ctas"):
+        ctas = getattr(c.nccl, key)
+        if isinstance(ctas, list) and ctas[0] > ctas[1]:
+            yield Finding(f"nccl.{key}", f"at least {ctas[0]} and at most {ctas[1]}", f"[{ctas[1]}, {ctas[0]}]")
+
+
 def world_findings(c: RunConfig, world: int) -> Iterator[Finding]:
     """What does not fit when the job has `world` processes."""
     p, replica = c.parallel, replicas_of(c.parallel)

@@ -11,7 +11,9 @@ from pydantic import Field
 from megascale.catalog.tokenizers import TOKENIZERS
 from megascale.config.backends import BackendsConfig
 from megascale.config.fp8 import Fp8Config
+from megascale.config.launch import LaunchConfig
 from megascale.config.model import ModelConfig
+from megascale.config.nccl import NcclConfig
 from megascale.config.parallel import OverlapConfig, ParallelConfig
 from megascale.config.section import Section
 from megascale.config.train import (
@@ -48,6 +50,8 @@ class RunConfig(Section):
     data: DataConfig = DataConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()
+    launch: LaunchConfig = LaunchConfig()
+    nccl: NcclConfig = NcclConfig()
 
     @property
     def folder(self) -> Path:

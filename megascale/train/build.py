@@ -16,6 +16,7 @@ from megascale.comm import symmetric
 from megascale.comm.collectives import broadcast_object
 from megascale.comm.group import alone
 from megascale.comm.mesh import Mesh, open_mesh
+from megascale.comm.warm_up import warm_up
 from megascale.config.run import RunConfig
 from megascale.core.errors import DataError
 from megascale.core.rank import Rank
@@ -75,8 +76,16 @@ def mesh_of(config: RunConfig, rank: Rank, device: Device) -> Mesh:
     p = config.parallel
     topology = Topology(tp=p.tp, cp=p.cp, dp=config.dp, pp=p.pp)
     recorder = Recorder(device.timer(), on=config.observe.ledger)
-    mesh = open_mesh(topology, rank.rank, tied=config.model.tie_embeddings, recorder=recorder)
-    mesh.channels.connect(device.torch, around=p.vpp > 1)
+    mesh = open_mesh(
+        topology,
+        rank.rank,
+        tied=config.model.tie_embeddings,
+        around=p.vpp > 1,
+        recorder=recorder,
+        launch=config.launch,
+        nccl=config.nccl,
+    )
+    warm_up(mesh, device, around=p.vpp > 1)
     return mesh
 
 

@@ -66,7 +66,7 @@ def _leave(error: BaseException, rank: Rank) -> Never:
 def _run(config: RunConfig, rank: Rank, stop: Stop) -> Exit:
     device = detect(rank.local)
     affinity.bind(device.pci_address)
-    init.start(rank, device)
+    init.start(rank, device, config.launch, config.nccl, pp=config.parallel.pp)
     first = rank.rank == 0
     run = build(config, mesh_of(config, rank, device), device, stop)
     peak = find_peak(run)

@@ -26,7 +26,7 @@ NOTED = 0.005
 def train(run: Run, reporter: Reporter) -> Exit:
     """Train until the last step, or until some rank is asked to stop. Returns how it ended."""
     settings, steps = run.config.train, run.config.train.steps
-    stopping = False
+    stopping, first = False, run.progress.step + 1
     run.train.prepare(run.progress.samples)
     barrier(run.mesh.world)  # rank 0 has written the indices that the first step reads
     if run.valid is not None and run.progress.step == 0:
@@ -37,6 +37,8 @@ def train(run: Run, reporter: Reporter) -> Exit:
             result = train_step(run, run.train.batch(run.progress.samples))
             reporter.end_step(result)
             step, stopping = run.progress.step, result.stop
+            if step == first:
+                run.mesh.timeout.tighten()
             if logged(settings, step):
                 reporter.step(result, run.progress, run.scaling.take_lost())
             if run.valid is not None and (step % settings.eval_every == 0 or step == steps):

@@ -243,6 +243,26 @@ def test_who_waits_for_a_writer_says_so(tmp_path: Path) -> None:
     assert f"{tmp_path}/run/test/checkpoints/step-00000000 for 0 s" in first
 
 
+def outlasts(rank: Rank, config: Any) -> list[bool]:
+    """Whether checkpoints are complete for which a writer takes longer than ranks wait for each other in training."""
+    run = build_run(rank, config)
+    run.mesh.timeout.tighten()
+    found = []
+    for _ in range(2):
+        if rank.rank == 1:
+            hold(run.checkpoints.saving.writer, 1.2)
+        saved = run.checkpoints.save(run.progress)
+        found.append(saved is not None and saved.error is None)
+        step(run)
+    run.gradients.finish_gather()
+    return found
+
+
+def test_ranks_wait_longer_for_a_writer_than_in_training(tmp_path: Path) -> None:
+    config = config_in(tmp_path, parallel__tp=2, launch__timeout_s=0.5)
+    assert run_world(2, outlasts, config) == [[True, True]] * 2
+
+
 def diverges(rank: Rank, config: Any) -> str:
     """Training that diverges in step 3, while the checkpoint of step 2 is held up."""
     from megascale.core.errors import DivergenceError

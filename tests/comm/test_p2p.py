@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.comm.group import Group
-from megascale.comm.p2p import Channels
+from megascale.comm.p2p import Channels, Messages, rounds
 from megascale.comm.pending import DONE, Pending
+from megascale.comm.timeout import Timeout
 from megascale.core.rank import Rank
 from tests.runs import GPT, build_run, config_of, settings, traffic_of
 from tests.worlds import run_world
@@ -26,7 +27,7 @@ class Recorded(Channels):
 
     def __init__(self, rank: int, ranks: int) -> None:
         group = Group("pp", tuple(range(ranks)), rank)
-        super().__init__(group, group)
+        super().__init__(group, group, Messages({}, Timeout()))
         self.meetings: list[Meeting] = []
 
     def send(self, tensor: torch.Tensor, to: int, *, what: str = "") -> Pending:
@@ -70,6 +71,14 @@ def test_every_pair_meets_both_ways_and_none_waits_for_ever(ranks: int, around: 
     pairs = {(low, low + 1) for low in range(ranks - 1)} | ({(0, ranks - 1)} if around and ranks > 1 else set())
     both = sorted([*pairs, *((high, low) for low, high in pairs)])
     assert sorted(meeting for order in orders for meeting in order) == sorted([*both, *both])
+
+
+@given(st.integers(1, 40), st.booleans())
+def test_a_rank_has_one_channel_at_most_in_each_round(ranks: int, around: bool) -> None:
+    for turn in rounds(ranks, around=around):
+        busy = [rank for channel in turn for rank in channel]
+        assert len(set(busy)) == len(busy)
+    assert len(rounds(ranks, around=around)) <= (6 if around and ranks % 2 else 4)
 
 
 def test_a_circle_is_noticed() -> None:

@@ -92,7 +92,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("mock = true", "mock = true\n[parallel]\nzero = true", "run.toml:17  parallel.zero: true: should be a valid integer  -> zero: sharded over dp: 0 nothing, 1 optimizer state, 2 optimizer state and gradients"),
     ("mock = true", "train = [[-1, \"a\"]]", "run.toml:15  data.train: [[-1, 'a']]: should be a valid string, or should be greater than 0  -> train: a dataset's prefix, or a blend: [[weight, prefix], ...]"),
     ("mock = true", 'mock = true\n[paralel]\ntp = 2', "run.toml:16  paralel: there is no key 'paralel'  -> did you mean 'parallel'?"),
-    ("mock = true", 'mock = true\n[odd]\n"a\\nb" = 2', "run.toml:16  odd: there is no key 'odd'  -> known here: name, model, parallel, overlap, batch, train, optimizer, fp8, backends, data, checkpoint, observe"),
+    ("mock = true", 'mock = true\n[odd]\n"a\\nb" = 2', "run.toml:16  odd: there is no key 'odd'  -> known here: name, model, parallel, overlap, batch, train, optimizer, fp8, backends, data, checkpoint, observe, launch, nccl"),
     ('name = "good"', 'name = "a/b"', "run.toml:1  name: 'a/b' cannot name a folder  -> letters, digits, '.', '_' and '-', at most 128"),
     ('name = "good"', f'name = "{"n" * 200}"', f"run.toml:1  name: '{'n' * 76}... cannot name a folder  -> letters, digits, '.', '_' and '-', at most 128"),
     ('name = "good"\n', "", 'run.toml  name: missing  -> name = "my-run" at the top of the file'),

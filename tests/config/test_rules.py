@@ -20,6 +20,17 @@ from tests.runs import GPT, config_of, settings, to_toml, write_config
 # rule, settings that break it, and the keys that it names with a part of what it finds
 BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ("heads", {"model__num_heads": 5, "model__num_kv_heads": 5}, {"model.num_heads": "not divisible by 5 heads"}),
+    (
+        "timeouts",
+        {"launch__start_timeout_s": 500.0},
+        {"launch.start_timeout_s": "500.0 s is less than launch.timeout_s = 600.0"},
+    ),
+    (
+        "timeouts",
+        {"launch__timeout_s": 10.0, "launch__start_timeout_s": 60.0, "checkpoint__every": 1},
+        {"launch.start_timeout_s": "fails for checkpoint.patience_s = 60.0"},
+    ),
+    ("thread_blocks", {"nccl__dp_ctas": [4, 2]}, {"nccl.dp_ctas": "at least 4 and at most 2"}),
     ("heads", {"model__num_heads": 32, "model__position": "rope"}, {"model.num_heads": "an even head size, not 1"}),
     ("heads", {"model__num_kv_heads": 3}, {"model.num_kv_heads": "4 heads cannot share 3"}),
     ("window", {"model__window": [4, 0, 4, 0, 4]}, {"model.window": "5 numbers for 4 layers"}),

@@ -1,0 +1,108 @@
+"""A mesh's groups: who opens which, in which order, under which name, and that messages travel in them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megascale.comm import mesh as mesh_module
+from megascale.comm import open as open_module
+from megascale.comm.mesh import open_mesh
+from megascale.core.rank import Rank
+from megascale.layout.topology import Topology
+from tests.worlds import run_world
+
+topologies = st.builds(Topology, tp=st.integers(1, 3), cp=st.just(1), dp=st.integers(1, 3), pp=st.integers(1, 7))
+
+
+def opened(topology: Topology, *, tied: bool, around: bool) -> list[list[tuple[str, tuple[int, ...]]]]:
+    """By rank the names and members of the groups that it opens, in its order; nothing is sent."""
+    found: list[list[tuple[str, tuple[int, ...]]]] = []
+
+    def new_group(ranks: list[int], **how: Any) -> Any:
+        assert how["use_local_synchronization"], "else every rank of the job would have to call"
+        found[-1].append((how["group_desc"], tuple(sorted(ranks))))
+        return SimpleNamespace()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(open_module.dist, "new_group", new_group)
+        patch.setattr(open_module.dist, "get_backend", lambda: "gloo")
+        patch.setattr(mesh_module.Timeout, "govern_group", lambda *_: None)
+        for module in (mesh_module, open_module):
+            patch.setattr(module, "open_transport", lambda *_: None)
+        for rank in range(topology.world):
+            found.append([])
+            open_mesh(topology, rank, tied=tied, around=around)
+    return found
+
+
+@settings(max_examples=60)
+@given(topologies, st.booleans(), st.booleans())
+def test_every_rank_opens_one_group_of_each_kind(topology: Topology, tied: bool, around: bool) -> None:
+    """torch names a group after its ranks and the number of groups that a process has, and with `device_id` NCCL splits
+    it off the group of all ranks, which all must do at once: the groups of each turn are a partition of the job.
+    """
+    orders = opened(topology, tied=tied, around=around)
+    assert len({len(order) for order in orders}) == 1
+    for turn in zip(*orders, strict=True):
+        members = defaultdict(set)
+        for rank, (_, ranks) in enumerate(turn):
+            assert rank in ranks
+            members[ranks].add(rank)
+        assert all(set(ranks) == there for ranks, there in members.items())
+
+
+@settings(max_examples=60)
+@given(topologies, st.booleans())
+def test_each_channel_has_a_group_of_its_two_ranks(topology: Topology, around: bool) -> None:
+    for rank, order in enumerate(opened(topology, tied=False, around=around)):
+        stages = topology.group(rank, "pp")
+        own, p = stages.index(rank), len(stages)
+        ways = [(a, a + 1) for a in range(p - 1)] + ([(p - 1, 0)] if around and p > 1 else [])
+        pairs = {(stages[a], stages[b]) for a, b in ways if own in (a, b)}
+        channels = {f"pp.{'up' if a < b else 'down'} {a}-{b}" for x, y in pairs for a, b in ((x, y), (y, x))}
+        names = [name for name, _ in order if name.startswith("pp.")]
+        assert len(names) == len(set(names)) and set(names) == channels
+
+
+def talk(rank: Rank, shapes: list[tuple[Topology, bool, bool]]) -> list[float]:
+    """In one mesh after the other: each stage hears its neighbours' numbers, twice on each channel, all of which is
+    posted before anything is waited for. Returns what the ends of each pipeline sum.
+    """
+    import torch
+
+    from megascale.comm.collectives import all_reduce
+
+    sums = []
+    for topology, tied, around in shapes:
+        mesh = open_mesh(topology, rank.rank, tied=tied, around=around)
+        channels, own, p = mesh.channels, mesh.coord.pp, topology.pp
+        neighbours = sorted({n % p for n in (own - 1, own + 1) if around or 0 <= n < p})
+        received = [(torch.zeros(1), torch.zeros(1)) for _ in neighbours]
+        waits = [channels.receive(r, n) for n, pair in zip(neighbours, received, strict=True) for r in pair]
+        for count in (0.0, 0.5):
+            waits += [channels.send(torch.tensor([own + count]), n) for n in neighbours]
+        for wait in waits:
+            wait.wait()
+        assert [tuple(map(float, pair)) for pair in received] == [(n, n + 0.5) for n in neighbours]
+        ends = torch.ones(1)
+        all_reduce(mesh.tied, ends)
+        sums.append(float(ends))
+    return sums
+
+
+def test_messages_travel_in_a_group_for_each_channel() -> None:
+    """Also where only some ranks have a part in the groups of the mesh before."""
+    shapes = [
+        (Topology(dp=3, pp=2), True, True),
+        (Topology(tp=2, pp=3), True, False),
+        (Topology(tp=2, pp=3), True, True),
+        (Topology(pp=6), False, True),
+    ]
+    told = run_world(6, talk, shapes)
+    assert told == [[2, 2 if rank // 2 in (0, 2) else 1, 2 if rank // 2 in (0, 2) else 1, 1] for rank in range(6)]

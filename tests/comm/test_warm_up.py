@@ -1,0 +1,97 @@
+"""Before the first step every group has carried out each of its operations, and every channel a message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megascale.core.rank import Rank
+from megascale.layout.topology import Topology
+from tests.runs import send_messages
+from tests.worlds import run_world
+
+Shape = tuple[Topology, bool, bool]
+"""Whether its ends are tied, and whether the last stage sends to the first."""
+
+QUICK: list[Shape] = [
+    (Topology(tp=2, pp=2), True, True),
+    (Topology(dp=2, pp=2), False, False),
+    (Topology(pp=4), True, True),
+    (Topology(tp=4), False, False),
+]
+ALL: list[Shape] = [
+    (Topology(tp=2, pp=2, dp=2), True, True),
+    (Topology(tp=2, pp=4), True, True),
+    (Topology(dp=4, pp=2), False, False),
+]
+SIZES = (4, 1 << 16)
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
+
+
+def warmed(rank: Rank, shapes: list[Shape], transport: str) -> list[Any]:
+    """For each shape: the ledger after a forced warm-up, what it should have, and how many groups were opened in it."""
+    import torch.distributed as dist
+
+    from megascale.comm.mesh import open_mesh
+    from megascale.comm.warm_up import warm_up
+    from megascale.device import detect
+
+    found = []
+    for topology, tied, around in shapes:
+        mesh = open_mesh(topology, rank.rank, tied=tied, around=around)
+        for group in mesh.groups:
+            send_messages(group, backend=transport == "gloo")
+        opened = len(dist.distributed_c10d._world.pg_map)
+        warm_up(mesh, detect(allow_gpu=False), around=around, sizes=SIZES)
+        told = [(e.group, e.name, e.bytes, e.peer) for e in mesh.recorder.events()]
+        wanted: list[Any] = []
+        for group, sizes in ((mesh.tp, SIZES), (mesh.dp, SIZES), (mesh.tied, SIZES), (mesh.world, SIZES[:1])):
+            if group.size > 1:  # a number of each rank at least
+                bytes_of = [max(size, 4 * group.size) for size in sizes]
+                wanted += [(group.name, operation, size, -1) for size in bytes_of for operation in COLLECTIVES]
+        if mesh.tp.size > 1:  # piece by piece
+            wanted.append(("tp", "all_gather", 4 * mesh.tp.size, -1))
+        stages, own = topology.group(rank.rank, "pp"), mesh.coord.pp
+        last = topology.pp - 1
+        near = {own - 1, own + 1} & set(range(topology.pp)) | (
+            {0: {last}, last: {0}}.get(own, set()) if around else set()
+        )
+        for other in near - {own}:
+            ways = ("pp.up", "pp.down") if own < other else ("pp.down", "pp.up")
+            wanted += [(way, kind, 1, stages[other]) for way, kind in zip(ways, ("send", "receive"), strict=True)]
+        found.append((sorted(told), sorted(wanted), len(dist.distributed_c10d._world.pg_map) - opened))
+    return found
+
+
+def check(shapes: list[Shape], transport: str) -> None:
+    for rank in run_world(shapes[0][0].world, warmed, shapes, transport):
+        for told, wanted, opened in rank:
+            assert told == wanted
+            assert opened == 0
+
+
+def test_each_group_and_each_channel_is_used() -> None:
+    check(QUICK, "gloo")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["gloo", "exchange"])
+def test_each_group_and_each_channel_is_used_in_larger_worlds(transport: str) -> None:
+    check(ALL, transport)
+
+
+def of_a_cpu(rank: Rank) -> list[tuple[str, str]]:
+    from megascale.comm.mesh import open_mesh
+    from megascale.comm.warm_up import warm_up
+    from megascale.device import detect
+
+    mesh = open_mesh(Topology(pp=2), rank.rank, tied=True)
+    warm_up(mesh, detect(allow_gpu=False), around=False)
+    return sorted((event.group, event.name) for event in mesh.recorder.events())
+
+
+def test_on_cpus_channels_alone_are_warmed_up() -> None:
+    """For gloo connects a group when it opens."""
+    first, last = [("pp.down", "receive"), ("pp.up", "send")], [("pp.down", "send"), ("pp.up", "receive")]
+    assert run_world(2, of_a_cpu) == [first, last]
