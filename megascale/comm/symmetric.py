@@ -4,9 +4,11 @@ copy engines move the pieces while tensor cores multiply (`torch.ops.symm_mem`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TypeVar
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,24 +47,81 @@ def _attempt(function: Callable[[], T]) -> T | None:
         return None
 
 
+@cache
+def has_scaled() -> bool:
+    """Whether torch has the operators for factors in 8 bits, with the arguments that they have since 2.8: before, the
+    one that scatters takes matrices only.
+    """
+    operators = torch.ops.symm_mem
+    names = ("fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter")
+    if not all(hasattr(operators, name) for name in names):
+        return False
+    arguments = operators.fused_scaled_matmul_reduce_scatter.default._schema.arguments
+    return any(argument.name == "output_shape" for argument in arguments)
+
+
+class ScaledMatrix(NamedTuple):
+    """A second factor [k, n] in 8 bits, column by column in memory, its scale, [] or [1, n], and whether its sums may
+    be kept in fewer bits than fp32's.
+    """
+
+    data: Tensor
+    scale: Tensor
+    fast: bool
+
+
 def all_gather_matmul(
     group: Group, part: Tensor, matrices: Sequence[Tensor], *, what: str
 ) -> tuple[Tensor, list[Tensor]]:
     """The whole of part [s / size, b, k] along dimension 0, and its product with each matrix [k, n]."""
-    nbytes = part.nbytes * group.size
-    record = group.recorder.communication(group.axis, group.name, "all_gather", f"{what} fused", nbytes)
-    full, products = torch.ops.symm_mem.fused_all_gather_matmul(part, list(matrices), 0, _name(group))
-    record.end, record.closed = group.recorder.mark(), True  # how much of it is hidden no event can say
+    with _recorded(group, "all_gather", what, part.nbytes * group.size):
+        full, products = torch.ops.symm_mem.fused_all_gather_matmul(part, list(matrices), 0, _name(group))
+    return full, list(products)
+
+
+def all_gather_scaled_matmul(
+    group: Group, part: Tensor, scale: Tensor, matrices: Sequence[ScaledMatrix], dtype: torch.dtype, *, what: str
+) -> tuple[Tensor, list[Tensor]]:
+    """The whole of part [s / size, b, k] in 8 bits, and its product with each matrix, in `dtype`. `scale`: of the
+    whole, [] or [s, b, 1].
+    """
+    factors, scales, fast = (list(each) for each in zip(*matrices, strict=True))
+    none, dtypes = [None] * len(factors), [dtype] * len(factors)
+    with _recorded(group, "all_gather", what, part.nbytes * group.size):
+        full, products = torch.ops.symm_mem.fused_all_gather_scaled_matmul(
+            part, factors, scale, scales, 0, _name(group), none, none, dtypes, fast
+        )
     return full, list(products)
 
 
 def matmul_reduce_scatter(group: Group, x: Tensor, matrix: Tensor, *, what: str) -> Tensor:
     """This rank's rows of the sum over ranks of x [s, b, k] times matrix [k, n]: [s / size, b, n]."""
-    nbytes = x.shape[:-1].numel() * matrix.shape[1] * x.element_size()
-    record = group.recorder.communication(group.axis, group.name, "reduce_scatter", f"{what} fused", nbytes)
-    out = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, matrix, "sum", 0, _name(group))
+    with _recorded(group, "reduce_scatter", what, x.shape[:-1].numel() * matrix.shape[1] * x.element_size()):
+        return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, matrix, "sum", 0, _name(group))
+
+
+def scaled_matmul_reduce_scatter(
+    group: Group, x: Tensor, scale: Tensor, matrix: ScaledMatrix, dtype: torch.dtype, *, what: str
+) -> Tensor:
+    """This rank's rows of the sum over ranks of x [s, b, k] in 8 bits times a matrix: [s / size, b, n] in `dtype`.
+    `scale`: of x, [] or [s, b, 1].
+    """
+    shape = [*x.shape[:-1], matrix.data.shape[1]]
+    with _recorded(group, "reduce_scatter", what, math.prod(shape) * dtype.itemsize):
+        return torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter(
+            x, matrix.data, scale, matrix.scale, "sum", 0, 0, _name(group), shape,
+            out_dtype=dtype, use_fast_accum=matrix.fast,
+        )  # fmt: skip
+
+
+@contextmanager
+def _recorded(group: Group, operation: str, what: str, nbytes: int) -> Iterator[None]:
+    """Write a fused operation into the ledger. It ends there when it is issued: how much of it is hidden no event can
+    say.
+    """
+    record = group.recorder.communication(group.axis, group.name, operation, f"{what} fused", nbytes)
+    yield
     record.end, record.closed = group.recorder.mark(), True
-    return out
 
 
 def _name(group: Group) -> str:

@@ -42,6 +42,8 @@ class OverlapConfig(Section):
     dp: bool = Field(
         True, description="a bucket's gradients are reduced, and its weights gathered, behind other buckets' work"
     )
-    bucket_bytes: Count = Field(
-        32 << 20, description="a model chunk whose gradients take more is cut into buckets of whole layers"
+    bucket_bytes: Count | Literal["auto"] = Field(
+        "auto",
+        description="a model chunk whose gradients take more is cut into buckets of whole layers; "
+        "auto: a sixteenth of the chunk, at most 32 MiB, but 512 KiB or more for each dp rank",
     )

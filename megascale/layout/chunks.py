@@ -11,6 +11,15 @@ from megascale.layout.buckets import pack
 from megascale.layout.stages import Stages, split
 from megascale.layout.tensors import TOKEN_EMBEDDING, Parameter, layer, stage
 
+BUCKETS = 16
+"""Buckets of a model chunk that `auto` asks for."""
+
+MOST_BYTES = 32 << 20
+"""Most bytes of gradients in a bucket that `auto` makes of several units, as far as each rank's share allows."""
+
+SHARE_BYTES = 512 << 10
+"""Fewest bytes of a bucket's gradients for each rank of dp."""
+
 
 def stages_of(config: RunConfig) -> Stages:
     """The virtual stages of a run."""
@@ -42,8 +51,7 @@ def chunk_buckets(config: RunConfig, pp_rank: int) -> list[list[list[Parameter]]
     embedding that it shares with the other end of the pipeline is a bucket of its own, so that both ends shard it alike
     and sum its gradient.
     """
-    shared, tp, most = _shares(config), config.parallel.tp, _most(config)
-    return [_cut(chunk, tp, most, shared) for chunk in chunk_parameters(config, pp_rank)]
+    return [_cut(config, chunk) for chunk in chunk_parameters(config, pp_rank)]
 
 
 def _shares(config: RunConfig) -> bool:
@@ -51,17 +59,41 @@ def _shares(config: RunConfig) -> bool:
     return config.model.tie_embeddings and config.parallel.pp > 1
 
 
-def _most(config: RunConfig) -> int:
-    """Numbers in a bucket, unless one unit has more."""
+class _Bounds(NamedTuple):
+    """Of the buckets of a chunk, in numbers: none has fewer than `least`, and none of several units more than `most`,
+    unless it would leave a bucket with fewer than `least`.
+    """
+
+    least: int
+    most: int
+
+
+def _bounds(config: RunConfig, numbers: int) -> _Bounds:
+    """Of the buckets of a chunk of so many numbers.
+
+    `auto` weighs two costs. The bucket that the backward leaves last is reduced with nothing to hide behind: of k equal
+    buckets that is 1/k of the chunk's communication, with 16 about 6%. And each bucket costs its collectives' latency:
+    a reduce-scatter over d ranks is d - 1 messages of bucket / d bytes, each of which takes latency + bytes /
+    bandwidth; at 10 us and 50 GB/s both terms are equal at 512 KiB, over slower networks latency counts for less. So a
+    rank's share of a bucket has that or more. Where both allow, more than 32 MiB in a bucket would gain nothing. With
+    one data-parallel rank nothing travels.
+    """
     number_bytes: int = PRECISIONS[config.train.precision].facts["accumulate_bytes"]
-    return config.overlap.bucket_bytes // number_bytes
+    if config.overlap.bucket_bytes != "auto":
+        return _Bounds(0, config.overlap.bucket_bytes // number_bytes)
+    shards = config.dp * config.parallel.cp
+    if shards == 1:
+        return _Bounds(0, MOST_BYTES // number_bytes)
+    least = shards * SHARE_BYTES // number_bytes
+    return _Bounds(least, max(least, min(MOST_BYTES // number_bytes, numbers // BUCKETS)))
 
 
-def _cut(parameters: list[Parameter], tp: int, most: int, shared: bool) -> list[list[Parameter]]:
+def _cut(config: RunConfig, parameters: list[Parameter]) -> list[list[Parameter]]:
+    shared, tp = _shares(config), config.parallel.tp
     tied = [[p] for p in parameters if shared and p.name == TOKEN_EMBEDDING]
     own = [p for p in parameters if not (shared and p.name == TOKEN_EMBEDDING)]
     units = [list(group) for _, group in itertools.groupby(own, key=lambda parameter: unit(parameter.name))]
-    runs = _runs([_numbers(members, tp) for members in units], most)
+    runs = _runs(config, [_numbers(members, tp) for members in units])
     buckets = [[parameter for members in units[run.start : run.stop] for parameter in members] for run in runs]
     at_end = bool(tied) and parameters[0].name != TOKEN_EMBEDDING
     return [*buckets, *tied] if at_end else [*tied, *buckets]
@@ -71,14 +103,15 @@ def _numbers(parameters: list[Parameter], tp: int) -> int:
     return sum(parameter.local_numel(tp) for parameter in parameters)
 
 
-def _runs(numbers: list[int], most: int) -> list[range]:
-    """Units of so many numbers, those together that have at most `most`."""
-    starts, room = list[int](), 0
+def _runs(config: RunConfig, numbers: list[int]) -> list[range]:
+    """The units of a chunk, which have so many numbers, as buckets."""
+    least, most = _bounds(config, sum(numbers))
+    starts, filled, left = list[int](), 0, sum(numbers)
     for index, own in enumerate(numbers):
-        if not starts or own > room:
+        if not starts or (filled + own > most and filled >= least and left >= least):
             starts.append(index)
-            room = most
-        room -= own
+            filled = 0
+        filled, left = filled + own, left - own
     return [range(start, stop) for start, stop in itertools.pairwise([*starts, len(numbers)])]
 
 
@@ -93,7 +126,7 @@ def packed(config: RunConfig, pp_rank: int) -> list[list[Packed]]:
     """For each chunk of a pipeline rank its buckets, as `chunk_buckets` and `buckets.pack` make them, found sooner, for
     layers are alike. One of a tied embedding at the network's end begins with the head.
     """
-    tp, stages, most = config.parallel.tp, stages_of(config), _most(config)
+    tp, stages = config.parallel.tp, stages_of(config)
     shards, block, known = config.dp * config.parallel.cp, layer(config.model, 0), dict[tuple[str, ...], int]()
     size = _numbers(block, tp)
 
@@ -107,7 +140,7 @@ def packed(config: RunConfig, pp_rank: int) -> list[list[Packed]]:
     for index in (stages.index(pp_rank, chunk) for chunk in range(config.parallel.vpp)):
         begin, end, tied = _ends(config, first=index == 0, last=index == stages.count - 1)
         units = [*begin, *(_Unit(f"layers.{number}", block, size) for number in stages.layers(index)), *end]
-        runs = _runs([each.numbers for each in units], most)
+        runs = _runs(config, [each.numbers for each in units])
         buckets = [Packed(units[run.start].name, numbers_of(units[run.start : run.stop])) for run in runs]
         alone = [Packed(each.name, numbers_of([each])) for each in tied]
         found.append([*buckets, *alone] if index else [*alone, *buckets])

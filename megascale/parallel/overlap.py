@@ -2,8 +2,9 @@
 
 The product of a gathered input is formed for this rank's own rows at once, and for the others' piece by piece as they
 arrive; a product that is to be summed over ranks is formed piece by piece, the other ranks' rows first, and each piece
-leaves while the next is formed. The bytes are those of one collective. Where nothing travels while this rank computes,
-as through shared memory, pieces would only cost: there the collective comes before or after the whole product.
+leaves while the next is formed. The bytes are those of one collective. Where pieces would only cost, the collective
+comes before or after the whole product: where nothing travels while this rank computes, as through shared memory, and
+on a GPU where the GEMMs of pieces would have too few rows (`layout.pieces`).
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ from megascale.comm.collectives import (
 )
 from megascale.comm.group import Group
 from megascale.comm.pending import DONE, Awaitable
-from megascale.layout.pieces import PIECE_BYTES, PIECES, pieces_of
+from megascale.layout.pieces import GPU_GROUP, GPU_ROWS, PIECE_BYTES, PIECES, most_pieces, pieces_of
 from megascale.ops.fp8 import Grain, Quantized
 from megascale.parallel.numerics import PLAIN, Factor, Numerics, Operand
+
+SCALES_ALIGNED = 4
+"""Scales in 16 bytes: those of the rows of a GEMM must begin at a multiple (cuBLAS)."""
 
 
 class Layer(NamedTuple):
@@ -43,13 +47,14 @@ class TensorAxis:
     """The tp group and how activations lie on it.
 
     `sequence`: they are cut along dimension 0 between the layers. `overlap`: communicate while matrix products run.
-    `fused`: by symmetric memory.
+    `fused`: by symmetric memory. `gpu`: GEMMs need many rows.
     """
 
     group: Group
     sequence: bool = False
     overlap: bool = True
     fused: bool = False
+    gpu: bool = False
 
     @property
     def size(self) -> int:
@@ -92,16 +97,28 @@ class TensorAxis:
         """The scales of the whole of x."""
         return x.scale if x.grain is Grain.TENSOR else self.gather(x.scale, f"{what} scales")[0]
 
-    def by_symmetric_memory(self, inputs: Sequence[Operand], weights: Iterable[Operand]) -> bool:
-        """Whether torch's fused operators carry out these products: of one input, with all factors as they are."""
-        possible = self.fused and self.cut and self.overlap and len(inputs) == 1
-        return possible and all(isinstance(factor, Tensor) for factor in (*inputs, *weights))
+    def by_symmetric_memory(self, inputs: Sequence[Operand], weights: Iterable[Operand], rows: int) -> bool:
+        """Whether torch's fused operators carry out these products: of one input, with all factors as they are or all
+        under scales of one grain, that of a tensor or of a row. `rows`: of the GEMM for each rank.
+        """
+        if not (self.fused and self.cut and self.overlap) or len(inputs) > 1 or rows < GPU_ROWS:
+            return False
+        grains = {factor.grain if isinstance(factor, Quantized) else None for factor in (*inputs, *weights)}
+        if grains == {None}:
+            return True
+        aligned = rows % SCALES_ALIGNED == 0
+        return symmetric.has_scaled() and (grains == {Grain.TENSOR} or (grains == {Grain.ROW} and aligned))
 
     def pieces(self, part: Operand) -> int:
-        """In how many pieces a rank's part of a collective travels; 0 if not piece by piece."""
+        """In how many pieces a rank's part [s, b, k] of a collective travels; 0 if not piece by piece."""
         if not self.overlap or self.group.exchange is None:
             return 0
-        return max(1, min(PIECES, part.nbytes // PIECE_BYTES))
+        pieces = max(1, min(PIECES, part.nbytes // PIECE_BYTES))
+        if not self.gpu:
+            return pieces
+        if self.cut and self.size > GPU_GROUP:  # without a cut a piece is a collective of its own, not messages
+            return 0
+        return min(pieces, most_pieces(*part.shape[:2]))
 
 
 def gathered_products(
@@ -121,10 +138,9 @@ def gathered_products(
     """
     also = also or (lambda full, rows: None)
     pieces = axis.pieces(part) if axis.cut else 0
-    full: Operand
-    if axis.by_symmetric_memory([part], [layer.weight for layer in layers]) and isinstance(part, Tensor):
-        matrices = [weight.t() for weight, _, _ in layers if isinstance(weight, Tensor)]
-        full, products = symmetric.all_gather_matmul(axis.group, part.contiguous(), matrices, what=what)
+    weights = [layer.weight for layer in layers]
+    if axis.by_symmetric_memory([part], weights, part.shape[:-1].numel()):
+        full, products = _gathered_by_symmetric_memory(part, weights, axis, what, dtype)
         pairs = zip(products, layers, strict=True)
         products = [product if bias is None else product.add_(bias) for product, (_, bias, _) in pairs]
     elif not pieces:
@@ -135,6 +151,23 @@ def gathered_products(
         return _products_of_pieces(part, layers, axis, what, pieces, dtype, also, arrived)
     also(full, slice(0, full.shape[0]))
     return full, products
+
+
+def _gathered_by_symmetric_memory(
+    part: Operand, weights: Sequence[Operand], axis: TensorAxis, what: str, dtype: torch.dtype
+) -> tuple[Operand, list[Tensor]]:
+    if isinstance(part, Tensor):
+        matrices = [weight.t() for weight in weights if isinstance(weight, Tensor)]
+        return symmetric.all_gather_matmul(axis.group, part.contiguous(), matrices, what=what)
+    scale = axis.gather_scale(part, what)
+    factors = [_transposed(weight) for weight in weights if isinstance(weight, Quantized)]
+    data, products = symmetric.all_gather_scaled_matmul(axis.group, part.data, scale, factors, dtype, what=what)
+    return Quantized(data, scale, part.grain), products
+
+
+def _transposed(weight: Quantized) -> symmetric.ScaledMatrix:
+    """A weight [n, k] as a second factor [k, n], with its scale, [] or for each column [1, n]."""
+    return symmetric.ScaledMatrix(weight.data.t(), weight.scale.t(), weight.fast)
 
 
 def _products_of_pieces(
@@ -175,9 +208,8 @@ def reduced_product(
     rank's [s / tp, b, n] if activations are cut, in `dtype`. Without biases: each rank would add them.
     """
     x, matrix = inputs[0], layers[0].weight
-    plain = axis.by_symmetric_memory(inputs, [layer.weight for layer in layers])
-    if plain and isinstance(x, Tensor) and isinstance(matrix, Tensor):
-        return symmetric.matmul_reduce_scatter(axis.group, x, matrix.t(), what=what)
+    if axis.by_symmetric_memory(inputs, [layer.weight for layer in layers], x.shape[:-1].numel() // axis.size):
+        return _reduced_by_symmetric_memory(x, matrix, axis, what, dtype)
     full = x.new_empty(*x.shape[:-1], matrix.shape[0], dtype=dtype)
 
     def form(rows: slice) -> None:
@@ -207,3 +239,13 @@ def reduced_product(
     for reducing in pending:
         reducing.wait()
     return full
+
+
+def _reduced_by_symmetric_memory(
+    x: Operand, weight: Operand, axis: TensorAxis, what: str, dtype: torch.dtype
+) -> Tensor:
+    if isinstance(x, Tensor) and isinstance(weight, Tensor):
+        return symmetric.matmul_reduce_scatter(axis.group, x, weight.t(), what=what)
+    assert isinstance(x, Quantized) and isinstance(weight, Quantized), "both factors are in eight bits, or none"
+    factor = _transposed(weight)
+    return symmetric.scaled_matmul_reduce_scatter(axis.group, x.data, x.scale, factor, dtype, what=what)

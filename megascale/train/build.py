@@ -95,7 +95,7 @@ def build(config: RunConfig, mesh: Mesh, device: Device, stop: Stop, *, draw: bo
     """
     formats = number_formats(config)
     fused = config.overlap.tp and symmetric.usable(mesh.tp, device)
-    axis = TensorAxis(mesh.tp, config.parallel.sp, config.overlap.tp, fused)
+    axis = TensorAxis(mesh.tp, config.parallel.sp, config.overlap.tp, fused, gpu=not device.is_cpu)
     gradients = build_gradients(config, mesh, formats, device.torch)
     if draw:
         draw_weights(gradients, mesh, config.train.seed)

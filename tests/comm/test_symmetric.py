@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megascale.comm import symmetric
 from megascale.comm.group import Group
 from megascale.core.rank import Rank
+from tests.fused import serve_on_cpus
 from tests.worlds import run_world
 
 symmetric_memory = pytest.importorskip("torch.distributed._symmetric_memory")
@@ -56,3 +57,37 @@ def test_all_agree_that_one_cannot_map() -> None:
 
 def test_it_is_usable_where_all_can() -> None:
     assert run_world(2, _ask, -1, -1) == [(True, True)] * 2
+
+
+def _multiply(rank: Rank) -> None:
+    """Both operators for factors as they are, against their definitions. Those for 8 bits: tests/parallel."""
+    called = serve_on_cpus()
+    group = Group("tp", (0, 1), rank.rank, dist.new_group([0, 1]))
+    draw = torch.Generator().manual_seed(0)
+    parts, inputs = torch.randn(2, 3, 2, 4, generator=draw), torch.randn(2, 6, 2, 4, generator=draw)
+    matrices = torch.randn(2, 4, 5, generator=draw)
+    full, products = symmetric.all_gather_matmul(group, parts[rank.rank], list(matrices), what="gather")
+    torch.testing.assert_close(full, parts.flatten(0, 1))
+    torch.testing.assert_close(products, [full @ matrix for matrix in matrices])
+    found = symmetric.matmul_reduce_scatter(group, inputs[rank.rank], matrices[rank.rank], what="scatter")
+    torch.testing.assert_close(found, (inputs @ matrices.unsqueeze(1)).sum(0).chunk(2)[rank.rank])
+    assert called == ["fused_all_gather_matmul", "fused_matmul_reduce_scatter"]
+
+
+def test_fused_operators_are_a_collective_and_a_product() -> None:
+    run_world(2, _multiply)
+
+
+def test_older_operators_for_eight_bits_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before 2.8 the one that scatters had one dimension and no output shape."""
+    assert symmetric.has_scaled.__wrapped__()
+    older = torch.library.Library("symm_mem_older", "DEF")
+    older.define("fused_all_gather_scaled_matmul(Tensor A) -> Tensor")
+    monkeypatch.setattr(torch.ops, "symm_mem", torch.ops.symm_mem_older)
+    assert not symmetric.has_scaled.__wrapped__()
+    older.define(
+        "fused_scaled_matmul_reduce_scatter(Tensor A, Tensor B, Tensor A_scale, Tensor B_scale, str reduce_op, "
+        "int scatter_dim, str group_name, Tensor? bias = None, Tensor? result_scale = None, "
+        "ScalarType? out_dtype = None, bool use_fast_accum = False) -> Tensor"
+    )
+    assert not symmetric.has_scaled.__wrapped__()

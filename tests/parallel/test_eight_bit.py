@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megascale.catalog.recipes import RECIPES
-from megascale.comm import symmetric
+from megascale.comm.group import Group
 from megascale.comm.mesh import open_mesh
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
@@ -19,10 +19,12 @@ from megascale.layout.chunks import eight_bit_weights
 from megascale.layout.topology import Topology
 from megascale.model.parts import Linear
 from megascale.ops.fp8 import Grain, Kernels, Quantized, product
+from megascale.parallel import overlap
 from megascale.parallel.eight_bit import EightBit, Scaling, numerics_of
 from megascale.parallel.overlap import Layer, TensorAxis
-from megascale.parallel.tensor import row_linear
+from megascale.parallel.tensor import column_linear, row_linear
 from megascale.plan.memory import state_bytes
+from tests.fused import serve_on_cpus
 from tests.marks import only_quick
 from tests.runs import LLAMA, build_run, config_of, curve_of, settings, train_curve
 from tests.worlds import run_world
@@ -346,32 +348,57 @@ def count_casts(rank: Rank, config: RunConfig) -> dict[str, int]:
     return counts
 
 
-@recipes
-def test_symmetric_memory_is_for_factors_as_they_are(recipe: str, tmp_path: Path) -> None:
-    """A gradient may travel as it is though the weights are in 8 bits."""
-    config = configured(tmp_path, recipe, WIDE)
-    plain, fused = (run_world(2, row_gradients, config, fused) for fused in (False, True))
-    for one, other in zip(plain, fused, strict=True):
-        assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+FUSED = {
+    "rowwise": ["fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter"],
+    "blockwise": [],
+}
+"""Of a column-parallel layer's forward, a row-parallel layer's and its backward what goes through fused operators. Of
+`rowwise` the gradient travels before it is cast.
+"""
+
+ONE_SCALE = ["fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter", "fused_all_gather_scaled_matmul"]
 
 
-def row_gradients(rank: Rank, config: RunConfig, fused: bool) -> list[Array]:
-    """Gradients of input and weight of a row-parallel layer."""
-    group = open_mesh(Topology(tp=2), rank.rank, tied=False)
-    axis = TensorAxis(group.tp, sequence=True, fused=fused)
-    numerics = numerics_of("layers.1.attention.out", Scaling(config, group.world, torch.device("cpu")), axis)
-    x, weight, grad = operands("attention.out")
-    x = x.chunk(2, 2)[rank.rank].contiguous().requires_grad_()
-    weight = weight.chunk(2, 1)[rank.rank].contiguous().requires_grad_()
-    if fused:
-        symmetric.matmul_reduce_scatter = symmetric.all_gather_matmul = not_for_eight_bits  # type: ignore[assignment]
-    row_linear(x, Layer(weight, None, numerics), axis).backward(grad.chunk(2, 0)[rank.rank].contiguous())
-    assert x.grad is not None and weight.grad is not None
-    return [x.grad.float().numpy(), weight.grad.float().numpy()]
+@pytest.mark.parametrize("recipe", only_quick(RECIPES.names(), "tensorwise", "rowwise", "blockwise"))
+def test_fused_operators_multiply_in_eight_bits(recipe: str, tmp_path: Path) -> None:
+    for called, plain, fused in run_world(2, with_fused_operators, configured(tmp_path, recipe, WIDE)):
+        assert called == FUSED.get(recipe, ONE_SCALE)
+        for name, expected in plain.items():
+            error = np.linalg.norm(fused[name] - expected)
+            assert error <= (5e-3 if called else 0) * np.linalg.norm(expected), name
 
 
-def not_for_eight_bits(*_: Any, **__: Any) -> None:
-    raise AssertionError("torch's fused operators take no factors in eight bits")
+def with_fused_operators(rank: Rank, config: RunConfig) -> tuple[list[str], dict[str, Array], dict[str, Array]]:
+    """Which fused operators were called, and what came out without them and with them."""
+    overlap.GPU_ROWS = 64
+    group, called = open_mesh(Topology(tp=2), rank.rank, tied=False), serve_on_cpus()
+    plain, fused = (
+        two_layers(rank, config, group.world, TensorAxis(group.tp, sequence=True, fused=fused))
+        for fused in (False, True)
+    )
+    return called, plain, fused
+
+
+def two_layers(rank: Rank, config: RunConfig, world: Group, axis: TensorAxis) -> dict[str, Array]:
+    """Results and gradients of a column-parallel and of a row-parallel layer, narrow ones."""
+    scaling, found = Scaling(config, world, torch.device("cpu")), dict[str, Array]()
+    for name, linear, cuts, n in (
+        ("attention.qkv", column_linear, (0, 0, 2), 256),
+        ("attention.out", row_linear, (2, 1, 0), 128),
+    ):
+        x, weight, grad = operands(name)
+        whole = x, weight[:n], grad[..., :n]
+        x, weight, grad = (each.chunk(2, cut)[rank.rank].contiguous() for each, cut in zip(whole, cuts, strict=True))
+        x.requires_grad_()
+        weight.requires_grad_()
+        bias = torch.ones(len(weight), dtype=torch.bfloat16)
+        layer = Layer(weight, bias, numerics_of(f"layers.1.{name}", scaling, axis))
+        out = linear(x, layer, axis)
+        out.backward(grad)
+        assert x.grad is not None and weight.grad is not None
+        for what, tensor in (("output", out), ("input", x.grad), ("weight", weight.grad)):
+            found[f"{name} {what}"] = tensor.detach().float().numpy()
+    return found
 
 
 def what_was_lost(rank: Rank, config: RunConfig) -> Any:

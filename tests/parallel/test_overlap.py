@@ -5,14 +5,20 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from megascale.comm.exchange import Exchange
+from megascale.comm.pending import DONE
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
+from megascale.layout.pieces import pieces_of
 from tests.marks import only_quick
 from tests.runs import FAMILIES, GPT, LLAMA, build_run, config_of, curve_of, send_messages, settings, traffic_of
 from tests.worlds import run_world
@@ -191,6 +197,104 @@ def test_pieces_move_the_same_bytes(sequence: bool, block: str, tmp_path: Path) 
     for pieces, wholes in zip(on, off, strict=True):
         assert {op: size for op, (_, size) in pieces["tp"].items()} == {op: s for op, (_, s) in wholes["tp"].items()}
         assert any(pieces["tp"][op][0] > wholes["tp"][op][0] for op in wholes["tp"])
+
+
+@given(
+    rows=st.integers(1, 5000),
+    batch=st.integers(1, 700),
+    size=st.sampled_from([2, 4, 8]),
+    sequence=st.booleans(),
+    width=st.sampled_from([8, 12288]),
+)
+def test_no_piece_on_a_gpu_has_a_small_gemm(rows: int, batch: int, size: int, sequence: bool, width: int) -> None:
+    import torch
+
+    from megascale.comm.group import Group
+    from megascale.parallel.overlap import TensorAxis
+
+    group = Group("tp", tuple(range(size)), 0, exchange=Exchange(None, range(size), 0, lambda works, then: DONE))
+    part = torch.empty(rows, batch, width, dtype=torch.bfloat16, device="meta")
+    pieces = TensorAxis(group, sequence, gpu=True).pieces(part)
+    assert pieces <= TensorAxis(group, sequence).pieces(part)
+    assert not pieces or all((run.stop - run.start) * batch >= 512 for run in pieces_of(rows, pieces))
+    if rows * batch < 512 or (sequence and size > 4):
+        assert pieces == 0
+    elif rows >= 1024 and width > 8 and not (sequence and size > 4):
+        assert pieces > 1
+
+
+def test_fused_gemms_have_many_rows() -> None:
+    import torch
+
+    from megascale.comm.group import Group
+    from megascale.ops.fp8 import Grain, Quantized
+    from megascale.parallel.overlap import TensorAxis
+
+    axis = TensorAxis(Group("tp", (0, 1), 0), sequence=True, fused=True)
+    plain = torch.empty(1, 1, 8, device="meta")
+    one, each, blocks = (Quantized(plain, plain, grain) for grain in (Grain.TENSOR, Grain.ROW, Grain.BLOCK))
+    for x, weight, rows in ((plain, plain, 512), (plain, plain, 513), (one, one, 513), (each, each, 516)):
+        assert axis.by_symmetric_memory([x], [weight, weight], rows)
+    for x, weight, rows in (
+        (plain, plain, 511), (one, one, 511), (each, each, 513), (plain, each, 512), (blocks, blocks, 512),
+        (one, each, 512),
+    ):  # fmt: skip
+        assert not axis.by_symmetric_memory([x], [weight], rows)
+    assert not axis.by_symmetric_memory([plain, plain], [plain, plain], 512)
+
+
+@pytest.mark.parametrize(
+    "sequence, tokens, expected",
+    [
+        (True, 4096, [[2048, 512, 512, 512, 512], [512, 512, 512, 512, 2048]]),
+        (True, 1000, [[1000], [1000]]),
+        (False, 4096, [[4096], [1024, 1024, 1024, 1024]]),
+        (False, 500, [[500], [500]]),
+    ],
+)
+def test_gemms_on_a_gpu_have_many_rows(sequence: bool, tokens: int, expected: list[list[int]]) -> None:
+    for (rows, results), (_, plain) in run_world(2, rows_of_gemms, sequence, tokens):
+        assert rows == expected
+        for result, same in zip(results, plain, strict=True):
+            np.testing.assert_allclose(result, same, rtol=1e-12)
+
+
+def rows_of_gemms(rank: Rank, sequence: bool, tokens: int) -> list[Any]:
+    """The rows of each GEMM of a column-parallel and of a row-parallel layer's forward, and the results; as on a GPU,
+    and without overlap.
+    """
+    import torch
+
+    from megascale.comm.mesh import open_mesh
+    from megascale.layout.topology import Topology
+    from megascale.parallel import overlap
+    from megascale.parallel.numerics import Plain
+    from megascale.parallel.tensor import column_linear, row_linear
+
+    overlap.PIECE_BYTES = 512
+    group, found = open_mesh(Topology(tp=2), rank.rank, tied=False).tp, []
+    send_messages(group)
+    draw = torch.Generator().manual_seed(rank.rank)
+    normal = partial(torch.randn, generator=draw, dtype=torch.float64)
+    whole, part = normal(tokens, 1, 8), normal(tokens // 2 if sequence else tokens, 1, 8)
+    for axis in (overlap.TensorAxis(group, sequence, gpu=True), overlap.TensorAxis(group, sequence, overlap=False)):
+        rows = list[int]()
+
+        class Counting(Plain):
+            def linear(self, x: Any, *more: Any) -> Any:
+                rows.append(x.shape[0])  # noqa: B023
+                return super().linear(x, *more)
+
+            def multiply(self, out: Any, x: Any, *more: Any, **how: Any) -> None:
+                rows.append(x.shape[0])  # noqa: B023
+                super().multiply(out, x, *more, **how)
+
+        layer = overlap.Layer(torch.eye(8, dtype=torch.float64), None, Counting())
+        first = column_linear(part, layer, axis)
+        count = len(rows)
+        second = row_linear(whole, layer, axis)
+        found.append(([rows[:count], rows[count:]], [first.numpy(), second.numpy()]))
+    return found
 
 
 def test_the_parallel_block_halves_the_collectives(tmp_path: Path) -> None:
