@@ -6,8 +6,10 @@ arithmetic alone, so every rank knows which samples any other has, and no layout
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -49,14 +51,29 @@ class Shape:
 
 
 class StepBatch:
-    """A step's samples on this rank. `tokens`: labels that count in the loss, over this rank's micro-batches."""
+    """A step's samples on this rank. A micro-batch is read when it is first asked for, by its forward: the device has
+    the work of those before it to do meanwhile.
 
-    def __init__(self, micro_batches: list[MicroBatch], tokens: int) -> None:
-        self._micro_batches = micro_batches
-        self.tokens = tokens
+    `make`: a micro-batch, and how many of its labels count.
+    """
+
+    def __init__(self, count: int, make: Callable[[int], tuple[MicroBatch, int]]) -> None:
+        self._count = count
+        self._make = make
+        self._made: dict[int, tuple[MicroBatch, int]] = {}
+
+    @property
+    def tokens(self) -> int:
+        """Labels that count in the loss, over this rank's micro-batches."""
+        return sum(self._read(index)[1] for index in range(self._count))
 
     def micro_batch(self, index: int) -> MicroBatch:
-        return self._micro_batches[index]
+        return self._read(index)[0]
+
+    def _read(self, index: int) -> tuple[MicroBatch, int]:
+        if index not in self._made:
+            self._made[index] = self._make(index)
+        return self._made[index]
 
 
 class Loader:
@@ -73,19 +90,31 @@ class Loader:
         self._dropout = dropout
         self._seed = seed
         self._device = device
+        self._ahead: tuple[int, StepBatch] | None = None
 
     def batch(self, seen: int) -> StepBatch:
         """The samples of the step that begins when `seen` samples of the run have been trained on."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] == seen:
+            return ahead[1]
         self.prepare(seen)
-        made = [self._micro_batch(seen, index) for index in range(self._shape.micro_batches)]
-        return StepBatch([micro_batch for micro_batch, _ in made], sum(counted for _, counted in made))
+        return StepBatch(self._shape.micro_batches, partial(self._micro_batch, seen))
+
+    def read_ahead(self, seen: int) -> None:
+        """Make the first micro-batch of a later `batch(seen)`, while the host would wait for the device. What cannot be
+        read is tried again, and raises, in the step that trains on it.
+        """
+        with suppress(Exception):
+            batch = self.batch(seen)
+            batch.micro_batch(0)
+            self._ahead = (seen, batch)
 
     def prepare(self, seen: int) -> None:
-        """Have rank 0 write the indices of the step after `seen` samples, and of the one that follows it: when that one
-        begins, every rank has exchanged sums with rank 0.
+        """Have rank 0 write the indices of the step after `seen` samples, and of the two that follow it. A rank that
+        reads ahead knows the sums of the step before its own, which rank 0 began with indices for two more.
         """
         if self._samples is not None:
-            self._samples.prepare(seen, seen + 2 * self._shape.total)
+            self._samples.prepare(seen, seen + 3 * self._shape.total)
 
     def batches(self, count: int) -> Iterator[StepBatch]:
         """The first `count` batches."""

@@ -84,8 +84,9 @@ class Pipeline:
         self._leaving.clear()
 
     def release(self) -> None:
-        """Let go of what has been sent."""
+        """Let go of what has been sent, and of records that are complete."""
         self._leaving = [(sending, tensor) for sending, tensor in self._leaving if not sending.done()]
+        self.recorder.keep_up()
 
     def stage(self, chunk: int) -> int:
         """The virtual stage that is `chunk` of this rank."""

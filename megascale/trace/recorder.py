@@ -28,6 +28,9 @@ def profiled(name: str) -> AbstractContextManager[Any]:
 CAPACITY = 1 << 15
 """Records that are kept: a hundred steps of a small job, some of a large one; about 10 MB."""
 
+MOST = 32
+"""Records that are settled at once while a step is issued: a tenth of a millisecond."""
+
 
 @dataclass
 class Traffic:
@@ -79,7 +82,7 @@ class Recorder:
         self.dropped = 0
         self._place = (-1, -1)
         self._ring: deque[Record] = deque(maxlen=capacity)
-        self._marked: list[Record] = []  # their marks are not yet seconds
+        self._marked: deque[Record] = deque()  # their marks are not yet seconds
         self._sequences: defaultdict[str, int] = defaultdict(int)
         self._traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
 
@@ -138,24 +141,37 @@ class Recorder:
         return record
 
     def settle(self) -> None:
-        """Turn marks that the device has passed into seconds, and let go of them: now and then, or they pile up."""
-        left = []
-        for record in self._marked:
-            if not self._to_seconds(record):
-                left.append(record)
-            elif record.axis != COMPUTE and record.step:
-                self._traffic[record.axis].exposed_s += sum(b - a for a, b in record.waits)  # type: ignore
-        self._marked = left
+        """Turn all marks that the device has passed into seconds, and let go of them."""
+        self._marked = deque(record for record in self._marked if not self._to_seconds(record))
+
+    def keep_up(self) -> None:
+        """Settle some of the oldest records, for a step in which the host is ahead of its device: up to the first that
+        is not complete, and none if the device has begun with the newest and may soon have to wait for the host.
+        """
+        if not self._marked or self.timer.seconds(self._marked[-1].issue) is not None:
+            return
+        for _ in range(min(MOST, len(self._marked))):
+            if not self._to_seconds(self._marked[0]):
+                return
+            self._marked.popleft()
+
+    def trails(self, until: Mark) -> bool:
+        """Whether the device, on its way to the mark `until`, leaves more records to settle than are soon done."""
+        return len(self._marked) > MOST and self.timer.seconds(until) is None
 
     def _to_seconds(self, record: Record) -> bool:
+        """Whether the record is settled, for it is complete and the device past it."""
         if not record.closed or record.end is None:
             return False
-        marks = [record.issue, record.end, *(mark for wait in record.waits for mark in wait)]
-        times = [time for time in map(self.timer.seconds, marks) if time is not None]
-        if len(times) < len(marks):
-            return False
-        record.issue, record.end = times[:2]
+        times: list[float] = []
+        for mark in (record.end, record.issue, *(mark for wait in record.waits for mark in wait)):
+            if (seconds := self.timer.seconds(mark)) is None:
+                return False
+            times.append(seconds)
+        record.end, record.issue = times[:2]
         record.waits = list(zip(times[2::2], times[3::2], strict=True))
+        if record.axis != COMPUTE and record.step:
+            self._traffic[record.axis].exposed_s += sum(b - a for a, b in zip(times[2::2], times[3::2], strict=True))
         return True
 
 

@@ -23,6 +23,6 @@ def evaluate(run: Run) -> EvaluationRecord:
         loss += run.pipeline.run(run.valid_order, batch)
         tokens += batch.tokens
         run.mesh.recorder.settle()  # else marks, which hold a GPU's events, pile up beside the ring
-    total, count = totals(run.mesh, loss, tokens).tolist()
+    total, count = run.device.read(totals(run.mesh, loss, tokens))()
     check_counted(count)
     return EvaluationRecord(run.progress.step, total / count, int(count))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,10 +15,14 @@ from megascale.comm.mesh import Mesh
 from megascale.config.train import TrainConfig
 from megascale.core.errors import UncountedError
 from megascale.data.loader import StepBatch
+from megascale.device import Mark
 from megascale.train.guard import check_finite
 
 if TYPE_CHECKING:
     from megascale.train.build import Run
+
+POLL = 1e-4
+"""Seconds between two looks at a device that has much to do."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +57,13 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
     sums = totals(run.mesh, loss, batch.tokens, float(run.stop.asked), *run.checkpoints.poll(), square)
     clipping = run.optimizer.clipping(sums[5], tokens=sums[1], loss=sums[0])
     lr, numbers = run.lr(step), run.device.read(torch.stack([*sums[:5], clipping.norm, loss.double()]))
+    asked = recorder.mark()
     norms = run.optimizer.direct(clipping, step)  # of whole parameters, where the update is scaled by them
     for index, bucket in enumerate(run.gradients.buckets):  # in the order in which the next step needs them
         with recorder.action("update", bucket.chunk):  # of this rank's shard, and of nothing if a sum is not finite
             run.optimizer.update(index, clipping, norms, lr, step)
         if index == 0:  # before another rank's weights cover what is wrong with ours; the device is busy meanwhile
+            _use_wait(run, asked)
             _check(run, numbers())
         run.gradients.start_gather(bucket)  # hidden behind the next update, and the next batch's loading
     recorder.step = 0  # until the next one
@@ -78,10 +85,23 @@ def totals(mesh: Mesh, loss: Tensor, tokens: int, *more: float | Tensor) -> Tens
     """
     counts = mesh.coord.pp == mesh.topology.pp - 1 and mesh.coord.tp == 0
     values = torch.zeros(2 + len(more), dtype=torch.float64, device=loss.device)
-    for index, value in enumerate((loss if counts else 0.0, tokens if counts else 0.0, *more)):
-        values[index] = value
+    for place, value in zip(values, (loss if counts else 0.0, tokens if counts else 0.0, *more), strict=True):
+        if isinstance(value, Tensor):
+            place.copy_(value)
+        else:
+            place.fill_(value)  # `values[index] = value` would copy it from the host, and wait for the device
     all_reduce(mesh.world, values, what="totals")
     return values
+
+
+def _use_wait(run: Run, until: Mark) -> None:
+    """Do what else would delay the next step, before the host waits for the device to come to `until`."""
+    done = run.progress.step + 1
+    if done < run.config.train.steps:
+        run.train.read_ahead(run.progress.samples + run.config.batch.total)
+    while run.mesh.recorder.trails(until):
+        run.pipeline.release()
+        time.sleep(POLL)
 
 
 def _check(run: Run, numbers: Sequence[float]) -> None:

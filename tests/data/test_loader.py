@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megascale.core.errors import DataError
 from megascale.data.loader import Loader, Shape
 from megascale.data.mixture import Sample
 from megascale.parallel.microbatch import MicroBatch
@@ -16,14 +17,21 @@ SEQUENCE = 5
 
 
 class Numbered:
-    """Sample i is made of the number i; of every third, the first i % 5 labels do not count."""
+    """Sample i is made of the number i; of every third, the first i % 5 labels do not count. Sample `bad` cannot be
+    read.
+    """
 
-    def __init__(self, masked: bool) -> None:
+    def __init__(self, masked: bool = False, bad: int = -1) -> None:
         self.samples = 1 << 30
         self.prepared: list[tuple[int, int]] = []
+        self.read: list[int] = []
         self._masked = masked
+        self._bad = bad
 
     def __getitem__(self, index: int) -> Sample:
+        self.read.append(index)
+        if index == self._bad:
+            raise DataError(f"sample {index} is bad")
         tokens = index * 10 + torch.arange(SEQUENCE + 1)
         mask = (torch.arange(SEQUENCE) >= index % 5).float() if self._masked and index % 3 == 0 else None
         return Sample(tokens[:-1], tokens[1:], mask)
@@ -102,3 +110,73 @@ def test_a_rank_between_the_ends_has_the_numbers_of_samples_it_does_not_read(ran
         assert (other.tokens, other.labels, other.mask) == (None, None, None)
         assert kept(one).equal(kept(other))
         assert not kept(one)[0].equal(kept(one)[1])
+
+
+# When samples are read.
+
+FOUR = Shape(8, 1, 2)
+"""Four micro-batches a step on each of two ranks."""
+
+
+def reading(samples: Numbered) -> Loader:
+    return Loader(samples, FOUR, 1, dropout=0.0, seed=3, device=CPU)
+
+
+def test_a_micro_batch_is_read_once_when_it_is_asked_for() -> None:
+    samples = Numbered()
+    batch = reading(samples).batch(8)
+    assert samples.read == []
+    batch.micro_batch(0)
+    assert samples.read == [9]
+    batch.micro_batch(2)
+    assert batch.micro_batch(0) is batch.micro_batch(0)
+    assert samples.read == [9, 13]
+    assert batch.tokens == 4 * SEQUENCE
+    assert sorted(samples.read) == [9, 11, 13, 15]
+
+
+def test_the_first_micro_batch_of_the_next_step_is_read_ahead() -> None:
+    samples = Numbered()
+    ahead = reading(samples)
+    ahead.read_ahead(8)
+    assert samples.read == [9]
+    batch = ahead.batch(8)
+    assert [batch.micro_batch(index).tokens[0].item() for index in range(4)] == [90, 110, 130, 150]
+    assert samples.read == [9, 11, 13, 15], "each once"
+
+
+def test_what_was_read_ahead_is_of_no_other_step() -> None:
+    samples = Numbered()
+    ahead = reading(samples)
+    ahead.read_ahead(8)
+    assert ahead.batch(16).micro_batch(0).tokens[0].item() == 170
+    assert ahead.batch(8).micro_batch(0).tokens[0].item() == 90, "made anew"
+
+
+@pytest.mark.parametrize("bad", [9, 13])
+def test_a_bad_sample_is_an_error_of_the_step_that_has_it(bad: int) -> None:
+    ahead = reading(Numbered(bad=bad))
+    ahead.read_ahead(8)
+    batch = ahead.batch(8)
+    for index, row in enumerate((9, 11, 13, 15)):
+        if row == bad:
+            with pytest.raises(DataError, match=f"sample {bad} is bad"):
+                batch.micro_batch(index)
+        else:
+            batch.micro_batch(index)
+
+
+def test_indices_are_written_before_any_rank_reads_ahead() -> None:
+    """In step n a rank reads samples of step n + 1 once it has the sums of step n - 1, to which rank 0 has added its
+    own in the middle of that step.
+    """
+    samples, total = Numbered(), FOUR.total
+    first = reading(samples)
+    first.prepare(0)
+    written = {-1: samples.prepared[-1][1]}  # by the last step whose sums a rank knows
+    for step in range(5):
+        first.batch(step * total)
+        written[step] = max(stop for _, stop in samples.prepared)
+        first.read_ahead((step + 1) * total)
+    for step in range(5):
+        assert written[step - 1] >= (step + 2) * total

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,13 +12,17 @@ import torch
 from megascale.comm import init
 from megascale.core.events import COMPUTE
 from megascale.core.rank import Rank
-from megascale.device import StreamTimer, detect
+from megascale.device import Device, StreamTimer, detect
+from megascale.trace.recorder import MOST
 from megascale.train.build import build, mesh_of
+from megascale.train.evaluate import evaluate
 from megascale.train.step import train_step
 from megascale.train.stop import Stop
-from tests.runs import GPT, config_of, settings
+from tests.runs import GPT, LLAMA, config_of, settings
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+RANK = Rank(0, 1, 0, "localhost")
 
 
 def test_marks_are_of_the_device() -> None:
@@ -34,22 +40,60 @@ def test_marks_are_of_the_device() -> None:
     assert end - begin == pytest.approx(own[0].elapsed_time(own[1]) / 1e3, rel=0.01)
 
 
-def test_a_step_with_the_ledger_synchronises_with_nothing(tmp_path: Path) -> None:
-    """But with the event behind the five numbers that it reads, which torch does not call a synchronisation."""
-    rank, device = Rank(0, 1, 0, "localhost"), detect()
-    config = config_of(settings(GPT, tmp_path, train__precision="bf16"), tmp_path)
-    init.start(rank, device)
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gpt": (GPT, {}),
+    "llama": (LLAMA, {}),
+    "gpt dropout": (GPT, {"model__dropout": 0.1}),
+    "llama recompute selective": (LLAMA, {"train__recompute": "selective"}),
+    "llama recompute full": (LLAMA, {"train__recompute": "full"}),
+    "llama lamb": (LLAMA, {"optimizer__name": "lamb"}),
+    "llama fp8": (
+        LLAMA | {"hidden_size": 256, "num_heads": 4, "num_kv_heads": 4, "ffn_size": 512, "seq_length": 128},
+        {"train__precision": "fp8"},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[Device]:
+    found = detect()
+    init.start(RANK, found)
+    yield found
+    init.stop()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_and_an_evaluation_synchronise_with_nothing(case: str, device: Device, tmp_path: Path) -> None:
+    """But with the event behind the numbers that each reads once, which torch does not call a synchronisation. What is
+    compiled, and what is made once, was in a step and an evaluation before.
+    """
+    model, more = CASES[case]
+    if "fp8" in case and device.capability < (8, 9):
+        pytest.skip("needs a GPU of compute capability 8.9 or more")
+    more = {"train__precision": "bf16", "train__eval_every": 5, "train__eval_steps": 2} | more
+    config = config_of(settings(model, tmp_path, **more), tmp_path)
+    run = build(config, mesh_of(config, RANK, device), device, Stop())
+    train_step(run, run.train.batch(0))
+    evaluate(run)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
     try:
-        run = build(config, mesh_of(config, rank, device), device, Stop())
-        train_step(run, run.train.batch(0))
-        batch = run.train.batch(8)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            train_step(run, batch)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        torch.cuda.synchronize()
-        names = [event.name for event in run.mesh.recorder.events() if event.axis == COMPUTE and event.step == 2]
-        assert names.count("F") == names.count("B") == 8
+        train_step(run, run.train.batch(8))
+        evaluate(run)
     finally:
-        init.stop()
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    names = [event.name for event in run.mesh.recorder.events() if event.axis == COMPUTE and event.step == 2]
+    assert names.count("F") == names.count("B") == 8
+
+
+def test_records_settle_while_a_step_is_issued(device: Device, tmp_path: Path) -> None:
+    """After many micro-batches few are left when the step returns."""
+    config = config_of(settings(GPT, tmp_path, train__precision="bf16", batch__global=256), tmp_path)
+    run = build(config, mesh_of(config, RANK, device), device, Stop())
+    for _ in range(2):
+        train_step(run, run.train.batch(run.progress.samples))
+        run.mesh.recorder.settle()
+    torch.cuda._sleep(1_000_000_000)  # the device is far behind
+    train_step(run, run.train.batch(run.progress.samples))
+    assert len(run.mesh.recorder._marked) <= 2 * MOST

@@ -17,7 +17,7 @@ from megascale.comm.group import Group, Recorded
 from megascale.config.run import RunConfig
 from megascale.core.events import COMPUTE, Event
 from megascale.core.rank import Rank
-from megascale.trace.recorder import Recorder, Traffic
+from megascale.trace.recorder import MOST, Recorder, Traffic
 from tests.runs import GPT, build_run, config_of, send_messages, settings
 from tests.worlds import run_world
 
@@ -50,13 +50,14 @@ class Device:
     host = False
 
     def __init__(self) -> None:
-        self.marks = self.passed = 0
+        self.marks = self.passed = self.asked = 0
 
     def mark(self) -> Any:
         self.marks += 1
         return Moment(self.marks)
 
     def seconds(self, mark: Any) -> float | None:
+        self.asked += 1
         return float(mark.number) if mark.number <= self.passed else None
 
 
@@ -298,7 +299,7 @@ def test_what_was_dropped_before_the_device_came_to_it_is_counted() -> None:
 moves = st.one_of(
     st.tuples(st.just("begin"), st.sampled_from(["tp", "dp"])),
     st.tuples(st.sampled_from(["wait", "done", "pass"]), st.integers(0, 12)),
-    st.tuples(st.sampled_from(["take", "action"]), st.just(0)),
+    st.tuples(st.sampled_from(["take", "action", "keep up"]), st.just(0)),
 )
 
 
@@ -315,6 +316,8 @@ def test_on_a_device_nothing_is_lost_or_counted_twice(script: list[tuple[str, An
             device.passed = min(device.marks, device.passed + value)
         elif move == "take":
             taken.append(recorder.take_traffic())
+        elif move == "keep up":
+            recorder.keep_up()
         elif move == "action":
             with recorder.action("F"):
                 device.mark()
@@ -329,7 +332,103 @@ def test_on_a_device_nothing_is_lost_or_counted_twice(script: list[tuple[str, An
     events = recorder.events()
     assert sum(event.axis != COMPUTE for event in events) == len(begun)
     assert_same(total(*taken), told_by(events))
-    assert recorder._marked == [] and recorder.take_traffic() == {}
+    assert not recorder._marked and recorder.take_traffic() == {}
+
+
+def acted(recorder: Recorder, actions: int) -> None:
+    """Actions of two marks each."""
+    for microbatch in range(actions):
+        with recorder.action("F", 0, microbatch):
+            pass
+
+
+def settled(recorder: Recorder) -> int:
+    return sum(isinstance(record.issue, float) for record in recorder._ring)
+
+
+def test_a_host_that_is_ahead_settles_what_the_device_has_passed() -> None:
+    device = Device()
+    recorder = in_a_step(device)
+    acted(recorder, 10)
+    for passed, expected in ((1, 0), (2, 1), (7, 3), (18, 9)):
+        device.passed = passed
+        recorder.keep_up()
+        assert settled(recorder) == expected
+
+
+def test_a_device_that_may_soon_wait_for_the_host_is_not_kept_waiting() -> None:
+    device = Device()
+    recorder = in_a_step(device)
+    acted(recorder, 10)
+    device.passed = 19  # it has begun with the newest
+    recorder.keep_up()
+    assert settled(recorder) == 0 and device.asked == 1
+    recorder.settle()
+    assert settled(recorder) == 9
+
+
+def test_what_is_not_complete_holds_up_what_came_after_it_for_a_while() -> None:
+    device = Device()
+    recorder = in_a_step(device)
+    begun = begin(recorder)
+    acted(recorder, 3)
+    device.passed = device.marks - 2
+    recorder.keep_up()
+    assert settled(recorder) == 0
+    begun.wait()
+    acted(recorder, 1)
+    device.passed = device.marks - 2
+    recorder.keep_up()
+    assert settled(recorder) == 4
+
+
+@pytest.mark.parametrize("lag", [0, 2, 20, 5000])
+def test_keeping_up_is_a_little_work_for_each_record(lag: int) -> None:
+    """However far ahead the host is."""
+    device = Device()
+    recorder = in_a_step(device)
+    most = 0
+    for _ in range(2000):
+        acted(recorder, 1)
+        device.passed = max(0, device.marks - lag)
+        before = device.asked
+        recorder.keep_up()
+        most = max(most, device.asked - before)
+    assert device.asked <= 2000 * 5
+    device.passed = device.marks - 2  # a device that comes to much at once
+    before = device.asked
+    recorder.keep_up()
+    assert max(most, device.asked - before) <= 3 * MOST
+    assert len(recorder._marked) >= 1
+
+
+def test_a_device_trails_while_it_leaves_much_to_settle() -> None:
+    device = Device()
+    recorder = in_a_step(device)
+    acted(recorder, 3 * MOST)
+    until = device.mark()
+    acted(recorder, 1)
+    turns = 0
+    while recorder.trails(until):
+        device.passed += 1
+        recorder.keep_up()
+        turns += 1
+    assert len(recorder._marked) == MOST and turns <= 6 * MOST
+    device.passed = device.marks
+    acted(recorder, 3 * MOST)
+    assert not recorder.trails(until), "the device is there, however much is left"
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_the_clock_of_a_host_has_nothing_to_settle(on: bool) -> None:
+    class Asked(Clock):
+        def seconds(self, mark: Any) -> float | None:
+            raise AssertionError("its marks are seconds")
+
+    recorder = in_a_step(Asked(), on=on)
+    acted(recorder, 3 * MOST)
+    recorder.keep_up()
+    assert not recorder.trails(recorder.mark())
 
 
 # Real steps.

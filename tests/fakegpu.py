@@ -1,0 +1,219 @@
+"""A GPU that is not there: torch's spare device type under fake tensors, and a watch on what crosses to and from it.
+
+Once opened, the device type is the process's accelerator for good; tests open it in a process of its own
+(`tests.worlds`). Fake tensors have shapes and devices but no numbers: they raise where a shape depends on numbers, or
+where operands are on two devices.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megascale.comm import symmetric
+from megascale.config.run import RunConfig
+from megascale.device import Timer
+from megascale.dryrun.mesh import silent_mesh
+from megascale.dryrun.run import FakeDevice
+from megascale.layout.topology import Topology
+from megascale.model.rope import rope_table
+from megascale.trace.recorder import Recorder
+from megascale.train.build import Run, build
+from megascale.train.stop import Stop
+
+NAME = "gpu"
+
+aten = torch.ops.aten
+
+COPIES = (aten.copy_.default, aten._to_copy.default)
+
+ONCE = ("rope_table",)
+"""Functions whose result is kept: what they copy to the device is copied once in a run."""
+
+
+class Crossing(AssertionError):
+    """Something crossed between host and device for which the host waits."""
+
+
+class Moment:
+    """A mark, and how often somebody has asked for it."""
+
+    asked = 0
+
+
+class LateTimer:
+    """A device that is past a mark when somebody asks again."""
+
+    host = False
+
+    def mark(self) -> Any:
+        return Moment()
+
+    def seconds(self, mark: Any) -> float | None:
+        if isinstance(mark, float):
+            return mark
+        mark.asked += 1
+        return 0.0 if mark.asked > 1 else None
+
+    def completion(self, works: Sequence[Any], order: Any) -> Any:
+        return Moment()
+
+
+class FakeGPU(FakeDevice):
+    """An H100 as far as anybody asks."""
+
+    name = "fake GPU"
+    capability = (9, 0)
+
+    def timer(self) -> Timer:
+        return LateTimer()
+
+
+class Generator(torch.Generator):
+    """The device type has none of its own; `Watch` draws without it."""
+
+    def __new__(cls, device: Any = None) -> Generator:
+        return super().__new__(cls, "cpu")
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(NAME, 0)
+
+
+class Watch(TorchDispatchMode):
+    """Writes down what crosses between host and device, unless from pinned memory and without a wait, and stands in for
+    the operators that fake tensors of this device type lack. What is read is zero.
+
+    It raises nothing itself, for an exception in a backward on this device type ends the process.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.crossings: list[str] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled, and torch's guard against it takes time in each call
+
+    def note(self, what: str) -> None:
+        """Write down what crosses, and the line of the trainer."""
+        frames = [frame for frame in traceback.extract_stack() if "/megascale/" in frame.filename]
+        if any(frame.name in ONCE for frame in frames):
+            return
+        line = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "outside of the trainer"
+        self.crossings.append(f"{what}  {line}")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is aten._local_scalar_dense.default and args[0].device.type == NAME:
+            self.note("read: a number")
+            return 0
+        if func is aten._fused_sgd_.default:  # has no shape function; changes its arguments in place
+            return None
+        if func is aten._pin_memory.default:
+            pinned = args[0].clone()
+            pinned.is_in_pinned_memory = True
+            return pinned
+        if func is aten.rand.generator:
+            func = aten.rand.default
+            del kwargs["generator"]
+        out = func(*args, **kwargs)
+        self._look(func, args, kwargs, out)
+        return out
+
+    def _look(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        if not any(t.device.type == NAME for t in (*given, *made)):
+            return
+        # an operation takes a single number of the host's as an argument of its kernel; to copy it is another matter
+        here = [t for t in given if t.device.type == "cpu" and (t.dim() or func in COPIES)]
+        without_wait = kwargs.get("non_blocking", len(args) > 2 and args[2])
+        if any(t.device.type == "cpu" for t in made):
+            self.note(f"read: {func}")
+        elif here and not (func in COPIES and without_wait and all(hasattr(t, "is_in_pinned_memory") for t in here)):
+            self.note(f"copy: {func}")
+
+
+class WatchCalls(TorchFunctionMode):
+    """The same for calls of Python that CUDA and this device type treat in different ways."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) and args[0].device.type == NAME:
+            target, index, *value = args
+            args = (target, self._index(index), *value)
+            self._assigned(*args)
+        if func in (torch.tensor, torch.as_tensor) and torch.device(kwargs.get("device") or "cpu").type == NAME:
+            self._watch.note(f"copy: {func.__name__}")
+            made = func(*args, **kwargs | {"device": "cpu"})
+            return torch.zeros(made.shape, dtype=made.dtype, device=kwargs["device"])
+        return func(*args, **kwargs)
+
+    def _index(self, index: Any) -> Any:
+        """Lists become tensors of the host, as they do everywhere."""
+        if isinstance(index, tuple):
+            return tuple(map(self._index, index))
+        return torch.tensor(index) if isinstance(index, list) else index
+
+    def _assigned(self, target: Tensor, index: Any, value: Any = None) -> None:
+        """On CUDA `tensor[index] = number` makes the number a tensor of the host (python_variable_indexing.cpp). Where
+        the place is a single one, or chosen by a tensor, that is copied to the device; else it fills.
+        """
+        if value is None or isinstance(value, Tensor):
+            return
+        parts = index if isinstance(index, tuple) else (index,)
+        if any(isinstance(part, Tensor) for part in parts) or target[index].dim() == 0:
+            self._watch.note("copy: a number that is assigned")
+
+
+@contextmanager
+def watched() -> Iterator[Watch]:
+    """For a `with` block: fake tensors, and at its end a Crossing for what crossed, unless that list is empty."""
+    rope_table.cache_clear()
+    try:
+        with (
+            patch("torch.Generator", Generator),
+            patch.object(symmetric, "usable", lambda group, device: False),
+            FakeTensorMode(allow_non_fake_inputs=True),
+            Watch() as watch,
+            WatchCalls(watch),
+        ):
+            yield watch
+    finally:
+        rope_table.cache_clear()
+    if watch.crossings:
+        raise Crossing("\n".join(watch.crossings))
+
+
+def open_device() -> torch.device:
+    """Name the device type, once in a process."""
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+    if not hasattr(torch, NAME):
+        _setup_privateuseone_for_python_backend(NAME)
+    return torch.device(NAME, 0)
+
+
+def build_fake(config: RunConfig, rank: int) -> Run:
+    """The run of `rank` on the device, its operations by torch alone. Inside of `watched`."""
+    p, device = config.parallel, FakeGPU(open_device(), "nccl")
+    recorder = Recorder(device.timer())
+    topology = Topology(tp=p.tp, cp=p.cp, dp=config.dp, pp=p.pp)
+    mesh = silent_mesh(topology, rank, recorder, tied=config.model.tie_embeddings, piecewise=True)
+    with patch("torch.version.cuda", "12.9"):  # as of a torch that was built for the device
+        return build(config, mesh, device, Stop(), draw=False)

@@ -1,0 +1,251 @@
+"""On a device that is not a CPU a step reads its numbers once and nothing else, copies nothing for which the host would
+wait, and mixes no devices; no evaluation does.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from megascale.catalog.backends import BACKENDS
+from megascale.catalog.recipes import RECIPES
+from megascale.core.rank import Rank
+from tests.runs import FAMILIES, config_of, settings
+from tests.worlds import run_world
+
+FP8 = {
+    "train__precision": "fp8", "fp8__bf16_first": 0, "fp8__bf16_last": 0, "parallel__tp": 2, "parallel__sp": True,
+    "train__recompute": "selective", "model__hidden_size": 256, "model__num_heads": 4, "model__num_kv_heads": 4,
+    "model__ffn_size": 512, "model__seq_length": 128,
+}  # fmt: skip
+CASES: dict[str, dict[str, Any]] = {
+    "gpt": {},
+    "llama fp32": {"train__precision": "fp32"},
+    "gpt parallel block": {"model__block": "parallel"},
+    "llama window": {"model__window": 4},
+    "gpt recompute selective": {"train__recompute": "selective", "model__dropout": 0.1},
+    "llama recompute selective": {"train__recompute": "selective"},
+    "gpt recompute full": {"train__recompute": "full", "model__dropout": 0.1},
+    "llama dp2 zero1": {"parallel__dp": 2, "parallel__zero": 1},
+    "gpt dp2 zero2": {"parallel__dp": 2, "parallel__zero": 2},
+    "llama tp2 sp": {"parallel__tp": 2, "parallel__sp": True},
+    "gpt tp2 sp dropout": {"parallel__tp": 2, "parallel__sp": True, "model__dropout": 0.1},
+    "gpt pp2 tied": {"parallel__pp": 2, "model__tie_embeddings": True},
+    "llama pp2 vpp2": {"parallel__pp": 2, "parallel__vpp": 2},
+    "gpt tp2 pp2 dp2 zero2": {"parallel__tp": 2, "parallel__pp": 2, "parallel__dp": 2, "parallel__zero": 2},
+    "gpt lamb": {"optimizer__name": "lamb"},
+    "llama pp2 dp2 lamb": {"parallel__pp": 2, "parallel__dp": 2, "parallel__zero": 1, "optimizer__name": "lamb"},
+    "gpt tp2 dp2 zero0 no overlap": {
+        "parallel__tp": 2, "parallel__dp": 2, "parallel__zero": 0, "overlap__tp": False, "overlap__pp": False,
+        "overlap__dp": False,
+    },
+    **{f"llama fp8 {recipe}": FP8 | {"fp8__recipe": recipe} for recipe in RECIPES.names()},
+    "gpt fp8 not cut": FP8 | {"parallel__tp": 1, "parallel__sp": False, "train__recompute": "none"},
+}  # fmt: skip
+
+
+def configured(case: str, folder: Path) -> Any:
+    """As small as its layout allows; every operation by torch alone."""
+    chosen = CASES[case]
+    chunks = chosen.get("parallel__pp", 1) * chosen.get("parallel__vpp", 1)
+    more = {"model__num_layers": chunks, "batch__global": 2 * chosen.get("parallel__dp", 1), "train__precision": "bf16"}
+    more |= {f"backends__{operation}": "torch" for operation in BACKENDS}
+    more |= {"train__eval_every": 5, "train__eval_steps": 1} | chosen
+    return config_of(settings(FAMILIES[case.split()[0]], folder, **more), folder).resolve(None)
+
+
+def outcome(work: Callable[[], object]) -> str:
+    """The traceback of what was raised, or nothing."""
+    try:
+        work()
+    except Exception:
+        return traceback.format_exc()
+    return ""
+
+
+def error_of(text: str) -> str:
+    """The name of the error of a traceback, or nothing."""
+    names = re.findall(r"^([\w.]+)(?::|$)", text, re.MULTILINE)
+    return names[-1].rpartition(".")[2] if names else ""
+
+
+def step_and_evaluate(config: Any, rank: int) -> None:
+    """With fp8 and a history, the second step takes its scales from it."""
+    from megascale.train.evaluate import evaluate
+    from megascale.train.step import train_step
+    from tests.fakegpu import FakeGPU, build_fake, watched
+
+    with watched() as watch, patch.object(FakeGPU, "read", autospec=True, side_effect=FakeGPU.read) as read:
+        run = build_fake(config, rank)
+        watch.crossings.clear()
+        steps = 1 + bool(run.scaling.history.numel())
+        for _ in range(steps):
+            train_step(run, run.train.batch(run.progress.samples))
+        evaluate(run)
+        assert read.call_count == steps + 1
+
+
+def run_cases(_: Rank, configs: dict[str, Any]) -> dict[str, str]:
+    """What the first and the last rank of each case come to."""
+    from tests.fakegpu import open_device
+
+    open_device()
+    return {
+        name: "".join(
+            outcome(lambda config=config, rank=rank: step_and_evaluate(config, rank))
+            for rank in ((0, config.world - 1) if config.parallel.pp > 1 else (config.world - 1,))
+        )
+        for name, config in configs.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Of all cases, in one process, whose accelerator the device type then is."""
+    folder = tmp_path_factory.mktemp("fake")
+    return run_world(1, run_cases, {case: configured(case, folder) for case in CASES})[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_waits_for_the_device_but_the_one_read(case: str, outcomes: dict[str, str]) -> None:
+    assert not outcomes[case], outcomes[case]
+
+
+def reads_of_the_check(_: Rank, config: Any) -> list[str]:
+    """What crosses when a state is checked before it is saved."""
+    from megascale.train.guard import check_state
+    from tests.fakegpu import build_fake, open_device, watched
+
+    open_device()
+    with watched() as watch:
+        run = build_fake(config, 0)
+        watch.crossings.clear()
+        check_state(run)
+        found = watch.crossings.copy()
+        watch.crossings.clear()
+    return found
+
+
+def test_the_check_of_a_state_reads_one_answer(tmp_path: Path) -> None:
+    ((read,),) = run_world(1, reads_of_the_check, configured("gpt", tmp_path))
+    assert read.startswith("read: a number") and read.endswith("if not bool(spoilt):")
+
+
+# That faults are seen.
+
+
+def crossings(_: Rank) -> dict[str, str]:
+    """What of each operation on the device is seen: `read` or `copy`, or the name of its error."""
+    import torch
+
+    from tests.fakegpu import open_device, watched
+
+    device = open_device()
+    with watched() as watch:
+        here, there = torch.ones(3), torch.ones(3, 4, device=device)
+        row, number = there[0], there[0, 0]
+        pinned = here.pin_memory()
+        works: dict[str, Callable[[], object]] = {
+            "read item": lambda: number.item(),
+            "read bool": lambda: bool(number),
+            "read float": lambda: float(number),
+            "read tolist": lambda: row.tolist(),
+            "shape nonzero": lambda: row.nonzero(),
+            "shape mask": lambda: row[row > 0],
+            "read copy": lambda: row.cpu(),
+            "read copy_": lambda: here.copy_(there[:, 0]),
+            "read copy pinned": lambda: pinned.copy_(there[:, 0]),
+            "mixed": lambda: there[:, 0] + here,
+            "copy to": lambda: here.to(device),
+            "copy to without a wait": lambda: here.to(device, non_blocking=True),
+            "copy to from pinned": lambda: pinned.to(device),
+            "copy copy_": lambda: there[:, 0].copy_(here),
+            "copy a number": lambda: number.copy_(torch.ones(())),
+            "copy tensor": lambda: torch.tensor([1.0, 2.0], device=device),
+            "copy as_tensor": lambda: torch.as_tensor(1.0, device=device),
+            "copy item": lambda: row.__setitem__(1, 2.0),
+            "copy items chosen": lambda: row.__setitem__(row > 0, 2.0),
+            "copy index": lambda: there[torch.tensor([0, 2])],
+            "copy list": lambda: there[[0, 2]],
+            "free pinned": lambda: pinned.to(device, non_blocking=True),
+            "free pinned copy_": lambda: there[:, 0].copy_(pinned, non_blocking=True),
+            "free fill": lambda: number.fill_(2.0),
+            "free slice": lambda: there.__setitem__((slice(None), slice(2, None)), 2.0),
+            "free item": lambda: row.__setitem__(1, number),
+            "free where": lambda: torch.where(there > 0, there, 1.0),
+            "free full": lambda: torch.full((), 2.0, device=device),
+            "free draw": lambda: torch.rand(3, device=device, generator=torch.Generator(device)),
+        }
+        found = {}
+        for name, work in works.items():
+            watch.crossings.clear()
+            error = error_of(outcome(work))
+            found[name] = error or "".join({crossing.partition(":")[0] for crossing in watch.crossings})
+        watch.crossings.clear()
+    return found
+
+
+def test_what_crosses_is_seen_and_nothing_else() -> None:
+    (found,) = run_world(1, crossings)
+    expected = {"read": "read", "mixed": "FakeTensorDeviceMismatchError", "copy": "copy", "free": ""}
+    expected["shape"] = "DynamicOutputShapeException"
+    assert not {name: seen for name, seen in found.items() if seen != expected[name.split()[0]]}
+
+
+def faulty_steps(_: Rank, config: Any) -> dict[str, str]:
+    """Steps with a fault each: what crosses."""
+    import torch
+
+    from megascale.train import step
+    from tests.fakegpu import FakeGPU, build_fake, open_device, watched
+
+    open_device()
+
+    def totals(mesh: Any, loss: Any, tokens: int, *more: Any) -> Any:
+        values = torch.zeros(2 + len(more), dtype=torch.float64, device=loss.device)
+        for index, value in enumerate((loss, tokens, *more)):
+            values[index] = value
+        return values
+
+    def planted(*faults: Any, hook: Any = None) -> str:
+        with watched() as watch, ExitStack() as stack:
+            run = build_fake(config, 0)
+            if hook is not None:
+                run.stages[0].layers["0"].register_forward_hook(lambda *call: call[2].register_hook(hook) and None)
+            for fault in faults:
+                stack.enter_context(fault)
+            watch.crossings.clear()
+            step.train_step(run, run.train.batch(0))
+            found = {crossing.partition(":")[0] for crossing in watch.crossings}
+            watch.crossings.clear()
+        return "".join(found)
+
+    return {
+        "none": planted(),
+        "totals": planted(patch.object(step, "totals", totals)),
+        "not pinned": planted(patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor)),
+        "read": planted(patch.object(FakeGPU, "read", lambda device, values: lambda: [1 + x for x in values.tolist()])),
+        "read in a backward": planted(hook=lambda grad: grad * grad.sum().item()),
+        "copy in a backward": planted(hook=lambda grad: grad * torch.ones(grad.shape).to(grad)),
+        "number in a backward": planted(hook=lambda grad: grad.view(-1).__setitem__(0, 0.0)),
+    }
+
+
+def test_a_fault_anywhere_in_a_step_is_seen(tmp_path: Path) -> None:
+    (found,) = run_world(1, faulty_steps, configured("gpt", tmp_path))
+    assert found == {
+        "none": "",
+        "totals": "copy",
+        "not pinned": "copy",
+        "read": "read",
+        "read in a backward": "read",
+        "copy in a backward": "copy",
+        "number in a backward": "copy",
+    }
