@@ -131,12 +131,12 @@ def scale_and_clip(run: Any, tokens: float = 1.0) -> float:
     """Clip all gradients, sums over `tokens`, as a step does; returns the norm before."""
     import torch
 
-    from megascale.comm.collectives import all_reduce
+    from megascale.comm.totals import sum_over_job
 
     square = torch.zeros((), dtype=torch.float64)
     for bucket in run.gradients.buckets:
         square += run.optimizer.square(bucket)
-    all_reduce(run.mesh.world, square)
+    sum_over_job(run.mesh, square)
     one = torch.ones((), dtype=torch.float64)
     clipping = run.optimizer.clipping(square, tokens * one, loss=one)
     for index in range(len(run.gradients.buckets)):

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from megascale.bench.spread import Spread, between
-from megascale.comm.collectives import all_reduce, barrier
 from megascale.comm.mesh import Mesh
+from megascale.comm.totals import sum_over_job
 from megascale.config.model import ModelConfig
 from megascale.core.units import format_flops
 from megascale.device import Device, out_of_memory
@@ -52,9 +52,9 @@ def measured_peak(device: Device, dtype: torch.dtype, mesh: Mesh) -> Peak:
     """
     best = 0.0
     for _ in range(ROUNDS):
-        barrier(mesh.world)
+        mesh.world.control.barrier("the peak")
         total = torch.tensor([measure(device, dtype)], dtype=torch.float64, device=device.torch)
-        all_reduce(mesh.world, total)
+        sum_over_job(mesh, total)
         best = max(best, float(total))
     name = str(dtype).removeprefix("torch.")
     return Peak(best / mesh.world.size, f"{device.name} {name}, measured by GEMM")

@@ -13,8 +13,9 @@ import torch
 
 from megascale.bench.fit import Sample, costs, rate
 from megascale.bench.spread import Spread, between
-from megascale.comm.collectives import all_gather, all_reduce, barrier, reduce_scatter
+from megascale.comm.collectives import all_gather, all_reduce, reduce_scatter
 from megascale.comm.mesh import Mesh, open_mesh
+from megascale.comm.totals import max_over_job, meet
 from megascale.core.units import format_bytes
 from megascale.device import Device
 from megascale.layout.topology import Topology
@@ -120,7 +121,7 @@ def _time(work: Callable[[], object], device: Device, mesh: Mesh, repeats: int) 
     seconds: list[float] = []
     group = 1
     for number in range(repeats + 2):  # the first tells how many make a group
-        barrier(mesh.world)
+        meet(mesh, device.torch)
         timer = device.timer()
         marks = [timer.mark()]
         for _ in range(group):
@@ -130,7 +131,7 @@ def _time(work: Callable[[], object], device: Device, mesh: Mesh, repeats: int) 
         (passed,) = between(timer, marks)
         if number == 1:
             once = torch.tensor([passed], dtype=torch.float64, device=device.torch)
-            all_reduce(mesh.world, once, "max")  # all do the same number
+            max_over_job(mesh, once)  # all do the same number
             group = max(1, math.ceil(TIMING_S / float(once)))
         elif number > 1:
             seconds.append(passed / group)

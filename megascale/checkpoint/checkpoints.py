@@ -10,19 +10,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import LoadPlan
 
 from megascale.checkpoint import manifest, store, whole
 from megascale.checkpoint.memory import Memory, discard
 from megascale.checkpoint.plan import LoadPlanner
-from megascale.checkpoint.reader import OtherRankError, Reader
+from megascale.checkpoint.reader import Reader
 from megascale.checkpoint.saving import Saved, Saving
 from megascale.checkpoint.state import WEIGHTS, GlobalTensor, Part, Progress, global_tensors, history_tensors
 from megascale.checkpoint.storage import Location
-from megascale.comm.collectives import all_gather, all_reduce, broadcast_object, gather_objects
+from megascale.checkpoint.together import by_all, by_first
+from megascale.comm.collectives import all_gather
 from megascale.comm.mesh import Mesh
+from megascale.comm.totals import spread, sum_over_job
 from megascale.config.resolved import changes
 from megascale.config.run import FOREIGN, RunConfig
 from megascale.core.errors import CheckpointError
@@ -244,26 +245,24 @@ class Checkpoints:
         saved = self._manifest(path)
         self._compare(path, saved.facts.config.get("model", {}))
         reader = Reader(path, saved, self._mesh.tp, self._device.torch)
-        wanted = self._wanted(saved)
-        try:
-            dcp.load(wanted, storage_reader=reader, planner=LoadPlanner(path))
-        except CheckpointException as error:
-            raise _first_failure(error) from None
+        wanted, planner = self._wanted(saved), LoadPlanner(path)
+
+        def plan() -> LoadPlan:
+            metadata = reader.read_metadata()
+            planner.set_up_planner(wanted, metadata)
+            reader.set_up_storage_reader(metadata, is_coordinator=False)
+            return planner.create_local_plan()
+
+        planned = by_all(self._mesh.world, plan, f"the plan of {path}")
+        by_all(self._mesh.world, lambda: reader.read_data(planned, planner), f"reading {path}")
         self._share()
-        return saved, sum(gather_objects(self._mesh.world, reader.bytes))
+        return saved, sum(self._mesh.world.control.gather(reader.bytes, f"bytes of {path}"))
 
     def _manifest(self, path: Location) -> manifest.Manifest:
         """A checkpoint's manifest, which the first rank reads."""
-        text: bytes | CheckpointError = b""
-        if self._mesh.rank == 0:
-            try:
-                text = manifest.text_of(path)
-            except CheckpointError as error:
-                text = error
-        text = broadcast_object(self._mesh.world, text)
-        if isinstance(text, CheckpointError):
-            raise text
-        return manifest.parse(path, text)
+        text: list[bytes] = []
+        by_first(self._mesh.world, lambda: text.append(manifest.text_of(path)), f"the manifest of {path}")
+        return manifest.parse(path, spread(self._mesh, b"".join(text), self._device.torch))
 
     def _share(self) -> None:
         """Give the others what one rank has read: within data parallelism the shares of state that all of it holds, and
@@ -275,7 +274,7 @@ class Checkpoints:
                 for flat in (shard.master, *shard.state.values()):
                     all_gather(self._mesh.dp, flat, flat[share])
         if self._scaling.known:
-            all_reduce(self._mesh.world, self._scaling.history)
+            sum_over_job(self._mesh, self._scaling.history)
 
     def start_from(self, name: str, model: Mapping[str, Any], read: Callable[[str, Part], Tensor]) -> list[str]:
         """Begin the run with another project's weights: `read` gives a part of a tensor of `model`, in any format.
@@ -313,18 +312,10 @@ class Checkpoints:
 
         Raises: CheckpointError on every rank
         """
-        found: tuple[list[tuple[int, Location]], list[str]] | CheckpointError = ([], [])
-        if self._mesh.rank == 0:
-            try:
-                found = self._find()
-            except CheckpointError as error:
-                found = error
-        found = broadcast_object(self._mesh.world, found)
-        if isinstance(found, CheckpointError):
-            raise found
-        return found
+        found, problems = by_first(self._mesh.world, self._find, "the checkpoints that are there")
+        return [(step, Location(url, self.folder.patience)) for step, url in found], problems
 
-    def _find(self) -> tuple[list[tuple[int, Location]], list[str]]:
+    def _find(self) -> tuple[list[tuple[int, str]], list[str]]:
         """The run's own complete checkpoints, the newest first, with their steps; without one, that which the
         configuration names. And what could not be deleted of those that did not finish.
         """
@@ -339,8 +330,8 @@ class Checkpoints:
         if self.saving and not self.folder.local:  # what is local was claimed before
             self._probe()
         if own or not other:
-            return [(stored.step, stored.path) for stored in reversed(own)], problems
-        return [(0, path) for path in whole.find_all(Location(asked, self.folder.patience))], problems
+            return [(stored.step, stored.path.url) for stored in reversed(own)], problems
+        return [(0, path.url) for path in whole.find_all(Location(asked, self.folder.patience))], problems
 
     def _check_saved(self) -> None:
         """Raises: CheckpointError if the run has had checkpoints, of which none is there."""
@@ -367,12 +358,3 @@ class Checkpoints:
             raise CheckpointError(
                 f"{path} is of another model: {'; '.join(different)}", mend="another name for this run"
             )
-
-
-def _first_failure(error: CheckpointException) -> CheckpointError:
-    """What went wrong on the lowest rank that knows what did."""
-    causes = ((rank, cause) for rank, (cause, _) in sorted(error.failures.items()))
-    rank, cause = min(causes, key=lambda found: isinstance(found[1], OtherRankError))
-    if isinstance(cause, CheckpointError):
-        return type(cause)(f"rank {rank}: {cause.what}", mend=cause.mend)
-    return CheckpointError(f"rank {rank}: {type(cause).__name__}: {cause}")

@@ -26,7 +26,6 @@ from megascale.checkpoint import manifest
 from megascale.checkpoint.background import Background
 from megascale.checkpoint.copies import BLOCK
 from megascale.checkpoint.snapshot import Snapshot
-from megascale.comm.collectives import barrier, broadcast_object, gather_objects
 from megascale.comm.mesh import Mesh
 from megascale.core.errors import CheckpointError
 from megascale.core.files import write_text
@@ -42,6 +41,9 @@ LOOPBACK = "127."
 
 Place = tuple[str, int, int]
 """A host's name, and the device and number of a folder there."""
+
+Seen = tuple[int, int, int]
+"""A copy of a rank, its step, and the slot that it is in."""
 
 _COPY = re.compile(r"rank-(\d+)\.([ab])")
 
@@ -66,9 +68,10 @@ class Memory:
 
     def __init__(self, parent: Path, run: Path, replicate: bool, mesh: Mesh) -> None:
         self._mesh = mesh
+        self._control = mesh.world.control
         self._token = run.resolve() / TOKEN
         names = _names(self._token) if mesh.rank == 0 else ("", "")
-        (self._id, start), self._secret = broadcast_object(mesh.world, (names, uuid.uuid4().hex))
+        (self._id, start), self._secret = self._control.broadcast((names, uuid.uuid4().hex), "names")
         self._run = f"{self._id} {start}"
         self.folder = _folder(parent, self._id, self._token)
         _private(self.folder.parent)
@@ -76,7 +79,7 @@ class Memory:
         self._listener = socket.create_server(("", 0))
         self._addresses = self._reached()
         self.neighbour = self._neighbour() if replicate else None
-        self.lonely = sum(gather_objects(mesh.world, replicate and self.neighbour is None))
+        self.lonely = sum(self._control.gather(replicate and self.neighbour is None, "second copies"))
         self._replicate = replicate
         self._good: int | None = None
 
@@ -122,8 +125,9 @@ class Memory:
         """Take up the newest copies, of one step that is not before `since`. Whose they are, None if there are none;
         and what is wrong with those that were passed over.
         """
-        looked = gather_objects(self._mesh.world, self._seen(gather_objects(self._mesh.world, what)))
-        seen = [copies for copies, _ in looked]
+        wanted = self._control.gather(what, "what copies are of")
+        looked = self._control.gather(self._seen(wanted), "copies in memory")
+        seen = [_by_rank(copies) for copies, _ in looked]
         common = {step for step in _common(seen) if step >= since}
         others = {step: "they are of another layout or model" for _, steps in looked for step in steps}
         others |= {step: "not every rank has one" for copies in seen for steps in copies.values() for step in steps}
@@ -136,9 +140,8 @@ class Memory:
             problem = self._fetch(step, seen, background)
             slot, header = self._find(step, what)
             problem = problem or self._wrong(slot, header, slots[slot])
-            found = [
-                f"rank {rank}: {text}" for rank, text in enumerate(gather_objects(self._mesh.world, problem)) if text
-            ]
+            everyone = self._control.gather(problem, f"the copies of step {step}")
+            found = [f"rank {rank}: {text}" for rank, text in enumerate(everyone) if text]
             if header is not None and not found:
                 slots[slot].give()
                 self._good = slot
@@ -148,7 +151,7 @@ class Memory:
 
     def keep_only(self, step: int | None) -> None:
         """The run goes on from copies of this step, or from elsewhere: only they count from now on, on every host."""
-        start = broadcast_object(self._mesh.world, uuid.uuid4().hex)
+        start = self._control.broadcast(uuid.uuid4().hex, "the name of this start")
         ours, here = f"{self._id} {start}", self._addresses[self._mesh.rank][2]
         living = {rank for rank, (_, _, place) in enumerate(self._addresses) if place == here}
         for path in self.folder.glob("rank-*.?"):
@@ -161,10 +164,10 @@ class Memory:
                 _header(path).unlink(missing_ok=True)
                 if not at_home:  # nobody here has it mapped
                     path.unlink(missing_ok=True)
-        barrier(self._mesh.world)
+        self._control.barrier("copies that count")
         if self._mesh.rank == 0:
             write_text(self._token, f"{self._id}\n{start}\n")
-        barrier(self._mesh.world)  # nobody makes a copy that would not count
+        self._control.barrier("the name of this start")  # nobody makes a copy that would not count
         self._run = ours
 
     def clear(self) -> None:
@@ -183,12 +186,13 @@ class Memory:
     def _reached(self) -> Sequence[tuple[str, int, Place]]:
         """Of each rank the address at which copies arrive, and its memory."""
         here = _outward(os.environ.get("MASTER_ADDR", "127.0.0.1"))
-        others = gather_objects(self._mesh.world, here)
+        others = self._control.gather(here, "addresses")
         if here.startswith(LOOPBACK):  # rank 0's host does not see itself as others do
             here = _outward(next((other for other in others if not other.startswith(LOOPBACK)), here))
         found = self.folder.stat()
         place = socket.gethostname(), found.st_dev, found.st_ino
-        return gather_objects(self._mesh.world, (here, self._listener.getsockname()[1], place))
+        everyone = self._control.gather((here, self._listener.getsockname()[1], place), "addresses")
+        return [(address, port, tuple(place)) for address, port, place in everyone]
 
     def _neighbour(self) -> int | None:
         """The next rank of data parallelism that has another memory."""
@@ -197,11 +201,11 @@ class Memory:
         others = [ranks[(index + distance) % len(ranks)] for distance in range(1, len(ranks))]
         return next((rank for rank in others if self._addresses[rank][2] != place), None)
 
-    def _seen(self, wanted: Sequence[str]) -> tuple[dict[int, dict[int, int]], set[int]]:
-        """The copies on this host, of each rank the slot of each step, if they are of what that rank wants; and the
+    def _seen(self, wanted: Sequence[str]) -> tuple[list[Seen], list[int]]:
+        """The copies on this host, by rank, step and slot, if they are of what that rank wants; and the
         steps of the others, of which none may be sent: they may be larger than the room that it has.
         """
-        found: dict[int, dict[int, int]] = {}
+        found: list[Seen] = []
         others = set()
         for path in self.folder.glob("rank-*.json"):
             match = _COPY.fullmatch(path.stem)
@@ -210,10 +214,10 @@ class Memory:
                 continue
             rank, step = int(match.group(1)), header.facts.progress.step
             if rank < len(wanted) and header.what == wanted[rank]:
-                found.setdefault(rank, {})[step] = SLOTS.index(match.group(2))
+                found.append((rank, step, SLOTS.index(match.group(2))))
             else:
                 others.add(step)
-        return found, others
+        return found, sorted(others)
 
     def _fetch(self, step: int, seen: Sequence[Mapping[int, Mapping[int, int]]], background: Background) -> str:
         """Have the copies of this step sent to the ranks that do not see their own. Returns what failed here."""
@@ -228,7 +232,7 @@ class Memory:
                     background.answer(math.inf)
                 except CheckpointError as error:
                     problem = error.what
-        barrier(self._mesh.world)  # all have been sent
+        self._control.barrier(f"the copies of step {step}")  # all have been sent
         return problem
 
     def _find(self, step: int, what: str) -> tuple[int, Header | None]:
@@ -254,7 +258,7 @@ def discard(parent: Path, run: Path, mesh: Mesh) -> None:
     if mesh.rank == 0 and token.exists():
         name, _ = _names(token)
         write_text(token, f"{name}\n{uuid.uuid4().hex}\n")
-    name = broadcast_object(mesh.world, name)
+    name = mesh.world.control.broadcast(name, "copies to discard")
     if name:
         _give_back(_folder(parent, name, token))
 
@@ -301,6 +305,14 @@ def _common(seen: Sequence[Mapping[int, Mapping[int, int]]]) -> set[int]:
         for rank, found in copies.items():
             steps[rank] |= found.keys()
     return set.intersection(*steps)
+
+
+def _by_rank(copies: Sequence[Seen]) -> dict[int, dict[int, int]]:
+    """Of each rank the slot of each step."""
+    found: dict[int, dict[int, int]] = {}
+    for rank, step, slot in copies:
+        found.setdefault(rank, {})[step] = slot
+    return found
 
 
 def _header(file: Path) -> Path:

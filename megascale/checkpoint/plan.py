@@ -8,7 +8,8 @@ here.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
@@ -24,15 +25,42 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, T
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megascale.checkpoint.manifest import DamagedError
-from megascale.checkpoint.state import GlobalTensor, Piece, slices
+from megascale.checkpoint.state import GlobalTensor, slices
 from megascale.checkpoint.storage import Location
 from megascale.core.errors import CheckpointError
 
 State = Mapping[str, GlobalTensor]
 
 
-def _chunk(piece: Piece) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(offsets=torch.Size(piece.offset), sizes=torch.Size(piece.size))
+Description = Sequence[Any]
+"""JSON of what a rank holds: of each tensor its name, type and shape, and offset and size of each piece."""
+
+
+def described(state: State) -> Description:
+    """What this rank holds."""
+    return [
+        (name, str(tensor.dtype).removeprefix("torch."), tensor.shape, [(p.offset, p.size) for p in tensor.pieces])
+        for name, tensor in state.items()
+    ]
+
+
+def plan_of(held: Description) -> SavePlan:
+    """The plan of a rank that would write all that it holds."""
+    items = []
+    for name, dtype, shape, pieces in held:
+        properties = TensorProperties(dtype=getattr(torch, dtype))
+        for offset, size in pieces:
+            data = TensorWriteData(_chunk(offset, size), properties, torch.Size(shape))
+            items.append(WriteItem(MetadataIndex(name, offset), WriteItemType.SHARD, tensor_data=data))
+    return SavePlan(items)
+
+
+def _place(item: WriteItem) -> tuple[str, Any]:
+    return item.index.fqn, item.index.offset
+
+
+def _chunk(offset: Sequence[int], size: Sequence[int]) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(size))
 
 
 def _by_place(state: State) -> dict[tuple[str, torch.Size], torch.Tensor]:
@@ -53,14 +81,16 @@ class SavePlanner(DefaultSavePlanner):
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
-        items = []
-        for name, tensor in self._state.items():
-            properties = TensorProperties(dtype=tensor.dtype)
-            for piece in tensor.pieces:
-                data = TensorWriteData(_chunk(piece), properties, torch.Size(tensor.shape))
-                items.append(WriteItem(MetadataIndex(name, piece.offset), WriteItemType.SHARD, tensor_data=data))
-        self.plan = SavePlan(items)
+        self.plan = plan_of(described(self._state))
         return self.plan
+
+    def share_out(self, ranks: Sequence[Description]) -> tuple[list[list[int]], Metadata]:
+        """Which of its items each rank writes, by their numbers in its own plan, and what all write together."""
+        local = [plan_of(each) for each in ranks]
+        shared, metadata = self.create_global_plan(local)
+        numbers = [{_place(item): number for number, item in enumerate(plan.items)} for plan in local]
+        kept = [[of[_place(item)] for item in plan.items] for of, plan in zip(numbers, shared, strict=True)]
+        return kept, metadata
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         offset = write_item.index.offset
@@ -96,7 +126,9 @@ class LoadPlanner(DefaultLoadPlanner):
                     f"{self._path}: {name} has shape {list(stored.size)} there, {list(tensor.shape)} in this run",
                     mend="resume with the [model] section that it was saved with",
                 )
-            found = create_read_items_for_chunk_list(name, stored, [_chunk(piece) for piece in tensor.pieces])
+            found = create_read_items_for_chunk_list(
+                name, stored, [_chunk(piece.offset, piece.size) for piece in tensor.pieces]
+            )
             wanted = sum(math.prod(piece.size) for piece in tensor.pieces)
             if sum(math.prod(item.lengths) for item in found) != wanted:
                 raise DamagedError(f"{self._path} holds only a part of {name}")

@@ -27,9 +27,9 @@ from torch.futures import Future
 from megascale.checkpoint import manifest
 from megascale.checkpoint.state import Part
 from megascale.checkpoint.storage import Location
-from megascale.comm.collectives import all_gather, gather_objects
+from megascale.checkpoint.together import OtherRankError
+from megascale.comm.collectives import all_gather
 from megascale.comm.group import Group, alone
-from megascale.core.errors import CheckpointError
 
 RUN_BYTES = 64 << 20
 """What is read at once, at most, but for one box that is larger."""
@@ -123,7 +123,8 @@ class Reader(StorageReader):
         Raises: DamagedError for what is not what was written, CheckpointError for what cannot be read
         """
         spans = sorted((self._span(one) for one in wanted), key=lambda span: span.place)
-        every = set.intersection(*map(set, gather_objects(self._group, [span.place for span in spans])))
+        everyone = self._group.control.gather([span.place for span in spans], f"reading {self._path}")
+        every = set.intersection(*(set(map(tuple, places)) for places in everyone))
         shared = [span for span in spans if span.place in every] if self._group.size > 1 else []
         own = [span for span in spans if span.place not in every] if shared else spans
         for read, some in ((self._share, shared), (self._bytes, own)):
@@ -191,10 +192,6 @@ class Reader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
         return True
-
-
-class OtherRankError(CheckpointError):
-    """What went wrong is another rank's to say."""
 
 
 def _runs(spans: Iterable[_Span]) -> Iterator[list[_Span]]:

@@ -16,7 +16,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
@@ -24,12 +23,12 @@ from torch.distributed.checkpoint.planner import WriteItem
 from megascale.checkpoint import manifest, store
 from megascale.checkpoint.background import Background
 from megascale.checkpoint.memory import SLOTS, Memory
-from megascale.checkpoint.plan import SavePlanner
+from megascale.checkpoint.plan import SavePlanner, described
 from megascale.checkpoint.shard import chunk_of
 from megascale.checkpoint.snapshot import Snapshot
 from megascale.checkpoint.state import FORMATS, GlobalTensor, cut
 from megascale.checkpoint.storage import WRITABLE, Location
-from megascale.comm.collectives import broadcast_object, collect_objects, gather_objects, scatter_objects
+from megascale.checkpoint.together import by_all, by_first
 from megascale.comm.mesh import Mesh
 from megascale.core.errors import CheckpointError
 from megascale.device import Device
@@ -118,17 +117,15 @@ class Saving:
 
         Raises: CheckpointError on every rank if some rank has no room; no host then keeps what was taken in vain
         """
-        slots: list[Snapshot] = []
-        problem: CheckpointError | None = None
+
+        def take() -> list[Snapshot]:
+            return [Snapshot(held, device, memory.file(slot)) for slot in range(len(SLOTS))]
+
         try:
-            slots = [Snapshot(held, device, memory.file(slot)) for slot in range(len(SLOTS))]
-        except CheckpointError as error:
-            problem = error
-        found = [each for each in gather_objects(self._mesh.world, problem) if each is not None]
-        if found:
+            return by_all(self._mesh.world, take, "room for copies")
+        except CheckpointError:
             memory.clear()
-            raise found[0]
-        return slots
+            raise
 
     @property
     def writer(self) -> int:
@@ -153,28 +150,28 @@ class Saving:
             making = self._maker.submit(_make, folder, facts.progress.step)
         slot = self._memory.turn() if self._memory else 0
         self._slots[slot].take()
-        path = self._made(making) if folder is not None else None
+        path = self._made(folder, making) if folder is not None else None
         if path is not None:
             self._plan = self._plan or self._planned()
         self._attempt = attempt = _Attempt(path, slot, facts, waited, 0.0, time.monotonic())
         self._background.order(**self._order(attempt))
         attempt.stalled = time.monotonic() - start
 
-    def _made(self, making: Future[Location] | None) -> Location:
-        """The folder that the first rank makes.
+    def _made(self, folder: Location, making: Future[Location] | None) -> Location:
+        """The folder in this one that the first rank makes.
 
         Raises: CheckpointError on every rank if it cannot be made
         """
-        made: Location | str = ""
-        if making is not None:
+
+        def name() -> str:
+            assert making is not None, "the first rank makes it"
             try:
-                made = making.result()
+                return making.result().name
             except OSError as error:
-                made = f"rank 0: cannot make {error.filename}: {error.strerror or error}"
-        made = broadcast_object(self._mesh.world, made)
-        if isinstance(made, str):
-            raise CheckpointError(made, mend=WRITABLE)
-        return made
+                what = f"rank 0: cannot make {error.filename}: {error.strerror or error}"
+                raise CheckpointError(what, mend=WRITABLE) from None
+
+        return folder / by_first(self._mesh.world, name, "the folder of a checkpoint")
 
     def _order(self, attempt: _Attempt) -> dict[str, dict[str, Any]]:
         """What the writer is to do with a copy."""
@@ -252,7 +249,7 @@ class Saving:
         """Wait for the attempt under way; None without one."""
         if self._attempt is None:
             return None
-        failed = sum(gather_objects(self._mesh.world, self.poll(wait=True)[1]))
+        failed = sum(self._mesh.world.control.gather(self.poll(wait=True)[1], "the end of a checkpoint"))
         return self.settle(self._mesh.world.size - failed, failed)
 
     def _description(self) -> str:
@@ -267,14 +264,15 @@ class Saving:
         """Which pieces this rank writes: the same at every save, for the layout is."""
         planner = SavePlanner()
         planner.set_up_planner(self._state, is_coordinator=self._mesh.rank == 0)
-        plans = collect_objects(self._mesh.world, planner.create_local_plan())
-        metadata, chunk = None, 0
-        if plans is not None:
-            plans, metadata = planner.create_global_plan(list(plans))
-            chunk = chunk_of(store.size_of(metadata))
-        plan = planner.finish_plan(scatter_objects(self._mesh.world, plans))
-        boxes = [(item, planner.resolve_data(item)) for item in plan.items]
-        return _Plan(plan.items, broadcast_object(self._mesh.world, chunk), self._files(boxes), metadata)
+        control, own = self._mesh.world.control, planner.create_local_plan()
+        ranks = control.collect(described(self._state), "the plan of checkpoints")
+        metadata, shares = None, None
+        if ranks is not None:
+            kept, metadata = planner.share_out(ranks)
+            shares = [(numbers, chunk_of(store.size_of(metadata))) for numbers in kept]
+        numbers, chunk = control.scatter(shares, "the plan of checkpoints")
+        items = [own.items[number] for number in numbers]
+        return _Plan(items, chunk, self._files([(item, planner.resolve_data(item)) for item in items]), metadata)
 
     def _files(self, boxes: Sequence[tuple[WriteItem, Tensor]]) -> dict[str, list[list[Any]]]:
         """What the writer is to know of each file, none of which is larger than `file_bytes` unless one box is."""
@@ -295,35 +293,42 @@ class Saving:
         if attempt.path is None:
             return None
         assert self._plan is not None and attempt.written is not None
-        found = collect_objects(self._mesh.world, (self._places(attempt.written), attempt.written["files"]))
-        problem: CheckpointError | None = None
-        if found is not None:
-            assert self._plan.metadata is not None
-            places = {box: place for boxes, _ in found for box, place in boxes.items()}
-            files = {name: manifest.File(**file) for _, files in found for name, file in files.items()}
-            try:
-                made = store.manifest_of(attempt.facts, self._plan.metadata, places, files, self._plan.chunk)
-                manifest.write(attempt.path, made)
-            except CheckpointError as error:
-                _forget(attempt.path)
-                problem = error
-        return broadcast_object(self._mesh.world, problem)
+        ours = self._places(self._plan, attempt.written), attempt.written["files"]
+        ranks = self._mesh.world.control.collect(ours, "what was written")
+        try:
+            by_first(self._mesh.world, lambda: self._write_manifest(attempt, ranks or []), "the manifest")
+        except CheckpointError as error:
+            return error
+        return None
 
-    def _places(self, written: Mapping[str, Any]) -> dict[tuple[str, torch.Size], dict[str, Any]]:
-        """Where each box of this rank lies, by its tensor's name and its offset."""
-        assert self._plan is not None
-        files = {entry[0]: name for name, entries in self._plan.files.items() for entry in entries}
-        found = {}
-        for item in self._plan.items:
-            key = store.key_of(item.index)
-            start, sums = written["boxes"][key]
-            assert item.index.offset is not None, "every piece has an offset"
-            found[item.index.fqn, item.index.offset] = {"file": files[key], "start": start, "sums": tuple(sums)}
-        return found
+    def _write_manifest(self, attempt: _Attempt, ranks: Sequence[Any]) -> None:
+        """`ranks`: of each the places of its boxes, and its files.
+
+        Raises: CheckpointError if it cannot be written; nothing of the attempt is left
+        """
+        assert attempt.path is not None and self._plan is not None and self._plan.metadata is not None
+        places = {box: place for boxes, _ in ranks for box, place in boxes.items()}
+        files = {name: manifest.File(**file) for _, files in ranks for name, file in files.items()}
+        try:
+            made = store.manifest_of(attempt.facts, self._plan.metadata, places, files, self._plan.chunk)
+            manifest.write(attempt.path, made)
+        except CheckpointError:
+            _forget(attempt.path)
+            raise
+
+    def _places(self, plan: _Plan, written: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Where each box of this rank lies, by its name."""
+        files = {entry[0]: name for name, entries in plan.files.items() for entry in entries}
+        return {
+            key: {"file": files[key], "start": start, "sums": sums}
+            for key in (store.key_of(item.index) for item in plan.items)
+            for start, sums in (written["boxes"][key],)
+        }
 
     def _failure(self, attempt: _Attempt) -> CheckpointError:
         """Remove what was written. Returns what went wrong on the lowest rank that failed."""
-        found = gather_objects(self._mesh.world, attempt.error and (attempt.error.what, attempt.error.mend))
+        ours = attempt.error and (attempt.error.what, attempt.error.mend)
+        found = self._mesh.world.control.gather(ours, "what failed")
         if self._mesh.rank == 0 and attempt.path is not None:
             _forget(attempt.path)
         rank, (what, mend) = next((rank, error) for rank, error in enumerate(found) if error)

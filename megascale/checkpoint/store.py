@@ -10,11 +10,10 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
@@ -125,18 +124,18 @@ def _remove(path: Location) -> None:
 def manifest_of(
     facts: manifest.Facts,
     metadata: Metadata,
-    places: Mapping[tuple[str, torch.Size], Mapping[str, Any]],
+    places: Mapping[str, Mapping[str, Any]],
     files: dict[str, manifest.File],
     chunk: int,
 ) -> manifest.Manifest:
-    """The manifest of what was planned and written: `places` says of each box, by its tensor's name and its offset,
-    where it lies and its checksums.
+    """The manifest of what was planned and written: `places` says of each box, by its name, where it lies and its
+    checksums.
     """
     tensors = {}
     for name, tensor in metadata.state_dict_metadata.items():
         assert isinstance(tensor, TensorStorageMetadata)
         boxes = tuple(
-            manifest.Box(offset=tuple(chunk.offsets), size=tuple(chunk.sizes), **places[name, chunk.offsets])
+            manifest.Box(offset=tuple(chunk.offsets), size=tuple(chunk.sizes), **places[_key(name, chunk.offsets)])
             for chunk in tensor.chunks
         )
         tensors[name] = manifest.Tensor.of(tensor.size, tensor.properties.dtype, boxes)
@@ -151,4 +150,8 @@ def size_of(metadata: Metadata) -> int:
 
 def key_of(index: MetadataIndex) -> str:
     """The name of a box in its file."""
-    return f"{index.fqn}@{','.join(map(str, index.offset or ()))}"
+    return _key(index.fqn, index.offset or ())
+
+
+def _key(name: str, offset: Sequence[int]) -> str:
+    return f"{name}@{','.join(map(str, offset))}"

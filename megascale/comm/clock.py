@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 from torch.distributed import PrefixStore, Store
 
-from megascale.comm.collectives import barrier
 from megascale.comm.group import Group
 
 ROUNDS = 8
@@ -31,7 +30,7 @@ def offset(
     elsewhere = shared.get("origin").decode() != host
     asks = elsewhere and shared.add(f"ranks of {host}", 1) == 1
     number = shared.add("hosts", 1) if asks else 0
-    barrier(world)
+    world.control.barrier(f"clock {label}")
     if world.index == 0:
         for asker in range(1, shared.add("hosts", 0) + 1):
             _answer(shared, asker, now)

@@ -7,10 +7,7 @@ must be waited for before its tensors are used.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any, TypeVar
 
-import torch.distributed as dist
 from torch import Tensor
 
 from megascale.comm.exchange import combine, same_place
@@ -18,13 +15,12 @@ from megascale.comm.group import Group
 from megascale.comm.pending import DONE, Awaitable
 from megascale.layout.pieces import pieces_of
 
-T = TypeVar("T")
-
 
 def all_reduce(group: Group, tensor: Tensor, op: str = "sum", *, what: str = "", wait: bool = True) -> Awaitable:
     """Sum or maximum of `tensor` over the group, in place. Contiguous, any shape."""
     transport = group.transport
     if transport is None:
+        _check_alone(group)
         return DONE
     return group.begin("all_reduce", what, tensor.nbytes, lambda: transport.all_reduce(tensor, op), wait=wait)
 
@@ -33,6 +29,7 @@ def all_gather(group: Group, out: Tensor, part: Tensor, *, what: str = "", wait:
     """`out` [size x n, ...]: the `part` [n, ...] of each rank in order. `part` may be its own place in `out`."""
     transport = group.transport
     if transport is None:
+        _check_alone(group)
         if not same_place(out, part):
             out.copy_(part)
         return DONE
@@ -43,10 +40,15 @@ def reduce_scatter(group: Group, out: Tensor, full: Tensor, *, what: str = "", w
     """`out` [n, ...]: this rank's part of the sum of `full` [size x n, ...]. `out` may be its own place in `full`."""
     transport = group.transport
     if transport is None:
+        _check_alone(group)
         if not same_place(out, full):
             out.copy_(full)
         return DONE
     return group.begin("reduce_scatter", what, full.nbytes, lambda: transport.reduce_scatter(out, full), wait=wait)
+
+
+def _check_alone(group: Group) -> None:
+    assert group.size == 1, f"group {group.name} was opened without collectives"
 
 
 def all_gather_pieces(
@@ -117,46 +119,3 @@ def _labelled(rows: int, pieces: int, what: str) -> list[tuple[slice, str]]:
 
 def _shift(rows: slice, by: int) -> slice:
     return slice(rows.start + by, rows.stop + by)
-
-
-def barrier(group: Group) -> None:
-    """Return when every rank of the group has come here."""
-    if group.size > 1:
-        dist.barrier(group.process_group)
-
-
-def broadcast_object(group: Group, value: T) -> T:
-    """The first rank's value, on every rank. For small control data only."""
-    if group.size == 1:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, group.ranks[0], group.process_group)
-    return box[0]
-
-
-def gather_objects(group: Group, value: T) -> Sequence[T]:
-    """The value of each rank in order, on every rank. For small control data only."""
-    if group.size == 1:
-        return [value]
-    found: list[T] = [value] * group.size
-    dist.all_gather_object(found, value, group.process_group)
-    return found
-
-
-def collect_objects(group: Group, value: T) -> Sequence[T] | None:
-    """The value of each rank in order, on the first rank; None on the others."""
-    if group.size == 1:
-        return [value]
-    found: list[T] | None = [value] * group.size if group.index == 0 else None
-    dist.gather_object(value, found, group.ranks[0], group.process_group)
-    return found
-
-
-def scatter_objects(group: Group, values: Sequence[T] | None) -> T:
-    """To each rank its own of the first rank's values."""
-    if group.size == 1:
-        assert values is not None
-        return values[0]
-    box: list[Any] = [None]
-    dist.scatter_object_list(box, list(values) if values else None, group.ranks[0], group.process_group)
-    return box[0]

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
+from megascale.comm.control import Control
 from megascale.comm.exchange import Exchange
 from megascale.comm.pending import Pending
 from megascale.device import Mark
@@ -56,6 +58,11 @@ class Group:
     @property
     def axis(self) -> str:
         return self.name.partition(".")[0]
+
+    @cached_property
+    def control(self) -> Control:
+        """What its ranks agree on outside of steps."""
+        return Control(self.name, self.ranks, self.index)
 
     def begin(
         self, operation: str, what: str, nbytes: int, start: Callable[[], Pending], *, wait: bool, peer: int = -1

@@ -9,6 +9,7 @@ import socket
 import torch.distributed as dist
 from torch.distributed import Store
 
+from megascale.comm import control
 from megascale.comm.nccl import options, refused
 from megascale.config.launch import LaunchConfig
 from megascale.config.nccl import NcclConfig
@@ -84,4 +85,5 @@ def _find_meeting_place() -> None:
 def stop() -> None:
     """Leave the job, if it was joined."""
     if dist.is_initialized():
+        control.part()
         dist.destroy_process_group()

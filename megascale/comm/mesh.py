@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 
@@ -13,14 +13,14 @@ from megascale.comm.p2p import Channel, Channels, Messages, rounds
 from megascale.comm.timeout import Timeout
 from megascale.config.launch import LaunchConfig
 from megascale.config.nccl import NcclConfig
-from megascale.layout.topology import Coord, Topology
+from megascale.layout.topology import AT_ONCE, Coord, Topology
 from megascale.trace.recorder import Recorder
 
 SLOT = 1 << 20
 """Bytes that a rank of a small CPU group puts out at once."""
 
 SCALARS = 1 << 12
-"""The same for the group of all ranks, which only ever sums a few numbers."""
+"""The same for groups that only ever sum a few numbers."""
 
 NO_PART = "none"
 """Name of a group of one rank, which it opens where others open one that it has no part in."""
@@ -31,8 +31,10 @@ class Mesh:
     """This rank's place and the groups it belongs to.
 
     `dp` sums gradients: data and context parallel ranks. `tied` joins the first and the last pipeline stage where both
-    hold the token embedding, and is this rank alone elsewhere. `world` is every rank of the job. `recorder` is the
-    ledger of them all, `timeout` bounds their waits.
+    hold the token embedding, and is this rank alone elsewhere. `world` is every rank of the job. What the job sums goes
+    over `sums` in turn: in a small job `world`, else dp and tp, under names of their own in the ledger, and the
+    pipeline; then `world` is for control data alone and has no communicator. `recorder` is the ledger of
+    them all, `timeout` bounds their waits.
     """
 
     topology: Topology
@@ -43,6 +45,7 @@ class Mesh:
     down: Group
     tied: Group
     world: Group
+    sums: tuple[Group, ...]
     recorder: Recorder
     channels: Channels
     timeout: Timeout = field(default_factory=Timeout)
@@ -53,7 +56,8 @@ class Mesh:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        return (self.tp, self.dp, self.up, self.down, self.tied, self.world)
+        others = (group for group in self.sums if group is not self.world)
+        return (self.tp, self.dp, self.up, self.down, self.tied, self.world, *others)
 
 
 def open_mesh(
@@ -79,11 +83,15 @@ def open_mesh(
     recorder, terms = recorder or Recorder(), Terms(Timeout(launch), nccl)
     stages = topology.group(rank, "pp")
     world = Group("world", tuple(range(topology.world)), rank, recorder=recorder)  # the default process group
-    if world.size > 1:
+    if 1 < topology.world <= AT_ONCE:
         terms.timeout.govern_group(None)
-    open_transport(world, SCALARS, terms.timeout)
+        open_transport(world, SCALARS, terms.timeout)
     tp = open_group("tp", topology.group(rank, "tp"), rank, recorder, terms, slot_bytes=SLOT)
     dp = open_group("dp", topology.group(rank, "cp", "dp"), rank, recorder, terms, slot_bytes=SLOT)
+    sums: tuple[Group, ...] = (world,)
+    if topology.world > AT_ONCE:
+        pipeline = open_group("world.pp", stages, rank, recorder, terms, slot_bytes=SCALARS)
+        sums = replace(dp, name="world.dp"), replace(tp, name="world.tp"), pipeline
     up, down = (_direction(name, stages, rank, recorder) for name in ("pp.up", "pp.down"))
     messages = Messages(_open_channels(stages, rank, around, terms), terms.timeout)
     ends = alone("tied", rank)
@@ -93,7 +101,7 @@ def open_mesh(
         else:
             open_process_group(NO_PART, [rank], terms)
     channels = Channels(up, down, messages)
-    return Mesh(topology, rank, tp, dp, up, down, ends, world, recorder, channels, terms.timeout)
+    return Mesh(topology, rank, tp, dp, up, down, ends, world, sums, recorder, channels, terms.timeout)
 
 
 def _direction(name: str, stages: Sequence[int], rank: int, recorder: Recorder) -> Group:
@@ -120,4 +128,4 @@ def single() -> Mesh:
     tp, dp, up, down, tied, world = (alone(name) for name in ("tp", "dp", "pp.up", "pp.down", "tied", "world"))
     timeout = Timeout()
     channels = Channels(up, down, Messages({}, timeout))
-    return Mesh(Topology(), 0, tp, dp, up, down, tied, world, Recorder(), channels, timeout)
+    return Mesh(Topology(), 0, tp, dp, up, down, tied, world, (world,), Recorder(), channels, timeout)

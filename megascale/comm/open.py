@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -90,9 +91,8 @@ def open_transport(group: Group, slot_bytes: int, timeout: Timeout) -> None:
 
 def _open_ring(group: Group, slot_bytes: int) -> shared.SharedMemory | None:
     """Shared memory made by the group's first rank; None on every rank if they do not share a host, or it is full."""
-    places: list[tuple[str, int]] = [("", 0)] * group.size
     key = shared.host_key() if shared.usable() else str(group.index)
-    dist.all_gather_object(places, (key, os.getpid()), group.process_group)
+    places = group.control.gather((key, os.getpid()), "shared memory")
     if len({host for host, _ in places}) > 1:
         return None
     path = None
@@ -101,15 +101,14 @@ def _open_ring(group: Group, slot_bytes: int) -> shared.SharedMemory | None:
             path = shared.create(group.size, slot_bytes)
         except OSError:
             path = None
-    box = [path]
-    dist.broadcast_object_list(box, group.ranks[0], group.process_group)
-    if box[0] is None:
+    name = group.control.broadcast(path and str(path), "shared memory")
+    if name is None:
         return None
     crowded = int(os.environ.get("LOCAL_WORLD_SIZE", group.size)) > len(os.sched_getaffinity(0))
     spin = 5e-6 if crowded else 100e-6  # seconds; with more ranks than cores, let the others run
     pids = [pid for _, pid in places]
-    ring = shared.SharedMemory(box[0], group.size, group.index, pids, slot_bytes, spin)
-    dist.barrier(group.process_group)
-    if group.index == 0:
-        box[0].unlink()
+    ring = shared.SharedMemory(Path(name), group.size, group.index, pids, slot_bytes, spin)
+    group.control.barrier("shared memory")
+    if path is not None:
+        path.unlink()
     return ring

@@ -13,7 +13,6 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from megascale.comm.collectives import gather_objects
 from megascale.comm.group import Group
 from megascale.comm.shared import host_key
 from megascale.device import Device
@@ -32,12 +31,12 @@ def usable(group: Group, device: Device) -> bool:
     import torch.distributed._symmetric_memory as symmetric_memory
 
     probe = _attempt(partial(symmetric_memory.empty, 1024, dtype=torch.uint8, device=device.torch))
-    ready = gather_objects(group, host_key() if probe is not None else None)
+    ready = group.control.gather(host_key() if probe is not None else None, "symmetric memory")
     if None in ready or len(set(ready)) > 1:
         return False
     assert probe is not None and group.process_group is not None
     mapped = _attempt(partial(symmetric_memory.rendezvous, probe, group.process_group))
-    return all(gather_objects(group, mapped is not None))
+    return all(group.control.gather(mapped is not None, "symmetric memory"))
 
 
 def _attempt(function: Callable[[], T]) -> T | None:

@@ -31,7 +31,7 @@ def warm_up(mesh: Mesh, device: Device, *, around: bool, sizes: Sequence[int] | 
         sizes = () if device.is_cpu else SIZES
     for group in (mesh.tp, mesh.dp, mesh.tied):
         _collectives(group, sizes, device)
-    _collectives(mesh.world, sizes[:1], device)  # which only ever sums a few numbers
+    _collectives(mesh.sums[-1], sizes[:1], device)  # the only group of sums of its own, which are of a few numbers
     if sizes and mesh.tp.exchange is not None:
         _pieces(mesh.tp, device)
     mesh.channels.connect(device.torch, around=around)

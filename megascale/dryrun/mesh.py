@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from megascale.comm.group import Group, alone
 from megascale.comm.mesh import Mesh
 from megascale.comm.p2p import Channels
 from megascale.comm.pending import DONE, Pending
-from megascale.layout.topology import Topology
+from megascale.layout.topology import AT_ONCE, Topology
 from megascale.trace.recorder import Recorder
 
 
@@ -67,15 +68,21 @@ def silent_mesh(topology: Topology, rank: int, recorder: Recorder, *, tied: bool
         return Group(name, tuple(ranks), index, None, recorder, Silent(), exchange)
 
     up, down = group("pp.up", stages), group("pp.down", stages)
+    tp, dp = group("tp", topology.group(rank, "tp")), group("dp", topology.group(rank, "cp", "dp"))
+    world = group("world", range(topology.world))
+    sums: tuple[Group, ...] = (world,)
+    if topology.world > AT_ONCE:
+        sums = replace(dp, name="world.dp"), replace(tp, name="world.tp"), group("world.pp", stages)
     return Mesh(
         topology,
         rank,
-        tp=group("tp", topology.group(rank, "tp")),
-        dp=group("dp", topology.group(rank, "cp", "dp")),
+        tp=tp,
+        dp=dp,
         up=up,
         down=down,
         tied=group("tied", [stages[0], stages[-1]]) if share else alone("tied", rank),
-        world=group("world", range(topology.world)),
+        world=world,
+        sums=sums,
         recorder=recorder,
         channels=Channels(up, down, _post),
     )

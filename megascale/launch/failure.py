@@ -45,6 +45,7 @@ _PEER_LOST = (
     "collective operation timeout",
     "remote process exited",
     "failed to recv",
+    "wait timeout after",
 )
 
 

@@ -14,6 +14,12 @@ AXES = ("tp", "cp", "dp", "pp")
 """Axes of parallelism, the fastest first."""
 
 
+AT_ONCE = 8
+"""Ranks of a job up to which what all of it sums is one collective. Larger jobs sum over one axis after the other, so
+that no communicator has more ranks than an axis.
+"""
+
+
 class Coord(NamedTuple):
     """A rank's index on each axis."""
 

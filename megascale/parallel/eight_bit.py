@@ -20,7 +20,8 @@ from torch import Tensor
 from megascale.catalog.layers import BLOCKS
 from megascale.catalog.recipes import RECIPES
 from megascale.comm.collectives import all_reduce
-from megascale.comm.group import Group
+from megascale.comm.mesh import Mesh
+from megascale.comm.totals import max_over_job, sum_over_job
 from megascale.config.run import RunConfig
 from megascale.layout.chunks import eight_bit_weights
 from megascale.layout.tensors import Parameter
@@ -67,12 +68,12 @@ class Scaling:
     first; zero where there is none yet. `known`: whether there is one.
     """
 
-    def __init__(self, config: RunConfig, world: Group, device: torch.device, kernels: Kernels = Kernels()) -> None:
+    def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, kernels: Kernels = Kernels()) -> None:
         self.kernels = kernels
         self.recipe = Recipe.of(config.fp8.recipe)
         self.weights = eight_bit_weights(config)
         self.names = _operands(self.weights, shared=BLOCKS[config.model.block].facts["norms"] == 1)
-        self._world = world
+        self._mesh = mesh
         self._init_std = config.model.init_std
         self._index = {name: index for index, name in enumerate(self.names)}
         self._amax = torch.zeros(len(self.names), device=device)
@@ -110,7 +111,7 @@ class Scaling:
         """The step's last backward is done: what all ranks have seen becomes the newest of the history."""
         if not self.history.numel():
             return
-        all_reduce(self._world, self._amax, "max", what="fp8 magnitudes")
+        max_over_job(self._mesh, self._amax, what="fp8 magnitudes")
         self.history.copy_(torch.cat([self._amax.unsqueeze(1), self.history[:, :-1]], 1))
         self.known = True
 
@@ -119,9 +120,9 @@ class Scaling:
         if not self.watched:
             return {}
         self.watched = False
-        all_reduce(self._world, self._lost, what="fp8 casts")
+        sum_over_job(self._mesh, self._lost, what="fp8 casts")
         if not self.history.numel():
-            all_reduce(self._world, self._amax, "max", what="fp8 magnitudes")
+            max_over_job(self._mesh, self._amax, what="fp8 magnitudes")
         found = zip(self.names, self._amax.tolist(), self._lost.tolist(), strict=True)
         return {name: Lost(top, sat / max(total, 1), low / max(total, 1)) for name, top, (sat, low, total) in found}
 

@@ -21,7 +21,7 @@ from megascale.layout.buckets import Bucket, pack
 from megascale.layout.chunks import chunk_buckets, eight_bit_layers, stages_of
 from megascale.layout.recompute import recompute_of
 from megascale.layout.tensors import TOKEN_EMBEDDING
-from megascale.layout.topology import Coord
+from megascale.layout.topology import AT_ONCE, Coord
 from megascale.plan.tensor_traffic import (
     FP32,
     Collective,
@@ -71,11 +71,7 @@ def sent(config: RunConfig, coord: Coord) -> Iterator[Sent]:
     yield from _messages(config, coord)
     yield from _gradients(config, coord)
     yield from _optimizer(config, coord)
-    if config.world > 1:
-        operands = _operands(config)
-        if operands:
-            yield Sent("world", Collective("all_reduce", FP32 * operands, "fp8 magnitudes"))
-        yield Sent("world", Collective("all_reduce", FP64 * TOTALS, "totals"))
+    yield from _totals(config)
 
 
 def calls(config: RunConfig) -> float:
@@ -172,6 +168,20 @@ def _optimizer(config: RunConfig, coord: Coord) -> Iterator[Sent]:
         yield Sent("dp", sums)
     if shared(config) and coord.pp in (0, p.pp - 1):
         yield Sent("tied", Collective("all_reduce", 2 * FP64, "parameter norms"))
+
+
+def _totals(config: RunConfig) -> Iterator[Sent]:
+    """Of the whole job, in a large one over one axis after the other."""
+    p, magnitudes = config.parallel, FP32 * _operands(config)
+    axes = {"world.dp": config.dp * p.cp, "world.tp": p.tp, "world.pp": p.pp}
+    groups = {"world": config.world} if config.world <= AT_ONCE else axes
+    for number, (group, size) in enumerate(groups.items()):
+        if size == 1:
+            continue
+        if magnitudes:
+            yield Sent(group, Collective("all_reduce", magnitudes, "fp8 magnitudes"))
+        operation, parts = ("all_gather", size) if number else ("all_reduce", 1)
+        yield Sent(group, Collective(operation, FP64 * TOTALS * parts, "totals"))
 
 
 def shared(config: RunConfig) -> bool:

@@ -13,7 +13,6 @@ from megascale.catalog.schedules import SCHEDULES
 from megascale.checkpoint.checkpoints import Checkpoints
 from megascale.checkpoint.state import Progress
 from megascale.comm import symmetric
-from megascale.comm.collectives import broadcast_object
 from megascale.comm.group import alone
 from megascale.comm.mesh import Mesh, open_mesh
 from megascale.comm.warm_up import warm_up
@@ -100,7 +99,7 @@ def build(config: RunConfig, mesh: Mesh, device: Device, stop: Stop, *, draw: bo
     if draw:
         draw_weights(gradients, mesh, config.train.seed)
     setting = Setting.of(config, device)
-    scaling = Scaling(config, mesh.world, device.torch, select.build("linear", setting))
+    scaling = Scaling(config, mesh, device.torch, select.build("linear", setting))
     stages = build_stages(config, mesh, gradients, axis, Operators.of(setting), scaling)
     rule = select.build("optimizer", setting)
     optimizer = ShardedOptimizer(gradients.buckets, mesh, config.optimizer, rule)
@@ -223,7 +222,7 @@ def _loader(
             )
     count = samples.samples if samples is not None else wanted
     if not config.data.mock:
-        count = broadcast_object(mesh.world, count)
+        count = mesh.world.control.broadcast(count, f"samples of {split}")
     if samples is None and mesh.coord.pp in (0, mesh.topology.pp - 1):
         samples = mixture(config, split, wanted)
     shape = Shape(total, config.batch.micro, config.dp)

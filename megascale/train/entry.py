@@ -13,6 +13,7 @@ import torch
 from megascale.bench.gemm import measured_peak
 from megascale.catalog.backends import BACKENDS
 from megascale.comm import init
+from megascale.comm.control import announce
 from megascale.config.resolved import to_toml
 from megascale.config.run import RunConfig
 from megascale.core.errors import Exit, MegascaleError
@@ -54,6 +55,8 @@ def _leave(error: BaseException, rank: Rank) -> Never:
         text = f"{rank}: lost another rank: {error}"
     else:
         text = f"{rank}:\n{traceback.format_exc()}"
+    with contextlib.suppress(RuntimeError):  # the store may have gone
+        announce(f"{rank}: {error}")
     with contextlib.suppress(OSError):
         write_error(error, rank)  # first: who lost another rank waits there, and speaks later
     with contextlib.suppress(OSError):

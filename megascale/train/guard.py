@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from megascale.comm.collectives import all_reduce, gather_objects
+from megascale.comm.totals import sum_over_job
 from megascale.config.model import ModelConfig
 from megascale.core.errors import DivergenceError
 from megascale.layout.tensors import whole
@@ -31,11 +31,11 @@ class Report:
 
     rank: int
     host: str
-    place: tuple[int, int]
+    place: list[int]
     loss: float
     weights: list[str]
     gradients: dict[str, int]
-    spoilt: set[int]
+    spoilt: list[int]
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.host})"
@@ -49,7 +49,8 @@ def check_finite(run: Run, own_loss: float, total_loss: float, norm: float) -> N
     """
     if math.isfinite(total_loss) and math.isfinite(norm):
         return
-    reports = gather_objects(run.mesh.world, _report(run, own_loss))
+    everyone = run.mesh.world.control.gather(asdict(_report(run, own_loss)), "what is not finite")
+    reports = [Report(**each) for each in everyone]
     raise DivergenceError(
         f"step {run.progress.step + 1}: {_verdict(reports, run.config.model)}; nothing was updated or saved",
         mend="lower optimizer.lr, or look at the samples of this step; the last checkpoint is good",
@@ -64,12 +65,12 @@ def check_state(run: Run) -> None:
     """
     held = [(s.bucket, values) for s in run.optimizer.shards for values in (s.master, *s.state.values())]
     spoilt = torch.stack([~_finite(values) for _, values in held]).sum()
-    all_reduce(run.mesh.world, spoilt, what="state that is not finite")
+    sum_over_job(run.mesh, spoilt, what="state that is not finite")
     if not bool(spoilt):
         return
     bad = next((name for bucket, values in held for name in _not_finite(bucket, values)), "")
-    found = [(rank, name) for rank, name in enumerate(gather_objects(run.mesh.world, bad)) if name]
-    rank, name = found[0]
+    everyone = run.mesh.world.control.gather(bad, "state that is not finite")
+    rank, name = next((rank, name) for rank, name in enumerate(everyone) if name)
     raise DivergenceError(
         f"step {run.progress.step}: {name} or its optimizer state is not finite on rank {rank}; it was not saved",
         mend="lower optimizer.lr; the last checkpoint is good",
@@ -88,11 +89,11 @@ def _report(run: Run, own_loss: float) -> Report:
     return Report(
         rank=run.mesh.rank,
         host=socket.gethostname(),
-        place=(coord.pp, coord.tp),
+        place=[coord.pp, coord.tp],
         loss=own_loss,
         weights=[name for b in buckets for name, p in b.parameters.items() if not bool(p.isfinite().all())],
         gradients={name: index for index, b in enumerate(buckets) for name in _not_finite(b, b.grad)},
-        spoilt={i for i, bucket in enumerate(buckets) if bucket.group.size == 1 or not bool(bucket.finite_before)},
+        spoilt=[i for i, bucket in enumerate(buckets) if bucket.group.size == 1 or not bool(bucket.finite_before)],
     )
 
 
@@ -129,7 +130,7 @@ def _first_gradient(reports: Sequence[Report], model: ModelConfig) -> str:
         return ""
     _, name = max(bad)
     holders = [report for report in reports if name in report.gradients]
-    buckets = {(report.place, report.gradients[name]) for report in holders}
+    buckets = [(report.place, report.gradients[name]) for report in holders]
     sources = [r for r in reports if any(r.place == place and bucket in r.spoilt for place, bucket in buckets)]
     first, *others = sources or holders
     return f"the gradient of {name} on {first}" + (f" and {len(others)} more" if others else "")

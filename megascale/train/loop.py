@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megascale.checkpoint.saving import Saved
-from megascale.comm.collectives import barrier
 from megascale.config.run import FOREIGN
 from megascale.convert.huggingface import Pretrained
 from megascale.core.errors import CheckpointError, DivergenceError, Exit, UncountedError
@@ -28,7 +27,7 @@ def train(run: Run, reporter: Reporter) -> Exit:
     settings, steps = run.config.train, run.config.train.steps
     stopping, first = False, run.progress.step + 1
     run.train.prepare(run.progress.samples)
-    barrier(run.mesh.world)  # rank 0 has written the indices that the first step reads
+    run.mesh.world.control.barrier("the first step")  # rank 0 has written the indices that the first step reads
     if run.valid is not None and run.progress.step == 0:
         reporter.write(evaluate(run))
     with ScheduledCollection() as collection, _completing(run, reporter):

@@ -24,8 +24,8 @@ import torch
 from megascale.bench import links, processor
 from megascale.bench.fit import Sample, costs, error, rate
 from megascale.catalog.precisions import PRECISIONS
-from megascale.comm.collectives import barrier, gather_objects
 from megascale.comm.mesh import Mesh, open_mesh, single
+from megascale.comm.totals import meet
 from megascale.config.run import RunConfig
 from megascale.core.errors import MegascaleError
 from megascale.core.rank import Rank
@@ -152,17 +152,18 @@ def crowded(device: Device, rank: Rank) -> Crowd:
         config = _crowded_config(rank.world, folder)
         run = build(config, mesh_of(config, rank, device), device, Stop())
         apart = build(_config(APART, FORMATS[0], folder), single(), device, Stop())
-    everyone, seconds, own = run.mesh.world, [], []
+    seconds: list[float] = []
+    own: list[float] = []
     with ScheduledCollection():
         for _ in range(WARM_UP + CROWDED_ROUNDS):
-            barrier(everyone)
+            meet(run.mesh, device.torch)
             start = time.perf_counter()
             _step(run)
-            barrier(everyone)
+            meet(run.mesh, device.torch)
             seconds.append(time.perf_counter() - start)
             if rank.rank < _cores():
                 own.append(_own_seconds(apart))
-    found = [each for some in gather_objects(everyone, own[WARM_UP:]) for each in some]
+    found = [each for some in run.mesh.world.control.gather(own[WARM_UP:], "steps alone") for each in some]
     return Crowd(rank.world, tuple(seconds[WARM_UP:]), tuple(found))
 
 
@@ -201,9 +202,10 @@ def _samples(name: str, mesh: Mesh, device: Device, say: Say) -> Samples:
 
 def _together(mesh: Mesh, work: Callable[[], list[Sample]]) -> list[Sample]:
     """What all ranks have measured at the same time."""
-    barrier(mesh.world)
-    ranks = zip(*gather_objects(mesh.world, work()), strict=True)
-    return [Sample(same[0].amounts, tuple(s for each in same for s in each.seconds)) for same in ranks]
+    mesh.world.control.barrier("measuring")
+    found = [[sample.amounts, sample.seconds] for sample in work()]
+    ranks = zip(*mesh.world.control.gather(found, "what was measured"), strict=True)
+    return [Sample(tuple(same[0][0]), tuple(s for _, seconds in same for s in seconds)) for same in ranks]
 
 
 def machine_of(

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megascale.comm.collectives import all_reduce
 from megascale.comm.mesh import Mesh
+from megascale.comm.totals import sum_over_job
 from megascale.config.train import TrainConfig
 from megascale.core.errors import UncountedError
 from megascale.data.loader import StepBatch
@@ -80,7 +80,7 @@ def logged(settings: TrainConfig, step: int) -> bool:
 
 
 def totals(mesh: Mesh, loss: Tensor, tokens: int, *more: float | Tensor) -> Tensor:
-    """Sums over the job, in one reduction and on the device, f64: losses and tokens of the micro-batches, each counted
+    """Sums over the job, all at once and on the device, f64: losses and tokens of the micro-batches, each counted
     where its loss is formed, and `more` numbers of every rank.
     """
     counts = mesh.coord.pp == mesh.topology.pp - 1 and mesh.coord.tp == 0
@@ -90,7 +90,7 @@ def totals(mesh: Mesh, loss: Tensor, tokens: int, *more: float | Tensor) -> Tens
             place.copy_(value)
         else:
             place.fill_(value)  # `values[index] = value` would copy it from the host, and wait for the device
-    all_reduce(mesh.world, values, what="totals")
+    sum_over_job(mesh, values, what="totals")
     return values
 
 

@@ -300,12 +300,10 @@ def test_a_copy_of_a_runs_folder_has_no_part_in_its_memory(tmp_path: Path, memor
 
 def lose(rank: Rank, config: Any) -> tuple[str, str]:
     """What becomes of a copy and of a checkpoint when the folder in memory is removed under a run."""
-    from megascale.comm.collectives import barrier
-
     run = build_run(rank, config)
-    barrier(run.mesh.world)  # both have made what they need there
+    run.mesh.world.control.barrier("made")  # both have made what they need there
     shutil.rmtree(config.checkpoint.memory_dir, ignore_errors=True)  # both ranks do
-    barrier(run.mesh.world)
+    run.mesh.world.control.barrier("removed")
     run.checkpoints.remember(run.progress)
     copy = run.checkpoints.finish()
     saved = run.checkpoints.save(run.progress)

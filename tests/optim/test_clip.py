@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megascale.comm.collectives import all_reduce
 from megascale.comm.mesh import open_mesh
+from megascale.comm.totals import max_over_job
 from megascale.core.rank import Rank
 from megascale.layout.topology import Topology
 from megascale.optim.norms import ROW, sum_of_squares
@@ -100,7 +100,7 @@ def clipped(run: Any) -> tuple[float, float, float, float]:
         for shard, old in zip(run.optimizer.shards, before, strict=True)
     ]
     worst = torch.tensor(max(differences), dtype=torch.float64)
-    all_reduce(run.mesh.world, worst, "max")
+    max_over_job(run.mesh, worst)
     return norm, again, left, float(worst)
 
 

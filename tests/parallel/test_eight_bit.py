@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from megascale.catalog.recipes import RECIPES
-from megascale.comm.group import Group
-from megascale.comm.mesh import open_mesh
+from megascale.comm.mesh import Mesh, open_mesh
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.layout.chunks import eight_bit_weights
@@ -63,7 +62,7 @@ def casts(rank: Rank, config: RunConfig, layer: str, sequence: bool) -> list[Arr
     tp = rank.world
     group = open_mesh(Topology(tp=tp), rank.rank, tied=False)
     axis = TensorAxis(group.tp, sequence)
-    scaling = Scaling(config, group.world, torch.device("cpu"))
+    scaling = Scaling(config, group, torch.device("cpu"))
     numerics = numerics_of(f"layers.1.{layer}", scaling, axis)
     assert isinstance(numerics, EightBit)
     x, weight, grad = operands(layer)
@@ -371,17 +370,17 @@ def test_fused_operators_multiply_in_eight_bits(recipe: str, tmp_path: Path) -> 
 def with_fused_operators(rank: Rank, config: RunConfig) -> tuple[list[str], dict[str, Array], dict[str, Array]]:
     """Which fused operators were called, and what came out without them and with them."""
     overlap.GPU_ROWS = 64
-    group, called = open_mesh(Topology(tp=2), rank.rank, tied=False), serve_on_cpus()
+    mesh, called = open_mesh(Topology(tp=2), rank.rank, tied=False), serve_on_cpus()
     plain, fused = (
-        two_layers(rank, config, group.world, TensorAxis(group.tp, sequence=True, fused=fused))
+        two_layers(rank, config, mesh, TensorAxis(mesh.tp, sequence=True, fused=fused))
         for fused in (False, True)
     )
     return called, plain, fused
 
 
-def two_layers(rank: Rank, config: RunConfig, world: Group, axis: TensorAxis) -> dict[str, Array]:
+def two_layers(rank: Rank, config: RunConfig, mesh: Mesh, axis: TensorAxis) -> dict[str, Array]:
     """Results and gradients of a column-parallel and of a row-parallel layer, narrow ones."""
-    scaling, found = Scaling(config, world, torch.device("cpu")), dict[str, Array]()
+    scaling, found = Scaling(config, mesh, torch.device("cpu")), dict[str, Array]()
     for name, linear, cuts, n in (
         ("attention.qkv", column_linear, (0, 0, 2), 256),
         ("attention.out", row_linear, (2, 1, 0), 128),

@@ -148,6 +148,22 @@ def test_the_job_sums_only_a_few_numbers(tmp_path: Any) -> None:
         assert rank["world"] == {"all_reduce": (1, 8 * 6)}  # loss, tokens, stops, two of a checkpoint, the squared norm
 
 
+def traffic_of_a_large_job(rank: Rank, configs: list[Any]) -> list[Counts]:
+    """The same as if the job had too many ranks for one collective."""
+    from megascale.comm import mesh
+
+    mesh.AT_ONCE = 1
+    return traffic_of_a_step(rank, configs)
+
+
+def test_a_large_job_sums_them_over_one_axis_after_the_other(tmp_path: Any) -> None:
+    layout = {"parallel__tp": 2, "parallel__pp": 2}
+    config = config_of(settings(GPT, tmp_path, train__precision="fp32", **layout), tmp_path)
+    for (rank,) in run_world(4, traffic_of_a_large_job, [config]):
+        sums = {name: operations for name, operations in rank.items() if name.startswith("world") and operations}
+        assert sums == {name: {"all_gather": (1, 2 * 8 * 6)} for name in ("world.tp", "world.pp")}
+
+
 def test_a_rank_opens_only_its_own_groups(tmp_path: Any) -> None:
     config = config_of(settings(GPT, tmp_path, parallel__tp=2, parallel__pp=2, parallel__dp=2), tmp_path)
     for rank, opened in enumerate(run_world(8, opened_groups, config)):

@@ -40,7 +40,7 @@ def on_meta(config: RunConfig) -> tuple[Stage, Gradients]:
     )
     setting = Setting(config.model, config.backends, torch.bfloat16, detect(allow_gpu=False))
     (stage,) = build_stages(
-        config, mesh, gradients, TensorAxis(mesh.tp), Operators.of(setting), Scaling(config, mesh.world, device)
+        config, mesh, gradients, TensorAxis(mesh.tp), Operators.of(setting), Scaling(config, mesh, device)
     )
     return stage, gradients
 

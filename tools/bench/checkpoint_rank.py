@@ -28,7 +28,6 @@ from megascale.checkpoint.saving import Saved
 from megascale.checkpoint.storage import Location
 from megascale.checkpoint.store import complete
 from megascale.comm import init
-from megascale.comm.collectives import barrier, gather_objects
 from megascale.comm.group import Group
 from megascale.config.explain import load_tree
 from megascale.config.run import RunConfig
@@ -119,7 +118,7 @@ class Stopwatch:
 
     def time(self, name: str, action: Callable[[], T]) -> T:
         """What an action returns."""
-        barrier(self._world)
+        self._world.control.barrier("a measurement")
         start = time.perf_counter()
         result = action()
         self.note(name, time.perf_counter() - start)
@@ -127,7 +126,7 @@ class Stopwatch:
 
     def slowest(self) -> dict[str, list[float]]:
         """Of each time that of the slowest rank."""
-        ranks = gather_objects(self._world, dict(self.seconds))
+        ranks = self._world.control.gather(dict(self.seconds), "seconds")
         return {name: [max(each) for each in zip(*(r[name] for r in ranks), strict=True)] for name in self.seconds}
 
 
@@ -148,7 +147,7 @@ def saves(run: Run, task: Task, watch: Stopwatch) -> Record:
         others = (busy_seconds() - busy) - (saver.cpu_seconds() - own)
     run.gradients.finish_gather()
     run.pipeline.finish_sends()
-    state = gather_objects(run.mesh.world, saver.bytes)
+    state = run.mesh.world.control.gather(saver.bytes, "bytes")
     path = str(complete(run.checkpoints.folder)[-1].path)
     return {"state": list(state), "others": max(0.0, others) / passed, "checkpoint": path}
 
@@ -180,7 +179,8 @@ class Saver:
         """CPU seconds of all ranks and of the processes that write for them."""
         saving = self._run.checkpoints.saving
         assert saving is not None
-        return sum(gather_objects(self._run.mesh.world, sum(map(cpu_seconds, (os.getpid(), saving.writer)))))
+        own = sum(map(cpu_seconds, (os.getpid(), saving.writer)))
+        return sum(self._run.mesh.world.control.gather(own, "CPU seconds"))
 
     def _step(self) -> StepResult:
         return train_step(self._run, self._run.train.batch(self._run.progress.samples))
@@ -202,7 +202,7 @@ class Saver:
         saved: Saved | None = None
         while saved is None:
             result = watch.time(f"{OURS} step", self._step)
-            barrier(self._run.mesh.world)
+            self._run.mesh.world.control.barrier("a step")
             start = time.perf_counter()
             saved = checkpoints.settle(result.written, result.failed)
             passed = time.perf_counter() - start
@@ -239,7 +239,7 @@ class Saver:
         under_way = True
         while under_way:
             self._watch.time(f"{PEER} step", self._step)
-            under_way = any(gather_objects(self._run.mesh.world, not ended))
+            under_way = any(self._run.mesh.world.control.gather(not ended, "who writes"))
         future.result()
         self._watch.note(f"{PEER} written", ended[0] - start)
         self._remove_peers()
@@ -252,7 +252,7 @@ class Saver:
         self._remove_peers()
 
     def _remove_peers(self) -> None:
-        barrier(self._run.mesh.world)
+        self._run.mesh.world.control.barrier("what the peer has written")
         if self._run.mesh.rank == 0:
             shutil.rmtree(self._folder)
 

@@ -21,7 +21,7 @@ from peer_systems import TOKEN_SEED, Size
 from peer_weights import FAMILIES, fill
 
 from megascale.comm import init
-from megascale.comm.collectives import barrier, gather_objects
+from megascale.comm.totals import meet
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank, from_environment
 from megascale.data.loader import Loader, Shape
@@ -78,7 +78,7 @@ class Stopwatch(Reporter):
 
     def lap(self) -> None:
         """A step has ended, unless none has begun: note what it took."""
-        barrier(self._run.mesh.world)
+        meet(self._run.mesh, self._run.device.torch)
         now = time.perf_counter(), time.process_time()
         if self._last is not None:
             self.wall.append(now[0] - self._last[0])
@@ -161,7 +161,7 @@ def use_peers_weights(run: Run, family: str, seed: int) -> None:
 def show(run: Run, watch: Stopwatch, warmup: int) -> None:
     """Print each step and the medians over the timed ones, with the CPU seconds of all ranks together."""
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    ranks = gather_objects(run.mesh.world, (watch.cpu, rss))
+    ranks = run.mesh.world.control.gather((watch.cpu, rss), "what was measured")
     if run.mesh.rank != 0:
         return
     for step, (loss, wall) in enumerate(zip(watch.losses, watch.wall, strict=True), 1):
