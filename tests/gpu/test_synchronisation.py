@@ -20,7 +20,7 @@ from megascale.train.step import train_step
 from megascale.train.stop import Stop
 from tests.runs import GPT, LLAMA, config_of, settings
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu(1, only=True)
 
 RANK = Rank(0, 1, 0, "localhost")
 
