@@ -159,6 +159,17 @@ LINEAR_BACKENDS = Registry(
     ],
 )
 
+WGRAD_BACKENDS = Registry(
+    "wgrad backend",
+    "megascale.backends.wgrad",
+    [
+        _card("addmm", "torch's GEMM of bf16 factors into fp32", "wgrad:WideWgrad", formats=("bfloat16",)),
+        _card("te", "Transformer Engine's GEMM", "wgrad:EngineWgrad", formats=("bfloat16",)),
+        _card("apex", "NVIDIA Apex's GEMM", "apex:ApexWgrad", formats=("bfloat16",)),
+        _card("torch", "torch's operators: in bf16 a product, and a pass that adds it", "wgrad:TorchWgrad"),
+    ],
+)
+
 CROSS_ENTROPY_BACKENDS = Registry(
     "cross-entropy backend",
     "megascale.backends.cross_entropy",
@@ -184,6 +195,7 @@ BACKENDS: dict[str, Registry] = {
     "norm": NORM_BACKENDS,
     "activation": ACTIVATION_BACKENDS,
     "cross_entropy": CROSS_ENTROPY_BACKENDS,
+    "wgrad": WGRAD_BACKENDS,
     "optimizer": OPTIMIZER_BACKENDS,
 }
 """The registry of each operation, by its key in `[backends]`."""

@@ -14,6 +14,7 @@ from megascale.catalog.backends import (
     LINEAR_BACKENDS,
     NORM_BACKENDS,
     OPTIMIZER_BACKENDS,
+    WGRAD_BACKENDS,
 )
 from megascale.config.section import Section, choice
 
@@ -31,5 +32,8 @@ class BackendsConfig(Section):
     )
     cross_entropy: Annotated[str, choice(CROSS_ENTROPY_BACKENDS, AUTO)] = Field(
         AUTO, description="of the loss of a chunk of logits and its gradient"
+    )
+    wgrad: Annotated[str, choice(WGRAD_BACKENDS, AUTO)] = Field(
+        AUTO, description="of the GEMMs that add up the gradients of weights; those of fp8 layers are the torch way"
     )
     optimizer: Annotated[str, choice(OPTIMIZER_BACKENDS, AUTO)] = Field(AUTO, description="of the optimizer's step")

@@ -39,6 +39,12 @@ class Bucket:
     shards: int
     whole: tuple[int, int]
 
+    @property
+    def padding(self) -> list[tuple[int, int]]:
+        """(start, stop) of what lies behind slots and belongs to no parameter."""
+        ends = [*(slot.start for slot in self.slots[1:]), self.size]
+        return [(slot.stop, end) for slot, end in zip(self.slots, ends, strict=True) if slot.stop < end]
+
     def shard(self, index: int) -> tuple[int, int]:
         """The range of shard `index`."""
         each = self.size // self.shards

@@ -1,10 +1,10 @@
-"""NVIDIA Apex's multi-tensor kernels: `amp_C`, built with --cuda_ext, and `distributed_lamb_cuda`, with
---distributed_lamb; since 2026 in `apex._extensions`.
+"""NVIDIA Apex's kernels: `amp_C`, built with --cuda_ext, `distributed_lamb_cuda`, with --distributed_lamb, and
+`fused_weight_gradient_mlp_cuda`, with --cuda_ext; since 2026 in `apex._extensions`.
 
-Of those with the same result, the ones whose kernels read step, rate and whether to skip on the device: FusedAdam's
-for CUDA graphs, and the two halves of DistributedFusedLAMB, between which norms can be summed over ranks. FusedLAMB's
-own kernel forms its ratios from the tensors that it is given, which would be parts of parameters, and the halves of it
-in `amp_C` update the moments also in a step that is to be skipped.
+Of optimizers with the same result, the ones whose kernels read step, rate and whether to skip on the device:
+FusedAdam's for CUDA graphs, and the two halves of DistributedFusedLAMB, between which norms can be summed over ranks.
+FusedLAMB's own kernel forms its ratios from the tensors that it is given, which would be parts of parameters, and the
+halves of it in `amp_C` update the moments also in a step that is to be skipped.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from megascale.core.errors import MegascaleError
 from megascale.ops.library import error_of_import
 from megascale.ops.optimizer import Segment
 from megascale.ops.select import Setting
+from megascale.ops.wgrad import Wgrad
 
 CHUNK = 1 << 16
 """Numbers that a block of threads treats, as in Apex."""
@@ -36,15 +37,37 @@ class ApexOptimizer:
     """AdamW and LAMB."""
 
     def refusal(self, setting: Setting) -> str | None:
-        if setting.device.is_cpu:
-            return "needs an NVIDIA GPU"
-        name, flag = RULES[setting.optimizer].library
-        errors = [error_of_import(module) for module in _modules(name)]
-        return f"NVIDIA Apex built with {flag} is not installed ({errors[0]})" if all(errors) else None
+        return _refusal(setting, *RULES[setting.optimizer].library)
 
     def build(self, setting: Setting) -> type[Any]:
         """An `Elementwise` or a `Normwise`."""
         return RULES[setting.optimizer]
+
+
+class ApexWgrad:
+    """The GEMM of Megatron-LM's gradient accumulation fusion: cuBLAS with fp32 sums. It always adds."""
+
+    library = ("fused_weight_gradient_mlp_cuda", "--cuda_ext")
+
+    def refusal(self, setting: Setting) -> str | None:
+        return _refusal(setting, *self.library)
+
+    def build(self, setting: Setting) -> Wgrad:
+        accumulate = _kernels(self.library[0]).wgrad_gemm_accum_fp32
+
+        def wgrad(total: Tensor, grad: Tensor, x: Tensor, add: bool) -> None:
+            if not add:
+                total.zero_()
+            accumulate(x, grad, total)
+
+        return wgrad
+
+
+def _refusal(setting: Setting, name: str, flag: str) -> str | None:
+    if setting.device.is_cpu:
+        return "needs an NVIDIA GPU"
+    errors = [error_of_import(module) for module in _modules(name)]
+    return f"NVIDIA Apex built with {flag} is not installed ({errors[0]})" if all(errors) else None
 
 
 def _modules(name: str) -> tuple[str, str]:
@@ -92,14 +115,14 @@ class ApexAdamW:
         ]
         self._config = config
 
-    def step(self, lr: float, step: int, skip: Tensor) -> None:
-        c = self._config
+    def step(self, lr: float, step: int, factor: Tensor, skip: Tensor) -> None:
+        c, scale = self._config, factor.float().view(1)
         for lists, decay in self._groups:
             lists.rate.fill_(lr)
             lists.step.fill_(step)
             self._kernel(
                 CHUNK, skip.int(), [lists.grads, lists.weights, *lists.moments], lists.rate, c.betas[0], c.betas[1],
-                c.eps, lists.step, DECOUPLED, int(c.bias_correction), decay, lists.one,
+                c.eps, lists.step, DECOUPLED, int(c.bias_correction), decay, scale,
             )  # fmt: skip
 
 

@@ -40,9 +40,9 @@ class Elementwise(Protocol):
 
     def __init__(self, segments: Sequence[Segment], config: OptimizerConfig) -> None: ...
 
-    def step(self, lr: float, step: int, skip: Tensor) -> None:
-        """Update all segments from their gradients; `step` counts from 1. `skip`, an f32 scalar on the device: nothing
-        is changed where it is 1.
+    def step(self, lr: float, step: int, factor: Tensor, skip: Tensor) -> None:
+        """Update all segments from `factor` times their gradients, which are not read again; `step` counts from 1.
+        `factor`, f64, and `skip`, f32, are scalars on the device: nothing is changed where `skip` is 1.
         """
 
 
@@ -56,7 +56,9 @@ class Normwise(Protocol):
     def __init__(self, segments: Sequence[Segment], config: OptimizerConfig) -> None: ...
 
     def direct(self, step: int, skip: Tensor) -> None:
-        """Update the state, and write over each gradient the direction of its update; `step` and `skip` as above."""
+        """Update the state, and write over each gradient, which is clipped already, the direction of its update; `step`
+        and `skip` as above.
+        """
 
     def apply(self, lr: float, norms: Tensor, skip: Tensor) -> None:
         """Update the weights along the directions, which are not used again. `norms` [2, n], f64: of weights and of

@@ -37,6 +37,9 @@ ATTENDED = 384
 RATE = 0.1
 """Of learning, and of weight decay."""
 
+CLIPPED = 0.25
+"""The factor by which an element-wise rule clips gradients."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -212,6 +215,22 @@ def _multiply(kernels: Any, setting: Setting, leaves: list[Tensor]) -> list[Tens
     return [*casts, product(*output, setting.dtype), product(*back, wide)]
 
 
+def _factors(setting: Setting) -> list[Tensor]:
+    """Of a weight's gradient: its output's gradient and its input."""
+    return _random((TOKENS, 2 * TOKENS), (TOKENS, setting.model.hidden_size))
+
+
+def _accumulate(wgrad: Any, setting: Setting, leaves: list[Tensor]) -> list[Tensor]:
+    """The sum of two micro-batches, of which the first is written over what is no number."""
+    grad, x = leaves
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    total = torch.full((grad.shape[1], x.shape[1]), math.nan, dtype=wide, device=x.device)
+    wgrad(total, grad, x, False)
+    first = total.clone()
+    wgrad(total, 3 * grad, x, True)
+    return [first, total]
+
+
 def _weights(setting: Setting) -> list[Tensor]:
     """The weights and gradients of a matrix and of a bias."""
     h = setting.model.hidden_size
@@ -227,11 +246,12 @@ def _update(rule: type[Any], setting: Setting, leaves: list[Tensor]) -> list[Ten
     ]
     updated = rule(segments, OptimizerConfig(name=setting.optimizer, lr=RATE, weight_decay=RATE))
     go = torch.zeros((), device=before[0].device)
+    factor = torch.full_like(go, CLIPPED, dtype=torch.float64)
     for step in (1, 2):
         for segment, grad in zip(segments, grads, strict=True):
             segment.grad.copy_(grad * step)
         if OPTIMIZERS[setting.optimizer].facts["needs"] == "elements":
-            updated.step(RATE, step, go)
+            updated.step(RATE, step, factor, go)
         else:
             updated.direct(step, go)
             norms = [tensor.double().norm() for tensor in (segments[0].weight, segments[0].grad)]
@@ -246,6 +266,7 @@ CASES = {
     "norm": Case(_norm, _differentiated(_normalize)),
     "activation": Case(_activation, _differentiated(lambda activate, setting, leaves: activate(*leaves))),
     "cross_entropy": Case(_logits, _loss),
+    "wgrad": Case(_factors, _accumulate),
     "optimizer": Case(_weights, _update),
 }
 """By operation."""

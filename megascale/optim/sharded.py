@@ -58,7 +58,7 @@ class ShardedOptimizer:
         return Clipping(norm, factor, (~finite).float())
 
     def clip(self, index: int, clipping: Clipping) -> None:
-        """Scale the gradient of bucket `index`."""
+        """Scale the gradient of bucket `index`, for a rule that does not do so in its own pass."""
         grad = self.shards[index].bucket.grad
         grad *= clipping.factor.to(grad.dtype)
 
@@ -76,12 +76,11 @@ class ShardedOptimizer:
 
     def update(self, index: int, clipping: Clipping, norms: Tensor | None, lr: float, step: int) -> None:
         """Update the shard of bucket `index`, with what `direct` has returned. Other ranks' shards of its weights are
-        then out of date. If loss or norm is not finite nothing is changed, the gradient neither.
+        then out of date. If loss or norm is not finite nothing is changed, the gradient neither: the guard reads it.
         """
         shard, rule = self.shards[index], self._rules[index]
         if self._norms is None:
-            self.clip(index, clipping)
-            rule.step(lr, step, clipping.skip)
+            rule.step(lr, step, clipping.factor, clipping.skip)
         else:
             assert norms is not None, "`direct` comes first"
             rule.apply(lr, self._norms.of(norms, index), clipping.skip)
@@ -97,7 +96,8 @@ class ShardedOptimizer:
 
 @dataclass(frozen=True)
 class Clipping:
-    """Scalars on the device. `norm`, f64: of the mean gradient before clipping. `factor`, f64: of all gradients.
+    """Scalars on the device. `norm`, f64: of the mean gradient before clipping. `factor`, f64: of all gradients, 1 if
+    nothing may be updated.
     `skip`, f32: 1 if nothing may be updated.
     """
 

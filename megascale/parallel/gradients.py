@@ -5,6 +5,9 @@ zero = 0 gradients are all-reduced and every rank updates all weights; with 1 th
 updates its contiguous shard, and the weights are all-gathered; with 2 the whole gradient exists only during a backward,
 and the sum over micro-batches is kept as a shard. Gradients are sums over tokens: they are divided once, by the global
 number of tokens, when they are clipped.
+
+Nothing is zeroed at the beginning of a step: the first part of each sum is written over what is there
+(`parallel.weights`), and what no part has come to is zeroed before it is reduced. Padding is zero from the start.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from megascale.comm.pending import DONE, Awaitable
 from megascale.layout import buckets as layouts
 from megascale.layout.chunks import unit
 from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, Parameter
+from megascale.ops.wgrad import Wgrad, torch_wgrad
+from megascale.parallel.weights import Accumulation, add_gradient
 
 
 class Bucket:
@@ -41,6 +46,7 @@ class Bucket:
         formats: tuple[torch.dtype, torch.dtype],
         device: torch.device,
         place: tuple[int, str],
+        wgrad: Wgrad,
     ) -> None:
         self.chunk = place[0]
         self.what = "chunk {}{}".format(*place)  # its name in the ledger
@@ -59,11 +65,13 @@ class Bucket:
         for slot in layout.slots:
             view = self.weights[slot.start : slot.stop].view(slot.parameter.local_shape(mesh.tp.size))
             parameter = self.parameters[slot.parameter.name] = nn.Parameter(view)
+            parameter.accumulation = Accumulation(wgrad)  # type: ignore[attr-defined]
             parameter.register_post_accumulate_grad_hook(_into_bucket)
         self._full: Tensor | None = None
+        self._begun = False  # whether `grad` holds a part of this step's sum, with zero = 2
         self._reducing: tuple[Awaitable, Tensor | None] = (DONE, None)
         self._gathering: Awaitable = DONE
-        self.finite_before = torch.ones((), dtype=torch.bool, device=device)
+        self._finite = torch.ones((), dtype=torch.bool, device=device)  # what `_look` has seen
         if zero == 2:
             self.grad = torch.zeros(self.shard[1] - self.shard[0], dtype=self._accumulate, device=device)
         else:
@@ -82,21 +90,30 @@ class Bucket:
         return {"weights": self.weights.nbytes, "gradients": (self.grad if self._full is None else self._full).nbytes}
 
     def clear(self) -> None:
-        """Forget the gradients of the last step."""
-        (self.grad if self._full is None else self._full).zero_()
-        self.finite_before.fill_(True)
+        """Forget the gradients of the last step: what comes first is written over them."""
+        self._forget()
+        self._begun = False
+        if self._looks:
+            self._finite.fill_(True)
 
     def make_room(self) -> None:
         """With zero = 2: a whole gradient until the next reduction, unless there is one."""
         if self._full is None:
-            self._bind(torch.zeros(self.layout.size, dtype=self._accumulate, device=self.weights.device))
+            full = torch.empty(self.layout.size, dtype=self._accumulate, device=self.weights.device)
+            for low, high in self.layout.padding:
+                full[low:high].zero_()
+            self._bind(full)
+            self._forget()
 
     def reduce(self) -> None:
         """Start the sum over data parallelism of the gradients accumulated since the last one."""
         full = self._full
         assert full is not None, "a backward comes before the reduction of its gradients"
-        if self.group.size > 1:  # after the reduction no one can say whose gradient it was
-            self.finite_before &= full.sum().isfinite()
+        for parameter in self.parameters.values():
+            if not parameter.accumulation.begun:  # type: ignore[attr-defined]
+                parameter.main_grad.zero_()  # type: ignore[attr-defined]
+        if self._looks:
+            self._look(full)
         self.finish_reduction()
         if self.zero == 0:
             self._reducing = (all_reduce(self.group, full, what=self.what, wait=False), None)
@@ -112,8 +129,11 @@ class Bucket:
         pending, part = self._reducing
         self._reducing = (DONE, None)
         pending.wait()
-        if part is not None:
+        if part is not None and self._begun:
             self.grad += part
+        elif part is not None:
+            self.grad.copy_(part)
+            self._begun = True
 
     def sum_partial(self, *, sequence: bool) -> None:
         """Sum what data parallelism leaves partial: over the pipeline's ends a tied embedding's gradient, and with
@@ -136,6 +156,45 @@ class Bucket:
         self._gathering.wait()
         self._gathering = DONE
 
+    def finite_before(self) -> bool:
+        """Whether this rank's own part of the gradient was finite, asked for after the sum over data parallelism. The
+        host waits for the device.
+
+        With zero = 1 a reduce-scatter has left the other ranks' shards of it as they were. About this rank's shard of
+        it nothing is known: if the sum there is not finite, and no other rank's part was, it was this rank's.
+        """
+        if self.zero == 1 and self._full is not None:
+            low, high = self.shard
+            return all(bool(part.isfinite().all()) for part in (self._full[:low], self._full[high:]))
+        return bool(self._finite)
+
+    @property
+    def blind(self) -> bool:
+        """Whether `finite_before` speaks of norms and biases only."""
+        return self.zero == 2 and self._looks and bool(self._vectors)
+
+    @property
+    def _looks(self) -> bool:
+        """Whether a reduction leaves nothing by which one could tell whose gradient was not finite."""
+        return self.zero != 1 and self.group.size > 1
+
+    @property
+    def _vectors(self) -> list[tuple[int, int]]:
+        """The ranges of what does not decay: norms and biases."""
+        return [(low, high) for low, high, decays in self.layout.runs(0, self.layout.size) if not decays]
+
+    def _look(self, full: Tensor) -> None:
+        """With zero = 0 look at the whole gradient before its sum, in a pass of its own, once a step. With zero = 2,
+        where that would be a pass for each micro-batch, look at norms and biases, which whatever is wrong in the
+        backward goes through; at everything if there are none.
+        """
+        for low, high in self._vectors if self.blind else [(0, self.layout.size)]:
+            self._finite &= full[low:high].sum().isfinite()
+
+    def _forget(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.accumulation.begun = False  # type: ignore[attr-defined]
+
     def _bind(self, full: Tensor) -> None:
         """Let the parameters' gradients accumulate in `full` [size]."""
         self._full = full
@@ -155,7 +214,7 @@ def _into_bucket(parameter: Tensor) -> None:
     """
     if parameter.grad is None:
         return
-    parameter.main_grad += parameter.grad  # type: ignore[attr-defined]
+    add_gradient(parameter, parameter.grad)
     parameter.grad = None
 
 
@@ -168,7 +227,7 @@ class Gradients:
 
     def __init__(
         self, chunks: Sequence[Sequence[Sequence[Parameter]]], mesh: Mesh, *, zero: int, sequence: bool, overlap: bool,
-        formats: tuple[torch.dtype, torch.dtype], device: torch.device,
+        formats: tuple[torch.dtype, torch.dtype], device: torch.device, wgrad: Wgrad = torch_wgrad,
     ) -> None:  # fmt: skip
         self._zero = zero
         self._sequence = sequence
@@ -177,7 +236,7 @@ class Gradients:
         self._reducing: deque[Bucket] = deque()  # the oldest reduction first
         self.chunks = [
             [
-                Bucket(parameters, mesh, zero, formats, device, (chunk, f".{i}" if len(cut) > 1 else ""))
+                Bucket(parameters, mesh, zero, formats, device, (chunk, f".{i}" if len(cut) > 1 else ""), wgrad)
                 for i, parameters in enumerate(cut)
             ]
             for chunk, cut in enumerate(chunks)

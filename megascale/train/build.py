@@ -30,6 +30,7 @@ from megascale.model.parts import Given, Operators
 from megascale.model.transformer import Stage
 from megascale.ops import select
 from megascale.ops.select import Setting
+from megascale.ops.wgrad import Wgrad
 from megascale.optim.lr import learning_rate
 from megascale.optim.sharded import ShardedOptimizer
 from megascale.parallel.eight_bit import Scaling, numerics_of
@@ -95,10 +96,10 @@ def build(config: RunConfig, mesh: Mesh, device: Device, stop: Stop, *, draw: bo
     formats = number_formats(config)
     fused = config.overlap.tp and symmetric.usable(mesh.tp, device)
     axis = TensorAxis(mesh.tp, config.parallel.sp, config.overlap.tp, fused, gpu=not device.is_cpu)
-    gradients = build_gradients(config, mesh, formats, device.torch)
+    setting = Setting.of(config, device)
+    gradients = build_gradients(config, mesh, formats, device.torch, select.build("wgrad", setting))
     if draw:
         draw_weights(gradients, mesh, config.train.seed)
-    setting = Setting.of(config, device)
     scaling = Scaling(config, mesh, device.torch, select.build("linear", setting))
     stages = build_stages(config, mesh, gradients, axis, Operators.of(setting), scaling)
     rule = select.build("optimizer", setting)
@@ -132,8 +133,8 @@ def number_formats(config: RunConfig) -> Formats:
     return getattr(torch, facts["compute"]), getattr(torch, facts["accumulate"])
 
 
-def build_gradients(config: RunConfig, mesh: Mesh, formats: Formats, device: torch.device) -> Gradients:
-    """Allocate this rank's weights and gradients."""
+def build_gradients(config: RunConfig, mesh: Mesh, formats: Formats, device: torch.device, wgrad: Wgrad) -> Gradients:
+    """Allocate this rank's weights and gradients. `wgrad`: the GEMM that adds to these."""
     return Gradients(
         chunk_buckets(config, mesh.coord.pp),
         mesh,
@@ -142,6 +143,7 @@ def build_gradients(config: RunConfig, mesh: Mesh, formats: Formats, device: tor
         overlap=config.overlap.dp,
         formats=formats,
         device=device,
+        wgrad=wgrad,
     )
 
 

@@ -26,7 +26,8 @@ class Report:
     """What is not finite on one rank. Ranks of one `place`, (pp, tp), hold the same buckets.
 
     `gradients`: parameters whose sum over data parallelism is not finite in this rank's shard, with their bucket;
-    `spoilt`: the buckets that were not finite before that sum, for after it no shard shows whose gradient it was.
+    `spoilt`: the buckets that were not finite before that sum, for after it no shard shows whose gradient it was;
+    `blind`: whether a bucket that is not among them may have been so, but for its norms and biases.
     """
 
     rank: int
@@ -36,6 +37,7 @@ class Report:
     weights: list[str]
     gradients: dict[str, int]
     spoilt: list[int]
+    blind: bool = False
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.host})"
@@ -93,7 +95,8 @@ def _report(run: Run, own_loss: float) -> Report:
         loss=own_loss,
         weights=[name for b in buckets for name, p in b.parameters.items() if not bool(p.isfinite().all())],
         gradients={name: index for index, b in enumerate(buckets) for name in _not_finite(b, b.grad)},
-        spoilt=[i for i, bucket in enumerate(buckets) if bucket.group.size == 1 or not bool(bucket.finite_before)],
+        spoilt=[i for i, bucket in enumerate(buckets) if bucket.group.size == 1 or not bucket.finite_before()],
+        blind=any(bucket.blind for bucket in buckets),
     )
 
 
@@ -132,5 +135,6 @@ def _first_gradient(reports: Sequence[Report], model: ModelConfig) -> str:
     holders = [report for report in reports if name in report.gradients]
     buckets = [(report.place, report.gradients[name]) for report in holders]
     sources = [r for r in reports if any(r.place == place and bucket in r.spoilt for place, bucket in buckets)]
-    first, *others = sources or holders
+    blind = [r for r in reports if r.blind and any(r.place == place for place, _ in buckets)]
+    first, *others = sources or blind or holders
     return f"the gradient of {name} on {first}" + (f" and {len(others)} more" if others else "")

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from megascale.comm.group import alone
+from megascale.ops.wgrad import torch_wgrad
 from megascale.parallel.overlap import Layer, TensorAxis
 from megascale.parallel.tensor import column_linear, row_linear
 from megascale.parallel.vocabulary import VocabularyRange, embed
-from megascale.parallel.weights import add_product, add_rows, add_sum
+from megascale.parallel.weights import Accumulation, add_gradient, add_product, add_rows, add_sum
 
 AXIS = TensorAxis(alone("tp"))
 T, N, K = 11, 6, 4
@@ -62,6 +63,31 @@ def test_accumulates_into_main_grad(shape: Any, add: Any, formula: Any, compute:
     tolerance = 1e-14 if compute == "float64" else 2.0**-8
     assert float((weight.main_grad.double() - expected).abs().max()) < tolerance * scale  # type: ignore[attr-defined]
     assert weight.main_grad.dtype == before.dtype  # type: ignore[attr-defined]
+
+
+PARTS = ADDITIONS | {
+    "add_gradient": (
+        (N, K),
+        lambda w, dtype: add_gradient(w, numbers(N, K, seed=1, dtype=dtype)),
+        lambda dtype: numbers(N, K, seed=1, dtype=dtype).double(),
+    )
+}
+
+
+@pytest.mark.parametrize(("shape", "add", "formula"), PARTS.values(), ids=list(PARTS))
+@pytest.mark.parametrize(("compute", "accumulate"), [("float64", "float64"), ("bfloat16", "float32")])
+def test_the_first_part_of_a_sum_is_written_over_what_is_there(
+    shape: Any, add: Any, formula: Any, compute: str, accumulate: str
+) -> None:
+    dtype = getattr(torch, compute)
+    weight: Any = nn.Parameter(torch.zeros(shape, dtype=dtype))
+    weight.main_grad = torch.full(shape, torch.nan, dtype=getattr(torch, accumulate))
+    weight.accumulation = Accumulation(torch_wgrad)
+    for times in (1, 2, 3):
+        add(weight, dtype)
+        expected = times * formula(dtype)
+        tolerance = 1e-14 if compute == "float64" else 2.0**-7
+        assert float((weight.main_grad.double() - expected).abs().max()) < tolerance * float(expected.abs().max())
 
 
 @additions

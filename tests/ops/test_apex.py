@@ -27,6 +27,7 @@ from tests.runs import GPT
 
 Lists = list[list[Tensor]]
 GO, SKIP = torch.zeros(()), torch.ones(())
+CLIPPED = torch.tensor(0.3, dtype=torch.float64)
 
 
 def scalar(tensor: Tensor, dtype: torch.dtype) -> float:
@@ -146,7 +147,7 @@ def test_the_rules_are_torchs(name: str, bias_correction: bool, weight_decay: fl
                 noise = torch.randn(len(part.grad), generator=torch.Generator().manual_seed(step))
                 part.grad.copy_(noise)
             if name == "adamw":
-                rule.step(lr, step, skip)
+                rule.step(lr, step, CLIPPED, skip)
             else:
                 rule.direct(step, skip)
                 rule.apply(lr, norms_of(parts), skip)
@@ -160,7 +161,7 @@ def test_the_rules_are_torchs(name: str, bias_correction: bool, weight_decay: fl
 @pytest.mark.usefixtures("apex")
 def test_a_shard_may_hold_no_parameter() -> None:
     config = OptimizerConfig(lr=1e-2)
-    ApexAdamW([], config).step(1e-2, 1, GO)
+    ApexAdamW([], config).step(1e-2, 1, CLIPPED, GO)
     rule = ApexLamb([], config)
     rule.direct(1, GO)
     rule.apply(1e-2, torch.zeros(2, 0, dtype=torch.float64), GO)

@@ -206,8 +206,8 @@ def test_a_wrong_product_in_eight_bits_fails(monkeypatch: pytest.MonkeyPatch) ->
 class WrongRule(AdamW):
     """Knows nothing of the steps before."""
 
-    def step(self, lr: float, step: int, skip: Tensor) -> None:
-        super().step(lr, 1, skip)
+    def step(self, lr: float, step: int, factor: Tensor, skip: Tensor) -> None:
+        super().step(lr, 1, factor, skip)
 
 
 class WrongOptimizer(TorchOptimizer):

@@ -15,6 +15,7 @@ from megascale.catalog.precisions import PRECISIONS
 from megascale.config.train import OptimizerConfig
 from megascale.core.rank import Rank
 from megascale.ops.optimizer import Segment
+from megascale.train.step import train_step
 from tests.runs import FAMILIES, GPT, LLAMA, build_run, config_of, gather_weights, settings
 from tests.worlds import run_world
 
@@ -30,6 +31,9 @@ def segment(size: int, decays: bool, seed: int) -> Segment:
 
 GO = torch.zeros(())
 """Nothing is skipped."""
+
+ONE = torch.ones((), dtype=torch.float64)
+"""Nothing is clipped."""
 
 
 def gradient(size: int, step: int) -> Tensor:
@@ -61,7 +65,7 @@ def test_follows_the_formula_under_a_changing_rate(decays: bool, bias_correction
     optimizer = OPTIMIZERS["adamw"].load()([part], config)
     for step, lr in enumerate(lrs, 1):
         part.grad.copy_(gradient(200, step))
-        optimizer.step(lr, step, GO)
+        optimizer.step(lr, step, ONE, GO)
         torch.testing.assert_close(part.weight.double(), expected[step - 1], rtol=1e-5, atol=1e-6)
     assert not torch.equal(part.weight, segment(200, decays, seed=1).weight)
 
@@ -77,8 +81,8 @@ def test_the_cut_into_segments_changes_nothing() -> None:
     for step in range(1, STEPS):
         for part in (whole, flat):
             part.grad.copy_(gradient(100, step))
-        one.step(1e-2, step, GO)
-        many.step(1e-2, step, GO)
+        one.step(1e-2, step, ONE, GO)
+        many.step(1e-2, step, ONE, GO)
     for name in ("weight", *whole.state):  # the ends of a run are computed without vectors, and round otherwise
         ours, theirs = (part.weight if name == "weight" else part.state[name] for part in (whole, flat))
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
@@ -93,9 +97,27 @@ def test_all_its_state_is_in_the_segments() -> None:
             broken = body([other], CONFIG)
         for part in (one, other):
             part.grad.copy_(gradient(50, step))
-        straight.step(1e-2, step, GO)
-        broken.step(1e-2, step, GO)
+        straight.step(1e-2, step, ONE, GO)
+        broken.step(1e-2, step, ONE, GO)
     assert torch.equal(one.weight, other.weight)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-14)], ids=str)
+def test_the_factor_clips_the_gradient(dtype: torch.dtype, tolerance: float) -> None:
+    """In fp64 to the last digits, which layouts of one model have in common."""
+    body, factor = OPTIMIZERS["adamw"].load(), torch.tensor(math.pi * 1e-5, dtype=torch.float64)
+    clipped, within = (
+        Segment(p.weight.to(dtype), p.grad.to(dtype), {k: v.to(dtype) for k, v in p.state.items()}, True)
+        for p in (segment(100, True, seed=5), segment(100, True, seed=5))
+    )
+    for step in range(1, STEPS):
+        within.grad.copy_(gradient(100, step).to(dtype))
+        clipped.grad.copy_(within.grad.double() * factor)
+        body([clipped], CONFIG).step(1e-2, step, ONE, GO)
+        body([within], CONFIG).step(1e-2, step, factor, GO)
+    for name in ("weight", *within.state):
+        ours, theirs = (part.weight if name == "weight" else part.state[name] for part in (within, clipped))
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=0)
 
 
 def test_a_step_that_is_skipped_changes_nothing() -> None:
@@ -103,9 +125,10 @@ def test_a_step_that_is_skipped_changes_nothing() -> None:
     optimizer = body([part], CONFIG)
     part.grad.fill_(math.nan)
     before = [t.clone() for t in (part.weight, *part.state.values())]
-    optimizer.step(1e-2, 1, torch.ones(()))
+    optimizer.step(1e-2, 1, ONE, torch.ones(()))
+    assert part.grad.isnan().all(), "the guard looks at it"
     assert all(torch.equal(a, b) for a, b in zip(before, (part.weight, *part.state.values()), strict=True))
-    optimizer.step(1e-2, 1, GO)
+    optimizer.step(1e-2, 1, ONE, GO)
     assert not part.weight.isfinite().all()
 
 
@@ -217,3 +240,52 @@ def test_matrices_decay_and_norms_and_biases_do_not(family: str, tmp_path: Path)
     for shrunk, stayed in run_world(2, decayed, config):
         assert shrunk == DECAYED[family] | layers
         assert all("norm" in name or name.endswith(".bias") for name in stayed) and stayed
+
+
+def moved(rank: Rank, config: Any) -> float:
+    """Bytes that operators read and write of large tensors, for each parameter, in a step without its backward."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Moved(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = function(*args, **(kwargs or {}))
+            if function.is_view or function.namespace != "aten":
+                return out
+            for argument, given in zip(function._schema.arguments, args, strict=False):
+                size = large(given)
+                writes = argument.alias_info is not None and argument.alias_info.is_write
+                reads = not (writes and function.overloadpacket in WRITE_ONLY)
+                total.append(size * (writes + reads))
+            if not function._schema.is_mutable:
+                total.append(large(out))
+            return out
+
+    def large(given: Any) -> int:
+        tensors = given if isinstance(given, list | tuple) else [given]
+        return sum(t.nbytes for t in tensors if isinstance(t, Tensor) and t.numel() > 64)
+
+    run = build_run(rank, config)
+    total: list[int] = []
+    backward = run.pipeline.run
+
+    def uncounted(*arguments: Any) -> Tensor:
+        counted = len(total)
+        loss: Tensor = backward(*arguments)
+        del total[counted:]
+        return loss
+
+    run.pipeline.run = uncounted
+    train_step(run, run.train.batch(0))
+    with Moved():
+        train_step(run, run.train.batch(8))
+    return sum(total) / sum(bucket.layout.size for bucket in run.gradients.buckets)
+
+
+WRITE_ONLY = (torch.ops.aten.copy_, torch.ops.aten.fill_, torch.ops.aten.zero_)
+
+
+def test_a_step_moves_42_bytes_for_each_parameter(tmp_path: Path) -> None:
+    """As the table of `optim.adamw` says."""
+    model = LLAMA | {"hidden_size": 64, "ffn_size": 128}
+    ((found),) = run_world(1, moved, config_of(settings(model, tmp_path, train__precision="bf16"), tmp_path))
+    assert found == pytest.approx(42, rel=0.01)

@@ -166,3 +166,115 @@ def stepped_twice(rank: Rank, config: RunConfig) -> tuple[Numbers, Numbers]:
     backward(run, run.train.batch(8))
     backward(run, run.train.batch(0))
     return once, by_name(run)
+
+
+def stale(rank: Rank, configs: list[RunConfig]) -> list[tuple[list[str], float, list[bool]]]:
+    """A step's gradients where nothing was before, and where the last step left numbers that are none, in memory that
+    is taken anew too: which differ, the largest, and whether all padding is zero.
+    """
+    found = []
+    for run in builds(rank, configs):
+        backward(run, run.train.batch(0))
+        clean = by_name(run)
+        for bucket in run.gradients.buckets:
+            for parameter in bucket.parameters.values():
+                getattr(parameter, "main_grad", torch.empty(0)).fill_(torch.nan)
+            if bucket.zero == 2:
+                bucket.grad.fill_(torch.nan)
+        torch.use_deterministic_algorithms(True, warn_only=True)  # fills what is taken with NaN
+        backward(run, run.train.batch(0))
+        torch.use_deterministic_algorithms(False)
+        again = by_name(run)
+        differ = [name for name, gradient in again.items() if not np.array_equal(gradient, clean[name])]
+        assert any(bucket.layout.padding for bucket in run.gradients.buckets), "a model without padding shows nothing"
+        largest = max(float(abs(gradient).max(initial=0)) for gradient in again.values())
+        found.append((differ, largest, [empty_beside_slots(bucket) for bucket in run.gradients.buckets]))
+    return found
+
+
+def empty_beside_slots(bucket: Any) -> bool:
+    """Whether what belongs to no parameter is zero in this rank's shard."""
+    first, last = bucket.shard
+    inside = [(max(low, first) - first, min(high, last) - first) for low, high in bucket.layout.padding]
+    return not any(bool(bucket.grad[low:high].any()) for low, high in inside if low < high)
+
+
+STALE: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "tied": (1, GPT, {}),
+    "untied": (1, LLAMA, {}),
+    "shards": (2, GPT, {"parallel__dp": 2}),
+    "tied, two stages": (2, GPT, {"parallel__pp": 2}),
+    "pieces": (2, LLAMA, {"parallel__tp": 2, "parallel__sp": True}),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[] if name == "shards" else pytest.mark.slow, id=name) for name, case in STALE.items()],
+)
+def test_what_the_last_step_left_is_not_read(case: tuple[int, dict[str, Any], dict[str, Any]], tmp_path: Path) -> None:
+    """With every zero, recomputation and fp8."""
+    world, model, layout = case
+    others: list[dict[str, Any]] = [{"parallel__zero": zero} for zero in (0, 1, 2)]
+    others.append({"train__recompute": "full", "train__precision": "bf16"})
+    others.append({"train__precision": "fp8", "model__ffn_size": 64})
+    configs = [config_of(settings(model, tmp_path, **layout, **other), tmp_path, world=world) for other in others]
+    for rank in run_world(world, stale, configs):
+        for differ, largest, empty in rank:
+            assert differ == [] and 0 < largest < 1e6 and all(empty)
+
+
+def reached(rank: Rank, configs: list[RunConfig]) -> list[tuple[set[str], bool]]:
+    """Which gradients are not zero in a step that passes by the second layer's MLP, after one that does not."""
+    found = []
+    for run in builds(rank, configs):
+        backward(run, run.train.batch(0))
+        run.stages[0].layers["1"].mlp.forward = lambda x, *others: x * 0.5
+        backward(run, run.train.batch(0))
+        gradients = by_name(run)
+        found.append(
+            ({n for n, g in gradients.items() if g.any()}, all(np.isfinite(g).all() for g in gradients.values()))
+        )
+    return found
+
+
+def test_a_parameter_without_a_gradient_reads_zero(tmp_path: Path) -> None:
+    configs = [config_of(settings(LLAMA, tmp_path, parallel__zero=zero), tmp_path) for zero in (0, 1, 2)]
+    ((*each,),) = run_world(1, reached, configs)
+    for names, finite in each:
+        assert finite and {"layers.0.mlp.down.weight", "layers.1.attention.qkv.weight"} <= names
+        assert not any(name.startswith("layers.1.mlp.") for name in names)
+
+
+def zeroed(rank: Rank, configs: list[RunConfig]) -> list[list[str]]:
+    """For each run the parameters whose gradients some operator fills in a step."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from megascale.train.step import train_step
+
+    class Fills(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function.overloadpacket in (torch.ops.aten.zero_, torch.ops.aten.fill_):
+                at, size = args[0].data_ptr(), args[0].nbytes
+                touched.update(n for n, (start, length) in places.items() if at < start + length and start < at + size)
+            return function(*args, **(kwargs or {}))
+
+    found = []
+    for run in builds(rank, configs):
+        named = run.gradients.parameters(0).items()
+        places = {name: (p.main_grad.data_ptr(), p.main_grad.nbytes) for name, p in named}
+        touched: set[str] = set()
+        with Fills():
+            for _ in range(2):
+                train_step(run, run.train.batch(run.progress.samples))
+        assert "embedding.token.weight" in places
+        found.append(sorted(touched))
+    return found
+
+
+def test_nothing_is_zeroed_but_the_rows_of_an_embedding(tmp_path: Path) -> None:
+    """Where the head is tied to it and has written its gradient before, not even they."""
+    formats = ("fp32", "bf16")
+    trees = [settings(model, tmp_path, train__precision=p) for model in (LLAMA, GPT) for p in formats]
+    ((*found,),) = run_world(1, zeroed, [config_of(tree, tmp_path) for tree in trees])
+    assert found == [["embedding.token.weight"]] * 2 + [[]] * 2

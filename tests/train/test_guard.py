@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(
     "layout",
-    only_quick(LAYOUTS, LAYOUTS[2], LAYOUTS[-2]),
+    only_quick(LAYOUTS, LAYOUTS[1], LAYOUTS[-2]),
     ids=lambda layout: " ".join(f"{k[10:]}{v}" for k, v in layout.items()),
 )
 def test_named_and_not_updated(layout: dict[str, Any], tmp_path: Path) -> None:
@@ -125,8 +126,6 @@ def test_a_tied_embedding_does_not_hide_where_a_gradient_began(tmp_path: Path) -
 
 def overlooked(rank: Rank, config: Any) -> list[tuple[str, bool]]:
     """A third step with a gradient that is not finite, without the guard, and then without the optimizer's own."""
-    from dataclasses import replace
-
     import torch
 
     from megascale.train import step
@@ -149,6 +148,56 @@ def test_without_the_guards_the_step_would_spoil_the_weights(tmp_path: Path) -> 
     assert run_world(1, overlooked, config) == [[("", True), ("", False)]]
 
 
+def isolated(rank: Rank, configs: list[Any]) -> list[list[str]]:
+    """For each run, and for two weights that lie in the shards of the two ranks: the error's text if one number of the
+    weight's gradient is not finite on rank 1, and nothing else, by each way in which gradients travel.
+    """
+    from tests.runs import send_messages
+
+    found: list[list[str]] = []
+    for number, run in enumerate(builds(rank, [config for config in configs for _ in range(3)])):
+        dp, way = run.mesh.dp, number % 3
+        if number == 0:
+            shared = dp.exchange, dp.transport
+        dp.exchange, dp.transport = shared
+        if way:
+            send_messages(dp, backend=way == 2)
+        train_two_steps(run)
+        texts = []
+        for name in ISOLATED:
+            (bucket,) = run.gradients.buckets
+            (slot,) = [slot for slot in bucket.layout.slots if slot.parameter.name == name]
+            assert (slot.stop <= bucket.layout.size // 2) is (name == ISOLATED[0]), "each in another shard"
+            reduce = bucket.reduce
+
+            def spoilt(name: str = name, bucket: Any = bucket, reduce: Any = reduce) -> None:
+                if rank.rank == 1:
+                    bucket.parameters[name].main_grad[0, 0] = math.nan
+                reduce()
+
+            bucket.reduce = spoilt
+            texts.append(third_step(run)[0])
+            bucket.reduce = reduce
+        found.append(texts)
+    return found
+
+
+ISOLATED = ("layers.0.attention.qkv.weight", "layers.3.mlp.down.weight")
+
+
+def test_a_weights_gradient_alone_is_found(tmp_path: Path) -> None:
+    """With zero = 2 nobody knows whose it was."""
+    layouts = [{"parallel__dp": 2, "parallel__zero": zero} for zero in (0, 1, 2)]
+    configs = [config_of(settings(LLAMA, tmp_path, train__precision="fp32", **layout), tmp_path) for layout in layouts]
+    ranks = run_world(2, isolated, configs)
+    assert ranks[0] == ranks[1]
+    for zero, texts in zip((0, 1, 2), (ranks[0][n : n + 3] for n in (0, 3, 6)), strict=True):
+        for each in texts:
+            for name, text in zip(ISOLATED, each, strict=True):
+                where = "on rank 1 (" if zero < 2 else "on rank 0 ("
+                assert f"the gradient of {name} {where}" in text and ("and 1 more" in text) == (zero == 2)
+
+
 def report(rank: int, place: tuple[int, int], gradients: dict[str, int], spoilt: set[int]) -> Report:
     return Report(rank, "host", place, 1.0, [], gradients, spoilt)
 
@@ -167,6 +216,8 @@ def test_every_rank_that_may_have_spoilt_a_sum_is_counted() -> None:
     assert _verdict(reports, ModelConfig(**GPT)) == f"{name} 2 (host) and 1 more is not finite"
     assert _verdict(reports[:2], ModelConfig(**GPT)) == f"{name} 1 (host) is not finite"
     assert _verdict(reports[:1], ModelConfig(**GPT)) == "the sum of all gradients is not finite"
+    blind = [replace(each, spoilt=set(), blind=True) for each in reports]
+    assert _verdict(blind, ModelConfig(**GPT)) == f"{name} 0 (host) and 3 more is not finite", "all of the place"
 
 
 def last_rank_with_layer_2(config: Any) -> int:
