@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, dtype
+from torch.nn.attention import SDPBackend
 
 from megascale.core.errors import Exit, MegascaleError
 
@@ -124,6 +125,18 @@ class Device:
         if not hasattr(found, "pci_bus_id"):
             return None
         return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+
+    def attention_kernel(self, number_format: dtype, head_dim: int, shared: bool) -> str:
+        """The kernel that torch's scaled_dot_product_attention takes here for causal attention that is differentiated,
+        such as 'CUDNN_ATTENTION'. Torch is asked, for its rule is another in many of its versions. `shared`: whether
+        query heads share key-value heads.
+        """
+        tokens, queries = 128, 2 if shared else 1
+        heads = torch.empty(
+            tokens, 1, queries + 2, head_dim, dtype=number_format, device=self.torch, requires_grad=True
+        )
+        q, k, v = heads.permute(1, 2, 0, 3).split([queries, 1, 1], 1)
+        return SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=shared)).name
 
     def timer(self) -> Timer:
         """What marks moments in this device's work."""

@@ -26,7 +26,7 @@ from megascale.device import Timer
 from megascale.dryrun.mesh import silent_mesh
 from megascale.dryrun.run import FakeDevice
 from megascale.layout.topology import Topology
-from megascale.model.rope import rope_table
+from megascale.ops.rope import rope_table
 from megascale.trace.recorder import Recorder
 from megascale.train.build import Run, build
 from megascale.train.stop import Stop

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from megascale.catalog.layers import BLOCKS
 from megascale.catalog.recipes import RECIPES
 from megascale.core.registry import Card, Registry
 
@@ -18,10 +19,12 @@ FORMATS = ("float32", "bfloat16")
 
 @dataclass(frozen=True)
 class Need:
-    """What a configuration alone says that an operation must serve: the norm, activation or optimizer of that `name`,
-    of other operations None; numbers in that format of torch; `dropout` of attention weights; a cut over `tp` ranks;
-    the `grain` of the scales of fp8 products (`catalog.recipes`), None without; heads of `head_dim`; rows of `columns`
-    numbers, of a norm or an activation; and layers with sliding `windows`.
+    """What a configuration alone says that an operation must serve.
+
+    `name`: of the norm, activation, position, optimizer, grain or, for wgrad, number format; of other operations None.
+    Numbers in that format of torch; `dropout` of attention weights; a cut over `tp` ranks; the `grain` of the scales of
+    fp8 products (`catalog.recipes`), None without; heads of `head_dim`; rows of `columns` numbers, of a norm or an
+    activation; and layers with sliding `windows`. `used`: whether the model has the operation at all.
     """
 
     name: str | None
@@ -32,15 +35,21 @@ class Need:
     head_dim: int
     columns: int
     windows: bool
+    used: bool = True
 
     @classmethod
     def of(cls, operation: str, model: Any, number_format: str, optimizer: str, tp: int, recipe: str | None) -> Need:
         """From `[model]`, the optimizer's name and that of the fp8 recipe, None without."""
-        names = {"norm": model.norm, "activation": model.activation, "optimizer": optimizer}
         grain = RECIPES[recipe].facts["grain"] if recipe else None
+        names = {
+            "norm": model.norm, "add_norm": model.norm, "activation": model.activation, "rope": model.position,
+            "optimizer": optimizer, "linear": grain, "wgrad": number_format,
+        }  # fmt: skip
+        used = {"rope": model.position == "rope", "add_norm": BLOCKS[model.block].facts["norms"] == 2}
         columns = model.ffn_size // tp if operation == "activation" else model.hidden_size
         rest = model.head_dim, columns, any(model.windows)
-        return cls(names.get(operation), number_format, model.dropout > 0, tp, grain, *rest)
+        found = cls(names.get(operation), number_format, model.dropout > 0, tp, grain, *rest)
+        return replace(found, used=used.get(operation, True))
 
 
 def lacks(card: Card, need: Need) -> str | None:
@@ -70,10 +79,18 @@ def lacks(card: Card, need: Need) -> str | None:
     return None
 
 
+def passes(card: Card, need: Need) -> bool:
+    """Whether a backend makes several passes over memory for what one kernel can do in one: by its fact `passes`, the
+    names for which that is so, or True for all.
+    """
+    several = card.facts.get("passes", ())
+    return need.used and (several is True or need.name in several)
+
+
 def _card(name: str, help: str, body: str, serves: tuple[str, ...] = (), **facts: Any) -> Card:
     """`serves`: of a library's norms, activations and optimizers; empty for all, in all formats."""
     most = {"serves": serves, "formats": serves and FORMATS, "grains": (), "dropout": True, "cut": True,
-            "least_head": 0, "most_head": math.inf, "columns": math.inf, "windows": False}  # fmt: skip
+            "least_head": 0, "most_head": math.inf, "columns": math.inf, "windows": False, "passes": ()}  # fmt: skip
     return Card(name, help, f"megascale.ops.{body}", most | facts)
 
 
@@ -91,7 +108,17 @@ NORM_BACKENDS = Registry(
         _card("liger", "Liger's kernels", "liger:LigerNorm", ("layernorm", "rmsnorm"), columns=ROW),
         _card("apex", "Apex's kernels", "apex_norm:ApexNorm", ("layernorm", "rmsnorm")),
         _card("compile", "a formula by torch.compile", "compiled:CompiledNorm"),
-        _card("torch", "torch's operators", "norm:TorchNorm"),
+        _card("torch", "torch's operators", "norm:TorchNorm", passes=("rmsnorm",)),
+    ],
+)
+
+ADD_NORM_BACKENDS = Registry(
+    "add_norm backend",
+    "megascale.backends.add_norm",
+    [
+        _card("liger", "Liger's kernel", "liger:LigerAddNorm", ("rmsnorm",), columns=ROW),
+        _card("compile", "a formula by torch.compile", "compiled:CompiledAddNorm"),
+        _card("torch", "torch's sum, then the backend of norms", "norm:TorchAddNorm", passes=True),
     ],
 )
 
@@ -102,7 +129,17 @@ ACTIVATION_BACKENDS = Registry(
         _card("te", "Transformer Engine's kernels", "te:TEActivation", ("gelu_tanh", "swiglu")),
         _card("liger", "Liger's kernel", "liger:LigerActivation", ("swiglu",), columns=ROW),
         _card("compile", "a formula by torch.compile", "compiled:CompiledActivation"),
-        _card("torch", "torch's operators", "activation:TorchActivation"),
+        _card("torch", "torch's operators", "activation:TorchActivation", passes=("swiglu",)),
+    ],
+)
+
+ROPE_BACKENDS = Registry(
+    "rope backend",
+    "megascale.backends.rope",
+    [
+        _card("compile", "a formula by torch.compile", "rope:CompiledRope", ("rope",), formats=()),
+        _card("te", "Transformer Engine's kernel, and a copy that joins values", "te:TERope", ("rope",)),
+        _card("torch", "torch's operators", "rope:TorchRope", passes=("rope",)),
     ],
 )
 
@@ -139,6 +176,9 @@ OPTIMIZER_BACKENDS = Registry(
     ],
 )
 
+GRAINS = ("tensor", "row", "block")
+"""Of the scales of fp8 recipes."""
+
 LINEAR_BACKENDS = Registry(
     "linear backend",
     "megascale.backends.linear",
@@ -153,9 +193,9 @@ LINEAR_BACKENDS = Registry(
             "compile",
             "torch's products; casts to fp8 by torch.compile",
             "fp8:CompiledLinear",
-            grains=("tensor", "row", "block"),
+            grains=GRAINS,
         ),
-        _card("torch", "torch's products; casts to fp8 by torch's operators", "fp8:TorchLinear"),
+        _card("torch", "torch's products; casts to fp8 by torch's operators", "fp8:TorchLinear", passes=GRAINS),
     ],
 )
 
@@ -166,7 +206,12 @@ WGRAD_BACKENDS = Registry(
         _card("addmm", "torch's GEMM of bf16 factors into fp32", "wgrad:WideWgrad", formats=("bfloat16",)),
         _card("te", "Transformer Engine's GEMM", "wgrad:EngineWgrad", formats=("bfloat16",)),
         _card("apex", "NVIDIA Apex's GEMM", "apex:ApexWgrad", formats=("bfloat16",)),
-        _card("torch", "torch's operators: in bf16 a product, and a pass that adds it", "wgrad:TorchWgrad"),
+        _card(
+            "torch",
+            "torch's operators: in bf16 a product, and a pass that adds it",
+            "wgrad:TorchWgrad",
+            passes=("bfloat16",),
+        ),
     ],
 )
 
@@ -176,23 +221,25 @@ CROSS_ENTROPY_BACKENDS = Registry(
     [
         _card(
             "te",
-            "Transformer Engine's kernels",
+            "Transformer Engine's kernels, of a release with overwrite_input (none up to 2.19)",
             "cross_entropy:TransformerEngineCrossEntropy",
             formats=FORMATS,
             cut=False,
         ),
         _card("compile", "torch.compile", "cross_entropy:CompiledCrossEntropy"),
-        _card("torch", "torch's operators, over blocks of tokens", "cross_entropy:TorchCrossEntropy"),
+        _card("torch", "torch's operators, over blocks of tokens", "cross_entropy:TorchCrossEntropy", passes=True),
     ],
 )
 
-FUSED = ("norm", "activation")
+FUSED = ("norm", "add_norm", "activation", "rope")
 """Operations that torch.compile fuses with what stands beside them in a block."""
 
 BACKENDS: dict[str, Registry] = {
     "linear": LINEAR_BACKENDS,
     "attention": ATTENTION_BACKENDS,
+    "rope": ROPE_BACKENDS,
     "norm": NORM_BACKENDS,
+    "add_norm": ADD_NORM_BACKENDS,
     "activation": ACTIVATION_BACKENDS,
     "cross_entropy": CROSS_ENTROPY_BACKENDS,
     "wgrad": WGRAD_BACKENDS,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -10,7 +11,7 @@ import shutil
 import subprocess
 import textwrap
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,12 +77,14 @@ def run(options: argparse.Namespace) -> int:
     with Console(stderr=True).status("", spinner="line") as status:  # torch.compile takes its time
         facts = machine(device, list(configs))
         found = {name: examinations(config, device, name, status.update) for name, config in configs.items()}
+    slow = slowness(configs.values(), device)
     ok = not any(one.problem or any(v.failed for v in one.verdicts) for all in found.values() for one in all)
     if options.json:
         plain = {name: [asdict(one) for one in all] for name, all in found.items()}
-        print(json.dumps({"ok": ok, "machine": facts, "operations": plain}))
+        print(json.dumps({"ok": ok, "machine": facts, "operations": plain, "slow": slow}))
     else:
-        print("\n".join([*described(facts), "", *table(found)]))
+        warnings = [line for text in slow for line in _wrapped("WARNING: ", text)]
+        print("\n".join([*described(facts), "", *table(found), *warnings]))
     return Exit.OK if ok else Exit.UNCLASSIFIED
 
 
@@ -109,10 +112,23 @@ def examinations(
     from megascale.ops.selftest import examine
 
     setting, found = Setting.of(config, device), []
-    for operation in BACKENDS:
+    for operation in filter(setting.uses, BACKENDS):
         progress(f"testing {operation} in {precision}")
         found.append(examine(operation, setting))
     return found
+
+
+def slowness(configs: Iterable[RunConfig], device: Device) -> list[str]:
+    """What is slower than it need be here, each sentence once; nothing of a configuration that cannot be served."""
+    from megascale.ops.advice import advice
+    from megascale.ops.select import BackendError, Setting
+
+    found: dict[str, None] = {}
+    for config in configs:
+        with contextlib.suppress(BackendError):  # its examination says why
+            if text := advice(Setting.of(config, device)):
+                found[text] = None
+    return list(found)
 
 
 def machine(device: Device, precisions: Sequence[str]) -> dict[str, Any]:

@@ -8,12 +8,14 @@ from pydantic import Field
 
 from megascale.catalog.backends import (
     ACTIVATION_BACKENDS,
+    ADD_NORM_BACKENDS,
     ATTENTION_BACKENDS,
     AUTO,
     CROSS_ENTROPY_BACKENDS,
     LINEAR_BACKENDS,
     NORM_BACKENDS,
     OPTIMIZER_BACKENDS,
+    ROPE_BACKENDS,
     WGRAD_BACKENDS,
 )
 from megascale.config.section import Section, choice
@@ -26,7 +28,11 @@ class BackendsConfig(Section):
         AUTO, description="of the casts of linear layers to fp8, and of products of what was cast"
     )
     attention: Annotated[str, choice(ATTENTION_BACKENDS, AUTO)] = Field(AUTO, description="of attention")
+    rope: Annotated[str, choice(ROPE_BACKENDS, AUTO)] = Field(AUTO, description="of rotary position embedding")
     norm: Annotated[str, choice(NORM_BACKENDS, AUTO)] = Field(AUTO, description="of norms")
+    add_norm: Annotated[str, choice(ADD_NORM_BACKENDS, AUTO)] = Field(
+        AUTO, description="of the residual sum and the norm of it that stand together in a serial block"
+    )
     activation: Annotated[str, choice(ACTIVATION_BACKENDS, AUTO)] = Field(
         AUTO, description="of the MLP's non-linearity"
     )

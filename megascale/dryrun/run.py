@@ -18,7 +18,7 @@ from megascale.dryrun.rehearsal import Rehearsals, StandIn
 from megascale.layout.chunks import eight_bit_layers
 from megascale.layout.recompute import recompute_of
 from megascale.layout.topology import Coord, Topology
-from megascale.model.rope import rope_table
+from megascale.ops.rope import rope_table
 from megascale.train.build import Run, build
 from megascale.train.step import train_step
 from megascale.train.stop import Stop

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megascale.model.parts import Given, Linear
-from megascale.model.rope import rope_table, rotate_heads
+from megascale.ops.rope import rope_table
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.recompute import Again, recomputed
 from megascale.parallel.tensor import column_linear, row_linear
@@ -23,6 +23,7 @@ class Attention(nn.Module):
         self._model = model = given.model
         self._axis = axis = given.axis
         self._attend = given.operators.attend
+        self._rotate = given.operators.rotate
         self._window = model.windows[index]
         self._mix = given.operators.fuse(self.mix)
         self._recompute = given.recompute.attention
@@ -57,7 +58,7 @@ class Attention(nn.Module):
         s, b, _ = qkv.shape
         heads = qkv.view(s, b, -1, self._model.head_dim)
         if angles is not None:
-            heads = rotate_heads(heads, self._heads + self._kv_heads, *angles)
+            heads = self._rotate(heads, self._heads + self._kv_heads, *angles)
         q, k, v = heads.permute(1, 2, 0, 3).split([self._heads, self._kv_heads, self._kv_heads], dim=1)
         out_bhsd = self._attend(q, k, v, self._window, keep, self._model.dropout)
         return out_bhsd.permute(2, 0, 1, 3).reshape(s, b, -1)

@@ -22,19 +22,13 @@ class SerialBlock(nn.Module):
         self.mlp_norm = Norm(given, f"{name}.mlp_norm")
         self.mlp = MLP(given, index)
         self._drop = lambda x, batch, branch: drop_branch(x, batch, f"{name}.{branch}", given)
-        self._joined = given.operators.fuse(self.joined)
 
     def forward(self, x_sbh: Tensor, batch: MicroBatch, value: bool = True) -> Tensor:
         """`value`: whether the result is looked at; otherwise only its gradients are those of a block."""
         branch = self.attention(self.attention_norm(x_sbh), batch, self.attention_norm.again(x_sbh))
-        x_sbh, normed = self._joined(x_sbh, self._drop(branch, batch, "attention.out"))
+        x_sbh, normed = self.mlp_norm.of_sum(x_sbh, self._drop(branch, batch, "attention.out"))
         branch = self.mlp(normed, self.mlp_norm.again(x_sbh), value)
         return x_sbh + self._drop(branch, batch, "mlp.down")
-
-    def joined(self, x_sbh: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual stream with a branch added, and its norm for the MLP."""
-        x_sbh = x_sbh + branch
-        return x_sbh, self.mlp_norm(x_sbh)
 
 
 class ParallelBlock(nn.Module):

@@ -13,7 +13,8 @@ from megascale.ops.activation import Activate
 from megascale.ops.attention import Attend
 from megascale.ops.compiled import Fuse, fusing
 from megascale.ops.cross_entropy import CrossEntropy
-from megascale.ops.norm import Normalize
+from megascale.ops.norm import AddNormalize, Normalize
+from megascale.ops.rope import Rotate
 from megascale.ops.select import Setting, build
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.numerics import PLAIN, Numerics
@@ -31,7 +32,9 @@ class Operators:
     """
 
     attend: Attend
+    rotate: Rotate
     normalize: Normalize
+    add_normalize: AddNormalize
     activate: Activate
     cross_entropy: CrossEntropy
     fuse: Fuse
@@ -43,8 +46,9 @@ class Operators:
         Raises: BackendError if what is asked for cannot serve, or torch.compile cannot compile
         """
         fuse = fusing(setting)  # first: nothing else can tell why blocks cannot be compiled
-        attend, normalize, activate = (build(name, setting) for name in ("attention", "norm", "activation"))
-        return cls(attend, normalize, activate, build("cross_entropy", setting), fuse)
+        attend, rotate, normalize = (build(name, setting) for name in ("attention", "rope", "norm"))
+        add_normalize, activate = (build(name, setting) for name in ("add_norm", "activation"))
+        return cls(attend, rotate, normalize, add_normalize, activate, build("cross_entropy", setting), fuse)
 
 
 @dataclass(frozen=True)
@@ -84,10 +88,15 @@ class Norm(nn.Module):
         self.bias = given.parameters.get(f"{name}.bias")
         self._eps = given.model.norm_eps
         self._normalize = given.operators.normalize
+        self._add_normalize = given.operators.add_normalize
         self._recompute = given.recompute.norm
 
     def forward(self, x: Tensor) -> Tensor:
         return self._normalize(x, self.weight, self.bias, self._eps)
+
+    def of_sum(self, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream x with a branch added, and the norm of the sum."""
+        return self._add_normalize(x, branch, self.weight, self.bias, self._eps)
 
     def again(self, x: Tensor) -> Again | None:
         """For the layers that the norm of x goes to."""

@@ -39,11 +39,25 @@ def half_refusal(setting: Setting) -> str | None:
     return "needs a GPU of compute capability 8.0 or more" if setting.device.capability < (8, 0) else None
 
 
-def reluctance(setting: Setting) -> Reluctance | None:
-    """When each of the other backends serves only if it is asked for."""
-    if any(setting.model.windows):
+def reluctance(setting: Setting, newer: bool) -> Reluctance | None:
+    """When a backend serves only if it is asked for. `newer`: whether its kernels are written for this GPU."""
+    if any(setting.model.windows) or (newer and outdated(setting)):
         return None
     return Reluctance("no layer has a window, and without one torch's kernels serve as well")
+
+
+def outdated(setting: Setting) -> bool:
+    """Whether the kernel that torch takes for attention to the whole past was written for older GPUs than this."""
+    m = setting.model
+    kernel = setting.device.attention_kernel(setting.dtype, m.head_dim, m.num_kv_heads != m.num_heads)
+    return surpassed(kernel, setting.device.capability)
+
+
+def surpassed(kernel: str, capability: tuple[int, int]) -> bool:
+    """Whether a kernel of torch's attention leaves about half of what a GPU can do to newer ones: on Hopper and on
+    Blackwell in data centers all but cuDNN's, for torch's flash attention is its second version (Shah et al. 2024).
+    """
+    return capability[0] in (9, 10) and kernel != "CUDNN_ATTENTION"
 
 
 def causal_attention(

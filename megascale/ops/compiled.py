@@ -21,7 +21,7 @@ from megascale.catalog.layers import ACTIVATIONS, NORMS
 from megascale.device import Device
 from megascale.ops.activation import Activate
 from megascale.ops.library import TRITON
-from megascale.ops.norm import Normalize
+from megascale.ops.norm import AddNormalize, Normalize, other_norm_asked
 from megascale.ops.select import BackendError, Reluctance, Setting
 
 SHAPES = 128
@@ -78,6 +78,25 @@ class CompiledNorm:
     def build(self, setting: Setting) -> Normalize:
         name = setting.model.norm
         return fused(_NORMS.get(name) or NORMS[name].load())
+
+
+class CompiledAddNorm:
+    """The residual sum and the norm of it, one kernel forwards."""
+
+    def refusal(self, setting: Setting) -> str | None:
+        slow = _reluctance(setting, setting.model.norm, one_kernel=())
+        return refusal(setting.device) or slow or other_norm_asked(setting, "compile")
+
+    def build(self, setting: Setting) -> AddNormalize:
+        normalize = _NORMS.get(setting.model.norm) or NORMS[setting.model.norm].load()
+
+        def add_normalize(
+            x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+        ) -> tuple[Tensor, Tensor]:
+            x = x + branch
+            return x, normalize(x, weight, bias, eps)
+
+        return fused(add_normalize)
 
 
 class CompiledActivation:

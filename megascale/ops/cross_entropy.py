@@ -170,7 +170,7 @@ class TransformerEngineCrossEntropy:
         from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
 
         if "overwrite_input" not in inspect.signature(parallel_cross_entropy).parameters:
-            return "this transformer_engine forms a second tensor of logits"
+            return "needs a release with overwrite_input (none up to 2.19): this one forms a second tensor of logits"
         return None
 
     def build(self, setting: Setting) -> CrossEntropy:

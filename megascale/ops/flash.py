@@ -19,7 +19,10 @@ class FlashAttention:
     """flash-attn. Its backward sums in any order unless torch is asked for deterministic algorithms."""
 
     def refusal(self, setting: Setting) -> str | None:
-        return half_refusal(setting) or _library(setting).absence() or reluctance(setting)
+        if reason := half_refusal(setting):
+            return reason
+        library = _library(setting)
+        return library.absence() or reluctance(setting, newer=library is FLASH3)
 
     def build(self, setting: Setting) -> Attend:
         if _library(setting) is FLASH:

@@ -27,7 +27,7 @@ class FlexAttention:
     def refusal(self, setting: Setting) -> str | None:
         if setting.device.is_cpu:
             return "has no backward on a CPU"
-        return TRITON.absence() or reluctance(setting)
+        return TRITON.absence() or reluctance(setting, newer=False)
 
     def build(self, setting: Setting) -> Attend:
         return flex(compiled.fused(flex_attention))

@@ -1,4 +1,6 @@
-"""Liger's Triton kernels (Hsu et al. 2024) for norms and SwiGLU."""
+"""Liger's Triton kernels (Hsu et al. 2024) for norms and SwiGLU. Its rotary embedding is not used: it turns queries and
+keys in place in tensors of their own, which ours, one with values, would have to be copied to.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from torch import Tensor
 
 from megascale.ops.activation import Activate
 from megascale.ops.library import LIGER
-from megascale.ops.norm import Normalize
+from megascale.ops.norm import AddNormalize, Normalize, other_norm_asked
 from megascale.ops.select import Setting
 
 
@@ -27,6 +29,24 @@ class LigerNorm:
             return LigerLayerNormFunction.apply(x, weight, bias, eps)
 
         return {"rmsnorm": rms_norm, "layernorm": layer_norm}[setting.model.norm]
+
+
+class LigerAddNorm:
+    """LigerFusedAddRMSNormFunction."""
+
+    def refusal(self, setting: Setting) -> str | None:
+        return LIGER.refusal(setting) or other_norm_asked(setting, "liger")
+
+    def build(self, setting: Setting) -> AddNormalize:
+        from liger_kernel.ops import LigerFusedAddRMSNormFunction
+
+        def add_rms_norm(
+            x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+        ) -> tuple[Tensor, Tensor]:
+            normed, total = LigerFusedAddRMSNormFunction.apply(branch, x, weight, eps, 0.0, "gemma", False)
+            return total, normed
+
+        return add_rms_norm
 
 
 class LigerActivation:

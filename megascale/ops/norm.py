@@ -9,11 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megascale.catalog.backends import AUTO
 from megascale.catalog.layers import NORMS
-from megascale.ops.select import Setting
+from megascale.ops.select import Reluctance, Setting, build
 
 Normalize = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
 """x [..., h], gain [h], bias [h] or None, and what is added to the variance."""
+
+AddNormalize = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
+"""x and a branch [..., h], and the rest as of `Normalize`, to x + branch and the norm of this sum."""
 
 
 class TorchNorm:
@@ -24,6 +28,30 @@ class TorchNorm:
 
     def build(self, setting: Setting) -> Normalize:
         return NORMS[setting.model.norm].load()
+
+
+class TorchAddNorm:
+    """The sum, then its norm by whichever backend serves norms."""
+
+    def refusal(self, setting: Setting) -> str | None:
+        return None
+
+    def build(self, setting: Setting) -> AddNormalize:
+        normalize = build("norm", setting)
+
+        def add_normalize(
+            x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+        ) -> tuple[Tensor, Tensor]:
+            x = x + branch
+            return x, normalize(x, weight, bias, eps)
+
+        return add_normalize
+
+
+def other_norm_asked(setting: Setting, name: str) -> Reluctance | None:
+    """Why a backend leaves a norm behind a sum to the backend that `backends.norm` asks for."""
+    asked = setting.backends.norm
+    return None if asked in (AUTO, name) else Reluctance(f"backends.norm asks for {asked}")
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

@@ -54,8 +54,12 @@ class Setting:
     def asked(self, operation: str) -> str:
         """The backend that `[backends]` asks for. In a compiled block auto is what the compiler fuses with the rest."""
         asked: str = getattr(self.backends, operation)
-        fuses = self.compiled and operation in FUSED and "compile" in BACKENDS[operation].cards
+        fuses = self.compiled and operation in FUSED and self.uses(operation) and "compile" in BACKENDS[operation].cards
         return "compile" if asked == AUTO and fuses else asked
+
+    def uses(self, operation: str) -> bool:
+        """Whether the model has the operation at all."""
+        return self.need(operation).used
 
     def need(self, operation: str) -> Need:
         """What backends are asked for by their cards, before they look at the device."""

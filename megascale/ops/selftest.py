@@ -21,6 +21,7 @@ from megascale.config.train import OptimizerConfig
 from megascale.ops.cross_entropy import Targets
 from megascale.ops.fp8 import Grain, Number, Quantized, cast, scale_of
 from megascale.ops.optimizer import Segment
+from megascale.ops.rope import rope_table
 from megascale.ops.select import BackendError, Reluctance, Setting, refusal, select
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2}
@@ -165,6 +166,29 @@ def _normalize(normalize: Any, setting: Setting, leaves: list[Tensor]) -> Tensor
     return normalize(x, weight, bias[0] if bias else None, setting.model.norm_eps)
 
 
+def _add_norm(setting: Setting) -> list[Tensor]:
+    x, *rest = _norm(setting)
+    return [x, x.flip(0) / 2, *rest]
+
+
+def _add_normalize(add_normalize: Any, setting: Setting, leaves: list[Tensor]) -> Tensor:
+    x, branch, weight, *bias = leaves
+    return torch.cat(add_normalize(x, branch, weight, bias[0] if bias else None, setting.model.norm_eps), -1)
+
+
+def _heads(setting: Setting) -> list[Tensor]:
+    """Of this rank's queries, keys and values."""
+    m = setting.model
+    return _random((TOKENS, SAMPLES, (m.num_heads + 2 * m.num_kv_heads) // setting.tp, m.head_dim))
+
+
+def _turned(rotate: Any, setting: Setting, leaves: list[Tensor]) -> Tensor:
+    (heads,), m = leaves, setting.model
+    wide = torch.promote_types(heads.dtype, torch.float32)
+    table = rope_table(TOKENS, m.head_dim, m.rope_theta, wide, heads.device)
+    return rotate(heads, (m.num_heads + m.num_kv_heads) // setting.tp, *table)
+
+
 def _activation(setting: Setting) -> list[Tensor]:
     m = setting.model
     return _random((TOKENS, SAMPLES, m.ffn_size // setting.tp * (2 if m.gated else 1)))
@@ -263,7 +287,9 @@ def _update(rule: type[Any], setting: Setting, leaves: list[Tensor]) -> list[Ten
 CASES = {
     "linear": Case(_matrices, _multiply),
     "attention": Case(_attention, _differentiated(_attend)),
+    "rope": Case(_heads, _differentiated(_turned)),
     "norm": Case(_norm, _differentiated(_normalize)),
+    "add_norm": Case(_add_norm, _differentiated(_add_normalize)),
     "activation": Case(_activation, _differentiated(lambda activate, setting, leaves: activate(*leaves))),
     "cross_entropy": Case(_logits, _loss),
     "wgrad": Case(_factors, _accumulate),

@@ -1,10 +1,11 @@
-"""Transformer Engine's kernels for norms and activations, called as its own modules call them. Importing the library
-loads `transformer_engine_torch`, where the kernels are.
+"""Transformer Engine's kernels for norms, activations and rotary embedding, called as its own modules call them.
+Importing the library loads `transformer_engine_torch`, where the kernels are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,11 @@ from torch import Tensor
 from megascale.ops.activation import Activate
 from megascale.ops.library import TE
 from megascale.ops.norm import Normalize
+from megascale.ops.rope import Rotate
 from megascale.ops.select import Setting
+
+ROPE = replace(TE, versions=">=2.3,<2.21")
+"""Before, its rotary embedding stood in another module."""
 
 
 class TENorm:
@@ -40,6 +45,24 @@ class TEActivation:
         names = {"swiglu": (tex.swiglu, tex.dswiglu), "gelu_tanh": (tex.gelu, tex.dgelu)}
         forward, backward = names[setting.model.activation]
         return lambda x: _Activation.apply(x, forward, backward)
+
+
+class TERope:
+    """FusedRoPEFunc over queries and keys, which are joined with the values after it."""
+
+    def refusal(self, setting: Setting) -> str | None:
+        return ROPE.refusal(setting)
+
+    def build(self, setting: Setting) -> Rotate:
+        from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
+
+        def rotate(qkv_sbnd: Tensor, turned: int, cos: Tensor, sin: Tensor) -> Tensor:
+            turning, staying = qkv_sbnd.split([turned, qkv_sbnd.shape[2] - turned], 2)
+            angles = torch.atan2(sin, cos)  # within half a turn, where fp32 has them to 2e-7 whatever the position
+            angles = torch.cat([angles, angles], -1)
+            return torch.cat([apply_rotary_pos_emb(turning, angles, tensor_format="sbhd", fused=True), staying], 2)
+
+        return rotate
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ class EngineAttention:
     def refusal(self, setting: Setting) -> str | None:
         if setting.model.head_dim % 8:  # without a word it would form all scores
             return "its kernels take heads of a multiple of 8"
-        return half_refusal(setting) or TE.absence() or reluctance(setting)
+        return half_refusal(setting) or TE.absence() or reluctance(setting, newer=True)
 
     def build(self, setting: Setting) -> Attend:
         from transformer_engine.pytorch import DotProductAttention

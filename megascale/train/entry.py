@@ -23,6 +23,7 @@ from megascale.core.units import format_bytes, format_count, format_flops
 from megascale.device import detect
 from megascale.launch import affinity
 from megascale.launch.failure import exit_status_of, peer_was_lost, write_error
+from megascale.ops.advice import advice
 from megascale.ops.select import Setting, select
 from megascale.plan.hardware import Peak, stated_peak
 from megascale.plan.memory import rank_bytes
@@ -115,13 +116,16 @@ def introduction(run: Run, peak: Peak | None) -> str:
     shape = f"{tensor} x {pipeline} x dp {config.dp} (zero {p.zero})"
     step = f"a step is {config.batch.total} x {m.seq_length} tokens, {config.micro_batches} micro-batches a rank"
     setting = Setting.of(config, run.device)
-    backends = ", ".join(f"{operation} {select(operation, setting).backend}" for operation in BACKENDS)
+    backends = ", ".join(
+        f"{operation} {select(operation, setting).backend}" for operation in filter(setting.uses, BACKENDS)
+    )
     against = f"{format_flops(peak.flops)} a rank ({peak.source})" if peak else ""
     lines = [
         f"{name}, {shape} = {config.world} ranks{threads}",
         f"{step}; weights, gradients and optimizer take {format_bytes(room.state.total)} on rank 0, activations "
         f"{format_bytes(room.activations.total)}",
         f"backends: {backends}{', blocks compiled' if config.train.compile else ''}",
+        *([f"WARNING: {slow}"] if (slow := advice(setting)) else []),
         f"MFU is measured against {against}" if peak else f"MFU n/a: the peak of {run.device.name!r} is not known",
         f"writing to {config.folder}",
     ]

@@ -19,9 +19,11 @@ from megascale.ops.selftest import TOLERANCES, difference
 from tests.ops.settings import CPU, GPU, setting
 
 CASES = [
-    ("norm", "rmsnorm"), ("norm", "layernorm"), ("activation", "gelu"), ("activation", "gelu_tanh"),
-    ("activation", "swiglu"),
+    ("norm", "rmsnorm"), ("norm", "layernorm"), ("add_norm", "rmsnorm"), ("add_norm", "layernorm"),
+    ("activation", "gelu"), ("activation", "gelu_tanh"), ("activation", "swiglu"),
 ]  # fmt: skip
+KEYS = {"norm": "norm", "add_norm": "norm", "activation": "activation"}
+"""Of `[model]`, with the name of what an operation computes."""
 cases = pytest.mark.parametrize(("operation", "name"), CASES)
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
 
@@ -30,14 +32,14 @@ ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 def test_the_formulas(operation: str, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "fused", lambda formula: formula)
-    assert difference(operation, "compile", setting(dtype, **{operation: name})) < ROUNDING[dtype]
+    assert difference(operation, "compile", setting(dtype, **{KEYS[operation]: name})) < ROUNDING[dtype]
 
 
 @pytest.mark.slow
 @cases
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_compiled(operation: str, name: str, dtype: torch.dtype) -> None:
-    asked = setting(dtype, **{operation: name})
+    asked = setting(dtype, **{KEYS[operation]: name})
     assert difference(operation, "compile", asked) < min(ROUNDING[dtype], TOLERANCES[dtype])
 
 
@@ -71,7 +73,7 @@ def test_every_shape_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @cases
 def test_on_a_cpu_it_serves_who_asks(operation: str, name: str) -> None:
-    left_open = setting(**{operation: name})
+    left_open = setting(**{KEYS[operation]: name})
     assert isinstance(BACKENDS[operation]["compile"].load()().refusal(left_open), Reluctance)
     assert select(operation, left_open).backend == "torch"
     asked = replace(left_open, backends=BackendsConfig.model_validate({operation: "compile"}))
@@ -108,6 +110,23 @@ def test_on_a_gpu_it_leaves_alone_what_is_one_kernel(name: str, alone: bool, mon
     monkeypatch.setenv("CC", sys.executable)
     refused = BACKENDS["norm"]["compile"].load()().refusal(setting(device=GPU, norm=name))
     assert refused == ("torch's layernorm is one kernel already" if alone else None)
+
+
+def test_a_norm_behind_a_sum_is_by_whoever_is_asked_for_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megascale.ops.library.Library.absence", lambda self: None)
+    monkeypatch.setenv("CC", sys.executable)
+    chosen = {}
+    for norm in ("auto", "compile", "liger", "apex"):
+        asked = replace(setting(device=GPU), backends=BackendsConfig(norm=norm))
+        chosen[norm] = select("add_norm", asked).backend
+    assert chosen == {"auto": "liger", "compile": "compile", "liger": "liger", "apex": "torch"}
+
+
+def test_what_a_model_does_not_have_is_compiled_for_nobody() -> None:
+    blocks = replace(setting(position="learned"), compiled=True)
+    assert not blocks.uses("rope")
+    assert select("rope", blocks).backend == "torch"
+    assert select("rope", replace(setting(), compiled=True)).backend == "compile"
 
 
 def test_an_eager_block_is_left_as_it_is() -> None:

@@ -18,7 +18,7 @@ from megascale.config.backends import BackendsConfig
 from megascale.config.model import ModelConfig
 from megascale.core.errors import MegascaleError
 from megascale.device import Device, detect
-from megascale.ops.attention import causal_attention
+from megascale.ops.attention import causal_attention, surpassed
 from megascale.ops.flash import flash
 from megascale.ops.library import Library
 from megascale.ops.select import Reluctance, Setting, build, refusal, select
@@ -139,8 +139,9 @@ def setting(device: Device = H100, asked: str = "auto", tp: int = 1, dtype: str 
 def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Lets libraries be there, and the GPU be of a generation."""
 
-    def install(*names: str, capability: tuple[int, int] = (9, 0)) -> None:
+    def install(*names: str, capability: tuple[int, int] = (9, 0), kernel: str = "CUDNN_ATTENTION") -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(Device, "attention_kernel", lambda self, number_format, head_dim, shared: kernel)
         there = lambda library: library.module.partition(".")[0] in names  # noqa: E731
         absence = lambda library: None if there(library) else f"{library.package} is not installed"  # noqa: E731
         monkeypatch.setattr(Library, "absence", absence)
@@ -183,6 +184,43 @@ def test_without_a_window_torch_serves_unless_another_is_asked_for(installed: Ca
         assert select("attention", setting(asked="flash", window=window)).backend == "flash"
     assert select("attention", setting(window=[0, 4])).backend == "flash"
     assert isinstance(refusal("attention", "te", setting(window=None)), Reluctance), "the doctor tests it"
+
+
+@pytest.mark.parametrize(
+    ("libraries", "capability", "kernel", "serves"),
+    [
+        (["flash_attn_interface", "transformer_engine"], (9, 0), "FLASH_ATTENTION", "flash"),
+        (["flash_attn", "transformer_engine"], (9, 0), "FLASH_ATTENTION", "te"),
+        (["flash_attn"], (9, 0), "FLASH_ATTENTION", "torch"),
+        (["flash_attn_interface", "transformer_engine"], (9, 0), "CUDNN_ATTENTION", "torch"),
+        (["flash_attn_interface", "transformer_engine"], (8, 0), "FLASH_ATTENTION", "torch"),
+        (["flash_attn_interface", "transformer_engine"], (10, 0), "FLASH_ATTENTION", "te"),
+    ],
+)
+def test_newer_kernels_serve_where_torch_takes_an_older_one(
+    installed: Callable[..., None], libraries: list[str], capability: tuple[int, int], kernel: str, serves: str
+) -> None:
+    installed(*libraries, capability=capability, kernel=kernel)
+    assert select("attention", setting(window=None)).backend == serves
+
+
+@pytest.mark.parametrize(
+    ("kernel", "capability", "expected"),
+    [
+        ("FLASH_ATTENTION", (8, 0), False), ("FLASH_ATTENTION", (9, 0), True), ("EFFICIENT_ATTENTION", (10, 0), True),
+        ("FLASH_ATTENTION", (12, 0), False), ("CUDNN_ATTENTION", (9, 0), False), ("CUDNN_ATTENTION", (10, 0), False),
+    ],
+)  # fmt: skip
+def test_which_kernels_are_surpassed(kernel: str, capability: tuple[int, int], expected: bool) -> None:
+    assert surpassed(kernel, capability) is expected
+
+
+def test_torch_is_asked_for_its_kernel() -> None:
+    cpu = detect(allow_gpu=False)
+    asked = {shared: cpu.attention_kernel(torch.bfloat16, 64, shared) for shared in (False, True)}
+    assert asked == {False: "FLASH_ATTENTION", True: "FLASH_ATTENTION"}
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert cpu.attention_kernel(torch.bfloat16, 64, True) == "MATH"
 
 
 @pytest.mark.parametrize(

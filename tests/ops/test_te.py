@@ -84,11 +84,32 @@ class Kernels(ModuleType):
         return torch.func.vjp(lambda x: self.gelu(x, None), fwd_input)[1](grad)[0]
 
 
+def apply_rotary_pos_emb(
+    t: Tensor,
+    freqs: Tensor,
+    tensor_format: str = "sbhd",
+    start_positions: Tensor | None = None,
+    interleaved: bool = False,
+    fused: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> Tensor:
+    assert (tensor_format, start_positions, interleaved, fused, cu_seqlens) == ("sbhd", None, False, True, None)
+    assert freqs.dtype == torch.float32 and freqs.shape == (t.shape[0], 1, 1, t.shape[3])
+    first, second = t.chunk(2, -1)
+    return t * freqs.cos() + torch.cat([-second, first], -1) * freqs.sin()
+
+
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> None:
     constants = ModuleType("transformer_engine.pytorch.constants")
     constants.TE_DType = {torch.float32: "fp32"}
+    rope: Any = ModuleType("transformer_engine.pytorch.attention.rope")
+    rope.apply_rotary_pos_emb = apply_rotary_pos_emb
     modules = {
+        rope.__name__: rope,
+        "transformer_engine.pytorch.attention": ModuleType("transformer_engine.pytorch.attention"),
         "transformer_engine": ModuleType("transformer_engine"),
         "transformer_engine.pytorch": ModuleType("transformer_engine.pytorch"),
         "transformer_engine.pytorch.constants": constants,
@@ -105,6 +126,11 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_arguments_and_gradients_are_in_their_places(operation: str, name: str) -> None:
     assert difference(operation, "te", setting(**{operation: name})) < 1e-5
+
+
+@pytest.mark.usefixtures("engine")
+def test_heads_turn_by_the_angles_of_the_table() -> None:
+    assert difference("rope", "te", setting()) < 1e-6
 
 
 def test_it_serves_what_was_tried() -> None:

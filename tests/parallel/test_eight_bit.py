@@ -372,8 +372,7 @@ def with_fused_operators(rank: Rank, config: RunConfig) -> tuple[list[str], dict
     overlap.GPU_ROWS = 64
     mesh, called = open_mesh(Topology(tp=2), rank.rank, tied=False), serve_on_cpus()
     plain, fused = (
-        two_layers(rank, config, mesh, TensorAxis(mesh.tp, sequence=True, fused=fused))
-        for fused in (False, True)
+        two_layers(rank, config, mesh, TensorAxis(mesh.tp, sequence=True, fused=fused)) for fused in (False, True)
     )
     return called, plain, fused
 

@@ -17,6 +17,7 @@ from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.parallel.pipeline import Pipeline
 from megascale.schedule.check import simulate
+from megascale.trace.recorder import Recorder
 from tests.runs import (
     GPT,
     build_run,
@@ -184,7 +185,7 @@ def test_what_has_gone_is_let_go_of_whatever_has_left_before_it() -> None:
     upwards, downwards = Sending(), Sending()
     leaving = iter((upwards, downwards))
     channels = SimpleNamespace(send=lambda tensor, target, what: next(leaving))
-    nothing: Any = SimpleNamespace(channels=channels, recorder=None)
+    nothing: Any = SimpleNamespace(channels=channels, recorder=Recorder())
     pipeline = Pipeline([], nothing, nothing, nothing, torch.float32)
     tensors = [torch.zeros(1), torch.zeros(1)]
     there = [weakref.ref(tensor) for tensor in tensors]

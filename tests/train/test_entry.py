@@ -63,7 +63,12 @@ def test_an_unknown_gpu_has_no_mfu_and_the_introduction_says_so(
 ) -> None:
     run = on_gpu(a_run(tmp_path), "NVIDIA Tomorrow", monkeypatch)
     assert entry.find_peak(run) is None
-    assert "MFU n/a: the peak of 'NVIDIA Tomorrow' is not known" in entry.introduction(run, None)
+    said = entry.introduction(run, None)
+    assert "MFU n/a: the peak of 'NVIDIA Tomorrow' is not known" in said
+    slow = "rope, norm, add_norm, activation, cross_entropy"
+    assert (
+        f"\nWARNING: {slow}: slower than they need be on this GPU, for want of one of: compile: triton is not" in said
+    )
 
 
 def with_code(folder: Path, code: str) -> dict[str, str]:

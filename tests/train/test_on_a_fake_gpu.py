@@ -84,6 +84,7 @@ def step_and_evaluate(config: Any, rank: int) -> None:
 
     with watched() as watch, patch.object(FakeGPU, "read", autospec=True, side_effect=FakeGPU.read) as read:
         run = build_fake(config, rank)
+        assert all(block.attention._axis.gpu for stage in run.stages for block in stage.layers.values())
         watch.crossings.clear()
         steps = 1 + bool(run.scaling.history.numel())
         for _ in range(steps):

@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megascale.model.rope import rope_table, rotate_heads, rotation
+from megascale.ops import compiled
+from megascale.ops.rope import CompiledRope, rope_table, rotate_heads, rotation
+from megascale.ops.selftest import difference
+from tests.ops.settings import setting
 
 S, B, D, THETA = 9, 2, 8, 500.0
 CPU = torch.device("cpu")
@@ -80,3 +83,31 @@ def test_scores_depend_on_distance_alone() -> None:
         diagonal = scores.diagonal(distance)
         torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-12, atol=1e-12)
     assert len(scores[0].round(decimals=6).unique()) == S
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_the_formula_for_compilers_is_the_same_both_ways(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "fused", lambda formula: formula)
+    x, table = heads(dtype), rope_table(S, D, THETA, torch.promote_types(dtype, torch.float32), CPU)
+    found = []
+    for rotate in (rotate_heads, CompiledRope().build(setting())):
+        out = rotate(x, 3, *table)
+        found.append((out, *torch.autograd.grad(out, x, upstream(dtype))))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
+
+
+def test_nothing_but_angles_is_kept() -> None:
+    x, table, kept = heads(), rope_table(S, D, THETA, torch.float64, CPU), list[Tensor]()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        rotate_heads(x, 3, *table)
+    assert [t.data_ptr() for t in kept] == [t.data_ptr() for t in table]
+
+
+@pytest.mark.slow
+def test_compiled_it_is_one_kernel_in_each_direction() -> None:
+    from torch._inductor import metrics
+
+    metrics.reset()
+    assert difference("rope", "compile", setting(torch.bfloat16)) < 2.0**-7
+    assert metrics.generated_kernel_count == 2
