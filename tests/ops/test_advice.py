@@ -11,6 +11,7 @@ import torch
 
 from megascale.config.backends import BackendsConfig
 from megascale.device import Device
+from megascale.ops import wgrad
 from megascale.ops.advice import advice
 from megascale.ops.library import Library
 from megascale.ops.select import Setting
@@ -23,9 +24,16 @@ Machine = Callable[..., Setting]
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     """A small Llama in bf16 on a GPU with these libraries and a C compiler, or without one."""
 
-    def has(*libraries: str, compiler: str = sys.executable, kernel: str = "CUDNN_ATTENTION") -> Setting:
+    def has(
+        *libraries: str, compiler: str = sys.executable, kernel: str = "CUDNN_ATTENTION", wide: bool = True
+    ) -> Setting:
+        def gemm_into_fp32(device: torch.device) -> None:
+            if not wide:
+                raise RuntimeError("no such overload")
+
         absence = lambda library: None if library.package in libraries else f"{library.package} is not installed"  # noqa: E731
         monkeypatch.setattr(Library, "absence", absence)
+        monkeypatch.setattr(wgrad, "_try", gemm_into_fp32)
         monkeypatch.setenv("CC", compiler)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         monkeypatch.setattr(Device, "attention_kernel", lambda self, number_format, head_dim, shared: kernel)
@@ -62,6 +70,14 @@ def test_casts_are_slow_where_there_are_some(machine: Machine) -> None:
     bf16 = machine("liger_kernel", compiler="no-such-compiler")
     assert "linear" not in str(advice(bf16))
     assert str(advice(replace(bf16, recipe="rowwise"))).startswith("linear, ")
+
+
+def test_gradients_that_are_added_by_a_pass(machine: Machine) -> None:
+    bf16 = machine("triton", wide=False)
+    assert str(advice(bf16)).startswith(
+        "wgrad: slower than they need be on this GPU, for want of one of: addmm: torch "
+    )
+    assert advice(replace(bf16, dtype=torch.float32)) is None, "in fp32 the GEMM adds"
 
 
 def test_an_older_kernel_of_attention(machine: Machine) -> None:
