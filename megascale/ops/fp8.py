@@ -55,13 +55,15 @@ class Quantized:
     """A matrix in 8 bits: `data` [..., k] times `scale` are about the original.
 
     `scale`, fp32: [], [..., 1], [..., k / BLOCK] or, of a square grain, [m / BLOCK, k / BLOCK]. `fast`: as a second
-    factor, sums may be kept in the fewer bits than fp32's in which tensor cores are fastest.
+    factor, sums may be kept in the fewer bits than fp32's in which tensor cores are fastest. `across`: the data of its
+    transpose, where the cast wrote that too.
     """
 
     data: Tensor
     scale: Tensor
     grain: Grain
     fast: bool = False
+    across: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -81,12 +83,21 @@ class Quantized:
     def t(self) -> Quantized:
         """The transpose of a matrix whose scales are the same in both directions."""
         assert self.grain in (Grain.TENSOR, Grain.SQUARE), "the scales of rows are no scales of columns"
-        data = self.data.reshape(-1, self.data.shape[-1]).t().contiguous()
+        data = self.across
+        if data is None:
+            data = self.data.reshape(-1, self.data.shape[-1]).t().contiguous()
         return Quantized(data, self.scale if self.grain is Grain.TENSOR else self.scale.t().contiguous(), self.grain)
 
     def dequantized(self) -> Tensor:
         """About the original, in fp32."""
         return (_parts(self.data.float(), self.grain) * _beside(self.scale, self.grain)).view(self.shape)
+
+
+class Transposed(Quantized):
+    """A matrix [rows, k] of which there is only the transpose: `data` [k, rows]."""
+
+    def t(self) -> Quantized:
+        return Quantized(self.data, self.scale, self.grain)
 
 
 def _parts(x: Tensor, grain: Grain) -> Tensor:
@@ -127,6 +138,16 @@ def scale_of(largest: Tensor, number: Number) -> Tensor:
 def values(x: Tensor, factor: Tensor, largest: float, dtype: torch.dtype) -> Tensor:
     """x times a factor that broadcasts to it, in 8 bits. What is larger than `largest` becomes it."""
     return (x.float() * factor).clamp(-largest, largest).to(dtype)
+
+
+def cast_transpose(
+    x: Tensor, factor: Tensor, largest: float, dtype: torch.dtype, rows: bool = True
+) -> tuple[Tensor | None, Tensor]:
+    """See `CastTranspose`: by torch's operators, in a pass for the cast and one for the transpose."""
+    (m, k), (high, wide) = x.shape, factor.shape
+    parts = x.reshape(high, m // high, wide, k // wide)
+    data = values(parts, factor[:, None, :, None], largest, dtype).view(m, k)
+    return data if rows else None, data.t().contiguous()
 
 
 def product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
@@ -178,16 +199,39 @@ def _column(scale: Tensor, rows: Tensor) -> Tensor:
 
 
 Values = Callable[[Tensor, Tensor, float, torch.dtype], Tensor]
+
+CastTranspose = Callable[[Tensor, Tensor, float, torch.dtype, bool], tuple[Tensor | None, Tensor]]
+"""`values` of x [m, k] and of its transpose in one pass: the numbers of factor [m', k'] are each for one of m' x k'
+equal parts of x. Results [m, k], None unless the last argument asks for it, and [k, m].
+"""
+
 Product = Callable[[Quantized, Quantized, torch.dtype], Tensor]
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """What goes over a matrix that is cast, `amax` and `values`, and the `product` of two that were."""
+    """What goes over a matrix that is cast, `amax` and `values`, and the `product` of two that were. `cast_transpose`:
+    None where no kernel writes both layouts, and a transpose is a copy.
+    """
 
     amax: Callable[[Tensor, Grain], Tensor] = amax
     values: Values = values
     product: Product = product
+    cast_transpose: CastTranspose | None = None
+
+    def turned(self, x: Tensor) -> Tensor:
+        """The transpose of x [m, k] for a cast: as it lies for a kernel that writes transposes, else copied."""
+        return x.t() if self.cast_transpose else x.t().contiguous()
+
+    def transposed(self, x: Quantized) -> Quantized:
+        """`x.t()`. What came in one layout alone, such as from other ranks, goes through the kernel that casts: times
+        one, 8 bits stay as they are.
+        """
+        if self.cast_transpose is None or x.across is not None or x.grain is not Grain.TENSOR:
+            return x.t()
+        data, one = x.data.reshape(-1, x.shape[-1]), torch.ones(1, 1, device=x.data.device)
+        _, across = self.cast_transpose(data, one, torch.finfo(data.dtype).max, data.dtype, False)
+        return Quantized(across, x.scale, x.grain)
 
 
 class TorchLinear:
@@ -201,14 +245,18 @@ class TorchLinear:
 
 
 class CompiledLinear:
-    """A kernel for the largest magnitude, and one that casts."""
+    """A kernel for the largest magnitude, one that casts, and on a GPU one that casts and transposes."""
 
     def refusal(self, setting: Setting) -> str | None:
         slow = Reluctance("compiling delays the first step on a CPU") if setting.device.is_cpu else None
         return _unable(setting) or compiled.refusal(setting.device) or slow
 
     def build(self, setting: Setting) -> Kernels:
-        return Kernels(compiled.fused(amax), compiled.fused(values))
+        if setting.device.is_cpu:
+            return Kernels(compiled.fused(amax), compiled.fused(values))
+        from megascale.ops.cast_transpose import cast_transpose
+
+        return Kernels(compiled.fused(amax), compiled.fused(values), cast_transpose=cast_transpose)
 
 
 def _unable(setting: Setting) -> str | None:
@@ -225,11 +273,28 @@ def _unable(setting: Setting) -> str | None:
     return None
 
 
-def cast(x: Tensor, scale: Tensor, number: Number, grain: Grain, kernels: Kernels = Kernels()) -> Quantized:
-    """x [..., k] in 8 bits under a scale. What is larger than the format can say becomes its largest number."""
-    factor = _beside(1.0 / scale, grain)
-    data = kernels.values(_parts(x, grain), factor, number.largest, number.dtype)
+def cast(
+    x: Tensor, scale: Tensor, number: Number, grain: Grain, kernels: Kernels = Kernels(), both: bool = False
+) -> Quantized:
+    """x [..., k] in 8 bits under a scale. What is larger than the format can say becomes its largest number. `both`:
+    with its transpose, where that is no pass of its own. x may be what `Kernels.turned` made.
+    """
+    how = number.largest, number.dtype
+    together = kernels.cast_transpose
+    if together and x.dim() == 2 and x.stride(1) != 1:
+        _, data = together(x.t(), _matrix(1.0 / scale).t(), *how, False)
+        return Quantized(data, scale, grain)
+    if together and both and grain in (Grain.TENSOR, Grain.SQUARE):
+        rows, across = together(x.reshape(-1, x.shape[-1]), _matrix(1.0 / scale), *how, True)
+        assert rows is not None
+        return Quantized(rows.view(x.shape), scale, grain, across=across)
+    data = kernels.values(_parts(x, grain), _beside(1.0 / scale, grain), *how)
     return Quantized(data.view(x.shape), scale, grain)
+
+
+def _matrix(scale: Tensor) -> Tensor:
+    """The scales of a matrix in lines and columns as it has them."""
+    return scale.view(1, 1) if scale.dim() == 0 else scale
 
 
 def lost(x: Tensor, cast: Quantized, number: Number) -> Tensor:

@@ -216,14 +216,16 @@ def _matrices(setting: Setting) -> list[Tensor]:
 
 
 def _multiply(kernels: Any, setting: Setting, leaves: list[Tensor]) -> list[Tensor]:
-    """Casts as a recipe's layers make them, and in eight bits two products: the output, the weight's gradient."""
+    """Casts as a recipe's layers make them, transposed too, and in eight bits two products: the output, the weight's
+    gradient.
+    """
     x, weight = leaves
     facts = RECIPES[setting.recipe or "tensorwise"].facts
     grain, gradient = Grain(facts["grain"]), Number[facts["gradient"].upper()]
     square = Grain.SQUARE if grain is Grain.BLOCK else grain
 
     def made(matrix: Tensor, number: Number, grain: Grain) -> Quantized:
-        return cast(matrix, scale_of(kernels.amax(matrix, grain), number), number, grain, kernels)
+        return cast(matrix, scale_of(kernels.amax(matrix, grain), number), number, grain, kernels, both=True)
 
     def product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
         if setting.dtype == torch.float64:
@@ -232,7 +234,9 @@ def _multiply(kernels: Any, setting: Setting, leaves: list[Tensor]) -> list[Tens
 
     output = made(x, Number.E4M3, grain), made(weight, Number.E4M3, square)
     back = made(x, gradient, grain), made(weight, Number.E4M3, grain)
-    casts = [factor.dequantized() for factor in (*output, *back)]
+    turned = output[1].t() if square is not Grain.ROW else made(kernels.turned(weight), Number.E4M3, grain)
+    across = made(kernels.turned(x), gradient, grain)
+    casts = [factor.dequantized() for factor in (*output, *back, turned, across)]
     if setting.recipe is None:
         return casts
     wide = torch.float32 if grain is Grain.TENSOR else setting.dtype

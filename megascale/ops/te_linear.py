@@ -7,6 +7,7 @@ gives a block that is not finite the scale 1: what came of them would be finite,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,17 @@ from torch import Tensor
 
 from megascale.catalog.recipes import RECIPES
 from megascale.ops import compiled
-from megascale.ops.fp8 import CompiledLinear, Grain, Kernels, Product, Quantized, Values, product
+from megascale.ops.fp8 import (
+    CastTranspose,
+    CompiledLinear,
+    Grain,
+    Kernels,
+    Product,
+    Quantized,
+    Values,
+    cast_transpose,
+    product,
+)
 from megascale.ops.library import TE
 from megascale.ops.select import Setting
 
@@ -36,7 +47,9 @@ class EngineLinear:
     def build(self, setting: Setting) -> Kernels:
         possible = compiled.refusal(setting.device) is None
         others = CompiledLinear().build(setting) if possible else Kernels()
-        return Kernels(others.amax, values_of(others.values, setting.device.torch), product_of())
+        values = values_of(others.values, setting.device.torch)
+        both = cast_transpose_of(others.cast_transpose, setting.device.torch)
+        return Kernels(others.amax, values, product_of(), both)
 
 
 def _unable(setting: Setting) -> str | None:
@@ -53,20 +66,48 @@ def _unable(setting: Setting) -> str | None:
 
 def values_of(others: Values, device: torch.device) -> Values:
     """`fp8.values` in one kernel where one factor is for all, by `others` elsewhere."""
+    quantize = _quantize_on(device)
+
+    def values(x: Tensor, factor: Tensor, largest: float, dtype: torch.dtype) -> Tensor:
+        if factor.numel() > 1:
+            return others(x, factor, largest, dtype)
+        return quantize(x, factor, dtype, False)._data.view(dtype)
+
+    return values
+
+
+def cast_transpose_of(others: CastTranspose | None, device: torch.device) -> CastTranspose:
+    """`fp8.CastTranspose` in one kernel where one factor is for all, by `others` elsewhere, or if there are none by
+    torch.
+    """
+    quantize, others = _quantize_on(device), others or cast_transpose
+
+    def both(x: Tensor, factor: Tensor, largest: float, dtype: torch.dtype, rows: bool) -> tuple[Tensor | None, Tensor]:
+        if factor.numel() > 1 or not rows:
+            return others(x, factor, largest, dtype, rows)
+        made = quantize(x, factor, dtype, True)
+        data = made._data
+        # from Blackwell on its products take factors as they lie, and its casts write no transpose
+        across = data.t().contiguous() if made._transpose is None else made._transpose
+        return data.view(dtype), across.view(dtype)
+
+    return both
+
+
+def _quantize_on(device: torch.device) -> Callable[[Tensor, Tensor, torch.dtype, bool], Any]:
+    """A cast of x under one factor, and of its transpose if that is wanted, as the library's record."""
     import transformer_engine_torch as tex
     from transformer_engine.pytorch.constants import TE_DType
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
     unread = torch.zeros(1, device=device)  # the kernel writes a largest magnitude, of all that is cast
 
-    def values(x: Tensor, factor: Tensor, largest: float, dtype: torch.dtype) -> Tensor:
-        if factor.numel() > 1:
-            return others(x, factor, largest, dtype)
-        quantizer = Float8Quantizer(factor.view(1), unread, TE_DType[dtype], rowwise=True, columnwise=False)
+    def quantize(x: Tensor, factor: Tensor, dtype: torch.dtype, transposed: bool) -> Any:
+        quantizer = Float8Quantizer(factor.view(1), unread, TE_DType[dtype], rowwise=True, columnwise=transposed)
         quantizer.internal = True  # what it makes is a record, not a tensor to torch
-        return tex.quantize(x, quantizer)._data.view(dtype)
+        return tex.quantize(x, quantizer)
 
-    return values
+    return quantize
 
 
 def product_of() -> Product:

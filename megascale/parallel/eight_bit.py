@@ -25,7 +25,7 @@ from megascale.comm.totals import max_over_job, sum_over_job
 from megascale.config.run import RunConfig
 from megascale.layout.chunks import eight_bit_weights
 from megascale.layout.tensors import Parameter
-from megascale.ops.fp8 import Grain, Kernels, Number, Quantized, cast, lost, scale_of
+from megascale.ops.fp8 import Grain, Kernels, Number, Quantized, Transposed, cast, lost, scale_of
 from megascale.parallel.numerics import PLAIN, Name, Numerics, Operand
 from megascale.parallel.overlap import TensorAxis
 from megascale.parallel.weights import add_gradient
@@ -176,11 +176,13 @@ class EightBit:
 
     def input(self, x: Tensor) -> Operand:
         rows = self.split == 1
-        return self._cast("input", x, cut=rows or self.axis.cut, cut_last=rows)
+        return self._cast("input", x, cut=rows or self.axis.cut, cut_last=rows, both=rows or not self.axis.cut)
 
     def gradient(self, grad: Tensor) -> Operand:
         columns = self.split == 0
-        return self._cast("gradient", grad, cut=columns or self.axis.cut, cut_last=columns)
+        return self._cast(
+            "gradient", grad, cut=columns or self.axis.cut, cut_last=columns, both=columns or not self.axis.cut
+        )
 
     def travelling(self, grad: Tensor) -> Operand:
         return self.gradient(grad) if self._grain is Grain.TENSOR else grad
@@ -195,7 +197,10 @@ class EightBit:
         return self._weights(weight)[1]
 
     def kept(self, x: Tensor, operand: Operand) -> Operand:
-        return operand if self._grain is Grain.TENSOR else x
+        if self._grain is not Grain.TENSOR:
+            return x
+        assert isinstance(operand, Quantized)
+        return operand if operand.across is None else Transposed(operand.across, operand.scale, operand.grain)
 
     def linear(self, x: Operand, weight: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         out = self._product(x, weight, dtype)
@@ -213,9 +218,11 @@ class EightBit:
             torch.add(found, bias, out=out)
 
     def along_tokens(self, name: Name, x: Operand) -> Operand:
-        if isinstance(x, Quantized):
+        if isinstance(x, Transposed):
             return x.t()
-        flat = x.reshape(-1, x.shape[-1]).t().contiguous()
+        if isinstance(x, Quantized):
+            return self.scaling.kernels.transposed(x)
+        flat = self.scaling.kernels.turned(x.reshape(-1, x.shape[-1]))
         return self._cast(name, flat, cut=False, cut_last=False, again=True)
 
     def add_gradient(self, weight: Tensor, grad: Operand, x: Operand) -> Tensor | None:
@@ -237,10 +244,10 @@ class EightBit:
             weight = weight.detach()
             square = Grain.SQUARE if self._grain is Grain.BLOCK else self._grain
             cut = self.axis.size > 1
-            along = self._cast("weight", weight, cut=cut, cut_last=cut and self.split == 1, grain=square)
+            along = self._cast("weight", weight, cut=cut, cut_last=cut and self.split == 1, grain=square, both=True)
             along = replace(along, fast=True)  # outputs: no sum over micro-batches adds up their errors
             if square is Grain.ROW:
-                turned = weight.t().contiguous()
+                turned = self.scaling.kernels.turned(weight)
                 across = self._cast("weight", turned, cut=cut, cut_last=cut and self.split == 0, again=True)
             else:
                 across = along.t()
@@ -249,10 +256,11 @@ class EightBit:
         return made.along, made.across
 
     def _cast(
-        self, operand: str, x: Tensor, *, cut: bool, cut_last: bool, grain: Grain | None = None, again: bool = False
-    ) -> Quantized:
+        self, operand: str, x: Tensor, *, cut: bool, cut_last: bool, grain: Grain | None = None, again: bool = False,
+        both: bool = False,
+    ) -> Quantized:  # fmt: skip
         """x in 8 bits. `cut`: other ranks of tp have other parts of it; `cut_last`: of each row. `again`: it was cast
-        in the other direction before, and counted.
+        in the other direction before, and counted. `both`: it is wanted in both directions on this rank.
         """
         scaling, grain, name = self.scaling, grain or self._grain, f"{self.name}.{operand}"
         number = scaling.recipe.gradient if operand == "gradient" else Number.E4M3
@@ -264,7 +272,7 @@ class EightBit:
         if not again:
             scaling.note(name, largest)
         with profiled("quantise"):
-            found = cast(x, self._scale(name, operand, largest, number), number, grain, scaling.kernels)
+            found = cast(x, self._scale(name, operand, largest, number), number, grain, scaling.kernels, both)
         if scaling.watched and not again:
             scaling.count(name, lost(x, found, number))
         return found

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale.ops.fp8 import Grain, Quantized
+from megascale.ops.fp8 import Quantized
 from megascale.parallel.numerics import Factor, Numerics, Operand, rows_of
 from megascale.parallel.overlap import Layer, TensorAxis, gathered_products, reduced_product
 from megascale.parallel.recompute import Again
@@ -137,9 +137,11 @@ class _Rows(torch.autograd.Function):
         def add(full: Operand, rows: slice) -> None:
             if not inputs:  # not before the gather has begun
                 inputs.extend(form() for form in forms)
-            shared = first.along_tokens("gradient", full[rows])
+            whole = rows == slice(0, full.shape[0])
+            shared = first.along_tokens("gradient", full if whole else full[rows])
             for i, (n, x, weight) in enumerate(zip(numerics, inputs, weights, strict=True)):
-                product, before = n.add_gradient(weight, shared, n.along_tokens("input", x[rows])), sums[i]
+                own = n.along_tokens("input", x if whole else x[rows])
+                product, before = n.add_gradient(weight, shared, own), sums[i]
                 sums[i] = product if product is None or before is None else before + product
 
         into = [Factor(n.across(weight), None, n) for n, weight in zip(numerics, weights, strict=True)]
@@ -167,7 +169,7 @@ def _keep(
     for x, form in zip(operands, again, strict=True):
         if isinstance(x, Quantized):
             parts += [x.data, x.scale]
-            ctx.how.append((x.grain, None))
+            ctx.how.append((partial(type(x), grain=x.grain), None))
         else:
             parts += [x if form is None else form.x, None]
             ctx.how.append((None, form and form.function))
@@ -182,11 +184,14 @@ def _kept(ctx: Any) -> tuple[list[Callable[[], Operand]], Sequence[Tensor | None
 
 
 def _operand(
-    data: Tensor, scale: Tensor | None, grain: Grain | None, form: Callable[[Tensor], Tensor] | None
+    data: Tensor,
+    scale: Tensor | None,
+    quantized: Callable[..., Quantized] | None,
+    form: Callable[[Tensor], Tensor] | None,
 ) -> Operand:
     if form is not None:
         return form(data)
-    return data if grain is None or scale is None else Quantized(data, scale, grain)
+    return data if quantized is None or scale is None else quantized(data, scale)
 
 
 def _layers(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor | None]]:

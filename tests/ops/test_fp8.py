@@ -177,3 +177,11 @@ def test_what_a_cast_loses_is_counted() -> None:
     found = cast(x, torch.tensor(1.0), Number.E4M3, Grain.TENSOR)
     assert lost(x, found, Number.E4M3).tolist() == [2, 1, 8]  # 449 is within the rounding of 448; 0 was zero before
     assert found.data.float().abs().max() == 448
+
+
+@pytest.mark.parametrize("number", list(Number))
+def test_a_cast_of_what_is_in_eight_bits_already_changes_nothing(number: Number) -> None:
+    every = torch.arange(256, dtype=torch.uint8).view(16, 16).view(number.dtype)
+    whole = torch.where(every.float().isfinite(), every.float(), 0.0).to(number.dtype)
+    found = fp8.Kernels(cast_transpose=fp8.cast_transpose).transposed(Quantized(whole, torch.ones(()), Grain.TENSOR))
+    assert torch.equal(found.data.view(torch.uint8), whole.t().contiguous().view(torch.uint8))

@@ -40,8 +40,8 @@ class Float8TensorStorage:
         self, *, data: Tensor | None, fp8_scale_inv: Tensor, fp8_dtype: str, data_transpose: Tensor | None = None,
         quantizer: Any = None,
     ) -> None:  # fmt: skip
-        assert data_transpose is None
         self._data, self._scale_inv, self._fp8_dtype = data, fp8_scale_inv, fp8_dtype
+        self._transpose = data_transpose
 
     def numbers(self) -> Tensor:
         assert self._scale_inv.dtype == torch.float32 and self._scale_inv.shape == (1,)
@@ -91,7 +91,7 @@ class Float8Quantizer:
 def quantize(tensor: Tensor, quantizer: Any, output: None = None, noop: None = None) -> Float8TensorStorage:
     """csrc/extensions/cast.cpp. The kernel multiplies by the scale, and rounds to the nearest that there is."""
     assert type(quantizer) is Float8Quantizer and quantizer.internal and output is noop is None
-    assert quantizer.rowwise_usage and not quantizer.columnwise_usage
+    assert quantizer.rowwise_usage and (tensor.dim() == 2 or not quantizer.columnwise_usage)
     for state in (quantizer.scale, quantizer.amax):
         assert state.shape == (1,) and state.dtype == torch.float32
     wide = tensor.contiguous().float()
@@ -99,7 +99,10 @@ def quantize(tensor: Tensor, quantizer: Any, output: None = None, noop: None = N
     format = FORMATS[quantizer.dtype]
     largest = torch.finfo(format).max
     data = (wide * quantizer.scale).clamp(-largest, largest).to(format).view(torch.uint8)
-    return Float8TensorStorage(data=data, fp8_scale_inv=1 / quantizer.scale, fp8_dtype=quantizer.dtype)
+    across = data.t().contiguous() if quantizer.columnwise_usage and not quantize.blackwell else None
+    quantize.transposes += across is not None
+    inverse = 1 / quantizer.scale
+    return Float8TensorStorage(data=data, fp8_scale_inv=inverse, fp8_dtype=quantizer.dtype, data_transpose=across)
 
 
 def general_gemm(
@@ -151,6 +154,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(Device, "capability", property(lambda self: able.capability))
     monkeypatch.setattr(general_gemm, "calls", 0, raising=False)
+    monkeypatch.setattr(quantize, "transposes", 0, raising=False)
+    monkeypatch.setattr(quantize, "blackwell", False, raising=False)
     monkeypatch.setenv("CXX", "no-such-compiler")  # what is not the library's is torch's
     return able
 
@@ -206,6 +211,29 @@ def test_a_cast_under_one_scale_is_torchs(shape: tuple[int, ...], dtype: torch.d
 def test_other_casts_are_torchs_own(grain: Grain) -> None:
     found, expected = (quantized(normal(M, K), grain, by=by).data for by in (kernels(), Kernels()))
     assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("blackwell", [False, True])
+def test_both_layouts_come_of_one_cast_under_one_scale(blackwell: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize, "blackwell", blackwell)
+    x = normal(8, 4, K).bfloat16()
+    found, expected = (cast(x, torch.tensor(0.7), Number.E4M3, Grain.TENSOR, by, True) for by in (kernels(), Kernels()))
+    assert found.across is not None and expected.across is None
+    assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8))
+    assert torch.equal(found.t().data.view(torch.uint8), expected.t().data.view(torch.uint8))
+    assert quantize.transposes == (not blackwell)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("grain", [Grain.ROW, Grain.BLOCK, Grain.SQUARE])
+def test_transposes_under_other_scales_are_torchs(grain: Grain) -> None:
+    x = normal(M, K)
+    if grain is Grain.SQUARE:
+        found, expected = (cast(x, scale_of(fp8.amax(x, grain), Number.E4M3), Number.E4M3, grain, by, True).t()
+                           for by in (kernels(), Kernels()))  # fmt: skip
+    else:
+        found, expected = (quantized(by.turned(x), grain, by=by) for by in (kernels(), Kernels()))
+    assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8))
+    assert torch.equal(found.scale, expected.scale) and found.data.is_contiguous()
 
 
 PRODUCTS = [(Grain.TENSOR, Grain.TENSOR), (Grain.BLOCK, Grain.SQUARE), (Grain.BLOCK, Grain.BLOCK)]

@@ -17,6 +17,7 @@ from megascale.core.rank import Rank
 from megascale.layout.chunks import eight_bit_weights
 from megascale.layout.topology import Topology
 from megascale.model.parts import Linear
+from megascale.ops import fp8
 from megascale.ops.fp8 import Grain, Kernels, Quantized, product
 from megascale.parallel import overlap
 from megascale.parallel.eight_bit import EightBit, Scaling, numerics_of
@@ -211,6 +212,49 @@ def count_products(rank: Rank, config: RunConfig) -> int:
     run.scaling.kernels = Kernels(product=counting)
     train_step(run, run.train.batch(run.progress.samples))
     return len(formats)
+
+
+ONE_OR_MORE: dict[str, dict[str, Any]] = {"one": {}, "tp2": {"parallel__tp": 2}, **LAYOUTS}
+
+
+@pytest.mark.parametrize("recipe", only_quick(RECIPES.names(), "tensorwise"))
+@pytest.mark.parametrize("layout", only_quick(ONE_OR_MORE, "one"))
+def test_kernels_that_write_transposes_change_nothing(recipe: str, layout: str, tmp_path: Path) -> None:
+    config = configured(tmp_path, recipe, WIDE, **ONE_OR_MORE[layout])
+    for plain, both, copies, turned in run_world(config.world, gradients_by_both, config):
+        assert plain.keys() == both.keys()
+        assert all(np.array_equal(plain[name], both[name]) for name in plain)
+        assert copies == 0
+        if RECIPES[recipe].facts["grain"] == "tensor":  # with sp, what was gathered: two layers' inputs, two gradients
+            assert turned == (4 * 2 * 2 if layout == "tp2 sp" else 0)
+
+
+def gradients_by_both(rank: Rank, config: RunConfig) -> tuple[dict[str, Array], dict[str, Array], int, int]:
+    """The gradients of two micro-batches by torch's kernels, and by one that writes both layouts; and with the second
+    how many matrices in eight bits were copied to their transpose, and how often it wrote a transpose alone.
+    """
+    from megascale.parallel import eight_bit
+
+    plain, copies, turned = first_gradients(rank, config), 0, 0
+    transpose, make = Quantized.t, Scaling.__init__
+
+    def counting(self: Quantized) -> Quantized:
+        nonlocal copies
+        copies += self.across is None
+        return transpose(self)
+
+    def kernel(
+        x: Tensor, factor: Tensor, largest: float, dtype: torch.dtype, rows: bool
+    ) -> tuple[Tensor | None, Tensor]:
+        nonlocal turned
+        turned += not rows
+        return fp8.cast_transpose(x, factor, largest, dtype, rows)
+
+    def with_kernel(self: Scaling, config: RunConfig, world: Any, device: torch.device, kernels: Kernels) -> None:
+        make(self, config, world, device, Kernels(cast_transpose=kernel))
+
+    Quantized.t, eight_bit.Scaling.__init__ = counting, with_kernel  # type: ignore[method-assign]
+    return plain, first_gradients(rank, config), copies, turned
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
