@@ -36,9 +36,13 @@ def median_step(rank: Rank, config: Any, steps: int = 10) -> float:
     return statistics.median(seconds[2:]) * 1e3
 
 
-def step_of(folder: Path, world: int, **overrides: Any) -> float:
-    model = LAYER | (SMALL if rehearsing() else {})
-    tree = settings(model, folder, train__precision="bf16", **overrides)
+WIDE = GPT | {"num_layers": 1, "hidden_size": 12288, "num_heads": 96, "vocab_size": 1024, "seq_length": 2048}
+"""A layer of gpt3-175b."""
+
+
+def step_of(folder: Path, world: int, model: dict[str, Any] = LAYER, **overrides: Any) -> float:
+    small = SMALL | {"num_heads": 8} if rehearsing() else {}
+    tree = settings(model | small, folder, **({"train__precision": "bf16"} | overrides))
     return max(world_of(world, median_step, config_of(tree, folder)))
 
 
@@ -47,6 +51,17 @@ def test_tensor_parallel_gemms(tmp_path: Path, figure: Figure) -> None:
     layout = {"parallel__tp": 2, "parallel__sp": True, "batch__global": 4}
     figure("overlapped", step_of(tmp_path, 2, **layout), "ms")
     figure("one after the other", step_of(tmp_path, 2, **layout, overlap__tp=False), "ms")
+
+
+@pytest.mark.gpu(8)
+@pytest.mark.parametrize("micro", [1, 4])
+def test_a_layer_of_175b(micro: int, tmp_path: Path, figure: Figure) -> None:
+    """With 256 rows a rank collectives are whole, with 1,024 symmetric memory fuses them with their GEMMs."""
+    layout = {"parallel__tp": 8, "parallel__sp": True, "batch__micro": micro, "batch__global": 4 * micro}
+    figure("overlapped", step_of(tmp_path, 8, WIDE, **layout), "ms")
+    figure("one after the other", step_of(tmp_path, 8, WIDE, **layout, overlap__tp=False), "ms")
+    if not rehearsing():
+        figure("overlapped, fp8", step_of(tmp_path, 8, WIDE, **layout, train__precision="fp8"), "ms")
 
 
 @pytest.mark.gpu(2)
