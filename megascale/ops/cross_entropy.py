@@ -145,10 +145,14 @@ class CompiledCrossEntropy:
 
 
 def fused_statistics(logits: Tensor, columns: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """See `Passes`. Compiled, no number of [t, n] is written."""
+    """See `Passes`. Compiled, no number of [t, n] is written, and on a GPU the logits are read once: Inductor knows the
+    maximum and the sum of exponentials below it as an online softmax (Milakov and Gimelshein 2018).
+    """
     scores = logits.to(wide)
-    peak = scores.amax(-1).clamp(min=torch.finfo(wide).min)
-    total = (scores - peak.unsqueeze(1)).exp().sum(-1)
+    highest = scores.amax(-1, keepdim=True)
+    total = (scores - highest).exp().sum(-1, keepdim=True)
+    total = torch.where(highest == -math.inf, 0.0, total).squeeze(1)  # a rank may have padding alone
+    peak = highest.squeeze(1).clamp(min=torch.finfo(wide).min)
     return peak, total, scores.gather(1, columns.unsqueeze(1)).squeeze(1)
 
 
