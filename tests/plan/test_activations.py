@@ -33,7 +33,7 @@ class Watch:
         self._shared = {bucket.weights.untyped_storage().data_ptr() for bucket in run.gradients.buckets}
         m = run.config.model
         if m.position == "rope":  # one table for all layers and micro-batches
-            from megascale.model.rope import rope_table
+            from megascale.ops.rope import rope_table
 
             wide = torch.promote_types(run.formats[0], torch.float32)
             table = rope_table(m.seq_length, m.head_dim, m.rope_theta, wide, run.device.torch)
