@@ -6,10 +6,9 @@ arithmetic alone, so every rank knows which samples any other has, and no layout
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -51,29 +50,14 @@ class Shape:
 
 
 class StepBatch:
-    """A step's samples on this rank. A micro-batch is read when it is first asked for, by its forward: the device has
-    the work of those before it to do meanwhile.
+    """A step's samples on this rank. `tokens`: labels that count in the loss, over this rank's micro-batches."""
 
-    `make`: a micro-batch, and how many of its labels count.
-    """
-
-    def __init__(self, count: int, make: Callable[[int], tuple[MicroBatch, int]]) -> None:
-        self._count = count
-        self._make = make
-        self._made: dict[int, tuple[MicroBatch, int]] = {}
-
-    @property
-    def tokens(self) -> int:
-        """Labels that count in the loss, over this rank's micro-batches."""
-        return sum(self._read(index)[1] for index in range(self._count))
+    def __init__(self, micro_batches: list[MicroBatch], tokens: int) -> None:
+        self._micro_batches = micro_batches
+        self.tokens = tokens
 
     def micro_batch(self, index: int) -> MicroBatch:
-        return self._read(index)[0]
-
-    def _read(self, index: int) -> tuple[MicroBatch, int]:
-        if index not in self._made:
-            self._made[index] = self._make(index)
-        return self._made[index]
+        return self._micro_batches[index]
 
 
 class Loader:
@@ -98,16 +82,15 @@ class Loader:
         if ahead is not None and ahead[0] == seen:
             return ahead[1]
         self.prepare(seen)
-        return StepBatch(self._shape.micro_batches, partial(self._micro_batch, seen))
+        made = [self._micro_batch(seen, index) for index in range(self._shape.micro_batches)]
+        return StepBatch([micro_batch for micro_batch, _ in made], sum(counted for _, counted in made))
 
     def read_ahead(self, seen: int) -> None:
-        """Make the first micro-batch of a later `batch(seen)`, while the host would wait for the device. What cannot be
-        read is tried again, and raises, in the step that trains on it.
+        """Make what the next `batch(seen)` returns, while the host would wait for the device. What cannot be read is
+        tried again, and raises, in the step that trains on it.
         """
         with suppress(Exception):
-            batch = self.batch(seen)
-            batch.micro_batch(0)
-            self._ahead = (seen, batch)
+            self._ahead = (seen, self.batch(seen))
 
     def prepare(self, seen: int) -> None:
         """Have rank 0 write the indices of the step after `seen` samples, and of the two that follow it. A rank that

@@ -65,7 +65,7 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
         if index == 0:  # before another rank's weights cover what is wrong with ours; the device is busy meanwhile
             _use_wait(run, asked)
             _check(run, numbers())
-        run.gradients.start_gather(bucket)  # hidden behind the next update, and the next batch's loading
+        run.gradients.start_gather(bucket)  # hidden behind the next update
     recorder.step = 0  # until the next one
     total, tokens, stops, written, failed, norm, _ = numbers()
     run.progress.step = step
