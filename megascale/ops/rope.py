@@ -60,10 +60,10 @@ def rotate_heads(qkv_sbnd: Tensor, turned: int, cos: Tensor, sin: Tensor) -> Ten
 def _rotate(turn: Turn, qkv_sbnd: Tensor, turned: int, cos: Tensor, sin: Tensor) -> Tensor:
     if torch.compiler.is_compiling():  # as part of a block
         return rotation(qkv_sbnd, turned, cos, sin)
-    return _Rotated.apply(qkv_sbnd, turned, cos, sin, turn)
+    return _RotateHeads.apply(qkv_sbnd, turned, cos, sin, turn)
 
 
-class _Rotated(torch.autograd.Function):
+class _RotateHeads(torch.autograd.Function):
     """The backward turns back; nothing is saved but angles."""
 
     @staticmethod

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megascale.ops.embedding import add_rows_
-from megascale.ops.wgrad import Wgrad, torch_wgrad
+from megascale.ops.wgrad import Wgrad, add_, torch_wgrad
 
 
 class Accumulation:
@@ -52,7 +52,7 @@ def add_gradient(weight: Tensor, gradient: Tensor) -> Tensor | None:
     if main is None:
         return gradient.to(weight.dtype)
     if _adds(weight):
-        main += gradient
+        add_(main, gradient)
     else:
         main.copy_(gradient)
     return None

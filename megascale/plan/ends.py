@@ -26,7 +26,7 @@ def embedding_backward(config: RunConfig) -> int:
     if m.position != "learned":
         return tokens
     summed = sizes.residual // sizes.micro if sizes.micro > 1 else 0
-    return max(tokens, one * sizes.compute + max(summed, one * sizes.wide if narrow else 0))
+    return max(tokens, one * sizes.compute + summed)
 
 
 def head_forward(config: RunConfig) -> int:

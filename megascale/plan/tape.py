@@ -49,7 +49,7 @@ def norm_backward(sizes: Sizes, norm: str) -> int:
 
 def into_gradient(sizes: Sizes, numbers: int) -> int:
     """For a product that is added to a weight's gradient; one of the same format is formed there."""
-    return numbers * (sizes.compute + sizes.wide) if sizes.compute < sizes.wide else 0
+    return numbers * sizes.compute if sizes.compute < sizes.wide else 0
 
 
 def is_cut(config: RunConfig) -> bool:

@@ -154,7 +154,7 @@ class _Bench:
     def backends(self, run: Run) -> dict[str, str]:
         """Who carries out which operation."""
         setting = Setting.of(run.config, self.device)
-        return {operation: select(operation, setting).backend for operation in BACKENDS}
+        return {operation: select(operation, setting).backend for operation in filter(setting.uses, BACKENDS)}
 
     def forget(self) -> None:
         """Free what a run has held."""

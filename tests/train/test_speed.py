@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,9 @@ def test_a_run_is_measured(tmp_path: Path) -> None:
     assert found.tokens_per_s == pytest.approx(8 * 16 / found.step.median)
     assert found.machine.peak.flops > 0 and found.machine.attainable.flops > 0
     assert set(found.machine.backends.values()) == {"torch"}
-    assert {"linear", "attention", "norm", "activation", "cross_entropy", "optimizer"} == found.machine.backends.keys()
+    assert found.machine.backends.keys() == {
+        "linear", "attention", "rope", "norm", "add_norm", "activation", "cross_entropy", "wgrad", "optimizer",
+    }  # fmt: skip
     assert found.kernels["communication"] == found.kernels["quantise"] == 0
     for purpose in ("gemm", "attention", "norms", "activation", "rope", "loss", "optimizer", "other"):
         assert found.kernels[purpose] > 0, purpose
@@ -229,16 +232,19 @@ def test_all_of_the_optimizer_is_counted_as_its(tmp_path: Path, name: str) -> No
     assert {purpose for kernel, purpose in found if kernel in only} == {"optimizer"}
 
 
-def casting(rank: Rank, given: RunConfig) -> dict[str, float]:
+def casting(rank: Rank, given: RunConfig) -> tuple[dict[str, float], Counter[str]]:
+    """The shares of a step by purpose, and how many operators each has."""
     run = build_run(rank, given)
-    return kernels.shares(kernels.profile(lambda: speed.time_steps(run, 1), run.device), 1.0)
+    profile = kernels.profile(lambda: speed.time_steps(run, 1), run.device)
+    return kernels.shares(profile, 1.0), Counter(kernels.classify(k.name, k.within) for k in profile.kernels)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_casts_have_a_share_of_their_own(tmp_path: Path, recipe: str) -> None:
     wanted = {"train__precision": "fp8", "fp8__recipe": recipe, "fp8__bf16_first": 0, "fp8__bf16_last": 0}
-    (found,) = run_world(1, casting, config(tmp_path, **wanted))
-    assert found["quantise"] > found["copies"] > 0
+    ((shares, operators),) = run_world(1, casting, config(tmp_path, **wanted))
+    assert shares["quantise"] > 0 and shares["copies"] > 0
+    assert operators["quantise"] > operators["copies"]
 
 
 def test_what_does_not_fit_a_cpu_is_told_before_it_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
