@@ -65,7 +65,7 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
         if index == 0:  # before another rank's weights cover what is wrong with ours; the device is busy meanwhile
             _use_wait(run, asked)
             _check(run, numbers())
-        run.gradients.start_gather(bucket)  # hidden behind the next update
+        run.gradients.start_gather(bucket)  # hidden behind the next update, and the next batch's loading
     recorder.step = 0  # until the next one
     total, tokens, stops, written, failed, norm, _ = numbers()
     run.progress.step = step
@@ -95,11 +95,15 @@ def totals(mesh: Mesh, loss: Tensor, tokens: int, *more: float | Tensor) -> Tens
 
 
 def _use_wait(run: Run, until: Mark) -> None:
-    """Do what else would delay the next step, before the host waits for the device to come to `until`."""
-    done = run.progress.step + 1
-    if done < run.config.train.steps:
+    """Do what would delay the next step, before the host waits for its device to come to `until`. A host that computes
+    has no wait to use: it reads the next batch later, while weights are gathered.
+    """
+    recorder, step = run.mesh.recorder, run.progress.step + 1
+    if recorder.timer.host:
+        return
+    if step < run.config.train.steps:
         run.train.read_ahead(run.progress.samples + run.config.batch.total)
-    while run.mesh.recorder.trails(until):
+    while recorder.trails(until):
         run.pipeline.release()
         time.sleep(POLL)
 
