@@ -19,7 +19,7 @@ FORMATS = ("float32", "bfloat16")
 
 @dataclass(frozen=True)
 class Need:
-    """What a configuration alone says that an operation must serve.
+    """The demands on an operation that follow from a configuration alone.
 
     `name`: of the norm, activation, position, optimizer, grain or, for wgrad, number format; of other operations None.
     Numbers in that format of torch; `dropout` of attention weights; a cut over `tp` ranks; the `grain` of the scales of
@@ -80,8 +80,9 @@ def lacks(card: Card, need: Need) -> str | None:
 
 
 def passes(card: Card, need: Need) -> bool:
-    """Whether a backend makes several passes over memory for what one kernel can do in one: by its fact `passes`, the
-    names for which that is so, or True for all.
+    """Tell whether a backend makes several passes over memory where one kernel can do with one.
+
+    Its fact `passes` has the names for which that is so, or True for all.
     """
     several = card.facts.get("passes", ())
     return need.used and (several is True or need.name in several)
@@ -177,7 +178,7 @@ OPTIMIZER_BACKENDS = Registry(
 )
 
 GRAINS = ("tensor", "row", "block")
-"""Of the scales of fp8 recipes."""
+"""Granularities of the scales of fp8 recipes."""
 
 LINEAR_BACKENDS = Registry(
     "linear backend",

@@ -308,7 +308,7 @@ def _common(seen: Sequence[Mapping[int, Mapping[int, int]]]) -> set[int]:
 
 
 def _by_rank(copies: Sequence[Seen]) -> dict[int, dict[int, int]]:
-    """Of each rank the slot of each step."""
+    """The slot of each step, for each rank."""
     found: dict[int, dict[int, int]] = {}
     for rank, step, slot in copies:
         found.setdefault(rank, {})[step] = slot

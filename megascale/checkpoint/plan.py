@@ -37,7 +37,7 @@ Description = Sequence[Any]
 
 
 def described(state: State) -> Description:
-    """What this rank holds."""
+    """Describe the pieces of tensors that this rank holds."""
     return [
         (name, str(tensor.dtype).removeprefix("torch."), tensor.shape, [(p.offset, p.size) for p in tensor.pieces])
         for name, tensor in state.items()

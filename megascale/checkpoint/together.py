@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class OtherRankError(CheckpointError):
-    """What went wrong is another rank's to say."""
+    """Another rank failed, and reports the error."""
 
 
 KINDS = {kind.__name__: kind for kind in (CheckpointError, DamagedError, OtherRankError)}

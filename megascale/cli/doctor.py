@@ -119,7 +119,9 @@ def examinations(
 
 
 def slowness(configs: Iterable[RunConfig], device: Device) -> list[str]:
-    """What is slower than it need be here, each sentence once; nothing of a configuration that cannot be served."""
+    """List the operations that are slower than they need be here, each sentence once; skips a configuration that no
+    backend serves.
+    """
     from megascale.ops.advice import advice
     from megascale.ops.select import BackendError, Setting
 

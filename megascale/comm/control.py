@@ -158,8 +158,9 @@ class Control:
                 looked = now
 
     def _check(self, what: str, missing: Sequence[int], waited: float) -> None:
-        """Whether to wait on. The first rank may come late itself and then knows who is missing: so that it can say so,
-        the others wait twice as long.
+        """Raise if waiting on is in vain. The first rank may come late itself, and then knows who is missing.
+
+        The others wait twice as long, so that it can say so.
         """
         job = _job()
         if job.check([_LOST]):
@@ -203,7 +204,7 @@ def _place(rank: int) -> str:
 
 
 def _has_ended(job: _Store, rank: int) -> bool:
-    """Whether a rank is known to have ended: its process was on this host."""
+    """Tell whether a rank of this host is known to have ended."""
     if not job.check([_place(rank)]):
         return False
     pid, host = job.get(_place(rank)).decode().split(" ", 1)
@@ -232,7 +233,7 @@ def _append(store: _Store, key: str, data: bytes, head: bytes = b"") -> None:
 
 
 def _parts(data: bytes) -> dict[int, bytes]:
-    """What `_append` has made of several ranks' values, by index."""
+    """Split the values of several ranks, joined by `_append`, by index."""
     found: dict[int, bytearray] = defaultdict(bytearray)
     start = 0
     while start < len(data):
@@ -251,6 +252,6 @@ def _publish(store: _Store, key: str, data: bytes) -> None:
 
 
 def _read(store: _Store, key: str) -> tuple[bytes, list[str]]:
-    """What was published, and the keys that it takes."""
+    """Return a published value and the keys that hold it."""
     data = store.get(key)
     return (data, [key]) if data else (store.get(f"{key}/long"), [key, f"{key}/long"])

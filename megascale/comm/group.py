@@ -61,7 +61,7 @@ class Group:
 
     @cached_property
     def control(self) -> Control:
-        """What its ranks agree on outside of steps."""
+        """The channel for control data among the ranks, outside of steps."""
         return Control(self.name, self.ranks, self.index)
 
     def begin(
