@@ -76,10 +76,10 @@ class Job:
             os.kill(pid, signal.SIGKILL)
         self.process.communicate()
 
-    def end(self) -> tuple[int, str, str]:
-        """Exit status, output and errors."""
+    def end(self, seconds: float = SECONDS) -> tuple[int, str, str]:
+        """Exit status, output and errors, within `seconds`."""
         try:
-            out, err = self.process.communicate(timeout=SECONDS)
+            out, err = self.process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             self.kill()
             raise

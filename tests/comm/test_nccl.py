@@ -17,6 +17,7 @@ from megascale.config.nccl import NcclConfig
 from megascale.core.errors import ConfigError, Exit
 from megascale.core.rank import Rank
 from megascale.device import Device
+from megascale.launch import environment
 
 
 def names(pp: int, environ: Mapping[str, str], backend: str = "nccl") -> list[str]:
@@ -41,10 +42,30 @@ def test_blocking_launches_are_refused_with_a_pipeline() -> None:
     assert names(1, {"CUDA_LAUNCH_BLOCKING": "1"}) == names(2, {"CUDA_LAUNCH_BLOCKING": "0"}) == []
 
 
-def test_errors_that_end_nothing_are_refused() -> None:
-    for value in ("0", "2"):
-        assert names(1, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": value}) == ["TORCH_NCCL_ASYNC_ERROR_HANDLING"]
-    assert names(1, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}) == []
+def test_few_hardware_queues_are_refused_with_a_pipeline() -> None:
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    for value in ("1", "01", " 4", "7"):
+        assert names(2, {name: value}) == [name]
+    assert names(1, {name: "1"}) == names(2, {name: "1"}, "gloo") == []
+    for value in ("8", "16", "32", "", "many"):
+        assert names(2, {name: value}) == []
+    (problem,) = refused("nccl", 2, {name: "1"})
+    assert problem.found.startswith("'1': so few hardware queues") and problem.mend == f"unset {name}, or set it to 32"
+
+
+def test_the_queues_that_ranks_give_themselves_are_enough() -> None:
+    assert names(8, environment.defaults({})) == []
+
+
+@pytest.mark.parametrize("value", ["0", "2", "02", " 2", "+0", "2 # clean up"])
+def test_errors_that_end_nothing_are_refused(value: str) -> None:
+    """torch reads the number with `std::stoi`."""
+    assert names(1, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": value}) == ["TORCH_NCCL_ASYNC_ERROR_HANDLING"]
+
+
+@pytest.mark.parametrize("value", ["1", "3", "20", "off"])
+def test_errors_that_end_the_run_are_let_through(value: str) -> None:
+    assert names(1, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": value}) == []
 
 
 def test_a_run_is_refused_before_any_group_opens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,6 +106,11 @@ def test_a_group_gets_the_thread_blocks_of_its_axis(monkeypatch: pytest.MonkeyPa
     ctas = {axis: [each.config.min_ctas, each.config.max_ctas] for axis, each in found.items() if each is not None}
     assert ctas == {"tp": [2, 8], "pp": [1, 2], "world": [1, 1], "none": [1, 1]}
     assert options("gloo", "tp", nccl) is None
+
+
+def test_what_a_group_gets_where_nothing_is_chosen() -> None:
+    chosen = {axis: NcclConfig().ctas(axis) for axis in ("tp", "dp", "tied", "pp", "world")}
+    assert chosen == {"tp": None, "dp": (1, 16), "tied": (1, 16), "pp": (1, 2), "world": (1, 1)}
 
 
 def test_torch_has_what_is_set() -> None:

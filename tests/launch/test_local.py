@@ -136,7 +136,7 @@ def test_ranks_have_the_environment_that_they_need_before_torch(tmp_path: Path) 
     old = tmp_path / "runs" / "test" / "flight" / f"{socket.gethostname()}_rank_1"
     old.parent.mkdir(parents=True)
     old.touch()
-    own = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}
+    own = {"CUDA_DEVICE_MAX_CONNECTIONS": "16", "TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}
     env = {"PYTHONPATH": str(tmp_path / "site"), "SHOWN": f"{tmp_path}/shown-", **own}
     status, _, err = Job(job_config(tmp_path, GPT, parallel__tp=2), env=env).end()
     assert status == Exit.OK, err
