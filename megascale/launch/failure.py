@@ -111,7 +111,7 @@ def first_cause(logs: Path, died: Mapping[int, int], codes: Mapping[int, int], d
         error = min((error for error in own if error["what"] == own[0]["what"]), key=lambda error: error["rank"])
         return Failure(error["rank"], error["host"], error["what"], error["exit_status"])
     killed = {rank: number for rank, number in died.items() if number != signal.SIGABRT}
-    if not killed and dumps is not None and (suspect := flight.find(dumps)):
+    if not killed and dumps is not None and (suspect := _awaited(dumps)):
         what = f"killed by SIGABRT; {suspect.what}" if suspect.rank in died else suspect.what
         return Failure(suspect.rank, suspect.host or host, what, Exit.UNCLASSIFIED, unexplained=True)
     for rank, number in (killed or died).items():
@@ -124,6 +124,17 @@ def first_cause(logs: Path, died: Mapping[int, int], codes: Mapping[int, int], d
         return Failure(error["rank"], error["host"], error["what"], error["exit_status"])
     rank = next(rank for rank, code in codes.items() if code)
     return Failure(rank, host, f"ended with status {codes[rank]}", Exit.UNCLASSIFIED, unexplained=True)
+
+
+def _awaited(dumps: Path) -> flight.Suspect | None:
+    """The rank that others waited for, by the flight recorder. Whatever is wrong with its files, the rest of the report
+    of a failure must not be lost to it.
+    """
+    try:
+        return flight.find(dumps)
+    except Exception as error:
+        print(f"megascale: the flight records in {dumps} say nothing: {error!r}"[:300], file=sys.stderr)
+        return None
 
 
 def _errors(logs: Path) -> list[dict[str, Any]]:
@@ -142,7 +153,7 @@ def main(logs: str, status: str, dumps: str = "") -> None:
     for error in own[:1]:
         print(f"megascale: rank {error['rank']} on {error['host']} failed: {error['what']}", file=sys.stderr)
         status = error["exit_status"]
-    if not own and status != "0" and dumps and (suspect := flight.find(Path(dumps))):
+    if not own and status != "0" and dumps and (suspect := _awaited(Path(dumps))):
         print(f"megascale: {suspect}", file=sys.stderr)
     print(status)
 

@@ -31,7 +31,7 @@ MOST_BYTES = 256 << 20
 _NAME = re.compile(r"(?P<host>.*)_rank_(?P<rank>\d+)")
 _BROKEN = (
     OSError, pickle.UnpicklingError, EOFError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError,
-    MemoryError,
+    MemoryError, RecursionError,
 )  # fmt: skip
 _POINT_TO_POINT = re.compile(r"(?P<what>send|recv) (?P<self>\d+)(?:->|<-)(?P<peer>\d+)")
 
@@ -78,12 +78,15 @@ class Suspect:
 
 
 class Dump:
-    """What one rank was doing. `host`: where. `last`: when it started its last operation."""
+    """What one rank was doing. `host`: where. `last`: when it started its last operation.
+
+    Raises: one of `_BROKEN` if `recorded` is not what the flight recorder writes.
+    """
 
     def __init__(self, host: str, recorded: Mapping[str, Any]) -> None:
         self.host = host
         self._groups = {name: _ranks(group["ranks"]) for name, group in recorded["pg_config"].items()}
-        self._entries: list[Mapping[str, Any]] = recorded.get("entries", [])
+        self._entries: list[Mapping[str, Any]] = [_checked(entry) for entry in recorded.get("entries", [])]
         self.last = max((entry["time_created_ns"] / 1e9 for entry in self._entries), default=0.0)
         self.collectives: dict[str, int] = {}
         for entry in self._entries:
@@ -209,8 +212,38 @@ def _done(entry: Mapping[str, Any]) -> bool:
     return entry["state"] == "completed" or (entry["retired"] and entry["profiling_name"].startswith("gloo:"))
 
 
+def _whole(value: object) -> bool:
+    """Whether a value is a number of 64 bits, as the recorder's are."""
+    return type(value) is int and -(2**63) <= value < 2**63
+
+
+_FIELDS: Mapping[str, Callable[[Any], bool]] = {
+    "process_group": lambda value: len(value) == 2 and all(type(name) is str for name in value),
+    "collective_seq_id": _whole,
+    "p2p_seq_id": _whole,
+    "time_created_ns": _whole,
+    "profiling_name": lambda value: type(value) is str,
+    "state": lambda value: type(value) is str,
+    "retired": lambda value: type(value) is bool,
+    "is_p2p": lambda value: type(value) is bool,
+}
+"""What is read of an operation, and whether a value is of its type."""
+
+
+def _checked(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    """An operation as it was recorded. Raises: TypeError for a field of another type."""
+    for name, fits in _FIELDS.items():
+        if not fits(entry[name]):
+            raise TypeError(f"{name} in a dump")
+    return entry
+
+
 def _ranks(given: str | Sequence[int]) -> tuple[int, ...]:
-    return tuple(json.loads(given) if isinstance(given, str) else given)
+    """A group's ranks. Raises: TypeError for what is no list of whole numbers."""
+    ranks = json.loads(given) if isinstance(given, str) else given
+    if not all(_whole(rank) for rank in ranks):
+        raise TypeError("ranks in a dump")
+    return tuple(ranks)
 
 
 def _dumps(folder: Path) -> dict[int, Path]:
@@ -226,15 +259,17 @@ class _Plain(pickle.Unpickler):
 
 
 def _read(path: Path) -> Dump | None:
-    """A rank's dump; None if it is none, or was not written to its end."""
+    """A rank's dump; None, and a line on stderr, if it is none, or was not written to its end."""
     match = _NAME.fullmatch(path.name)
     try:
         if match is None or path.stat().st_size > MOST_BYTES:
-            return None
+            raise ValueError(f"it has more than {MOST_BYTES} bytes")
         with path.open("rb") as file:
             dump = Dump(match["host"], _Plain(file).load())
         dump.unfinished  # noqa: B018  so that whatever is wrong with it shows here
-    except _BROKEN:
+    except _BROKEN as error:
+        why = f"{type(error).__name__}: {error}"[:200].replace("\n", " ")
+        print(f"megascale: the flight record {path} cannot be read and is left out: {why}", file=sys.stderr)
         return None
     return dump
 

@@ -11,6 +11,7 @@ import pytest
 
 from megascale.core.errors import DataError, Exit
 from megascale.core.rank import Rank
+from megascale.launch import flight
 from megascale.launch.failure import ERROR_FILE, first_cause, main, peer_was_lost, write_error
 from tests.launch.dumps import Recorder
 
@@ -110,6 +111,21 @@ def test_an_abort_of_its_own_is_both(tmp_path: Path) -> None:
     three_wait_for_the_third(tmp_path)
     cause = first_cause(tmp_path, {1: signal.SIGABRT, 3: signal.SIGABRT}, CODES, tmp_path)
     assert cause.rank == 3 and cause.what.startswith("killed by SIGABRT; never joined all_reduce 1 of group dp")
+
+
+def test_a_report_is_not_lost_to_a_bad_dump(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(folder: Path) -> None:
+        raise RecursionError("too deep")
+
+    monkeypatch.setattr(flight, "find", broken)
+    cause = first_cause(tmp_path, ABORTED, CODES, tmp_path)
+    assert (cause.rank, cause.what) == (0, "killed by SIGABRT")
+    main(str(tmp_path), "134", str(tmp_path))
+    out, err = capsys.readouterr()
+    assert out == "134\n"
+    assert err == f"megascale: the flight records in {tmp_path} say nothing: RecursionError('too deep')\n" * 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])

@@ -142,6 +142,55 @@ def test_a_dump_that_cannot_be_read_blames_nobody(
     assert not (tmp_path / "planted").exists()
 
 
+DAMAGE = {
+    **{f"time {time}": {"time_created_ns": time} for time in (1e27, 1e30, float("inf"), float("nan"), 10**30, "1")},
+    "sequence as text": {"collective_seq_id": "2"},
+    "sequence as a list": {"p2p_seq_id": [2]},
+    "group without a description": {"process_group": ("hash of dp",)},
+    "group that has no hash": {"process_group": ([], "dp")},
+    "state as a number": {"state": 1},
+    "name as bytes": {"profiling_name": b"nccl:all_reduce"},
+    "retired as text": {"retired": "yes"},
+    "kind as nothing": {"is_p2p": None},
+}
+
+
+def without_traceback(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A damaged dump of rank 3 has the benefit of the doubt, and one line says so, by the name of its file."""
+    assert flight.find(folder) is None
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"megascale: the flight record {folder / 'node1_rank_3'} cannot be read and is left out: ")
+
+
+@pytest.mark.parametrize("field", DAMAGE)
+def test_a_field_of_another_type_is_damage(field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = stuck(tmp_path)
+    ranks[3].entries[0] |= DAMAGE[field]
+    ranks[3].write(tmp_path)
+    without_traceback(tmp_path, capsys)
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    ["[[0],[1]]", "[0.0, 3.0]", '["0", "3"]', "[" * 100_000, [[0], [1]], [0.5], ["3"], [True], None, 4, "4", "{"],
+)
+def test_ranks_of_another_shape_are_damage(ranks: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dump = pickle.loads(stuck(tmp_path)[3].as_bytes())
+    dump["pg_config"]["hash of dp"]["ranks"] = ranks
+    (tmp_path / "node1_rank_3").write_bytes(pickle.dumps(dump, protocol=2))
+    without_traceback(tmp_path, capsys)
+
+
+@pytest.mark.parametrize("field", DAMAGE)
+def test_a_damaged_dump_of_a_rank_that_waits_hides_no_other(field: str, tmp_path: Path) -> None:
+    """The first that is read is damaged, the others tell."""
+    ranks = stuck(tmp_path)
+    ranks[0].entries[-1] |= DAMAGE[field]
+    ranks[0].write(tmp_path)
+    found = flight.find(tmp_path)
+    assert found is not None and found.rank == 3
+
+
 def test_a_dump_that_was_cut_off(tmp_path: Path) -> None:
     ranks = stuck(tmp_path)
     whole = ranks[3].as_bytes()
