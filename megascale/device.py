@@ -209,6 +209,17 @@ def gpus() -> int:
     return torch.cuda.device_count()
 
 
+def missing_gpu() -> str | None:
+    """Why torch has no GPU to use, in one line; None if it has one."""
+    if torch.cuda.is_available():
+        return None
+    try:
+        torch.cuda.init()
+    except (AssertionError, RuntimeError) as error:  # the first of a torch that was built without
+        return f"torch finds no GPU: {str(error).splitlines()[0]} (torch {torch.__version__})"
+    return f"torch finds no GPU (torch {torch.__version__})"
+
+
 def versions() -> dict[str, str]:
     """What GPUs are driven with; empty for a torch that was built without."""
     if torch.version.hip:

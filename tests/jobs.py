@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +51,11 @@ class Job:
     def wait_for_step(self, step: int) -> None:
         """Return when a step has been logged."""
         deadline = time.monotonic() + SECONDS
-        while not any(record["step"] >= step for record in self.steps()):
-            assert self.process.poll() is None, self.end()
-            assert time.monotonic() < deadline, f"step {step} was not reached"
-            time.sleep(0.02)
+        with self._ended_on_errors():
+            while not any(record["step"] >= step for record in self.steps()):
+                assert self.process.poll() is None, self.end()
+                assert time.monotonic() < deadline, f"step {step} was not reached"
+                time.sleep(0.02)
 
     def ranks(self) -> dict[int, int]:
         """Process ids of the ranks by their number, as the kernel shows them."""
@@ -78,12 +81,19 @@ class Job:
 
     def end(self, seconds: float = SECONDS) -> tuple[int, str, str]:
         """Exit status, output and errors, within `seconds`."""
-        try:
+        with self._ended_on_errors():
             out, err = self.process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            raise
         return self.process.returncode, out, err
+
+    @contextlib.contextmanager
+    def _ended_on_errors(self) -> Iterator[None]:
+        """Kill the job if the block fails, or is interrupted, while it runs: it would hold its devices."""
+        try:
+            yield
+        except BaseException:
+            if self.process.poll() is None:
+                self.kill()
+            raise
 
 
 def job_config(folder: Path, model: dict[str, Any], **overrides: Any) -> Path:

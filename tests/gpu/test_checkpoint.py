@@ -74,6 +74,7 @@ def test_what_is_saved_while_training_goes_on_is_the_state_before(tmp_path: Path
     assert world_of(1, saved_while_training, config) == [(True, 1)]
 
 
+@pytest.mark.timeout(300)
 def test_a_run_resumes_to_the_bit(tmp_path: Path) -> None:
     whole = curve(finish(job_config(tmp_path / "whole", GPT, **RUN)))
     halves = job_config(tmp_path / "halves", GPT, **RUN)
@@ -81,6 +82,7 @@ def test_a_run_resumes_to_the_bit(tmp_path: Path) -> None:
     assert curve(finish(halves)) == whole
 
 
+@pytest.mark.timeout(300)
 def test_a_killed_run_goes_on_from_memory(tmp_path: Path) -> None:
     overrides = RUN | {"checkpoint__every": 100, "checkpoint__memory_every": 1, "train__steps": 200}
     config = job_config(tmp_path, GPT, **overrides)

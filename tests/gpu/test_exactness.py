@@ -52,6 +52,7 @@ def verdicts(rank: Rank, config: Any) -> list[tuple[str, str, bool, float | None
     return found
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_every_backend_computes_its_operation(precision: str, figure: Figure) -> None:
     (config,) = configurations(None, [f"train.precision={precision}"]).values()

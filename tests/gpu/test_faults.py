@@ -39,6 +39,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path, figure: Figure)
     assert "rank 1 of 2" in err and "SIGKILL" in err
 
 
+@pytest.mark.timeout(450)
 @pytest.mark.gpu(2, only=True)
 def test_a_stopped_rank_is_named_by_the_flight_recorder(tmp_path: Path, figure: Figure) -> None:
     """After 20 s rank 0's watchdog asks for the dumps, and ends it a minute later."""

@@ -63,6 +63,7 @@ def test_fp8_on_four_gpus(recipe: str, tmp_path: Path, figure: Figure) -> None:
     assert difference < 2e-2
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.gpu(4)
 def test_a_checkpoint_goes_on_in_another_layout(tmp_path: Path, figure: Figure) -> None:
     run = {"train__precision": "fp32", "train__steps": 12, "checkpoint__every": 6, "optimizer__decay": "constant"}

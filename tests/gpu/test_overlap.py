@@ -53,6 +53,7 @@ def test_tensor_parallel_gemms(tmp_path: Path, figure: Figure) -> None:
     figure("one after the other", step_of(tmp_path, 2, **layout, overlap__tp=False), "ms")
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.gpu(8)
 @pytest.mark.parametrize("micro", [1, 4])
 def test_a_layer_of_175b(micro: int, tmp_path: Path, figure: Figure) -> None:
@@ -64,6 +65,7 @@ def test_a_layer_of_175b(micro: int, tmp_path: Path, figure: Figure) -> None:
         figure("overlapped, fp8", step_of(tmp_path, 8, WIDE, **layout, train__precision="fp8"), "ms")
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.gpu(2)
 def test_ctas_of_pipeline_messages(tmp_path: Path, figure: Figure) -> None:
     """A posted receive holds an SM for each CTA of its communicator."""

@@ -92,6 +92,7 @@ def test_eight_stages(tmp_path: Path, figure: Figure) -> None:
     assert furthest(found[0], expected) < 1e-5
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.gpu(4)
 def test_two_hundred_steps(tmp_path: Path, figure: Figure) -> None:
     common = {"train__precision": "fp32", "train__steps": 200, "optimizer__lr": 1e-3}

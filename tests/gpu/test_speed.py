@@ -36,6 +36,7 @@ def bench(config: str, *words: str) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("config", "least"), [("llama3-8b-slice.toml", 50), ("gpt3-175b-slice.toml", 56)])
 def test_a_slice_of_a_large_model(config: str, least: float, figure: Figure) -> None:
     found = bench(config)
@@ -48,6 +49,7 @@ def test_a_slice_of_a_large_model(config: str, least: float, figure: Figure) -> 
     assert abs(last - first) < 1, "random tokens: the loss stays about where it began"
 
 
+@pytest.mark.timeout(600)
 def test_the_ledger_costs_little(figure: Figure) -> None:
     seconds = {
         on: bench("llama3-8b-slice.toml", f"observe.ledger={on}")["step_s"]["median"] for on in ("true", "false")
