@@ -5,6 +5,7 @@ its device.
 from __future__ import annotations
 
 import random
+import statistics
 
 import pytest
 from hypothesis import given, settings
@@ -71,6 +72,17 @@ def test_without_receives_ahead_all_ranks_may_wait_before_each_action(p: int, m:
     for name in ("1f1b", "gpipe"):
         lowered = lower(schedule_of(name, p, 1, min(m, 60 // p))[0], 1, ahead=0)
         assert ends(lowered, 1, places(lowered, COMPUTE))
+
+
+def test_most_receives_are_posted_two_actions_ahead_and_none_sooner() -> None:
+    precedence = Precedence(one_f_one_b(4, 1, 16), 1)
+    for rank in range(4):
+        ahead = [
+            precedence.index(rank)[Kind.F if kind is Kind.RECV_F else Kind.B, chunk, i] - place
+            for place, post in enumerate(receives(precedence, rank, AHEAD))
+            for kind, chunk, i in post
+        ]
+        assert max(ahead) == statistics.median(ahead) == 2
 
 
 @pytest.mark.parametrize("name", SCHEDULES.names())

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 from megascale.comm.mesh import single
 from megascale.config.explain import load
 from megascale.config.run import RunConfig
+from megascale.core.rank import Rank
 from megascale.device import detect
 from megascale.layout.chunks import chunk_buckets
 from megascale.layout.tensors import padded_vocab
@@ -21,7 +24,9 @@ from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.overlap import TensorAxis
 from megascale.parallel.rng import Dropout
 from megascale.plan.params import parameter_count
-from megascale.train.build import build_stages, number_formats
+from megascale.train.build import build_stages, mesh_of, number_formats
+from tests.runs import LLAMA, config_of, settings
+from tests.worlds import run_world
 
 CONFIG = Path(__file__).parents[2] / "configs" / "gpu" / "gpt3-175b.toml"
 ONE_RANK = ("tp=1", "sp=false", "pp=1", "vpp=1", "dp=1")
@@ -60,3 +65,24 @@ def test_a_model_is_built_and_run_on_meta() -> None:
     loss = stage(None, MicroBatch(ids, ids, None, Dropout(0.0, 0, [0], torch.device("cpu"))))
     assert loss.is_meta and loss.shape == ()
     loss.backward()
+
+
+def connected(rank: Rank, config: Any) -> set[tuple[str, str, int]]:
+    """The messages of a mesh that has just been opened: direction, kind and the other rank."""
+    mesh = mesh_of(config, rank, detect(allow_gpu=False))
+    return {(event.group, event.name, event.peer) for event in mesh.recorder.events() if event.name in KINDS}
+
+
+KINDS = ("send", "receive")
+
+
+@pytest.mark.parametrize("vpp", [1, 2])
+def test_a_mesh_comes_with_its_channels_connected(vpp: int, tmp_path: Path) -> None:
+    """Those of the first and the last stage too, where the last sends to the first one's second chunk."""
+    layout = {"model__num_layers": 6, "parallel__pp": 3, "parallel__vpp": vpp, "batch__global": 6}
+    config = config_of(settings(LLAMA, tmp_path, **layout), tmp_path, world=3)
+    first, middle, last = run_world(3, connected, config)
+    near = {("pp.up", "send", 1), ("pp.down", "receive", 1)}
+    far = {("pp.up", "send", 2), ("pp.down", "receive", 2)} if vpp > 1 else set()
+    assert first == near | far
+    assert len(middle) == 4 and len(last) == len(first)
