@@ -45,8 +45,8 @@ docs: install ## write the generated pages of docs/
 bench: install ## speed beside the peers, on this machine
 	$(BIN)/python tools/bench/peers.py
 
-bench-gpu: install ## speed on one GPU beside the peers, in bf16 and fp8
-	$(BIN)/python tools/bench/gpu.py --install --markdown docs/performance.md
+bench-gpu: install ## speed on one GPU beside the peers, in bf16 and fp8; SMALL=1 tries it on a CPU
+	$(BIN)/python tools/bench/gpu.py $(if $(SMALL),--small --rounds 1,--install --markdown docs/performance.md)
 
 clean: ## remove what the commands above made
 	rm -rf .venv build data/quickstart runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -8,7 +8,8 @@ from pydantic import Field
 
 from megascale.config.section import Section
 
-Seconds = Annotated[float, Field(gt=0, le=10**6)]
+Seconds = Annotated[float, Field(ge=1, le=10**6)]
+"""In less than one, ranks that share a processor may not answer, and the step would be called stuck."""
 
 
 class LaunchConfig(Section):

@@ -72,11 +72,12 @@ def _bounds(config: RunConfig, numbers: int) -> _Bounds:
     """Of the buckets of a chunk of so many numbers.
 
     `auto` weighs two costs. The bucket that the backward leaves last is reduced with nothing to hide behind: of k equal
-    buckets that is 1/k of the chunk's communication, with 16 about 6%. And each bucket costs its collectives' latency:
-    a reduce-scatter over d ranks is d - 1 messages of bucket / d bytes, each of which takes latency + bytes /
-    bandwidth; at 10 us and 50 GB/s both terms are equal at 512 KiB, over slower networks latency counts for less. So a
-    rank's share of a bucket has that or more. Where both allow, more than 32 MiB in a bucket would gain nothing. With
-    one data-parallel rank nothing travels.
+    buckets that is 1/k of the chunk's communication, with 16 about 6%. In the chunk that begins with a token embedding
+    it is that of the embedding, which is not cut: where the embedding is large, so is what stays exposed. And each
+    bucket costs its collectives' latency: a reduce-scatter over d ranks is d - 1 messages of bucket / d bytes, each of
+    which takes latency + bytes / bandwidth; at 10 us and 50 GB/s both terms are equal at 512 KiB, over slower networks
+    latency counts for less. So a rank's share of a bucket has that or more. Where both allow, more than 32 MiB in a
+    bucket would gain nothing. With one data-parallel rank nothing travels.
     """
     number_bytes: int = PRECISIONS[config.train.precision].facts["accumulate_bytes"]
     if config.overlap.bucket_bytes != "auto":

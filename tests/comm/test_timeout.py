@@ -65,12 +65,10 @@ def wait_in_vain(rank: Rank, transports: list[str]) -> list[tuple[str, bool, flo
     from megascale.comm.mesh import open_mesh
     from megascale.layout.topology import Topology
 
-    meshes = []
+    meshes, launch = [], LaunchConfig.model_construct(timeout_s=0.5, start_timeout_s=60)  # a file may not ask for less
     for transport in transports:
         topology = Topology(pp=2) if transport == "pipeline" else Topology(tp=2)
-        meshes.append(
-            open_mesh(topology, rank.rank, tied=False, launch=LaunchConfig(timeout_s=0.5, start_timeout_s=60))
-        )
+        meshes.append(open_mesh(topology, rank.rank, tied=False, launch=launch))
         if transport in ("exchange", "gloo"):
             send_messages(meshes[-1].tp, backend=transport == "gloo", timeout=meshes[-1].timeout)
     found = []

@@ -88,8 +88,10 @@ def test_accumulation_over_micro_batches_is_a_sum(family: str, tmp_path: Path) -
             np.testing.assert_allclose(gradient, whole[name], rtol=1e-10, atol=1e-12)
 
 
-def test_bf16_gradients_accumulate_without_rounding_to_bf16(tmp_path: Path) -> None:
-    """One micro-batch, and the same 65 times: a sum in bf16, of 8 bits, would be off by percents."""
+def test_the_sum_of_bf16_gradients_is_kept_in_fp32(tmp_path: Path) -> None:
+    """One micro-batch, and the same 65 times: a sum in bf16, of 8 bits, would be off by percents. What is added may be
+    rounded to bf16, as it is on a CPU.
+    """
     config = config_of(settings(LLAMA, tmp_path, train__precision="bf16"), tmp_path)
     ((once, often),) = run_world(1, repeated, config)
     for name, gradient in once.items():

@@ -229,6 +229,16 @@ def test_tiny_cases_are_kept_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
+    ("given", "words"),
+    [([], "--install --markdown docs/performance.md"), (["SMALL=1"], "--small --rounds 1")],
+)
+def test_make_runs_it_on_a_gpu_or_tries_it_on_a_cpu(given: list[str], words: str) -> None:
+    command = ["make", "-n", "-C", str(gpu.ROOT), "bench-gpu", *given]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert f".venv/bin/python tools/bench/gpu.py {words}\n" in done.stdout
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         ("--steps 3", "--steps 3: a median is taken of 20 or more"),
