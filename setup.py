@@ -20,7 +20,8 @@ setup(
     data_files=[
         (f"share/megascale/{folder}", sorted(f"{folder}/{path.name}" for path in (HERE / folder).glob("*.toml")))
         for folder in PROFILES
-    ],
+    ]
+    + [("share/megascale/configs", ["configs/errors.toml"])],
     install_requires=[
         "fsspec>=2024.6",
         "megatron-core>=0.16.1,<0.17",

@@ -25,7 +25,7 @@ from megascale.config.run import RunConfig
 from megascale.device import Timer
 from megascale.dryrun.mesh import silent_mesh
 from megascale.dryrun.run import FakeDevice
-from megascale.layout.topology import Topology
+from megascale.layout.topology import topology_of
 from megascale.ops.rope import rope_table
 from megascale.trace.recorder import Recorder
 from megascale.train.build import Run, build
@@ -211,9 +211,8 @@ def open_device() -> torch.device:
 
 def build_fake(config: RunConfig, rank: int) -> Run:
     """The run of `rank` on the device, its operations by torch alone. Inside of `watched`."""
-    p, device = config.parallel, FakeGPU(open_device(), "nccl")
+    device = FakeGPU(open_device(), "nccl")
     recorder = Recorder(device.timer())
-    topology = Topology(tp=p.tp, cp=p.cp, dp=config.dp, pp=p.pp)
-    mesh = silent_mesh(topology, rank, recorder, tied=config.model.tie_embeddings, piecewise=True)
+    mesh = silent_mesh(topology_of(config), rank, recorder, tied=config.model.tie_embeddings, piecewise=True)
     with patch("torch.version.cuda", "12.9"):  # as of a torch that was built for the device
         return build(config, mesh, device, Stop(), draw=False)

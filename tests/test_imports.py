@@ -13,9 +13,19 @@ import pytest
 
 import megascale
 
-WITHOUT_TORCH = ("core", "catalog", "config", "layout", "schedule", "launch", "observe", "plan")
+WITHOUT_TORCH = (
+    "core",
+    "catalog",
+    "config",
+    "layout",
+    "schedule",
+    "launch",
+    "observe",
+    "account",
+    "simulate",
+    "search",
+)
 COMMANDS = tuple(f"megascale.cli.{name}" for name in ("main", "check", "train", "bench", "data", "trace", "doctor"))
-REPLAYS = tuple(f"megascale.plan.{name}" for name in ("plot", "report", "search", "steady", "steps", "wavefronts"))
 KERNELS = {"megascale.ops.cast_transpose": "triton"}
 """Modules that are written in a library's language, and imported where it is there."""
 HEAVY = {"torch", "numpy", "tensorboard", "transformers", "megatron"}
@@ -39,6 +49,7 @@ for name in {names!r}:
 changed = sorted(k for k in before.keys() | os.environ.keys() if before.get(k) != os.environ.get(k))
 json.dump({{
     "packages": sorted({{name.partition(".")[0] for name in sys.modules}}),
+    "ours": [name for name in sys.modules if name.startswith("megascale.")],
     "output": [sys.stdout.getvalue()],
     "threads": [t.name for t in threading.enumerate()],
     "environment": changed,
@@ -55,15 +66,28 @@ json.dump({{
 def test_modules_below_the_line_do_not_import_torch(tmp_path: Path) -> None:
     names = modules(*WITHOUT_TORCH)
     assert {name.split(".")[1] for name in names} == set(WITHOUT_TORCH)
-    lean = [name for name in names if name not in REPLAYS]
-    assert not HEAVY & set(after_importing(lean, tmp_path)["packages"])
-    assert HEAVY & set(after_importing(names, tmp_path)["packages"]) == {"numpy"}
+    assert not HEAVY & set(after_importing(names, tmp_path)["packages"])
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_commands_answer_without_torch(name: str, tmp_path: Path) -> None:
     """A command that trains imports torch when it runs, on a rank."""
     assert not {"torch", "megatron", "transformers"} & set(after_importing([name], tmp_path)["packages"])
+
+
+@pytest.mark.parametrize(
+    ("name", "absent"),
+    [
+        ("megascale.train.step", "megascale.data"),  # the dataset stack
+        ("megascale.train.entry", "megascale.convert"),  # Hugging Face's formats
+        ("megascale.train.entry", "megascale.bench"),
+        ("megascale.ops.selftest", "megascale.comm"),
+    ],
+)
+def test_what_a_module_does_without(name: str, absent: str, tmp_path: Path) -> None:
+    loaded = after_importing([name], tmp_path)["ours"]
+    assert name in loaded
+    assert not [other for other in loaded if other.startswith(absent)]
 
 
 def test_the_question_notices_torch(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,12 +17,12 @@ from pathlib import Path
 from statistics import median
 
 from calibration import ablation
-from calibration.fit import EFFICIENCIES, Fit, Profiles, Values, mean_error
+from calibration.fit import EFFICIENCIES, FIRST_YEAR, LOSS, RECENT, RECENT_YEAR, Fit, Profiles, Values, mean_error
 from calibration.rows import ROWS, Row, read
 
+from megascale.account.flops import mfu
 from megascale.core.files import write_text
-from megascale.plan import profiles
-from megascale.plan.flops import mfu
+from megascale.simulate import profiles
 
 PAGE = Path(__file__).parents[1] / "docs" / "planning.md"
 BEGIN, END = "<!-- calibration: begin -->", "<!-- calibration: end -->"
@@ -52,6 +53,7 @@ def main() -> None:
     left_out = fit.left_out()
     for kind in ("hardware", "stacks"):
         write_profiles(kind, fit.values)
+    write_text(profiles.path_of("", "errors"), "\n".join(error_file(rows, left_out)) + "\n")
     page = list(report(rows, fit, as_written(rows), left_out))
     write_page("\n".join(page))
     print("\n".join(page))
@@ -68,9 +70,27 @@ def write_profiles(kind: str, values: Values) -> None:
     """Put the fitted values at the end of each profile's file."""
     for name in sorted({name for of, name, _ in values if of == kind}):
         path = profiles.path_of(kind, name)
-        own = {key: value for (of, profile, key), value in values.items() if (of, profile) == (kind, name)}
-        lines = "".join(f"{key} = {value:.3g}\n" for key, value in own.items())
+        own = {key: f"{value:.3g}" for (of, profile, key), value in values.items() if (of, profile) == (kind, name)}
+        if recent := own.pop(RECENT.name, None):
+            newer = float(own["gemm"]) * float(recent)
+            own["gemm"] = f"{{ {FIRST_YEAR} = {own['gemm']}, {RECENT_YEAR} = {newer:.3g} }}"
+        lines = "".join(f"{key} = {value}\n" for key, value in own.items())
         write_text(path, path.read_text(encoding="utf-8").partition(ATTAINED)[0].rstrip("\n") + "\n" + ATTAINED + lines)
+
+
+def error_file(rows: Sequence[Row], left_out: Mapping[int, float]) -> Iterator[str]:
+    """What plans print of their error: by accelerator, and which stacks were measured on which hardware."""
+    yield "# How far plans are off: written by tools/calibrate.py, read by megascale/simulate/profiles.py"
+    yield f"\n# Mean error of step time, each source planned by a fit of the others; A100, H100: {MANY}+ devices"
+    yield "[error]"
+    groups = grouped(rows, lambda row: str(profiles.hardware(row.hardware).device.accelerator))
+    for name, group in sorted(groups.items()):
+        counted = [row for row in group if name not in FAMILIES or row.config.world >= MANY]
+        yield f"{name} = {mean_error(counted, left_out):.3f}"
+    yield "\n# Stacks of which steps were measured, by hardware"
+    yield "[measured]"
+    for name, group in sorted(grouped(rows, lambda row: row.hardware).items()):
+        yield f"{name} = {json.dumps(sorted({stack for row in group for stack in row.stacks}))}"
 
 
 def write_page(text: str) -> None:
@@ -159,6 +179,10 @@ def values_table(values: Values) -> Iterator[str]:
         for profile in sorted({profile for of, profile, _ in values if of == kind}):
             yield f"| {profile} | {' | '.join(f'{values[kind, profile, name]:.3g}' for name in names)} |"
         yield ""
+    for (_, profile, name), value in values.items():
+        if name == RECENT.name:
+            yield f"GEMMs of {profile} with libraries of {RECENT_YEAR} or later: {value:.3f} times that rate.\n"
+    yield f"Loss for each doubling of the devices beyond {profiles.SCALE}: {values[LOSS]:.4f} of a step.\n"
 
 
 if __name__ == "__main__":

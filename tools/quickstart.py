@@ -63,7 +63,7 @@ def summary(seconds: float) -> str:
     checkpoint = max((RUN / "checkpoints").glob("step-*/manifest.json")).parent
     drop = valid[0]["valid_loss"] - valid[-1]["valid_loss"]
     return f"""
-quickstart: {last["step"]} steps, {format_count(last["tokens"])} tokens, {format_duration(seconds)} in all
+quickstart: {last["step"]} steps, {format_count(last["loss_tokens"])} tokens, {format_duration(seconds)} in all
   training loss    {first["loss"]:.3f} at step {first["step"]}, {last["loss"]:.3f} at step {last["step"]}
   validation loss  {valid[0]["valid_loss"]:.3f} before, {valid[-1]["valid_loss"]:.3f} after: {drop:.2f} nats less
   speed            {format_count(middle["tokens_per_s"])} tokens/s, MFU {middle["mfu_full"]:.1%} (full attention), \

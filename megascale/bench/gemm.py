@@ -1,6 +1,4 @@
-"""The rate of matrix products that a device attains: in every number format, by shape (`megascale bench gemm`); and the
-peak of processors whose makers state none.
-"""
+"""The rate of matrix products that a device attains, in every number format, by shape (`megascale bench gemm`)."""
 
 from __future__ import annotations
 
@@ -15,49 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megascale.account.peaks import Peak, stated_peak
 from megascale.bench.spread import Spread, between
-from megascale.comm.mesh import Mesh
-from megascale.comm.totals import sum_over_job
 from megascale.config.model import ModelConfig
 from megascale.core.units import format_flops
 from megascale.device import Device, out_of_memory
-from megascale.plan.hardware import Peak, stated_peak
-
-SIZE = 768
-"""Width of the square matrices: large enough to reach the rate, small enough to stay in a core's cache."""
-
-
-ROUNDS = 3
-"""Times that the ranks measure, together."""
-
-
-def measure(device: Device, dtype: torch.dtype, seconds: float = 0.1) -> float:
-    """FLOP/s of square products on this rank over about `seconds`, the time in which others had its core included."""
-    a = torch.rand(SIZE, SIZE, dtype=torch.float32, device=device.torch).to(dtype)
-    out = torch.empty_like(a)
-    torch.mm(a, a, out=out)
-    device.synchronize()
-    count, start = 0, time.perf_counter()
-    while time.perf_counter() < start + seconds:
-        for _ in range(4):
-            torch.mm(a, a, out=out)
-        device.synchronize()
-        count += 4
-    return count * 2 * SIZE**3 / (time.perf_counter() - start)
-
-
-def measured_peak(device: Device, dtype: torch.dtype, mesh: Mesh) -> Peak:
-    """The mean rate of all ranks that measure at the same time, so that ranks which share cores share their peak too.
-    The best of some rounds: whatever else the machine does can only lower it.
-    """
-    best = 0.0
-    for _ in range(ROUNDS):
-        mesh.world.control.barrier("the peak")
-        total = torch.tensor([measure(device, dtype)], dtype=torch.float64, device=device.torch)
-        sum_over_job(mesh, total)
-        best = max(best, float(total))
-    name = str(dtype).removeprefix("torch.")
-    return Peak(best / mesh.world.size, f"{device.name} {name}, measured by GEMM")
 
 
 class Shape(NamedTuple):

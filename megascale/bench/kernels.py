@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from megascale.core.events import OPTIMIZER_ACTIONS
 from megascale.device import Device
 
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
@@ -25,9 +26,6 @@ _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 
 _HOST = {"cpu_op", "user_annotation"}
 """Categories that enclose others."""
-
-_OPTIMIZER_RANGES = {"norms", "directions", "update"}
-"""Actions of a step that are the optimizer's: the norm of the gradient, LAMB's first phase, and the update."""
 
 
 def _words(*patterns: str) -> re.Pattern[str]:
@@ -86,7 +84,7 @@ class Profile:
 
 def classify(name: str, within: Sequence[str] = ()) -> str:
     """The purpose of a kernel or operator, one of CLASSES."""
-    if _OPTIMIZER_RANGES.intersection(within):
+    if OPTIMIZER_ACTIONS.intersection(within):
         return "optimizer"
     for purpose, pattern in _NAMES:
         if pattern.search(name):

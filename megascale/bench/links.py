@@ -19,7 +19,7 @@ from megascale.comm.totals import max_over_job, meet
 from megascale.core.units import format_bytes
 from megascale.device import Device
 from megascale.layout.topology import Topology
-from megascale.plan.links import Operation, Route
+from megascale.simulate.link_time import Operation, Route
 from megascale.trace.recorder import Recorder
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
@@ -37,7 +37,7 @@ process on a busy core.
 
 @dataclass(frozen=True)
 class Timed:
-    """Seconds of an operation on `bytes` (of the whole tensor, as in `plan.links`) among `ranks`."""
+    """Seconds of an operation on `bytes` (of the whole tensor, as in `simulate.link_time`) among `ranks`."""
 
     operation: str
     ranks: int

@@ -1,5 +1,5 @@
 """Model FLOPs utilisation of real training steps on one device (`megascale bench mfu`): what is run, and how the result
-is told. `train.speed` runs it.
+is told. `bench.speed` runs it.
 
 A model too large for the device is cut: a slice has its first layers, and the whole embedding and head. FLOPs are those
 of the slice. Its head weighs more than in the whole model; the result says how much.
@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megascale.account.flops import TokenFlops, hardware_flops, head_flops, mfu, token_flops
+from megascale.account.parameters import parameter_count
+from megascale.account.peaks import Peak
 from megascale.bench.spread import Spread
 from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
 from megascale.core.units import format_bytes, format_count, format_flops
-from megascale.plan.flops import TokenFlops, hardware_flops, head_flops, mfu, token_flops
-from megascale.plan.hardware import Peak
-from megascale.plan.params import parameter_count
 
 LEAST_STEPS = 20
 """Timed steps that a median and quartiles are worth stating of."""
@@ -26,7 +26,7 @@ WARM_UP = 5
 PROFILED = 3
 
 CONVENTIONS = ("full", "causal")
-"""How much of the attention matrix counts (`plan.flops`)."""
+"""How much of the attention matrix counts (`account.flops`)."""
 
 
 ALL_CAST = {"bf16_first": 0, "bf16_last": 0}

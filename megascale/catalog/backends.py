@@ -45,7 +45,7 @@ class Need:
             "norm": model.norm, "add_norm": model.norm, "activation": model.activation, "rope": model.position,
             "optimizer": optimizer, "linear": grain, "wgrad": number_format,
         }  # fmt: skip
-        used = {"rope": model.position == "rope", "add_norm": BLOCKS[model.block].facts["norms"] == 2}
+        used = {"rope": model.position == "rope", "add_norm": "add_norm" in BLOCKS[model.block].facts["operations"]}
         columns = model.ffn_size // tp if operation == "activation" else model.hidden_size
         rest = model.head_dim, columns, any(model.windows)
         found = cls(names.get(operation), number_format, model.dropout > 0, tp, grain, *rest)

@@ -1,4 +1,8 @@
-"""The parts that a transformer is put together from: blocks, norms, activations."""
+"""The parts that a transformer is put together from: blocks, norms, activations.
+
+Facts of a block: `description`, the function of (model, layer) that lists its parts (`layout.blocks`); `operations`,
+what it uses of the operations that not every block has (`catalog.backends`).
+"""
 
 from megascale.core.registry import Card, Registry
 
@@ -6,12 +10,17 @@ BLOCKS = Registry(
     "block",
     "megascale.blocks",
     [
-        Card("serial", "attention, then MLP: GPT-2 and Llama", "megascale.model.block:SerialBlock", {"norms": 2}),
+        Card(
+            "serial",
+            "attention, then MLP: GPT-2 and Llama",
+            "megascale.model.block:SerialBlock",
+            {"description": "megascale.layout.blocks:serial", "operations": ("add_norm",)},
+        ),
         Card(
             "parallel",
             "attention and MLP side by side from one norm (MegaScale 3.1)",
             "megascale.model.block:ParallelBlock",
-            {"norms": 1},
+            {"description": "megascale.layout.blocks:parallel", "operations": ()},
         ),
     ],
 )

@@ -1,4 +1,5 @@
-"""Pipeline schedules: functions of (stages p, chunks v, micro-batches m) that return each rank's compute order.
+"""Pipeline schedules: functions order(p, v, m, rank) that return the compute actions of one of p ranks, with v chunks
+on each and m micro-batches, as a list (`schedule.ir`).
 
 `chunks`: whether a rank may have several. `piles`: whether the more micro-batches there are, the more are alive at
 once. `repeats`: whether a few of them show what many do, for they go one by one, or through several chunks in groups as

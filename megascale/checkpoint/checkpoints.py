@@ -270,9 +270,9 @@ class Checkpoints:
         """
         for shard in self._shards:
             if not shard.bucket.zero:
-                share = slice(*shard.bucket.layout.shard(self._mesh.dp.index))
+                share = slice(*shard.bucket.layout.shard(shard.bucket.group.index))
                 for flat in (shard.master, *shard.state.values()):
-                    all_gather(self._mesh.dp, flat, flat[share])
+                    all_gather(shard.bucket.group, flat, flat[share])
         if self._scaling.known:
             sum_over_job(self._mesh, self._scaling.history)
 

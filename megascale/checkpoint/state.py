@@ -101,9 +101,9 @@ def _rows(piece: Piece, most: int) -> Iterator[Piece]:
 
 def _pieces(shard: ShardState, flat: torch.Tensor, mesh: Mesh) -> Iterator[tuple[str, tuple[int, ...], Piece]]:
     layout, held = shard.bucket.layout, shard.bucket.shard[0]
-    for slot, low, high in layout.parts(*layout.shard(mesh.dp.index)):
-        shapes = {tensor.name: tensor.shape for tensor in slot.parameter.tensors}
-        for box in boxes(slot.parameter, mesh.tp.index, mesh.tp.size, low - slot.start, high - slot.start):
+    for slot, low, high in layout.parts(*layout.shard(shard.bucket.group.index)):
+        shapes = {tensor.name: tensor.shape for tensor in slot.parameter.parts}
+        for box in boxes(slot.parameter, mesh.topology, mesh.coord, low - slot.start, high - slot.start):
             start = slot.start + box.start - held
             count = torch.Size(box.size).numel()
             yield box.name, shapes[box.name], Piece(box.offset, box.size, flat[start : start + count].view(box.size))

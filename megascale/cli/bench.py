@@ -67,7 +67,7 @@ def run_mfu(options: argparse.Namespace) -> None:
     steps = mfu.Steps(options.warm_up, options.steps, options.profile)
     layers = options.layers or ("fit" if options.preset else None)
     config, whole = _mfu_config(options, steps, layers)
-    from megascale.train.speed import measure
+    from megascale.bench.speed import measure
 
     found = measure(config, whole, steps, overlap.progress, fit=layers == "fit")
     print(json.dumps(found.as_json()) if options.json else mfu.table(found))

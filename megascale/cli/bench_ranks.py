@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascale.bench.overlap import progress
+from megascale.bench.profile_file import write
 from megascale.cli.numbers import count
 from megascale.core.errors import ConfigError, Problem
 from megascale.core.files import write_text
@@ -21,7 +22,7 @@ from megascale.core.process import die_with
 from megascale.core.rank import Rank, from_environment
 from megascale.launch import local
 from megascale.launch.failure import write_error
-from megascale.plan.own import own_profile, write
+from megascale.simulate.profiles import own_profile
 
 if TYPE_CHECKING:
     from megascale.device import Device
@@ -79,27 +80,27 @@ def run_profile(options: argparse.Namespace) -> int:
             return _start(words, 2 * processes) or _start(words, processes)
 
     def crowded(device: Device, rank: Rank) -> None:
-        from megascale.train import machine
+        from megascale.bench import profile
 
         if rank.rank == 0:
             progress("steps of two ranks a core")
-        found = machine.crowded(device, rank)
+        found = profile.crowded(device, rank)
         if rank.rank == 0:
             write_text(options.crowd, json.dumps(vars(found)))
 
     def work(device: Device, rank: Rank) -> None:
-        from megascale.train import machine
+        from megascale.bench import profile
 
-        crowd = machine.Crowd(**json.loads(options.crowd.read_text(encoding="utf-8"))) if options.crowd else None
+        crowd = profile.Crowd(**json.loads(options.crowd.read_text(encoding="utf-8"))) if options.crowd else None
         say = progress if rank.rank == 0 else lambda text: None
-        found = machine.measure(device, rank.rank, rank.world, say, crowd=crowd)
+        found = profile.measure(device, rank.rank, rank.world, say, crowd=crowd)
         if found is None:
             return
         write(output, found.tree, _heading(device, rank.world, found))
         if options.json:
-            print(json.dumps({"output": str(output), **machine.as_json(found)}))
+            print(json.dumps({"output": str(output), **profile.as_json(found)}))
         else:
-            print(f"{machine.table(found)}\n\nwritten: {output}")
+            print(f"{profile.table(found)}\n\nwritten: {output}")
 
     return _work(crowded if options.crowd and not options.crowd.exists() else work, gpus=False)
 

@@ -96,7 +96,7 @@ def configurations(path: str | None, overrides: Sequence[str]) -> dict[str, RunC
     if path and "=" in path and not Path(path).exists():
         overrides = [path, *overrides]
     elif path:
-        given = load(path, overrides, data=False)
+        given = load(path, overrides, unchecked=["data"])
         return {given.train.precision: given}
     asked = [[f"train.precision={name}", *overrides] for name in ("fp32", "bf16")]
     loaded = [load_tree(tomllib.loads(LLAMA_LIKE), BUILT_IN, words) for words in asked]
@@ -163,13 +163,13 @@ def _peak(device: Device, precision: str) -> dict[str, Any]:
     """The maker's peak of a GPU, nothing if it is not known; of a CPU what products reach, and in which format."""
     import torch
 
-    from megascale.bench.gemm import measure
+    from megascale.account.peaks import stated_peak
     from megascale.catalog.precisions import PRECISIONS
-    from megascale.plan.hardware import stated_peak
+    from megascale.ops.gemm_rate import gemm_rate
 
     if device.is_cpu:
         compute = PRECISIONS[precision].facts["compute"]
-        return {"flops": measure(device, getattr(torch, compute)), "measured": compute}
+        return {"flops": gemm_rate(device, getattr(torch, compute)), "measured": compute}
     stated = stated_peak(device.name, precision)
     return {"flops": stated and stated.flops, "measured": None}
 

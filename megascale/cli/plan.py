@@ -27,15 +27,13 @@ from megascale.config.section import AUTO
 from megascale.core.errors import ConfigError, Exit, Problem
 from megascale.core.files import write_text
 from megascale.observe import timeline
-from megascale.plan import failures, plot, profiles, report
-from megascale.plan.layouts import SUITED, VARIED
-from megascale.plan.profiles import Hardware, Stack
-from megascale.plan.report import Plan
-from megascale.plan.search import Found, Instead, enough, fitting, search
-from megascale.plan.timeline import events
-
-SURE = 0.98
-"""Of a device's room, what the search fills: the formulas are that close to dry runs of models of such a size."""
+from megascale.search import plot, report
+from megascale.search.plan import Plan, plan
+from megascale.search.search import Found, search
+from megascale.search.space import SUITED, VARIED
+from megascale.search.timeline import events
+from megascale.simulate import failures, profiles
+from megascale.simulate.profiles import Hardware, Stack
 
 WIDTH = 200
 """Columns of text where there is no terminal."""
@@ -96,53 +94,58 @@ def _run(options: argparse.Namespace) -> int:
     hardware = profiles.hardware(options.hardware)
     stack = profiles.stack_on(hardware, options.stack)
     _check_own(options, stack)
-    found = _search(options, _config(options, None), hardware, stack) if options.search else None
+    found = _search(options, hardware, stack) if options.search else None
     if found and not found.best:
-        mend = _what_fits(options, Instead(smallest=found.smallest), _config(options, None), hardware, stack)
-        if options.json:
-            smallest = report.plan(found.smallest.config, hardware, stack) if found.smallest else None
-            least = report.as_json(smallest, [], options.tokens, _lost(options, smallest)) if smallest else {}
-            searched = {"fits": False, "instead": mend, "search": report.search_json(found, stack)}
-            print(json.dumps({**least, **searched}))
-        print(mend, file=sys.stderr)
-        return Exit.CONFIG
-    config = found.best[0].config if found else _config(options, options.gpus)
-    plan = report.plan(config, hardware, stack, spans=options.timeline is not None)
+        return _nothing_found(options, found, hardware, stack)
+    planned = plan(
+        found.best[0].config if found else _config(options, options.gpus),
+        hardware, stack, spans=options.timeline is not None,
+    )  # fmt: skip
     if options.exact:
-        plan = report.with_exact(plan, _exact(plan.config, plan.memory_by_stage))
-    sweep = [report.plan(config, hardware, stack) for config in swept]
-    instead = None if plan.fits else _instead(options, plan)
-    _write(options, plan, sweep)
-    _print(options, plan, sweep, found, instead)
+        planned = replace(planned, exact=_exact(planned.config, planned.memory_by_stage))
+    sweep = [plan(config, hardware, stack) for config in swept]
+    instead = None if planned.fits else _instead(options, planned)
+    _write(options, planned, sweep)
+    _print(options, planned, sweep, found, instead)
     if instead is None:
         return Exit.OK
-    print(f"{report.too_large(plan)}; {instead}", file=sys.stderr)
+    print(f"{report.too_large(planned)}; {instead}", file=sys.stderr)
     return Exit.CONFIG
 
 
-def _instead(options: argparse.Namespace, plan: Plan) -> str:
-    """What would fit in place of a plan that does not."""
-    config, hardware, stack = plan.config, plan.hardware, plan.stack
-    room = _room(hardware, config.world)
-    found = fitting(config, config.world, hardware, stack, room, _fixed(options))
-    return _what_fits(options, found, config, hardware, stack)
+def _search(options: argparse.Namespace, hardware: Hardware, stack: Stack) -> Found:
+    """Find the fastest layouts; keys that the command line sets stay as they are. The layout of CONFIG may be illegal,
+    for the search replaces it.
+    """
+    return search(_config(options, None, layout=False), options.gpus, hardware, stack, _fixed(options))
 
 
-def _what_fits(
-    options: argparse.Namespace, instead: Instead, config: RunConfig, hardware: Hardware, stack: Stack
-) -> str:
-    """Another layout, or another number of devices, in a line."""
-    devices, fixed = options.gpus or config.world, _fixed(options)
-    if instead.smallest:
-        instead = replace(instead, larger=enough(config, devices, hardware, stack, SURE, fixed))
+def _nothing_found(options: argparse.Namespace, found: Found, hardware: Hardware, stack: Stack) -> int:
+    """Say why no layout fits, with the plan of the smallest.
+
+    Raises: ConfigError where none is legal since CONFIG has a mistake
+    """
+    config = _config(options, None, layout=found.counts["legal"] == 0)
+    mend = _advice(options, config, found, hardware, stack)
+    if options.json:
+        smallest = plan(found.smallest.config, hardware, stack) if found.smallest else None
+        least = report.plan_json(smallest, [], options.tokens, _lost(options, smallest)) if smallest else {}
+        print(json.dumps({**least, "fits": False, "instead": mend, "search": report.search_json(found, stack)}))
+    print(mend, file=sys.stderr)
+    return Exit.CONFIG
+
+
+def _instead(options: argparse.Namespace, planned: Plan) -> str:
+    """Say what would fit in place of a plan that does not."""
+    config, hardware, stack = planned.config, planned.hardware, planned.stack
+    found = search(config, config.world, hardware, stack, _fixed(options), kept=1)
+    return _advice(options, config, found, hardware, stack)
+
+
+def _advice(options: argparse.Namespace, config: RunConfig, found: Found, hardware: Hardware, stack: Stack) -> str:
     given = read(options.config, options.overrides).tree.get("parallel", {}).get("dp", AUTO)
-    count: report.Count | None = "parallel.dp" if given != AUTO else None if options.gpus else "--gpus"
-    return report.nothing_fits(config, devices, instead, _room(hardware, devices), hardware, stack, fixed, count)
-
-
-def _room(hardware: Hardware, devices: int) -> int:
-    """Bytes of a device that a search fills."""
-    return int(SURE * hardware.room(devices))
+    count = "parallel.dp" if given != AUTO else None if options.gpus else "--gpus"
+    return report.advice(config, options.gpus or config.world, found, hardware, stack, _fixed(options), count)
 
 
 def _check_own(options: argparse.Namespace, stack: Stack) -> None:
@@ -178,9 +181,10 @@ def _unwritable(path: Path, error: OSError) -> ConfigError:
     return ConfigError([Problem("command line", str(path), found, "give another file")])
 
 
-def _config(options: argparse.Namespace, gpus: int | None) -> RunConfig:
-    """For so many devices. Data need not be there yet."""
-    return load(options.config, options.overrides, world=gpus, data=False)
+def _config(options: argparse.Namespace, gpus: int | None, *, layout: bool = True) -> RunConfig:
+    """Load CONFIG for so many devices. Data need not be there yet; `layout`: whether its own layout must be legal."""
+    unchecked = ["data"] if layout else ["data", "parallel"]
+    return load(options.config, options.overrides, world=gpus, unchecked=unchecked)
 
 
 def _swept(options: argparse.Namespace) -> list[RunConfig]:
@@ -199,14 +203,8 @@ def _swept(options: argparse.Namespace) -> list[RunConfig]:
     return found
 
 
-def _search(options: argparse.Namespace, config: RunConfig, hardware: Hardware, stack: Stack) -> Found:
-    """The fastest layouts; keys that the command line sets stay as they are."""
-    devices = options.gpus or config.world
-    return search(config, devices, hardware, stack, _room(hardware, devices), _fixed(options))
-
-
 def _fixed(options: argparse.Namespace) -> list[str]:
-    """What of a layout the command line sets."""
+    """List the keys of a layout that the command line sets."""
     settings = dict(text.replace(" ", "").split("=", 1) for text in options.overrides)
     return [key for key in (*VARIED, *SUITED) if settings.get(key, AUTO).strip("\"'") != AUTO]
 
@@ -236,7 +234,8 @@ def _write(options: argparse.Namespace, plan: Plan, sweep: list[Plan]) -> None:
 
 
 def _write_timeline(path: Path, plan: Plan) -> None:
-    ranks = events(plan.config, plan.estimate, plan.hardware.name)
+    assert plan.replay, "a plan with a timeline has all that happens in a step"
+    ranks = events(plan.config, plan.estimate, plan.replay, plan.hardware.name)
     timeline.write(path, (timeline.part(rank, 0.0) for rank in ranks))
 
 
@@ -247,11 +246,11 @@ def _print(
     if options.json:
         more: dict[str, Any] = {"search": report.search_json(found, plan.stack)} if found else {}
         more |= {"instead": instead} if instead else {}
-        print(json.dumps({**report.as_json(plan, sweep, options.tokens, lost), **more}))
+        print(json.dumps({**report.plan_json(plan, sweep, options.tokens, lost), **more}))
         return
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
-    if found:
-        console.print(report.search_table(found, plan.stack))
+    for part in report.search_tables(found, plan) if found else ():
+        console.print(part)
     for part in report.tables(plan, sweep, options.tokens, lost):
         console.print(part)
 

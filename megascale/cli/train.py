@@ -10,7 +10,7 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from megascale.cli.main import add_config_arguments
 from megascale.config.explain import load
@@ -21,6 +21,9 @@ from megascale.core.process import die_with
 from megascale.core.rank import STORE, Rank, from_environment
 from megascale.launch import environment, flight, local
 from megascale.launch.failure import write_error
+
+if TYPE_CHECKING:
+    from megascale.train.resume import InitialWeights
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
@@ -48,7 +51,14 @@ def run(options: argparse.Namespace) -> int:
             die_with(os.getppid())  # torchrun, when it is killed, leaves its workers training
         from megascale.train.entry import run_rank
 
-        return run_rank(config, rank or Rank(0, 1, 0, socket.gethostname()))
+        return run_rank(config, rank or Rank(0, 1, 0, socket.gethostname()), open_weights)
+
+
+def open_weights(folder: Path) -> InitialWeights:
+    """Open a folder of Hugging Face's; their library is loaded by a run that begins with one."""
+    from megascale.convert.huggingface import Pretrained
+
+    return Pretrained(folder)
 
 
 def hold_folder(config: RunConfig) -> contextlib.ExitStack:

@@ -16,6 +16,7 @@ from torch import Tensor
 from megascale.comm.control import Control
 from megascale.comm.exchange import Exchange
 from megascale.comm.pending import Pending
+from megascale.core.label import What
 from megascale.device import Mark
 from megascale.trace.recorder import Record, Recorder
 
@@ -65,7 +66,14 @@ class Group:
         return Control(self.name, self.ranks, self.index)
 
     def begin(
-        self, operation: str, what: str, nbytes: int, start: Callable[[], Pending], *, wait: bool, peer: int = -1
+        self,
+        operation: str,
+        what: What,
+        nbytes: int,
+        start: Callable[[], Pending],
+        *,
+        wait: bool,
+        peer: int = -1,
     ) -> Recorded:
         """Issue a communication, and wait for it if `wait`. `nbytes`: of the whole tensor concerned."""
         record = self.recorder.communication(self.axis, self.name, operation, what, nbytes, peer)

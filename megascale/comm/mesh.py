@@ -13,7 +13,7 @@ from megascale.comm.p2p import Channel, Channels, Messages, rounds
 from megascale.comm.timeout import Timeout
 from megascale.config.launch import LaunchConfig
 from megascale.config.nccl import NcclConfig
-from megascale.layout.topology import AT_ONCE, Coord, Topology
+from megascale.layout.topology import AT_ONCE, DATA, Coord, Topology
 from megascale.trace.recorder import Recorder
 
 SLOT = 1 << 20
@@ -59,6 +59,13 @@ class Mesh:
         others = (group for group in self.sums if group is not self.world)
         return (self.tp, self.dp, self.up, self.down, self.tied, self.world, *others)
 
+    def over(self, *axes: str) -> Group:
+        """The group that communicates over `axes` of the topology.
+
+        Raises: KeyError if none does
+        """
+        return {("tp",): self.tp, DATA: self.dp}[axes]
+
 
 def open_mesh(
     topology: Topology,
@@ -87,7 +94,7 @@ def open_mesh(
         terms.timeout.govern_group(None)
         open_transport(world, SCALARS, terms.timeout)
     tp = open_group("tp", topology.group(rank, "tp"), rank, recorder, terms, slot_bytes=SLOT)
-    dp = open_group("dp", topology.group(rank, "cp", "dp"), rank, recorder, terms, slot_bytes=SLOT)
+    dp = open_group("dp", topology.group(rank, *DATA), rank, recorder, terms, slot_bytes=SLOT)
     sums: tuple[Group, ...] = (world,)
     if topology.world > AT_ONCE:
         pipeline = open_group("world.pp", stages, rank, recorder, terms, slot_bytes=SCALARS)

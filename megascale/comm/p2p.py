@@ -18,6 +18,7 @@ from megascale.comm.group import Group, Recorded
 from megascale.comm.pending import Follow, Pending
 from megascale.comm.progress import follower
 from megascale.comm.timeout import Timeout
+from megascale.core.label import What
 
 Channel = tuple[int, int]
 """Sender and receiver."""
@@ -98,15 +99,15 @@ class Channels:
                 else:
                     self.receive(byte, sender, what="connect").wait()
 
-    def send(self, tensor: Tensor, to: int, *, what: str = "") -> Recorded:
+    def send(self, tensor: Tensor, to: int, *, what: What = "") -> Recorded:
         """Start sending a contiguous tensor to stage rank `to`. It may not change before the result is done."""
         return self._begin("send", self._up if to > self.rank else self._down, tensor, to, what)
 
-    def receive(self, out: Tensor, source: int, *, what: str = "") -> Recorded:
+    def receive(self, out: Tensor, source: int, *, what: What = "") -> Recorded:
         """Start receiving the next message of stage rank `source` into `out`."""
         return self._begin("receive", self._up if source < self.rank else self._down, out, source, what)
 
-    def _begin(self, kind: str, group: Group, tensor: Tensor, other: int, what: str) -> Recorded:
+    def _begin(self, kind: str, group: Group, tensor: Tensor, other: int, what: What) -> Recorded:
         peer = group.ranks[other]
         start = functools.partial(self._post, kind, group, tensor, peer)
         return group.begin(kind, what, tensor.nbytes, start, wait=False, peer=peer)

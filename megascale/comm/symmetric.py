@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megascale.comm.group import Group
 from megascale.comm.shared import host_key
+from megascale.core.label import Label, What
 from megascale.device import Device
 
 T = TypeVar("T")
@@ -70,7 +71,7 @@ class ScaledMatrix(NamedTuple):
 
 
 def all_gather_matmul(
-    group: Group, part: Tensor, matrices: Sequence[Tensor], *, what: str
+    group: Group, part: Tensor, matrices: Sequence[Tensor], *, what: What
 ) -> tuple[Tensor, list[Tensor]]:
     """The whole of part [s / size, b, k] along dimension 0, and its product with each matrix [k, n]."""
     with _recorded(group, "all_gather", what, part.nbytes * group.size):
@@ -79,7 +80,13 @@ def all_gather_matmul(
 
 
 def all_gather_scaled_matmul(
-    group: Group, part: Tensor, scale: Tensor, matrices: Sequence[ScaledMatrix], dtype: torch.dtype, *, what: str
+    group: Group,
+    part: Tensor,
+    scale: Tensor,
+    matrices: Sequence[ScaledMatrix],
+    dtype: torch.dtype,
+    *,
+    what: What,
 ) -> tuple[Tensor, list[Tensor]]:
     """The whole of part [s / size, b, k] in 8 bits, and its product with each matrix, in `dtype`. `scale`: of the
     whole, [] or [s, b, 1].
@@ -93,14 +100,14 @@ def all_gather_scaled_matmul(
     return full, list(products)
 
 
-def matmul_reduce_scatter(group: Group, x: Tensor, matrix: Tensor, *, what: str) -> Tensor:
+def matmul_reduce_scatter(group: Group, x: Tensor, matrix: Tensor, *, what: What) -> Tensor:
     """This rank's rows of the sum over ranks of x [s, b, k] times matrix [k, n]: [s / size, b, n]."""
     with _recorded(group, "reduce_scatter", what, x.shape[:-1].numel() * matrix.shape[1] * x.element_size()):
         return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, matrix, "sum", 0, _name(group))
 
 
 def scaled_matmul_reduce_scatter(
-    group: Group, x: Tensor, scale: Tensor, matrix: ScaledMatrix, dtype: torch.dtype, *, what: str
+    group: Group, x: Tensor, scale: Tensor, matrix: ScaledMatrix, dtype: torch.dtype, *, what: What
 ) -> Tensor:
     """This rank's rows of the sum over ranks of x [s, b, k] in 8 bits times a matrix: [s / size, b, n] in `dtype`.
     `scale`: of x, [] or [s, b, 1].
@@ -114,11 +121,11 @@ def scaled_matmul_reduce_scatter(
 
 
 @contextmanager
-def _recorded(group: Group, operation: str, what: str, nbytes: int) -> Iterator[None]:
+def _recorded(group: Group, operation: str, what: What, nbytes: int) -> Iterator[None]:
     """Write a fused operation into the ledger. It ends there when it is issued: how much of it is hidden no event can
     say.
     """
-    record = group.recorder.communication(group.axis, group.name, operation, f"{what} fused", nbytes)
+    record = group.recorder.communication(group.axis, group.name, operation, Label.of(what).then("fused"), nbytes)
     yield
     record.end, record.closed = group.recorder.mark(), True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, get_args, get_origin
 
@@ -21,13 +21,15 @@ from megascale.core.errors import ConfigError, Problem
 from megascale.core.registry import nearest
 
 
-def load(path: str, overrides: Sequence[str] = (), world: int | None = None, *, data: bool = True) -> RunConfig:
+def load(
+    path: str, overrides: Sequence[str] = (), world: int | None = None, *, unchecked: Collection[str] = ()
+) -> RunConfig:
     """Read, check and resolve a configuration. `world`: number of processes, None for the fewest that the layout needs.
-    `data`: whether what it reads must be there, and suit the rest.
+    `unchecked`: sections that rules between keys do not judge, such as `data`, whose files need not be there yet.
 
     Raises: ConfigError with every problem found.
     """
-    return _resolved(read(path, overrides, _takes_text), world, data)
+    return _resolved(read(path, overrides, _takes_text), world, unchecked)
 
 
 def load_tree(tree: Tree, origin: str, overrides: Sequence[str] = (), world: int | None = None) -> RunConfig:
@@ -51,8 +53,8 @@ def check_again(config: RunConfig, where: str) -> None:
         raise ConfigError([Problem(where, each.key, each.found, each.mend) for each in found])
 
 
-def _resolved(source: Source, world: int | None, data: bool = True) -> RunConfig:
-    problems = list(_check(source, world, data))
+def _resolved(source: Source, world: int | None, unchecked: Collection[str] = ()) -> RunConfig:
+    problems = list(_check(source, world, unchecked))
     if problems:
         raise ConfigError(problems)
     return RunConfig.model_validate(source.tree).resolve(world)
@@ -80,7 +82,7 @@ def sections() -> dict[str, type[Section]]:
     }
 
 
-def _check(source: Source, world: int | None, data: bool) -> Iterator[Problem]:
+def _check(source: Source, world: int | None, unchecked: Collection[str]) -> Iterator[Problem]:
     valid: dict[str, Any] = {}  # by section, a `_Partial` where there are mistakes
     types = sections()
     for name in source.tree:
@@ -96,17 +98,17 @@ def _check(source: Source, world: int | None, data: bool) -> Iterator[Problem]:
     given_name = source.tree.get("name")
     if not (isinstance(given_name, str) and NAME.fullmatch(given_name)):
         yield _name_problem(source, given_name)
-    yield from (_placed(source, finding) for finding in _findings(valid, data))
+    yield from (_placed(source, finding) for finding in _findings(valid, unchecked))
     if world is not None and all(isinstance(valid.get(name), Section) for name in types):
         config = RunConfig.model_construct(name="check", **valid)
         yield from (_placed(source, finding) for finding in world_findings(config, world))
 
 
-def _findings(valid: dict[str, Section | _Partial], data: bool = True) -> Iterator[Finding]:
-    """What the rules find in the sections that are tables; without `data` those that do not read its section."""
+def _findings(valid: dict[str, Section | _Partial], unchecked: Collection[str] = ()) -> Iterator[Finding]:
+    """Run the rules that read only sections that are tables, and none of the `unchecked` ones."""
     checked = SimpleNamespace(**valid)
     for needs, rule in RULES:
-        if all(need in valid for need in needs) and (data or "data" not in needs):
+        if all(need in valid for need in needs) and not set(needs).intersection(unchecked):
             with contextlib.suppress(_Unknown):
                 yield from rule(checked)
 

@@ -77,6 +77,9 @@ class ModelConfig(Section):
     def _fill_in(cls, given: Any) -> Any:
         return fill_in(given) if isinstance(given, dict) else given
 
+    def __hash__(self) -> int:
+        return hash((self.num_layers, self.hidden_size, self.seq_length))  # `window` may be a list, which has no hash
+
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_heads

@@ -27,7 +27,8 @@ class ParallelConfig(Section):
     )
     layers_per_chunk: Annotated[list[Annotated[int, Field(ge=0)]] | None, Auto] = Field(
         None,
-        description="layers of each of the pp x vpp chunks, in the order of the network; auto: as even as can be",
+        description="layers of each of the pp x vpp chunks, in the order of the network; auto: as even as can be, "
+        "where the ends, with the embedding and the head, have fewer or none",
     )
     zero: int = Field(
         1, ge=0, le=2, description="sharded over dp: 0 nothing, 1 optimizer state, 2 optimizer state and gradients"

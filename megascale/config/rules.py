@@ -123,34 +123,26 @@ def tensor_parallel(c: Any) -> Iterator[Finding]:
 
 @rule("model", "parallel")
 def pipeline(c: Any) -> Iterator[Finding]:
-    """Every chunk has layers."""
+    """Every chunk has layers, but for the first and the last, which may have the embedding and the head alone."""
     m, p = c.model, c.parallel
-    chunks = p.pp * p.vpp
+    chunks, given = p.pp * p.vpp, p.layers_per_chunk
     if p.vpp > 1 and p.pp == 1:
         yield Finding("parallel.vpp", f"vpp = {p.vpp} splits pipeline stages, but pp = 1", "vpp = 1, or pp > 1")
-    if p.layers_per_chunk is None:
-        if m.num_layers < chunks:
-            fits = m.num_layers // p.pp
-            mend = f"vpp at most {fits}" if fits else f"pp at most {m.num_layers}"
-            yield Finding("parallel.pp", f"{m.num_layers} layers are fewer than pp x vpp = {p.pp} x {p.vpp}", mend)
-    else:
-        given = p.layers_per_chunk
-        if len(given) != chunks:
-            yield Finding(
-                "parallel.layers_per_chunk",
-                f"{len(given)} numbers for pp x vpp = {chunks} chunks",
-                f"give {chunks} numbers",
-            )
-        elif sum(given) != m.num_layers:
-            yield Finding(
-                "parallel.layers_per_chunk",
-                f"adds up to {sum(given)}, but num_layers = {m.num_layers}",
-                f"numbers that add up to {m.num_layers}",
-            )
-        elif 0 in given[1:-1]:
-            yield Finding(
-                "parallel.layers_per_chunk", "a chunk between the ends has no layer", "only the ends may have 0"
-            )
+    if given is None:
+        most = m.num_layers + 2
+        if chunks > most:
+            found = f"{m.num_layers} layers are too few for pp x vpp = {p.pp} x {p.vpp} chunks"
+            mend = f"vpp at most {most // p.pp}" if p.pp <= most else f"pp at most {most}"
+            yield Finding("parallel.pp", found, f"{mend}: only the first and the last chunk may have no layer")
+        return
+    key, auto = "parallel.layers_per_chunk", "or auto, which cuts evenly"
+    if len(given) != chunks:
+        yield Finding(key, f"{len(given)} numbers for pp x vpp = {chunks} chunks", f"{chunks} numbers, {auto}")
+    elif sum(given) != m.num_layers:
+        found = f"adds up to {sum(given)}, but num_layers = {m.num_layers}"
+        yield Finding(key, found, f"numbers that add up to {m.num_layers}, {auto}")
+    elif 0 in given[1:-1]:
+        yield Finding(key, "a chunk between the ends has no layer", f"0 at the ends only, {auto}")
 
 
 @rule("model", "parallel", "batch", "train", "fp8")

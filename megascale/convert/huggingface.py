@@ -162,7 +162,7 @@ class Pretrained:
 
 def tensors(model: ModelConfig) -> list[Named]:
     """Every tensor of a model."""
-    return [tensor for parameter in whole(model) for tensor in parameter.tensors]
+    return [tensor for parameter in whole(model) for tensor in parameter.parts]
 
 
 def export(model: ModelConfig, read: Callable[[str], Tensor], folder: Path, dtype: torch.dtype, other: Keys) -> None:

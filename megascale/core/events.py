@@ -14,8 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from megascale.core.files import write_text
+from megascale.core.label import Label
 
-FORMAT = 1
+FORMAT = 2
+"""What is written. Format 1, which is read too, has one text `what` in the place of `part`, and neither `layer`,
+`stage` nor `direction`.
+"""
+
+READ = (1, FORMAT)
 
 FOREVER = 1e12
 """Seconds that no clock reaches."""
@@ -23,13 +29,17 @@ FOREVER = 1e12
 COMPUTE = "compute"
 """The axis of what is no communication."""
 
+OPTIMIZER_ACTIONS = frozenset({"norms", "directions", "update"})
+"""Actions of a step that are the optimizer's: the norm of the gradient, LAMB's first phase, and the update."""
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
     """An action (F, B, update, ...), or a communication.
 
-    `axis` is COMPUTE or the axis of parallelism: tp, dp, pp, tied, world. `name`: the action or the operation; `what`
-    it concerned, such as 'layer 3 qkv'. `chunk` and `microbatch` are -1 outside a chunk's or a micro-batch's work.
+    `axis` is COMPUTE or the axis of parallelism: tp, dp, pp, tied, world. `name`: the action or the operation. `chunk`
+    and `microbatch` are -1 outside a chunk's or a micro-batch's work. `part`, `layer`, `stage`, `direction`: what it
+    concerned (`core.label.Label`).
 
     Of a communication: its `group`, its `sequence` number there, the `bytes` of the whole tensor concerned, the `peer`
     of a message (a rank of the job, else -1), when it was issued, and the `waits`: spans in which this rank's compute
@@ -38,7 +48,7 @@ class Event:
 
     axis: str
     name: str
-    what: str
+    part: str
     step: int
     chunk: int
     microbatch: int
@@ -50,6 +60,14 @@ class Event:
     peer: int = -1
     issue: float = 0.0
     waits: tuple[tuple[float, float], ...] = ()
+    layer: int = -1
+    stage: int = -1
+    direction: str = ""
+
+    @property
+    def what(self) -> str:
+        """What it concerned, for people, such as 'layer 3 qkv'."""
+        return Label(self.part, self.layer, self.stage, self.direction).text(self.microbatch)
 
     @property
     def exposed(self) -> float:
@@ -108,8 +126,8 @@ def read_events(path: Path) -> RankEvents:
     with open(path, encoding="utf-8") as file:
         first, *rest = file.read().splitlines() or ["{}"]
     head = _object(first)
-    if head.pop("format", None) != FORMAT:
-        raise ValueError(f"not a file of events in format {FORMAT}")
+    if (number := head.pop("format", None)) not in READ:
+        raise ValueError(f"not a file of events in format {' or '.join(map(str, READ))}")
     try:
         rank = RankEvents(**head, events=())
         _check(vars(rank), _HEAD)
@@ -117,7 +135,7 @@ def read_events(path: Path) -> RankEvents:
         rank = dataclasses.replace(rank, clock=_pairs(rank.clock))
     except (TypeError, ValueError) as error:
         raise ValueError(f"not a file of events: {error}") from None
-    return dataclasses.replace(rank, events=tuple(_event(line, number) for number, line in enumerate(rest, 2)))
+    return dataclasses.replace(rank, events=tuple(_event(line, at, number) for at, line in enumerate(rest, 2)))
 
 
 def _fields(event: Event) -> dict[str, Any]:
@@ -127,9 +145,12 @@ def _fields(event: Event) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value != defaults[name]}
 
 
-def _event(line: str, number: int) -> Event:
+def _event(line: str, number: int, written: int) -> Event:
+    """Read the event on line `number` of a file in format `written`."""
     try:
         fields = _object(line)
+        if written == 1 and "what" in fields:
+            fields["part"] = fields.pop("what")
         fields["waits"] = _pairs(fields.get("waits", ()))
         event = Event(**fields)
         _check(fields, _EVENT)
@@ -140,8 +161,8 @@ def _event(line: str, number: int) -> Event:
 
 _NUMBER = (int, float)
 _EVENT: dict[str, Any] = {
-    **dict.fromkeys(("axis", "name", "what", "group"), str),
-    **dict.fromkeys(("step", "chunk", "microbatch", "sequence", "bytes", "peer"), int),
+    **dict.fromkeys(("axis", "name", "part", "group", "direction"), str),
+    **dict.fromkeys(("step", "chunk", "microbatch", "sequence", "bytes", "peer", "layer", "stage"), int),
     **dict.fromkeys(("start", "end", "issue"), _NUMBER),
 }
 _HEAD: dict[str, Any] = {"rank": int, "world": int, "coord": dict, "host": str, "dropped": int}

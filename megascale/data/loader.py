@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megascale.data.mixture import Sample
-from megascale.parallel.microbatch import MicroBatch
+from megascale.parallel.microbatch import MicroBatch, StepBatch
 from megascale.parallel.rng import Dropout
 
 
@@ -47,17 +47,6 @@ class Shape:
         """The rows of one micro-batch of one rank."""
         first = (micro_batch * self.ranks + rank) * self.micro
         return range(first, first + self.micro)
-
-
-class StepBatch:
-    """A step's samples on this rank. `tokens`: labels that count in the loss, over this rank's micro-batches."""
-
-    def __init__(self, micro_batches: list[MicroBatch], tokens: int) -> None:
-        self._micro_batches = micro_batches
-        self.tokens = tokens
-
-    def micro_batch(self, index: int) -> MicroBatch:
-        return self._micro_batches[index]
 
 
 class Loader:

@@ -8,12 +8,13 @@ torch's convention: a multiplication and an addition are two, attention counts a
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -21,25 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from megascale.trace.recorder import Record, Recorder
+from megascale.core.events import OPTIMIZER_ACTIONS
+from megascale.core.label import Label, What
+from megascale.trace.recorder import MemoryKind, Record, Recorder
 
 Kinds = Counter[str]
 """Bytes by what they are for: one of KINDS."""
 
-KINDS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
-
-MAKERS = {
-    "megascale.parallel.gradients": "gradients",
-    "megascale.optim": "optimizer",
-    "megascale.parallel.cross_entropy": "logits",
-    "megascale.ops.cross_entropy": "logits",
-    "megascale.parallel.eight_bit": "buffers",
-    "megascale.data": "buffers",
-}
-"""By the module whose code makes a tensor; what any other makes is an activation."""
-
-FOR_OTHERS = "megascale.parallel.overlap"
-"""What this module makes is what the code that calls it would make."""
+KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
 
 
 class Call(NamedTuple):
@@ -47,9 +37,14 @@ class Call(NamedTuple):
 
     group: str
     operation: str
-    what: str
+    label: Label
     bytes: int
     peer: int
+
+    @property
+    def what(self) -> str:
+        """What it concerns, for people."""
+        return self.label.text()
 
 
 @dataclass
@@ -78,25 +73,39 @@ class Account:
 
 
 class Ledger(Recorder):
-    """A recorder that keeps what is called in `account` as well."""
+    """A recorder that keeps what is called in `account` as well, and says of which `kind` is what is made now."""
 
     def __init__(self) -> None:
         super().__init__(capacity=1)
         self.account = Account()
+        self.kind: MemoryKind = "activations"
 
-    def communication(self, axis: str, group: str, name: str, what: str, nbytes: int, peer: int = -1) -> Record:
+    @contextmanager
+    def memory(self, kind: MemoryKind) -> Iterator[None]:
+        outer, self.kind = self.kind, kind
+        try:
+            yield
+        finally:
+            self.kind = outer
+
+    @contextmanager
+    def action(self, name: str, chunk: int = -1, microbatch: int = -1) -> Iterator[None]:
+        kind = "optimizer" if name in OPTIMIZER_ACTIONS else self.kind
+        with super().action(name, chunk, microbatch), self.memory(kind):
+            yield
+
+    def communication(self, axis: str, group: str, name: str, what: What, nbytes: int, peer: int = -1) -> Record:
         if self.step:
-            self.account.calls.append(Call(group, name, what, nbytes, peer))
+            self.account.calls.append(Call(group, name, Label.of(what), nbytes, peer))
         return super().communication(axis, group, name, what, nbytes, peer)
 
 
 class Accountant(TorchDispatchMode):
-    """While it is entered, every operator is counted in `ledger.account`. `kind`: of what is made, if it is known."""
+    """While it is entered, every operator is counted in `ledger.account`."""
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()
         self.ledger = ledger
-        self.kind: str | None = None
         self._alive: dict[int, tuple[Any, _Held]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -109,7 +118,7 @@ class Accountant(TorchDispatchMode):
             if isinstance(made, Tensor):
                 self.see(made)
         if torch.Tag.pointwise in func.tags:
-            self.ledger.account.rise(Counter({"activations": _casts(args)}))
+            self.ledger.account.rise(Counter({self.ledger.kind: _casts(args)}))
         return out
 
     def see(self, tensor: Tensor) -> None:
@@ -118,11 +127,11 @@ class Accountant(TorchDispatchMode):
         key = storage._cdata
         if key in self._alive:
             return
-        held = _Held(self.ledger.account, self.kind or _maker(), storage.nbytes())
+        held = _Held(self.ledger.account, self.ledger.kind, storage.nbytes())
         held.account.add(held.kind, held.nbytes)
         self._alive[key] = weakref.ref(storage, partial(self._gone, key, held)), held
 
-    def name(self, tensor: Tensor, kind: str) -> None:
+    def name(self, tensor: Tensor, kind: MemoryKind) -> None:
         """Say what a tensor that is counted is for."""
         held = self._alive[tensor.untyped_storage()._cdata][1]
         held.account.live[held.kind] -= held.nbytes
@@ -160,20 +169,6 @@ def _casts(args: Any) -> int:
     common = functools.reduce(torch.promote_types, formats)
     different = {id(x): x.numel() * common.itemsize for x in operands if x.dtype != common}
     return sum(different.values())
-
-
-def _maker() -> str:
-    """What the code that runs makes: known from the nearest of our modules that is below it on the stack."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        module: str = frame.f_globals.get("__name__", "")
-        if module.startswith("megascale.") and not module.startswith(("megascale.dryrun", FOR_OTHERS)):
-            for name, kind in MAKERS.items():
-                if module.startswith(name):
-                    return kind
-            return "activations"
-        frame = frame.f_back  # type: ignore[assignment]
-    return "activations"
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, out_val: Any = None, **__: Any) -> int:

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from megascale.comm.group import Group, alone
+from megascale.comm.group import Group
 from megascale.comm.mesh import Mesh
 from megascale.comm.p2p import Channels
 from megascale.comm.pending import DONE, Pending
-from megascale.layout.topology import AT_ONCE, Topology
+from megascale.layout.topology import AT_ONCE, DATA, Topology
 from megascale.trace.recorder import Recorder
 
 
@@ -62,13 +62,13 @@ def silent_mesh(topology: Topology, rank: int, recorder: Recorder, *, tied: bool
 
     def group(name: str, ranks: Sequence[int]) -> Group:
         if len(ranks) == 1:
-            return alone(name, rank)
+            return Group(name, (rank,), 0, recorder=recorder)
         exchange: Any = SilentExchange() if piecewise else None
         index = list(ranks).index(rank)
         return Group(name, tuple(ranks), index, None, recorder, Silent(), exchange)
 
     up, down = group("pp.up", stages), group("pp.down", stages)
-    tp, dp = group("tp", topology.group(rank, "tp")), group("dp", topology.group(rank, "cp", "dp"))
+    tp, dp = group("tp", topology.group(rank, "tp")), group("dp", topology.group(rank, *DATA))
     world = group("world", range(topology.world))
     sums: tuple[Group, ...] = (world,)
     if topology.world > AT_ONCE:
@@ -80,7 +80,7 @@ def silent_mesh(topology: Topology, rank: int, recorder: Recorder, *, tied: bool
         dp=dp,
         up=up,
         down=down,
-        tied=group("tied", [stages[0], stages[-1]]) if share else alone("tied", rank),
+        tied=group("tied", [stages[0], stages[-1]]) if share else group("tied", [rank]),
         world=world,
         sums=sums,
         recorder=recorder,

@@ -1,17 +1,15 @@
-"""Modules that are like others are not run again: what the first of them did is done once more.
+"""Run one of several modules that do the same, and replay what it did in the place of each.
 
-A module is rehearsed once, forward and backward, on an account of its own. In its place comes a `StandIn`: it issues
-the same communications, counts the same FLOPs, rises to the same peak and holds the same bytes from forward to
-backward.
+A module is rehearsed once, forward and backward, on an account of its own. A `StandIn` takes its place: it issues the
+same communications, counts the same FLOPs, reaches the same peak and holds the same bytes from forward to backward.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,8 +20,8 @@ from megascale.dryrun.account import Account, Accountant, Call, Kinds
 
 
 @dataclass(frozen=True)
-class Course:
-    """What a forward or a backward does. `rise`: the most bytes beyond those at its start."""
+class PassCost:
+    """The cost of a forward or a backward pass. `rise`: the most bytes beyond those at its start."""
 
     rise: Kinds
     flops: Counter[str]
@@ -31,15 +29,16 @@ class Course:
 
 
 @dataclass(frozen=True)
-class Part:
-    """What a module does. `held`: bytes from its forward to its backward, `stays`: of these for ever, beside its input
-    if it `keeps` that. `backward` is None if no gradient is wanted.
+class ModuleCost:
+    """The cost of a module, whose result has `shape` and `dtype`. `held`: bytes from its forward to its backward,
+    `stays`: those that remain after it; its input, if it `keeps` that, is in neither. `backward` is None if no gradient
+    is wanted.
     """
 
     shape: torch.Size
     dtype: torch.dtype
-    forward: Course
-    backward: Course | None
+    forward: PassCost
+    backward: PassCost | None
     held: Kinds
     stays: Kinds
     keeps: bool
@@ -47,46 +46,48 @@ class Part:
 
 @dataclass
 class Rehearsals:
-    """Where rehearsals are held, and what has been rehearsed. `actors`: of modules that are alike the one that
-    rehearses for all, and its index: what only a first call does, such as to cast weights, only that one has done.
+    """Rehearses modules, and has the `costs` of those it has rehearsed. `representatives`: the one of several equal
+    modules that rehearses for all: only that one has done what a first call does, such as to cast weights.
     """
 
     accountant: Accountant
     accumulate: torch.dtype
-    parts: dict[Hashable, Part] = field(default_factory=dict)
-    actors: dict[Hashable, tuple[nn.Module, str]] = field(default_factory=dict)
+    costs: dict[Hashable, ModuleCost] = field(default_factory=dict)
+    representatives: dict[Hashable, nn.Module] = field(default_factory=dict)
 
     @property
     def account(self) -> Account:
         return self.accountant.ledger.account
 
-    def rehearse(self, module: nn.Module, x: Tensor, call: Callable[[Tensor], Tensor], again: bool = False) -> Part:
-        """Run `call` on a tensor like x, and its backward if gradients are enabled. `again`: who computes it again
-        keeps the gradient of its result until the backward is done.
+    def rehearse(
+        self, module: nn.Module, x: Tensor, call: Callable[[Tensor], Tensor], recompute: bool = False
+    ) -> ModuleCost:
+        """Run `call` on a tensor like x, and its backward if gradients are enabled. `recompute`: the module is
+        recomputed, which keeps the gradient of its result until the backward is done.
         """
         ledger, wanted = self.accountant.ledger, torch.is_grad_enabled()
         outer, ledger.account = ledger.account, Account()
         try:
             with _gradients(module, self.accumulate):
-                return self._rehearse(x, call, wanted, again)
+                return self._rehearse(x, call, wanted, recompute)
         finally:
             ledger.account = outer
 
-    def _rehearse(self, x: Tensor, call: Callable[[Tensor], Tensor], wanted: bool, again: bool) -> Part:
+    def _rehearse(self, x: Tensor, call: Callable[[Tensor], Tensor], wanted: bool, recompute: bool) -> ModuleCost:
         account, seen = self.account, self.accountant
         leaf = torch.empty_like(x).requires_grad_(x.requires_grad and wanted)
         outside = Counter(account.live)  # what only the rehearsal holds
         entering = leaf.clone()
         key, start = seen.key(entering), self._start()
         out = call(entering)
-        forward = self._course(start)
+        forward = self._cost(start)
         shape, dtype = out.shape, out.dtype
-        backward: Course | None = None
+        backward: PassCost | None = None
         edge, started, given = None, [start], list[Tensor]()
 
         def begin(grad: Tensor) -> None:
             started.append(self._start())
-            given.extend([grad] if again else [])
+            given.extend([grad] if recompute else [])
 
         if wanted:
             edge = get_gradient_edge(_Source.apply(out, begin))
@@ -97,73 +98,76 @@ class Rehearsals:
             held -= Counter({"activations": x.nbytes})
         if edge is not None:
             self._run_backward(edge)
-            backward = self._course(started[-1])
+            backward = self._cost(started[-1])
             leaf.grad = None
         del edge
         given.clear()
-        return Part(shape, dtype, forward, backward, held, account.live - outside, keeps)
+        return ModuleCost(shape, dtype, forward, backward, held, account.live - outside, keeps)
 
     def _run_backward(self, edge: GradientEdge) -> None:
         torch.autograd.backward((edge,), (torch.ones((), dtype=self.accumulate),))
 
     def _start(self) -> Kinds:
-        """A course begins: what is there."""
+        """Begin to count a pass. Returns the bytes that are live."""
         account = self.account
         account.peak, account.at_peak = account.total, Counter(account.live)
         account.flops, account.calls = Counter(), []
         return Counter(account.live)
 
-    def _course(self, start: Kinds) -> Course:
+    def _cost(self, start: Kinds) -> PassCost:
+        """Return the cost of the pass that began with `start` live."""
         account, rise = self.account, Counter(self.account.at_peak)
         rise.subtract(start)
-        return Course(rise, account.flops, account.calls)
+        return PassCost(rise, account.flops, account.calls)
 
 
 class StandIn(nn.Module):
-    """In the place of `module`. Modules of one `like` do the same, but for their first call in a step: then weights are
-    cast. `index`: of a layer, which the names of its communications have; `again`: whether it is computed again.
+    """Takes the place of `module`. Modules of one `like` do the same, but for their first call in a step, which casts
+    weights. `layer`: the layer that labels of its communications name; `recompute`: whether the module is recomputed.
     """
 
     def __init__(
-        self, module: nn.Module, like: Hashable, index: str, rehearsals: Rehearsals, anchor: Tensor, again: bool
+        self, module: nn.Module, like: Hashable, layer: int, rehearsals: Rehearsals, anchor: Tensor, recompute: bool
     ) -> None:
         super().__init__()
         self._module = [module]  # whose parameters are not this one's
         self._like = like
-        self._index = index
+        self._layer = layer
         self._rehearsals = rehearsals
         self._anchor = anchor
-        self._again = again
+        self._recompute = recompute
         self._first = True
 
     def forward(self, x: Tensor, *arguments: Any, **named: Any) -> Tensor:
         key = (self._like, self._first, tuple(named.items()), x.shape, x.requires_grad, torch.is_grad_enabled())
         self._first = False
-        if key not in self._rehearsals.parts:
-            module, index = self._rehearsals.actors.setdefault(self._like, (self._module[0], self._index))
-            part = self._rehearsals.rehearse(module, x, lambda x: module(x, *arguments, **named), self._again)
-            self._rehearsals.parts[key] = _anonymous(part, index)
-        return _Act.apply(x, self._anchor, self._rehearsals, self._rehearsals.parts[key], self._index)
+        if key not in self._rehearsals.costs:
+            module = self._rehearsals.representatives.setdefault(self._like, self._module[0])
+            cost = self._rehearsals.rehearse(module, x, lambda x: module(x, *arguments, **named), self._recompute)
+            self._rehearsals.costs[key] = cost
+        return _Replay.apply(x, self._anchor, self._rehearsals, self._rehearsals.costs[key], self._layer)
 
 
-class _Act(torch.autograd.Function):
+class _Replay(torch.autograd.Function):
+    """Does in forward and backward what `cost` says."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor, rehearsals: Rehearsals, part: Part, index: str) -> Tensor:
-        ctx.rehearsals, ctx.part, ctx.index = rehearsals, part, index
-        ctx.like = x.shape, x.dtype, x.requires_grad
-        if part.keeps:
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, rehearsals: Rehearsals, cost: ModuleCost, layer: int) -> Tensor:
+        ctx.rehearsals, ctx.cost = rehearsals, cost
+        ctx.layer, ctx.like = layer, (x.shape, x.dtype, x.requires_grad)
+        if cost.keeps:
             ctx.save_for_backward(x)
-        _play(rehearsals, part.forward, index)
-        for kind, nbytes in part.held.items():
+        _replay(rehearsals, cost.forward, layer)
+        for kind, nbytes in cost.held.items():
             rehearsals.account.add(kind, nbytes)
-        return torch.empty(part.shape, dtype=part.dtype, device=x.device)
+        return torch.empty(cost.shape, dtype=cost.dtype, device=x.device)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rehearsals, part = ctx.rehearsals, ctx.part
-        assert part.backward is not None
-        _play(rehearsals, part.backward, ctx.index)
-        for kind, nbytes in (part.held - part.stays).items():
+        rehearsals, cost = ctx.rehearsals, ctx.cost
+        assert cost.backward is not None, "a gradient was wanted when the module was rehearsed"
+        _replay(rehearsals, cost.backward, ctx.layer)
+        for kind, nbytes in (cost.held - cost.stays).items():
             rehearsals.account.add(kind, -nbytes)
         shape, dtype, wanted = ctx.like
         grad = torch.empty(shape, dtype=dtype, device=grads[0].device) if wanted else None
@@ -171,7 +175,7 @@ class _Act(torch.autograd.Function):
 
 
 class _Source(torch.autograd.Function):
-    """A scalar from a tensor. In the backward the tensor's gradient, which nobody else holds but `begin`."""
+    """Makes a scalar of a tensor, and in the backward the tensor's gradient, which only `begin` may hold as well."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, begin: Callable[[Tensor], object]) -> Tensor:
@@ -186,29 +190,16 @@ class _Source(torch.autograd.Function):
         return grad, None
 
 
-_ANY = "\0"
-"""In the place of a layer's number."""
-
-
-def _play(rehearsals: Rehearsals, course: Course, index: str) -> None:
+def _replay(rehearsals: Rehearsals, cost: PassCost, layer: int) -> None:
+    """Count what was rehearsed. Communication that concerned the layer that rehearsed concerns `layer`."""
     ledger = rehearsals.accountant.ledger
-    ledger.account.rise(course.rise)
-    ledger.account.flops.update(course.flops)
-    for call in course.calls:
-        axis = call.group.partition(".")[0]
-        ledger.communication(axis, call.group, call.operation, call.what.replace(_ANY, index), call.bytes, call.peer)
-
-
-def _anonymous(part: Part, index: str) -> Part:
-    """The part without the number of its layer in the names of its communications."""
-    if not index:
-        return part
-    number = re.compile(rf"(?<=\blayer |ayers\.){index}\b")
-
-    def of(course: Course) -> Course:
-        return replace(course, calls=[call._replace(what=number.sub(_ANY, call.what)) for call in course.calls])
-
-    return replace(part, forward=of(part.forward), backward=part.backward and of(part.backward))
+    ledger.account.rise(cost.rise)
+    ledger.account.flops.update(cost.flops)
+    for call in cost.calls:
+        axis, label = call.group.partition(".")[0], call.label
+        if label.layer >= 0:
+            label = label._replace(layer=layer)
+        ledger.communication(axis, call.group, call.operation, label, call.bytes, call.peer)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from megascale.dryrun.mesh import silent_mesh
 from megascale.dryrun.rehearsal import Rehearsals, StandIn
 from megascale.layout.chunks import eight_bit_layers
 from megascale.layout.recompute import recompute_of
-from megascale.layout.topology import Coord, Topology
+from megascale.layout.topology import Coord, topology_of
 from megascale.ops.rope import rope_table
 from megascale.train.build import Run, build
 from megascale.train.step import train_step
@@ -52,24 +52,24 @@ def dry_run(config: RunConfig, rank: int, *, piecewise: bool = True, rehearse: b
     `piecewise`: collectives travel while ranks compute, as between GPUs; not so through memory that CPUs share.
     `rehearse`: modules that are alike are run once.
     """
-    p = config.parallel
     config = _apart(config)
     ledger = Ledger()
     rope_table.cache_clear()  # of real ones
-    topology = Topology(tp=p.tp, cp=p.cp, dp=config.dp, pp=p.pp)
+    topology = topology_of(config)
     mesh = silent_mesh(topology, rank, ledger, tied=config.model.tie_embeddings, piecewise=piecewise)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), Accountant(ledger) as accountant:
-            accountant.kind = "buffers"
-            device = FakeDevice(torch.device("cpu"), "gloo")
-            run = build(config, mesh, device, Stop(), draw=False)
+            with ledger.memory("buffers"):
+                device = FakeDevice(torch.device("cpu"), "gloo")
+                run = build(config, mesh, device, Stop(), draw=False)
             _name_state(run, accountant)
             state = +ledger.account.live
             run.scaling.known = True
-            accountant.kind = None
             if rehearse:
                 _stand_in(run, Rehearsals(accountant, run.formats[1]))
-            train_step(run, run.train.batch(0))
+            with ledger.memory("buffers"):
+                batch = run.train.batch(0)
+            train_step(run, batch)
             run.gradients.finish_gather()
             run.pipeline.finish_sends()
             account = ledger.account
@@ -106,14 +106,14 @@ def _stand_in(run: Run, rehearsals: Rehearsals) -> None:
         rope_table(m.seq_length, m.head_dim, m.rope_theta, wide, run.device.torch)
     anchor = torch.zeros((), requires_grad=True)
 
-    def stand(module: nn.Module, like: Hashable, index: str = "", again: bool = False) -> StandIn:
-        return StandIn(module, like, index, rehearsals, anchor, again)
+    def stand(module: nn.Module, like: Hashable, layer: int = -1, again: bool = False) -> StandIn:
+        return StandIn(module, like, layer, rehearsals, anchor, again)
 
     for chunk, part in enumerate(run.stages):
         recompute = recompute_of(run.config.train, chunk)
         for name, block in list(part.layers.items()):
-            number = int(name)
-            part.layers[name] = stand(block, (m.windows[number], number in cast, recompute), name, recompute.full)
+            layer = int(name)
+            part.layers[name] = stand(block, (m.windows[layer], layer in cast, recompute), layer, recompute.full)
         if part.embedding is not None:
             part.embedding = stand(part.embedding, "embedding")  # type: ignore[assignment]
         if part.head is not None:

@@ -149,7 +149,10 @@ def _stopped(forward: _Forward) -> int:
 def _report(failure: Failure, workers: Sequence[_Worker]) -> str:
     world = len(workers)
     log = workers[failure.rank].log
-    lines = [f"megascale: rank {failure.rank} of {world} on {failure.host} failed: {failure.what}"]
+    told = log is None and not failure.unexplained  # by the rank itself, on this terminal
+    lines = [
+        f"megascale: rank {failure.rank} of {world} on {failure.host} failed" + ("" if told else f": {failure.what}")
+    ]
     if log is not None:
         if failure.unexplained:
             lines += [f"  | {line}" for line in log.read_text(errors="replace").splitlines()[-20:]]

@@ -2,25 +2,26 @@
 
 A bucket is reduced, sharded over data parallelism and gathered as a whole: its shards are equal contiguous ranges, so
 that a reduce-scatter and an all-gather are one collective without copies (MegaScale 3.2: a model chunk at a time).
-Inside it parameters are grouped, so that what decays, and what every tp rank holds whole, are contiguous ranges as
-well.
+Inside it parameters are grouped, so that those treated alike, and those that every tp rank holds whole, are contiguous
+ranges as well.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megascale.layout.tensors import Parameter
+from megascale.layout.topology import Topology
 
 ALIGNMENT = 64
-"""Parameters and shards start at a multiple of this many numbers: 128 bytes or more in every format."""
+"""Parameters and shards start at a multiple of this many elements: 128 bytes or more in every dtype."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter's place in a bucket, in numbers."""
+    """A parameter's place in a bucket, in elements."""
 
     parameter: Parameter
     start: int
@@ -29,21 +30,22 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Slots in order and the size of the buffer, a multiple of `shards`; all in numbers, not bytes.
+    """Slots in order and the size of the buffer, a multiple of `shards`; all in elements, not bytes.
 
-    `whole`: the range of the parameters that every tp rank holds whole.
+    `axes`: the axes of parallelism that reduce and shard it; `shards`: the ranks of such a group. `whole`: the range of
+    the parameters that every tp rank holds whole.
     """
 
     slots: tuple[Slot, ...]
     size: int
+    axes: tuple[str, ...]
     shards: int
     whole: tuple[int, int]
 
     @property
     def padding(self) -> list[tuple[int, int]]:
         """(start, stop) of what lies behind slots and belongs to no parameter."""
-        ends = [*(slot.start for slot in self.slots[1:]), self.size]
-        return [(slot.stop, end) for slot, end in zip(self.slots, ends, strict=True) if slot.stop < end]
+        return [(slot.stop, end) for slot, end in self._ends if slot.stop < end]
 
     def shard(self, index: int) -> tuple[int, int]:
         """The range of shard `index`."""
@@ -55,33 +57,45 @@ class Bucket:
         inside = [(slot, max(slot.start, start), min(slot.stop, stop)) for slot in self.slots]
         return [part for part in inside if part[1] < part[2]]
 
-    def runs(self, start: int, stop: int) -> list[tuple[int, int, bool]]:
-        """(start, stop, decays) of the runs of equal weight decay inside [start, stop), padding with its run."""
-        edges: list[tuple[int, int, bool]] = []
-        for slot, following in zip(self.slots, [*self.slots[1:], None], strict=True):
-            end = following.start if following else self.size
-            if edges and edges[-1][2] == slot.parameter.decays:
-                edges[-1] = (edges[-1][0], end, slot.parameter.decays)
+    def runs(self, start: int, stop: int) -> list[tuple[Slot, int, int]]:
+        """(slot, start, stop) of the runs of parameters treated alike inside [start, stop), padding with its run; each
+        run goes by its first slot.
+        """
+        runs: list[tuple[Slot, int, int]] = []
+        for slot, end in self._ends:
+            if runs and _treatment(runs[-1][0].parameter) == _treatment(slot.parameter):
+                runs[-1] = (*runs[-1][:2], end)
             else:
-                edges.append((slot.start, end, slot.parameter.decays))
-        inside = [(max(low, start), min(high, stop), decays) for low, high, decays in edges]
-        return [run for run in inside if run[0] < run[1]]
+                runs.append((slot, slot.start, end))
+        inside = [(slot, max(low, start), min(high, stop)) for slot, low, high in runs]
+        return [run for run in inside if run[1] < run[2]]
+
+    @property
+    def _ends(self) -> Iterator[tuple[Slot, int]]:
+        """Each slot, and where the next one starts."""
+        return zip(self.slots, [*(slot.start for slot in self.slots[1:]), self.size], strict=True)
 
 
-def pack(parameters: Sequence[Parameter], tp: int, shards: int) -> Bucket:
-    """Lay parameters out: first those that tp cuts, then those that each rank holds whole; in each, matrices first."""
-
-    def treatment(parameter: Parameter) -> tuple[bool, bool]:
-        return parameter.split is None, not parameter.decays
-
+def pack(parameters: Sequence[Parameter], topology: Topology) -> Bucket:
+    """Lay parameters out: first those that tp shards, then those that each rank holds whole; in each, matrices first.
+    The gradients of all are reduced over the same axes.
+    """
+    axes = parameters[0].reduce_axes
+    assert all(p.reduce_axes == axes for p in parameters), "one group reduces a bucket"
+    shards = topology.size(*axes)
     slots: list[Slot] = []
     at = whole_start = 0
-    for parameter in sorted(parameters, key=treatment):  # stable: the network's order inside each group
-        if parameter.split is not None:
-            whole_start = _align(at + parameter.local_numel(tp), ALIGNMENT)
-        slots.append(Slot(parameter, at, at + parameter.local_numel(tp)))
+    for parameter in sorted(parameters, key=lambda p: ("tp" not in p.sharding, *_treatment(p))):  # stable
+        slots.append(Slot(parameter, at, at + parameter.local_numel(topology)))
         at = _align(slots[-1].stop, ALIGNMENT)
-    return Bucket(tuple(slots), _align(at, ALIGNMENT * shards), shards, (whole_start, at))
+        if "tp" in parameter.sharding:
+            whole_start = at
+    return Bucket(tuple(slots), _align(at, ALIGNMENT * shards), axes, shards, (whole_start, at))
+
+
+def _treatment(parameter: Parameter) -> tuple[bool, bool]:
+    """What an optimizer tells parameters apart by."""
+    return not parameter.is_matrix, not parameter.weight_decay
 
 
 def _align(value: int, unit: int) -> int:

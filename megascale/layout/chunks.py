@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from megascale.catalog.precisions import PRECISIONS
@@ -10,6 +11,7 @@ from megascale.config.run import RunConfig
 from megascale.layout.buckets import pack
 from megascale.layout.stages import Stages, split
 from megascale.layout.tensors import TOKEN_EMBEDDING, Parameter, layer, stage
+from megascale.layout.topology import DATA, Topology, topology_of
 
 BUCKETS = 16
 """Buckets of a model chunk that `auto` asks for."""
@@ -34,7 +36,7 @@ def chunk_parameters(config: RunConfig, pp_rank: int) -> list[list[Parameter]]:
     for chunk in range(config.parallel.vpp):
         index = stages.index(pp_rank, chunk)
         layers, first, last = stages.layers(index), index == 0, index == stages.count - 1
-        found.append(stage(config.model, config.parallel.tp, layers, first, last))
+        found.append(stage(config.model, layers, first, last))
     return found
 
 
@@ -82,7 +84,7 @@ def _bounds(config: RunConfig, numbers: int) -> _Bounds:
     number_bytes: int = PRECISIONS[config.train.precision].facts["accumulate_bytes"]
     if config.overlap.bucket_bytes != "auto":
         return _Bounds(0, config.overlap.bucket_bytes // number_bytes)
-    shards = config.dp * config.parallel.cp
+    shards = topology_of(config).size(*DATA)
     if shards == 1:
         return _Bounds(0, MOST_BYTES // number_bytes)
     least = shards * SHARE_BYTES // number_bytes
@@ -90,18 +92,18 @@ def _bounds(config: RunConfig, numbers: int) -> _Bounds:
 
 
 def _cut(config: RunConfig, parameters: list[Parameter]) -> list[list[Parameter]]:
-    shared, tp = _shares(config), config.parallel.tp
+    shared, topology = _shares(config), topology_of(config)
     tied = [[p] for p in parameters if shared and p.name == TOKEN_EMBEDDING]
     own = [p for p in parameters if not (shared and p.name == TOKEN_EMBEDDING)]
     units = [list(group) for _, group in itertools.groupby(own, key=lambda parameter: unit(parameter.name))]
-    runs = _runs(config, [_numbers(members, tp) for members in units])
+    runs = _runs(config, [_elements(members, topology) for members in units])
     buckets = [[parameter for members in units[run.start : run.stop] for parameter in members] for run in runs]
     at_end = bool(tied) and parameters[0].name != TOKEN_EMBEDDING
     return [*buckets, *tied] if at_end else [*tied, *buckets]
 
 
-def _numbers(parameters: list[Parameter], tp: int) -> int:
-    return sum(parameter.local_numel(tp) for parameter in parameters)
+def _elements(parameters: list[Parameter], topology: Topology) -> int:
+    return sum(parameter.local_numel(topology) for parameter in parameters)
 
 
 def _runs(config: RunConfig, numbers: list[int]) -> list[range]:
@@ -123,22 +125,23 @@ class Packed(NamedTuple):
     numbers: int
 
 
-def packed(config: RunConfig, pp_rank: int) -> list[list[Packed]]:
-    """For each chunk of a pipeline rank its buckets, as `chunk_buckets` and `buckets.pack` make them, found sooner, for
-    layers are alike. One of a tied embedding at the network's end begins with the head.
+def packed(config: RunConfig, pp_rank: int, chunks: Iterable[int] | None = None) -> list[list[Packed]]:
+    """List the buckets of each chunk of a pipeline rank, or of some `chunks`, as `chunk_buckets` and `pack` make
+    them, found sooner, for layers are alike. One of a tied embedding at the network's end begins with the head.
     """
-    tp, stages = config.parallel.tp, stages_of(config)
-    shards, block, known = config.dp * config.parallel.cp, layer(config.model, 0), dict[tuple[str, ...], int]()
-    size = _numbers(block, tp)
+    topology, stages = topology_of(config), stages_of(config)
+    block, known = layer(config.model, 0), dict[tuple[str, ...], int]()
+    size = _elements(block, topology)
 
     def numbers_of(units: list[_Unit]) -> int:
         kinds = tuple(each.members[0].name for each in units)
         if kinds not in known:
-            known[kinds] = pack([parameter for each in units for parameter in each.members], tp, shards).size
+            known[kinds] = pack([parameter for each in units for parameter in each.members], topology).size
         return known[kinds]
 
     found = []
-    for index in (stages.index(pp_rank, chunk) for chunk in range(config.parallel.vpp)):
+    for chunk in range(config.parallel.vpp) if chunks is None else chunks:
+        index = stages.index(pp_rank, chunk)
         begin, end, tied = _ends(config, first=index == 0, last=index == stages.count - 1)
         units = [*begin, *(_Unit(f"layers.{number}", block, size) for number in stages.layers(index)), *end]
         runs = _runs(config, [each.numbers for each in units])
@@ -158,22 +161,22 @@ class _Unit(NamedTuple):
 
 def _ends(config: RunConfig, *, first: bool, last: bool) -> tuple[list[_Unit], list[_Unit], list[_Unit]]:
     """The units of a stage before its layers, those behind them, and what is a bucket of its own."""
-    tp, shares = config.parallel.tp, _shares(config)
-    own = stage(config.model, tp, range(0), first, last)
+    topology, shares = topology_of(config), _shares(config)
+    own = stage(config.model, range(0), first, last)
     tied = [[each] for each in own if shares and each.name == TOKEN_EMBEDDING]
     rest = [each for each in own if not (shares and each.name == TOKEN_EMBEDDING)]
     parts = [(name, list(members)) for name, members in itertools.groupby(rest, key=lambda each: unit(each.name))]
-    units = [_Unit(name, members, _numbers(members, tp)) for name, members in parts]
+    units = [_Unit(name, members, _elements(members, topology)) for name, members in parts]
     begin = [each for each in units if first and each.name == "embedding"]
-    alone = [_Unit("embedding" if first else "head", members, _numbers(members, tp)) for members in tied]
+    alone = [_Unit("embedding" if first else "head", members, _elements(members, topology)) for members in tied]
     return begin, units[len(begin) :], alone
 
 
 def eight_bit_weights(config: RunConfig) -> dict[str, Parameter]:
-    """The weights that multiply in 8 bits, by name in the order of the network: matrices of blocks, without the first
-    and last few.
+    """The weights that FP8 GEMMs multiply, by name in the order of the network: those that FP8 may multiply, without
+    the first and last few layers'.
     """
-    return {p.name: p for index in eight_bit_layers(config) for p in layer(config.model, index) if p.decays}
+    return {p.name: p for index in eight_bit_layers(config) for p in layer(config.model, index) if p.fp8}
 
 
 def eight_bit_layers(config: RunConfig) -> range:

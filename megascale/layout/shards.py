@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megascale.layout.tensors import Parameter
+from megascale.layout.topology import Coord, Topology
 
 
 class Box(NamedTuple):
@@ -23,26 +24,24 @@ class Box(NamedTuple):
     start: int
 
 
-def boxes(parameter: Parameter, rank: int, tp: int, start: int, stop: int) -> Iterator[Box]:
-    """The boxes that numbers [start, stop) of `parameter`, flattened on tp rank `rank` of `tp`, stand for.
+def boxes(parameter: Parameter, topology: Topology, coord: Coord, start: int, stop: int) -> Iterator[Box]:
+    """The boxes that elements [start, stop) of `parameter`, flattened on the rank at `coord`, stand for.
 
     Padding rows belong to no tensor and to no box.
     """
-    width = math.prod(parameter.local_shape(tp)[1:])
     base = 0  # where the current tensor starts in the flattened parameter
-    for tensor in parameter.tensors:
-        offset, size = tensor.local(rank, tp)
+    for tensor in parameter.parts:
+        offset, size = tensor.local(topology, coord)
         low, high = max(start, base), min(stop, base + math.prod(size))
         if low < high:
             for inner_offset, inner_size, at in _cut(size, low - base, high - base):
                 place = tuple(o + i for o, i in zip(offset, inner_offset, strict=True))
                 yield Box(tensor.name, place, inner_size, base + at)
-        full = tensor.padded or tensor.shape[0]
-        base += (full // tp if tensor.split == 0 else full) * width
+        base += math.prod(tensor.local_shape(topology))
 
 
 def _cut(size: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Boxes (offset, size, flat start) that numbers [start, stop) of a flattened box of `size` fill, in order."""
+    """Boxes (offset, size, flat start) that elements [start, stop) of a flattened box of `size` fill, in order."""
     if len(size) == 1:
         yield (start,), (stop - start,), start
         return

@@ -8,6 +8,12 @@ are better, but from 192 on torch's kernel for CPUs works on 64 queries at a tim
 """
 
 
+def scores(s: int, window: int | None) -> int:
+    """Count the scores that a head forms of a sequence: all of them, or block by block of queries."""
+    blocks = [(slice(0, s), slice(0, s))] if window is None else spans(s, window)
+    return sum((queries.stop - queries.start) * (keys.stop - keys.start) for queries, keys in blocks)
+
+
 def spans(s: int, window: int, block: int = BLOCK) -> list[tuple[slice, slice]]:
     """The queries of each block, at most `block` of s, and the keys that any of them sees."""
     firsts = range(0, s, min(block, s))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from megascale.core.label import Label
 from megascale.model.parts import Given, Linear
 from megascale.ops.rope import rope_table
 from megascale.parallel.microbatch import MicroBatch
@@ -34,8 +35,8 @@ class Attention(nn.Module):
 
     def forward(self, x_sbh: Tensor, batch: MicroBatch, again: Again | None = None) -> Tensor:
         """`again`: forms x again."""
-        qkv = column_linear(x_sbh, self.qkv.layer, self._axis, f"layer {self._index} qkv", again)
-        return row_linear(self.core(qkv, batch), self.out.layer, self._axis, f"layer {self._index} out")
+        qkv = column_linear(x_sbh, self.qkv.layer, self._axis, Label.of_layer(self._index, "qkv"), again)
+        return row_linear(self.core(qkv, batch), self.out.layer, self._axis, Label.of_layer(self._index, "out"))
 
     def core(self, qkv: Tensor, batch: MicroBatch) -> Tensor:
         """From this rank's q, k and v [s, b, ...] to what its heads attend to, [s, b, heads x head_dim]."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from megascale.core.label import Label
 from megascale.model.attention import Attention
 from megascale.model.mlp import MLP
 from megascale.model.parts import Given, Norm, drop_branch
@@ -51,8 +52,8 @@ class ParallelBlock(nn.Module):
     def forward(self, x_sbh: Tensor, batch: MicroBatch, value: bool = True) -> Tensor:
         """`value`: whether the result is looked at; otherwise only its gradients are those of a block."""
         attention, mlp, axis = self.attention, self.mlp, self._axis
-        into, what = [attention.qkv.layer, mlp.up.layer], f"layer {self._index} qkv and up"
+        into, what = [attention.qkv.layer, mlp.up.layer], Label.of_layer(self._index, "qkv and up")
         qkv, inner = column_linears(self.norm(x_sbh), into, axis, what, self.norm.again(x_sbh))
         branches = [attention.core(qkv, batch), mlp.activate(inner)]
-        back, what = [attention.out.layer, mlp.down.layer], f"layer {self._index} out and down"
+        back, what = [attention.out.layer, mlp.down.layer], Label.of_layer(self._index, "out and down")
         return x_sbh + self._drop(row_linears(branches, back, axis, what, [None, mlp.again(inner)], value), batch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from megascale.core.label import Label
 from megascale.model.parts import Given, Linear
 from megascale.parallel.recompute import Again, formed_again
 from megascale.parallel.tensor import column_linear, row_linear
@@ -25,9 +26,9 @@ class MLP(nn.Module):
     def forward(self, x_sbh: Tensor, again: Again | None = None, value: bool = True) -> Tensor:
         """`again`: forms x again; `value`: whether the result is looked at (`row_linear`)."""
         axis, index = self._axis, self._index
-        inner = column_linear(x_sbh, self.up.layer, axis, f"layer {index} up", again)
+        inner = column_linear(x_sbh, self.up.layer, axis, Label.of_layer(index, "up"), again)
         out = self.activate(inner)
-        return row_linear(out, self.down.layer, axis, f"layer {index} down", self.again(inner), value)
+        return row_linear(out, self.down.layer, axis, Label.of_layer(index, "down"), self.again(inner), value)
 
     def again(self, inner: Tensor) -> Again | None:
         """For the layer that the activation of `inner` goes to."""

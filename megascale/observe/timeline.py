@@ -131,9 +131,11 @@ def lanes(slices: Iterable[Slice]) -> list[list[Slice]]:
 
 
 class Side(NamedTuple):
-    """The slice of one side of a message. Both sides have the same key: sender, receiver, group, step, what it is."""
+    """The slice of one side of a message. Both sides have the same key: sender, receiver, group, step, direction, stage
+    and micro-batch.
+    """
 
-    key: tuple[int, int, str, int, str]
+    key: tuple[int, int, str, int, str, int, int]
     received: bool
     start: int
     end: int
@@ -216,7 +218,7 @@ def _sides(rank: int, found: list[Row]) -> Iterator[Side]:
             if event.name in ("send", "receive") and event.peer >= 0 and not wait:
                 received = event.name == "receive"
                 way = (event.peer, rank) if received else (rank, event.peer)
-                key = (*way, event.group, event.step, event.what)
+                key = (*way, event.group, event.step, event.direction, event.stage, event.microbatch)
                 yield Side(key, received, start, end, rank, _thread(rank, number))
 
 

@@ -109,7 +109,7 @@ class ApexAdamW:
 
     def __init__(self, segments: Sequence[Segment], config: OptimizerConfig) -> None:
         self._kernel = _kernels(self.library[0]).multi_tensor_adam_capturable
-        groups = [([s for s in segments if s.decays is decays], decays) for decays in (True, False)]
+        groups = [([s for s in segments if s.weight_decay is decays], decays) for decays in (True, False)]
         self._groups = [
             (_Lists(group, self.state_names), config.weight_decay * decays) for group, decays in groups if group
         ]
@@ -140,10 +140,10 @@ class ApexLamb:
         self._betas = [lists.floats([value] * n) for value in (beta1, beta2, 1 - beta1)]
         self._correct = torch.full_like(lists.step, config.bias_correction).repeat(n)
         self._eps = lists.floats([config.eps] * n)
-        self._decay = lists.floats([config.weight_decay * s.decays for s in segments])
+        self._decay = lists.floats([config.weight_decay * s.weight_decay for s in segments])
         self._places = torch.arange(n, device=lists.step.device)
-        decaying = [index for index, s in enumerate(segments) if s.decays]
-        self._decaying = torch.tensor(decaying, dtype=torch.int64, device=self._places.device)
+        matrices = [index for index, s in enumerate(segments) if s.is_matrix]
+        self._matrices = torch.tensor(matrices, dtype=torch.int64, device=self._places.device)
 
     def direct(self, step: int, skip: Tensor) -> None:
         lists = self._lists
@@ -162,7 +162,7 @@ class ApexLamb:
             return
         lists.rate.fill_(lr)
         # a norm of zero gives a ratio of 1, whatever the weight decay is
-        every = norms.new_zeros(2, lists.size, dtype=torch.float32).index_copy_(1, self._decaying, norms.float())
+        every = norms.new_zeros(2, lists.size, dtype=torch.float32).index_copy_(1, self._matrices, norms.float())
         weights_too = lists.weights  # a copy in the format of compute: fp16 only, so it is made elsewhere
         self._kernels.multi_tensor_lamb_update_weights(
             CHUNK, skip.int(), [lists.grads, lists.weights, weights_too], every[0], every[1], self._places, lists.rate,

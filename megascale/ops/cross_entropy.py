@@ -1,7 +1,7 @@
 """The loss of some tokens, and the gradient of their logits, which takes the logits' place.
 
-Every backend is given this rank's columns and returns what those of all ranks give: the vocabulary may be cut over a
-group.
+A backend is given this rank's columns of the logits, for the vocabulary may be sharded. It computes on one device; the
+all-reduces between its passes are `Reduce`, which its caller brings (`parallel.cross_entropy`).
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from megascale.comm.collectives import all_reduce
-from megascale.comm.group import Group
 from megascale.layout.loss import BLOCK_BYTES
 from megascale.ops import compiled
 from megascale.ops.library import TE
@@ -39,9 +38,20 @@ class Targets:
         return (self.columns >= 0) & (self.columns < self.valid)
 
 
-CrossEntropy = Callable[[Tensor, Targets, Group, bool], tuple[Tensor, Tensor | None]]
-"""Logits [t, n], contiguous, of any format; the ranks of the vocabulary; whether a gradient is wanted. Returns the
-weighted sum of -log softmax over the tokens, and its gradient in the place and format of the logits, or None.
+class Reduce(Protocol):
+    """All-reduces a contiguous tensor in place over the ranks that hold the vocabulary. `what` labels it."""
+
+    def __call__(self, tensor: Tensor, op: Literal["sum", "max"], *, what: str) -> object: ...
+
+
+def unsharded(tensor: Tensor, op: Literal["sum", "max"], *, what: str) -> None:
+    """Leave the tensor as it is: the `Reduce` of a rank that holds the whole vocabulary."""
+
+
+CrossEntropy = Callable[[Tensor, Targets, Reduce, bool], tuple[Tensor, Tensor | None]]
+"""Logits [t, n], contiguous, of any dtype; the all-reduce over the vocabulary's ranks; whether a gradient is wanted.
+Returns the weighted sum of -log softmax over the tokens, and its gradient in the place and dtype of the logits, or
+None.
 """
 
 
@@ -59,20 +69,20 @@ class Passes:
     gradient: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 
     def cross_entropy(
-        self, logits: Tensor, targets: Targets, group: Group, gradient: bool
+        self, logits: Tensor, targets: Targets, reduce: Reduce, gradient: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Ranks exchange the largest logit, and the sum of exponentials with the label's logit: three numbers a
-        token.
+        """See `CrossEntropy`. Ranks exchange the largest logit, and the sum of exponentials with the label's logit:
+        three elements a token.
         """
         weights, here = targets.weights, targets.here
         columns = targets.columns.masked_fill(~here, 0)
         logits[:, targets.valid :] = -math.inf
         local, total, own = self.statistics(logits, columns, weights.dtype)
         peak = local.clone()
-        all_reduce(group, peak, "max", what="loss peak")
+        reduce(peak, "max", what="loss peak")
         less = (local - peak).exp_()
         sums = torch.stack([total * less, (own - peak).masked_fill_(~here, 0)])
-        all_reduce(group, sums, what="loss sums")
+        reduce(sums, "sum", what="loss sums")
         total, chosen = sums.unbind()
         loss = ((total.log() - chosen) * weights).sum()
         if not gradient:
@@ -186,9 +196,9 @@ IGNORED = -100
 
 
 def transformer_engine_cross_entropy(
-    logits: Tensor, targets: Targets, group: Group, gradient: bool
+    logits: Tensor, targets: Targets, reduce: Reduce, gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """For a vocabulary that is not cut."""
+    """See `CrossEntropy`. For a vocabulary that is not sharded: it reduces nothing."""
     from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
 
     logits[:, targets.valid :] = -math.inf

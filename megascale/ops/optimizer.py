@@ -19,19 +19,20 @@ from megascale.ops.select import Setting
 
 @dataclass(frozen=True)
 class Segment:
-    """A flat run of weights that are treated alike: `weight`, `grad` and each of `state` are [n] views of one format.
+    """A flat run of weights that are treated alike: `weight`, `grad` and each of `state` are [n] views of one dtype.
 
-    `decays`: whether they are of matrices, to which weight decay and trust ratios apply.
+    `is_matrix`: they are of matrices, to which trust ratios apply. `weight_decay`: weight decay applies.
     """
 
     weight: Tensor
     grad: Tensor
     state: Mapping[str, Tensor]
-    decays: bool
+    is_matrix: bool
+    weight_decay: bool
 
 
 class Elementwise(Protocol):
-    """A rule that treats each number by itself (needs = "elements"); its segments span several parameters.
+    """A rule that treats each element by itself (needs = "elements"); its segments span several parameters.
 
     `state_names`: the tensors it keeps for each segment, zero at the start.
     """
@@ -62,7 +63,7 @@ class Normwise(Protocol):
 
     def apply(self, lr: float, norms: Tensor, skip: Tensor) -> None:
         """Update the weights along the directions, which are not used again. `norms` [2, n], f64: of weights and of
-        directions, of the parameters that the n segments which decay are parts of.
+        directions, of the parameters that the n segments of matrices are parts of.
         """
 
 

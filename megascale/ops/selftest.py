@@ -16,9 +16,8 @@ from megascale.catalog.backends import BACKENDS
 from megascale.catalog.layers import NORMS
 from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.catalog.recipes import RECIPES
-from megascale.comm.group import alone
 from megascale.config.train import OptimizerConfig
-from megascale.ops.cross_entropy import Targets
+from megascale.ops.cross_entropy import Targets, unsharded
 from megascale.ops.fp8 import Grain, Number, Quantized, cast, scale_of
 from megascale.ops.optimizer import Segment
 from megascale.ops.rope import rope_table
@@ -204,7 +203,7 @@ def _loss(cross_entropy: Any, setting: Setting, leaves: list[Tensor]) -> list[Te
     wide = torch.promote_types(logits.dtype, torch.float32)
     columns = torch.arange(TOKENS, device=logits.device) % setting.model.vocab_size
     targets = Targets(columns, torch.ones(TOKENS, dtype=wide, device=logits.device), setting.model.vocab_size)
-    loss, gradient = cross_entropy(logits, targets, alone("tp"), True)
+    loss, gradient = cross_entropy(logits, targets, unsharded, True)
     return [loss.view(1), gradient]
 
 
@@ -268,10 +267,10 @@ def _weights(setting: Setting) -> list[Tensor]:
 def _update(rule: type[Any], setting: Setting, leaves: list[Tensor]) -> list[Tensor]:
     """How far two steps move weights, and the state after them, in the format in which an optimizer has them."""
     before, grads = ([leaf.to(torch.promote_types(leaf.dtype, torch.float32)) for leaf in leaves[n::2]] for n in (0, 1))
-    segments = [
-        Segment(weight.clone(), grad.clone(), {name: torch.zeros_like(weight) for name in rule.state_names}, decays)
-        for weight, grad, decays in zip(before, grads, (True, False), strict=True)
-    ]
+    segments = []
+    for weight, grad, matrix in zip(before, grads, (True, False), strict=True):
+        state = {name: torch.zeros_like(weight) for name in rule.state_names}
+        segments.append(Segment(weight.clone(), grad.clone(), state, is_matrix=matrix, weight_decay=matrix))
     updated = rule(segments, OptimizerConfig(name=setting.optimizer, lr=RATE, weight_decay=RATE))
     go = torch.zeros((), device=before[0].device)
     factor = torch.full_like(go, CLIPPED, dtype=torch.float64)

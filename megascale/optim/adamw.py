@@ -32,8 +32,8 @@ class AdamW:
     def __init__(self, segments: Sequence[Segment], config: OptimizerConfig) -> None:
         self._config = config
         self._steps = [torch.zeros((), device=s.weight.device) for s in segments[:1]]
-        self._decaying = [s for s in segments if s.decays]
-        self._others = [s for s in segments if not s.decays]
+        self._decaying = [s for s in segments if s.weight_decay]
+        self._others = [s for s in segments if not s.weight_decay]
 
     def step(self, lr: float, step: int, factor: Tensor, skip: Tensor) -> None:
         for tensor in self._steps:

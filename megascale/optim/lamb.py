@@ -14,8 +14,8 @@ from megascale.ops.optimizer import Segment
 
 class Lamb:
     """w -= lr |w| / |u| u with u = m / (sqrt(v) + eps) + weight_decay w, m and v as in Adam: algorithm 2 of You et al.
-    2020 with the identity for phi. Where a norm is zero the ratio is 1, and so it is of what does not decay, norms and
-    biases, as in NVIDIA's FusedLAMB.
+    2020 with the identity for phi. Where a norm is zero the ratio is 1, and so it is for norms and biases, which are no
+    matrices, as in NVIDIA's FusedLAMB.
 
     Both phases are torch's fused kernels, which leave everything as it is in a step that is to be skipped.
     """
@@ -23,12 +23,13 @@ class Lamb:
     state_names = ("exp_avg", "exp_avg_sq")
 
     def __init__(self, segments: Sequence[Segment], config: OptimizerConfig) -> None:
-        decaying = [s for s in segments if s.decays]
+        decaying = [s for s in segments if s.weight_decay]
         self._weights = [s.weight for s in segments]
         self._directions = [s.grad for s in segments]
         first, second = self.state_names
         self._moments = [s.state[first] for s in segments], [s.state[second] for s in segments]
         self._decaying = [s.weight for s in decaying], [s.grad for s in decaying]
+        self._matrices = [s.grad for s in segments if s.is_matrix]
         self._steps = [torch.zeros((), device=s.weight.device) for s in segments[:1]] * len(segments)
         self._config = config
 
@@ -46,12 +47,11 @@ class Lamb:
         _move(directions, weights, c.weight_decay, skip)
 
     def apply(self, lr: float, norms: Tensor, skip: Tensor) -> None:
-        directions = self._decaying[1]
-        if directions:
+        if self._matrices:
             weight, direction = norms
             scales = (weight > 0) & (direction > 0) & (skip == 0)
             ratios = torch.where(scales, weight / direction, 1.0)
-            torch._foreach_mul_(directions, ratios.to(directions[0].dtype).unbind())
+            torch._foreach_mul_(self._matrices, ratios.to(self._matrices[0].dtype).unbind())
         _move(self._weights, self._directions, -lr, skip)
 
 

@@ -17,7 +17,7 @@ from megascale.comm.mesh import Mesh
 from megascale.parallel.shards import ShardState
 
 ROW = 1 << 14
-"""Numbers whose squares are added up in their own format."""
+"""Elements whose squares are added up in their own dtype."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,7 @@ class _Held:
 
 
 class ParameterNorms:
-    """L2 norms of the weights and of the gradients, or what has been written over them, of this stage's parameters
-    that decay.
-    """
+    """L2 norms of the weights and of the gradients, or what has been written over them, of this stage's matrices."""
 
     def __init__(self, shards: Sequence[ShardState], mesh: Mesh) -> None:
         self._mesh = mesh
@@ -43,7 +41,7 @@ class ParameterNorms:
         self._count = 0
         for shard in shards:
             self._held.append(_held(shard, self._count, mesh.tp.index))
-            count = sum(slot.parameter.decays for slot in shard.bucket.layout.slots)
+            count = sum(slot.parameter.is_matrix for slot in shard.bucket.layout.slots)
             if shard.bucket.tied:
                 self._tied = slice(self._count, self._count + count)
             self._count += count
@@ -78,10 +76,10 @@ def _held(shard: ShardState, first: int, tp_rank: int) -> _Held:
     """`first`: the place of the bucket's first parameter. What every tp rank holds whole, tp rank 0 counts."""
     bucket = shard.bucket
     base = bucket.shard[0]
-    slots = [slot for slot in bucket.layout.slots if slot.parameter.decays]
-    parts = [part for part in bucket.layout.parts(*bucket.shard) if part[0].parameter.decays]
+    slots = [slot for slot in bucket.layout.slots if slot.parameter.is_matrix]
+    parts = [part for part in bucket.layout.parts(*bucket.shard) if part[0].parameter.is_matrix]
     start = first + (slots.index(parts[0][0]) if parts else 0)
-    counted = [slice(a - base, b - base) for slot, a, b in parts if tp_rank == 0 or slot.parameter.split is not None]
+    counted = [slice(a - base, b - base) for slot, a, b in parts if tp_rank == 0 or "tp" in slot.parameter.sharding]
     return _Held(
         slice(start, start + len(parts)),
         [shard.master[part] for part in counted],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.comm.mesh import Mesh
 from megascale.config.train import OptimizerConfig
+from megascale.layout import buckets as layouts
 from megascale.ops.optimizer import Segment
 from megascale.optim.norms import ParameterNorms, sum_of_squares
 from megascale.parallel.gradients import Bucket
@@ -31,11 +32,11 @@ class ShardedOptimizer:
 
     def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, config: OptimizerConfig, rule: type[Any]) -> None:
         normwise = OPTIMIZERS[config.name].facts["needs"] == "norms"
-        cut = _parts if normwise else _runs
+        cut = layouts.Bucket.parts if normwise else layouts.Bucket.runs
         self._mesh = mesh
         self._clip = config.clip_norm
         self.shards = [_shard_state(bucket, rule.state_names) for bucket in buckets]
-        self._rules = [rule(list(cut(shard)), config) for shard in self.shards]
+        self._rules = [rule(_segments(shard, cut), config) for shard in self.shards]
         self._norms = ParameterNorms(self.shards, mesh) if normwise else None
 
     def square(self, bucket: Bucket) -> Tensor:
@@ -111,7 +112,7 @@ def counted(bucket: Bucket, mesh: Mesh) -> Iterator[tuple[int, int]]:
 
     Replicas add once: of data parallelism with zero = 0, of a tied embedding, and of what every tp rank holds whole.
     """
-    if not bucket.counts or (bucket.zero == 0 and mesh.dp.index):
+    if not bucket.counts or (bucket.zero == 0 and bucket.group.index):
         return
     start, stop = bucket.shard
     if mesh.tp.index:
@@ -126,20 +127,12 @@ def _shard_state(bucket: Bucket, names: Sequence[str]) -> ShardState:
     return ShardState(bucket, master, {name: torch.zeros_like(master) for name in names})
 
 
-def _runs(shard: ShardState) -> Iterator[Segment]:
-    """The shard in as few segments as can be, padding included."""
-    for low, high, decays in shard.bucket.layout.runs(*shard.bucket.shard):
-        yield _segment(shard, low, high, decays)
-
-
-def _parts(shard: ShardState) -> Iterator[Segment]:
-    """A segment for each parameter that the shard has a part of."""
-    for slot, low, high in shard.bucket.layout.parts(*shard.bucket.shard):
-        yield _segment(shard, low, high, slot.parameter.decays)
-
-
-def _segment(shard: ShardState, low: int, high: int, decays: bool) -> Segment:
-    """The numbers [low, high) of the bucket."""
-    here = slice(low - shard.bucket.shard[0], high - shard.bucket.shard[0])
-    state = {name: tensor[here] for name, tensor in shard.state.items()}
-    return Segment(shard.master[here], shard.bucket.grad[here], state, decays)
+def _segments(shard: ShardState, cut: Callable[..., list[tuple[layouts.Slot, int, int]]]) -> list[Segment]:
+    """A shard cut by parameters (`Bucket.parts`), or in as few segments as can be, padding included (`Bucket.runs`)."""
+    bucket, found = shard.bucket, []
+    for slot, low, high in cut(bucket.layout, *bucket.shard):
+        here, parameter = slice(low - bucket.shard[0], high - bucket.shard[0]), slot.parameter
+        state = {name: tensor[here] for name, tensor in shard.state.items()}
+        segment = Segment(shard.master[here], bucket.grad[here], state, parameter.is_matrix, parameter.weight_decay)
+        found.append(segment)
+    return found

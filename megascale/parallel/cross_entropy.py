@@ -11,18 +11,23 @@ part: its input is gathered under its own product, and its gradient summed under
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megascale.comm.collectives import all_reduce, labelled
+from megascale.core.label import FORWARD, Label
 from megascale.layout.loss import loss_chunks
-from megascale.layout.pieces import pieces_of
 from megascale.ops.cross_entropy import CrossEntropy, Targets
 from megascale.parallel.numerics import Factor
 from megascale.parallel.overlap import TensorAxis, gathered_products
 from megascale.parallel.vocabulary import VocabularyRange
 from megascale.parallel.weights import add_product
+
+LABEL = Label("head", direction=FORWARD)
+"""What the collectives of the head concern."""
 
 
 def linear_cross_entropy(
@@ -56,17 +61,35 @@ class _How:
         weights = torch.ones_like(columns, dtype=wide) if mask is None else self._tokens(mask, rows).to(wide)
         return Targets(columns, weights, self.vocabulary.valid)
 
+    def loss(
+        self, x: Tensor, weight: Tensor, labels: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The sum of the losses, and the gradients of x, and of the weight unless it has a place."""
+        total = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        grads: list[Tensor] = []
+        grad_weight: Tensor | None = None
+        chunks = loss_chunks(x.shape[0], labels.numel(), weight.shape[0])
+        for rows, what in labelled(x.shape[0], chunks, LABEL):
+            loss, grad_x, product = self.chunk(x[rows], weight, self.targets(labels, mask, rows, total.dtype), what)
+            total += loss
+            if grad_x is not None:
+                grads.append(grad_x)
+            if product is not None:
+                grad_weight = product if grad_weight is None else grad_weight.add_(product)
+        return total, torch.cat(grads) if len(grads) > 1 else next(iter(grads), None), grad_weight
+
     def chunk(
-        self, x: Tensor, weight: Tensor, targets: Targets, what: str
+        self, x: Tensor, weight: Tensor, targets: Targets, what: Label
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The loss of a part of x, and the gradients of that part, and of the weight unless it has a place."""
         full, (logits,) = gathered_products(x, [Factor(weight)], self.axis, what, x.dtype)
         assert isinstance(full, Tensor), "the head multiplies as its tensors are"
-        loss, grad = self.cross_entropy(logits.flatten(0, 1), targets, self.axis.group, self.gradient)
+        reduce = partial(all_reduce, self.axis.group)
+        loss, grad = self.cross_entropy(logits.flatten(0, 1), targets, reduce, self.gradient)
         if grad is None:
             return loss, None, None
         grad_x = (grad @ weight).view(full.shape)
-        grad_x, reducing = self.axis.reduce(grad_x, f"{what} gradient", wait=not self.axis.overlap)
+        grad_x, reducing = self.axis.reduce(grad_x, what.backward("gradient"), wait=not self.axis.overlap)
         product = add_product(weight, grad, full.flatten(0, 1))
         reducing.wait()
         return loss, grad_x, product
@@ -79,20 +102,9 @@ class _How:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, mask: Tensor | None, how: _How) -> Tensor:
-        total = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-        grads: list[Tensor] = []
-        grad_weight: Tensor | None = None
-        chunks = pieces_of(x.shape[0], loss_chunks(x.shape[0], labels.numel(), weight.shape[0]))
-        for number, rows in enumerate(chunks):
-            what = f"head {number + 1}/{len(chunks)}" if len(chunks) > 1 else "head"
-            loss, grad_x, product = how.chunk(x[rows], weight, how.targets(labels, mask, rows, total.dtype), what)
-            total += loss
-            if grad_x is not None:
-                grads.append(grad_x)
-            if product is not None:
-                grad_weight = product if grad_weight is None else grad_weight.add_(product)
-        if grads:
-            ctx.save_for_backward(torch.cat(grads) if len(grads) > 1 else grads[0], grad_weight)
+        with how.axis.group.recorder.memory("logits"):
+            total, *grads = how.loss(x, weight, labels, mask)
+        ctx.save_for_backward(*grads)
         return total
 
     @staticmethod

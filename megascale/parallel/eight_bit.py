@@ -11,28 +11,26 @@ Weights are cast once a step.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from megascale.catalog.layers import BLOCKS
 from megascale.catalog.recipes import RECIPES
 from megascale.comm.collectives import all_reduce
 from megascale.comm.mesh import Mesh
 from megascale.comm.totals import max_over_job, sum_over_job
 from megascale.config.run import RunConfig
-from megascale.layout.chunks import eight_bit_weights
+from megascale.core.label import Label
+from megascale.layout.blocks import block, operands
+from megascale.layout.chunks import eight_bit_layers, eight_bit_weights
 from megascale.layout.tensors import Parameter
 from megascale.ops.fp8 import Grain, Kernels, Number, Quantized, Transposed, cast, lost, scale_of
 from megascale.parallel.numerics import PLAIN, Name, Numerics, Operand
 from megascale.parallel.overlap import TensorAxis
 from megascale.parallel.weights import add_gradient
 from megascale.trace.recorder import profiled
-
-OPERANDS = ("input", "weight", "gradient")
-"""What is cast, of each layer."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +62,20 @@ class Scaling:
     """What is known of every operand that is cast in the whole model, the same on each rank: the largest magnitudes of
     this step, and with the recipe `delayed` those of the steps before.
 
-    `weights`: of the layers concerned, by name. `names`: of their operands. `history` [operands, steps], the newest
-    first; zero where there is none yet. `known`: whether there is one.
+    `weights`: of the layers concerned, by name. `names`: of their operands; `labels` of each. `history` [operands,
+    steps], the newest first; zero where there is none yet. `known`: whether there is one.
     """
 
     def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, kernels: Kernels = Kernels()) -> None:
         self.kernels = kernels
         self.recipe = Recipe.of(config.fp8.recipe)
         self.weights = eight_bit_weights(config)
-        self.names = _operands(self.weights, shared=BLOCKS[config.model.block].facts["norms"] == 1)
+        self.labels = {
+            f"layers.{index}.{operand}": Label.of_layer(index, operand)
+            for index in eight_bit_layers(config)
+            for operand in operands(block(config.model, index))
+        }
+        self.names = list(self.labels)
         self._mesh = mesh
         self._init_std = config.model.init_std
         self._index = {name: index for index, name in enumerate(self.names)}
@@ -94,7 +97,7 @@ class Scaling:
         weights began with their standard deviation. The gradient of a sum of losses is about one at the logits, and
         comes back through two weights at least, the head's and the block's last.
         """
-        return {"input": 1.0, "weight": parameter.tensors[0].std, "gradient": self._init_std**2}
+        return {"input": 1.0, "weight": parameter.parts[0].std, "gradient": self._init_std**2}
 
     def refresh(self) -> None:
         """The weights have changed."""
@@ -138,16 +141,6 @@ class Scaling:
     def largest_before(self, name: str) -> Tensor:
         """The largest magnitude in the history of an operand."""
         return self.history[self._index[name]].amax()
-
-
-def _operands(weights: Iterable[str], shared: bool) -> list[str]:
-    """The names of all that is cast. Layers side by side, in a block with one norm (`shared`), have one input or one
-    gradient, which goes by the name of attention's.
-    """
-    layers = [name.removesuffix(".weight") for name in weights]
-    names = [f"{layer}.{operand}" for layer in layers for operand in OPERANDS]
-    borrowed = ("mlp.up.input", "mlp.gate_up.input", "mlp.down.gradient") if shared else ()
-    return [name for name in names if not name.endswith(borrowed)]
 
 
 @dataclass
@@ -199,7 +192,7 @@ class EightBit:
     def kept(self, x: Tensor, operand: Operand) -> Operand:
         if self._grain is not Grain.TENSOR:
             return x
-        assert isinstance(operand, Quantized)
+        assert isinstance(operand, Quantized), "`input` has cast it"
         return operand if operand.across is None else Transposed(operand.across, operand.scale, operand.grain)
 
     def linear(self, x: Operand, weight: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -226,7 +219,7 @@ class EightBit:
         return self._cast(name, flat, cut=False, cut_last=False, again=True)
 
     def add_gradient(self, weight: Tensor, grad: Operand, x: Operand) -> Tensor | None:
-        assert isinstance(grad, Quantized) and isinstance(x, Quantized)
+        assert isinstance(grad, Quantized) and isinstance(x, Quantized), "`along_tokens` has cast both"
         wide = self._grain is not Grain.ROW or weight.is_cpu  # not every GPU has products by rows that end in fp32
         return add_gradient(weight, self._product(grad, x, torch.float32 if wide else torch.bfloat16))
 
@@ -241,7 +234,14 @@ class EightBit:
     def _weights(self, weight: Tensor) -> tuple[Quantized, Quantized]:
         made = self._weight
         if made.version != self.scaling.version:
-            weight = weight.detach()
+            made.version = self.scaling.version
+            made.along, made.across = self._quantized(weight.detach())
+        assert made.along is not None and made.across is not None, "a cast of this step is there"
+        return made.along, made.across
+
+    def _quantized(self, weight: Tensor) -> tuple[Quantized, Quantized]:
+        """The weight [n, k] in 8 bits, and its transpose."""
+        with self.axis.group.recorder.memory("parameters"):
             square = Grain.SQUARE if self._grain is Grain.BLOCK else self._grain
             cut = self.axis.size > 1
             along = self._cast("weight", weight, cut=cut, cut_last=cut and self.split == 1, grain=square, both=True)
@@ -251,9 +251,7 @@ class EightBit:
                 across = self._cast("weight", turned, cut=cut, cut_last=cut and self.split == 0, again=True)
             else:
                 across = along.t()
-            made.version, made.along, made.across = self.scaling.version, along, across
-        assert made.along is not None and made.across is not None
-        return made.along, made.across
+            return along, across
 
     def _cast(
         self, operand: str, x: Tensor, *, cut: bool, cut_last: bool, grain: Grain | None = None, again: bool = False,
@@ -268,7 +266,9 @@ class EightBit:
             largest = scaling.kernels.amax(x, grain)
         shared = cut if grain is Grain.TENSOR else cut_last and grain is Grain.ROW
         if shared and scaling.from_itself:
-            all_reduce(self.axis.group, largest, "max", what=f"{name} magnitude")
+            label = scaling.labels[name]
+            what = label.backward("magnitude") if operand == "gradient" else label.then("magnitude")
+            all_reduce(self.axis.group, largest, "max", what=what)
         if not again:
             scaling.note(name, largest)
         with profiled("quantise"):
@@ -292,5 +292,4 @@ def numerics_of(name: str, scaling: Scaling, axis: TensorAxis) -> Numerics:
     parameter = scaling.weights.get(f"{name}.weight")
     if parameter is None:
         return PLAIN
-    assert parameter.split is not None, "tp cuts the weight of every linear layer of a block"
-    return EightBit(name, scaling, axis, parameter.split, scaling.units(parameter))
+    return EightBit(name, scaling, axis, parameter.sharding["tp"], scaling.units(parameter))

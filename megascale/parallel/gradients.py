@@ -52,18 +52,18 @@ class Bucket:
         self.what = "chunk {}{}".format(*place)  # its name in the ledger
         self.first_unit = unit(parameters[0].name)
         compute, self._accumulate = formats
-        layout = self.layout = layouts.pack(parameters, mesh.tp.size, mesh.dp.size)
+        layout = self.layout = layouts.pack(parameters, mesh.topology)
         tied = self.tied = [p.name for p in parameters] == [TOKEN_EMBEDDING]
         self.zero = zero
         self.counts = not tied or mesh.tied.index == 0
-        self.group = mesh.dp
+        self.group = mesh.over(*layout.axes)
         self._tp = mesh.tp
         self._tied = mesh.tied if tied else alone("tied")
         self.weights = torch.zeros(layout.size, dtype=compute, device=device)
-        self.shard = layout.shard(mesh.dp.index) if zero else (0, layout.size)
+        self.shard = layout.shard(self.group.index) if zero else (0, layout.size)
         self.parameters: dict[str, nn.Parameter] = {}
         for slot in layout.slots:
-            view = self.weights[slot.start : slot.stop].view(slot.parameter.local_shape(mesh.tp.size))
+            view = self.weights[slot.start : slot.stop].view(slot.parameter.local_shape(mesh.topology))
             parameter = self.parameters[slot.parameter.name] = nn.Parameter(view)
             parameter.accumulation = Accumulation(wgrad)  # type: ignore[attr-defined]
             parameter.register_post_accumulate_grad_hook(_into_bucket)
@@ -99,7 +99,8 @@ class Bucket:
     def make_room(self) -> None:
         """With zero = 2: a whole gradient until the next reduction, unless there is one."""
         if self._full is None:
-            full = torch.empty(self.layout.size, dtype=self._accumulate, device=self.weights.device)
+            with self.group.recorder.memory("gradients"):
+                full = torch.empty(self.layout.size, dtype=self._accumulate, device=self.weights.device)
             for low, high in self.layout.padding:
                 full[low:high].zero_()
             self._bind(full)
@@ -121,7 +122,8 @@ class Bucket:
             self._reducing = (reduce_scatter(self.group, self.grad, full, what=self.what, wait=False), None)
         else:
             self._unbind()
-            part = torch.empty_like(self.grad)
+            with self.group.recorder.memory("gradients"):
+                part = torch.empty_like(self.grad)
             self._reducing = (reduce_scatter(self.group, part, full, what=self.what, wait=False), part)
 
     def finish_reduction(self) -> None:
@@ -180,8 +182,9 @@ class Bucket:
 
     @property
     def _vectors(self) -> list[tuple[int, int]]:
-        """The ranges of what does not decay: norms and biases."""
-        return [(low, high) for low, high, decays in self.layout.runs(0, self.layout.size) if not decays]
+        """The ranges of norms and biases."""
+        runs = self.layout.runs(0, self.layout.size)
+        return [(low, high) for slot, low, high in runs if not slot.parameter.is_matrix]
 
     def _look(self, full: Tensor) -> None:
         """With zero = 0 look at the whole gradient before its sum, in a pass of its own, once a step. With zero = 2,

@@ -22,11 +22,13 @@ from megascale.comm.collectives import (
     all_gather,
     all_gather_pieces,
     all_reduce,
+    labelled,
     reduce_scatter,
 )
 from megascale.comm.group import Group
 from megascale.comm.pending import DONE, Awaitable
-from megascale.layout.pieces import GPU_GROUP, GPU_ROWS, PIECE_BYTES, PIECES, most_pieces, pieces_of
+from megascale.core.label import Label
+from megascale.layout.pieces import GPU_GROUP, GPU_ROWS, PIECE_BYTES, PIECES, most_pieces
 from megascale.ops.fp8 import Grain, Quantized
 from megascale.parallel.numerics import PLAIN, Factor, Numerics, Operand
 
@@ -69,14 +71,14 @@ class TensorAxis:
         """Whether a rank has only a part of the activations between the layers."""
         return self.sequence and self.size > 1
 
-    def gather(self, x: Tensor, what: str, *, wait: bool = True) -> tuple[Tensor, Awaitable]:
+    def gather(self, x: Tensor, what: Label, *, wait: bool = True) -> tuple[Tensor, Awaitable]:
         """The whole of x [s / size, ...] along dimension 0; x itself if activations are not cut."""
         if not self.cut:
             return x, DONE
         full = x.new_empty(x.shape[0] * self.size, *x.shape[1:])
         return full, all_gather(self.group, full, x.contiguous(), what=what, wait=wait)
 
-    def reduce(self, x: Tensor, what: str, *, wait: bool = True) -> tuple[Tensor, Awaitable]:
+    def reduce(self, x: Tensor, what: Label, *, wait: bool = True) -> tuple[Tensor, Awaitable]:
         """The sum of x over the ranks, cut along dimension 0 if activations are. May write over x."""
         if self.size == 1:
             return x, DONE
@@ -85,7 +87,7 @@ class TensorAxis:
         part = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
         return part, reduce_scatter(self.group, part, x, what=what, wait=wait)
 
-    def gather_operand(self, x: Operand, what: str, *, wait: bool = True) -> tuple[Operand, Awaitable]:
+    def gather_operand(self, x: Operand, what: Label, *, wait: bool = True) -> tuple[Operand, Awaitable]:
         """`gather` of a factor: of one in eight bits its bytes, and first its scales if each row has its own."""
         if isinstance(x, Tensor) or not self.cut:
             return (x, DONE) if isinstance(x, Quantized) else self.gather(x, what, wait=wait)
@@ -93,9 +95,9 @@ class TensorAxis:
         data, gathering = self.gather(x.data.view(torch.uint8), what, wait=wait)
         return Quantized(data.view(x.data.dtype), scale, x.grain), gathering
 
-    def gather_scale(self, x: Quantized, what: str) -> Tensor:
+    def gather_scale(self, x: Quantized, what: Label) -> Tensor:
         """The scales of the whole of x."""
-        return x.scale if x.grain is Grain.TENSOR else self.gather(x.scale, f"{what} scales")[0]
+        return x.scale if x.grain is Grain.TENSOR else self.gather(x.scale, what.then("scales"))[0]
 
     def by_symmetric_memory(self, inputs: Sequence[Operand], weights: Iterable[Operand], rows: int) -> bool:
         """Whether torch's fused operators carry out these products: of one input, with all factors as they are or all
@@ -125,7 +127,7 @@ def gathered_products(
     part: Operand,
     layers: Sequence[Factor],
     axis: TensorAxis,
-    what: str,
+    what: Label,
     dtype: torch.dtype,
     also: Callable[[Operand, slice], None] | None = None,
     arrived: Callable[[Operand], Operand] = lambda x: x,
@@ -154,7 +156,7 @@ def gathered_products(
 
 
 def _gathered_by_symmetric_memory(
-    part: Operand, weights: Sequence[Operand], axis: TensorAxis, what: str, dtype: torch.dtype
+    part: Operand, weights: Sequence[Operand], axis: TensorAxis, what: Label, dtype: torch.dtype
 ) -> tuple[Operand, list[Tensor]]:
     if isinstance(part, Tensor):
         matrices = [weight.t() for weight in weights if isinstance(weight, Tensor)]
@@ -174,7 +176,7 @@ def _products_of_pieces(
     part: Operand,
     layers: Sequence[Factor],
     axis: TensorAxis,
-    what: str,
+    what: Label,
     pieces: int,
     dtype: torch.dtype,
     also: Callable[[Operand, slice], None],
@@ -202,7 +204,7 @@ def _products_of_pieces(
 
 
 def reduced_product(
-    inputs: Sequence[Operand], layers: Sequence[Factor], axis: TensorAxis, what: str, dtype: torch.dtype
+    inputs: Sequence[Operand], layers: Sequence[Factor], axis: TensorAxis, what: Label, dtype: torch.dtype
 ) -> Tensor:
     """The sum, over ranks and over inputs [s, b, k], of input times its weight [n, k] transposed: [s, b, n], or this
     rank's [s / tp, b, n] if activations are cut, in `dtype`. Without biases: each rank would add them.
@@ -231,10 +233,8 @@ def reduced_product(
         leaving.finish()
         return out
     pending = []
-    runs = pieces_of(full.shape[0], pieces)
-    for index, rows in enumerate(runs):
+    for rows, label in labelled(full.shape[0], pieces, what):
         form(rows)
-        label = f"{what} {index + 1}/{len(runs)}" if len(runs) > 1 else what
         pending.append(all_reduce(axis.group, full[rows], what=label, wait=False))
     for reducing in pending:
         reducing.wait()
@@ -242,7 +242,7 @@ def reduced_product(
 
 
 def _reduced_by_symmetric_memory(
-    x: Operand, weight: Operand, axis: TensorAxis, what: str, dtype: torch.dtype
+    x: Operand, weight: Operand, axis: TensorAxis, what: Label, dtype: torch.dtype
 ) -> Tensor:
     if isinstance(x, Tensor) and isinstance(weight, Tensor):
         return symmetric.matmul_reduce_scatter(axis.group, x, weight.t(), what=what)

@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megascale.comm.collectives import all_gather
 from megascale.comm.group import Group, Recorded
 from megascale.comm.mesh import Mesh
+from megascale.core.label import BACKWARD, FORWARD, Label
 from megascale.parallel.gradients import Gradients
 from megascale.parallel.microbatch import MicroBatch
 from megascale.schedule.ir import Action, Kind, Order
@@ -45,7 +46,7 @@ class Boundary:
         """What this rank sends, contiguous."""
         return whole.contiguous().view(self.tp.size, -1)[self.tp.index]
 
-    def whole(self, part: Tensor, what: str) -> Tensor:
+    def whole(self, part: Tensor, what: Label) -> Tensor:
         """The activation, from what this rank has received."""
         if self.tp.size > 1:
             full = part.new_empty(self.tp.size * part.numel())  # flat, as gloo wants it
@@ -73,7 +74,7 @@ class Pipeline:
         self.loss_dtype = loss_dtype
         self._leaving: list[tuple[Recorded, Tensor]] = []
 
-    def send(self, tensor: Tensor, target: int, what: str) -> None:
+    def send(self, tensor: Tensor, target: int, what: Label) -> None:
         """Send to a stage rank. The tensor is kept until it has been sent, which nobody waits for."""
         self._leaving.append((self.channels.send(tensor, target, what=what), tensor))
 
@@ -179,14 +180,14 @@ class _Run:
         forward = action.kind is Kind.SEND_F
         tensor = self._leaving.pop((Kind.F if forward else Kind.B, action.chunk, action.microbatch))
         stage = self._p.stage(action.chunk) + (1 if forward else -1)
-        self._p.send(self._p.boundary.part(tensor), stage % self._p.channels.ranks, _name(forward, stage, action))
+        self._p.send(self._p.boundary.part(tensor), stage % self._p.channels.ranks, _label(forward, stage))
 
     def _receive(self, action: Action) -> None:
         forward = action.kind is Kind.RECV_F
         stage = self._p.stage(action.chunk)
         source = (stage - (1 if forward else -1)) % self._p.channels.ranks
         out = self._p.boundary.empty()
-        pending = self._p.channels.receive(out, source, what=_name(forward, stage, action))
+        pending = self._p.channels.receive(out, source, what=_label(forward, stage))
         self._arriving[Kind.F if forward else Kind.B, action.chunk, action.microbatch] = (pending, out)
 
     def _arrived(self, kind: Kind, action: Action) -> Tensor | None:
@@ -196,9 +197,9 @@ class _Run:
             return None
         pending, part = self._arriving.pop(key)
         pending.wait()
-        return self._p.boundary.whole(part, _name(kind is Kind.F, self._p.stage(action.chunk), action))
+        return self._p.boundary.whole(part, _label(kind is Kind.F, self._p.stage(action.chunk)))
 
 
-def _name(forward: bool, stage: int, action: Action) -> str:
-    """A message's name in the ledger, the same on both sides: what arrives at virtual stage `stage`."""
-    return f"{'forward' if forward else 'gradient'} m{action.microbatch} stage {stage}"
+def _label(forward: bool, stage: int) -> Label:
+    """Label the message that arrives at virtual stage `stage`, alike on both sides."""
+    return Label(stage=stage, direction=FORWARD if forward else BACKWARD)

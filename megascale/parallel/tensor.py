@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megascale.core.label import Label, What
 from megascale.ops.fp8 import Quantized
 from megascale.parallel.numerics import Factor, Numerics, Operand, rows_of
 from megascale.parallel.overlap import Layer, TensorAxis, gathered_products, reduced_product
@@ -25,7 +26,7 @@ from megascale.parallel.recompute import Again
 from megascale.parallel.weights import add_sum
 
 
-def column_linear(x: Tensor, layer: Layer, axis: TensorAxis, what: str = "", again: Again | None = None) -> Tensor:
+def column_linear(x: Tensor, layer: Layer, axis: TensorAxis, what: What = "", again: Again | None = None) -> Tensor:
     """x [s, b, k] W^T + b with the rows of W cut: weight [n / tp, k], bias [n / tp], result [s, b, n / tp].
 
     With sequence parallelism x is [s / tp, b, k]. `what` names it in the ledger. x is kept for the backward, unless
@@ -35,15 +36,17 @@ def column_linear(x: Tensor, layer: Layer, axis: TensorAxis, what: str = "", aga
 
 
 def column_linears(
-    x: Tensor, layers: Sequence[Layer], axis: TensorAxis, what: str = "", again: Again | None = None
+    x: Tensor, layers: Sequence[Layer], axis: TensorAxis, what: What = "", again: Again | None = None
 ) -> tuple[Tensor, ...]:
     """`column_linear` of one input through several layers, which share one gather of it and one sum of its gradient."""
     numerics = [layer.numerics for layer in layers]
-    return _Columns.apply(axis, what, numerics, again, x, *(t for layer in layers for t in (layer.weight, layer.bias)))
+    return _Columns.apply(
+        axis, Label.of(what), numerics, again, x, *(t for layer in layers for t in (layer.weight, layer.bias))
+    )
 
 
 def row_linear(
-    x: Tensor, layer: Layer, axis: TensorAxis, what: str = "", again: Again | None = None, value: bool = True
+    x: Tensor, layer: Layer, axis: TensorAxis, what: What = "", again: Again | None = None, value: bool = True
 ) -> Tensor:
     """x [s, b, k / tp] W^T + b with the columns of W cut: weight [n, k / tp], bias [n] whole, result [s, b, n].
 
@@ -54,12 +57,12 @@ def row_linear(
 
 
 def row_linears(
-    inputs: Sequence[Tensor], layers: Sequence[Layer], axis: TensorAxis, what: str = "",
+    inputs: Sequence[Tensor], layers: Sequence[Layer], axis: TensorAxis, what: What = "",
     again: Sequence[Again | None] | None = None, value: bool = True,
 ) -> Tensor:  # fmt: skip
     """The sum of `row_linear` of several inputs, each through its layer, in one sum over ranks."""
     how = [layer.numerics for layer in layers], again or [None] * len(inputs), value
-    return _Rows.apply(axis, what, how, *inputs, *(t for layer in layers for t in (layer.weight, layer.bias)))
+    return _Rows.apply(axis, Label.of(what), how, *inputs, *(t for layer in layers for t in (layer.weight, layer.bias)))
 
 
 class _Columns(torch.autograd.Function):
@@ -67,7 +70,7 @@ class _Columns(torch.autograd.Function):
     def forward(
         ctx: Any,
         axis: TensorAxis,
-        what: str,
+        what: Label,
         numerics: Sequence[Numerics],
         again: Again | None,
         x: Tensor,
@@ -89,12 +92,12 @@ class _Columns(torch.autograd.Function):
         weights, biases = _layers(tensors)
         grads = tuple(grad.contiguous() for grad in grads)
         factors = [n.gradient(grad) for n, grad in zip(ctx.numerics, grads, strict=True)]  # may communicate: first
-        full, gathering = axis.gather_operand(x, f"{ctx.what} again", wait=not axis.overlap)
+        full, gathering = axis.gather_operand(x, ctx.what.backward("again"), wait=not axis.overlap)
         into = [n.across(weight) for n, weight in zip(ctx.numerics, weights, strict=True)]
         grad_x = ctx.numerics[0].linear(factors[0], into[0], None, grads[0].dtype)
         for n, factor, matrix in zip(ctx.numerics[1:], factors[1:], into[1:], strict=True):
             n.multiply(grad_x, factor, matrix, add=True)
-        grad_x, reducing = axis.reduce(grad_x, f"{ctx.what} gradient", wait=not axis.overlap)
+        grad_x, reducing = axis.reduce(grad_x, ctx.what.backward("gradient"), wait=not axis.overlap)
         gathering.wait()
         shared = ctx.numerics[0].along_tokens("input", full)
         found: list[Tensor | None] = []
@@ -107,7 +110,7 @@ class _Columns(torch.autograd.Function):
 
 class _Rows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, axis: TensorAxis, what: str, how: tuple[Any, ...], *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, axis: TensorAxis, what: Label, how: tuple[Any, ...], *tensors: Tensor) -> Tensor:
         numerics, again, value = how
         ctx.axis, ctx.what, ctx.numerics = axis, what, numerics
         inputs, rest = tensors[: len(numerics)], tensors[len(numerics) :]
@@ -148,7 +151,7 @@ class _Rows(torch.autograd.Function):
         also = add if first.piecewise else None
         travelling = first.travelling(part)
         full, products = gathered_products(
-            travelling, into, axis, f"{ctx.what} gradient", part.dtype, also, first.arrived
+            travelling, into, axis, ctx.what.backward("gradient"), part.dtype, also, first.arrived
         )
         if also is None:
             add(full, slice(0, full.shape[0]))

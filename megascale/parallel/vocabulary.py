@@ -12,9 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megascale.core.label import FORWARD, Label
 from megascale.ops.embedding import lookup
 from megascale.parallel.overlap import TensorAxis
 from megascale.parallel.weights import add_rows
+
+LABEL = Label("embedding", direction=FORWARD)
+"""What the collectives of the embedding concern."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +56,12 @@ class _Embed(torch.autograd.Function):
         out = lookup(weight, local)
         if foreign is not None:
             out.masked_fill_(foreign.unsqueeze(-1), 0)
-        return axis.reduce(out, "embedding")[0]
+        return axis.reduce(out, LABEL)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         local, foreign, weight = ctx.saved_tensors
-        grad, _ = ctx.axis.gather(grads[0].contiguous(), "embedding gradient")
+        grad, _ = ctx.axis.gather(grads[0].contiguous(), LABEL.backward("gradient"))
         if foreign is not None:
             grad = grad.masked_fill(foreign.unsqueeze(-1), 0)
         return None, add_rows(weight, local.view(-1), grad.view(-1, grad.shape[-1])), None, None

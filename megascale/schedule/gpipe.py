@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from megascale.schedule.ir import backward, forward
-from megascale.schedule.runs import ByRank, InRuns, Run
+from megascale.schedule.ir import Order, backward, forward
 
 
-@InRuns
-def gpipe(p: int, v: int, m: int) -> ByRank:
-    """Orders of p ranks for m micro-batches; v must be 1. Bubble (p - 1) / m of the work."""
+def gpipe(p: int, v: int, m: int, rank: int) -> Order:
+    """List the actions of `rank` of p for m micro-batches; v must be 1. The bubble is (p - 1) / m of the work.
+
+    Raises: ValueError for v > 1
+    """
     if v != 1:
         raise ValueError(f"gpipe runs one chunk on each rank, not {v}")
-    return lambda rank: [Run((forward(0, 0),), m), Run((backward(0, 0),), m)]
+    return [forward(0, i) for i in range(m)] + [backward(0, i) for i in range(m)]

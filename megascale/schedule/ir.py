@@ -7,6 +7,7 @@ the result, the simulator costs it, tests prove properties of it.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from typing import NamedTuple
 
 
@@ -45,6 +46,9 @@ Order = list[Action]
 Schedule = list[Order]
 """The actions of each pipeline rank."""
 
+OrderOf = Callable[[int, int, int, int], Order]
+"""A schedule: from p stages, v chunks on each, m micro-batches and a rank to this rank's compute actions."""
+
 
 def forward(chunk: int, microbatch: int) -> Action:
     """The forward of a micro-batch on a chunk."""
@@ -54,6 +58,11 @@ def forward(chunk: int, microbatch: int) -> Action:
 def backward(chunk: int, microbatch: int) -> Action:
     """The backward of a micro-batch on a chunk."""
     return Action(Kind.B, chunk, microbatch)
+
+
+def schedule(order: OrderOf, p: int, v: int, m: int) -> Schedule:
+    """List the compute actions of all p ranks."""
+    return [order(p, v, m, rank) for rank in range(p)]
 
 
 def forwards_only(schedule: Schedule) -> Schedule:

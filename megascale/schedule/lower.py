@@ -45,7 +45,8 @@ def lower_rank(
     precedence: Precedence, rank: int, *, ahead: int | None, training: bool = True, reduce_each: bool = False
 ) -> Order:
     """What `lower` makes of one rank's actions."""
-    order = precedence.compute[rank]
+    order, p = precedence.compute[rank], len(precedence.compute)
+    stages = p * precedence.v
     posts = [[] for _ in order] if ahead is None else receives(precedence, rank, ahead)
     last_backward = {a.chunk: a.microbatch for a in order if a.kind is Kind.B}
     gathered: set[int] = set()
@@ -56,9 +57,9 @@ def lower_rank(
             gathered.add(action.chunk)
             lowered.append(Action(Kind.GATHER, action.chunk, action.microbatch))
         lowered.append(action)
-        if precedence.target(action, rank) is not None:
-            send = Kind.SEND_F if action.kind is Kind.F else Kind.SEND_B
-            lowered.append(Action(send, action.chunk, action.microbatch))
+        kind, chunk, microbatch = action
+        if p > 1 and 0 <= chunk * p + rank + (1 if kind is Kind.F else -1) < stages:  # another stage needs the result
+            lowered.append(Action(Kind.SEND_F if kind is Kind.F else Kind.SEND_B, chunk, microbatch))
         complete = reduce_each or last_backward.get(action.chunk) == action.microbatch
         if training and action.kind is Kind.B and complete:
             lowered.append(Action(Kind.REDUCE, action.chunk, action.microbatch))

@@ -8,11 +8,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A logged step. `tokens`: trained on so far. `step_time_s`, `tokens_per_s` and what follows from them are means
-    over the steps since the last record, without evaluations and checkpoints. MFU and HFU are named by their convention
-    (`plan.flops`); they differ where something is computed again. `communication`: calls, bytes and exposed seconds a
-    step of each axis on rank 0.
-    `fp8`: of each operand that is cast the largest magnitude, and the shares of its numbers that saturate or underflow.
+    """A logged step. `samples` and `loss_tokens`, tokens whose label counts in the loss, are counted since the run
+    began. `tokens_per_s`: tokens processed, loss tokens or not; FLOP/s, MFU and HFU follow from it. All times and
+    speeds are means over the steps since the last record, without evaluations and checkpoints. MFU and HFU are named by
+    their convention (`account.flops`); they differ where something is recomputed. `communication`: calls, bytes and
+    exposed seconds a step of each axis on rank 0. `fp8`: of each operand that is cast the largest magnitude, and the
+    shares of its elements that saturate or underflow.
     """
 
     step: int
@@ -20,9 +21,10 @@ class StepRecord:
     grad_norm: float
     lr: float
     samples: int
-    tokens: int
+    loss_tokens: int
     step_time_s: float
     tokens_per_s: float
+    loss_tokens_per_s: float
     tflops_per_device: float
     mfu_full: float | None
     mfu_causal: float | None

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from megascale.core.events import COMPUTE, Event
+from megascale.core.label import Label, What
 from megascale.device import HostTimer, Mark, Timer
 
 _UNNAMED = nullcontext()
@@ -30,6 +31,10 @@ CAPACITY = 1 << 15
 
 MOST = 32
 """Records that are settled at once while a step is issued: a tenth of a millisecond."""
+
+
+MemoryKind = Literal["parameters", "gradients", "optimizer", "activations", "logits", "buffers"]
+"""What a tensor is for."""
 
 
 @dataclass
@@ -52,14 +57,14 @@ class Record:
     """
 
     __slots__ = (
-        "axis", "bytes", "chunk", "closed", "end", "group", "issue", "microbatch", "name", "peer", "sequence", "step",
-        "waits", "what",
+        "axis", "bytes", "chunk", "closed", "end", "group", "issue", "label", "microbatch", "name", "peer", "sequence",
+        "step", "waits",
     )  # fmt: skip
 
-    def __init__(self, axis: str, name: str, what: str, issue: Mark) -> None:
+    def __init__(self, axis: str, name: str, label: Label, issue: Mark) -> None:
         self.axis = axis
         self.name = name
-        self.what = what
+        self.label = label
         self.issue = issue
         self.end: Mark | None = None
         self.closed = False
@@ -77,7 +82,7 @@ class Recorder:
     def __init__(self, timer: Timer | None = None, capacity: int = CAPACITY, *, on: bool = True) -> None:
         self.timer = timer or HostTimer()
         self.mark = self.timer.mark if on else _no_mark
-        self._void = None if on else Record("", "", "", 0.0)  # stands for every record that is not taken
+        self._void = None if on else Record("", "", Label(), 0.0)  # stands for every record that is not taken
         self.step = 0
         self.dropped = 0
         self._place = (-1, -1)
@@ -94,11 +99,15 @@ class Recorder:
         """For a `with` block: communication inside it belongs to a chunk and a micro-batch, outside of compute."""
         return _UNNAMED if self._void is not None else Place(self, chunk, microbatch)
 
-    def communication(self, axis: str, group: str, name: str, what: str, nbytes: int, peer: int = -1) -> Record:
-        """A communication that is about to be issued."""
+    def memory(self, kind: MemoryKind) -> AbstractContextManager[None]:
+        """For a `with` block: tensors made in it are of this kind, for who counts memory (`dryrun.account`)."""
+        return _UNNAMED
+
+    def communication(self, axis: str, group: str, name: str, what: What, nbytes: int, peer: int = -1) -> Record:
+        """Record a communication that is about to be issued."""
         if self._void is not None:
             return self._void
-        record = self._add(Record(axis, name, what, self.mark()))
+        record = self._add(Record(axis, name, Label.of(what), self.mark()))
         record.group, record.bytes, record.peer = group, nbytes, peer
         record.sequence = self._sequences[group]
         self._sequences[group] += 1
@@ -184,9 +193,11 @@ def _event(record: Record, ends: dict[tuple[Any, ...], float]) -> Event:
         before = ends.get(channel, issue)
         start = min(max(issue, before), end)
         ends[channel] = max(before, end)  # one that is waited for at once may overtake those in the background
+    label = record.label
     return Event(
-        record.axis, record.name, record.what, record.step, record.chunk, record.microbatch, start, end,
-        record.group, record.sequence, record.bytes, record.peer, issue, waits,  # type: ignore[arg-type]
+        record.axis, record.name, label.part, record.step, record.chunk, record.microbatch, start, end, record.group,
+        record.sequence, record.bytes, record.peer, issue, waits,  # type: ignore[arg-type]
+        label.layer, label.stage, label.direction,
     )  # fmt: skip
 
 
@@ -223,7 +234,7 @@ class Action(Place):
         super().__enter__()
         self._range = profiled(self._name)
         self._range.__enter__()
-        self._record = self._recorder._add(Record(COMPUTE, self._name, "", self._recorder.mark()))
+        self._record = self._recorder._add(Record(COMPUTE, self._name, Label(), self._recorder.mark()))
 
     def __exit__(self, *_: object) -> None:
         self._record.end = self._recorder.mark()

@@ -141,11 +141,14 @@ def describe(record: Record, steps: int) -> str:
     if isinstance(record, EvaluationRecord):
         return f"{place}  validation loss {record.valid_loss:.4f}"
     mfu = "MFU n/a" if record.mfu_full is None else f"MFU {record.mfu_full:.1%} full {record.mfu_causal:.1%} causal"
-    if record.hfu_full != record.mfu_full:  # something is computed again
+    speed = f"{format_count(record.tokens_per_s)} tok/s"
+    if record.loss_tokens_per_s != record.tokens_per_s:
+        speed += f" ({format_count(record.loss_tokens_per_s)} in the loss)"
+    if record.hfu_full != record.mfu_full:  # something is recomputed
         mfu += f"  HFU {record.hfu_full:.1%} full {record.hfu_causal:.1%} causal"
     return (
         f"{place}  loss {record.loss:.4f}  norm {record.grad_norm:.2f}  lr {record.lr:.2e}  "
-        f"{format_count(record.tokens_per_s)} tok/s  {mfu}  {time_left(record, steps)}"
+        f"{speed}  {mfu}  {time_left(record, steps)}"
     )
 
 

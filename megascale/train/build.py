@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -24,7 +24,7 @@ from megascale.data.mixture import SplitName, mixture
 from megascale.device import Device
 from megascale.layout.chunks import chunk_buckets, stages_of
 from megascale.layout.recompute import recompute_of
-from megascale.layout.topology import Topology
+from megascale.layout.topology import topology_of
 from megascale.model.initialize import fill
 from megascale.model.parts import Given, Operators
 from megascale.model.transformer import Stage
@@ -37,7 +37,7 @@ from megascale.parallel.eight_bit import Scaling, numerics_of
 from megascale.parallel.gradients import Gradients
 from megascale.parallel.overlap import TensorAxis
 from megascale.parallel.pipeline import Boundary, Pipeline
-from megascale.schedule.ir import Order, forwards_only
+from megascale.schedule.ir import Order, forwards_only, schedule
 from megascale.schedule.lower import AHEAD, lower_rank
 from megascale.schedule.precedence import Precedence
 from megascale.trace.recorder import Recorder
@@ -74,10 +74,9 @@ class Run:
 def mesh_of(config: RunConfig, rank: Rank, device: Device) -> Mesh:
     """This rank's groups in the layout of a resolved configuration. The job's processes have been brought together."""
     p = config.parallel
-    topology = Topology(tp=p.tp, cp=p.cp, dp=config.dp, pp=p.pp)
     recorder = Recorder(device.timer(), on=config.observe.ledger)
     mesh = open_mesh(
-        topology,
+        topology_of(config),
         rank.rank,
         tied=config.model.tie_embeddings,
         around=p.vpp > 1,
@@ -135,9 +134,10 @@ def number_formats(config: RunConfig) -> Formats:
 
 def build_gradients(config: RunConfig, mesh: Mesh, formats: Formats, device: torch.device, wgrad: Wgrad) -> Gradients:
     """Allocate this rank's weights and gradients. `wgrad`: the GEMM that adds to these."""
+    untied = replace(mesh, tied=alone("tied"))  # a chunk of the embedding alone is one bucket of it, shared or not
     return Gradients(
         chunk_buckets(config, mesh.coord.pp),
-        mesh,
+        mesh if config.model.tie_embeddings else untied,
         zero=config.parallel.zero,
         sequence=config.parallel.sp,
         overlap=config.overlap.dp,
@@ -151,7 +151,7 @@ def draw_weights(gradients: Gradients, mesh: Mesh, seed: int) -> None:
     """Give this rank's weights their initial values."""
     for bucket in gradients.buckets:
         for slot in bucket.layout.slots:
-            fill(bucket.parameters[slot.parameter.name], slot.parameter, mesh.tp.index, mesh.tp.size, seed)
+            fill(bucket.parameters[slot.parameter.name], slot.parameter, mesh.topology, mesh.coord, seed)
 
 
 def build_stages(
@@ -173,7 +173,7 @@ def build_order(config: RunConfig, pp_rank: int, training: bool = True) -> Order
     """What a pipeline rank does in a step, or in an evaluation of one global batch."""
     p = config.parallel
     assert p.schedule is not None, "a resolved configuration names its schedule"
-    compute = SCHEDULES[p.schedule].load()(p.pp, p.vpp, config.micro_batches)
+    compute = schedule(SCHEDULES[p.schedule].load(), p.pp, p.vpp, config.micro_batches)
     return lower_rank(
         Precedence(compute if training else forwards_only(compute), p.vpp),
         pp_rank,

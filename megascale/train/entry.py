@@ -10,7 +10,9 @@ from typing import Never
 
 import torch
 
-from megascale.bench.gemm import measured_peak
+from megascale.account.memory import rank_memory
+from megascale.account.parameters import parameter_count
+from megascale.account.peaks import Peak
 from megascale.catalog.backends import BACKENDS
 from megascale.comm import init
 from megascale.comm.control import announce
@@ -25,23 +27,23 @@ from megascale.launch import affinity
 from megascale.launch.failure import exit_status_of, peer_was_lost, write_error
 from megascale.ops.advice import advice
 from megascale.ops.select import Setting, select
-from megascale.plan.hardware import Peak, stated_peak
-from megascale.plan.memory import rank_bytes
-from megascale.plan.params import parameter_count
 from megascale.train.build import Run, build, mesh_of
 from megascale.train.eventfile import EventFile
-from megascale.train.loop import conclude, resume, train
+from megascale.train.loop import conclude, train
+from megascale.train.peak import find_peak
 from megascale.train.report import Reporter, open_writers
+from megascale.train.resume import OpenWeights, resume
 from megascale.train.stop import Stop
 
 
-def run_rank(config: RunConfig, rank: Rank) -> int:
-    """Run this rank to its end and return its exit status. On an error the process ends here and now: the communication
-    library's own tear-down would wait for ranks that wait for this one.
+def run_rank(config: RunConfig, rank: Rank, open_weights: OpenWeights) -> int:
+    """Run this rank to its end and return its exit status. `open_weights`: opens what `checkpoint.resume = "hf:..."`
+    names. On an error the process ends here and now: the communication library's own tear-down would wait for ranks
+    that wait for this one.
     """
     stop = Stop().listen()
     try:
-        status = _run(config, rank, stop)
+        status = _run(config, rank, stop, open_weights)
         init.stop()
     except (Exception, KeyboardInterrupt) as error:
         _leave(error, rank)
@@ -67,14 +69,14 @@ def _leave(error: BaseException, rank: Rank) -> Never:
     os._exit(exit_status_of(error))
 
 
-def _run(config: RunConfig, rank: Rank, stop: Stop) -> Exit:
+def _run(config: RunConfig, rank: Rank, stop: Stop, open_weights: OpenWeights) -> Exit:
     device = detect(rank.local)
     affinity.bind(device.pci_address)
     init.start(rank, device, config.launch, config.nccl, pp=config.parallel.pp)
     first = rank.rank == 0
     run = build(config, mesh_of(config, rank, device), device, stop)
     peak = find_peak(run)
-    resumed = resume(run)
+    resumed = resume(run, open_weights)
     if first:  # not before it is known that the run can go on in this folder
         write_text(config.folder / "config.toml", to_toml(config))
     writers = open_writers(config, run.progress.step) if first else []
@@ -98,19 +100,11 @@ def _run(config: RunConfig, rank: Rank, stop: Stop) -> Exit:
         reporter.close()
 
 
-def find_peak(run: Run) -> Peak | None:
-    """What MFU is measured against: the maker's figure of a GPU that is known, on a CPU a measurement."""
-    compute = run.formats[0]
-    if run.device.is_cpu:
-        return measured_peak(run.device, compute, run.mesh)
-    return stated_peak(run.device.name, run.config.train.precision)
-
-
 def introduction(run: Run, peak: Peak | None) -> str:
     """What is about to run, for people."""
     config, p, m = run.config, run.config.parallel, run.config.model
     threads = f", {torch.get_num_threads()} threads each" if run.device.is_cpu else ""
-    room = rank_bytes(config)[run.mesh.coord.pp]
+    memory = rank_memory(config, run.mesh.coord.pp)
     name = f"{config.name}: {format_count(parameter_count(m))} parameters in {config.train.precision}"
     tensor, pipeline = f"tp {p.tp}{' with sp' if p.sp else ''}", f"pp {p.pp} (vpp {p.vpp}, {p.schedule})"
     shape = f"{tensor} x {pipeline} x dp {config.dp} (zero {p.zero})"
@@ -122,8 +116,9 @@ def introduction(run: Run, peak: Peak | None) -> str:
     against = f"{format_flops(peak.flops)} a rank ({peak.source})" if peak else ""
     lines = [
         f"{name}, {shape} = {config.world} ranks{threads}",
-        f"{step}; weights, gradients and optimizer take {format_bytes(room.state.total)} on rank 0, activations "
-        f"{format_bytes(room.activations.total)}",
+        f"{step}; rank {run.mesh.rank} needs {format_bytes(memory.total)}: parameters, gradients and optimizer "
+        f"{format_bytes(memory.parameters + memory.gradients + memory.optimizer)}, activations "
+        f"{format_bytes(memory.activations)}, transient {format_bytes(memory.transient)} at most",
         f"backends: {backends}{', blocks compiled' if config.train.compile else ''}",
         *([f"WARNING: {slow}"] if (slow := advice(setting)) else []),
         f"MFU is measured against {against}" if peak else f"MFU n/a: the peak of {run.device.name!r} is not known",

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from megascale.checkpoint.saving import Saved
-from megascale.config.run import FOREIGN
-from megascale.convert.huggingface import Pretrained
 from megascale.core.errors import CheckpointError, DivergenceError, Exit, UncountedError
-from megascale.core.units import format_count
 from megascale.train.build import Run
 from megascale.train.evaluate import evaluate
 from megascale.train.gc import ScheduledCollection
@@ -54,42 +50,6 @@ def train(run: Run, reporter: Reporter) -> Exit:
         reporter.note(f"stopped by a signal after step {run.progress.step}")
         return Exit.STOPPED
     return Exit.OK
-
-
-def resume(run: Run) -> str:
-    """Take up a checkpoint if the configuration asks for one and there is one. Returns a line that says so, or
-    nothing.
-    """
-    found = run.checkpoints.resume()
-    lines = [f"WARNING: {text}" for text in run.checkpoints.warnings]
-    if found is None:
-        return "\n".join(lines + _begin(run))
-    run.progress = found.progress
-    _publish(run)
-    tokens = format_count(run.progress.tokens)
-    lines.append(f"resumed from {found.path or 'the copies in memory'}: step {run.progress.step}, {tokens} tokens")
-    return "\n".join(lines + [f"changed since: {change}" for change in found.changes])
-
-
-def _begin(run: Run) -> list[str]:
-    """Take up another project's weights if the configuration names some. Returns lines that say so, or none."""
-    asked = run.config.checkpoint.resume
-    if not asked.startswith(FOREIGN):
-        return []
-    weights = Pretrained(Path(asked.removeprefix(FOREIGN)))
-    if run.mesh.rank == 0:
-        weights.check()
-    model = weights.model.model_dump(mode="json", exclude={"preset"})
-    found = run.checkpoints.start_from(str(weights.folder), model, weights.part)
-    _publish(run)
-    return [f"begins with the weights of {weights.folder}", *(f"otherwise there: {one}" for one in found)]
-
-
-def _publish(run: Run) -> None:
-    """The masters were loaded: round them into the weights of all ranks."""
-    run.optimizer.publish_masters()
-    for bucket in run.gradients.buckets:
-        run.gradients.start_gather(bucket)
 
 
 @contextmanager

@@ -8,11 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megascale.account.flops import hardware_flops, mfu, token_flops
+from megascale.account.peaks import Peak
 from megascale.config.run import RunConfig
 from megascale.device import Device
 from megascale.parallel.eight_bit import Lost
-from megascale.plan.flops import hardware_flops, mfu, token_flops
-from megascale.plan.hardware import Peak
 from megascale.trace.record import Record, StepRecord
 from megascale.trace.recorder import Recorder
 from megascale.trace.writers import JsonLines, TensorBoard, Terminal, Writer
@@ -39,7 +39,8 @@ class Reporter:
         self._writers = writers
         self._recorder = recorder
         self._casts = CastMonitor()
-        self._steps = self._tokens = 0
+        self._step_tokens = config.batch.total * config.model.seq_length  # processed: not all count in the loss
+        self._steps = self._loss_tokens = 0
         self._seconds = 0.0
         self._started = time.perf_counter()
 
@@ -55,12 +56,12 @@ class Reporter:
     def end_step(self, result: StepResult) -> None:
         self._seconds += time.perf_counter() - self._started
         self._steps += 1
-        self._tokens += result.tokens
+        self._loss_tokens += result.tokens
         self._recorder.settle()
 
     def step(self, result: StepResult, progress: Progress, lost: Mapping[str, Lost]) -> None:
         """Write a record of the steps since the last one. `lost`: by the casts to 8 bits of this one."""
-        speed, traffic = self._tokens / self._seconds, self._recorder.take_traffic()
+        speed, traffic = self._steps * self._step_tokens / self._seconds, self._recorder.take_traffic()
         peak = self._peak.flops * self._world if self._peak else None
         self.write(
             StepRecord(
@@ -69,9 +70,10 @@ class Reporter:
                 grad_norm=result.grad_norm,
                 lr=result.lr,
                 samples=progress.samples,
-                tokens=progress.tokens,
+                loss_tokens=progress.tokens,
                 step_time_s=self._seconds / self._steps,
                 tokens_per_s=speed,
+                loss_tokens_per_s=self._loss_tokens / self._seconds,
                 tflops_per_device=self._flops.full * speed / self._world / 1e12,
                 mfu_full=mfu(self._flops.full, speed, peak) if peak else None,
                 mfu_causal=mfu(self._flops.causal, speed, peak) if peak else None,
@@ -84,7 +86,7 @@ class Reporter:
         )
         for warning in self._casts.rises(lost):
             self.note(f"WARNING: step {progress.step}: {warning}")
-        self._steps = self._tokens = 0
+        self._steps = self._loss_tokens = 0
         self._seconds = 0.0
 
     def write(self, record: Record) -> None:

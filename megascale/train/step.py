@@ -14,8 +14,8 @@ from megascale.comm.mesh import Mesh
 from megascale.comm.totals import sum_over_job
 from megascale.config.train import TrainConfig
 from megascale.core.errors import UncountedError
-from megascale.data.loader import StepBatch
 from megascale.device import Mark
+from megascale.parallel.microbatch import StepBatch
 from megascale.train.guard import check_finite
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from megascale.bench.links import COLLECTIVES, OPERATIONS, Timed, way
 from megascale.bench.spread import Spread
 from megascale.cli.main import main
 from megascale.core.rank import Rank
-from megascale.plan.links import Route
+from megascale.simulate.link_time import Route
 from tests.worlds import run_world
 
 SIZES = [64, 4096]

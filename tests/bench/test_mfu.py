@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from megascale.account.flops import token_flops
+from megascale.account.peaks import Peak, stated_peak
 from megascale.bench.mfu import CONVENTIONS, Fit, Machine, Speed, Steps, preset_tree, table, with_layers
 from megascale.bench.spread import Spread
 from megascale.catalog.presets import PRESETS
@@ -16,8 +18,6 @@ from megascale.cli.bench import _mfu_config
 from megascale.cli.main import main
 from megascale.config.explain import load_tree
 from megascale.layout.chunks import eight_bit_layers
-from megascale.plan.flops import token_flops
-from megascale.plan.hardware import Peak, stated_peak
 from tests.runs import GPT, settings, write_config
 
 GPU = "NVIDIA H100 80GB HBM3"

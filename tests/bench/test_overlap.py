@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from megascale.account.memory import fullest_rank
 from megascale.bench import overlap
 from megascale.bench.overlap import CASES, COMMON, Result, table, to_toml
 from megascale.cli.main import main
 from megascale.config.explain import load
 from megascale.core.errors import Exit
 from megascale.core.units import GIB
-from megascale.plan.memory import fullest_rank
 from tests.launch.test_testbed import missing
 
 

@@ -13,22 +13,21 @@ from typing import Any
 import pytest
 import torch
 
-from megascale.bench import links, processor
+from megascale.account.traffic import calls
+from megascale.bench import links, processor, profile
 from megascale.bench.fit import Sample
 from megascale.bench.links import OPERATIONS, Timed
+from megascale.bench.profile import CASES, Samples, machine_of
+from megascale.bench.profile_file import write
 from megascale.bench.spread import Spread
 from megascale.cli import bench_ranks
 from megascale.cli.main import main
 from megascale.core.errors import MegascaleError
 from megascale.core.rank import Rank
 from megascale.device import Device
-from megascale.plan import profiles
-from megascale.plan.estimate import estimate
-from megascale.plan.links import group_route
-from megascale.plan.own import write
-from megascale.plan.traffic import calls
-from megascale.train import machine
-from megascale.train.machine import CASES, Samples, machine_of
+from megascale.simulate import profiles
+from megascale.simulate.link_time import group_route
+from megascale.simulate.step_time import estimate
 from tests.runs import LLAMA, settings, write_config
 from tests.worlds import run_world
 
@@ -59,7 +58,7 @@ def as_measured(ratio: float = 1.0) -> Samples:
     """What the true machine would have been seen to do."""
     hardware = profiles.Hardware.model_validate(truth())
     stack = profiles.stack_on(hardware, "megascale")
-    configs = [machine._config(case, "fp32", "") for case in CASES]
+    configs = [profile._config(case, "fp32", "") for case in CASES]
     steps = [Sample((), (estimate(config, hardware, stack).step_s,)) for config in configs]
     sizes = [(1.0, float(f), float(b)) for f, b in itertools.product((1e4, 1e7, 1e9), (1e4, 1e6, 1e8))]
     kernels = [
@@ -101,16 +100,16 @@ def test_how_long_ranks_wait_for_their_turn_is_found(monkeypatch: pytest.MonkeyP
     true, patient = (profiles.Hardware.model_validate(each) for each in (tree, truth()))
     stack = profiles.stack_on(true, "megascale")
     for ranks, others in ((4, 1), (8, 3)):
-        config = machine._crowded_config(ranks, "")
+        config = profile._crowded_config(ranks, "")
         said, least = (estimate(config, each, stack).step_s for each in (true, patient))
         assert config.world == ranks and said - least == pytest.approx(others * 0.002 * calls(config))
-        apart = estimate(machine._config(machine.APART, "fp32", ""), patient, stack).step_s
+        apart = estimate(profile._config(profile.APART, "fp32", ""), patient, stack).step_s
         for pace in (1.0, 1.25):  # of the machine, while these steps ran and others of the profile did not
-            crowd = machine.Crowd(ranks, (pace * said,) * 3, (pace * apart,) * 3)
+            crowd = profile.Crowd(ranks, (pace * said,) * 3, (pace * apart,) * 3)
             found = machine_of(2**33, links_of(), {"fp32": as_measured()}, crowd)
             assert found.tree["node"]["turn_s"] == pytest.approx(0.002, rel=0.1)
             assert found.quality["steps between them"].error == pytest.approx(1 - 1 / pace, abs=0.02)
-    alone = machine_of(2**33, links_of(), {"fp32": as_measured()}, machine.Crowd(2, (9.0,), (apart,)))
+    alone = machine_of(2**33, links_of(), {"fp32": as_measured()}, profile.Crowd(2, (9.0,), (apart,)))
     assert alone.tree["node"]["turn_s"] == 0.0  # nobody shares
 
 
@@ -150,12 +149,12 @@ def quick(rank: Rank) -> Any:
     small: dict[Any, dict[str, Any]] = {
         links: {"SIZES": (4096, 65536), "TIMING_S": 0.0},
         processor: {"TIMING_S": 1e-4},
-        machine: {"ROUNDS": 3, "CASES": CASES[:4], "ERROR": math.inf, "BUSY": math.inf},
+        profile: {"ROUNDS": 3, "CASES": CASES[:4], "ERROR": math.inf, "BUSY": math.inf},
     }
     for module, values in small.items():
         vars(module).update(values)
     said: list[str] = []
-    found = machine.measure(detect(allow_gpu=False), rank.rank, rank.world, said.append, ["fp32"])
+    found = profile.measure(detect(allow_gpu=False), rank.rank, rank.world, said.append, ["fp32"])
     return (found.tree if found else None), said
 
 
@@ -165,16 +164,16 @@ def test_ranks_measure_together() -> None:
     assert said == ["links", "products and attention in fp32", "steps in fp32"]
     hardware = profiles.Hardware.model_validate(tree)
     assert 1e8 < hardware.device.measured["fp32"].rate < 1e14
-    config = machine._config(CASES[3], "fp32", "")
+    config = profile._config(CASES[3], "fp32", "")
     assert estimate(config, hardware, profiles.stack_on(hardware, "megascale")).step_s > 0
 
 
-def crowd(rank: Rank) -> machine.Crowd:
+def crowd(rank: Rank) -> profile.Crowd:
     from megascale.device import detect
 
     small = CASES[0]._replace(layers=2)
-    vars(machine).update({"CROWDED_ROUNDS": 2, "CROWDED": small, "APART": small})
-    return machine.crowded(detect(allow_gpu=False), rank)
+    vars(profile).update({"CROWDED_ROUNDS": 2, "CROWDED": small, "APART": small})
+    return profile.crowded(detect(allow_gpu=False), rank)
 
 
 def test_a_crowd_trains() -> None:
@@ -197,15 +196,15 @@ def write_own(monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str) -> int
         work(Device(torch.device("cpu"), "gloo"), Rank(0, jobs[-1], 0, "here"))
         return 0
 
-    def measure(*_: Any, crowd: machine.Crowd) -> machine.Machine:
+    def measure(*_: Any, crowd: profile.Crowd) -> profile.Machine:
         assert crowd.ranks == jobs[0] == 2 * jobs[1]
-        return machine.Machine(truth(), {"products in fp32": machine.Quality(0.031, 1.25)})
+        return profile.Machine(truth(), {"products in fp32": profile.Quality(0.031, 1.25)})
 
     monkeypatch.setenv("XDG_CONFIG_HOME", str(folder))
     monkeypatch.setattr(bench_ranks, "_start", start)
     monkeypatch.setattr(bench_ranks, "_work", alone)
-    monkeypatch.setattr(machine, "crowded", lambda _, rank: machine.Crowd(rank.world, (1.0,), (1.0,)))
-    monkeypatch.setattr(machine, "measure", measure)
+    monkeypatch.setattr(profile, "crowded", lambda _, rank: profile.Crowd(rank.world, (1.0,), (1.0,)))
+    monkeypatch.setattr(profile, "measure", measure)
     return main(["bench", "profile", *words])
 
 

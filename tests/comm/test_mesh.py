@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megascale.comm import mesh as mesh_module
 from megascale.comm import open as open_module
-from megascale.comm.mesh import open_mesh
+from megascale.comm.mesh import open_mesh, single
 from megascale.core.rank import Rank
 from megascale.layout.topology import Topology
 from tests.worlds import run_world
@@ -106,3 +106,10 @@ def test_messages_travel_in_a_group_for_each_channel() -> None:
     ]
     told = run_world(6, talk, shapes)
     assert told == [[2, 2 if rank // 2 in (0, 2) else 1, 2 if rank // 2 in (0, 2) else 1, 1] for rank in range(6)]
+
+
+def test_a_group_by_its_axes() -> None:
+    mesh = single()
+    assert mesh.over("tp") is mesh.tp and mesh.over("cp", "dp") is mesh.dp
+    with pytest.raises(KeyError, match="cp"):
+        mesh.over("cp")

@@ -137,7 +137,7 @@ lr = "1e-2"
 tp = 4
 sp = true
 pp = 3
-vpp = 2
+vpp = 3
 """
 TOP = """\
 name = "many"
@@ -172,7 +172,7 @@ def test_all_mistakes_at_once_each_in_its_own_file(folder: Path) -> None:
         "command line  model.num_kv_heads: 5 heads cannot share 2 key-value heads  -> one of 1, 5",
         "base.toml:13  parallel.tp: 5 heads cannot be split over tp = 4  -> tp in 1",
         "base.toml:7  model.seq_length: with sp a sequence of 18 cannot be split over tp = 4  -> seq_length a multiple of 4, or sp = false",
-        "base.toml:15  parallel.pp: 4 layers are fewer than pp x vpp = 3 x 2  -> vpp at most 1",
+        "base.toml:15  parallel.pp: 4 layers are too few for pp x vpp = 3 x 3 chunks  -> vpp at most 2: only the first and the last chunk may have no layer",
         "run.toml:5  batch.global: 7 is not divisible by micro x dp = 2 x 1  -> 6 or 8",
         "run.toml:10  data.train: there is no file nowhere/corpus.bin nor nowhere/corpus.idx  -> `megascale data prepare` makes them",
         "run.toml:11  data.tokenizer: there is no file nowhere/tokenizer.json  -> leave it out, or give the tokenizer of the data",
@@ -324,7 +324,7 @@ def test_a_wrong_key_silences_only_the_rules_that_read_it() -> None:
     assert [line.split("  ")[1].split(":")[0] for line in found] == [
         "parallel.tp", "model.num_kv_heads", "parallel.pp", "batch.global"
     ]  # fmt: skip
-    wrong_size = problems(GOOD, "model.hidden_size=wide", "model.num_layers=2", "parallel.pp=4", "optimizer.min_lr=1")
+    wrong_size = problems(GOOD, "model.hidden_size=wide", "model.num_layers=2", "parallel.pp=5", "optimizer.min_lr=1")
     assert [line.split("  ")[1].split(":")[0] for line in wrong_size] == [
         "model.hidden_size", "parallel.pp", "optimizer.min_lr"
     ]  # fmt: skip

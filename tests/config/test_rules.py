@@ -43,8 +43,8 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"model.seq_length": "a sequence of 15 cannot be split over tp = 2"},
     ),
     ("pipeline", {"parallel__vpp": 2}, {"parallel.vpp": "vpp = 2 splits pipeline stages, but pp = 1"}),
-    ("pipeline", {"parallel__pp": 5}, {"parallel.pp": "4 layers are fewer than pp x vpp = 5 x 1"}),
-    ("pipeline", {"parallel__pp": 2, "parallel__vpp": 3}, {"parallel.pp": "4 layers are fewer than pp x vpp = 2 x 3"}),
+    ("pipeline", {"parallel__pp": 7}, {"parallel.pp": "4 layers are too few for pp x vpp = 7 x 1 chunks"}),
+    ("pipeline", {"parallel__pp": 2, "parallel__vpp": 4}, {"parallel.pp": "4 layers are too few for pp x vpp = 2 x 4"}),
     ("pipeline", {"parallel__layers_per_chunk": [2, 2]}, {"parallel.layers_per_chunk": "2 numbers for pp x vpp = 1"}),
     (
         "pipeline",

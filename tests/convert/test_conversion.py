@@ -166,11 +166,11 @@ def test_a_run_begins_with_weights_of_either_kind(
 
 def begun(rank: Rank, config: Any) -> tuple[str, list[Piece], list[tuple[float, float]]]:
     """What is said, the weights of the start, and a short training."""
-    from megascale.train.loop import resume
+    from megascale.train.resume import resume
     from tests.runs import curve_of
 
     run = build_run(rank, config)
-    line = resume(run)
+    line = resume(run, Pretrained)
     run.gradients.finish_gather()
     return line, masters(run), curve_of(run, 2)
 

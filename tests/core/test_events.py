@@ -12,15 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.core.events import COMPUTE, Event, RankEvents, file_name, read_events, write_events
+from megascale.core.label import BACKWARD, FORWARD
 
 times = st.floats(-1e9, 1e9)
 texts = st.text(max_size=8)
 numbers = st.integers(-1, 2**40)
 spans = st.tuples(times, times)
 events = st.builds(
-    Event, axis=st.sampled_from([COMPUTE, "tp", "dp"]), name=texts, what=texts, step=numbers, chunk=numbers,
+    Event, axis=st.sampled_from([COMPUTE, "tp", "dp"]), name=texts, part=texts, step=numbers, chunk=numbers,
     microbatch=numbers, start=times, end=times, group=texts, sequence=numbers, bytes=numbers, peer=numbers, issue=times,
-    waits=st.lists(spans, max_size=3).map(tuple),
+    waits=st.lists(spans, max_size=3).map(tuple), layer=numbers, stage=numbers, direction=texts,
 )  # fmt: skip
 ranks = st.builds(
     RankEvents, rank=numbers, world=numbers, coord=st.dictionaries(texts, numbers, max_size=3), host=texts,
@@ -28,8 +29,8 @@ ranks = st.builds(
 )  # fmt: skip
 
 GATHER = Event(
-    "tp", "all_gather", "layer 3 qkv", 7, 0, 5, 10.0, 11.0,
-    group="tp", sequence=2, bytes=64, peer=-1, issue=9.5, waits=((10.25, 10.5), (10.75, 11.0)),
+    "tp", "all_gather", "qkv", 7, 0, 5, 10.0, 11.0, group="tp", sequence=2, bytes=64, peer=-1, issue=9.5,
+    waits=((10.25, 10.5), (10.75, 11.0)), layer=3, direction=FORWARD,
 )  # fmt: skip
 UPDATE = Event(COMPUTE, "update", "", 7, -1, -1, 12.0, 13.0)
 RANK = RankEvents(3, 8, {"tp": 1, "pp": 1}, "node-1", ((0.0, 2.0), (20.0, 4.0)), 5, (GATHER, UPDATE))
@@ -74,8 +75,8 @@ def test_one_measurement_holds_for_all_times_and_none_is_zero() -> None:
     assert dataclasses.replace(RANK, clock=((5.0, 1.0), (5.0, 1.0))).offset(5.0) == 1
 
 
-HEAD = '{"format": 1, "rank": 0, "world": 1, "coord": {}, "host": "", "clock": [], "dropped": 0}\n'
-EVENT = '{"axis": "tp", "name": "x", "what": "", "step": 1, "chunk": 0, "microbatch": 0, "start": 0.0, "end": 1.0}\n'
+HEAD = '{"format": 2, "rank": 0, "world": 1, "coord": {}, "host": "", "clock": [], "dropped": 0}\n'
+EVENT = '{"axis": "tp", "name": "x", "part": "", "step": 1, "chunk": 0, "microbatch": 0, "start": 0.0, "end": 1.0}\n'
 
 
 def test_the_spoilt_files_below_are_spoilt_in_one_place_only(tmp_path: Path) -> None:
@@ -84,12 +85,34 @@ def test_the_spoilt_files_below_are_spoilt_in_one_place_only(tmp_path: Path) -> 
     assert len(read_events(path).events) == 1
 
 
+def test_the_first_format_is_read(tmp_path: Path) -> None:
+    """It has a text in the place of fields."""
+    path = tmp_path / "file"
+    path.write_text(HEAD.replace('"format": 2', '"format": 1') + EVENT.replace('"part": ""', '"what": "layer 3 qkv"'))
+    (event,) = read_events(path).events
+    assert event == Event("tp", "x", "layer 3 qkv", 1, 0, 0, 0.0, 1.0)
+    assert event.what == "layer 3 qkv"
+
+
+def test_an_event_says_what_it_concerned() -> None:
+    assert GATHER.what == "layer 3 qkv"
+    assert UPDATE.what == ""
+    message = Event("pp", "send", "", 7, 0, 5, 12.0, 13.0, stage=2, direction=BACKWARD)
+    assert message.what == "backward m5 stage 2"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "not a file of events in format 1"),
+        ("", "not a file of events in format 1 or 2"),
         ("[]\n", "not an object"),
-        (HEAD.replace('"format": 1', '"format": 2'), "not a file of events in format 1"),
+        (HEAD.replace('"format": 2', '"format": 3'), "not a file of events in format 1 or 2"),
+        (
+            HEAD.replace('"format": 2', '"format": 1') + EVENT.replace("part", "whom"),
+            "line 2 is not an event: .*'whom'",
+        ),
+        (HEAD + EVENT.replace("part", "what"), "line 2 is not an event: .*'what'"),
+        (HEAD + EVENT.replace("}", ', "layer": "3"}'), "line 2 is not an event: layer is '3'"),
         (HEAD.replace('"world": 1, ', ""), "not a file of events: .*'world'"),
         (HEAD.replace('"clock": [], ', ""), "not a file of events: .*'clock'"),
         (HEAD + EVENT + EVENT[:30], "line 3 is not an event: .* at column 2"),

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.core.errors import DataError
-from megascale.data.loader import Loader, Shape, StepBatch
+from megascale.data.loader import Loader, Shape
 from megascale.data.mixture import Sample
-from megascale.parallel.microbatch import MicroBatch
+from megascale.parallel.microbatch import MicroBatch, StepBatch
 
 CPU = torch.device("cpu")
 SEQUENCE = 5

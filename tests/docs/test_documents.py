@@ -65,6 +65,21 @@ def test_each_tool_has_help(tool: Path) -> None:
     assert "usage:" in done.stdout
 
 
+def code_lines(text: str) -> list[str]:
+    """The lines of code, without comments and indentation."""
+    lines = (line.partition("  # ")[0].strip() for line in text.splitlines())
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def test_the_step_that_is_shown_is_the_one_that_runs() -> None:
+    """The page leaves lines out; those that it shows are lines of the source, in their order."""
+    (shown,) = re.findall(r"```python\n(def train_step.*?)```", (ROOT / "docs/architecture.md").read_text(), re.DOTALL)
+    source = (ROOT / "megascale/train/step.py").read_text()
+    own = iter(code_lines(source[source.index("def train_step") : source.index("def logged")]))
+    for line in code_lines(shown):
+        assert line in own, line
+
+
 @pytest.fixture(scope="module")
 def quickstart_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that looks like the repository after `make quickstart` has made its data."""

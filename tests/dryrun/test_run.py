@@ -34,7 +34,7 @@ def seen(rank: Rank, config: Any) -> Seen:
     with Accountant(ledger):
         step(run, train_step)
     calls = [
-        (event.group, event.name, event.what, event.bytes, event.peer)
+        (event.group, event.name, (event.part, event.layer, event.stage, event.direction), event.bytes, event.peer)
         for event in run.mesh.recorder.events()
         if event.group and event.step == 2
     ]

@@ -18,7 +18,7 @@ from megascale.core.errors import Exit
 from megascale.launch import environment, flight, local
 from tests.jobs import Job, job_config, lives
 from tests.launch.dumps import Recorder
-from tests.runs import GPT, LLAMA
+from tests.runs import GPT
 
 FOUR = {"parallel__tp": 2, "parallel__pp": 2, "train__steps": 1000, "train__precision": "fp32"}
 
@@ -120,7 +120,7 @@ def test_a_rank_that_aborts_itself_is_named(
 ENVIRONMENT = """
 import json, os, sys, types
 if "RANK" in os.environ:
-    def run_rank(config, rank):
+    def run_rank(config, rank, open_weights):
         with open(os.environ["SHOWN"] + str(rank.rank), "w") as file:
             json.dump([dict(os.environ), "torch" in sys.modules], file)
         return 0
@@ -148,18 +148,6 @@ def test_ranks_have_the_environment_that_they_need_before_torch(tmp_path: Path) 
         assert shown["TORCH_FR_DUMP_TEMP_FILE"] == str(old)[: -len("1")]
         assert not torch, "it would not read them any more"
     assert old.parent.is_dir() and not old.exists()
-
-
-def test_the_reason_of_rank_0_stands_in_the_last_lines_too(tmp_path: Path) -> None:
-    """What it says itself may be far above, or in another file."""
-    job = Job(job_config(tmp_path, LLAMA, parallel__dp=2, train__precision="bf16"), "backends.norm=liger")
-    status, _, err = job.end()
-    assert status == Exit.CONFIG
-    first, *_, told, ended = err.splitlines()
-    reason = "backends.norm = 'liger' cannot serve: liger: needs a GPU  -> backends.norm=auto"
-    assert first.endswith(reason)
-    assert told == f"megascale: rank 0 of 2 on {socket.gethostname()} failed: {reason}"
-    assert ended == "the other 1 rank was ended"
 
 
 PLANT = """

@@ -10,11 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.catalog.precisions import PRECISIONS
+from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
+from megascale.layout import blocks
+from megascale.layout.blocks import Block, Columns, Linear, block, operands
 from megascale.layout.buckets import pack
-from megascale.layout.chunks import chunk_buckets, packed, unit
-from megascale.layout.tensors import TOKEN_EMBEDDING
-from tests.plan.jobs import jobs
+from megascale.layout.chunks import chunk_buckets, eight_bit_weights, packed, unit
+from megascale.layout.tensors import TOKEN_EMBEDDING, whole
+from megascale.layout.topology import topology_of
+from tests.drawn import jobs
 from tests.runs import FAMILIES, config_of
 from tests.runs import settings as run_settings
 
@@ -25,10 +29,10 @@ MIB = 1 << 20
 @given(jobs(), st.sampled_from([1, 10**5, 10**6, 10**9, "auto"]))
 def test_packed_buckets_are_those_that_are_made(config: RunConfig, most: int | str) -> None:
     overlap = config.overlap.model_copy(update={"bucket_bytes": most})
-    config, tp, shards = config.model_copy(update={"overlap": overlap}), config.parallel.tp, config.dp
+    config = config.model_copy(update={"overlap": overlap})
     for rank in range(config.parallel.pp):
         made, sooner = chunk_buckets(config, rank), packed(config, rank)
-        sizes = [[pack(bucket, tp, shards * config.parallel.cp).size for bucket in chunk] for chunk in made]
+        sizes = [[pack(bucket, topology_of(config)).size for bucket in chunk] for chunk in made]
         assert [[bucket.numbers for bucket in chunk] for chunk in sooner] == sizes
         for chunk, buckets in zip(made, sooner, strict=True):
             for number, (bucket, found) in enumerate(zip(chunk, buckets, strict=True)):
@@ -98,5 +102,24 @@ def test_each_rank_has_its_share_of_a_bucket_of_auto(config: RunConfig, dp: int)
     for rank in range(config.parallel.pp):
         for chunk in chunk_buckets(config, rank):
             own = [bucket for bucket in chunk if [parameter.name for parameter in bucket] != [TOKEN_EMBEDDING]]
-            numbers = [sum(parameter.local_numel(config.parallel.tp) for parameter in bucket) for bucket in own]
+            numbers = [sum(parameter.local_numel(topology_of(config)) for parameter in bucket) for bucket in own]
             assert len(own) <= 1 or min(numbers) * number_bytes >= dp * (512 << 10)
+
+
+def test_fp8_multiplies_no_router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor another matrix of the model that does not say so: an embedding, the head."""
+    serial = blocks.serial
+    router = Linear("mlp.router", "router", 32, (("router", 8),), fp8=False)
+
+    def routed(model: ModelConfig, layer: int) -> Block:
+        return (*serial(model, layer), Columns((router,)))
+
+    tree = run_settings(FAMILIES["gpt"], tmp_path, train__precision="fp8", fp8__bf16_first=0, fp8__bf16_last=1)
+    config = config_of(tree, tmp_path)
+    cast, cast_operands = list(eight_bit_weights(config)), list(operands(block(config.model, 0)))
+    monkeypatch.setattr(blocks, "serial", routed)
+    matrices = {parameter.name for parameter in whole(config.model) if parameter.is_matrix}
+    assert f"layers.0.{router.name}.weight" in matrices
+    parts = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
+    assert list(eight_bit_weights(config)) == cast == [f"layers.{i}.{part}.weight" for i in range(3) for part in parts]
+    assert list(operands(block(config.model, 0))) == cast_operands

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale.layout.topology import AXES, Coord, Topology
+from megascale.config.run import RunConfig
+from megascale.layout.topology import AXES, Coord, Topology, topology_of
+from tests.drawn import jobs
 
 SIZES = st.builds(Topology, *(st.integers(1, 5) for _ in AXES))
 
@@ -24,6 +26,8 @@ def test_groups_partition_the_world(topology: Topology, axes: set[str]) -> None:
     assert sorted(rank for group in groups for rank in group) == list(range(topology.world))
     for group in groups:
         assert all(topology.group(rank, *axes) == group for rank in group)
+        places = [topology.index(topology.coord(rank), *axes) for rank in group]
+        assert places == list(range(topology.size(*axes)))
         fixed = {tuple(getattr(topology.coord(rank), axis) for axis in AXES if axis not in axes) for rank in group}
         assert len(fixed) == 1
 
@@ -39,3 +43,10 @@ def test_tp_is_fastest_and_pp_slowest() -> None:
 def test_a_rank_outside_the_world_is_refused() -> None:
     with pytest.raises(IndexError, match="4"):
         Topology(tp=2, pp=2).coord(4)
+
+
+@given(jobs())
+def test_a_configuration_has_a_topology(config: RunConfig) -> None:
+    topology, p = topology_of(config), config.parallel
+    assert topology == Topology(tp=p.tp, cp=p.cp, dp=config.dp, pp=p.pp)
+    assert topology.world == config.world

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from megascale.config.model import ModelConfig
 from megascale.core.rank import Rank
-from megascale.layout.tensors import Parameter, Tensor, stage, whole
+from megascale.layout.tensors import Parameter, Tensor, matrix, whole
+from megascale.layout.topology import Coord, Topology
 from megascale.model import initialize
 from megascale.model.initialize import fill
 from tests.oracles.ours import Piece, boxes_of, join, parameters_of
@@ -28,8 +29,9 @@ def local(
     parameter: Parameter, rank: int, tp: int, dtype: torch.dtype = torch.float32, seed: int = SEED
 ) -> torch.Tensor:
     """A rank's part, written over memory that held something else."""
-    target = torch.full(parameter.local_shape(tp), 1e9, dtype=dtype)
-    fill(target, parameter, rank, tp, seed)
+    topology = Topology(tp=tp)
+    target = torch.full(parameter.local_shape(topology), 1e9, dtype=dtype)
+    fill(target, parameter, topology, Coord(tp=rank), seed)
     return target
 
 
@@ -39,8 +41,8 @@ def pieces(parameter: Parameter, tp: int) -> list[list[Piece]]:
     for rank in range(tp):
         target, row = local(parameter, rank, tp), 0
         mine = []
-        for tensor in parameter.tensors:
-            offset, size = tensor.local(rank, tp)
+        for tensor in parameter.parts:
+            offset, size = tensor.local(Topology(tp=tp), Coord(tp=rank))
             box = tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
             mine.append((tensor.name, box, target[row : row + size[0]].clone().numpy()))
             target[row : row + size[0]] = 0
@@ -80,18 +82,16 @@ def models(draw: st.DrawFn) -> tuple[ModelConfig, int]:
 def test_every_split_over_tp_holds_the_same_tensors(drawn: tuple[ModelConfig, int], block: int) -> None:
     """Whatever share of a tensor's blocks a rank's part starts and ends in."""
     model, tp = drawn
-    split = stage(model, tp, range(model.num_layers), first=True, last=True)
     with patch.object(initialize, "BLOCK", block):
-        for one, many in zip(whole(model), split, strict=True):
-            shapes = {tensor.name: tensor.shape for tensor in one.tensors}
-            expected, found = join(shapes, pieces(one, 1)), join(shapes, pieces(many, tp))
+        for parameter in whole(model):
+            shapes = {tensor.name: tensor.shape for tensor in parameter.parts}
+            expected, found = join(shapes, pieces(parameter, 1)), join(shapes, pieces(parameter, tp))
             assert all((found[name] == expected[name]).all() for name in shapes)
 
 
 def test_a_tensor_of_many_blocks() -> None:
     """Of the size that blocks have in earnest."""
-    tensor = Tensor("wide", (2_500, 1_024), 0, std=0.1)
-    parameter = Parameter("wide", (tensor,))
+    parameter = matrix("wide", Tensor("wide", (2_500, 1_024), {"tp": 0}, std=0.1))
     found = torch.cat([local(parameter, rank, 4) for rank in range(4)])
     assert torch.equal(found, local(parameter, 0, 1))
     first, second = found[: initialize.BLOCK // 1_024], found[initialize.BLOCK // 1_024 :][: initialize.BLOCK // 1_024]
@@ -101,8 +101,7 @@ def test_a_tensor_of_many_blocks() -> None:
 
 
 def test_a_matrix_cut_by_columns_is_the_same_matrix() -> None:
-    tensor = Tensor("tall", (30, 1_000), 1, std=0.1)
-    parameter = Parameter("tall", (tensor,))
+    parameter = matrix("tall", Tensor("tall", (30, 1_000), {"tp": 1}, std=0.1))
     with patch.object(initialize, "BLOCK", 7_000):
         found = torch.cat([local(parameter, rank, 8) for rank in range(8)], 1)
         assert torch.equal(found, local(parameter, 0, 1))
@@ -110,7 +109,7 @@ def test_a_matrix_cut_by_columns_is_the_same_matrix() -> None:
 
 def test_names_and_seeds_tell_tensors_apart() -> None:
     def draw(name: str, seed: int) -> torch.Tensor:
-        return local(Parameter("p", (Tensor(name, (8, 8), std=1.0),)), 0, 1, seed=seed)
+        return local(matrix("p", Tensor(name, (8, 8), std=1.0)), 0, 1, seed=seed)
 
     drawn = [draw("a", 0), draw("b", 0), draw("a", 1)]
     assert len({tuple(t.flatten().tolist()) for t in drawn}) == 3
@@ -118,14 +117,14 @@ def test_names_and_seeds_tell_tensors_apart() -> None:
 
 
 def test_tensors_are_drawn_alike_alone_and_fused() -> None:
-    q, k = Tensor("q", (8, 4), 0, std=1.0), Tensor("k", (4, 4), 0, std=1.0)
-    fused = local(Parameter("qk", (q, k)), 1, 2)
-    assert torch.equal(fused, torch.cat([local(Parameter("q", (q,)), 1, 2), local(Parameter("k", (k,)), 1, 2)]))
+    q, k = Tensor("q", (8, 4), {"tp": 0}, std=1.0), Tensor("k", (4, 4), {"tp": 0}, std=1.0)
+    fused = local(matrix("qk", q, k), 1, 2)
+    assert torch.equal(fused, torch.cat([local(matrix("q", q), 1, 2), local(matrix("k", k), 1, 2)]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_number_formats_hold_the_same_numbers(dtype: torch.dtype) -> None:
-    parameter = Parameter("p", (Tensor("p", (16, 16), std=1.0),))
+    parameter = matrix("p", Tensor("p", (16, 16), std=1.0))
     assert torch.equal(local(parameter, 0, 1, dtype), local(parameter, 0, 1).to(dtype))
 
 
@@ -142,7 +141,7 @@ def test_each_kind_of_tensor_starts_as_it_should() -> None:
         else:
             residual = parameter.name.endswith(("out.weight", "down.weight"))
             std = 0.5 / math.sqrt(2 * 8) if residual else 0.5
-            numbers = start[: parameter.tensors[0].shape[0]] if "token" in parameter.name else start
+            numbers = start[: parameter.parts[0].shape[0]] if "token" in parameter.name else start
             assert abs(float(numbers.std()) / std - 1) < 5 / math.sqrt(2 * numbers.numel()), parameter.name
 
 
@@ -151,7 +150,7 @@ def _built(rank: Rank, config: object) -> list[Piece]:
     return [
         (tensor.name, box, target[rows].detach().clone().numpy())
         for target, _, parameter in parameters_of(run)
-        for tensor, box, rows in boxes_of(parameter, run.mesh.tp.index, run.mesh.tp.size)
+        for tensor, box, rows in boxes_of(parameter, run.mesh)
     ]
 
 
@@ -161,6 +160,6 @@ def test_runs_of_any_layout_start_from_the_same_weights(family: str, tmp_path: P
     found = []
     for layout in layouts:
         config = config_of(settings(FAMILIES[family], tmp_path, **layout), tmp_path)
-        shapes = {tensor.name: tensor.shape for parameter in whole(config.model) for tensor in parameter.tensors}
+        shapes = {tensor.name: tensor.shape for parameter in whole(config.model) for tensor in parameter.parts}
         found.append(join(shapes, run_world(config.world, _built, config)))
     assert all(np.array_equal(found[0][name], found[1][name]) for name in found[0])

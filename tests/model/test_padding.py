@@ -34,9 +34,9 @@ def train(rank: Rank, config: RunConfig, multiple: int) -> tuple[list[tuple[floa
     padding = []
     for bucket in run.gradients.buckets:
         for slot in bucket.layout.slots:
-            (tensor, *_) = slot.parameter.tensors
-            if tensor.padded:
-                _, size = tensor.local(run.mesh.tp.index, run.mesh.tp.size)
+            (tensor, *_) = slot.parameter.parts
+            if tensor.multiple > 1:
+                _, size = tensor.local(run.mesh.topology, run.mesh.coord)
                 padding.append(bucket.parameters[slot.parameter.name].data[size[0] :])
     zero = not any(rows.any() for rows in padding)
     losses = []

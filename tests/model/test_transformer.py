@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megascale.config.model import ModelConfig
 from megascale.layout.tensors import whole
+from megascale.layout.topology import Coord, Topology
 from megascale.model.initialize import fill
 from megascale.model.transformer import Stage
 from megascale.parallel.microbatch import MicroBatch
@@ -25,8 +26,8 @@ def stage_of(model: dict[str, Any]) -> Stage:
     config = ModelConfig.model_validate(model | {"init_std": 0.2})
     parameters = {}
     for parameter in whole(config):
-        target = torch.empty(parameter.local_shape(1), dtype=torch.float64)
-        fill(target, parameter, 0, 1, seed=0)
+        target = torch.empty(parameter.local_shape(Topology()), dtype=torch.float64)
+        fill(target, parameter, Topology(), Coord(), seed=0)
         parameters[parameter.name] = nn.Parameter(target)
     return Stage(given(config, parameters), range(config.num_layers), True, True)
 

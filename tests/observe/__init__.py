@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megascale.core.events import COMPUTE, Event, RankEvents, file_name, write_events
+from megascale.core.label import FORWARD, Label, What
 
 STEPS = (1, 2, 3)
 MICRO_BATCHES = 2
@@ -38,7 +39,7 @@ def _rank(rank: int, steps: Iterable[int]) -> RankEvents:
 def _forward(step: int, m: int, start: float) -> list[Event]:
     """A forward of 30 ms with a gather, for which it waits from its 3rd to its 5th millisecond."""
     gather = _communication(
-        "tp", "all_gather", "layer 0 qkv", step, start + 0.001, start + 0.005, "tp", 4096,
+        "tp", "all_gather", Label.of_layer(0, "qkv"), step, start + 0.001, start + 0.005, "tp", 4096,
         waits=((start + 0.003, start + 0.005),), chunk=0, m=m,
     )  # fmt: skip
     return [Event(COMPUTE, "F", "", step, 0, m, start, start + 0.030), gather]
@@ -46,22 +47,23 @@ def _forward(step: int, m: int, start: float) -> list[Event]:
 
 def _message(rank: int, step: int, m: int, sent: float) -> Event:
     """An activation that the second stage begins to wait for 20 ms before it is sent."""
-    what, arrived = f"forward m{m} stage 1", sent + 0.010
+    label, arrived = Label(stage=1, direction=FORWARD), sent + 0.010
     if rank < 2:
-        return _communication("pp", "send", what, step, sent, sent + 0.009, "pp up", 512, peer=rank + 2)
+        return _communication("pp", "send", label, step, sent, sent + 0.009, "pp up", 512, peer=rank + 2, m=m)
     posted = sent - 0.020
     return _communication(
-        "pp", "receive", what, step, posted, arrived, "pp up", 512, peer=rank - 2, waits=((posted, arrived),)
+        "pp", "receive", label, step, posted, arrived, "pp up", 512, peer=rank - 2, waits=((posted, arrived),), m=m
     )
 
 
 def _communication(
-    axis: str, name: str, what: str, step: int, start: float, end: float, group: str, nbytes: int, *,
+    axis: str, name: str, what: What, step: int, start: float, end: float, group: str, nbytes: int, *,
     waits: tuple[tuple[float, float], ...] = (), peer: int = -1, chunk: int = -1, m: int = -1,
 ) -> Event:  # fmt: skip
+    part, layer, stage, direction = Label.of(what)
     return Event(
-        axis, name, what, step, chunk, m, start, end, group=group, sequence=step, bytes=nbytes, peer=peer,
-        issue=start - 0.0005, waits=waits,
+        axis, name, part, step, chunk, m, start, end, group=group, sequence=step, bytes=nbytes, peer=peer,
+        issue=start - 0.0005, waits=waits, layer=layer, stage=stage, direction=direction,
     )  # fmt: skip
 
 

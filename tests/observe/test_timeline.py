@@ -179,7 +179,8 @@ def test_slices_say_what_they_are(tmp_path: Path) -> None:
     assert found["compute", "update c0"]["args"] == {"step": 7, "chunk": 0}
     receive = found["pp", "pp.receive forward m0 stage 1"]
     assert receive["args"] == {
-        "step": 7, "group": "pp up", "sequence": 7, "peer": 1, "bytes": 512, "issue us": -500.0, "exposed ms": 30.0,
+        "step": 7, "micro-batch": 0, "group": "pp up", "sequence": 7, "peer": 1, "bytes": 512, "issue us": -500.0,
+        "exposed ms": 30.0,
     }  # fmt: skip
     wait = found["compute", "wait pp.receive forward m0 stage 1"]
     assert (wait["ts"], wait["dur"]) == (receive["ts"], receive["dur"]) == (0, 30_000)
@@ -220,6 +221,32 @@ def test_an_arrow_leads_from_each_send_to_its_receive(tmp_path: Path) -> None:
         )  # fmt: skip
         assert send["name"] == receive["name"].replace("receive", "send")
         assert send["args"]["step"] == receive["args"]["step"]
+
+
+def test_messages_of_the_first_format_are_matched_by_their_order(tmp_path: Path) -> None:
+    """Its events have no stage: a channel delivers messages as they were sent."""
+    old = [
+        dataclasses.replace(
+            events,
+            events=tuple(dataclasses.replace(e, part=e.what, layer=-1, stage=-1, direction="") for e in events.events),
+        )
+        for events in job()
+    ]
+    assert merged(tmp_path / "old.json", old) == merged(tmp_path / "new.json", job())
+
+
+def test_messages_that_two_chunks_exchange_are_told_apart(tmp_path: Path) -> None:
+    """Between the same ranks, in one step, of one micro-batch: what the first sends last is received first."""
+
+    def message(name: str, stage: int, start: float) -> Event:
+        peer = 1 if name == "send" else 0
+        return Event("pp", name, "", 1, 0, 0, start, start + 0.5, "pp.up", peer=peer, stage=stage, direction="forward")
+
+    sends, receives = [message("send", 1, 0.0), message("send", 3, 1.0)], [message("receive", 3, 2.0)]
+    ranks = [RankEvents(rank, 2, {}, "", (), 0, tuple(events)) for rank, events in enumerate((sends, receives))]
+    written, items = merged(tmp_path / "t.json", ranks)
+    assert (written.arrows, written.single) == (1, 1)
+    assert [item["ts"] for item in of_phase(items, "s")] == [1_000_000.0]
 
 
 def test_equal_messages_of_a_step_are_matched_in_their_order(tmp_path: Path) -> None:

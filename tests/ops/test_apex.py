@@ -120,14 +120,16 @@ def apex(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 def segments() -> list[Segment]:
     draw = torch.Generator().manual_seed(1)
     found = []
-    for size, decays, scale in ((200, True, 2.0), (50, False, 1.0), (64, True, 0.5), (77, True, 0.0), (3, False, 0.0)):
+    sizes, scales = (200, 50, 64, 77, 3, 60, 40), (2.0, 1.0, 0.5, 0.0, 0.0, 1.0, 1.0)
+    matrices, decays = (1, 0, 1, 1, 0, 1, 0), (1, 0, 1, 1, 0, 0, 1)
+    for size, scale, *flags in zip(sizes, scales, matrices, decays, strict=True):
         state = {name: torch.zeros(size) for name in AdamW.state_names}
-        found.append(Segment(scale * torch.randn(size, generator=draw), torch.zeros(size), state, decays))
+        found.append(Segment(scale * torch.randn(size, generator=draw), torch.zeros(size), state, *map(bool, flags)))
     return found
 
 
 def norms_of(parts: list[Segment]) -> Tensor:
-    pairs = [(part.weight.double().norm(), part.grad.double().norm()) for part in parts if part.decays]
+    pairs = [(part.weight.double().norm(), part.grad.double().norm()) for part in parts if part.is_matrix]
     return torch.tensor(pairs, dtype=torch.float64).T
 
 
@@ -196,7 +198,7 @@ def test_what_other_packages_register_is_torchs() -> None:
 @pytest.mark.usefixtures("apex")
 def test_more_numbers_than_the_kernels_count_are_refused() -> None:
     huge = torch.empty(2**31, device="meta")
-    part = Segment(huge, huge, dict.fromkeys(AdamW.state_names, huge), True)
+    part = Segment(huge, huge, dict.fromkeys(AdamW.state_names, huge), True, True)
     for body in (ApexAdamW, ApexLamb):
         with pytest.raises(MegascaleError, match="2147483648 numbers at once"):
             body([part], OptimizerConfig(lr=1e-2))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megascale.comm.collectives import all_reduce
 from megascale.config.backends import BackendsConfig
 from megascale.config.model import ModelConfig
 from megascale.core.rank import Rank
@@ -87,9 +88,10 @@ def losses(rank: Rank, tp: int, name: str, block_bytes: int) -> tuple[tuple[int,
         weights = torch.ones(S * B, dtype=wide) if weights is None else weights.flatten().to(wide)
         targets = Targets(case.labels().flatten() - own.start, weights, own.valid)
         logits = columns(case.logits(), own, padding=1e4).flatten(0, 1)
-        alone, none = cross_entropy(logits.clone(), targets, axis.group, False)
+        reduce = partial(all_reduce, axis.group)
+        alone, none = cross_entropy(logits.clone(), targets, reduce, False)
         assert none is None
-        loss, grad = cross_entropy(logits, targets, axis.group, True)
+        loss, grad = cross_entropy(logits, targets, reduce, True)
         assert grad is not None and grad.data_ptr() == logits.data_ptr() and grad.dtype == case.dtype
         found[name] = (loss.item(), alone.item(), str(loss.dtype), grad.unflatten(0, (S, B)).double().numpy())
     return (own.start, own.valid), found

@@ -26,7 +26,7 @@ STEPS = 6
 def segment(size: int, decays: bool, seed: int) -> Segment:
     names = OPTIMIZERS["adamw"].load().state_names
     weight = torch.randn(size, generator=torch.Generator().manual_seed(seed))
-    return Segment(weight, torch.zeros(size), {name: torch.zeros(size) for name in names}, decays)
+    return Segment(weight, torch.zeros(size), {name: torch.zeros(size) for name in names}, not decays, decays)
 
 
 GO = torch.zeros(())
@@ -74,7 +74,7 @@ def test_the_cut_into_segments_changes_nothing() -> None:
     whole, body = segment(100, True, seed=2), OPTIMIZERS["adamw"].load()
     flat = segment(100, True, seed=2)
     cuts = [
-        Segment(flat.weight[part], flat.grad[part], {k: v[part] for k, v in flat.state.items()}, True)
+        Segment(flat.weight[part], flat.grad[part], {k: v[part] for k, v in flat.state.items()}, True, True)
         for part in (slice(0, 7), slice(7, 64), slice(64, 100))
     ]
     one, many = body([whole], CONFIG), body(cuts, CONFIG)
@@ -107,7 +107,7 @@ def test_the_factor_clips_the_gradient(dtype: torch.dtype, tolerance: float) -> 
     """In fp64 to the last digits, which layouts of one model have in common."""
     body, factor = OPTIMIZERS["adamw"].load(), torch.tensor(math.pi * 1e-5, dtype=torch.float64)
     clipped, within = (
-        Segment(p.weight.to(dtype), p.grad.to(dtype), {k: v.to(dtype) for k, v in p.state.items()}, True)
+        Segment(p.weight.to(dtype), p.grad.to(dtype), {k: v.to(dtype) for k, v in p.state.items()}, True, True)
         for p in (segment(100, True, seed=5), segment(100, True, seed=5))
     )
     for step in range(1, STEPS):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megascale.comm.mesh import open_mesh
 from megascale.comm.totals import max_over_job
 from megascale.core.rank import Rank
-from megascale.layout.topology import Topology
+from megascale.layout.topology import Coord, Topology, topology_of
 from megascale.optim.norms import ROW, sum_of_squares
 from tests.runs import FAMILIES, GPT, LLAMA, build_run, config_of, given, scale_and_clip, settings
 from tests.worlds import run_world
@@ -42,8 +42,8 @@ def plain_gradients(config: Any) -> dict[str, Tensor]:
 
     parameters = {}
     for parameter in whole(config.model):
-        weight = torch.zeros(parameter.local_shape(1), dtype=torch.float64)
-        fill(weight, parameter, 0, 1, config.train.seed)
+        weight = torch.zeros(parameter.local_shape(Topology()), dtype=torch.float64)
+        fill(weight, parameter, Topology(), Coord(), config.train.seed)
         parameters[parameter.name] = nn.Parameter(weight)
     layers = range(config.model.num_layers)
     stage = Stage(given(config.model, parameters), layers, True, True)
@@ -71,8 +71,7 @@ def norms(rank: Rank, configs: list[Any]) -> list[tuple[float, float, float, flo
     """
     found, meshes = [], {}
     for config in configs:
-        p = config.parallel
-        topology = Topology(tp=p.tp, cp=p.cp, dp=config.dp, pp=p.pp)
+        topology = topology_of(config)
         if topology not in meshes:
             meshes[topology] = open_mesh(topology, rank.rank, tied=topology.pp > 1)
         run = build_run(rank, config, meshes[topology])

@@ -17,7 +17,7 @@ from megascale.comm.mesh import open_mesh
 from megascale.config.train import OptimizerConfig
 from megascale.core.rank import Rank
 from megascale.layout.tensors import whole
-from megascale.layout.topology import Topology
+from megascale.layout.topology import Coord, Topology, topology_of
 from megascale.ops.optimizer import Segment
 from megascale.optim.lamb import Lamb
 from megascale.optim.lr import learning_rate
@@ -28,13 +28,17 @@ GO, SKIP = torch.zeros(()), torch.ones(())
 
 
 def segments(dtype: torch.dtype = torch.float64) -> list[Segment]:
-    """Parts of two matrices, of what does not decay, and of a matrix whose weights are zero."""
+    """Parts of two matrices, of a norm, of a matrix whose weights are zero, of a matrix that does not decay, and of a
+    vector that does.
+    """
     draw = torch.Generator().manual_seed(1)
     found = []
-    for size, decays, scale in ((200, True, 2.0), (50, False, 1.0), (90, True, 0.5), (77, True, 0.0)):
+    sizes, scales = (200, 50, 90, 77, 60, 40), (2.0, 1.0, 0.5, 0.0, 1.0, 1.0)
+    flags = ((True, True), (False, False), (True, True), (True, True), (True, False), (False, True))
+    for size, scale, (is_matrix, weight_decay) in zip(sizes, scales, flags, strict=True):
         state = {name: torch.zeros(size, dtype=dtype) for name in Lamb.state_names}
         weight = (scale * torch.randn(size, dtype=torch.float64, generator=draw)).to(dtype)
-        found.append(Segment(weight, torch.zeros_like(weight), state, decays))
+        found.append(Segment(weight, torch.zeros_like(weight), state, is_matrix, weight_decay))
     return found
 
 
@@ -44,7 +48,7 @@ def gradient(size: int, step: int) -> Tensor:
 
 def norms_of(parts: list[Segment]) -> Tensor:
     """As if each segment were a whole parameter."""
-    pairs = [(part.weight.double().norm(), part.grad.double().norm()) for part in parts if part.decays]
+    pairs = [(part.weight.double().norm(), part.grad.double().norm()) for part in parts if part.is_matrix]
     return torch.tensor(pairs, dtype=torch.float64).T
 
 
@@ -69,10 +73,8 @@ def test_follows_the_formula(dtype: torch.dtype, close: float, bias_correction: 
             m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g * g
             low, high = (1 - 0.8**step, 1 - 0.9**step) if bias_correction else (1.0, 1.0)
             u = (m / low) / ((v / high).sqrt() + 1e-6)
-            ratio = 1.0
-            if part.decays:
-                u = u + weight_decay * x
-                ratio = float(x.norm() / u.norm()) or 1.0
+            u = u + weight_decay * part.weight_decay * x
+            ratio = float(x.norm() / u.norm()) or 1.0 if part.is_matrix else 1.0
             expected[index] = (x - lr * ratio * u, m, v)
             for ours, theirs in zip((part.weight, *part.state.values()), expected[index], strict=True):
                 torch.testing.assert_close(ours.double(), theirs, rtol=close, atol=close)
@@ -162,8 +164,8 @@ def by_the_formula(config: Any) -> Reference:
     o, total = config.optimizer, config.batch.total
     parameters = {}
     for parameter in whole(config.model):
-        weight = torch.zeros(parameter.local_shape(1), dtype=torch.float64)
-        fill(weight, parameter, 0, 1, config.train.seed)
+        weight = torch.zeros(parameter.local_shape(Topology()), dtype=torch.float64)
+        fill(weight, parameter, Topology(), Coord(), config.train.seed)
         parameters[parameter.name] = nn.Parameter(weight)
     stage = Stage(given(config.model, parameters), range(config.model.num_layers), True, True)
     samples = mixture(config, "train", STEPS * total)
@@ -218,8 +220,7 @@ def outcomes(rank: Rank, configs: list[Any], unplugged: Sequence[str] = (), nudg
     meshes: dict[tuple[Topology, bool], Any] = {}
     found = []
     for config in configs:
-        p = config.parallel
-        key = Topology(tp=p.tp, cp=p.cp, dp=config.dp, pp=p.pp), config.model.tie_embeddings
+        key = topology_of(config), config.model.tie_embeddings
         if key not in meshes:
             meshes[key] = open_mesh(key[0], rank.rank, tied=key[1])
         found.append(outcome(build_run(rank, config, meshes[key])))
@@ -238,7 +239,7 @@ def outcome(run: Any) -> Outcome:
         result = train_step(run, run.train.batch(run.progress.samples))
         curve.append((result.loss, result.grad_norm))
     run.gradients.finish_gather()
-    names = [s.parameter.name for b in run.gradients.buckets for s in b.layout.slots if s.parameter.decays]
+    names = [s.parameter.name for b in run.gradients.buckets for s in b.layout.slots if s.parameter.is_matrix]
     norms = dict(zip(names, formed[-1].T.tolist(), strict=True))
     tensors = global_tensors(optimizer.shards, run.mesh).items()
     pieces = {
@@ -261,7 +262,7 @@ def assemble(config: Any, ranks: list[Outcome]) -> dict[str, Tensor]:
                 assert bool((old.isnan() | (old == new)).all()), f"replicas of {name} differ"
                 known[place] = new
     assert not any(tensor.isnan().any() for tensor in tensors.values())
-    return {p.name: torch.cat([tensors[t.name] for t in p.tensors]) for p in whole(config.model)}
+    return {p.name: torch.cat([tensors[t.name] for t in p.parts]) for p in whole(config.model)}
 
 
 def difference(config: Any, ranks: list[Outcome], expected: Reference) -> float:

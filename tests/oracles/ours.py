@@ -84,7 +84,7 @@ def compute(model: dict[str, Any], weights: Arrays, folder: Path, precision: str
     """The loss of `Batch` and its gradients in a world of real processes, in two micro-batches."""
     tree = settings(model, folder, batch__micro=2, batch__global=SAMPLES, train__precision=precision, **layout)
     config = config_of(tree, folder)
-    shapes = {tensor.name: tensor.shape for parameter in whole(config.model) for tensor in parameter.tensors}
+    shapes = {tensor.name: tensor.shape for parameter in whole(config.model) for tensor in parameter.parts}
     assert {name: numbers.shape for name, numbers in weights.items()} == shapes
     pieces = run_world(config.world, _on_rank, config, weights)
     losses = {loss for _, loss, _ in pieces}
@@ -117,7 +117,7 @@ def _on_rank(rank: Rank, config: RunConfig, weights: Arrays) -> tuple[Array | No
     """Logits that this rank holds, the whole loss, and this rank's boxes of gradients."""
     run: Run = build_run(rank, config)
     for target, _, parameter in parameters_of(run):
-        for tensor, box, rows in boxes_of(parameter, run.mesh.tp.index, run.mesh.tp.size):
+        for tensor, box, rows in boxes_of(parameter, run.mesh):
             with torch.no_grad():
                 target[rows] = torch.from_numpy(weights[tensor.name][box])
 
@@ -130,7 +130,7 @@ def _on_rank(rank: Rank, config: RunConfig, weights: Arrays) -> tuple[Array | No
     found = []
     for _, grad, parameter in parameters_of(run):
         assert grad.isfinite().all()
-        for tensor, box, rows in boxes_of(parameter, run.mesh.tp.index, run.mesh.tp.size):
+        for tensor, box, rows in boxes_of(parameter, run.mesh):
             found.append((tensor.name, box, grad[rows].double().clone().numpy()))
             grad[rows] = 0
         assert not grad.any(), f"padding of {parameter.name} has a gradient"
@@ -159,11 +159,11 @@ def parameters_of(run: Run) -> Any:
             yield target, bucket.grad[slot.start : slot.stop].view(target.shape), slot.parameter
 
 
-def boxes_of(parameter: Parameter, rank: int, tp: int) -> list[tuple[Tensor, tuple[slice, ...], slice]]:
+def boxes_of(parameter: Parameter, mesh: Any) -> list[tuple[Tensor, tuple[slice, ...], slice]]:
     """The tensors of a parameter: the box that this rank holds, and the rows of the parameter that are this box."""
     found, row = [], 0
-    for tensor in parameter.tensors:
-        offset, size = tensor.local(rank, tp)
+    for tensor in parameter.parts:
+        offset, size = tensor.local(mesh.topology, mesh.coord)
         box = tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
         found.append((tensor, box, slice(row, row + size[0])))
         row += size[0]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megascale.account.memory import state_bytes
 from megascale.catalog.recipes import RECIPES
 from megascale.comm.mesh import Mesh, open_mesh
 from megascale.config.run import RunConfig
@@ -23,7 +24,6 @@ from megascale.parallel import overlap
 from megascale.parallel.eight_bit import EightBit, Scaling, numerics_of
 from megascale.parallel.overlap import Layer, TensorAxis
 from megascale.parallel.tensor import column_linear, row_linear
-from megascale.plan.memory import state_bytes
 from tests.fused import serve_on_cpus
 from tests.marks import only_quick
 from tests.runs import LLAMA, build_run, config_of, curve_of, settings, train_curve
@@ -262,7 +262,7 @@ def test_casts_of_weights_take_the_memory_that_is_planned(recipe: str, tmp_path:
     config = configured(tmp_path, recipe, WIDE, parallel__pp=2)
     wide = configured(tmp_path, recipe, WIDE, parallel__pp=2, train__precision="bf16")
     found = run_world(2, cast_bytes, config)
-    assert found == [state_bytes(config, rank).weights - state_bytes(wide, rank).weights for rank in (0, 1)]
+    assert found == [state_bytes(config, rank).parameters - state_bytes(wide, rank).parameters for rank in (0, 1)]
 
 
 def cast_bytes(rank: Rank, config: RunConfig) -> int:
@@ -283,10 +283,11 @@ def test_a_resumed_run_goes_on_to_the_bit(recipe: str, tmp_path: Path) -> None:
 
 
 def save_and_train(rank: Rank, config: RunConfig, steps: int) -> list[tuple[float, float]]:
-    from megascale.train.loop import resume
+    from megascale.convert.huggingface import Pretrained
+    from megascale.train.resume import resume
 
     run = build_run(rank, config)
-    resume(run)
+    resume(run, Pretrained)
     curve = curve_of(run, steps)
     run.gradients.finish_gather()
     run.checkpoints.save(run.progress)
@@ -304,10 +305,11 @@ def test_a_history_begins_where_a_checkpoint_has_no_such(recipe: str, before: di
 
 def known_after_resuming(rank: Rank, config: RunConfig, steps: int) -> tuple[bool, int]:
     """Whether there was a history, and how many steps were then made."""
-    from megascale.train.loop import resume
+    from megascale.convert.huggingface import Pretrained
+    from megascale.train.resume import resume
 
     run = build_run(rank, config)
-    resume(run)
+    resume(run, Pretrained)
     return run.scaling.known, len(curve_of(run, steps))
 
 

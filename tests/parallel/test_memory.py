@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from megascale.account.memory import rank_memory, state_bytes
 from megascale.core.rank import Rank
 from megascale.layout.buckets import pack
 from megascale.layout.chunks import chunk_buckets
-from megascale.plan.memory import state_bytes
+from megascale.layout.topology import Topology
 from tests.runs import FAMILIES, build_run, config_of, settings
 from tests.worlds import run_world
 
@@ -54,14 +55,12 @@ def test_allocated_as_planned(family: str, precision: str, zero: int, tmp_path: 
     tree = settings(FAMILIES[family], tmp_path, train__precision=precision, **layout)
     config = config_of(tree, tmp_path)
     for rank, found in enumerate(run_world(4, allocated, config)):
-        planned = state_bytes(config, pp_rank=rank // 2)
-        assert found["weights"] == planned.weights
+        planned = state_bytes(config, rank // 2)
+        assert found["weights"] == planned.parameters
         assert found["gradients"] == planned.gradients
         assert found["optimizer"] == planned.optimizer
         if zero == 2:
-            assert found["whole gradients"] < found["room for reductions"] <= planned.transient
-        else:
-            assert planned.transient == 0
+            assert found["whole gradients"] < found["room for reductions"] <= rank_memory(config, rank // 2).transient
 
 
 def test_the_gradient_of_one_chunk_is_being_reduced_while_room_is_made_for_another(tmp_path: Any) -> None:
@@ -76,8 +75,8 @@ def test_room_for_the_head_while_other_chunks_have_theirs(tmp_path: Any) -> None
     """Groups of three and two micro-batches: a backward of another chunk comes between the loss and its own."""
     layout = {"parallel__pp": 2, "parallel__vpp": 2, "parallel__zero": 2, "batch__global": 5}
     config = config_of(settings(FAMILIES["llama"], tmp_path, train__precision="fp32", **layout), tmp_path)
-    found, planned = run_world(2, allocated, config)[1]["whole gradients"], state_bytes(config, pp_rank=1)
-    chunks = [sum(4 * pack(bucket, 1, 1).size for bucket in chunk) for chunk in chunk_buckets(config, 1)]
+    found, planned = run_world(2, allocated, config)[1]["whole gradients"], rank_memory(config, 1)
+    chunks = [sum(4 * pack(bucket, Topology()).size for bucket in chunk) for chunk in chunk_buckets(config, 1)]
     assert found == sum(chunks)  # the last chunk is one bucket
     assert found + max(chunks) <= planned.transient, "and one more is being reduced"
 
@@ -87,7 +86,7 @@ def test_the_formula_for_one_rank(precision: str, per_parameter: int, tmp_path: 
     from megascale.layout.chunks import chunk_parameters
 
     config = config_of(settings(FAMILIES["llama"], tmp_path, train__precision=precision, parallel__zero=0), tmp_path)
-    numbers = pack(chunk_parameters(config, 0)[0], 1, 1).size
+    numbers = pack(chunk_parameters(config, 0)[0], Topology()).size
     assert state_bytes(config, 0).total == per_parameter * numbers
 
 
@@ -99,4 +98,4 @@ def test_sharding_divides_what_it_says(tmp_path: Any) -> None:
     whole = planned(0, 8)
     assert planned(1, 8).optimizer * 8 == pytest.approx(whole.optimizer, rel=0.05)  # up to the padding of shards
     assert planned(2, 8).gradients * 8 == pytest.approx(whole.gradients, rel=0.05)
-    assert planned(1, 8).gradients == planned(1, 8).weights * 2
+    assert planned(1, 8).gradients == planned(1, 8).parameters * 2

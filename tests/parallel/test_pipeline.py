@@ -16,6 +16,7 @@ from megascale.catalog.schedules import SCHEDULES
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.parallel.pipeline import Pipeline
+from megascale.schedule import ir
 from megascale.schedule.check import simulate
 from megascale.trace.recorder import Recorder
 from tests.runs import (
@@ -138,7 +139,7 @@ def test_no_more_is_alive_than_the_schedule_claims(ranks: Any) -> None:
     configs, found = ranks
     for index, config in enumerate(configs):
         p = config.parallel
-        claimed = simulate(SCHEDULES[p.schedule].load()(p.pp, p.vpp, config.micro_batches), p.vpp).live
+        claimed = simulate(ir.schedule(SCHEDULES[p.schedule].load(), p.pp, p.vpp, config.micro_batches), p.vpp).live
         assert tuple(rank[index]["peak"] for rank in found) == claimed
         assert all(rank[index]["alive"] == 0 for rank in found), "nothing outlives the step"
 

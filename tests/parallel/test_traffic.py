@@ -91,10 +91,10 @@ def test_a_pipeline_sends_each_boundary_once_each_way(pp: int, vpp: int, schedul
 def test_data_parallelism_moves_each_gradient_and_weight_once(zero: int, bucket_bytes: int, tmp_path: Any) -> None:
     layout = {"parallel__dp": 2, "parallel__zero": zero, "overlap__bucket_bytes": bucket_bytes}
     config, counts = measure(tmp_path, "llama", **layout)
+    from megascale.account.memory import state_bytes
     from megascale.layout.chunks import chunk_buckets
-    from megascale.plan.memory import state_bytes
 
-    weights, (cut,) = state_bytes(config, 0).weights, chunk_buckets(config, 0)
+    weights, (cut,) = state_bytes(config, 0).parameters, chunk_buckets(config, 0)
     n, reductions = len(cut), config.micro_batches if zero == 2 else 1
     assert (n > 1) == (bucket_bytes < weights)
     expected = {
@@ -133,7 +133,7 @@ def test_lamb_sums_two_numbers_a_matrix(layout: dict[str, int], tmp_path: Any) -
     p = lamb.parallel
     for rank, (before, after) in enumerate(run_world(lamb.world, traffic_of_a_step, [adamw, lamb])):
         (chunk,) = chunk_parameters(lamb, rank if p.pp > 1 else 0)
-        sums = (1, 8 * 2 * sum(parameter.decays for parameter in chunk))
+        sums = (1, 8 * 2 * sum(parameter.is_matrix for parameter in chunk))
         more = {"tp": sums if p.tp > 1 else (0, 0), "dp": sums if p.zero and lamb.dp > 1 else (0, 0)}
         more["tied"] = (1, 8 * 2) if p.pp > 1 else (0, 0)
         for group, operations in after.items():

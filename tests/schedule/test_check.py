@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megascale.schedule import ir
 from megascale.schedule.check import ScheduleError, check_device_wait
 from megascale.schedule.ir import Action, Kind, Order, Schedule
 from megascale.schedule.lower import lower
@@ -56,7 +57,7 @@ def eager(order: Order, ahead: int) -> Order:
 @pytest.mark.parametrize(("p", "m", "places_that_hang"), [(2, 16, 2), (4, 8, 6), (8, 16, 14)])
 def test_receives_always_two_ahead_would_hang(p: int, m: int, places_that_hang: int) -> None:
     """1F1B with every receive two actions ahead of the one that needs it, and a wait before each compute action."""
-    lowered = [eager(order, 2) for order in lower(one_f_one_b(p, 1, m), 1, ahead=0)]
+    lowered = [eager(order, 2) for order in lower(ir.schedule(one_f_one_b, p, 1, m), 1, ahead=0)]
     with pytest.raises(ScheduleError, match=r"before F0\.\d+, waits for ever: a receive from rank"):
         check_device_wait(lowered, 1)
     hang = [place for place in places(lowered, COMPUTE) if not ends(lowered, 1, {place})]
@@ -97,7 +98,7 @@ def test_a_deadlock_of_compute_actions_is_noticed() -> None:
 
 
 def test_a_send_apart_from_its_action_is_noticed() -> None:
-    lowered = lower(one_f_one_b(2, 1, 2), 1)
+    lowered = lower(ir.schedule(one_f_one_b, 2, 1, 2), 1)
     at = lowered[1].index((Kind.SEND_B, 0, 0))
     lowered[1][at : at + 2] = reversed(lowered[1][at : at + 2])
     with pytest.raises(ScheduleError, match=r"SEND_B0\.0 does not directly follow"):

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.catalog.schedules import SCHEDULES
+from megascale.schedule import ir
 from megascale.schedule.check import check_device_wait, check_messages
 from megascale.schedule.ir import Kind, Schedule, forwards_only
 from megascale.schedule.lower import AHEAD, lower, receives
@@ -25,7 +26,7 @@ FAR = st.integers(0, 3)
 def schedule_of(name: str, p: int, v: int, m: int) -> tuple[Schedule, int]:
     """A compute schedule, and its chunks: one if it runs only one."""
     v = v if SCHEDULES[name].facts["chunks"] else 1
-    return SCHEDULES[name].load()(p, v, m), v
+    return ir.schedule(SCHEDULES[name].load(), p, v, m), v
 
 
 @pytest.mark.parametrize("name", SCHEDULES.names())
@@ -59,7 +60,7 @@ def test_hosts_that_wait_come_to_the_end(name: str, p: int, v: int, m: int, chan
 
 def test_waits_of_two_ranks_at_once_may_not_end() -> None:
     """Each has posted a receive of what the other is yet to do, as both must for messages to travel in time."""
-    lowered = lower(one_f_one_b(2, 1, 4), 1, ahead=AHEAD)
+    lowered = lower(ir.schedule(one_f_one_b, 2, 1, 4), 1, ahead=AHEAD)
     before = [lowered[0].index((Kind.F, 0, 2)), lowered[1].index((Kind.B, 0, 1))]
     first, second = enumerate(before)
     assert ends(lowered, 1, {first}) and ends(lowered, 1, {second})
@@ -75,7 +76,7 @@ def test_without_receives_ahead_all_ranks_may_wait_before_each_action(p: int, m:
 
 
 def test_most_receives_are_posted_two_actions_ahead_and_none_sooner() -> None:
-    precedence = Precedence(one_f_one_b(4, 1, 16), 1)
+    precedence = Precedence(ir.schedule(one_f_one_b, 4, 1, 16), 1)
     for rank in range(4):
         ahead = [
             precedence.index(rank)[Kind.F if kind is Kind.RECV_F else Kind.B, chunk, i] - place

@@ -7,6 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megascale.schedule import ir
 from megascale.schedule.check import dependencies
 from megascale.schedule.ir import Action, Kind, Schedule, backward, forward
 from megascale.schedule.one_f_one_b import one_f_one_b
@@ -52,7 +53,7 @@ def predecessors(compute: Schedule, v: int) -> dict[Place, set[Place]]:
 
 
 def test_where_inputs_come_from_and_results_go() -> None:
-    line, ring = Precedence(one_f_one_b(3, 1, 2), 1), Precedence([[], [], []], 2)
+    line, ring = Precedence(ir.schedule(one_f_one_b, 3, 1, 2), 1), Precedence([[], [], []], 2)
     assert line.source(forward(0, 1), 0) is line.target(backward(0, 1), 0) is line.source(backward(0, 1), 2) is None
     assert line.target(forward(0, 1), 0) == (1, Action(Kind.F, 0, 1))
     assert ring.target(forward(0, 1), 2) == (0, Action(Kind.F, 1, 1))

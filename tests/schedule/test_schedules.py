@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.catalog.schedules import SCHEDULES
+from megascale.schedule import ir
 from megascale.schedule.check import ScheduleError, check_complete, check_messages, simulate
 from megascale.schedule.gpipe import gpipe
 from megascale.schedule.interleaved import interleaved_1f1b
@@ -27,28 +28,28 @@ def shape(name: str, p: int, v: int, m: int) -> tuple[int, int, int]:
 @given(p=STAGES, v=CHUNKS, m=MICRO_BATCHES)
 def test_complete_and_free_of_deadlock(name: str, p: int, v: int, m: int) -> None:
     p, v, m = shape(name, p, v, m)
-    schedule = SCHEDULES[name].load()(p, v, m)
+    schedule = ir.schedule(SCHEDULES[name].load(), p, v, m)
     check_complete(schedule, v, m)
     simulate(schedule, v)
 
 
 @given(p=STAGES, m=MICRO_BATCHES)
 def test_gpipe_costs_its_formula(p: int, m: int) -> None:
-    cost = simulate(gpipe(p, 1, m), 1)
+    cost = simulate(ir.schedule(gpipe, p, 1, m), 1)
     assert cost.bubble == pytest.approx((p - 1) / m)
     assert cost.live == (m,) * p
 
 
 @given(p=STAGES, m=MICRO_BATCHES)
 def test_1f1b_costs_its_formula(p: int, m: int) -> None:
-    cost = simulate(one_f_one_b(p, 1, m), 1)
+    cost = simulate(ir.schedule(one_f_one_b, p, 1, m), 1)
     assert cost.bubble == pytest.approx((p - 1) / m)
     assert cost.live == tuple(min(m, p - rank) for rank in range(p))
 
 
 @given(p=STAGES, v=CHUNKS, m=MICRO_BATCHES)
 def test_interleaved_costs_its_formula(p: int, v: int, m: int) -> None:
-    cost = simulate(interleaved_1f1b(p, v, m), v)
+    cost = simulate(ir.schedule(interleaved_1f1b, p, v, m), v)
     if m >= p:  # also where p does not divide m
         assert cost.bubble == pytest.approx((p - 1) / (v * m))
     if m % p == 0 and v > 1:
@@ -57,14 +58,14 @@ def test_interleaved_costs_its_formula(p: int, v: int, m: int) -> None:
 
 @given(p=STAGES, m=MICRO_BATCHES)
 def test_interleaved_with_one_chunk_is_1f1b(p: int, m: int) -> None:
-    assert interleaved_1f1b(p, 1, m) == one_f_one_b(p, 1, m)
+    assert ir.schedule(interleaved_1f1b, p, 1, m) == ir.schedule(one_f_one_b, p, 1, m)
 
 
 @pytest.mark.parametrize("name", SCHEDULES.names())
 @given(p=STAGES, v=CHUNKS, m=MICRO_BATCHES, ahead=st.integers(0, 3))
 def test_messages_arrive_in_order_and_none_waits_for_ever(name: str, p: int, v: int, m: int, ahead: int) -> None:
     p, v, m = shape(name, p, v, m)
-    compute = SCHEDULES[name].load()(p, v, m)
+    compute = ir.schedule(SCHEDULES[name].load(), p, v, m)
     check_messages(lower(compute, v, ahead=ahead))
     check_messages(lower(forwards_only(compute), v, ahead=ahead, training=False))
 
@@ -74,7 +75,7 @@ def test_messages_arrive_in_order_and_none_waits_for_ever(name: str, p: int, v: 
 def test_receives_are_posted_for_the_actions_that_follow(name: str, p: int, v: int, m: int, ahead: int) -> None:
     """But of two ranks, for of those one sends the other both activations and gradients, in an order of its own."""
     p, v, m = shape(name, p, v, m)
-    compute = SCHEDULES[name].load()(p, v, m)
+    compute = ir.schedule(SCHEDULES[name].load(), p, v, m)
     kinds = {Kind.RECV_F: Kind.F, Kind.RECV_B: Kind.B}
     for rank, lowered in enumerate(lower(compute, v, ahead=ahead)):
         posts = receives(Precedence(compute, v), rank, ahead)
@@ -87,7 +88,7 @@ def test_receives_are_posted_for_the_actions_that_follow(name: str, p: int, v: i
 @pytest.mark.parametrize("each", [False, True])
 @given(p=STAGES, v=CHUNKS, m=MICRO_BATCHES)
 def test_gathers_and_reductions_stand_where_they_must(each: bool, p: int, v: int, m: int) -> None:
-    for order in lower(interleaved_1f1b(p, v, m), v, reduce_each=each):
+    for order in lower(ir.schedule(interleaved_1f1b, p, v, m), v, reduce_each=each):
         for chunk in range(v):
             own = [action for action in order if action.chunk == chunk]
             kinds = [action.kind for action in own]
@@ -101,7 +102,8 @@ def test_gathers_and_reductions_stand_where_they_must(each: bool, p: int, v: int
 
 def test_lowering_sends_every_boundary_once() -> None:
     p, v, m = 4, 3, 8
-    counts = [sum(a.kind is kind for order in lower(interleaved_1f1b(p, v, m), v) for a in order) for kind in Kind]
+    lowered = lower(ir.schedule(interleaved_1f1b, p, v, m), v)
+    counts = [sum(action.kind is kind for order in lowered for action in order) for kind in Kind]
     by_kind = dict(zip(Kind, counts, strict=True))
     boundaries = m * (p * v - 1)
     assert {by_kind[kind] for kind in (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)} == {boundaries}
@@ -111,7 +113,7 @@ def test_lowering_sends_every_boundary_once() -> None:
 
 
 def test_a_missing_backward_is_noticed() -> None:
-    schedule = one_f_one_b(2, 1, 4)
+    schedule = ir.schedule(one_f_one_b, 2, 1, 4)
     schedule[1].remove(backward(0, 3))
     with pytest.raises(ScheduleError, match="rank 1"):
         check_complete(schedule, 1, 4)
@@ -123,7 +125,7 @@ def test_a_backward_before_its_forward_is_noticed() -> None:
 
 
 def test_a_deadlock_is_noticed() -> None:
-    schedule = one_f_one_b(2, 1, 2)
+    schedule = ir.schedule(one_f_one_b, 2, 1, 2)
     schedule[0] = [forward(0, 0), backward(0, 0), forward(0, 1), backward(0, 1)]
     schedule[1] = [forward(0, 1), backward(0, 1), forward(0, 0), backward(0, 0)]
     with pytest.raises(ScheduleError, match="deadlock"):
@@ -131,7 +133,7 @@ def test_a_deadlock_is_noticed() -> None:
 
 
 def test_receives_out_of_order_are_noticed() -> None:
-    lowered = lower(gpipe(2, 1, 2), 1)
+    lowered = lower(ir.schedule(gpipe, 2, 1, 2), 1)
     receives = [index for index, action in enumerate(lowered[1]) if action.kind is Kind.RECV_F]
     first, second = receives
     lowered[1][first], lowered[1][second] = lowered[1][second], lowered[1][first]
@@ -140,7 +142,7 @@ def test_receives_out_of_order_are_noticed() -> None:
 
 
 def test_a_message_that_is_never_sent_is_noticed() -> None:
-    lowered = lower(one_f_one_b(2, 1, 2), 1)
+    lowered = lower(ir.schedule(one_f_one_b, 2, 1, 2), 1)
     lowered[0] = [action for action in lowered[0] if action.kind is not Kind.SEND_F]
     with pytest.raises(ScheduleError, match="deadlock"):
         check_messages(lowered)

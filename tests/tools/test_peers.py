@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megascale.layout.tensors import Parameter, whole
+from megascale.layout.topology import Coord, Topology
 from tests.jobs import lives
 from tests.launch.test_testbed import missing
 from tests.runs import LLAMA, config_of, settings
@@ -181,20 +182,20 @@ def test_ranks_hold_parts_of_the_same_weights(family: str, tmp_path: Path) -> No
     draw = peer_weights.FAMILIES[family](config.model, 7)
 
     def part(parameter: Parameter, rank: int, tp: int) -> torch.Tensor:
-        target = torch.full(parameter.local_shape(tp), 3.0)
-        peer_weights.fill(target, parameter, rank, tp, draw)
+        target = torch.full(parameter.local_shape(Topology(tp=tp)), 3.0)
+        peer_weights.fill(target, parameter, Topology(tp=tp), Coord(tp=rank), draw)
         return target
 
     for parameter in whole(config.model):
         full = part(parameter, 0, 1)
         halves = [part(parameter, rank, 2) for rank in range(2)]
-        count = len(parameter.tensors)
-        if parameter.split == 0:  # q of rank 0, q of rank 1, k of rank 0, ...
+        count = len(parameter.parts)
+        if parameter.sharding.get("tp") == 0:  # q of rank 0, q of rank 1, k of rank 0, ...
             pieces = [half.chunk(count) for half in halves]
             halves = [piece for pair in zip(*pieces, strict=True) for piece in pair]
-            rows = sum(tensor.shape[0] for tensor in parameter.tensors)
+            rows = sum(tensor.shape[0] for tensor in parameter.parts)
             assert torch.equal(torch.cat(halves)[:rows], full[:rows]), parameter.name
-        elif parameter.split == 1:
+        elif parameter.sharding.get("tp") == 1:
             assert torch.equal(torch.cat(halves, 1), full), parameter.name
         else:
             assert all(torch.equal(half, full) for half in halves), parameter.name

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megascale.account.parameters import parameter_count
 from megascale.comm.mesh import single
 from megascale.config.explain import load
 from megascale.config.run import RunConfig
@@ -23,7 +24,6 @@ from megascale.parallel.gradients import Gradients
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.overlap import TensorAxis
 from megascale.parallel.rng import Dropout
-from megascale.plan.params import parameter_count
 from megascale.train.build import build_stages, mesh_of, number_formats
 from tests.runs import LLAMA, config_of, settings
 from tests.worlds import run_world

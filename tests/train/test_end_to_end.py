@@ -89,8 +89,9 @@ def test_the_second_part_resumed_the_first(trained: Trained) -> None:
 def test_figures_agree_with_each_other(trained: Trained) -> None:
     tokens = 8 * SIZES["seq_length"]
     for line in trained.steps():
-        assert line["tokens"] == line["step"] * tokens
+        assert line["loss_tokens"] == line["step"] * tokens
         assert line["tokens_per_s"] * line["step_time_s"] == pytest.approx(tokens)
+        assert line["loss_tokens_per_s"] == line["tokens_per_s"]
         assert 0 < line["mfu_causal"] < line["mfu_full"]
         assert line["lr"] == pytest.approx(1e-2 * min(line["step"] / 2, 1))
         assert line["peak_memory_bytes"] > 0

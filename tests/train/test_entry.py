@@ -1,4 +1,4 @@
-"""One rank's life: what it says first, what MFU is measured against, and how it ends on an error."""
+"""One rank's life: what it says first, and how it ends on an error."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from megascale.account.memory import state_bytes
+from megascale.account.peaks import Peak
 from megascale.core.errors import Exit
 from megascale.core.rank import Rank
 from megascale.device import Device
-from megascale.plan.hardware import Peak
-from megascale.plan.memory import state_bytes
 from megascale.train import entry
+from megascale.train.peak import find_peak
 from tests.jobs import Job, job_config
 from tests.runs import LLAMA, build_run, config_of, settings
 
@@ -47,22 +48,11 @@ def test_the_introduction_says_what_runs_where(tmp_path: Path) -> None:
     assert state_bytes(run.config, 0).total > 18 * (numbers - padding)
 
 
-def test_a_cpu_is_measured_and_a_gpu_is_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = a_run(tmp_path, train__precision="bf16")
-    measured: list[torch.dtype] = []
-    monkeypatch.setattr(entry, "measured_peak", lambda device, dtype, mesh: measured.append(dtype) or Peak(1.0, "m"))
-    assert entry.find_peak(run) == Peak(1.0, "m")
-    assert measured == [torch.bfloat16]
-    peak = entry.find_peak(on_gpu(run, "NVIDIA A100-SXM4-80GB", monkeypatch))
-    assert peak is not None and peak.flops == 312e12
-    assert len(measured) == 1
-
-
 def test_an_unknown_gpu_has_no_mfu_and_the_introduction_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = on_gpu(a_run(tmp_path), "NVIDIA Tomorrow", monkeypatch)
-    assert entry.find_peak(run) is None
+    assert find_peak(run) is None
     said = entry.introduction(run, None)
     assert "MFU n/a: the peak of 'NVIDIA Tomorrow' is not known" in said
     slow = "rope, norm, add_norm, activation, cross_entropy"

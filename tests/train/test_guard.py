@@ -222,11 +222,10 @@ def test_every_rank_that_may_have_spoilt_a_sum_is_counted() -> None:
 
 def last_rank_with_layer_2(config: Any) -> int:
     from megascale.layout.chunks import stages_of
-    from megascale.layout.topology import Topology
+    from megascale.layout.topology import topology_of
 
-    p, stages = config.parallel, stages_of(config)
-    holder = next(stage % p.pp for stage in range(stages.count) if 2 in stages.layers(stage))
-    topology = Topology(tp=p.tp, cp=p.cp, dp=config.dp, pp=p.pp)
+    stages, topology = stages_of(config), topology_of(config)
+    holder = next(stage % topology.pp for stage in range(stages.count) if 2 in stages.layers(stage))
     return max(rank for rank in range(config.world) if topology.coord(rank).pp == holder)
 
 

@@ -28,6 +28,7 @@ LAYOUTS: dict[str, Layout] = {
     "pp2 gpipe": {"parallel__pp": 2, "parallel__schedule": "gpipe"},
     "pp2 vpp2": {"parallel__pp": 2, "parallel__vpp": 2},
     "pp2 uneven": {"parallel__pp": 2, "parallel__layers_per_chunk": [3, 1]},
+    "pp2 vpp3 ends without layers": {"parallel__pp": 2, "parallel__vpp": 3},
     "dp2 zero0": {"parallel__dp": 2, "parallel__zero": 0},
     "dp2 zero1": {"parallel__dp": 2, "parallel__zero": 1},
     "dp2 zero2": {"parallel__dp": 2, "parallel__zero": 2},

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megascale.account.flops import hardware_flops, token_flops
+from megascale.account.peaks import Peak
 from megascale.checkpoint.state import Progress
 from megascale.device import Device
-from megascale.plan.flops import hardware_flops, token_flops
-from megascale.plan.hardware import Peak
 from megascale.trace.record import EvaluationRecord, Record, StepRecord, as_json
 from megascale.trace.recorder import Recorder
 from megascale.trace.writers import describe
@@ -23,8 +24,8 @@ from megascale.train.step import StepResult
 from tests.runs import GPT, LLAMA, config_of, settings
 
 CPU = Device(torch.device("cpu"), "gloo")
-FIELDS = {"step", "loss", "grad_norm", "lr", "tokens", "step_time_s", "tokens_per_s", "tflops_per_device", "mfu_full",
-          "mfu_causal", "hfu_full", "hfu_causal"}  # fmt: skip
+FIELDS = {"step", "loss", "grad_norm", "lr", "loss_tokens", "step_time_s", "tokens_per_s", "loss_tokens_per_s",
+          "tflops_per_device", "mfu_full", "mfu_causal", "hfu_full", "hfu_causal"}  # fmt: skip
 """What the design promises in each line of a step."""
 
 
@@ -49,8 +50,8 @@ class Listener:
 
 
 def records(config: Any, peak: Peak | None, monkeypatch: pytest.MonkeyPatch) -> list[StepRecord]:
-    """Records after steps 1, 3 and 4 of steps that take 1, 2, 3 and 4 seconds, with 100 seconds between them; step i
-    trains on 10 i tokens.
+    """Records after steps 1, 3 and 4 of steps that take 1, 2, 3 and 4 seconds, with 100 seconds between them; in step i
+    10 i of the tokens count in the loss.
     """
     looks: list[float] = [0.0]  # when the reporter is made
     for step in range(1, 5):
@@ -76,9 +77,23 @@ def test_every_field_of_the_design_is_written(tmp_path: Path, monkeypatch: pytes
 def test_times_are_of_the_steps_since_the_last_record_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, third = records(config_of(settings(GPT, tmp_path), tmp_path), None, monkeypatch)
     assert [r.step_time_s for r in (first, second, third)] == [1.0, 2.5, 4.0]
-    assert [r.tokens_per_s for r in (first, second, third)] == [10 / 1, (20 + 30) / 5, 40 / 4]
-    assert [r.tokens for r in (first, second, third)] == [10, 60, 100], "tokens are of the whole run"
+    assert [r.loss_tokens_per_s for r in (first, second, third)] == [10 / 1, (20 + 30) / 5, 40 / 4]
+    assert [r.loss_tokens for r in (first, second, third)] == [10, 60, 100], "loss tokens are of the whole run"
     assert [r.samples for r in (first, second, third)] == [8, 24, 32]
+
+
+def test_throughput_and_mfu_are_of_processed_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the loss mask leaves out was computed all the same; it is told beside."""
+    config = config_of(settings(GPT, tmp_path), tmp_path)
+    processed = config.batch.total * config.model.seq_length
+    found = records(config, Peak(1e9, "stated"), monkeypatch)
+    assert [record.tokens_per_s for record in found] == [processed / 1, 2 * processed / 5, processed / 4]
+    for record in found:
+        assert record.mfu_full == pytest.approx(token_flops(config.model).full * record.tokens_per_s / 1e9)
+        assert record.loss_tokens_per_s < record.tokens_per_s
+        assert f"{record.loss_tokens_per_s:.0f} in the loss)" in describe(record, 4)
+    even = replace(found[0], loss_tokens_per_s=found[0].tokens_per_s)
+    assert "in the loss" not in describe(even, 4)
 
 
 def test_loss_norm_and_rate_are_of_the_records_own_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,8 +28,8 @@ from megascale.data.loader import Loader, Shape
 from megascale.data.mixture import Sample
 from megascale.device import detect
 from megascale.train.build import Run, build, mesh_of
-from megascale.train.entry import find_peak
 from megascale.train.loop import train
+from megascale.train.peak import find_peak
 from megascale.train.report import Reporter, open_writers
 from megascale.train.step import StepResult
 from megascale.train.stop import Stop
@@ -152,10 +152,10 @@ def configuration(options: argparse.Namespace, size: Size, folder: str) -> RunCo
 def use_peers_weights(run: Run, family: str, seed: int) -> None:
     """Replace the initial weights. In fp32 the optimizer's masters are the weights themselves."""
     draw = FAMILIES[family](run.config.model, seed)
-    tp = run.mesh.tp
+    mesh = run.mesh
     for bucket in run.gradients.buckets:
         for slot in bucket.layout.slots:
-            fill(bucket.parameters[slot.parameter.name].data, slot.parameter, tp.index, tp.size, draw)
+            fill(bucket.parameters[slot.parameter.name].data, slot.parameter, mesh.topology, mesh.coord, draw)
 
 
 def show(run: Run, watch: Stopwatch, warmup: int) -> None:

@@ -17,18 +17,19 @@ from torch import Tensor
 
 from megascale.config.model import ModelConfig
 from megascale.layout.tensors import Parameter
+from megascale.layout.topology import Coord, Topology
 
 Draw = Callable[[str, tuple[int, ...]], Tensor]
 """A whole tensor by the name that our checkpoints give it."""
 
 
 @torch.no_grad()
-def fill(target: Tensor, parameter: Parameter, rank: int, tp: int, draw: Draw) -> None:
-    """Write the values of `parameter` on tp rank `rank` of `tp` into `target` [local shape], padding as zero."""
+def fill(target: Tensor, parameter: Parameter, topology: Topology, coord: Coord, draw: Draw) -> None:
+    """Write the values of `parameter` on the rank at `coord` into `target` [local shape], padding as zero."""
     target.zero_()
     row = 0
-    for tensor in parameter.tensors:
-        offset, size = tensor.local(rank, tp)
+    for tensor in parameter.parts:
+        offset, size = tensor.local(topology, coord)
         box = tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
         target[row : row + size[0]] = draw(tensor.name, tensor.shape)[box]
         row += size[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megascale.plan.profiles import Stack
+from megascale.simulate.profiles import Stack
 
 STEPS = (
     "Megatron-LM",
@@ -18,7 +18,7 @@ STEPS = (
 """The rows of the table. The configuration says what the second, the third and the last change."""
 
 
-COSTS = {"passes": 7, "slowdown": 7, "step_s": 8}
+COSTS = {"slowdown": 7, "step_s": 8}
 """By efficiency the first row that has MegaScale's."""
 
 

@@ -20,10 +20,9 @@ import numpy as np
 
 from calibration import ablation
 from calibration.rows import Row
-from megascale.plan import profiles
-from megascale.plan.estimate import Known, step_time
-from megascale.plan.profiles import Hardware, Profile, Stack
-from megascale.plan.steps import Steps
+from megascale.simulate import profiles
+from megascale.simulate.profiles import Hardware, Profile, Stack
+from megascale.simulate.step_time import step_seconds
 
 Key = tuple[str, str, str]
 """'hardware' or 'stacks', the profile's name, and the efficiency's."""
@@ -78,15 +77,22 @@ class Efficiency:
 
 EFFICIENCIES = (
     Efficiency("hardware", "gemm", 0.72, 0.10, 0.3, 0.95),
-    Efficiency("hardware", "memory", 0.75, 0.08, 0.3, 1.0),
-    Efficiency("hardware", "link", 0.70, 0.15, 0.2, 1.0),
-    Efficiency("hardware", "network", 0.70, 0.05, 0.1, 1.0),
-    Efficiency("hardware", "hiding", 0.75, 0.15, 0.2, 1.0),
     Efficiency("stacks", "slowdown", 1.0, 0.13, 0.7, 2.0),
-    Efficiency("stacks", "passes", 1.2, 0.4, 0.5, 6.0),
-    Efficiency("stacks", "step_s", 0.1, 1.0, 0.0, 5.0),
-    Efficiency("stacks", "message_s", 0.0, 0.0004, 0.0, 0.01),
+    Efficiency("stacks", "step_s", 0.05, 0.05, 0.0, 0.1),
 )
+
+RECENT = Efficiency("hardware", "recent", 1.0, 0.10, 0.8, 1.25)
+"""GEMM rate with libraries of RECENT_YEAR or later over that with older ones, where hardware was measured with both."""
+
+FIRST_YEAR, RECENT_YEAR = 2021, 2025
+
+LOSS: Key = ("job", "", "scale_loss")
+"""The share of a step that is lost for each doubling of the devices beyond `profiles.SCALE`, in every stack."""
+
+SCALE_LOSS = Efficiency("job", "scale_loss", 0.01, 0.01, 0.0, 0.1)
+
+LARGEST = 1024
+"""Devices of the largest jobs that say what is lost to size; larger ones check it."""
 
 
 class Profiles:
@@ -100,31 +106,45 @@ class Profiles:
         names = {"hardware": list(self._hardware), "stacks": list(self._stacks)}
         self._root = {(kind, name): root(kind, name) for kind, found in names.items() for name in found}
         roots = sorted({(kind, name) for (kind, _), name in self._root.items()})
-        self._same: dict[int, Known] = {}  # by line what no efficiency changes
         self.keys = [((kind, name, e.name), e) for e in EFFICIENCIES for kind, name in roots if kind == e.kind]
+        ages = {(self._root["hardware", row.hardware], self._is_recent(row)) for row in rows}
+        both = sorted(name for name, recent in ages if recent and (name, False) in ages)
+        self.keys += [(("hardware", name, RECENT.name), RECENT) for name in both]
+        self.keys += [(LOSS, SCALE_LOSS)] if any(row.config.world > profiles.SCALE for row in rows) else []
 
     def of(self, row: Row, values: Values) -> tuple[Hardware, Stack]:
         """A row's hardware and stack."""
         hardware = self._with("hardware", self._hardware[row.hardware], values)
+        faster = values.get(("hardware", self._root["hardware", row.hardware], RECENT.name), 1.0)
+        if self._is_recent(row) and faster != 1.0:
+            share = min(1.0, faster * hardware.attained.gemm_share(RECENT_YEAR))
+            hardware = hardware.model_copy(update={"attained": hardware.attained.model_copy(update={"gemm": share})})
         stacks = [self._with("stacks", self._stacks[name], values) for name in row.stacks]
         stack = stacks[0] if row.step is None else ablation.stack(row.step, *stacks)
         return hardware, stack.model_copy(update=row.own)
 
     def concerns(self, key: Key, row: Row) -> bool:
-        """Whether a row depends on an efficiency."""
-        kind, name, _ = key
+        """Tell whether a row depends on an efficiency."""
+        kind, name, of = key
+        if key == LOSS:
+            return profiles.SCALE < row.config.world <= LARGEST
+        if of == RECENT.name and not self._is_recent(row):
+            return False
         return name in [self._root[kind, of] for of in ([row.hardware] if kind == "hardware" else row.stacks)]
 
     def predicted(self, row: Row, values: Values) -> float:
         """Seconds of a row's step."""
         hardware, stack = self.of(row, values)
-        if row.line not in self._same:
-            self._same[row.line] = Steps(hardware, stack).known(row.config)
-        return step_time(row.config, hardware, stack, self._same[row.line])
+        return step_seconds(row.config, hardware, stack)
+
+    def _is_recent(self, row: Row) -> bool:
+        return self._stacks[row.stacks[0]].generation >= RECENT_YEAR
 
     def _with(self, kind: str, profile: Profile, values: Values) -> Profile:
         shared = self._root[kind, profile.name]
-        own = {of: value for (a, b, of), value in values.items() if (a, b) == (kind, shared)}
+        own = {of: value for (a, b, of), value in values.items() if (a, b) == (kind, shared) and of != RECENT.name}
+        if kind == "stacks" and LOSS in values:
+            own["scale_loss"] = values[LOSS]
         return profile.model_copy(update={"attained": profile.attained.model_copy(update=own)})
 
 
@@ -140,7 +160,7 @@ class Fit:
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows, self.known = rows, Profiles(rows)
-        sources = [row.source for row in rows]
+        sources = [row.publication for row in rows]
         self._sources = [np.flatnonzero(np.array(sources) == source) for source in sorted(set(sources))]
         self._x = np.zeros(len(self.known.keys))
         self._low = np.array([(e.low - e.usual) / e.spread for _, e in self.known.keys])
@@ -166,14 +186,17 @@ class Fit:
         return {key: e.value(each) for (key, e), each in zip(self.known.keys, x, strict=True)}
 
     def _linearise(self) -> None:
-        """Errors at the present values, and their derivatives: a row's by the values of its own profiles."""
+        """Errors at the present values, and their derivatives: a row's by the values of its own profiles. Rows are the
+        outer loop, since what is known of a row's pipeline serves all of its derivatives.
+        """
         values = self._values(self._x)
-        self._errors = np.array([self._error(row, values) for row in self.rows])
+        self._errors = np.zeros(len(self.rows))
         self._slopes = np.zeros((len(self.rows), len(self.known.keys)))
-        for column, (key, e) in enumerate(self.known.keys):
-            moved = {**values, key: e.value(self._x[column] + NUDGE)}
-            for n, row in enumerate(self.rows):
+        for n, row in enumerate(self.rows):
+            self._errors[n] = self._error(row, values)
+            for column, (key, e) in enumerate(self.known.keys):
                 if self.known.concerns(key, row):
+                    moved = {**values, key: e.value(self._x[column] + NUDGE)}
                     self._slopes[n, column] = (self._error(row, moved) - self._errors[n]) / NUDGE
 
     def _without(self, publication: str) -> np.ndarray:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megascale.account.flops import token_flops
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.run import RunConfig
-from megascale.plan.flops import token_flops
 
 ROWS = Path(__file__).with_name("rows.csv")
 ABLATION = "megascale-table3-"
@@ -131,6 +131,13 @@ def _tree(text: dict[str, str]) -> dict[str, Any]:
             "precision": "fp8" if text["precision"] == "fp8" else "bf16",
             "recompute": text["recompute"],
         },
+        "fp8": {"recipe": _recipe(text["note"])},
         "optimizer": {"lr": 1e-4},
         "data": {"mock": True},
     }
+
+
+def _recipe(note: str) -> str:
+    """The FP8 recipe that a note names: MXFP8 has one scale in 32, older Transformer Engine is delayed."""
+    found = {"row-wise": "rowwise", "MXFP8": "blockwise", "per-tensor": "tensorwise", "float8": "tensorwise"}
+    return next((recipe for words, recipe in found.items() if words in note), "delayed")

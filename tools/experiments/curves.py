@@ -88,10 +88,10 @@ def read(run: Path) -> Curve:
     """The curve of a run's folder."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     steps = [line for line in lines if "loss" in line]
-    tokens = {line["step"]: line["tokens"] for line in steps} | {0: 0}
+    tokens = {line["step"]: line["loss_tokens"] for line in steps} | {0: 0}
     valid = [line for line in lines if "valid_loss" in line]
     return Curve(
-        [line["tokens"] for line in steps],
+        [line["loss_tokens"] for line in steps],
         [line["loss"] for line in steps],
         [tokens[line["step"]] for line in valid],
         [line["valid_loss"] for line in valid],

@@ -1,0 +1,64 @@
+"""A forward leaves behind what the description of its blocks says: bytes given out by torch's allocator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megascale.account.activations import Sizes, block_bytes, embedding_bytes, head_bytes
+from megascale.config.run import RunConfig
+from megascale.core.rank import Rank
+from megascale.layout.blocks import block
+from megascale.layout.chunks import eight_bit_layers
+from megascale.layout.recompute import recompute_of
+from tests.marks import only_quick
+from tests.memory import held_bytes
+from tests.runs import FAMILIES, build_run, config_of, settings
+from tests.worlds import run_world
+
+OPERATIONS = ["attention", "norm", "activation"]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "full": {"train__recompute": "full"},
+    **{op: {"train__recompute": "selective", "train__recompute_ops": [op]} for op in OPERATIONS},
+    "all operations": {"train__recompute": "selective", "train__recompute_ops": OPERATIONS},
+}
+VARIANTS: list[dict[str, Any]] = [
+    {"train__precision": "fp32", "batch__micro": 2},
+    {"train__precision": "bf16", "model__block": "parallel"},
+    {"train__precision": "fp64", "model__dropout": 0.1},
+    {"train__precision": "bf16", "model__window": [5, 0]},
+    {"train__precision": "fp8", "fp8__recipe": "tensorwise", "fp8__bf16_last": 1},
+    {"train__precision": "fp8", "fp8__recipe": "rowwise", "model__block": "parallel"},
+]
+SIZES = {"hidden_size": 128, "ffn_size": 256, "seq_length": 128, "num_layers": 3}
+
+
+def saved_bytes(config: RunConfig) -> int:
+    """Bytes that one rank saves of a micro-batch."""
+    sizes, model, fp8 = Sizes(config), config.model, eight_bit_layers(config)
+    recompute = recompute_of(config.train, 0)
+    blocks = (block_bytes(sizes, block(model, n), n in fp8, recompute).saved for n in range(model.num_layers))
+    return sum(blocks) + embedding_bytes(sizes).saved + head_bytes(sizes).saved
+
+
+def held(rank: Rank, configs: list[RunConfig]) -> list[int]:
+    """For each run the bytes that are held after the forward of a micro-batch."""
+    found = []
+    for config in configs:
+        run = build_run(rank, config)
+        (stage,), micro_batch = run.stages, run.train.batch(0).micro_batch(0)
+        run.scaling.begin(watch=False)
+        stage(None, micro_batch)  # caches are filled once
+        found.append(held_bytes(lambda stage=stage, micro_batch=micro_batch: stage(None, micro_batch)))
+    return found
+
+
+@pytest.mark.parametrize("family", only_quick(FAMILIES, "llama"))
+def test_a_forward_holds_what_is_saved(family: str, tmp_path: Any) -> None:
+    cases = [(name, variant) for name in SETTINGS for variant in VARIANTS]
+    trees = [settings(FAMILIES[family] | SIZES, tmp_path, **SETTINGS[name], **more) for name, more in cases]
+    configs = [config_of(tree, tmp_path) for tree in trees]
+    for case, config, found in zip(cases, configs, run_world(1, held, configs)[0], strict=True):
+        assert saved_bytes(config) <= found <= saved_bytes(config) + 2048, case

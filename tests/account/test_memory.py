@@ -1,0 +1,120 @@
+"""Of many micro-batches and stages few show what the fullest rank holds; the state by who holds weights how. What is
+allocated is compared in tests/parallel, and with dry runs in test_against_dry_run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from megascale.account import memory as memory_of
+from megascale.account.memory import (
+    THIS_TRAINER,
+    Holding,
+    fullest_rank,
+    memory_by_stage,
+    rank_memory,
+    representative,
+    state_bytes,
+)
+from megascale.catalog.schedules import SCHEDULES
+from megascale.config.explain import load
+from megascale.config.run import RunConfig
+from megascale.core.registry import Card
+from megascale.schedule import ir
+from megascale.schedule.ir import Kind, Order, backward, forward
+from megascale.schedule.lower import AHEAD
+from tests.drawn import jobs
+
+HOLDINGS = st.builds(Holding, st.booleans(), st.sampled_from(["beside", "instead"]))
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES.names() if SCHEDULES[name].facts["chunks"]])
+@given(p=st.integers(1, 8), v=st.integers(1, 4), m=st.integers(1, 150))
+@example(p=7, v=2, m=146)  # six groups are larger than fourteen others
+@example(p=8, v=3, m=71)  # all but one are
+@settings(max_examples=40, deadline=None)
+def test_what_is_alive_does_not_grow_with_the_micro_batches(name: str, p: int, v: int, m: int) -> None:
+    few, all = (ir.schedule(SCHEDULES[name].load(), p, v, count) for count in (representative(p, m), m))
+    assert [situations(order, v) for order in few] == [situations(order, v) for order in all]
+
+
+def test_few_micro_batches_show_what_many_do() -> None:
+    assert representative(8, 6144 + 5) == 6 * 8 + 3
+
+
+def test_all_micro_batches_of_other_schedules_are_played(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here all forwards of the first chunk, those of the second, and all backwards."""
+
+    def breadth_first(p: int, v: int, m: int, rank: int) -> Order:
+        forwards = [forward(chunk, i) for chunk in range(v) for i in range(m)]
+        return [*forwards, *(backward(chunk, i) for chunk in reversed(range(v)) for i in range(m))]
+
+    monkeypatch.setitem(breadth_first.__globals__, "breadth_first", breadth_first)
+    card = Card("breadth_first", "", f"{__name__}:breadth_first", {"chunks": True, "piles": True})
+    monkeypatch.setitem(SCHEDULES.cards, card.name, card)
+    overrides = ["parallel.pp=4", "parallel.vpp=2", "parallel.schedule=breadth_first"]
+    few, many = (load("configs/gpu/llama3-8b.toml", [*overrides, f"batch.global={n}"], world=32) for n in (120, 240))
+    for less, more in zip(memory_by_stage(few), memory_by_stage(many), strict=True):
+        assert more.activations == 2 * less.activations > 0
+
+
+@settings(max_examples=40, suppress_health_check=list(HealthCheck), deadline=None)
+@given(jobs(), HOLDINGS)
+def test_the_fullest_is_the_fullest_of_all(config: RunConfig, holding: Holding) -> None:
+    ranks = memory_by_stage(config, holding)
+    totals = [rank.total for rank in ranks]
+    assert ranks[-1] == rank_memory(config, len(ranks) - 1, holding)
+    assert fullest_rank(config, holding).total == max(totals)
+    room = sorted(totals)[len(totals) // 2] - 1
+    assert room < fullest_rank(config, holding, room).total <= max(totals)
+    for rank in ranks:
+        assert min(vars(rank).values()) >= 0 and sum(vars(rank).values()) == rank.total
+
+
+@pytest.mark.parametrize("p", [64, 512])
+def test_of_many_stages_few_are_played(p: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = [f"model.num_layers={16 * p}", "parallel.layers_per_chunk=auto", f"parallel.pp={p}", "parallel.vpp=16"]
+    config = load("configs/gpu/megascale-175b.toml", [*overrides, "batch.global=10000"], world=8 * p)
+    played, rank = list[int](), memory_of._Job.rank
+
+    def counted(job: Any, stage: int) -> Any:
+        played.append(stage)
+        return rank(job, stage)
+
+    monkeypatch.setattr(memory_of._Job, "rank", counted)
+    assert fullest_rank(config).total > 0 and len(played) < 8
+
+
+@settings(max_examples=40, suppress_health_check=list(HealthCheck), deadline=None)
+@given(jobs())
+def test_sharded_weights_are_divided(config: RunConfig) -> None:
+    shards = config.dp * config.parallel.cp
+    whole = config.model_copy(update={"parallel": config.parallel.model_copy(update={"zero": 0})})
+    for rank, held in enumerate(memory_by_stage(config, Holding(shards_weights=True))):
+        all, own = state_bytes(whole, rank), state_bytes(config, rank, Holding(shards_weights=True))
+        assert [*vars(own).values()] == [size // shards for size in vars(all).values()]
+        assert held.transient > rank_memory(whole, rank).transient
+        assert held.activations == rank_memory(whole, rank).activations
+
+
+def test_fp8_weights_beside_those_in_bf16_or_instead() -> None:
+    config = load("configs/gpu/llama3-8b.toml", ["train.precision=fp8"], world=64)
+    beside, instead = (state_bytes(config, 0, holding) for holding in (THIS_TRAINER, Holding(fp8_weights="instead")))
+    plain = state_bytes(load("configs/gpu/llama3-8b.toml", ["train.precision=bf16"], world=64), 0)
+    cast = (beside.parameters - plain.parameters) // 2
+    assert beside.parameters - instead.parameters == 2 * cast > plain.parameters // 4
+    assert (beside.gradients, beside.optimizer) == (instead.gradients, instead.optimizer)
+
+
+def situations(order: Order, v: int) -> set[tuple[object, ...]]:
+    """Every number of micro-batches of each chunk that are alive at once, with the actions around."""
+    now, found = [0] * v, set()
+    kinds = [(action.kind, action.chunk) for action in order]
+    for index, action in enumerate(order):
+        found.add((*now, *kinds[max(0, index - AHEAD) : index + 1 + AHEAD]))
+        now[action.chunk] += 1 if action.kind is Kind.F else -1
+    return found

@@ -1,0 +1,107 @@
+"""Jobs that hypothesis draws: a model, a layout, and some of its ranks, such as pass the rules of configurations."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from hypothesis import strategies as st
+
+from megascale.catalog.layers import ACTIVATIONS, BLOCKS
+from megascale.catalog.optimizers import OPTIMIZERS
+from megascale.catalog.precisions import PRECISIONS
+from megascale.catalog.recipes import RECIPES
+from megascale.catalog.schedules import SCHEDULES
+from megascale.config.explain import load_tree
+from megascale.config.run import RunConfig
+from megascale.layout.stages import split
+from megascale.layout.topology import Coord, topology_of
+
+Draw = Any
+booleans = st.booleans()
+
+
+@st.composite
+def jobs(draw: Draw, *, large: bool = False, quick: bool = False) -> RunConfig:
+    """A resolved configuration. Its tensors are of sizes that a formula must not neglect, `large` ones of models that
+    take several GB a rank; they cost nothing, for they are fake. `quick`: nothing that takes torch many operators.
+    """
+    parallel = draw(layouts(large))
+    recipes = [name for name in RECIPES.names() if not (quick and RECIPES[name].facts["grain"] == "block")]
+    tree = {
+        "name": "test",
+        "parallel": parallel,
+        "overlap": {axis: draw(booleans) for axis in ("tp", "pp", "dp")},
+        "batch": {"micro": draw(st.sampled_from([1, 1, 2, 4] if large else [1, 1, 2, 3]))},
+        "train": {"steps": 10, "precision": draw(st.sampled_from(PRECISIONS.names()))},
+        "fp8": {"recipe": draw(st.sampled_from(recipes)), "bf16_first": draw(st.integers(0, 1))},
+        "optimizer": {"lr": 1e-3, "name": draw(st.sampled_from(OPTIMIZERS.names()))},
+        "data": {"mock": True},
+        "checkpoint": {"every": 0},
+    }
+    tree["batch"]["global"] = tree["batch"]["micro"] * parallel["dp"] * draw(st.integers(1, 16 if large else 6))
+    tree["overlap"]["bucket_bytes"] = "auto" if large else 1 << draw(st.sampled_from([20, 22, 25]))
+    widths = ([2048] if quick else [2048, 4096, 8192]) if large else None
+    tree["model"] = draw(models(parallel, tree["train"]["precision"] == "fp8", widths))
+    tree["model"] |= {"window": None, "vocab_size": 4000} if quick else {}
+    tree["train"] |= draw(recomputation(parallel["vpp"]))
+    if parallel["pp"] > 2 and draw(booleans):  # ends of the network without layers
+        chunks = parallel["pp"] * parallel["vpp"]
+        inner = split(tree["model"]["num_layers"], chunks - 2, 1).starts
+        parallel["layers_per_chunk"] = [0, *(b - a for a, b in itertools.pairwise(inner)), 0]
+    return load_tree(tree, "drawn")
+
+
+@st.composite
+def layouts(draw: Draw, large: bool = False) -> dict[str, Any]:
+    """A section [parallel] without layers."""
+    tp, pp = draw(st.sampled_from([1, 2, 4, 8] if large else [1, 2, 4])), draw(st.sampled_from([1, 2, 3, 4]))
+    vpp = draw(st.sampled_from([1, 2])) if pp > 1 else 1
+    able = [name for name in SCHEDULES.names() if vpp == 1 or SCHEDULES[name].facts["chunks"]]
+    return {
+        "tp": tp, "sp": tp > 1 and draw(booleans), "pp": pp, "vpp": vpp, "schedule": draw(st.sampled_from(able)),
+        "dp": draw(st.sampled_from([1, 2, 16] if large else [1, 2, 3])), "zero": draw(st.sampled_from([0, 1, 2])),
+    }  # fmt: skip
+
+
+@st.composite
+def models(draw: Draw, parallel: dict[str, Any], fp8: bool, widths: list[int] | None = None) -> dict[str, Any]:
+    """A section [model] for a layout; with `fp8` its sides are multiples of 128 on a rank. `widths`: of a large one."""
+    tp, chunks, large = parallel["tp"], parallel["pp"] * parallel["vpp"], widths is not None
+    head = 128 if fp8 else draw(st.sampled_from([64, 96, 128] if large else [32, 64, 96]))
+    kv_heads = tp * draw(st.sampled_from([1, 2]))
+    least = draw(st.sampled_from(widths)) if widths else 256
+    heads = max(kv_heads * draw(st.sampled_from([1, 2, 3])), -(-least // head // kv_heads) * kv_heads)
+    layers = max(chunks * (draw(st.integers(1, 4)) if large else 1) + draw(st.integers(0, 3)), 2 + fp8)
+    window = draw(st.one_of(st.none(), st.integers(1, 2000 if large else 300), st.just([100, 0])))
+    ffn = -(-heads * head * draw(st.sampled_from([2, 3, 4])) // (tp * 128)) if large else draw(st.integers(2, 8))
+    return {
+        "num_layers": layers, "hidden_size": heads * head, "num_heads": heads, "num_kv_heads": kv_heads,
+        "ffn_size": tp * 128 * ffn, "vocab_size": draw(st.integers(200, 32_000 if large else 20_000)),
+        "seq_length": draw(st.sampled_from([1024, 2048, 4096, 8192] if large else [128, 256, 384, 512, 1024])),
+        "window": window, "block": draw(st.sampled_from(BLOCKS.names())),
+        "norm": draw(st.sampled_from(["layernorm", "rmsnorm"])),
+        "activation": draw(st.sampled_from(ACTIVATIONS.names())),
+        "position": draw(st.sampled_from(["learned", "rope"])), "bias": draw(booleans),
+        "tie_embeddings": draw(booleans), "dropout": draw(st.sampled_from([0.0, 0.0, 0.1])),
+    }  # fmt: skip
+
+
+@st.composite
+def recomputation(draw: Draw, vpp: int) -> dict[str, Any]:
+    """Keys of [train]."""
+    recompute = draw(st.sampled_from(["none", "selective", "full"]))
+    found: dict[str, Any] = {"recompute": recompute}
+    if recompute == "selective":
+        ops = st.lists(st.sampled_from(["attention", "norm", "activation"]), min_size=1, unique=True)
+        found["recompute_ops"] = draw(ops)
+    if recompute != "none" and vpp > 1 and draw(booleans):
+        found["recompute_chunks"] = [draw(st.integers(0, vpp - 1))]
+    return found
+
+
+def ranks_of(config: RunConfig) -> list[int]:
+    """One rank of each pipeline stage, each at another place of the other axes."""
+    topology = topology_of(config)
+    places = [Coord(stage % topology.tp, 0, stage % topology.dp, stage) for stage in range(topology.pp)]
+    return [topology.rank(place) for place in places]

@@ -1,0 +1,68 @@
+"""Flags of the parameter list decide how each parameter is updated, independently of one another."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from numpy.linalg import norm
+
+from megascale.core.rank import Rank
+from megascale.layout import tensors
+from megascale.layout.chunks import eight_bit_weights
+from megascale.layout.tensors import TOKEN_EMBEDDING, Parameter
+from megascale.train.step import train_step
+from tests.runs import FAMILIES, build_run, config_of, settings
+from tests.worlds import run_world
+
+LR = 1e-2
+DECAY = 0.1
+
+
+def without_decay(parameters: list[Parameter]) -> list[Parameter]:
+    return [replace(parameter, weight_decay=False) for parameter in parameters]
+
+
+def weights(run: Any) -> dict[str, np.ndarray]:
+    return {name: p.detach().clone().numpy() for b in run.gradients.buckets for name, p in b.parameters.items()}
+
+
+def updates(rank: Rank, config: Any) -> list[tuple[dict[str, tuple[np.ndarray, np.ndarray]], list[str]]]:
+    """Weights of each parameter before and after a step, and the FP8 weights: as the list says, and with embeddings
+    that do not decay.
+    """
+    embedding, found = tensors.embedding, []
+    for listed in (embedding, lambda model: without_decay(embedding(model))):
+        with patch.object(tensors, "embedding", listed):
+            run = build_run(rank, config)
+            before = weights(run)
+            train_step(run, run.train.batch(0))
+            after = weights(run)
+            fp8 = config.model_copy(update={"train": config.train.model_copy(update={"precision": "fp8"})})
+            found.append(({name: (before[name], after[name]) for name in before}, list(eight_bit_weights(fp8))))
+    return found
+
+
+@pytest.mark.parametrize("name", ["adamw", "lamb"])
+def test_an_embedding_excluded_from_decay(name: str, tmp_path: Path) -> None:
+    """It does not decay, is still a matrix to LAMB, which moves it by lr times its norm, and FP8 casts what it did."""
+    rule = {"name": name, "lr": LR, "weight_decay": DECAY, "warmup_steps": 0, "decay": "constant"}
+    tree = settings(FAMILIES["gpt"], tmp_path, **{f"optimizer__{key}": value for key, value in rule.items()})
+    config = config_of(tree, tmp_path)
+    (((listed, cast), (excluded, cast_then)),) = run_world(1, updates, config)
+    assert cast == cast_then and not any("embedding" in weight for weight in cast)
+    for parameter, (before, after) in excluded.items():
+        decayed = listed[parameter][1]
+        if "embedding" not in parameter:
+            assert np.abs(after - decayed).max() < 1e-12, parameter
+        elif name == "adamw":
+            assert np.abs(after - decayed - LR * DECAY * before).max() < 1e-12, parameter
+        else:
+            assert norm(after - decayed) > 1e-3 * norm(after - before)
+            for updated in (after, decayed):
+                assert norm(updated - before) == pytest.approx(LR * norm(before), rel=1e-10)
+    assert TOKEN_EMBEDDING in excluded

@@ -1,0 +1,47 @@
+"""No step takes less time than the bound, and no layout less memory; and the bounds are near what they bound."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megascale.account.memory import fullest_rank
+from megascale.config.explain import load
+from megascale.config.run import RunConfig
+from megascale.search.bounds import Bounds
+from megascale.search.space import Space, layout_of
+from megascale.simulate import profiles
+from megascale.simulate.step_time import step_seconds
+from tests.drawn import jobs
+
+H100, A100 = profiles.hardware("h100"), profiles.hardware("a100-80g-roce")
+STACKS = ("megascale", "megatron-2021", "torchtitan-2024")
+SLACK = 1 + 1e-12
+
+
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@given(jobs(), st.sampled_from(STACKS))
+def test_no_job_takes_less(config: RunConfig, name: str) -> None:
+    stack, layout = profiles.stack(name), layout_of(config)
+    space = Space(config, config.world)
+    assert space.applied(layout) == config
+    bounds = Bounds(space, H100, stack)
+    assert bounds.step_s(layout) <= step_seconds(config, H100, stack) * SLACK
+    assert bounds.memory(layout) <= fullest_rank(config, stack.holding).total
+
+
+@pytest.mark.parametrize(
+    ("path", "devices", "within"),
+    [
+        ("configs/gpu/megascale-175b.toml", 256, 0.85),
+        ("configs/gpu/megascale-530b.toml", 1120, 0.85),
+        ("configs/gpu/llama3-70b.toml", 256, 0.85),
+        ("configs/gpu/llama3-8b.toml", 64, 0.75),
+    ],
+)
+def test_bounds_are_near(path: str, devices: int, within: float) -> None:
+    stack, config = profiles.stack("megascale"), load(path, [], world=devices)
+    bounds, layout = Bounds(Space(config, devices), A100, stack), layout_of(config)
+    assert within < bounds.step_s(layout) / step_seconds(config, A100, stack) <= SLACK
+    assert 0.7 < bounds.memory(layout) / fullest_rank(config, stack.holding).total <= 1

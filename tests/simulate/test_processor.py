@@ -1,0 +1,73 @@
+"""Plans for a processor whose costs were measured, and whose cores ranks share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megascale.search.plan import plan
+from megascale.simulate import profiles
+from megascale.simulate.gemm_time import Kernels
+from megascale.simulate.profiles import Hardware
+from megascale.simulate.step_time import Estimate, estimate
+from tests.bench.test_profile import MEASURED, truth
+from tests.runs import LLAMA, config_of, settings
+
+
+def machine(**node: Any) -> Hardware:
+    tree = truth()
+    tree["node"] |= node
+    return Hardware.model_validate(tree)
+
+
+def of(tmp_path: Path, hardware: Hardware, **parallel: Any) -> Estimate:
+    keys = {f"parallel__{key}": value for key, value in parallel.items()}
+    config = config_of(settings(LLAMA, tmp_path, train__precision="fp32", **keys), tmp_path)
+    return estimate(config, hardware, profiles.stack_on(hardware, "megascale"))
+
+
+def test_kernels_take_what_was_measured() -> None:
+    kernels = Kernels(machine(), profiles.stack("megascale"), "fp32", 4)
+    assert kernels.gemm(1, 1, 1) == pytest.approx(MEASURED["product_s"], rel=1e-3)
+    large = 2e-6 + 2 * 1000**3 / 8e10 + 4 * 3 * 1000**2 / 5e10
+    assert kernels.gemm(1000, 1000, 1000) == pytest.approx(large)
+    assert kernels.gemm(0, 8, 8) == 0.0
+    flops = 4 * 8 * 100 * 50 * 10  # each query sees 50 keys on average
+    forward, backward = kernels.attention(8, 100, None, 10)
+    assert forward == pytest.approx(flops * 3 / 5e10)
+    assert backward == pytest.approx(2.5 * flops * (1 + 40 / 50 + 8 / 10) / 6e10)
+    assert kernels.elementwise(9e9) == pytest.approx(1.0)
+
+
+def test_ranks_that_share_cores_take_turns(tmp_path: Path) -> None:
+    """Alone a rank has a core: then nothing is shared. Twice as many take what their work takes."""
+    for parallel in ({"dp": 2}, {"tp": 2}, {"pp": 2}):
+        found = of(tmp_path, machine(), **parallel)
+        assert found == of(tmp_path, machine(cores=64), **parallel)
+        assert found.causes["cores"] == pytest.approx(0, abs=1e-12)
+    crowd, apart = (of(tmp_path, machine(cores=cores), dp=8) for cores in (2, 8))
+    assert crowd.step_s == pytest.approx(4 * apart.step_s, rel=0.05)
+    assert sum(crowd.causes.values()) == pytest.approx(crowd.step_s)
+    assert crowd.mfu_full == pytest.approx(apart.mfu_full, rel=0.05)  # of the cores that there are
+
+
+def test_others_fill_what_a_pipeline_leaves_idle(tmp_path: Path) -> None:
+    crowd, apart = (of(tmp_path, machine(cores=cores), pp=4) for cores in (2, 4))
+    assert apart.bubble > 0.1
+    assert apart.step_s <= crowd.step_s < 2 * apart.step_s * (1 - apart.bubble / 2)
+
+
+def test_what_ranks_share_they_have_less_of(tmp_path: Path) -> None:
+    config = config_of(settings(LLAMA, tmp_path, parallel__dp=8, train__precision="fp32"), tmp_path)
+    stack = profiles.stack("megascale")
+    assert plan(config, machine(), stack).room == 2**33 // 4
+    assert plan(config, machine(cores=0), stack).room == 2**33
+
+
+def test_a_stack_is_as_it_was_measured() -> None:
+    found, other = profiles.stack_on(machine(), "megascale"), profiles.hardware("a100-80g")
+    assert (found.hides.tp, found.hides.pp, found.hides.dp) == ("none", True, False)
+    assert (found.attained.step_s, found.attained.passes) == (0.003, 1.0)
+    assert profiles.stack_on(other, "megascale") == profiles.stack("megascale")
