@@ -79,7 +79,7 @@ def write_profiles(kind: str, values: Values) -> None:
 
 
 def error_file(rows: Sequence[Row], left_out: Mapping[int, float]) -> Iterator[str]:
-    """What plans print of their error: by accelerator, and which stacks were measured on which hardware."""
+    """Write the errors that plans print: by accelerator, and which stacks were measured on which hardware."""
     yield "# How far plans are off: written by tools/calibrate.py, read by megascale/simulate/profiles.py"
     yield f"\n# Mean error of step time, each source planned by a fit of the others; A100, H100: {MANY}+ devices"
     yield "[error]"

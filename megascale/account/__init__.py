@@ -1,1 +1,1 @@
-"""What a run is made of, from one description of its blocks: parameters, FLOPs, traffic and memory."""
+"""Parameters, FLOPs, traffic and memory of a run, from one description of its blocks."""

@@ -66,10 +66,11 @@ class _PartBytes(NamedTuple):
 
 
 class Sizes:
-    """What all units share. `own`: tokens that a rank has between the layers, where the residual stream may be `cut`
-    along the sequence; `compute`, `wide`: bytes of an element of an activation and of what accumulates; `narrow`: they
-    differ, so that results are copied. In bytes: `full`, the residual stream of all tokens, `stream`, a rank's, and
-    `gathered`, room for an all-gathered one; `branch`, the gradient of a branch that dropout copies, and its `mask`.
+    """Sizes that all units share. `own`: tokens that a rank has between the layers, where the residual stream may be
+    `cut` along the sequence; `compute`, `wide`: bytes of an element of an activation and of what accumulates; `narrow`:
+    they differ, so that results are copied. In bytes: `full`, the residual stream of all tokens, `stream`, a rank's,
+    and `gathered`, room for an all-gathered one; `branch`, the gradient of a branch that dropout copies, and its
+    `mask`.
     """
 
     def __init__(self, config: RunConfig) -> None:

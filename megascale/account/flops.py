@@ -41,7 +41,7 @@ class TokenFlops:
 
     @property
     def causal(self) -> float:
-        """What the causal mask leaves of it counted."""
+        """FLOPs with the scores counted that a causal mask leaves."""
         return self.linear + self.causal_attention
 
     def __add__(self, other: TokenFlops) -> TokenFlops:

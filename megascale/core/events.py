@@ -17,8 +17,8 @@ from megascale.core.files import write_text
 from megascale.core.label import Label
 
 FORMAT = 2
-"""What is written. Format 1, which is read too, has one text `what` in the place of `part`, and neither `layer`,
-`stage` nor `direction`.
+"""The format that is written. Format 1, which is read too, has one text `what` in the place of `part`, and neither
+`layer`, `stage` nor `direction`.
 """
 
 READ = (1, FORMAT)
@@ -66,7 +66,7 @@ class Event:
 
     @property
     def what(self) -> str:
-        """What it concerned, for people, such as 'layer 3 qkv'."""
+        """The label for people, such as 'layer 3 qkv'."""
         return Label(self.part, self.layer, self.stage, self.direction).text(self.microbatch)
 
     @property

@@ -1,4 +1,4 @@
-"""What a communication concerns: fields for programs, and a text for people."""
+"""Labels of communications: fields for programs, and a text for people."""
 
 from __future__ import annotations
 

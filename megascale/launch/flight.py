@@ -26,7 +26,7 @@ FOLDER = "flight"
 """In the run's folder."""
 
 MOST_BYTES = 256 << 20
-"""Of one dump. Two thousand operations with their stacks take less than ten million."""
+"""Most bytes of one dump. Two thousand operations with their stacks take less than ten million."""
 
 _NAME = re.compile(r"(?P<host>.*)_rank_(?P<rank>\d+)")
 _BROKEN = (
@@ -37,7 +37,7 @@ _POINT_TO_POINT = re.compile(r"(?P<what>send|recv) (?P<self>\d+)(?:->|<-)(?P<pee
 
 
 def prefix(run: Path) -> str:
-    """What torch puts before the rank's number to name its dump; says the host."""
+    """The prefix of a dump's name before the rank's number; it has the host's name."""
     return str((run / FOLDER).absolute() / f"{socket.gethostname()}_rank_")
 
 
@@ -78,7 +78,7 @@ class Suspect:
 
 
 class Dump:
-    """What one rank was doing. `host`: where. `last`: when it started its last operation.
+    """The operations that one rank had started. `host`: where it ran. `last`: when it started its last operation.
 
     Raises: one of `_BROKEN` if `recorded` is not what the flight recorder writes.
     """
@@ -213,7 +213,7 @@ def _done(entry: Mapping[str, Any]) -> bool:
 
 
 def _whole(value: object) -> bool:
-    """Whether a value is a number of 64 bits, as the recorder's are."""
+    """Tell whether a value is a number of 64 bits, as the recorder's are."""
     return type(value) is int and -(2**63) <= value < 2**63
 
 
@@ -227,7 +227,7 @@ _FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "retired": lambda value: type(value) is bool,
     "is_p2p": lambda value: type(value) is bool,
 }
-"""What is read of an operation, and whether a value is of its type."""
+"""The fields that are read of an operation, each with a test of its type."""
 
 
 def _checked(entry: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -275,7 +275,7 @@ def _read(path: Path) -> Dump | None:
 
 
 def main(folders: Sequence[str]) -> Iterator[str]:
-    """What there is to say about folders of dumps."""
+    """Report on folders of dumps."""
     for folder in folders:
         yield f"{folder}: {find(Path(folder)) or 'no rank is known to wait for another'}"
 

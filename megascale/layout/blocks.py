@@ -1,4 +1,4 @@
-"""What a transformer block does, described once, as a list of its parts in the order of a forward.
+"""Transformer blocks, each described once as a list of its parts in the order of a forward.
 
 Parameters, FLOPs, traffic, memory and time of a block, and the choice of what FP8 casts, are computed from this list;
 `megascale.model.block` runs what it says. A further kind of block is a module, a description, and a card of
@@ -176,7 +176,7 @@ def unread(block: Block) -> Rows | None:
 
 
 def operands(block: Block) -> Iterator[str]:
-    """What FP8 casts of a block, such as 'mlp.up.weight': of each linear layer its input, its weight and the gradient
+    """The operands that FP8 casts, such as 'mlp.up.weight': of each linear layer its input, its weight and the gradient
     of its output. Layers side by side share one input or one gradient, which goes by the name of the first.
     """
     for group in parts(block, Linears):

@@ -94,7 +94,7 @@ def pack(parameters: Sequence[Parameter], topology: Topology) -> Bucket:
 
 
 def _treatment(parameter: Parameter) -> tuple[bool, bool]:
-    """What an optimizer tells parameters apart by."""
+    """The flags by which an optimizer tells parameters apart."""
     return not parameter.is_matrix, not parameter.weight_decay
 
 

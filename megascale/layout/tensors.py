@@ -60,8 +60,8 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Parameter:
-    """What a module holds: logical `parts`, sharded alike, joined along their first dimension. `name` is the module's
-    path to it.
+    """A parameter of a module: logical `parts`, sharded alike, joined along their first dimension. `name` is the
+    module's path to it.
 
     `is_matrix`: an optimizer may treat it as a matrix, as LAMB does, which scales its update to its norm.
     `weight_decay`: weight decay applies. `fp8`: FP8 may multiply it.

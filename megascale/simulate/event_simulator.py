@@ -56,7 +56,7 @@ class Span(NamedTuple):
 
 
 Message = tuple[bool, int, int]
-"""Whether it is a gradient, the stage that receives it, and the micro-batch."""
+"""A message: whether it is a gradient, the stage that receives it, and the micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ class _Collectives:
 
 
 def _spans(program: Program, log: list[tuple[float, ...]], arrival: list[float], hides: Hides) -> Iterator[Span]:
-    """What each step has waited for, computed and sent."""
+    """Record what each step of a rank waited for, computed and sent."""
     steps = zip(log, program.actions, program.steps, arrival, strict=False)
     for (begin, weights, start, done, sent), action, (rank, _, source, channel, _), end in steps:
         if weights > begin:

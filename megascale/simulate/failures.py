@@ -1,4 +1,4 @@
-"""What failures cost a long job.
+"""The cost of failures to a long job.
 
 With a mean time M between failures of the whole job, c seconds of stopped training for a checkpoint and r seconds from
 a failure to the first new step, a job that saves every t seconds loses c / t to saving, and r + t / 2 at each failure:

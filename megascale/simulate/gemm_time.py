@@ -38,7 +38,7 @@ class Kernels:
 
     @property
     def measured(self) -> Measured | None:
-        """What was measured on a processor; a profile's other values are those of accelerators."""
+        """The measured times of a processor; a profile's other values are those of accelerators."""
         return self.hardware.device.measured.get(self.number_format)
 
     @property

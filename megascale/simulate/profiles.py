@@ -1,4 +1,5 @@
-"""What a plan is made for: hardware and a software stack, each a TOML file of `configs/hardware` or `configs/stacks`.
+"""Profiles of the hardware and the software stack that a plan is made for, each a TOML file of `configs/hardware` or
+`configs/stacks`.
 
 Facts that somebody states are kept apart from `attained`. Of that the share of the GEMM peak, a stack's slowdown and
 its fixed time are fitted to published steps (`tools/calibrate.py`); the others have usual values.
@@ -44,7 +45,7 @@ SCALE = 256
 """Devices up to which a step loses nothing to their number."""
 
 SCALE_LOSS = 0.018
-"""What each doubling of the devices beyond SCALE costs, as a share of a step: fitted by tools/calibrate.py, for all
+"""Share of a step that each doubling of the devices beyond SCALE costs: fitted by tools/calibrate.py, for all
 stacks together, on published steps of 257 to 1,024 devices.
 """
 
@@ -70,7 +71,7 @@ class Attention(Section):
 
 
 class Measured(Section):
-    """What a process does on one core of a processor, in one number format. A GEMM takes `product_s` + FLOPs / `rate` +
+    """Rates of a process on one core of a processor, in one number format. A GEMM takes `product_s` + FLOPs / `rate` +
     bytes of its operands and result / `bandwidth`.
     """
 
@@ -175,8 +176,8 @@ class Network(Link):
 
 
 class Attained(Section):
-    """What a machine reaches of what is stated. Only `gemm` is fitted; the others are usual values, which the profile
-    of a machine that was measured may state.
+    """Shares of the stated rates that a machine reaches. Only `gemm` is fitted; the others are usual values, which the
+    profile of a machine that was measured may state.
     """
 
     gemm: Share | dict[Generation, Share] = Field(0.72, description="of GEMMs; or by year of libraries, { 2021 = 0.7 }")
@@ -195,7 +196,7 @@ class Attained(Section):
 
 
 class Hides(Section):
-    """What communication a stack overlaps with compute."""
+    """The communication that a stack overlaps with compute."""
 
     tp: Literal["none", "backward", "all"] = Field("none", description="backward: under wgrad; all: under every GEMM")
     pp: bool = Field(False, description="sends and receives do not wait for each other")
@@ -203,7 +204,7 @@ class Hides(Section):
 
 
 class Cost(Section):
-    """What a stack makes of its hardware."""
+    """Factors and fixed times of a stack on its hardware."""
 
     slowdown: Positive = Field(1.0, description="factor of all compute times")
     passes: Positive = Field(

@@ -156,7 +156,7 @@ class StepParts:
         return pair + Pair(self._layerwise(pair.forward, gather), self._layerwise(pair.backward, gather + reduce))
 
     def _layerwise(self, work: Seconds, travel: float) -> Seconds:
-        """What a chunk exposes of its collectives where each layer's go on behind the layer before."""
+        """Exposed seconds of a chunk's collectives where each layer's run behind the compute of the layer before."""
         if not self.hides.dp:
             return Seconds(dp=travel)
         layers = max(1, self.config.model.num_layers // len(self.buckets))
@@ -242,6 +242,6 @@ def scale(world: int, stack: Stack) -> float:
 
 
 def of_places(values: Mapping[Place, Kind], cost: Callable[[Kind], Cost]) -> dict[Place, Cost]:
-    """What each place's value costs; places alike are asked once."""
+    """Map each place to the cost of its value; equal values are computed once."""
     known = {value: cost(value) for value in set(values.values())}
     return {place: known[value] for place, value in values.items()}

@@ -34,7 +34,7 @@ MOST = 32
 
 
 MemoryKind = Literal["parameters", "gradients", "optimizer", "activations", "logits", "buffers"]
-"""What a tensor is for."""
+"""The purpose of a tensor."""
 
 
 @dataclass
