@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Fit the efficiencies of configs/hardware and configs/stacks on the rows of tools/calibration, but for the doubtful
-ones, and write them there, with their errors by source and by kind of parallelism into docs/planning.md.
+ones, and write them there; write the errors by source and the worth of each assumption into docs/planning.md.
 
-`--check` writes nothing: it says how far the profiles, as they are, are off.
+`--check` fits and writes nothing and prints how far the present profiles are off; `--assumptions` fits nothing.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
-from calibration import ablation
+from calibration import assumptions
 from calibration.fit import EFFICIENCIES, FIRST_YEAR, LOSS, RECENT, RECENT_YEAR, Fit, Profiles, Values, mean_error
-from calibration.rows import ROWS, Row, read
+from calibration.rows import MANY, ROWS, Row, goals, read
 
 from megascale.account.flops import mfu
 from megascale.core.files import write_text
@@ -27,10 +27,6 @@ from megascale.simulate import profiles
 PAGE = Path(__file__).parents[1] / "docs" / "planning.md"
 BEGIN, END = "<!-- calibration: begin -->", "<!-- calibration: end -->"
 ATTAINED = "\n[attained] # tools/calibrate.py\n"
-MANY = 64
-"""Devices from which on a row counts for the goal."""
-
-FAMILIES = {"A100": "a100", "H100": "h100"}
 
 
 def main() -> None:
@@ -42,21 +38,29 @@ def main() -> None:
     parser.add_argument(
         "--check", action="store_true", help="fit nothing, print the errors of the profiles as they are"
     )
+    parser.add_argument(
+        "--assumptions", action="store_true", help="fit nothing, write what each assumption is worth into the page"
+    )
     options = parser.parse_args()
+    gc.disable()  # replays are millions of tuples, none in a cycle
     rows = [row for row in read(options.rows) if row.trusted]
     if options.check:
-        print("\n".join(errors(rows, {"profiles": as_written(rows)})))
+        print("\n".join(errors(rows, {"profiles": as_written(rows)}, (by_source, by_parallelism))))
+        return
+    if options.assumptions:
+        write_assumptions(rows)
         return
     began = time.monotonic()
-    gc.disable()  # replays are millions of tuples, none in a cycle
     fit = Fit(rows)
     left_out = fit.left_out()
     for kind in ("hardware", "stacks"):
         write_profiles(kind, fit.values)
     write_text(profiles.path_of("", "errors"), "\n".join(error_file(rows, left_out)) + "\n")
-    page = list(report(rows, fit, as_written(rows), left_out))
+    fitted = {row.line: fit.known.predicted(row, fit.values) for row in rows}
+    page = list(report(rows, fitted, left_out))
     write_page("\n".join(page))
-    print("\n".join(page))
+    write_assumptions(rows)
+    print("\n".join([*page, "", *values_table(fit.values)]))
     print(f"{time.monotonic() - began:.0f} s")
 
 
@@ -85,7 +89,7 @@ def error_file(rows: Sequence[Row], left_out: Mapping[int, float]) -> Iterator[s
     yield "[error]"
     groups = grouped(rows, lambda row: str(profiles.hardware(row.hardware).device.accelerator))
     for name, group in sorted(groups.items()):
-        counted = [row for row in group if name not in FAMILIES or row.config.world >= MANY]
+        counted = goals(group).get(name, group)
         yield f"{name} = {mean_error(counted, left_out):.3f}"
     yield "\n# Stacks of which steps were measured, by hardware"
     yield "[measured]"
@@ -100,17 +104,26 @@ def write_page(text: str) -> None:
     write_text(PAGE, f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
 
 
-def report(rows: Sequence[Row], fit: Fit, fitted: Mapping[int, float], left_out: Mapping[int, float]) -> Iterator[str]:
-    """The tables of the page."""
-    yield from errors(rows, {"fitted": fitted, "source left out": left_out})
-    yield ""
-    yield from megascale_table(rows, fitted, left_out)
-    yield ""
-    yield from values_table(fit.values)
+def write_assumptions(rows: Sequence[Row]) -> None:
+    """Put the worth of each assumption into its row of the page, from the rows that count for the goal."""
+    counted = [row for group in goals(rows).values() for row in group]
+    write_text(PAGE, assumptions.fill(PAGE.read_text(encoding="utf-8"), assumptions.worth(counted)))
 
 
-def errors(rows: Sequence[Row], predictions: Mapping[str, Mapping[int, float]]) -> Iterator[str]:
-    """Mean absolute errors of step time and medians of predicted over measured, of groups of rows."""
+def report(rows: Sequence[Row], fitted: Mapping[int, float], left_out: Mapping[int, float]) -> Iterator[str]:
+    """Write the tables of the page."""
+    predictions = {"fitted": fitted, "source left out": left_out}
+    yield from errors(rows, predictions, (by_source,))
+    yield ""
+    yield from iteration_times(rows, predictions)
+    yield ""
+    yield from ablation_mfu(rows, predictions)
+
+
+def errors(
+    rows: Sequence[Row], predictions: Mapping[str, Mapping[int, float]], keys: Sequence[Callable[[Row], str]]
+) -> Iterator[str]:
+    """Tabulate mean absolute errors of step time and medians of predicted over measured, by groups of rows."""
     headings = [f"{name}: mean error | median ratio" for name in predictions]
     yield f"| rows | n | {' | '.join(headings)} |"
     yield f"|---|---:|{'---:|---:|' * len(predictions)}"
@@ -122,10 +135,9 @@ def errors(rows: Sequence[Row], predictions: Mapping[str, Mapping[int, float]]) 
             cells.append(f"{mean_error(group, found):.1%} | {ratio:.3f}")
         return f"| {name} | {len(group)} | {' | '.join(cells)} |"
 
-    for name, start in FAMILIES.items():
-        if group := [row for row in rows if row.hardware.startswith(start) and row.config.world >= MANY]:
-            yield line(f"**dense, {name}, {MANY} devices or more**", group)
-    for key in (by_source, by_parallelism):
+    for name, group in goals(rows).items():
+        yield line(f"**dense, {name}, {MANY} devices or more**", group)
+    for key in keys:
         groups = grouped(rows, key)
         yield from (line(name, groups[name]) for name in sorted(groups))
 
@@ -148,19 +160,28 @@ def grouped(rows: Iterable[Row], key: Callable[[Row], str]) -> dict[str, list[Ro
     return groups
 
 
-def megascale_table(rows: Sequence[Row], fitted: Mapping[int, float], left_out: Mapping[int, float]) -> Iterator[str]:
-    """Tables 2 and 3 of MegaScale's paper."""
-    yield "| MegaScale | devices | measured s | fitted s | error | left out s | error | MFU measured | MFU fitted |"
-    yield "|---|---:|---:|---:|---:|---:|---:|---:|---:|"
-    for row in rows:
-        if row.source != "megascale-2024":
-            continue
-        name = row.stack if row.step is None else f"Table 3, {row.step}: {ablation.STEPS[row.step - 1]}"
-        cells = [f"{row.step_s:.2f}"]
-        for found in (fitted, left_out):
-            cells += [f"{found[row.line]:.2f}", f"{found[row.line] / row.step_s - 1:+.1%}"]
-        cells += [f"{_mfu(row, row.step_s):.1%}", f"{_mfu(row, fitted[row.line]):.1%}"]
-        yield f"| {name} | {row.config.world} | {' | '.join(cells)} |"
+def iteration_times(rows: Sequence[Row], predictions: Mapping[str, Mapping[int, float]]) -> Iterator[str]:
+    """Tabulate MegaScale's Table 2: seconds of a step, and the error of each prediction."""
+    table = [row for row in rows if row.source == "megascale-2024" and row.step is None]
+    lines = {"measured": [f"{row.step_s:.2f}" for row in table]}
+    for name, found in predictions.items():
+        lines[name] = [f"{found[row.line]:.2f}, {found[row.line] / row.step_s - 1:+.1%}" for row in table]
+    yield from tabulated("Table 2, s", [f"{row.stack}, {row.config.world}" for row in table], lines)
+
+
+def ablation_mfu(rows: Sequence[Row], predictions: Mapping[str, Mapping[int, float]]) -> Iterator[str]:
+    """Tabulate MegaScale's Table 3: MFU."""
+    table = [row for row in rows if row.step]
+    times = {"measured": {row.line: row.step_s for row in table}, **predictions}
+    lines = {name: [f"{_mfu(row, found[row.line]):.1%}" for row in table] for name, found in times.items()}
+    yield from tabulated("Table 3, MFU", [str(row.step) for row in table], lines)
+
+
+def tabulated(name: str, headings: Sequence[str], lines: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Write a Markdown table with a column for each published step."""
+    yield f"| {name} | {' | '.join(headings)} |"
+    yield f"|---|{'---:|' * len(headings)}"
+    yield from (f"| {label} | {' | '.join(cells)} |" for label, cells in lines.items())
 
 
 def _mfu(row: Row, seconds: float) -> float:

@@ -121,3 +121,23 @@ def test_plans_are_made(words: list[str], tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "runs").mkdir()
     monkeypatch.chdir(tmp_path)
     assert main(words) == 0
+
+
+SHOWN = re.compile(r"```bash\n([^\n]*)\n```\n\n```text\n(.*?)```", re.DOTALL)
+OUTPUTS = [shown for page in PAGES for shown in SHOWN.findall(page.read_text(encoding="utf-8"))]
+
+
+def test_a_document_shows_output() -> None:
+    assert OUTPUTS
+
+
+@pytest.mark.parametrize(("command", "output"), OUTPUTS, ids=[command for command, _ in OUTPUTS])
+def test_output_that_is_shown_is_printed(
+    command: str, output: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The page leaves lines out; those that it shows are printed, in their order."""
+    monkeypatch.chdir(ROOT)
+    assert main(shlex.split(command)[1:]) == 0
+    printed = iter([line.split() for line in capsys.readouterr().out.splitlines()])
+    for line in output.splitlines():
+        assert line.split() in printed, line

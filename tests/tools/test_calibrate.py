@@ -27,6 +27,7 @@ def calibration() -> Any:
     sys.path.insert(0, str(ROOT / "tools"))
     try:
         import calibration.ablation
+        import calibration.assumptions
         import calibration.fit
         import calibration.rows
 
@@ -151,6 +152,44 @@ def test_the_tables_of_megascale_come_out(calibration: Any, rows: Sequence[Any])
     for row, share in zip(steps, printed, strict=True):  # so is the table's count what the steps were taken from
         tokens = row.config.batch.total * row.config.model.seq_length / row.step_s
         assert 100 * mfu(row.flops, tokens, 256 * 312e12) == pytest.approx(share, abs=0.05)
+
+
+def test_an_assumption_is_worth_what_planning_without_it_changes(calibration: Any, rows: Sequence[Any]) -> None:
+    few = [row for row in rows if row.source in ("fms-fsdp", "nemo-2024") and row.config.world >= 64]
+    cells = dict(calibration.assumptions.worth(few))
+    assert cells["none"][:2] == ["0.0%", "0%"]
+    assert float(cells["hides"][0].rstrip("%")) > float(cells["latency"][0].rstrip("%")) > 0
+    assert cells["host_s"] == cells["none"], "no stack of these has slow hosts"
+    assert len(cells["none"]) == 2 + len(calibration.rows.goals(few))
+
+
+def test_the_page_has_a_row_for_each_assumption(calibration: Any) -> None:
+    assumptions = calibration.assumptions
+    page = (ROOT / "docs/planning.md").read_text()
+    filled = assumptions.fill(page, [(name, ["1.0%", "2%", "3.0%", "4.0%"]) for name in assumptions.WITHOUT])
+    assert filled.count("| 1.0% | 2% | 3.0% | 4.0% |\n") == len(assumptions.WITHOUT)
+    assert len(filled.splitlines()) == len(page.splitlines())
+    with pytest.raises(AssertionError, match="one row for missing"):
+        assumptions.fill(page, [("missing", [])])
+
+
+def test_tables_of_the_page_have_a_column_for_each_published_step(
+    calibration: Any, rows: Sequence[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    import calibrate
+
+    tables = [row for row in rows if row.source == "megascale-2024"]
+    exact = {"exact": {row.line: row.step_s for row in tables}, "slow": {row.line: 2 * row.step_s for row in tables}}
+    heading, _, measured, same, double = calibrate.iteration_times(tables, exact)
+    assert (heading.count("|"), measured.split(" | ")[1]) == (8 + 2, "40.00")
+    assert same.count("+0.0%") == double.count("+100.0%") == 8
+    heading, _, measured, same, double = calibrate.ablation_mfu(tables, exact)
+    assert heading.count("|") == 9 + 2
+    assert measured.partition("| measured")[2] == same.partition("| exact")[2]
+    assert float(measured.split(" | ")[1].rstrip("%")) == pytest.approx(
+        2 * float(double.split(" | ")[1].rstrip("%")), abs=0.15
+    )
 
 
 def test_check_prints_errors_and_writes_nothing(tmp_path: Path) -> None:

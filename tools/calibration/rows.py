@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,12 @@ ROWS = Path(__file__).with_name("rows.csv")
 ABLATION = "megascale-table3-"
 TABLES = {"vtrain-multi": "vtrain", "vtrain-single": "vtrain"}
 """Sources that are tables of one publication."""
+
+MANY = 64
+"""Devices from which on a row counts for the goal."""
+
+GOALS = {"A100": "a100", "H100": "h100"}
+"""Accelerators whose errors are a goal, with the beginning of their profiles' names."""
 
 FLAGS = {"0": False, "1": True, "": False}
 
@@ -76,6 +82,16 @@ def read(path: Path = ROWS) -> Iterator[Row]:
         for line, text in enumerate(csv.DictReader(file), start=2):
             if text["schedule"] in SCHEDULES.cards:
                 yield _row(line, text)
+
+
+def goals(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Pick the rows that count for the goal, by accelerator; accelerators without such rows are left out."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        for name, start in GOALS.items():
+            if row.config.world >= MANY and row.hardware.startswith(start):
+                groups.setdefault(name, []).append(row)
+    return dict(sorted(groups.items()))
 
 
 def _row(line: int, text: dict[str, str]) -> Row:

@@ -1,0 +1,94 @@
+"""The worth of each assumption about step time: published steps, planned with and without it.
+
+Nothing is fitted anew, but the planned steps of an accelerator are scaled to their median with the assumption, as a
+fitted GEMM rate would scale them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import mean, median
+from typing import Any, TypeVar
+
+from calibration.fit import FIRST_YEAR, Profiles, mean_error
+from calibration.rows import Row, goals
+from megascale.config.section import Section
+from megascale.simulate.profiles import Hardware, Hides, Stack
+from megascale.simulate.step_time import step_seconds
+
+Profiled = TypeVar("Profiled", bound=Section)
+
+WITHOUT: Mapping[str, Mapping[str, Any]] = {
+    "none": {},
+    "waves": {"hardware.device.units": 1},
+    "attention": {"hardware.device.attention": {}},
+    "generation": {"stack.generation": FIRST_YEAR},
+    "fp8": {"hardware.attained.fp8": {}},
+    "slowdown": {"stack.attained.slowdown": 1.0},
+    "elementwise": {"hardware.attained.memory": 1.0, "stack.attained.passes": 1.0},
+    "hides": {"stack.hides": Hides()},
+    "hiding": {"hardware.attained.hiding": 1.0},
+    "link": {"hardware.attained.link": 1.0},
+    "network": {"hardware.attained.network": 1.0},
+    "latency": {"hardware.node.latency": 0.0, "hardware.network.latency": 0.0},
+    "host_s": {"stack.host_s": 0.0},
+    "step_s": {"stack.attained.step_s": 0.0},
+    "scale_loss": {"stack.attained.scale_loss": 0.0},
+}
+"""The values that switch each assumption off, by the key of a hardware or a stack profile."""
+
+
+class Machine(Section):
+    """The hardware and the stack of a published step."""
+
+    hardware: Hardware
+    stack: Stack
+
+
+def worth(rows: Sequence[Row]) -> Iterator[tuple[str, list[str]]]:
+    """Measure each assumption: the mean and the largest change of a step time without it and, for each accelerator of
+    `goals`, the mean error without it, as shares.
+    """
+    known, groups = Profiles(rows), goals(rows)
+    machines = {}
+    for row in rows:
+        hardware, stack = known.of(row, {})
+        machines[row.line] = Machine(hardware=hardware, stack=stack)
+    planned = seconds(rows, machines)
+    for name, values in WITHOUT.items():
+        changed = seconds(rows, {line: without(machine, values) for line, machine in machines.items()})
+        moved = [abs(changed[line] / planned[line] - 1) for line in planned]
+        cells = [f"{mean(moved):.1%}", f"{max(moved):.0%}"]
+        for group in groups.values():
+            shift = median(changed[row.line] / planned[row.line] for row in group)
+            cells.append(f"{mean_error(group, {row.line: changed[row.line] / shift for row in group}):.1%}")
+        yield name, cells
+
+
+def seconds(rows: Sequence[Row], machines: Mapping[int, Machine]) -> dict[int, float]:
+    """Plan the step time of each row, by its line."""
+    pairs = [(row, machines[row.line]) for row in rows]
+    return {row.line: step_seconds(row.config, machine.hardware, machine.stack) for row, machine in pairs}
+
+
+def without(machine: Machine, values: Mapping[str, Any]) -> Machine:
+    """Set dotted keys to other values."""
+    for key, value in values.items():
+        machine = replaced(machine, key, value)
+    return machine
+
+
+def replaced(section: Profiled, key: str, value: Any) -> Profiled:
+    """Copy a section with another value for a dotted key."""
+    name, _, rest = key.partition(".")
+    return section.model_copy(update={name: replaced(getattr(section, name), rest, value) if rest else value})
+
+
+def fill(page: str, worths: Iterable[tuple[str, list[str]]]) -> str:
+    """Put the cells of each assumption at the end of its row in a Markdown page: the row that begins with its name."""
+    for name, cells in worths:
+        row = re.compile(rf"^(\| \*\*{name}\*\* \|[^|\n]*\|).*$", re.MULTILINE)
+        assert len(row.findall(page)) == 1, f"the page has one row for {name}"
+        page = row.sub(rf"\1 {' | '.join(cells)} |", page)
+    return page
