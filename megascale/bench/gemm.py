@@ -18,6 +18,7 @@ from megascale.bench.spread import Spread, between
 from megascale.config.model import ModelConfig
 from megascale.core.units import format_flops
 from megascale.device import Device, out_of_memory
+from megascale.layout.blocks import block, linears
 
 
 class Shape(NamedTuple):
@@ -67,13 +68,9 @@ TIMING_S = 1e-3
 
 
 def products(model: ModelConfig, rows: int) -> list[Shape]:
-    """The products with weights in a forward of `rows` tokens, the head's last."""
-    m, head = model, model.head_dim
-    up = (2 if m.gated else 1) * m.ffn_size
-    into = [(m.hidden_size, (m.num_heads + 2 * m.num_kv_heads) * head), (m.hidden_size, up)]
-    back = [(m.num_heads * head, m.hidden_size), (m.ffn_size, m.hidden_size)]
-    widths = [into[0], back[0], into[1], back[1], (m.hidden_size, m.vocab_size)]
-    return [Shape(rows, k, n) for k, n in widths]
+    """The GEMMs of a layer's forward on `rows` tokens, and last the head's."""
+    layers = [Shape(rows, layer.inputs, layer.outputs) for layer in linears(block(model, 0))]
+    return [*layers, Shape(rows, model.hidden_size, model.vocab_size)]
 
 
 def typical(device: Device) -> list[Shape]:

@@ -20,6 +20,7 @@ import torch
 
 from megascale.core.events import OPTIMIZER_ACTIONS
 from megascale.device import Device
+from megascale.observe.summary import covered
 
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 """Categories of the trace that are work of a GPU."""
@@ -125,7 +126,7 @@ def from_trace(events: Iterable[dict[str, Any]]) -> Profile:
         return Profile(operators, sum(operator.seconds for operator in operators))
     within = _launched_in(intervals)
     kernels = (Kernel(e["name"], within.get(_correlation(e) or -1, ()), e["dur"] / 1e6) for e in device)
-    return Profile(tuple(kernels), _covered((e["ts"], e["ts"] + e["dur"]) for e in device) / 1e6)
+    return Profile(tuple(kernels), covered((e["ts"], e["ts"] + e["dur"]) for e in device) / 1e6)
 
 
 def _operators(intervals: Sequence[dict[str, Any]]) -> Iterator[Kernel]:
@@ -170,12 +171,3 @@ def _nested(intervals: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any
 
 def _names(around: Sequence[dict[str, Any]]) -> tuple[str, ...]:
     return tuple(event["name"] for event in reversed(around))
-
-
-def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """The length of what intervals cover together."""
-    total, end = 0.0, float("-inf")
-    for start, stop in sorted(spans):
-        total += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return total

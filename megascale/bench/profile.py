@@ -10,7 +10,6 @@ speed that the machine has just then: between its steps, ranks with a core each 
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import tempfile
 import time
@@ -29,6 +28,7 @@ from megascale.comm.mesh import Mesh, open_mesh, single
 from megascale.comm.totals import meet
 from megascale.config.run import RunConfig
 from megascale.core.errors import MegascaleError
+from megascale.core.process import usable_cores
 from megascale.core.rank import Rank
 from megascale.device import Device
 from megascale.layout.topology import Topology
@@ -161,7 +161,7 @@ def crowded(device: Device, rank: Rank) -> Crowd:
             _step(run)
             meet(run.mesh, device.torch)
             seconds.append(time.perf_counter() - start)
-            if rank.rank < _cores():
+            if rank.rank < usable_cores():
                 own.append(_own_seconds(apart))
     found = [each for some in run.mesh.world.control.gather(own[WARM_UP:], "steps alone") for each in some]
     return Crowd(rank.world, tuple(seconds[WARM_UP:]), tuple(found))
@@ -215,7 +215,7 @@ def machine_of(
 
     Raises: MegascaleError if it makes no sense
     """
-    cores = _cores()
+    cores = usable_cores()
     collectives, messages = links.way(timed, links.COLLECTIVES), links.way(timed, ["message"])
     tree = {
         "device": {"memory": memory // cores, "reserve": 0, "bandwidth": UNKNOWN, "units": 1, "measured": {}},
@@ -237,10 +237,6 @@ def machine_of(
         _add_turns(machine, crowd)
     machine.check()
     return machine
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def _attention(found: tuple[float, ...]) -> dict[str, float]:

@@ -22,7 +22,6 @@ from megascale.bench import kernels
 from megascale.bench.gemm import attainable
 from megascale.bench.mfu import ALL_CAST, Fit, Machine, Speed, Steps, sized
 from megascale.bench.spread import Spread, between
-from megascale.catalog.backends import BACKENDS
 from megascale.comm import init
 from megascale.config.explain import check_again
 from megascale.config.model import ModelConfig
@@ -31,7 +30,7 @@ from megascale.core.errors import MegascaleError
 from megascale.core.rank import Rank
 from megascale.core.units import format_bytes
 from megascale.device import Device, detect, out_of_memory
-from megascale.ops.select import Setting, select
+from megascale.ops.select import Setting, serving
 from megascale.train.build import Run, build, mesh_of
 from megascale.train.gc import ScheduledCollection
 from megascale.train.peak import find_peak
@@ -140,7 +139,7 @@ class _Bench:
             times, losses = time_steps(run, self.steps.warm_up + self.steps.timed)
             timed = times[self.steps.warm_up :]
             shares = profile_steps(run, self.steps.profiled, Spread.of(timed).median)
-        memory, backends, peak = self.device.peak_memory(), self.backends(run), find_peak(run)
+        memory, backends, peak = self.device.peak_memory(), serving(Setting.of(config, self.device)), find_peak(run)
         del run
         self.forget()
         rows, precision = config.batch.micro * config.model.seq_length, config.train.precision
@@ -150,11 +149,6 @@ class _Bench:
         machine = Machine(self.device.name, torch.__version__, backends, peak, best)
         ends = losses[0], losses[-1]
         return Speed(config, whole, fit, machine, self.steps.warm_up, Spread.of(timed), ends, memory, shares)
-
-    def backends(self, run: Run) -> dict[str, str]:
-        """Return the backend of each operation."""
-        setting = Setting.of(run.config, self.device)
-        return {operation: select(operation, setting).backend for operation in filter(setting.uses, BACKENDS)}
 
     def forget(self) -> None:
         """Free the memory of a run that is gone."""

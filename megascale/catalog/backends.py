@@ -101,60 +101,23 @@ ROW = 65536
 _HALF: dict[str, Any] = {"formats": ("bfloat16",), "dropout": False, "most_head": 256}
 """Of flash-attn's kernels, and of those that Transformer Engine calls."""
 
-NORM_BACKENDS = Registry(
-    "norm backend",
-    "megascale.backends.norm",
-    [
-        _card("te", "Transformer Engine's kernels", "te:TENorm", ("layernorm", "rmsnorm")),
-        _card("liger", "Liger's kernels", "liger:LigerNorm", ("layernorm", "rmsnorm"), columns=ROW),
-        _card("apex", "Apex's kernels", "apex_norm:ApexNorm", ("layernorm", "rmsnorm")),
-        _card("compile", "a formula by torch.compile", "compiled:CompiledNorm"),
-        _card("torch", "torch's operators", "norm:TorchNorm", passes=("rmsnorm",)),
-    ],
-)
+GRAINS = ("tensor", "row", "block")
+"""Granularities of the scales of fp8 recipes."""
 
-ADD_NORM_BACKENDS = Registry(
-    "add_norm backend",
-    "megascale.backends.add_norm",
-    [
-        _card("liger", "Liger's kernel", "liger:LigerAddNorm", ("rmsnorm",), columns=ROW),
-        _card("compile", "a formula by torch.compile", "compiled:CompiledAddNorm"),
-        _card("torch", "torch's sum, then the backend of norms", "norm:TorchAddNorm", passes=True),
-    ],
-)
-
-ACTIVATION_BACKENDS = Registry(
-    "activation backend",
-    "megascale.backends.activation",
-    [
-        _card("te", "Transformer Engine's kernels", "te:TEActivation", ("gelu_tanh", "swiglu")),
-        _card("liger", "Liger's kernel", "liger:LigerActivation", ("swiglu",), columns=ROW),
-        _card("compile", "a formula by torch.compile", "compiled:CompiledActivation"),
-        _card("torch", "torch's operators", "activation:TorchActivation", passes=("swiglu",)),
-    ],
-)
-
-ROPE_BACKENDS = Registry(
-    "rope backend",
-    "megascale.backends.rope",
-    [
-        _card("compile", "a formula by torch.compile", "rope:CompiledRope", ("rope",), formats=()),
-        _card("te", "Transformer Engine's kernel, and a copy that joins values", "te:TERope", ("rope",)),
-        _card("torch", "torch's operators", "rope:TorchRope", passes=("rope",)),
-    ],
-)
-
-ATTENTION_BACKENDS = Registry(
-    "attention backend",
-    "megascale.backends.attention",
-    [
-        _card("flash", "flash-attn (Dao 2023)", "flash:FlashAttention", **_HALF),
+_CARDS = {
+    "linear": [
         _card(
             "te",
-            "Transformer Engine's DotProductAttention",
-            "te_attention:EngineAttention",
-            **_HALF,
+            "Transformer Engine's products in fp8, and its casts",
+            "te_linear:EngineLinear",
+            grains=("tensor", "block"),
         ),
+        _card("compile", "torch's products; casts to fp8 by torch.compile", "fp8:CompiledLinear", grains=GRAINS),
+        _card("torch", "torch's products; casts to fp8 by torch's operators", "fp8:TorchLinear", passes=GRAINS),
+    ],
+    "attention": [
+        _card("flash", "flash-attn (Dao 2023)", "flash:FlashAttention", **_HALF),
+        _card("te", "Transformer Engine's DotProductAttention", "te_attention:EngineAttention", **_HALF),
         _card(
             "compile",
             "torch's FlexAttention, compiled, for layers with a window",
@@ -166,60 +129,30 @@ ATTENTION_BACKENDS = Registry(
         ),
         _card("torch", "torch's scaled_dot_product_attention", "attention:TorchAttention"),
     ],
-)
-
-OPTIMIZER_BACKENDS = Registry(
-    "optimizer backend",
-    "megascale.backends.optimizer",
-    [
-        _card("apex", "NVIDIA Apex's multi-tensor kernels", "apex:ApexOptimizer", ("adamw", "lamb")),
-        _card("torch", "torch's fused kernels", "optimizer:TorchOptimizer"),
+    "rope": [
+        _card("compile", "a formula by torch.compile", "rope:CompiledRope", ("rope",), formats=()),
+        _card("te", "Transformer Engine's kernel, and a copy that joins values", "te:TERope", ("rope",)),
+        _card("torch", "torch's operators", "rope:TorchRope", passes=("rope",)),
     ],
-)
-
-GRAINS = ("tensor", "row", "block")
-"""Granularities of the scales of fp8 recipes."""
-
-LINEAR_BACKENDS = Registry(
-    "linear backend",
-    "megascale.backends.linear",
-    [
-        _card(
-            "te",
-            "Transformer Engine's products in fp8, and its casts",
-            "te_linear:EngineLinear",
-            grains=("tensor", "block"),
-        ),
-        _card(
-            "compile",
-            "torch's products; casts to fp8 by torch.compile",
-            "fp8:CompiledLinear",
-            grains=GRAINS,
-        ),
-        _card("torch", "torch's products; casts to fp8 by torch's operators", "fp8:TorchLinear", passes=GRAINS),
+    "norm": [
+        _card("te", "Transformer Engine's kernels", "te:TENorm", ("layernorm", "rmsnorm")),
+        _card("liger", "Liger's kernels", "liger:LigerNorm", ("layernorm", "rmsnorm"), columns=ROW),
+        _card("apex", "Apex's kernels", "apex_norm:ApexNorm", ("layernorm", "rmsnorm")),
+        _card("compile", "a formula by torch.compile", "compiled:CompiledNorm"),
+        _card("torch", "torch's operators", "norm:TorchNorm", passes=("rmsnorm",)),
     ],
-)
-
-WGRAD_BACKENDS = Registry(
-    "wgrad backend",
-    "megascale.backends.wgrad",
-    [
-        _card("addmm", "torch's GEMM of bf16 factors into fp32", "wgrad:WideWgrad", formats=("bfloat16",)),
-        _card("te", "Transformer Engine's GEMM", "wgrad:EngineWgrad", formats=("bfloat16",)),
-        _card("apex", "NVIDIA Apex's GEMM", "apex:ApexWgrad", formats=("bfloat16",)),
-        _card(
-            "torch",
-            "torch's operators: in bf16 a product, and a pass that adds it",
-            "wgrad:TorchWgrad",
-            passes=("bfloat16",),
-        ),
+    "add_norm": [
+        _card("liger", "Liger's kernel", "liger:LigerAddNorm", ("rmsnorm",), columns=ROW),
+        _card("compile", "a formula by torch.compile", "compiled:CompiledAddNorm"),
+        _card("torch", "torch's sum, then the backend of norms", "norm:TorchAddNorm", passes=True),
     ],
-)
-
-CROSS_ENTROPY_BACKENDS = Registry(
-    "cross-entropy backend",
-    "megascale.backends.cross_entropy",
-    [
+    "activation": [
+        _card("te", "Transformer Engine's kernels", "te:TEActivation", ("gelu_tanh", "swiglu")),
+        _card("liger", "Liger's kernel", "liger:LigerActivation", ("swiglu",), columns=ROW),
+        _card("compile", "a formula by torch.compile", "compiled:CompiledActivation"),
+        _card("torch", "torch's operators", "activation:TorchActivation", passes=("swiglu",)),
+    ],
+    "cross_entropy": [
         _card(
             "te",
             "Transformer Engine's kernels, of a release with overwrite_input (none up to 2.19)",
@@ -230,20 +163,25 @@ CROSS_ENTROPY_BACKENDS = Registry(
         _card("compile", "torch.compile", "cross_entropy:CompiledCrossEntropy"),
         _card("torch", "torch's operators, over blocks of tokens", "cross_entropy:TorchCrossEntropy", passes=True),
     ],
-)
+    "wgrad": [
+        _card("addmm", "torch's GEMM of bf16 factors into fp32", "wgrad:WideWgrad", formats=("bfloat16",)),
+        _card("te", "Transformer Engine's GEMM", "wgrad:EngineWgrad", formats=("bfloat16",)),
+        _card("apex", "NVIDIA Apex's GEMM", "apex:ApexWgrad", formats=("bfloat16",)),
+        _card(
+            "torch",
+            "torch's operators: in bf16 a product, and a pass that adds it",
+            "wgrad:TorchWgrad",
+            passes=("bfloat16",),
+        ),
+    ],
+    "optimizer": [
+        _card("apex", "NVIDIA Apex's multi-tensor kernels", "apex:ApexOptimizer", ("adamw", "lamb")),
+        _card("torch", "torch's fused kernels", "optimizer:TorchOptimizer"),
+    ],
+}
+
+BACKENDS = {name: Registry(f"{name} backend", f"megascale.backends.{name}", cards) for name, cards in _CARDS.items()}
+"""The registry of each operation, by its key in `[backends]`."""
 
 FUSED = ("norm", "add_norm", "activation", "rope")
 """Operations that torch.compile fuses with what stands beside them in a block."""
-
-BACKENDS: dict[str, Registry] = {
-    "linear": LINEAR_BACKENDS,
-    "attention": ATTENTION_BACKENDS,
-    "rope": ROPE_BACKENDS,
-    "norm": NORM_BACKENDS,
-    "add_norm": ADD_NORM_BACKENDS,
-    "activation": ACTIVATION_BACKENDS,
-    "cross_entropy": CROSS_ENTROPY_BACKENDS,
-    "wgrad": WGRAD_BACKENDS,
-    "optimizer": OPTIMIZER_BACKENDS,
-}
-"""The registry of each operation, by its key in `[backends]`."""

@@ -69,14 +69,14 @@ class Checkpoints:
         self._shards = shards
         self._scaling = scaling
         self.saving: Saving | None = None
+        self._memory: Memory | None = None
         wanted = config.checkpoint
         if wanted.every:
             held = [tensor for shard in shards for tensor in (shard.master, *shard.state.values())]
             state = global_tensors(shards, mesh) | history_tensors(scaling)
-            memory = None
             if wanted.memory_every:
-                memory = Memory(Path(wanted.memory_dir), config.folder, wanted.replicate, mesh)
-            self.saving = Saving(state, [*held, scaling.history], wanted.file_bytes, memory, mesh, device)
+                self._memory = Memory(Path(wanted.memory_dir), config.folder, wanted.replicate, mesh)
+            self.saving = Saving(state, [*held, scaling.history], wanted.file_bytes, self._memory, mesh, device)
         self.folder = Location(config.checkpoints, wanted.patience_s)
         self.warnings: list[str] = []
         self._saved_step: int | None = None
@@ -105,8 +105,8 @@ class Checkpoints:
 
     def forget(self) -> None:
         """The run is over, and its last checkpoint on storage: leave nothing in memory."""
-        if self.saving:
-            self.saving.forget()
+        if self._memory:
+            self._memory.remove()
 
     def _facts(self, progress: Progress) -> manifest.Facts:
         return manifest.Facts.of(progress, self._said, asdict(self._mesh.topology))
@@ -201,13 +201,13 @@ class Checkpoints:
             raise manifest.DamagedError(what, mend="restore one, or begin anew under another name")
         if not wanted.memory_every:
             discard(Path(wanted.memory_dir), self._config.folder, self._mesh)
-        if self.saving:
-            self.saving.keep_only(found.progress.step if found and found.path is None else None)
-            if self.saving.lonely:
-                count = f"{self.saving.lonely} of {self._mesh.world.size} ranks"
+        if self._memory:
+            self._memory.keep_only(found.progress.step if found and found.path is None else None)
+            if self._memory.lonely:
+                count = f"{self._memory.lonely} of {self._mesh.world.size} ranks"
                 self.warnings.append(f"no second copies in memory of {count}: data parallelism has no other host")
-            if self._saved_step is not None:  # which is right, so that older ones may go, and make room
-                self.remove_old()
+        if self.saving and self._saved_step is not None:  # which is right, so that older ones may go, and make room
+            self.remove_old()
         return found
 
     def _recalled(self, since: int) -> Resumed | None:

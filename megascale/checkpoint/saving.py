@@ -193,21 +193,6 @@ class Saving:
             return None, []
         return self._memory.recall(self._slots, self._what, self._background, since)
 
-    @property
-    def lonely(self) -> int:
-        """How many ranks' copies in memory are to be on a second host, and cannot be."""
-        return self._memory.lonely if self._memory else 0
-
-    def keep_only(self, step: int | None) -> None:
-        """The run goes on from copies in memory of this step, or from elsewhere (`Memory.keep_only`)."""
-        if self._memory:
-            self._memory.keep_only(step)
-
-    def forget(self) -> None:
-        """The run is over: leave nothing in memory."""
-        if self._memory:
-            self._memory.remove()
-
     def poll(self, *, wait: bool = False) -> tuple[float, float]:
         """Whether this rank has written its part of the attempt, and whether it has failed to: 1 or 0 each."""
         attempt = self._attempt

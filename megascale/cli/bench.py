@@ -12,7 +12,7 @@ from typing import Any
 from megascale.bench import mfu, overlap
 from megascale.catalog.presets import PRESETS
 from megascale.cli import bench_ranks
-from megascale.cli.numbers import count, whole
+from megascale.cli.numbers import at_least, count, whole
 from megascale.config.explain import check_again, load, load_tree
 from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
@@ -56,7 +56,8 @@ def _add_mfu(benchmarks: Any) -> None:
         "for a preset, for a file what it says",
     )  # fmt: skip
     steps, warm, profiled = mfu.LEAST_STEPS, mfu.WARM_UP, mfu.PROFILED
-    one.add_argument("--steps", type=_timed, default=steps, metavar="N", help=f"timed steps, {steps} or more ({steps})")
+    timed = at_least(steps, f"the median is taken of {steps} or more")
+    one.add_argument("--steps", type=timed, default=steps, metavar="N", help=f"timed steps, {steps} or more ({steps})")
     one.add_argument("--warm-up", type=count, default=warm, metavar="N", help=f"steps before them ({warm})")
     one.add_argument("--profile", type=whole, default=profiled, metavar="N", help=f"steps to profile ({profiled})")
     one.add_argument("--json", action="store_true", help="print one JSON object")
@@ -147,7 +148,8 @@ def _add_overlap(benchmarks: Any) -> None:
     names = list(overlap.CASES)
     one.add_argument("--axes", nargs="+", choices=names, default=names, metavar="AXIS", help=f"of {', '.join(names)}")
     one.add_argument("--rounds", type=count, default=3, metavar="N", help="runs of each kind, in turns (3)")
-    one.add_argument("--steps", type=_steps, default=8, metavar="N", help="steps of each run (8)")
+    steps = at_least(overlap.WARM_UP + 1, f"the first {overlap.WARM_UP} steps do not count")
+    one.add_argument("--steps", type=steps, default=8, metavar="N", help="steps of each run (8)")
     one.add_argument("--output", type=Path, metavar="DIR", help="keep the runs here, for `megascale trace`")
     one.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -167,18 +169,6 @@ def run_overlap(options: argparse.Namespace) -> None:
         print(json.dumps({"results": [asdict(r) | extra for r, extra in zip(results, more, strict=True)]}))
     else:
         print(overlap.table(results))
-
-
-def _steps(text: str) -> int:
-    if (steps := count(text)) <= overlap.WARM_UP:
-        raise argparse.ArgumentTypeError(f"{text!r} is too few: the first {overlap.WARM_UP} steps do not count")
-    return steps
-
-
-def _timed(text: str) -> int:
-    if (steps := count(text)) < mfu.LEAST_STEPS:
-        raise argparse.ArgumentTypeError(f"{text!r} is too few: the median is taken of {mfu.LEAST_STEPS} or more")
-    return steps
 
 
 def _layers(text: str) -> str:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from megascale.bench.overlap import progress
 from megascale.bench.profile_file import write
-from megascale.cli.numbers import count
+from megascale.cli.numbers import at_least, count
 from megascale.core.errors import ConfigError, Problem
 from megascale.core.files import write_text
-from megascale.core.process import die_with
+from megascale.core.process import die_with, usable_cores
 from megascale.core.rank import Rank, from_environment
 from megascale.launch import local
 from megascale.launch.failure import write_error
@@ -29,12 +29,15 @@ if TYPE_CHECKING:
 
 Work = Callable[["Device", Rank], None]
 
+SEVERAL = at_least(2, "two ranks or more have something to send")
+"""The type of `--processes`."""
+
 
 def add_links(benchmarks: Any) -> None:
     """Declare `links`."""
     help_line = "bandwidth and latency of what ranks of this host send each other, in the ways that training uses"
     one = benchmarks.add_parser("links", help=help_line, description=f"{help_line[0].upper()}{help_line[1:]}.")
-    one.add_argument("--processes", type=_several, metavar="N", help="ranks (default: one a GPU, or a core; 2 or more)")
+    one.add_argument("--processes", type=SEVERAL, metavar="N", help="ranks (default: one a GPU, or a core; 2 or more)")
     one.add_argument("--sizes", type=count, nargs="+", metavar="BYTES", help="of tensors (default: 4 KiB to 32 MiB)")
     one.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -59,7 +62,7 @@ def add_profile(benchmarks: Any) -> None:
     """Declare `profile`."""
     help_line = "a hardware profile of this machine's processor, which plan reads"
     one = benchmarks.add_parser("profile", help=help_line, description=f"{help_line[0].upper()}{help_line[1:]}.")
-    one.add_argument("--processes", type=_several, metavar="N", help="ranks that measure at once (default: one a core)")
+    one.add_argument("--processes", type=SEVERAL, metavar="N", help="ranks that measure at once (default: one a core)")
     one.add_argument(
         "--output", type=Path, metavar="FILE.toml", help="where to write it (default: where --hardware this reads it, "
         f"{own_profile()})",
@@ -158,10 +161,4 @@ def _default(*, gpus: bool) -> int:
     """A rank a device, and two at least."""
     from megascale import device
 
-    return max(2, (device.gpus() if gpus else 0) or len(os.sched_getaffinity(0)))
-
-
-def _several(text: str) -> int:
-    if (number := count(text)) < 2:
-        raise argparse.ArgumentTypeError(f"{text!r} is too few: two ranks or more have something to send")
-    return number
+    return max(2, (device.gpus() if gpus else 0) or usable_cores())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from megascale.catalog.tokenizers import TOKENIZERS
 from megascale.cli.numbers import count
 from megascale.core.errors import DataError, Exit
 from megascale.core.files import fingerprint
+from megascale.core.process import usable_cores
 from megascale.core.units import format_bytes, format_count
 from megascale.data import indexed
 from megascale.data.prepare import Request, prepare
@@ -34,7 +34,9 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     make.add_argument("--tokenizer", metavar="NAME|FILE", required=True, help="bytes, or a tokenizer.json")
     make.add_argument("--key", metavar="FIELD", default="text", help="field of a line with the text (default: text)")
     make.add_argument("--eod", metavar="TOKEN", help="token that ends a document (default: <|endoftext|> and its like)")
-    make.add_argument("--workers", metavar="N", type=count, default=_cores(), help="processes (default: one a core)")
+    make.add_argument(
+        "--workers", metavar="N", type=count, default=usable_cores(), help="processes (default: one a core)"
+    )
     make.add_argument("--json", action="store_true", help="print one JSON object")
     look = verbs.add_parser("inspect", help="what a token dataset holds")
     look.add_argument("prefix", metavar="PREFIX", type=Path)
@@ -56,11 +58,6 @@ def run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("interrupted: nothing was written", file=sys.stderr)
         return Exit.INTERRUPTED
-
-
-def _cores() -> int:
-    """Cores that this process may use, fewer than there are in a job with a share of a host."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _prepare(options: argparse.Namespace) -> int:
@@ -129,10 +126,8 @@ def _asked(name: str, origin: indexed.Origin | None) -> Tokenizer:
 
 def _remembered(origin: indexed.Origin | None) -> Tokenizer | None:
     """The tokenizer that made the dataset, if it is still there unchanged."""
-    if origin is None or not (origin.name in TOKENIZERS.cards or _unchanged(Path(origin.name), origin)):
+    if origin is None:
         return None
-    return load_tokenizer(origin.name, origin.eod)
-
-
-def _unchanged(path: Path, origin: indexed.Origin) -> bool:
-    return path.is_file() and fingerprint(path) == origin.fingerprint
+    path = Path(origin.name)
+    there = origin.name in TOKENIZERS.cards or (path.is_file() and fingerprint(path) == origin.fingerprint)
+    return load_tokenizer(origin.name, origin.eod) if there else None

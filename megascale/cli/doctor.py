@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import platform
 import shutil
 import subprocess
@@ -20,6 +19,7 @@ import megascale
 from megascale.config.explain import load, load_tree
 from megascale.config.run import RunConfig
 from megascale.core.errors import Exit
+from megascale.core.process import usable_cores
 from megascale.core.units import format_bytes, format_flops
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def machine(device: Device, precisions: Sequence[str]) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "device": device.name,
         "count": 1 if device.is_cpu else gpus(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": usable_cores(),
         "threads": torch.get_num_threads(),
         "memory_bytes": device.memory(),
         "peaks": {name: _peak(device, name) for name in precisions},

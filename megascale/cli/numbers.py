@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
 
 
 def whole(text: str) -> int:
@@ -24,6 +25,17 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
     return int(text)
+
+
+def at_least(least: int, why: str) -> Callable[[str], int]:
+    """Return an argument's type: a number of `least` or more, `why` in the error of one that is too small."""
+
+    def read(text: str) -> int:
+        if (number := count(text)) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is too few: {why}")
+        return number
+
+    return read
 
 
 def counts(text: str) -> list[int]:

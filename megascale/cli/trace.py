@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import json
 import re
 from collections import Counter
@@ -15,7 +14,7 @@ from typing import Any
 
 from megascale.core.errors import Exit, MegascaleError
 from megascale.core.events import COMPUTE, RankEvents, file_name, read_events
-from megascale.core.process import stopped_in_order
+from megascale.core.process import stopped_in_order, without_collection
 from megascale.observe import picture, timeline
 from megascale.observe.summary import Share, over_ranks, summarize, table
 from megascale.observe.timeline import Written
@@ -118,7 +117,7 @@ def _span(text: str, sign: str) -> range | None:
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
     path = options.output or options.folder / "timeline.json"
-    with stopped_in_order(), _without_collections():
+    with stopped_in_order(), without_collection():
         files = chosen(rank_files(options.folder), options.ranks)
         records = [read(file, options.steps) for file in files]
         check_one_job(records, options.folder)
@@ -143,18 +142,6 @@ def run(options: argparse.Namespace) -> int:
     notes = [*_missing(records, options.ranks), *_skipped(records, steps, options.steps), *_unmatched(written)]
     print(json.dumps(_as_json(result, notes)) if options.json else _as_text(result, notes))
     return Exit.OK
-
-
-@contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """Without garbage collection: to find out that millions of objects are all in use takes a quarter of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @contextlib.contextmanager

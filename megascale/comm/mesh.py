@@ -99,7 +99,8 @@ def open_mesh(
     if topology.world > AT_ONCE:
         pipeline = open_group("world.pp", stages, rank, recorder, terms, slot_bytes=SCALARS)
         sums = replace(dp, name="world.dp"), replace(tp, name="world.tp"), pipeline
-    up, down = (_direction(name, stages, rank, recorder) for name in ("pp.up", "pp.down"))
+    place = list(stages).index(rank)
+    up, down = (Group(way, tuple(stages), place, recorder=recorder) for way in ("pp.up", "pp.down"))  # for the ledger
     messages = Messages(_open_channels(stages, rank, around, terms), terms.timeout)
     ends = alone("tied", rank)
     if tied and topology.pp > 1:
@@ -109,11 +110,6 @@ def open_mesh(
             open_process_group(NO_PART, [rank], terms)
     channels = Channels(up, down, messages)
     return Mesh(topology, rank, tp, dp, up, down, ends, world, sums, recorder, channels, terms.timeout)
-
-
-def _direction(name: str, stages: Sequence[int], rank: int, recorder: Recorder) -> Group:
-    """One way along a pipeline: for the ledger, with no communicator of its own."""
-    return Group(name, tuple(stages), list(stages).index(rank), None, recorder)
 
 
 def _open_channels(stages: Sequence[int], rank: int, around: bool, terms: Terms) -> dict[Channel, dist.ProcessGroup]:

@@ -17,6 +17,7 @@ from megascale.comm.nccl import options
 from megascale.comm.progress import follower
 from megascale.comm.timeout import Timeout
 from megascale.config.nccl import NcclConfig
+from megascale.core.process import usable_cores
 from megascale.trace.recorder import Recorder
 
 SMALL_GROUP = 8
@@ -104,7 +105,7 @@ def _open_ring(group: Group, slot_bytes: int) -> shared.SharedMemory | None:
     name = group.control.broadcast(path and str(path), "shared memory")
     if name is None:
         return None
-    crowded = int(os.environ.get("LOCAL_WORLD_SIZE", group.size)) > len(os.sched_getaffinity(0))
+    crowded = int(os.environ.get("LOCAL_WORLD_SIZE", group.size)) > usable_cores()
     spin = 5e-6 if crowded else 100e-6  # seconds; with more ranks than cores, let the others run
     pids = [pid for _, pid in places]
     ring = shared.SharedMemory(Path(name), group.size, group.index, pids, slot_bytes, spin)

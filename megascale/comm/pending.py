@@ -22,7 +22,8 @@ class Pending(Protocol):
     def wait(self) -> object: ...
 
     def in_background(self) -> Pending:
-        """Let it go on while the caller computes. Returns what to wait for."""
+        """Let it go on while the caller computes. Returns what to wait for, by default itself."""
+        return self
 
 
 class Awaitable(Protocol):
@@ -31,14 +32,11 @@ class Awaitable(Protocol):
     def wait(self) -> object: ...
 
 
-class _Done:
+class _Done(Pending):
     ended = None
 
     def wait(self) -> None:
         return None
-
-    def in_background(self) -> Pending:
-        return self
 
 
 DONE: Pending = _Done()

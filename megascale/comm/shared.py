@@ -128,7 +128,9 @@ class _Operation:
     finished: int = 0
 
 
-class _Handle:
+class _Handle(Pending):
+    """An operation under way, whose copies are made where it is waited for."""
+
     ended = None
 
     def __init__(self, ring: SharedMemory, operation: _Operation) -> None:
@@ -137,9 +139,6 @@ class _Handle:
 
     def wait(self) -> None:
         self._ring.finish(self._operation)
-
-    def in_background(self) -> Pending:
-        return self  # its copies are made where it is waited for
 
 
 class SharedMemory:

@@ -13,8 +13,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from megascale.config.files import Source, Tree, override, read
+from megascale.config.finding import Finding
 from megascale.config.model import FOLLOWS, ModelConfig, fill_in
-from megascale.config.rules import RULES, Finding, world_findings
+from megascale.config.rules import RULES, world_findings
 from megascale.config.run import NAME, RunConfig
 from megascale.config.section import AUTO, Auto, Section
 from megascale.core.errors import ConfigError, Problem

@@ -1,49 +1,19 @@
-"""Every rule that concerns more than one key of a configuration: which sections it reads, and what it finds."""
+"""The rules that concern more than one key of a configuration, and those of a job's size."""
 
 from __future__ import annotations
 
 import bisect
-import json
 import math
-import os
-import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
-
-import fsspec
 
 from megascale.catalog.backends import AUTO, BACKENDS, Need, lacks
 from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.recipes import RECIPES
 from megascale.catalog.schedules import SCHEDULES
-from megascale.catalog.tokenizers import TOKENIZERS
-from megascale.config.run import FOREIGN, RunConfig, prefixes, replicas_of
-from megascale.core.files import expanded, fingerprint, readable
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A broken rule: the key to change, what is wrong, and how to mend it."""
-
-    key: str
-    found: str
-    mend: str
-
-
-Rule = Callable[[Any], Iterator[Finding]]
-RULES: list[tuple[tuple[str, ...], Rule]] = []
-
-
-def rule(*sections: str) -> Callable[[Rule], Rule]:
-    """Register a rule that reads `sections`; it runs when these are valid in themselves, whatever else is wrong."""
-
-    def register(function: Rule) -> Rule:
-        RULES.append((sections, function))
-        return function
-
-    return register
+from megascale.config import stored
+from megascale.config.finding import Finding, Rule
+from megascale.config.run import RunConfig, replicas_of
 
 
 def divisors(n: int, limit: int | None = None) -> list[int]:
@@ -64,7 +34,6 @@ def _listed(values: list[int]) -> str:
     return ", ".join(map(str, shown))
 
 
-@rule("model")
 def heads(c: Any) -> Iterator[Finding]:
     """Widths divide into heads, and heads into groups that share keys and values."""
     m = c.model
@@ -88,7 +57,6 @@ def heads(c: Any) -> Iterator[Finding]:
         )
 
 
-@rule("model")
 def window(c: Any) -> Iterator[Finding]:
     """A pattern of windows has no more entries than there are layers."""
     m = c.model
@@ -100,7 +68,6 @@ def window(c: Any) -> Iterator[Finding]:
         )
 
 
-@rule("model", "parallel")
 def tensor_parallel(c: Any) -> Iterator[Finding]:
     """Heads and MLP columns are split over tp; with sp the sequence is too."""
     m, p = c.model, c.parallel
@@ -121,7 +88,6 @@ def tensor_parallel(c: Any) -> Iterator[Finding]:
         )
 
 
-@rule("model", "parallel")
 def pipeline(c: Any) -> Iterator[Finding]:
     """Every chunk has layers, but for the first and the last, which may have the embedding and the head alone."""
     m, p = c.model, c.parallel
@@ -145,7 +111,6 @@ def pipeline(c: Any) -> Iterator[Finding]:
         yield Finding(key, "a chunk between the ends has no layer", f"0 at the ends only, {auto}")
 
 
-@rule("model", "parallel", "batch", "train", "fp8")
 def eight_bits(c: Any) -> Iterator[Finding]:
     """In 8 bits the sides of products are multiples of what the recipe needs, and some layer multiplies so."""
     m, p = c.model, c.parallel
@@ -171,7 +136,6 @@ def eight_bits(c: Any) -> Iterator[Finding]:
             yield Finding(cut, found, f"{mend}, or another fp8.recipe")
 
 
-@rule("parallel")
 def schedule(c: Any) -> Iterator[Finding]:
     """The schedule runs as many chunks as there are."""
     p = c.parallel
@@ -184,7 +148,6 @@ def schedule(c: Any) -> Iterator[Finding]:
         )
 
 
-@rule("train")
 def recompute(c: Any) -> Iterator[Finding]:
     """What is said of how to recompute changes something, and is said once."""
     t = c.train
@@ -198,7 +161,6 @@ def recompute(c: Any) -> Iterator[Finding]:
         yield Finding("train.recompute_chunks", found, "train.recompute = selective or full, or leave it out")
 
 
-@rule("parallel", "train")
 def recompute_chunks(c: Any) -> Iterator[Finding]:
     """The chunks that recompute are there."""
     missing = sorted(set(c.train.recompute_chunks or ()) - set(range(c.parallel.vpp)))
@@ -213,7 +175,6 @@ def recompute_chunks(c: Any) -> Iterator[Finding]:
         yield Finding("train.recompute_chunks", "names a chunk twice", "each once")
 
 
-@rule("parallel", "batch")
 def batch(c: Any) -> Iterator[Finding]:
     """The global batch is whole micro-batches on every data-parallel rank."""
     dp = c.parallel.dp if isinstance(c.parallel.dp, int) else 1
@@ -227,7 +188,6 @@ def batch(c: Any) -> Iterator[Finding]:
         )
 
 
-@rule("train", "optimizer")
 def learning_rate(c: Any) -> Iterator[Finding]:
     """The learning rate falls, within the steps there are."""
     o = c.optimizer
@@ -244,7 +204,6 @@ def learning_rate(c: Any) -> Iterator[Finding]:
         yield Finding("optimizer.decay_steps", f"{o.decay_steps} do not fit after the warm-up", f"at most {most}")
 
 
-@rule("model", "parallel", "train", "fp8", "optimizer", "backends")
 def backends(c: Any) -> Iterator[Finding]:
     """A backend that is asked for has what the model, its numbers and its layout need of it."""
     recipe = c.fp8.recipe if c.train.precision == "fp8" else None
@@ -256,171 +215,6 @@ def backends(c: Any) -> Iterator[Finding]:
             yield Finding(f"backends.{operation}", f"{asked} {lacking}", "auto, or another backend")
 
 
-@rule("data", "train")
-def data_is_given(c: Any) -> Iterator[Finding]:
-    """There is something to train on, and to validate on if asked for."""
-    d = c.data
-    if d.mock and (d.train or d.valid):
-        yield Finding(
-            "data.mock", "both mock data and datasets are asked for", "remove data.mock or data.train and data.valid"
-        )
-    if not d.mock and d.train is None:
-        yield Finding(
-            "data.train",
-            "no training data",
-            'data.train = "prefix" (see `megascale data prepare`), or data.mock = true',
-        )
-    if c.train.eval_every and not d.mock and d.valid is None and d.split[1] == 0:
-        yield Finding(
-            "data.split",
-            "evaluation needs validation data, but its share is 0",
-            "data.valid, or a second share above 0",
-        )
-    if d.split[0] == 0:
-        yield Finding("data.split", "the share of training documents is 0", "for example [0.99, 0.01]")
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What `megascale data prepare` wrote of a dataset beside it: the tokens it needs, and the tokenizer it was made
-    with.
-    """
-
-    prefix: str
-    vocab_size: int
-    tokenizer: str
-    fingerprint: str
-
-
-@rule("data", "model")
-def data_files(c: Any) -> Iterator[Finding]:
-    """Datasets exist, and were made with one tokenizer and for the vocabulary of this run."""
-    d = c.data
-    first: Prepared | None = None
-    for key, source in (("data.train", d.train), ("data.valid", d.valid)):
-        for prefix in prefixes(source):
-            missing = [prefix + end for end in (".bin", ".idx") if not readable(prefix + end)]
-            if missing:
-                is_file = readable(prefix)
-                mend = "a prefix is the path without .bin" if is_file else "`megascale data prepare` makes them"
-                yield Finding(key, f"there is no file {' nor '.join(missing)}", mend)
-                continue
-            try:
-                made = _prepared(prefix)
-            except (OSError, ArithmeticError, ValueError, LookupError, TypeError, RecursionError) as error:
-                yield Finding(key, f"{prefix}.json cannot be read: {error!r}", "prepare the data again")
-                continue
-            if made is not None:
-                yield from _unfit(key, made, first or made, d.tokenizer, c.model.vocab_size)
-                first = first or made
-    if d.tokenizer and d.tokenizer not in TOKENIZERS.cards and not readable(d.tokenizer):
-        yield Finding(
-            "data.tokenizer", f"there is no file {d.tokenizer}", "leave it out, or give the tokenizer of the data"
-        )
-
-
-def _prepared(prefix: str) -> Prepared | None:
-    """The description of a dataset; None if it has none, for another tool made it."""
-    path = Path(prefix + ".json")
-    if not path.exists():
-        return None
-    facts = json.loads(path.read_text(encoding="utf-8"))
-    made = facts["tokenizer"]
-    return Prepared(prefix, int(facts["vocab_size"]), str(made["name"]), str(made["fingerprint"]))
-
-
-def _unfit(key: str, made: Prepared, first: Prepared, tokenizer: str | None, vocab_size: int) -> Iterator[Finding]:
-    """What speaks against a dataset beside the run's first one."""
-    if made.vocab_size > vocab_size:
-        found = f"{vocab_size} is less than the {made.vocab_size} tokens of {made.prefix}"
-        yield Finding("model.vocab_size", found, f"at least {made.vocab_size}")
-    if tokenizer and _fingerprint(tokenizer) not in (None, made.fingerprint):
-        found = f"{tokenizer} is not the tokenizer that made {made.prefix} ({made.tokenizer})"
-        yield Finding("data.tokenizer", found, "give that one, or prepare again")
-    elif made.fingerprint != first.fingerprint:
-        found = f"{first.prefix} and {made.prefix} were made with different tokenizers"
-        yield Finding(key, found, "prepare one again")
-
-
-def _fingerprint(tokenizer: str) -> str | None:
-    """What a dataset's description calls a tokenizer by; None if the file is missing, which is a finding of its own."""
-    if tokenizer in TOKENIZERS.cards:
-        return tokenizer
-    return fingerprint(Path(tokenizer)) if readable(tokenizer) else None
-
-
-@rule("checkpoint")
-def resume(c: Any) -> Iterator[Finding]:
-    """A checkpoint that is named exists."""
-    value = c.checkpoint.resume
-    if value.startswith(FOREIGN):
-        folder = value.removeprefix(FOREIGN)
-        if not readable(expanded(folder) / "config.json"):
-            yield Finding(
-                "checkpoint.resume",
-                f"there is no config.json in {folder or repr(folder)}",
-                "a folder of Hugging Face's, by its path on this host",
-            )
-    elif "://" not in value and value not in ("auto", "never") and not _is_checkpoint(Path(value)):
-        mend = f"auto, never, a folder with a manifest.json, a run's folder, or {FOREIGN}FOLDER"
-        yield Finding("checkpoint.resume", f"there is no checkpoint in {value or repr(value)}", mend)
-
-
-def _is_checkpoint(folder: Path) -> bool:
-    """Whether it is one, or a run's with some."""
-    if readable(folder / "manifest.json"):
-        return True
-    try:
-        return any(folder.glob("step-*/manifest.json")) or any(folder.glob("checkpoints/step-*/manifest.json"))
-    except (OSError, ValueError):
-        return False
-
-
-@rule("checkpoint")
-def memory(c: Any) -> Iterator[Finding]:
-    """Copies in memory come beside checkpoints."""
-    if c.checkpoint.memory_every and not c.checkpoint.every:
-        yield Finding("checkpoint.memory_every", "checkpoint.every is 0", "checkpoint.every above 0")
-    if c.checkpoint.replicate and not c.checkpoint.memory_every:
-        yield Finding("checkpoint.replicate", "checkpoint.memory_every is 0", "checkpoint.memory_every above 0")
-    folder = c.checkpoint.memory_dir
-    if c.checkpoint.memory_every and not (Path(folder).is_absolute() and os.access(folder, os.W_OK | os.X_OK)):
-        found = f"{folder!r} is no folder that can be written to, by its whole path"
-        yield Finding("checkpoint.memory_dir", found, "/dev/shm, or another of a file system that is memory")
-
-
-@rule("checkpoint")
-def file_system(c: Any) -> Iterator[Finding]:
-    """A URL is whole, what its file system needs is installed, and others than this process see what is there."""
-    for key in ("dir", "resume"):
-        text = getattr(c.checkpoint, key)
-        if key == "resume" and text.startswith(FOREIGN):
-            continue  # a path
-        protocol, separator, place = (text or "").partition("://")
-        if separator and "::" in protocol:
-            mend = "the last URL of the chain"
-            yield Finding(f"checkpoint.{key}", f"{text} is a chain of file systems, which ranks do not share", mend)
-        elif separator and place and protocol != "memory":
-            try:
-                fsspec.get_filesystem_class(protocol)
-            except (ImportError, ValueError) as error:
-                yield Finding(f"checkpoint.{key}", f"{protocol}: {error}", "pip install what fsspec names, or a path")
-        elif separator and place:
-            mend = "a path, or checkpoint.memory_every for copies in memory"
-            yield Finding(f"checkpoint.{key}", f"{text} is seen by one process alone", mend)
-        elif separator or (key == "dir" and (text == "" or re.match(r"[a-z0-9]+:/", text or ""))):
-            mend = "such as /data/runs or s3://bucket/runs"
-            yield Finding(f"checkpoint.{key}", f"{text!r} is no path and no URL", mend)
-
-
-@rule("checkpoint")
-def kept(c: Any) -> Iterator[Finding]:
-    """Some are kept for good only where others are not."""
-    if c.checkpoint.keep_every and not c.checkpoint.keep:
-        yield Finding("checkpoint.keep_every", "checkpoint.keep is 0: all are kept", "checkpoint.keep above 0")
-
-
-@rule("launch", "checkpoint")
 def timeouts(c: Any) -> Iterator[Finding]:
     """Ranks wait for the longest that another may rightly take."""
     start, patience = c.launch.start_timeout_s, c.checkpoint.patience_s
@@ -432,13 +226,31 @@ def timeouts(c: Any) -> Iterator[Finding]:
         yield Finding("launch.start_timeout_s", found, f"more than {patience}")
 
 
-@rule("nccl")
 def thread_blocks(c: Any) -> Iterator[Finding]:
     """The fewest are no more than the most."""
     for key in ("tp_ctas", "dp_ctas", "pp_ctas", "world_ctas"):
         ctas = getattr(c.nccl, key)
         if isinstance(ctas, list) and ctas[0] > ctas[1]:
             yield Finding(f"nccl.{key}", f"at least {ctas[0]} and at most {ctas[1]}", f"[{ctas[1]}, {ctas[0]}]")
+
+
+RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
+    (("model",), heads),
+    (("model",), window),
+    (("model", "parallel"), tensor_parallel),
+    (("model", "parallel"), pipeline),
+    (("model", "parallel", "batch", "train", "fp8"), eight_bits),
+    (("parallel",), schedule),
+    (("train",), recompute),
+    (("parallel", "train"), recompute_chunks),
+    (("parallel", "batch"), batch),
+    (("train", "optimizer"), learning_rate),
+    (("model", "parallel", "train", "fp8", "optimizer", "backends"), backends),
+    *stored.RULES,
+    (("launch", "checkpoint"), timeouts),
+    (("nccl",), thread_blocks),
+)
+"""Every rule, with the sections that it reads: it runs when these are tables, whatever else is wrong."""
 
 
 def world_findings(c: RunConfig, world: int) -> Iterator[Finding]:

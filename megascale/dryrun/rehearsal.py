@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from megascale.dryrun.account import Account, Accountant, Call, Kinds
 
@@ -97,15 +97,12 @@ class Rehearsals:
         if keeps:
             held -= Counter({"activations": x.nbytes})
         if edge is not None:
-            self._run_backward(edge)
+            torch.autograd.backward((edge,), (torch.ones((), dtype=self.accumulate),))
             backward = self._cost(started[-1])
             leaf.grad = None
         del edge
         given.clear()
         return ModuleCost(shape, dtype, forward, backward, held, account.live - outside, keeps)
-
-    def _run_backward(self, edge: GradientEdge) -> None:
-        torch.autograd.backward((edge,), (torch.ones((), dtype=self.accumulate),))
 
     def _start(self) -> Kinds:
         """Begin to count a pass. Returns the bytes that are live."""
@@ -122,8 +119,11 @@ class Rehearsals:
 
 
 class StandIn(nn.Module):
-    """Takes the place of `module`. Modules of one `like` do the same, but for their first call in a step, which casts
-    weights. `layer`: the layer that labels of its communications name; `recompute`: whether the module is recomputed.
+    """Takes the place of `module`. Modules of one `like` do the same, but for a first call in a step: it casts weights,
+    and with gradients enabled its backward writes the main gradients to which later ones add. A module that is
+    recomputed is called without gradients and later with them, so each of the two has a first call.
+
+    `layer`: the layer that labels of its communications name; `recompute`: whether the module is recomputed.
     """
 
     def __init__(
@@ -136,11 +136,13 @@ class StandIn(nn.Module):
         self._rehearsals = rehearsals
         self._anchor = anchor
         self._recompute = recompute
-        self._first = True
+        self._called = set[bool]()  # with gradients enabled, without, or both
 
     def forward(self, x: Tensor, *arguments: Any, **named: Any) -> Tensor:
-        key = (self._like, self._first, tuple(named.items()), x.shape, x.requires_grad, torch.is_grad_enabled())
-        self._first = False
+        with_gradients = torch.is_grad_enabled()
+        first = with_gradients not in self._called
+        self._called.add(with_gradients)
+        key = (self._like, first, tuple(named.items()), x.shape, x.requires_grad, with_gradients)
         if key not in self._rehearsals.costs:
             module = self._rehearsals.representatives.setdefault(self._like, self._module[0])
             cost = self._rehearsals.rehearse(module, x, lambda x: module(x, *arguments, **named), self._recompute)

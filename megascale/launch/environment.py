@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from megascale.core.process import usable_cores
 from megascale.launch import flight
 
 NEW_NAMES = (2, 9)
@@ -77,7 +78,7 @@ def defaults(env: Mapping[str, str], run: Path | None = None, torch: tuple[int, 
             name = variable.earlier if variable.earlier and torch < NEW_NAMES else variable.name
             found[name] = flight.prefix(run) if run and variable.value.startswith("RUN/") else variable.value
     if "LOCAL_WORLD_SIZE" in env and "OMP_NUM_THREADS" not in env:
-        found["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // int(env["LOCAL_WORLD_SIZE"])))
+        found["OMP_NUM_THREADS"] = str(max(1, usable_cores() // int(env["LOCAL_WORLD_SIZE"])))
     return found
 
 

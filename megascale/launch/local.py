@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 from megascale.core.errors import Exit
-from megascale.core.process import die_with, stop_signals
+from megascale.core.process import die_with, handling_stops
 from megascale.core.rank import STORE
 from megascale.launch.failure import ERROR_FILE, Failure, first_cause
 
@@ -48,7 +48,8 @@ def run(arguments: Sequence[str], world: int, logs: Path, dumps: Path | None = N
     for old in logs.glob("rank-*.*"):
         old.unlink()
     workers: list[_Worker] = []
-    with _Forward(workers) as forward:
+    forward = _Forward(workers)
+    with handling_stops(forward.pass_on):
         with _listening() as listener:
             for rank in range(world):
                 if not forward.asked:
@@ -101,21 +102,13 @@ def _start(arguments: Sequence[str], rank: int, world: int, listener: socket.soc
 
 
 class _Forward:
-    """While open, passes on what asks to stop: the first time as a request, the second as the end. `asked` counts."""
+    """Passes on what asks to stop: the first time as a request, the second as the end. `asked` counts."""
 
     def __init__(self, workers: Sequence[_Worker]) -> None:
         self._workers = workers
         self.asked = 0
 
-    def __enter__(self) -> _Forward:
-        self._previous = {number: signal.signal(number, self._pass_on) for number in stop_signals()}
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+    def pass_on(self, number: int, frame: FrameType | None) -> None:
         if self.asked and number == signal.SIGHUP:  # shell and kernel may each send one
             return
         _signal(self._workers, signal.SIGKILL if self.asked else signal.SIGTERM)

@@ -10,17 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megascale.catalog.layers import ACTIVATIONS
-from megascale.ops.select import Setting
+from megascale.ops.select import Backend, Setting
 
 Activate = Callable[[Tensor], Tensor]
 """[..., f], or for a gated activation [..., 2 f] with the gate first, to [..., f]."""
 
 
-class TorchActivation:
+class TorchActivation(Backend):
     """The activations below, and those that other packages register."""
-
-    def refusal(self, setting: Setting) -> str | None:
-        return None
 
     def build(self, setting: Setting) -> Activate:
         return ACTIVATIONS[setting.model.activation].load()

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megascale.layout.windows import BLOCK, spans
-from megascale.ops.select import Reluctance, Setting
+from megascale.ops.select import Backend, Reluctance, Setting
 
 Attend = Callable[[Tensor, Tensor, Tensor, int | None, Tensor | None, float], Tensor]
 """q [b, heads, s, d], k and v [b, kv heads, s, d], the window or None for the whole past, the weights that dropout
@@ -22,11 +22,8 @@ keeps or None, its probability; result as q.
 """
 
 
-class TorchAttention:
+class TorchAttention(Backend):
     """torch's fused kernels, for a sliding window in blocks; with dropout the scores in full."""
-
-    def refusal(self, setting: Setting) -> str | None:
-        return None
 
     def build(self, setting: Setting) -> Attend:
         return causal_attention

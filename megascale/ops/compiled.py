@@ -21,7 +21,7 @@ from megascale.catalog.layers import ACTIVATIONS, NORMS
 from megascale.device import Device
 from megascale.ops.activation import Activate
 from megascale.ops.library import TRITON
-from megascale.ops.norm import AddNormalize, Normalize, other_norm_asked
+from megascale.ops.norm import AddNormalize, Normalize, behind_sum, other_norm_asked, widened
 from megascale.ops.select import BackendError, Reluctance, Setting
 
 SHAPES = 128
@@ -88,15 +88,8 @@ class CompiledAddNorm:
         return refusal(setting.device) or slow or other_norm_asked(setting, "compile")
 
     def build(self, setting: Setting) -> AddNormalize:
-        normalize = _NORMS.get(setting.model.norm) or NORMS[setting.model.norm].load()
-
-        def add_normalize(
-            x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, eps: float
-        ) -> tuple[Tensor, Tensor]:
-            x = x + branch
-            return x, normalize(x, weight, bias, eps)
-
-        return fused(add_normalize)
+        name = setting.model.norm
+        return fused(behind_sum(_NORMS.get(name) or NORMS[name].load()))
 
 
 class CompiledActivation:
@@ -119,28 +112,24 @@ def _reluctance(setting: Setting, name: str, one_kernel: tuple[str, ...]) -> Rel
 
 def rms_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """As `ops.norm.rms_norm`."""
-    wide = _wide(x)
+    wide = widened(x)
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale * _wide(weight)).to(x.dtype)
+    return (wide * scale * widened(weight)).to(x.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """As `ops.norm.layer_norm`. Written out because torch's decomposition, on a CPU, rounds the statistics to bf16."""
-    wide = _wide(x)
+    wide = widened(x)
     centred = wide - wide.mean(-1, keepdim=True)
     scale = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
-    out = centred * scale * _wide(weight)
-    return (out if bias is None else out + _wide(bias)).to(x.dtype)
+    out = centred * scale * widened(weight)
+    return (out if bias is None else out + widened(bias)).to(x.dtype)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """As `ops.activation.swiglu`."""
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
-
-
-def _wide(t: Tensor) -> Tensor:
-    return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
 _NORMS = {"layernorm": layer_norm, "rmsnorm": rms_norm}

@@ -18,7 +18,7 @@ from torch import Tensor
 from megascale.layout.loss import BLOCK_BYTES
 from megascale.ops import compiled
 from megascale.ops.library import TE
-from megascale.ops.select import Reluctance, Setting
+from megascale.ops.select import Backend, Reluctance, Setting
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,8 @@ class Passes:
         return loss, logits
 
 
-class TorchCrossEntropy:
+class TorchCrossEntropy(Backend):
     """torch's operators, over blocks of rows."""
-
-    def refusal(self, setting: Setting) -> str | None:
-        return None
 
     def build(self, setting: Setting) -> CrossEntropy:
         return cross_entropy

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.config.train import OptimizerConfig
-from megascale.ops.select import Setting
+from megascale.ops.select import Backend, Setting
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,8 @@ class Normwise(Protocol):
         """
 
 
-class TorchOptimizer:
+class TorchOptimizer(Backend):
     """The rules of the catalog, ours and those that other packages register."""
-
-    def refusal(self, setting: Setting) -> str | None:
-        return None
 
     def build(self, setting: Setting) -> type[Any]:
         """An `Elementwise` or a `Normwise`."""

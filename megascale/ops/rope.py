@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megascale.ops import compiled
-from megascale.ops.select import Reluctance, Setting
+from megascale.ops.select import Backend, Reluctance, Setting
 
 Rotate = Callable[[Tensor, int, Tensor, Tensor], Tensor]
 """Heads [s, b, n, d] of which the first `turned` (queries and keys) turn by the table's angles; the others (values)
@@ -31,11 +31,8 @@ def rope_table(s: int, head_dim: int, theta: float, dtype: torch.dtype, device: 
     return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
 
 
-class TorchRope:
+class TorchRope(Backend):
     """Four passes over half a head, and copies where the table has another format than the heads."""
-
-    def refusal(self, setting: Setting) -> str | None:
-        return None
 
     def build(self, setting: Setting) -> Rotate:
         return rotate_heads

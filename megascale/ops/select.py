@@ -68,12 +68,13 @@ class Setting:
 
 
 class Backend(Protocol):
-    """One implementation of an operation; the body of a card in `catalog.backends`."""
+    """One implementation of an operation; the body of a card in `catalog.backends`. By default it serves."""
 
     def refusal(self, setting: Setting) -> str | None:
         """Why it cannot serve what its card does not deny, or does not unless asked for (`Reluctance`), in a few words;
         None if it serves. Imports its library only to see whether it is there.
         """
+        return None
 
     def build(self, setting: Setting) -> Callable[..., Any]:
         """The operation. Called where there is no refusal."""
@@ -117,3 +118,8 @@ def select(operation: str, setting: Setting) -> Choice:
 def build(operation: str, setting: Setting) -> Any:
     """The operation, by the backend that `select` finds."""
     return BACKENDS[operation][select(operation, setting).backend].load()().build(setting)
+
+
+def serving(setting: Setting) -> dict[str, str]:
+    """Return the backend of each operation that the model has."""
+    return {operation: select(operation, setting).backend for operation in filter(setting.uses, BACKENDS)}

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megascale.ops.select import Setting
+from megascale.ops.select import Backend, Setting
 from megascale.ops.te_linear import ENGINE
 
 Wgrad = Callable[[Tensor, Tensor, Tensor, bool], None]
@@ -31,11 +31,8 @@ ROWS = 16
 """Of the square matrices with which it is found out whether a GPU has torch's GEMM."""
 
 
-class TorchWgrad:
+class TorchWgrad(Backend):
     """torch's operators: one GEMM where total has the factors' format, else a product and a pass that adds it."""
-
-    def refusal(self, setting: Setting) -> str | None:
-        return None
 
     def build(self, setting: Setting) -> Wgrad:
         return torch_wgrad

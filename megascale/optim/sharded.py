@@ -85,14 +85,12 @@ class ShardedOptimizer:
         else:
             assert norms is not None, "`direct` comes first"
             rule.apply(lr, self._norms.of(norms, index), clipping.skip)
-        if shard.separate:
-            shard.bucket.shard_weights.copy_(shard.master)
+        shard.publish()
 
     def publish_masters(self) -> None:
         """After masters were read from a checkpoint: round them into this rank's shards of the weights."""
         for shard in self.shards:
-            if shard.separate:
-                shard.bucket.shard_weights.copy_(shard.master)
+            shard.publish()
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,11 @@ class ShardState:
         """Whether `master` is a copy of its own, to be rounded into the bucket's weights."""
         return self.master.dtype != self.bucket.weights.dtype
 
+    def publish(self) -> None:
+        """Round a separate `master` into this rank's shard of the bucket's weights."""
+        if self.separate:
+            self.bucket.shard_weights.copy_(self.master)
+
     @property
     def bytes(self) -> int:
         """Bytes that the optimizer adds to the bucket's."""

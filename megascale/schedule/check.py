@@ -1,16 +1,13 @@
-"""What a schedule must satisfy, and what it costs in units: the proofs that tests run for every shape.
+"""Proofs of what a schedule must satisfy, for any shape: complete, messages that match, no deadlock.
 
-A schedule is run by an event simulation in which a forward takes `f` units and a backward `b`, and a message no time.
-An order that cannot be finished is a deadlock.
-
-There a posted receive holds nobody up. On a GPU it is a kernel that occupies the device, and a host may wait for the
-device: `check_device_wait` shows that such a wait ends.
+A schedule is played to its end; an order that cannot be finished is a deadlock. There a posted receive holds nobody up.
+On a GPU it is a kernel that occupies the device, and a host may wait for the device: `check_device_wait` shows that
+such a wait ends.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 from megascale.schedule.ir import Action, Kind, Schedule
 
@@ -19,17 +16,6 @@ Message = tuple[Kind, int, int]  # F or B, the virtual stage that consumes it, m
 
 class ScheduleError(Exception):
     """A schedule that cannot be run, or does not compute what it should."""
-
-
-@dataclass(frozen=True)
-class Cost:
-    """`time`: units until the last rank is done. `bubble`: idle over busy time of a rank. `live`: for each rank, the
-    most (chunk, micro-batch) pairs between their forward and their backward.
-    """
-
-    time: float
-    bubble: float
-    live: tuple[int, ...]
 
 
 def check_complete(schedule: Schedule, v: int, m: int) -> None:
@@ -54,36 +40,6 @@ def check_complete(schedule: Schedule, v: int, m: int) -> None:
                 raise ScheduleError(f"rank {rank}: {action} comes before its forward")
 
 
-def simulate(schedule: Schedule, v: int, f: float = 1.0, b: float = 2.0) -> Cost:
-    """Run a compute schedule in unit times.
-
-    Raises: ScheduleError on a deadlock, naming what each rank waits for.
-    """
-    p = len(schedule)
-    done: dict[tuple[Kind, int, int], float] = {}  # (kind, virtual stage, micro-batch) -> time it ended
-    clock, queues = [0.0] * p, [deque(order) for order in schedule]
-    progress = True
-    while progress:
-        progress = False
-        for rank, queue in enumerate(queues):
-            while queue:
-                action = queue[0]
-                needs = dependencies(action, rank, p, v)
-                if not all(need in done for need in needs):
-                    break
-                start = max([clock[rank], *(done[need] for need in needs)])
-                clock[rank] = start + (f if action.kind is Kind.F else b)
-                done[action.kind, action.chunk * p + rank, action.microbatch] = clock[rank]
-                queue.popleft()
-                progress = True
-    if any(queues):
-        waiting = ", ".join(f"rank {rank} at {queue[0]}" for rank, queue in enumerate(queues) if queue)
-        raise ScheduleError(f"deadlock: {waiting}")
-    busy = [sum(f if a.kind is Kind.F else b for a in order) for order in schedule]
-    time = max(clock)
-    return Cost(time, (time - max(busy)) / max(busy), tuple(_live(order) for order in schedule))
-
-
 def dependencies(action: Action, rank: int, p: int, v: int) -> list[tuple[Kind, int, int]]:
     """What must be done, as (kind, virtual stage, micro-batch), before a forward or backward can start."""
     stage, i = action.chunk * p + rank, action.microbatch
@@ -91,14 +47,6 @@ def dependencies(action: Action, rank: int, p: int, v: int) -> list[tuple[Kind, 
         return [(Kind.F, stage - 1, i)] if stage else []
     after = [(Kind.B, stage + 1, i)] if stage < p * v - 1 else []
     return [(Kind.F, stage, i), *after]
-
-
-def _live(order: list[Action]) -> int:
-    most = live = 0
-    for action in order:
-        live += {Kind.F: 1, Kind.B: -1}.get(action.kind, 0)
-        most = max(most, live)
-    return most
 
 
 def check_messages(schedule: Schedule) -> None:

@@ -7,6 +7,7 @@ are kept in a ring; what each axis communicated and exposed is added up for the 
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -81,7 +82,7 @@ class Recorder:
 
     def __init__(self, timer: Timer | None = None, capacity: int = CAPACITY, *, on: bool = True) -> None:
         self.timer = timer or HostTimer()
-        self.mark = self.timer.mark if on else _no_mark
+        self.mark: Callable[[], Mark] = self.timer.mark if on else lambda: 0.0
         self._void = None if on else Record("", "", Label(), 0.0)  # stands for every record that is not taken
         self.step = 0
         self.dropped = 0
@@ -199,10 +200,6 @@ def _event(record: Record, ends: dict[tuple[Any, ...], float]) -> Event:
         record.sequence, record.bytes, record.peer, issue, waits,  # type: ignore[arg-type]
         label.layer, label.stage, label.direction,
     )  # fmt: skip
-
-
-def _no_mark() -> Mark:
-    return 0.0
 
 
 class Place(AbstractContextManager[None]):

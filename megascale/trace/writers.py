@@ -19,18 +19,19 @@ from megascale.trace.record import EvaluationRecord, Record, StepRecord, as_json
 
 
 class Writer(Protocol):
-    """Takes records as they come. `name` is what people call it, `note` a line for them that is no measurement."""
+    """Takes records as they come, and with `note` a line for people, by default nowhere. `name` is for people."""
 
     name: str
 
     def write(self, record: Record) -> None: ...
 
-    def note(self, text: str) -> None: ...
+    def note(self, text: str) -> None:
+        return None
 
     def close(self) -> None: ...
 
 
-class JsonLines:
+class JsonLines(Writer):
     """metrics.jsonl. A resumed run continues the file: lines of steps after the checkpoint, which are trained again,
     go. A run that starts anew (`resumed_step` 0) starts the file anew.
     """
@@ -44,9 +45,6 @@ class JsonLines:
 
     def write(self, record: Record) -> None:
         self._file.write(json.dumps(as_json(record)) + "\n")
-
-    def note(self, text: str) -> None:
-        return None
 
     def close(self) -> None:
         self._file.close()
@@ -69,7 +67,7 @@ FLUSH_SECONDS = 10
 """How long a figure may wait before it is in the event file."""
 
 
-class TensorBoard:
+class TensorBoard(Writer):
     """Event files, written by the `tensorboard` package itself: torch's wrapper takes seconds to import."""
 
     name = "TensorBoard"
@@ -94,9 +92,6 @@ class TensorBoard:
             for name, value in found.items()
         ]
         self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
-
-    def note(self, text: str) -> None:
-        return None
 
     def close(self) -> None:
         self._writer.close()

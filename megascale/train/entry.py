@@ -13,7 +13,6 @@ import torch
 from megascale.account.memory import rank_memory
 from megascale.account.parameters import parameter_count
 from megascale.account.peaks import Peak
-from megascale.catalog.backends import BACKENDS
 from megascale.comm import init
 from megascale.comm.control import announce
 from megascale.config.resolved import to_toml
@@ -26,7 +25,7 @@ from megascale.device import detect
 from megascale.launch import affinity
 from megascale.launch.failure import exit_status_of, peer_was_lost, write_error
 from megascale.ops.advice import advice
-from megascale.ops.select import Setting, select
+from megascale.ops.select import Setting, serving
 from megascale.train.build import Run, build, mesh_of
 from megascale.train.eventfile import EventFile
 from megascale.train.loop import conclude, train
@@ -110,9 +109,7 @@ def introduction(run: Run, peak: Peak | None) -> str:
     shape = f"{tensor} x {pipeline} x dp {config.dp} (zero {p.zero})"
     step = f"a step is {config.batch.total} x {m.seq_length} tokens, {config.micro_batches} micro-batches a rank"
     setting = Setting.of(config, run.device)
-    backends = ", ".join(
-        f"{operation} {select(operation, setting).backend}" for operation in filter(setting.uses, BACKENDS)
-    )
+    backends = ", ".join(f"{operation} {backend}" for operation, backend in serving(setting).items())
     against = f"{format_flops(peak.flops)} a rank ({peak.source})" if peak else ""
     lines = [
         f"{name}, {shape} = {config.world} ranks{threads}",

@@ -95,12 +95,13 @@ def test_it_is_what_a_real_rank_does(case: str, tmp_path: Any) -> None:
             assert dry.peak.total() - dry.state.total() == pytest.approx(real.peak, rel=0.03, abs=late)
 
 
-def test_modules_that_are_alike_do_what_each_would(tmp_path: Any) -> None:
-    """Weights are cast once a step, also where only a backward's forward is rehearsed by itself."""
+@pytest.mark.parametrize("case", ["gpt recompute", "gpt fp8 recompute"])
+def test_modules_that_are_alike_do_what_each_would(case: str, tmp_path: Any) -> None:
+    """Weights are cast once a step and gradients written once, then added to, also where a backward recomputes."""
     from megascale.dryrun.run import dry_run
 
     size = {"model__num_layers": 6, "model__seq_length": 64, "model__hidden_size": 64}
-    tree = settings(FAMILIES["gpt"], tmp_path, **size, **CASES["gpt fp8 recompute"])
+    tree = settings(FAMILIES["gpt"], tmp_path, **{"train__precision": "bf16", **size, **CASES[case]})
     config = config_of(tree, tmp_path)
     once, each = (dry_run(config, 0, rehearse=rehearse) for rehearse in (True, False))
     assert once.calls == each.calls

@@ -17,7 +17,6 @@ from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.parallel.pipeline import Pipeline
 from megascale.schedule import ir
-from megascale.schedule.check import simulate
 from megascale.trace.recorder import Recorder
 from tests.runs import (
     GPT,
@@ -30,6 +29,7 @@ from tests.runs import (
     settings,
     train_curve,
 )
+from tests.schedule.units import simulate
 from tests.worlds import run_world
 
 Layout = dict[str, Any]

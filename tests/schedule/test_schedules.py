@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 
 from megascale.catalog.schedules import SCHEDULES
 from megascale.schedule import ir
-from megascale.schedule.check import ScheduleError, check_complete, check_messages, simulate
+from megascale.schedule.check import ScheduleError, check_complete, check_messages
 from megascale.schedule.gpipe import gpipe
 from megascale.schedule.interleaved import interleaved_1f1b
 from megascale.schedule.ir import Kind, backward, forward, forwards_only
 from megascale.schedule.lower import lower, receives
 from megascale.schedule.one_f_one_b import one_f_one_b
 from megascale.schedule.precedence import Precedence
+from tests.schedule.units import simulate
 
 STAGES, CHUNKS, MICRO_BATCHES = st.integers(1, 8), st.integers(1, 6), st.integers(1, 40)
 
