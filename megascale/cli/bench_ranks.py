@@ -22,7 +22,7 @@ from megascale.core.process import die_with, usable_cores
 from megascale.core.rank import Rank, from_environment
 from megascale.launch import local
 from megascale.launch.failure import write_error
-from megascale.simulate.profiles import own_profile
+from megascale.simulate.profiles import THIS, path_of
 
 if TYPE_CHECKING:
     from megascale.device import Device
@@ -65,7 +65,7 @@ def add_profile(benchmarks: Any) -> None:
     one.add_argument("--processes", type=SEVERAL, metavar="N", help="ranks that measure at once (default: one a core)")
     one.add_argument(
         "--output", type=Path, metavar="FILE.toml", help="where to write it (default: where --hardware this reads it, "
-        f"{own_profile()})",
+        f"{path_of('hardware', THIS)})",
     )  # fmt: skip
     one.add_argument("--json", action="store_true", help="print one JSON object")
     one.add_argument("--crowd", type=Path, help=argparse.SUPPRESS)  # what the first of two jobs tells the second
@@ -73,7 +73,7 @@ def add_profile(benchmarks: Any) -> None:
 
 def run_profile(options: argparse.Namespace) -> int:
     """Measure this machine and write its profile: in a job with two ranks a core, and in one with a rank a core."""
-    output = (options.output or own_profile()).resolve()
+    output = (options.output or path_of("hardware", THIS)).resolve()
     _check_output(output)
     if options.crowd is None and from_environment() is None:
         words = ["bench", "profile", "--output", str(output), *["--json"] * options.json]

@@ -25,13 +25,10 @@ longer than a forward is waited for (docs/performance.md); each costs room for o
 """
 
 
-def lower(
-    compute: Schedule, v: int, *, ahead: int | None = 1, training: bool = True, reduce_each: bool = False
-) -> Schedule:
+def lower(compute: Schedule, v: int, *, ahead: int = 1, training: bool = True, reduce_each: bool = False) -> Schedule:
     """Add communication to a compute schedule of p ranks with v chunks each.
 
-    `ahead`: compute actions by which a receive is posted before the one that needs it, at most (0: directly before;
-    None: no receives).
+    `ahead`: compute actions by which a receive is posted before the one that needs it, at most (0: directly before).
     `training`: add REDUCE after the last backward of a chunk, or after each backward if `reduce_each`.
     """
     precedence = Precedence(compute, v)
@@ -42,12 +39,12 @@ def lower(
 
 
 def lower_rank(
-    precedence: Precedence, rank: int, *, ahead: int | None, training: bool = True, reduce_each: bool = False
+    precedence: Precedence, rank: int, *, ahead: int, training: bool = True, reduce_each: bool = False
 ) -> Order:
     """What `lower` makes of one rank's actions."""
     order, p = precedence.compute[rank], len(precedence.compute)
     stages = p * precedence.v
-    posts = [[] for _ in order] if ahead is None else receives(precedence, rank, ahead)
+    posts = receives(precedence, rank, ahead)
     last_backward = {a.chunk: a.microbatch for a in order if a.kind is Kind.B}
     gathered: set[int] = set()
     lowered: Order = []

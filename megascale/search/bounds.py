@@ -25,7 +25,7 @@ from megascale.layout.recompute import recompute_of
 from megascale.search.space import Layout, Space
 from megascale.simulate.layer_time import chunk_times
 from megascale.simulate.profiles import Hardware, Stack
-from megascale.simulate.step_time import StepParts, scale, stage_times
+from megascale.simulate.step_time import StepParts, scale
 
 PADDING = 1e-3
 """More than buckets padded to whole shards add to a rank's state."""
@@ -94,7 +94,7 @@ class Bounds:
         """Seconds of reducing the first rank's gradients over dp, and of gathering its weights."""
         sharded = self._stack.shards_weights
         config = self._space.applied(layout._replace(zero=1) if sharded else layout)
-        times = stage_times(config, self._hardware, self._stack.model_copy(update={"shards_weights": False}))
+        times = StepParts(config, self._hardware, self._stack.model_copy(update={"shards_weights": False})).times
         reduce, gather = (sum(found[0, chunk] for chunk in range(layout.vpp)) for found in (times.reduce, times.gather))
         return reduce, gather
 

@@ -1,16 +1,14 @@
 """A discrete-event simulator of a pipeline step: streams of compute, of messages and of data-parallel collectives.
 
-It plays a lowered schedule (`schedule.lower`) by the rules of the executor: a rank computes its actions in order, each
-once its message and its weights have arrived; a message leaves when its tensor is computed; a chunk's gradients are
-reduced after its last backward, its weights gathered before its first forward. Communication that a stack does not
-overlap takes compute's time. Ranks that differ in tp or dp only do the same at the same time: one rank of each
-pipeline stage is simulated. A schedule is compiled once, into steps in an order that respects every dependency; a
-replay is one loop over them.
+It plays a compute schedule by the executor's rules, with the communication that `schedule.lower` adds. A rank computes
+its actions in order, each once its message and its weights have arrived; a message leaves when its tensor is computed;
+a chunk's weights are gathered before its first forward, its gradients reduced after its last backward. Communication
+without overlap takes compute's time. One rank of each pipeline stage is simulated, as a coroutine that stops where a
+message has not been sent: ranks that differ in tp or dp alone act at the same times.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -20,6 +18,12 @@ from megascale.simulate.profiles import Hides
 
 Place = tuple[int, int]
 """A pipeline rank and one of its chunks."""
+
+Message = int
+"""2 x (micro-batch x stages + the receiving stage), + 1 for a gradient."""
+
+FORWARD, BACKWARD = Kind.F, Kind.B
+"""Members of an enum take 0.2 us to look up, a fifth of an action's simulation."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +47,7 @@ class Times:
 
 
 class Span(NamedTuple):
-    """An interval of a rank's stream `row`: compute, pp or dp. `waited`: the interval in which compute stood still for
-    it, or was slowed down by it.
-    """
+    """An interval of a rank's `row`: compute, pp or dp. `waited`: when compute stands still or slows down for it."""
 
     rank: int
     row: str
@@ -55,192 +57,124 @@ class Span(NamedTuple):
     waited: tuple[float, float] | None = None
 
 
-Message = tuple[bool, int, int]
-"""A message: whether it is a gradient, the stage that receives it, and the micro-batch."""
+class Replay(NamedTuple):
+    """The outcome: the second at which the `last` rank is done, and the recorded spans."""
 
-
-@dataclass(frozen=True)
-class Program:
-    """A compiled schedule of `p` ranks with `v` chunks each. `steps`: of each forward or backward its rank; the index
-    of its duration, 2 x (rank x v + chunk), + 1 for a backward; the step that sends its input, or -1; the channel that
-    takes its output, 2 x rank, + 1 for gradients, or -1; 1 for a forward that waits for its chunk's weights and for a
-    backward after which gradients are reduced. `opens`: (rank, chunk) in the order in which weights are gathered.
-    """
-
-    p: int
-    v: int
-    steps: list[list[int]] = field(default_factory=list)
-    actions: list[Action] = field(default_factory=list)
-    opens: list[Place] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Replay:
-    """The outcome. `end`, `reduced`: seconds at which each rank's compute and its reductions are done."""
-
-    end: list[float]
-    reduced: list[float]
+    last: float
     spans: list[Span]
 
-    @property
-    def last(self) -> float:
-        """Seconds of the whole."""
-        return max(*self.end, *self.reduced)
 
-
-def compiled(schedule: Schedule, v: int) -> Program:
-    """Compile a lowered schedule of ranks with `v` chunks each; its receives are not needed.
+def replay(compute: Schedule, times: Times, hides: Hides, *, reduce_each: bool = False, spans: bool = False) -> Replay:
+    """Simulate a step of a compute schedule. `reduce_each`: reduce gradients after every backward; `spans`: record all
+    events, which takes several times as long.
 
     Raises: RuntimeError if ranks wait for each other for ever.
     """
-    program, sent, waiting = Program(len(schedule), v), dict[Message, int](), dict[Message, int]()
-    walks = [_walk(program, rank, order, sent) for rank, order in enumerate(schedule)]
-    ready = [*range(program.p)]
-    while ready:
-        rank = ready.pop()
-        for message in walks[rank]:
-            if message not in sent:
-                waiting[message] = rank
-                break
-            if message in waiting:
-                ready.append(waiting.pop(message))
-    if waiting:
-        raise RuntimeError(f"the schedule does not end: ranks {sorted(waiting.values())} wait for each other")
-    return program
+    mail = _Mail([*range(len(compute))], {}, {})
+    ranks = [_Rank(rank, order, times, hides) for rank, order in enumerate(compute)]
+    plays = [rank.play(len(compute), mail, reduce_each, spans) for rank in ranks]
+    while mail.ready:
+        next(plays[mail.ready.pop()], None)
+    if mail.waiting:
+        raise RuntimeError(f"the schedule does not end: ranks {sorted(mail.waiting.values())} wait for each other")
+    events = [span for rank in ranks for span in rank.spans if span.end > span.start]
+    return Replay(max(max(rank.end, rank.until) for rank in ranks), events)
 
 
-def _walk(program: Program, rank: int, order: Order, sent: dict[Message, int]) -> Iterator[Message]:
-    """Add a rank's steps to a program; yield each message that it sends, or that it has to wait for."""
-    p, last, gathers = program.p, program.p * program.v - 1, 0
-    for action in order:
-        kind, chunk, microbatch = action
-        stage = chunk * p + rank
-        if kind is Kind.F or kind is Kind.B:
-            backward, source = kind is Kind.B, -1
-            if p > 1 and stage != (last if backward else 0):
-                message = backward, stage, microbatch
-                if message not in sent:
-                    yield message
-                source = sent.pop(message)
-            program.steps.append([rank, 2 * (rank * program.v + chunk) + backward, source, -1, gathers])
-            program.actions.append(action)
-            gathers = 0
-        elif kind is Kind.SEND_F or kind is Kind.SEND_B:
-            backward = kind is Kind.SEND_B
-            message = backward, stage + (-1 if backward else 1), microbatch
-            sent[message] = len(program.steps) - 1
-            program.steps[-1][3] = 2 * rank + backward
-            yield message
-        elif kind is Kind.REDUCE:
-            program.steps[-1][4] = 1
-        elif kind is Kind.GATHER:
-            program.opens.append((rank, chunk))
-            gathers = 1
+class _Mail(NamedTuple):
+    """Ranks that can go on, arrivals of sent messages in seconds, and the rank that waits for each other message."""
+
+    ready: list[int]
+    arrival: dict[Message, float]
+    waiting: dict[Message, int]
 
 
-def replay(program: Program, times: Times, hides: Hides, *, spans: bool = False) -> Replay:
-    """Simulate a step. `spans`: record what happens, which takes several times as long."""
-    places = [divmod(place, program.v) for place in range(program.p * program.v)]
-    seconds = [each[place] for place in places for each in (times.forward, times.backward)]
-    dp = _Collectives(times, hides.dp, [0.0] * program.p)
-    clock, until, message, hops = dp.gather(program.opens), dp.until, times.message, times.hops
-    free, arrival = [0.0] * (2 * program.p), [-1.0] * (len(program.steps) + 1)  # of channels; of each step's message
-    log = list[tuple[float, ...]]()
-    for step, (rank, work, source, channel, collective) in enumerate(program.steps):
-        begin = now = clock[rank]
-        if collective and not work & 1:
-            now = max(now, dp.gathered[places[work >> 1]])
-        weights = now
-        if source >= 0:
-            if arrival[source] > now:
-                now = arrival[source]
-            now += hops
-        start = sent = now
-        now = done = now + seconds[work]
-        if channel >= 0:
-            sent = done if done > free[channel] else free[channel]
-            end = sent + message
-            if times.contends and until[rank] > sent:  # each has half of the link
-                shared = min(message, until[rank] - sent)
-                until[rank] += shared
-                end += shared
-            free[channel] = arrival[step] = end
-            if not hides.pp:
-                now = end
-        if collective and work & 1:
-            now = dp.reduce(rank, program.actions[step], now)
-        clock[rank] = now
-        if spans:
-            log.append((begin, weights, start, done, sent))
-    dp.finish(clock)
-    found = itertools.chain(dp.spans, _spans(program, log, arrival, hides))
-    return Replay(clock, until, [span for span in found if span.end > span.start])
+@dataclass
+class _Rank:
+    """A pipeline rank. `end`, `until`: seconds until which its compute and its collectives over dp are busy."""
 
-
-@dataclass(frozen=True)
-class _Collectives:
-    """The data-parallel streams of all ranks. `until`: seconds until which each is busy; `gathered`: by place, when its
-    first forward may begin; `late`: reductions that compute waits for.
-    """
-
+    rank: int
+    order: Order
     times: Times
-    hidden: bool
-    until: list[float]
-    gathered: dict[Place, float] = field(default_factory=dict)
-    late: list[tuple[int, Action]] = field(default_factory=list)
+    hides: Hides
+    end: float = 0.0
+    until: float = 0.0
     spans: list[Span] = field(default_factory=list)
 
-    def behind(self, place: Place) -> float:
-        """The share of a chunk's collectives that is all buckets but one."""
-        return 1 - 1 / self.times.buckets.get(place, 1)
+    def play(self, p: int, mail: _Mail, reduce_each: bool, record: bool) -> Iterator[None]:
+        """Play the actions of this rank of p; yield where the next one needs a message that has not been sent."""
+        rank, times, overlaps_pp, overlaps_dp = self.rank, self.times, self.hides.pp, self.hides.dp
+        (ready, arrival, waiting), stages = mail, len(times.forward)
+        seconds = [[taken[rank, c] for c in range(stages // p)] for taken in (times.forward, times.backward)]
+        last = {action.chunk: action for action in self.order if action.kind is BACKWARD}
+        gathered, reductions = self._gather(), list[Action]()
+        now, free = 0.0 if overlaps_dp else self.until, [0.0, 0.0]  # free: of the channels of activations and gradients
+        for action in self.order:
+            kind, chunk, microbatch = action
+            backward, stage, begin = kind is BACKWARD, chunk * p + rank, now
+            message = 2 * (microbatch * stages + stage) + backward
+            weights = received = now = max(now, gathered[chunk])
+            if p > 1 and stage != (stages - 1 if backward else 0):
+                while message not in arrival:
+                    waiting[message] = rank
+                    yield
+                received = arrival.pop(message)
+                now = (received if received > now else now) + times.hops
+            start = now
+            now = done = sent = arrives = start + seconds[backward][chunk]
+            if p > 1 and stage != (0 if backward else stages - 1):
+                sent = done if done > free[backward] else free[backward]
+                arrives = sent + times.message
+                if times.contends and self.until > sent:  # each has half of the link
+                    shared = min(times.message, self.until - sent)
+                    self.until, arrives = self.until + shared, arrives + shared
+                message += -2 if backward else 2
+                free[backward] = arrival[message] = arrives
+                if message in waiting:
+                    ready.append(waiting.pop(message))
+                now = done if overlaps_pp else arrives
+            if record:
+                self._record(action, begin, weights, received, start, done, sent, arrives)
+            if backward and (reduce_each or action is last[chunk]):
+                reductions.append(action)
+                now = self._reduce(action, now) if overlaps_dp else now
+        for action in () if overlaps_dp else reductions:
+            now = self._reduce(action, now)
+        self.end = now
 
-    def gather(self, places: list[Place]) -> list[float]:
-        """Gather weights in the order of their use; when each rank may begin. A chunk's forward waits for the first of
-        its buckets, and for the others no longer than they take beyond it.
-        """
-        for rank, chunk in places:
-            place, took, start = (rank, chunk), self.times.gather.get((rank, chunk), 0.0), self.until[rank]
-            self.until[rank] = end = start + took
-            self.gathered[place] = end - min(took, self.times.forward[place]) * self.behind(place)
-            waited = None if self.hidden else (start, end)
-            self.spans.append(Span(rank, "dp", Action(Kind.GATHER, chunk, 0), start, end, waited))
-        return [0.0 if self.hidden else busy for busy in self.until]
+    def _gather(self) -> dict[int, float]:
+        """Gather weights in the order of their use, and say when each chunk's forward may begin."""
+        gathered = dict[int, float]()
+        for chunk in dict.fromkeys(action.chunk for action in self.order if action.kind is FORWARD):
+            taken, start = self.times.gather.get((self.rank, chunk), 0.0), self.until
+            self.until = start + taken
+            # a forward waits for the first of its buckets, and for the others no longer than they take beyond it
+            gathered[chunk] = self.until - min(taken, self.times.forward[self.rank, chunk]) * self._overlap(chunk)
+            waited = None if self.hides.dp else (start, self.until)
+            self.spans.append(Span(self.rank, "dp", Action(Kind.GATHER, chunk, 0), start, self.until, waited))
+        return gathered
 
-    def reduce(self, rank: int, action: Action, now: float) -> float:
-        """Reduce a chunk's gradients behind its backward, which ends `now` and with it the last bucket; when compute
-        goes on.
-        """
-        place = rank, action.chunk
-        took, behind = self.times.reduce.get(place, 0.0), self.behind(place)
-        if not self.hidden:
-            self.late.append((rank, action))
-            return now
-        start = max(self.until[rank], now - self.times.backward[place] * behind)
-        self.until[rank] = max(start + took, now + took * (1 - behind))
-        return self._recorded(rank, action, start, now, now + took * behind * self.times.drag)
-
-    def finish(self, clock: list[float]) -> None:
-        """Do the reductions that compute waits for, once all else is done."""
-        for rank, action in self.late:
-            now, start = clock[rank], max(clock[rank], self.until[rank])
-            self.until[rank] = start + self.times.reduce.get((rank, action.chunk), 0.0)
-            clock[rank] = self._recorded(rank, action, start, now, self.until[rank])
-
-    def _recorded(self, rank: int, action: Action, start: float, now: float, then: float) -> float:
-        reduce = action._replace(kind=Kind.REDUCE)
-        self.spans.append(Span(rank, "dp", reduce, start, self.until[rank], (now, then)))
+    def _reduce(self, action: Action, now: float) -> float:
+        """Reduce a chunk's gradients, the last bucket at the end of its backward, `now`; say when compute goes on."""
+        place, overlap = (self.rank, action.chunk), self._overlap(action.chunk)
+        taken = self.times.reduce.get(place, 0.0)
+        start = max(self.until, now - self.times.backward[place] * overlap)
+        self.until = max(start + taken, now + taken * (1 - overlap))
+        then = now + taken * overlap * self.times.drag if self.hides.dp else self.until
+        self.spans.append(Span(self.rank, "dp", action._replace(kind=Kind.REDUCE), start, self.until, (now, then)))
         return then
 
+    def _overlap(self, chunk: int) -> float:
+        """The share of a chunk's collectives that its own compute hides: all buckets but one."""
+        return 1 - 1 / self.times.buckets.get((self.rank, chunk), 1) if self.hides.dp else 0.0
 
-def _spans(program: Program, log: list[tuple[float, ...]], arrival: list[float], hides: Hides) -> Iterator[Span]:
-    """Record what each step of a rank waited for, computed and sent."""
-    steps = zip(log, program.actions, program.steps, arrival, strict=False)
-    for (begin, weights, start, done, sent), action, (rank, _, source, channel, _), end in steps:
-        if weights > begin:
-            yield Span(rank, "dp", action, begin, weights, (begin, weights))
-        if arrival[source] > weights:
-            yield Span(rank, "pp", action, weights, arrival[source], (weights, arrival[source]))
-        yield Span(rank, "compute", action, start, done)
-        if channel >= 0:
-            send = action._replace(kind=Kind.SEND_F if action.kind is Kind.F else Kind.SEND_B)
-            yield Span(rank, "pp", send, sent, end, None if hides.pp else (done, end))
+    def _record(self, action: Action, *at: float) -> None:
+        """Record what an action waited for, computed and sent."""
+        begin, weights, received, start, done, sent, arrives = at
+        send = action._replace(kind=Kind.SEND_F if action.kind is FORWARD else Kind.SEND_B)
+        self.spans += [
+            Span(self.rank, "dp", action, begin, weights, (begin, weights)),
+            Span(self.rank, "pp", action, weights, received, (weights, received)),
+            Span(self.rank, "compute", action, start, done),
+            Span(self.rank, "pp", send, sent, arrives, None if self.hides.pp else (done, arrives)),
+        ]

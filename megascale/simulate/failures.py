@@ -1,8 +1,7 @@
 """The cost of failures to a long job.
 
-With a mean time M between failures of the whole job, c seconds of stopped training for a checkpoint and r seconds from
-a failure to the first new step, a job that saves every t seconds loses c / t to saving, and r + t / 2 at each failure:
-least at t = sqrt(2 c M) (Young 1974).
+With M seconds between failures, c seconds to save a checkpoint and r to restart, a job that saves every t seconds loses
+c / t to saving and r + t / 2 at each failure: least at t = sqrt(2 c M) (Young 1974).
 """
 
 from __future__ import annotations
@@ -20,23 +19,21 @@ RESTART_S = 900.0
 
 @dataclass(frozen=True)
 class Losses:
-    """`mean_s`: seconds between failures of the job; `every_s`: the best interval of checkpoints; `share` of all time
-    that is lost, in [0, 1].
-    """
+    """`mean_s`: seconds between failures; `every_s`: the best checkpoint interval; `share`: lost time, in [0, 1]."""
 
     mean_s: float
     every_s: float
     share: float
 
     def stretched(self, seconds: float) -> float:
-        """Seconds that so much training takes with failures."""
+        """Seconds of training with failures, from those without."""
         return seconds / (1 - self.share) if self.share < 1 else math.inf
 
 
 def losses(
     devices: int, device_hours: float = DEVICE_HOURS, save_s: float = SAVE_S, restart_s: float = RESTART_S
 ) -> Losses:
-    """The losses of a job whose devices fail independently, each every `device_hours` on average."""
+    """Estimate the losses of a job whose devices fail independently, each every `device_hours` on average."""
     mean = device_hours * 3600 / devices
     every = math.sqrt(2 * save_s * mean)
     return Losses(mean, every, min(1.0, save_s / every + (restart_s + every / 2) / mean))

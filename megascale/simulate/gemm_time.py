@@ -8,28 +8,26 @@ from dataclasses import dataclass
 from megascale.simulate.profiles import Hardware, Measured, Reached, Stack
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.75), (64, 64, 0.55))
-"""Rows and columns of the tile that a multiprocessor computes at once, and its relative speed: a small tile reads more
-operand bytes for each FLOP.
-"""
+"""Rows, columns and relative speed of a multiprocessor's tiles: a small tile reads more operand bytes for each FLOP."""
 
 UNKNOWN = Reached(forward=0.35, backward=0.35)
-"""Shares of the peak that an attention kernel reaches where a device's profile names none."""
+"""Shares of the peak that attention reaches on a device whose profile has none."""
 
 RAMP = 192
-"""Terms of the inner dimension during which a tile's pipeline fills and drains: k terms take as long as k + RAMP."""
+"""Terms of the inner dimension that fill and drain a tile's pipeline: k terms take as long as k + RAMP."""
 
 MASK = 1
-"""Bytes of the dropout mask of a score, as Megatron-LM has it. In a forward softmax and dropout read and write the
-score; in a backward both read and write its gradient, and softmax reads the score.
+"""Bytes of a score's dropout mask, as in Megatron-LM. In a forward softmax and dropout read and write the score; in a
+backward both read and write its gradient, and softmax reads the score.
 """
 
 FLASH_BACKWARD = 2.5
-"""GEMMs in the backward of a fused attention over those of its forward: it forms the scores again (Dao 2023)."""
+"""GEMMs in the backward of fused attention over those of its forward: it recomputes the scores (Dao 2023)."""
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The times of one device with one stack. `number_format`: of GEMMs that are not in FP8; `bytes`: of an element."""
+    """The times of one device with one stack. `number_format`: dtype of GEMMs outside FP8; `bytes`: of an element."""
 
     hardware: Hardware
     stack: Stack
@@ -38,67 +36,61 @@ class Kernels:
 
     @property
     def measured(self) -> Measured | None:
-        """The measured times of a processor; a profile's other values are those of accelerators."""
+        """The measured rates of a processor; None for an accelerator."""
         return self.hardware.device.measured.get(self.number_format)
 
     @property
-    def _bandwidth(self) -> float:
+    def bandwidth(self) -> float:
+        """Bytes/s of passes over memory."""
         return self.hardware.device.bandwidth * self.hardware.attained.memory
 
     def gemm(self, m: int, n: int, k: int, *, count: int = 1, grain: str | None = None) -> float:
-        """`count` GEMMs [m, k] x [k, n] at once; `grain`: what shares a scale in FP8, None in `number_format`."""
+        """`count` GEMMs [m, k] x [k, n] at once. `grain`: elements that share an FP8 scale, None outside FP8."""
         if not m * n * k:
             return 0.0
         device, attained = self.hardware.device, self.hardware.attained
         flops, operands, result = 2 * count * m * n * k, count * (m * k + k * n), count * m * n
-        if found := self.measured:
-            return found.product_s + flops / found.rate + self.bytes * (operands + result) / found.bandwidth
+        if core := self.measured:
+            return core.product_s + flops / core.rate + self.bytes * (operands + result) / core.bandwidth
         rate = device.peak_of("fp8" if grain else self.number_format) * attained.gemm_share(self.stack.generation)
         rate *= attained.fp8.get(grain or "", 1.0) * shape_share(count * m, n, k, device.units)
         moved = operands * (1 if grain else self.bytes) + result * self.bytes
-        return max(flops / rate, moved / self._bandwidth) * self.stack.attained.slowdown
+        return max(flops / rate, moved / self.bandwidth) * self.stack.attained.slowdown
 
     def attention(self, heads: int, keys: int, window: int | None, width: int) -> tuple[float, float]:
-        """Attention of so many heads of `width` on sequences of `keys`, a forward and its backward."""
+        """Attention of `heads` of `width` on sequences of `keys`, a forward and its backward."""
         if self.stack.attention == "unfused":
             return self._scores(heads, keys, width)
         span = keys if window is None else window
         seen = span - span * span / (2 * keys)  # the mean: the first queries see fewer
         flops, back = 4 * heads * keys * seen * width, FLASH_BACKWARD
-        if found := self.measured:
-            ways = [(1 + way.keys / seen + way.width / width) / way.rate for way in (found.attend, found.attend_back)]
-            return flops * ways[0], back * flops * ways[1]
+        if core := self.measured:
+            costs = [(1 + way.keys / seen + way.width / width) / way.rate for way in (core.attend, core.attend_back)]
+            return flops * costs[0], back * flops * costs[1]
         shares = self.hardware.device.reached(self.stack.attention) or UNKNOWN
         seconds = flops / self.hardware.device.peak_of(self.number_format) * self.stack.attained.slowdown
         return seconds / shares.forward, back * seconds / shares.backward
 
     def _scores(self, heads: int, keys: int, width: int) -> tuple[float, float]:
-        """Attention that forms all scores: two GEMMs in a forward, four in a backward, and passes over the scores."""
+        """Unfused attention: two GEMMs in a forward, four in a backward, and passes over the scores."""
         scores = heads * keys**2
-        formed = self.gemm(keys, keys, width, count=heads)
-        used = self.gemm(keys, width, keys, count=heads)
-        forward = formed + used + self.stream(scores * (4 * self.bytes + MASK))
-        return forward, formed + 3 * used + self.stream(scores * (5 * self.bytes + MASK))
+        query_key, score_value = self.gemm(keys, keys, width, count=heads), self.gemm(keys, width, keys, count=heads)
+        forward = query_key + score_value + self.stream(scores * (4 * self.bytes + MASK))
+        return forward, query_key + 3 * score_value + self.stream(scores * (5 * self.bytes + MASK))
 
     def elementwise(self, moved: float) -> float:
-        """Element-wise operations that would read and write `moved` bytes if they were all fused."""
+        """Element-wise operations that read and write `moved` bytes when fused."""
         return self.stream(moved * (1.0 if self.measured else self.stack.attained.passes))
 
     def stream(self, moved: float) -> float:
-        """Operations that read and write just `moved` bytes."""
-        found = self.measured
-        return moved / found.elementwise if found else moved / self._bandwidth * self.stack.attained.slowdown
-
-    def update(self, moved: float) -> float:
-        """An optimizer that reads and writes `moved` bytes."""
-        return moved / self._bandwidth
+        """One pass over memory, which reads and writes `moved` bytes."""
+        core = self.measured
+        return moved / core.elementwise if core else moved / self.bandwidth * self.stack.attained.slowdown
 
 
 def shape_share(m: int, n: int, k: int, units: int) -> float:
-    """The share of a large GEMM's rate that [m, k] x [k, n] reaches on `units` multiprocessors, in (0, 1].
-
-    The best tile counts. The last wave of tiles may leave multiprocessors idle, the last row and column of tiles hang
-    over the edge, and k may be split where there are fewer tiles than multiprocessors.
+    """The share, in (0, 1], of a large GEMM's rate that [m, k] x [k, n] reaches with the best tile on `units`
+    multiprocessors. The last wave may leave some idle, tiles may overhang, and k is split where tiles are few.
     """
     return max(_with_tile(m, n, k, units, *tile) for tile in TILES)
 

@@ -1,9 +1,7 @@
-"""Profiles of the hardware and the software stack that a plan is made for, each a TOML file of `configs/hardware` or
-`configs/stacks`.
+"""Profiles of hardware and of software stacks, each a TOML file of `configs/hardware` or `configs/stacks`.
 
-Facts that somebody states are kept apart from `attained`. Of that the share of the GEMM peak, a stack's slowdown and
-its fixed time are fitted to published steps (`tools/calibrate.py`); the others have usual values.
-`configs/errors.toml` says how far plans were off where the fit had not seen the source.
+Of `attained` values `tools/calibrate.py` fits the share of the GEMM peak and a stack's slowdown and fixed time to
+published steps; others are usual values. All else is stated. `configs/errors.toml` has the errors of left-out sources.
 """
 
 from __future__ import annotations
@@ -29,41 +27,40 @@ Positive = Annotated[float, Field(gt=0)]
 Rate = Annotated[float, Field(ge=1e6)]
 """Bytes or FLOPs a second: less than 1e6 is a mistake, such as GB/s or TFLOP/s."""
 Format = Annotated[str, Field(pattern="^(fp64|fp32|tf32|fp16|bf16|fp8)$")]
+Whole = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
+"""An integer that may be written as 80e9."""
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+Profile = TypeVar("Profile", "Hardware", "Stack")
 NAMES = {accelerator.name: accelerator for accelerator in ACCELERATORS}
 Generation = Annotated[str, Field(pattern="^20[0-9][0-9]$")]
 Kernel = Literal["unfused", "flash1", "triton", "flash2", "flash3"]
 
 THIS = "this"
-"""The name of this machine's hardware profile, which `megascale bench profile` writes."""
-
-OPTIONS = {"hardware": "--hardware", "stacks": "--stack"}
+"""The hardware profile of this machine, which `megascale bench profile` writes."""
 
 SCALE = 256
 """Devices up to which a step loses nothing to their number."""
 
 SCALE_LOSS = 0.018
-"""Share of a step that each doubling of the devices beyond SCALE costs: fitted by tools/calibrate.py, for all
-stacks together, on published steps of 257 to 1,024 devices.
-"""
+"""Share of a step for each doubling of the devices beyond SCALE, fitted on published steps of 257 to 1,024 devices."""
 
 FP8_RATES = {"row": 0.70, "block": 0.87}
-"""Such that row-wise steps of Llama 3 8B on H100 take 12% longer than tensor-wise ones (pytorch/torchtitan@7a04053:
-6,424 and 7,186 tokens/s), and MXFP8 ones on B200 and GB300 4% (Megatron-Bridge, tools/calibration).
+"""By scale, over tensor-wise GEMMs: Llama 3 8B on H100 takes 12% longer row-wise (pytorch/torchtitan@7a04053: 6,424 and
+7,186 tokens/s), steps in MXFP8 on B200 and GB300 take 4% longer (Megatron-Bridge, tools/calibration).
 """
 
 
 class Reached(Section):
-    """Shares of a device's peak that a kernel reaches."""
+    """Shares of a device's peak that an attention kernel reaches."""
 
     forward: Share = Field(description="share of the peak")
     backward: Share = Field(description="share of the peak")
 
 
 class Attention(Section):
-    """Attention on a processor, which also computes some scores that the mask hides."""
+    """Attention on a processor, which also computes some masked scores."""
 
     rate: Positive = Field(description="FLOP/s")
     keys: NotNegative = Field(description="keys that a query takes time for, besides those that it sees")
@@ -71,9 +68,7 @@ class Attention(Section):
 
 
 class Measured(Section):
-    """Rates of a process on one core of a processor, in one number format. A GEMM takes `product_s` + FLOPs / `rate` +
-    bytes of its operands and result / `bandwidth`.
-    """
+    """One core of a processor in one dtype. A GEMM takes `product_s` + FLOPs / `rate` + bytes / `bandwidth`."""
 
     rate: Positive = Field(description="FLOP/s of large GEMMs")
     bandwidth: Positive = Field(description="bytes/s of a GEMM's operands and result")
@@ -88,10 +83,6 @@ def _known(name: str) -> str:
     if name not in NAMES:
         raise ValueError(f"'{name}' is not one of {', '.join(NAMES)}")
     return name
-
-
-Whole = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
-"""An integer that may be written as 80e9."""
 
 
 class Device(Section):
@@ -114,37 +105,27 @@ class Device(Section):
         return self
 
     def reached(self, kernel: Kernel) -> Reached | None:
-        """The shares of an attention kernel, or of the next newer one that is named, or else of an older one."""
-        kernels = get_args(Kernel)
-        newer, older = kernels[kernels.index(kernel) :], kernels[: kernels.index(kernel)]
-        return next((self.attention[each] for each in (*newer, *older[::-1]) if each in self.attention), None)
+        """The shares of an attention kernel, or else of the next newer one with shares, or of an older one."""
+        kernels, index = get_args(Kernel), get_args(Kernel).index(kernel)
+        nearest_first = [*kernels[index:], *kernels[:index][::-1]]
+        return next((self.attention[name] for name in nearest_first if name in self.attention), None)
 
-    @property
-    def room(self) -> int:
-        """Bytes for a rank's tensors."""
-        return self.memory - self.reserve
+    def multiplies(self, dtype: str) -> bool:
+        """Tell whether the device has a peak in a dtype."""
+        return dtype in self._peaks
 
-    def multiplies(self, number_format: str) -> bool:
-        """Tell whether the device has a peak in a format."""
-        return number_format in self._peaks
-
-    def peak_of(self, number_format: str) -> float:
-        """FLOP/s of dense GEMMs.
-
-        Raises: ConfigError for a format that the device does not multiply.
-        """
-        known = self._peaks
-        if number_format == "bf16" and "bf16" not in known:  # as fast as the other 16-bit format, where that is there
-            number_format = "fp16"
-        if number_format not in known:
-            mend = f"device.peak has {', '.join(known)}" if known else "give device.accelerator or device.peak"
-            found = f"the device multiplies no {number_format}"
-            raise ConfigError([Problem("hardware", "train.precision", found, mend)])
-        return known[number_format] * self.clock
+    def peak_of(self, dtype: str) -> float:
+        """FLOP/s of dense GEMMs; bf16 is as fast as fp16 if it has no peak. Raises: ConfigError for a dtype without."""
+        peaks = self._peaks
+        name = "fp16" if dtype == "bf16" and "bf16" not in peaks else dtype
+        if name not in peaks:
+            hint = f"device.peak has {', '.join(peaks)}" if peaks else "give device.accelerator or device.peak"
+            raise ConfigError([Problem("hardware", "train.precision", f"the device multiplies no {name}", hint)])
+        return peaks[name] * self.clock
 
     @property
     def _peaks(self) -> Mapping[str, float]:
-        measured = {name: found.rate for name, found in self.measured.items()}
+        measured = {dtype: rates.rate for dtype, rates in self.measured.items()}
         return {**(NAMES[self.accelerator].peak if self.accelerator else {}), **measured, **self.peak}
 
 
@@ -169,16 +150,14 @@ class Node(Link):
 
 
 class Network(Link):
-    """The links between nodes. Groups of `nodes` share a switch; above it is 1 / `taper` of the bandwidth."""
+    """The links between nodes. Groups of `nodes` share a switch, with 1 / `taper` of the bandwidth above."""
 
     nodes: Count = Field(2**40, description="nodes under one switch")
     taper: Annotated[float, Field(ge=1)] = Field(1.0, description="oversubscription above that switch")
 
 
 class Attained(Section):
-    """Shares of the stated rates that a machine reaches. Only `gemm` is fitted; the others are usual values, which the
-    profile of a machine that was measured may state.
-    """
+    """Shares of the stated rates that a machine reaches: `gemm` is fitted, others are usual or measured values."""
 
     gemm: Share | dict[Generation, Share] = Field(0.72, description="of GEMMs; or by year of libraries, { 2021 = 0.7 }")
     fp8: dict[str, Share] = Field(FP8_RATES, description="of FP8 GEMMs by what shares a scale, over tensor-wise ones")
@@ -188,11 +167,11 @@ class Attained(Section):
     hiding: Share = Field(0.75, description="share of overlapped communication that does not slow compute down")
 
     def gemm_share(self, generation: int) -> float:
-        """The share of the peak with libraries of a year: that of the newest that are no newer."""
+        """The share of the peak with libraries of a year, or else with the next older ones in the profile."""
         if isinstance(self.gemm, float):
             return self.gemm
-        years = sorted(map(int, self.gemm))
-        return self.gemm[str(max([year for year in years if year <= generation] or years[:1]))]
+        years = sorted(self.gemm)
+        return self.gemm[max([year for year in years if int(year) <= generation] or years[:1])]
 
 
 class Hides(Section):
@@ -207,17 +186,13 @@ class Cost(Section):
     """Factors and fixed times of a stack on its hardware."""
 
     slowdown: Positive = Field(1.0, description="factor of all compute times")
-    passes: Positive = Field(
-        1.2, description="passes of element-wise operations over memory, for one if all were fused"
-    )
+    passes: Positive = Field(1.2, description="passes of element-wise operations over memory, for one if fused")
     step_s: NotNegative = Field(0.05, description="fixed seconds of a step, such as data and logging")
-    scale_loss: Fraction = Field(
-        SCALE_LOSS, description=f"share of a step for each doubling of the devices beyond {SCALE}"
-    )
+    scale_loss: Fraction = Field(SCALE_LOSS, description=f"share of a step for each doubling of devices beyond {SCALE}")
 
 
 class Found(Section):
-    """A stack as it was measured on some hardware."""
+    """The measured part of a stack: what it overlaps, and what it costs."""
 
     hides: Hides = Hides()
     attained: Cost = Cost()
@@ -231,14 +206,14 @@ class Hardware(Section):
     node: Node
     network: Network
     attained: Attained = Attained()
-    stack: Found | None = Field(None, description="what was measured of stacks on this machine, in place of their own")
+    stack: Found | None = Field(None, description="stacks on this machine as measured, in place of their own values")
 
     def room(self, world: int) -> int:
-        """Bytes for the tensors of one of `world` ranks, which may share a device."""
-        return int(self.device.room / self.node.ranks_a_core(world))
+        """Bytes for the tensors of each of `world` ranks, which may share a device."""
+        return int((self.device.memory - self.device.reserve) / self.node.ranks_a_core(world))
 
 
-class Stack(Section):
+class Stack(Found):
     """A trainer and its libraries."""
 
     name: str = Field("", description="name of the file")
@@ -251,8 +226,6 @@ class Stack(Section):
     host_s: NotNegative = Field(0.0, description="seconds to launch a layer's forward; a backward takes twice that")
     launch_blocking: bool = Field(False, description="CUDA_LAUNCH_BLOCKING: the device waits for every launch")
     stops_early: bool = Field(False, description="full recomputation leaves out a block's result, which nothing needs")
-    hides: Hides = Hides()
-    attained: Cost = Cost()
 
     @property
     def holding(self) -> Holding:
@@ -260,69 +233,50 @@ class Stack(Section):
         return Holding(self.shards_weights, self.fp8_weights)
 
 
-Profile = TypeVar("Profile", Hardware, Stack)
-
-
 def hardware(name: str) -> Hardware:
-    """Read a profile of `configs/hardware` by its name, of a file, or of this machine.
-
-    Raises: ConfigError for one that is not there, or has mistakes.
-    """
-    return _load(name, "hardware", Hardware)
+    """Read a hardware profile: a name in `configs/hardware`, a file, or `this`. Raises: ConfigError for a mistake."""
+    return _load(name, "hardware", "--hardware", Hardware)
 
 
 def stack(name: str) -> Stack:
-    """Read a profile of `configs/stacks` by its name, or of a file.
-
-    Raises: ConfigError for one that is not there, or has mistakes.
-    """
-    return _load(name, "stacks", Stack)
+    """Read a stack profile: a name in `configs/stacks`, or a file. Raises: ConfigError for a mistake."""
+    return _load(name, "stacks", "--stack", Stack)
 
 
 def stack_on(hardware: Hardware, name: str) -> Stack:
-    """Read a stack, with what was measured of stacks on this hardware in place of its own.
-
-    Raises: ConfigError as `stack` does.
-    """
-    found = stack(name)
-    return found.model_copy(update=dict(hardware.stack)) if hardware.stack else found
+    """Read a stack, with values measured on this hardware in place of its own. Raises: ConfigError as `stack`."""
+    profile = stack(name)
+    return profile.model_copy(update=dict(hardware.stack)) if hardware.stack else profile
 
 
 def expected_error(hardware: Hardware, stack: Stack) -> float | None:
-    """The mean error of step time to expect, as a share: that of published steps of this accelerator, each planned by a
-    fit of the other sources. None where there are none.
-    """
-    found: float | None = _errors()["error"].get(hardware.device.accelerator or "")
-    return None if hardware.stack else found
+    """The mean error of step time for left-out sources of this accelerator, as a share; None without sources."""
+    error: float | None = _errors()["error"].get(hardware.device.accelerator or "")
+    return None if hardware.stack else error
 
 
 def measured(hardware: Hardware, stack: Stack) -> bool:
-    """Tell whether steps of this stack on this hardware were measured, and seen by the fit."""
+    """Tell whether measured steps of this stack on this hardware are in the fit."""
     return bool(hardware.stack) or stack.name in _errors()["measured"].get(hardware.name, [])
 
 
 def names(folder: str) -> list[str]:
-    """The profiles that a folder of `configs` has."""
+    """The names of the profiles in a folder of `configs`."""
     return sorted(path.stem for path in (_configs() / folder).glob("*.toml"))
 
 
 def path_of(folder: str, name: str) -> Path:
-    """The path of a profile's file."""
-    if folder == "hardware" and name == THIS:
-        return own_profile()
+    """The path of a profile's file. The profile of `this` machine is in the user's configuration folder."""
+    if (folder, name) == ("hardware", THIS):
+        home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+        return Path(home) / "megascale" / "hardware" / f"{THIS}.toml"
     return Path(name) if name.endswith(".toml") else _configs() / folder / f"{name}.toml"
-
-
-def own_profile() -> Path:
-    """The path of this machine's hardware profile, below the user's configuration folder."""
-    home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-    return Path(home) / "megascale" / "hardware" / f"{THIS}.toml"
 
 
 def _configs() -> Path:
     """The folder of profiles: in the repository, or where an installation puts it."""
-    own = Path(__file__).parents[2] / "configs"
-    return own if own.is_dir() else Path(sysconfig.get_path("data")) / "share/megascale/configs"
+    repository = Path(__file__).parents[2] / "configs"
+    return repository if repository.is_dir() else Path(sysconfig.get_path("data")) / "share/megascale/configs"
 
 
 @lru_cache(1)
@@ -330,14 +284,14 @@ def _errors() -> dict[str, Any]:
     return read(str(_configs() / "errors.toml")).tree
 
 
-def _load(name: str, folder: str, profile: type[Profile]) -> Profile:
-    path, known = path_of(folder, name), names(folder)
-    if path == own_profile() and not path.is_file():
-        found, mend = "this machine has not been measured", "`megascale bench profile` measures it"
-        raise ConfigError([Problem(str(path), "", found, mend)])
-    if path != own_profile() and not name.endswith(".toml") and name not in known:
-        alike, close = [each for each in known if each.startswith(name)], nearest(name, known)
-        one = alike[0] if len(alike) == 1 else None if alike else close
-        mend = f"did you mean '{one}'?" if one else f"one of {', '.join(alike or known)}, or a file of your own"
-        raise ConfigError([Problem("command line", OPTIONS[folder], f"there is no profile '{name}'", mend)])
-    return read_section(str(path), profile, name=path.stem)
+def _load(name: str, folder: str, option: str, profile: type[Profile]) -> Profile:
+    path = path_of(folder, name)
+    if path.is_file() or name.endswith(".toml"):
+        return read_section(str(path), profile, name=path.stem)
+    if (folder, name) == ("hardware", THIS):
+        hint = "`megascale bench profile` measures it"
+        raise ConfigError([Problem(str(path), "", "this machine has not been measured", hint)])
+    known, close = names(folder), nearest(name, names(folder))
+    alike = [profile_name for profile_name in known if profile_name.startswith(name)] or ([close] if close else known)
+    hint = f"did you mean '{alike[0]}'?" if len(alike) == 1 else f"one of {', '.join(alike)}, or a file of your own"
+    raise ConfigError([Problem("command line", option, f"there is no profile '{name}'", hint)])

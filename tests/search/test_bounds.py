@@ -12,7 +12,7 @@ from megascale.config.run import RunConfig
 from megascale.search.bounds import Bounds
 from megascale.search.space import Space, layout_of
 from megascale.simulate import profiles
-from megascale.simulate.step_time import step_seconds
+from megascale.simulate.step_time import StepParts
 from tests.drawn import jobs
 
 H100, A100 = profiles.hardware("h100"), profiles.hardware("a100-80g-roce")
@@ -27,7 +27,7 @@ def test_no_job_takes_less(config: RunConfig, name: str) -> None:
     space = Space(config, config.world)
     assert space.applied(layout) == config
     bounds = Bounds(space, H100, stack)
-    assert bounds.step_s(layout) <= step_seconds(config, H100, stack) * SLACK
+    assert bounds.step_s(layout) <= StepParts(config, H100, stack).step_s * SLACK
     assert bounds.memory(layout) <= fullest_rank(config, stack.holding).total
 
 
@@ -43,5 +43,5 @@ def test_no_job_takes_less(config: RunConfig, name: str) -> None:
 def test_bounds_are_near(path: str, devices: int, within: float) -> None:
     stack, config = profiles.stack("megascale"), load(path, [], world=devices)
     bounds, layout = Bounds(Space(config, devices), A100, stack), layout_of(config)
-    assert within < bounds.step_s(layout) / step_seconds(config, A100, stack) <= SLACK
+    assert within < bounds.step_s(layout) / StepParts(config, A100, stack).step_s <= SLACK
     assert 0.7 < bounds.memory(layout) / fullest_rank(config, stack.holding).total <= 1

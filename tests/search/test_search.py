@@ -16,7 +16,7 @@ from megascale.search.report import search_tables
 from megascale.search.search import Candidate, Found, legal_near, lost, row, search
 from megascale.search.space import VARIED, Layout, Space, layout_of
 from megascale.simulate import profiles
-from megascale.simulate.step_time import estimate, step_seconds
+from megascale.simulate.step_time import StepParts, estimate
 
 H100, A100 = profiles.hardware("h100"), profiles.hardware("a100-80g")
 STACK = profiles.stack("megascale")
@@ -30,8 +30,8 @@ def tried(space: Space, tps: Collection[int]) -> list[tuple[float, int, Layout]]
     for layout in space.layouts(tps):
         config = space.applied(layout)
         memory = fullest_rank(config, HOLDING).total
-        fits = memory <= H100.device.room
-        found.append((step_seconds(config, H100, STACK) if fits else math.inf, memory, layout))
+        fits = memory <= H100.room(1)
+        found.append((StepParts(config, H100, STACK).step_s if fits else math.inf, memory, layout))
     return sorted(found)
 
 
@@ -46,9 +46,9 @@ def test_what_is_found_passes_the_rules_and_fits(small: Found) -> None:
         keys = [f"{key}={str(value).lower()}" for key, value in zip(VARIED, one.layout, strict=True)]
         assert load(SMALL, ["batch.global=32", *keys], world=16) == one.config
         assert fullest_rank(one.config, HOLDING) == one.memory
-        assert one.memory.total <= H100.device.room
+        assert one.memory.total <= H100.room(1)
         assert sum(one.estimate.causes.values()) == pytest.approx(one.estimate.step_s)
-        assert one.estimate.step_s == step_seconds(one.config, H100, STACK)
+        assert one.estimate.step_s == StepParts(one.config, H100, STACK).step_s
 
 
 def test_the_fastest_come_first_and_the_others_say_why_not(small: Found) -> None:
@@ -82,7 +82,7 @@ def test_layouts_that_differ_in_recomputation_alone_are_one_row() -> None:
     config = load(SMALL, ["batch.global=32", "parallel.tp=2", "parallel.pp=2", "batch.micro=1"])
     (one,) = search(config, 16, H100, STACK, fixed).best
     assert one.layout.recompute == "none" and one.layout.vpp > 1
-    (tight,) = search(config, 16, H100, STACK, fixed, filled=0.9 * one.memory.total / H100.device.room).best
+    (tight,) = search(config, 16, H100, STACK, fixed, filled=0.9 * one.memory.total / H100.room(1)).best
     assert tight.layout != one.layout and row(tight.layout) == row(one.layout)
     assert tight.estimate.step_s > one.estimate.step_s
 
@@ -114,17 +114,17 @@ def test_where_nothing_fits_the_smallest_is_told() -> None:
     assert found.counts["legal"] == found.counts["too_large"] > 0
     assert found.smallest is not None
     assert found.smallest.memory == fullest_rank(found.smallest.config, HOLDING)
-    assert found.smallest.memory.total > A100.device.room
+    assert found.smallest.memory.total > A100.room(1)
     # tp beyond a node cuts more; now it fits
     assert found.smallest.layout.tp == 16 > A100.node.devices
-    filled = (found.smallest.memory.total + 1) / A100.device.room
+    filled = (found.smallest.memory.total + 1) / A100.room(1)
     assert [one.layout for one in search(config, 16, A100, STACK, fixed, filled=filled).best] == [found.smallest.layout]
 
 
 def test_the_next_number_of_devices_that_would_do() -> None:
     config = load(LARGE, ["batch.global=16"])
     found = search(config, 8, A100, STACK, filled=1.0).larger
-    assert found is not None and found.memory.total <= A100.device.room
+    assert found is not None and found.memory.total <= A100.room(1)
     count = found.config.world
     assert count > 16 and search(config, count, A100, STACK, filled=1.0).best
     assert not search(config, count // 2, A100, STACK, filled=1.0).best

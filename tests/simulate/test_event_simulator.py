@@ -10,13 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.catalog.schedules import SCHEDULES
+from megascale.core.events import COMPUTE
 from megascale.schedule import ir
 from megascale.schedule.ir import Action, Kind, backward, forward
 from megascale.schedule.lower import lower
-from megascale.simulate.event_simulator import Replay, Times, compiled, replay
+from megascale.simulate.event_simulator import Replay, Times, replay
 from megascale.simulate.profiles import Hides
 
 ALL, NONE = Hides(tp="all", pp=True, dp=True), Hides()
+WORK = Kind.F, Kind.B
 
 
 def times(p: int, v: int, **changes: Any) -> Times:
@@ -27,9 +29,9 @@ def times(p: int, v: int, **changes: Any) -> Times:
 
 
 def run(name: str, p: int, v: int, m: int, hides: Hides = ALL, **changes: Any) -> Replay:
-    program = compiled(lower(ir.schedule(SCHEDULES[name].load(), p, v, m), v, ahead=2), v)
-    found = replay(program, times(p, v, **changes), hides, spans=True)
-    assert found.end == replay(program, times(p, v, **changes), hides).end, "spans change nothing"
+    compute = ir.schedule(SCHEDULES[name].load(), p, v, m)
+    found = replay(compute, times(p, v, **changes), hides, spans=True)
+    assert found.last == replay(compute, times(p, v, **changes), hides).last, "spans change nothing"
     return found
 
 
@@ -91,10 +93,11 @@ def test_of_two_on_a_way_each_has_half_while_both_take_it(left: float, shared: f
     first = [forward(0, 0), forward(0, 1), backward(0, 0), backward(0, 1)]
     last = [forward(0, 0), backward(0, 0), forward(0, 1), backward(0, 1)]
     cost = {"message": 0.4, "reduce": {(1, 0): 3 + left}, "contends": True}
-    found = replay(compiled(lower([first, last], 1, reduce_each=True), 1), times(2, 1, **cost), ALL, spans=True)
+    found = replay([first, last], times(2, 1, **cost), ALL, reduce_each=True, spans=True)
     sent = next(span for span in found.spans if span.action == Action(Kind.SEND_B, 0, 1))
     assert sent.end - sent.start == pytest.approx(0.4 + shared)
-    assert found.reduced[1] - sent.start == pytest.approx(left + shared + 3 + left)
+    reduced = next(span for span in found.spans if span.action == Action(Kind.REDUCE, 0, 1) and span.rank == 1)
+    assert reduced.end - sent.start == pytest.approx(left + shared + 3 + left)
 
 
 @given(
@@ -120,31 +123,28 @@ def test_spans_are_what_was_done() -> None:
     assert max(span.end for span in found.spans) == found.last
 
 
-@given(st.sampled_from(["gpipe", "1f1b", "interleaved_1f1b"]), st.integers(1, 5), st.integers(1, 9), st.booleans())
-@settings(deadline=None, max_examples=40)
-def test_a_program_has_every_action_after_what_it_needs(name: str, p: int, m: int, each: bool) -> None:
-    v = 3 if name == "interleaved_1f1b" else 1
-    schedule = lower(ir.schedule(SCHEDULES[name].load(), p, v, m), v, ahead=None, reduce_each=each)
-    program = compiled(schedule, v)
-    for rank, order in enumerate(schedule):
-        own = [action for action, step in zip(program.actions, program.steps, strict=True) if step[0] == rank]
-        assert own == [action for action in order if action.kind in (Kind.F, Kind.B)]
-    for at, (rank, work, source, channel, _) in enumerate(program.steps):
-        kind, chunk, microbatch = program.actions[at]
-        assert work == 2 * (rank * v + chunk) + (kind is Kind.B)
-        stage = chunk * p + rank
-        assert (source >= 0) == (p > 1 and stage != (0 if kind is Kind.F else p * v - 1))
-        assert (channel >= 0) == (p > 1 and stage != (p * v - 1 if kind is Kind.F else 0))
-        if source >= 0:
-            sender, made = program.steps[source], program.actions[source]
-            before = stage - 1 if kind is Kind.F else stage + 1
-            assert source < at and (made.kind, made.microbatch) == (kind, microbatch)
-            assert (made.chunk, sender[0]) == divmod(before, p) and sender[3] == 2 * sender[0] + (kind is Kind.B)
-    reduced = [action for action, step in zip(program.actions, program.steps, strict=True) if step[4] and step[1] & 1]
-    assert len(reduced) == p * v * (m if each else 1) and len(program.opens) == p * v
+@given(st.sampled_from(SCHEDULES.names()), st.integers(1, 5), st.integers(1, 4), st.integers(1, 9), st.booleans())
+@settings(deadline=None, max_examples=60)
+def test_a_step_communicates_as_its_lowered_schedule(name: str, p: int, v: int, m: int, each: bool) -> None:
+    """Every rank has its sends and reductions in the places where lowering puts them, and gathers in the same order,
+    each before its chunk's first forward.
+    """
+    v = v if SCHEDULES[name].facts["chunks"] else 1
+    compute = ir.schedule(SCHEDULES[name].load(), p, v, m)
+    dp = dict.fromkeys(itertools.product(range(p), range(v)), 0.1)
+    found = replay(compute, times(p, v, message=0.1, reduce=dp, gather=dp), ALL, reduce_each=each, spans=True)
+    for rank, order in enumerate(lower(compute, v, reduce_each=each)):
+        spans = [
+            span for span in found.spans if span.rank == rank and (span.row == COMPUTE or span.action.kind not in WORK)
+        ]
+        gathers = {span.action.chunk: span for span in spans if span.action.kind is Kind.GATHER}
+        expected = [action for action in order if action.kind not in (Kind.RECV_F, Kind.RECV_B)]
+        assert [span.action for span in spans] == sorted(expected, key=lambda action: action.kind is not Kind.GATHER)
+        for span in spans:
+            assert span.action.kind is not Kind.F or gathers[span.action.chunk].end <= span.start
 
 
 def test_a_schedule_whose_ranks_wait_for_each_other_is_said() -> None:
     stuck = [[backward(0, 0), forward(0, 0)], [forward(0, 0), backward(0, 0)]]
     with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] wait for each other"):
-        compiled(lower(stuck, 1), 1)
+        replay(stuck, times(2, 1), ALL)

@@ -16,7 +16,7 @@ from megascale.core.registry import Card
 from megascale.schedule.ir import Order, backward, forward
 from megascale.simulate import extrapolate, profiles
 from megascale.simulate.event_simulator import Times
-from megascale.simulate.extrapolate import Pipeline, program, seconds, smaller
+from megascale.simulate.extrapolate import Pipeline, compute_order, seconds, smaller
 from megascale.simulate.profiles import Hides
 from megascale.simulate.step_time import estimate
 
@@ -61,8 +61,8 @@ def pipelines(draw: Any) -> tuple[Pipeline, Times, Hides]:
 @given(pipelines())
 def test_a_long_pipeline_comes_out_nearly_as_it_is(drawn: tuple[Pipeline, Times, Hides]) -> None:
     pipeline, times, hides = drawn
-    program.cache_clear()
-    (found,), (whole,) = (seconds(pipeline, [times], hides, actions) for actions in (FEW, 10**9))
+    compute_order.cache_clear()
+    found, whole = (seconds(pipeline, times, hides, actions) for actions in (FEW, 10**9))
     assert found == pytest.approx(whole, rel=0.015)
 
 
@@ -74,20 +74,20 @@ def test_a_uniform_pipeline_is_exact(name: str, p: int, m: int) -> None:
     places = list(itertools.product(range(p), range(v)))
     times = Times(dict.fromkeys(places, 1.0), dict.fromkeys(places, 2.0), 0.0, 0.0, {}, {})
     ideal = 3 * (m * v + p - 1) if m >= p else 3 * (p * v + m - 1)
-    assert seconds(Pipeline(name, p, v, m), [times], ALL, FEW)[0] == pytest.approx(ideal, rel=1e-9)
+    assert seconds(Pipeline(name, p, v, m), times, ALL, FEW) == pytest.approx(ideal, rel=1e-9)
 
 
 def test_few_actions_are_played_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    played = list[Pipeline]()
-    monkeypatch.setattr(extrapolate, "program", lambda pipeline: played.append(pipeline) or program(pipeline))
+    played = list[tuple[Any, ...]]()
+    monkeypatch.setattr(extrapolate, "compute_order", lambda *line: played.append(line) or compute_order(*line))
     places = list(itertools.product(range(4), range(2)))
     times = Times(dict.fromkeys(places, 1.0), dict.fromkeys(places, 2.0), 0.1, 0.0, {}, {})
     short, long = (Pipeline("interleaved_1f1b", 4, 2, m) for m in (extrapolate.WHOLE // 16, 10**6))
-    seconds(short, [times], ALL)
-    assert played == [short]
+    seconds(short, times, ALL)
+    assert played == [("interleaved_1f1b", 4, 2, short.m)]
     played.clear()
-    seconds(long, [times], ALL)
-    assert len(played) == 2 and sum(2 * each.p * each.v * each.m for each in played) <= 2 * extrapolate.WHOLE
+    seconds(long, times, ALL)
+    assert len(played) == 2 and sum(2 * p * v * m for _, p, v, m in played) <= 2 * extrapolate.WHOLE
 
 
 def test_a_smaller_pipeline_has_the_ends_the_slowest_and_the_means() -> None:
@@ -115,7 +115,7 @@ def test_a_schedule_that_does_not_say_that_it_repeats_is_played_whole(monkeypatc
     card = Card("in_waves", "", f"{__name__}:in_waves", {"chunks": False, "piles": False})
     monkeypatch.setitem(SCHEDULES.cards, card.name, card)
     times = Times(*(dict.fromkeys([(rank, 0) for rank in range(3)], took) for took in (1.0, 2.0)), 0.0, 0.0, {}, {})
-    assert seconds(Pipeline("in_waves", 3, 1, 800), [times], ALL, 1000) == [pytest.approx(100 * 3 * (8 + 3 - 1))]
+    assert seconds(Pipeline("in_waves", 3, 1, 800), times, ALL, 1000) == pytest.approx(100 * 3 * (8 + 3 - 1))
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_schedule_that_does_not_say_that_it_repeats_is_played_whole(monkeypatc
 def test_the_longest_steps_are_few_actions(gpus: int, keys: list[str]) -> None:
     config = load("configs/gpu/megascale-175b.toml", [*keys, "batch.global=10000"], world=gpus)
     hardware, stack = profiles.hardware("a100-80g"), profiles.stack("megascale")
-    program.cache_clear()
+    compute_order.cache_clear()
     began = time.process_time()
     found = estimate(config, hardware, stack)
     assert time.process_time() - began < 10, "it answers at once; a busy machine may take some seconds"

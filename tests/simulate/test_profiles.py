@@ -15,7 +15,7 @@ def test_hardware(name: str) -> None:
     found = profiles.hardware(name)
     assert found.name == name
     assert 1e13 < found.device.peak_of("fp16") < 1e16
-    assert found.device.room > 20 << 30
+    assert found.room(1) > 20 << 30
     assert found.node.bandwidth > found.network.bandwidth / found.node.devices
 
 

@@ -10,7 +10,7 @@ from megascale.config.explain import load
 from megascale.layout.blocks import block as description
 from megascale.layout.blocks import linears
 from megascale.simulate import profiles
-from megascale.simulate.step_time import StepParts, estimate, step_seconds, with_spans
+from megascale.simulate.step_time import StepParts, estimate, with_spans
 
 CONFIG = "configs/gpu/megascale-175b.toml"
 HARDWARE = profiles.hardware("a100-80g-roce")
@@ -119,11 +119,11 @@ def test_fp8_is_faster_where_there_is_fp8() -> None:
     assert of("train.precision=fp8", hardware=h100).step_s < of(*bf16, hardware=h100).step_s < of().step_s
 
 
-def test_step_seconds_and_spans_are_those_of_the_estimate() -> None:
+def test_a_step_and_its_spans_are_those_of_the_estimate() -> None:
     for keys in ([], ["parallel.zero=2"], ["overlap.pp=false", "overlap.dp=false"]):
         config = load(CONFIG, ["batch.global=256", *keys], world=512)
         found = estimate(config, HARDWARE, STACK)
-        assert step_seconds(config, HARDWARE, STACK) == found.step_s
+        assert StepParts(config, HARDWARE, STACK).step_s == found.step_s
         played = with_spans(config, HARDWARE, STACK)
         assert played.last == found.pipeline_s == max(span.end for span in played.spans)
 

@@ -15,7 +15,7 @@ from calibration.fit import FIRST_YEAR, Profiles, mean_error
 from calibration.rows import Row, goals
 from megascale.config.section import Section
 from megascale.simulate.profiles import Hardware, Hides, Stack
-from megascale.simulate.step_time import step_seconds
+from megascale.simulate.step_time import StepParts
 
 Profiled = TypeVar("Profiled", bound=Section)
 
@@ -69,7 +69,7 @@ def worth(rows: Sequence[Row]) -> Iterator[tuple[str, list[str]]]:
 def seconds(rows: Sequence[Row], machines: Mapping[int, Machine]) -> dict[int, float]:
     """Plan the step time of each row, by its line."""
     pairs = [(row, machines[row.line]) for row in rows]
-    return {row.line: step_seconds(row.config, machine.hardware, machine.stack) for row, machine in pairs}
+    return {row.line: StepParts(row.config, machine.hardware, machine.stack).step_s for row, machine in pairs}
 
 
 def without(machine: Machine, values: Mapping[str, Any]) -> Machine:

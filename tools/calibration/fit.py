@@ -22,7 +22,7 @@ from calibration import ablation
 from calibration.rows import Row
 from megascale.simulate import profiles
 from megascale.simulate.profiles import Hardware, Profile, Stack
-from megascale.simulate.step_time import step_seconds
+from megascale.simulate.step_time import StepParts
 
 Key = tuple[str, str, str]
 """'hardware' or 'stacks', the profile's name, and the efficiency's."""
@@ -135,7 +135,7 @@ class Profiles:
     def predicted(self, row: Row, values: Values) -> float:
         """Seconds of a row's step."""
         hardware, stack = self.of(row, values)
-        return step_seconds(row.config, hardware, stack)
+        return StepParts(row.config, hardware, stack).step_s
 
     def _is_recent(self, row: Row) -> bool:
         return self._stacks[row.stacks[0]].generation >= RECENT_YEAR
