@@ -56,8 +56,8 @@ def chunk_buckets(config: RunConfig, pp_rank: int) -> list[list[list[Parameter]]
     return [_cut(config, chunk) for chunk in chunk_parameters(config, pp_rank)]
 
 
-def _shares(config: RunConfig) -> bool:
-    """Whether both ends of the pipeline have the token embedding."""
+def shares_embedding(config: RunConfig) -> bool:
+    """Tell whether both ends of the pipeline have the token embedding."""
     return config.model.tie_embeddings and config.parallel.pp > 1
 
 
@@ -92,7 +92,7 @@ def _bounds(config: RunConfig, numbers: int) -> _Bounds:
 
 
 def _cut(config: RunConfig, parameters: list[Parameter]) -> list[list[Parameter]]:
-    shared, topology = _shares(config), topology_of(config)
+    shared, topology = shares_embedding(config), topology_of(config)
     tied = [[p] for p in parameters if shared and p.name == TOKEN_EMBEDDING]
     own = [p for p in parameters if not (shared and p.name == TOKEN_EMBEDDING)]
     units = [list(group) for _, group in itertools.groupby(own, key=lambda parameter: unit(parameter.name))]
@@ -161,7 +161,7 @@ class _Unit(NamedTuple):
 
 def _ends(config: RunConfig, *, first: bool, last: bool) -> tuple[list[_Unit], list[_Unit], list[_Unit]]:
     """The units of a stage before its layers, those behind them, and what is a bucket of its own."""
-    topology, shares = topology_of(config), _shares(config)
+    topology, shares = topology_of(config), shares_embedding(config)
     own = stage(config.model, range(0), first, last)
     tied = [[each] for each in own if shares and each.name == TOKEN_EMBEDDING]
     rest = [each for each in own if not (shares and each.name == TOKEN_EMBEDDING)]
