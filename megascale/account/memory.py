@@ -32,6 +32,9 @@ from megascale.schedule.lower import AHEAD
 GROUPS = 3
 """Groups of micro-batches after which a schedule that goes in groups repeats itself."""
 
+PLAYED = 2_000_000
+"""Actions of all ranks up to which every rank is played."""
+
 RECENT = 64
 """Cached orders of actions: layouts of a search often share them."""
 
@@ -100,21 +103,34 @@ def rank_memory(config: RunConfig, stage: int, holding: Holding = THIS_TRAINER) 
 
 
 def memory_by_stage(config: RunConfig, holding: Holding = THIS_TRAINER) -> list[RankMemory]:
-    """Account for a rank of each pipeline stage."""
-    return [*map(_Job(config, holding).rank, range(config.parallel.pp))]
+    """Account for a rank of each pipeline stage. In a pipeline of over `PLAYED` actions only the first and the last of
+    stages in a row with equal chunks are played; stages between them are interpolated, within 4% of a play.
+    """
+    job, p = _Job(config, holding), config.parallel
+    starts, last = job.starts(), p.pp - 1
+    ends = {*starts, *(start - 1 for start in starts[1:]), last}
+    actions = 2 * p.pp * p.vpp * representative(p.pp, config.micro_batches)
+    played = {stage: job.rank(stage) for stage in (sorted(ends) if actions > PLAYED else range(p.pp))}
+    return [_interpolated(played, stage) for stage in range(p.pp)]
+
+
+def _interpolated(played: dict[int, RankMemory], stage: int) -> RankMemory:
+    low, high = max(known for known in played if known <= stage), min(known for known in played if known >= stage)
+    share = (stage - low) / max(1, high - low)
+    pairs = zip(vars(played[low]).values(), vars(played[high]).values(), strict=True)
+    return RankMemory(*(round(first + share * (second - first)) for first, second in pairs))
 
 
 def fullest_rank(config: RunConfig, holding: Holding = THIS_TRAINER, room: float = math.inf) -> RankMemory:
-    """Find the rank that holds most, or one that holds more than `room` bytes. Of ranks whose chunks are alike the
-    first goes furthest ahead, so it holds most. The ends of the pipeline are tried first.
+    """Find the rank that holds most, or one that holds more than `room` bytes. Of stages in a row with equal chunks the
+    first has most micro-batches in flight, so it holds most. The ends of the pipeline are tried first.
     """
     job, last = _Job(config, holding), config.parallel.pp - 1
-    inner = {tuple(map(tuple, job.units(stage))): stage for stage in range(last - 1, 0, -1)}
     best = job.rank(0)
-    for stage in [last, *sorted(inner.values())] if last else []:
+    for stage in dict.fromkeys([last, *job.starts()]) if last else ():
         if best.total > room:
             break
-        best = max(best, job.rank(stage), key=lambda rank: rank.total)
+        best = max(best, job.rank(stage), key=lambda rank: rank.total) if stage else best
     return best
 
 
@@ -149,6 +165,11 @@ class _Job:
             first, last = index == 0, index == self._layout.count - 1
             chunks.append(([embedding_bytes(self._sizes)] if first else []) + blocks + ([head] if last else []))
         return chunks
+
+    def starts(self) -> list[int]:
+        """List the stages whose chunks differ from those of the stage before."""
+        units = [*map(self.units, range(self._layout.pp))]
+        return [stage for stage, own in enumerate(units) if stage == 0 or own != units[stage - 1]]
 
     def rank(self, stage: int) -> RankMemory:
         """Account for a rank of a stage. Beside all actions are receives that are posted, token ids and labels, and

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar
@@ -134,15 +134,20 @@ Kind = TypeVar("Kind")
 
 def block(model: ModelConfig, layer: int) -> Block:
     """The parts of layer number `layer` of a model, in the order of its forward."""
+    return _description(model)(model, layer)
+
+
+def _description(model: ModelConfig) -> Callable[[ModelConfig, int], Block]:
     module, _, name = BLOCKS[model.block].facts["description"].partition(":")
-    found: Block = getattr(importlib.import_module(module), name)(model, layer)
-    return found
+    description: Callable[[ModelConfig, int], Block] = getattr(importlib.import_module(module), name)
+    return description
 
 
 @lru_cache(RECENT)
 def kinds(model: ModelConfig) -> tuple[tuple[Block, ...], tuple[int, ...]]:
     """List the distinct blocks of a model, and for each layer the number of its own."""
-    described = [block(model, layer) for layer in range(model.num_layers)]
+    description = _description(model)
+    described = [description(model, layer) for layer in range(model.num_layers)]
     distinct = tuple(dict.fromkeys(described))
     return distinct, tuple(distinct.index(each) for each in described)
 

@@ -118,3 +118,22 @@ def situations(order: Order, v: int) -> set[tuple[object, ...]]:
         found.add((*now, *kinds[max(0, index - AHEAD) : index + 1 + AHEAD]))
         now[action.chunk] += 1 if action.kind is Kind.F else -1
     return found
+
+
+@pytest.mark.parametrize(("pp", "vpp", "zero", "m"), [(16, 1, 1, 64), (16, 2, 0, 80), (32, 2, 2, 96), (16, 4, 2, 16)])
+def test_stages_of_long_pipelines_are_interpolated(
+    pp: int, vpp: int, zero: int, m: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule = "interleaved_1f1b" if vpp > 1 else "1f1b"
+    layout = [f"parallel.pp={pp}", f"parallel.vpp={vpp}", f"parallel.schedule={schedule}", "parallel.dp=2"]
+    sizes = [f"model.num_layers={pp * vpp}", f"batch.global={2 * m}", f"parallel.zero={zero}"]
+    config = load("configs/gpu/megascale-175b.toml", [*layout, *sizes], unchecked=["data"])
+    played = memory_by_stage(config)
+    plays, play = list[int](), memory_of._Job.rank
+    monkeypatch.setattr(memory_of, "PLAYED", 0)
+    monkeypatch.setattr(memory_of._Job, "rank", lambda job, stage: plays.append(stage) or play(job, stage))
+    interpolated = memory_by_stage(config)
+    assert max(rank.total for rank in interpolated) == max(rank.total for rank in played)
+    assert len(plays) <= 4, "the first, the last, and the ends of those between"
+    for near, true in zip(interpolated, played, strict=True):
+        assert near.total == pytest.approx(true.total, rel=0.04)
