@@ -29,7 +29,7 @@ from megascale.core.files import write_text
 from megascale.core.process import without_collection
 from megascale.observe import timeline
 from megascale.search import plot, report
-from megascale.search.plan import Plan, plan
+from megascale.search.plan import Plan
 from megascale.search.search import Found, search
 from megascale.search.space import SUITED, VARIED
 from megascale.search.timeline import events
@@ -92,14 +92,11 @@ def _run(options: argparse.Namespace) -> int:
     _check_own(options, stack)
     found = _search(options, hardware, stack) if options.search else None
     if found and not found.best:
-        return _nothing_found(options, found, hardware, stack)
-    planned = plan(
-        found.best[0].config if found else _config(options, options.gpus),
-        hardware, stack, spans=options.timeline is not None,
-    )  # fmt: skip
+        return _nothing_found(options, found)
+    planned = found.best[0] if found else Plan(_config(options, options.gpus), hardware, stack)
     if options.exact:
         planned = replace(planned, exact=_exact(planned.config, planned.memory_by_stage))
-    sweep = [plan(config, hardware, stack) for config in swept]
+    sweep = [Plan(config, hardware, stack) for config in swept]
     instead = None if planned.fits else _instead(options, planned)
     _write(options, planned, sweep)
     _print(options, planned, sweep, found, instead)
@@ -116,32 +113,31 @@ def _search(options: argparse.Namespace, hardware: Hardware, stack: Stack) -> Fo
     return search(_config(options, None, layout=False), options.gpus, hardware, stack, _fixed(options))
 
 
-def _nothing_found(options: argparse.Namespace, found: Found, hardware: Hardware, stack: Stack) -> int:
+def _nothing_found(options: argparse.Namespace, found: Found) -> int:
     """Say why no layout fits, with the plan of the smallest.
 
     Raises: ConfigError where none is legal since CONFIG has a mistake
     """
-    config = _config(options, None, layout=found.counts["legal"] == 0)
-    mend = _advice(options, config, found, hardware, stack)
+    if found.counts["legal"] == 0:
+        _config(options, None)
+    hint, smallest = _advice(options, found), found.smallest
     if options.json:
-        smallest = plan(found.smallest.config, hardware, stack) if found.smallest else None
         least = report.plan_json(smallest, [], options.tokens, _lost(options, smallest)) if smallest else {}
-        print(json.dumps({**least, "fits": False, "instead": mend, "search": report.search_json(found, stack)}))
-    print(mend, file=sys.stderr)
+        print(json.dumps({**least, "fits": False, "instead": hint, "search": report.search_json(found)}))
+    print(hint, file=sys.stderr)
     return Exit.CONFIG
 
 
-def _instead(options: argparse.Namespace, planned: Plan) -> str:
+def _instead(options: argparse.Namespace, plan: Plan) -> str:
     """Say what would fit in place of a plan that does not."""
-    config, hardware, stack = planned.config, planned.hardware, planned.stack
-    found = search(config, config.world, hardware, stack, _fixed(options), kept=1)
-    return _advice(options, config, found, hardware, stack)
+    config = plan.config
+    return _advice(options, search(config, config.world, plan.hardware, plan.stack, _fixed(options), results=1))
 
 
-def _advice(options: argparse.Namespace, config: RunConfig, found: Found, hardware: Hardware, stack: Stack) -> str:
+def _advice(options: argparse.Namespace, found: Found) -> str:
     given = read(options.config, options.overrides).tree.get("parallel", {}).get("dp", AUTO)
     count = "parallel.dp" if given != AUTO else None if options.gpus else "--gpus"
-    return report.advice(config, options.gpus or config.world, found, hardware, stack, _fixed(options), count)
+    return report.advice(found, _fixed(options), count)
 
 
 def _check_own(options: argparse.Namespace, stack: Stack) -> None:
@@ -216,8 +212,8 @@ def _write(options: argparse.Namespace, plan: Plan, sweep: list[Plan]) -> None:
 
     Raises: ConfigError for one that cannot be written
     """
-    writers: list[tuple[Path | None, Callable[[Path], None]]] = [
-        (options.timeline, lambda path: _write_timeline(path, plan)),
+    writers: list[tuple[Path | None, Callable[[Path], object]]] = [
+        (options.timeline, lambda path: timeline.write(path, (timeline.part(rank, 0.0) for rank in events(plan)))),
         (options.plot, lambda path: plot.draw(path, plan, sweep)),
         (options.output, lambda path: write_text(path, to_toml(plan.config))),
     ]
@@ -229,23 +225,17 @@ def _write(options: argparse.Namespace, plan: Plan, sweep: list[Plan]) -> None:
                 raise _unwritable(path, error) from None
 
 
-def _write_timeline(path: Path, plan: Plan) -> None:
-    assert plan.replay, "a plan with a timeline has all that happens in a step"
-    ranks = events(plan.config, plan.estimate, plan.replay, plan.hardware.name)
-    timeline.write(path, (timeline.part(rank, 0.0) for rank in ranks))
-
-
 def _print(
     options: argparse.Namespace, plan: Plan, sweep: list[Plan], found: Found | None, instead: str | None
 ) -> None:
     lost = _lost(options, plan)
     if options.json:
-        more: dict[str, Any] = {"search": report.search_json(found, plan.stack)} if found else {}
+        more: dict[str, Any] = {"search": report.search_json(found)} if found else {}
         more |= {"instead": instead} if instead else {}
         print(json.dumps({**report.plan_json(plan, sweep, options.tokens, lost), **more}))
         return
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
-    for part in report.search_tables(found, plan) if found else ():
+    for part in report.search_tables(found) if found else ():
         console.print(part)
     for part in report.tables(plan, sweep, options.tokens, lost):
         console.print(part)

@@ -1,19 +1,19 @@
-"""Lower bounds of a layout's step time and of its memory, in a few operations each: a search asks them of every layout.
+"""Lower bounds of a layout's step time and memory, in a few operations each: a search asks them of every layout.
 
 The pipeline of a step with m micro-batches on p ranks with v chunks each takes at least
 
 - m W / p, the mean rank's work, for W seconds of a forward and a backward of the whole network;
-- for each rank the fill and drain, through the first chunks of the ranks before it, and all m micro-batches of its own
-  layers: with equal chunks (p - 1 + m v) of them;
-- one micro-batch's way, W, while the others wait for the longest forward or backward of a chunk;
+- for each rank its fill and drain, the layers before its first chunk, and all m micro-batches of its own layers;
+- W for one micro-batch, while the others wait for the longest forward or backward of a chunk;
 - the collectives over dp, one after another, on top where nothing hides them.
 
-A rank of the first stage holds its state, and what all its layers save of min(m, p) micro-batches: p forwards come
-before the first backward.
+A rank of the first stage holds its state, and saves activations of min(m, p) micro-batches, for p forwards come before
+the first backward.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 from megascale.account.activations import Sizes, block_bytes
@@ -32,70 +32,70 @@ PADDING = 1e-3
 
 
 class Bounds:
-    """The bounds of one space's layouts. What layouts share, such as the seconds of a layer, is computed once."""
+    """The bounds of the layouts of a space. What layouts share, such as the seconds of a layer, is computed once."""
 
     def __init__(self, space: Space, hardware: Hardware, stack: Stack) -> None:
         self._space, self._hardware, self._stack = space, hardware, stack
-        parallel = space.config.parallel.model_copy(update={"layers_per_chunk": None})
-        train = space.config.train.model_copy(update={"recompute_chunks": None})
-        self._plain = Space(space.config.model_copy(update={"parallel": parallel, "train": train}), space.devices)
+        self._free = replace(space, fixed=frozenset())
         self._cut, self._seconds, self._link = cache(self._cut_of), cache(self._seconds_of), cache(self._link_of)
-        self._batch = space.config.batch.total
         self._state, self._saved = cache(self._state_of), cache(self._saved_of)
 
     def step_s(self, layout: Layout) -> float:
         """Seconds that a step takes at least."""
-        m, (ranks, largest) = self._batch // (layout.dp * layout.micro), self._cut(layout.pp, layout.vpp)
-        network, layer, head = self._seconds(self._block(layout))
-        before, own = ranks[-1]
-        work = max(
-            m * network / layout.pp,
-            max(before + m * own for before, own in ranks) * layer,
-            (before + m * own) * layer + m * head,
-            network + (m - 1) * largest * layer / 2,
-        )
-        reduce, gather = self._link(self._flat(layout))
+        m, (_, ranks, largest) = self._micro_batches(layout), self._cut(layout.pp, layout.vpp)
+        block, flat = self._reset(layout)
+        (network, layer, head), (reduce, gather) = self._seconds(block), self._link(flat)
+        busiest = max((before + m * held) * layer + (m * head if last else 0.0) for before, held, last in ranks)
+        one_by_one = network + (m - 1) * largest * layer / 2
+        hides, hiding = self._stack.hides.dp, self._hardware.attained.hiding
         if self._stack.shards_weights:  # weights for each forward and each backward
             link = m * (2 * gather + reduce)
+            exposed = link * (1 - hiding) if hides else link
         else:
             link = reduce * (m if layout.zero == 2 and self._stack.reduces_each else 1) + gather
-        pipeline = max(work, link) if self._stack.hides.dp else work + link
+            exposed = 0.0 if hides else link
+        pipeline = max(max(busiest, m * network / layout.pp) + exposed, one_by_one, link)
         return (pipeline + self._stack.attained.step_s) * scale(self._space.devices, self._stack)
 
     def memory(self, layout: Layout) -> float:
         """Bytes that the fullest rank holds at least."""
-        m, layers = self._batch // (layout.dp * layout.micro), self._cut(layout.pp, layout.vpp)[0][0][1]
-        alive = m if SCHEDULES[layout.schedule].facts["piles"] else min(m, layout.pp)
-        return (1 - PADDING) * self._state(self._flat(layout)) + layers * alive * self._saved(self._block(layout))
+        m, layers = self._micro_batches(layout), self._cut(layout.pp, layout.vpp)[0]
+        block, flat = self._reset(layout)
+        in_flight = m if SCHEDULES[layout.schedule].facts["piles"] else min(m, layout.pp)
+        return (1 - PADDING) * self._state(flat) + layers * in_flight * self._saved(block)
 
-    def _cut_of(self, pp: int, vpp: int) -> tuple[list[tuple[int, int]], int]:
-        """The layers before each rank's first chunk and its own, and the layers of the largest chunk. Of inner ranks
-        with as many layers only the last is there, which waits longest.
+    def _micro_batches(self, layout: Layout) -> int:
+        return self._space.config.batch.total // (layout.dp * layout.micro)
+
+    def _cut_of(self, pp: int, vpp: int) -> tuple[int, list[tuple[int, int, bool]], int]:
+        """Layers of the first rank; for each rank the layers before its first chunk, its own layers, and True for the
+        last; and layers of the largest chunk. Of ranks with equal layers only the last is listed, which waits longest.
         """
         stages = stages_of(self._space.applied(Layout(pp=pp, vpp=vpp)))
         sizes = [len(stages.layers(index)) for index in range(stages.count)]
-        ranks = [(stages.starts[rank], sum(sizes[rank::pp])) for rank in range(pp)]
-        inner = {own: (before, own) for before, own in ranks[1:-1]}
-        return [ranks[0], *inner.values(), ranks[-1]], max(sizes)
+        ranks = [(stages.starts[rank], sum(sizes[rank::pp]), rank == pp - 1) for rank in range(pp)]
+        return ranks[0][1], list({rank[1:]: rank for rank in ranks}.values()), max(sizes)
 
     def _seconds_of(self, layout: Layout) -> tuple[float, float, float]:
-        """Seconds of a micro-batch, forward and backward: of the network, of its fastest layer, and of the head, from
-        chunks of one layer each between the embedding's and the head's.
+        """Seconds of a micro-batch, forward and backward: of the network, of its fastest layer, and of the head.
+        Each layer, the embedding and the head are timed as a chunk.
         """
-        own = self._space.config
-        recompute = "none" if own.train.recompute_chunks else layout.recompute
-        vpp, dp = own.model.num_layers + 2, self._space.devices // layout.tp
-        config = self._plain.applied(layout._replace(vpp=vpp, dp=dp, recompute=recompute))
-        pairs = chunk_times(config, self._hardware, self._stack).values()
-        both = [pair.forward.total + pair.backward.total for pair in pairs]
-        return sum(both), min(both[1:-1]), both[-1]
+        config = self._space.config
+        recompute = "none" if config.train.recompute_chunks else layout.recompute
+        vpp, dp = config.model.num_layers + 2, self._space.devices // layout.tp
+        layerwise = self._free.applied(layout._replace(vpp=vpp, dp=dp, recompute=recompute))
+        pairs = chunk_times(layerwise, self._hardware, self._stack).values()
+        seconds = [pair.forward.total + pair.backward.total for pair in pairs]
+        return sum(seconds), min(seconds[1:-1]), seconds[-1]
 
     def _link_of(self, layout: Layout) -> tuple[float, float]:
-        """Seconds of reducing the first rank's gradients over dp, and of gathering its weights."""
-        sharded = self._stack.shards_weights
-        config = self._space.applied(layout._replace(zero=1) if sharded else layout)
-        times = StepParts(config, self._hardware, self._stack.model_copy(update={"shards_weights": False})).times
-        reduce, gather = (sum(found[0, chunk] for chunk in range(layout.vpp)) for found in (times.reduce, times.gather))
+        """Seconds of reducing a rank's gradients over dp, and of gathering its weights: of the first rank, which
+        computes first and last; with sharded weights, a part of every forward and backward, at least of any rank.
+        """
+        parts = StepParts(self._space.applied(layout), self._hardware, self._stack)
+        ranks = range(layout.pp if self._stack.shards_weights else 1)
+        chunks = [[parts.buckets[rank, chunk] for chunk in range(layout.vpp)] for rank in ranks]
+        reduce, gather = (min(sum(map(cost, rank)) for rank in chunks) for cost in (parts.dp.reduce, parts.dp.gather))
         return reduce, gather
 
     def _state_of(self, layout: Layout) -> int:
@@ -104,34 +104,16 @@ class Bounds:
 
     def _saved_of(self, layout: Layout) -> int:
         """Bytes that a layer saves of a micro-batch."""
-        config = self._plain.applied(layout)
+        config = self._free.applied(layout)
         sizes, recompute, fp8 = Sizes(config), recompute_of(config.train, 0), eight_bit_layers(config)
         distinct, numbers = kinds(config.model)
         alike = {(number, layer in fp8) for layer, number in enumerate(numbers)}
         return min(block_bytes(sizes, distinct[number], cast, recompute).saved for number, cast in alike)
 
-    def _block(self, layout: Layout) -> Layout:
-        """The layout without what changes neither a layer's time nor what it saves."""
-        return layout._replace(pp=1, vpp=1, schedule="1f1b", dp=1, zero=1)
-
-    def _flat(self, layout: Layout) -> Layout:
-        """The layout without what changes neither a rank's state nor its collectives over dp, but by padding."""
+    def _reset(self, layout: Layout) -> tuple[Layout, Layout]:
+        """Reset the keys that change neither a layer's time nor its saved activations; and the keys that change neither
+        a rank's state nor its collectives over dp, except for padding.
+        """
         vpp = layout.vpp if self._space.config.parallel.layers_per_chunk else 1
-        return layout._replace(sp=False, vpp=vpp, schedule="1f1b", micro=1, recompute="none")
-
-
-def least_seconds(parts: StepParts) -> float:
-    """Seconds that the step of a resolved configuration takes at least, from the times of its own chunks."""
-    times, (p, v, m) = parts.times, (parts.pipeline.p, parts.pipeline.v, parts.pipeline.m)
-    hop, shown = times.message + times.hops, times.hops + (0.0 if parts.hides.pp else times.message)
-    repeats = m if parts.pipeline.reduces_each else 1
-    every = [*times.forward.values(), *times.backward.values()]
-    fill, pipeline = 0.0, sum(every) + 2 * (p * v - 1) * hop + (m - 1) * max(every)
-    for rank in range(p):
-        chunks = [(rank, chunk) for chunk in range(v)]
-        messages = 2 * v - (rank == 0) - (rank == p - 1)  # of a micro-batch, received and sent
-        work = m * (sum(times.forward[place] + times.backward[place] for place in chunks) + messages * shown)
-        link = sum(times.reduce.get(place, 0.0) * repeats + times.gather.get(place, 0.0) for place in chunks)
-        pipeline = max(pipeline, link, fill + work + (0.0 if parts.hides.dp else link))
-        fill += times.forward[rank, 0] + times.backward[rank, 0] + 2 * hop
-    return parts.seconds(pipeline)
+        block = layout._replace(pp=1, vpp=1, schedule="1f1b", dp=1, zero=1)
+        return block, layout._replace(sp=False, vpp=vpp, schedule="1f1b", micro=1, recompute="none")

@@ -4,28 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from megascale.account.memory import RankMemory, memory_by_stage
+from megascale.account import memory
+from megascale.account.memory import RankMemory
 from megascale.config.run import RunConfig
-from megascale.simulate.event_simulator import Replay
+from megascale.search.space import Layout, layout_of
+from megascale.simulate import step_time
 from megascale.simulate.profiles import Hardware, Stack, expected_error, measured
-from megascale.simulate.step_time import Estimate, estimate, with_spans
+from megascale.simulate.step_time import Estimate
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A resolved configuration on some hardware with some stack. `ranks`: the memory of a rank of each pipeline stage
-    by formulas; `replay`: every event of a step; `exact`: what dry runs say of it (`dryrun.exact`).
+    """A resolved configuration on some hardware with some stack. Time and memory are computed when first asked for.
+    `exact`: results of dry runs, as from `dryrun.exact`, which replace the formulas of memory.
     """
 
     config: RunConfig
     hardware: Hardware
     stack: Stack
-    estimate: Estimate
-    ranks: list[RankMemory]
-    replay: Replay | None = None
     exact: Mapping[str, Any] | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the configuration; zero is 3 with a stack that shards weights."""
+        layout = layout_of(self.config)
+        return layout._replace(zero=3) if self.stack.shards_weights else layout
+
+    @cached_property
+    def estimate(self) -> Estimate:
+        """The step's time and its causes."""
+        return step_time.estimate(self.config, self.hardware, self.stack)
+
+    @cached_property
+    def ranks(self) -> list[RankMemory]:
+        """Memory of a rank of each pipeline stage, by formulas."""
+        return memory.memory_by_stage(self.config, self.stack.holding)
 
     @property
     def memory_by_stage(self) -> list[int]:
@@ -35,9 +51,9 @@ class Plan:
     @property
     def fullest(self) -> int:
         """The pipeline stage whose ranks need most memory."""
-        return max(range(len(self.ranks)), key=self.memory_by_stage.__getitem__)
+        return self.memory_by_stage.index(max(self.memory_by_stage))
 
-    @property
+    @cached_property
     def memory(self) -> RankMemory:
         """Memory of the fullest rank."""
         if not self.exact:
@@ -59,28 +75,22 @@ class Plan:
 
     @property
     def expected_error(self) -> float | None:
-        """The mean error of the step's time, as a share of it, for sources that no fit has seen; None if unknown."""
+        """The mean relative error of step times of sources left out of the fit; None if unknown."""
         return expected_error(self.hardware, self.stack)
 
-
-def plan(config: RunConfig, hardware: Hardware, stack: Stack, *, spans: bool = False) -> Plan:
-    """Plan a resolved configuration. `spans`: with every event of the step, however many micro-batches it has."""
-    ranks, replay = memory_by_stage(config, stack.holding), with_spans(config, hardware, stack) if spans else None
-    return Plan(config, hardware, stack, estimate(config, hardware, stack), ranks, replay)
-
-
-def notes(plan: Plan) -> list[str]:
-    """Warnings to read before the plan is believed, a line each."""
-    config, hardware, stack = plan.config, plan.hardware, plan.stack
-    found = []
-    if plan.expected_error is None:
-        found.append(f"no published step tells the error of plans for {hardware.name}")
-    elif not measured(hardware, stack):
-        found.append(f"{stack.name} was never measured on {hardware.name}: the error may be larger than expected")
-    if config.train.precision == "bf16" and not hardware.device.multiplies("bf16"):
-        found.append(f"{hardware.name} multiplies no bf16: planned as fp16")
-    if config.model.dropout:
-        found.append("attention with dropout forms all scores, as this trainer does: planned so in time and memory")
-    elif stack.attention == "unfused":
-        found.append(f"memory is this trainer's: the scores that {stack.name} saves for backward come on top")
-    return found
+    @property
+    def notes(self) -> list[str]:
+        """Warnings to read before the plan is believed, a line each."""
+        config, hardware, stack = self.config, self.hardware, self.stack
+        lines = []
+        if self.expected_error is None:
+            lines.append(f"no published step tells the error of plans for {hardware.name}")
+        elif not measured(hardware, stack):
+            lines.append(f"{stack.name} was never measured on {hardware.name}: the error may be larger than expected")
+        if config.train.precision == "bf16" and not hardware.device.multiplies("bf16"):
+            lines.append(f"{hardware.name} multiplies no bf16: planned as fp16")
+        if config.model.dropout:
+            lines.append("attention with dropout forms all scores, as this trainer does: planned so in time and memory")
+        elif stack.attention == "unfused":
+            lines.append(f"memory is this trainer's: the scores that {stack.name} saves for backward come on top")
+        return lines

@@ -6,16 +6,15 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from megascale.account.parameters import parameter_count
 from megascale.config.run import RunConfig
 from megascale.core.units import format_bytes, format_count, format_duration
-from megascale.search.plan import Plan, notes
-from megascale.search.search import DOUBLED, FILLED, Candidate, Found, Sized, legal_near
-from megascale.search.space import VARIED, dropped, layout_of
+from megascale.search.plan import Plan
+from megascale.search.search import DOUBLED, FILLED, Found
+from megascale.search.space import SUITED, VARIED, value_of
 from megascale.simulate.failures import Losses
-from megascale.simulate.profiles import Hardware, Stack
 
 CAUSES = {
     "gemm": "GEMMs",
@@ -37,6 +36,12 @@ CAUSES = {
 LEAST = 0.0005
 """Smaller shares of a step are not shown."""
 
+TOLD = 0.2
+"""The share of all seconds that a layout loses from which a cause is named."""
+
+ALIKE = 5e-4
+"""The part of a step's time by which two steps count as equally fast."""
+
 
 def tables(plan: Plan, sweep: Sequence[Plan], tokens: float | None, lost: Losses) -> Iterator[str | Table]:
     """Report a plan: a summary, memory by kind, where the time goes, notes, and the sweep."""
@@ -54,7 +59,7 @@ def tables(plan: Plan, sweep: Sequence[Plan], tokens: float | None, lost: Losses
     shown = [(cause, seconds) for cause, seconds in e.causes.items() if seconds >= LEAST * e.step_s]
     rows = [(CAUSES[cause], f"{seconds:.4g}", f"{seconds / e.step_s:.1%}") for cause, seconds in shown]
     yield _table(("where the time goes", "s", "share"), rows)
-    yield from (f"note: {note}" for note in notes(plan))
+    yield from (f"note: {note}" for note in plan.notes)
     if plan.exact:
         yield exact_table(plan.exact)
     if tokens:
@@ -86,60 +91,74 @@ def too_large(plan: Plan) -> str:
     )
 
 
-def advice(
-    config: RunConfig, devices: int, found: Found, on: Hardware, stack: Stack, fixed: list[str], count: str | None
-) -> str:
-    """Say in a line what a search `found` in place of `config`. `fixed`: keys that it left as they are; `count`: as in
-    `settings`.
+def advice(found: Found, fixed: list[str], count: str | None) -> str:
+    """Say in a line what would fit in place of the configuration of a search. `fixed`: the user's fixed keys; `count`:
+    parallel.dp or --gpus, if that must be set to get the number of devices.
     """
+    config, devices, smallest, larger = found.space.config, found.space.devices, found.smallest, found.larger
     if found.best:
-        return f"{settings(config, found.best[0], stack, count)} would fit"
+        return f"{settings(config, found.best[0], count)} would fit"
     given = f" with {', '.join(fixed)} as given" if fixed else ""
     others = f"other values of {', '.join(fixed)}, " if fixed else ""
-    smallest, larger = found.smallest, found.larger
     if smallest is None:
-        near = legal_near(config, devices, fixed)
+        near = found.space.nearest_legal()
         number = f"{near} devices" if near else "another number of devices"
         return f"no layout on {devices} devices{given} is legal: {others}{number}, or another batch.global"
-    room = format_bytes(FILLED * on.room(devices))
-    least = f"the least is {format_bytes(smallest.memory.total)}, where a search fills {room}"
+    least = f"{format_bytes(smallest.memory.total)}, where a search fills {format_bytes(FILLED * smallest.room)}"
     if larger:
-        least += f": {larger.config.world} devices would do, {settings(config, larger, stack, count)}, "
+        least += f": {larger.config.world} devices would do, {settings(config, larger, count)}"
     else:
-        doubled = f"{1 << DOUBLED} times as many devices would not do: "
-        least += f", with {settings(config, smallest, stack, count)}, and {doubled}"
-    return f"no layout on {devices} x {on.name}{given} fits, {least}{others}a shorter sequence, or a smaller model"
+        least += f", with {settings(config, smallest, count)}, and {1 << DOUBLED} times as many devices would not do"
+    return (
+        f"no layout on {devices} x {smallest.hardware.name}{given} fits, the least is {least}{',' if larger else ':'} "
+        f"{others}a shorter sequence, or a smaller model"
+    )
 
 
-def settings(config: RunConfig, other: Sized, stack: Stack, count: str | None) -> str:
-    """List the arguments that turn a configuration into the other one. `count`: parallel.dp or --gpus, which sets the
-    number of devices, if it must be set.
-    """
-    implied = {"parallel.zero"} if stack.shards_weights else set()
+def settings(config: RunConfig, plan: Plan, count: str | None) -> str:
+    """List the arguments that turn a configuration into the planned one. `count`: as in `advice`."""
+    implied = {"parallel.zero"} if plan.stack.shards_weights else set()
     implied |= set() if count == "parallel.dp" else {"parallel.dp"}
-    keys = {key: value for key, value in zip(VARIED, other.layout, strict=True) if key not in implied}
-    keys |= dict.fromkeys(dropped(config, other.config), "auto")
+    keys = {key: value for key, value in zip(VARIED, plan.layout, strict=True) if key not in implied}
+    keys |= {key: "auto" for key in SUITED if value_of(config, key) is not None and value_of(plan.config, key) is None}
     words = [f"{key}={str(value).lower()}" for key, value in keys.items()]
-    return " ".join([*words, f"--gpus {other.config.world}"] if count == "--gpus" else words)
+    return " ".join([*words, f"--gpus {plan.config.world}"] if count == "--gpus" else words)
 
 
-def search_tables(found: Found, plan: Plan) -> Iterator[str | Table]:
-    """Report the fastest layouts and why each is not the first, which is `plan`."""
-    counts, error = found.counts, plan.expected_error
+def search_tables(found: Found) -> Iterator[str | Table]:
+    """Report the fastest layouts and why each is not the first."""
+    counts, first = found.counts, found.best[0]
     yield (
         f"{counts['legal']} legal layouts: {counts['too_large']} too large, {counts['pruned']} too slow by a bound, "
         f"{counts['simulated']} simulated"
     )
     rows = []
-    for each in found.best:
-        keys, e = layout(each.config, plan.stack), each.estimate
-        cells = [str(keys[name]) for name in ("micro", "zero", "recompute")]
-        cells += [format_bytes(each.memory.total), f"{e.step_s:.4g}", f"{e.mfu_full:.1%}", each.lost]
-        rows.append([spread(each.config), *cells])
+    for plan in found.best:
+        keys, e = plan.layout, plan.estimate
+        cells = [str(keys.micro), str(keys.zero), keys.recompute, format_bytes(plan.memory.total)]
+        cells += [f"{e.step_s:.4g}", f"{e.mfu_full:.1%}", lost(plan, first)]
+        rows.append([spread(plan.config), *cells])
     yield _table(("layout", "micro", "zero", "recompute", "memory", "step s", "MFU full", "loses by"), rows)
-    near = sum(each.estimate.step_s <= found.best[0].estimate.step_s * (1 + (error or 0.0)) for each in found.best)
+    error = first.expected_error or 0.0
+    near = sum(plan.estimate.step_s <= first.estimate.step_s * (1 + error) for plan in found.best)
     if error and near > 1:
         yield f"the first {near} differ by less than the expected error of {error:.0%}: measure them"
+
+
+def lost(plan: Plan, first: Plan) -> str:
+    """Name the causes by which a plan is slower than the first; or say that it is as fast, and how much larger. Empty
+    for the first.
+    """
+    if plan is first:
+        return ""
+    slower = plan.estimate.step_s - first.estimate.step_s
+    if slower <= ALIKE * first.estimate.step_s:
+        larger = plan.memory.total - first.memory.total
+        return f"as fast, {'+' if larger >= 0 else '-'}{format_bytes(abs(larger))}"
+    more = {cause: seconds - first.estimate.causes.get(cause, 0.0) for cause, seconds in plan.estimate.causes.items()}
+    worse = sorted(((seconds, cause) for cause, seconds in more.items() if seconds > 0), reverse=True)
+    least = min(worse[0][0], TOLD * sum(seconds for seconds, _ in worse))
+    return ", ".join(f"{cause} +{seconds:.2g} s" for seconds, cause in worse if seconds >= least)
 
 
 def exact_table(exact: Mapping[str, Any]) -> Table:
@@ -147,7 +166,7 @@ def exact_table(exact: Mapping[str, Any]) -> Table:
     rows = []
     for rank in exact["ranks"]:
         sent, flops = rank["communication"].values(), f"{sum(rank['flops'].values()):.4g}"
-        calls, size = str(sum(each["calls"] for each in sent)), format_bytes(sum(each["bytes"] for each in sent))
+        calls, size = str(sum(group["calls"] for group in sent)), format_bytes(sum(group["bytes"] for group in sent))
         most = format_bytes(rank["memory_bytes"]["total"])
         rows.append((str(rank["rank"]), str(rank["stage"]), most, flops, calls, size))
     return _table(("dry run of rank", "stage", "most bytes", "FLOPs", "calls", "bytes sent"), rows)
@@ -156,10 +175,10 @@ def exact_table(exact: Mapping[str, Any]) -> Table:
 def sweep_table(plans: Sequence[Plan]) -> Table:
     """The run on other numbers of devices."""
     rows = []
-    for each in plans:
-        e, size = each.estimate, format_bytes(each.memory.total) + ("" if each.fits else ": does not fit")
+    for plan in plans:
+        e, size = plan.estimate, format_bytes(plan.memory.total) + ("" if plan.fits else ": does not fit")
         speed = f"{e.step_s:.4g}", format_count(e.tokens_per_s), f"{e.mfu_full:.1%}"
-        rows.append((str(each.config.world), spread(each.config), *speed, size))
+        rows.append((str(plan.config.world), spread(plan.config), *speed, size))
     return _table(("devices", "layout", "step s", "tokens/s", "MFU full", "memory"), rows)
 
 
@@ -174,9 +193,8 @@ def _job_line(plan: Plan, tokens: float, lost: Losses) -> str:
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for at, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if at else "left")
+    first, *others = headings
+    table = Table(first, *(Column(heading, justify="right") for heading in others), box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row)
     return table
@@ -185,7 +203,7 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
 def plan_json(plan: Plan, sweep: Sequence[Plan], tokens: float | None, lost: Losses) -> dict[str, Any]:
     """A plan in seconds, bytes and shares."""
     e, config = plan.estimate, plan.config
-    found: dict[str, Any] = {
+    answer: dict[str, Any] = {
         "name": config.name,
         "hardware": plan.hardware.name,
         "stack": plan.stack.name,
@@ -193,7 +211,7 @@ def plan_json(plan: Plan, sweep: Sequence[Plan], tokens: float | None, lost: Los
         "parameters": parameter_count(config.model),
         "fits": plan.fits,
         "room_bytes": plan.room,
-        **_summary(plan, plan.stack),
+        **_summary(plan),
         "memory_bytes": {**vars(plan.memory), "total": plan.memory.total},
         "memory_bytes_by_stage": plan.memory_by_stage,
         "fullest_stage": plan.fullest,
@@ -201,42 +219,37 @@ def plan_json(plan: Plan, sweep: Sequence[Plan], tokens: float | None, lost: Los
         "bubble": e.bubble,
         "exposed_s": e.exposed,
         "causes_s": e.causes,
-        "notes": notes(plan),
+        "notes": plan.notes,
         "failures": {"mean_s": lost.mean_s, "checkpoint_every_s": lost.every_s, "lost": lost.share},
     }
     if tokens:
-        seconds = {"": tokens / e.tokens_per_s}
-        seconds["_with_failures"] = lost.stretched(seconds[""])
-        found["job"] = {"tokens": tokens}
-        for name, each in seconds.items():  # None: it never ends
-            found["job"][f"days{name}"] = each / 86400 if each < math.inf else None
-            found["job"][f"gpu_hours{name}"] = each * config.world / 3600 if each < math.inf else None
+        answer["job"] = {"tokens": tokens}
+        seconds = tokens / e.tokens_per_s
+        for name, duration in (("", seconds), ("_with_failures", lost.stretched(seconds))):
+            ends = duration < math.inf
+            answer["job"][f"days{name}"] = duration / 86400 if ends else None
+            answer["job"][f"gpu_hours{name}"] = duration * config.world / 3600 if ends else None
     if plan.exact:
-        found["exact"] = {key: plan.exact[key] for key in ("exact_stages", "ranks")}
+        answer["exact"] = {key: plan.exact[key] for key in ("exact_stages", "ranks")}
     if sweep:
-        found["sweep"] = [{"gpus": one.config.world, "fits": one.fits, **_summary(one, one.stack)} for one in sweep]
-    return found
+        answer["sweep"] = [{"gpus": one.config.world, "fits": one.fits, **_summary(one)} for one in sweep]
+    return answer
 
 
-def search_json(found: Found, stack: Stack) -> dict[str, Any]:
+def search_json(found: Found) -> dict[str, Any]:
     """The fastest layouts, and how many there were."""
-    return {"counts": found.counts, "best": [{**_summary(one, stack), "lost": one.lost} for one in found.best]}
+    best = [{**_summary(plan), "lost": lost(plan, found.best[0])} for plan in found.best]
+    return {"counts": found.counts, "best": best}
 
 
-def layout(config: RunConfig, stack: Stack) -> dict[str, Any]:
-    """The keys that a layout is made of; with a stack that shards weights, zero is 3."""
-    found = {**layout_of(config)._asdict(), "global": config.batch.total}
-    return found | {"zero": 3} if stack.shards_weights else found
-
-
-def _summary(one: Plan | Candidate, stack: Stack) -> dict[str, Any]:
-    e = one.estimate
+def _summary(plan: Plan) -> dict[str, Any]:
+    e = plan.estimate
     return {
-        "layout": layout(one.config, stack),
-        "memory_bytes": one.memory.total,
+        "layout": {**plan.layout._asdict(), "global": plan.config.batch.total},
+        "memory_bytes": plan.memory.total,
         "step_time_s": e.step_s,
         "tokens_per_s": e.tokens_per_s,
-        "tokens_per_s_per_gpu": e.tokens_per_s / one.config.world,
+        "tokens_per_s_per_gpu": e.tokens_per_s / plan.config.world,
         "mfu_full": e.mfu_full,
         "mfu_causal": e.mfu_causal,
     }

@@ -1,19 +1,20 @@
 """The layouts that a number of devices allows: every way to set the keys of `VARIED` that passes the rules.
 
-Divisors are enumerated; the rest is asked of `config.rules`, axis by axis, for a rule relates few keys. `Space.legal`
-asks all of them of one configuration.
+Divisors are enumerated, and `config.rules` are asked axis by axis: each rule relates only keys of one axis, such as tp
+and sp, or pp, vpp, schedule and recompute.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from megascale.catalog.schedules import SCHEDULES
-from megascale.config.rules import RULES, divisors, world_findings
+from megascale.config.rules import RULES, divisors
 from megascale.config.run import RunConfig
 
 
@@ -38,15 +39,17 @@ VARIED = tuple(f"{SECTIONS.get(name, 'parallel')}.{name}" for name in Layout._fi
 SUITED = ("parallel.layers_per_chunk", "train.recompute_ops", "train.recompute_chunks")
 """The keys that a layout drops where they do not suit it."""
 
+NEAREST = 17
+"""Other numbers of devices that are tried for a legal layout."""
+
 RECOMPUTE = ("none", "selective", "full")
 """Values of train.recompute, from the least to the most."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """The layouts of a resolved `config` on `devices`; the keys that `fixed` names stay as they are.
-
-    A key that changes nothing stays too: sp without tp, zero without dp. `SUITED` keys stay where they suit a layout.
+    """The layouts of a resolved `config` on `devices`. Keys in `fixed` stay as they are, and so do keys without effect:
+    sp without tp, zero without dp. `SUITED` keys stay where they suit a layout.
     """
 
     config: RunConfig
@@ -54,15 +57,15 @@ class Space:
     fixed: frozenset[str] = frozenset()
 
     def layouts(self, tps: Collection[int], *, lean: bool = False) -> Iterator[Layout]:
-        """All legal layouts with these tp, in a fixed order. `lean`: only the smallest micro-batch and the most
-        recomputation, which need least memory.
+        """Generate the legal layouts with these tp, in a fixed order. `lean`: only layouts that may need least memory,
+        with the smallest micro-batch and the most recomputation.
         """
         total, pipelines = self.config.batch.total, self._pipelines
         if lean:  # of each pp, vpp and schedule the last, which recomputes most
             pipelines = list({pipeline[:-1]: pipeline for pipeline in pipelines}.values())
         for (tp, sp), (pp, vpp, schedule, recompute) in itertools.product(self._tensors(tps), pipelines):
-            dp, left = divmod(self.devices, tp * pp)
-            if left or total % dp or dp not in self._values("parallel.dp", [dp]):
+            dp, rest = divmod(self.devices, tp * pp)
+            if rest or total % dp or dp not in self._values("parallel.dp", [dp]):
                 continue
             micros = [micro for micro in self._micros if total // dp % micro == 0]
             for micro in micros[:1] if lean else micros:
@@ -70,106 +73,97 @@ class Space:
                     yield Layout(tp, sp, pp, vpp, schedule, dp, micro, recompute, zero)
 
     def applied(self, layout: Layout) -> RunConfig:
-        """The configuration with this layout, resolved."""
+        """Return the resolved configuration with this layout."""
         return _applied(self.config, layout, self.fixed)
 
-    def legal(self, config: RunConfig) -> bool:
-        """Ask all rules that read a key of `VARIED`, on these devices."""
-        return _passes(config) and not any(world_findings(config, self.devices))
+    def nearest_legal(self) -> int | None:
+        """Find the number of devices nearest to this one that has a legal layout; None if none of `NEAREST` has.
 
-    def others(self) -> list[int]:
-        """List other numbers of devices that could be tp x pp x dp, with the batch divided by dp: the nearest first."""
+        Numbers to try are tp x pp x dp, with the batch divided by dp.
+        """
         tps = self._values("parallel.tp", divisors(self.config.model.num_heads))
-        pps = self._values("parallel.pp", range(1, self._most + 1))
+        pps = self._values("parallel.pp", range(1, self._most_chunks + 1))
         dps = self._values("parallel.dp", divisors(self.config.batch.total))
         counts = {tp * pp * dp for tp, pp, dp in itertools.product(tps, pps, dps)} - {self.devices}
-        return sorted(counts, key=lambda count: (abs(count - self.devices), count))
+        near = sorted(counts, key=lambda count: (abs(count - self.devices), count))[:NEAREST]
+        return next((count for count in near if any(replace(self, devices=count).layouts(tps))), None)
 
     @property
-    def _most(self) -> int:
-        """Chunks, with a layer in each but the first and the last, or as many as are given."""
+    def _most_chunks(self) -> int:
+        """Most chunks of a pipeline: as given, or one for each layer, the embedding and the head."""
         return max(self.config.model.num_layers + 2, len(self.config.parallel.layers_per_chunk or ()))
 
     def _values(self, key: str, free: Iterable[Any]) -> list[Any]:
-        return [_value(self.config, key)] if key in self.fixed else list(free)
+        return [value_of(self.config, key)] if key in self.fixed else list(free)
 
-    def _alone(self, **keys: Any) -> Layout:
-        """The layout of one device, beside which an axis is judged."""
-        return Layout(**{"zero": self.config.parallel.zero, "micro": max(self._micros, default=1), **keys})
-
-    def _tensors(self, tps: Collection[int]) -> list[tuple[int, bool]]:
-        found = []
-        for tp in self._values("parallel.tp", tps):
-            for sp in self._values("parallel.sp", (False, True) if tp > 1 else (self.config.parallel.sp,)):
-                if _passes(_applied(self.config, self._alone(tp=tp, sp=sp))):
-                    found.append((tp, sp))
-        return found
+    def _one_device(self, **keys: Any) -> Layout:
+        """A layout of one device but for `keys`, to judge an axis alone."""
+        return Layout(**{"micro": max(self._micros, default=1), **keys})
 
     @cached_property
     def _micros(self) -> list[int]:
-        alone = Layout(zero=self.config.parallel.zero)
         sizes = self._values("batch.micro", divisors(self.config.batch.total))
-        return [micro for micro in sizes if _passes(_applied(self.config, alone._replace(micro=micro)))]
+        return [micro for micro in sizes if _legal(_applied(self.config, Layout(micro=micro)))]
+
+    def _tensors(self, tps: Collection[int]) -> list[tuple[int, bool]]:
+        """Every tp and sp."""
+        return [
+            (tp, sp)
+            for tp in self._values("parallel.tp", tps)
+            for sp in self._values("parallel.sp", (False, True) if tp > 1 else (self.config.parallel.sp,))
+            if _legal(_applied(self.config, self._one_device(tp=tp, sp=sp)))
+        ]
 
     @cached_property
     def _pipelines(self) -> list[tuple[int, int, str, str]]:
         """Every pp, vpp, schedule and recompute."""
-        found = []
-        for pp in self._values("parallel.pp", divisors(self.devices, self._most)):
-            for vpp in self._values("parallel.vpp", range(1, self._most // pp + 1)):
-                for pair in itertools.product(self._schedules(pp, vpp), self._values("train.recompute", RECOMPUTE)):
-                    layout = self._alone(pp=pp, vpp=vpp, schedule=pair[0], recompute=pair[1])
-                    if _passes(self.applied(layout)):
-                        found.append((pp, vpp, *pair))
-        return found
+        return [
+            (pp, vpp, schedule, recompute)
+            for pp in self._values("parallel.pp", divisors(self.devices, self._most_chunks))
+            for vpp in self._values("parallel.vpp", range(1, self._most_chunks // pp + 1))
+            for schedule in self._schedules(pp, vpp)
+            for recompute in self._values("train.recompute", RECOMPUTE)
+            if _legal(self.applied(self._one_device(pp=pp, vpp=vpp, schedule=schedule, recompute=recompute)))
+        ]
 
     def _schedules(self, pp: int, vpp: int) -> list[str]:
-        """Schedules to try: non-interleaved ones for vpp = 1, interleaved ones otherwise. One that keeps all
-        micro-batches alive, such as GPipe, is skipped: it is never faster than 1F1B and needs more memory.
+        """Schedules to try: non-interleaved ones for vpp = 1, interleaved ones otherwise. Schedules with all
+        micro-batches in flight, such as GPipe, are skipped: 1F1B is as fast and needs less memory.
         """
         facts = {card.name: card.facts for card in SCHEDULES.cards.values()}
-        suit = [name for name in facts if facts[name]["chunks"] == (vpp > 1) and not facts[name]["piles"]]
-        return self._values("parallel.schedule", suit[:1] if pp == 1 else suit)
-
-
-def dropped(config: RunConfig, applied: RunConfig) -> list[str]:
-    """The keys that `config` sets and `applied` does not."""
-    return [key for key in SUITED if _value(config, key) is not None and _value(applied, key) is None]
+        suited = [name for name in facts if facts[name]["chunks"] == (vpp > 1) and not facts[name]["piles"]]
+        return self._values("parallel.schedule", suited[:1] if pp == 1 else suited)
 
 
 def layout_of(config: RunConfig) -> Layout:
-    """The layout of a resolved configuration."""
-    return Layout(*(_value(config, key) for key in VARIED))
+    """Return the layout of a resolved configuration."""
+    return Layout(*(value_of(config, key) for key in VARIED))
 
 
-def _value(config: RunConfig, key: str) -> Any:
+def value_of(config: RunConfig, key: str) -> Any:
+    """Return the value of a key such as parallel.tp."""
     section, _, name = key.partition(".")
     return getattr(getattr(config, section), name)
 
 
 def _applied(config: RunConfig, layout: Layout, fixed: Collection[str] = ()) -> RunConfig:
-    p, t = config.parallel, config.train
-    parallel = dict(zip(Layout._fields, layout, strict=True))
-    batch, train = {"micro": parallel.pop("micro")}, {"recompute": parallel.pop("recompute")}
-    cut = p.layers_per_chunk or ()
+    sizes, chunks = config.parallel.layers_per_chunk or (), config.train.recompute_chunks or [0]
     suits = {
-        "parallel.layers_per_chunk": len(cut) == layout.pp * layout.vpp and sum(cut) == config.model.num_layers,
+        "parallel.layers_per_chunk": len(sizes) == layout.pp * layout.vpp and sum(sizes) == config.model.num_layers,
         "train.recompute_ops": layout.recompute == "selective",
-        "train.recompute_chunks": layout.recompute != "none" and max(t.recompute_chunks or [0]) < layout.vpp,
+        "train.recompute_chunks": layout.recompute != "none" and max(chunks) < layout.vpp,
     }
-    for key in SUITED:
+    values = dict(zip(VARIED, layout, strict=True))
+    values |= {key: None for key in SUITED if not suits[key] and key not in fixed}
+    updates = defaultdict[str, dict[str, Any]](dict)
+    for key, value in values.items():
         section, _, name = key.partition(".")
-        if not suits[key] and key not in fixed:
-            (parallel if section == "parallel" else train)[name] = None
-    return config.model_copy(
-        update={
-            "parallel": p.model_copy(update=parallel),
-            "batch": config.batch.model_copy(update=batch),
-            "train": t.model_copy(update=train),
-        }
-    )
+        updates[section][name] = value
+    sections = {name: getattr(config, name).model_copy(update=keys) for name, keys in updates.items()}
+    return config.model_copy(update=sections)
 
 
-def _passes(config: RunConfig) -> bool:
+def _legal(config: RunConfig) -> bool:
+    """Ask all rules that read a section of `VARIED`."""
     sections = {key.partition(".")[0] for key in VARIED}
     return not any(any(rule(config)) for reads, rule in RULES if sections.intersection(reads))

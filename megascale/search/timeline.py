@@ -9,8 +9,9 @@ from megascale.config.run import RunConfig
 from megascale.core.events import COMPUTE, Event, RankEvents
 from megascale.layout.topology import Coord, Topology
 from megascale.schedule.ir import Kind
-from megascale.simulate.event_simulator import Replay, Span
-from megascale.simulate.step_time import Estimate
+from megascale.search.plan import Plan
+from megascale.simulate.event_simulator import Span
+from megascale.simulate.step_time import with_spans
 
 NAMES = {
     Kind.F: "F",
@@ -22,8 +23,10 @@ NAMES = {
 }
 
 
-def events(config: RunConfig, estimate: Estimate, replay: Replay, hardware: str) -> Iterator[RankEvents]:
-    """Convert the replay of a resolved configuration: the first rank of each pipeline stage, up to the step's end."""
+def events(plan: Plan) -> Iterator[RankEvents]:
+    """Simulate a plan's step and generate the events of the first rank of each pipeline stage, up to the step's end."""
+    config, estimate = plan.config, plan.estimate
+    replay = with_spans(config, plan.hardware, plan.stack)
     updated = replay.last + estimate.causes["optimizer"]
     after = (
         Event(COMPUTE, "update", "", 1, -1, -1, replay.last, updated),
@@ -32,9 +35,10 @@ def events(config: RunConfig, estimate: Estimate, replay: Replay, hardware: str)
     p = config.parallel
     topology = Topology(tp=p.tp, cp=p.cp, dp=config.dp, pp=p.pp)
     for stage in range(p.pp):
-        own = sorted((span for span in replay.spans if span.rank == stage), key=lambda span: span.start)
-        found, coord = tuple(_event(config, span, topology) for span in own), Coord(0, 0, 0, stage)
-        yield RankEvents(topology.rank(coord), topology.world, coord._asdict(), hardware, (), 0, found + after)
+        spans = sorted((span for span in replay.spans if span.rank == stage), key=lambda span: span.start)
+        coord, timed = Coord(0, 0, 0, stage), tuple(_event(config, span, topology) for span in spans)
+        rank = topology.rank(coord)
+        yield RankEvents(rank, topology.world, coord._asdict(), plan.hardware.name, (), 0, timed + after)
 
 
 def _event(config: RunConfig, span: Span, topology: Topology) -> Event:

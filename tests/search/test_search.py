@@ -11,12 +11,12 @@ import pytest
 from megascale.account.memory import fullest_rank
 from megascale.config.explain import load
 from megascale.core.errors import ConfigError
-from megascale.search.plan import plan
-from megascale.search.report import search_tables
-from megascale.search.search import Candidate, Found, legal_near, lost, row, search
-from megascale.search.space import VARIED, Layout, Space, layout_of
+from megascale.search.plan import Plan
+from megascale.search.report import lost, search_tables
+from megascale.search.search import Found, row, search
+from megascale.search.space import VARIED, Layout, Space
 from megascale.simulate import profiles
-from megascale.simulate.step_time import StepParts, estimate
+from megascale.simulate.step_time import StepParts
 
 H100, A100 = profiles.hardware("h100"), profiles.hardware("a100-80g")
 STACK = profiles.stack("megascale")
@@ -54,7 +54,7 @@ def test_what_is_found_passes_the_rules_and_fits(small: Found) -> None:
 def test_the_fastest_come_first_and_the_others_say_why_not(small: Found) -> None:
     times = [one.estimate.step_s for one in small.best]
     assert times == sorted(times)
-    assert [bool(one.lost) for one in small.best] == [False] + [True] * 9
+    assert [bool(lost(one, small.best[0])) for one in small.best] == [False] + [True] * 9
     assert len({row(one.layout) for one in small.best}) == 10
 
 
@@ -88,14 +88,14 @@ def test_layouts_that_differ_in_recomputation_alone_are_one_row() -> None:
 
 
 def test_choices_closer_than_the_error_are_said(small: Found) -> None:
-    first = plan(small.best[0].config, H100, STACK)
+    first = small.best[0]
     assert first.expected_error
-    most = small.best[0].estimate.step_s * (1 + first.expected_error)
+    most = first.estimate.step_s * (1 + first.expected_error)
     near = sum(one.estimate.step_s <= most for one in small.best)
-    *_, line = search_tables(small, first)
+    *_, line = search_tables(small)
     assert near > 1 and str(line).startswith(f"the first {near} differ by less than the expected error of ")
     alone = replace(small, best=small.best[:1])
-    assert len(list(search_tables(alone, first))) == 2
+    assert len(list(search_tables(alone))) == 2
 
 
 def test_what_is_fixed_stays() -> None:
@@ -144,22 +144,19 @@ def test_where_nothing_is_legal() -> None:
     config = load(SMALL, ["batch.global=32"])
     found = search(config, 37, H100, STACK)
     assert (found.best, found.smallest, found.counts["legal"]) == ([], None, 0)
-    assert legal_near(config, 37) == 36
+    assert found.space.nearest_legal() == 36
     with pytest.raises(ConfigError):
         load(SMALL, ["batch.global=32", "parallel.tp=1"], world=37)
 
 
 def test_why_a_layout_loses() -> None:
-    def candidate(*overrides: str) -> Candidate:
+    def candidate(*overrides: str) -> Plan:
         keys = ["batch.global=32", "parallel.tp=1", "parallel.sp=false", "parallel.pp=2", "parallel.dp=8", *overrides]
-        config = load(SMALL, keys, world=16)
-        return Candidate(layout_of(config), config, fullest_rank(config, HOLDING), estimate(config, H100, STACK))
+        return Plan(load(SMALL, keys, world=16), H100, STACK)
 
-    none, full, bubble = (
-        candidate("train.recompute=none"),
-        candidate("train.recompute=full"),
-        candidate("parallel.vpp=4"),
-    )
+    none, full = candidate("train.recompute=none"), candidate("train.recompute=full")
+    same, bubble = candidate("train.recompute=none"), candidate("parallel.vpp=4")
     assert lost(full, none).startswith("recompute +")
-    assert lost(none, none) == "as fast, +0 B"
+    assert lost(none, none) == ""
+    assert lost(same, none) == "as fast, +0 B"
     assert lost(none, bubble).startswith("bubble +")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.explain import load, load_tree
-from megascale.config.rules import divisors
+from megascale.config.rules import RULES, world_findings
 from megascale.config.run import RunConfig
 from megascale.search.space import VARIED, Layout, Space
 
@@ -31,6 +32,12 @@ def config_of(**sections: dict[str, Any]) -> RunConfig:
 
 def all_of(space: Space) -> list[Layout]:
     return list(space.layouts(range(1, space.devices + 1)))
+
+
+def legal(space: Space, layout: Layout) -> bool:
+    config = space.applied(layout)
+    rules = [rule for reads, rule in RULES if {"parallel", "batch", "train"}.intersection(reads)]
+    return not any(any(rule(config)) for rule in rules) and not any(world_findings(config, space.devices))
 
 
 def judged(space: Space) -> set[Layout]:
@@ -56,7 +63,7 @@ def judged(space: Space) -> set[Layout]:
         for layout in itertools.starmap(Layout, itertools.product([tp], axes[1], [pp], *axes[3:5], [dp], *axes[6:])):
             moot = (tp == 1 and layout.sp != own.sp) or (dp == 1 and layout.zero != own.zero)
             twin = SCHEDULES[layout.schedule].facts["chunks"] != (layout.vpp > 1)
-            if not moot and not twin and space.legal(space.applied(layout)):
+            if not moot and not twin and legal(space, layout):
                 found.add(layout)
     return found
 
@@ -126,11 +133,10 @@ def test_no_layout() -> None:
     assert all_of(Space(config_of(), 11, frozenset())) == []
 
 
-def test_other_numbers_of_devices_are_near_and_divide() -> None:
+def test_the_nearest_number_of_devices_has_a_layout() -> None:
     space = Space(config_of(), 1000, frozenset())
-    found, total = space.others(), space.config.batch.total
-    assert found == sorted(found, key=lambda count: (abs(count - 1000), count)) and 1000 not in found
-    tps, pps = divisors(space.config.model.num_heads), range(1, space.config.model.num_layers + 3)
-    divide = {tp * pp * dp for tp in tps for pp in pps for dp in divisors(total)}
-    assert set(found) <= divide
-    assert found[0] == min(divide - {1000}, key=lambda count: (abs(count - 1000), count))
+    near = space.nearest_legal()
+    assert near is not None and near != 1000 and all_of(replace(space, devices=near))
+    closer = range(1001 - abs(near - 1000), 1000 + abs(near - 1000))
+    assert not any(all_of(replace(space, devices=count)) for count in closer)
+    assert Space(config_of(), 11, frozenset(["parallel.tp", "parallel.pp", "parallel.dp"])).nearest_legal() == 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megascale.search.plan import plan
+from megascale.search.plan import Plan
 from megascale.simulate import profiles
 from megascale.simulate.gemm_time import Kernels
 from megascale.simulate.profiles import Hardware
@@ -62,8 +62,8 @@ def test_others_fill_what_a_pipeline_leaves_idle(tmp_path: Path) -> None:
 def test_what_ranks_share_they_have_less_of(tmp_path: Path) -> None:
     config = config_of(settings(LLAMA, tmp_path, parallel__dp=8, train__precision="fp32"), tmp_path)
     stack = profiles.stack("megascale")
-    assert plan(config, machine(), stack).room == 2**33 // 4
-    assert plan(config, machine(cores=0), stack).room == 2**33
+    assert Plan(config, machine(), stack).room == 2**33 // 4
+    assert Plan(config, machine(cores=0), stack).room == 2**33
 
 
 def test_a_stack_is_as_it_was_measured() -> None:
