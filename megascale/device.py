@@ -1,4 +1,9 @@
-"""The device and what it can do: the one file that names CUDA. Everything else takes a `Device` as an argument."""
+"""The compute device: the only file that names CUDA. All other code takes a `Device` as an argument.
+
+- `Device`, `detect_device`: this process's GPU or CPU
+- `Mark`, `Timer`, `HostTimer`, `StreamTimer`: moments in the device's work, and their times
+- `gpu_count`, `no_gpu_reason`, `gpu_stack_versions`, `is_out_of_memory`: facts about GPUs and errors
+"""
 
 from __future__ import annotations
 
@@ -17,33 +22,33 @@ from torch.nn.attention import SDPBackend
 from megascale.core.errors import Exit, MegascaleError
 
 Mark = float | torch.cuda.Event
-"""A moment in a device's work. On a CPU it is a time already; a GPU gets there later."""
+"""A moment in a device's work: seconds on a CPU, an event in a stream on a GPU."""
 
 
 class DeviceError(MegascaleError):
-    """A process that was started on a host without a device for it."""
+    """A process without a device: more processes than GPUs on the host."""
 
     exit_status = Exit.CONFIG
 
 
 class Timer(Protocol):
-    """Marks moments without waiting for them. Times are seconds of this process's monotonic clock.
+    """Marks moments in a device's work without waiting. Times are seconds of this process's monotonic clock.
 
-    `host`: whether the thread that issues work is the one that computes, so that its waits are compute's waits.
+    `synchronous`: the issuing thread computes, and its waits are waits of compute.
     """
 
-    host: bool
+    synchronous: bool
 
     def mark(self) -> Mark: ...
 
     def seconds(self, mark: Mark) -> float | None:
-        """When a mark was passed, None if it was not yet."""
+        """Return the time at which the device passed a mark; None if the mark is still ahead."""
 
 
 class HostTimer:
-    """The clock of a device whose work is done when the call returns."""
+    """The timer of a CPU, whose work is done when a call returns."""
 
-    host = True
+    synchronous = True
 
     def mark(self) -> Mark:
         return time.perf_counter()
@@ -54,11 +59,11 @@ class HostTimer:
 
 
 class StreamTimer:
-    """Events in the streams of a GPU. Their times count from one that the host has waited for, once, at the start;
-    from then on the base follows them, for the difference of two events has seven digits.
+    """The timer of a GPU, by events in its streams. Times count from a base event that the host waited for at the
+    start. The base moves along, because the difference of two events has only seven digits.
     """
 
-    host = False
+    synchronous = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -73,13 +78,13 @@ class StreamTimer:
         event.record()
         return event
 
-    def completion(self, works: Sequence[dist.Work], order: Hashable) -> Mark:
-        """A mark that is passed when `works` are done. Works of one `order` are done one after the other."""
-        if order not in self._watching:  # of the pool that NCCL does not take its streams from: they come round again
-            self._watching[order] = torch.cuda.Stream(self._device, priority=-1)
-        with torch.cuda.stream(self._watching[order]):
+    def completion_mark(self, works: Sequence[dist.Work], channel: Hashable) -> Mark:
+        """Return a mark at the end of `works`. Works of a `channel` complete in order."""
+        if channel not in self._watching:  # NCCL takes normal-priority streams, so high priority avoids a shared stream
+            self._watching[channel] = torch.cuda.Stream(self._device, priority=-1)
+        with torch.cuda.stream(self._watching[channel]):
             for work in works:
-                work.wait()  # of this stream, not of the host
+                work.wait()  # blocks this stream, not the host
             return self.mark()
 
     def seconds(self, mark: Mark) -> float | None:
@@ -97,163 +102,163 @@ class StreamTimer:
 
 @dataclass(frozen=True)
 class Device:
-    """Where this process computes."""
+    """The device of this process. `backend`: torch.distributed's backend for the device."""
 
-    torch: torch.device
-    backend: str  # of torch.distributed
+    torch_device: torch.device
+    backend: str
 
     @property
     def is_cpu(self) -> bool:
-        return self.torch.type == "cpu"
+        return self.torch_device.type == "cpu"
 
     @property
     def name(self) -> str:
-        """The device's own name, such as 'NVIDIA H100 80GB HBM3', or the processor's."""
-        return _processor() if self.is_cpu else torch.cuda.get_device_name(self.torch)
+        """Model of the GPU, such as 'NVIDIA H100 80GB HBM3', or of the processor."""
+        return _processor() if self.is_cpu else torch.cuda.get_device_name(self.torch_device)
 
     @property
     def capability(self) -> tuple[int, int]:
-        """The generation of a GPU in CUDA's numbers, such as (9, 0) of Hopper; (0, 0) of a CPU."""
-        return (0, 0) if self.is_cpu else torch.cuda.get_device_capability(self.torch)
+        """Compute capability of a GPU, such as (9, 0) for Hopper; (0, 0) for a CPU."""
+        return (0, 0) if self.is_cpu else torch.cuda.get_device_capability(self.torch_device)
 
     @property
     def pci_address(self) -> str | None:
-        """Where a GPU is, as in /sys/bus/pci/devices; None for a CPU, and if this torch does not tell."""
+        """PCI address of a GPU, as in /sys/bus/pci/devices; None for a CPU, or if torch does not report an address."""
         if self.is_cpu:
             return None
-        found: Any = torch.cuda.get_device_properties(self.torch)
-        if not hasattr(found, "pci_bus_id"):
+        gpu: Any = torch.cuda.get_device_properties(self.torch_device)
+        if not hasattr(gpu, "pci_bus_id"):
             return None
-        return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+        return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 
-    def attention_kernel(self, number_format: dtype, head_dim: int, shared: bool) -> str:
-        """The kernel that torch's scaled_dot_product_attention takes here for causal attention that is differentiated,
-        such as 'CUDNN_ATTENTION'. Torch is asked, for its rule is another in many of its versions. `shared`: whether
-        query heads share key-value heads.
+    def attention_kernel(self, compute_dtype: dtype, head_dim: int, enable_gqa: bool) -> str:
+        """Return the kernel of torch's scaled_dot_product_attention for causal attention with gradients, such as
+        'CUDNN_ATTENTION'. The answer comes from torch, because the rule varies by version. `enable_gqa`: query heads
+        share key-value heads.
         """
-        tokens, queries = 128, 2 if shared else 1
+        tokens, queries = 128, 2 if enable_gqa else 1
         heads = torch.empty(
-            tokens, 1, queries + 2, head_dim, dtype=number_format, device=self.torch, requires_grad=True
+            tokens, 1, queries + 2, head_dim, dtype=compute_dtype, device=self.torch_device, requires_grad=True
         )
         q, k, v = heads.permute(1, 2, 0, 3).split([queries, 1, 1], 1)
-        return SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=shared)).name
+        return SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=enable_gqa)).name
 
     def timer(self) -> Timer:
-        """What marks moments in this device's work."""
-        return HostTimer() if self.is_cpu else StreamTimer(self.torch)
+        """Return a timer of this device's work."""
+        return HostTimer() if self.is_cpu else StreamTimer(self.torch_device)
 
-    def read(self, values: Tensor) -> Callable[[], list[float]]:
-        """Bring numbers to the host. The call returns at once; what it returns waits for them, and for nothing that is
-        issued in between.
+    def copy_to_host(self, values: Tensor) -> Callable[[], list[float]]:
+        """Start copying `values` to the host. The returned function waits for the copy, not for work issued later, and
+        returns the values.
         """
         if self.is_cpu:
             return values.tolist
         copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         copy.copy_(values, non_blocking=True)
-        there = torch.cuda.Event()
-        there.record()
+        copied = torch.cuda.Event()
+        copied.record()
 
-        def numbers() -> list[float]:
-            there.synchronize()
+        def host_values() -> list[float]:
+            copied.synchronize()
             return copy.tolist()
 
-        return numbers
+        return host_values
 
     def synchronize(self) -> None:
-        """Wait until everything issued is done."""
+        """Wait for all issued work."""
         if not self.is_cpu:
-            torch.cuda.synchronize(self.torch)
+            torch.cuda.synchronize(self.torch_device)
 
-    def pin(self, memory: Tensor) -> None:
-        """Fix host memory where it is, so that copies from a GPU go there at once and by themselves."""
+    def pin_memory(self, memory: Tensor) -> None:
+        """Pin host memory in place, so that copies from a GPU are asynchronous."""
         if not self.is_cpu:
             portable = 1
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, portable))
 
-    def memory(self) -> int:
-        """Bytes that there are: of the GPU, or of the host."""
+    def total_memory(self) -> int:
+        """Return the memory of the GPU, or of the host, in bytes."""
         if not self.is_cpu:
-            return torch.cuda.get_device_properties(self.torch).total_memory
+            return torch.cuda.get_device_properties(self.torch_device).total_memory
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def free_memory(self) -> int:
-        """Bytes that this process can still take."""
+        """Return the bytes that this process can still allocate."""
         if not self.is_cpu:
-            return torch.cuda.mem_get_info(self.torch)[0]
+            return torch.cuda.mem_get_info(self.torch_device)[0]
         with open("/proc/meminfo", encoding="ascii") as file:
             kibibytes = {key: int(rest.split()[0]) for key, rest in (line.split(":") for line in file)}
         return kibibytes["MemAvailable"] * 1024
 
     def release_memory(self) -> None:
-        """Give back what is not in use, and begin `peak_memory` anew; on a CPU neither can be done."""
+        """Return unused GPU memory to the driver and reset `peak_memory`; do nothing on a CPU."""
         if not self.is_cpu:
             torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(self.torch)
+            torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def peak_memory(self) -> int:
-        """Most bytes in use so far: allocated on a GPU, resident in this process on a CPU."""
+        """Return the peak bytes in use: allocated on a GPU, resident in this process on a CPU."""
         if not self.is_cpu:
-            return torch.cuda.max_memory_allocated(self.torch)
+            return torch.cuda.max_memory_allocated(self.torch_device)
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def out_of_memory(error: RuntimeError) -> bool:
-    """Whether torch says that a device's memory is full. Of a CPU's it raises no error of its own."""
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Return True if an error says that the device's memory is full. On a CPU torch raises a plain RuntimeError."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
-def gpus() -> int:
-    """GPUs of this host that torch can use."""
+def gpu_count() -> int:
+    """Return the number of GPUs of this host that torch can use."""
     return torch.cuda.device_count()
 
 
-def missing_gpu() -> str | None:
-    """Why torch has no GPU to use, in one line; None if it has one."""
+def no_gpu_reason() -> str | None:
+    """Return in a line why torch has no GPU to use; None if torch has a GPU."""
     if torch.cuda.is_available():
         return None
     try:
         torch.cuda.init()
-    except (AssertionError, RuntimeError) as error:  # the first of a torch that was built without
+    except (AssertionError, RuntimeError) as error:  # AssertionError: torch built without CUDA
         return f"torch finds no GPU: {str(error).splitlines()[0]} (torch {torch.__version__})"
     return f"torch finds no GPU (torch {torch.__version__})"
 
 
-def versions() -> dict[str, str]:
-    """What GPUs are driven with; empty for a torch that was built without."""
+def gpu_stack_versions() -> dict[str, str]:
+    """Return the versions of CUDA, cuDNN and NCCL, or of ROCm; empty if torch was built without GPU support."""
     if torch.version.hip:
         return {"ROCm": torch.version.hip}
     if not torch.version.cuda:
         return {}
-    found = {"CUDA": torch.version.cuda}
+    versions = {"CUDA": torch.version.cuda}
     if torch.cuda.is_available():
-        found["cuDNN"] = str(torch.backends.cudnn.version())
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found
+        versions["cuDNN"] = str(torch.backends.cudnn.version())
+        versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return versions
 
 
-def detect(local_rank: int = 0, allow_gpu: bool = True) -> Device:
-    """The GPU of this local rank where there is one, else the CPU with one thread for each local process' share.
+def detect_device(local_rank: int = 0, allow_gpu: bool = True) -> Device:
+    """Return the GPU of this local rank; on a host without GPUs the CPU, with its cores divided among local ranks.
 
-    Raises: DeviceError if there are GPUs, but fewer than local ranks.
+    Raises: DeviceError if the host has GPUs, but fewer than local ranks.
     """
     if not (allow_gpu and torch.cuda.is_available()):
         torch.set_num_threads(_threads())
         return Device(torch.device("cpu"), "gloo")
-    if local_rank >= gpus():
+    if local_rank >= gpu_count():
         raise DeviceError(
-            f"local rank {local_rank} has no GPU: this host has {gpus()}",
-            mend="one process a GPU: fewer processes on this host, or a CUDA_VISIBLE_DEVICES that shows all GPUs",
+            f"local rank {local_rank} has no GPU: this host has {gpu_count()}",
+            hint="start one process per GPU, or show all GPUs in CUDA_VISIBLE_DEVICES",
         )
     torch.cuda.set_device(local_rank)
     return Device(torch.device("cuda", local_rank), "nccl")
 
 
 def _threads() -> int:
-    """Threads of this process: OMP_NUM_THREADS, else the cores divided among the host's ranks."""
-    if given := os.environ.get("OMP_NUM_THREADS"):
-        return max(1, int(given))
+    """Return the threads of this process: OMP_NUM_THREADS, else the cores divided among the host's ranks."""
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        return max(1, int(threads))
     return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 

@@ -15,7 +15,7 @@ settings.load_profile("megascale")
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
-    """Leaves the environment as it was: commands that a test calls set variables of their process."""
+    """Restore the environment after a test: commands called by a test set variables of this process."""
     before = dict(os.environ)
     yield
     os.environ.clear()

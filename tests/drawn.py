@@ -1,4 +1,4 @@
-"""Jobs that hypothesis draws: a model, a layout, and some of its ranks, such as pass the rules of configurations."""
+"""Random jobs from hypothesis: valid configurations of a model and a layout."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.recipes import RECIPES
 from megascale.catalog.schedules import SCHEDULES
-from megascale.config.explain import load_tree
+from megascale.config.loading import load_config_tree
 from megascale.config.run import RunConfig
-from megascale.layout.stages import split
+from megascale.layout.stages import split_layers
 from megascale.layout.topology import Coord, topology_of
 
 Draw = Any
@@ -23,11 +23,11 @@ booleans = st.booleans()
 
 @st.composite
 def jobs(draw: Draw, *, large: bool = False, quick: bool = False) -> RunConfig:
-    """A resolved configuration. Its tensors are of sizes that a formula must not neglect, `large` ones of models that
-    take several GB a rank; they cost nothing, for they are fake. `quick`: nothing that takes torch many operators.
+    """Draw a resolved configuration, with tensors of sizes that a formula cannot neglect. `large`: models of several GB
+    per rank, for fake tensors. `quick`: without features that take torch many operators.
     """
     parallel = draw(layouts(large))
-    recipes = [name for name in RECIPES.names() if not (quick and RECIPES[name].facts["grain"] == "block")]
+    recipes = [name for name in RECIPES.names() if not (quick and RECIPES[name].facts["granularity"] == "block")]
     tree = {
         "name": "test",
         "parallel": parallel,
@@ -47,17 +47,17 @@ def jobs(draw: Draw, *, large: bool = False, quick: bool = False) -> RunConfig:
     tree["train"] |= draw(recomputation(parallel["vpp"]))
     if parallel["pp"] > 2 and draw(booleans):  # ends of the network without layers
         chunks = parallel["pp"] * parallel["vpp"]
-        inner = split(tree["model"]["num_layers"], chunks - 2, 1).starts
+        inner = split_layers(tree["model"]["num_layers"], chunks - 2, 1).starts
         parallel["layers_per_chunk"] = [0, *(b - a for a, b in itertools.pairwise(inner)), 0]
-    return load_tree(tree, "drawn")
+    return load_config_tree(tree, "drawn")
 
 
 @st.composite
 def layouts(draw: Draw, large: bool = False) -> dict[str, Any]:
-    """A section [parallel] without layers."""
+    """Draw a section [parallel] without `layers_per_chunk`."""
     tp, pp = draw(st.sampled_from([1, 2, 4, 8] if large else [1, 2, 4])), draw(st.sampled_from([1, 2, 3, 4]))
     vpp = draw(st.sampled_from([1, 2])) if pp > 1 else 1
-    able = [name for name in SCHEDULES.names() if vpp == 1 or SCHEDULES[name].facts["chunks"]]
+    able = [name for name in SCHEDULES.names() if vpp == 1 or SCHEDULES[name].facts["multi_chunk"]]
     return {
         "tp": tp, "sp": tp > 1 and draw(booleans), "pp": pp, "vpp": vpp, "schedule": draw(st.sampled_from(able)),
         "dp": draw(st.sampled_from([1, 2, 16] if large else [1, 2, 3])), "zero": draw(st.sampled_from([0, 1, 2])),
@@ -66,7 +66,9 @@ def layouts(draw: Draw, large: bool = False) -> dict[str, Any]:
 
 @st.composite
 def models(draw: Draw, parallel: dict[str, Any], fp8: bool, widths: list[int] | None = None) -> dict[str, Any]:
-    """A section [model] for a layout; with `fp8` its sides are multiples of 128 on a rank. `widths`: of a large one."""
+    """Draw a section [model] for a layout. `fp8`: dimensions on a rank are multiples of 128. `widths`: hidden sizes of
+    large models.
+    """
     tp, chunks, large = parallel["tp"], parallel["pp"] * parallel["vpp"], widths is not None
     head = 128 if fp8 else draw(st.sampled_from([64, 96, 128] if large else [32, 64, 96]))
     kv_heads = tp * draw(st.sampled_from([1, 2]))
@@ -89,19 +91,19 @@ def models(draw: Draw, parallel: dict[str, Any], fp8: bool, widths: list[int] | 
 
 @st.composite
 def recomputation(draw: Draw, vpp: int) -> dict[str, Any]:
-    """Keys of [train]."""
+    """Draw the keys of [train] for activation recomputation."""
     recompute = draw(st.sampled_from(["none", "selective", "full"]))
-    found: dict[str, Any] = {"recompute": recompute}
+    keys: dict[str, Any] = {"recompute": recompute}
     if recompute == "selective":
         ops = st.lists(st.sampled_from(["attention", "norm", "activation"]), min_size=1, unique=True)
-        found["recompute_ops"] = draw(ops)
+        keys["recompute_ops"] = draw(ops)
     if recompute != "none" and vpp > 1 and draw(booleans):
-        found["recompute_chunks"] = [draw(st.integers(0, vpp - 1))]
-    return found
+        keys["recompute_chunks"] = [draw(st.integers(0, vpp - 1))]
+    return keys
 
 
 def ranks_of(config: RunConfig) -> list[int]:
-    """One rank of each pipeline stage, each at another place of the other axes."""
+    """Return a rank of every pipeline stage, at different coordinates of the other axes."""
     topology = topology_of(config)
     places = [Coord(stage % topology.tp, 0, stage % topology.dp, stage) for stage in range(topology.pp)]
     return [topology.rank(place) for place in places]

@@ -1,8 +1,7 @@
-"""A GPU that is not there: torch's spare device type under fake tensors, and a watch on what crosses to and from it.
+"""A fake GPU: torch's spare device type under fake tensors, with a watch on copies between host and device.
 
-Once opened, the device type is the process's accelerator for good; tests open it in a process of its own
-(`tests.worlds`). Fake tensors have shapes and devices but no numbers: they raise where a shape depends on numbers, or
-where operands are on two devices.
+The device type stays the process's accelerator, so tests open it in a new process (`tests.worlds`). Fake tensors have
+shapes and devices but no data: they raise where a shape depends on data, or where operands are on two devices.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megascale.comm import symmetric
+from megascale.comm import symmetric_memory
 from megascale.config.run import RunConfig
 from megascale.device import Timer
-from megascale.dryrun.mesh import silent_mesh
-from megascale.dryrun.run import FakeDevice
+from megascale.dryrun.dry_run import FakeDevice
+from megascale.dryrun.fake_mesh import fake_mesh
 from megascale.layout.topology import topology_of
 from megascale.ops.rope import rope_table
 from megascale.trace.recorder import Recorder
-from megascale.train.build import Run, build
-from megascale.train.stop import Stop
+from megascale.train.build import Run, build_rank_run
+from megascale.train.stop import StopRequest
 
 NAME = "gpu"
 
@@ -38,23 +37,23 @@ aten = torch.ops.aten
 COPIES = (aten.copy_.default, aten._to_copy.default)
 
 ONCE = ("rope_table",)
-"""Functions whose result is kept: what they copy to the device is copied once in a run."""
+"""Functions with a cached result: their copies to the device happen once in a run."""
 
 
 class Crossing(AssertionError):
-    """Something crossed between host and device for which the host waits."""
+    """A copy between host and device for which the host waits."""
 
 
 class Moment:
-    """A mark, and how often somebody has asked for it."""
+    """A mark, and the number of queries."""
 
     asked = 0
 
 
 class LateTimer:
-    """A device that is past a mark when somebody asks again."""
+    """A device that has passed a mark at the second query."""
 
-    host = False
+    synchronous = False
 
     def mark(self) -> Any:
         return Moment()
@@ -65,12 +64,12 @@ class LateTimer:
         mark.asked += 1
         return 0.0 if mark.asked > 1 else None
 
-    def completion(self, works: Sequence[Any], order: Any) -> Any:
+    def completion_mark(self, works: Sequence[Any], channel: Any) -> Any:
         return Moment()
 
 
 class FakeGPU(FakeDevice):
-    """An H100 as far as anybody asks."""
+    """A fake H100."""
 
     name = "fake GPU"
     capability = (9, 0)
@@ -80,7 +79,7 @@ class FakeGPU(FakeDevice):
 
 
 class Generator(torch.Generator):
-    """The device type has none of its own; `Watch` draws without it."""
+    """A generator on the host: the device type has none, and `Watch` draws without a generator."""
 
     def __new__(cls, device: Any = None) -> Generator:
         return super().__new__(cls, "cpu")
@@ -91,10 +90,10 @@ class Generator(torch.Generator):
 
 
 class Watch(TorchDispatchMode):
-    """Writes down what crosses between host and device, unless from pinned memory and without a wait, and stands in for
-    the operators that fake tensors of this device type lack. What is read is zero.
+    """Records copies between host and device, except asynchronous copies from pinned memory, and replaces operators
+    that fake tensors of this device type lack. Reads return zero.
 
-    It raises nothing itself, for an exception in a backward on this device type ends the process.
+    Nothing is raised here, because an exception in a backward on this device type ends the process.
     """
 
     def __init__(self) -> None:
@@ -106,7 +105,7 @@ class Watch(TorchDispatchMode):
         return False  # nothing is compiled, and torch's guard against it takes time in each call
 
     def note(self, what: str) -> None:
-        """Write down what crosses, and the line of the trainer."""
+        """Record a copy and the trainer's line."""
         frames = [frame for frame in traceback.extract_stack() if "/megascale/" in frame.filename]
         if any(frame.name in ONCE for frame in frames):
             return
@@ -136,7 +135,7 @@ class Watch(TorchDispatchMode):
         made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         if not any(t.device.type == NAME for t in (*given, *made)):
             return
-        # an operation takes a single number of the host's as an argument of its kernel; to copy it is another matter
+        # a host scalar is an argument of a kernel, not a copy, unless the operation is a copy
         here = [t for t in given if t.device.type == "cpu" and (t.dim() or func in COPIES)]
         without_wait = kwargs.get("non_blocking", len(args) > 2 and args[2])
         if any(t.device.type == "cpu" for t in made):
@@ -146,7 +145,7 @@ class Watch(TorchDispatchMode):
 
 
 class WatchCalls(TorchFunctionMode):
-    """The same for calls of Python that CUDA and this device type treat in different ways."""
+    """Records copies in Python calls that CUDA and this device type treat differently."""
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
@@ -165,14 +164,14 @@ class WatchCalls(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _index(self, index: Any) -> Any:
-        """Lists become tensors of the host, as they do everywhere."""
+        """Turn lists into host tensors, as torch does."""
         if isinstance(index, tuple):
             return tuple(map(self._index, index))
         return torch.tensor(index) if isinstance(index, list) else index
 
     def _assigned(self, target: Tensor, index: Any, value: Any = None) -> None:
-        """On CUDA `tensor[index] = number` makes the number a tensor of the host (python_variable_indexing.cpp). Where
-        the place is a single one, or chosen by a tensor, that is copied to the device; else it fills.
+        """Record the copy of `tensor[index] = number`: CUDA turns the number into a host tensor
+        (python_variable_indexing.cpp), and copies it for a single element or an index tensor; else it fills.
         """
         if value is None or isinstance(value, Tensor):
             return
@@ -183,12 +182,12 @@ class WatchCalls(TorchFunctionMode):
 
 @contextmanager
 def watched() -> Iterator[Watch]:
-    """For a `with` block: fake tensors, and at its end a Crossing for what crossed, unless that list is empty."""
+    """Run a `with` block under fake tensors and `Watch`. Raises: Crossing at the end of the block, for any copies."""
     rope_table.cache_clear()
     try:
         with (
             patch("torch.Generator", Generator),
-            patch.object(symmetric, "usable", lambda group, device: False),
+            patch.object(symmetric_memory, "can_map_peers", lambda group, device: False),
             FakeTensorMode(allow_non_fake_inputs=True),
             Watch() as watch,
             WatchCalls(watch),
@@ -201,7 +200,7 @@ def watched() -> Iterator[Watch]:
 
 
 def open_device() -> torch.device:
-    """Name the device type, once in a process."""
+    """Name the device type, once in a process, and return the device."""
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     if not hasattr(torch, NAME):
@@ -210,9 +209,9 @@ def open_device() -> torch.device:
 
 
 def build_fake(config: RunConfig, rank: int) -> Run:
-    """The run of `rank` on the device, its operations by torch alone. Inside of `watched`."""
+    """Build the run of `rank` on the fake device, with torch's own operations. Call inside `watched`."""
     device = FakeGPU(open_device(), "nccl")
     recorder = Recorder(device.timer())
-    mesh = silent_mesh(topology_of(config), rank, recorder, tied=config.model.tie_embeddings, piecewise=True)
+    mesh = fake_mesh(topology_of(config), rank, recorder, tied=config.model.tie_embeddings, collectives_in_pieces=True)
     with patch("torch.version.cuda", "12.9"):  # as of a torch that was built for the device
-        return build(config, mesh, device, Stop(), draw=False)
+        return build_rank_run(config, mesh, device, StopRequest(), init_weights=False)

@@ -1,5 +1,5 @@
-"""torch's fused operators of symmetric memory on CPUs: their schemas, their checks and their cutting of tensors are
-torch's own, only the copies between GPUs are messages of gloo.
+"""torch's fused operators of symmetric memory on CPUs: torch's own schemas, checks and chunking, with gloo's messages
+in place of the copies between GPUs.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ OPERATORS = (
 
 
 def serve_on_cpus() -> list[str]:
-    """Let this process, a rank of a test's world, have the operators. Returns a list that grows by the name of each
-    that is called.
+    """Register the operators in this process, a rank of a test's world. Returns a list of the calls' names, which grows
+    with every call.
     """
     module: Any = symmetric_memory
     module._pipelined_multi_all_gather_and_consume = _gather_and_consume
     module._pipelined_produce_and_all2all = _produce_and_exchange
     library = torch.library.Library("symm_mem", "IMPL")
-    module.test_library = library  # which would take its operators with it
+    module.test_library = library  # keeps the library, and with it the operators, alive
     called = list[str]()
     for name in OPERATORS:
         library.impl(name, _noted(called, name, getattr(module, f"_{name}")), "CPU")
@@ -68,5 +68,5 @@ def _produce_and_exchange(
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as gloo takes it in any format."""
+    """View a contiguous tensor as bytes: gloo lacks a few dtypes."""
     return tensor.view(-1).view(torch.uint8)

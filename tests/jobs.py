@@ -1,4 +1,4 @@
-"""Whole jobs as a user starts them: `megascale train` in a process of its own."""
+"""Whole jobs as a user starts them: `megascale train` in a new process."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SECONDS = 120
 
 
 def heed_signals() -> None:
-    """In a new process: what a shell starts in the background, or with nohup, ignores some, and so do its children."""
+    """Restore signal handling in a new process: background jobs of a shell, nohup and their children ignore signals."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
 
 class Job:
-    """A running `megascale train`. `folder` is the run's own."""
+    """A running `megascale train`. `folder` is the run's folder."""
 
     def __init__(self, config: Path, *overrides: str, env: dict[str, str] | None = None) -> None:
         self.folder = config.parent / "runs" / "test"
@@ -58,8 +58,8 @@ class Job:
                 time.sleep(0.02)
 
     def ranks(self) -> dict[int, int]:
-        """Process ids of the ranks by their number, as the kernel shows them."""
-        found = {}
+        """Process ids by rank, from /proc."""
+        pids = {}
         for environ in Path("/proc").glob("[0-9]*/environ"):
             try:
                 parent = int((environ.parent / "stat").read_text().rpartition(")")[2].split()[1])
@@ -67,27 +67,27 @@ class Job:
             except (OSError, UnicodeDecodeError):
                 continue
             if parent == self.process.pid and "RANK" in variables:
-                found[int(variables["RANK"])] = int(environ.parent.name)
-        return found
+                pids[int(variables["RANK"])] = int(environ.parent.name)
+        return pids
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
 
     def kill(self) -> None:
-        """kill -9 of everything at once, as when a host loses power."""
+        """Kill all processes of the job at once (SIGKILL), as at a power cut."""
         for pid in [*self.ranks().values(), self.process.pid]:
             os.kill(pid, signal.SIGKILL)
         self.process.communicate()
 
     def end(self, seconds: float = SECONDS) -> tuple[int, str, str]:
-        """Exit status, output and errors, within `seconds`."""
+        """Wait up to `seconds` for the end; return exit status, stdout and stderr."""
         with self._ended_on_errors():
             out, err = self.process.communicate(timeout=seconds)
         return self.process.returncode, out, err
 
     @contextlib.contextmanager
     def _ended_on_errors(self) -> Iterator[None]:
-        """Kill the job if the block fails, or is interrupted, while it runs: it would hold its devices."""
+        """Kill the running job if the block fails or is interrupted, to release its devices."""
         try:
             yield
         except BaseException:
@@ -97,7 +97,7 @@ class Job:
 
 
 def job_config(folder: Path, model: dict[str, Any], **overrides: Any) -> Path:
-    """A configuration file whose run's folder is beside it; a record for each step."""
+    """Write a configuration file with the run's folder beside it, and a metrics record per step."""
     return write_config(settings(model, folder / "runs", **overrides), folder / "config.toml")
 
 
@@ -115,7 +115,7 @@ def curve(steps: list[dict[str, Any]]) -> list[tuple[int, float, float]]:
 
 
 def lives(pid: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
+    """Return True if a process runs; False for a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -1,4 +1,4 @@
-"""Which cases of a test the quick suite runs."""
+"""Selection of a test's cases for the quick suite."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 
 
 def only_quick(cases: Iterable[Any], *quick: Any) -> list[Any]:
-    """Cases of a test, of which all but those in `quick` are slow.
+    """Return the cases of a test, with all cases outside `quick` marked slow.
 
-    Raises: ValueError if a quick one is no case
+    Raises: ValueError if `quick` has an unknown case
     """
     cases = list(cases)
     if unknown := [case for case in quick if case not in cases]:

@@ -1,4 +1,4 @@
-"""Memory as torch's allocator sees it."""
+"""Memory use by torch's CPU allocator."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_bytes(function: Callable[[], Any]) -> int:
-    """The most bytes, beyond what was there before, that are allocated on the CPU at once while `function` runs."""
+    """Return the peak of bytes allocated on the CPU while `function` runs, above the bytes at its start."""
     return max(_course(function), default=0)
 
 
 def held_bytes(function: Callable[[], Any]) -> int:
-    """The bytes that `function` has allocated on the CPU and that are still in use when it returns."""
+    """Return the bytes allocated on the CPU by `function` and still in use at its return."""
     return [0, *_course(function)][-1]
 
 

@@ -1,4 +1,4 @@
-"""Small runs for tests: configurations in memory, and what a rank does with them."""
+"""Small runs for tests: configurations, built runs and their training."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from megascale.config.backends import BackendsConfig
-from megascale.config.explain import load
+from megascale.config.loading import load_config
 from megascale.config.model import ModelConfig
-from megascale.config.resolved import to_toml
 from megascale.config.run import RunConfig
+from megascale.config.toml_writer import to_toml
 from megascale.core.rank import Rank
 
 GPT = {
@@ -24,7 +24,7 @@ FAMILIES = {"gpt": GPT, "llama": LLAMA}
 
 
 def settings(model: dict[str, Any], folder: Path, **overrides: Any) -> dict[str, Any]:
-    """A whole configuration: `model` on mock data, 8 samples a step, with `section__key=value` overrides."""
+    """Return a complete configuration: `model` on mock data, 8 samples a step, with `section__key=value` overrides."""
     tree: dict[str, Any] = {
         "name": "test",
         "model": dict(model),
@@ -42,14 +42,14 @@ def settings(model: dict[str, Any], folder: Path, **overrides: Any) -> dict[str,
 
 
 def write_config(tree: dict[str, Any], path: Path) -> Path:
-    """A configuration as a file."""
+    """Write a configuration file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(toml(tree))
     return path
 
 
 def toml(tree: dict[str, Any]) -> str:
-    """A tree of settings as TOML."""
+    """Format a tree of settings as TOML."""
     import json
 
     lines = [f"{key} = {json.dumps(value)}" for key, value in tree.items() if not isinstance(value, dict)]
@@ -60,33 +60,33 @@ def toml(tree: dict[str, Any]) -> str:
 
 
 def config_of(tree: dict[str, Any], folder: Path, overrides: Sequence[str] = (), world: int | None = None) -> RunConfig:
-    """A checked and resolved configuration."""
+    """Return a checked and resolved configuration."""
     path = write_config(tree, folder / "config-in.toml")
-    return load(str(path), overrides, world)
+    return load_config(str(path), overrides, world)
 
 
 def given(model: ModelConfig, parameters: dict[str, Any], **backends: str) -> Any:
-    """What the network of one process is made of, on the CPU in fp64."""
+    """Return the layer context of a single process, on the CPU in fp64."""
     import torch
 
-    from megascale.comm.group import alone
-    from megascale.device import detect
-    from megascale.model.parts import Given, Operators
-    from megascale.ops.select import Setting
-    from megascale.parallel.overlap import TensorAxis
+    from megascale.comm.group import single_rank_group
+    from megascale.device import detect_device
+    from megascale.model.modules import LayerContext, Operators
+    from megascale.ops.select import OpContext
+    from megascale.parallel.tp_overlap import TensorAxis
 
-    setting = Setting(model, BackendsConfig(**backends), torch.float64, detect(allow_gpu=False))
-    return Given(model, parameters, TensorAxis(alone("tp")), Operators.of(setting))
+    setting = OpContext(model, BackendsConfig(**backends), torch.float64, detect_device(allow_gpu=False))
+    return LayerContext(model, parameters, TensorAxis(single_rank_group("tp")), Operators.from_context(setting))
 
 
 def build_run(rank: Rank, config: RunConfig, mesh: Any = None, *, gpu: bool = False) -> Any:
-    """A built run on this rank, on the CPU or its GPU; on `mesh` if a run of the same layout has opened one before."""
-    from megascale.device import detect
-    from megascale.train.build import build, mesh_of
-    from megascale.train.stop import Stop
+    """Build a run on this rank, on the CPU or its GPU. `mesh`: the open mesh of a run of the same layout."""
+    from megascale.device import detect_device
+    from megascale.train.build import build_mesh, build_rank_run
+    from megascale.train.stop import StopRequest
 
-    device = detect(rank.local, allow_gpu=gpu)
-    return build(config, mesh or mesh_of(config, rank, device), device, Stop())
+    device = detect_device(rank.local_rank, allow_gpu=gpu)
+    return build_rank_run(config, mesh or build_mesh(config, rank, device), device, StopRequest())
 
 
 def train_curve(rank: Rank, config: RunConfig, steps: int | None = None) -> list[tuple[float, float]]:
@@ -95,7 +95,7 @@ def train_curve(rank: Rank, config: RunConfig, steps: int | None = None) -> list
 
 
 def builds(rank: Rank, configs: Sequence[RunConfig]) -> Iterator[Any]:
-    """Runs of one layout, built one after the other on the mesh of the first."""
+    """Build runs of the same layout in turn, on the mesh of the first."""
     mesh = None
     for config in configs:
         run = build_run(rank, config, mesh)
@@ -104,62 +104,64 @@ def builds(rank: Rank, configs: Sequence[RunConfig]) -> Iterator[Any]:
 
 
 def traffic_of(run: Any, step: int) -> dict[str, dict[str, tuple[int, int]]]:
-    """(calls, bytes) by group and operation in one step, from the ledger."""
-    found: dict[str, dict[str, tuple[int, int]]] = {group.name: {} for group in run.mesh.groups}
+    """Return (calls, bytes) of a step by group and operation, from the event log."""
+    traffic: dict[str, dict[str, tuple[int, int]]] = {group.name: {} for group in run.mesh.groups}
     for event in run.mesh.recorder.events():
         if event.group and event.step == step:
-            calls, size = found[event.group].get(event.name, (0, 0))
-            found[event.group][event.name] = (calls + 1, size + event.bytes)
-    return found
+            calls, size = traffic[event.group].get(event.name, (0, 0))
+            traffic[event.group][event.name] = (calls + 1, size + event.bytes)
+    return traffic
 
 
 def send_messages(group: Any, *, backend: bool = False, timeout: Any = None) -> None:
-    """Let a group on one host communicate as if its ranks were on several: by direct messages, short ones, or by the
-    `backend`'s own collectives.
+    """Let a group on a single host communicate as over several hosts: by short point-to-point messages, or with
+    `backend` by the backend's collectives.
     """
-    from megascale.comm.backend import Backend
-    from megascale.comm.exchange import Exchange
-    from megascale.comm.progress import follower
+    from megascale.comm.p2p_collectives import P2PTransport
+    from megascale.comm.process_group import ProcessGroupTransport
+    from megascale.comm.progress import work_wrapper
 
     if group.size > 1 and group.transport is not None:
-        follow = follower(group.name, group.recorder.timer, None if backend else timeout)
-        group.exchange = Exchange(group.process_group, group.ranks, group.index, follow, most=2000)
-        group.transport = Backend(group.process_group, follow) if backend else group.exchange
+        wrap_work = work_wrapper(group.name, group.recorder.timer, None if backend else timeout)
+        group.p2p_transport = P2PTransport(
+            group.process_group, group.ranks, group.index, wrap_work, max_message_bytes=2000
+        )
+        group.transport = ProcessGroupTransport(group.process_group, wrap_work) if backend else group.p2p_transport
 
 
 def scale_and_clip(run: Any, tokens: float = 1.0) -> float:
-    """Clip all gradients, sums over `tokens`, as a step does; returns the norm before."""
+    """Clip all gradients (sums over `tokens`) as a step does; return the norm before clipping."""
     import torch
 
     from megascale.comm.totals import sum_over_job
 
     square = torch.zeros((), dtype=torch.float64)
-    for bucket in run.gradients.buckets:
-        square += run.optimizer.square(bucket)
+    for bucket in run.buffers.buckets:
+        square += run.optimizer.local_sq_norm(bucket)
     sum_over_job(run.mesh, square)
     one = torch.ones((), dtype=torch.float64)
-    clipping = run.optimizer.clipping(square, tokens * one, loss=one)
-    for index in range(len(run.gradients.buckets)):
-        run.optimizer.clip(index, clipping)
+    clipping = run.optimizer.compute_clipping(square, tokens * one, loss=one)
+    for index in range(len(run.buffers.buckets)):
+        run.optimizer.clip_grad(index, clipping)
     return float(clipping.norm)
 
 
 def gather_weights(run: Any) -> None:
-    """Collect the weights that every rank has updated."""
-    for bucket in run.gradients.buckets:
-        run.gradients.start_gather(bucket)
-    run.gradients.finish_gather()
+    """All-gather the parameters that the ranks have updated."""
+    for bucket in run.buffers.buckets:
+        run.buffers.start_param_gather(bucket)
+    run.buffers.finish_param_gather()
 
 
 def curve_of(run: Any, steps: int) -> list[tuple[float, float]]:
-    """Train a built run for some steps and return (loss, gradient norm) of each."""
+    """Train a built run for `steps` steps and return (loss, gradient norm) of each."""
     from megascale.train.step import train_step
 
     curve = []
     for _ in range(steps):
-        result = train_step(run, run.train.batch(run.progress.samples))
+        result = train_step(run, run.train_loader.batch(run.progress.samples))
         curve.append((result.loss, result.grad_norm))
-    run.gradients.finish_gather()
+    run.buffers.finish_param_gather()
     return curve
 
 

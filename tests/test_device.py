@@ -1,4 +1,4 @@
-"""The device of a process: which one, how many threads, and what it says of itself."""
+"""The device of a process: its choice, threads and properties."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from megascale import device
-from megascale.device import Device, DeviceError, detect
+from megascale.device import Device, DeviceError, detect_device
 
 PACKAGE = Path(device.__file__).parent
 
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A host with two GPUs; the list has those that were made current."""
+    """A host with two GPUs. The list has the GPUs that were made current."""
     chosen: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -29,11 +29,11 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_gpu_says_its_generation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: {1: (9, 0)}[device.index])
     assert Device(torch.device("cuda", 1), "nccl").capability == (9, 0)
-    assert detect(allow_gpu=False).capability == (0, 0)
+    assert detect_device(allow_gpu=False).capability == (0, 0)
 
 
 def test_a_gpu_says_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch.numa.binding looks for it; versions that do not know have None."""
+    """The address is in the format of torch.numa.binding; None with a torch that does not report it."""
     where = {"pci_domain_id": 1, "pci_bus_id": 0xDC, "pci_device_id": 2}
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**where))
     assert Device(torch.device("cuda", 1), "nccl").pci_address == "0001:dc:02.0"
@@ -50,7 +50,7 @@ def threads(monkeypatch: pytest.MonkeyPatch, cores: int, **env: str) -> int:
         monkeypatch.setenv(name, value)
     given: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", given.append)
-    detect(allow_gpu=False)
+    detect_device(allow_gpu=False)
     return given[0]
 
 
@@ -66,19 +66,19 @@ def test_omp_num_threads_wins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rank_has_the_gpu_of_its_local_number(gpus: list[int]) -> None:
-    assert detect(1) == Device(torch.device("cuda", 1), "nccl")
+    assert detect_device(1) == Device(torch.device("cuda", 1), "nccl")
     assert gpus == [1]
 
 
 def test_a_rank_without_a_gpu_of_its_own_is_refused(gpus: list[int]) -> None:
     with pytest.raises(DeviceError, match="local rank 2 has no GPU: this host has 2"):
-        detect(2)
+        detect_device(2)
     assert gpus == []
 
 
 def test_gpus_are_used_only_where_allowed(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    assert detect(0, allow_gpu=False) == Device(torch.device("cpu"), "gloo")
+    assert detect_device(0, allow_gpu=False) == Device(torch.device("cpu"), "gloo")
     assert gpus == []
 
 

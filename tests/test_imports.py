@@ -1,4 +1,4 @@
-"""Half of the system never imports torch, and importing does nothing but define things."""
+"""Imports: half of the package never imports torch, and importing a module has no side effects."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ WITHOUT_TORCH = (
 )
 COMMANDS = tuple(f"megascale.cli.{name}" for name in ("main", "check", "train", "bench", "data", "trace", "doctor"))
 KERNELS = {"megascale.ops.cast_transpose": "triton"}
-"""Modules that are written in a library's language, and imported where it is there."""
+"""Modules in the language of a library (Triton), imported only where the library is installed."""
 HEAVY = {"torch", "numpy", "tensorboard", "transformers", "megatron"}
 
 
 def modules(*packages: str) -> list[str]:
-    """Every module of these packages of ours, or of all."""
+    """Return the modules of these packages of megascale, by default of all."""
     found = [info.name for info in pkgutil.walk_packages(megascale.__path__, "megascale.")]
     return [name for name in found if not packages or name.split(".")[1] in packages]
 
 
 def after_importing(names: list[str], folder: Path) -> dict[str, list[str]]:
-    """What a fresh Python has after importing modules: packages, output, threads, and changes of the environment."""
+    """Import modules in a new Python; return its packages, output, threads and changes of the environment."""
     code = f"""
 import importlib, io, json, os, signal, sys, threading
 handlers = lambda: [str(signal.getsignal(n)) for n in signal.valid_signals()]

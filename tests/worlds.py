@@ -1,6 +1,6 @@
-"""Worlds of real processes for tests: a function runs on every rank of a gloo world, and its results come back.
+"""Worlds of real processes for tests: `run_world` runs a function on every rank of a gloo world.
 
-Ranks are forked from a server that has imported torch once, so that a world of four is up in a fraction of a second.
+Ranks are forked from a server that has imported torch, so that a world of four starts in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ SECONDS = 300
 
 
 class RankFailed(AssertionError):
-    """A rank raised; the message is its traceback."""
+    """An error of a rank; the message is the rank's traceback."""
 
 
 def run_world(world: int, function: Callable[..., Any], *arguments: Any, gpu: bool = False) -> list[Any]:
-    """`function(rank, *arguments)` on every rank of a world of processes; the results in rank order. `gpu`: each rank
-    has a GPU of its own.
+    """Run `function(rank, *arguments)` on every rank of a world of processes and return the results in rank order.
+    `gpu`: a GPU for each rank.
 
     Raises: RankFailed with the first traceback that a rank sent.
     """
@@ -70,14 +70,14 @@ def _collect(pipes: list[Connection]) -> list[Any]:
         waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
         ready = wait(waiting, timeout=SECONDS)
         if not ready:
-            raise RankFailed(f"no rank answered within {SECONDS} s; {sorted(results)} are done")
+            raise RankFailed(f"no rank returned within {SECONDS} s; ranks {sorted(results)} are done")
         for pipe in ready:
             assert isinstance(pipe, Connection)
             rank = pipes.index(pipe)
             try:
                 error, value = pipe.recv()
             except EOFError:
-                raise RankFailed(f"rank {rank} died without a word") from None
+                raise RankFailed(f"rank {rank} died without an error") from None
             if error:
                 raise RankFailed(f"rank {rank}:\n{error}")
             results[rank] = value
@@ -93,16 +93,16 @@ def _rank_main(
     import torch.distributed as dist
 
     from megascale.comm import init
-    from megascale.device import detect
+    from megascale.device import detect_device
 
     torch.set_num_threads(1)
     try:
         place = Rank(rank, world, rank, "localhost")
-        init.start(place, detect(rank, allow_gpu=gpu))
+        init.init_distributed(place, detect_device(rank, allow_gpu=gpu))
         answer = ("", function(place, *arguments))
-        dist.barrier()  # no rank leaves while another still talks to it
+        dist.barrier()  # no rank exits while a peer still communicates with it
     except BaseException:
         answer = (traceback.format_exc(), None)
     pipe.send(answer)
     pipe.close()
-    os._exit(0)  # gloo's tear-down would wait for ranks that are gone
+    os._exit(0)  # gloo's tear-down would wait for exited ranks

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Fit the efficiencies of configs/hardware and configs/stacks on the rows of tools/calibration, but for the doubtful
-ones, and write them there; write the errors by source and the worth of each assumption into docs/planning.md.
+"""Fit the efficiencies of configs/hardware and configs/stacks to the trusted rows of tools/calibration, and write the
+profiles. Write the errors by source and the worth of every assumption to docs/planning.md.
 
-`--check` fits and writes nothing and prints how far the present profiles are off; `--assumptions` fits nothing.
+`--check` only prints the errors of the present profiles; `--assumptions` only updates the assumptions' worth.
 """
 
 from __future__ import annotations
@@ -30,19 +30,17 @@ ATTAINED = "\n[attained] # tools/calibrate.py\n"
 
 
 def main() -> None:
-    """Fit, or check, and say what came of it."""
+    """Run the tool."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--rows", type=Path, default=ROWS, metavar="FILE.csv", help="measurements (default: %(default)s)"
     )
+    parser.add_argument("--check", action="store_true", help="fit nothing, print the errors of the present profiles")
     parser.add_argument(
-        "--check", action="store_true", help="fit nothing, print the errors of the profiles as they are"
-    )
-    parser.add_argument(
-        "--assumptions", action="store_true", help="fit nothing, write what each assumption is worth into the page"
+        "--assumptions", action="store_true", help="fit nothing, write the worth of the assumptions to the page"
     )
     options = parser.parse_args()
-    gc.disable()  # replays are millions of tuples, none in a cycle
+    gc.disable()  # a simulation allocates millions of tuples, none in a cycle
     rows = [row for row in read(options.rows) if row.trusted]
     if options.check:
         print("\n".join(errors(rows, {"profiles": as_written(rows)}, (by_source, by_parallelism))))
@@ -65,25 +63,27 @@ def main() -> None:
 
 
 def as_written(rows: Sequence[Row]) -> dict[int, float]:
-    """Seconds by the profiles that are there."""
+    """Predict the step times with the present profiles."""
     known = Profiles(rows)
     return {row.line: known.predicted(row, {}) for row in rows}
 
 
 def write_profiles(kind: str, values: Values) -> None:
-    """Put the fitted values at the end of each profile's file."""
+    """Write the fitted values to the end of every profile's file."""
     for name in sorted({name for of, name, _ in values if of == kind}):
         path = profiles.path_of(kind, name)
-        own = {key: f"{value:.3g}" for (of, profile, key), value in values.items() if (of, profile) == (kind, name)}
-        if recent := own.pop(RECENT.name, None):
-            newer = float(own["gemm"]) * float(recent)
-            own["gemm"] = f"{{ {FIRST_YEAR} = {own['gemm']}, {RECENT_YEAR} = {newer:.3g} }}"
-        lines = "".join(f"{key} = {value}\n" for key, value in own.items())
+        attained = {
+            key: f"{value:.3g}" for (of, profile, key), value in values.items() if (of, profile) == (kind, name)
+        }
+        if recent := attained.pop(RECENT.name, None):
+            newer = float(attained["gemm"]) * float(recent)
+            attained["gemm"] = f"{{ {FIRST_YEAR} = {attained['gemm']}, {RECENT_YEAR} = {newer:.3g} }}"
+        lines = "".join(f"{key} = {value}\n" for key, value in attained.items())
         write_text(path, path.read_text(encoding="utf-8").partition(ATTAINED)[0].rstrip("\n") + "\n" + ATTAINED + lines)
 
 
 def error_file(rows: Sequence[Row], left_out: Mapping[int, float]) -> Iterator[str]:
-    """Write the errors that plans print: by accelerator, and which stacks were measured on which hardware."""
+    """Yield the lines of the error file that plans read: errors by accelerator, measured stacks by hardware."""
     yield "# How far plans are off: written by tools/calibrate.py, read by megascale/simulate/profiles.py"
     yield f"\n# Mean error of step time, each source planned by a fit of the others; A100, H100: {MANY}+ devices"
     yield "[error]"
@@ -98,20 +98,20 @@ def error_file(rows: Sequence[Row], left_out: Mapping[int, float]) -> Iterator[s
 
 
 def write_page(text: str) -> None:
-    """Put `text` between the marks of the page."""
+    """Write `text` between the markers of the page."""
     page = PAGE.read_text(encoding="utf-8")
     before, _, rest = page.partition(BEGIN)
     write_text(PAGE, f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
 
 
 def write_assumptions(rows: Sequence[Row]) -> None:
-    """Put the worth of each assumption into its row of the page, from the rows that count for the goal."""
+    """Write the worth of every assumption to its row of the page, from the rows that count for the goal."""
     counted = [row for group in goals(rows).values() for row in group]
     write_text(PAGE, assumptions.fill(PAGE.read_text(encoding="utf-8"), assumptions.worth(counted)))
 
 
 def report(rows: Sequence[Row], fitted: Mapping[int, float], left_out: Mapping[int, float]) -> Iterator[str]:
-    """Write the tables of the page."""
+    """Yield the tables of the page."""
     predictions = {"fitted": fitted, "source left out": left_out}
     yield from errors(rows, predictions, (by_source,))
     yield ""
@@ -130,9 +130,9 @@ def errors(
 
     def line(name: str, group: Sequence[Row]) -> str:
         cells = []
-        for found in predictions.values():
-            ratio = median(found[row.line] / row.step_s for row in group)
-            cells.append(f"{mean_error(group, found):.1%} | {ratio:.3f}")
+        for predicted in predictions.values():
+            ratio = median(predicted[row.line] / row.step_s for row in group)
+            cells.append(f"{mean_error(group, predicted):.1%} | {ratio:.3f}")
         return f"| {name} | {len(group)} | {' | '.join(cells)} |"
 
     for name, group in goals(rows).items():
@@ -143,17 +143,17 @@ def errors(
 
 
 def by_source(row: Row) -> str:
-    """Where it was published, and for which hardware."""
+    """Group rows by source and hardware."""
     return f"{row.source}, {row.hardware}"
 
 
 def by_parallelism(row: Row) -> str:
-    """Which axes it uses."""
+    """Group rows by the axes of parallelism."""
     return f"all with {row.parallelism}"
 
 
 def grouped(rows: Iterable[Row], key: Callable[[Row], str]) -> dict[str, list[Row]]:
-    """Rows by what `key` says of them."""
+    """Group rows by a key function."""
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         groups[key(row)].append(row)
@@ -161,38 +161,38 @@ def grouped(rows: Iterable[Row], key: Callable[[Row], str]) -> dict[str, list[Ro
 
 
 def iteration_times(rows: Sequence[Row], predictions: Mapping[str, Mapping[int, float]]) -> Iterator[str]:
-    """Tabulate MegaScale's Table 2: seconds of a step, and the error of each prediction."""
+    """Tabulate MegaScale's Table 2: step time in seconds, and the error of every prediction."""
     table = [row for row in rows if row.source == "megascale-2024" and row.step is None]
     lines = {"measured": [f"{row.step_s:.2f}" for row in table]}
-    for name, found in predictions.items():
-        lines[name] = [f"{found[row.line]:.2f}, {found[row.line] / row.step_s - 1:+.1%}" for row in table]
-    yield from tabulated("Table 2, s", [f"{row.stack}, {row.config.world}" for row in table], lines)
+    for name, predicted in predictions.items():
+        lines[name] = [f"{predicted[row.line]:.2f}, {predicted[row.line] / row.step_s - 1:+.1%}" for row in table]
+    yield from tabulated("Table 2, s", [f"{row.stack}, {row.config.world_size}" for row in table], lines)
 
 
 def ablation_mfu(rows: Sequence[Row], predictions: Mapping[str, Mapping[int, float]]) -> Iterator[str]:
     """Tabulate MegaScale's Table 3: MFU."""
     table = [row for row in rows if row.step]
     times = {"measured": {row.line: row.step_s for row in table}, **predictions}
-    lines = {name: [f"{_mfu(row, found[row.line]):.1%}" for row in table] for name, found in times.items()}
+    lines = {name: [f"{_mfu(row, step_s[row.line]):.1%}" for row in table] for name, step_s in times.items()}
     yield from tabulated("Table 3, MFU", [str(row.step) for row in table], lines)
 
 
 def tabulated(name: str, headings: Sequence[str], lines: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Write a Markdown table with a column for each published step."""
+    """Yield a Markdown table with a column per published step."""
     yield f"| {name} | {' | '.join(headings)} |"
     yield f"|---|{'---:|' * len(headings)}"
     yield from (f"| {label} | {' | '.join(cells)} |" for label, cells in lines.items())
 
 
 def _mfu(row: Row, seconds: float) -> float:
-    """As the source counts it."""
+    """MFU by the source's own convention."""
     config, peak = row.config, profiles.hardware(row.hardware).device.peak_of("bf16")
     tokens = config.batch.total * config.model.seq_length / seconds
-    return mfu(row.flops, tokens, peak * config.world)
+    return mfu(row.flops, tokens, peak * config.world_size)
 
 
 def values_table(values: Values) -> Iterator[str]:
-    """What was fitted."""
+    """Tabulate the fitted values."""
     for kind in ("hardware", "stacks"):
         names = [e.name for e in EFFICIENCIES if e.kind == kind]
         yield f"| {kind} | {' | '.join(names)} |"

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Write docs/configuration.md: every key from the types that check it, every choice from the catalog.
+"""Write docs/configuration.md: keys from the types of the configuration, choices from the catalog.
 
-`--check` writes nothing and exits with status 1 if the page is not what this tool would write.
+`--check` writes nothing, and exits with status 1 if the page is out of date.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pydantic.fields import FieldInfo
 
 from megascale.account.parameters import parameter_count
 from megascale.catalog.presets import PRESETS
-from megascale.config.explain import sections
-from megascale.config.model import FOLLOWS, ModelConfig
+from megascale.config.loading import sections
+from megascale.config.model import DERIVED_FROM, ModelConfig
 from megascale.config.section import Choice, Section
 from megascale.core.units import format_count
 
@@ -29,11 +29,11 @@ PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 INTRODUCTION = """\
 # Configuration
 
-This page is written by `tools/config_reference.py` (`make docs`) from the types that check a configuration.
+`tools/config_reference.py` (`make docs`) writes this page from the types that check a configuration.
 
-A run is one TOML file. `megascale check run.toml` finds every mistake in it at once, each in one line with its place,
-its key, what was found and how to mend it. It needs neither GPUs nor torch, starts nothing, and its exit status is 2
-if there is a mistake. `megascale train` makes the same checks before any process starts.
+A run is one TOML file. `megascale check run.toml` lists every mistake of the file, one line per mistake: place, key,
+problem and hint. The command needs neither GPUs nor torch, starts nothing, and exits with status 2 if there is a
+mistake. `megascale train` makes the same checks before it starts a process.
 
 ```toml
 name = "my-run"
@@ -49,32 +49,33 @@ sp = true
 
 ## How a value is found
 
-1. **`extends`** names another file, counted from the folder of the file that says so. Its values are read first, and
-   its own `extends` before them. Tables are joined key by key; any other value, a list too, replaces the one below
-   it.
-2. **The file itself.**
-3. **The command line**: `megascale train run.toml model.num_layers=16 'data.train=[[0.7, "a"], [0.3, "b"]]'`. A value
-   is written as in TOML; a word that is no TOML value is a string, `parallel.schedule=gpipe`, and so is anything but a
-   list for a key that takes a text, `name=2026`.
-4. **A preset** fills in the keys of `[model]` that are still missing.
-5. **Defaults**, as in the tables below.
+Later sources override earlier ones:
 
-An unknown key is a mistake, wherever it stands. Types are strict: `4.0` is no whole number and `1` is no boolean.
-Paths in a file count from the folder in which the command is started; `~` at their start is the home of the user.
+1. **Defaults**, in the tables below.
+2. **A preset** sets keys of `[model]`.
+3. **`extends`** names a base file, relative to the folder of the extending file. Tables are merged key by key; any
+   other value, lists included, replaces the base file's.
+4. **The file itself.**
+5. **The command line**: `megascale train run.toml model.num_layers=16 'data.train=[[0.7, "a"], [0.3, "b"]]'`. Values
+   are written as in TOML. A word that is not TOML is a string (`parallel.schedule=gpipe`); for a key of type text,
+   anything but a list is a string (`name=2026`).
 
-What follows from other keys (`parallel.dp = "auto"`, the schedule, `decay_steps`) gets its value when the number of
-processes is known. The number is that of torchrun or srun; outside them it is the smallest that the layout needs, and
-`megascale check --gpus N` asks for another. `megascale check --show` prints the resolved configuration, with all keys
-and absolute paths. A run keeps it as `config.toml` in its folder; it is a configuration too, and gives the same run.
+An unknown key is a mistake. Types are strict: `4.0` is not a whole number, and `1` is not a boolean. Paths in a file
+are relative to the working directory of the command; a leading `~` is the user's home.
+
+Keys derived from other keys (`parallel.dp = "auto"`, the schedule, `decay_steps`) are resolved for the number of
+processes: under torchrun or srun the job's, otherwise the fewest that the layout needs (`megascale check --gpus N` sets
+another number). `megascale check --show` prints the resolved configuration with all keys and absolute paths. A run
+stores the resolved configuration as `config.toml` in its folder; training from that file gives the same run.
 """
 
-# What the flags of Megatron-LM are called here; a key without a value takes the flag's.
+# Megatron-LM's flags and their keys; without a note the key takes the flag's value
 MEGATRON: list[tuple[str, str, str]] = [
     ("--num-layers", "model.num_layers", ""),
     ("--hidden-size", "model.hidden_size", ""),
     ("--num-attention-heads", "model.num_heads", ""),
     ("--group-query-attention --num-query-groups", "model.num_kv_heads", ""),
-    ("--ffn-hidden-size", "model.ffn_size", "for swiglu the width of one of the two matrices, as there"),
+    ("--ffn-hidden-size", "model.ffn_size", "for swiglu the width of one of the two matrices"),
     ("--vocab-size", "model.vocab_size", "true size; each of tp ranks pads to a multiple of 64"),
     ("--seq-length, --max-position-embeddings", "model.seq_length", "both"),
     ("--normalization", "model.norm", ""),
@@ -126,7 +127,7 @@ MEGATRON: list[tuple[str, str, str]] = [
     ("--mock-data", "data.mock", "`true`"),
     ("--save, --tensorboard-dir", "observe.dir", "a run has one folder for all of it"),
     ("--save-interval", "checkpoint.every", ""),
-    ("--load", "checkpoint.resume", "`auto` goes on with the run's own newest checkpoint"),
+    ("--load", "checkpoint.resume", "`auto` resumes from the run's newest checkpoint"),
 ]
 
 
@@ -145,7 +146,7 @@ def main() -> int:
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the text of the page."""
     parts = [INTRODUCTION, "## Keys\n", *top_keys()]
     for name, section in sections().items():
         parts += section_part(name, section)
@@ -153,7 +154,7 @@ def page() -> str:
 
 
 def top_keys() -> list[str]:
-    """The keys above the first table."""
+    """Tabulate the keys outside sections."""
     rows = [
         [
             "`name`",
@@ -161,22 +162,24 @@ def top_keys() -> list[str]:
             "required",
             "names the run's folder, `observe.dir`/`name`; letters, digits, `.`, `_` and `-`",
         ],
-        ["`extends`", "text", "none", "a file whose values this one changes and adds to"],
+        ["`extends`", "text", "none", "a base file, which this file overrides and extends"],
     ]
     return rendered(["key", "values", "default", "meaning"], rows)
 
 
 def section_part(name: str, section: type[Section]) -> list[str]:
-    """The heading, keys and choices of a section."""
+    """Return the heading, keys and choices of a section."""
     rows, choices = [], []
     for attribute, field in section.model_fields.items():
         key = field.alias or attribute
-        found = registry_of(field)
-        default = f"follows `{FOLLOWS[key]}`" if section is ModelConfig and key in FOLLOWS else shown_default(field)
+        choice = registry_of(field)
+        default = (
+            f"follows `{DERIVED_FROM[key]}`" if section is ModelConfig and key in DERIVED_FROM else shown_default(field)
+        )
         rows.append([f"`{key}`", " or ".join(values(field)), default, field.description or ""])
-        if found:
-            choices += [[f"`{key}`", f"`{name}`", "the best that is present and can serve"] for name in found.also]
-            choices += [[f"`{key}`", f"`{card.name}`", card.help] for card in found.registry.cards.values()]
+        if choice:
+            choices += [[f"`{key}`", f"`{name}`", "the best available backend"] for name in choice.also]
+            choices += [[f"`{key}`", f"`{card.name}`", card.help] for card in choice.registry.cards.values()]
     first, _, rest = (section.__doc__ or "").partition(": ")
     lines = [f"### {first.strip('`')}\n", *([f"{rest[:1].upper()}{rest[1:]}\n"] if rest else [])]
     lines += rendered(["key", "values", "default", "meaning"], rows)
@@ -186,19 +189,19 @@ def section_part(name: str, section: type[Section]) -> list[str]:
 
 
 def registry_of(field: FieldInfo) -> Choice | None:
-    """What a field chooses from."""
-    parts = [*field.metadata, *(each for arm in get_args(field.annotation) for each in get_args(arm))]
+    """Return the registry of a field's choices, or None."""
+    parts = [*field.metadata, *(part for arm in get_args(field.annotation) for part in get_args(arm))]
     checks = (part.func for part in parts if isinstance(part, AfterValidator))
     return next((check for check in checks if isinstance(check, Choice)), None)
 
 
 def values(field: FieldInfo) -> list[str]:
-    """What may be written for a key."""
+    """List the allowed values of a key in words."""
     return list(dict.fromkeys(described(field.annotation, field.metadata)))
 
 
 def described(annotation: Any, bounds: Iterable[Any] = ()) -> Iterator[str]:
-    """A type, and what limits it, in words; several for a union."""
+    """Yield a type and its bounds in words; several for a union."""
     bounds = [inner for bound in bounds for inner in (getattr(bound, "metadata", None) or [bound])]
     origin, arguments = get_origin(annotation), get_args(annotation)
     words = {bool: "`true` or `false`", int: "whole number", float: "number", str: "text"}
@@ -222,22 +225,22 @@ def described(annotation: Any, bounds: Iterable[Any] = ()) -> Iterator[str]:
 
 
 def limits(bounds: Iterable[Any]) -> str:
-    """The bounds of a number that a reader may meet."""
+    """Format the bounds of a number, apart from very large bounds."""
     words = {"gt": "above", "ge": "from", "lt": "below", "le": "to"}
-    found = [(word, getattr(bound, name, None)) for bound in bounds for name, word in words.items()]
-    said = [f"{word} {value}" for word, value in found if value is not None and value < 2**40]
-    return f" {', '.join(said)}" if said else ""
+    bounded = [(word, getattr(bound, name, None)) for bound in bounds for name, word in words.items()]
+    parts = [f"{word} {value}" for word, value in bounded if value is not None and value < 2**40]
+    return f" {', '.join(parts)}" if parts else ""
 
 
 def shown_default(field: FieldInfo) -> str:
-    """The default as TOML writes it."""
+    """Format the default as TOML."""
     if field.is_required():
         return "required"
     return "none" if field.default is None else f"`{json.dumps(field.default)}`"
 
 
 def presets() -> list[str]:
-    """The table of presets."""
+    """Tabulate the presets."""
     rows = []
     for name in PRESETS:
         model = ModelConfig.model_validate({"preset": name})
@@ -246,17 +249,17 @@ def presets() -> list[str]:
         shown = [f"{size:,}" for size in (*sizes, model.vocab_size, model.seq_length)]
         rows.append([f"`{name}`", format_count(parameter_count(model)), *shown, parts])
     head = ["preset", "parameters", "layers", "hidden", "heads", "kv heads", "ffn", "vocabulary", "sequence", "parts"]
-    return ["## Presets\n", "Keys beside `model.preset` win over it.\n", *rendered(head, rows)]
+    return ["## Presets\n", "Keys of `[model]` override the preset's.\n", *rendered(head, rows)]
 
 
 def megatron() -> list[str]:
-    """The table for those who come from Megatron-LM."""
+    """Tabulate Megatron-LM's flags."""
     rows = [[", ".join(f"`{flag}`" for flag in flags.split(", ")), f"`{key}`", note] for flags, key, note in MEGATRON]
     return ["## From Megatron-LM\n", *rendered(["Megatron-LM", "here", "note"], rows)]
 
 
 def rendered(head: list[str], rows: list[list[str]]) -> list[str]:
-    """A Markdown table and the blank line after it."""
+    """Format a Markdown table, with a blank line at the end."""
     lines = [head, ["---"] * len(head), *rows]
     return [*("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines), ""]
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""A corpus from text that is on every machine: the sources of Python's standard library, and a tokenizer trained on it.
+"""Make a corpus from the sources of Python's standard library, and train a tokenizer on the corpus.
 
-Writes train.jsonl, valid.jsonl (one module in twenty) and tokenizer.json. The same Python gives the same files.
+Writes train.jsonl, valid.jsonl (one module in twenty) and tokenizer.json. The files depend only on the Python version.
 """
 
 from __future__ import annotations
@@ -16,42 +16,42 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megascale.core.errors import DataError, Exit
-from megascale.core.files import atomic, write_text
-from megascale.data.tokenizer import END_OF_DOCUMENT
+from megascale.core.files import atomic_file, write_text
+from megascale.data.tokenizer import EOD_CANDIDATES
 
 LEFT_OUT = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3")
-HELD_OUT = 20  # one module in so many validates
+HELD_OUT = 20  # one module in HELD_OUT is validation data
 
 
 def modules(library: Path) -> list[tuple[str, str]]:
-    """(name, source) of the library's modules, without tests, in the order of their names; one of those that are equal,
-    lest it is both trained on and held out.
+    """Return (name, source) of the library's modules, without tests, in order of names. Duplicates are dropped, to keep
+    training and validation data disjoint.
     """
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for path in sorted(library.rglob("*.py")):
         name = path.relative_to(library)
         if not set(LEFT_OUT) & set(name.parts):
             text = path.read_bytes().decode("utf-8", errors="replace")
             if text.strip():
-                found.setdefault(text, str(name))
-    return [(name, text) for text, name in found.items()]
+                names.setdefault(text, str(name))
+    return [(name, text) for text, name in names.items()]
 
 
 def write_documents(path: Path, documents: list[tuple[str, str]]) -> None:
-    """A JSON line for each document, with its `name` and `text`."""
-    with atomic(path, "w") as file:
+    """Write a JSON line with `name` and `text` for every document."""
+    with atomic_file(path, "w") as file:
         for name, text in documents:
             file.write(json.dumps({"name": name, "text": text}) + "\n")
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of `vocab_size` tokens, the end of a document among them."""
+    """Train a byte-level BPE tokenizer of `vocab_size` tokens, end of document included."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_DOCUMENT[0]],
+        special_tokens=[EOD_CANDIDATES[0]],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty(),
     )
@@ -62,16 +62,16 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
 def make(library: Path, output: Path, vocab_size: int) -> None:
     """Write the corpus and its tokenizer to the folder `output`.
 
-    Raises: DataError if the library has no sources, or the vocabulary no room for every byte.
+    Raises: DataError if the library has no sources, or the vocabulary is too small for all bytes.
     """
-    least = len(pre_tokenizers.ByteLevel.alphabet()) + 1
-    if vocab_size < least:
+    minimum = len(pre_tokenizers.ByteLevel.alphabet()) + 1
+    if vocab_size < minimum:
         raise DataError(
-            f"a vocabulary of {vocab_size} has no room for every byte", mend=f"--vocab-size {least} or more"
+            f"a vocabulary of {vocab_size} is too small for all bytes", hint=f"give --vocab-size {minimum} or more"
         )
     documents = modules(library)
     if len(documents) < HELD_OUT:
-        raise DataError(f"{library} holds {len(documents)} modules as source", mend="use a Python with its library")
+        raise DataError(f"{library} holds {len(documents)} modules as source", hint="use a Python with its library")
     output.mkdir(parents=True, exist_ok=True)
     train = [document for number, document in enumerate(documents) if number % HELD_OUT]
     write_documents(output / "train.jsonl", train)
@@ -88,8 +88,10 @@ def make(library: Path, output: Path, vocab_size: int) -> None:
 def main() -> int:
     """Run the tool."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--output", type=Path, default=Path("data/quickstart"), help="folder (data/quickstart)")
-    arguments.add_argument("--vocab-size", type=int, default=4096, help="tokens of the vocabulary (4096)")
+    arguments.add_argument(
+        "--output", type=Path, default=Path("data/quickstart"), help="folder (default: data/quickstart)"
+    )
+    arguments.add_argument("--vocab-size", type=int, default=4096, help="tokens of the vocabulary (default: 4096)")
     options = arguments.parse_args()
     try:
         make(Path(sysconfig.get_paths()["stdlib"]), options.output, options.vocab_size)
@@ -97,7 +99,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return int(error.exit_status)
     except OSError as error:
-        print(f"{error.filename}: {error.strerror}  -> another --output", file=sys.stderr)
+        print(f"{error.filename}: {error.strerror}  -> give another --output", file=sys.stderr)
         return int(Exit.DATA)
     return 0
 

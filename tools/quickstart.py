@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""From nothing to a trained model: corpus, tokenizer, token dataset, training in 3D parallelism, and a summary.
+"""Run the quickstart: corpus, tokenizer, token dataset, training in 3D parallelism, and a summary.
 
-Each step is a command that a user would type; what is already there is not made again.
+Every step is a command of the user interface. Existing files are not made again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RUN = Path("runs/quickstart")
 
 
 def main() -> int:
-    """Run the tool; the status of the first command that fails."""
+    """Run the tool. Exit status: of the first command that fails, or 0."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     start = time.monotonic()
     corpus = [sys.executable, "tools/corpus.py", "--output", str(DATA)]
@@ -39,12 +39,12 @@ def main() -> int:
 
 
 def megascale(*arguments: str) -> list[str]:
-    """The `megascale` command of this Python."""
+    """Return the `megascale` command of this Python."""
     return [sys.executable, "-m", "megascale", *arguments]
 
 
 def run(command: list[Any]) -> None:
-    """Show a command and run it; end with its status if it fails."""
+    """Print and run a command; exit with its status if it fails."""
     words = [str(word) for word in command]
     shown = ["python" if word == sys.executable else word for word in words]
     print(f"\n$ {shlex.join(shown)}", flush=True)
@@ -54,7 +54,7 @@ def run(command: list[Any]) -> None:
 
 
 def summary(seconds: float) -> str:
-    """What the run's own records say, and what to try next."""
+    """Summarise the run's metrics, and suggest a next command."""
     records = [json.loads(line) for line in (RUN / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     steps = [record for record in records if "loss" in record]
     valid = [record for record in records if "valid_loss" in record]
@@ -72,7 +72,7 @@ quickstart: {last["step"]} steps, {format_count(last["loss_tokens"])} tokens, {f
   TensorBoard      .venv/bin/tensorboard --logdir {RUN / "tensorboard"}
   metrics          {RUN / "metrics.jsonl"}
 
-next: go on with the same run in another layout, two data-parallel replicas instead of four model-parallel ranks
+next: continue the run in another layout, two data-parallel replicas instead of four model-parallel ranks
   .venv/bin/megascale train {CONFIG} train.steps=280 parallel.tp=1 parallel.sp=false parallel.pp=1 parallel.vpp=1 \
 parallel.dp=2"""
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Runs the GPU suite and prints a table of passes, failures and figures; the same as JSON goes into a file to send.
+"""Run the GPU test suite; print a table of passes, failures and figures, and write the table as JSON.
 
-`--gpus 1` runs what needs one GPU, `--gpus 2` what needs two, `--gpus 8` what needs three to eight. `--rehearse` runs
-on CPU processes what does not need a GPU: it shows that the tests run, and nothing about a GPU. Table and file grow
-with each test, so that a run that is stopped leaves what it has found. pytest's options may follow.
+`--gpus 1` runs the tests for one GPU, `--gpus 2` for two, `--gpus 8` for three to eight. `--rehearse` runs the tests
+that work on CPU processes, to test the suite itself. Table and file are updated after every test, and survive an
+interrupted run. Further options go to pytest.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from typing import Any
 
 import pytest
 
-from megascale.cli.doctor import described, machine
+from megascale.cli.doctor import describe_machine, machine_facts
 from megascale.core.files import write_text
-from megascale.device import detect, gpus, missing_gpu
+from megascale.device import detect_device, gpu_count, no_gpu_reason
 
 ROOT = Path(__file__).parents[1]
 REHEARSAL = "MEGASCALE_REHEARSE_GPU_TESTS"
 LISTS = (1, 2, 8)
-"""GPUs for which there is a list of tests."""
+"""Numbers of GPUs with a list of tests."""
 
 SECONDS = 120
-"""That a test may take on GPUs, unless its marker `timeout` says otherwise."""
+"""Time limit of a test on GPUs without a marker `timeout`."""
 
 TERMINATED = 128 + signal.SIGTERM
 
 LINES = 3
-"""Lines of a failure that the table shows; the JSON has all."""
+"""Lines of a failure in the table; the JSON file has all lines."""
 
 
 @dataclass
 class Result:
-    """A test's outcome: 'passed', 'failed' or 'skipped', with the reason, and the figures that it reported by name."""
+    """A test's outcome ('passed', 'failed' or 'skipped') with the reason, and its figures by name."""
 
     name: str
     outcome: str = "passed"
@@ -51,8 +51,8 @@ class Result:
 
 
 class Collector:
-    """A pytest plugin that keeps the tests of one list, and prints and gathers the results of those that have ended.
-    `keep` is called with all of them after each.
+    """pytest plugin that selects the tests of one list, and prints and collects results. `keep` is called with all
+    results after every test.
     """
 
     def __init__(self, gpus: int, keep: Callable[[Sequence[Result]], None]) -> None:
@@ -73,7 +73,7 @@ class Collector:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str]:
-        """What pytest counts; it prints no letters between the lines of the table."""
+        """Report outcomes to pytest without its progress letters, which would break the table."""
         return (report.outcome if report.when == "call" or not report.passed else "", "", "")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -91,29 +91,27 @@ class Collector:
 
 
 def _name(test: str) -> str:
-    """A test's name in the table."""
+    """Return a test's name in the table."""
     return test.removeprefix("tests/gpu/")
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the tool. 0 if nothing failed, 1 if something did, 2 if nothing ran or pytest was interrupted, 143 after a
-    SIGTERM.
-    """
+    """Run the tool. Exit status: 0, 1 if a test failed, 2 if none ran or pytest was interrupted, 143 after SIGTERM."""
     options, others = arguments().parse_known_args(words)
     if options.rehearse:
         os.environ[REHEARSAL] = "1"
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     os.chdir(ROOT)
-    facts = machine(detect(), [])
-    print("\n".join(described(facts)), end="\n\n", flush=True)
+    facts = machine_facts(detect_device(), [])
+    print("\n".join(describe_machine(facts)), end="\n\n", flush=True)
     path = options.json or ROOT / "build" / f"{'rehearsal' if options.rehearse else 'test-gpu'}-{options.gpus}.json"
-    found = {"gpus": options.gpus, "rehearsal": options.rehearse, "began": time.time(), "machine": facts}
+    record = {"gpus": options.gpus, "rehearsal": options.rehearse, "began": time.time(), "machine": facts}
 
     def keep(results: Sequence[Result], complete: bool = False) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        whole = found | {"complete": complete, "results": [asdict(result) for result in results]}
-        write_text(path, json.dumps(whole, indent=1) + "\n")
+        results_json = [asdict(result) for result in results]
+        write_text(path, json.dumps(record | {"complete": complete, "results": results_json}, indent=1) + "\n")
 
     collector = Collector(options.gpus, keep)
     signal.signal(signal.SIGTERM, lambda *_: pytest.exit("SIGTERM", returncode=TERMINATED))
@@ -124,47 +122,47 @@ def main(words: Sequence[str] | None = None) -> int:
     complete = status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
     if results:
         keep(results, complete)
-        print(f"\nall of it, to send: {path}")
+        print(f"\nfull results, to send: {path}")
     if all(result.outcome == "skipped" for result in results):
         if not options.rehearse:
-            print(missing_gpu() or f"torch finds too few GPUs for this list: {gpus()}", file=sys.stderr)
+            print(no_gpu_reason() or f"torch finds too few GPUs for this list: {gpu_count()}", file=sys.stderr)
         return 2
     return int(any(result.outcome == "failed" for result in results)) if complete else int(status)
 
 
 def arguments() -> argparse.ArgumentParser:
-    """The options."""
+    """Build the argument parser."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--gpus", type=int, default=1, metavar="N", help=f"the list for so many GPUs, of {LISTS}; default %(default)s")
-    add("--rehearse", action="store_true", help="run on CPU processes what does not need a GPU")
+    add("--gpus", type=int, default=1, metavar="N", help=f"list of tests to run, one of {LISTS}; default %(default)s")
+    add("--rehearse", action="store_true", help="run on CPU processes the tests that need no GPU")
     add(
         "--json",
         type=Path,
         metavar="FILE",
-        help="default build/test-gpu-N.json, with --rehearse build/rehearsal-N.json",
+        help="results; default build/test-gpu-N.json, with --rehearse build/rehearsal-N.json",
     )
     return parser
 
 
 def rows(result: Result, width: int) -> list[str]:
-    """A test's line, its figures and the end of its reason below it. `width`: of the longest name."""
+    """Format a test's line, then its figures and the end of its reason. `width`: of the longest name."""
     lines = [f"{result.outcome.upper():8}{result.name:{width}}  {result.seconds:7.1f} s"]
     lines += [f"{'':10}{figure(name, **values)}" for name, values in result.figures.items()]
     if result.outcome != "passed":
-        shown = [line for line in result.reason.splitlines() if line.strip()][-LINES:]
-        lines += [f"{'':10}{line[:140]}" for line in shown]
+        reason = [line for line in result.reason.splitlines() if line.strip()][-LINES:]
+        lines += [f"{'':10}{line[:140]}" for line in reason]
     return lines
 
 
 def counts(results: Sequence[Result]) -> str:
-    """How many tests had each outcome."""
+    """Format the number of tests by outcome."""
     outcomes = [result.outcome for result in results]
-    return ", ".join(f"{outcomes.count(each)} {each}" for each in ("passed", "failed", "skipped"))
+    return ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in ("passed", "failed", "skipped"))
 
 
 def figure(name: str, value: float, unit: str, least: float | None, most: float | None) -> str:
-    """A figure with the range that is expected of it."""
+    """Format a figure with its expected range."""
     expected = [f"{word} {bound:g}" for word, bound in (("at least", least), ("at most", most)) if bound is not None]
     off = (least is not None and value < least) or (most is not None and value > most)
     note = f"  (expected {' and '.join(expected)}{': OUT OF RANGE' if off else ''})" if expected else ""

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""A command on every host of a cluster that stands on this machine while it runs: network namespaces, and links of a
-set bandwidth between them. What follows -- is torchrun's, on all hosts as one job:
+"""Run a command on every host of a temporary cluster on this machine: network namespaces, joined by links of a given
+bandwidth. The words after -- are torchrun's, for one job on all hosts:
 
   .venv/bin/python tools/testbed.py --hosts 2 --ranks 1 --rate 500mbit -- -m megascale train CONFIG key=value ...
 
-or, with --exec, a command of its own on each host, which finds HOST_INDEX, HOSTS and FIRST_HOST in its environment:
+or, with --exec, a plain command per host, with HOST_INDEX, HOSTS and FIRST_HOST in its environment:
 
   .venv/bin/python tools/testbed.py --hosts 2 --rate 1gbit --exec -- ip address
 
-Needs root and iproute2. The status is that of the host that failed first, 124 when the time was up.
+Needs root and iproute2. Exit status: of the host that failed first; 124 after the timeout.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import sys
 from collections.abc import Sequence
 
 from megascale.core.errors import Exit, MegascaleError
-from megascale.core.process import stopped_in_order
-from megascale.launch.hosts import TIMED_OUT, TIMEOUT, Ended, run, torchrun
-from megascale.launch.testbed import Host, Link, Testbed
+from megascale.core.process import exit_on_stop_signals
+from megascale.launch.hosts import TIMED_OUT, TIMEOUT, CommandResult, run_on_hosts, run_torchrun
+from megascale.launch.testbed import Host, HostLink, Testbed
 
 PREFIXES = {
     "": 1.0,
@@ -38,25 +38,25 @@ SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 
 def rate(text: str) -> float:
-    """Bits per second of a rate in tc's words: '500mbit'; '10mbps' counts bytes."""
+    """Parse a rate in tc's notation to bits per second: '500mbit'; '10mbps' means bytes per second."""
     parts = re.fullmatch(r"([0-9.]+)([kmgt]i?|)(bit|bps|)", text.lower())
     if parts is None or (parts[2] and not parts[3]):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a rate: 500mbit or 1gbit, for example")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rate: give 500mbit or 1gbit, for example")
     return _number(parts[1]) * PREFIXES[parts[2]] * (8 if parts[3] == "bps" else 1)
 
 
 def duration(text: str) -> float:
-    """Seconds of a time in tc's words: '1ms'."""
+    """Parse a time in tc's notation to seconds: '1ms'."""
     parts = re.fullmatch(r"([0-9.]+)(s|ms|us)", text.lower())
     if parts is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time: 1ms or 100us, for example")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time: give 1ms or 100us, for example")
     return _number(parts[1]) * SECONDS[parts[2]]
 
 
 def count(text: str) -> int:
-    """A whole number from 1."""
+    """Parse an integer of 1 or more."""
     if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of 1 or more")
     return int(text)
 
 
@@ -68,12 +68,12 @@ def _number(text: str) -> float:
 
 
 def show(host: Host, name: str, line: str) -> None:
-    """Print a line of a host."""
+    """Print a line of a host's output."""
     print(f"[host {host.index}] {line}", file=sys.stdout if name == "out" else sys.stderr, flush=True)
 
 
-def status(ends: Sequence[Ended]) -> int:
-    """The exit status of the host that failed first, as a shell gives it; 0 if all went well."""
+def status(ends: Sequence[CommandResult]) -> int:
+    """Return the exit status of the host that failed first, in the shell's convention; 0 without a failure."""
     first = min((end for end in ends if end.status), key=lambda end: end.seconds, default=None)
     if first is None:
         return Exit.OK
@@ -81,20 +81,22 @@ def status(ends: Sequence[Ended]) -> int:
 
 
 def parse() -> argparse.Namespace:
-    """The options of the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", type=count, default=2, metavar="N", help="hosts (2)")
+    parser.add_argument("--hosts", type=count, default=2, metavar="N", help="number of hosts (default: 2)")
     parser.add_argument(
-        "--ranks", type=count, default=1, metavar="R", help="processes on each, started by torchrun (1)"
+        "--ranks", type=count, default=1, metavar="R", help="processes per host, started by torchrun (default: 1)"
     )
-    parser.add_argument("--rate", type=rate, help="bandwidth of a host's link, each way: 500mbit (not limited)")
-    parser.add_argument("--delay", type=duration, default=0.0, help="from one host to another: 1ms (none)")
     parser.add_argument(
-        "--cores", type=float, metavar="C", help="processor time of a host, such as 0.25 of a core (not limited)"
+        "--rate", type=rate, help="bandwidth of a host's link per direction, such as 500mbit (default: unlimited)"
     )
-    parser.add_argument("--timeout", type=count, default=TIMEOUT, metavar="S", help=f"seconds ({TIMEOUT:.0f})")
+    parser.add_argument("--delay", type=duration, default=0.0, help="delay between hosts, such as 1ms (default: none)")
+    parser.add_argument(
+        "--cores", type=float, metavar="C", help="processor time of a host in cores, such as 0.25 (default: unlimited)"
+    )
+    parser.add_argument("--timeout", type=count, default=TIMEOUT, metavar="S", help=f"seconds (default: {TIMEOUT:.0f})")
     parser.add_argument("--exec", action="store_true", help="run a plain command on every host, without torchrun")
-    parser.add_argument("command", nargs="+", metavar="COMMAND", help="what to run")
+    parser.add_argument("command", nargs="+", metavar="COMMAND", help="the command")
     return parser.parse_args()
 
 
@@ -102,19 +104,25 @@ def main() -> int:
     """Run the tool."""
     options = parse()
     try:
-        with stopped_in_order(), Testbed(options.hosts, Link(options.rate, options.delay), options.cores) as testbed:
+        with (
+            exit_on_stop_signals(),
+            Testbed(options.hosts, HostLink(options.rate, options.delay), options.cores) as testbed,
+        ):
             if options.exec:
-                ends = run(testbed, lambda host: options.command, timeout=options.timeout, say=show)
+                ends = run_on_hosts(testbed, lambda host: options.command, timeout=options.timeout, on_line=show)
             else:
-                ends = torchrun(testbed, options.ranks, options.command, timeout=options.timeout, say=show)
+                ends = run_torchrun(testbed, options.ranks, options.command, timeout=options.timeout, on_line=show)
     except MegascaleError as error:
         print(error, file=sys.stderr)
         return error.exit_status
-    except BrokenPipeError:  # the reader of our output went away
+    except BrokenPipeError:  # the reader of the output has exited
         sys.stderr.close()
         return Exit.UNCLASSIFIED
     if late := [str(host) for host, end in enumerate(ends) if end.status == TIMED_OUT]:
-        print(f"host {', '.join(late)}: not done after {options.timeout:.0f} s, killed  -> --timeout", file=sys.stderr)
+        print(
+            f"host {', '.join(late)}: not finished after {options.timeout:.0f} s, killed  -> give a longer --timeout",
+            file=sys.stderr,
+        )
     return status(ends)
 
 

@@ -1,1 +1,1 @@
-"""Parameters, FLOPs, traffic and memory of a run, from one description of its blocks."""
+"""Parameters, FLOPs, communication and memory of a run, from one description of the model's blocks."""

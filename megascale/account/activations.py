@@ -1,35 +1,32 @@
-"""Bytes of activations on one rank for one micro-batch: saved from a forward to its backward, and transient, while one
-of them runs.
+"""Activation memory of a micro-batch on one rank: bytes saved for backward, and transient bytes of running operations.
 
-A chunk is a sequence of units: the embedding, blocks, the head. A block is the list of its parts (`layout.blocks`). The
-forward of a part adds to the saved bytes (Korthikanti et al. 2022, section 4); its backward forms the gradient of its
-input, needs work space, and releases the gradient of its output and its saved tensors. Transient bytes are the most
-along this walk, with torch's operators one by one: fused kernels need less. docs/memory.md has the table.
+A model chunk is a sequence of units, each with a function here: embedding, blocks, head. A block is a list of parts
+(`layout.blocks`). The forward of a part adds saved bytes (Korthikanti et al. 2022, section 4). Its backward allocates
+dgrad and work space, then frees the output's gradient and the saved tensors. Transient bytes are the peak along this
+walk with torch's unfused operators; fused kernels need less. docs/memory.md has the table.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.recipes import RECIPES
 from megascale.config.run import RunConfig
-from megascale.layout.blocks import Activation, Attention, Block, Columns, Linear, Norm, Residual, Rows, linears
+from megascale.layout import blocks
 from megascale.layout.loss import loss_chunks
-from megascale.layout.recompute import Recompute
+from megascale.layout.recompute_policy import RecomputePolicy
 from megascale.layout.tensors import padded_vocab
-from megascale.layout.windows import scores
+from megascale.layout.windows import count_scores
 
-TOKEN, CAST = 8, 8
-"""Bytes of a token id, and transient bytes of an element that is cast to FP8: fp32 before and after its scaling."""
+TOKEN, CAST = 8, 8  # bytes of a token id; of quantizing an element to FP8: fp32 before and after scaling
 
 
 class UnitBytes(NamedTuple):
-    """Bytes of a unit, or of a part of a block: `saved` from its forward to its backward; the most beside while its
-    `forward` runs, while its `backward` runs, and while its weights are cast to FP8 (`casting`). `gradient`: by how
-    much the gradient of its input is larger than that of its output. `elements`: of its weights.
+    """Bytes of a unit, or of a block's part: `saved` for backward; transient peaks of `forward`, of `backward` and of
+    `casting` weights to FP8; `gradient`, the input's gradient minus the output's. `elements`: weights of the unit.
     """
 
     saved: int
@@ -41,15 +38,15 @@ class UnitBytes(NamedTuple):
 
 
 class Sizes:
-    """Sizes that all units share. `local`: tokens of a rank between the layers, fewer than `tokens` where the residual
-    stream is `cut` along the sequence. `compute`, `wide`: bytes of an element of an activation, and in the accumulation
-    dtype, which is wider if `narrow`. In bytes: the residual stream of all tokens (`full`) and of a rank (`stream`); an
-    all-gathered one (`gathered`); the copied gradient of a branch with dropout (`branch`), and its `mask`.
+    """Sizes shared by all units. `tokens` of a micro-batch, `local` in the rank's residual stream, fewer if sequence
+    parallelism has `cut` the stream. Bytes of an element: `compute` dtype, `wide` accumulation dtype (`narrow`: compute
+    < wide). Bytes of the residual stream: `full` for all tokens, `stream` for local ones, `gathered` by an all-gather;
+    with dropout the gradient of a residual `branch`, and the `mask`.
     """
 
     def __init__(self, config: RunConfig) -> None:
         p, m = config.parallel, config.model
-        facts, self.grain = PRECISIONS[config.train.precision].facts, RECIPES[config.fp8.recipe].facts["grain"]
+        facts, self.grain = PRECISIONS[config.train.precision].facts, RECIPES[config.fp8.recipe].facts["granularity"]
         self.model, self.tp = m, p.tp
         self.micro, self.tokens = config.batch.micro, config.batch.micro * m.seq_length
         self.compute, self.wide = int(facts["compute_bytes"]), int(facts["accumulate_bytes"])
@@ -59,7 +56,7 @@ class Sizes:
         self.gathered, self.branch = self.full if self.cut else 0, self.stream if m.dropout else 0
         self.mask = self.branch // self.compute  # a byte an element
         rms, wide_stream = m.norm == "rmsnorm", self.local * m.hidden_size * self.wide
-        self.norm_saved = self.stream + self.local * self.wide * (1 if rms else 2)  # its input, its statistics
+        self.norm_saved = self.stream + self.local * self.wide * (1 if rms else 2)  # input and statistics
         copies = (4 if rms else 3) * wide_stream + (self.stream if rms else 0)
         self.norm_backward = copies if self.narrow else (3 if rms else 1) * self.stream
         self.vocabulary = padded_vocab(m, self.tp) // self.tp * m.hidden_size  # elements
@@ -69,34 +66,32 @@ class Sizes:
         return self.tokens * width // self.tp * self.compute
 
 
-def block_bytes(sizes: Sizes, block: Block, fp8: bool, recompute: Recompute) -> UnitBytes:
-    """Account for a block. `fp8`: its linear layers multiply in FP8."""
+def block_bytes(sizes: Sizes, block: blocks.BlockSpec, fp8: bool, recompute: RecomputePolicy) -> UnitBytes:
+    """Account for a block. `fp8`: the linear layers run FP8 GEMMs."""
     forward = released = 0
     gradient = backward = sizes.stream  # of the block's result
     for part in reversed(list(_Parts(sizes, fp8, recompute).account(block))):
         forward = max(forward, part.forward - released)
         backward = max(backward, gradient + part.backward - released)
         gradient, released = gradient + part.gradient, released + part.saved
-    if recompute.full:  # only the backward of this block holds what its forward saves
+    if recompute.full:  # the recomputed forward's saved tensors exist in this block's backward only
         released, backward = sizes.stream, released + max(forward, backward)
-    elements = [layer.elements // sizes.tp for layer in linears(block)]
-    cast = CAST - PRECISIONS["fp8"].facts["cast_bytes"] + (1 + sizes.compute if sizes.grain == "row" else 0)
+    elements = [layer.weight_numel // sizes.tp for layer in blocks.linears(block)]
+    cast = CAST - PRECISIONS["fp8"].facts["fp8_weight_bytes"] + (1 + sizes.compute if sizes.grain == "row" else 0)
     casting = cast * max(elements) if fp8 else 0
     return UnitBytes(released, forward, backward, elements=sum(elements), casting=casting)
 
 
 def embedding_bytes(sizes: Sizes) -> UnitBytes:
-    """Account for the embedding, whose backward forms the gradient of all tokens, also in the accumulation dtype."""
-    saved = sizes.tokens * (TOKEN + (1 if sizes.tp > 1 else 0)) + sizes.mask  # with tp those of other ranks are marked
+    """Account for the embedding. Backward forms the gradient of all tokens, also in the accumulation dtype."""
+    saved = sizes.tokens * (TOKEN + (1 if sizes.tp > 1 else 0)) + sizes.mask  # with tp a mask of other ranks' tokens
     backward = sizes.stream + sizes.full + sizes.full // sizes.compute * sizes.wide
     positions = sizes.model.seq_length * sizes.model.hidden_size if sizes.model.position == "learned" else 0
     return UnitBytes(saved, 2 * sizes.stream, backward, elements=sizes.vocabulary + positions)
 
 
 def head_bytes(sizes: Sizes) -> UnitBytes:
-    """Account for the final norm, the head's GEMM and the loss. The forward forms the gradients of its input and of the
-    head's weight, chunk by chunk of tokens (`parallel.cross_entropy`); the backward is that of the norm.
-    """
+    """Account for the final norm, head and loss. Forward computes the head's dgrad and wgrad by chunks of tokens."""
     hidden, rows = sizes.model.hidden_size, sizes.local // sizes.micro
     chunks = loss_chunks(rows, sizes.tokens, sizes.vocabulary // hidden)
     chunk = math.ceil(rows / chunks) * (sizes.tokens // rows) * sizes.compute
@@ -107,89 +102,83 @@ def head_bytes(sizes: Sizes) -> UnitBytes:
 
 
 class _Parts:
-    """The parts of blocks. `tensorwise`: one FP8 scale serves both directions, so each saved input `shrinks` to FP8."""
+    """Parts of blocks. `tensorwise`: one FP8 scale serves forward and wgrad, so saved inputs `shrink` to FP8."""
 
-    def __init__(self, sizes: Sizes, fp8: bool, recompute: Recompute) -> None:
+    def __init__(self, sizes: Sizes, fp8: bool, recompute: RecomputePolicy) -> None:
         self.sizes, self.fp8 = sizes, fp8
         self.recompute, self.tensorwise = recompute, fp8 and sizes.grain == "tensor"
-        self.shrinks = sizes.compute if self.tensorwise else 1
+        self.shrink = sizes.compute if self.tensorwise else 1
 
-    def account(self, block: Block) -> Iterator[UnitBytes]:
-        """Account for each part. Inputs of row-parallel layers are the results of attention and activations."""
-        sizes, sources = self.sizes, list[Attention | Activation]()
+    def account(self, block: blocks.BlockSpec) -> Iterator[UnitBytes]:
+        """Account for a block's parts. Attention and activations are the `sources` of row-parallel layers' inputs."""
+        sizes, sources = self.sizes, list[blocks.AttentionSpec | blocks.ActivationSpec]()
         for before, part, after in zip((None, *block), block, (*block[1:], None), strict=False):
             match part:
-                case Norm():
-                    gradient = sizes.stream - sizes.branch if isinstance(before, Rows) else -sizes.stream
+                case blocks.NormSpec():
+                    gradient = sizes.stream - sizes.branch if isinstance(before, blocks.RowParallel) else -sizes.stream
                     yield UnitBytes(sizes.norm_saved, sizes.stream, sizes.norm_backward, gradient)
-                case Columns():
-                    yield self.columns(part, recomputes=self.recompute.norm and isinstance(before, Norm))
-                case Attention():
+                case blocks.ColumnParallel():
+                    yield self.columns(part, recomputes=self.recompute.norm and isinstance(before, blocks.NormSpec))
+                case blocks.AttentionSpec():
                     sources.append(part)
                     yield self.attention(part)
-                case Activation():
+                case blocks.ActivationSpec():
                     sources.append(part)
                     inputs, outputs = sizes.sharded(part.inputs), sizes.sharded(part.outputs)
-                    gate = 2 * outputs if inputs > outputs else 0  # two tensors of a gated one's backward
+                    gate = 2 * outputs if inputs > outputs else 0  # two tensors in the backward of SwiGLU
                     yield UnitBytes(inputs, outputs, inputs + gate, inputs - outputs)
-                case Rows():
-                    result = sizes.stream if isinstance(after, Norm) else sizes.branch
+                case blocks.RowParallel():
+                    result = sizes.stream if isinstance(after, blocks.NormSpec) else sizes.branch
                     yield self.rows(part, sources, result)
                     sources = []
-                case Residual():
+                case blocks.ResidualAdd():
                     yield UnitBytes(sizes.mask, 2 * sizes.stream, 2 * sizes.branch, sizes.branch)
 
-    def columns(self, part: Columns, recomputes: bool) -> UnitBytes:
-        """Account for column-parallel layers. Their input is saved, or recomputed by the norm before, and all-gathered
-        for wgrad, which overlaps with the reduce-scatter of dgrad.
-        """
+    def columns(self, part: blocks.ColumnParallel, recomputes: bool) -> UnitBytes:
+        """Account for column-parallel layers. The input is all-gathered for wgrad while dgrad is reduce-scattered."""
         sizes, outputs = self.sizes, self.sizes.sharded(sum(layer.outputs for layer in part.layers))
         recomputed = sizes.stream if recomputes and not self.tensorwise else 0
         casts = outputs // sizes.compute if self.fp8 else 0
         wgrad = max(self.wgrad(layer, sizes.sharded(layer.outputs)) for layer in part.layers)
         backward = recomputed + max(casts + 2 * sizes.gathered + sizes.stream + wgrad, CAST * casts)
-        saved = 0 if recomputed else sizes.stream // self.shrinks
+        saved = 0 if recomputed else sizes.stream // self.shrink
         return UnitBytes(saved, sizes.gathered + outputs, backward, sizes.stream - outputs)
 
-    def attention(self, part: Attention) -> UnitBytes:
-        """Account for attention: q, k, v, its result and the log-sum-exp of each query; in a window the masks of blocks
-        of queries; with dropout, for which scores are formed, weights before and after it, and k, v for each head.
+    def attention(self, part: blocks.AttentionSpec) -> UnitBytes:
+        """Account for attention: q, k, v, the result and a log-sum-exp per query; with a window, masks for blocks
+        of queries; with dropout, where scores are formed, weights before and after dropout, and k, v of every head.
         """
         sizes, s = self.sizes, self.sizes.model.seq_length
-        qkv, result = sizes.sharded(part.qkv), sizes.sharded(part.attended)
+        qkv, result = sizes.sharded(part.qkv_width), sizes.sharded(part.out_width)
         heads, weights = part.heads // sizes.tp, 0
         tensors = qkv + sizes.tokens * heads * sizes.wide + (result if self.tensorwise or part.window else 0)
         if sizes.model.dropout:
             weights = sizes.micro * heads * s * s * sizes.compute
             tensors = qkv + 2 * result + 2 * weights + weights // sizes.compute + s * s
         elif part.window:
-            tensors += scores(s, part.window) * sizes.compute
+            tensors += count_scores(s, part.window) * sizes.compute
         saved, recomputed = (qkv, tensors) if self.recompute.attention else (tensors, 0)
         forward = tensors - saved + 2 * weights + 2 * qkv  # before and after the rotation
         return UnitBytes(saved, forward, recomputed + qkv + (2 if recomputed else 1) * weights, qkv - result)
 
-    def rows(self, part: Rows, sources: list[Attention | Activation], result: int) -> UnitBytes:
-        """Account for row-parallel layers. Their inputs are saved, or recomputed by the activation before; the gradient
-        of their result, of which a rank has `result` bytes of its own, is all-gathered.
-        """
+    def rows(self, part: blocks.RowParallel, sources: Sequence[blocks.BlockPart], result: int) -> UnitBytes:
+        """Account for row-parallel layers. The output's gradient is all-gathered from `result` bytes per rank."""
         sizes, recomputes = self.sizes, self.recompute.activation and not self.tensorwise
         inputs = [sizes.sharded(layer.inputs) for layer in part.layers]
         pairs = zip(inputs, sources, strict=True)
-        recomputed = sum(size for size, source in pairs if recomputes and isinstance(source, Activation))
+        recomputed = sum(size for size, source in pairs if recomputes and isinstance(source, blocks.ActivationSpec))
         wgrad = max(map(self.wgrad, part.layers, inputs))
         reduced = sizes.full + (sizes.stream + sizes.full if sizes.cut else 0)
         backward = recomputed + sum(inputs) + sizes.gathered + wgrad
-        saved = (sum(inputs) - recomputed) // self.shrinks
+        saved = (sum(inputs) - recomputed) // self.shrink
         return UnitBytes(saved, sizes.stream + recomputed + reduced, backward, sum(inputs) - result)
 
-    def wgrad(self, layer: Linear, nbytes: int) -> int:
-        """Bytes of a weight's gradient before its sum in a wider dtype. In FP8 its operands, of `full` and of `nbytes`,
-        are cast along the tokens, one after the other, and the result is in fp32.
-        """
-        sizes, elements = self.sizes, layer.elements // self.sizes.tp
+    def wgrad(self, layer: blocks.LinearSpec, nbytes: int) -> int:
+        """Size wgrad's result and, in FP8, the operands of `full` and `nbytes` bytes quantized along the tokens."""
+        sizes, elements = self.sizes, layer.weight_numel // self.sizes.tp
         if not self.fp8:
             return elements * sizes.compute if sizes.narrow else 0
         first, second = sizes.full // sizes.compute, nbytes // sizes.compute
         cast = 1 if self.tensorwise else CAST + sizes.compute
-        result = elements * sizes.wide * (3 if sizes.grain == "block" else 1)  # two blocks and their sum
+        result = elements * sizes.wide * (3 if sizes.grain == "block" else 1)  # two partial results and their sum
         return max(cast * first, first + max(cast * second, second + result))

@@ -1,10 +1,9 @@
-"""Bytes that a rank holds in a step: its state, exact; saved activations, by playing its schedule; a bound on transient
-bytes (`account.activations`, docs/memory.md).
+"""Memory of a rank: exact state (`state_bytes`), saved activations by a walk through the schedule, and a bound on
+transient bytes (`account.activations`, docs/memory.md). Per stage: `rank_memory`, `memory_by_stage`, `fullest_rank`.
 
-For N parameters on a rank, c bytes in the compute dtype and a in that of accumulation, over d ranks of data parallelism
-with ZeRO stage z (Rajbhandari et al. 2020): parameters c N, with FP8 two bytes more for each that is cast; gradients
-a N, for z = 2 a N / d; optimizer (k + master) a N, for z >= 1 divided by d, with k state tensors and a master copy
-where the two dtypes differ.
+For N parameters of c bytes in the compute and a in the accumulation dtype, d data-parallel ranks and ZeRO stage z
+(Rajbhandari et al. 2020): parameters c N, plus 2 bytes per FP8 weight; gradients a N, for z = 2 a N / d; optimizer
+(k + 1) a N, for z >= 1 divided by d, with k state tensors and, if the two dtypes differ, master weights.
 """
 
 from __future__ import annotations
@@ -22,30 +21,23 @@ from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.run import RunConfig
-from megascale.layout.blocks import kinds, weights
-from megascale.layout.chunks import eight_bit_layers, packed, stages_of
-from megascale.layout.recompute import recompute_of
-from megascale.schedule.interleaved import groups_of
+from megascale.layout.blocks import distinct_blocks, weight_numel
+from megascale.layout.chunks import bucket_sizes, fp8_layers, stages_of
+from megascale.layout.recompute_policy import recompute_policy
+from megascale.schedule.interleaved import microbatch_groups
 from megascale.schedule.ir import Kind, Order
-from megascale.schedule.lower import AHEAD
+from megascale.schedule.lower import RECV_LOOKAHEAD
 
-GROUPS = 3
-"""Groups of micro-batches after which a schedule that goes in groups repeats itself."""
-
-PLAYED = 2_000_000
-"""Actions of all ranks up to which every rank is played."""
-
-RECENT = 64
-"""Cached orders of actions: layouts of a search often share them."""
-
-TOKEN_IDS = 16
-"""Bytes of a token's id and label."""
+GROUPS = 3  # groups of micro-batches until the memory of a periodic schedule repeats
+MAX_ACTIONS = 2_000_000  # most actions of a pipeline with a walk through every stage
+CACHED_ORDERS = 64  # layouts of a search often share the order of actions
+TOKEN_IDS = 16  # bytes of a token's id and label
 
 
 @dataclass(frozen=True)
 class Holding:
-    """How a trainer holds weights. `shards_weights`: over data parallelism (ZeRO-3, FSDP) whatever `parallel.zero` is,
-    all-gathered unit by unit. `fp8_weights`: FP8 copies beside weights in bf16, as in this trainer, or instead of them.
+    """Weight storage of a trainer. `shards_weights`: sharded over dp whatever `parallel.zero` is, and all-gathered unit
+    by unit (ZeRO-3, FSDP). `fp8_weights`: FP8 copies beside bf16 weights, as in this trainer, or instead of them.
     """
 
     shards_weights: bool = False
@@ -57,7 +49,7 @@ THIS_TRAINER = Holding()
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes on one rank that last from step to step."""
+    """Bytes on one rank that persist between steps."""
 
     parameters: int
     gradients: int
@@ -70,8 +62,8 @@ class StateBytes:
 
 @dataclass(frozen=True)
 class RankMemory(StateBytes):
-    """Bytes on one rank when they are most. `activations`: saved for backwards; `transient`: a bound of what operations
-    need while they run, with whole gradients, gathered weights, messages and tokens.
+    """Bytes on one rank at the peak. `activations`: saved for backward; `transient`: a bound on temporary tensors, with
+    unsharded gradients, all-gathered weights, receive buffers and tokens.
     """
 
     activations: int
@@ -79,17 +71,17 @@ class RankMemory(StateBytes):
 
 
 def state_bytes(config: RunConfig, stage: int, holding: Holding = THIS_TRAINER) -> StateBytes:
-    """Count the state of a rank of pipeline stage `stage`, of a resolved configuration."""
+    """Count the state of a rank of a pipeline stage, for a resolved configuration."""
     facts, ranks = PRECISIONS[config.train.precision].facts, replicas(config)
     compute, accumulate = facts["compute_bytes"], facts["accumulate_bytes"]
     zero = 3 if holding.shards_weights else config.parallel.zero
-    tensors = OPTIMIZERS[config.optimizer.name].facts["state"] + (1 if facts["master"] else 0)
-    layout, fp8 = stages_of(config), eight_bit_layers(config)
-    blocks, numbers = kinds(config.model)
+    tensors = OPTIMIZERS[config.optimizer.name].facts["state_tensors"] + (1 if facts["master_weights"] else 0)
+    layout, fp8 = stages_of(config), fp8_layers(config)
+    blocks, numbers = distinct_blocks(config.model)
     layers = chain(*(layout.layers(layout.index(stage, chunk)) for chunk in range(layout.vpp)))
-    cast = sum(weights(blocks[numbers[layer]]) for layer in layers if layer in fp8) // config.parallel.tp
-    cast_bytes = facts["cast_bytes"] - (compute if holding.fp8_weights == "instead" else 0)
-    elements = sum(bucket.numbers for chunk in packed(config, stage) for bucket in chunk)
+    cast = sum(weight_numel(blocks[numbers[layer]]) for layer in layers if layer in fp8) // config.parallel.tp
+    cast_bytes = facts["fp8_weight_bytes"] - (compute if holding.fp8_weights == "instead" else 0)
+    elements = sum(bucket.numel for chunk in bucket_sizes(config, stage) for bucket in chunk)
     return StateBytes(
         parameters=(compute * elements + cast_bytes * cast) // (ranks if zero == 3 else 1),
         gradients=accumulate * (elements // ranks if zero >= 2 else elements),
@@ -98,44 +90,46 @@ def state_bytes(config: RunConfig, stage: int, holding: Holding = THIS_TRAINER) 
 
 
 def rank_memory(config: RunConfig, stage: int, holding: Holding = THIS_TRAINER) -> RankMemory:
-    """Account for a rank of pipeline stage `stage`, of a resolved configuration."""
+    """Account for a rank of a pipeline stage, for a resolved configuration."""
     return _Job(config, holding).rank(stage)
 
 
 def memory_by_stage(config: RunConfig, holding: Holding = THIS_TRAINER) -> list[RankMemory]:
-    """Account for a rank of each pipeline stage. In a pipeline of over `PLAYED` actions only the first and the last of
-    stages in a row with equal chunks are played; stages between them are interpolated, within 4% of a play.
+    """Account for a rank of every pipeline stage. In a pipeline of over `MAX_ACTIONS` the inner stages of a run of
+    stages with equal chunks are interpolated, within 4% of a walk.
     """
     job, p = _Job(config, holding), config.parallel
     starts, last = job.starts(), p.pp - 1
     ends = {*starts, *(start - 1 for start in starts[1:]), last}
-    actions = 2 * p.pp * p.vpp * representative(p.pp, config.micro_batches)
-    played = {stage: job.rank(stage) for stage in (sorted(ends) if actions > PLAYED else range(p.pp))}
-    return [_interpolated(played, stage) for stage in range(p.pp)]
+    actions = 2 * p.pp * p.vpp * representative(p.pp, config.num_microbatches)
+    ranks = {stage: job.rank(stage) for stage in (sorted(ends) if actions > MAX_ACTIONS else range(p.pp))}
+    return [_interpolated(ranks, stage) for stage in range(p.pp)]
 
 
-def _interpolated(played: dict[int, RankMemory], stage: int) -> RankMemory:
-    low, high = max(known for known in played if known <= stage), min(known for known in played if known >= stage)
+def _interpolated(ranks: dict[int, RankMemory], stage: int) -> RankMemory:
+    low, high = max(known for known in ranks if known <= stage), min(known for known in ranks if known >= stage)
     share = (stage - low) / max(1, high - low)
-    pairs = zip(vars(played[low]).values(), vars(played[high]).values(), strict=True)
+    pairs = zip(vars(ranks[low]).values(), vars(ranks[high]).values(), strict=True)
     return RankMemory(*(round(first + share * (second - first)) for first, second in pairs))
 
 
 def fullest_rank(config: RunConfig, holding: Holding = THIS_TRAINER, room: float = math.inf) -> RankMemory:
-    """Find the rank that holds most, or one that holds more than `room` bytes. Of stages in a row with equal chunks the
-    first has most micro-batches in flight, so it holds most. The ends of the pipeline are tried first.
+    """Find the rank with the highest peak, or the first rank over `room` bytes. In a run of stages with equal chunks
+    the first stage has most micro-batches in flight. Both ends of the pipeline are tried first.
     """
     job, last = _Job(config, holding), config.parallel.pp - 1
-    best = job.rank(0)
+    fullest = job.rank(0)
     for stage in dict.fromkeys([last, *job.starts()]) if last else ():
-        if best.total > room:
+        if fullest.total > room:
             break
-        best = max(best, job.rank(stage), key=lambda rank: rank.total) if stage else best
-    return best
+        fullest = max(fullest, job.rank(stage), key=lambda rank: rank.total) if stage else fullest
+    return fullest
 
 
 class _Chunk(NamedTuple):
-    """Bytes of a chunk: as a `unit`; in a backward that `follows` another chunk's; of its gradients then `reducing`."""
+    """Bytes of a model chunk: as a `unit`; transient in a backward that `follows` another chunk's, with the shards of
+    its gradients; of gradients still in reduction after the backward (`reducing`).
+    """
 
     unit: UnitBytes
     follows: int
@@ -143,23 +137,23 @@ class _Chunk(NamedTuple):
 
 
 class _Job:
-    """The ranks of a configuration. Blocks that are alike are accounted for once."""
+    """Memory accounting of a job, with the bytes of equal blocks cached."""
 
     def __init__(self, config: RunConfig, holding: Holding) -> None:
         self._config, self._holding = config, holding
         self._zero2 = config.parallel.zero == 2 and not holding.shards_weights
         self._layout, self._sizes = stages_of(config), Sizes(config)
-        self._fp8 = eight_bit_layers(config)
-        blocks, self._numbers = kinds(config.model)
+        self._fp8 = fp8_layers(config)
+        blocks, self._numbers = distinct_blocks(config.model)
         self._block = cache(lambda number, fp8, recompute: block_bytes(self._sizes, blocks[number], fp8, recompute))
 
     def units(self, stage: int) -> list[list[UnitBytes]]:
-        """List the units of a rank's chunks. A head of the same rank as its tied embedding has no weight of its own."""
+        """List the units of a rank's chunks. A tied head on the embedding's rank has no weight."""
         tied = self._config.model.tie_embeddings and self._layout.pp == 1
         head, chunks = head_bytes(self._sizes), list[list[UnitBytes]]()
         head = head._replace(elements=0) if tied else head
         for chunk in range(self._layout.vpp):
-            index, recompute = self._layout.index(stage, chunk), recompute_of(self._config.train, chunk)
+            index, recompute = self._layout.index(stage, chunk), recompute_policy(self._config.train, chunk)
             layers = self._layout.layers(index)
             blocks = [self._block(self._numbers[layer], layer in self._fp8, recompute) for layer in layers]
             first, last = index == 0, index == self._layout.count - 1
@@ -167,22 +161,20 @@ class _Job:
         return chunks
 
     def starts(self) -> list[int]:
-        """List the stages whose chunks differ from those of the stage before."""
+        """List the first stages of runs of stages with equal chunks."""
         units = [*map(self.units, range(self._layout.pp))]
-        return [stage for stage, own in enumerate(units) if stage == 0 or own != units[stage - 1]]
+        return [stage for stage in range(len(units)) if stage == 0 or units[stage] != units[stage - 1]]
 
     def rank(self, stage: int) -> RankMemory:
-        """Account for a rank of a stage. Beside all actions are receives that are posted, token ids and labels, and
-        of sharded weights two gathered units and the whole gradient of one.
-        """
+        """Account for a rank of a stage, with posted receives, tokens, and two all-gathered units in ZeRO-3."""
         config, p = self._config, self._config.parallel
-        m, units = config.micro_batches, self.units(stage)
+        m, units = config.num_microbatches, self.units(stage)
         assert p.schedule is not None, "a resolved configuration names its schedule"
-        head = packed(config, stage)[-1][-1].numbers if self._zero2 and stage == p.pp - 1 else 0
+        head = bucket_sizes(config, stage)[-1][-1].numel if self._zero2 and stage == p.pp - 1 else 0
         order, chunks = _order(p.schedule, p.pp, p.vpp, m, stage), [*map(self._chunk, units)]
         activations, transient = _peak(order, chunks, self._sizes.wide * head)
         if p.pp > 1 and config.overlap.pp:
-            transient += min(AHEAD if stage < p.pp - 1 else 1, m) * message_bytes(config)
+            transient += min(RECV_LOOKAHEAD if stage < p.pp - 1 else 1, m) * message_bytes(config)
         if stage in (0, p.pp - 1):
             transient += TOKEN_IDS * self._sizes.tokens * m
         if self._holding.shards_weights:
@@ -192,22 +184,22 @@ class _Job:
         return RankMemory(state.parameters, state.gradients, state.optimizer, activations, transient)
 
     def _chunk(self, units: Sequence[UnitBytes]) -> _Chunk:
-        """Account for a chunk. With ZeRO-2 its whole gradients are there in its backward, and a reduction forms a shard
-        of each: one unit after another, or with overlap in the background until the next backward.
+        """Account for a chunk. In ZeRO-2 a backward writes unsharded gradients, then reduced to shards: unit by unit,
+        or with overlap in the background until the next backward.
         """
         chunk, overlap = chunk_bytes(units), self._config.overlap.dp
         if not self._zero2:
             return _Chunk(chunk, chunk.backward)
         size, ranks = self._sizes.wide, replicas(self._config)
-        share = size / ranks if ranks > 1 or not overlap else 0.0  # a lone rank's replaces the whole at once
-        whole, follows = size * chunk.elements, chunk_bytes(units, share, overlap).backward
-        reducing = whole + int(share * chunk.elements) if overlap else 0
-        return _Chunk(chunk._replace(backward=chunk.backward + whole), follows + whole, reducing)
+        share = size / ranks if ranks > 1 or not overlap else 0.0  # with one rank the shard is the gradient itself
+        unsharded, follows = size * chunk.elements, chunk_bytes(units, share, overlap).backward
+        reducing = unsharded + int(share * chunk.elements) if overlap else 0
+        return _Chunk(chunk._replace(backward=chunk.backward + unsharded), follows + unsharded, reducing)
 
 
 def chunk_bytes(units: Sequence[UnitBytes], share: float = 0.0, stay: bool = False) -> UnitBytes:
-    """Account for units one after another: a backward begins when later units have released what they saved. After it
-    come shards of its gradients, `share` bytes an element, which may `stay`.
+    """Account for a chain of units: a unit's backward begins after later units freed their saved tensors, and ends
+    with gradient shards of `share` bytes an element, freed at once or at the chain's end (`stay`).
     """
     saved = forward = backward = casting = 0
     for unit in reversed(units):
@@ -219,12 +211,12 @@ def chunk_bytes(units: Sequence[UnitBytes], share: float = 0.0, stay: bool = Fal
 
 
 def _peak(order: Order, chunks: list[_Chunk], head: int) -> tuple[int, int]:
-    """Play a rank's actions: saved and transient bytes when their sum is most. Gradients in reduction: the `newest` of
-    the chunk `before`, the `older` of another until the next backward. `head`: whole gradients from the loss, in the
-    last chunk, to its backward.
+    """Walk through a rank's actions: saved and transient bytes at the peak of their sum. Gradients in reduction:
+    `newest`, from the chunk `before`, and `older`, freed in the next backward. `head`: unsharded gradient of the head,
+    from the loss to the last chunk's backward.
     """
     last = chunks[-1].unit
-    saved, most = last.saved, last.saved + last.casting  # in the first forward
+    saved, peak = last.saved, last.saved + last.casting  # in the first forward
     alive = newest = older = loss = 0
     before = -1
     for kind, chunk, _ in order:
@@ -233,24 +225,24 @@ def _peak(order: Order, chunks: list[_Chunk], head: int) -> tuple[int, int]:
         if chunk == len(chunks) - 1:
             loss = head if kind is Kind.F else 0
         beside = unit.forward + older
-        if kind is Kind.B:  # gradients of its chunk that are in reduction end one by one
+        if kind is Kind.B:  # reductions of the same chunk finish bucket by bucket, before new gradients
             beside = unit.backward if newest and chunk == before else follows
-        if alive + beside + newest + loss > most:
-            saved, most = alive, alive + beside + newest + loss
+        if alive + beside + newest + loss > peak:
+            saved, peak = alive, alive + beside + newest + loss
         if kind is Kind.B:
             older, newest = 0 if chunk == before else newest, reducing
             alive, before = alive - unit.saved, chunk
-    return saved, most - saved
+    return saved, peak - saved
 
 
-@lru_cache(RECENT)
+@lru_cache(CACHED_ORDERS)
 def _order(schedule: str, p: int, v: int, m: int, rank: int) -> Order:
-    """List a rank's actions for as many micro-batches as show all that is alive at once."""
+    """List a rank's actions, of a periodic schedule only `representative` micro-batches."""
     card = SCHEDULES[schedule]
-    repeats = card.facts.get("repeats", False) and not card.facts["piles"]
+    repeats = card.facts.get("periodic", False) and not card.facts["unbounded_in_flight"]
     return card.load()(p, v, representative(p, m) if repeats else m, rank)
 
 
 def representative(p: int, m: int) -> int:
-    """Count the micro-batches that show all that is alive at once in m, which go in groups through p stages."""
-    return sum(min(groups.number, GROUPS) * groups.size for groups in groups_of(p, m))
+    """Count the micro-batches with the same peak memory as m micro-batches, in groups, on p stages."""
+    return sum(min(groups.num_groups, GROUPS) * groups.size for groups in microbatch_groups(p, m))

@@ -1,4 +1,4 @@
-"""Peak FLOP/s of accelerators by dtype: dense GEMMs without sparsity, as their makers state them."""
+"""Peak FLOP/s of accelerators by dtype, as stated by their makers for dense GEMMs without sparsity."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Accelerator:
-    """An accelerator. `name`: its words all occur in the name that the driver reports. `peak`: FLOP/s by dtype."""
+    """An accelerator. `name`: words of the device name reported by the driver. `peak`: FLOP/s by dtype."""
 
     name: str
     peak: dict[str, float]
@@ -20,7 +20,7 @@ def _peaks(**teraflops: float) -> dict[str, float]:
 HOPPER_SXM = _peaks(fp64=66.9, fp32=66.9, tf32=494.7, fp16=989.4, bf16=989.4, fp8=1978.9)
 HOPPER_NVL = _peaks(fp64=60, fp32=60, tf32=417.5, fp16=835.5, bf16=835.5, fp8=1670.5)
 
-# the first match counts: boards that differ from their family come before it
+# the first match counts, so special boards come before their family
 ACCELERATORS = (
     Accelerator("V100 PCIe", _peaks(fp64=7, fp32=14, fp16=112)),
     Accelerator("V100", _peaks(fp64=7.8, fp32=15.7, fp16=125)),
@@ -42,21 +42,21 @@ ACCELERATORS = (
 
 @dataclass(frozen=True)
 class Peak:
-    """The FLOP/s of one device that MFU is measured against. `source`: where they come from, for people."""
+    """The denominator of MFU: FLOP/s of one device. `source`: their origin, as a text for users."""
 
     flops: float
     source: str
 
 
 def find(device_name: str) -> Accelerator | None:
-    """Find the accelerator of a driver's device name. None if it is not listed, or a MIG slice: no peak is guessed."""
+    """Find the accelerator of a driver's device name; None for an unlisted device or a MIG slice."""
     words = set(device_name.upper().replace("-", " ").split())
     matches = (accelerator for accelerator in ACCELERATORS if words.issuperset(accelerator.name.upper().split()))
     return None if "MIG" in words else next(matches, None)
 
 
 def stated_peak(device_name: str, dtype: str) -> Peak | None:
-    """Find the maker's peak of a device in `dtype` (fp64, fp32, bf16, fp8). None if it is not known."""
+    """Find the stated peak of a device in `dtype` (fp64, fp32, bf16, fp8); None if unknown."""
     accelerator = find(device_name)
     if accelerator is None or dtype not in accelerator.peak:
         return None

@@ -1,1 +1,1 @@
-"""What a machine attains, measured."""
+"""Benchmarks: GEMM throughput, links, training steps, overlap, and hardware profiles for the planner."""

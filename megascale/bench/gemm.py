@@ -1,4 +1,4 @@
-"""The rate of matrix products that a device attains, in every number format, by shape (`megascale bench gemm`)."""
+"""GEMM throughput of a device by shape and dtype (`megascale bench gemm`), and the peak that a model's GEMMs attain."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from megascale.account.peaks import Peak, stated_peak
-from megascale.bench.spread import Spread, between
+from megascale.bench.quartiles import Quartiles, intervals
 from megascale.config.model import ModelConfig
 from megascale.core.units import format_flops
-from megascale.device import Device, out_of_memory
-from megascale.layout.blocks import block, linears
+from megascale.device import Device, is_out_of_memory
+from megascale.layout.blocks import block_spec, linears
 
 
-class Shape(NamedTuple):
-    """x [m, k] times a weight [n, k], as a linear layer multiplies."""
+class GemmShape(NamedTuple):
+    """GEMM of a linear layer: x [m, k] times weight [n, k]."""
 
     m: int
     k: int
@@ -37,96 +37,94 @@ class Shape(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rate:
-    """FLOP/s of one shape in one format; None with the `refusal` of a device that cannot."""
+class GemmRate:
+    """FLOP/s of one shape in one dtype; None, with the reason in `refusal`, if the device cannot run the GEMM."""
 
-    shape: Shape
+    shape: GemmShape
     format: str
-    rate: Spread | None
+    rate: Quartiles | None
     refusal: str = ""
 
 
-PLAIN = {"fp64": torch.float64, "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
-FP8 = ("fp8", "fp8_fast", "fp8_tensorwise", "fp8_tensorwise_fast")
-FORMATS = (*PLAIN, *FP8)
-"""fp8 has a scale for each row of both operands, fp8_tensorwise one for each operand; all give bf16. `_fast`: with fast
-accumulation, in which tensor cores keep the sums, with fewer bits than fp32.
+TORCH_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
+FP8_FORMATS = ("fp8", "fp8_fast", "fp8_tensorwise", "fp8_tensorwise_fast")
+FORMATS = (*TORCH_DTYPES, *FP8_FORMATS)
+"""fp8 has a scale per row of both operands, fp8_tensorwise a scale per operand; the result is bf16. `_fast` uses fast
+accumulation: sums stay in the tensor cores, in fewer bits than fp32.
 """
 
-TYPICAL = ("llama3-8b", "gpt3-175b")
-"""Presets whose products are measured where no shape is asked for, for ROWS tokens."""
+DEFAULT_PRESETS = ("llama3-8b", "gpt3-175b")
+"""Presets whose GEMMs, with DEFAULT_TOKENS tokens, are measured on a GPU by default."""
 
-ROWS = 8192
+DEFAULT_TOKENS = 8192
 
 CACHE_BYTES = 256 << 20
-"""Operands take turns in so many bytes, more than any device's cache holds: at most TURNS of them."""
+"""Bytes of operand copies to rotate through, more than any device's cache; at most MAX_OPERAND_COPIES copies."""
 
-TURNS = 64
+MAX_OPERAND_COPIES = 64
 
 TIMING_S = 1e-3
-"""Products are timed in groups that take so long at least, next to which a moment's mark is nothing."""
+"""Minimum seconds of a timed group of GEMMs: a timer's mark is negligible beside a group."""
 
 
-def products(model: ModelConfig, rows: int) -> list[Shape]:
-    """The GEMMs of a layer's forward on `rows` tokens, and last the head's."""
-    layers = [Shape(rows, layer.inputs, layer.outputs) for layer in linears(block(model, 0))]
-    return [*layers, Shape(rows, model.hidden_size, model.vocab_size)]
+def model_gemms(model: ModelConfig, rows: int) -> list[GemmShape]:
+    """List the forward GEMMs of one layer on `rows` tokens, and last the head's."""
+    layers = [GemmShape(rows, layer.inputs, layer.outputs) for layer in linears(block_spec(model, 0))]
+    return [*layers, GemmShape(rows, model.hidden_size, model.vocab_size)]
 
 
-def typical(device: Device) -> list[Shape]:
-    """What is measured where no shape is asked for."""
+def default_shapes(device: Device) -> list[GemmShape]:
+    """Shapes to measure if the user gives none."""
     sizes = (256, 512, 768, 1536) if device.is_cpu else (4096, 8192, 16384)
-    squares = [Shape(size, size, size) for size in sizes]
-    models = [] if device.is_cpu else [ModelConfig.model_validate({"preset": name}) for name in TYPICAL]
-    return squares + [shape for model in models for shape in products(model, ROWS)]
+    squares = [GemmShape(size, size, size) for size in sizes]
+    models = [] if device.is_cpu else [ModelConfig.model_validate({"preset": name}) for name in DEFAULT_PRESETS]
+    return squares + [shape for model in models for shape in model_gemms(model, DEFAULT_TOKENS)]
 
 
-def typical_formats(device: Device) -> tuple[str, ...]:
-    """What is measured where no format is asked for: one scale for a whole operand takes a CPU a thousand times as
-    long as one a row.
-    """
-    return ("fp32", "bf16", "fp8") if device.is_cpu else ("tf32", "bf16", *FP8)
+def default_formats(device: Device) -> tuple[str, ...]:
+    """Dtypes to measure if the user gives none. On a CPU tensorwise FP8 is a thousand times slower than rowwise."""
+    return ("fp32", "bf16", "fp8") if device.is_cpu else ("tf32", "bf16", *FP8_FORMATS)
 
 
-def rates(
-    shapes: Sequence[Shape], formats: Sequence[str], device: Device, *, repeats: int = 20, seconds: float = 0.3
-) -> Iterator[Rate]:
-    """Measure every shape in every one of FORMATS that is asked for: `repeats` timings or more, over `seconds` or more,
-    for a GPU that gets hot slows down.
-    """
+def measure_rates(
+    shapes: Sequence[GemmShape], formats: Sequence[str], device: Device, *, repeats: int = 20, seconds: float = 0.3
+) -> Iterator[GemmRate]:
+    """Measure every shape in every dtype, `repeats` times or more, for at least `seconds` as a hot GPU is slower."""
     for shape, name in itertools.product(shapes, formats):
         try:
             with _tf32(name == "tf32"):
-                yield Rate(shape, name, _rate(shape, name, device, repeats, seconds))
-        except (RuntimeError, ValueError, NotImplementedError) as error:  # what a device or build of torch lacks
-            full = isinstance(error, RuntimeError) and out_of_memory(error)
+                yield GemmRate(shape, name, _rate(shape, name, device, repeats, seconds))
+        except (RuntimeError, ValueError, NotImplementedError) as error:  # the device or torch build lacks the GEMM
+            full = isinstance(error, RuntimeError) and is_out_of_memory(error)
             reason = "does not fit the device's memory" if full else str(error).strip().split("\n")[0]
-            yield Rate(shape, name, None, reason)
+            yield GemmRate(shape, name, None, reason)
 
 
-def best(found: Sequence[Rate], formats: Sequence[str]) -> tuple[float, Rate] | None:
-    """The highest median rate in any of `formats`; None if there is none."""
-    ran = [(rate.rate.median, rate) for rate in found if rate.rate is not None and rate.format in formats]
+def highest_rate(measured: Sequence[GemmRate], formats: Sequence[str]) -> tuple[float, GemmRate] | None:
+    """Return the highest median rate in any of `formats`; None if none could run."""
+    ran = [(rate.rate.median, rate) for rate in measured if rate.rate is not None and rate.format in formats]
     return max(ran, key=lambda pair: pair[0], default=None)
 
 
-def attainable(model: ModelConfig, rows: int, precision: str, device: Device) -> Peak | None:
-    """The best rate among the model's own products in the format of `train.precision`; None if that has none. In fp8
-    the best of FP8, on a CPU by rows, whichever of them training uses, and without the head, which is in bf16.
+def attainable_peak(model: ModelConfig, rows: int, precision: str, device: Device) -> Peak | None:
+    """Measure the highest rate among the model's own GEMMs in the dtype of `train.precision`; None if no GEMM runs in
+    that dtype. FP8 takes the best FP8 variant, whichever training uses, and leaves out the head, which is in bf16.
     """
-    formats = tuple(name for name in typical_formats(device) if name in FP8) if precision == "fp8" else (precision,)
+    formats = (
+        tuple(name for name in default_formats(device) if name in FP8_FORMATS) if precision == "fp8" else (precision,)
+    )
     if not set(formats) <= set(FORMATS):
         return None
-    shapes = products(model, rows)[: -1 if precision == "fp8" else None]
-    found = best(list(rates(shapes, formats, device, repeats=5, seconds=0.2)), formats)
-    if found is None:
+    shapes = model_gemms(model, rows)[: -1 if precision == "fp8" else None]
+    best_rate = highest_rate(list(measure_rates(shapes, formats, device, repeats=5, seconds=0.2)), formats)
+    if best_rate is None:
         return None
-    rate, where = found
+    rate, where = best_rate
     return Peak(rate, f"{where.shape} in {where.format}, measured")
 
 
-def _rate(shape: Shape, name: str, device: Device, repeats: int, seconds: float) -> Spread:
-    multiply = _product(shape, name, device)
+def _rate(shape: GemmShape, name: str, device: Device, repeats: int, seconds: float) -> Quartiles:
+    multiply = _gemm_fn(shape, name, device)
     for _ in range(3):
         multiply()
     device.synchronize()
@@ -142,23 +140,28 @@ def _rate(shape: Shape, name: str, device: Device, repeats: int, seconds: float)
             multiply()
         marks.append(timer.mark())
     device.synchronize()
-    return Spread.of([group * shape.flops / passed for passed in between(timer, marks)])
+    return Quartiles.from_values([group * shape.flops / passed for passed in intervals(timer, marks)])
 
 
-def _product(shape: Shape, name: str, device: Device) -> Callable[[], object]:
-    """Multiplies operands that were not touched lately. They are random: a GPU that multiplies zeros draws less power,
-    and runs faster than it would in training.
+def _gemm_fn(shape: GemmShape, name: str, device: Device) -> Callable[[], object]:
+    """Return a function that runs the GEMM on operands not in a cache. Operands are random: on zeros a GPU draws less
+    power, and runs faster than in training.
     """
     if device.is_cpu and (name == "tf32" or name.endswith("_fast")):
-        raise ValueError("a format of GPUs")
-    x, weight = (torch.randn(rows, shape.k, device=device.torch) for rows in (shape.m, shape.n))
-    operands = _quantised(x, weight, name) if name in FP8 else (x.to(PLAIN[name]), weight.to(PLAIN[name]))
+        raise ValueError("a GPU-only dtype")
+    x, weight = (torch.randn(rows, shape.k, device=device.torch_device) for rows in (shape.m, shape.n))
+    operands = (
+        _quantize(x, weight, name) if name in FP8_FORMATS else (x.to(TORCH_DTYPES[name]), weight.to(TORCH_DTYPES[name]))
+    )
     size = sum(operand.nbytes for operand in operands)
-    copies = [operands, *(tuple(o.clone() for o in operands) for _ in range(min(TURNS - 1, CACHE_BYTES // size)))]
+    copies = [
+        operands,
+        *(tuple(o.clone() for o in operands) for _ in range(min(MAX_OPERAND_COPIES - 1, CACHE_BYTES // size))),
+    ]
     turns = itertools.cycle(copies)
-    if name in FP8:
+    if name in FP8_FORMATS:
         return lambda: _scaled(*next(turns), fast=name.endswith("_fast"))
-    out = torch.empty(shape.m, shape.n, dtype=PLAIN[name], device=device.torch)
+    out = torch.empty(shape.m, shape.n, dtype=TORCH_DTYPES[name], device=device.torch_device)
 
     def multiply() -> None:
         a, b = next(turns)
@@ -167,14 +170,14 @@ def _product(shape: Shape, name: str, device: Device) -> Callable[[], object]:
     return multiply
 
 
-def _quantised(x: Tensor, weight: Tensor, name: str) -> tuple[Tensor, ...]:
-    """Both operands in e4m3, and their scales: [m, 1] and [1, n], or of whole tensors."""
+def _quantize(x: Tensor, weight: Tensor, name: str) -> tuple[Tensor, ...]:
+    """Quantize both operands to e4m3; return them with their scales, [m, 1] and [1, n] or scalars."""
     largest = torch.finfo(torch.float8_e4m3fn).max
-    whole = name.startswith("fp8_tensorwise")
-    scales = [t.abs().amax() if whole else t.abs().amax(1, keepdim=True) for t in (x, weight)]
+    tensorwise = name.startswith("fp8_tensorwise")
+    scales = [t.abs().amax() if tensorwise else t.abs().amax(1, keepdim=True) for t in (x, weight)]
     scales = [scale.float() / largest for scale in scales]
     a, b = ((t / scale).to(torch.float8_e4m3fn) for t, scale in zip((x, weight), scales, strict=True))
-    return a, b, scales[0], scales[1] if whole else scales[1].t().contiguous()
+    return a, b, scales[0], scales[1] if tensorwise else scales[1].t().contiguous()
 
 
 def _scaled(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, fast: bool) -> Tensor:
@@ -183,7 +186,7 @@ def _scaled(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, fast: boo
 
 @contextlib.contextmanager
 def _tf32(wanted: bool) -> Iterator[None]:
-    """Whether products of fp32 may be computed in tf32."""
+    """Allow or forbid tf32 for fp32 GEMMs within the context."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if wanted else "highest")
     try:
@@ -192,23 +195,23 @@ def _tf32(wanted: bool) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def table(found: Sequence[Rate], device: Device) -> str:
-    """Rates for people, each with its share of what the maker states."""
-    lines = [f"{device.name}, torch {torch.__version__}", f"{'m x k x n':>20}  {'format':19}  {'rate':>15}  stated"]
-    for each in found:
-        if each.rate is None:
-            lines.append(f"{each.shape!s:>20}  {each.format:19}  n/a: {each.refusal[:70]}")
+def table(measured: Sequence[GemmRate], device: Device) -> str:
+    """Format rates as a text table, with the share of the vendor's peak."""
+    lines = [f"{device.name}, torch {torch.__version__}", f"{'m x k x n':>20}  {'format':19}  {'rate':>15}  of peak"]
+    for gemm in measured:
+        if gemm.rate is None:
+            lines.append(f"{gemm.shape!s:>20}  {gemm.format:19}  n/a: {gemm.refusal[:70]}")
             continue
-        peak = stated_peak(device.name, each.format.partition("_")[0])
-        share = f"{each.rate.median / peak.flops:6.1%}" if peak else ""
-        shown = f"{each.shape!s:>20}  {each.format:19}  {format_flops(each.rate.median):>15}  {share}"
-        lines.append(shown.rstrip())
+        peak = stated_peak(device.name, gemm.format.partition("_")[0])
+        share = f"{gemm.rate.median / peak.flops:6.1%}" if peak else ""
+        row = f"{gemm.shape!s:>20}  {gemm.format:19}  {format_flops(gemm.rate.median):>15}  {share}"
+        lines.append(row.rstrip())
     return "\n".join(lines)
 
 
-def as_json(found: Sequence[Rate], device: Device) -> dict[str, Any]:
-    """Rates as plain values, and the best one of each format."""
-    names = dict.fromkeys(each.format for each in found)
-    tops = {name: top[0] for name in names if (top := best(found, [name])) is not None}
-    listed = [asdict(each) | {"shape": str(each.shape)} for each in found]
-    return {"device": device.name, "torch": torch.__version__, "attainable": tops, "rates": listed}
+def as_json(measured: Sequence[GemmRate], device: Device) -> dict[str, Any]:
+    """Return rates, and the best rate of every dtype, as JSON values."""
+    names = dict.fromkeys(gemm.format for gemm in measured)
+    tops = {name: top[0] for name in names if (top := highest_rate(measured, [name])) is not None}
+    rates = [asdict(gemm) | {"shape": str(gemm.shape)} for gemm in measured]
+    return {"device": device.name, "torch": torch.__version__, "attainable": tops, "rates": rates}

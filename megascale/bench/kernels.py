@@ -1,9 +1,12 @@
-"""What a device does in a step: its kernels, sorted by purpose, and the time in which none runs.
+"""Kernel time of a step by purpose (GEMM, attention, norms, ...), and idle time, from a trace of torch's profiler.
 
-torch's profiler writes what happened as a trace of intervals: on a GPU its kernels and copies, each with the call that
-launched it, on a CPU the operators. A kernel's name tells a product or a fused attention; a multiplication may belong
-to anything, so the operators and named ranges that it was launched in decide (`trace.recorder` names the actions of a
-step while a profiler runs).
+The trace has the GPU's kernels and copies with their launches, or the operators of a CPU. GEMMs, attention and
+communication are recognised by the kernel's name, other kernels also by the operators and named ranges around the
+launch (`trace.recorder` names the actions of a step under a profiler).
+
+- `profile_kernels`: run a function under the profiler
+- `classify`: the purpose of a kernel
+- `time_shares`: the share of every purpose, and of idle, in a span of time
 """
 
 from __future__ import annotations
@@ -20,13 +23,13 @@ import torch
 
 from megascale.core.events import OPTIMIZER_ACTIONS
 from megascale.device import Device
-from megascale.observe.summary import covered
+from megascale.observe.summary import union_length
 
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
-"""Categories of the trace that are work of a GPU."""
+"""Trace categories of GPU work."""
 
 _HOST = {"cpu_op", "user_annotation"}
-"""Categories that enclose others."""
+"""Trace categories of host ranges that may enclose further ranges."""
 
 
 def _words(*patterns: str) -> re.Pattern[str]:
@@ -35,12 +38,12 @@ def _words(*patterns: str) -> re.Pattern[str]:
 
 _ATTENTION = _words(r"flash[_:]", r"flash_?att", r"fmha", r"sdpa", r"dot_?product_(\w+_)?attention", r"flex_attention",
                     r"ScaledDotProduct", r"AttentionKernel")  # fmt: skip
-_PRODUCT = _words(r"gemm", r"nvjet", r"gemv", r"splitKreduce", r"cublas", r"triton_(tem|mm)\w*mm",
+_GEMM = _words(r"gemm", r"nvjet", r"gemv", r"splitKreduce", r"cublas", r"triton_(tem|mm)\w*mm",
                   r"^aten::(mm|addmm|addmm_|bmm|baddbmm|matmul|linear|_scaled_mm)$")  # fmt: skip
 _COMMUNICATION = _words(r"nccl", r"gloo", r"c10d::")
 
-_NAMES = (("communication", _COMMUNICATION), ("attention", _ATTENTION), ("gemm", _PRODUCT))
-"""Purposes that a kernel's own name tells, whatever it was launched in."""
+_NAMES = (("communication", _COMMUNICATION), ("attention", _ATTENTION), ("gemm", _GEMM))
+"""Purposes recognised by the kernel's own name, before any enclosing range."""
 
 _PURPOSES = (
     ("optimizer", _words(r"Optimizer\.step", r"adam", r"lamb(?!da)", r"multi_tensor_apply")),
@@ -50,62 +53,62 @@ _PURPOSES = (
     ("loss", _words(r"cross_?entropy", r"log_?softmax", r"nll_loss")),
     ("quantise", _words(r"quanti[sz]e", r"cast_transpose", r"fp8", r"float8")),
     ("attention", _ATTENTION),
-    ("gemm", _PRODUCT),
+    ("gemm", _GEMM),
 )
-"""Purposes that a name may tell, a kernel's or that of what it was launched in."""
+"""Purposes recognised by the name of the kernel or of an enclosing range."""
 
 _COPIES = _words(r"memcpy", r"memset", r"copy", r"(?<!broad)cast", r"CatArray", r"fill", r"zero_",
                  r"^aten::(to|cat|contiguous)$")  # fmt: skip
 
-CLASSES = (
+ALL_PURPOSES = (
     "gemm", "attention", "norms", "activation", "rope", "loss", "quantise", "optimizer", "communication", "copies",
     "other",
 )  # fmt: skip
-"""What `classify` returns, in the order in which it is shown."""
+"""Results of `classify`, in the order of tables."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """Work of the device: a kernel or copy, on a CPU an operator without those that it calls. `within`: what it was
-    launched in, the innermost first.
+    """A kernel or copy of a GPU, or an operator of a CPU without the operators inside. `enclosing`: names of the ranges
+    around the launch, innermost first.
     """
 
     name: str
-    within: tuple[str, ...]
+    enclosing: tuple[str, ...]
     seconds: float
 
 
 @dataclass(frozen=True)
-class Profile:
-    """`busy_s`: seconds in which the device did anything at all; kernels of several streams may run at once."""
+class KernelProfile:
+    """Kernels, and the seconds with at least one kernel running (streams run kernels concurrently)."""
 
     kernels: tuple[Kernel, ...]
     busy_s: float
 
 
-def classify(name: str, within: Sequence[str] = ()) -> str:
-    """The purpose of a kernel or operator, one of CLASSES."""
-    if OPTIMIZER_ACTIONS.intersection(within):
+def classify(name: str, enclosing: Sequence[str] = ()) -> str:
+    """Return the purpose of a kernel or operator, one of ALL_PURPOSES."""
+    if OPTIMIZER_ACTIONS.intersection(enclosing):
         return "optimizer"
     for purpose, pattern in _NAMES:
         if pattern.search(name):
             return purpose
-    for text in (name, *within):
+    for text in (name, *enclosing):
         for purpose, pattern in _PURPOSES:
             if pattern.search(text):
                 return purpose
     return "copies" if _COPIES.search(name) else "other"
 
 
-def shares(profile: Profile, span: float) -> dict[str, float]:
-    """What each purpose takes of `span` seconds, and `idle`, in which the device does nothing."""
-    found = dict.fromkeys(CLASSES, 0.0)
+def time_shares(profile: KernelProfile, span: float) -> dict[str, float]:
+    """Return the share of every purpose, and of `idle`, in a span of seconds."""
+    result = dict.fromkeys(ALL_PURPOSES, 0.0)
     for kernel in profile.kernels:
-        found[classify(kernel.name, kernel.within)] += kernel.seconds / span
-    return found | {"idle": max(0.0, 1 - profile.busy_s / span)}
+        result[classify(kernel.name, kernel.enclosing)] += kernel.seconds / span
+    return result | {"idle": max(0.0, 1 - profile.busy_s / span)}
 
 
-def profile(work: Callable[[], object], device: Device) -> Profile:
+def profile_kernels(work: Callable[[], object], device: Device) -> KernelProfile:
     """Run `work` under torch's profiler."""
     with torch.profiler.profile() as profiler:
         work()
@@ -114,36 +117,36 @@ def profile(work: Callable[[], object], device: Device) -> Profile:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
-    return from_trace(events)
+    return profile_from_trace(events)
 
 
-def from_trace(events: Iterable[dict[str, Any]]) -> Profile:
-    """Read the `traceEvents` of a trace that torch's profiler exported; its times are microseconds."""
+def profile_from_trace(events: Iterable[dict[str, Any]]) -> KernelProfile:
+    """Parse the `traceEvents`, in microseconds, of a trace exported by torch's profiler."""
     intervals = [event for event in events if event.get("ph") == "X"]
     device = [event for event in intervals if event.get("cat") in _DEVICE]
     if not device:
         operators = tuple(_operators(intervals))
-        return Profile(operators, sum(operator.seconds for operator in operators))
-    within = _launched_in(intervals)
-    kernels = (Kernel(e["name"], within.get(_correlation(e) or -1, ()), e["dur"] / 1e6) for e in device)
-    return Profile(tuple(kernels), covered((e["ts"], e["ts"] + e["dur"]) for e in device) / 1e6)
+        return KernelProfile(operators, sum(operator.seconds for operator in operators))
+    enclosing = _launched_in(intervals)
+    kernels = (Kernel(e["name"], enclosing.get(_correlation(e) or -1, ()), e["dur"] / 1e6) for e in device)
+    return KernelProfile(tuple(kernels), union_length((e["ts"], e["ts"] + e["dur"]) for e in device) / 1e6)
 
 
 def _operators(intervals: Sequence[dict[str, Any]]) -> Iterator[Kernel]:
-    """Operators without those that they call."""
+    """Yield the operators with their self time."""
     inside: dict[int, float] = {}
-    found = list(_nested([event for event in intervals if event.get("cat") in _HOST]))
-    for event, around in found:
+    nested = list(_nested([event for event in intervals if event.get("cat") in _HOST]))
+    for event, around in nested:
         if around:
             inside[id(around[-1])] = inside.get(id(around[-1]), 0.0) + event["dur"]
-    for event, around in found:
+    for event, around in nested:
         if event["cat"] == "cpu_op":
             seconds = max(0.0, event["dur"] - inside.get(id(event), 0.0)) / 1e6
             yield Kernel(event["name"], _names(around), seconds)
 
 
 def _launched_in(intervals: Sequence[dict[str, Any]]) -> dict[int, tuple[str, ...]]:
-    """For each correlation number, the operators and ranges around the call that launched it, the innermost first."""
+    """Map correlation ids to the names of the operators and ranges around the launch, innermost first."""
     launches = [e for e in intervals if e.get("cat") not in _DEVICE and _correlation(e) is not None]
     numbers = {id(event): _correlation(event) for event in launches}
     nested = _nested([*(e for e in intervals if e.get("cat") in _HOST), *launches])
@@ -151,12 +154,12 @@ def _launched_in(intervals: Sequence[dict[str, Any]]) -> dict[int, tuple[str, ..
 
 
 def _correlation(event: dict[str, Any]) -> int | None:
-    """The number that a launch and what it launched share."""
+    """Return the id that a launch shares with its kernel."""
     return event.get("args", {}).get("correlation")
 
 
 def _nested(intervals: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], tuple[dict[str, Any], ...]]]:
-    """Each interval, with those of its thread that enclose it, the outermost first."""
+    """Yield every interval with the enclosing intervals of its thread, outermost first."""
     threads: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
     for event in intervals:
         threads.setdefault((event["pid"], event["tid"]), []).append(event)

@@ -1,5 +1,7 @@
-"""How long what ranks send each other takes: the collectives of tensor and data parallelism, and the messages between
-pipeline stages, through the transports that training chooses on this host (`megascale bench links`).
+"""Bandwidth and latency between ranks: collectives of tensor and data parallelism and point-to-point messages of
+pipelines, through the transports of training on this host (`megascale bench links`).
+
+`measure_links` times the operations, `fit_link` fits bandwidth and latency to the timings.
 """
 
 from __future__ import annotations
@@ -11,11 +13,11 @@ from typing import Any, cast
 
 import torch
 
-from megascale.bench.fit import Sample, costs, rate
-from megascale.bench.spread import Spread, between
+from megascale.bench.cost_fit import Measurement, fit_costs, rate_of_cost
+from megascale.bench.quartiles import Quartiles, intervals
 from megascale.comm.collectives import all_gather, all_reduce, reduce_scatter
 from megascale.comm.mesh import Mesh, open_mesh
-from megascale.comm.totals import max_over_job, meet
+from megascale.comm.totals import device_barrier, max_over_job
 from megascale.core.units import format_bytes
 from megascale.device import Device
 from megascale.layout.topology import Topology
@@ -24,38 +26,36 @@ from megascale.trace.recorder import Recorder
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 OPERATIONS = (*COLLECTIVES, "message")
-"""A message goes from a pipeline stage to the next and comes back; half of the time is of one."""
+"""A message is timed as half of a ping-pong between two pipeline stages."""
 
 SIZES = (4 << 10, 64 << 10, 512 << 10, 4 << 20, 32 << 20)
-"""Bytes: from a few numbers to a model's gradients."""
+"""Tensor sizes in bytes, from latency-bound to bandwidth-bound."""
 
 TIMING_S = 2e-3
-"""Operations are timed in groups that take so long at least: more than a look at the clock, less than a turn of another
-process on a busy core.
-"""
+"""Minimum seconds of a timed group of operations: above a clock's resolution, below a scheduler's time slice."""
 
 
 @dataclass(frozen=True)
-class Timed:
-    """Seconds of an operation on `bytes` (of the whole tensor, as in `simulate.link_time`) among `ranks`."""
+class LinkTiming:
+    """Seconds of an operation among `ranks`. `bytes` is the size of the full tensor, as in `simulate.link_time`."""
 
     operation: str
     ranks: int
     bytes: int
-    seconds: Spread
+    seconds: Quartiles
 
     @property
-    def travelled(self) -> float:
-        """Bytes through each rank, of which the time is a bandwidth."""
-        return self._ring(1.0, 0.0)
+    def bus_bytes(self) -> float:
+        """Bytes through every rank; divided by seconds, the bus bandwidth."""
+        return self._link_time(1.0, 0.0)
 
     @property
-    def messages(self) -> float:
-        """Of a rank, one after another."""
-        return self._ring(math.inf, 1.0)
+    def latency_count(self) -> float:
+        """Number of latencies in sequence, for example the hops of a ring."""
+        return self._link_time(math.inf, 1.0)
 
-    def _ring(self, bandwidth: float, latency: float) -> float:
-        """Seconds as the planner reckons them."""
+    def _link_time(self, bandwidth: float, latency: float) -> float:
+        """Predict the seconds with the planner's formulas."""
         route = Route(bandwidth, latency, network=False)
         if self.operation == "message":
             return route.message(self.bytes)
@@ -63,120 +63,115 @@ class Timed:
 
 
 @dataclass(frozen=True)
-class Way:
-    """What a `Route` of the planner has: bytes/s each way, and seconds of a message."""
+class LinkCost:
+    """Parameters of a planner's `Route`: bandwidth per direction in bytes/s, latency per message in seconds."""
 
     bandwidth: float
     latency: float
 
 
-def measure(device: Device, rank: int, world: int, sizes: Sequence[int], repeats: int = 20) -> list[Timed]:
-    """Every operation with every size among all ranks of a job that was brought together. Every rank has its own
-    times.
-    """
+def measure_links(device: Device, rank: int, world: int, sizes: Sequence[int], repeats: int = 20) -> list[LinkTiming]:
+    """Time every operation with every size among all ranks of an initialised job. A rank returns its own timings."""
     tensor, pipeline = (_mesh(device, topology, rank) for topology in (Topology(tp=world), Topology(pp=world)))
-    pipeline.channels.connect(device.torch, around=False)
-    found = []
+    pipeline.p2p.connect(device.torch_device, wrap_around=False)
+    timings = []
     for operation in OPERATIONS:
         for size in sizes:
-            numbers = max(1, size // 4 // world) * world
-            work = _work(operation, tensor, pipeline, torch.zeros(numbers, device=device.torch))
+            numel = max(1, size // 4 // world) * world
+            work = _operation_fn(operation, tensor, pipeline, torch.zeros(numel, device=device.torch_device))
             halves = 2 if operation == "message" else 1
-            seconds = [each / halves for each in _time(work, device, tensor, repeats)]
-            found.append(Timed(operation, world, 4 * numbers, Spread.of(seconds)))
-    return found
+            seconds = [passed / halves for passed in _time(work, device, tensor, repeats)]
+            timings.append(LinkTiming(operation, world, 4 * numel, Quartiles.from_values(seconds)))
+    return timings
 
 
 def _mesh(device: Device, topology: Topology, rank: int) -> Mesh:
-    return open_mesh(topology, rank, tied=False, recorder=Recorder(device.timer(), on=False))
+    return open_mesh(topology, rank, tied=False, recorder=Recorder(device.timer(), enabled=False))
 
 
-def _work(operation: str, tensor: Mesh, pipeline: Mesh, whole: torch.Tensor) -> Callable[[], object]:
-    """Carries out an operation once."""
+def _operation_fn(operation: str, tensor: Mesh, pipeline: Mesh, full: torch.Tensor) -> Callable[[], object]:
+    """Return a function that runs an operation once."""
     group = tensor.tp
-    part = whole.view(group.size, -1)[group.index]
+    part = full.view(group.size, -1)[group.index]
     if operation == "all_reduce":
-        return lambda: all_reduce(group, whole)
+        return lambda: all_reduce(group, full)
     if operation == "all_gather":
-        return lambda: all_gather(group, whole, part)
+        return lambda: all_gather(group, full, part)
     if operation == "reduce_scatter":
-        return lambda: reduce_scatter(group, part, whole)
-    channels, there = pipeline.channels, group.index ^ 1
-    if there >= group.size:  # the last of an odd number has nobody to write to
+        return lambda: reduce_scatter(group, part, full)
+    channels, peer = pipeline.p2p, group.index ^ 1
+    if peer >= group.size:  # the last of an odd number of ranks has no peer
         return lambda: None
-    first = group.index < there
+    first = group.index < peer
 
-    def to_and_fro() -> None:
+    def ping_pong() -> None:
         if first:
-            channels.send(whole, there).wait()
-        channels.receive(whole, there).wait()
+            channels.send(full, peer).wait()
+        channels.receive(full, peer).wait()
         if not first:
-            channels.send(whole, there).wait()
+            channels.send(full, peer).wait()
 
-    return to_and_fro
+    return ping_pong
 
 
 def _time(work: Callable[[], object], device: Device, mesh: Mesh, repeats: int) -> list[float]:
-    """Seconds of one, `repeats` times."""
+    """Time `work` in seconds, `repeats` times."""
     seconds: list[float] = []
     group = 1
-    for number in range(repeats + 2):  # the first tells how many make a group
-        meet(mesh, device.torch)
+    for number in range(repeats + 2):  # 0 warms up, 1 determines the group
+        device_barrier(mesh, device.torch_device)
         timer = device.timer()
         marks = [timer.mark()]
         for _ in range(group):
             work()
         marks.append(timer.mark())
         device.synchronize()
-        (passed,) = between(timer, marks)
+        (passed,) = intervals(timer, marks)
         if number == 1:
-            once = torch.tensor([passed], dtype=torch.float64, device=device.torch)
-            max_over_job(mesh, once)  # all do the same number
+            once = torch.tensor([passed], dtype=torch.float64, device=device.torch_device)
+            max_over_job(mesh, once)  # every rank must take the same number of calls
             group = max(1, math.ceil(TIMING_S / float(once)))
         elif number > 1:
             seconds.append(passed / group)
     return seconds
 
 
-def way(found: Sequence[Timed], operations: Sequence[str]) -> Way:
-    """What the planner needs to say how long these operations take. Of each size the lower quartile counts: whatever
-    else the machine does can only slow it down.
+def fit_link(timings: Sequence[LinkTiming], operations: Sequence[str]) -> LinkCost:
+    """Fit bandwidth and latency to the timings of some operations. The lower quartile of every size is used, because
+    other load on the machine only slows an operation down.
     """
-    chosen = [each for each in found if each.operation in operations]
-    samples = [Sample((each.messages, each.travelled), (each.seconds.low,)) for each in chosen]
-    latency, byte = costs(samples)
-    least = min(each.seconds.low / each.messages for each in chosen)
-    return Way(rate(byte), latency or least)
+    chosen = [timing for timing in timings if timing.operation in operations]
+    samples = [Measurement((timing.latency_count, timing.bus_bytes), (timing.seconds.low,)) for timing in chosen]
+    latency, byte = fit_costs(samples)
+    lowest = min(timing.seconds.low / timing.latency_count for timing in chosen)
+    return LinkCost(rate_of_cost(byte), latency or lowest)
 
 
-def table(found: Sequence[Timed], device: Device) -> str:
-    """Times for people, and what they come to."""
+def table(timings: Sequence[LinkTiming], device: Device) -> str:
+    """Format the timings as a text table, with the fitted bandwidth and latency."""
     lines = [
-        f"{found[0].ranks} ranks on {device.name}, torch {torch.__version__}",
-        f"{'operation':15} {'size':>10}  {'median us':>11} {'quartiles us':>22}  {'through a rank':>14}",
+        f"{timings[0].ranks} ranks on {device.name}, torch {torch.__version__}",
+        f"{'operation':15} {'size':>10}  {'median us':>11} {'quartiles us':>22}  {'bus bandwidth':>14}",
     ]
-    for each in found:
-        s = each.seconds
+    for timing in timings:
+        s = timing.seconds
         quartiles = f"{s.low * 1e6:,.1f}..{s.high * 1e6:,.1f}"
-        rate = f"{each.travelled / s.median / 1e9:.2f} GB/s"
-        size = format_bytes(each.bytes)
-        lines.append(f"{each.operation:15} {size:>10}  {s.median * 1e6:>11,.1f} {quartiles:>22}  {rate:>14}")
+        rate = f"{timing.bus_bytes / s.median / 1e9:.2f} GB/s"
+        size = format_bytes(timing.bytes)
+        lines.append(f"{timing.operation:15} {size:>10}  {s.median * 1e6:>11,.1f} {quartiles:>22}  {rate:>14}")
     for name, operations in (("collectives", COLLECTIVES), ("messages", ("message",))):
-        lines.append(f"{name}: {_words(way(found, operations))}")
+        cost = fit_link(timings, operations)
+        lines.append(f"{name}: {cost.bandwidth / 1e9:.2f} GB/s, latency {cost.latency * 1e6:.1f} us per message")
     return "\n".join(lines)
 
 
-def _words(way: Way) -> str:
-    return f"{way.bandwidth / 1e9:.2f} GB/s and {way.latency * 1e6:.1f} us a message"
-
-
-def as_json(found: Sequence[Timed], device: Device) -> dict[str, Any]:
-    """Times as plain values."""
-    ways = {"collectives": COLLECTIVES, "messages": ("message",)}
+def as_json(timings: Sequence[LinkTiming], device: Device) -> dict[str, Any]:
+    """Return the timings, and the fitted bandwidth and latency, as JSON values."""
+    fits = {"collectives": COLLECTIVES, "messages": ("message",)}
     return {
         "device": device.name,
-        "ranks": found[0].ranks,
+        "ranks": timings[0].ranks,
         "torch": torch.__version__,
-        "results": [asdict(each) | {"travelled": each.travelled} for each in found],
-        **{name: asdict(way(found, operations)) for name, operations in ways.items()},
+        "results": [asdict(timing) | {"travelled": timing.bus_bytes} for timing in timings],
+        **{name: asdict(fit_link(timings, operations)) for name, operations in fits.items()},
     }

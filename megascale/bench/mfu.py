@@ -1,8 +1,8 @@
-"""Model FLOPs utilisation of real training steps on one device (`megascale bench mfu`): what is run, and how the result
-is told. `bench.speed` runs it.
+"""Model FLOPs utilisation of real training steps on one device (`megascale bench mfu`): configuration and result. The
+measurement itself is `bench.mfu_run`.
 
-A model too large for the device is cut: a slice has its first layers, and the whole embedding and head. FLOPs are those
-of the slice. Its head weighs more than in the whole model; the result says how much.
+A model too large for the device is cut to a slice: its first layers, with the whole embedding and head. FLOPs are the
+slice's. The head has a larger share of the FLOPs than in the whole model; the result states both shares.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from typing import Any
 from megascale.account.flops import TokenFlops, hardware_flops, head_flops, mfu, token_flops
 from megascale.account.parameters import parameter_count
 from megascale.account.peaks import Peak
-from megascale.bench.spread import Spread
+from megascale.bench.quartiles import Quartiles
 from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
 from megascale.core.units import format_bytes, format_count, format_flops
 
-LEAST_STEPS = 20
-"""Timed steps that a median and quartiles are worth stating of."""
+MIN_TIMED_STEPS = 20
+"""Fewest timed steps for a median and quartiles."""
 
-WARM_UP = 5
-PROFILED = 3
+WARM_UP_STEPS = 5
+PROFILED_STEPS = 3
 
 CONVENTIONS = ("full", "causal")
-"""How much of the attention matrix counts (`account.flops`)."""
+"""FLOP conventions: the full attention matrix, or the causal half (`account.flops`)."""
 
 
-ALL_CAST = {"bf16_first": 0, "bf16_last": 0}
-"""Of `[fp8]`: no layer stays in bf16."""
+ALL_LAYERS_FP8 = {"bf16_first": 0, "bf16_last": 0}
+"""Settings of `[fp8]` that leave no layer in bf16."""
 
 
 def preset_tree(preset: str) -> dict[str, Any]:
-    """A run of a preset on random tokens, as a configuration file would hold it: bf16, and four micro-batches a step, a
-    job's usual few. In fp8 every layer is cast: a slice has no first or last layer of its own.
+    """Return the configuration of a preset on random tokens: bf16, four micro-batches per step. With fp8 every layer is
+    quantized, because a slice lacks the whole model's last layers.
     """
     return {
         "name": preset,
@@ -43,19 +43,19 @@ def preset_tree(preset: str) -> dict[str, Any]:
         "batch": {"micro": 1, "global": 4},
         "train": {"precision": "bf16"},
         "optimizer": {"lr": 1e-4, "decay": "constant"},
-        "fp8": dict(ALL_CAST),
+        "fp8": dict(ALL_LAYERS_FP8),
         "data": {"mock": True},
         "checkpoint": {"every": 0},
     }
 
 
 @dataclass(frozen=True)
-class Steps:
-    """How many steps are not timed at first, how many are timed, and how many are then run under the profiler."""
+class StepCounts:
+    """Numbers of steps, in order: untimed, timed, under the profiler."""
 
-    warm_up: int = WARM_UP
-    timed: int = LEAST_STEPS
-    profiled: int = PROFILED
+    warm_up: int = WARM_UP_STEPS
+    timed: int = MIN_TIMED_STEPS
+    profiled: int = PROFILED_STEPS
 
     @property
     def total(self) -> int:
@@ -63,31 +63,32 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class Fit:
-    """How many of a model's layers, `whole`, fit a device: a step of one took `first` bytes, each further one takes
-    `layer`, of which `state` are weights, gradients and optimizer; `room` may be used.
+class LayerFit:
+    """Number of a model's `total_layers` that fit in `available` bytes: a step with one layer took `first` bytes, a
+    further layer takes `layer` bytes, of which `state` are weights, gradients and optimizer.
     """
 
-    whole: int
-    room: int
+    total_layers: int
+    available: int
     first: int
     layer: int
     state: int
 
     @property
     def layers(self) -> int:
-        """0 if not even one fits."""
-        return min(self.whole, max(0, 1 + (self.room - self.first) // self.layer))
+        """Number of layers that fit; 0 if a single layer does not fit."""
+        return min(self.total_layers, max(0, 1 + (self.available - self.first) // self.layer))
 
     def __str__(self) -> str:
-        room, first, layer, state = map(format_bytes, (self.room, self.first, self.layer, self.state))
-        return f"{self.layers} layers fit {room}: one takes {first}, each further one {layer}, {state} of it state"
+        available, first, layer, state = map(format_bytes, (self.available, self.first, self.layer, self.state))
+        further = f"each further layer {layer}, of which {state} is state"
+        return f"{self.layers} layers fit in {available}: the first takes {first}, {further}"
 
 
 @dataclass(frozen=True)
-class Machine:
-    """Where it ran. `backends`: who carried out which operation. `peak`: the device's; `attainable`: the rate that
-    matrix products reached.
+class DeviceSetup:
+    """Device and software of a measurement. `backends`: backend by operation; `peak`: the device's peak; `attainable`:
+    the rate of the model's GEMMs alone.
     """
 
     device: str
@@ -98,24 +99,24 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Speed:
-    """The result. `step`: seconds; `losses` of the first step and the last one timed; `kernels`: shares of a step by
-    purpose (`bench.kernels`), `whole`: the model that this is a slice of.
+class MfuResult:
+    """Result of the benchmark. `full_model`: the model before slicing; `step`: seconds; `losses`: of the first and the
+    last timed step; `kernels`: share of a step by purpose (`bench.kernels`).
     """
 
     config: RunConfig
-    whole: ModelConfig
-    fit: Fit | None
-    machine: Machine
+    full_model: ModelConfig
+    fit: LayerFit | None
+    machine: DeviceSetup
     warm_up: int
-    step: Spread
+    step: Quartiles
     losses: tuple[float, float]
     peak_memory: int
     kernels: Mapping[str, float]
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
+        """Tokens per step."""
         return self.config.batch.total * self.config.model.seq_length
 
     @property
@@ -124,35 +125,35 @@ class Speed:
 
     @property
     def flops(self) -> TokenFlops:
-        """Of the model, for a token."""
+        """Model FLOPs per token."""
         return token_flops(self.config.model)
 
-    def used(self, flops: TokenFlops, peak: Peak | None) -> dict[str, float | None]:
-        """`flops` a token against a peak, in both conventions."""
+    def utilisation_of(self, flops: TokenFlops, peak: Peak | None) -> dict[str, float | None]:
+        """Utilisation of a peak by `flops` per token, in both conventions."""
         return {c: mfu(getattr(flops, c), self.tokens_per_s, peak.flops) if peak else None for c in CONVENTIONS}
 
     @property
     def utilisation(self) -> dict[str, dict[str, float | None]]:
-        """MFU, HFU, and the model's FLOPs against what products attain."""
+        """MFU, HFU, and the model's FLOPs relative to the GEMMs' attainable rate."""
         done = hardware_flops(self.config)
         return {
-            "mfu": self.used(self.flops, self.machine.peak),
-            "hfu": self.used(done, self.machine.peak),
-            "of_attainable": self.used(self.flops, self.machine.attainable),
+            "mfu": self.utilisation_of(self.flops, self.machine.peak),
+            "hfu": self.utilisation_of(done, self.machine.peak),
+            "of_attainable": self.utilisation_of(self.flops, self.machine.attainable),
         }
 
     def head_share(self, layers: int) -> float:
-        """The part of the FLOPs (full) that is the head's in a model of so many layers."""
-        model = with_layers(self.whole, layers)
+        """Share of the head in the FLOPs (full convention) of a model with `layers` layers."""
+        model = model_with_layers(self.full_model, layers)
         return head_flops(model) / token_flops(model).full
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, as plain values."""
+        """Return the result as JSON values."""
         model = self.config.model
         return {
             "name": self.config.name,
             "layers": model.num_layers,
-            "whole_layers": self.whole.num_layers,
+            "whole_layers": self.full_model.num_layers,
             "parameters": parameter_count(model),
             "precision": self.config.train.precision,
             "tokens": self.tokens,
@@ -162,7 +163,10 @@ class Speed:
             "flops_per_token": {c: getattr(self.flops, c) for c in CONVENTIONS},
             "model_flops_per_s": {c: getattr(self.flops, c) * self.tokens_per_s for c in CONVENTIONS},
             **self.utilisation,
-            "head_share": {"slice": self.head_share(model.num_layers), "whole": self.head_share(self.whole.num_layers)},
+            "head_share": {
+                "slice": self.head_share(model.num_layers),
+                "whole": self.head_share(self.full_model.num_layers),
+            },
             "peak_memory_bytes": self.peak_memory,
             "losses": list(self.losses),
             "kernels": dict(self.kernels),
@@ -172,28 +176,28 @@ class Speed:
         }
 
 
-def with_layers(model: ModelConfig, layers: int) -> ModelConfig:
-    """The model with another number of layers: with fewer than its windows, the first of these."""
+def model_with_layers(model: ModelConfig, layers: int) -> ModelConfig:
+    """Return the model with another number of layers; a list of windows is cut to its first `layers`."""
     window = model.window[:layers] if isinstance(model.window, list) else model.window
     return model.model_copy(update={"num_layers": layers, "window": window})
 
 
-def sized(config: RunConfig, layers: int) -> RunConfig:
-    """The run with another number of layers, on one device, where they are one chunk."""
+def config_with_layers(config: RunConfig, layers: int) -> RunConfig:
+    """Return the run with another number of layers, all in one model chunk."""
     parallel = config.parallel.model_copy(update={"layers_per_chunk": None})
-    return config.model_copy(update={"model": with_layers(config.model, layers), "parallel": parallel})
+    return config.model_copy(update={"model": model_with_layers(config.model, layers), "parallel": parallel})
 
 
-def table(speed: Speed) -> str:
-    """The result for people."""
+def table(speed: MfuResult) -> str:
+    """Format the result as text."""
     config, machine, step = speed.config, speed.machine, speed.step
     model, batch = config.model, config.batch
     backends = ", ".join(f"{operation} {name}" for operation, name in machine.backends.items())
     lines = [
         f"{config.name}: {_slice(speed)}, {format_count(parameter_count(model))} parameters, {config.train.precision}",
         f"on {machine.device}, torch {machine.torch}; {backends}",
-        f"a step is {batch.total} x {model.seq_length} tokens in micro-batches of {batch.micro}; "
-        f"{step.count} steps after {speed.warm_up} that do not count",
+        f"{batch.total} x {model.seq_length} tokens per step in micro-batches of {batch.micro}; "
+        f"{step.count} timed steps after {speed.warm_up} warm-up steps",
         *([str(speed.fit)] if speed.fit else []),
         "",
         f"step         {step.median * 1e3:,.1f} ms  (quartiles {step.low * 1e3:,.1f}..{step.high * 1e3:,.1f})",
@@ -205,27 +209,27 @@ def table(speed: Speed) -> str:
         _row("model FLOPs", [format_flops(getattr(speed.flops, c) * speed.tokens_per_s) for c in CONVENTIONS]),
         *_utilisation(speed),
     ]
-    if shown := [f"{name:<13} {share:6.1%}" for name, share in speed.kernels.items() if share >= 5e-4]:
-        lines += ["", "share of a step's time", *_columns(shown)]
+    if shares := [f"{name:<13} {share:6.1%}" for name, share in speed.kernels.items() if share >= 5e-4]:
+        lines += ["", "share of a step's time", *_columns(shares)]
     return "\n".join(lines)
 
 
-def _slice(speed: Speed) -> str:
-    layers, whole = speed.config.model.num_layers, speed.whole.num_layers
-    if layers == whole:
+def _slice(speed: MfuResult) -> str:
+    layers, total_layers = speed.config.model.num_layers, speed.full_model.num_layers
+    if layers == total_layers:
         return f"all {layers} layers"
-    head, in_whole = speed.head_share(layers), speed.head_share(whole)
-    return f"{layers} of {whole} layers (the head is {head:.0%} of the FLOPs, {in_whole:.0%} in the whole model)"
+    head, full_head = speed.head_share(layers), speed.head_share(total_layers)
+    return f"{layers} of {total_layers} layers (head: {head:.0%} of the FLOPs, {full_head:.0%} in the whole model)"
 
 
-def _utilisation(speed: Speed) -> list[str]:
+def _utilisation(speed: MfuResult) -> list[str]:
     machine, lines = speed.machine, []
     against = {"mfu": machine.peak, "hfu": machine.peak, "of_attainable": machine.attainable}
     for name, shares in speed.utilisation.items():
         peak = against[name]
-        shown = ["n/a" if share is None else f"{share:.1%}" for share in shares.values()]
+        cells = ["n/a" if share is None else f"{share:.1%}" for share in shares.values()]
         note = f"  of {format_flops(peak.flops)} ({peak.source})" if peak and name != "hfu" else ""
-        lines.append(_row({"mfu": "MFU", "hfu": "HFU", "of_attainable": "of attainable"}[name], shown) + note)
+        lines.append(_row({"mfu": "MFU", "hfu": "HFU", "of_attainable": "of attainable"}[name], cells) + note)
     return lines
 
 

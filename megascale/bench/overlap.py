@@ -1,8 +1,11 @@
-"""How much communication overlap hides: the same job with it and without, on a cluster of namespaces with slow links.
+"""Share of communication that overlap hides, measured on a cluster of network namespaces with slow links.
 
-Three step times tell it. `compute`: overlapped, over links that nothing limits. `off`: one after the other, over links
-so slow that communication takes about two fifths of the step. `on`: overlapped, over the same links. What could be
-hidden is the smaller of compute and communication (off - compute); what was hidden is off - on.
+Three step times: `compute` with overlap over unlimited links; `off` without and `on` with overlap over links so slow
+that communication takes about two fifths of a step without overlap.
+
+    communication = off - compute
+    ideal         = max(compute, communication)
+    hidden        = (off - on) / (off - ideal)
 """
 
 from __future__ import annotations
@@ -17,21 +20,21 @@ from typing import Any
 
 from megascale.core.errors import MegascaleError
 from megascale.core.files import write_text
-from megascale.launch.hosts import torchrun
-from megascale.launch.testbed import Link, Testbed
+from megascale.launch.hosts import run_torchrun
+from megascale.launch.testbed import HostLink, Testbed
 
-SHARE = 0.4
-"""Of a step without overlap that communication is to take."""
+COMMUNICATION_SHARE = 0.4
+"""Target share of communication in a step without overlap."""
 
-WARM_UP = 2
-"""Steps that do not count."""
+WARM_UP_STEPS = 2
+"""Untimed steps."""
 
 TIMEOUT_S = 600.0
 
 Settings = dict[str, str]
-"""Keys of the configuration, and their values as on the command line."""
+"""Configuration keys, with values as on the command line."""
 
-COMMON: Settings = {
+COMMON_SETTINGS: Settings = {
     "model.vocab_size": "2048",
     "model.seq_length": "256",
     "model.norm": '"rmsnorm"',
@@ -48,13 +51,13 @@ COMMON: Settings = {
 
 
 PAPER_LAYER: Settings = {"model.block": '"parallel"', "model.activation": '"gelu"'}
-"""MegaScale's layer (section 3.1): attention and MLP side by side, and GeLU."""
+"""MegaScale's parallel transformer block (section 3.1) with GeLU."""
 
 
 @dataclass(frozen=True)
-class Case:
-    """A job on `hosts` hosts with one rank each, and the axes whose overlap is switched. `cores`: processor time of a
-    host, where there are more hosts than this machine has cores.
+class OverlapCase:
+    """A job on `hosts` hosts with one rank per host, and the `axes` to measure. `cores`: processor time of a host, for
+    more hosts than cores.
     """
 
     name: str
@@ -63,7 +66,7 @@ class Case:
     settings: Settings
     cores: float | None = None
 
-    def switched(self, on: bool) -> Settings:
+    def overlap_settings(self, on: bool) -> Settings:
         return {f"overlap.{axis}": str(on).lower() for axis in self.axes}
 
 
@@ -83,20 +86,20 @@ def _batch(micro: int, total: int) -> Settings:
 CASES = {
     case.name: case
     for case in (
-        Case(
+        OverlapCase(
             "dp", 2, ("dp",),
             _model(8, 256, 768) | _batch(24, 48) | {"parallel.dp": "2", "overlap.bucket_bytes": "4000000"},
         ),
-        Case(
+        OverlapCase(
             "pp", 2, ("pp",),
             _model(8, 256, 768) | _batch(2, 48) | {"parallel.pp": "2", "parallel.vpp": "2"},
         ),
-        Case(
+        OverlapCase(
             "tp", 2, ("tp",),
             _model(12, 1024, 4096) | _batch(4, 4) | {"model.vocab_size": "4096"}
             | {"parallel.tp": "2", "parallel.sp": "true"} | PAPER_LAYER,
         ),
-        Case(
+        OverlapCase(
             "all", 8, ("tp", "pp", "dp"),
             _model(4, 512, 2048) | _batch(2, 32)
             | {"parallel.tp": "2", "parallel.sp": "true", "parallel.pp": "2", "parallel.vpp": "2", "parallel.dp": "2"}
@@ -105,14 +108,14 @@ CASES = {
         ),
     )
 }  # fmt: skip
-"""Each axis alone, and all together. What is computed for each byte is chosen so that the links can be slow: fast ones
-would keep the processors busy with the network itself.
+"""Cases: every axis alone, and all axes together. Compute per byte is high enough for slow links: fast links would keep
+the processors busy with the network stack.
 """
 
 
 @dataclass(frozen=True)
-class Result:
-    """Step times in seconds, medians over the rounds. `exposed`: of the case's axes together on rank 0."""
+class OverlapResult:
+    """Step times in seconds, medians over rounds. `exposed_*`: exposed communication of the case's axes on rank 0."""
 
     case: str
     rate: float
@@ -132,100 +135,107 @@ class Result:
 
     @property
     def hidden(self) -> float:
-        """The share of what could be hidden that was."""
+        """Share of the hideable communication that overlap hides."""
         return (self.off - self.on) / (self.off - self.ideal)
 
 
 class OverlapError(MegascaleError):
-    """A job of the benchmark that did not end well."""
+    """A job of the benchmark failed."""
 
 
-Say = Callable[[str], object]
+Log = Callable[[str], object]
 
 
-def measure(case: Case, folder: Path, rounds: int, steps: int, say: Say) -> Result:
-    """Measure one case; the runs stay in `folder`.
+def measure_overlap(case: OverlapCase, folder: Path, rounds: int, steps: int, log: Log) -> OverlapResult:
+    """Measure one case. The run folders stay in `folder`.
 
-    Raises: TestbedError where there can be no testbed, OverlapError if a job fails
+    Raises: TestbedError if this machine cannot have a testbed, OverlapError if a job fails
     """
-    with Testbed(case.hosts, Link(), case.cores) as testbed:
-        job = _Job(testbed, case, folder, steps)
-        rate = _find_rate(job, say)
-        testbed.shape(Link(rate))
+    with Testbed(case.hosts, HostLink(), case.cores) as testbed:
+        job = _OverlapJob(testbed, case, folder, steps)
+        rate = _calibrate_link_rate(job, log)
+        testbed.set_link(HostLink(rate))
         times: dict[str, list[float]] = {"compute": [], "off": [], "on": []}
         exposed: dict[str, list[float]] = {"compute": [], "off": [], "on": []}
         for number in range(rounds):
             for name in times:
-                testbed.shape(Link() if name == "compute" else Link(rate))
-                step, waited = job.run(name, overlap=name != "off")
+                testbed.set_link(HostLink() if name == "compute" else HostLink(rate))
+                step, exposed_s = job.measure_step(name, overlap=name != "off")
                 times[name].append(step)
-                exposed[name].append(waited)
-            shown = "  ".join(f"{name} {values[-1]:.3f}" for name, values in times.items())
-            say(f"{case.name} round {number + 1}/{rounds}: seconds a step  {shown}")
+                exposed[name].append(exposed_s)
+            latest = "  ".join(f"{name} {values[-1]:.3f}" for name, values in times.items())
+            log(f"{case.name} round {number + 1}/{rounds}: seconds per step  {latest}")
     median = {name: statistics.median(values) for name, values in times.items()}
     waits = {name: statistics.median(values) for name, values in exposed.items()}
-    return Result(case.name, rate, median["compute"], median["off"], median["on"], waits["off"], waits["on"])
+    return OverlapResult(case.name, rate, median["compute"], median["off"], median["on"], waits["off"], waits["on"])
 
 
-def _find_rate(job: _Job, say: Say) -> float:
-    """A rate of the links, bits a second, at which communication takes SHARE of a step without overlap."""
-    compute, _ = job.run("compute", overlap=True)
-    wanted = compute * SHARE / (1 - SHARE)
-    rate = job.bytes_of("compute") * 8 / wanted
+def _calibrate_link_rate(job: _OverlapJob, log: Log) -> float:
+    """Find the link rate, in bits/s, at which communication takes COMMUNICATION_SHARE of a step without overlap."""
+    compute, _ = job.measure_step("compute", overlap=True)
+    target = compute * COMMUNICATION_SHARE / (1 - COMMUNICATION_SHARE)
+    rate = job.step_bytes("compute") * 8 / target
     for _ in range(2):
-        job.testbed.shape(Link(rate))
-        off, _ = job.run("off", overlap=False)
-        say(f"{job.case.name}: {rate / 1e6:.0f} Mbit/s, {off:.3f} s a step of which {compute:.3f} s compute")
-        rate *= max(off - compute, 0.05 * compute) / wanted
+        job.testbed.set_link(HostLink(rate))
+        off, _ = job.measure_step("off", overlap=False)
+        log(f"{job.case.name}: {rate / 1e6:.0f} Mbit/s, {off:.3f} s per step, {compute:.3f} s of it compute")
+        rate *= max(off - compute, 0.05 * compute) / target
     return rate
 
 
 @dataclass(frozen=True)
-class _Job:
+class _OverlapJob:
     testbed: Testbed
-    case: Case
+    case: OverlapCase
     folder: Path
     steps: int
 
-    def run(self, name: str, *, overlap: bool) -> tuple[float, float]:
-        """Median seconds of a step, and of what the case's axes exposed in it."""
-        settings = COMMON | self.case.settings | self.case.switched(overlap) | {"train.steps": str(self.steps)}
+    def measure_step(self, name: str, *, overlap: bool) -> tuple[float, float]:
+        """Run the job; return the median seconds of a step and of its exposed communication."""
+        settings = (
+            COMMON_SETTINGS
+            | self.case.settings
+            | self.case.overlap_settings(overlap)
+            | {"train.steps": str(self.steps)}
+        )
         config = self.folder / self.case.name / f"{name}.toml"
         config.parent.mkdir(parents=True, exist_ok=True)
-        write_text(config, to_toml({"name": f'"{name}"', "observe.dir": json.dumps(str(config.parent))} | settings))
-        ends = torchrun(self.testbed, 1, ["-m", "megascale", "train", str(config)], timeout=TIMEOUT_S)
+        write_text(
+            config, settings_to_toml({"name": f'"{name}"', "observe.dir": json.dumps(str(config.parent))} | settings)
+        )
+        ends = run_torchrun(self.testbed, 1, ["-m", "megascale", "train", str(config)], timeout=TIMEOUT_S)
         failed = [end for end in ends if end.status]
         if failed:
             first = min(failed, key=lambda end: end.seconds)
-            raise OverlapError(f"the job {config} ended with status {first.status}: {_last_line(first.err)}")
+            raise OverlapError(f"the job {config} exited with status {first.status}: {_last_line(first.stderr)}")
         records = self._records(name)
         step = statistics.median(record["step_time_s"] for record in records)
-        return step, statistics.median(self._of_axes(record, "exposed_s") for record in records)
+        return step, statistics.median(self._sum_over_axes(record, "exposed_s") for record in records)
 
-    def bytes_of(self, name: str) -> float:
-        """Bytes a step of the case's axes, as their tensors count."""
-        return statistics.median(self._of_axes(record, "bytes") for record in self._records(name))
+    def step_bytes(self, name: str) -> float:
+        """Return the tensor bytes per step that the case's axes communicate."""
+        return statistics.median(self._sum_over_axes(record, "bytes") for record in self._records(name))
 
-    def _of_axes(self, record: Mapping[str, Any], what: str) -> float:
-        return sum(record["communication"].get(axis, {}).get(what, 0.0) for axis in self.case.axes)
+    def _sum_over_axes(self, record: Mapping[str, Any], key: str) -> float:
+        return sum(record["communication"].get(axis, {}).get(key, 0.0) for axis in self.case.axes)
 
     def _records(self, name: str) -> list[dict[str, Any]]:
         path = self.folder / self.case.name / name / "metrics.jsonl"
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        return [line for line in lines if line.get("step", 0) > WARM_UP and "loss" in line]
+        return [line for line in lines if line.get("step", 0) > WARM_UP_STEPS and "loss" in line]
 
 
-def to_toml(settings: Settings) -> str:
-    """Dotted keys as a file: TOML takes them as they are."""
+def settings_to_toml(settings: Settings) -> str:
+    """Write settings as TOML, which has dotted keys."""
     return "".join(f"{key} = {value}\n" for key, value in settings.items())
 
 
 def _last_line(text: str) -> str:
-    return next((line for line in reversed(text.splitlines()) if line.strip()), "nothing was said")
+    return next((line for line in reversed(text.splitlines()) if line.strip()), "no message")
 
 
-def table(results: Sequence[Result]) -> str:
-    """Results in Markdown."""
+def table(results: Sequence[OverlapResult]) -> str:
+    """Format results as a Markdown table."""
     head = "| axes | link Mbit/s | compute s | communication s | off s | on s | ideal s | hidden | exposed off, on s |"
     lines = [head, "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"]
     for r in results:
@@ -236,6 +246,6 @@ def table(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
-def progress(text: str) -> None:
-    """A line for people, where it does not mix with results."""
+def print_progress(text: str) -> None:
+    """Print progress to stderr, apart from results on stdout."""
     print(text, file=sys.stderr, flush=True)

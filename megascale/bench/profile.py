@@ -1,10 +1,12 @@
-"""A hardware profile of this machine's processor, for `megascale plan --hardware this` (`megascale bench profile`).
+"""Hardware profile of this machine's processor (`megascale bench profile`), for `megascale plan --hardware this`.
 
-Products, attention and links are measured by themselves, by as many ranks at once as there are cores. What a step does
-besides (element-wise operations, Python between them, the optimizer) is measured in steps of the trainer itself, of
-small models: the planner says what their products and their attention take, and least squares divide the rest. What
-turns on a shared core cost is what a job of twice as many ranks takes longer than the planner says without them, at the
-speed that the machine has just then: between its steps, ranks with a core each take steps that the planner knows.
+- GEMMs, attention and links are timed alone, with one rank per core, all at the same time.
+- Element-wise operations, Python overhead and the optimizer are fitted to training steps of small models: least squares
+  attribute the seconds beyond the planner's estimate of GEMMs and attention.
+- Oversubscription (`turn_s`): a job with two ranks per core is timed; the excess over the planner's estimate is divided
+  by the number of collectives and messages. Interleaved steps of single ranks give the machine's speed at that time.
+
+`measure_oversubscribed` and `measure_profile` run on all ranks of a job, `fit_profile` fits the profile.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from typing import Any, NamedTuple
 import torch
 
 from megascale.account.traffic import calls
-from megascale.bench import links, processor
-from megascale.bench.fit import Sample, costs, error, rate
+from megascale.bench import cpu_core, links
+from megascale.bench.cost_fit import Measurement, fit_costs, mean_relative_error, rate_of_cost
 from megascale.catalog.precisions import PRECISIONS
-from megascale.comm.mesh import Mesh, open_mesh, single
-from megascale.comm.totals import meet
+from megascale.comm.mesh import Mesh, open_mesh, single_process_mesh
+from megascale.comm.totals import device_barrier
 from megascale.config.run import RunConfig
 from megascale.core.errors import MegascaleError
 from megascale.core.process import usable_cores
@@ -35,20 +37,20 @@ from megascale.layout.topology import Topology
 from megascale.simulate import profiles
 from megascale.simulate.profiles import Hardware
 from megascale.simulate.step_time import estimate
-from megascale.train.build import Run, build, mesh_of
-from megascale.train.gc import ScheduledCollection
+from megascale.train.build import Run, build_mesh, build_rank_run
+from megascale.train.scheduled_gc import ScheduledGC
 from megascale.train.step import train_step
-from megascale.train.stop import Stop
+from megascale.train.stop import StopRequest
 
 FORMATS = ("fp32", "bf16")
-"""The precisions that are measured. Steps in the first one tell what no format changes."""
+"""Precisions to measure. Steps in the first precision also give the costs that do not depend on precision."""
 
-RANKS = 1024
-"""More than one machine ever has."""
+MAX_RANKS = 1024
+"""Upper bound on the ranks of one machine."""
 
 
-class Case(NamedTuple):
-    """A small model and its batch, of which steps are timed. A head is HEAD wide."""
+class ModelCase(NamedTuple):
+    """A small model with heads of HEAD_DIM, and its batch, for timed steps."""
 
     layers: int
     hidden: int
@@ -60,64 +62,64 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case(1, 64, 192, 32, 256, 1, 4),
-    Case(4, 64, 192, 32, 256, 1, 4),
-    Case(2, 128, 384, 128, 512, 2, 4),
-    Case(6, 128, 384, 128, 512, 2, 4),
-    Case(1, 128, 384, 256, 4096, 4, 4),
-    Case(1, 256, 704, 32, 16384, 1, 1),
-    Case(2, 256, 704, 128, 512, 2, 2),
-    Case(3, 256, 704, 256, 512, 4, 4),
-    Case(2, 384, 1024, 256, 512, 2, 2),
+    ModelCase(1, 64, 192, 32, 256, 1, 4),
+    ModelCase(4, 64, 192, 32, 256, 1, 4),
+    ModelCase(2, 128, 384, 128, 512, 2, 4),
+    ModelCase(6, 128, 384, 128, 512, 2, 4),
+    ModelCase(1, 128, 384, 256, 4096, 4, 4),
+    ModelCase(1, 256, 704, 32, 16384, 1, 1),
+    ModelCase(2, 256, 704, 128, 512, 2, 2),
+    ModelCase(3, 256, 704, 256, 512, 4, 4),
+    ModelCase(2, 384, 1024, 256, 512, 2, 2),
 )
-"""Few layers and many, narrow and wide, with a large vocabulary and with a small one: what costs differ in."""
+"""Cases with few and many layers, narrow and wide, with small and large vocabularies, to separate the costs."""
 
-CROWDED = Case(4, 256, 704, 256, 512, 2, 16)
-"""The model that ranks which share cores train, in tp 2 and pp 2; its batch is that of each replica."""
+OVERSUBSCRIBED_CASE = ModelCase(4, 256, 704, 256, 512, 2, 16)
+"""Model for ranks that share cores, with tp 2 and pp 2; the batch is per replica."""
 
-APART = CROWDED._replace(total=4)
-"""The model that one rank a core trains between these steps, each by itself."""
+SINGLE_RANK_CASE = OVERSUBSCRIBED_CASE._replace(total=4)
+"""Model that a single rank per core trains between the oversubscribed steps."""
 
-UNKNOWN = 1e9
-"""The bandwidth of the memory, bytes/s, until the steps in the first precision have told it."""
+PLACEHOLDER_BANDWIDTH = 1e9
+"""Memory bandwidth in bytes/s until the steps in the first precision are fitted."""
 
-HEAD = 32
+HEAD_DIM = 32
 ROUNDS = 5
-CROWDED_ROUNDS = 10
+OVERSUBSCRIBED_ROUNDS = 10
 WARM_UP = 1
 
-ERROR = 0.3
-"""The largest mean error of what was fitted that makes sense."""
+MAX_ERROR = 0.3
+"""Largest plausible mean relative error of a fit."""
 
-BUSY = 2.0
-"""Rounds of one measurement that differ so much were disturbed."""
+MAX_RATIO = 2.0
+"""Ratio of slowest to fastest round above which other load disturbed the measurement."""
 
-Say = Callable[[str], object]
-
-
-@dataclass(frozen=True)
-class Samples:
-    """The measurements in one precision, by all ranks together; `steps` of each case."""
-
-    products: list[Sample]
-    attend: list[Sample]
-    attend_back: list[Sample]
-    steps: list[Sample]
+Log = Callable[[str], object]
 
 
 @dataclass(frozen=True)
-class Crowd:
-    """Seconds of steps of CROWDED with so many ranks, more than there are cores, and of those of APART between them."""
+class PrecisionMeasurements:
+    """Measurements in one precision by all ranks; `steps` has a sample per case."""
+
+    gemms: list[Measurement]
+    attention_forward: list[Measurement]
+    attention_backward: list[Measurement]
+    steps: list[Measurement]
+
+
+@dataclass(frozen=True)
+class OversubscribedSteps:
+    """Seconds of steps of OVERSUBSCRIBED_CASE with `ranks` ranks, and of SINGLE_RANK_CASE steps between them."""
 
     ranks: int
     seconds: tuple[float, ...]
-    apart: tuple[float, ...]
+    single_rank_seconds: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class Quality:
-    """How well something was measured. `error`: the mean relative error of the costs that were found; `ratio`: the
-    slowest round over the quickest, the median over what was measured.
+    """Quality of a measurement. `error`: mean relative error of the fitted costs; `ratio`: slowest round divided by the
+    fastest, the median over samples.
     """
 
     error: float
@@ -125,158 +127,185 @@ class Quality:
 
 
 @dataclass(frozen=True)
-class Machine:
-    """A hardware profile, as tables, and how well its parts were measured."""
+class MeasuredProfile:
+    """A hardware profile as nested tables, and the quality of its measurements."""
 
     tree: dict[str, Any]
     quality: dict[str, Quality]
 
-    def costs(self, name: str, samples: Sequence[Sample]) -> tuple[float, ...]:
-        """Fit the seconds of one of each thing that samples took, and note the quality of the fit."""
-        found = costs(samples)
-        self.quality[name] = Quality(error(samples, found), statistics.median(each.ratio for each in samples))
-        return found
+    def fit_costs(self, name: str, samples: Sequence[Measurement]) -> tuple[float, ...]:
+        """Fit the seconds per unit of each amount, and record the quality of the fit."""
+        fitted = fit_costs(samples)
+        self.quality[name] = Quality(
+            mean_relative_error(samples, fitted), statistics.median(sample.ratio for sample in samples)
+        )
+        return fitted
 
-    def check(self) -> None:
-        """Raises: MegascaleError if something was measured that makes no sense."""
-        for name, found in self.quality.items():
-            if found.error > ERROR or found.ratio > BUSY:
-                what = f"{name}: rounds differ {found.ratio:.2f} times, and what was found is {found.error:.0%} off"
-                raise MegascaleError(what, mend="measure again when the machine has less else to do")
+    def check_quality(self) -> None:
+        """Raises: MegascaleError if a measurement is implausible."""
+        for name, quality in self.quality.items():
+            if quality.error > MAX_ERROR or quality.ratio > MAX_RATIO:
+                message = f"{name}: rounds differ by a factor of {quality.ratio:.2f}, mean error {quality.error:.0%}"
+                raise MegascaleError(message, hint="measure again when the machine is idle")
 
 
-def crowded(device: Device, rank: Rank) -> Crowd:
-    """Train with all ranks of a job that was brought together, several on a core; between steps, with one on each."""
+def measure_oversubscribed(device: Device, rank: Rank) -> OversubscribedSteps:
+    """Time steps of all ranks of a job, several per core; between them, steps of a single rank on every core."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        config = _crowded_config(rank.world, folder)
-        run = build(config, mesh_of(config, rank, device), device, Stop())
-        apart = build(_config(APART, FORMATS[0], folder), single(), device, Stop())
+        config = _oversubscribed_config(rank.world_size, folder)
+        run = build_rank_run(config, build_mesh(config, rank, device), device, StopRequest())
+        single_run = build_rank_run(
+            _config(SINGLE_RANK_CASE, FORMATS[0], folder), single_process_mesh(), device, StopRequest()
+        )
     seconds: list[float] = []
-    own: list[float] = []
-    with ScheduledCollection():
-        for _ in range(WARM_UP + CROWDED_ROUNDS):
-            meet(run.mesh, device.torch)
+    local_seconds: list[float] = []
+    with ScheduledGC():
+        for _ in range(WARM_UP + OVERSUBSCRIBED_ROUNDS):
+            device_barrier(run.mesh, device.torch_device)
             start = time.perf_counter()
             _step(run)
-            meet(run.mesh, device.torch)
+            device_barrier(run.mesh, device.torch_device)
             seconds.append(time.perf_counter() - start)
             if rank.rank < usable_cores():
-                own.append(_own_seconds(apart))
-    found = [each for some in run.mesh.world.control.gather(own[WARM_UP:], "steps alone") for each in some]
-    return Crowd(rank.world, tuple(seconds[WARM_UP:]), tuple(found))
+                local_seconds.append(_step_cpu_seconds(single_run))
+    gathered = run.mesh.world.control.all_gather(local_seconds[WARM_UP:], "single-rank steps")
+    single_rank = [value for values in gathered for value in values]
+    return OversubscribedSteps(rank.world_size, tuple(seconds[WARM_UP:]), tuple(single_rank))
 
 
-def _crowded_config(ranks: int, folder: str) -> RunConfig:
+def _oversubscribed_config(ranks: int, folder: str) -> RunConfig:
     parallel = {"tp": 2 - ranks % 2, "pp": 2 if ranks % 4 == 0 else 1}
-    shards = ranks // math.prod(parallel.values())
-    return _config(CROWDED._replace(total=CROWDED.total * shards), FORMATS[0], folder, dp=shards, **parallel)
+    replicas = ranks // math.prod(parallel.values())
+    return _config(
+        OVERSUBSCRIBED_CASE._replace(total=OVERSUBSCRIBED_CASE.total * replicas),
+        FORMATS[0],
+        folder,
+        dp=replicas,
+        **parallel,
+    )
 
 
-def measure(
-    device: Device, rank: int, world: int, say: Say, formats: Sequence[str] = FORMATS, crowd: Crowd | None = None
-) -> Machine | None:
-    """Measure with all ranks of a job that was brought together, one on a core. The profile, on the first rank, with
-    what ranks that share cores wait if it is known what a `crowd` takes.
+def measure_profile(
+    device: Device,
+    rank: int,
+    world: int,
+    log: Log,
+    formats: Sequence[str] = FORMATS,
+    oversubscribed: OversubscribedSteps | None = None,
+) -> MeasuredProfile | None:
+    """Measure with all ranks of a job, one per core. Rank 0 returns the profile, with oversubscription if
+    `oversubscribed` is given.
 
-    Raises: MegascaleError if what was measured makes no sense
+    Raises: MegascaleError if a measurement is implausible
     """
     torch.set_num_threads(1)
     mesh = open_mesh(Topology(dp=world), rank, tied=False)
-    say("links")
-    timed = links.measure(device, rank, world, links.SIZES)
-    found = {name: _samples(name, mesh, device, say) for name in formats}
-    return machine_of(device.memory(), timed, found, crowd) if rank == 0 else None
+    log("links")
+    timed = links.measure_links(device, rank, world, links.SIZES)
+    measured = {name: _samples(name, mesh, device, log) for name in formats}
+    return fit_profile(device.total_memory(), timed, measured, oversubscribed) if rank == 0 else None
 
 
-def _samples(name: str, mesh: Mesh, device: Device, say: Say) -> Samples:
-    dtype = getattr(torch, PRECISIONS[name].facts["compute"])
-    say(f"products and attention in {name}")
-    products = _together(mesh, lambda: processor.products(dtype))
-    attend = _together(mesh, lambda: processor.attention(dtype, backward=False))
-    attend_back = _together(mesh, lambda: processor.attention(dtype, backward=True))
-    say(f"steps in {name}")
-    steps = [_together(mesh, partial(_steps, case, name, device))[0] for case in CASES]
-    return Samples(products, attend, attend_back, steps)
+def _samples(name: str, mesh: Mesh, device: Device, log: Log) -> PrecisionMeasurements:
+    dtype = getattr(torch, PRECISIONS[name].facts["compute_dtype"])
+    log(f"GEMMs and attention in {name}")
+    gemms = _measure_on_all_ranks(mesh, lambda: cpu_core.measure_gemms(dtype))
+    attention_forward = _measure_on_all_ranks(mesh, lambda: cpu_core.measure_attention(dtype, backward=False))
+    attention_backward = _measure_on_all_ranks(mesh, lambda: cpu_core.measure_attention(dtype, backward=True))
+    log(f"steps in {name}")
+    steps = [_measure_on_all_ranks(mesh, partial(_steps, case, name, device))[0] for case in CASES]
+    return PrecisionMeasurements(gemms, attention_forward, attention_backward, steps)
 
 
-def _together(mesh: Mesh, work: Callable[[], list[Sample]]) -> list[Sample]:
-    """Gather what all ranks measure at the same time."""
-    mesh.world.control.barrier("measuring")
-    found = [[sample.amounts, sample.seconds] for sample in work()]
-    ranks = zip(*mesh.world.control.gather(found, "what was measured"), strict=True)
-    return [Sample(tuple(same[0][0]), tuple(s for _, seconds in same for s in seconds)) for same in ranks]
+def _measure_on_all_ranks(mesh: Mesh, work: Callable[[], list[Measurement]]) -> list[Measurement]:
+    """Measure on all ranks at the same time, and gather the timings."""
+    mesh.world.control.barrier("measurement")
+    results = [[sample.amounts, sample.seconds] for sample in work()]
+    ranks = zip(*mesh.world.control.all_gather(results, "measurements"), strict=True)
+    return [Measurement(tuple(same[0][0]), tuple(s for _, seconds in same for s in seconds)) for same in ranks]
 
 
-def machine_of(
-    memory: int, timed: Sequence[links.Timed], found: Mapping[str, Samples], crowd: Crowd | None = None
-) -> Machine:
-    """The profile of a machine with so many bytes, from what was measured on it.
+def fit_profile(
+    memory: int,
+    timed: Sequence[links.LinkTiming],
+    measured: Mapping[str, PrecisionMeasurements],
+    oversubscribed: OversubscribedSteps | None = None,
+) -> MeasuredProfile:
+    """Fit the profile of a machine with `memory` bytes to its measurements.
 
-    Raises: MegascaleError if it makes no sense
+    Raises: MegascaleError if a measurement is implausible
     """
     cores = usable_cores()
-    collectives, messages = links.way(timed, links.COLLECTIVES), links.way(timed, ["message"])
+    collectives, messages = links.fit_link(timed, links.COLLECTIVES), links.fit_link(timed, ["message"])
     tree = {
-        "device": {"memory": memory // cores, "reserve": 0, "bandwidth": UNKNOWN, "units": 1, "measured": {}},
-        "node": {"devices": RANKS, "cores": cores, **vars(collectives), "message": vars(messages)},
-        "network": vars(messages),  # between machines like this one nothing was measured
+        "device": {
+            "memory": memory // cores,
+            "reserve": 0,
+            "bandwidth": PLACEHOLDER_BANDWIDTH,
+            "units": 1,
+            "measured": {},
+        },
+        "node": {"devices": MAX_RANKS, "cores": cores, **vars(collectives), "message": vars(messages)},
+        "network": vars(messages),  # links between machines are not measured
         "attained": {"gemm": 1.0, "memory": 1.0, "link": 1.0, "network": 1.0},
         "stack": {"hides": {"pp": True}, "attained": {"passes": 1.0, "step_s": 0.0}},
     }
-    machine = Machine(tree, {})
-    for name, samples in found.items():
-        call, flop, byte = machine.costs(f"products in {name}", samples.products)
+    machine = MeasuredProfile(tree, {})
+    for name, samples in measured.items():
+        call, flop, byte = machine.fit_costs(f"GEMMs in {name}", samples.gemms)
         tree["device"]["measured"][name] = {
-            "rate": rate(flop), "bandwidth": rate(byte), "product_s": call,
-            "attend": _attention(machine.costs(f"attention in {name}", samples.attend)),
-            "attend_back": _attention(machine.costs(f"attention's backward in {name}", samples.attend_back)),
+            "rate": rate_of_cost(flop), "bandwidth": rate_of_cost(byte), "product_s": call,
+            "attend": _attention_costs(machine.fit_costs(f"attention in {name}", samples.attention_forward)),
+            "attend_back": _attention_costs(
+                machine.fit_costs(f"attention backward in {name}", samples.attention_backward)
+            ),
         }  # fmt: skip
-        _add_steps(machine, name, samples.steps, first=name == next(iter(found)))
-    if crowd:
-        _add_turns(machine, crowd)
-    machine.check()
+        _add_step_costs(machine, name, samples.steps, first=name == next(iter(measured)))
+    if oversubscribed:
+        _add_oversubscription(machine, oversubscribed)
+    machine.check_quality()
     return machine
 
 
-def _attention(found: tuple[float, ...]) -> dict[str, float]:
-    flop, key, number = found
-    flop = 1 / rate(flop)
-    return {"rate": rate(flop), "keys": key / flop, "width": number / flop}
+def _attention_costs(fitted: tuple[float, ...]) -> dict[str, float]:
+    flop, per_key, per_element = fitted
+    flop = 1 / rate_of_cost(flop)
+    return {"rate": rate_of_cost(flop), "keys": per_key / flop, "width": per_element / flop}
 
 
-def _steps(case: Case, name: str, device: Device) -> list[Sample]:
-    """Steps of the trainer, in seconds of this process's time."""
+def _steps(case: ModelCase, name: str, device: Device) -> list[Measurement]:
+    """Time training steps in seconds of this process's processor time."""
     with tempfile.TemporaryDirectory() as folder:
-        run = build(_config(case, name, folder), single(), device, Stop())
-    with ScheduledCollection():
-        seconds = [_own_seconds(run) for _ in range(WARM_UP + ROUNDS)]
-    return [Sample((), tuple(seconds[WARM_UP:]))]
+        run = build_rank_run(_config(case, name, folder), single_process_mesh(), device, StopRequest())
+    with ScheduledGC():
+        seconds = [_step_cpu_seconds(run) for _ in range(WARM_UP + ROUNDS)]
+    return [Measurement((), tuple(seconds[WARM_UP:]))]
 
 
-def _own_seconds(run: Run) -> float:
-    """Take a step; return the seconds of processor time that it takes."""
+def _step_cpu_seconds(run: Run) -> float:
+    """Train for one step; return its seconds of processor time."""
     start = time.process_time()
     _step(run)
     return time.process_time() - start
 
 
 def _step(run: Run) -> None:
-    train_step(run, run.train.batch(run.progress.samples))
-    run.mesh.recorder.settle()
+    train_step(run, run.train_loader.batch(run.progress.samples))
+    run.mesh.recorder.resolve_marks()
 
 
-def _config(case: Case, name: str, folder: str, **parallel: int) -> RunConfig:
+def _config(case: ModelCase, name: str, folder: str, **parallel: int) -> RunConfig:
     tree = {
         "name": "profile",
         "model": {
-            "num_layers": case.layers, "hidden_size": case.hidden, "num_heads": case.hidden // HEAD,
+            "num_layers": case.layers, "hidden_size": case.hidden, "num_heads": case.hidden // HEAD_DIM,
             "ffn_size": case.ffn, "vocab_size": case.vocab, "seq_length": case.seq, "norm": "rmsnorm",
             "activation": "swiglu", "position": "rope", "bias": False, "tie_embeddings": False,
         },
         "parallel": parallel,
         "batch": {"micro": case.micro, "global": case.total},
-        "train": {"steps": WARM_UP + CROWDED_ROUNDS, "precision": name},
+        "train": {"steps": WARM_UP + OVERSUBSCRIBED_ROUNDS, "precision": name},
         "optimizer": {"lr": 1e-3},
         "data": {"mock": True},
         "checkpoint": {"every": 0},
@@ -285,25 +314,25 @@ def _config(case: Case, name: str, folder: str, **parallel: int) -> RunConfig:
     return RunConfig.model_validate(tree).resolve(None)
 
 
-def _add_turns(machine: Machine, crowd: Crowd) -> None:
-    """Add `turn_s`: the seconds by which a crowd's steps exceed its ranks' work on the cores, per communication."""
-    hardware, config = Hardware.model_validate(machine.tree), _crowded_config(crowd.ranks, "")
-    stack, others = profiles.stack_on(hardware, "megascale"), hardware.node.ranks_a_core(crowd.ranks) - 1
-    found, apart = Sample((), crowd.seconds), Sample((), crowd.apart)
-    pace = estimate(_config(APART, FORMATS[0], ""), hardware, stack).step_s / apart.median
-    waited = found.median * pace - estimate(config, hardware, stack).step_s
-    machine.tree["node"]["turn_s"] = max(0.0, waited) / (others * calls(config)) if others else 0.0
-    machine.quality[f"steps of {crowd.ranks} ranks"] = Quality(0.0, found.ratio)
-    machine.quality["steps between them"] = Quality(abs(1 - pace), apart.ratio)
+def _add_oversubscription(machine: MeasuredProfile, steps: OversubscribedSteps) -> None:
+    """Add `turn_s`: seconds by which oversubscribed steps exceed the estimate, per collective or message."""
+    hardware, config = Hardware.model_validate(machine.tree), _oversubscribed_config(steps.ranks, "")
+    stack, waiting = profiles.stack_on(hardware, "megascale"), hardware.node.ranks_a_core(steps.ranks) - 1
+    shared, single = Measurement((), steps.seconds), Measurement((), steps.single_rank_seconds)
+    pace = estimate(_config(SINGLE_RANK_CASE, FORMATS[0], ""), hardware, stack).step_s / single.median
+    excess = shared.median * pace - estimate(config, hardware, stack).step_s
+    machine.tree["node"]["turn_s"] = max(0.0, excess) / (waiting * calls(config)) if waiting else 0.0
+    machine.quality[f"steps of {steps.ranks} ranks"] = Quality(0.0, shared.ratio)
+    machine.quality["steps between them"] = Quality(abs(1 - pace), single.ratio)
 
 
-def _add_steps(machine: Machine, name: str, steps: Sequence[Sample], *, first: bool) -> None:
-    """Divide what steps take besides their products and attention: among element-wise operations by their bytes,
-    layers, and, in the `first` format, the optimizer by its bytes, and the step. The others know the last two.
+def _add_step_costs(machine: MeasuredProfile, name: str, steps: Sequence[Measurement], *, first: bool) -> None:
+    """Fit the seconds of steps beyond GEMMs and attention: per byte of element-wise operations and per layer; in the
+    `first` precision also per byte of the optimizer and per step, which hold for every precision.
     """
     device, step_s = machine.tree["device"], machine.tree["stack"]["attained"]["step_s"]
-    found = device["measured"][name]
-    found |= {"elementwise": 1.0, "layer_s": 0.0}  # a byte a second: the planner's seconds are bytes
+    measured = device["measured"][name]
+    measured |= {"elementwise": 1.0, "layer_s": 0.0}  # at 1 byte/s the planner's seconds are bytes
     hardware = Hardware.model_validate(machine.tree | {"device": device})
     slow = hardware.device.model_copy(update={"bandwidth": 1.0})
     hardware = hardware.model_copy(update={"device": slow})
@@ -311,24 +340,24 @@ def _add_steps(machine: Machine, name: str, steps: Sequence[Sample], *, first: b
     for case, step in zip(CASES, steps, strict=True):
         config = _config(case, name, "")
         causes = estimate(config, hardware, stack).causes
-        known, layers = causes["gemm"] + causes["attention"], 3.0 * case.layers * config.micro_batches
+        known, layers = causes["gemm"] + causes["attention"], 3.0 * case.layers * config.num_microbatches
         amounts: tuple[float, ...] = causes["elementwise"], layers, causes["optimizer"], 1.0
         if not first:
             known, amounts = known + causes["optimizer"] / device["bandwidth"] + step_s, amounts[:2]
-        samples.append(Sample(amounts, step.seconds, known))
-    byte, layer, *once = machine.costs(f"steps in {name}", samples)
-    found |= {"elementwise": rate(byte), "layer_s": layer}
+        samples.append(Measurement(amounts, step.seconds, known))
+    byte, layer, *once = machine.fit_costs(f"steps in {name}", samples)
+    measured |= {"elementwise": rate_of_cost(byte), "layer_s": layer}
     if first:
-        device["bandwidth"], machine.tree["stack"]["attained"]["step_s"] = rate(once[0]), once[1]
+        device["bandwidth"], machine.tree["stack"]["attained"]["step_s"] = rate_of_cost(once[0]), once[1]
 
 
-def table(machine: Machine) -> str:
-    """How well it was measured, for people."""
-    lines = [f"{'measured':30} {'slowest / quickest':>19} {'mean error':>11}"]
-    lines += [f"{name:30} {found.ratio:>19.2f} {found.error:>11.1%}" for name, found in machine.quality.items()]
+def table(machine: MeasuredProfile) -> str:
+    """Format the quality of the measurements as a text table."""
+    lines = [f"{'measurement':30} {'slowest / fastest':>19} {'mean error':>11}"]
+    lines += [f"{name:30} {quality.ratio:>19.2f} {quality.error:>11.1%}" for name, quality in machine.quality.items()]
     return "\n".join(lines)
 
 
-def as_json(machine: Machine) -> dict[str, Any]:
-    """The profile and its quality as plain values."""
-    return {"profile": machine.tree, "quality": {name: vars(found) for name, found in machine.quality.items()}}
+def as_json(machine: MeasuredProfile) -> dict[str, Any]:
+    """Return the profile and its quality as JSON values."""
+    return {"profile": machine.tree, "quality": {name: vars(quality) for name, quality in machine.quality.items()}}

@@ -1,1 +1,1 @@
-"""Everything that a configuration can choose by name, described without torch."""
+"""Registries of everything a configuration chooses by name, described without torch."""

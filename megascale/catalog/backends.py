@@ -1,4 +1,8 @@
-"""Who carries out an operation: for each, the implementations that can be asked for, the best first."""
+"""Backends of operations: a registry per operation, fastest backend first, and the facts of their cards.
+
+`BACKENDS`, `AUTO`, `FUSIBLE_OPERATIONS`: the choices. `Requirement`, `unmet_requirement`, `is_multi_pass`: questions to
+a card, answered from its facts without torch.
+"""
 
 from __future__ import annotations
 
@@ -11,167 +15,176 @@ from megascale.catalog.recipes import RECIPES
 from megascale.core.registry import Card, Registry
 
 AUTO = "auto"
-"""The first backend of an operation that is present and can serve."""
+"""The first supported backend of an operation."""
 
-FORMATS = ("float32", "bfloat16")
-"""Of torch, in which libraries have kernels."""
+KERNEL_DTYPES = ("float32", "bfloat16")
+"""torch dtypes with kernels in the libraries."""
 
 
 @dataclass(frozen=True)
-class Need:
-    """The demands on an operation that follow from a configuration alone.
+class Requirement:
+    """The demands of a configuration on a backend of an operation.
 
-    `name`: of the norm, activation, position, optimizer, grain or, for wgrad, number format; of other operations None.
-    Numbers in that format of torch; `dropout` of attention weights; a cut over `tp` ranks; the `grain` of the scales of
-    fp8 products (`catalog.recipes`), None without; heads of `head_dim`; rows of `columns` numbers, of a norm or an
-    activation; and layers with sliding `windows`. `used`: whether the model has the operation at all.
+    `variant`: name of the norm, activation, position embedding, optimizer, scale granularity (linear) or dtype (wgrad);
+    None for other operations. `dtype`: torch's name. `dropout`: on attention weights. `tp`: tensor-parallel size.
+    `granularity`: of FP8 scales (`catalog.recipes`), None without FP8. `columns`: row length of a norm or activation.
+    `has_window`: some layers have a sliding window. `used`: the model contains the operation.
     """
 
-    name: str | None
-    number_format: str
+    variant: str | None
+    dtype: str
     dropout: bool
     tp: int
-    grain: str | None
+    granularity: str | None
     head_dim: int
     columns: int
-    windows: bool
+    has_window: bool
     used: bool = True
 
     @classmethod
-    def of(cls, operation: str, model: Any, number_format: str, optimizer: str, tp: int, recipe: str | None) -> Need:
-        """From `[model]`, the optimizer's name and that of the fp8 recipe, None without."""
-        grain = RECIPES[recipe].facts["grain"] if recipe else None
+    def for_operation(
+        cls, operation: str, model: Any, dtype: str, optimizer: str, tp: int, recipe: str | None
+    ) -> Requirement:
+        """Derive the demands from `[model]`, the optimizer's name, and the FP8 recipe's name or None."""
+        granularity = RECIPES[recipe].facts["granularity"] if recipe else None
         names = {
             "norm": model.norm, "add_norm": model.norm, "activation": model.activation, "rope": model.position,
-            "optimizer": optimizer, "linear": grain, "wgrad": number_format,
+            "optimizer": optimizer, "linear": granularity, "wgrad": dtype,
         }  # fmt: skip
         used = {"rope": model.position == "rope", "add_norm": "add_norm" in BLOCKS[model.block].facts["operations"]}
         columns = model.ffn_size // tp if operation == "activation" else model.hidden_size
-        rest = model.head_dim, columns, any(model.windows)
-        found = cls(names.get(operation), number_format, model.dropout > 0, tp, grain, *rest)
-        return replace(found, used=used.get(operation, True))
+        sizes = model.head_dim, columns, any(model.windows)
+        requirement = cls(names.get(operation), dtype, model.dropout > 0, tp, granularity, *sizes)
+        return replace(requirement, used=used.get(operation, True))
 
 
-def lacks(card: Card, need: Need) -> str | None:
-    """What of a need a backend lacks by the facts of its card, None if nothing: `serves` (names), `formats` and
-    `grains`, empty or absent for all; `dropout` and `cut`, false where it cannot; `least_head` and `most_head`, sizes
-    of heads; `columns`, the most in a row; `windows`, true where it serves nothing else.
+def unmet_requirement(card: Card, requirement: Requirement) -> str | None:
+    """Say which demand a backend does not meet, by the facts of its card; None if all are met.
+
+    `variants`, `dtypes`, `granularities`: supported values, empty or absent for all. `dropout`, `tensor_parallel`:
+    False if unsupported. `min_head_dim`, `max_head_dim`, `max_columns`: limits. `window_only`: requires windows.
     """
     facts = card.facts
-    if facts.get("serves") and need.name not in facts["serves"]:
-        return f"has no {need.name}"
-    if facts.get("formats") and need.number_format not in facts["formats"]:
-        return f"has no {need.number_format}"
-    if facts.get("grains") and need.grain not in facts["grains"]:
-        return f"has no scales by {need.grain}" if need.grain else "casts to fp8, and nothing else"
-    if need.dropout and not facts.get("dropout", True):
+    if facts.get("variants") and requirement.variant not in facts["variants"]:
+        return f"has no {requirement.variant}"
+    if facts.get("dtypes") and requirement.dtype not in facts["dtypes"]:
+        return f"has no {requirement.dtype}"
+    if facts.get("granularities") and requirement.granularity not in facts["granularities"]:
+        granularity = requirement.granularity
+        return f"has no scales by {granularity}" if granularity else "is for train.precision = 'fp8' only"
+    if requirement.dropout and not facts.get("dropout", True):
         return "draws dropout of its own, which would depend on the layout"
-    if need.tp > 1 and not facts.get("cut", True):
-        return "communicates by itself, which the ledger does not see: it serves tp = 1"
-    if need.head_dim < (least := facts.get("least_head", 0)):
-        return f"has heads of {least} or more, not of {need.head_dim}"
-    if need.head_dim > (most := facts.get("most_head", math.inf)):
-        return f"has heads of up to {most}, not of {need.head_dim}"
-    if need.columns > (widest := facts.get("columns", math.inf)):
-        return f"takes at most {widest} columns, not {need.columns}"
-    if facts.get("windows") and not need.windows:
+    if requirement.tp > 1 and not facts.get("tensor_parallel", True):
+        return "communicates by itself, outside the event log, and supports only tp = 1"
+    if requirement.head_dim < (lower := facts.get("min_head_dim", 0)):
+        return f"supports head dims from {lower}, not {requirement.head_dim}"
+    if requirement.head_dim > (upper := facts.get("max_head_dim", math.inf)):
+        return f"supports head dims up to {upper}, not {requirement.head_dim}"
+    if requirement.columns > (upper := facts.get("max_columns", math.inf)):
+        return f"supports at most {upper} columns, not {requirement.columns}"
+    if facts.get("window_only") and not requirement.has_window:
         return "is for layers with a window, and there is none"
     return None
 
 
-def passes(card: Card, need: Need) -> bool:
-    """Tell whether a backend makes several passes over memory where one kernel can do with one.
+def is_multi_pass(card: Card, requirement: Requirement) -> bool:
+    """Return True if a backend makes several passes over memory where a single kernel would make one.
 
-    Its fact `passes` has the names for which that is so, or True for all.
+    The card's fact `multi_pass` lists the variants concerned, or is True for all.
     """
-    several = card.facts.get("passes", ())
-    return need.used and (several is True or need.name in several)
+    variants = card.facts.get("multi_pass", ())
+    return requirement.used and (variants is True or requirement.variant in variants)
 
 
-def _card(name: str, help: str, body: str, serves: tuple[str, ...] = (), **facts: Any) -> Card:
-    """`serves`: of a library's norms, activations and optimizers; empty for all, in all formats."""
-    most = {"serves": serves, "formats": serves and FORMATS, "grains": (), "dropout": True, "cut": True,
-            "least_head": 0, "most_head": math.inf, "columns": math.inf, "windows": False, "passes": ()}  # fmt: skip
-    return Card(name, help, f"megascale.ops.{body}", most | facts)
+def _card(name: str, help: str, body: str, variants: tuple[str, ...] = (), **facts: Any) -> Card:
+    """Make a card with default facts. `variants` of a library come in KERNEL_DTYPES; empty: all, in all dtypes."""
+    defaults = {
+        "variants": variants, "dtypes": variants and KERNEL_DTYPES, "granularities": (), "dropout": True,
+        "tensor_parallel": True, "min_head_dim": 0, "max_head_dim": math.inf, "max_columns": math.inf,
+        "window_only": False, "multi_pass": (),
+    }  # fmt: skip
+    return Card(name, help, f"megascale.ops.{body}", defaults | facts)
 
 
-ROW = 65536
-"""Columns that Liger's kernels take at most: a row is one block."""
+LIGER_MAX_COLUMNS = 65536
+"""The row limit of Liger's kernels, which process a row in one block."""
 
-_HALF: dict[str, Any] = {"formats": ("bfloat16",), "dropout": False, "most_head": 256}
-"""Of flash-attn's kernels, and of those that Transformer Engine calls."""
+_FLASH_FACTS: dict[str, Any] = {"dtypes": ("bfloat16",), "dropout": False, "max_head_dim": 256}
+"""Facts of flash-attn's kernels, and of the kernels called by Transformer Engine."""
 
-GRAINS = ("tensor", "row", "block")
-"""Granularities of the scales of fp8 recipes."""
+GRANULARITIES = ("tensor", "row", "block")
+"""Granularities of FP8 scales."""
 
 _CARDS = {
     "linear": [
         _card(
             "te",
-            "Transformer Engine's products in fp8, and its casts",
-            "te_linear:EngineLinear",
-            grains=("tensor", "block"),
+            "Transformer Engine's FP8 GEMMs and casts",
+            "te_linear:TELinear",
+            granularities=("tensor", "block"),
         ),
-        _card("compile", "torch's products; casts to fp8 by torch.compile", "fp8:CompiledLinear", grains=GRAINS),
-        _card("torch", "torch's products; casts to fp8 by torch's operators", "fp8:TorchLinear", passes=GRAINS),
+        _card(
+            "compile", "torch's FP8 GEMMs; casts by torch.compile", "fp8:CompiledLinear", granularities=GRANULARITIES
+        ),
+        _card("torch", "torch's FP8 GEMMs; casts by torch's operators", "fp8:TorchLinear", multi_pass=GRANULARITIES),
     ],
     "attention": [
-        _card("flash", "flash-attn (Dao 2023)", "flash:FlashAttention", **_HALF),
-        _card("te", "Transformer Engine's DotProductAttention", "te_attention:EngineAttention", **_HALF),
+        _card("flash", "flash-attn (Dao 2023)", "flash:FlashAttention", **_FLASH_FACTS),
+        _card("te", "Transformer Engine's DotProductAttention", "te_attention:TEAttention", **_FLASH_FACTS),
         _card(
             "compile",
             "torch's FlexAttention, compiled, for layers with a window",
             "flex:FlexAttention",
-            formats=FORMATS,
+            dtypes=KERNEL_DTYPES,
             dropout=False,
-            least_head=16,
-            windows=True,
+            min_head_dim=16,
+            window_only=True,
         ),
-        _card("torch", "torch's scaled_dot_product_attention", "attention:TorchAttention"),
+        _card("torch", "torch's scaled_dot_product_attention", "core_attention:TorchAttention"),
     ],
     "rope": [
-        _card("compile", "a formula by torch.compile", "rope:CompiledRope", ("rope",), formats=()),
-        _card("te", "Transformer Engine's kernel, and a copy that joins values", "te:TERope", ("rope",)),
-        _card("torch", "torch's operators", "rope:TorchRope", passes=("rope",)),
+        _card("compile", "a formula, compiled by torch.compile", "rope:CompiledRope", ("rope",), dtypes=()),
+        _card("te", "Transformer Engine's kernel, and a concatenation with the values", "te:TERope", ("rope",)),
+        _card("torch", "torch's operators", "rope:TorchRope", multi_pass=("rope",)),
     ],
     "norm": [
         _card("te", "Transformer Engine's kernels", "te:TENorm", ("layernorm", "rmsnorm")),
-        _card("liger", "Liger's kernels", "liger:LigerNorm", ("layernorm", "rmsnorm"), columns=ROW),
+        _card("liger", "Liger's kernels", "liger:LigerNorm", ("layernorm", "rmsnorm"), max_columns=LIGER_MAX_COLUMNS),
         _card("apex", "Apex's kernels", "apex_norm:ApexNorm", ("layernorm", "rmsnorm")),
-        _card("compile", "a formula by torch.compile", "compiled:CompiledNorm"),
-        _card("torch", "torch's operators", "norm:TorchNorm", passes=("rmsnorm",)),
+        _card("compile", "a formula, compiled by torch.compile", "compiled:CompiledNorm"),
+        _card("torch", "torch's operators", "norm:TorchNorm", multi_pass=("rmsnorm",)),
     ],
     "add_norm": [
-        _card("liger", "Liger's kernel", "liger:LigerAddNorm", ("rmsnorm",), columns=ROW),
-        _card("compile", "a formula by torch.compile", "compiled:CompiledAddNorm"),
-        _card("torch", "torch's sum, then the backend of norms", "norm:TorchAddNorm", passes=True),
+        _card("liger", "Liger's kernel", "liger:LigerAddNorm", ("rmsnorm",), max_columns=LIGER_MAX_COLUMNS),
+        _card("compile", "a formula, compiled by torch.compile", "compiled:CompiledAddNorm"),
+        _card("torch", "torch's addition, then the backend of norm", "norm:TorchAddNorm", multi_pass=True),
     ],
     "activation": [
         _card("te", "Transformer Engine's kernels", "te:TEActivation", ("gelu_tanh", "swiglu")),
-        _card("liger", "Liger's kernel", "liger:LigerActivation", ("swiglu",), columns=ROW),
-        _card("compile", "a formula by torch.compile", "compiled:CompiledActivation"),
-        _card("torch", "torch's operators", "activation:TorchActivation", passes=("swiglu",)),
+        _card("liger", "Liger's kernel", "liger:LigerActivation", ("swiglu",), max_columns=LIGER_MAX_COLUMNS),
+        _card("compile", "a formula, compiled by torch.compile", "compiled:CompiledActivation"),
+        _card("torch", "torch's operators", "activation:TorchActivation", multi_pass=("swiglu",)),
     ],
     "cross_entropy": [
         _card(
             "te",
-            "Transformer Engine's kernels, of a release with overwrite_input (none up to 2.19)",
-            "cross_entropy:TransformerEngineCrossEntropy",
-            formats=FORMATS,
-            cut=False,
+            "Transformer Engine's kernels, from a release with overwrite_input (none up to 2.19)",
+            "cross_entropy:TECrossEntropy",
+            dtypes=KERNEL_DTYPES,
+            tensor_parallel=False,
         ),
-        _card("compile", "torch.compile", "cross_entropy:CompiledCrossEntropy"),
-        _card("torch", "torch's operators, over blocks of tokens", "cross_entropy:TorchCrossEntropy", passes=True),
+        _card("compile", "a kernel each for sums and gradient, by torch.compile", "cross_entropy:CompiledCrossEntropy"),
+        _card("torch", "torch's operators, over blocks of tokens", "cross_entropy:TorchCrossEntropy", multi_pass=True),
     ],
     "wgrad": [
-        _card("addmm", "torch's GEMM of bf16 factors into fp32", "wgrad:WideWgrad", formats=("bfloat16",)),
-        _card("te", "Transformer Engine's GEMM", "wgrad:EngineWgrad", formats=("bfloat16",)),
-        _card("apex", "NVIDIA Apex's GEMM", "apex:ApexWgrad", formats=("bfloat16",)),
+        _card("addmm", "torch's GEMM of bf16 operands into fp32", "wgrad:AddmmWgrad", dtypes=("bfloat16",)),
+        _card("te", "Transformer Engine's GEMM", "wgrad:TEWgrad", dtypes=("bfloat16",)),
+        _card("apex", "NVIDIA Apex's GEMM", "apex:ApexWgrad", dtypes=("bfloat16",)),
         _card(
             "torch",
-            "torch's operators: in bf16 a product, and a pass that adds it",
+            "torch's operators: in bf16 a GEMM, then an addition",
             "wgrad:TorchWgrad",
-            passes=("bfloat16",),
+            multi_pass=("bfloat16",),
         ),
     ],
     "optimizer": [
@@ -181,7 +194,7 @@ _CARDS = {
 }
 
 BACKENDS = {name: Registry(f"{name} backend", f"megascale.backends.{name}", cards) for name, cards in _CARDS.items()}
-"""The registry of each operation, by its key in `[backends]`."""
+"""Registries of backends, by the operation's key in `[backends]`."""
 
-FUSED = ("norm", "add_norm", "activation", "rope")
-"""Operations that torch.compile fuses with what stands beside them in a block."""
+FUSIBLE_OPERATIONS = ("norm", "add_norm", "activation", "rope")
+"""Operations fused by torch.compile with their neighbours in a block."""

@@ -1,7 +1,7 @@
-"""Learning-rate schedules: the fraction of (lr - min_lr) that is left at a step after the warm-up.
+"""Learning-rate decays: lr(step) = min_lr + (lr - min_lr) * decay(step, total, decay_steps), after the warm-up.
 
-Each takes the step counted from the end of the warm-up, the step after the last counted likewise, and `decay_steps`:
-plain numbers, so that a schedule can be plotted and checked without torch.
+`step` and `total`, the number of steps, count from the end of the warm-up. Decays are plain functions of integers:
+`constant`, `linear`, `cosine`, `wsd`; a plot or a check needs no torch.
 """
 
 import math
@@ -10,22 +10,22 @@ from megascale.core.registry import Card, Registry
 
 
 def constant(step: int, total: int, decay_steps: int) -> float:
-    """No decay."""
+    """Stay at 1."""
     return 1.0
 
 
 def linear(step: int, total: int, decay_steps: int) -> float:
-    """A straight line to zero."""
+    """Fall linearly to 0 at `total`."""
     return 1.0 - min(step / max(total, 1), 1.0)
 
 
 def cosine(step: int, total: int, decay_steps: int) -> float:
-    """Half a cosine to zero (Loshchilov and Hutter 2017, without restarts)."""
+    """Fall along half a cosine to 0 at `total` (Loshchilov and Hutter 2017, without restarts)."""
     return 0.5 * (1.0 + math.cos(math.pi * min(step / max(total, 1), 1.0)))
 
 
 def wsd(step: int, total: int, decay_steps: int) -> float:
-    """Warm-up, stable, decay (Hu et al. 2024, MiniCPM), with a linear decay."""
+    """Stay at 1, then fall linearly over the last `decay_steps` (warmup-stable-decay; Hu et al. 2024, MiniCPM)."""
     return min(1.0, max(0.0, (total - step) / (decay_steps + 1)))
 
 

@@ -1,7 +1,8 @@
-"""The parts that a transformer is put together from: blocks, norms, activations.
+"""Layers of a transformer: the registries `BLOCKS`, `NORMS` and `ACTIVATIONS`.
 
-Facts of a block: `description`, the function of (model, layer) that lists its parts (`layout.blocks`); `operations`,
-what it uses of the operations that not every block has (`catalog.backends`).
+Facts of a block: `description`, a function of (model, layer) that lists the parts of the block (`layout.blocks`);
+`operations`, the optional operations of `catalog.backends` used by the block. Of a norm: `bias`. Of an activation:
+`gated`, i.e. with an input of twice the width.
 """
 
 from megascale.core.registry import Card, Registry
@@ -14,13 +15,13 @@ BLOCKS = Registry(
             "serial",
             "attention, then MLP: GPT-2 and Llama",
             "megascale.model.block:SerialBlock",
-            {"description": "megascale.layout.blocks:serial", "operations": ("add_norm",)},
+            {"description": "megascale.layout.blocks:serial_block", "operations": ("add_norm",)},
         ),
         Card(
             "parallel",
-            "attention and MLP side by side from one norm (MegaScale 3.1)",
+            "attention and MLP in parallel, after one norm (MegaScale 3.1)",
             "megascale.model.block:ParallelBlock",
-            {"description": "megascale.layout.blocks:parallel", "operations": ()},
+            {"description": "megascale.layout.blocks:parallel_block", "operations": ()},
         ),
     ],
 )

@@ -1,5 +1,5 @@
-"""Optimizers. `state` is the number of fp32 values kept for each parameter; `needs` what the rule must be given
-(`ops.optimizer`): elements of parameters, cut anywhere, or norms of whole parameters as well.
+"""Optimizers. Facts: `state_tensors`, the number of fp32 state elements per parameter; `unit_of_work`, the input of
+the update rule (`ops.optimizer`): "elements", arbitrary slices, or "param_norms", norms of full parameters as well.
 """
 
 from megascale.core.registry import Card, Registry
@@ -12,13 +12,13 @@ OPTIMIZERS = Registry(
             "adamw",
             "Adam with decoupled weight decay (Loshchilov and Hutter 2019)",
             "megascale.optim.adamw:AdamW",
-            {"state": 2, "needs": "elements"},
+            {"state_tensors": 2, "unit_of_work": "elements"},
         ),
         Card(
             "lamb",
             "Adam's updates scaled to the norm of each parameter, for large batches (You et al. 2020)",
             "megascale.optim.lamb:Lamb",
-            {"state": 2, "needs": "norms"},
+            {"state_tensors": 2, "unit_of_work": "param_norms"},
         ),
     ],
 )

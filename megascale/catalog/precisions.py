@@ -1,4 +1,4 @@
-"""Number formats of training. Byte counts are for each parameter; gradients accumulate in `accumulate`."""
+"""Training precisions: the dtypes of compute and accumulation. Byte counts are per parameter."""
 
 from megascale.core.registry import Card, Registry
 
@@ -7,12 +7,12 @@ def _card(
     name: str, help: str, compute: str, accumulate: str, compute_bytes: int, accumulate_bytes: int, cast_bytes: int = 0
 ) -> Card:
     facts = {
-        "compute": compute,  # weights and activations
-        "accumulate": accumulate,  # gradients, optimizer state, loss, and the weights that the optimizer updates
+        "compute_dtype": compute,  # weights and activations
+        "accumulate_dtype": accumulate,  # main gradients, optimizer state, loss, master weights
         "compute_bytes": compute_bytes,
         "accumulate_bytes": accumulate_bytes,
-        "cast_bytes": cast_bytes,  # of the copies, in another format, that products read of a weight
-        "master": compute != accumulate,  # the optimizer keeps its own copy of the weights
+        "fp8_weight_bytes": cast_bytes,  # FP8 copies of a weight, in both layouts
+        "master_weights": compute != accumulate,  # the optimizer updates a separate copy of the weights
     }
     return Card(name, help, "torch:" + compute, facts)
 
@@ -21,19 +21,19 @@ PRECISIONS = Registry(
     "precision",
     "megascale.precisions",
     [
-        _card("fp32", "everything in 32 bits", "float32", "float32", 4, 4),
+        _card("fp32", "everything in fp32", "float32", "float32", 4, 4),
         _card(
             "bf16", "compute in bfloat16; gradients, master weights and optimizer in fp32", "bfloat16", "float32", 2, 4
         ),
         _card(
             "fp8",
-            "as bf16, but the linear layers of blocks multiply in 8 bits, see `[fp8]`",
+            "as bf16, with FP8 GEMMs in the linear layers of blocks, see `[fp8]`",
             "bfloat16",
             "float32",
             2,
             4,
             2,
         ),
-        _card("fp64", "everything in 64 bits: for checking layouts against each other", "float64", "float64", 8, 8),
+        _card("fp64", "everything in fp64, to compare layouts", "float64", "float64", 8, 8),
     ],
 )

@@ -1,6 +1,4 @@
-"""Model sizes by name, as their papers give them. A preset fills the keys of `[model]` that the configuration leaves
-out.
-"""
+"""Published model sizes by name. A preset fills the keys of `[model]` missing from the configuration."""
 
 from __future__ import annotations
 
@@ -20,9 +18,9 @@ _LLAMA3 = {
 }
 
 
-def _gpt(layers: int, hidden: int, heads: int, vocab: int, seq: int, **more: Any) -> dict[str, Any]:
+def _gpt(layers: int, hidden: int, heads: int, vocab: int, seq: int, **keys: Any) -> dict[str, Any]:
     sizes = {"num_layers": layers, "hidden_size": hidden, "num_heads": heads, "vocab_size": vocab, "seq_length": seq}
-    return _GPT | sizes | more
+    return _GPT | sizes | keys
 
 
 def _gpt2(layers: int, hidden: int, heads: int) -> dict[str, Any]:
@@ -33,8 +31,8 @@ def _gpt3(layers: int, hidden: int, heads: int) -> dict[str, Any]:
     return _gpt(layers, hidden, heads, 50_257, 2048, activation="gelu_tanh")
 
 
-def _llama3(layers: int, hidden: int, heads: int, ffn: int, **more: Any) -> dict[str, Any]:
-    return _LLAMA3 | {"num_layers": layers, "hidden_size": hidden, "num_heads": heads, "ffn_size": ffn} | more
+def _llama3(layers: int, hidden: int, heads: int, ffn: int, **keys: Any) -> dict[str, Any]:
+    return _LLAMA3 | {"num_layers": layers, "hidden_size": hidden, "num_heads": heads, "ffn_size": ffn} | keys
 
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -1,34 +1,34 @@
-"""Recipes of 8-bit training: what shares a scale, and where scales come from.
+"""FP8 recipes: the granularity and the source of scales.
 
-`grain`: tensor, row or block (of 128). `scale`: current, from the tensor itself; history, from the largest magnitudes
-of earlier steps; static, from the standard deviations of unit scaling. `gradient`: the format of output gradients.
-`multiple`: what the sides of a product must be multiples of.
+Facts: `granularity`: tensor, row, or block (128 elements). `scaling`: current, from the tensor's own amax; delayed,
+from the amax history of earlier steps; static, from unit scaling's standard deviations. `grad_format`: FP8 format of
+output gradients. `alignment`: the sides of a GEMM must be multiples.
 """
 
 from megascale.core.registry import Card, Registry
 
 
-def _card(name: str, help: str, grain: str, scale: str, gradient: str, multiple: int = 16) -> Card:
-    facts = {"grain": grain, "scale": scale, "gradient": gradient, "multiple": multiple}
-    return Card(name, help, "megascale.parallel.eight_bit:Recipe", facts)
+def _card(name: str, help: str, granularity: str, scale: str, grad_format: str, alignment: int = 16) -> Card:
+    facts = {"granularity": granularity, "scaling": scale, "grad_format": grad_format, "alignment": alignment}
+    return Card(name, help, "megascale.parallel.fp8_linear:Recipe", facts)
 
 
 RECIPES = Registry(
     "fp8 recipe",
     "megascale.fp8_recipes",
     [
-        _card("tensorwise", "a scale for each tensor, from the tensor itself", "tensor", "current", "e5m2"),
+        _card("tensorwise", "a scale per tensor, from its amax", "tensor", "current", "e5m2"),
         _card(
             "delayed",
-            "a scale for each tensor, from the steps before (Micikevicius et al. 2022)",
+            "a scale per tensor, from the amax history (Micikevicius et al. 2022)",
             "tensor",
-            "history",
+            "delayed",
             "e5m2",
         ),
-        _card("rowwise", "a scale for each row of a factor, from the row itself", "row", "current", "e4m3"),
+        _card("rowwise", "a scale per row of an operand, from its amax", "row", "current", "e4m3"),
         _card(
             "blockwise",
-            "a scale for 128 numbers, of weights for 128 x 128 (DeepSeek-V3, 3.3)",
+            "a scale per 128 elements, and per 128 x 128 of weights (DeepSeek-V3, 3.3)",
             "block",
             "current",
             "e4m3",
@@ -36,7 +36,7 @@ RECIPES = Registry(
         ),
         _card(
             "mu_unit",
-            "static scales that bring weights to unit variance (after Narayan et al. 2025)",
+            "static scales, weights at unit variance (after Narayan et al. 2025)",
             "tensor",
             "static",
             "e5m2",

@@ -1,9 +1,13 @@
-"""Pipeline schedules: functions order(p, v, m, rank) that return the compute actions of one of p ranks, with v chunks
-on each and m micro-batches, as a list (`schedule.ir`).
+"""Pipeline schedules: functions (p, v, m, rank) that return the compute actions (`schedule.ir`) of a rank.
 
-`chunks`: whether a rank may have several. `piles`: whether the more micro-batches there are, the more are alive at
-once. `repeats`: whether a few of them show what many do, for they go one by one, or through several chunks in groups as
-`schedule.interleaved` says; plans of schedules that do not say so go through all.
+p pipeline ranks, v model chunks per rank, m micro-batches. 1F1B for p = 3, m = 4 (F, B: forward, backward; time ->):
+
+    rank 0  F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3
+    rank 1  .. F0 F1 .. B0 F2 B1 F3 B2 .. B3
+    rank 2  .. .. F0 B0 F1 B1 F2 B2 F3 B3
+
+Facts: `multi_chunk`: v > 1 is possible. `unbounded_in_flight`: micro-batches in flight grow with m. `periodic`: a few
+micro-batches, or groups of them (`schedule.interleaved`), predict all; planning otherwise simulates all.
 """
 
 from megascale.core.registry import Card, Registry
@@ -16,19 +20,19 @@ SCHEDULES = Registry(
             "gpipe",
             "all forwards, then all backwards (Huang et al. 2019)",
             "megascale.schedule.gpipe:gpipe",
-            {"chunks": False, "piles": True, "repeats": True},
+            {"multi_chunk": False, "unbounded_in_flight": True, "periodic": True},
         ),
         Card(
             "1f1b",
-            "one forward, one backward: p live micro-batches instead of m (Narayanan et al. 2021)",
+            "one forward, one backward: p micro-batches in flight, not m (Narayanan et al. 2021)",
             "megascale.schedule.one_f_one_b:one_f_one_b",
-            {"chunks": False, "piles": False, "repeats": True},
+            {"multi_chunk": False, "unbounded_in_flight": False, "periodic": True},
         ),
         Card(
             "interleaved_1f1b",
-            "1f1b over v chunks a rank: a bubble of (p-1)/(v m) (Narayanan et al. 2021)",
+            "1f1b with v chunks per rank: a bubble of (p-1)/(v m) (Narayanan et al. 2021)",
             "megascale.schedule.interleaved:interleaved_1f1b",
-            {"chunks": True, "piles": False, "repeats": True},
+            {"multi_chunk": True, "unbounded_in_flight": False, "periodic": True},
         ),
     ],
 )

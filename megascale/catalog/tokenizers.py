@@ -1,4 +1,4 @@
-"""Tokenizers that need no file. Any other name is the path of a `tokenizer.json` of Hugging Face's `tokenizers`."""
+"""Tokenizers without a file. Other names are paths to a `tokenizer.json` of Hugging Face's `tokenizers`."""
 
 from megascale.core.registry import Card, Registry
 
@@ -8,7 +8,7 @@ TOKENIZERS = Registry(
     [
         Card(
             "bytes",
-            "a token for each byte of UTF-8, and one that ends a document",
+            "a token per byte of UTF-8, and an end-of-document token",
             "megascale.data.tokenizer:ByteTokenizer",
         )
     ],

@@ -1,1 +1,1 @@
-"""The `megascale` command: one file a subcommand, imported only when it runs."""
+"""The `megascale` command: one module per subcommand, imported only when the subcommand runs."""

@@ -1,4 +1,4 @@
-"""`megascale bench`: measured numbers of this machine. Importing it brings no torch; a benchmark does when it runs."""
+"""`megascale bench`: benchmarks of this machine. Torch is imported only when a benchmark starts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 from megascale.bench import mfu, overlap
 from megascale.catalog.presets import PRESETS
 from megascale.cli import bench_ranks
-from megascale.cli.numbers import at_least, count, whole
-from megascale.config.explain import check_again, load, load_tree
+from megascale.cli.argument_types import at_least, non_negative_int, positive_int
+from megascale.config.loading import check_rules, load_config, load_config_tree
 from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError, Exit, MegascaleError, Problem
-from megascale.core.process import stopped_in_order
+from megascale.core.process import exit_on_stop_signals
 from megascale.launch import environment
 
 
@@ -33,140 +33,162 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
-    environment.prepare()
+    environment.set_defaults()
     ranks = {"links": bench_ranks.run_links, "profile": bench_ranks.run_profile}
     if options.benchmark in ranks:
         return ranks[options.benchmark](options)
     benchmark = {"mfu": run_mfu, "gemm": run_gemm, "overlap": run_overlap}[options.benchmark]
-    with stopped_in_order():
+    with exit_on_stop_signals():
         benchmark(options)
     return Exit.OK
 
 
 def _add_mfu(benchmarks: Any) -> None:
-    help_line = "real training steps on one device: tokens/s, MFU, memory, and what the time goes to"
-    about = (mfu.__doc__ or "").partition("\n\n")[2]  # of slices
+    help_line = "time real training steps on one device: tokens/s, MFU, memory, and time by kind of kernel"
+    about = (mfu.__doc__ or "").partition("\n\n")[2]  # the paragraph on slices
     one = benchmarks.add_parser("mfu", help=help_line, description=f"{help_line[0].upper()}{help_line[1:]}. {about}")
     which = one.add_mutually_exclusive_group(required=True)
-    which.add_argument("--preset", metavar="NAME", help="a model by name, on random tokens in bf16")
-    which.add_argument("--config", metavar="FILE", help="a TOML file")
-    one.add_argument("overrides", metavar="key=value", nargs="*", help="settings that win, as section.key=value")
+    which.add_argument("--preset", metavar="NAME", help="a preset model, on random tokens in bf16")
+    which.add_argument("--config", metavar="FILE", help="a run's TOML file")
+    one.add_argument("overrides", metavar="key=value", nargs="*", help="override a setting, as section.key=value")
     one.add_argument(
-        "--layers", type=_layers, metavar="N|fit", help="of the model; fit: as many as the memory holds. Default: fit "
-        "for a preset, for a file what it says",
+        "--layers", type=_layers, metavar="N|fit", help="number of layers; fit: as many as fit in memory (default: fit "
+        "with --preset, model.num_layers with --config)",
     )  # fmt: skip
-    steps, warm, profiled = mfu.LEAST_STEPS, mfu.WARM_UP, mfu.PROFILED
-    timed = at_least(steps, f"the median is taken of {steps} or more")
-    one.add_argument("--steps", type=timed, default=steps, metavar="N", help=f"timed steps, {steps} or more ({steps})")
-    one.add_argument("--warm-up", type=count, default=warm, metavar="N", help=f"steps before them ({warm})")
-    one.add_argument("--profile", type=whole, default=profiled, metavar="N", help=f"steps to profile ({profiled})")
+    steps, warm, profiled = mfu.MIN_TIMED_STEPS, mfu.WARM_UP_STEPS, mfu.PROFILED_STEPS
+    timed = at_least(steps, f"the median needs {steps} timed steps or more")
+    one.add_argument(
+        "--steps", type=timed, default=steps, metavar="N", help=f"timed steps, at least {steps} (default: {steps})"
+    )
+    one.add_argument(
+        "--warm-up", type=positive_int, default=warm, metavar="N", help=f"untimed steps first (default: {warm})"
+    )
+    one.add_argument(
+        "--profile",
+        type=non_negative_int,
+        default=profiled,
+        metavar="N",
+        help=f"profiled steps last (default: {profiled})",
+    )
     one.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run_mfu(options: argparse.Namespace) -> None:
-    """Measure a preset or a file."""
-    steps = mfu.Steps(options.warm_up, options.steps, options.profile)
+    """Measure the MFU of a preset or a configuration file."""
+    steps = mfu.StepCounts(options.warm_up, options.steps, options.profile)
     layers = options.layers or ("fit" if options.preset else None)
     config, whole = _mfu_config(options, steps, layers)
-    from megascale.bench.speed import measure
+    from megascale.bench.mfu_run import measure_mfu
 
-    found = measure(config, whole, steps, overlap.progress, fit=layers == "fit")
-    print(json.dumps(found.as_json()) if options.json else mfu.table(found))
+    result = measure_mfu(config, whole, steps, overlap.print_progress, fit=layers == "fit")
+    print(json.dumps(result.as_json()) if options.json else mfu.table(result))
 
 
-def _mfu_config(options: argparse.Namespace, steps: mfu.Steps, layers: str | None) -> tuple[RunConfig, ModelConfig]:
-    """What is run, and the whole model.
+def _mfu_config(
+    options: argparse.Namespace, steps: mfu.StepCounts, layers: str | None
+) -> tuple[RunConfig, ModelConfig]:
+    """Load the configuration to run and the whole model of which the run may use a slice.
 
-    Raises: ConfigError with every mistake found
+    Raises: ConfigError with every mistake
     """
 
-    def read(*others: str) -> RunConfig:
-        words = [*options.overrides, *others]
+    def read(*more_overrides: str) -> RunConfig:
+        words = [*options.overrides, *more_overrides]
         if options.preset:
-            return load_tree(mfu.preset_tree(options.preset), "--preset", [*words, enough])
-        return load(options.config, words)
+            return load_config_tree(mfu.preset_tree(options.preset), "--preset", [*words, enough])
+        return load_config(options.config, words)
 
     enough = f"train.steps={steps.total}"
     config = read()
     if config.train.steps < steps.total:
         config = read(enough)
-    if config.world != 1:
-        found, mend = f"the layout needs {config.world} processes", "one device is measured: tp, pp and dp = 1"
-        raise ConfigError([Problem(options.config or "command line", "parallel", found, mend)])
-    whole = max(config.model.num_layers, PRESETS.get(config.model.preset or "", {}).get("num_layers", 0))
-    wanted = config if layers is None or layers == "fit" else _slice(config, int(layers), whole)
-    return wanted, mfu.with_layers(config.model, whole)
+    if config.world_size != 1:
+        message, hint = (
+            f"the layout needs {config.world_size} processes",
+            "bench mfu runs on one device: set tp, pp and dp to 1",
+        )
+        raise ConfigError([Problem(options.config or "command line", "parallel", message, hint)])
+    total_layers = max(config.model.num_layers, PRESETS.get(config.model.preset or "", {}).get("num_layers", 0))
+    wanted = config if layers is None or layers == "fit" else _slice_model(config, int(layers), total_layers)
+    return wanted, mfu.model_with_layers(config.model, total_layers)
 
 
-def _slice(config: RunConfig, layers: int, whole: int) -> RunConfig:
-    """The run with so many of the model's `whole` layers.
+def _slice_model(config: RunConfig, layers: int, total_layers: int) -> RunConfig:
+    """Reduce the run's model of `total_layers` layers to its first `layers`.
 
-    Raises: ConfigError with every rule that it breaks
+    Raises: ConfigError with every rule that the slice breaks
     """
-    if layers > whole:
-        found, mend = f"{layers} is more than the model's {whole} layers", f"1 to {whole}, or fit"
-        raise ConfigError([Problem("command line", "--layers", found, mend)])
-    config = mfu.sized(config, layers)
-    check_again(config, f"--layers {layers}")
+    if layers > total_layers:
+        message, hint = f"the model has {total_layers} layers, not {layers}", f"give 1 to {total_layers}, or fit"
+        raise ConfigError([Problem("command line", "--layers", message, hint)])
+    config = mfu.config_with_layers(config, layers)
+    check_rules(config, f"--layers {layers}")
     return config
 
 
 def _add_gemm(benchmarks: Any) -> None:
-    help_line = "the rate of matrix products that this device attains, by shape and number format"
+    help_line = "measure the GEMM throughput of this device, by shape and dtype"
     one = benchmarks.add_parser("gemm", help=help_line, description=f"{help_line[0].upper()}{help_line[1:]}.")
     one.add_argument(
-        "--sizes", nargs="+", type=_size, metavar="MxKxN", help="x [m, k] times a weight [n, k]; default: squares, and "
-        "on a GPU the products of llama3-8b and gpt3-175b in micro-batches of 8,192 tokens",
+        "--sizes", nargs="+", type=_size, metavar="MxKxN", help="x [m, k] times weight [n, k] (default: squares, and "
+        "on a GPU the GEMMs of llama3-8b and gpt3-175b with micro-batches of 8,192 tokens)",
     )  # fmt: skip
     one.add_argument(
-        "--dtypes", nargs="+", metavar="NAME", help="of fp64 fp32 tf32 bf16; fp8 (a scale for each row) fp8_tensorwise "
-        "(one for all); fp8_fast fp8_tensorwise_fast (fast accumulation)",
+        "--dtypes", nargs="+", metavar="NAME", help="fp64, fp32, tf32, bf16; fp8 (a scale per row), fp8_tensorwise "
+        "(a scale per tensor); fp8_fast, fp8_tensorwise_fast (with fast accumulation)",
     )  # fmt: skip
     one.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run_gemm(options: argparse.Namespace) -> None:
-    """Measure every shape in every format."""
+    """Measure the GEMM throughput of every shape in every dtype."""
     from megascale.bench import gemm
-    from megascale.device import detect
+    from megascale.device import detect_device
 
     for name in options.dtypes or ():
         if name not in gemm.FORMATS:
-            mend = f"of {', '.join(gemm.FORMATS)}"
-            raise ConfigError([Problem("command line", "--dtypes", f"there is no format {name!r}", mend)])
-    device = detect()
-    shapes = [gemm.Shape(*size) for size in options.sizes] if options.sizes else gemm.typical(device)
-    found = list(gemm.rates(shapes, options.dtypes or gemm.typical_formats(device), device))
-    print(json.dumps(gemm.as_json(found, device)) if options.json else gemm.table(found, device))
-    if all(each.rate is None for each in found):
-        raise MegascaleError(f"nothing could be measured: {found[0].refusal}", mend="other --sizes or --dtypes")
+            hint = f"choose from {', '.join(gemm.FORMATS)}"
+            raise ConfigError([Problem("command line", "--dtypes", f"unknown dtype {name!r}", hint)])
+    device = detect_device()
+    shapes = [gemm.GemmShape(*size) for size in options.sizes] if options.sizes else gemm.default_shapes(device)
+    measured = list(gemm.measure_rates(shapes, options.dtypes or gemm.default_formats(device), device))
+    print(json.dumps(gemm.as_json(measured, device)) if options.json else gemm.table(measured, device))
+    if all(rate.rate is None for rate in measured):
+        raise MegascaleError(f"no GEMM could be measured: {measured[0].refusal}", hint="give other --sizes or --dtypes")
 
 
 def _add_overlap(benchmarks: Any) -> None:
-    help_line = "what overlap hides of communication, on a cluster of network namespaces (needs root)"
+    help_line = "measure how much communication overlap hides, on a cluster of network namespaces (needs root)"
     one = benchmarks.add_parser("overlap", help=help_line, description=overlap.__doc__)
     names = list(overlap.CASES)
-    one.add_argument("--axes", nargs="+", choices=names, default=names, metavar="AXIS", help=f"of {', '.join(names)}")
-    one.add_argument("--rounds", type=count, default=3, metavar="N", help="runs of each kind, in turns (3)")
-    steps = at_least(overlap.WARM_UP + 1, f"the first {overlap.WARM_UP} steps do not count")
-    one.add_argument("--steps", type=steps, default=8, metavar="N", help="steps of each run (8)")
-    one.add_argument("--output", type=Path, metavar="DIR", help="keep the runs here, for `megascale trace`")
+    one.add_argument(
+        "--axes", nargs="+", choices=names, default=names, metavar="AXIS", help=f"any of {', '.join(names)}"
+    )
+    one.add_argument(
+        "--rounds", type=positive_int, default=3, metavar="N", help="runs of each kind, alternating (default: 3)"
+    )
+    steps = at_least(overlap.WARM_UP_STEPS + 1, f"the first {overlap.WARM_UP_STEPS} steps are not timed")
+    one.add_argument("--steps", type=steps, default=8, metavar="N", help="steps per run (default: 8)")
+    one.add_argument("--output", type=Path, metavar="DIR", help="keep the run folders here, for `megascale trace`")
     one.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run_overlap(options: argparse.Namespace) -> None:
-    """Measure every axis that is asked for."""
+    """Measure the overlap of every axis in `--axes`."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.output or Path(temporary)).resolve()
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise overlap.OverlapError(f"--output {folder}: {error.strerror}", mend="give another folder") from None
+            raise overlap.OverlapError(f"--output {folder}: {error.strerror}", hint="give a writable folder") from None
         cases = [overlap.CASES[name] for name in dict.fromkeys(options.axes)]
-        results = [overlap.measure(case, folder, options.rounds, options.steps, overlap.progress) for case in cases]
+        results = [
+            overlap.measure_overlap(case, folder, options.rounds, options.steps, overlap.print_progress)
+            for case in cases
+        ]
     if options.json:
-        more = [{"communication": r.communication, "ideal": r.ideal, "hidden": r.hidden} for r in results]
-        print(json.dumps({"results": [asdict(r) | extra for r, extra in zip(results, more, strict=True)]}))
+        derived = [{"communication": r.communication, "ideal": r.ideal, "hidden": r.hidden} for r in results]
+        print(json.dumps({"results": [asdict(r) | extra for r, extra in zip(results, derived, strict=True)]}))
     else:
         print(overlap.table(results))
 
@@ -175,7 +197,7 @@ def _layers(text: str) -> str:
     if text == "fit":
         return text
     try:
-        return str(count(text))
+        return str(positive_int(text))
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(f"{error}, nor fit") from None
 
@@ -183,5 +205,5 @@ def _layers(text: str) -> str:
 def _size(text: str) -> tuple[int, ...]:
     parts = text.lower().split("x")
     if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is no product of matrices: MxKxN, such as 8192x4096x14336")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a GEMM shape: give MxKxN, such as 8192x4096x14336")
     return tuple(map(int, parts))

@@ -1,5 +1,5 @@
-"""The benchmarks that several ranks of this host run together: `megascale bench links` and `megascale bench profile`.
-Outside a job they start their ranks.
+"""`megascale bench links` and `megascale bench profile`: benchmarks run by several ranks of this host. The command
+launches the ranks, unless a job did.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megascale.bench.overlap import progress
-from megascale.bench.profile_file import write
-from megascale.cli.numbers import at_least, count
+from megascale.bench.overlap import print_progress
+from megascale.bench.profile_writer import write_profile
+from megascale.cli.argument_types import at_least, positive_int
 from megascale.core.errors import ConfigError, Problem
 from megascale.core.files import write_text
-from megascale.core.process import die_with, usable_cores
-from megascale.core.rank import Rank, from_environment
+from megascale.core.process import die_with_parent, usable_cores
+from megascale.core.rank import Rank, rank_from_environment
 from megascale.launch import local
 from megascale.launch.failure import write_error
 from megascale.simulate.profiles import THIS, path_of
@@ -27,92 +27,103 @@ from megascale.simulate.profiles import THIS, path_of
 if TYPE_CHECKING:
     from megascale.device import Device
 
-Work = Callable[["Device", Rank], None]
+RankWork = Callable[["Device", Rank], None]
 
-SEVERAL = at_least(2, "two ranks or more have something to send")
+SEVERAL = at_least(2, "communication needs two ranks or more")
 """The type of `--processes`."""
 
 
 def add_links(benchmarks: Any) -> None:
-    """Declare `links`."""
-    help_line = "bandwidth and latency of what ranks of this host send each other, in the ways that training uses"
+    """Declare the arguments of `bench links`."""
+    help_line = "measure bandwidth and latency of training's collectives and messages between ranks of this host"
     one = benchmarks.add_parser("links", help=help_line, description=f"{help_line[0].upper()}{help_line[1:]}.")
-    one.add_argument("--processes", type=SEVERAL, metavar="N", help="ranks (default: one a GPU, or a core; 2 or more)")
-    one.add_argument("--sizes", type=count, nargs="+", metavar="BYTES", help="of tensors (default: 4 KiB to 32 MiB)")
+    one.add_argument(
+        "--processes", type=SEVERAL, metavar="N", help="ranks, 2 or more (default: one per GPU, or per core)"
+    )
+    one.add_argument(
+        "--sizes", type=positive_int, nargs="+", metavar="BYTES", help="tensor sizes (default: 4 KiB to 32 MiB)"
+    )
     one.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run_links(options: argparse.Namespace) -> int:
-    """Measure every operation with every size."""
+    """Time every operation with every tensor size."""
 
     def work(device: Device, rank: Rank) -> None:
         from megascale.bench import links
 
-        found = links.measure(device, rank.rank, rank.world, options.sizes or links.SIZES)
+        timings = links.measure_links(device, rank.rank, rank.world_size, options.sizes or links.SIZES)
         if rank.rank == 0:
-            print(json.dumps(links.as_json(found, device)) if options.json else links.table(found, device))
+            print(json.dumps(links.as_json(timings, device)) if options.json else links.table(timings, device))
 
-    if from_environment() is not None:
-        return _work(work, gpus=True)
+    if rank_from_environment() is not None:
+        return _run_rank(work, gpus=True)
     sizes = ["--sizes", *map(str, options.sizes)] if options.sizes else []
     return _start(["bench", "links", *sizes, *["--json"] * options.json], options.processes or _default(gpus=True))
 
 
 def add_profile(benchmarks: Any) -> None:
-    """Declare `profile`."""
-    help_line = "a hardware profile of this machine's processor, which plan reads"
+    """Declare the arguments of `bench profile`."""
+    help_line = "measure a hardware profile of this machine's processor, for plan --hardware this"
     one = benchmarks.add_parser("profile", help=help_line, description=f"{help_line[0].upper()}{help_line[1:]}.")
-    one.add_argument("--processes", type=SEVERAL, metavar="N", help="ranks that measure at once (default: one a core)")
     one.add_argument(
-        "--output", type=Path, metavar="FILE.toml", help="where to write it (default: where --hardware this reads it, "
+        "--processes", type=SEVERAL, metavar="N", help="concurrent ranks, 2 or more (default: one per core)"
+    )
+    one.add_argument(
+        "--output", type=Path, metavar="FILE.toml", help="the profile (default: the file of --hardware this, "
         f"{path_of('hardware', THIS)})",
     )  # fmt: skip
     one.add_argument("--json", action="store_true", help="print one JSON object")
-    one.add_argument("--crowd", type=Path, help=argparse.SUPPRESS)  # what the first of two jobs tells the second
+    one.add_argument("--oversubscribed", type=Path, help=argparse.SUPPRESS)  # result of the first job, for the second
 
 
 def run_profile(options: argparse.Namespace) -> int:
-    """Measure this machine and write its profile: in a job with two ranks a core, and in one with a rank a core."""
+    """Measure this machine and write its profile, in two jobs: one with two ranks per core, then one with one."""
     output = (options.output or path_of("hardware", THIS)).resolve()
     _check_output(output)
-    if options.crowd is None and from_environment() is None:
+    if options.oversubscribed is None and rank_from_environment() is None:
         words = ["bench", "profile", "--output", str(output), *["--json"] * options.json]
         processes = options.processes or _default(gpus=False)
         with tempfile.TemporaryDirectory() as folder:
-            words += ["--crowd", f"{folder}/crowd.json"]
+            words += ["--oversubscribed", f"{folder}/oversubscribed.json"]
             return _start(words, 2 * processes) or _start(words, processes)
 
-    def crowded(device: Device, rank: Rank) -> None:
+    def oversubscribed_work(device: Device, rank: Rank) -> None:
         from megascale.bench import profile
 
         if rank.rank == 0:
-            progress("steps of two ranks a core")
-        found = profile.crowded(device, rank)
+            print_progress("steps with two ranks per core")
+        steps = profile.measure_oversubscribed(device, rank)
         if rank.rank == 0:
-            write_text(options.crowd, json.dumps(vars(found)))
+            write_text(options.oversubscribed, json.dumps(vars(steps)))
 
     def work(device: Device, rank: Rank) -> None:
         from megascale.bench import profile
 
-        crowd = profile.Crowd(**json.loads(options.crowd.read_text(encoding="utf-8"))) if options.crowd else None
-        say = progress if rank.rank == 0 else lambda text: None
-        found = profile.measure(device, rank.rank, rank.world, say, crowd=crowd)
-        if found is None:
+        oversubscribed = None
+        if options.oversubscribed:
+            text = options.oversubscribed.read_text(encoding="utf-8")
+            oversubscribed = profile.OversubscribedSteps(**json.loads(text))
+        log = print_progress if rank.rank == 0 else lambda text: None
+        measured = profile.measure_profile(device, rank.rank, rank.world_size, log, oversubscribed=oversubscribed)
+        if measured is None:
             return
-        write(output, found.tree, _heading(device, rank.world, found))
+        write_profile(output, measured.tree, _heading(device, rank.world_size, measured))
         if options.json:
-            print(json.dumps({"output": str(output), **profile.as_json(found)}))
+            print(json.dumps({"output": str(output), **profile.as_json(measured)}))
         else:
-            print(f"{profile.table(found)}\n\nwritten: {output}")
+            print(f"{profile.table(measured)}\n\nwritten: {output}")
 
-    return _work(crowded if options.crowd and not options.crowd.exists() else work, gpus=False)
+    return _run_rank(
+        oversubscribed_work if options.oversubscribed and not options.oversubscribed.exists() else work, gpus=False
+    )
 
 
-def _heading(device: Device, ranks: int, found: Any) -> str:
+def _heading(device: Device, ranks: int, profile: Any) -> str:
     import torch
 
     day = datetime.datetime.now(datetime.UTC).date()
-    worst = max(found.quality.values(), key=lambda each: each.ratio).ratio
+    worst = max(profile.quality.values(), key=lambda quality: quality.ratio).ratio
     return (
         f"{device.name}, {os.cpu_count()} cores: `megascale bench profile` with {ranks} ranks and torch "
         f"{torch.__version__}, {day}\nThe slowest round took at most {worst:.2f} times the quickest."
@@ -120,37 +131,39 @@ def _heading(device: Device, ranks: int, found: Any) -> str:
 
 
 def _check_output(path: Path) -> None:
-    """Before minutes are spent. Raises: ConfigError for a file that cannot be written."""
+    """Check the output file before minutes of measurements. Raises: ConfigError if the file cannot be written."""
     try:
         if path.suffix != ".toml":
-            raise OSError(0, "plan reads profiles by names that end in .toml")
+            raise OSError(0, "a profile's name must end in .toml")
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir() or not os.access(path.parent, os.W_OK):
-            raise OSError(0, "it cannot be written")
+            raise OSError(0, "cannot be written")
     except OSError as error:
-        raise ConfigError([Problem("command line", "--output", f"{path}: {error.strerror}", "another file")]) from None
+        raise ConfigError(
+            [Problem("command line", "--output", f"{path}: {error.strerror}", "give another file")]
+        ) from None
 
 
 def _start(words: list[str], processes: int) -> int:
-    """Run a command as so many ranks of this host."""
+    """Run a command with `processes` ranks on this host; return the exit status."""
     with tempfile.TemporaryDirectory() as logs:
-        return local.run(words, processes, Path(logs))
+        return local.run_local_ranks(words, processes, Path(logs))
 
 
-def _work(work: Work, *, gpus: bool) -> int:
-    """Do a rank's part of the work."""
-    rank = from_environment()
-    assert rank is not None, "ranks are started by a job"
+def _run_rank(work: RankWork, *, gpus: bool) -> int:
+    """Run `work` as one rank of the job."""
+    rank = rank_from_environment()
+    assert rank is not None, "a rank runs inside a job"
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with(os.getppid())  # torchrun, when it is killed, leaves its workers
+        die_with_parent(os.getppid())  # a killed torchrun leaves its workers running
     from megascale.comm import init
-    from megascale.device import detect
+    from megascale.device import detect_device
 
     try:
-        device = detect(rank.local, allow_gpu=gpus)
-        init.start(rank, device)
+        device = detect_device(rank.local_rank, allow_gpu=gpus)
+        init.init_distributed(rank, device)
         work(device, rank)
-        init.stop()
+        init.shutdown_distributed()
     except Exception as error:
         write_error(error, rank)
         raise
@@ -158,7 +171,7 @@ def _work(work: Work, *, gpus: bool) -> int:
 
 
 def _default(*, gpus: bool) -> int:
-    """A rank a device, and two at least."""
+    """Default number of ranks: one per device, at least two."""
     from megascale import device
 
-    return max(2, (device.gpus() if gpus else 0) or usable_cores())
+    return max(2, (device.gpu_count() if gpus else 0) or usable_cores())

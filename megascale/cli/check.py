@@ -1,4 +1,4 @@
-"""`megascale check`: answers in a fraction of a second, without torch."""
+"""`megascale check`: every mistake of a configuration, and memory per rank, in a fraction of a second without torch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import json
 
 from megascale.account.memory import fullest_rank
 from megascale.account.parameters import parameter_count
+from megascale.cli.argument_types import positive_int
 from megascale.cli.main import add_config_arguments
-from megascale.cli.numbers import count
-from megascale.config.explain import load
-from megascale.config.resolved import to_toml
+from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
+from megascale.config.toml_writer import to_toml
 from megascale.core.errors import ConfigError, Exit
 from megascale.core.units import format_bytes, format_count
 
@@ -19,7 +19,7 @@ from megascale.core.units import format_bytes, format_count
 def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
     add_config_arguments(sub)
-    sub.add_argument("--gpus", type=count, metavar="N", help="check for a job of N processes")
+    sub.add_argument("--gpus", type=positive_int, metavar="N", help="check for a job of N processes")
     sub.add_argument("--show", action="store_true", help="print the resolved configuration")
     sub.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -27,7 +27,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
     try:
-        config = load(options.config, options.overrides, world=options.gpus)
+        config = load_config(options.config, options.overrides, world_size=options.gpus)
     except ConfigError as error:
         if not options.json:
             raise
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         rank = fullest_rank(config)
         state = {"weights": rank.parameters, "gradients": rank.gradients, "optimizer": rank.optimizer}
-        facts = {"ok": True, "processes": config.world, "state_bytes": {**state, "total": sum(state.values())}}
+        facts = {"ok": True, "processes": config.world_size, "state_bytes": {**state, "total": sum(state.values())}}
         facts |= {"activation_bytes": {"total": rank.activations}, "transient_bytes": rank.transient}
         facts |= {"total_bytes": rank.total}
         print(json.dumps({**facts, "config": config.model_dump(by_alias=True, mode="json")}))
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def summary(config: RunConfig) -> str:
-    """What would run, and the memory of the fullest rank by kind."""
+    """Describe the run in one line, and list the peak memory of the rank with the highest peak, by kind."""
     p, m = config.parallel, config.model
     layout = f"tp {p.tp}{' sp' if p.sp else ''} x pp {p.pp}{f' (vpp {p.vpp})' if p.vpp > 1 else ''} x dp {config.dp}"
     tokens = config.batch.total * m.seq_length
@@ -56,8 +56,8 @@ def summary(config: RunConfig) -> str:
     kinds = {**vars(rank), "total": rank.total}
     memory = "\n".join(f"  {kind:<12}{format_bytes(size):>10}" for kind, size in kinds.items())
     return (
-        f"{config.name}: {format_count(parameter_count(m))} parameters, {layout} = {config.world} processes, "
-        f"{config.micro_batches} micro-batches of {config.batch.micro}, {format_count(tokens)} tokens a step, "
+        f"{config.name}: {format_count(parameter_count(m))} parameters, {layout} = {config.world_size} processes, "
+        f"{config.num_microbatches} micro-batches of {config.batch.micro}, {format_count(tokens)} tokens per step, "
         f"{format_count(tokens * config.train.steps)} in {config.train.steps} steps: no mistakes found\n"
         f"memory of the fullest rank\n{memory}"
     )

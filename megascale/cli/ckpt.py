@@ -1,4 +1,4 @@
-"""`megascale ckpt`: what checkpoints there are, what is in them, whether they are whole, how two differ; conversion."""
+"""`megascale ckpt`: list, show, verify, diff and convert checkpoints."""
 
 from __future__ import annotations
 
@@ -10,47 +10,45 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascale.core.errors import CheckpointError, Exit
-from megascale.core.files import readable
+from megascale.core.files import is_readable_file
 from megascale.core.units import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from megascale.checkpoint import manifest
+    from megascale.checkpoint.format import manifest
     from megascale.checkpoint.storage import Location
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
     verbs = sub.add_subparsers(dest="verb", metavar="VERB", required=True)
-    found = "a checkpoint's folder or URL, or a run's, whose newest is meant"
-    listing = verbs.add_parser("list", help="the complete checkpoints of a run, and attempts that did not finish")
-    listing.add_argument("run", metavar="RUN", help="a run's folder, or one of checkpoints; a URL")
-    show = verbs.add_parser("show", help="what a checkpoint holds")
-    show.add_argument("checkpoint", metavar="CHECKPOINT", help=found)
-    show.add_argument("--tensors", action="store_true", help="every tensor, not sums over them")
-    verify = verbs.add_parser("verify", help="read all of it, and compare with its checksums")
-    verify.add_argument("checkpoint", metavar="CHECKPOINT", help=found)
-    diff = verbs.add_parser("diff", help="how two checkpoints differ: configuration, tensors, numbers")
-    diff.add_argument("first", metavar="CHECKPOINT", help=found)
+    checkpoint_help = "folder or URL of a checkpoint, or of a run (its newest checkpoint)"
+    listing = verbs.add_parser("list", help="list a run's complete checkpoints and its unfinished saves")
+    listing.add_argument("run", metavar="RUN", help="folder or URL of a run, or of its checkpoints")
+    show = verbs.add_parser("show", help="describe a checkpoint: progress, layout, tensors")
+    show.add_argument("checkpoint", metavar="CHECKPOINT", help=checkpoint_help)
+    show.add_argument("--tensors", action="store_true", help="list every tensor instead of totals")
+    verify = verbs.add_parser("verify", help="read every file of a checkpoint and compare checksums")
+    verify.add_argument("checkpoint", metavar="CHECKPOINT", help=checkpoint_help)
+    diff = verbs.add_parser("diff", help="compare two checkpoints: configuration, tensors, elements")
+    diff.add_argument("first", metavar="CHECKPOINT", help=checkpoint_help)
     diff.add_argument("second", metavar="OTHER")
     for verb in (listing, show, verify, diff):
         verb.add_argument("--json", action="store_true", help="print one JSON object")
-    convert = verbs.add_parser("convert", help="a checkpoint to Hugging Face's layout, or weights in that to one")
-    convert.add_argument("source", metavar="SOURCE", help=f"{found}; or a folder with a config.json")
-    convert.add_argument("output", metavar="OUTPUT", type=_folder, help="a folder that is not there yet")
-    convert.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="of the weights (as they are)")
-    convert.add_argument("--tokenizer", metavar="FILE", type=_file, help="(the one that the run was trained with)")
+    convert = verbs.add_parser("convert", help="convert a checkpoint to Hugging Face weights, or the reverse")
+    convert.add_argument("source", metavar="SOURCE", help=f"{checkpoint_help}; or of Hugging Face weights")
+    convert.add_argument("output", metavar="OUTPUT", type=_folder, help="a new folder")
+    convert.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of the weights (default: unchanged)")
+    convert.add_argument("--tokenizer", metavar="FILE", type=_file, help="(default: the tokenizer of the training run)")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the subcommand and return its exit status: for `verify` 4 if something is damaged, for `diff` 1 if the two
-    differ.
-    """
+    """Run the subcommand and return its exit status: 4 if `verify` finds damage, 1 if `diff` finds a difference."""
     verbs = {"list": _list, "show": _show, "verify": _verify, "diff": _diff, "convert": _convert}
     try:
         return verbs[options.verb](options)
     except OSError as error:
-        mend = "its name, who may read it, the network"
-        raise CheckpointError(f"{error.filename}: {error.strerror}", mend=mend) from None
+        hint = "check its name, its permissions and the network"
+        raise CheckpointError(f"{error.filename}: {error.strerror}", hint=hint) from None
 
 
 def _say(options: argparse.Namespace, facts: dict[str, Any], lines: list[str]) -> None:
@@ -58,45 +56,44 @@ def _say(options: argparse.Namespace, facts: dict[str, Any], lines: list[str]) -
 
 
 def _list(options: argparse.Namespace) -> int:
-    from megascale.checkpoint import manifest, store
+    from megascale.checkpoint import folders
+    from megascale.checkpoint.format import manifest
     from megascale.checkpoint.storage import Location
 
     run = Location(options.run)
     folder = run / "checkpoints" if (run / "checkpoints").is_folder() else run
     if not folder.is_folder():
-        raise CheckpointError(f"there is no folder {folder}", mend="a run's folder")
+        raise CheckpointError(f"there is no folder {folder}", hint="give a run's folder")
     if (folder / manifest.NAME).exists():
-        raise CheckpointError(f"{folder} is itself a checkpoint", mend=f"megascale ckpt show {folder}")
+        raise CheckpointError(f"{folder} is itself a checkpoint", hint=f"use megascale ckpt show {folder}")
     rows = []
-    for stored in store.complete(folder):
+    for stored in folders.complete_checkpoints(folder):
         row: dict[str, Any] = {"path": str(stored.path), "step": stored.step, "bytes": stored.path.size()}
         try:
             facts = manifest.read(stored.path).facts
             row |= {"tokens": facts.progress.tokens, "layout": facts.layout}
         except CheckpointError as error:
-            row["error"] = error.what
+            row["error"] = error.message
         rows.append(row)
-    unfinished = [str(attempt.path) for attempt in store.unfinished(folder)]
+    unfinished = [str(attempt.path) for attempt in folders.unfinished_checkpoints(folder)]
     lines = [
         f"{row['path']}  {format_bytes(row['bytes'])}  "
         + (row.get("error") or f"{format_count(row['tokens'])} tokens, {_layout(row['layout'])}")
         for row in rows
     ]
-    lines += [
-        f"{path}  did not finish, or is being written: the next start of the run removes it" for path in unfinished
-    ]
+    lines += [f"{path}  is unfinished, or being written: the next start of the run removes it" for path in unfinished]
     _say(options, {"checkpoints": rows, "unfinished": unfinished}, lines or [f"no checkpoints in {folder}"])
     return Exit.OK
 
 
 def _show(options: argparse.Namespace) -> int:
-    path, saved = _opened(options.checkpoint)
+    path, saved = _open_checkpoint(options.checkpoint)
     facts = saved.facts
     progress = facts.progress
     kinds: dict[str, tuple[int, int]] = {}
     for name, tensor in saved.tensors.items():
-        count, numbers = kinds.get(name.partition(".")[0], (0, 0))
-        kinds[name.partition(".")[0]] = count + 1, numbers + math.prod(tensor.shape)
+        count, numel = kinds.get(name.partition(".")[0], (0, 0))
+        kinds[name.partition(".")[0]] = count + 1, numel + math.prod(tensor.shape)
     versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
     lines = [
         f"{path}: {format_bytes(sum(file.bytes for file in saved.files.values()))} in {_files(saved)}",
@@ -104,7 +101,7 @@ def _show(options: argparse.Namespace) -> int:
         f"progress    step {progress.step}, {format_count(progress.samples)} samples, "
         f"{format_count(progress.tokens)} tokens",
         f"layout      {_layout(facts.layout)}",
-        *(f"{kind:<11} {count} tensors, {format_count(numbers)} numbers" for kind, (count, numbers) in kinds.items()),
+        *(f"{kind:<11} {count} tensors, {format_count(numel)} elements" for kind, (count, numel) in kinds.items()),
     ]
     if options.tensors:
         lines += [
@@ -116,33 +113,37 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from megascale.checkpoint import manifest, whole
+    from megascale.checkpoint import offline
+    from megascale.checkpoint.format import manifest
     from megascale.checkpoint.storage import Location
 
-    path = whole.find(Location(options.checkpoint))
+    path = offline.find_checkpoint(Location(options.checkpoint))
     try:
         saved = manifest.read(path)
-        problems = list(whole.verify(path, saved))
-        good = f"{path}: {len(saved.tensors)} tensors in {_files(saved)} are what was written"
+        problems = list(offline.verify(path, saved))
+        good = f"{path}: {len(saved.tensors)} tensors in {_files(saved)} match their checksums"
     except manifest.DamagedError as error:
-        problems, good = [error.what], ""
+        problems, good = [error.message], ""
     lines = [*problems, f"{path} is damaged"] if problems else [good]
     _say(options, {"path": str(path), "ok": not problems, "problems": problems}, lines)
     return Exit.CHECKPOINT if problems else Exit.OK
 
 
 def _diff(options: argparse.Namespace) -> int:
-    (first, ours), (second, theirs) = _opened(options.first), _opened(options.second)
-    facts = _facts_differ(_flat(ours.facts.model_dump(mode="json")), _flat(theirs.facts.model_dump(mode="json")))
-    numbers = {}
+    (first, ours), (second, theirs) = _open_checkpoint(options.first), _open_checkpoint(options.second)
+    facts = _facts_differ(_flatten(ours.facts.model_dump(mode="json")), _flatten(theirs.facts.model_dump(mode="json")))
+    differences = {}
     for name in ours.tensors.keys() | theirs.tensors.keys():
-        if found := _tensors_differ((first, ours), (second, theirs), name):
-            numbers[name] = found
-    lines = [*(f"{key}: {text}" for key, text in facts.items()), *(f"{n}: {numbers[n]}" for n in sorted(numbers))]
-    same = len(ours.tensors.keys() | theirs.tensors.keys()) - len(numbers)
-    lines.append(f"{same} tensors are equal to the bit, {len(numbers)} are not")
-    _say(options, {"facts": facts, "tensors": numbers, "equal": same}, lines)
-    return Exit.UNCLASSIFIED if numbers else Exit.OK
+        if difference := _tensors_differ((first, ours), (second, theirs), name):
+            differences[name] = difference
+    lines = [
+        *(f"{key}: {text}" for key, text in facts.items()),
+        *(f"{n}: {differences[n]}" for n in sorted(differences)),
+    ]
+    same = len(ours.tensors.keys() | theirs.tensors.keys()) - len(differences)
+    lines.append(f"{same} tensors are bit-equal, {len(differences)} differ")
+    _say(options, {"facts": facts, "tensors": differences, "equal": same}, lines)
+    return Exit.UNCLASSIFIED if differences else Exit.OK
 
 
 def _facts_differ(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, str]:
@@ -157,10 +158,10 @@ def _facts_differ(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, str
 def _tensors_differ(
     ours: tuple[Location, manifest.Manifest], theirs: tuple[Location, manifest.Manifest], name: str
 ) -> str:
-    """How a tensor differs; "" if it does not."""
+    """Describe how a tensor differs between two checkpoints; "" for bit-equal tensors."""
     import torch
 
-    from megascale.checkpoint import whole
+    from megascale.checkpoint import offline
 
     for path, saved in (ours, theirs):
         if name not in saved.tensors:
@@ -168,33 +169,34 @@ def _tensors_differ(
     mine, other = ours[1].tensors[name], theirs[1].tensors[name]
     if mine.shape != other.shape:
         return f"shape {list(mine.shape)} -> {list(other.shape)}"
-    first, second = (whole.read_tensor(path, saved, name) for path, saved in (ours, theirs))
+    first, second = (offline.read_tensor(path, saved, name) for path, saved in (ours, theirs))
     kind = "" if first.dtype == second.dtype else f"{mine.dtype} -> {other.dtype}; "
     if not kind and first.view(torch.uint8).equal(second.view(torch.uint8)):
         return ""
     wide = first.double()
     gap, top = (wide - second.double()).abs().max().item(), wide.abs().max().item()
-    return f"{kind}largest difference {gap:.3g}, of numbers up to {top:.3g}"
+    return f"{kind}largest difference {gap:.3g}, largest element {top:.3g}"
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from megascale.checkpoint import manifest, whole
+    from megascale.checkpoint import offline
+    from megascale.checkpoint.format import manifest
     from megascale.checkpoint.storage import Location
     from megascale.convert import conversion
-    from megascale.convert.huggingface import CONFIG
+    from megascale.convert.huggingface import CONFIG_FILE
 
     dtype = conversion.DTYPES.get(options.dtype)
-    folder, warning = Location(options.source).local, ""
+    folder, warning = Location(options.source).local_path, ""
     try:
-        if folder and (folder / CONFIG).is_file() and not (folder / manifest.NAME).is_file():
+        if folder and (folder / CONFIG_FILE).is_file() and not (folder / manifest.NAME).is_file():
             conversion.from_huggingface(folder, options.output, dtype)
         else:
-            source = whole.find(Location(options.source))
+            source = offline.find_checkpoint(Location(options.source))
             warning = conversion.to_huggingface(source, options.output, dtype, options.tokenizer)
     except OSError as error:
         where = f" {error.filename}:" if error.filename and str(error.filename) != str(options.output) else ""
-        what = f"cannot convert into {options.output}:{where} {error.strerror}"
-        raise CheckpointError(what, mend="another folder, or more space") from None
+        message = f"cannot convert into {options.output}:{where} {error.strerror}"
+        raise CheckpointError(message, hint="give another folder, or free disk space") from None
     if warning:
         print(f"WARNING: {warning}", file=sys.stderr)
     print(f"{options.output}: {format_bytes(Location(str(options.output)).size())}")
@@ -203,22 +205,23 @@ def _convert(options: argparse.Namespace) -> int:
 
 def _folder(text: str) -> Path:
     if "://" in text:
-        raise argparse.ArgumentTypeError(f"{text} is a URL: give a folder of this host, and copy it from there")
+        raise argparse.ArgumentTypeError(f"{text} is a URL: give a local folder, and upload the result")
     return Path(text)
 
 
 def _file(text: str) -> Path:
-    if not readable(text):
+    if not is_readable_file(text):
         raise argparse.ArgumentTypeError(f"there is no file {text}")
     return Path(text)
 
 
-def _opened(path: str) -> tuple[Location, manifest.Manifest]:
-    from megascale.checkpoint import manifest, whole
+def _open_checkpoint(path: str) -> tuple[Location, manifest.Manifest]:
+    from megascale.checkpoint import offline
+    from megascale.checkpoint.format import manifest
     from megascale.checkpoint.storage import Location
 
-    found = whole.find(Location(path))
-    return found, manifest.read(found)
+    location = offline.find_checkpoint(Location(path))
+    return location, manifest.read(location)
 
 
 def _files(saved: manifest.Manifest) -> str:
@@ -229,9 +232,9 @@ def _layout(layout: dict[str, int]) -> str:
     return " ".join(f"{name}{size}" for name, size in layout.items()) or "-"
 
 
-def _flat(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
-    """The leaves of a tree by their dotted names."""
-    found: dict[str, Any] = {}
+def _flatten(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
+    """Flatten a tree to its leaves by dotted name."""
+    leaves: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= _flat(value, f"{above}{key}.") if isinstance(value, dict) else {f"{above}{key}": value}
-    return found
+        leaves |= _flatten(value, f"{above}{key}.") if isinstance(value, dict) else {f"{above}{key}": value}
+    return leaves

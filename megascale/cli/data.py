@@ -11,39 +11,39 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megascale.catalog.tokenizers import TOKENIZERS
-from megascale.cli.numbers import count
+from megascale.cli.argument_types import positive_int
 from megascale.core.errors import DataError, Exit
 from megascale.core.files import fingerprint
 from megascale.core.process import usable_cores
 from megascale.core.units import format_bytes, format_count
-from megascale.data import indexed
-from megascale.data.prepare import Request, prepare
+from megascale.data import indexed_dataset
+from megascale.data.prepare import PrepareRequest, prepare_dataset
 from megascale.data.tokenizer import Tokenizer, load_tokenizer
 
-SHOWN = 80
-"""Tokens of a document that `inspect` shows."""
+SHOWN_TOKENS = 80
+"""Number of tokens that `inspect` shows of a document."""
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
     verbs = sub.add_subparsers(dest="verb", metavar="VERB", required=True)
-    make = verbs.add_parser("prepare", help="text or .jsonl files to a token dataset (.bin, .idx, .json)")
-    kinds = ".jsonl, .ndjson, .json: a document a line; else a document a file"
+    make = verbs.add_parser("prepare", help="tokenize text or .jsonl files to a token dataset (.bin, .idx, .json)")
+    kinds = "one document per line of a .jsonl, .ndjson or .json file; one document per file otherwise"
     make.add_argument("inputs", metavar="INPUT", nargs="+", type=Path, help=kinds)
-    make.add_argument("--output", metavar="PREFIX", type=Path, required=True, help="path without ending")
-    make.add_argument("--tokenizer", metavar="NAME|FILE", required=True, help="bytes, or a tokenizer.json")
-    make.add_argument("--key", metavar="FIELD", default="text", help="field of a line with the text (default: text)")
-    make.add_argument("--eod", metavar="TOKEN", help="token that ends a document (default: <|endoftext|> and its like)")
     make.add_argument(
-        "--workers", metavar="N", type=count, default=usable_cores(), help="processes (default: one a core)"
+        "--output", metavar="PREFIX", type=Path, required=True, help="path of the dataset, without suffix"
+    )
+    make.add_argument("--tokenizer", metavar="NAME|FILE", required=True, help="bytes, or the path of a tokenizer.json")
+    make.add_argument("--key", metavar="FIELD", default="text", help="JSON field with the text (default: text)")
+    make.add_argument("--eod", metavar="TOKEN", help="end-of-document token (default: <|endoftext|> or similar)")
+    make.add_argument(
+        "--workers", metavar="N", type=positive_int, default=usable_cores(), help="processes (default: one per core)"
     )
     make.add_argument("--json", action="store_true", help="print one JSON object")
-    look = verbs.add_parser("inspect", help="what a token dataset holds")
+    look = verbs.add_parser("inspect", help="describe a token dataset and show some text")
     look.add_argument("prefix", metavar="PREFIX", type=Path)
-    look.add_argument("--tokenizer", metavar="NAME|FILE", help="to show text (default: the one it was made with)")
-    look.add_argument(
-        "--documents", metavar="N", type=int, default=2, help="documents to show the start of (default: 2)"
-    )
+    look.add_argument("--tokenizer", metavar="NAME|FILE", help="decodes the text (default: the dataset's tokenizer)")
+    look.add_argument("--documents", metavar="N", type=int, default=2, help="documents to show (default: 2)")
     look.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -61,9 +61,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _prepare(options: argparse.Namespace) -> int:
-    request = Request(options.inputs, options.output, options.tokenizer, options.key, options.eod, options.workers)
+    request = PrepareRequest(
+        options.inputs, options.output, options.tokenizer, options.key, options.eod, options.workers
+    )
     if options.json:
-        print(json.dumps(asdict(prepare(request))))
+        print(json.dumps(asdict(prepare_dataset(request))))
         return Exit.OK
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -73,59 +75,59 @@ def _prepare(options: argparse.Namespace) -> int:
     console = Console()
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=total)
-        made = prepare(request, lambda size: bar.advance(task, size))
+        info = prepare_dataset(request, lambda size: bar.advance(task, size))
     print(
-        f"{options.output}: {format_count(made.documents)} documents, {format_count(made.tokens)} tokens from "
-        f"{format_bytes(total)} of input, vocabulary {made.vocab_size}"
+        f"{options.output}: {format_count(info.documents)} documents, {format_count(info.tokens)} tokens from "
+        f"{format_bytes(total)} of input, vocabulary {info.vocab_size}"
     )
     return Exit.OK
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    reader = indexed.read(options.prefix)
+    reader = indexed_dataset.open_dataset(options.prefix)
     facts = {
         "documents": len(reader),
         "tokens": len(reader.tokens),
         "format": str(reader.tokens.dtype),
-        "made_with": reader.made and asdict(reader.made),
+        "made_with": reader.info and asdict(reader.info),
     }
     if options.json:
         print(json.dumps(facts))
         return Exit.OK
     print(f"{options.prefix}: {len(reader)} documents, {len(reader.tokens)} tokens, stored as {reader.tokens.dtype}")
-    if reader.made:
-        origin = reader.made.tokenizer
-        print(f"tokenizer {origin.name}, vocabulary {reader.made.vocab_size}, end of document {origin.eod}")
-    for line in _texts(options, reader):
+    if reader.info:
+        origin = reader.info.tokenizer
+        print(f"tokenizer {origin.name}, vocabulary {reader.info.vocab_size}, end of document {origin.eod}")
+    for line in _preview_lines(options, reader):
         print(line)
     return Exit.OK
 
 
-def _texts(options: argparse.Namespace, reader: indexed.Reader) -> Iterator[str]:
-    """The start of some documents as text, or why there is none."""
-    origin = reader.made.tokenizer if reader.made else None
-    tokenizer = _asked(options.tokenizer, origin) if options.tokenizer else _remembered(origin)
+def _preview_lines(options: argparse.Namespace, reader: indexed_dataset.IndexedDataset) -> Iterator[str]:
+    """Yield the start of some documents as text, or the reason why no text can be shown."""
+    origin = reader.info.tokenizer if reader.info else None
+    tokenizer = _load_requested(options.tokenizer, origin) if options.tokenizer else _load_original(origin)
     if tokenizer is None:
-        yield "made by another tool, or its tokenizer is not here any more: give --tokenizer to see text"
+        yield "the dataset names no tokenizer that can be loaded here: give --tokenizer to see text"
         return
     for index in range(min(options.documents, len(reader))):
-        start = tokenizer.decode(reader[index][:SHOWN].tolist())
+        start = tokenizer.decode(reader[index][:SHOWN_TOKENS].tolist())
         yield f"document {index}, {len(reader[index])} tokens: {start!r}"
 
 
-def _asked(name: str, origin: indexed.Origin | None) -> Tokenizer:
-    """The tokenizer `name`.
+def _load_requested(name: str, origin: indexed_dataset.TokenizerInfo | None) -> Tokenizer:
+    """Load the tokenizer `name`.
 
-    Raises: DataError if it is missing, or is not the one that made the dataset.
+    Raises: DataError if the tokenizer is missing, or is not the dataset's.
     """
-    tokenizer = load_tokenizer(name, origin.eod if origin else 0)  # which token ends documents does not matter here
+    tokenizer = load_tokenizer(name, origin.eod if origin else 0)  # the end-of-document token is not used here
     if origin and tokenizer.fingerprint != origin.fingerprint:
-        raise DataError(f"{name} is not the tokenizer that made the dataset ({origin.name})", mend="give that one")
+        raise DataError(f"{name} is not the dataset's tokenizer, {origin.name}", hint=f"give {origin.name}")
     return tokenizer
 
 
-def _remembered(origin: indexed.Origin | None) -> Tokenizer | None:
-    """The tokenizer that made the dataset, if it is still there unchanged."""
+def _load_original(origin: indexed_dataset.TokenizerInfo | None) -> Tokenizer | None:
+    """Load the dataset's tokenizer; None if its file is missing or has changed."""
     if origin is None:
         return None
     path = Path(origin.name)

@@ -1,4 +1,4 @@
-"""`megascale doctor`: what this machine has, which backend serves each operation and why, and self-tests."""
+"""`megascale doctor`: this machine's hardware and software, the backend of every operation, and self-tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import megascale
-from megascale.config.explain import load, load_tree
+from megascale.config.loading import load_config, load_config_tree
 from megascale.config.run import RunConfig
 from megascale.core.errors import Exit
 from megascale.core.process import usable_cores
@@ -24,7 +24,7 @@ from megascale.core.units import format_bytes, format_flops
 
 if TYPE_CHECKING:
     from megascale.device import Device
-    from megascale.ops.selftest import Examination, Verdict
+    from megascale.ops.selftest import BackendReport, OperationReport
 
 BUILT_IN = "the built-in model"
 LLAMA_LIKE = """
@@ -53,91 +53,94 @@ lr = 1e-3
 [data]
 mock = true
 """
-"""What is asked about where no configuration is given."""
+"""The configuration to check if the user gives none."""
 
 WIDTH = 118
-"""Columns of the page, at most."""
+"""Maximum width of the text in columns."""
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
-    sub.add_argument("config", metavar="CONFIG", nargs="?", help="a TOML file (a small Llama, in fp32 and in bf16)")
-    sub.add_argument("overrides", metavar="key=value", nargs="*", help="settings that win, as section.key=value")
+    sub.add_argument(
+        "config", metavar="CONFIG", nargs="?", help="a TOML file (default: a small Llama, in fp32 and in bf16)"
+    )
+    sub.add_argument("overrides", metavar="key=value", nargs="*", help="override a setting, as section.key=value")
     sub.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the subcommand and return its exit status: 1 if a self-test fails, or nothing serves as it is asked for."""
-    configs = configurations(options.config, options.overrides)
+    """Run the subcommand and return its exit status: 1 if a self-test fails or a requested backend cannot serve."""
+    configs = configs_to_check(options.config, options.overrides)
     from rich.console import Console
 
-    from megascale.device import detect
+    from megascale.device import detect_device
 
-    device = detect()
-    with Console(stderr=True).status("", spinner="line") as status:  # torch.compile takes its time
-        facts = machine(device, list(configs))
-        found = {name: examinations(config, device, name, status.update) for name, config in configs.items()}
-    slow = slowness(configs.values(), device)
-    ok = not any(one.problem or any(v.failed for v in one.verdicts) for all in found.values() for one in all)
+    device = detect_device()
+    with Console(stderr=True).status("", spinner="line") as status:  # torch.compile takes seconds
+        facts = machine_facts(device, list(configs))
+        reports = {name: check_operations(config, device, name, status.update) for name, config in configs.items()}
+    hints = slow_operations(configs.values(), device)
+    flat = [report for per_operation in reports.values() for report in per_operation]
+    ok = not any(report.problem or any(verdict.failed for verdict in report.verdicts) for report in flat)
     if options.json:
-        plain = {name: [asdict(one) for one in all] for name, all in found.items()}
-        print(json.dumps({"ok": ok, "machine": facts, "operations": plain, "slow": slow}))
+        plain = {name: [asdict(report) for report in per_operation] for name, per_operation in reports.items()}
+        print(json.dumps({"ok": ok, "machine": facts, "operations": plain, "slow": hints}))
     else:
-        warnings = [line for text in slow for line in _wrapped("WARNING: ", text)]
-        print("\n".join([*described(facts), "", *table(found), *warnings]))
+        warnings = [line for text in hints for line in _wrap("WARNING: ", text)]
+        print("\n".join([*describe_machine(facts), "", *table(reports), *warnings]))
     return Exit.OK if ok else Exit.UNCLASSIFIED
 
 
-def configurations(path: str | None, overrides: Sequence[str]) -> dict[str, RunConfig]:
-    """What is asked about, by its precision: one configuration, or without one the built-in in the two common ones.
+def configs_to_check(path: str | None, overrides: Sequence[str]) -> dict[str, RunConfig]:
+    """Load the configurations to check, by precision: the user's, or the built-in model in fp32 and in bf16.
 
     Raises: ConfigError with every mistake
     """
     if path and "=" in path and not Path(path).exists():
         overrides = [path, *overrides]
     elif path:
-        given = load(path, overrides, unchecked=["data"])
-        return {given.train.precision: given}
-    asked = [[f"train.precision={name}", *overrides] for name in ("fp32", "bf16")]
-    loaded = [load_tree(tomllib.loads(LLAMA_LIKE), BUILT_IN, words) for words in asked]
+        loaded_config = load_config(path, overrides, skip_sections=["data"])
+        return {loaded_config.train.precision: loaded_config}
+    override_lists = [[f"train.precision={name}", *overrides] for name in ("fp32", "bf16")]
+    loaded = [load_config_tree(tomllib.loads(LLAMA_LIKE), BUILT_IN, words) for words in override_lists]
     return {config.train.precision: config for config in loaded}
 
 
-def examinations(
+def check_operations(
     config: RunConfig, device: Device, precision: str, progress: Callable[[str], None]
-) -> list[Examination]:
-    """What every backend of every operation says, and what its self-test says of it."""
+) -> list[OperationReport]:
+    """Ask every backend of every operation in use if it can serve, and self-test the backends that can."""
     from megascale.catalog.backends import BACKENDS
-    from megascale.ops.select import Setting
-    from megascale.ops.selftest import examine
+    from megascale.ops.select import OpContext
+    from megascale.ops.selftest import check_backends
 
-    setting, found = Setting.of(config, device), []
+    setting, reports = OpContext.from_config(config, device), []
     for operation in filter(setting.uses, BACKENDS):
         progress(f"testing {operation} in {precision}")
-        found.append(examine(operation, setting))
-    return found
+        reports.append(check_backends(operation, setting))
+    return reports
 
 
-def slowness(configs: Iterable[RunConfig], device: Device) -> list[str]:
-    """List the operations that are slower than they need be here, each sentence once; skips a configuration that no
-    backend serves.
+def slow_operations(configs: Iterable[RunConfig], device: Device) -> list[str]:
+    """List a sentence for every operation with a faster backend that is not installed, without duplicates. A
+    configuration that no backend serves is skipped.
     """
-    from megascale.ops.advice import advice
-    from megascale.ops.select import BackendError, Setting
+    from megascale.ops.advice import slow_backend_hint
+    from megascale.ops.select import BackendError, OpContext
 
-    found: dict[str, None] = {}
+    hints: dict[str, None] = {}
     for config in configs:
-        with contextlib.suppress(BackendError):  # its examination says why
-            if text := advice(Setting.of(config, device)):
-                found[text] = None
-    return list(found)
+        with contextlib.suppress(BackendError):  # the operation's report names the problem
+            if text := slow_backend_hint(OpContext.from_config(config, device)):
+                hints[text] = None
+    return list(hints)
 
 
-def machine(device: Device, precisions: Sequence[str]) -> dict[str, Any]:
-    """What there is: Python, torch, the device and its peaks, compilers, libraries. Plain values, for JSON."""
+def machine_facts(device: Device, precisions: Sequence[str]) -> dict[str, Any]:
+    """Collect versions, the device and its peaks, compilers and libraries, as JSON values."""
     import torch
 
-    from megascale.device import gpus, versions
+    from megascale.device import gpu_count, gpu_stack_versions
     from megascale.ops import compiled
     from megascale.ops.library import LIBRARIES
 
@@ -147,20 +150,20 @@ def machine(device: Device, precisions: Sequence[str]) -> dict[str, Any]:
         "torch": torch.__version__,
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "device": device.name,
-        "count": 1 if device.is_cpu else gpus(),
+        "count": 1 if device.is_cpu else gpu_count(),
         "cores": usable_cores(),
         "threads": torch.get_num_threads(),
-        "memory_bytes": device.memory(),
+        "memory_bytes": device.total_memory(),
         "peaks": {name: _peak(device, name) for name in precisions},
-        "gpu_software": versions(),
+        "gpu_software": gpu_stack_versions(),
         "cpp_compiler": _first_line(compiled.cpp_compiler(), "--version"),
-        "cannot_compile": compiled.refusal(device),
+        "cannot_compile": compiled.compile_unsupported_reason(device),
         "libraries": {library.package: library.version for library in LIBRARIES},
     }
 
 
 def _peak(device: Device, precision: str) -> dict[str, Any]:
-    """The maker's peak of a GPU, nothing if it is not known; of a CPU what products reach, and in which format."""
+    """Peak FLOP/s: the vendor's for a GPU (None if unknown), for a CPU a measured GEMM rate and its dtype."""
     import torch
 
     from megascale.account.peaks import stated_peak
@@ -168,22 +171,22 @@ def _peak(device: Device, precision: str) -> dict[str, Any]:
     from megascale.ops.gemm_rate import gemm_rate
 
     if device.is_cpu:
-        compute = PRECISIONS[precision].facts["compute"]
+        compute = PRECISIONS[precision].facts["compute_dtype"]
         return {"flops": gemm_rate(device, getattr(torch, compute)), "measured": compute}
     stated = stated_peak(device.name, precision)
     return {"flops": stated and stated.flops, "measured": None}
 
 
 def _first_line(*command: str) -> str | None:
-    """What a program prints first; None if there is no such program."""
+    """Run a program and return the first line of its output; None if the program is missing."""
     if shutil.which(command[0]) is None:
         return None
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
-    return (done.stdout.splitlines() or [command[0]])[0]
+    completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    return (completed.stdout.splitlines() or [command[0]])[0]
 
 
-def described(facts: dict[str, Any]) -> list[str]:
-    """The machine, for people."""
+def describe_machine(facts: dict[str, Any]) -> list[str]:
+    """Format the machine's facts as text lines."""
     count = f"{facts['count']} x " if facts["count"] > 1 else ""
     cores = f"{facts['cores']} cores, {facts['threads']} threads"
     peaks = [f"{name} {_stated(peak)}" for name, peak in facts["peaks"].items()]
@@ -198,52 +201,52 @@ def described(facts: dict[str, Any]) -> list[str]:
         "versions": f"{versions}, {facts['system']}",
         "device": f"{count}{facts['device']}, {format_bytes(facts['memory_bytes'])}; {cores}",
         "peak": ", ".join(peaks),
-        "GPU": software or "this torch was built without",
+        "GPU": software or "this torch was built without GPU support",
         "C++": compiler,
         "libraries": libraries,
     }
-    return [line for name, text in rows.items() for line in _wrapped(f"{name:<12}", text)]
+    return [line for name, text in rows.items() for line in _wrap(f"{name:<12}", text)]
 
 
 def _stated(peak: dict[str, Any]) -> str:
     if peak["flops"] is None:
-        return "not known"
-    how = f"measured now, by products in {peak['measured']}" if peak["measured"] else "stated"
-    return f"{format_flops(peak['flops'])} ({how})"
+        return "unknown"
+    source = f"measured, GEMMs in {peak['measured']}" if peak["measured"] else "vendor's"
+    return f"{format_flops(peak['flops'])} ({source})"
 
 
-def table(found: dict[str, list[Examination]]) -> list[str]:
-    """One line for each backend of each operation, a column for each precision, and why it does not serve."""
-    lines = [f"{'operation':<15}{'backend':<10}" + "".join(f"{name:<17}" for name in found)]
-    for same in zip(*found.values(), strict=True):
-        for number, verdicts in enumerate(zip(*(one.verdicts for one in same), strict=True)):
-            operation = same[0].operation if number == 0 else ""
+def table(reports: dict[str, list[OperationReport]]) -> list[str]:
+    """Format one line per backend of each operation: a column per precision, and the reason not to serve."""
+    lines = [f"{'operation':<15}{'backend':<10}" + "".join(f"{name:<17}" for name in reports)]
+    for operation_reports in zip(*reports.values(), strict=True):
+        for number, verdicts in enumerate(zip(*(report.verdicts for report in operation_reports), strict=True)):
+            operation = operation_reports[0].operation if number == 0 else ""
             cells = "".join(f"{_cell(verdict):<17}" for verdict in verdicts)
-            lines += _wrapped(
-                f"{operation:<15}{verdicts[0].backend:<10}{cells}", _reason(dict(zip(found, verdicts, strict=True)))
+            lines += _wrap(
+                f"{operation:<15}{verdicts[0].backend:<10}{cells}", _reason(dict(zip(reports, verdicts, strict=True)))
             )
     lines.append("")
-    lines += _wrapped("", LEGEND)
-    problems = {one.problem for all in found.values() for one in all if one.problem}
-    return lines + [line for problem in sorted(problems) for line in _wrapped("", problem)]
+    lines += _wrap("", LEGEND)
+    problems = {report.problem for per_operation in reports.values() for report in per_operation if report.problem}
+    return lines + [line for problem in sorted(problems) for line in _wrap("", problem)]
 
 
 LEGEND = (
-    "serves: what runs; can: what would if backends.OPERATION asked for it. The number is its self-test on this "
-    "device: the largest relative difference of result and gradients, or of an optimizer's steps, from the torch "
-    "backend in fp64."
+    "serves: the backend that training uses; can: a backend that backends.OPERATION may select. The number is the "
+    "self-test's largest relative error on this device, of results and gradients or of optimizer steps, against the "
+    "torch backend in fp64."
 )
 
 
-def _cell(verdict: Verdict) -> str:
+def _cell(verdict: BackendReport) -> str:
     if not verdict.willing:
         return "-"
     word = "FAILS" if verdict.failed else "serves" if verdict.chosen else "can"
     return word if verdict.difference is None else f"{word} {verdict.difference:.1e}"
 
 
-def _reason(verdicts: dict[str, Verdict]) -> str:
-    """Why a backend does not serve, once where it is the same in each precision."""
+def _reason(verdicts: dict[str, BackendReport]) -> str:
+    """The reason why a backend does not serve, stated once if all precisions share the reason."""
     reasons = {
         name: verdict.error or ("" if verdict.chosen else verdict.refusal or "") for name, verdict in verdicts.items()
     }
@@ -252,7 +255,7 @@ def _reason(verdicts: dict[str, Verdict]) -> str:
     return "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
 
 
-def _wrapped(start: str, text: str) -> list[str]:
-    """`text` after `start`, and below itself where it is too long for the page."""
+def _wrap(start: str, text: str) -> list[str]:
+    """Wrap `text` to the page after the prefix `start`, with a hanging indent."""
     lines = textwrap.wrap(text, WIDTH - len(start)) or [""]
     return [(start + lines[0]).rstrip(), *(" " * len(start) + line for line in lines[1:])]

@@ -1,4 +1,4 @@
-"""The table of subcommands, and what becomes of errors."""
+"""Entry point of the `megascale` command: the table of subcommands, parsing, and errors as exit statuses."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import megascale
 from megascale.core.errors import Exit, MegascaleError
 
 COMMANDS = {
-    "check": "every mistake of a configuration at once; nothing is launched",
-    "plan": "whether a run fits, how fast it will be and why, before a device is booked",
-    "train": "train, under torchrun or srun, or with processes of its own",
-    "doctor": "what this machine has, which backend serves each operation and why, and tests of them",
-    "bench": "measured numbers of this machine",
-    "data": "make and look into token datasets",
-    "ckpt": "look into checkpoints, check them, convert them",
-    "sample": "text from a checkpoint, to see what was learnt",
-    "trace": "the merged timeline of a run's ranks, for Perfetto",
+    "check": "find every mistake of a configuration, without launching anything",
+    "plan": "estimate memory, step time and MFU of a run before a device is booked",
+    "train": "train as a rank of torchrun or srun, or launch the ranks on this host",
+    "doctor": "describe this machine and the backend of each operation, and test the backends",
+    "bench": "measure GEMMs, links, training steps and overlap on this machine",
+    "data": "prepare and inspect token datasets",
+    "ckpt": "list, show, verify, compare and convert checkpoints",
+    "sample": "generate text from a checkpoint",
+    "trace": "merge the event logs of a run's ranks into one timeline for Perfetto",
 }
 
 
 def parser(command: str | None = None) -> argparse.ArgumentParser:
-    """The argument parser; only `command`, if given, is imported and has its arguments."""
+    """Build the argument parser. Only the subcommand `command` is imported and declares arguments."""
     top = argparse.ArgumentParser(prog="megascale", description=megascale.__doc__)
     top.add_argument("--version", action="version", version=f"megascale {megascale.__version__}")
     subparsers = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -38,25 +38,25 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status (see `megascale.core.errors.Exit`)."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # Ctrl-C just ends the process until a command takes it over: imports swallow exceptions, or end in a traceback
+        # imports may swallow KeyboardInterrupt or print a traceback: Ctrl-C ends the process until a command handles it
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    command = next((word for word in given if not word.startswith("-")), None)
+    command = next((word for word in words if not word.startswith("-")), None)
     try:
-        options = _parse(parser(command), given)
+        options = _parse(parser(command), words)
         return int(importlib.import_module(f"megascale.cli.{options.command}").run(options))
     except MegascaleError as error:
         print(error, file=sys.stderr)
         return int(error.exit_status)
-    except BrokenPipeError:  # the reader of our output went away: nothing is wrong
+    except BrokenPipeError:  # the reader of the output, such as head, has exited
         sys.stderr.close()
         return int(Exit.UNCLASSIFIED)
 
 
-def _parse(top: argparse.ArgumentParser, given: Sequence[str]) -> argparse.Namespace:
-    """Parse; settings may also stand after options, where argparse does not look for them."""
-    options, rest = top.parse_known_args(given)
+def _parse(top: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    """Parse arguments. Accepts key=value settings after options too, which argparse alone would refuse."""
+    options, rest = top.parse_known_args(words)
     if "overrides" in options and not any(word.startswith("-") for word in rest):
         options.overrides += rest
     elif rest:
@@ -65,8 +65,8 @@ def _parse(top: argparse.ArgumentParser, given: Sequence[str]) -> argparse.Names
 
 
 def add_config_arguments(sub: argparse.ArgumentParser) -> None:
-    """The arguments of every subcommand that reads a run's configuration."""
-    sub.add_argument("config", metavar="CONFIG", help="a TOML file")
+    """Declare CONFIG and key=value, the arguments of every subcommand that reads a run's configuration."""
+    sub.add_argument("config", metavar="CONFIG", help="the run's TOML file")
     sub.add_argument(
-        "overrides", metavar="key=value", nargs="*", help="settings that win over the file, as section.key=value"
+        "overrides", metavar="key=value", nargs="*", help="override a setting of the file, as section.key=value"
     )

@@ -1,4 +1,4 @@
-"""`megascale trace`: what the ranks of a run wrote down, as one timeline and a summary. It never imports torch."""
+"""`megascale trace`: merge the event logs of a run's ranks into one timeline and a summary, without torch."""
 
 from __future__ import annotations
 
@@ -13,101 +13,101 @@ from pathlib import Path
 from typing import Any
 
 from megascale.core.errors import Exit, MegascaleError
-from megascale.core.events import COMPUTE, RankEvents, file_name, read_events
-from megascale.core.process import stopped_in_order, without_collection
-from megascale.observe import picture, timeline
-from megascale.observe.summary import Share, over_ranks, summarize, table
-from megascale.observe.timeline import Written
+from megascale.core.events import COMPUTE, RankEvents, event_file_name, read_events
+from megascale.core.process import exit_on_stop_signals, without_collection
+from megascale.observe import chrome_trace, svg
+from megascale.observe.chrome_trace import TraceStats
+from megascale.observe.summary import AxisCommunication, format_shares, mean_over_ranks, summarize
 
-MANY = 16
-"""Ranks beyond which the table has means over them instead of a row for each."""
+MAX_TABLE_RANKS = 16
+"""Number of ranks above which the table shows means over ranks instead of a row per rank."""
 
-PICTURED = 8
-"""Ranks in a picture, where none are chosen."""
+MAX_SVG_RANKS = 8
+"""Maximum number of ranks in a picture without --ranks."""
 
 
-START = {".json": timeline.START, ".svg": picture.START}
-"""What files of each kind begin with."""
+FILE_STARTS = {".json": chrome_trace.FILE_START, ".svg": svg.FILE_START}
+"""First bytes of a file of each kind, to avoid overwriting a foreign file."""
 
-BEFORE = 0
-"""The step of what lies outside of steps: none, but it can be asked for."""
+OUTSIDE_STEPS = 0
+"""Step number of the events outside steps: incomplete by definition, but --steps may select 0."""
 
 
 class TraceError(MegascaleError):
-    """Records that are not there, cannot be read, or do not have what was asked for."""
+    """An event file is missing or unreadable, or lacks the requested ranks or steps."""
 
     exit_status = Exit.CONFIG
 
 
 @dataclass(frozen=True)
-class Record:
-    """A rank's file. `steps`: those that it has events of; `whole`: those of which it has all. `events` has only those
-    that were asked for.
-    """
+class RankFile:
+    """The event file of a rank: the requested `events`, the `steps` with any events, and the `complete_steps`."""
 
     events: RankEvents
     steps: frozenset[int]
-    whole: frozenset[int]
+    complete_steps: frozenset[int]
 
 
 @dataclass(frozen=True)
-class Result:
-    """What was written and found."""
+class TraceResult:
+    """Files written and summary of a trace."""
 
     timeline: Path
     svg: Path | None
     ranks: list[int]
     steps: list[int]
     dropped: int
-    written: Written
-    shares: list[Share]
+    stats: TraceStats
+    shares: list[AxisCommunication]
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
-    sub.add_argument("folder", metavar="RUN_DIR", type=Path, help="a run's folder")
-    steps = "from step A to step B, both included, or A alone (default: those that every chosen rank has whole)"
+    sub.add_argument("folder", metavar="RUN_DIR", type=Path, help="the run's folder")
+    steps = "steps A to B, both included, or A alone (default: the steps that are complete on every chosen rank)"
     sub.add_argument("--steps", metavar="A:B", type=_steps, help=steps)
-    sub.add_argument("--ranks", metavar="LIST", type=_ranks, help="such as 0,1,4-7 (default: all)")
+    sub.add_argument("--ranks", metavar="LIST", type=_ranks, help="ranks, such as 0,1,4-7 (default: all)")
     output = "the timeline (default: RUN_DIR/timeline.json)"
     sub.add_argument("--output", metavar="FILE.json", type=_file(".json"), help=output)
-    drawn = f"draw it too (without --steps: the last of them; without --ranks: {PICTURED} ranks at most)"
+    drawn = (
+        f"also draw a picture (without --steps: of the last step; without --ranks: of {MAX_SVG_RANKS} ranks at most)"
+    )
     sub.add_argument("--svg", metavar="FILE.svg", type=_file(".svg"), help=drawn)
     sub.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _file(suffix: str) -> Callable[[str], Path]:
-    """A file to be written. It replaces nothing but what this command has written before."""
+    """Return an argument type: an output path that is new, or a file that this command wrote before."""
 
     def path(text: str) -> Path:
         if not text.endswith(suffix):
             raise argparse.ArgumentTypeError(f"{text!r} does not end in {suffix}")
-        found = Path(text)
-        if found.is_file():
-            with open(found, "rb") as file:
-                start = file.read(len(START[suffix]))
-            if start and start != START[suffix]:
+        output = Path(text)
+        if output.is_file():
+            with open(output, "rb") as file:
+                start = file.read(len(FILE_STARTS[suffix]))
+            if start and start != FILE_STARTS[suffix]:
                 raise argparse.ArgumentTypeError(f"{text!r} exists and was not written by this command")
-        return found
+        return output
 
     return path
 
 
 def _steps(text: str) -> range:
-    if (found := _span(text, ":")) is None:
+    if (steps := _span(text, ":")) is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a range of steps: A:B with A not above B, or A alone")
-    return found
+    return steps
 
 
 def _ranks(text: str) -> list[range]:
-    found = [_span(word, "-") for word in text.split(",")]
-    if None in found:
+    spans = [_span(word, "-") for word in text.split(",")]
+    if None in spans:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of ranks such as 0,1,4-7")
-    return [span for span in found if span is not None]
+    return [span for span in spans if span is not None]
 
 
 def _span(text: str, sign: str) -> range | None:
-    """From a number to another, both included; one number alone is a span too."""
+    """Parse 'A', or 'A' and 'B' with `sign` between them, both included; None for anything else."""
     first, _, last = text.partition(sign)
     if not re.fullmatch(rf"\d+({sign}\d+)?", text, re.ASCII) or int(last or first) < int(first):
         return None
@@ -117,29 +117,29 @@ def _span(text: str, sign: str) -> range | None:
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
     path = options.output or options.folder / "timeline.json"
-    with stopped_in_order(), without_collection():
-        files = chosen(rank_files(options.folder), options.ranks)
-        records = [read(file, options.steps) for file in files]
+    with exit_on_stop_signals(), without_collection():
+        files = select_files(rank_files(options.folder), options.ranks)
+        records = [read_rank_file(file, options.steps) for file in files]
         check_one_job(records, options.folder)
-        steps = shown(records, options.steps)
-        ranks = [only(record.events, steps) for record in records]
-        origin = min(time for events in ranks for time in timeline.begins(events).values())
+        steps = select_steps(records, options.steps)
+        ranks = [filter_steps(record.events, steps) for record in records]
+        origin = min(time for events in ranks for time in chrome_trace.step_starts(events).values())
         with _writing(path):
-            written = timeline.write(path, (timeline.part(events, origin) for events in ranks))
+            stats = chrome_trace.write_trace(path, (chrome_trace.rank_trace(events, origin) for events in ranks))
         if options.svg:
             with _writing(options.svg):
-                picture.write(options.svg, pictured(ranks, options))
+                svg.write_svg(options.svg, select_for_svg(ranks, options))
         shares = [share for events in ranks for share in summarize(events)]
-    result = Result(
+    result = TraceResult(
         timeline=path,
         svg=options.svg,
         ranks=[events.rank for events in ranks],
         steps=steps,
         dropped=sum(events.dropped for events in ranks),
-        written=written,
+        stats=stats,
         shares=shares,
     )
-    notes = [*_missing(records, options.ranks), *_skipped(records, steps, options.steps), *_unmatched(written)]
+    notes = [*_missing(records, options.ranks), *_skipped(records, steps, options.steps), *_unmatched(stats)]
     print(json.dumps(_as_json(result, notes)) if options.json else _as_text(result, notes))
     return Exit.OK
 
@@ -149,139 +149,140 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise TraceError(f"{path}: cannot be written: {error.strerror}", mend="give another file") from None
+        raise TraceError(f"{path}: cannot be written: {error.strerror}", hint="give another file") from None
 
 
 def rank_files(folder: Path) -> dict[int, Path]:
-    """The file of each rank that has one, in the order of ranks.
+    """List the event files of a run's folder by rank, in ascending order.
 
-    Raises: TraceError if there are none.
+    Raises: TraceError if there is no file.
     """
-    mend = "a run writes them when it ends, if its configuration has observe.ledger and observe.events"
+    hint = "a run writes events when it ends, if observe.record and observe.events are set"
     if not folder.is_dir():
-        problem = "is no folder" if folder.exists() else "no such folder"
-        raise TraceError(
-            f"{folder}: {problem}", mend="give a run's folder, which is observe.dir/name of its configuration"
-        )
+        problem = "not a folder" if folder.exists() else "no such folder"
+        raise TraceError(f"{folder}: {problem}", hint="give a run's folder: observe.dir/name of its configuration")
     records = folder / "events"
     if not records.is_dir():
-        raise TraceError(f"{records}: no such folder, so there are no records of this run", mend=mend)
-    numbers = ((path, path.stem.removeprefix("rank-")) for path in records.glob(file_name("*")))
-    found = {int(number): path for path, number in numbers if number.isdecimal()}
-    if not found:
-        raise TraceError(f"{records}: no rank's file, as {file_name(0)}, is here", mend=mend)
-    return dict(sorted(found.items()))
+        raise TraceError(f"{records}: no such folder, so this run has no events", hint=hint)
+    numbers = ((path, path.stem.removeprefix("rank-")) for path in records.glob(event_file_name("*")))
+    files = {int(number): path for path, number in numbers if number.isdecimal()}
+    if not files:
+        raise TraceError(f"{records}: no event files, such as {event_file_name(0)}", hint=hint)
+    return dict(sorted(files.items()))
 
 
-def chosen(files: dict[int, Path], wanted: list[range] | None) -> list[Path]:
-    """The files of the ranks that are wanted, or all.
+def select_files(files: dict[int, Path], requested: list[range] | None) -> list[Path]:
+    """Select the files of the requested ranks, or all.
 
-    Raises: TraceError if one of them has none.
+    Raises: TraceError if a requested rank has no file.
     """
-    if wanted is None:
+    if requested is None:
         return list(files.values())
-    absent = next((rank for span in wanted for rank in span if rank not in files), None)
+    absent = next((rank for span in requested for rank in span if rank not in files), None)
     if absent is not None:
-        what = f"--ranks: rank {absent} has no file in {next(iter(files.values())).parent}"
-        raise TraceError(what, mend=f"there are those of {_spans('rank', files)}")
-    return [path for rank, path in files.items() if any(rank in span for span in wanted)]
+        message = f"--ranks: rank {absent} has no file in {next(iter(files.values())).parent}"
+        raise TraceError(message, hint=f"choose among {_format_spans('rank', files)}")
+    return [path for rank, path in files.items() if any(rank in span for span in requested)]
 
 
-def read(path: Path, wanted: range | None) -> Record:
-    """Read a rank's file and keep the events of the steps that are wanted, or all.
+def read_rank_file(path: Path, requested: range | None) -> RankFile:
+    """Read a rank's event file; keep the events of the requested steps, or all.
 
-    Raises: TraceError if it cannot be read.
+    Raises: TraceError if the file cannot be read.
     """
     try:
         events = read_events(path)
     except OSError as error:
-        mend = "see its permissions" if isinstance(error, PermissionError) else "a run writes it anew when it ends"
-        raise TraceError(f"{path}: cannot be read: {error.strerror}", mend=mend) from None
+        hint = "check its permissions" if isinstance(error, PermissionError) else "a run rewrites it when it ends"
+        raise TraceError(f"{path}: cannot be read: {error.strerror}", hint=hint) from None
     except ValueError as error:
-        raise TraceError(f"{path}: {error}", mend="the file is spoilt: leave out its rank with --ranks") from None
-    if file_name(events.rank) != path.name:
-        raise TraceError(f"{path}: has the events of rank {events.rank}", mend="give the file its name again")
+        raise TraceError(f"{path}: {error}", hint="the file is damaged: leave its rank out with --ranks") from None
+    if event_file_name(events.rank) != path.name:
+        raise TraceError(
+            f"{path}: has the events of rank {events.rank}", hint=f"rename it to {event_file_name(events.rank)}"
+        )
     steps = sorted({event.step for event in events.events})
     updates = Counter(event.step for event in events.events if event.axis == COMPUTE and event.name == "update")
-    most = max(updates.values(), default=0)  # one for each bucket: a step that diverges makes the first
-    whole = {step for step, count in updates.items() if count == most}
+    buckets = max(updates.values(), default=0)  # one update per bucket; a step with non-finite gradients stops early
+    complete = {step for step, count in updates.items() if count == buckets}
     if events.dropped and events.events:
-        whole.discard(events.events[0].step)  # the oldest that is left has lost its first events
-    kept = events if wanted is None else only(events, wanted)
-    return Record(kept, frozenset(steps), frozenset(whole - {BEFORE}))
+        complete.discard(events.events[0].step)  # the ring buffer dropped the first events of the oldest step
+    selected = events if requested is None else filter_steps(events, requested)
+    return RankFile(selected, frozenset(steps), frozenset(complete - {OUTSIDE_STEPS}))
 
 
-def check_one_job(records: Sequence[Record], folder: Path) -> None:
-    """Raises: TraceError if the files are of jobs of different sizes."""
-    first, *others = (record.events for record in records)
-    for other in others:
-        if other.world != first.world:
-            ranks = f"rank {first.rank} of {first.world}, rank {other.rank} of {other.world}"
-            raise TraceError(f"{folder}: files of two jobs: {ranks}", mend="choose those of one with --ranks")
+def check_one_job(records: Sequence[RankFile], folder: Path) -> None:
+    """Raises: TraceError if the files are from jobs with different world sizes."""
+    first, *rest = (record.events for record in records)
+    for events in rest:
+        if events.world != first.world:
+            ranks = f"rank {first.rank} of {first.world}, rank {events.rank} of {events.world}"
+            raise TraceError(f"{folder}: files of two jobs: {ranks}", hint="choose the ranks of one job with --ranks")
 
 
-def shown(records: Sequence[Record], wanted: range | None) -> list[int]:
-    """The steps that some record has of those that are wanted; if no wish is given, those that all have whole.
+def select_steps(records: Sequence[RankFile], requested: range | None) -> list[int]:
+    """List the requested steps with events on any rank; without a request, the steps complete on every rank.
 
-    Raises: TraceError if there are none.
+    Raises: TraceError if there is no such step.
     """
-    there = frozenset[int]().union(*(record.steps for record in records))
-    if wanted is None:
-        steps = there.intersection(*(record.whole for record in records))
-        what = "no step is whole on every chosen rank"
+    recorded = frozenset[int]().union(*(record.steps for record in records))
+    if requested is None:
+        steps = recorded.intersection(*(record.complete_steps for record in records))
+        message = "no step is complete on every chosen rank"
     else:
-        steps = frozenset(step for step in there if step in wanted)
-        what = f"--steps {wanted[0]}:{wanted[-1]}: no chosen rank has events of these"
+        steps = frozenset(step for step in recorded if step in requested)
+        message = f"--steps {requested[0]}:{requested[-1]}: no chosen rank has events of these steps"
     if not steps:
-        has = f"with --steps choose among {_spans('step', there)}" if there else "the files are of a run without steps"
-        raise TraceError(what, mend=has)
+        hint = f"choose --steps among {_format_spans('step', recorded)}" if recorded else "the run took no steps"
+        raise TraceError(message, hint=hint)
     return sorted(steps)
 
 
-def only(events: RankEvents, steps: Container[int]) -> RankEvents:
-    """The events of some steps."""
+def filter_steps(events: RankEvents, steps: Container[int]) -> RankEvents:
+    """Keep the events of some steps."""
     return replace(events, events=tuple(event for event in events.events if event.step in steps))
 
 
-def pictured(ranks: Sequence[RankEvents], options: argparse.Namespace) -> list[RankEvents]:
-    """What is drawn: a picture of many steps or ranks would show nothing, unless they were asked for."""
+def select_for_svg(ranks: Sequence[RankEvents], options: argparse.Namespace) -> list[RankEvents]:
+    """Select the ranks and steps of the picture: few, to keep the picture legible, unless the user chose."""
     if options.ranks is None:
-        ranks = ranks[:PICTURED]
+        ranks = ranks[:MAX_SVG_RANKS]
     if options.steps is None:
         last = max(event.step for events in ranks for event in events.events)
-        ranks = [only(events, {last}) for events in ranks]
+        ranks = [filter_steps(events, {last}) for events in ranks]
     return list(ranks)
 
 
-def _missing(records: Sequence[Record], wanted: list[range] | None) -> Iterator[str]:
+def _missing(records: Sequence[RankFile], requested: list[range] | None) -> Iterator[str]:
     world = records[0].events.world
     absent = set(range(world)) - {record.events.rank for record in records}
-    if absent and wanted is None:
-        yield f"{_spans('rank', absent)} of {world} left no file"
+    if absent and requested is None:
+        yield f"{_format_spans('rank', absent)} of {world} wrote no file"
 
 
-def _skipped(records: Sequence[Record], steps: Sequence[int], wanted: range | None) -> Iterator[str]:
+def _skipped(records: Sequence[RankFile], steps: Sequence[int], requested: range | None) -> Iterator[str]:
     lossy = [record.events for record in records if record.events.dropped]
     if lossy:
         count = sum(events.dropped for events in lossy)
-        yield f"{count:,} events that found no more room were dropped on {_spans('rank', (e.rank for e in lossy))}"
-    there = frozenset[int]().union(*(record.steps for record in records))
-    whole = there.intersection(*(record.whole for record in records))
-    if wanted is None and (partial := there - whole - {BEFORE}):
-        yield f"{_spans('step', partial)} left out: not whole on every chosen rank"
-    elif partial := frozenset(steps) - whole - {BEFORE}:
-        yield f"{_spans('step', partial)} shown, but not whole on every chosen rank"
+        ranks = _format_spans("rank", (events.rank for events in lossy))
+        yield f"{count:,} events were dropped on {ranks}: the ring buffer was full"
+    recorded = frozenset[int]().union(*(record.steps for record in records))
+    complete = recorded.intersection(*(record.complete_steps for record in records))
+    if requested is None and (partial := recorded - complete - {OUTSIDE_STEPS}):
+        yield f"{_format_spans('step', partial)} left out: not complete on every chosen rank"
+    elif partial := frozenset(steps) - complete - {OUTSIDE_STEPS}:
+        yield f"{_format_spans('step', partial)} shown, but not complete on every chosen rank"
 
 
-def _unmatched(written: Written) -> Iterator[str]:
-    if written.single:
-        yield f"{written.single:,} messages without an arrow: only one side of them was recorded"
-    if written.reversed:
-        yield f"{written.reversed:,} messages without an arrow: as far as is known they arrived before they were sent"
+def _unmatched(stats: TraceStats) -> Iterator[str]:
+    if stats.single:
+        yield f"{stats.single:,} messages without an arrow: only one side was recorded"
+    if stats.reversed:
+        yield f"{stats.reversed:,} messages without an arrow: the clocks say that they arrived before they were sent"
 
 
-def _spans(noun: str, numbers: Iterable[int]) -> str:
-    """As 'rank 3' or 'steps 1-4, 7'."""
+def _format_spans(noun: str, numbers: Iterable[int]) -> str:
+    """Format numbers as 'rank 3' or 'steps 1-4, 7'."""
     spans: list[list[int]] = []
     for number in sorted(numbers):
         if spans and spans[-1][-1] == number - 1:
@@ -292,30 +293,30 @@ def _spans(noun: str, numbers: Iterable[int]) -> str:
     return f"{noun}{'' if single else 's'} " + ", ".join("-".join(map(str, span)) for span in spans)
 
 
-def _as_json(result: Result, notes: list[str]) -> dict[str, Any]:
+def _as_json(result: TraceResult, notes: list[str]) -> dict[str, Any]:
     return {
         "timeline": str(result.timeline),
         "svg": result.svg and str(result.svg),
         "ranks": result.ranks,
         "steps": result.steps,
-        **asdict(result.written),
+        **asdict(result.stats),
         "dropped": result.dropped,
         "notes": notes,
         "per_step": [share.as_json() for share in result.shares],
     }
 
 
-def _as_text(result: Result, notes: list[str]) -> str:
-    what = f"{_spans('step', result.steps)} of {_spans('rank', result.ranks)}"
-    many = len(result.ranks) > MANY
+def _as_text(result: TraceResult, notes: list[str]) -> str:
+    selection = f"{_format_spans('step', result.steps)} of {_format_spans('rank', result.ranks)}"
+    averaged = len(result.ranks) > MAX_TABLE_RANKS
     return "\n".join(
         [
-            f"{result.timeline}: {what}, {result.written.slices:,} slices, {result.written.arrows:,} arrows",
-            "open it at https://ui.perfetto.dev (it is not sent anywhere) or in chrome://tracing",
+            f"{result.timeline}: {selection}, {result.stats.slices:,} slices, {result.stats.arrows:,} arrows",
+            "open it at https://ui.perfetto.dev (nothing is uploaded) or in chrome://tracing",
             *([f"{result.svg}: the picture"] if result.svg else []),
             "",
-            f"means per step{f' and rank; --ranks with at most {MANY} shows each' if many else ''}:",
-            table(over_ranks(result.shares) if many else result.shares),
+            f"means per step{f' and rank; --ranks of at most {MAX_TABLE_RANKS} for single ranks' if averaged else ''}:",
+            format_shares(mean_over_ranks(result.shares) if averaged else result.shares),
             *(["", *notes] if notes else []),
         ]
     )

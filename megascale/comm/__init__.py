@@ -1,1 +1,1 @@
-"""Ranks talk: the one door through which every collective and every message goes."""
+"""Communication: every collective and point-to-point message of the package goes through this folder."""

@@ -1,7 +1,7 @@
-"""How far rank 0's clock is ahead, so that the events of many hosts can be laid on one timeline.
+"""The offset of a host's clock from rank 0's, to lay the events of many hosts on one timeline.
 
-Each host but rank 0's asks rank 0 for the time through the store, some times over, and believes the shortest round
-trip: its answer was given half-way, give or take half of the trip (Cristian 1989). Ranks of one host share a clock.
+Every host except rank 0's asks rank 0 for the time through the store, ROUND_TRIPS times, and trusts the shortest round
+trip: rank 0 answered half-way, within half of the trip (Cristian 1989). Ranks of a host share a clock.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch.distributed import PrefixStore, Store
 
 from megascale.comm.group import Group
 
-ROUNDS = 8
+ROUND_TRIPS = 8
 
 
-def offset(
+def clock_offset(
     world: Group, store: Store, label: str, host: str, now: Callable[[], float] = time.perf_counter
 ) -> tuple[float, float]:
-    """(own time, seconds that rank 0's clock is ahead). Every rank must call it, with the same new `label`; `host` is
-    equal for ranks that share a clock.
+    """Return (this rank's time, seconds by which rank 0's clock is ahead). A collective of all ranks, with the same
+    unused `label`. Ranks that share a clock pass the same `host`.
     """
     if world.size == 1:
         return now(), 0.0
@@ -40,14 +40,14 @@ def offset(
 
 
 def _answer(store: Store, asker: int, now: Callable[[], float]) -> None:
-    for turn in range(ROUNDS):
+    for turn in range(ROUND_TRIPS):
         store.get(f"{asker} asks {turn}")
         store.set(f"answer {turn} to {asker}", repr(now()))
 
 
 def _ask(store: Store, number: int, now: Callable[[], float]) -> float:
     trips = []
-    for turn in range(ROUNDS):
+    for turn in range(ROUND_TRIPS):
         before = now()
         store.set(f"{number} asks {turn}", "")
         answer = float(store.get(f"answer {turn} to {number}"))

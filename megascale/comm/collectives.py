@@ -1,7 +1,11 @@
-"""The collectives. Each goes into the ledger under its name; in a group of one it does nothing.
+"""The collectives: all-reduce, all-gather and reduce-scatter, whole or piece by piece.
 
-`what` labels the tensor concerned, with a text where that is no layer's. With `wait=False` a collective is only
-started, and what it returns must be waited for before its tensors are used.
+- `all_reduce`, `all_gather`, `reduce_scatter`: one call for the whole tensor
+- `all_gather_pieces`, `ReduceScatterPieces`: rows arrive or leave in pieces, to overlap with GEMMs on the other rows
+
+Every collective is written to the event log; in a group of one rank nothing is sent. `label` names the tensor: a
+layer's `Label`, or a text. With `wait=False` a collective is only started: wait for the returned `Work` before reading
+the output or writing the input.
 """
 
 from __future__ import annotations
@@ -10,42 +14,46 @@ import functools
 
 from torch import Tensor
 
-from megascale.comm.exchange import combine, same_place
 from megascale.comm.group import Group
-from megascale.comm.pending import DONE, Awaitable
-from megascale.core.label import Label, What
-from megascale.layout.pieces import pieces_of
+from megascale.comm.p2p_collectives import reduce_in_rank_order, same_storage_start
+from megascale.comm.work import COMPLETED, Work
+from megascale.core.label import Label, LabelLike
+from megascale.layout.pieces import split_rows
 
 
-def all_reduce(group: Group, tensor: Tensor, op: str = "sum", *, what: What = "", wait: bool = True) -> Awaitable:
-    """Sum or maximum of `tensor` over the group, in place. Contiguous, any shape."""
+def all_reduce(group: Group, tensor: Tensor, op: str = "sum", *, label: LabelLike = "", wait: bool = True) -> Work:
+    """Reduce `tensor` over the group in place, by `op` "sum" or "max". `tensor` is contiguous, of any shape."""
     transport = group.transport
     if transport is None:
         _check_alone(group)
-        return DONE
-    return group.begin("all_reduce", what, tensor.nbytes, lambda: transport.all_reduce(tensor, op), wait=wait)
+        return COMPLETED
+    return group.issue("all_reduce", label, tensor.nbytes, lambda: transport.all_reduce(tensor, op), wait=wait)
 
 
-def all_gather(group: Group, out: Tensor, part: Tensor, *, what: What = "", wait: bool = True) -> Awaitable:
-    """`out` [size x n, ...]: the `part` [n, ...] of each rank in order. `part` may be its own place in `out`."""
+def all_gather(group: Group, out: Tensor, part: Tensor, *, label: LabelLike = "", wait: bool = True) -> Work:
+    """Gather the `part` [n, ...] of every rank into `out` [size x n, ...], in rank order. `part` may be a view of this
+    rank's rows of `out`.
+    """
     transport = group.transport
     if transport is None:
         _check_alone(group)
-        if not same_place(out, part):
+        if not same_storage_start(out, part):
             out.copy_(part)
-        return DONE
-    return group.begin("all_gather", what, out.nbytes, lambda: transport.all_gather(out, part), wait=wait)
+        return COMPLETED
+    return group.issue("all_gather", label, out.nbytes, lambda: transport.all_gather(out, part), wait=wait)
 
 
-def reduce_scatter(group: Group, out: Tensor, full: Tensor, *, what: What = "", wait: bool = True) -> Awaitable:
-    """`out` [n, ...]: this rank's part of the sum of `full` [size x n, ...]. `out` may be its own place in `full`."""
+def reduce_scatter(group: Group, out: Tensor, full: Tensor, *, label: LabelLike = "", wait: bool = True) -> Work:
+    """Sum `full` [size x n, ...] over the ranks and write this rank's rows to `out` [n, ...]. `out` may be a view of
+    this rank's rows of `full`.
+    """
     transport = group.transport
     if transport is None:
         _check_alone(group)
-        if not same_place(out, full):
+        if not same_storage_start(out, full):
             out.copy_(full)
-        return DONE
-    return group.begin("reduce_scatter", what, full.nbytes, lambda: transport.reduce_scatter(out, full), wait=wait)
+        return COMPLETED
+    return group.issue("reduce_scatter", label, full.nbytes, lambda: transport.reduce_scatter(out, full), wait=wait)
 
 
 def _check_alone(group: Group) -> None:
@@ -53,70 +61,75 @@ def _check_alone(group: Group) -> None:
 
 
 def all_gather_pieces(
-    group: Group, out: Tensor, part: Tensor, pieces: int, *, what: What = ""
-) -> list[tuple[list[slice], Awaitable]]:
-    """An all-gather along dimension 0 that arrives piece by piece, in a group with an `exchange`. Returns the rows of
-    `out` [size x n, ...] that come together, with what to wait for: first this rank's own, then in each piece some rows
-    of every other rank. Both tensors are contiguous; `part` may not change until the last has been waited for.
+    group: Group, out: Tensor, part: Tensor, num_pieces: int, *, label: LabelLike = ""
+) -> list[tuple[list[slice], Work]]:
+    """Start an all-gather of `part` [n, ...] into `out` [size x n, ...] that arrives in `num_pieces` pieces of rows.
+
+    Returns, in order of arrival, (row ranges of `out`, work to wait for): first this rank's rows, which are complete,
+    then for every piece a few rows of every other rank. The group has a `p2p_transport`. Both tensors are contiguous;
+    `part` may not change before the last piece has been waited for.
     """
-    exchange, n = group.exchange, part.shape[0]
-    assert exchange is not None, "pieces travel by direct messages"
+    transport, n = group.p2p_transport, part.shape[0]
+    assert transport is not None, f"group {group.name} has no point-to-point transport to send pieces"
     parts = list(out.view(group.size, n, *out.shape[1:]).unbind())
     parts[group.index].copy_(part)
-    arriving: list[tuple[list[slice], Awaitable]] = [([_shift(slice(0, n), group.index * n)], DONE)]
-    for rows, label in labelled(n, pieces, what):
-        outgoing, incoming = [part[rows]] * group.size, [other[rows] for other in parts]
-        start = functools.partial(exchange.round, outgoing, incoming)
-        pending = group.begin("all_gather", label, part[rows].nbytes * group.size, start, wait=False)
+    arriving: list[tuple[list[slice], Work]] = [([_shift(slice(0, n), group.index * n)], COMPLETED)]
+    for rows, piece_label in labelled_pieces(n, num_pieces, label):
+        outgoing, incoming = [part[rows]] * group.size, [rank_part[rows] for rank_part in parts]
+        start = functools.partial(transport.all_to_all, outgoing, incoming)
+        pending = group.issue("all_gather", piece_label, part[rows].nbytes * group.size, start, wait=False)
         arriving.append(([_shift(rows, rank * n) for rank in range(group.size) if rank != group.index], pending))
     return arriving
 
 
 class ReduceScatterPieces:
-    """A reduce-scatter along dimension 0 of `full` [size x n, ...] into `out` [n, ...] that leaves piece by piece.
+    """A reduce-scatter of `full` [size x n, ...] into `out` [n, ...] that leaves in `num_pieces` pieces of rows.
 
-    For a group with an `exchange`; both tensors are contiguous. `waves` are the rows to be written into `full` before
-    each `send`: in each some rows of every other rank, at last this rank's own, which stay. Ranks are summed in their
-    order.
+    The caller writes the rows of `full` in the order of `rows_per_send` and calls `send_piece` after every entry: an
+    entry has a few rows of every other rank, the last entry this rank's rows, which stay here. `wait_and_reduce` ends
+    it. Terms are added in rank order. The group has a `p2p_transport`; both tensors are contiguous.
     """
 
-    def __init__(self, group: Group, out: Tensor, full: Tensor, pieces: int, *, what: What = "") -> None:
-        assert group.exchange is not None, "pieces travel by direct messages"
+    def __init__(self, group: Group, out: Tensor, full: Tensor, num_pieces: int, *, label: LabelLike = "") -> None:
+        assert group.p2p_transport is not None, f"group {group.name} has no point-to-point transport to send pieces"
         n = out.shape[0]
         self._group = group
         self._out = out
         self._parts = list(full.view(group.size, n, *full.shape[1:]).unbind())
         self._received = list(full.new_empty(group.size - 1, *out.shape).unbind())
         self._received.insert(group.index, self._parts[group.index])
-        self._left = labelled(n, pieces, what)
-        self._pending: list[Awaitable] = []
-        others = [rank for rank in range(group.size) if rank != group.index]
-        self.waves = [[_shift(rows, rank * n) for rank in others] for rows, _ in self._left]
-        self.waves.append([_shift(slice(0, n), group.index * n)])
+        self._unsent = labelled_pieces(n, num_pieces, label)
+        self._pending: list[Work] = []
+        peers = [rank for rank in range(group.size) if rank != group.index]
+        self.rows_per_send = [[_shift(rows, rank * n) for rank in peers] for rows, _ in self._unsent]
+        self.rows_per_send.append([_shift(slice(0, n), group.index * n)])
 
-    def send(self) -> None:
-        """The next wave is written: send it."""
-        if not self._left:
+    def send_piece(self) -> None:
+        """Send the rows of the next entry of `rows_per_send`; the caller has written them."""
+        if not self._unsent:
             return
-        rows, label = self._left.pop(0)
+        rows, label = self._unsent.pop(0)
         outgoing, incoming = [part[rows] for part in self._parts], [part[rows] for part in self._received]
-        exchange = self._group.exchange
-        assert exchange is not None
+        transport = self._group.p2p_transport
+        assert transport is not None
         nbytes = outgoing[0].nbytes * self._group.size
-        start = functools.partial(exchange.round, outgoing, incoming)
-        self._pending.append(self._group.begin("reduce_scatter", label, nbytes, start, wait=False))
+        start = functools.partial(transport.all_to_all, outgoing, incoming)
+        self._pending.append(self._group.issue("reduce_scatter", label, nbytes, start, wait=False))
 
-    def finish(self) -> None:
-        """Wait for what the others have sent, and sum."""
+    def wait_and_reduce(self) -> None:
+        """Wait for the other ranks' pieces, then sum the terms into `out`."""
         for pending in self._pending:
             pending.wait()
-        combine(self._out, self._received)
+        reduce_in_rank_order(self._out, self._received)
 
 
-def labelled(rows: int, pieces: int, what: What) -> list[tuple[slice, Label]]:
-    """Cut rows into pieces, each with its label: "head 1/3", "head 2/3", "head 3/3"; "head" where there is but one."""
-    runs, label = pieces_of(rows, pieces), Label.of(what)
-    return [(run, label.then(f"{index}/{len(runs)}") if len(runs) > 1 else label) for index, run in enumerate(runs, 1)]
+def labelled_pieces(rows: int, num_pieces: int, label: LabelLike) -> list[tuple[slice, Label]]:
+    """Cut rows into labelled pieces: "head 1/3", "head 2/3", "head 3/3"; a single piece keeps the label "head"."""
+    runs, base_label = split_rows(rows, num_pieces), Label.from_part(label)
+    return [
+        (run, base_label.with_suffix(f"{index}/{len(runs)}") if len(runs) > 1 else base_label)
+        for index, run in enumerate(runs, 1)
+    ]
 
 
 def _shift(rows: slice, by: int) -> slice:

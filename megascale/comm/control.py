@@ -1,15 +1,16 @@
-"""Control data: small JSON values on which the ranks of a group agree outside of steps, through the job's store.
+"""The control channel: small JSON values that the ranks of a group exchange through the job's store, outside of steps.
 
-Nothing passes through the backend, so no communicator is made for it, and nothing is unpickled. The group's first rank
-is in the middle: others append their values to one key, which it reads once, and all read the one value that it
-publishes. Keys have the group's name, which opening of it and which call this is, so that no two calls can mix, and the
-last reader deletes them.
+- `ControlChannel`: barrier, gather, all-gather, broadcast and scatter within a group
+- `leave_job`, `announce_exit`: the end of a rank, in order or with an error
 
-One server thread, mostly rank 0's, answers everybody. A rank makes two requests to collect and about ten to receive
-what is broadcast, of which it repeats one while it waits: a `gather` among 12,288 ranks is some 150,000 requests of ten
-microseconds. Values are compressed; still a gather of n values of v bytes sends n * n * v, 15 GB of 100 random bytes
-from 12,288 ranks. Values that are not alike are to be collected, and what follows from them broadcast; what is large
-and for everybody goes through collectives (`totals.spread`).
+Control data needs no communicator, and nothing is unpickled. The group's first rank is the root: the other ranks append
+their values to a key, the root reads the key once and publishes a result, and all ranks read the result. A key contains
+the group's name, the number of times the group was opened and the number of the call; the last reader deletes the key.
+
+A single server thread, usually rank 0's, answers all requests. A rank makes two requests to gather and about ten to
+receive a broadcast; an all-gather among 12,288 ranks is about 150,000 requests of 10 us. Values are compressed, but an
+all-gather of n values of v bytes sends n * n * v bytes: 15 GB for 12,288 ranks and 100 random bytes. Prefer gather, a
+decision on the root, and broadcast where values differ, and `totals.broadcast_bytes` for large data.
 """
 
 from __future__ import annotations
@@ -29,43 +30,42 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
-from megascale.comm.shared import host_key
-from megascale.core.process import runs
+from megascale.comm.shared_memory import host_key
+from megascale.core.process import process_exists
 
-PIECE = 4 << 20
-"""Bytes of a request, at most: TCPStore refuses more than 8 MiB."""
+MAX_REQUEST_BYTES = 4 << 20
+"""Most bytes of a request: TCPStore refuses more than 8 MiB."""
 
-COMPRESSED = 1 << 10
-"""Bytes from which on a value is compressed."""
+COMPRESS_FROM_BYTES = 1 << 10
+"""Bytes from which a value is compressed."""
 
-LOOKS = 0.2
-"""Seconds after which a rank that waits looks whether others still live; more in groups of over 200 ranks, whose looks
-the store must answer.
-"""
+LIVENESS_CHECK_S = 0.2
+"""Seconds between checks by a waiting rank for lost ranks; longer in groups of over 200 ranks, to spare the store."""
 
-ASKS = 1e-5
-"""Seconds, times the group's ranks, after which the store is asked again at first; as a wait grows ever less often."""
+POLL_S_PER_RANK = 1e-5
+"""First polling interval of a wait, in seconds per rank of the group. The interval grows with the wait."""
 
-NAMED = 16
-"""Ranks that are looked after and named, of those that have not come."""
+MAX_RANKS_NAMED = 16
+"""Most missing ranks that are checked and named in an error."""
 
 _Store = Any  # torch's type stubs lack half of what its stores have
 
-_LOST = "control/lost"
-_HEAD = struct.Struct("<IQ")  # a rank's index and the bytes that follow
+_LOST_KEY = "control/lost"
+_HEAD = struct.Struct("<IQ")  # a rank's index, and the number of bytes that follow
 
 
 class LostRankError(RuntimeError):
-    """Other ranks have gone, or have not come in time."""
+    """Other ranks have exited, or did not reach a call in time."""
 
 
-class Control:
-    """Agreement within one group; this is rank `index` of `ranks`, their numbers in the job. All ranks make the same
-    calls in the same order. Values are of JSON, and come back as JSON has them: tuples as lists. `what` names a call in
+class ControlChannel:
+    """The control channel of a group, on rank `index` of its `ranks` (global ranks).
+
+    All ranks make the same calls in the same order. Values are JSON: tuples come back as lists. `label` names a call in
     errors.
 
-    Raises: LostRankError on all that wait if a process of this host that is waited for has ended, if some rank has said
-    that it leaves (`announce`), or after the store's timeout, with the ranks that have not come.
+    Raises: LostRankError on all waiting ranks, if the process of a missing rank on the same host has ended, if a rank
+    has announced its exit (`announce_exit`), or after the store's timeout; the message names the missing ranks.
     """
 
     def __init__(self, name: str, ranks: Sequence[int], index: int) -> None:
@@ -74,19 +74,19 @@ class Control:
         self._index = index
         self._size = len(ranks)
         self._calls = 0
-        self._look = LOOKS * max(1.0, self._size / 200)
+        self._liveness_check_s = LIVENESS_CHECK_S * max(1.0, self._size / 200)
 
-    def barrier(self, what: str) -> None:
-        """Return when every rank has come here."""
-        self.collect(None, what)
-        self.broadcast(None, what)
+    def barrier(self, label: str) -> None:
+        """Return when every rank has called."""
+        self.gather(None, label)
+        self.broadcast(None, label)
 
-    def gather(self, value: Any, what: str) -> list[Any]:
-        """The value of each rank in order, on every rank. Small, and the more ranks, the more alike."""
-        return self.broadcast(self.collect(value, what), what)
+    def all_gather(self, value: Any, label: str) -> list[Any]:
+        """Return every rank's value in rank order, on every rank. For small values; similar values in large groups."""
+        return self.broadcast(self.gather(value, label), label)
 
-    def collect(self, value: Any, what: str) -> list[Any] | None:
-        """The value of each rank in order, on the first rank; None on the others, which do not wait."""
+    def gather(self, value: Any, label: str) -> list[Any] | None:
+        """Return every rank's value in rank order on the first rank; None on the other ranks, which do not wait."""
         data = _encode(value)
         if self._size == 1:
             return [_decode(data)]
@@ -97,14 +97,14 @@ class Control:
             if self._store.add(count, 1) == self._size - 1:
                 self._store.set(full, "")
             return None
-        self._wait(full, what, functools.partial(self._missing, values))
-        found = _parts(self._store.get(values)) | {0: data}
+        self._wait(full, label, functools.partial(self._missing, values))
+        by_index = _split_values(self._store.get(values)) | {0: data}
         for key in (values, count, full):
             self._store.delete_key(key)
-        return [_decode(found[index]) for index in range(self._size)]
+        return [_decode(by_index[index]) for index in range(self._size)]
 
-    def broadcast(self, value: Any, what: str) -> Any:
-        """The first rank's value, on every rank."""
+    def broadcast(self, value: Any, label: str) -> Any:
+        """Return the first rank's value on every rank."""
         data = _encode(value) if self._index == 0 else b""
         if self._size == 1:
             return _decode(data)
@@ -112,22 +112,22 @@ class Control:
         if self._index == 0:
             _publish(self._store, f"{call}/value", data)
             return _decode(data)
-        self._wait(f"{call}/value", what, self._first)
+        self._wait(f"{call}/value", label, self._first)
         data, keys = _read(self._store, f"{call}/value")
         if self._store.add(f"{call}/read", 1) == self._size - 1:
             for key in (*keys, f"{call}/read"):
                 self._store.delete_key(key)
         return _decode(data)
 
-    def scatter(self, values: Sequence[Any] | None, what: str) -> Any:
-        """To each rank its own of the first rank's values."""
+    def scatter(self, values: Sequence[Any] | None, label: str) -> Any:
+        """Return `values[index]` of the first rank; the other ranks pass None."""
         call = self._next()
         if self._index == 0:
-            assert values is not None, "the first rank has one for each"
+            assert values is not None, "scatter: the first rank passes a value for every rank, not None"
             for index in range(1, self._size):
                 _publish(self._store, f"{call}/{index}", _encode(values[index]))
             return _decode(_encode(values[0]))
-        self._wait(f"{call}/{self._index}", what, self._first)
+        self._wait(f"{call}/{self._index}", label, self._first)
         data, keys = _read(self._store, f"{call}/{self._index}")
         for key in keys:
             self._store.delete_key(key)
@@ -135,123 +135,122 @@ class Control:
 
     @functools.cached_property
     def _store(self) -> _Store:
-        """The group's part of the job's store. Groups of one name and the same ranks may be opened again and again; all
-        ranks open them in the same order.
+        """The group's part of the job's store. A group of the same name and ranks may be opened several times, in the
+        same order on all ranks: the count is part of the prefix.
         """
-        job, own = _job(), self._ranks[self._index]
+        job, rank = _job(), self._ranks[self._index]
         group = f"control/{self._name}/{hashlib.sha256(repr(tuple(self._ranks)).encode()).hexdigest()[:16]}"
-        job.set(_place(own), f"{os.getpid()} {host_key()}")
-        return PrefixStore(f"{group}/{job.add(f'{group}/{own}', 1)}", job)
+        job.set(_process_key(rank), f"{os.getpid()} {host_key()}")
+        return PrefixStore(f"{group}/{job.add(f'{group}/{rank}', 1)}", job)
 
     def _next(self) -> int:
         self._calls += 1
         return self._calls
 
-    def _wait(self, key: str, what: str, missing: Callable[[], list[int]]) -> None:
-        """Until `key` is there; `missing` ranks are waited for."""
-        start = looked = now = time.monotonic()
-        while not self._store.check([key]):  # its own wait would write a warning whenever it ends without the key
-            time.sleep(min(max(ASKS * self._size, (now - start) / 8), self._look))
+    def _wait(self, key: str, label: str, missing: Callable[[], list[int]]) -> None:
+        """Wait until the store has `key`. `missing` returns the ranks that are waited for."""
+        start = checked = now = time.monotonic()
+        while not self._store.check([key]):  # the store's own wait prints a warning at every timeout
+            time.sleep(min(max(POLL_S_PER_RANK * self._size, (now - start) / 8), self._liveness_check_s))
             now = time.monotonic()
-            if now - looked > self._look:
-                self._check(what, missing(), now - start)
-                looked = now
+            if now - checked > self._liveness_check_s:
+                self._check(label, missing(), now - start)
+                checked = now
 
-    def _check(self, what: str, missing: Sequence[int], waited: float) -> None:
-        """Raise if waiting on is in vain. The first rank may come late itself, and then knows who is missing.
-
-        The others wait twice as long, so that it can say so.
+    def _check(self, label: str, missing: Sequence[int], waited: float) -> None:
+        """Raise if the wait cannot succeed. The other ranks wait twice as long as the first, because only the first
+        rank knows the missing ranks, and may itself arrive late.
         """
         job = _job()
-        if job.check([_LOST]):
-            raise LostRankError(job.get(_LOST).decode())
-        gone = [rank for rank in missing[:NAMED] if _has_ended(job, rank)]
-        if gone:
-            text = f"remote process exited: {_said(gone)} did not come to {what!r}"
+        if job.check([_LOST_KEY]):
+            raise LostRankError(job.get(_LOST_KEY).decode())
+        exited = [rank for rank in missing[:MAX_RANKS_NAMED] if _has_ended(job, rank)]
+        if exited:
+            text = f"remote process exited: {_format_ranks(exited)} did not reach {label!r}"
         elif missing and waited > job.timeout.total_seconds() * (2 if self._index else 1):
-            text = f"timed out waiting {waited:.0f} s for {_said(missing)} at {what!r}"
+            text = f"timed out waiting {waited:.0f} s for {_format_ranks(missing)} at {label!r}"
         else:
             return
-        job.set(_LOST, text)
+        job.set(_LOST_KEY, text)
         raise LostRankError(text)
 
     def _missing(self, values: str) -> list[int]:
-        there = _parts(self._store.get(values)) if self._store.check([values]) else {}
-        return [rank for index, rank in enumerate(self._ranks) if index and index not in there]
+        arrived = _split_values(self._store.get(values)) if self._store.check([values]) else {}
+        return [rank for index, rank in enumerate(self._ranks) if index and index not in arrived]
 
     def _first(self) -> list[int]:
         return [self._ranks[0]]
 
 
-def part() -> None:
-    """Leave the job. The first rank, whose process may hold the store, stays until the others have."""
+def leave_job() -> None:
+    """Leave the job. The first rank, whose process may host the store, waits until the other ranks have left."""
     if dist.get_world_size() > 1:
-        Control("job", range(dist.get_world_size()), dist.get_rank()).collect(None, "the end of the job")
+        ControlChannel("job", range(dist.get_world_size()), dist.get_rank()).gather(None, "the end of the job")
 
 
-def announce(text: str) -> None:
-    """Tell all ranks that wait in the store, or will, that this one leaves, and why."""
+def announce_exit(text: str) -> None:
+    """Tell all ranks that wait in the store, or will wait, that this rank exits, and why."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        _job().set(_LOST, f"remote process exited: {text}")
+        _job().set(_LOST_KEY, f"remote process exited: {text}")
 
 
 def _job() -> _Store:
     return _get_default_store()
 
 
-def _place(rank: int) -> str:
+def _process_key(rank: int) -> str:
     return f"control/place/{rank}"
 
 
 def _has_ended(job: _Store, rank: int) -> bool:
-    """Tell whether a rank of this host is known to have ended."""
-    if not job.check([_place(rank)]):
+    """Return True if the rank ran on this host and its process has ended."""
+    if not job.check([_process_key(rank)]):
         return False
-    pid, host = job.get(_place(rank)).decode().split(" ", 1)
-    return host == host_key() and not runs(int(pid))
+    pid, host = job.get(_process_key(rank)).decode().split(" ", 1)
+    return host == host_key() and not process_exists(int(pid))
 
 
-def _said(ranks: Sequence[int]) -> str:
-    more = f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:NAMED]))}{more}"
+def _format_ranks(ranks: Sequence[int]) -> str:
+    rest = f" and {len(ranks) - MAX_RANKS_NAMED} more" if len(ranks) > MAX_RANKS_NAMED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:MAX_RANKS_NAMED]))}{rest}"
 
 
 def _encode(value: Any) -> bytes:
     text = json.dumps(value, separators=(",", ":")).encode()
-    return zlib.compress(text, 1) if len(text) >= COMPRESSED else text
+    return zlib.compress(text, 1) if len(text) >= COMPRESS_FROM_BYTES else text
 
 
 def _decode(data: bytes) -> Any:
-    return json.loads(zlib.decompress(data) if data[:1] == b"x" else data)  # as zlib begins, and JSON never does
+    return json.loads(zlib.decompress(data) if data[:1] == b"x" else data)  # zlib begins with "x", JSON never
 
 
 def _append(store: _Store, key: str, data: bytes, head: bytes = b"") -> None:
-    """Append in pieces, each a request. Those of several ranks may come in between: with a `head` each begins anew."""
-    for start in range(0, len(data), PIECE):
-        piece = data[start : start + PIECE]
+    """Append in pieces of a request. With a `head` every piece gets one, because other ranks may append in between."""
+    for start in range(0, len(data), MAX_REQUEST_BYTES):
+        piece = data[start : start + MAX_REQUEST_BYTES]
         store.append(key, _HEAD.pack(_HEAD.unpack(head)[0], len(piece)) + piece if head else piece)
 
 
-def _parts(data: bytes) -> dict[int, bytes]:
-    """Split the values of several ranks, joined by `_append`, by index."""
-    found: dict[int, bytearray] = defaultdict(bytearray)
+def _split_values(data: bytes) -> dict[int, bytes]:
+    """Split the values of several ranks, as joined by `_append`: bytes by rank index."""
+    by_index: dict[int, bytearray] = defaultdict(bytearray)
     start = 0
     while start < len(data):
         index, size = _HEAD.unpack_from(data, start)
         start += _HEAD.size
-        found[index] += data[start : start + size]
+        by_index[index] += data[start : start + size]
         start += size
-    return {index: bytes(part) for index, part in found.items()}
+    return {index: bytes(part) for index, part in by_index.items()}
 
 
 def _publish(store: _Store, key: str, data: bytes) -> None:
-    """Have `key` when all of the value is there; one that is too long for a request lies elsewhere."""
-    if len(data) > PIECE:
+    """Set `key` once the whole value is in the store; a value too long for a request goes under a second key."""
+    if len(data) > MAX_REQUEST_BYTES:
         _append(store, f"{key}/long", data)
-    store.set(key, data if len(data) <= PIECE else b"")
+    store.set(key, data if len(data) <= MAX_REQUEST_BYTES else b"")
 
 
 def _read(store: _Store, key: str) -> tuple[bytes, list[str]]:
-    """Return a published value and the keys that hold it."""
+    """Return a published value and its keys."""
     data = store.get(key)
     return (data, [key]) if data else (store.get(f"{key}/long"), [key, f"{key}/long"])

@@ -1,6 +1,5 @@
-"""Ranks that communicate with each other, and the door through which each of their communications goes.
-
-The door names it, writes it into the ledger, and lets a test delay it.
+"""Communication groups. `Group.issue` is the one way to start a communication: it records the communication in the
+event log, and lets a test delay it or make it fail.
 """
 
 from __future__ import annotations
@@ -13,34 +12,33 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from megascale.comm.control import Control
-from megascale.comm.exchange import Exchange
-from megascale.comm.pending import Pending
-from megascale.core.label import What
+from megascale.comm.control import ControlChannel
+from megascale.comm.p2p_collectives import P2PTransport
+from megascale.comm.work import TransportWork
+from megascale.core.label import LabelLike
 from megascale.device import Mark
-from megascale.trace.recorder import Record, Recorder
+from megascale.trace.recorder import EventRecord, Recorder
 
 
 class Transport(Protocol):
-    """How a group carries out collectives. Tensors are contiguous; nothing has to be done when a call returns."""
+    """The implementation of a group's collectives. Tensors are contiguous; calls are asynchronous."""
 
-    def all_reduce(self, tensor: Tensor, op: str) -> Pending: ...
+    def all_reduce(self, tensor: Tensor, op: str) -> TransportWork: ...
 
-    def all_gather(self, out: Tensor, part: Tensor) -> Pending: ...
+    def all_gather(self, out: Tensor, part: Tensor) -> TransportWork: ...
 
-    def reduce_scatter(self, out: Tensor, full: Tensor) -> Pending: ...
+    def reduce_scatter(self, out: Tensor, full: Tensor) -> TransportWork: ...
 
 
 @dataclass
 class Group:
-    """The ranks of one group and this rank's index among them. Its name begins with the axis of parallelism that it
-    serves.
+    """The global `ranks` of a group, and this rank's `index` among them. The name begins with the parallelism axis.
 
-    `process_group` is None for the group of all ranks; for one way along a pipeline, whose messages have a group for
-    each pair (`comm.p2p`); and for a group of one, in which nothing is ever sent; these have no `transport` either.
-    `exchange`: what sends collectives piece by piece, None where nothing travels while this
-    rank computes. `disturb` is called before each operation is issued and before it is waited for, so that a test can
-    delay it or make it fail.
+    `process_group` is None for the group of all ranks, for a direction of the pipeline (every pair of ranks has its
+    own process group, `comm.p2p`), and for a group of one rank, which sends nothing. `transport` is None for the last
+    two. `p2p_transport` sends collectives piece by piece; None where communication cannot overlap with compute.
+    `fault_hook` is called with the operation before it is issued and with "wait" before it is waited for: tests delay
+    it or raise.
     """
 
     name: str
@@ -49,8 +47,8 @@ class Group:
     process_group: dist.ProcessGroup | None = None
     recorder: Recorder = field(default_factory=Recorder)
     transport: Transport | None = None
-    exchange: Exchange | None = None
-    disturb: Callable[[str], None] | None = None
+    p2p_transport: P2PTransport | None = None
+    fault_hook: Callable[[str], None] | None = None
 
     @property
     def size(self) -> int:
@@ -61,62 +59,62 @@ class Group:
         return self.name.partition(".")[0]
 
     @cached_property
-    def control(self) -> Control:
-        """The channel for control data among the ranks, outside of steps."""
-        return Control(self.name, self.ranks, self.index)
+    def control(self) -> ControlChannel:
+        """The channel for control data among the group's ranks, outside of steps."""
+        return ControlChannel(self.name, self.ranks, self.index)
 
-    def begin(
+    def issue(
         self,
         operation: str,
-        what: What,
+        label: LabelLike,
         nbytes: int,
-        start: Callable[[], Pending],
+        start: Callable[[], TransportWork],
         *,
         wait: bool,
         peer: int = -1,
-    ) -> Recorded:
-        """Issue a communication, and wait for it if `wait`. `nbytes`: of the whole tensor concerned."""
-        record = self.recorder.communication(self.axis, self.name, operation, what, nbytes, peer)
-        if self.disturb is not None:
-            self.disturb(operation)
-        pending = start()
-        begun = Recorded(self, pending if wait else pending.in_background(), record, start)
+    ) -> TrackedWork:
+        """Issue a communication, and with `wait` wait for its end. `nbytes`: bytes of the full tensor."""
+        record = self.recorder.record_communication(self.axis, self.name, operation, label, nbytes, peer)
+        if self.fault_hook is not None:
+            self.fault_hook(operation)
+        started = start()
+        work = TrackedWork(self, started if wait else started.in_background(), record, start)
         if wait:
-            begun.wait(record.issue)
-        elif self.recorder.timer.host:
-            self.recorder.waited(record, record.issue)  # compute has done nothing else meanwhile
-        return begun
+            work.wait(record.issue)
+        elif self.recorder.timer.synchronous:
+            self.recorder.record_wait(record, record.issue)  # the issuing thread computes: issuing is exposed time
+        return work
 
 
-class Recorded:
-    """A communication under way whose end and waits go into the ledger. Until it has been waited for, or is known to be
-    done, it keeps `owner`, which holds the tensors: NCCL's works let go of them once any stream waits.
+class TrackedWork:
+    """A communication in flight whose end and waits go into the event log. `owner` holds the tensors, and stays
+    referenced until the communication is known to have ended: NCCL's works release tensors once any stream waits.
     """
 
     __slots__ = ("_group", "_owner", "_pending", "_record")
 
-    def __init__(self, group: Group, pending: Pending, record: Record, owner: object) -> None:
+    def __init__(self, group: Group, pending: TransportWork, record: EventRecord, owner: object) -> None:
         self._group = group
         self._owner = owner
-        self._pending: Pending | None = pending
+        self._pending: TransportWork | None = pending
         self._record = record
 
     def wait(self, since: Mark | None = None) -> None:
-        """Wait, once. `since`: when compute began to wait, if that was before this call."""
+        """Wait for the end; later calls do nothing. `since`: start of compute's wait, if before this call."""
         if self._pending is None:
             return
         recorder = self._group.recorder
         start = recorder.mark() if since is None else since
-        if self._group.disturb is not None:
-            self._group.disturb("wait")
+        if self._group.fault_hook is not None:
+            self._group.fault_hook("wait")
         self._pending.wait()
-        self._close(recorder.waited(self._record, start))
+        self._close(recorder.record_wait(self._record, start))
 
-    def done(self) -> bool:
-        """Whether it is known to be done, without a wait. Then none is needed."""
+    def is_completed(self) -> bool:
+        """Return True if the communication is known to have ended, without waiting."""
         if self._pending is None:
             return True
-        ended = self._pending.ended
+        ended = self._pending.completed_at
         if ended is None or self._group.recorder.timer.seconds(ended) is None:
             return False
         self._close(ended)
@@ -124,12 +122,12 @@ class Recorded:
 
     def _close(self, end: Mark) -> None:
         assert self._pending is not None
-        known = self._pending.ended
+        known = self._pending.completed_at
         self._record.end = end if known is None else known
         self._record.closed = True
         self._pending = self._owner = None
 
 
-def alone(name: str, rank: int = 0) -> Group:
-    """A group of this rank only."""
+def single_rank_group(name: str, rank: int = 0) -> Group:
+    """Return a group of this rank only."""
     return Group(name, (rank,), 0)

@@ -1,4 +1,4 @@
-"""Bringing a job's processes together, and taking them apart."""
+"""Joining a distributed job and leaving it: rendezvous, store and default process group."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from megascale.comm import control
-from megascale.comm.nccl import options, refused
+from megascale.comm.nccl_options import environment_problems, nccl_options
 from megascale.config.launch import LaunchConfig
 from megascale.config.nccl import NcclConfig
 from megascale.core.errors import ConfigError, Problem
-from megascale.core.rank import STORE, Rank, meeting_place
+from megascale.core.rank import STORE_VARIABLE, Rank, rendezvous_endpoint
 from megascale.device import Device
 
 
-def start(
+def init_distributed(
     rank: Rank,
     device: Device,
     launch: LaunchConfig = LaunchConfig(),
@@ -26,64 +26,64 @@ def start(
     *,
     pp: int = 1,
 ) -> None:
-    """Join the job: rendezvous and open the default process group. `pp`: pipeline stages of the job.
+    """Join the job: rendezvous, and open the default process group. `pp`: pipeline stages of the job.
 
-    The store is that of our launcher (on its own loopback socket), of torchrun, or at MASTER_ADDR and MASTER_PORT,
-    which a Slurm step need not set; a world of one needs none. Nothing waits longer than `launch.start_timeout_s`.
+    The store is our launcher's (on its loopback socket), torchrun's, or the store at MASTER_ADDR and MASTER_PORT, which
+    a Slurm step need not set; a job of one rank has its own. The timeout is `launch.start_timeout_s`.
 
-    No `device_id` is given. With it NCCL would make the communicator of all ranks here and split each group off it, a
-    collective of the whole job for every group; without, a group's communicator is made by its members alone, at its
-    first use (`comm.warm_up`). Groups are opened so that both work (`comm.mesh.open_mesh`).
+    `device_id` is not passed to torch: with a `device_id` NCCL would create the communicator of all ranks here and
+    split every group from it, a collective of the whole job per group. Without a `device_id` the members of a group
+    create its communicator at the first use (`comm.warm_up`). `comm.mesh.open_mesh` works either way.
 
-    Raises: ConfigError if nothing says where to meet, there is no host of that name, or a variable of the environment
+    Raises: ConfigError if no rendezvous address is set, if the host cannot be resolved, or if an environment variable
     would make NCCL hang.
     """
-    problems = list(refused(device.backend, pp, os.environ))
+    problems = list(environment_problems(device.backend, pp, os.environ))
     if problems:
         raise ConfigError(problems)
     timeout = datetime.timedelta(seconds=launch.start_timeout_s)
-    if rank.world == 1:
+    if rank.world_size == 1:
         store: Store | None = dist.HashStore()
-    elif STORE in os.environ:
-        store = _own_store(rank, timeout)
+    elif STORE_VARIABLE in os.environ:
+        store = _launcher_store(rank, timeout)
     else:
-        _find_meeting_place()
+        _set_master_address()
         store = None
     dist.init_process_group(
         device.backend,
         store=store,
         rank=rank.rank,
-        world_size=rank.world,
+        world_size=rank.world_size,
         timeout=timeout,
-        pg_options=options(device.backend, "world", nccl),
+        pg_options=nccl_options(device.backend, "world", nccl),
     )
 
 
-def _own_store(rank: Rank, timeout: datetime.timedelta) -> Store:
-    """TCPStore binds to every interface; a socket that was bound to loopback before is handed to it instead."""
-    host, port, *listening = os.environ[STORE].split(":")
+def _launcher_store(rank: Rank, timeout: datetime.timedelta) -> Store:
+    """Open the launcher's store. TCPStore would listen on every interface, so rank 0 passes a loopback socket."""
+    host, port, *listening = os.environ[STORE_VARIABLE].split(":")
     first = rank.rank == 0
     listener = int(listening[0]) if first and listening else None
-    return dist.TCPStore(host, int(port), rank.world, first, timeout, master_listen_fd=listener)
+    return dist.TCPStore(host, int(port), rank.world_size, first, timeout, master_listen_fd=listener)
 
 
-def _find_meeting_place() -> None:
-    """Set MASTER_ADDR and MASTER_PORT. A name that no one knows would be tried until the timeout."""
-    place = meeting_place()
-    if place is None:
-        found, mend = "not set", "start with torchrun, srun or launch/torchrun.sh, or set it to the host of rank 0"
-        raise ConfigError([Problem("environment", "MASTER_ADDR", found, mend)])
-    host, port = place
+def _set_master_address() -> None:
+    """Set MASTER_ADDR and MASTER_PORT. Fail here on an unknown host, which torch would retry until the timeout."""
+    endpoint = rendezvous_endpoint()
+    if endpoint is None:
+        hint = "start with torchrun, srun or launch/torchrun.sh, or set it to the host of rank 0"
+        raise ConfigError([Problem("environment", "MASTER_ADDR", "not set", hint)])
+    host, port = endpoint
     try:
         socket.getaddrinfo(host, port)
     except OSError as error:
-        found, mend = f"{host!r}: {error.strerror}", "a name or address of rank 0's host that all hosts can reach"
-        raise ConfigError([Problem("environment", "MASTER_ADDR", found, mend)]) from None
+        hint = "a name or address of rank 0's host that all hosts can reach"
+        raise ConfigError([Problem("environment", "MASTER_ADDR", f"{host!r}: {error.strerror}", hint)]) from None
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
 
 
-def stop() -> None:
-    """Leave the job, if it was joined."""
+def shutdown_distributed() -> None:
+    """Leave the job, if this process has joined one."""
     if dist.is_initialized():
-        control.part()
+        control.leave_job()
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The topology with live groups. A `Mesh` is passed as an argument; there is no global one."""
+"""The device mesh: a topology with open groups. A `Mesh` is passed as an argument; there is no global mesh."""
 
 from __future__ import annotations
 
@@ -7,34 +7,36 @@ from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 
-from megascale.comm.group import Group, alone
-from megascale.comm.open import Terms, open_group, open_process_group, open_transport
-from megascale.comm.p2p import Channel, Channels, Messages, rounds
+from megascale.comm.group import Group, single_rank_group
+from megascale.comm.open_group import GroupOptions, open_group, open_process_group, open_transport
+from megascale.comm.p2p import Channel, P2PCommunicator, ProcessGroupP2P, channel_rounds
 from megascale.comm.timeout import Timeout
 from megascale.config.launch import LaunchConfig
 from megascale.config.nccl import NcclConfig
-from megascale.layout.topology import AT_ONCE, DATA, Coord, Topology
+from megascale.layout.topology import DATA_AXES, MAX_FLAT_REDUCE_RANKS, Coord, Topology
 from megascale.trace.recorder import Recorder
 
 SLOT = 1 << 20
-"""Bytes that a rank of a small CPU group puts out at once."""
+"""Bytes of a rank's slot in the shared-memory ring of a small CPU group."""
 
-SCALARS = 1 << 12
-"""The same for groups that only ever sum a few numbers."""
+SCALAR_SLOT_BYTES = 1 << 12
+"""Bytes of a slot in groups that only reduce a few scalars."""
 
-NO_PART = "none"
-"""Name of a group of one rank, which it opens where others open one that it has no part in."""
+PLACEHOLDER_GROUP = "none"
+"""Name of the single-rank group that a rank opens while other ranks open a group without this rank."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place and the groups it belongs to.
+    """This rank's coordinates and groups.
 
-    `dp` sums gradients: data and context parallel ranks. `tied` joins the first and the last pipeline stage where both
-    hold the token embedding, and is this rank alone elsewhere. `world` is every rank of the job. What the job sums goes
-    over `sums` in turn: in a small job `world`, else dp and tp, under names of their own in the ledger, and the
-    pipeline; then `world` is for control data alone and has no communicator. `recorder` is the ledger of
-    them all, `timeout` bounds their waits.
+    - `tp`: the tensor-parallel ranks. `dp`: the data and context parallel ranks, which reduce gradients
+    - `up`, `down`: the pipeline's two directions
+    - `tied`: first and last pipeline stage where both hold the token embedding; elsewhere this rank only
+    - `world`: all ranks
+    - `reduction_groups`: job-wide reductions go over these groups in turn: `world` in a small job, else dp, tp and pp,
+      under names of their own in the event log; `world` then serves control data only and has no communicator
+    - `recorder` is the event log and `timeout` the timeout of all groups
     """
 
     topology: Topology
@@ -45,9 +47,9 @@ class Mesh:
     down: Group
     tied: Group
     world: Group
-    sums: tuple[Group, ...]
+    reduction_groups: tuple[Group, ...]
     recorder: Recorder
-    channels: Channels
+    p2p: P2PCommunicator
     timeout: Timeout = field(default_factory=Timeout)
 
     @property
@@ -56,15 +58,15 @@ class Mesh:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        others = (group for group in self.sums if group is not self.world)
-        return (self.tp, self.dp, self.up, self.down, self.tied, self.world, *others)
+        axis_groups = (group for group in self.reduction_groups if group is not self.world)
+        return (self.tp, self.dp, self.up, self.down, self.tied, self.world, *axis_groups)
 
-    def over(self, *axes: str) -> Group:
-        """The group that communicates over `axes` of the topology.
+    def get_group(self, *axes: str) -> Group:
+        """Return the group over these `axes` of the topology.
 
-        Raises: KeyError if none does
+        Raises: KeyError for other axes.
         """
-        return {("tp",): self.tp, DATA: self.dp}[axes]
+        return {("tp",): self.tp, DATA_AXES: self.dp}[axes]
 
 
 def open_mesh(
@@ -72,63 +74,67 @@ def open_mesh(
     rank: int,
     *,
     tied: bool,
-    around: bool = False,
+    wrap_around: bool = False,
     recorder: Recorder | None = None,
     launch: LaunchConfig = LaunchConfig(),
     nccl: NcclConfig = NcclConfig(),
 ) -> Mesh:
-    """Open the groups that `rank` belongs to.
+    """Open the groups of `rank`. A collective of all ranks.
 
-    Every rank opens one group after the other of the same kinds, and where it has no part in a kind, one of itself
-    alone. So groups of a kind come up side by side, and none waits for another kind. Both are needed: torch names a
-    group after its ranks and the number of groups that the process has, which must be equal on all members, and with
-    `device_id` NCCL splits each group off that of all ranks, a collective of all.
+    Every rank opens the same kinds of groups in the same order, and a placeholder group of itself where a kind has no
+    group with this rank. Groups of a kind then open in parallel, and no rank waits for a rank at another kind. torch
+    needs the equal count: a group's name contains the number of groups in the process, and with a `device_id` NCCL
+    splits every group from the group of all ranks, a collective.
 
-    `tied`: the model's first and last stage share the token embedding. `around`: the last stage sends to the first one,
-    which has another chunk of the model.
+    `tied`: the first and last stage share the token embedding. `wrap_around`: the last stage sends to the first, which
+    holds the next model chunk.
     """
-    recorder, terms = recorder or Recorder(), Terms(Timeout(launch), nccl)
+    recorder, options = recorder or Recorder(), GroupOptions(Timeout(launch), nccl)
     stages = topology.group(rank, "pp")
-    world = Group("world", tuple(range(topology.world)), rank, recorder=recorder)  # the default process group
-    if 1 < topology.world <= AT_ONCE:
-        terms.timeout.govern_group(None)
-        open_transport(world, SCALARS, terms.timeout)
-    tp = open_group("tp", topology.group(rank, "tp"), rank, recorder, terms, slot_bytes=SLOT)
-    dp = open_group("dp", topology.group(rank, *DATA), rank, recorder, terms, slot_bytes=SLOT)
-    sums: tuple[Group, ...] = (world,)
-    if topology.world > AT_ONCE:
-        pipeline = open_group("world.pp", stages, rank, recorder, terms, slot_bytes=SCALARS)
-        sums = replace(dp, name="world.dp"), replace(tp, name="world.tp"), pipeline
-    place = list(stages).index(rank)
-    up, down = (Group(way, tuple(stages), place, recorder=recorder) for way in ("pp.up", "pp.down"))  # for the ledger
-    messages = Messages(_open_channels(stages, rank, around, terms), terms.timeout)
-    ends = alone("tied", rank)
+    world = Group("world", tuple(range(topology.world_size)), rank, recorder=recorder)  # the default process group
+    if 1 < topology.world_size <= MAX_FLAT_REDUCE_RANKS:
+        options.timeout.register_group(None)
+        open_transport(world, SCALAR_SLOT_BYTES, options.timeout)
+    tp = open_group("tp", topology.group(rank, "tp"), rank, recorder, options, slot_bytes=SLOT)
+    dp = open_group("dp", topology.group(rank, *DATA_AXES), rank, recorder, options, slot_bytes=SLOT)
+    reductions: tuple[Group, ...] = (world,)
+    if topology.world_size > MAX_FLAT_REDUCE_RANKS:
+        pipeline = open_group("world.pp", stages, rank, recorder, options, slot_bytes=SCALAR_SLOT_BYTES)
+        reductions = replace(dp, name="world.dp"), replace(tp, name="world.tp"), pipeline
+    stage_rank = list(stages).index(rank)
+    up, down = (Group(way, tuple(stages), stage_rank, recorder=recorder) for way in ("pp.up", "pp.down"))
+    start_p2p = ProcessGroupP2P(_open_channels(stages, rank, wrap_around, options), options.timeout)
+    embedding = single_rank_group("tied", rank)
     if tied and topology.pp > 1:
         if rank in (stages[0], stages[-1]):
-            ends = open_group("tied", [stages[0], stages[-1]], rank, recorder, terms, slot_bytes=SLOT)
+            embedding = open_group("tied", [stages[0], stages[-1]], rank, recorder, options, slot_bytes=SLOT)
         else:
-            open_process_group(NO_PART, [rank], terms)
-    channels = Channels(up, down, messages)
-    return Mesh(topology, rank, tp, dp, up, down, ends, world, sums, recorder, channels, terms.timeout)
+            open_process_group(PLACEHOLDER_GROUP, [rank], options)
+    p2p = P2PCommunicator(up, down, start_p2p)
+    return Mesh(topology, rank, tp, dp, up, down, embedding, world, reductions, recorder, p2p, options.timeout)
 
 
-def _open_channels(stages: Sequence[int], rank: int, around: bool, terms: Terms) -> dict[Channel, dist.ProcessGroup]:
-    """A process group for each channel of this rank."""
-    found = {}
-    for turn in rounds(len(stages), around=around):
-        channel = next(((stages[a], stages[b]) for a, b in turn if rank in (stages[a], stages[b])), None)
+def _open_channels(
+    stages: Sequence[int], rank: int, wrap_around: bool, options: GroupOptions
+) -> dict[Channel, dist.ProcessGroup]:
+    """Open a process group for every channel of this rank."""
+    process_groups = {}
+    for pairs in channel_rounds(len(stages), wrap_around=wrap_around):
+        channel = next(((stages[a], stages[b]) for a, b in pairs if rank in (stages[a], stages[b])), None)
         if channel is None:
-            open_process_group(NO_PART, [rank], terms)
+            open_process_group(PLACEHOLDER_GROUP, [rank], options)
             continue
         sender, receiver = channel
         way = "up" if sender < receiver else "down"
-        found[channel] = open_process_group(f"pp.{way} {sender}-{receiver}", channel, terms)
-    return found
+        process_groups[channel] = open_process_group(f"pp.{way} {sender}-{receiver}", channel, options)
+    return process_groups
 
 
-def single() -> Mesh:
-    """A world of one process."""
-    tp, dp, up, down, tied, world = (alone(name) for name in ("tp", "dp", "pp.up", "pp.down", "tied", "world"))
+def single_process_mesh() -> Mesh:
+    """Return the mesh of a job of one process."""
+    tp, dp, up, down, tied, world = (
+        single_rank_group(name) for name in ("tp", "dp", "pp.up", "pp.down", "tied", "world")
+    )
     timeout = Timeout()
-    channels = Channels(up, down, Messages({}, timeout))
-    return Mesh(Topology(), 0, tp, dp, up, down, tied, world, (world,), Recorder(), channels, timeout)
+    p2p = P2PCommunicator(up, down, ProcessGroupP2P({}, timeout))
+    return Mesh(Topology(), 0, tp, dp, up, down, tied, world, (world,), Recorder(), p2p, timeout)

@@ -1,8 +1,8 @@
-"""Messages between neighbouring pipeline stages.
+"""Point-to-point messages between pipeline stages.
 
-Each ordered pair of ranks is a channel with a process group of its own: messages in one direction never wait for those
-in the other, nor for another pair's, and arrive in the order in which they were sent. Shapes are known to both sides,
-so nothing but the data travels.
+An ordered pair of ranks (sender, receiver) is a channel with its own process group: messages of a channel arrive in the
+order of their sends, and never wait for messages of the opposite direction or of another pair. Both sides know the
+shapes; only data is sent.
 """
 
 from __future__ import annotations
@@ -14,100 +14,99 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megascale.comm.group import Group, Recorded
-from megascale.comm.pending import Follow, Pending
-from megascale.comm.progress import follower
+from megascale.comm.group import Group, TrackedWork
+from megascale.comm.progress import work_wrapper
 from megascale.comm.timeout import Timeout
-from megascale.core.label import What
+from megascale.comm.work import TransportWork, WrapWork
+from megascale.core.label import LabelLike
 
 Channel = tuple[int, int]
 """Sender and receiver."""
 
-Post = Callable[[str, Group, Tensor, int], Pending]
-"""Starts to 'send' a contiguous tensor to a rank of a group's, or to 'receive' one from it; the rank is its number in
-the job.
-"""
+StartP2P = Callable[[str, Group, Tensor, int], TransportWork]
+"""Function (kind, group, tensor, peer): start to "send" a contiguous tensor to global rank `peer`, or to "receive"."""
 
 
-def rounds(ranks: int, *, around: bool) -> list[list[Channel]]:
-    """The channels between neighbours in a pipeline of `ranks`, and if `around` between its last rank and its first.
+def channel_rounds(ranks: int, *, wrap_around: bool) -> list[list[Channel]]:
+    """Return the channels between neighbours of a pipeline of `ranks`, in rounds; with `wrap_around` also between the
+    last rank and the first.
 
-    In each round a rank has one channel at most. Ranks that come to their channels round by round, each of which takes
-    both of its ranks at once, never wait for each other in a circle.
+    A rank has at most one channel in a round, so ranks that open or connect channels round by round cannot deadlock:
+
+        4 ranks, wrap_around:   (0,1) (2,3) | (1,0) (3,2) | (1,2) (0,3) | (2,1) (3,0)
     """
     last = ranks - 1
     even, odd = ([(low, low + 1) for low in range(start, last, 2)] for start in (0, 1))
-    closing = [(0, last)] if around and last > 1 else []
-    pairs = [even, odd + closing] if last % 2 else [even, odd, closing]
-    ways = [turn for pair in pairs for turn in (pair, [(high, low) for low, high in pair])]
-    return [turn for turn in ways if turn]
+    closing = [(0, last)] if wrap_around and last > 1 else []
+    rounds = [even, odd + closing] if last % 2 else [even, odd, closing]
+    both_ways = [channels for pairs in rounds for channels in (pairs, [(high, low) for low, high in pairs])]
+    return [channels for channels in both_ways if channels]
 
 
-class Messages:
-    """Messages of torch.distributed, as a `Post`. `groups`: by channel, in numbers of the job, those of this rank."""
+class ProcessGroupP2P:
+    """A `StartP2P` on torch.distributed. `groups`: the process groups of this rank's channels, by global ranks."""
 
     def __init__(self, groups: Mapping[Channel, dist.ProcessGroup], timeout: Timeout) -> None:
         self._groups = groups
         self._timeout = timeout
-        self._follow: dict[Channel, Follow] = {}
+        self._wrap_work: dict[Channel, WrapWork] = {}
 
-    def __call__(self, kind: str, group: Group, tensor: Tensor, peer: int) -> Pending:
-        own = group.ranks[group.index]
-        call, channel = (dist.isend, (own, peer)) if kind == "send" else (dist.irecv, (peer, own))
-        if channel not in self._follow:
+    def __call__(self, kind: str, group: Group, tensor: Tensor, peer: int) -> TransportWork:
+        rank = group.ranks[group.index]
+        call, channel = (dist.isend, (rank, peer)) if kind == "send" else (dist.irecv, (peer, rank))
+        if channel not in self._wrap_work:
             name = f"{group.name} {kind} {group.ranks.index(peer)}"
-            self._follow[channel] = follower(name, group.recorder.timer, self._timeout)
-        return self._follow[channel]([call(tensor, peer, group=self._groups[channel])], None)
+            self._wrap_work[channel] = work_wrapper(name, group.recorder.timer, self._timeout)
+        return self._wrap_work[channel]([call(tensor, peer, group=self._groups[channel])], None)
 
 
-class Channels:
-    """This rank's channels to the other stages of its pipeline.
+class P2PCommunicator:
+    """Sends and receives of this rank with the other ranks of its pipeline.
 
-    Messages to a later rank of the pipeline are those of `up`, to an earlier one of `down`: the ledger counts each
-    direction, and a test can delay it. `post` carries them.
+    Messages to a later rank belong to group `up`, to an earlier rank to `down`: the event log counts the two directions
+    apart, and a test can delay either. `start_p2p` sends and receives.
     """
 
-    def __init__(self, up: Group, down: Group, post: Post) -> None:
+    def __init__(self, up: Group, down: Group, start_p2p: StartP2P) -> None:
         self._up = up
         self._down = down
-        self._post = post
+        self._start_p2p = start_p2p
 
     @property
     def rank(self) -> int:
-        """This rank's index in its pipeline."""
+        """Index of this rank in its pipeline."""
         return self._up.index
 
     @property
-    def ranks(self) -> int:
-        """Ranks of the pipeline."""
+    def size(self) -> int:
+        """Number of ranks of the pipeline."""
         return self._up.size
 
-    def connect(self, device: torch.device, *, around: bool) -> None:
-        """Send a byte through each channel to and from a neighbour, and if `around` between the last rank and the
-        first.
+    def connect(self, device: torch.device, *, wrap_around: bool) -> None:
+        """Send a byte through every channel of this rank, round by round (`channel_rounds`).
 
-        NCCL connects two ranks at their first message, and each waits for the other. A receive that is posted ahead
-        would be such a wait: ranks could wait in a circle. Here every rank comes to its channels round by round.
+        NCCL connects two ranks at their first message, and both wait. With receives posted ahead ranks could deadlock
+        there; in rounds they cannot.
         """
-        for turn in rounds(self.ranks, around=around):
-            for sender, receiver in turn:
+        for channels in channel_rounds(self.size, wrap_around=wrap_around):
+            for sender, receiver in channels:
                 if self.rank not in (sender, receiver):
                     continue
                 byte = torch.zeros(1, dtype=torch.uint8, device=device)
                 if self.rank == sender:
-                    self.send(byte, receiver, what="connect").wait()
+                    self.send(byte, receiver, label="connect").wait()
                 else:
-                    self.receive(byte, sender, what="connect").wait()
+                    self.receive(byte, sender, label="connect").wait()
 
-    def send(self, tensor: Tensor, to: int, *, what: What = "") -> Recorded:
-        """Start sending a contiguous tensor to stage rank `to`. It may not change before the result is done."""
-        return self._begin("send", self._up if to > self.rank else self._down, tensor, to, what)
+    def send(self, tensor: Tensor, to: int, *, label: LabelLike = "") -> TrackedWork:
+        """Start sending a contiguous tensor to pipeline rank `to`. Do not write `tensor` before the work is done."""
+        return self._issue("send", self._up if to > self.rank else self._down, tensor, to, label)
 
-    def receive(self, out: Tensor, source: int, *, what: What = "") -> Recorded:
-        """Start receiving the next message of stage rank `source` into `out`."""
-        return self._begin("receive", self._up if source < self.rank else self._down, out, source, what)
+    def receive(self, out: Tensor, source: int, *, label: LabelLike = "") -> TrackedWork:
+        """Start receiving the next message of pipeline rank `source` into `out`."""
+        return self._issue("receive", self._up if source < self.rank else self._down, out, source, label)
 
-    def _begin(self, kind: str, group: Group, tensor: Tensor, other: int, what: What) -> Recorded:
-        peer = group.ranks[other]
-        start = functools.partial(self._post, kind, group, tensor, peer)
-        return group.begin(kind, what, tensor.nbytes, start, wait=False, peer=peer)
+    def _issue(self, kind: str, group: Group, tensor: Tensor, pipeline_rank: int, label: LabelLike) -> TrackedWork:
+        peer = group.ranks[pipeline_rank]
+        start = functools.partial(self._start_p2p, kind, group, tensor, peer)
+        return group.issue(kind, label, tensor.nbytes, start, wait=False, peer=peer)

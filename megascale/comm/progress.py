@@ -1,8 +1,8 @@
-"""Works of torch.distributed that go on while the caller computes.
+"""Progress of torch.distributed's works while the caller computes.
 
-gloo moves data in threads of its own, but what follows an arrival (a sum, a second round of messages) needs someone to
-wait for it. A thread for each channel does, in the order in which its communications were started, and notes when each
-was done. On a GPU the streams do all of it.
+gloo moves data in its own threads, but a caller has to wait for arrivals before the next part of a collective (a sum, a
+second round of messages). A progress thread per channel does, in the order of the starts, and notes the completion
+times. On a GPU streams do this work.
 """
 
 from __future__ import annotations
@@ -15,65 +15,63 @@ from queue import SimpleQueue
 
 import torch.distributed as dist
 
-from megascale.comm.pending import Follow, Pending
 from megascale.comm.timeout import Timeout
+from megascale.comm.work import TransportWork, WrapWork
 from megascale.device import Mark, StreamTimer, Timer
 
 
-def follower(channel: str, timer: Timer, timeout: Timeout | None = None) -> Follow:
-    """What follows the works of one channel, in which they are done in the order in which they were started.
+def work_wrapper(channel: str, timer: Timer, timeout: Timeout | None = None) -> WrapWork:
+    """Return a `WrapWork` for a channel: works that complete in the order of their starts.
 
-    `timeout`: of gloo's messages, which keep to the one with which their group was opened unless each wait says
-    otherwise. Collectives, and NCCL's works, follow the changes of their group's own.
+    `timeout`: for gloo's messages, which keep the timeout at the opening of their group unless a wait passes another.
+    Collectives and NCCL's works follow changes of their group's timeout.
     """
     if isinstance(timer, StreamTimer):
-        return lambda works, finish: _OnStream(works, finish, timer, channel)
-    progress = Progress(channel)
-    return lambda works, finish: Messages(works, finish, progress, timeout)
+        return lambda works, finish: _StreamWork(works, finish, timer, channel)
+    progress = ProgressThread(channel)
+    return lambda works, finish: GlooWork(works, finish, progress, timeout)
 
 
-class Messages:
-    """Works of gloo, and what to do when they are done. Each is waited for as long as `timeout` says, else as its group
-    does.
-    """
+class GlooWork:
+    """Works of gloo, and `on_complete` to call after them. The timeout of a wait is `timeout`, else the group's."""
 
-    ended = None
+    completed_at = None
 
     def __init__(
         self,
         works: Sequence[dist.Work | None],
-        finish: Callable[[], None] | None,
-        progress: Progress,
+        on_complete: Callable[[], None] | None,
+        progress: ProgressThread,
         timeout: Timeout | None = None,
     ) -> None:
         self._works = works
-        self._finish = finish
+        self._on_complete = on_complete
         self._progress = progress
         self._timeout = timeout
 
     def wait(self) -> None:
-        limit = () if self._timeout is None else (self._timeout.now,)
+        limit = () if self._timeout is None else (self._timeout.current,)
         for work in self._works:
             if work is not None:
                 work.wait(*limit)
-        if self._finish is not None:
-            self._finish()
+        if self._on_complete is not None:
+            self._on_complete()
 
-    def in_background(self) -> Pending:
-        return self._progress.follow(self)
+    def in_background(self) -> TransportWork:
+        return self._progress.submit(self)
 
 
-class Followed:
-    """A communication that a `Progress` follows. `wait` raises what happened to it."""
+class BackgroundWork:
+    """A communication on a `ProgressThread`. `wait` raises the communication's error."""
 
-    __slots__ = ("_done", "_error", "_messages", "ended")
+    __slots__ = ("_done", "_error", "_work", "completed_at")
 
-    def __init__(self, messages: Messages) -> None:
-        self._messages: Messages | None = messages
+    def __init__(self, work: GlooWork) -> None:
+        self._work: GlooWork | None = work
         self._error: BaseException | None = None
         self._done = _thread.allocate_lock()  # a bare lock: an Event costs several times as much
         self._done.acquire()
-        self.ended: float | None = None
+        self.completed_at: float | None = None
 
     def wait(self) -> None:
         with self._done:
@@ -81,46 +79,46 @@ class Followed:
         if self._error is not None:
             raise self._error
 
-    def in_background(self) -> Pending:
+    def in_background(self) -> TransportWork:
         return self
 
-    def carry_out(self) -> None:
-        """Wait for the messages, and let go of their tensors."""
-        assert self._messages is not None, "a communication is carried out once"
+    def complete(self) -> None:
+        """Wait for the messages, and release their tensors."""
+        assert self._work is not None, "a BackgroundWork is completed once"
         try:
-            self._messages.wait()
-        except BaseException as error:  # raised again by the thread that waits for it
+            self._work.wait()
+        except BaseException as error:  # raised by `wait` in the waiting thread
             self._error = error
-        self._messages = None
-        if self._error is None:  # what has failed is never known to be done: who waits for it is told
-            self.ended = time.perf_counter()
+        self._work = None
+        if self._error is None:  # a failed communication never completes, so that its caller waits and gets the error
+            self.completed_at = time.perf_counter()
         self._done.release()
 
 
-class Progress:
-    """One channel's thread; it starts with the first communication and ends with the process."""
+class ProgressThread:
+    """The thread of a channel. It starts with the first communication and ends with the process."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._queue: SimpleQueue[Followed] = SimpleQueue()
+        self._queue: SimpleQueue[BackgroundWork] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def follow(self, messages: Messages) -> Followed:
-        """Follow messages that have been started."""
-        followed = Followed(messages)
+    def submit(self, work: GlooWork) -> BackgroundWork:
+        """Complete a started communication in the background."""
+        background = BackgroundWork(work)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
-        self._queue.put(followed)
-        return followed
+        self._queue.put(background)
+        return background
 
     def _run(self) -> None:
         while True:
-            self._queue.get().carry_out()
+            self._queue.get().complete()
 
 
-class _OnStream:
-    """Works of NCCL: a wait is one of the current stream, and what follows is issued to it."""
+class _StreamWork:
+    """Works of NCCL: `wait` makes the current stream wait, then issues `finish` on the stream."""
 
     def __init__(
         self,
@@ -133,7 +131,7 @@ class _OnStream:
         self._finish = finish
         self._timer = timer
         self._channel = channel
-        self.ended: Mark | None = None
+        self.completed_at: Mark | None = None
 
     def wait(self) -> None:
         for work in self._works:
@@ -141,6 +139,6 @@ class _OnStream:
         if self._finish is not None:
             self._finish()
 
-    def in_background(self) -> Pending:
-        self.ended = self._timer.completion(self._works, self._channel)
+    def in_background(self) -> TransportWork:
+        self.completed_at = self._timer.completion_mark(self._works, self._channel)
         return self

@@ -1,4 +1,4 @@
-"""How long an operation may wait for another rank, for all groups at once."""
+"""The communication timeout: the time limit of a wait for another rank, in all groups at once."""
 
 from __future__ import annotations
 
@@ -11,52 +11,52 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megascale.config.launch import LaunchConfig
 
-Set = Callable[[timedelta], object]
+SetTimeout = Callable[[timedelta], object]
 
 
 class Timeout:
-    """The limit of all groups of a mesh: `launch.start_timeout_s` until `tighten`, and again within `patiently`; else
+    """The timeout of all groups of a mesh: `launch.start_timeout_s` before `tighten` and within `extended`, else
     `launch.timeout_s`.
 
-    On gloo a dead rank ends the others at once, for its connections break. On NCCL the launcher ends them. A rank that
-    is stuck, or a host without power, ends the run when some rank's operation has taken this long: on gloo and in
-    shared memory with an error, on NCCL its watchdog ends the process. There an operation's time counts from when the
-    host issues it, which may be a whole step ahead of the device.
+    A dead rank ends the run at once: on gloo its connections break, on NCCL the launcher ends the other ranks. A stuck
+    rank, or a host without power, ends the run when an operation of a waiting rank exceeds the timeout: with an error
+    on gloo and in shared memory, by the watchdog on NCCL. NCCL counts from the moment the host issues an operation,
+    which may be a whole step ahead of the device.
 
-    An operation that has begun keeps its limit. Ranks need not change theirs at the same moment, for a limit is that of
-    the rank that waits. So a rank may `tighten` once no other can be far behind, as after the totals of a step.
+    An operation keeps the timeout of its start, and the timeout of the waiting rank applies: ranks need not change
+    theirs at the same moment. A rank may `tighten` once all ranks are known to be close, as after the totals of a step.
     """
 
     def __init__(self, launch: LaunchConfig = LaunchConfig()) -> None:
-        self._long, self._short = timedelta(seconds=launch.start_timeout_s), timedelta(seconds=launch.timeout_s)
-        self._set: list[Set] = []
-        self.now = self._long
+        self._start, self._step = timedelta(seconds=launch.start_timeout_s), timedelta(seconds=launch.timeout_s)
+        self._setters: list[SetTimeout] = []
+        self.current = self._start
 
-    def govern(self, set_timeout: Set) -> None:
-        """Let `set_timeout` know the limit, and each change of it."""
-        self._set.append(set_timeout)
-        set_timeout(self.now)
+    def register(self, set_timeout: SetTimeout) -> None:
+        """Call `set_timeout` with the current timeout, and at every change."""
+        self._setters.append(set_timeout)
+        set_timeout(self.current)
 
-    def govern_group(self, process_group: dist.ProcessGroup | None) -> None:
-        """The same for a group of torch.distributed; None is that of all ranks."""
-        self.govern(lambda limit: _set_pg_timeout(limit, process_group))
+    def register_group(self, process_group: dist.ProcessGroup | None) -> None:
+        """Register a process group of torch.distributed; None is the default group of all ranks."""
+        self.register(lambda limit: _set_pg_timeout(limit, process_group))
 
     def tighten(self) -> None:
-        """The first step is done: nothing takes minutes any more."""
-        self._change(self._short)
+        """Change to `launch.timeout_s` after the first step, when no operation takes minutes."""
+        self._change(self._step)
 
     @contextmanager
-    def patiently(self) -> Iterator[None]:
-        """For a `with` block in which ranks wait for storage."""
-        before = self.now
-        self._change(self._long)
+    def extended(self) -> Iterator[None]:
+        """Apply `launch.start_timeout_s` within a `with` block in which ranks wait for storage."""
+        before = self.current
+        self._change(self._start)
         try:
             yield
         finally:
             self._change(before)
 
     def _change(self, limit: timedelta) -> None:
-        if limit != self.now:
-            self.now = limit
-            for set_timeout in self._set:
+        if limit != self.current:
+            self.current = limit
+            for set_timeout in self._setters:
                 set_timeout(limit)

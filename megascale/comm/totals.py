@@ -1,8 +1,11 @@
-"""Sums and maxima over the whole job: one collective in a small job, else over one axis after the other.
+"""Job-wide reductions: an all-reduce over all ranks in a small job, axis by axis in a large job.
 
-Every rank gets the same bits, which the factor that clips gradients must have: a reduction gives them to one group, and
-groups side by side may round differently. So the widest axis, data parallelism, is reduced first, and the partial sums,
-equal on all of its ranks, are gathered over the two others and added in rank order everywhere.
+- `sum_over_job`, `max_over_job`: reductions of a few values
+- `broadcast_bytes`, `device_barrier`
+
+Every rank gets the same bits, as the coefficient of gradient clipping needs. An all-reduce guarantees equal bits within
+a group only; parallel groups may round differently. So the widest axis, data parallelism, is all-reduced first; then
+the partial sums, equal on the axis's ranks, are all-gathered over tp and pp and added in rank order everywhere.
 """
 
 from __future__ import annotations
@@ -14,38 +17,36 @@ from megascale.comm.collectives import all_gather, all_reduce
 from megascale.comm.mesh import Mesh
 
 
-def sum_over_job(mesh: Mesh, values: Tensor, *, what: str = "") -> None:
-    """Sum a few `values`, contiguous, over all ranks, in place."""
-    first, *others = mesh.sums
-    all_reduce(first, values, what=what)
-    for group in others:
+def sum_over_job(mesh: Mesh, values: Tensor, *, label: str = "") -> None:
+    """Sum a few contiguous `values` over all ranks, in place."""
+    first, *remaining = mesh.reduction_groups
+    all_reduce(first, values, label=label)
+    for group in remaining:
         if group.size > 1:
             parts = values.new_empty(group.size * values.numel())
-            all_gather(group, parts, values.view(-1), what=what)
+            all_gather(group, parts, values.view(-1), label=label)
             values.copy_(parts.view(group.size, *values.shape).sum(0, dtype=values.dtype))
 
 
-def max_over_job(mesh: Mesh, values: Tensor, *, what: str = "") -> None:
-    """The largest of each of a few `values`, contiguous, over all ranks, in place; in any order that is the same."""
-    for group in mesh.sums:
-        all_reduce(group, values, "max", what=what)
+def max_over_job(mesh: Mesh, values: Tensor, *, label: str = "") -> None:
+    """Reduce a few contiguous `values` to their maxima over all ranks, in place."""
+    for group in mesh.reduction_groups:
+        all_reduce(group, values, "max", label=label)
 
 
-def spread(mesh: Mesh, data: bytes, device: torch.device) -> bytes:
-    """The first rank's bytes, on every rank, however many: the others' count for nothing. They meet once in the store,
-    for the size.
-    """
+def broadcast_bytes(mesh: Mesh, data: bytes, device: torch.device) -> bytes:
+    """Return rank 0's `data` on every rank; other ranks' `data` is ignored. The size goes through the store."""
     size = mesh.world.control.broadcast(len(data), "size")
-    room = torch.zeros(size, dtype=torch.uint8)
+    buffer = torch.zeros(size, dtype=torch.uint8)
     if mesh.rank == 0 and size:
-        room.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    room = room.to(device)
-    max_over_job(mesh, room, what="spread")  # of one that has them and others that have zeros
-    return room.cpu().numpy().tobytes()
+        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    buffer = buffer.to(device)
+    max_over_job(mesh, buffer, label="broadcast bytes")  # other ranks have zeros
+    return buffer.cpu().numpy().tobytes()
 
 
-def meet(mesh: Mesh, device: torch.device) -> None:
-    """Return at nearly the same time on every rank, for measurements. Work on the device is done before."""
+def device_barrier(mesh: Mesh, device: torch.device) -> None:
+    """Return at nearly the same time on every rank, after the device's issued work: a barrier for measurements."""
     ready = torch.zeros(1, device=device)
-    sum_over_job(mesh, ready, what="meet")
+    sum_over_job(mesh, ready, label="barrier")
     ready.cpu()

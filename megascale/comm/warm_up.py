@@ -1,8 +1,8 @@
-"""Communicators are made and connected before the first step, not in the middle of it.
+"""Warm-up: communicators are created and connected before the first step, not during it.
 
-torch makes NCCL's communicators at the first operation of a group, and NCCL connects rings, trees, multicast and pairs
-of ranks at the first operation that takes them; both need the device, whose queue in a step may hold receives that wait
-for other ranks.
+torch creates a group's NCCL communicator at the group's first operation, and NCCL connects rings, trees, multicast and
+pairs of ranks at their first use. Both need the device, whose queue during a step may hold receives that wait for other
+ranks.
 """
 
 from __future__ import annotations
@@ -17,41 +17,41 @@ from megascale.comm.mesh import Mesh
 from megascale.device import Device
 
 SIZES = (4, 64 << 20)
-"""Bytes: NCCL takes other algorithms for a few numbers than for a model's gradients."""
+"""Bytes: NCCL takes different algorithms for a few elements and for a model's gradients."""
 
 
-def warm_up(mesh: Mesh, device: Device, *, around: bool, sizes: Sequence[int] | None = None) -> None:
-    """Let each group carry out each of its operations once. All ranks come to their groups in the same order of kinds,
-    and finish one before they begin the next, so that none waits for another in a circle. Every rank must call it.
+def warm_up(mesh: Mesh, device: Device, *, wrap_around: bool, sizes: Sequence[int] | None = None) -> None:
+    """Run every operation of every group once. A collective of all ranks, which warm up their groups in the same order
+    of kinds and finish a kind before the next, so that they cannot deadlock.
 
-    `around`: as in `open_mesh`. `sizes`: bytes of the collectives. On CPUs there are none by default, for gloo connects
+    `wrap_around`: as in `open_mesh`. `sizes`: bytes of the collectives; by default none on CPUs, because gloo connects
     a group when it opens.
     """
     if sizes is None:
         sizes = () if device.is_cpu else SIZES
     for group in (mesh.tp, mesh.dp, mesh.tied):
         _collectives(group, sizes, device)
-    _collectives(mesh.sums[-1], sizes[:1], device)  # the only group of sums of its own, which are of a few numbers
-    if sizes and mesh.tp.exchange is not None:
+    _collectives(mesh.reduction_groups[-1], sizes[:1], device)  # the only group not covered above; it reduces scalars
+    if sizes and mesh.tp.p2p_transport is not None:
         _pieces(mesh.tp, device)
-    mesh.channels.connect(device.torch, around=around)
+    mesh.p2p.connect(device.torch_device, wrap_around=wrap_around)
     device.release_memory()
 
 
 def _collectives(group: Group, sizes: Sequence[int], device: Device) -> None:
     for nbytes in sizes:
-        numbers = max(1, nbytes // 4 // group.size)  # of each rank, fp32: for whole numbers NCCL has fewer algorithms
-        whole = torch.zeros(group.size * numbers, device=device.torch)
-        part = whole.view(group.size, -1)[group.index]
-        all_reduce(group, whole, what="warm up")
-        all_gather(group, whole, part, what="warm up")
-        reduce_scatter(group, part, whole, what="warm up")
+        elements = max(1, nbytes // 4 // group.size)  # of a rank, in fp32: NCCL has fewer algorithms for integers
+        full = torch.zeros(group.size * elements, device=device.torch_device)
+        part = full.view(group.size, -1)[group.index]
+        all_reduce(group, full, label="warm up")
+        all_gather(group, full, part, label="warm up")
+        reduce_scatter(group, part, full, label="warm up")
     device.synchronize()
 
 
 def _pieces(group: Group, device: Device) -> None:
-    """Of the groups only tp's sends each rank's part to each other rank, which are connections of their own."""
-    part = torch.zeros(1, device=device.torch)
-    for _, arrived in all_gather_pieces(group, part.new_empty(group.size), part, 1, what="warm up"):
-        arrived.wait()
+    """Connect every pair of a group's ranks. Only tp sends pieces between all pairs of ranks."""
+    part = torch.zeros(1, device=device.torch_device)
+    for _, work in all_gather_pieces(group, part.new_empty(group.size), part, 1, label="warm up"):
+        work.wait()
     device.synchronize()

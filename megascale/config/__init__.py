@@ -1,1 +1,1 @@
-"""What the user asked for: typed sections, read from TOML and checked before anything starts. No torch here."""
+"""Configurations: typed sections, read from TOML and checked before any process starts. No torch here."""

@@ -1,4 +1,4 @@
-"""Who carries out the operations of the network and of the optimizer."""
+"""The section `[backends]`: implementations of the network's operations and of the optimizer."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from megascale.config.section import Section, choice
 
 
 class BackendsConfig(Section):
-    """`[backends]`: auto is the best that is present and can serve (`megascale doctor`)."""
+    """`[backends]`: auto selects the best supported backend (`megascale doctor` lists them)."""
 
     linear: Annotated[str, choice(BACKENDS["linear"], AUTO)] = Field(
-        AUTO, description="of the casts of linear layers to fp8, and of products of what was cast"
+        AUTO, description="linear layers in FP8: quantization and GEMMs"
     )
-    attention: Annotated[str, choice(BACKENDS["attention"], AUTO)] = Field(AUTO, description="of attention")
-    rope: Annotated[str, choice(BACKENDS["rope"], AUTO)] = Field(AUTO, description="of rotary position embedding")
-    norm: Annotated[str, choice(BACKENDS["norm"], AUTO)] = Field(AUTO, description="of norms")
+    attention: Annotated[str, choice(BACKENDS["attention"], AUTO)] = Field(AUTO, description="attention")
+    rope: Annotated[str, choice(BACKENDS["rope"], AUTO)] = Field(AUTO, description="rotary position embedding")
+    norm: Annotated[str, choice(BACKENDS["norm"], AUTO)] = Field(AUTO, description="norms")
     add_norm: Annotated[str, choice(BACKENDS["add_norm"], AUTO)] = Field(
-        AUTO, description="of the residual sum and the norm of it that stand together in a serial block"
+        AUTO, description="residual add fused with the following norm, in serial blocks"
     )
     activation: Annotated[str, choice(BACKENDS["activation"], AUTO)] = Field(
-        AUTO, description="of the MLP's non-linearity"
+        AUTO, description="activation function of the MLP"
     )
     cross_entropy: Annotated[str, choice(BACKENDS["cross_entropy"], AUTO)] = Field(
-        AUTO, description="of the loss of a chunk of logits and its gradient"
+        AUTO, description="cross-entropy loss of a chunk of logits, and its gradient"
     )
     wgrad: Annotated[str, choice(BACKENDS["wgrad"], AUTO)] = Field(
-        AUTO, description="of the GEMMs that add up the gradients of weights; those of fp8 layers are the torch way"
+        AUTO, description="wgrad GEMMs, which accumulate into main gradients; FP8 layers always use torch"
     )
-    optimizer: Annotated[str, choice(BACKENDS["optimizer"], AUTO)] = Field(AUTO, description="of the optimizer's step")
+    optimizer: Annotated[str, choice(BACKENDS["optimizer"], AUTO)] = Field(AUTO, description="optimizer step")

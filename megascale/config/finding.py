@@ -9,12 +9,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Finding:
-    """A broken rule: the key to change, what is wrong, and how to mend it."""
+    """A broken rule: the key to change, what is wrong, and a hint."""
 
     key: str
-    found: str
-    mend: str
+    message: str
+    hint: str
 
 
 Rule = Callable[[Any], Iterator[Finding]]
-"""Takes the sections of a configuration as attributes."""
+"""A function from a configuration's sections (attributes of the argument) to findings."""

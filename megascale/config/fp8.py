@@ -1,4 +1,4 @@
-"""Products of linear layers in eight bits."""
+"""The section `[fp8]`: FP8 GEMMs in linear layers."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from megascale.catalog.recipes import RECIPES
 from megascale.config.section import Section, choice
 
 Layers = Annotated[int, Field(ge=0, le=10_000)]
-Steps = Annotated[int, Field(gt=0, le=65_536)]  # each takes a number of every operand
+Steps = Annotated[int, Field(gt=0, le=65_536)]  # the amax history has one element per step and operand
 
 
 class Fp8Config(Section):
-    """`[fp8]`: with train.precision = "fp8", the linear layers of blocks multiply in eight bits."""
+    """`[fp8]`: with train.precision = "fp8", the linear layers of transformer blocks run FP8 GEMMs."""
 
-    recipe: Annotated[str, choice(RECIPES)] = Field("tensorwise", description="where scales come from")
-    history: Steps = Field(16, description="for delayed: steps whose largest magnitudes make a scale")
-    bf16_first: Layers = Field(1, description="first layers that stay in bf16")
-    bf16_last: Layers = Field(1, description="last layers that stay in bf16, like embedding and head always")
-    monitor: bool = Field(
-        True, description="count in logged steps what each cast loses: largest magnitude, saturation, underflow"
-    )
+    recipe: Annotated[str, choice(RECIPES)] = Field("tensorwise", description="source and granularity of scales")
+    history: Steps = Field(16, description="for delayed: length of the amax history, in steps")
+    bf16_first: Layers = Field(1, description="number of first layers that stay in bf16")
+    bf16_last: Layers = Field(1, description="number of last layers that stay in bf16; embedding and head always do")
+    monitor: bool = Field(True, description="record amax, saturation and underflow of every FP8 cast in logged steps")

@@ -1,4 +1,4 @@
-"""How long ranks wait for each other."""
+"""The section `[launch]`: timeouts between ranks."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pydantic import Field
 from megascale.config.section import Section
 
 Seconds = Annotated[float, Field(ge=1, le=10**6)]
-"""In less than one, ranks that share a processor may not answer, and the step would be called stuck."""
+"""At least 1 s: ranks that share a core may be slower than a shorter timeout."""
 
 
 class LaunchConfig(Section):
-    """`[launch]`: a rank that waits for another one longer than this ends the run."""
+    """`[launch]`: timeouts; a rank that waits longer for another rank ends the run."""
 
     timeout_s: Seconds = Field(
         600.0,
-        description="in training and evaluation, from the second step on, in seconds; on GPUs several times a step, "
-        "which the host issues ahead",
+        description="timeout in training and evaluation from the second step on, in seconds; on GPUs, set several "
+        "times the step time, because the host runs ahead",
     )
     start_timeout_s: Seconds = Field(
         1800.0,
-        description="until the first step is done (ranks meet, rank 0 indexes the data, a checkpoint is read, kernels "
-        "are compiled), and wherever ranks wait for a checkpoint to be written; no less than timeout_s",
+        description="timeout until the end of the first step (rendezvous, indexing of data, loading of a checkpoint, "
+        "compilation), and in waits for checkpoints, in seconds; at least timeout_s",
     )

@@ -1,4 +1,4 @@
-"""The network: sizes and parts of a decoder-only transformer."""
+"""The section `[model]`: sizes and parts of a decoder-only transformer."""
 
 from __future__ import annotations
 
@@ -12,42 +12,40 @@ from pydantic_core import PydanticCustomError
 from megascale.catalog.layers import ACTIVATIONS, BLOCKS, NORMS
 from megascale.catalog.presets import PRESETS
 from megascale.config.section import Count, Section, choice
-from megascale.core.registry import nearest
+from megascale.core.registry import closest_name
 
-FOLLOWS = {"num_kv_heads": "num_heads", "ffn_size": "hidden_size"}
-"""Sizes that, left out, follow from another."""
+DERIVED_FROM = {"num_kv_heads": "num_heads", "ffn_size": "hidden_size"}
+"""Sizes with a default that is derived from another size."""
 
 Window = Annotated[int, Field(ge=0, le=2**40)]
 
 
 def _known_preset(name: str) -> str:
     if name not in PRESETS:
-        context = {"message": f"'{name}' is not one of {', '.join(PRESETS)}", "nearest": nearest(name, PRESETS)}
+        context = {"message": f"'{name}' is not one of {', '.join(PRESETS)}", "nearest": closest_name(name, PRESETS)}
         raise PydanticCustomError("choice", "{message}", context)
     return name
 
 
 class ModelConfig(Section):
-    """`[model]`: a preset, sizes, or a preset with some sizes changed."""
+    """`[model]`: a preset, sizes, or a preset with changed sizes."""
 
     preset: Annotated[str, AfterValidator(_known_preset)] | None = Field(
-        None, description="a named model whose keys fill in for those left out"
+        None, description="a named model, the source of all keys that are not given"
     )
     num_layers: Annotated[int, Field(gt=0, le=10_000)] = Field(description="transformer blocks")
     hidden_size: Count = Field(description="width of the residual stream")
     num_heads: Count = Field(description="attention heads")
-    num_kv_heads: Count = Field(
-        description="heads of keys and values, shared by groups of query heads; default num_heads"
-    )
+    num_kv_heads: Count = Field(description="key and value heads, shared by groups of query heads; default num_heads")
     ffn_size: Count = Field(
         description="inner width of the MLP; default 4 x hidden_size, or for a gated activation 8/3 x hidden_size "
         "rounded up to a multiple of 64"
     )
-    vocab_size: Count = Field(description="tokens in the vocabulary, without padding")
-    seq_length: Count = Field(description="tokens in a sample")
-    norm: Annotated[str, choice(NORMS)] = Field("layernorm", description="normalisation before each branch")
+    vocab_size: Count = Field(description="tokens in the vocabulary, before padding")
+    seq_length: Count = Field(description="tokens in a sequence")
+    norm: Annotated[str, choice(NORMS)] = Field("layernorm", description="normalization before attention and MLP")
     norm_eps: float = Field(1e-5, gt=0, description="added to the variance in a norm")
-    activation: Annotated[str, choice(ACTIVATIONS)] = Field("gelu", description="non-linearity of the MLP")
+    activation: Annotated[str, choice(ACTIVATIONS)] = Field("gelu", description="activation function of the MLP")
     position: Literal["learned", "rope"] = Field(
         "learned", description="learned position vectors, or rotary embeddings"
     )
@@ -55,30 +53,35 @@ class ModelConfig(Section):
     bias: bool = Field(True, description="biases in linear layers")
     tie_embeddings: bool = Field(True, description="the output projection shares the weight of the token embedding")
     block: Annotated[str, choice(BLOCKS)] = Field(
-        "serial", description="attention then MLP, or parallel: both from one norm, which halves the collectives of tp"
+        "serial", description="serial: attention, then MLP; parallel: both from one norm, with half the tp collectives"
     )
     window: Window | Annotated[list[Window], Field(min_length=1)] | None = Field(
         None,
-        description="sliding-window attention: how many keys a query sees, its own and those just before; a list "
-        "repeats over the layers; 0: the whole past",
+        description="sliding-window attention: number of keys per query, counting the query's own position; a list "
+        "repeats over the layers; 0: full causal attention",
     )
     dropout: float = Field(
-        0.0, ge=0, lt=1, description="probability of dropping: embeddings, attention weights, and both branches"
+        0.0,
+        ge=0,
+        lt=1,
+        description="dropout probability of embeddings, attention weights, and outputs of attention and MLP",
     )
     init_std: float = Field(
         0.02,
         gt=0,
-        description="standard deviation of initial weights; projections back into the residual stream get "
+        description="standard deviation of initial weights; for projections into the residual stream "
         "init_std / sqrt(2 x num_layers)",
     )
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_in(cls, given: Any) -> Any:
-        return fill_in(given) if isinstance(given, dict) else given
+    def _fill_in(cls, keys: Any) -> Any:
+        return fill_defaults(keys) if isinstance(keys, dict) else keys
 
     def __hash__(self) -> int:
-        return hash((self.num_layers, self.hidden_size, self.seq_length))  # `window` may be a list, which has no hash
+        return hash(
+            (self.num_layers, self.hidden_size, self.seq_length)
+        )  # `window` may be a list, which is not hashable
 
     @property
     def head_dim(self) -> int:
@@ -86,9 +89,9 @@ class ModelConfig(Section):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """For each layer how many keys a query sees, its own among them; None: its whole past."""
-        given = self.window if isinstance(self.window, list) else [self.window or 0]
-        return _windows(tuple(given), self.seq_length, self.num_layers)
+        """Number of keys per query of every layer; None: full causal attention."""
+        pattern = self.window if isinstance(self.window, list) else [self.window or 0]
+        return _windows(tuple(pattern), self.seq_length, self.num_layers)
 
     @property
     def gated(self) -> bool:
@@ -97,14 +100,14 @@ class ModelConfig(Section):
 
 @lru_cache
 def _windows(pattern: tuple[int, ...], seq_length: int, num_layers: int) -> tuple[int | None, ...]:
-    seen = [window if 0 < window < seq_length else None for window in pattern]
-    return tuple(itertools.islice(itertools.cycle(seen), num_layers))
+    windows = [window if 0 < window < seq_length else None for window in pattern]
+    return tuple(itertools.islice(itertools.cycle(windows), num_layers))
 
 
-def fill_in(given: dict[str, Any]) -> dict[str, Any]:
-    """`given` with the keys of its preset and the sizes that follow from others."""
-    name = given.get("preset")
-    full = PRESETS.get(name if isinstance(name, str) else "", {}) | given
+def fill_defaults(keys: dict[str, Any]) -> dict[str, Any]:
+    """Add the keys of the preset and the derived sizes to `keys`."""
+    name = keys.get("preset")
+    full = PRESETS.get(name if isinstance(name, str) else "", {}) | keys
     hidden, heads = full.get("hidden_size"), full.get("num_heads")
     if "num_kv_heads" not in full and isinstance(heads, int):
         full["num_kv_heads"] = heads

@@ -1,4 +1,4 @@
-"""The whole configuration of a run."""
+"""The complete configuration of a run."""
 
 from __future__ import annotations
 
@@ -25,20 +25,22 @@ from megascale.config.train import (
     OptimizerConfig,
     TrainConfig,
 )
-from megascale.core.files import expanded
+from megascale.core.files import absolute_path
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-"""What can name a run, and so a folder."""
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+"""Valid names of runs, which are folder names."""
 
 
-FOREIGN = "hf:"
-"""Begins a `checkpoint.resume` that names a folder of Hugging Face's."""
+HF_PREFIX = "hf:"
+"""Prefix of a `checkpoint.resume` that names a folder of Hugging Face weights."""
 
 
 class RunConfig(Section):
-    """A run: its name and its sections. Frozen; `resolve` gives the values that follow from the number of processes."""
+    """A run's name and sections. Frozen; `resolve` returns a copy with all derived values."""
 
-    name: Annotated[str, Field(pattern=f"^{NAME.pattern}$")] = Field(description="names the run's folder")
+    name: Annotated[str, Field(pattern=f"^{NAME_PATTERN.pattern}$")] = Field(
+        description="name of the run and of its folder"
+    )
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
     overlap: OverlapConfig = OverlapConfig()
@@ -55,68 +57,68 @@ class RunConfig(Section):
 
     @property
     def folder(self) -> Path:
-        """The run's own folder."""
+        """The run's folder."""
         return Path(self.observe.dir) / self.name
 
     @property
-    def checkpoints(self) -> str:
-        """The folder of the run's checkpoints, a path or a URL."""
+    def checkpoint_folder(self) -> str:
+        """Folder of the run's checkpoints, a path or a URL."""
         parent = self.checkpoint.dir
         return str(self.folder / "checkpoints") if parent is None else f"{parent.rstrip('/')}/{self.name}"
 
     @property
     def dp(self) -> int:
-        """Data-parallel ranks of a resolved configuration."""
+        """Number of data-parallel ranks of a resolved configuration."""
         if not isinstance(self.parallel.dp, int):
             raise ValueError("parallel.dp is 'auto': resolve the configuration for a number of processes first")
         return self.parallel.dp
 
     @property
-    def world(self) -> int:
-        """Processes of a resolved configuration."""
-        return replicas_of(self.parallel) * self.dp
+    def world_size(self) -> int:
+        """Number of processes of a resolved configuration."""
+        return model_parallel_size(self.parallel) * self.dp
 
     @property
-    def micro_batches(self) -> int:
-        """Micro-batches that each data-parallel rank runs in a step."""
+    def num_microbatches(self) -> int:
+        """Micro-batches per data-parallel rank and step."""
         return self.batch.total // (self.batch.micro * self.dp)
 
-    def resolve(self, world: int | None) -> RunConfig:
-        """A copy in which every default that depends on other keys, or on the number of processes, is a value.
+    def resolve(self, world_size: int | None) -> RunConfig:
+        """Return a copy with values for all defaults that depend on other keys or on the number of processes.
 
-        `world`: processes of the job, or None for the fewest that the layout needs.
+        `world_size`: processes of the job, or None for the smallest number that the layout allows.
         """
         p = self.parallel
-        dp = p.dp if isinstance(p.dp, int) else (world or replicas_of(p)) // replicas_of(p)
+        dp = p.dp if isinstance(p.dp, int) else (world_size or model_parallel_size(p)) // model_parallel_size(p)
         schedule = p.schedule or ("interleaved_1f1b" if p.vpp > 1 else "1f1b")
         parallel = p.model_copy(update={"dp": dp, "schedule": schedule})
-        left = self.train.steps - self.optimizer.warmup_steps
-        decay_steps = self.optimizer.decay_steps or max(min(self.train.steps // 10, left), 1)
+        steps_after_warmup = self.train.steps - self.optimizer.warmup_steps
+        decay_steps = self.optimizer.decay_steps or max(min(self.train.steps // 10, steps_after_warmup), 1)
         optimizer = self.optimizer.model_copy(update={"decay_steps": decay_steps})
         resume = self.checkpoint.resume
         if resume not in ("auto", "never"):
-            foreign = FOREIGN if resume.startswith(FOREIGN) else ""
-            resume = foreign + _place(resume.removeprefix(foreign))
-        places = {"resume": resume, "dir": self.checkpoint.dir and _place(self.checkpoint.dir)}
+            prefix = HF_PREFIX if resume.startswith(HF_PREFIX) else ""
+            resume = prefix + _absolute_or_url(resume.removeprefix(prefix))
+        paths = {"resume": resume, "dir": self.checkpoint.dir and _absolute_or_url(self.checkpoint.dir)}
         return self.model_copy(
             update={
                 "parallel": parallel,
                 "optimizer": optimizer,
                 "data": _absolute_data(self.data),
-                "checkpoint": self.checkpoint.model_copy(update=places),
+                "checkpoint": self.checkpoint.model_copy(update=paths),
                 "observe": self.observe.model_copy(update={"dir": str(Path(self.observe.dir).absolute())}),
             }
         )
 
 
-def replicas_of(parallel: ParallelConfig) -> int:
-    """Processes that hold one copy of the model."""
+def model_parallel_size(parallel: ParallelConfig) -> int:
+    """Number of processes in one model replica."""
     return parallel.tp * parallel.cp * parallel.pp
 
 
-def _place(text: str) -> str:
-    """An absolute path; a URL as it is."""
-    return text if "://" in text else str(expanded(text))
+def _absolute_or_url(text: str) -> str:
+    """Make a path absolute; return a URL unchanged."""
+    return text if "://" in text else str(absolute_path(text))
 
 
 def _absolute(path: str | None) -> str | None:
@@ -139,8 +141,8 @@ def _absolute_data(data: DataConfig) -> DataConfig:
     )
 
 
-def prefixes(source: str | Blend | None) -> list[str]:
-    """The dataset prefixes of a `data.train` or `data.valid` value."""
+def dataset_prefixes(source: str | Blend | None) -> list[str]:
+    """Dataset prefixes of `data.train` or `data.valid`."""
     if source is None:
         return []
     return [source] if isinstance(source, str) else [prefix for _, prefix in source]

@@ -1,4 +1,4 @@
-"""The base of every section: strict types, frozen values, unknown keys refused."""
+"""The base class of sections: strict types, frozen values, no unknown keys."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from megascale.core.registry import Registry, nearest
+from megascale.core.registry import Registry, closest_name
 
 Count = Annotated[int, Field(gt=0, le=2**40)]
-"""A whole number of things, at least one, and no more than any job will ever have."""
+"""A positive count, up to 2^40."""
 
 
 FilePath = Annotated[str, AfterValidator(os.path.expanduser)]
-"""A file's or folder's name; `~` is the home of the user."""
+"""A path; `~` is the user's home folder."""
 
 
 AUTO = "auto"
-"""What a key is where it is not set: on the command line it undoes what a file sets."""
+"""The value of an unset key; on the command line, auto overrides a value of the file."""
 
-Auto = BeforeValidator(lambda value: None if value == AUTO else value)
-"""For a key whose default is None, and which may say so."""
+AUTO_AS_NONE = BeforeValidator(lambda value: None if value == AUTO else value)
+"""Converts auto to None, for keys with the default None."""
 
 
 class Section(BaseModel):
@@ -34,7 +34,7 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class Choice:
-    """The check that a string names a card of `registry`, or is one of `also`."""
+    """A validator: the string names a card of `registry` or is in `also`."""
 
     registry: Registry
     also: tuple[str, ...] = ()
@@ -42,22 +42,22 @@ class Choice:
     def __call__(self, name: str) -> str:
         names = [*self.also, *self.registry.names()]
         if name not in names:
-            context = {"message": f"'{name}' is not one of {', '.join(names)}", "nearest": nearest(name, names)}
+            context = {"message": f"'{name}' is not one of {', '.join(names)}", "nearest": closest_name(name, names)}
             raise PydanticCustomError("choice", "{message}", context)
         return name
 
 
 def choice(registry: Registry, *also: str) -> Any:
-    """A string that names a card of `registry`, or is one of `also`."""
+    """Return the validator of a string that names a card of `registry` or is in `also`."""
     return AfterValidator(Choice(registry, also))
 
 
-def only(value: bool | int) -> Any:
-    """For a key that has one value until its feature is there. Literal alone takes `true` for 1, which equals it."""
+def single_value(value: bool | int) -> Any:
+    """Return the validator of a key with one allowed value. Literal alone would accept `true` as 1."""
 
-    def check(given: Any) -> Any:
-        if type(given) is not type(value):
+    def check(candidate: Any) -> Any:
+        if type(candidate) is not type(value):
             raise PydanticCustomError("only", "Input should be {value}", {"value": str(value).lower()})
-        return given
+        return candidate
 
     return BeforeValidator(check)

@@ -1,1 +1,1 @@
-"""Weights from and for other projects."""
+"""Conversion of weights from and to Hugging Face's layout."""

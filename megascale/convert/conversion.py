@@ -1,4 +1,4 @@
-"""Checkpoints of ours from Hugging Face's folders, and the other way."""
+"""Conversion of checkpoints: from_huggingface makes a megascale checkpoint, to_huggingface a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -14,130 +14,133 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from megascale.catalog.tokenizers import TOKENIZERS
-from megascale.checkpoint import manifest, whole
-from megascale.checkpoint.state import WEIGHTS
+from megascale.checkpoint import offline
+from megascale.checkpoint.format import manifest
+from megascale.checkpoint.format.state import WEIGHTS
 from megascale.checkpoint.storage import Location
 from megascale.config.model import ModelConfig
-from megascale.convert.huggingface import COMPANIONS, CONFIG, Pretrained, export, tensors
+from megascale.convert.huggingface import COMPANIONS, CONFIG_FILE, PretrainedWeights, export_model, model_tensors
 from megascale.core.errors import CheckpointError, DataError
 from megascale.core.files import atomic_folder
 from megascale.data.tokenizer import FileTokenizer
 
-ORIGIN = "huggingface.json"
-"""The config.json that a checkpoint was made from, which knows what `[model]` does not."""
+HF_CONFIG_FILE = "huggingface.json"
+"""The config.json of a converted checkpoint's source, with keys that `[model]` lacks."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def from_huggingface(source: Path, output: Path, dtype: torch.dtype | None = None) -> None:
-    """Make a checkpoint of a folder's weights, in the format that they have or in another.
+    """Make a checkpoint of a Hugging Face folder. `dtype`: of the weights; None keeps the stored dtypes.
 
-    Raises: CheckpointError if it cannot be read, is no model of ours, or has numbers beyond the other format; OSError
-        if it cannot be written
+    Raises: CheckpointError if the folder is unreadable or its model unsupported, or if an element overflows in `dtype`;
+        OSError if `output` cannot be written
     """
-    given = Pretrained(source)
-    given.check()
-    config: dict[str, Any] = {"model": given.model.model_dump(mode="json")}
+    pretrained = PretrainedWeights(source)
+    pretrained.check_tensors()
+    config: dict[str, Any] = {"model": pretrained.model.model_dump(mode="json")}
     with atomic_folder(output) as folder:
         for name in COMPANIONS:
             if (source / name).is_file():
                 shutil.copyfile(source / name, folder / name)
-        shutil.copyfile(source / CONFIG, folder / ORIGIN)
-        whole.write(folder, _weights(given, dtype), config)
+        shutil.copyfile(source / CONFIG_FILE, folder / HF_CONFIG_FILE)
+        offline.write_weights(folder, _weights(pretrained, dtype), config)
 
 
-def _weights(given: Pretrained, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    for tensor in tensors(given.model):
-        found = given.part(tensor.name)
-        where = f"{given.folder}: {given.theirs(tensor.name)}"
-        yield tensor.name, _cast(found, dtype or found.dtype, where)
+def _weights(pretrained: PretrainedWeights, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    for tensor in model_tensors(pretrained.model):
+        weight = pretrained.read_tensor(tensor.name)
+        where = f"{pretrained.folder}: {pretrained.hf_name(tensor.name)}"
+        yield tensor.name, _cast(weight, dtype or weight.dtype, where)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype, where: str) -> Tensor:
-    """A tensor in a format.
+    """Cast a tensor.
 
-    Raises: CheckpointError if numbers would become infinite in it
+    Raises: CheckpointError if finite elements become infinite
     """
     if tensor.dtype == dtype:
         return tensor
-    made = tensor.to(dtype)
-    beyond = tensor[made.isinf() & tensor.isfinite()].abs()
-    if len(beyond):
-        what = f"{where} has finite numbers, {len(beyond)} of them and up to {beyond.max():.6g}, that are infinite in"
-        mend = "no --dtype, which keeps every number, or one that reaches as far"
-        raise CheckpointError(f"{what} {str(dtype).removeprefix('torch.')}", mend=mend)
-    return made
+    converted = tensor.to(dtype)
+    overflowed = tensor[converted.isinf() & tensor.isfinite()].abs()
+    if len(overflowed):
+        elements = f"{len(overflowed)} of its {tensor.numel()} elements, up to {overflowed.max():.6g}"
+        what = f"{where} overflows in {str(dtype).removeprefix('torch.')}: {elements}"
+        raise CheckpointError(what, hint="leave out --dtype, or choose a dtype with the range of fp32")
+    return converted
 
 
 def to_huggingface(
     source: Location, output: Path, dtype: torch.dtype | None = None, tokenizer: Path | None = None
 ) -> str:
-    """Make a folder of a checkpoint's weights: in the format that they have, if they have several in one that holds
-    them all, or in another. `tokenizer`: its file, by default what lies beside the weights or the run was configured
-    with. Returns why none goes along, or nothing.
+    """Make a Hugging Face folder of a checkpoint. Returns why no tokenizer is included, or "".
 
-    Raises: CheckpointError if it cannot be read, no architecture computes its model, or it has numbers beyond the other
-        format; DataError for a `tokenizer` that is none, or not the model's; OSError if it cannot be written
+    `dtype`: of the weights; by default the smallest dtype that holds all stored dtypes. `tokenizer`: a tokenizer.json;
+    by default the files beside the weights, or the tokenizer of the run's configuration.
+
+    Raises: CheckpointError if the checkpoint is unreadable, no architecture computes its model, or an element overflows
+        in `dtype`; DataError if `tokenizer` is unusable or larger than the model's vocabulary; OSError if `output`
+        cannot be written
     """
     saved = manifest.read(source)
     try:
         model = ModelConfig.model_validate(saved.facts.config.get("model"))
     except ValidationError as error:
-        what = f"{source}: its [model] is none of this version: {error.errors()[0]['msg']}"
-        raise CheckpointError(what, mend="the version that wrote it") from None
+        what = f"{source}: this version of megascale cannot read its [model]: {error.errors()[0]['msg']}"
+        raise CheckpointError(what, hint="use the version that wrote the checkpoint") from None
 
     def read(name: str) -> Tensor:
         if WEIGHTS + name not in saved.tensors:
             raise manifest.DamagedError(f"{source} has no tensor {WEIGHTS}{name}")
-        return _cast(whole.read_tensor(source, saved, WEIGHTS + name), target, f"{source}: {WEIGHTS}{name}")
+        return _cast(offline.read_tensor(source, saved, WEIGHTS + name), target, f"{source}: {WEIGHTS}{name}")
 
-    stored = [saved.tensors.get(WEIGHTS + tensor.name) for tensor in tensors(model)]
-    formats = {getattr(torch, tensor.dtype) for tensor in stored if tensor} or {torch.float32}
-    target = dtype or functools.reduce(torch.promote_types, formats)
+    stored = [saved.tensors.get(WEIGHTS + tensor.name) for tensor in model_tensors(model)]
+    dtypes = {getattr(torch, tensor.dtype) for tensor in stored if tensor} or {torch.float32}
+    target = dtype or functools.reduce(torch.promote_types, dtypes)
     with atomic_folder(output) as folder:
-        other = _companions(source, folder)
+        extra_keys = _copy_companions(source, folder)
         configured = (saved.facts.config.get("data") or {}).get("tokenizer")
         missing = ""
         if tokenizer:
-            other |= _add_tokenizer(tokenizer, model, folder)
+            extra_keys |= _add_tokenizer(tokenizer, model, folder)
         elif configured and not any((folder / name).exists() for name in COMPANIONS):
-            said, missing = _add_configured(str(configured), model, folder)
-            other |= said
-        export(model, read, folder, target, other)
+            token_ids, missing = _add_run_tokenizer(str(configured), model, folder)
+            extra_keys |= token_ids
+        export_model(model, read, folder, target, extra_keys)
     return missing
 
 
-def _companions(source: Location, folder: Path) -> dict[str, Any]:
-    """Put what lies beside a checkpoint's weights into a folder. Returns what a config.json says beside the model."""
+def _copy_companions(source: Location, folder: Path) -> dict[str, Any]:
+    """Copy the companion files of a checkpoint's weights. Returns the config.json of the checkpoint's source, or {}."""
     for name in COMPANIONS:
         if (source / name).exists():
             (folder / name).write_bytes((source / name).read())
-    return dict(json.loads((source / ORIGIN).read())) if (source / ORIGIN).exists() else {}
+    return dict(json.loads((source / HF_CONFIG_FILE).read())) if (source / HF_CONFIG_FILE).exists() else {}
 
 
-def _add_configured(name: str, model: ModelConfig, folder: Path) -> tuple[dict[str, Any], str]:
-    """Put the tokenizer that a run was configured with into a folder. Returns what a config.json says of it, and why it
-    does not go along, or nothing.
+def _add_run_tokenizer(name: str, model: ModelConfig, folder: Path) -> tuple[dict[str, Any], str]:
+    """Copy the tokenizer of a run's configuration. Returns its keys for config.json, and why no tokenizer is included,
+    or "".
     """
     if name in TOKENIZERS.cards:
-        return {}, f"no tokenizer goes along: {name!r} has no file; megascale sample --tokenizer {name} knows it"
+        return {}, f"no tokenizer included: {name!r} has no file; use megascale sample --tokenizer {name}"
     if not Path(name).is_file():
-        return {}, f"no tokenizer goes along: {name!r} is no file of this host; --tokenizer FILE gives one"
+        return {}, f"no tokenizer included: there is no file {name!r} on this host; give --tokenizer FILE"
     try:
         return _add_tokenizer(Path(name), model, folder), ""
     except DataError as error:
-        return {}, f"no tokenizer goes along: {error.what}; --tokenizer FILE gives another"
+        return {}, f"no tokenizer included: {error.message}; give another with --tokenizer FILE"
 
 
 def _add_tokenizer(file: Path, model: ModelConfig, folder: Path) -> dict[str, Any]:
-    """Put a tokenizer into a folder. Returns what a config.json says of it.
+    """Copy a tokenizer. Returns its keys for config.json.
 
-    Raises: DataError if it is none, or has more tokens than the model
+    Raises: DataError if the file is no tokenizer, or has more tokens than the model's vocabulary
     """
-    tokenizer = FileTokenizer(file, eod=0)  # it need not have one
+    tokenizer = FileTokenizer(file, eod=0)  # any id: a tokenizer without an end-of-document token is accepted
     if tokenizer.vocab_size > model.vocab_size:
-        what = f"{file} has tokens up to {tokenizer.vocab_size - 1}, and the model knows {model.vocab_size}"
-        raise DataError(what, mend="the tokenizer that it was trained with")
+        what = f"{file} has tokens up to {tokenizer.vocab_size - 1}, but model.vocab_size is {model.vocab_size}"
+        raise DataError(what, hint="the tokenizer that the model was trained with")
     eod = tokenizer.find_eod()
     shutil.copyfile(file, folder / "tokenizer.json")
     text = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.seq_length}

@@ -1,1 +1,1 @@
-"""Names every layer shares: errors, choices, units, and who this process is. Standard library only."""
+"""Code that every layer shares: errors, events, files, registries, units and this process's rank. Standard library."""

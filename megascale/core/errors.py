@@ -1,7 +1,7 @@
-"""Errors that a person reads: what is wrong, where, what was found, how to mend it.
+"""Errors for users: what is wrong, where, the value found, and a hint.
 
-Each class carries the exit status of the process that it ends. A `MegascaleError` is printed without a traceback;
-anything else that escapes is a bug of ours and keeps its traceback.
+Every class carries the exit status of the process. A `MegascaleError` is printed without a traceback; any other
+exception is a bug in megascale and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from dataclasses import dataclass
 
 
 class Exit(enum.IntEnum):
-    """Exit statuses of every command; schedulers and the fault driver read them."""
+    """Exit statuses of every command, for schedulers and the fault driver."""
 
     OK = 0
     UNCLASSIFIED = 1
     CONFIG = 2
     DATA = 3
     CHECKPOINT = 4
-    DO_NOT_REQUEUE = 93  # running again would end the same way
-    INTERRUPTED = 130  # Ctrl-C, and there was nothing to save
-    STOPPED = 143  # a signal asked, the state was saved
+    DO_NOT_REQUEUE = 93  # a restart would fail in the same way
+    INTERRUPTED = 130  # Ctrl-C with nothing to save
+    STOPPED = 143  # stopped by a signal after the state was saved
 
 
 class MegascaleError(Exception):
-    """Something that a user can mend. `mend` says how, in one sentence or command."""
+    """An error that a user can fix. `hint`: one sentence or command that says how."""
 
     exit_status = Exit.UNCLASSIFIED
 
-    def __init__(self, what: str, *, mend: str = "") -> None:
-        super().__init__(what)
-        self.what = what
-        self.mend = mend
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
 
     def __str__(self) -> str:
-        return f"{self.what}  -> {self.mend}" if self.mend else self.what
+        return f"{self.message}  -> {self.hint}" if self.hint else self.message
 
 
 @dataclass(frozen=True)
@@ -44,16 +44,16 @@ class Problem:
 
     where: str
     key: str
-    found: str
-    mend: str = ""
+    message: str
+    hint: str = ""
 
     def __str__(self) -> str:
-        line = f"{self.where}  {self.key}: {self.found}" if self.key else f"{self.where}  {self.found}"
-        return (f"{line}  -> {self.mend}" if self.mend else line).replace("\n", "\\n")  # one line, whatever was found
+        line = f"{self.where}  {self.key}: {self.message}" if self.key else f"{self.where}  {self.message}"
+        return (f"{line}  -> {self.hint}" if self.hint else line).replace("\n", "\\n")  # one line, whatever the value
 
 
 class ConfigError(MegascaleError):
-    """Every mistake found in a configuration, at once."""
+    """All mistakes in a configuration, reported at once."""
 
     exit_status = Exit.CONFIG
 
@@ -64,22 +64,22 @@ class ConfigError(MegascaleError):
 
 
 class DataError(MegascaleError):
-    """A corpus, tokenizer or token dataset that cannot be used."""
+    """A corpus, tokenizer or token dataset is unusable."""
 
     exit_status = Exit.DATA
 
 
-class UncountedError(DataError):
-    """A batch of which no label counts in the loss; every rank raises it."""
+class NoLossTokensError(DataError):
+    """No label of a global batch counts in the loss; raised on every rank."""
 
 
 class CheckpointError(MegascaleError):
-    """A checkpoint that cannot be written, or cannot be trusted."""
+    """A checkpoint cannot be written, or is incomplete or corrupt."""
 
     exit_status = Exit.CHECKPOINT
 
 
 class DivergenceError(MegascaleError):
-    """The loss or a gradient is not finite: the same step would end the same way again."""
+    """The loss, a gradient or a weight is not finite: a restart would fail in the same step."""
 
     exit_status = Exit.DO_NOT_REQUEUE

@@ -1,7 +1,8 @@
-"""What happened on a rank, and the file that holds it: one record for each action of a step and each communication.
+"""The event format: one record per action of a step and per communication, and one file per rank.
 
-Real and simulated runs write the same format, so what reads one reads the other. Times are seconds of the rank's own
-monotonic clock; `RankEvents.offset` says how far rank 0's is ahead.
+`Event` is a record, `RankEvents` a rank's file in memory; `write_events` and `read_events` convert. Real and simulated
+runs share the format. Times are in seconds on the rank's monotonic clock; `RankEvents.clock_offset` relates the clock
+to rank 0's.
 """
 
 from __future__ import annotations
@@ -17,33 +18,31 @@ from megascale.core.files import write_text
 from megascale.core.label import Label
 
 FORMAT = 2
-"""The format that is written. Format 1, which is read too, has one text `what` in the place of `part`, and neither
-`layer`, `stage` nor `direction`.
-"""
+"""The version written to files. Version 1 has a text `what` in place of `part`, `layer`, `stage` and `direction`."""
 
-READ = (1, FORMAT)
+READABLE_FORMATS = (1, FORMAT)
 
-FOREVER = 1e12
-"""Seconds that no clock reaches."""
+MAX_TIME_S = 1e12
+"""Upper bound of every valid time, in seconds."""
 
 COMPUTE = "compute"
-"""The axis of what is no communication."""
+"""The axis of compute actions."""
 
 OPTIMIZER_ACTIONS = frozenset({"norms", "directions", "update"})
-"""Actions of a step that are the optimizer's: the norm of the gradient, LAMB's first phase, and the update."""
+"""The optimizer's actions in a step: gradient norm, LAMB's first phase (update directions), and update."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An action (F, B, update, ...), or a communication.
+    """A compute action (F, B, update, ...) or a communication.
 
-    `axis` is COMPUTE or the axis of parallelism: tp, dp, pp, tied, world. `name`: the action or the operation. `chunk`
-    and `microbatch` are -1 outside a chunk's or a micro-batch's work. `part`, `layer`, `stage`, `direction`: what it
-    concerned (`core.label.Label`).
+    `axis`: COMPUTE, or the axis of parallelism (tp, dp, pp, tied, world). `name`: the action, or the collective or
+    point-to-point operation. `chunk` and `microbatch`: -1 for work that belongs to no model chunk or micro-batch.
+    `part`, `layer`, `stage`, `direction`: the tensor's label (`core.label.Label`).
 
-    Of a communication: its `group`, its `sequence` number there, the `bytes` of the whole tensor concerned, the `peer`
-    of a message (a rank of the job, else -1), when it was issued, and the `waits`: spans in which this rank's compute
-    did nothing but wait for it. Their sum is the exposed time.
+    Communications also have their `group`, their `sequence` number in the group, the `bytes` of the full tensor, the
+    global rank of the `peer` of a point-to-point message (else -1), the time of `issue`, and `waits`: the spans in
+    which compute on this rank waited for the communication. The sum of the waits is the exposed time.
     """
 
     axis: str
@@ -65,22 +64,22 @@ class Event:
     direction: str = ""
 
     @property
-    def what(self) -> str:
-        """The label for people, such as 'layer 3 qkv'."""
+    def label(self) -> str:
+        """The label as text, such as 'layer 3 qkv'."""
         return Label(self.part, self.layer, self.stage, self.direction).text(self.microbatch)
 
     @property
     def exposed(self) -> float:
-        """Seconds that compute waited for it."""
+        """Exposed time in seconds."""
         return sum(end - start for start, end in self.waits)
 
 
 @dataclass(frozen=True)
 class RankEvents:
-    """The events of one rank, in the order in which they were issued.
+    """The events of one rank in order of issue.
 
-    `coord`: its index on each axis. `clock`: measurements (own time, seconds that rank 0's clock is ahead). `dropped`:
-    older events that found no room.
+    `coord`: the rank's index on each axis. `clock`: measurements (local time, offset of rank 0's clock), in seconds.
+    `dropped`: number of old events that were overwritten in the ring buffer.
     """
 
     rank: int
@@ -91,8 +90,8 @@ class RankEvents:
     dropped: int
     events: tuple[Event, ...]
 
-    def offset(self, time: float) -> float:
-        """Seconds that rank 0's clock is ahead at an own time: between two measurements on the line through them."""
+    def clock_offset(self, time: float) -> float:
+        """Seconds by which rank 0's clock is ahead at a local time, interpolated linearly between measurements."""
         points = sorted(self.clock)
         if not points:
             return 0.0
@@ -102,13 +101,13 @@ class RankEvents:
         return points[0][1] if time < points[0][0] else points[-1][1]
 
 
-def file_name(rank: int | str) -> str:
-    """The name of a rank's file in a run's folder `events`; of '*', the pattern of all."""
+def event_file_name(rank: int | str) -> str:
+    """Name of a rank's file in a run's folder `events`; for '*' the glob pattern of all files."""
     return f"rank-{rank:0>5}.jsonl" if isinstance(rank, int) else f"rank-{rank}.jsonl"
 
 
 def write_events(path: Path, events: RankEvents) -> None:
-    """Write a line for the rank, then one for each event, at once or not at all.
+    """Write a header line, then a line per event, atomically.
 
     Raises: OSError
     """
@@ -121,39 +120,41 @@ def write_events(path: Path, events: RankEvents) -> None:
 def read_events(path: Path) -> RankEvents:
     """Read a rank's file.
 
-    Raises: OSError, ValueError if it is not one
+    Raises: OSError; ValueError, with the line number, for a file in another format.
     """
     with open(path, encoding="utf-8") as file:
         first, *rest = file.read().splitlines() or ["{}"]
     head = _object(first)
-    if (number := head.pop("format", None)) not in READ:
-        raise ValueError(f"not a file of events in format {' or '.join(map(str, READ))}")
+    if (version := head.pop("format", None)) not in READABLE_FORMATS:
+        raise ValueError(f"not a file of events in format {' or '.join(map(str, READABLE_FORMATS))}")
     try:
         rank = RankEvents(**head, events=())
-        _check(vars(rank), _HEAD)
-        _check(rank.coord, dict.fromkeys(rank.coord, int))
+        _check_types(vars(rank), _HEAD)
+        _check_types(rank.coord, dict.fromkeys(rank.coord, int))
         rank = dataclasses.replace(rank, clock=_pairs(rank.clock))
     except (TypeError, ValueError) as error:
         raise ValueError(f"not a file of events: {error}") from None
-    return dataclasses.replace(rank, events=tuple(_event(line, at, number) for at, line in enumerate(rest, 2)))
+    return dataclasses.replace(
+        rank, events=tuple(_parse_event(line, number, version) for number, line in enumerate(rest, 2))
+    )
 
 
 def _fields(event: Event) -> dict[str, Any]:
-    """The fields that say something."""
+    """Return the fields that differ from their defaults."""
     defaults = {f.name: f.default for f in dataclasses.fields(Event)}
     values = {name: getattr(event, name) for name in defaults}
     return {name: value for name, value in values.items() if value != defaults[name]}
 
 
-def _event(line: str, number: int, written: int) -> Event:
-    """Read the event on line `number` of a file in format `written`."""
+def _parse_event(line: str, number: int, version: int) -> Event:
+    """Parse line `number` of a file in version `version`."""
     try:
         fields = _object(line)
-        if written == 1 and "what" in fields:
+        if version == 1 and "what" in fields:
             fields["part"] = fields.pop("what")
         fields["waits"] = _pairs(fields.get("waits", ()))
         event = Event(**fields)
-        _check(fields, _EVENT)
+        _check_types(fields, _EVENT)
         return event
     except (TypeError, ValueError) as error:
         raise ValueError(f"line {number} is not an event: {error}") from None
@@ -168,13 +169,13 @@ _EVENT: dict[str, Any] = {
 _HEAD: dict[str, Any] = {"rank": int, "world": int, "coord": dict, "host": str, "dropped": int}
 
 
-def _check(values: dict[str, Any], kinds: dict[str, Any]) -> None:
-    """Raises: TypeError or ValueError if a value is not of its kind, or no time"""
+def _check_types(values: dict[str, Any], types: dict[str, Any]) -> None:
+    """Raises: TypeError for a value of another type, ValueError for a time out of range."""
     for name, value in values.items():
-        kind = kinds.get(name, object)
-        if not isinstance(value, kind):
+        expected = types.get(name, object)
+        if not isinstance(value, expected):
             raise TypeError(f"{name} is {value!r}")
-        if kind is _NUMBER and not abs(value) < FOREVER:
+        if expected is _NUMBER and not abs(value) < MAX_TIME_S:
             raise ValueError(f"{name} is {value!r}")
 
 
@@ -183,7 +184,7 @@ def _pairs(values: Any) -> tuple[tuple[float, float], ...]:
     for first, second in pairs:
         if not (isinstance(first, _NUMBER) and isinstance(second, _NUMBER)):
             raise TypeError(f"a time is {first!r} or {second!r}")
-        if not (abs(first) < FOREVER and abs(second) < FOREVER):
+        if not (abs(first) < MAX_TIME_S and abs(second) < MAX_TIME_S):
             raise ValueError(f"a time is {first!r} or {second!r}")
     return pairs
 
@@ -191,7 +192,7 @@ def _pairs(values: Any) -> tuple[tuple[float, float], ...]:
 def _object(line: str) -> dict[str, Any]:
     try:
         value = json.loads(line)
-    except json.JSONDecodeError as error:  # it would call every line the first
+    except json.JSONDecodeError as error:  # the message's line number would always be 1
         raise ValueError(f"{error.msg.removesuffix(' at')} at column {error.colno}") from None
     except RecursionError:
         raise ValueError("nested too deep") from None

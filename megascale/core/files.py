@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written under a temporary name, flushed to the disk, then renamed."""
+"""Atomic files and folders: written under a temporary name, flushed to disk, then renamed. Also file locks."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-UMASK = os.umask(0o077)  # there is no way to ask that does not set it
+UMASK = os.umask(0o077)  # reading the umask requires setting it
 os.umask(UMASK)
 
 
 @contextlib.contextmanager
-def atomic(path: Path, mode: str = "wb") -> Iterator[IO]:
-    """Open a file that appears under `path`, complete and on disk, when the block ends; on an error nothing is left. A
-    link stays, and what it leads to is replaced.
+def atomic_file(path: Path, mode: str = "wb") -> Iterator[IO]:
+    """Open a temporary file; move it to `path`, flushed to disk, when the block succeeds, and delete it on an error. A
+    symbolic link stays, and its target is replaced.
 
-    Raises: OSError, also if something is there that is no file, such as a device
+    Raises: OSError, also if `path` is not a regular file, such as a device.
     """
     path = path.resolve()
     if path.exists() and not path.is_file():
@@ -42,9 +42,9 @@ def atomic(path: Path, mode: str = "wb") -> Iterator[IO]:
 
 @contextlib.contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill, which appears under `path` when the block ends; on an error nothing is left.
+    """Create a temporary folder; move it to `path` when the block succeeds, and delete it on an error.
 
-    Raises: OSError, also if something is there
+    Raises: OSError, also if `path` exists.
     """
     if os.path.lexists(path):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
@@ -54,7 +54,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         temporary.mkdir()
         yield temporary
         for file in temporary.iterdir():
-            settle(file)
+            sync_file(file)
         sync_folder(temporary)
         temporary.rename(path)
     except BaseException:
@@ -65,21 +65,19 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file atomically."""
-    with atomic(path, "w") as file:
+    with atomic_file(path, "w") as file:
         file.write(text)
 
 
-def settle(path: Path) -> None:
-    """Flush a file to the disk, and let those read it who may read what others write: some libraries keep files to
-    their owner.
-    """
+def sync_file(path: Path) -> None:
+    """Flush a file to disk, and set its mode according to the umask: some libraries create files as 0600."""
     with open(path, "rb") as file:
         os.fchmod(file.fileno(), 0o666 & ~UMASK)
         os.fsync(file.fileno())
 
 
 def sync_folder(path: Path) -> None:
-    """Flush a folder, so that a rename in it survives a power cut."""
+    """Flush a folder to disk, because a rename must survive a power cut."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -87,18 +85,18 @@ def sync_folder(path: Path) -> None:
         os.close(handle)
 
 
-LOCK = ".lock"
-"""File of a claimed folder, with a line on who claims it."""
+LOCK_FILE = ".lock"
+"""Lock file of a folder. Its one line names the holder."""
 
 
-def claim(folder: Path, who: str) -> IO[str]:
-    """Make a folder and hold it until the returned file is closed, or this process ends, whatever it ends of. On a file
-    system without locks nothing is held.
+def lock_folder(folder: Path, owner: str) -> IO[str]:
+    """Create a folder and lock it until the returned file is closed or this process ends. File systems without locks
+    grant every request. `owner`: the line in the lock file, for other processes' messages.
 
-    Raises: BlockingIOError, with the holder's own line, if another process holds it; OSError if it cannot be written.
+    Raises: BlockingIOError with the holder's line if another process has the lock; OSError for a read-only folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    file = open(folder / LOCK, "a+", encoding="utf-8")  # noqa: SIM115  the caller closes it
+    file = open(folder / LOCK_FILE, "a+", encoding="utf-8")  # noqa: SIM115  the caller closes it
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -109,19 +107,19 @@ def claim(folder: Path, who: str) -> IO[str]:
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
-    with contextlib.suppress(OSError):  # of a disk that is full; it is held all the same
+    with contextlib.suppress(OSError):  # the disk may be full; the lock is held without the line
         os.truncate(file.fileno(), 0)
-        os.write(file.fileno(), f"{who}\n".encode())
+        os.write(file.fileno(), f"{owner}\n".encode())
     return file
 
 
-def expanded(path: str | Path) -> Path:
-    """The whole path, with a home folder for a `~`; where there is no such user it is a name as any other."""
+def absolute_path(path: str | Path) -> Path:
+    """Make a path absolute and expand `~`; `~name` of an unknown user stays as it is."""
     return Path(os.path.expanduser(path)).absolute()  # noqa: PTH111 - Path's raises RuntimeError
 
 
-def readable(path: str | Path) -> bool:
-    """Whether there is a file that can be read. A name that is too long, or in a closed folder, is no file."""
+def is_readable_file(path: str | Path) -> bool:
+    """Return True for a readable file; False, without an error, also for an overlong name or an unreadable folder."""
     try:
         return Path(path).is_file() and os.access(path, os.R_OK)
     except (OSError, ValueError):
@@ -129,6 +127,6 @@ def readable(path: str | Path) -> bool:
 
 
 def fingerprint(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal."""
+    """SHA-256 of a file's content, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""Labels of communications: fields for programs, and a text for people."""
+"""Labels of communications: the tensor, layer, stage and direction as fields, and a text for people."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ BACKWARD = "backward"
 
 
 class Label(NamedTuple):
-    """`part`: the tensor or operation, such as "qkv" or "embedding gradient"; `layer`: the transformer layer that it
-    belongs to; `stage`: the virtual stage at which a message of the pipeline arrives; each -1 where there is none.
-    `direction`: FORWARD for activations, BACKWARD for gradients and for what is gathered for them, "" for all else.
+    """The label of a tensor that is communicated.
+
+    `part`: the tensor or operation, such as "qkv" or "embedding gradient". `layer`: transformer layer, else -1.
+    `stage`: virtual pipeline stage that receives a point-to-point message, else -1. `direction`: FORWARD for
+    activations, BACKWARD for gradients and for inputs that are all-gathered for wgrad, else "".
     """
 
     part: str = ""
@@ -20,25 +22,25 @@ class Label(NamedTuple):
     direction: str = ""
 
     @classmethod
-    def of(cls, what: Label | str) -> Label:
-        """Return the label itself, or one of a part that belongs to no layer."""
-        return what if isinstance(what, Label) else cls(what)
+    def from_part(cls, label: Label | str) -> Label:
+        """Return a label unchanged; make a label without a layer from a text."""
+        return label if isinstance(label, Label) else cls(label)
 
     @classmethod
-    def of_layer(cls, layer: int, part: str) -> Label:
-        """Return the label of a tensor of a layer's forward."""
+    def for_layer(cls, layer: int, part: str) -> Label:
+        """Return the label of a tensor in a layer's forward pass."""
         return cls(part, layer, direction=FORWARD)
 
-    def then(self, more: str) -> Label:
-        """Return the label of a piece, or of a companion, of the same tensor: "qkv", then "2/4"."""
-        return Label(f"{self.part} {more}" if self.part else more, self.layer, self.stage, self.direction)
+    def with_suffix(self, suffix: str) -> Label:
+        """Return the label of a piece of the tensor: "qkv" and the suffix "2/4" give "qkv 2/4"."""
+        return Label(f"{self.part} {suffix}" if self.part else suffix, self.layer, self.stage, self.direction)
 
-    def backward(self, more: str) -> Label:
-        """Return the label of a tensor of the backward that belongs to this one: "qkv", then "gradient"."""
-        return Label(f"{self.part} {more}" if self.part else more, self.layer, self.stage, BACKWARD)
+    def for_backward(self, suffix: str) -> Label:
+        """Return the label of a tensor in the backward pass: "qkv" and the suffix "gradient" give "qkv gradient"."""
+        return Label(f"{self.part} {suffix}" if self.part else suffix, self.layer, self.stage, BACKWARD)
 
     def text(self, microbatch: int = -1) -> str:
-        """Return the label for people: 'layer 3 qkv', 'embedding gradient', 'forward m2 stage 5'."""
+        """Return the label as text: 'layer 3 qkv', 'embedding gradient', 'forward m2 stage 5'."""
         words = [f"layer {self.layer}"] if self.layer >= 0 else []
         words += [self.part] if self.part else []
         if self.stage >= 0:
@@ -46,5 +48,5 @@ class Label(NamedTuple):
         return " ".join(words)
 
 
-What = Label | str
-"""A label, or only the part that it would have."""
+LabelLike = Label | str
+"""A label, or only its part."""

@@ -1,4 +1,4 @@
-"""This process, and others of its host."""
+"""Processes of this host: signals that stop a run, usable cores, garbage collection, parent death."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from types import FrameType
 _SET_PDEATHSIG = 1  # of prctl(2)
 
 
-def runs(pid: int) -> bool:
-    """Whether there is a process of this number, whoever owns it."""
+def process_exists(pid: int) -> bool:
+    """Return True if a process with this id exists, whoever owns the process."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -26,21 +26,19 @@ def runs(pid: int) -> bool:
 
 
 def usable_cores() -> int:
-    """Count the cores that this process may use, fewer than the host's in a job with a share of it."""
+    """Count the cores in this process's CPU affinity; a job may own only part of the host."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def stop_signals() -> list[signal.Signals]:
-    """The signals that ask a run to stop. A terminal that hangs up is one, unless nohup had it ignored."""
-    hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-    return [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hangs_up else [])]
+    """The signals that stop a run: SIGTERM, SIGINT, and SIGHUP unless nohup ignores the hang-up."""
+    handles_hangup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if handles_hangup else [])]
 
 
 @contextlib.contextmanager
-def stopped_in_order() -> Iterator[None]:
-    """While the block runs, a signal that asks to stop is a SystemExit with a shell's status, 128 and its number: what
-    has been opened is closed.
-    """
+def exit_on_stop_signals() -> Iterator[None]:
+    """Raise SystemExit(128 + signal number), as a shell reports, on a stop signal in the block, to close open files."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)
@@ -51,20 +49,18 @@ def stopped_in_order() -> Iterator[None]:
 
 @contextlib.contextmanager
 def handling_stops(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Call `handler` for each signal that asks to stop while the block runs."""
-    before = {number: signal.signal(number, handler) for number in stop_signals()}
+    """Install `handler` for all stop signals while the block runs."""
+    previous = {number: signal.signal(number, handler) for number in stop_signals()}
     try:
         yield
     finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
+        for number, previous_handler in previous.items():
+            signal.signal(number, previous_handler)
 
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """Disable garbage collection while the block runs: looking through millions of objects that are all in use takes up
-    to a third of the time.
-    """
+    """Disable garbage collection in the block: scanning millions of live objects takes up to a third of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -74,8 +70,8 @@ def without_collection() -> Iterator[None]:
             gc.enable()
 
 
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent, `parent`, dies, whatever it dies of."""
+def die_with_parent(parent_pid: int) -> None:
+    """Ask the kernel to kill this process when its parent dies for any reason."""
     ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the call
+    if os.getppid() != parent_pid:  # the parent died before the call
         os.kill(os.getpid(), signal.SIGKILL)

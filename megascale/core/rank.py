@@ -1,4 +1,4 @@
-"""Which process of a job this is, and where its processes meet, as torchrun or Slurm say in the environment."""
+"""This process's rank and the rendezvous endpoint, from the environment variables of torchrun or Slurm."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from dataclasses import dataclass
 
 from megascale.core.errors import ConfigError, Problem
 
-STORE = "MEGASCALE_STORE"
-"""Set by our own launcher to `host:port`; on rank 0 `host:port:fd` with the socket that already listens there."""
+STORE_VARIABLE = "MEGASCALE_STORE"
+"""`host:port` of the store, set by megascale's launcher; on rank 0 `host:port:fd`, `fd` being the listening socket."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """This process's place in the job. `rank` is global, `local` counts on this host."""
+    """This process's place in the job. `rank` is global, `local_rank` counts on this host."""
 
     rank: int
-    world: int
-    local: int
+    world_size: int
+    local_rank: int
     host: str
 
     def __str__(self) -> str:
-        return f"rank {self.rank} of {self.world} on {self.host}"
+        return f"rank {self.rank} of {self.world_size} on {self.host}"
 
 
-def from_environment(env: Mapping[str, str] = os.environ) -> Rank | None:
-    """The rank that torchrun (RANK, WORLD_SIZE) or srun (SLURM_PROCID in a step) gave this process; None outside both.
+def rank_from_environment(env: Mapping[str, str] = os.environ) -> Rank | None:
+    """Read the rank from torchrun's RANK and WORLD_SIZE or from srun's SLURM_PROCID in a step; None without either.
 
-    A batch script has SLURM_PROCID too, but no step. A step of one task is a shell on a node (`srun --pty bash`, salloc
-    on many clusters), where a job of many ranks may be started: there, too, the answer is None.
-    Raises: ConfigError for a variable that is no number.
+    A batch script has SLURM_PROCID but no step. A step of one task is a shell on a node (`srun --pty bash`, salloc on
+    many clusters) in which a user may start a job of many ranks; both give None.
+    Raises: ConfigError for a variable that is not a number.
     """
     host = socket.gethostname()
     if "RANK" in env and "WORLD_SIZE" in env:
@@ -47,17 +47,17 @@ def from_environment(env: Mapping[str, str] = os.environ) -> Rank | None:
 def _number(env: Mapping[str, str], name: str, default: int = 0) -> int:
     text = env.get(name, str(default))
     if not text.isdecimal():
-        mend = "unset it, or start the ranks with torchrun or srun, which set it"
-        raise ConfigError([Problem("environment", name, f"{text!r} is not a whole number", mend)])
+        hint = "unset the variable, or start the ranks with torchrun or srun"
+        raise ConfigError([Problem("environment", name, f"{text!r} is not a whole number", hint)])
     return int(text)
 
 
-def meeting_place(env: Mapping[str, str] = os.environ) -> tuple[str, int] | None:
-    """Host and port of rank 0's store: MASTER_ADDR and MASTER_PORT, else those of a Slurm step; None if neither says.
+def rendezvous_endpoint(env: Mapping[str, str] = os.environ) -> tuple[str, int] | None:
+    """Host and port of rank 0's store, from MASTER_ADDR and MASTER_PORT or from a Slurm step; None without either.
 
-    A step's rank 0 runs on the first host of its list; the port follows from the job and the step, so that neighbours
-    do not meet by mistake.
-    Raises: ConfigError for a variable that is no number.
+    Rank 0 of a step runs on the first host of the step's list. The port depends on the job's and the step's numbers,
+    because jobs that share a host need different ports.
+    Raises: ConfigError for a variable that is not a number.
     """
     host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
     if "SLURM_STEP_NODELIST" in env:

@@ -1,7 +1,7 @@
-"""What can be chosen by name: cards that describe a thing without importing it, and the nearest name to a typo.
+"""Registries of named choices: a `Card` describes an implementation without importing the module.
 
-A card's body is `module:attribute`, imported only when the thing is used, so that configuration can be checked and
-jobs planned where torch is not installed. Other packages add cards through entry points in the group of the registry.
+A card's target is `module:attribute`, imported only on use: a configuration is checked and a job planned without torch.
+Other packages add cards through entry points in the registry's group. `closest_name` finds the name behind a typo.
 """
 
 from __future__ import annotations
@@ -17,55 +17,55 @@ from typing import Any
 from megascale.core.errors import MegascaleError
 
 
-def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The known name most like `name`, large letters or small, or None if none is close."""
-    known = {each.lower(): each for each in names}
-    found = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.6)
-    return known[found[0]] if found else None
+def closest_name(name: str, names: Iterable[str]) -> str | None:
+    """Return the known name closest to `name`, ignoring case; None if no name is close."""
+    known = {known_name.lower(): known_name for known_name in names}
+    matches = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.6)
+    return known[matches[0]] if matches else None
 
 
 @cache
-def installed() -> Any:
-    """What all packages register: one look at their metadata serves every registry."""
+def installed_entry_points() -> Any:
+    """Entry points of all installed packages, read once for all registries."""
     return entry_points()
 
 
 @dataclass(frozen=True)
 class Card:
-    """One choosable thing: its name, a line of help, where its body is, and the facts a planner needs."""
+    """A named choice: name, one line of help, `module:attribute` of the implementation, and facts for the planner."""
 
     name: str
     help: str
-    body: str
+    target: str
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def load(self) -> Any:
-        """Import and return the body."""
-        module, _, attribute = self.body.partition(":")
+        """Import and return the implementation."""
+        module, _, attribute = self.target.partition(":")
         return getattr(importlib.import_module(module), attribute)
 
 
 class Registry:
-    """The cards of one kind, ours and those that other packages registered under `group`."""
+    """The cards of one kind: megascale's, and other packages' from the entry point group `group`."""
 
     def __init__(self, kind: str, group: str, cards: Iterable[Card]) -> None:
         self.kind = kind
         self.group = group
-        self._own = tuple(cards)
+        self._builtin_cards = tuple(cards)
 
     @cached_property
     def cards(self) -> dict[str, Card]:
         """All cards by name.
 
-        Raises: MegascaleError if a plug-in takes a name that is already in use.
+        Raises: MegascaleError if a plug-in's name is already in use.
         """
-        cards = {card.name: card for card in self._own}
-        for point in installed().select(group=self.group):
+        cards = {card.name: card for card in self._builtin_cards}
+        for point in installed_entry_points().select(group=self.group):
             card: Card = point.load()
             if card.name in cards:
                 raise MegascaleError(
                     f"{self.kind} {card.name!r} is registered twice, the second time by {point.value}",
-                    mend="rename it or uninstall one of the packages",
+                    hint="rename the card, or uninstall one of the packages",
                 )
             cards[card.name] = card
         return cards

@@ -1,4 +1,4 @@
-"""Numbers as people read them. The only place that knows 1024 from 1000."""
+"""Formatting of counts, bytes, FLOP/s and durations. Bytes use powers of 1024, all other units powers of 1000."""
 
 from __future__ import annotations
 

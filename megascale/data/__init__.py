@@ -1,1 +1,1 @@
-"""Tokens in: from text to the batches of a step."""
+"""The data pipeline: from text files to the batches of a training step."""

@@ -1,4 +1,4 @@
-"""Documents out of text files: a line of JSON each, or a file as a whole."""
+"""Documents of text files: a JSON object per line, or a whole file as a single document."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Any
 from megascale.core.errors import DataError
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
-"""Endings of files with a JSON object in each line; `.json` too, as megatron-core's users name them."""
+"""Suffixes of files with a JSON object per line; `.json` too, as megatron-core's users name such files."""
 
 
-def documents(path: Path, key: str) -> Iterator[tuple[str, int]]:
-    """The text of each document of a file, with the bytes of input that it took. `key`: the field of a JSON line.
+def read_documents(path: Path, key: str) -> Iterator[tuple[str, int]]:
+    """Yield (text, bytes of input) for every document of a file. `key`: the JSON field that holds the text.
 
-    Raises: DataError, naming file and line, for what cannot be read or is not text.
+    Raises: DataError, naming file and line, for input that is unreadable or not text.
     """
     try:
-        yield from _json_lines(path, key) if path.suffix.lower() in JSON_LINES else _whole(path)
+        yield from _json_lines(path, key) if path.suffix.lower() in JSON_LINES else _plain_text(path)
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}", mend="give text or .jsonl files") from None
+        raise DataError(f"{path} cannot be read: {error.strerror or error}", hint="give text or .jsonl files") from None
 
 
-def _whole(path: Path) -> Iterator[tuple[str, int]]:
+def _plain_text(path: Path) -> Iterator[tuple[str, int]]:
     raw = path.read_bytes()
     try:
         yield raw.decode("utf-8").removeprefix("\ufeff"), len(raw)
     except UnicodeDecodeError as error:
-        mend = "give plain text in UTF-8, not compressed"
-        raise DataError(f"{path}: byte {error.start} ({raw[error.start]:#04x}) is not UTF-8", mend=mend) from None
+        hint = "give plain text in UTF-8, not compressed"
+        raise DataError(f"{path}: byte {error.start} ({raw[error.start]:#04x}) is not UTF-8", hint=hint) from None
 
 
 def _json_lines(path: Path, key: str) -> Iterator[tuple[str, int]]:
@@ -43,23 +43,22 @@ def _json_lines(path: Path, key: str) -> Iterator[tuple[str, int]]:
 def _text(line: bytes, key: str, where: str) -> str:
     try:
         record = json.loads(line)
-    except (ValueError, RecursionError) as error:  # a ValueError also if it is not UTF-8
-        raise DataError(f"{where} is not a line of JSON: {error}", mend="mend or remove the line") from None
+    except (ValueError, RecursionError) as error:  # a line that is not UTF-8 raises ValueError too
+        raise DataError(f"{where} is not a line of JSON: {error}", hint="fix or remove the line") from None
     if not isinstance(record, dict):
-        raise DataError(f"{where} is {_kind(record)}, not an object with a text", mend='{"text": "..."} on each line')
+        raise DataError(f"{where} is {_kind(record)}, not an object with a text", hint='{"text": "..."} on each line')
     if key not in record:
         keys = ", ".join(list(record)[:8]) + (", ..." if len(record) > 8 else "")
-        raise DataError(f"{where} has no field '{key}': its fields are {keys or 'none'}", mend="--key FIELD")
+        raise DataError(f"{where} has no field '{key}': its fields are {keys or 'none'}", hint="--key FIELD")
     text = record[key]
     if not isinstance(text, str):
-        raise DataError(f"{where} has {_kind(text)} under '{key}', not a text", mend="--key FIELD, or mend the line")
+        raise DataError(f"{where} has {_kind(text)} under '{key}', not a text", hint="--key FIELD, or fix the line")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        half = f"\\u{ord(text[error.start]):04x}"
-        raise DataError(
-            f"{where} has {half}, half a character, under '{key}'", mend="mend or remove the line"
-        ) from None
+        surrogate = f"\\u{ord(text[error.start]):04x}"
+        what = f"{where} has {surrogate}, half a character, under '{key}'"
+        raise DataError(what, hint="fix or remove the line") from None
     return text
 
 

@@ -1,7 +1,13 @@
-"""The batch of a step on one rank.
+"""The batch loader of a data-parallel rank.
 
-A step trains on the samples that follow those already seen. They go to micro-batches and data-parallel ranks by
-arithmetic alone, so every rank knows which samples any other has, and no layout changes what a step trains on.
+A step trains on the `global_batch` samples after the consumed ones. Arithmetic alone assigns samples to micro-batches
+and data-parallel ranks, micro-batches first. With micro_batch = 1 and dp = 2:
+
+    sample         0  1  2  3 ...
+    micro-batch    0  0  1  1
+    dp rank        0  1  0  1
+
+Every rank therefore knows the samples of every other rank, and no layout changes the samples of a step.
 """
 
 from __future__ import annotations
@@ -19,43 +25,48 @@ from megascale.parallel.microbatch import MicroBatch, StepBatch
 from megascale.parallel.rng import Dropout
 
 
-class Samples(Protocol):
-    """What a loader draws from."""
+class SampleSource(Protocol):
+    """Samples by index, as a loader reads them: a Mixture or a MockMixture."""
 
-    samples: int
+    num_samples: int
 
     def __getitem__(self, index: int) -> Sample: ...
 
-    def prepare(self, start: int, stop: int) -> None: ...
+    def prepare_indices(self, start: int, stop: int) -> None: ...
 
 
 @dataclass(frozen=True)
-class Shape:
-    """How the rows of a step are dealt out: `total` rows over `ranks` data-parallel ranks in micro-batches of
-    `micro`.
-    """
+class BatchShape:
+    """The split of a step's `global_batch` rows over `dp` ranks, in micro-batches of `micro_batch` rows."""
 
-    total: int
-    micro: int
-    ranks: int
+    global_batch: int
+    micro_batch: int
+    dp: int
 
     @property
-    def micro_batches(self) -> int:
-        return self.total // (self.micro * self.ranks)
+    def num_microbatches(self) -> int:
+        return self.global_batch // (self.micro_batch * self.dp)
 
-    def rows(self, micro_batch: int, rank: int) -> range:
-        """The rows of one micro-batch of one rank."""
-        first = (micro_batch * self.ranks + rank) * self.micro
-        return range(first, first + self.micro)
+    def rows(self, index: int, rank: int) -> range:
+        """The rows of micro-batch `index` on data-parallel rank `rank`."""
+        first = (index * self.dp + rank) * self.micro_batch
+        return range(first, first + self.micro_batch)
 
 
 class Loader:
-    """Makes the batches of one split on data-parallel rank `rank`. `samples` is None on ranks that have neither the
-    first nor the last stage: their micro-batches carry no tokens.
+    """Loads the batches of a split on data-parallel rank `rank`. `samples` is None on ranks between the first and the
+    last pipeline stage, whose micro-batches carry no tokens.
     """
 
     def __init__(
-        self, samples: Samples | None, shape: Shape, rank: int, *, dropout: float, seed: int, device: torch.device
+        self,
+        samples: SampleSource | None,
+        shape: BatchShape,
+        rank: int,
+        *,
+        dropout: float,
+        seed: int,
+        device: torch.device,
     ) -> None:
         self._samples = samples
         self._shape = shape
@@ -63,52 +74,52 @@ class Loader:
         self._dropout = dropout
         self._seed = seed
         self._device = device
-        self._ahead: tuple[int, StepBatch] | None = None
+        self._prefetched: tuple[int, StepBatch] | None = None
 
-    def batch(self, seen: int) -> StepBatch:
-        """The samples of the step that begins when `seen` samples of the run have been trained on."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[0] == seen:
-            return ahead[1]
-        self.prepare(seen)
-        made = [self._micro_batch(seen, index) for index in range(self._shape.micro_batches)]
-        return StepBatch([micro_batch for micro_batch, _ in made], sum(counted for _, counted in made))
+    def batch(self, consumed_samples: int) -> StepBatch:
+        """The batch of the step that follows `consumed_samples` samples of the run."""
+        prefetched, self._prefetched = self._prefetched, None
+        if prefetched is not None and prefetched[0] == consumed_samples:
+            return prefetched[1]
+        self.prepare_indices(consumed_samples)
+        parts = [self._micro_batch(consumed_samples, index) for index in range(self._shape.num_microbatches)]
+        return StepBatch([micro_batch for micro_batch, _ in parts], sum(loss_tokens for _, loss_tokens in parts))
 
-    def read_ahead(self, seen: int) -> None:
-        """Make what the next `batch(seen)` returns, while the host would wait for the device. What cannot be read is
-        tried again, and raises, in the step that trains on it.
+    def prefetch(self, consumed_samples: int) -> None:
+        """Load the result of the next `batch(consumed_samples)` while the device is busy. After an error the step that
+        trains on the batch reads again, and raises.
         """
         with suppress(Exception):
-            self._ahead = (seen, self.batch(seen))
+            self._prefetched = (consumed_samples, self.batch(consumed_samples))
 
-    def prepare(self, seen: int) -> None:
-        """Have rank 0 write the indices of the step after `seen` samples, and of the two that follow it. A rank that
-        reads ahead knows the sums of the step before its own, which rank 0 began with indices for two more.
+    def prepare_indices(self, consumed_samples: int) -> None:
+        """Have rank 0 write the indices of three steps: the step after `consumed_samples`, and two more. A rank may
+        prefetch step n + 1 once the all-reduce of step n - 1 is done; rank 0 wrote its indices at the start of n - 1.
         """
         if self._samples is not None:
-            self._samples.prepare(seen, seen + 3 * self._shape.total)
+            self._samples.prepare_indices(consumed_samples, consumed_samples + 3 * self._shape.global_batch)
 
     def batches(self, count: int) -> Iterator[StepBatch]:
-        """The first `count` batches."""
-        return (self.batch(index * self._shape.total) for index in range(count))
+        """The first `count` batches of the split."""
+        return (self.batch(index * self._shape.global_batch) for index in range(count))
 
-    def _micro_batch(self, seen: int, index: int) -> tuple[MicroBatch, int]:
-        """And how many of its labels count."""
-        numbers = [seen + row for row in self._shape.rows(index, self._rank)]
-        dropout = Dropout(self._dropout, self._seed, numbers, self._device)
+    def _micro_batch(self, consumed_samples: int, index: int) -> tuple[MicroBatch, int]:
+        """A micro-batch, and the number of its labels that count in the loss."""
+        indices = [consumed_samples + row for row in self._shape.rows(index, self._rank)]
+        dropout = Dropout(self._dropout, self._seed, indices, self._device)
         if self._samples is None:
             return MicroBatch(None, None, None, dropout), 0
-        samples = [self._samples[number] for number in numbers]
-        tokens, labels = self._rows([s.tokens for s in samples]), self._rows([s.labels for s in samples])
+        samples = [self._samples[number] for number in indices]
+        tokens, labels = self._to_device([s.tokens for s in samples]), self._to_device([s.labels for s in samples])
         if all(sample.mask is None for sample in samples):
             return MicroBatch(tokens, labels, None, dropout), labels.numel()
         masks = [torch.ones_like(s.labels) if s.mask is None else s.mask for s in samples]
-        counted = sum(int(mask.sum()) for mask in masks)  # before they are on a device, for which the host would wait
-        return MicroBatch(tokens, labels, self._rows(masks), dropout), counted
+        loss_tokens = sum(int(mask.sum()) for mask in masks)  # on the host: a sum on the device would synchronize
+        return MicroBatch(tokens, labels, self._to_device(masks), dropout), loss_tokens
 
-    def _rows(self, rows: list[Tensor]) -> Tensor:
-        """Rows [s] side by side: [s, b], on the device."""
-        together = torch.stack(rows, 1)
+    def _to_device(self, rows: list[Tensor]) -> Tensor:
+        """Stack rows [s] to [s, b] on the device."""
+        stacked = torch.stack(rows, 1)
         if self._device.type == "cpu":
-            return together
-        return together.pin_memory().to(self._device, non_blocking=True)  # else the host would wait for the device
+            return stacked
+        return stacked.pin_memory().to(self._device, non_blocking=True)  # pageable memory would block the host

@@ -1,7 +1,7 @@
-"""From text files to a token dataset, in several processes.
+"""Tokenization of text files to a dataset, in several processes.
 
-Documents are read in order, tokenized in batches by worker processes, and written in the order of the input, each ended
-by the tokenizer's end-of-document token. No torch.
+Documents are read in order, tokenized in batches by worker processes, terminated by the end-of-document token, and
+written in the order of the input. No torch.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from pathlib import Path
 import numpy as np
 
 from megascale.core.errors import DataError
-from megascale.data.documents import documents
-from megascale.data.indexed import Description, Origin, write
+from megascale.data.documents import read_documents
+from megascale.data.indexed_dataset import DatasetInfo, TokenizerInfo, write_dataset
 from megascale.data.tokenizer import Tokenizer, load_tokenizer
 
-BATCH = 1 << 18
-"""Characters that a worker tokenizes at once, or one document that has more."""
+BATCH_CHARACTERS = 1 << 18
+"""Characters of a batch for a worker. A document with more characters is a batch by itself."""
 
 _worker_tokenizer: Tokenizer  # of a worker process, loaded once by `_start_worker`
 
 
 @dataclass(frozen=True)
-class Request:
-    """What to prepare. `key`: the field of a JSON line that holds the text."""
+class PrepareRequest:
+    """The arguments of `megascale data prepare`. `key`: the JSON field that holds the text."""
 
     inputs: Sequence[Path]
     output: Path
@@ -43,62 +43,65 @@ class Request:
     workers: int = 1
 
 
-def prepare(request: Request, progress: Callable[[int], None] = lambda size: None) -> Description:
-    """Write `request.output`.bin, .idx and .json. `progress` is called with the bytes of input that each document took.
+def prepare_dataset(request: PrepareRequest, progress: Callable[[int], None] = lambda size: None) -> DatasetInfo:
+    """Write `request.output`.bin, .idx and .json. `progress` is called for every document with its bytes of input.
 
-    Raises: DataError, naming file and line, for input that is not text, and for files that cannot be read or written.
+    Raises: DataError, naming file and line, for input that is not text, and for unreadable or unwritable files.
     """
     tokenizer = load_tokenizer(request.tokenizer, request.eod)
     _check_paths(request)
-    origin = Origin(tokenizer.name, tokenizer.fingerprint, tokenizer.eod)
-    with closing(_tokenized(request, tokenizer, _batches(_texts(request, progress)))) as found:
-        return write(request.output, found, origin, tokenizer.vocab_size)
+    origin = TokenizerInfo(tokenizer.name, tokenizer.fingerprint, tokenizer.eod)
+    with closing(_tokenized(request, tokenizer, _batches(_texts(request, progress)))) as token_ids:
+        return write_dataset(request.output, token_ids, origin, tokenizer.vocab_size)
 
 
-def _check_paths(request: Request) -> None:
-    """Refuse what would fail after hours, or would overwrite an input."""
+def _check_paths(request: PrepareRequest) -> None:
+    """Refuse missing inputs, an unwritable output folder, and an output that would overwrite an input.
+
+    Raises: DataError before hours of work are spent
+    """
     for path in request.inputs:
         if not path.is_file():
             what = "is a folder" if path.is_dir() else "is no file" if path.exists() else "does not exist"
-            raise DataError(f"{path} {what}", mend="give text or .jsonl files")
+            raise DataError(f"{path} {what}", hint="give text or .jsonl files")
     output = request.output
     if output.name in ("", ".."):
-        raise DataError(f"{output} is a folder", mend=f"add a name for the files: {output / 'NAME'}")
+        raise DataError(f"{output} is a folder", hint=f"add a name for the files: {output / 'NAME'}")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         reason = f"the folder {output.parent} cannot be made: {error.strerror}"
-        raise DataError(reason, mend="another --output") from None
+        raise DataError(reason, hint="another --output") from None
     sources = {path.resolve() for path in (*request.inputs, Path(request.tokenizer))}
     for ending in (".bin", ".idx", ".json"):
         target = output.with_name(output.name + ending)
         if target.resolve() in sources:
-            raise DataError(f"{target} would be overwritten, but it is read", mend="another --output")
+            raise DataError(f"{target} would be overwritten, but it is read", hint="another --output")
 
 
-def _texts(request: Request, progress: Callable[[int], None]) -> Iterator[str]:
+def _texts(request: PrepareRequest, progress: Callable[[int], None]) -> Iterator[str]:
     """The documents of all files in order."""
     for path in request.inputs:
-        for text, size in documents(path, request.key):
+        for text, size in read_documents(path, request.key):
             yield text
             progress(size)
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Texts in lists of about BATCH characters."""
+    """Group texts into lists of about BATCH_CHARACTERS characters."""
     batch: list[str] = []
-    room = BATCH
+    remaining = BATCH_CHARACTERS
     for text in texts:
         batch.append(text)
-        room -= len(text) + 1
-        if room <= 0:
+        remaining -= len(text) + 1
+        if remaining <= 0:
             yield batch
-            batch, room = [], BATCH
+            batch, remaining = [], BATCH_CHARACTERS
     yield batch
 
 
-def _tokenized(request: Request, tokenizer: Tokenizer, batches: Iterable[list[str]]) -> Generator[np.ndarray]:
-    """The ids of each document that is not empty, in order, by this process or by workers."""
+def _tokenized(request: PrepareRequest, tokenizer: Tokenizer, batches: Iterable[list[str]]) -> Generator[np.ndarray]:
+    """The token ids of all non-empty documents in order, encoded by this process or by workers."""
     if request.workers == 1:
         encoded: Iterable[list[np.ndarray]] = (_encode(tokenizer, batch) for batch in batches)
     else:
@@ -107,32 +110,32 @@ def _tokenized(request: Request, tokenizer: Tokenizer, batches: Iterable[list[st
         yield from ids
 
 
-def _in_workers(request: Request, batches: Iterable[list[str]]) -> Iterator[list[np.ndarray]]:
-    """`_encode` of each batch in order; the workers are kept a few batches ahead."""
+def _in_workers(request: PrepareRequest, batches: Iterable[list[str]]) -> Iterator[list[np.ndarray]]:
+    """Run `_encode` in worker processes, with a few batches in flight; results are in order."""
     pool = ProcessPoolExecutor(
         request.workers,
         mp_context=multiprocessing.get_context("spawn"),  # the progress bar's thread makes a fork unsafe
         initializer=_start_worker,
         initargs=(request.tokenizer, request.eod),
     )
-    waiting: deque[Future[list[np.ndarray]]] = deque()
+    in_flight: deque[Future[list[np.ndarray]]] = deque()
     try:
         for batch in batches:
-            waiting.append(_submit(pool, batch))
-            if len(waiting) > 4 * request.workers:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+            in_flight.append(_submit(pool, batch))
+            if len(in_flight) > 4 * request.workers:
+                yield in_flight.popleft().result()
+        while in_flight:
+            yield in_flight.popleft().result()
     except BrokenProcessPool:
-        what = "a worker process died, perhaps killed for the memory that it took"
-        raise DataError(what, mend="fewer --workers") from None
+        what = "a worker process died, perhaps because memory ran out"
+        raise DataError(what, hint="fewer --workers") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def _submit(pool: ProcessPoolExecutor, batch: list[str]) -> Future[list[np.ndarray]]:
-    """Hand a batch to the pool, which may start a worker for it: Ctrl-C is for this process, so the worker inherits
-    that it is blocked.
+    """Submit a batch to the pool. SIGINT is blocked meanwhile: a worker that the pool starts inherits the mask, and
+    Ctrl-C reaches this process alone.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -142,14 +145,14 @@ def _submit(pool: ProcessPoolExecutor, batch: list[str]) -> Future[list[np.ndarr
 
 
 def _start_worker(name: str, eod: str | None) -> None:
-    global _worker_tokenizer  # a worker process has no other place for what its initializer made
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there are as many workers as the user wants threads
+    global _worker_tokenizer  # an initializer can hand its result to a worker only through a global
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # --workers sets the parallelism, with a thread per worker
     _worker_tokenizer = load_tokenizer(name, eod)
 
 
-def _leave_with_parent() -> None:
-    """End this worker when the process that started it is killed: its queue would wait for ever."""
+def _exit_with_parent() -> None:
+    """End this worker when its parent process is killed; otherwise the worker would wait on its queue forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "a worker has a parent"
     parent.join()
@@ -161,6 +164,6 @@ def _encode_in_worker(texts: list[str]) -> list[np.ndarray]:
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
-    """Ids, i32, of each text that has any, ended by eod."""
-    found = (np.asarray(ids, dtype=np.int32) for ids in tokenizer.encode(texts))
-    return [np.append(ids, np.int32(tokenizer.eod)) for ids in found if len(ids)]
+    """The token ids (i32) of the non-empty texts, with eod appended."""
+    encoded = (np.asarray(ids, dtype=np.int32) for ids in tokenizer.encode(texts))
+    return [np.append(ids, np.int32(tokenizer.eod)) for ids in encoded if len(ids)]

@@ -1,4 +1,7 @@
-"""Text to token ids, behind one interface. No torch."""
+"""Tokenizers: text to token ids and back. No torch.
+
+Tokenizer: the interface. ByteTokenizer, FileTokenizer: its implementations. load_tokenizer: load by name or file.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,13 @@ from megascale.catalog.tokenizers import TOKENIZERS
 from megascale.core.errors import DataError
 from megascale.core.files import fingerprint
 
-END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "<eod>", "</s>", "<eos>")
-"""Tokens that may end a document, in order of preference."""
+EOD_CANDIDATES = ("<|endoftext|>", "<|end_of_text|>", "<eod>", "</s>", "<eos>")
+"""End-of-document tokens, in order of preference."""
 
 
 class Tokenizer(Protocol):
-    """Ids are below `vocab_size`, and `eod` ends every document. `fingerprint` is equal for tokenizers that give equal
-    ids.
+    """The interface of a tokenizer. Ids are below `vocab_size`; `eod` is the end-of-document id; tokenizers with equal
+    fingerprints produce equal ids.
     """
 
     name: str
@@ -27,14 +30,14 @@ class Tokenizer(Protocol):
     fingerprint: str
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each text, whole numbers [n], without eod."""
+        """The token ids [n] (integers) of every text, without eod."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, as far as they are text."""
+        """The text of token ids; ids that are no text are dropped or replaced."""
 
 
 class ByteTokenizer:
-    """Bytes of UTF-8 are their own ids; 256 ends a document."""
+    """A tokenizer whose ids are the bytes of UTF-8; id 256 ends a document."""
 
     name = "bytes"
     vocab_size = 257
@@ -49,40 +52,40 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A `tokenizer.json`. `eod`: the token that ends documents, or its id; found by its usual names if not given."""
+    """A `tokenizer.json`. `eod`: the end-of-document token, or its id; the first of EOD_CANDIDATES if not given."""
 
     def __init__(self, path: Path, eod: str | int | None = None) -> None:
         from tokenizers import Tokenizer as Rust
 
         try:
             self._rust = Rust.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception, whatever is wrong
-            mend = "a tokenizer.json of the tokenizers library, or " + " or ".join(TOKENIZERS.names())
-            raise DataError(f"{path} is not a tokenizer: {error}", mend=mend) from None
-        self._rust.no_truncation()  # a file may carry both, meant for a model's input: documents are kept whole
+        except Exception as error:  # the library raises bare Exception for every error
+            hint = "a tokenizer.json of the tokenizers library, or " + " or ".join(TOKENIZERS.names())
+            raise DataError(f"{path} is not a tokenizer: {error}", hint=hint) from None
+        self._rust.no_truncation()  # a file may configure truncation and padding, which are for a model's input
         self._rust.no_padding()
         self.name = str(path)
         self.vocab_size = max(self._rust.get_vocab().values(), default=-1) + 1  # ids may have gaps
-        self.eod = eod if isinstance(eod, int) else self._eod_of((eod,) if eod else END_OF_DOCUMENT)
+        self.eod = eod if isinstance(eod, int) else self._require_eod((eod,) if eod else EOD_CANDIDATES)
         self.fingerprint = fingerprint(path)
 
-    def find_eod(self, candidates: Sequence[str] = END_OF_DOCUMENT) -> int | None:
-        """The first of these tokens that there is."""
+    def find_eod(self, candidates: Sequence[str] = EOD_CANDIDATES) -> int | None:
+        """The id of the first candidate in the vocabulary, or None."""
         ids = (self._rust.token_to_id(token) for token in candidates)
-        return next((found for found in ids if found is not None), None)
+        return next((eod for eod in ids if eod is not None), None)
 
-    def _eod_of(self, candidates: Sequence[str]) -> int:
-        found = self.find_eod(candidates)
-        if found is None:
+    def _require_eod(self, candidates: Sequence[str]) -> int:
+        eod = self.find_eod(candidates)
+        if eod is None:
             nor = " nor ".join(candidates)
-            raise DataError(f"{self.name} has no token {nor} to end documents with", mend="--eod TOKEN")
-        return found
+            raise DataError(f"{self.name} has no token {nor} to end documents with", hint="--eod TOKEN")
+        return eod
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         try:
             encodings = self._rust.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # such as a character without a token in a vocabulary without an unknown token
-            raise DataError(f"{self.name} cannot tokenize: {error}", mend="another tokenizer") from None
+            raise DataError(f"{self.name} cannot tokenize: {error}", hint="another tokenizer") from None
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -90,17 +93,16 @@ class FileTokenizer:
 
 
 def load_tokenizer(name: str, eod: str | int | None = None) -> Tokenizer:
-    """A tokenizer by its catalog name or file. `eod`: the token, or its id, that ends documents.
+    """Load a tokenizer by its catalog name or file. `eod`: the end-of-document token, or its id.
 
-    Raises: DataError for a missing or unusable file, and for an `eod` that the tokenizer does not have.
+    Raises: DataError for a missing or unusable file, and for an `eod` that the tokenizer lacks.
     """
     if name in TOKENIZERS.cards:
         tokenizer: Tokenizer = TOKENIZERS[name].load()()
         if isinstance(eod, str):
-            raise DataError(f"the tokenizer {name} ends documents in its own way", mend="leave out --eod")
+            raise DataError(f"the tokenizer {name} has a fixed end-of-document token", hint="leave out --eod")
         return tokenizer
     if not Path(name).is_file():
-        raise DataError(
-            f"there is no tokenizer file {name}", mend="a tokenizer.json, or " + " or ".join(TOKENIZERS.names())
-        )
+        hint = "a tokenizer.json, or " + " or ".join(TOKENIZERS.names())
+        raise DataError(f"there is no tokenizer file {name}", hint=hint)
     return FileTokenizer(Path(name), eod)

@@ -1,1 +1,1 @@
-"""The training program as any one rank of any job, on one computer: fake tensors, groups that carry nothing."""
+"""Dry runs: the training program as any rank of any job, in one process, on fake tensors and fake process groups."""

@@ -1,1 +1,1 @@
-"""From a configuration to running processes. No torch here: the launcher must survive what its ranks do not."""
+"""Launching: from a configuration to running processes. Without torch: the launcher must outlive failing ranks."""

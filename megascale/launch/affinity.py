@@ -1,4 +1,4 @@
-"""Keeping a rank on the cores near its GPU: from others its memory copies and kernel launches take longer."""
+"""CPU affinity: a rank runs on the cores of its GPU's NUMA node, where copies and kernel launches are fastest."""
 
 from __future__ import annotations
 
@@ -7,29 +7,30 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-BIND = "MEGASCALE_CPU_BIND"
-"""Environment variable: `none` leaves every rank on the cores where the launcher put it."""
+CPU_BIND_ENV = "MEGASCALE_CPU_BIND"
+"""Environment variable: `none` leaves every rank on its launcher's cores."""
 
 _DEVICES = Path("/sys/bus/pci/devices")
 _TASKS = Path("/proc/self/task")
 
 
-def bind(address: str | None, env: Mapping[str, str] = os.environ, devices: Path = _DEVICES) -> set[int]:
-    """Bind this process and its threads to those of its cores that are near a device; returns them, none if it stays.
+def bind_to_local_cores(
+    pci_address: str | None, env: Mapping[str, str] = os.environ, devices: Path = _DEVICES
+) -> set[int]:
+    """Bind this process and its threads to the allowed cores near a device, and return the cores; empty if not bound.
 
-    `address`: as in /sys/bus/pci/devices; None for no device. It stays where it is if the host does not tell which
-    cores are near or has one NUMA node, or if the process may use none of them, or fewer than it has threads
-    (OMP_NUM_THREADS).
+    `pci_address`: as in /sys/bus/pci/devices; None for no device. Nothing is bound if the host does not report the near
+    cores or has a single NUMA node, or if fewer near cores are allowed than the process has threads (OMP_NUM_THREADS).
     """
-    if address is None or env.get(BIND, "") == "none":
+    if pci_address is None or env.get(CPU_BIND_ENV, "") == "none":
         return set()
     try:
-        node = int((devices / address / "numa_node").read_text())
-        near = cores((devices / address / "local_cpulist").read_text())
+        node = int((devices / pci_address / "numa_node").read_text())
+        local = parse_cpu_list((devices / pci_address / "local_cpulist").read_text())
     except (OSError, ValueError):
         return set()
     allowed = os.sched_getaffinity(0)
-    chosen = near & allowed
+    chosen = local & allowed
     threads = env.get("OMP_NUM_THREADS", "")
     if node < 0 or chosen == allowed or len(chosen) < max(1, int(threads) if threads.isdecimal() else 1):
         return set()
@@ -39,13 +40,13 @@ def bind(address: str | None, env: Mapping[str, str] = os.environ, devices: Path
     return chosen
 
 
-def cores(text: str) -> set[int]:
-    """The numbers in the kernel's notation, such as 0-3,8.
+def parse_cpu_list(text: str) -> set[int]:
+    """Parse a list of cores in the kernel's notation, such as 0-3,8.
 
     Raises: ValueError
     """
-    found: set[int] = set()
+    cores: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
-    return found
+        cores.update(range(int(first), int(last or first) + 1))
+    return cores

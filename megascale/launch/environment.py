@@ -1,6 +1,6 @@
-"""Environment variables that training needs, on GPUs above all: name, value and why. What the user has set stays.
+"""Defaults of environment variables for training: name, value and reason. The user's own values take precedence.
 
-A rank gives them to itself before it imports torch, and so has them under every launcher.
+A rank sets the defaults before it imports torch, under every launcher.
 """
 
 from __future__ import annotations
@@ -14,72 +14,82 @@ from pathlib import Path
 from megascale.core.process import usable_cores
 from megascale.launch import flight
 
-NEW_NAMES = (2, 9)
-"""The version of torch whose names are the first ones below; earlier ones read `earlier`."""
+RENAMED_IN_TORCH = (2, 9)
+"""The first version of torch that reads `name`; earlier versions read `old_name`."""
 
 
 @dataclass(frozen=True)
-class Variable:
-    """`also`: other names of the same setting; who has set one of them is left alone."""
+class EnvDefault:
+    """The default of an environment variable. `old_name`: its name before torch 2.9. `aliases`: further names of the
+    setting; a variable set under any name keeps its value.
+    """
 
     name: str
     value: str
-    why: str
-    earlier: str = ""
-    also: tuple[str, ...] = ()
+    reason: str
+    old_name: str = ""
+    aliases: tuple[str, ...] = ()
 
 
-EVERYWHERE = (
-    Variable(
+COMMON_DEFAULTS = (
+    EnvDefault(
         "CUDA_DEVICE_MAX_CONNECTIONS",
         "32",
-        "hardware queues of a GPU, 8 by default; a rank has about 16 streams (compute, one for each communicator and "
-        "one that watches it), and those that share a queue wait for each other",
+        "hardware queues of a GPU, 8 by default; a rank has about 16 streams (compute, and two for each communicator), "
+        "and streams that share a queue wait for each other",
     ),
-    Variable(
+    EnvDefault(
         "PYTORCH_ALLOC_CONF",
         "expandable_segments:True",
-        "memory that is freed in one size serves another: less is lost between blocks of changing sizes",
+        "memory freed in blocks of one size can be allocated in another size: less fragmentation",
         "PYTORCH_CUDA_ALLOC_CONF",
         ("PYTORCH_HIP_ALLOC_CONF",),
     ),
 )
 
-OF_RUNS = (
-    Variable("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "a rank that waits too long has all ranks write what they were doing"),
-    Variable(
+MULTI_RANK_DEFAULTS = (
+    EnvDefault(
+        "TORCH_NCCL_DUMP_ON_TIMEOUT",
+        "1",
+        "a timeout makes all ranks dump NCCL's flight recorder: their last operations",
+    ),
+    EnvDefault(
         "TORCH_FR_BUFFER_SIZE",
         "2000",
-        "how many operations each rank remembers for that; 0 turns it off",
+        "operations in the flight recorder of a rank; 0 turns the recorder off",
         "TORCH_NCCL_TRACE_BUFFER_SIZE",
     ),
-    Variable(
+    EnvDefault(
         "TORCH_FR_DUMP_TEMP_FILE",
         "RUN/flight/HOST_rank_",
-        "where they write it, each with its rank at the end; there the launcher looks for who is to blame",
+        "path of a rank's dump, before the rank's number; the launcher reads the dumps to find the stuck rank",
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
     ),
 )
-"""`RUN` is the run's folder."""
+"""Defaults for runs of several ranks. `RUN` stands for the run's folder."""
 
 
-def prepare(run: Path | None = None) -> None:
-    """Set what is not set. Must come before torch is imported. `run`: the folder of a run of several ranks."""
-    os.environ.update(defaults(os.environ, run))
+def set_defaults(run_folder: Path | None = None) -> None:
+    """Set the variables that are not set. Call before importing torch. `run_folder`: for a run of several ranks."""
+    os.environ.update(missing_defaults(os.environ, run_folder))
 
 
-def defaults(env: Mapping[str, str], run: Path | None = None, torch: tuple[int, int] | None = None) -> dict[str, str]:
-    """What there is to add to an environment. `torch`: its version, by default that of the one installed."""
-    torch = torch or _torch_version()
-    found = {}
-    for variable in (*EVERYWHERE, *(OF_RUNS if run else ())):
-        names = [name for name in (variable.name, variable.earlier, *variable.also) if name]
+def missing_defaults(
+    env: Mapping[str, str], run_folder: Path | None = None, torch_version: tuple[int, int] | None = None
+) -> dict[str, str]:
+    """Return the variables to add to an environment. `torch_version`: by default the installed torch's."""
+    torch_version = torch_version or _torch_version()
+    missing = {}
+    for variable in (*COMMON_DEFAULTS, *(MULTI_RANK_DEFAULTS if run_folder else ())):
+        names = [name for name in (variable.name, variable.old_name, *variable.aliases) if name]
         if not any(name in env for name in names):
-            name = variable.earlier if variable.earlier and torch < NEW_NAMES else variable.name
-            found[name] = flight.prefix(run) if run and variable.value.startswith("RUN/") else variable.value
+            name = variable.old_name if variable.old_name and torch_version < RENAMED_IN_TORCH else variable.name
+            missing[name] = (
+                flight.dump_prefix(run_folder) if run_folder and variable.value.startswith("RUN/") else variable.value
+            )
     if "LOCAL_WORLD_SIZE" in env and "OMP_NUM_THREADS" not in env:
-        found["OMP_NUM_THREADS"] = str(max(1, usable_cores() // int(env["LOCAL_WORLD_SIZE"])))
-    return found
+        missing["OMP_NUM_THREADS"] = str(max(1, usable_cores() // int(env["LOCAL_WORLD_SIZE"])))
+    return missing
 
 
 def _torch_version() -> tuple[int, int]:

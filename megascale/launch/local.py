@@ -1,8 +1,8 @@
-"""The ranks of one host, started and watched without torchrun.
+"""The local launcher: starts and watches the ranks of a job on a single host, without torchrun.
 
-torchrun, when a rank dies, prints the errors of those that lost their peer among that rank's own, and its workers go on
-when it is killed itself. Here every rank dies with the launcher; when one fails, the others are ended and the error
-shown is that of the rank that failed first, by its number and host.
+When a rank dies, torchrun prints its error among the errors of ranks that lost their peer; when torchrun is killed, its
+workers continue. Here all ranks die with the launcher. When a rank fails, the other ranks are ended and the root cause
+is shown, with its rank and host.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from pathlib import Path
 from types import FrameType
 
 from megascale.core.errors import Exit
-from megascale.core.process import die_with, handling_stops
-from megascale.core.rank import STORE
-from megascale.launch.failure import ERROR_FILE, Failure, first_cause
+from megascale.core.process import die_with_parent, handling_stops
+from megascale.core.rank import STORE_VARIABLE
+from megascale.launch.failure import ERROR_FILE, Failure, root_cause
 
 GRACE = 10.0
-"""Seconds that ranks have to end after one has failed, before they are killed."""
+"""Seconds that ranks have to end after a failure, before they are killed."""
 
-SETTLE = 1.0
-"""Seconds in which other ranks may report their own errors, so that the first cause is found among them."""
+ROOT_CAUSE_WINDOW_S = 1.0
+"""Seconds after a failure in which other ranks may write their error files, for the search of the root cause."""
 
 
 @dataclass
@@ -38,31 +38,31 @@ class _Worker:
     log: Path | None
 
 
-def run(arguments: Sequence[str], world: int, logs: Path, dumps: Path | None = None) -> int:
+def run_local_ranks(arguments: Sequence[str], world: int, logs: Path, dump_folder: Path | None = None) -> int:
     """Run `python -m megascale ARGUMENTS` as `world` ranks on this host and return the exit status of the job.
 
-    Rank 0 shares this terminal; the others write to `logs`/rank-N.log. A signal that asks to stop is passed on once, so
-    that the ranks finish their step and save; a second one ends them. `dumps`: the flight recorder's folder.
+    Rank 0 shares this terminal; the other ranks write to `logs`/rank-N.log. The first stop signal is forwarded, and the
+    ranks finish their step and save; the second kills them. `dump_folder`: dumps of the flight recorder.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    for old in logs.glob("rank-*.*"):
-        old.unlink()
+    for old_log in logs.glob("rank-*.*"):
+        old_log.unlink()
     workers: list[_Worker] = []
-    forward = _Forward(workers)
-    with handling_stops(forward.pass_on):
-        with _listening() as listener:
+    forwarder = _SignalForwarder(workers)
+    with handling_stops(forwarder.forward):
+        with _loopback_listener() as listener:
             for rank in range(world):
-                if not forward.asked:
+                if not forwarder.stop_requests:
                     workers.append(_start(arguments, rank, world, listener, logs))
         if len(workers) < world:
             _end(workers)
-            return _stopped(forward)
-        return _watch(workers, forward, logs, dumps)
+            return _report_stop(forwarder)
+        return _watch(workers, forwarder, logs, dump_folder)
 
 
 @contextlib.contextmanager
-def _listening() -> Iterator[socket.socket]:
-    """A socket on a free loopback port for the store of rank 0."""
+def _loopback_listener() -> Iterator[socket.socket]:
+    """Listen on a free loopback port, for rank 0's store."""
     listener = socket.socket()
     try:
         listener.bind(("127.0.0.1", 0))
@@ -82,7 +82,7 @@ def _start(arguments: Sequence[str], rank: int, world: int, listener: socket.soc
         WORLD_SIZE=str(world),
         LOCAL_WORLD_SIZE=str(world),
     )
-    env[STORE] = f"{address}:{fd}" if rank == 0 else address
+    env[STORE_VARIABLE] = f"{address}:{fd}" if rank == 0 else address
     env[ERROR_FILE] = str(logs / f"rank-{rank}.error.json")
     env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -95,46 +95,46 @@ def _start(arguments: Sequence[str], rank: int, world: int, listener: socket.soc
             stdout=output,
             stderr=subprocess.STDOUT if log else None,
             pass_fds=[fd] if rank == 0 else [],
-            start_new_session=True,  # Ctrl-C reaches the launcher alone, which passes it on as a request to stop
-            preexec_fn=lambda: die_with(parent),  # noqa: PLW1509  the launcher has no threads
+            start_new_session=True,  # Ctrl-C reaches the launcher only, which forwards a stop request
+            preexec_fn=lambda: die_with_parent(parent),  # noqa: PLW1509  the launcher has no threads
         )
     return _Worker(rank, process, log)
 
 
-class _Forward:
-    """Passes on what asks to stop: the first time as a request, the second as the end. `asked` counts."""
+class _SignalForwarder:
+    """Forwards stop signals to the ranks: the first as SIGTERM, the second as SIGKILL."""
 
     def __init__(self, workers: Sequence[_Worker]) -> None:
         self._workers = workers
-        self.asked = 0
+        self.stop_requests = 0
 
-    def pass_on(self, number: int, frame: FrameType | None) -> None:
-        if self.asked and number == signal.SIGHUP:  # shell and kernel may each send one
+    def forward(self, number: int, frame: FrameType | None) -> None:
+        if self.stop_requests and number == signal.SIGHUP:  # shell and kernel may both send a SIGHUP
             return
-        _signal(self._workers, signal.SIGKILL if self.asked else signal.SIGTERM)
-        self.asked += 1
+        _signal(self._workers, signal.SIGKILL if self.stop_requests else signal.SIGTERM)
+        self.stop_requests += 1
 
 
-def _watch(workers: Sequence[_Worker], forward: _Forward, logs: Path, dumps: Path | None) -> int:
-    """Wait for all ranks, or for the first that fails; then end the others and say what happened."""
-    good = (None, Exit.OK, Exit.STOPPED)
-    while all((code := worker.process.poll()) in good for worker in workers):
+def _watch(workers: Sequence[_Worker], forwarder: _SignalForwarder, logs: Path, dump_folder: Path | None) -> int:
+    """Wait for the end of all ranks, or for a failure; then end the other ranks and report the root cause."""
+    no_failure = (None, Exit.OK, Exit.STOPPED)
+    while all((code := worker.process.poll()) in no_failure for worker in workers):
         if code is not None and all(worker.process.poll() is not None for worker in workers):
             stopped = any(worker.process.returncode == Exit.STOPPED for worker in workers)
             return Exit.STOPPED if stopped else Exit.OK
         time.sleep(0.05)
-    time.sleep(SETTLE)
-    died = {w.rank: -w.process.returncode for w in workers if (w.process.poll() or 0) < 0}  # by a signal, not ours
+    time.sleep(ROOT_CAUSE_WINDOW_S)
+    signals = {w.rank: -w.process.returncode for w in workers if (w.process.poll() or 0) < 0}  # before `_end` sends its
     _end(workers)
-    if forward.asked and set(died.values()) <= {signal.SIGTERM, signal.SIGKILL} and died:
-        return _stopped(forward)
-    failure = first_cause(logs, died, {worker.rank: worker.process.returncode for worker in workers}, dumps)
+    if forwarder.stop_requests and set(signals.values()) <= {signal.SIGTERM, signal.SIGKILL} and signals:
+        return _report_stop(forwarder)
+    failure = root_cause(logs, signals, {worker.rank: worker.process.returncode for worker in workers}, dump_folder)
     print(_report(failure, workers), file=sys.stderr)
     return failure.exit_status
 
 
-def _stopped(forward: _Forward) -> int:
-    when = "before the first step" if forward.asked == 1 else "at once, without saving"
+def _report_stop(forwarder: _SignalForwarder) -> int:
+    when = "before the first step" if forwarder.stop_requests == 1 else "at once, without saving"
     print(f"megascale: stopped {when}", file=sys.stderr)
     return Exit.STOPPED
 
@@ -142,10 +142,9 @@ def _stopped(forward: _Forward) -> int:
 def _report(failure: Failure, workers: Sequence[_Worker]) -> str:
     world = len(workers)
     log = workers[failure.rank].log
-    told = log is None and not failure.unexplained  # by the rank itself, on this terminal
-    lines = [
-        f"megascale: rank {failure.rank} of {world} on {failure.host} failed" + ("" if told else f": {failure.what}")
-    ]
+    shown = log is None and not failure.unexplained  # rank 0 has printed its error on this terminal
+    message = "" if shown else f": {failure.message}"
+    lines = [f"megascale: rank {failure.rank} of {world} on {failure.host} failed{message}"]
     if log is not None:
         if failure.unexplained:
             lines += [f"  | {line}" for line in log.read_text(errors="replace").splitlines()[-20:]]
@@ -156,7 +155,7 @@ def _report(failure: Failure, workers: Sequence[_Worker]) -> str:
 
 
 def _end(workers: Sequence[_Worker]) -> None:
-    """End the ranks that still run: SIGTERM twice (the second does not wait for the step), then SIGKILL."""
+    """End the running ranks: SIGTERM twice (the second does not wait for the step), then SIGKILL."""
     for _ in range(2):
         _signal(workers, signal.SIGTERM)
         time.sleep(0.1)

@@ -1,6 +1,6 @@
-"""Network namespaces without names: open files hold them, so the kernel removes one, with all that is in it, when its
-holders have ended. A keeper, a process in a session of its own, outlives whatever ends this one and kills what still
-runs in them.
+"""Network namespaces without names: file descriptors hold a namespace, and the kernel removes a namespace and its links
+when the holders have ended. A reaper, a process in its own session, outlives this process and kills the remaining
+processes in the namespaces.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from pathlib import Path
 from typing import TypeVar
 
 from megascale.core.errors import Exit, MegascaleError
-from megascale.launch.cores import remove
+from megascale.launch.cpu_quota import remove_cgroup
 
-PRIVILEGES = "run as root; in a container, in one that has CAP_NET_ADMIN and CAP_SYS_ADMIN (--privileged)"
+PRIVILEGES_HINT = "run as root; a container needs CAP_NET_ADMIN and CAP_SYS_ADMIN (--privileged)"
 
-_DEATH_S = 10.0  # in which a process that is killed ends
-_CLONE_NEWNET = 0x40000000  # of unshare(2), setns(2)
+_DEATH_S = 10.0  # limit for the end of killed processes
+_CLONE_NEWNET = 0x40000000  # flag of unshare(2) and setns(2)
 
 T = TypeVar("T")
 
 
 class TestbedError(MegascaleError):
-    """A cluster that this machine cannot have, or a command that cannot be run on it."""
+    """A testbed that this machine cannot make, or a command that cannot run on a host."""
 
     exit_status = Exit.CONFIG
 
 
 def new_namespace() -> int:
-    """A file descriptor that holds a network namespace of its own.
+    """Make a network namespace and return a file descriptor that holds it.
 
     Raises: TestbedError
     """
@@ -47,11 +47,11 @@ def new_namespace() -> int:
     try:
         return _in_thread(make)
     except OSError as error:
-        raise TestbedError(f"no network namespace can be made: {error.strerror}", mend=PRIVILEGES) from None
+        raise TestbedError(f"no network namespace can be made: {error.strerror}", hint=PRIVILEGES_HINT) from None
 
 
-def inside(namespace: int, call: Callable[[], T]) -> T:
-    """What `call` returns in a namespace."""
+def call_in_namespace(namespace: int, call: Callable[[], T]) -> T:
+    """Call `call` in a namespace and return its result."""
 
     def enter() -> T:
         _system_call("setns", namespace, _CLONE_NEWNET)
@@ -61,7 +61,7 @@ def inside(namespace: int, call: Callable[[], T]) -> T:
 
 
 def _in_thread(call: Callable[[], T]) -> T:
-    """What `call` returns in a thread of its own: threads have namespaces, and this one keeps its."""
+    """Call `call` in a new thread and return its result: a namespace belongs to a thread, and this thread keeps its."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(call).result()
 
@@ -72,43 +72,41 @@ def _system_call(name: str, *arguments: int) -> None:
         raise OSError(number, os.strerror(number))
 
 
-def start_keeper(namespaces: Sequence[int], groups: Sequence[Path]) -> subprocess.Popen:
-    """A process that kills what runs in the namespaces when this one ends: then its standard input does, too. It
-    removes the control groups that are left.
+def start_reaper(namespaces: Sequence[int], cgroups: Sequence[Path]) -> subprocess.Popen:
+    """Start a process that kills the processes in the namespaces, and removes the control groups, when this process
+    ends: the reaper's standard input then ends, too.
     """
 
     def start() -> subprocess.Popen:
-        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))  # of this thread
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))  # in this thread only
         return subprocess.Popen(
-            [sys.executable, "-m", __name__, *map(str, (*namespaces, *groups))],
+            [sys.executable, "-m", __name__, *map(str, (*namespaces, *cgroups))],
             stdin=subprocess.PIPE,
-            pass_fds=namespaces,  # it holds them: the number by which a namespace is known is soon used again
+            pass_fds=namespaces,  # the reaper holds the namespaces: the kernel reuses the inode number of a removed one
             start_new_session=True,
         )
 
     return _in_thread(start)
 
 
-def kill_all_in(namespaces: Sequence[int]) -> None:
-    """Kill all processes in some namespaces, and those that they start meanwhile.
+def kill_processes_in(namespaces: Sequence[int]) -> None:
+    """Kill all processes in the namespaces, and the processes that they start meanwhile.
 
-    Raises: TestbedError if some do not end
+    Raises: TestbedError if a process does not end
     """
     inodes = {os.fstat(fd).st_ino for fd in namespaces}
     deadline = time.monotonic() + _DEATH_S
-    while found := [
-        pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if _namespace_of(pid) in inodes
-    ]:
+    while pids := [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if _namespace_of(pid) in inodes]:
         if time.monotonic() > deadline:
-            raise TestbedError(f"processes {found} do not end", mend="see what they wait for in /proc/PID/stack")
-        for pid in found:
+            raise TestbedError(f"processes {pids} do not end", hint="see what they wait for in /proc/PID/stack")
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.005)
 
 
 def _namespace_of(pid: int) -> int | None:
-    """The inode of a process's network namespace; None if it has ended."""
+    """Return the inode of a process's network namespace; None if the process has ended."""
     try:
         return Path(f"/proc/{pid}/ns/net").stat().st_ino
     except OSError:
@@ -117,7 +115,7 @@ def _namespace_of(pid: int) -> int | None:
 
 if __name__ == "__main__":
     sys.stdin.buffer.read()
-    kill_all_in([int(word) for word in sys.argv[1:] if word.isdecimal()])
+    kill_processes_in([int(word) for word in sys.argv[1:] if word.isdecimal()])
     for word in sys.argv[1:]:
         if not word.isdecimal():
-            remove(Path(word))
+            remove_cgroup(Path(word))

@@ -1,1 +1,1 @@
-"""Who holds what: rank arithmetic, stages, named tensors and how they are cut. Integers only."""
+"""The layout of a run: ranks, pipeline stages, named tensors and their sharding. Integer arithmetic, without torch."""

@@ -1,8 +1,8 @@
-"""Transformer blocks, each described once as a list of its parts in the order of a forward.
+"""Transformer blocks, described as a list of parts in forward order (`BlockSpec`).
 
-Parameters, FLOPs, traffic, memory and time of a block, and the choice of what FP8 casts, are computed from this list;
-`megascale.model.block` runs what it says. A further kind of block is a module, a description, and a card of
-`catalog.layers` that names both. Sizes are those of the whole block, before tensor parallelism cuts anything.
+Parameters, FLOPs, traffic, memory and time of a block, and the operands that FP8 quantizes, are computed from this
+list; `megascale.model.block` executes the block. A new kind of block is a module, a description (here serial_block and
+parallel_block), and a card of `catalog.layers` that names both. Sizes are before tensor parallelism shards the weights.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from megascale.config.model import ModelConfig
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearSpec:
     """A linear layer: a GEMM [tokens, inputs] x [inputs, outputs].
 
-    `name`: its path inside the block, such as 'attention.qkv'. `parts`: rows of its weight by logical part, one above
-    the other. `label`: its name in the ledger of communication. `fp8`: FP8 may multiply it; a router, say, stays in the
-    dtype of compute.
+    `name`: path inside the block, such as 'attention.qkv'. `label`: name in the event log. `parts`: logical parts of
+    the weight with their rows, stacked along dimension 0. `fp8`: FP8 may run this GEMM; a router, for example, stays
+    in the compute dtype.
     """
 
     name: str
@@ -35,220 +35,219 @@ class Linear:
 
     @property
     def outputs(self) -> int:
-        """Rows of the weight [outputs, inputs]."""
+        """Output features: rows of the weight [outputs, inputs]."""
         return sum(rows for _, rows in self.parts)
 
     @property
-    def elements(self) -> int:
+    def weight_numel(self) -> int:
         """Elements of the weight."""
         return self.outputs * self.inputs
 
 
 @dataclass(frozen=True)
-class Norm:
-    """A norm of a tensor of the residual stream's width. `name`: its path inside the block."""
+class NormSpec:
+    """A norm over the hidden size. `name`: path inside the block."""
 
     name: str
 
 
 @dataclass(frozen=True)
-class Linears:
-    """Linear layers side by side, which share their collectives over tp and the FP8 copy of what they share."""
+class LinearGroup:
+    """Parallel linear layers, which share their tp collectives and the FP8 copy of their common operand."""
 
-    layers: tuple[Linear, ...]
+    layers: tuple[LinearSpec, ...]
 
     @property
     def fp8(self) -> bool:
-        """FP8 may multiply them: all of them, or none."""
+        """FP8 may run the GEMMs of the group: all of them, or none."""
         allowed = {layer.fp8 for layer in self.layers}
-        assert len(allowed) == 1, f"{self.label}: side by side, all are multiplied in FP8 or none"
+        assert len(allowed) == 1, f"{self.label}: all GEMMs of a group run in FP8, or none"
         return allowed.pop()
 
     @property
     def label(self) -> str:
-        """Their name in the ledger, such as 'qkv and up'."""
+        """The group's name in the event log, such as 'qkv and up'."""
         return " and ".join(layer.label for layer in self.layers)
 
     @property
-    def elements(self) -> int:
-        """Elements of their weights."""
-        return sum(layer.elements for layer in self.layers)
+    def weight_numel(self) -> int:
+        """Elements of the group's weights."""
+        return sum(layer.weight_numel for layer in self.layers)
 
 
 @dataclass(frozen=True)
-class Columns(Linears):
-    """Column-parallel layers of one input, which sequence parallelism gathers before them; each rank of tp has a part
-    of every output.
+class ColumnParallel(LinearGroup):
+    """Column-parallel layers of a common input X: tp rank i computes Y_i = X W_i^T, a shard of every layer's outputs.
+    With sequence parallelism X is all-gathered before the GEMMs.
     """
 
 
 @dataclass(frozen=True)
-class Rows(Linears):
-    """Row-parallel layers, each of its own input, of which each rank of tp has a part; their outputs are summed over
-    the layers and over tp.
+class RowParallel(LinearGroup):
+    """Row-parallel layers, each with a sharded input: Y = sum of X_i W_i^T over the layers and the tp ranks i. The sum
+    over tp is an all-reduce, or a reduce-scatter with sequence parallelism.
     """
 
 
 @dataclass(frozen=True)
-class Attention:
-    """The core of attention, from q, k and v to what the heads attend to. `window`: keys that a query sees, None for
-    its whole past.
-    """
+class AttentionSpec:
+    """The attention core, softmax(q k^T) v. `window`: keys visible to a query; None for all earlier positions."""
 
     heads: int
     kv_heads: int
-    width: int
+    head_dim: int
     window: int | None
 
     @property
-    def attended(self) -> int:
-        """Elements of the result for each token."""
-        return self.heads * self.width
+    def out_width(self) -> int:
+        """Elements of the output per token."""
+        return self.heads * self.head_dim
 
     @property
-    def qkv(self) -> int:
-        """Elements of q, k and v for each token."""
-        return (self.heads + 2 * self.kv_heads) * self.width
+    def qkv_width(self) -> int:
+        """Elements of q, k and v per token."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
 
 
 @dataclass(frozen=True)
-class Activation:
-    """The non-linearity of an MLP: elements for each token before and after it."""
+class ActivationSpec:
+    """The activation function of an MLP: elements per token of its input and output."""
 
     inputs: int
     outputs: int
 
 
 @dataclass(frozen=True)
-class Residual:
-    """A branch is added to the residual stream, after dropout where the model has any."""
+class ResidualAdd:
+    """The addition of a branch to the residual stream, after dropout if the model has dropout."""
 
 
 RECENT = 16
-"""Models whose blocks are kept: layouts of a search share one."""
+"""Models whose blocks are cached: the layouts of a search share a model."""
 
-Part = Norm | Columns | Rows | Attention | Activation | Residual
-Block = tuple[Part, ...]
-Kind = TypeVar("Kind")
+BlockPart = NormSpec | ColumnParallel | RowParallel | AttentionSpec | ActivationSpec | ResidualAdd
+BlockSpec = tuple[BlockPart, ...]
+PartT = TypeVar("PartT")
 
 
-def block(model: ModelConfig, layer: int) -> Block:
-    """The parts of layer number `layer` of a model, in the order of its forward."""
+def block_spec(model: ModelConfig, layer: int) -> BlockSpec:
+    """The parts of layer number `layer` of a model, in forward order."""
     return _description(model)(model, layer)
 
 
-def _description(model: ModelConfig) -> Callable[[ModelConfig, int], Block]:
+def _description(model: ModelConfig) -> Callable[[ModelConfig, int], BlockSpec]:
     module, _, name = BLOCKS[model.block].facts["description"].partition(":")
-    description: Callable[[ModelConfig, int], Block] = getattr(importlib.import_module(module), name)
+    description: Callable[[ModelConfig, int], BlockSpec] = getattr(importlib.import_module(module), name)
     return description
 
 
 @lru_cache(RECENT)
-def kinds(model: ModelConfig) -> tuple[tuple[Block, ...], tuple[int, ...]]:
-    """List the distinct blocks of a model, and for each layer the number of its own."""
+def distinct_blocks(model: ModelConfig) -> tuple[tuple[BlockSpec, ...], tuple[int, ...]]:
+    """List the distinct blocks of a model, and for every layer the index of its block in the list."""
     description = _description(model)
-    described = [description(model, layer) for layer in range(model.num_layers)]
-    distinct = tuple(dict.fromkeys(described))
-    return distinct, tuple(distinct.index(each) for each in described)
+    blocks = [description(model, layer) for layer in range(model.num_layers)]
+    distinct = tuple(dict.fromkeys(blocks))
+    return distinct, tuple(distinct.index(block) for block in blocks)
 
 
-def parts(block: Block, kind: type[Kind]) -> Iterator[Kind]:
-    """The parts of one kind."""
+def parts_of_type(block: BlockSpec, kind: type[PartT]) -> Iterator[PartT]:
+    """The parts of a block that are instances of `kind`."""
     return (part for part in block if isinstance(part, kind))
 
 
-def linears(block: Block) -> Iterator[Linear]:
+def linears(block: BlockSpec) -> Iterator[LinearSpec]:
     """The linear layers of a block."""
-    return (layer for group in parts(block, Linears) for layer in group.layers)
+    return (layer for group in parts_of_type(block, LinearGroup) for layer in group.layers)
 
 
-def weights(block: Block) -> int:
+def weight_numel(block: BlockSpec) -> int:
     """Count the elements of a block's weights."""
-    return sum(layer.elements for layer in linears(block))
+    return sum(layer.weight_numel for layer in linears(block))
 
 
-def entering(block: Block) -> int:
-    """How many norms are the input of column-parallel layers, which recomputation may form again instead of keeping."""
-    return sum(isinstance(part, Norm) and isinstance(then, Columns) for part, then in itertools.pairwise(block))
+def norms_before_columns(block: BlockSpec) -> int:
+    """Count the norms whose output is the input of column-parallel layers; recomputation can replace these outputs."""
+    pairs = itertools.pairwise(block)
+    return sum(isinstance(part, NormSpec) and isinstance(successor, ColumnParallel) for part, successor in pairs)
 
 
-def unread(block: Block) -> Rows | None:
-    """The row-parallel layers whose output is the block's result but for the residual stream: where a whole block is
-    recomputed no gradient needs their output. None if a later part does.
+def skippable_rows(block: BlockSpec) -> RowParallel | None:
+    """The row-parallel layers that full recomputation can skip: no gradient needs their output, the last branch that is
+    added to the residual stream. None if a later part reads the output.
     """
-    last = next((part for part in reversed(block) if not isinstance(part, Residual)), None)
-    return last if isinstance(last, Rows) else None
+    last = next((part for part in reversed(block) if not isinstance(part, ResidualAdd)), None)
+    return last if isinstance(last, RowParallel) else None
 
 
-def operands(block: Block) -> Iterator[str]:
-    """The operands that FP8 casts, such as 'mlp.up.weight': of each linear layer its input, its weight and the gradient
-    of its output. Layers side by side share one input or one gradient, which goes by the name of the first.
+def fp8_operands(block: BlockSpec) -> Iterator[str]:
+    """The operands that FP8 quantizes: input, weight and output gradient of the linear layers, as 'mlp.up.weight'.
+    The column-parallel layers of a group share an input, row-parallel layers an output gradient, named by the first.
     """
-    for group in parts(block, Linears):
+    for group in parts_of_type(block, LinearGroup):
         for index, layer in enumerate(group.layers if group.fp8 else ()):
-            if index == 0 or isinstance(group, Rows):
+            if index == 0 or isinstance(group, RowParallel):
                 yield f"{layer.name}.input"
             yield f"{layer.name}.weight"
-            if index == 0 or isinstance(group, Columns):
+            if index == 0 or isinstance(group, ColumnParallel):
                 yield f"{layer.name}.gradient"
 
 
-def serial(model: ModelConfig, layer: int) -> Block:
+def serial_block(model: ModelConfig, layer: int) -> BlockSpec:
     """x + attention(norm(x)), then + mlp(norm(.))."""
     return (
-        Norm("attention_norm"),
-        Columns((qkv(model),)),
+        NormSpec("attention_norm"),
+        ColumnParallel((qkv(model),)),
         attention(model, layer),
-        Rows((out(model),)),
-        Residual(),
-        Norm("mlp_norm"),
-        Columns((up(model),)),
+        RowParallel((out(model),)),
+        ResidualAdd(),
+        NormSpec("mlp_norm"),
+        ColumnParallel((up(model),)),
         activation(model),
-        Rows((down(model),)),
-        Residual(),
+        RowParallel((down(model),)),
+        ResidualAdd(),
     )
 
 
-def parallel(model: ModelConfig, layer: int) -> Block:
+def parallel_block(model: ModelConfig, layer: int) -> BlockSpec:
     """x + attention(norm(x)) + mlp(norm(x))."""
     return (
-        Norm("norm"),
-        Columns((qkv(model), up(model))),
+        NormSpec("norm"),
+        ColumnParallel((qkv(model), up(model))),
         attention(model, layer),
         activation(model),
-        Rows((out(model), down(model))),
-        Residual(),
+        RowParallel((out(model), down(model))),
+        ResidualAdd(),
     )
 
 
-def qkv(model: ModelConfig) -> Linear:
-    """The layer that forms q, k and v."""
+def qkv(model: ModelConfig) -> LinearSpec:
+    """The q, k and v projections, as a single linear layer."""
     q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    return Linear("attention.qkv", "qkv", model.hidden_size, (("q", q), ("k", kv), ("v", kv)))
+    return LinearSpec("attention.qkv", "qkv", model.hidden_size, (("q", q), ("k", kv), ("v", kv)))
 
 
-def attention(model: ModelConfig, layer: int) -> Attention:
-    """The attention of a layer."""
-    return Attention(model.num_heads, model.num_kv_heads, model.head_dim, model.windows[layer])
+def attention(model: ModelConfig, layer: int) -> AttentionSpec:
+    """The attention core of layer number `layer`."""
+    return AttentionSpec(model.num_heads, model.num_kv_heads, model.head_dim, model.windows[layer])
 
 
-def out(model: ModelConfig) -> Linear:
-    """The layer from what the heads attend to back into the residual stream."""
-    return Linear("attention.out", "out", model.num_heads * model.head_dim, (("out", model.hidden_size),))
+def out(model: ModelConfig) -> LinearSpec:
+    """The output projection of attention, from the heads to the residual stream."""
+    return LinearSpec("attention.out", "out", model.num_heads * model.head_dim, (("out", model.hidden_size),))
 
 
-def up(model: ModelConfig) -> Linear:
-    """The first layer of the MLP, with a gated activation gate and up at once."""
+def up(model: ModelConfig) -> LinearSpec:
+    """The up projection of the MLP; with a gated activation, gate and up projection as a single linear layer."""
     if model.gated:
-        return Linear("mlp.gate_up", "up", model.hidden_size, (("gate", model.ffn_size), ("up", model.ffn_size)))
-    return Linear("mlp.up", "up", model.hidden_size, (("up", model.ffn_size),))
+        return LinearSpec("mlp.gate_up", "up", model.hidden_size, (("gate", model.ffn_size), ("up", model.ffn_size)))
+    return LinearSpec("mlp.up", "up", model.hidden_size, (("up", model.ffn_size),))
 
 
-def activation(model: ModelConfig) -> Activation:
-    """The non-linearity of the MLP."""
-    return Activation((2 if model.gated else 1) * model.ffn_size, model.ffn_size)
+def activation(model: ModelConfig) -> ActivationSpec:
+    """The activation function of the MLP."""
+    return ActivationSpec((2 if model.gated else 1) * model.ffn_size, model.ffn_size)
 
 
-def down(model: ModelConfig) -> Linear:
-    """The MLP's layer back into the residual stream."""
-    return Linear("mlp.down", "down", model.ffn_size, (("down", model.hidden_size),))
+def down(model: ModelConfig) -> LinearSpec:
+    """The down projection of the MLP, to the residual stream."""
+    return LinearSpec("mlp.down", "down", model.ffn_size, (("down", model.hidden_size),))

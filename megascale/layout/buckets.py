@@ -1,9 +1,12 @@
-"""Parameters side by side in one contiguous buffer.
+"""Buckets: the layout of parameters in a contiguous buffer.
 
-A bucket is reduced, sharded over data parallelism and gathered as a whole: its shards are equal contiguous ranges, so
-that a reduce-scatter and an all-gather are one collective without copies (MegaScale 3.2: a model chunk at a time).
-Inside it parameters are grouped, so that those treated alike, and those that every tp rank holds whole, are contiguous
-ranges as well.
+A bucket is the unit of gradient reduction, data-parallel sharding and parameter all-gather. Its shards are equal
+contiguous ranges: a reduce-scatter or an all-gather is a single collective without copies (MegaScale 3.2, where a
+bucket is a model chunk). Parameters are sorted such that those with equal optimizer flags, and those that tp
+replicates, are contiguous ranges as well:
+
+    | sharded by tp: matrices, vectors | replicated over tp: matrices, vectors | padding |
+    |     shard 0      |      shard 1      |      shard 2      |      shard 3           |
 """
 
 from __future__ import annotations
@@ -12,89 +15,87 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megascale.layout.tensors import Parameter
+from megascale.layout.tensors import ParamSpec
 from megascale.layout.topology import Topology
 
 ALIGNMENT = 64
-"""Parameters and shards start at a multiple of this many elements: 128 bytes or more in every dtype."""
+"""Elements to which the starts of parameters and shards are aligned: 128 bytes or more in every dtype."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter's place in a bucket, in elements."""
+    """A parameter's range in a bucket, in elements."""
 
-    parameter: Parameter
+    parameter: ParamSpec
     start: int
     stop: int
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Slots in order and the size of the buffer, a multiple of `shards`; all in elements, not bytes.
+class BucketLayout:
+    """The slots of a bucket in order, and its size `numel`, a multiple of `num_shards`. All sizes are in elements.
 
-    `axes`: the axes of parallelism that reduce and shard it; `shards`: the ranks of such a group. `whole`: the range of
-    the parameters that every tp rank holds whole.
+    `axes`: the axes of parallelism over which the bucket is reduced and sharded; `num_shards`: ranks of such a group.
+    `replicated`: the range of the parameters that tp replicates.
     """
 
     slots: tuple[Slot, ...]
-    size: int
+    numel: int
     axes: tuple[str, ...]
-    shards: int
-    whole: tuple[int, int]
+    num_shards: int
+    replicated: tuple[int, int]
 
     @property
     def padding(self) -> list[tuple[int, int]]:
-        """(start, stop) of what lies behind slots and belongs to no parameter."""
-        return [(slot.stop, end) for slot, end in self._ends if slot.stop < end]
+        """The ranges (start, stop) after slots that belong to no parameter."""
+        return [(slot.stop, end) for slot, end in self._slot_ends if slot.stop < end]
 
-    def shard(self, index: int) -> tuple[int, int]:
+    def shard_range(self, index: int) -> tuple[int, int]:
         """The range of shard `index`."""
-        each = self.size // self.shards
-        return index * each, (index + 1) * each
+        size = self.numel // self.num_shards
+        return index * size, (index + 1) * size
 
-    def parts(self, start: int, stop: int) -> list[tuple[Slot, int, int]]:
-        """(slot, start, stop) of what of each slot lies inside [start, stop)."""
-        inside = [(slot, max(slot.start, start), min(slot.stop, stop)) for slot in self.slots]
-        return [part for part in inside if part[1] < part[2]]
+    def param_ranges(self, start: int, stop: int) -> list[tuple[Slot, int, int]]:
+        """The parts (slot, start, stop) of the slots inside [start, stop)."""
+        clipped = [(slot, max(slot.start, start), min(slot.stop, stop)) for slot in self.slots]
+        return [part for part in clipped if part[1] < part[2]]
 
-    def runs(self, start: int, stop: int) -> list[tuple[Slot, int, int]]:
-        """(slot, start, stop) of the runs of parameters treated alike inside [start, stop), padding with its run; each
-        run goes by its first slot.
+    def merged_ranges(self, start: int, stop: int) -> list[tuple[Slot, int, int]]:
+        """The ranges (first slot, start, stop) of parameters with equal optimizer flags inside [start, stop). A range
+        includes the padding after its slots.
         """
         runs: list[tuple[Slot, int, int]] = []
-        for slot, end in self._ends:
-            if runs and _treatment(runs[-1][0].parameter) == _treatment(slot.parameter):
+        for slot, end in self._slot_ends:
+            if runs and _optimizer_flags(runs[-1][0].parameter) == _optimizer_flags(slot.parameter):
                 runs[-1] = (*runs[-1][:2], end)
             else:
                 runs.append((slot, slot.start, end))
-        inside = [(slot, max(low, start), min(high, stop)) for slot, low, high in runs]
-        return [run for run in inside if run[1] < run[2]]
+        clipped = [(slot, max(low, start), min(high, stop)) for slot, low, high in runs]
+        return [run for run in clipped if run[1] < run[2]]
 
     @property
-    def _ends(self) -> Iterator[tuple[Slot, int]]:
-        """Each slot, and where the next one starts."""
-        return zip(self.slots, [*(slot.start for slot in self.slots[1:]), self.size], strict=True)
+    def _slot_ends(self) -> Iterator[tuple[Slot, int]]:
+        """Pairs of a slot and the start of its successor."""
+        return zip(self.slots, [*(slot.start for slot in self.slots[1:]), self.numel], strict=True)
 
 
-def pack(parameters: Sequence[Parameter], topology: Topology) -> Bucket:
-    """Lay parameters out: first those that tp shards, then those that each rank holds whole; in each, matrices first.
-    The gradients of all are reduced over the same axes.
-    """
+def pack(parameters: Sequence[ParamSpec], topology: Topology) -> BucketLayout:
+    """Lay out parameters with common reduction axes: sharded over tp before replicated, matrices before vectors."""
     axes = parameters[0].reduce_axes
-    assert all(p.reduce_axes == axes for p in parameters), "one group reduces a bucket"
+    assert all(p.reduce_axes == axes for p in parameters), "the gradients of a bucket have a common reduction group"
     shards = topology.size(*axes)
     slots: list[Slot] = []
-    at = whole_start = 0
-    for parameter in sorted(parameters, key=lambda p: ("tp" not in p.sharding, *_treatment(p))):  # stable
+    at = replicated_start = 0
+    for parameter in sorted(parameters, key=lambda p: ("tp" not in p.sharding, *_optimizer_flags(p))):  # stable
         slots.append(Slot(parameter, at, at + parameter.local_numel(topology)))
         at = _align(slots[-1].stop, ALIGNMENT)
         if "tp" in parameter.sharding:
-            whole_start = at
-    return Bucket(tuple(slots), _align(at, ALIGNMENT * shards), axes, shards, (whole_start, at))
+            replicated_start = at
+    return BucketLayout(tuple(slots), _align(at, ALIGNMENT * shards), axes, shards, (replicated_start, at))
 
 
-def _treatment(parameter: Parameter) -> tuple[bool, bool]:
-    """The flags by which an optimizer tells parameters apart."""
+def _optimizer_flags(parameter: ParamSpec) -> tuple[bool, bool]:
+    """The flags by which an optimizer treats parameters differently; matrices with weight decay sort first."""
     return not parameter.is_matrix, not parameter.weight_decay
 
 

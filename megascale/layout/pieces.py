@@ -1,37 +1,42 @@
-"""In how many pieces a collective travels under the matrix product that forms its tensor, or needs it."""
+"""Pieces of a collective that overlaps with a GEMM: a tp all-gather or reduce-scatter is split along the rows.
+
+    all-gather      | piece 0 | piece 1 | piece 2 | piece 3 |
+    GEMM                      | rows 0  | rows 1  | rows 2  | rows 3  |
+
+With p pieces about 1/p of the collective's time stays exposed.
+"""
 
 from __future__ import annotations
 
 import itertools
 
-PIECES = 4
-"""Most pieces of a collective: with p of them about 1/p of its time stays exposed."""
+MAX_PIECES = 4
+"""Maximum number of pieces of a collective."""
 
-PIECE_BYTES = 1 << 19
-"""Fewer bytes in a piece cost more in messages than they hide (docs/performance.md)."""
+MIN_PIECE_BYTES = 1 << 19
+"""Minimum bytes of a piece: smaller pieces cost more in messages than their overlap saves (docs/performance.md)."""
 
-
-GPU_ROWS = 512
-"""Fewest rows of a GEMM on a GPU that is a part of a larger one. Each part reads the whole weight and ends in a wave of
-tiles that fills the GPU only in part: 256 rows by 4,608 columns (GPT-3 175B, tp 8) are 36 tiles of 128 x 256 for 132
-multiprocessors. With fewer rows it is faster to communicate first and multiply then, as torch's own operators do where
-8 ranks have up to 256 rows each (`_should_use_multimem_all_gather_matmul` in torch.distributed._symmetric_memory).
+MIN_GPU_GEMM_ROWS = 512
+"""Minimum rows of a piece's GEMM on a GPU. A piece reads the full weight, and its last wave of tiles fills the GPU only
+partly: 256 rows by 4,608 columns (GPT-3 175B, tp 8) are 36 tiles of 128 x 256 for 132 multiprocessors. With fewer rows
+a blocking collective followed by the full GEMM is faster. torch's own operators do the same for 8 ranks of up to 256
+rows (`_should_use_multimem_all_gather_matmul` in torch.distributed._symmetric_memory).
 """
 
-GPU_GROUP = 4
-"""Most ranks that send each other direct messages on GPUs. In larger groups a GEMM has fewer columns, so that its parts
-need more rows, and over hosts every rank would send its part to each rank of another host.
+MAX_GPU_P2P_RANKS = 4
+"""Maximum ranks of a group whose pieces are point-to-point messages on GPUs. In larger groups the GEMMs have fewer
+columns and their pieces need more rows; across hosts, a rank would send its shard to every rank of another host.
 """
 
 
-def pieces_of(rows: int, pieces: int) -> list[slice]:
-    """`rows` in at most `pieces` runs, as even as can be."""
+def split_rows(rows: int, pieces: int) -> list[slice]:
+    """Split `rows` into at most `pieces` slices, as evenly as possible."""
     edges = [rows * index // pieces for index in range(pieces + 1)]
     return [slice(low, high) for low, high in itertools.pairwise(edges) if low < high]
 
 
-def most_pieces(rows: int, batch: int) -> int:
-    """Most pieces of `rows` positions of `batch` tokens each such that no piece has a GEMM of fewer than GPU_ROWS rows;
-    0 if the whole has fewer.
+def max_pieces(rows: int, batch: int) -> int:
+    """The maximum number of pieces of `rows` positions of `batch` tokens with at least MIN_GPU_GEMM_ROWS GEMM rows per
+    piece; 0 if all rows together are fewer.
     """
-    return rows // -(-GPU_ROWS // batch)
+    return rows // -(-MIN_GPU_GEMM_ROWS // batch)

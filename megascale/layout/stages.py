@@ -1,7 +1,7 @@
-"""Layers to chunks to pipeline ranks.
+"""Virtual pipeline stages: the assignment of layers to model chunks and pipeline ranks.
 
-With p pipeline ranks and v chunks on each, the network is cut into p v pieces in order, its virtual stages; stage s is
-chunk s // p of rank s % p (Narayanan et al. 2021, 2.2).
+With p pipeline ranks and v model chunks per rank the network is split in order into p v virtual stages; stage s is
+chunk s // p of rank s % p (Narayanan et al. 2021, 2.2): for p = v = 2, rank 0 has stages 0 and 2, rank 1 has 1 and 3.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 RECENT = 64
-"""Cuts that are kept: what is asked of one configuration asks for its cut again and again."""
+"""Cached splits: queries about a configuration ask for its split repeatedly."""
 
 
 @dataclass(frozen=True)
 class Stages:
-    """Layers of each virtual stage: stage s has layers starts[s] to starts[s + 1]."""
+    """The layers of the virtual stages: stage s has layers [starts[s], starts[s + 1])."""
 
     pp: int
     vpp: int
@@ -27,7 +27,7 @@ class Stages:
         return self.pp * self.vpp
 
     def index(self, rank: int, chunk: int) -> int:
-        """The virtual stage that is `chunk` of pipeline rank `rank`."""
+        """The virtual stage of model chunk `chunk` on pipeline rank `rank`."""
         return chunk * self.pp + rank
 
     def layers(self, stage: int) -> range:
@@ -36,19 +36,19 @@ class Stages:
 
 
 @lru_cache(RECENT)
-def split(num_layers: int, pp: int, vpp: int, layers_per_chunk: tuple[int, ...] | None = None) -> Stages:
-    """Cut the layers as evenly as can be, or as `layers_per_chunk` says.
+def split_layers(num_layers: int, pp: int, vpp: int, layers_per_chunk: tuple[int, ...] | None = None) -> Stages:
+    """Split the layers as evenly as possible, or by `layers_per_chunk`.
 
-    What is left over goes, a layer each, to the stages after the first: the first and the last, which also have the
-    embedding and the head, come last, and no rank gets two more than another.
+    Left-over layers go to the stages after the first, a layer per stage: the first and the last stage, with embedding
+    and head, come last, and the layers of two ranks differ by at most 1.
     """
     count = pp * vpp
-    each, extra = divmod(num_layers, count)
-    even = tuple(each + (1 <= stage <= extra) for stage in range(count))
+    quotient, extra = divmod(num_layers, count)
+    even = tuple(quotient + (1 <= stage <= extra) for stage in range(count))
     sizes = even if layers_per_chunk is None else layers_per_chunk
     starts = [0]
     for layers in sizes:
         starts.append(starts[-1] + layers)
     if len(starts) != count + 1 or starts[-1] != num_layers:
-        raise ValueError(f"{list(sizes)} does not cut {num_layers} layers into {count} chunks")
+        raise ValueError(f"{list(sizes)} does not split {num_layers} layers into {count} chunks")
     return Stages(pp, vpp, tuple(starts))

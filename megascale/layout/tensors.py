@@ -1,8 +1,10 @@
-"""Every tensor of the model by its global name: shape, sharding, initial values, and how it is trained.
+"""Tensors and parameters of the model by global name: shape, sharding, initialization and training flags.
 
-Initialisation, sharding, optimizers, FP8, checkpoints, parameter counts and memory all read this one list, which is the
-same for every layout. A `Parameter` is what a module holds: one tensor, or several that one GEMM multiplies (q, k and
-v; gate and up), one above the other.
+Initialization, sharding, optimizers, FP8, checkpoints, parameter counts and memory all read this list, which does not
+depend on the layout.
+
+TensorSpec: a tensor as checkpoints store it. ParamSpec: a parameter of a module, made of a tensor or of several stacked
+tensors that share a GEMM (q, k and v; gate and up). layer_params, stage_params, all_params: lists of parameters.
 """
 
 from __future__ import annotations
@@ -13,24 +15,24 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megascale.config.model import ModelConfig
-from megascale.layout.blocks import Columns, Linear, Linears, Norm, block
-from megascale.layout.topology import DATA, Coord, Topology
+from megascale.layout.blocks import ColumnParallel, LinearGroup, LinearSpec, NormSpec, block_spec
+from megascale.layout.topology import DATA_AXES, Coord, Topology
 
 Init = Literal["normal", "zeros", "ones"]
 
 VOCAB_MULTIPLE = 64
-"""Rows of the vocabulary on each rank are a multiple of this: what tensor cores want. Padding rows stay zero."""
+"""The multiple to which the vocabulary rows of a rank are padded, for tensor cores. Padding rows stay zero."""
 
 TOKEN_EMBEDDING = "embedding.token.weight"
-HEAD = "head.weight"  # where it is not the token embedding
+HEAD = "head.weight"  # unless tied to the token embedding
 
 
 @dataclass(frozen=True)
-class Tensor:
-    """A tensor as a checkpoint knows it.
+class TensorSpec:
+    """A tensor as checkpoints store it.
 
-    `sharding`: the dimension that each axis of parallelism shards; along other axes every rank holds all of it.
-    `multiple`: each rank pads its rows to a multiple of this.
+    `sharding`: axis of parallelism -> sharded dimension; the tensor is replicated over all other axes. `init`, `std`:
+    initialization. `pad_multiple`: the multiple to which a rank pads its rows.
     """
 
     name: str
@@ -38,54 +40,53 @@ class Tensor:
     sharding: Mapping[str, int] = field(default_factory=dict)
     init: Init = "normal"
     std: float = 0.0
-    multiple: int = 1
+    pad_multiple: int = 1
 
     def local_shape(self, topology: Topology) -> tuple[int, ...]:
         """Shape on one rank, with padding."""
         shape = list(self.shape)
         for axis, dimension in self.sharding.items():
             shape[dimension] = -(-shape[dimension] // getattr(topology, axis))
-        shape[0] = -(-shape[0] // self.multiple) * self.multiple
+        shape[0] = -(-shape[0] // self.pad_multiple) * self.pad_multiple
         return tuple(shape)
 
-    def local(self, topology: Topology, coord: Coord) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Offset and size of the box of this tensor that the rank at `coord` holds, without padding."""
+    def local_box(self, topology: Topology, coord: Coord) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Global offset and size of the shard of the rank at `coord`, without padding."""
         edges = []
-        for dimension, (size, each) in enumerate(zip(self.shape, self.local_shape(topology), strict=True)):
+        for dimension, (size, local_size) in enumerate(zip(self.shape, self.local_shape(topology), strict=True)):
             axes = [axis for axis, sharded in self.sharding.items() if sharded == dimension]
-            start = topology.index(coord, *axes) * each
-            edges.append((min(start, size), min(start + each, size)))
+            start = topology.index_in_group(coord, *axes) * local_size
+            edges.append((min(start, size), min(start + local_size, size)))
         return tuple(low for low, _ in edges), tuple(high - low for low, high in edges)
 
 
 @dataclass(frozen=True)
-class Parameter:
-    """A parameter of a module: logical `parts`, sharded alike, joined along their first dimension. `name` is the
-    module's path to it.
+class ParamSpec:
+    """A parameter of a module: `parts` with equal sharding, concatenated along dimension 0. `name`: its module path.
 
-    `is_matrix`: an optimizer may treat it as a matrix, as LAMB does, which scales its update to its norm.
-    `weight_decay`: weight decay applies. `fp8`: FP8 may multiply it.
+    `is_matrix`: optimizers may treat the parameter as a matrix; LAMB, for example, applies its trust ratio to matrices.
+    `weight_decay`: weight decay applies. `fp8`: the weight's GEMMs may run in FP8.
     """
 
     name: str
-    parts: tuple[Tensor, ...]
+    parts: tuple[TensorSpec, ...]
     is_matrix: bool
     weight_decay: bool
     fp8: bool
 
     def __post_init__(self) -> None:
-        alike = all(part.sharding == self.sharding for part in self.parts)
-        assert alike, f"the parts of {self.name} are sharded alike"
+        equal = all(part.sharding == self.sharding for part in self.parts)
+        assert equal, f"the parts of {self.name} must have equal sharding"
 
     @property
     def sharding(self) -> Mapping[str, int]:
-        """The dimension that each axis of parallelism shards."""
+        """The sharding of all parts: axis of parallelism -> sharded dimension."""
         return self.parts[0].sharding
 
     @property
     def reduce_axes(self) -> tuple[str, ...]:
-        """The axes over which its gradient is summed: those of data parallelism that do not shard it."""
-        return tuple(axis for axis in DATA if axis not in self.sharding)
+        """The axes over which the gradient is reduced: the data axes that do not shard the parameter."""
+        return tuple(axis for axis in DATA_AXES if axis not in self.sharding)
 
     def local_shape(self, topology: Topology) -> tuple[int, ...]:
         """Shape on one rank, with padding."""
@@ -97,89 +98,91 @@ class Parameter:
         return math.prod(self.local_shape(topology))
 
 
-def matrix(name: str, *parts: Tensor, fp8: bool = False) -> Parameter:
-    """A matrix, which decays. `fp8`: FP8 may multiply it."""
-    return Parameter(name, parts, is_matrix=True, weight_decay=True, fp8=fp8)
+def matrix_param(name: str, *parts: TensorSpec, fp8: bool = False) -> ParamSpec:
+    """A matrix, with weight decay. `fp8`: its GEMMs may run in FP8."""
+    return ParamSpec(name, parts, is_matrix=True, weight_decay=True, fp8=fp8)
 
 
-def vector(name: str, *parts: Tensor) -> Parameter:
-    """The gain of a norm or a bias, which does not decay."""
-    return Parameter(name, parts, is_matrix=False, weight_decay=False, fp8=False)
+def vector_param(name: str, *parts: TensorSpec) -> ParamSpec:
+    """A vector (the gain of a norm, or a bias), without weight decay."""
+    return ParamSpec(name, parts, is_matrix=False, weight_decay=False, fp8=False)
 
 
-def _norm(name: str, model: ModelConfig) -> list[Parameter]:
+def _norm(name: str, model: ModelConfig) -> list[ParamSpec]:
     shape = (model.hidden_size,)
-    found = [vector(f"{name}.weight", Tensor(f"{name}.weight", shape, init="ones"))]
+    params = [vector_param(f"{name}.weight", TensorSpec(f"{name}.weight", shape, init="ones"))]
     if model.norm == "layernorm":
-        found.append(vector(f"{name}.bias", Tensor(f"{name}.bias", shape, init="zeros")))
-    return found
+        params.append(vector_param(f"{name}.bias", TensorSpec(f"{name}.bias", shape, init="zeros")))
+    return params
 
 
-def _linear(name: str, model: ModelConfig, linear: Linear, dimension: int) -> list[Parameter]:
-    """A linear layer of a block. tp shards `dimension` of its weight: 0 outputs, 1 inputs. Weights back into the
-    residual stream, where a network of l layers adds up 2 l branches, start smaller.
+def _linear(name: str, model: ModelConfig, linear: LinearSpec, dimension: int) -> list[ParamSpec]:
+    """The parameters of a linear layer, whose weight tp shards along `dimension`: 0 outputs, 1 inputs.
+
+    Row-parallel weights feed the residual stream, which sums 2 l branches in a network of l layers: their initial
+    standard deviation is divided by sqrt(2 l).
     """
     std = model.init_std if dimension == 0 else model.init_std / math.sqrt(2 * model.num_layers)
     prefix, sharding = name.rpartition(".")[0], {"tp": dimension}
     parts = [(f"{prefix}.{part}", rows) for part, rows in linear.parts]
-    weights = [Tensor(f"{part}.weight", (rows, linear.inputs), sharding, std=std) for part, rows in parts]
-    found = [matrix(f"{name}.weight", *weights, fp8=linear.fp8)]
+    weights = [TensorSpec(f"{part}.weight", (rows, linear.inputs), sharding, std=std) for part, rows in parts]
+    params = [matrix_param(f"{name}.weight", *weights, fp8=linear.fp8)]
     if model.bias:
         sharding = sharding if dimension == 0 else {}
-        biases = [Tensor(f"{part}.bias", (rows,), sharding, init="zeros") for part, rows in parts]
-        found.append(vector(f"{name}.bias", *biases))
-    return found
+        biases = [TensorSpec(f"{part}.bias", (rows,), sharding, init="zeros") for part, rows in parts]
+        params.append(vector_param(f"{name}.bias", *biases))
+    return params
 
 
-def layer(model: ModelConfig, index: int) -> list[Parameter]:
-    """The parameters of one transformer block, in the order of its parts (`layout.blocks`)."""
-    found, name = list[Parameter](), f"layers.{index}"
-    for part in block(model, index):
-        if isinstance(part, Norm):
-            found += _norm(f"{name}.{part.name}", model)
-        elif isinstance(part, Linears):
+def layer_params(model: ModelConfig, index: int) -> list[ParamSpec]:
+    """The parameters of a transformer block, in the order of its parts (`layout.blocks`)."""
+    params, name = list[ParamSpec](), f"layers.{index}"
+    for part in block_spec(model, index):
+        if isinstance(part, NormSpec):
+            params += _norm(f"{name}.{part.name}", model)
+        elif isinstance(part, LinearGroup):
             for linear in part.layers:
-                found += _linear(f"{name}.{linear.name}", model, linear, 0 if isinstance(part, Columns) else 1)
-    return found
+                params += _linear(f"{name}.{linear.name}", model, linear, 0 if isinstance(part, ColumnParallel) else 1)
+    return params
 
 
 def padded_vocab(model: ModelConfig, tp: int) -> int:
-    """Rows of the vocabulary with padding: a multiple of VOCAB_MULTIPLE on each of tp ranks."""
+    """The padded vocabulary size: a multiple of VOCAB_MULTIPLE on every tp rank."""
     unit = VOCAB_MULTIPLE * tp
     return math.ceil(model.vocab_size / unit) * unit
 
 
-def _vocabulary(name: str, model: ModelConfig) -> Parameter:
+def _vocabulary(name: str, model: ModelConfig) -> ParamSpec:
     shape = (model.vocab_size, model.hidden_size)
-    return matrix(name, Tensor(name, shape, {"tp": 0}, std=model.init_std, multiple=VOCAB_MULTIPLE))
+    return matrix_param(name, TensorSpec(name, shape, {"tp": 0}, std=model.init_std, pad_multiple=VOCAB_MULTIPLE))
 
 
-def embedding(model: ModelConfig) -> list[Parameter]:
+def embedding_params(model: ModelConfig) -> list[ParamSpec]:
     """The parameters before the first layer."""
-    found = [_vocabulary(TOKEN_EMBEDDING, model)]
+    params = [_vocabulary(TOKEN_EMBEDDING, model)]
     if model.position == "learned":
         name, shape = "embedding.position.weight", (model.seq_length, model.hidden_size)
-        found.append(matrix(name, Tensor(name, shape, std=model.init_std)))
-    return found
+        params.append(matrix_param(name, TensorSpec(name, shape, std=model.init_std)))
+    return params
 
 
-def head(model: ModelConfig) -> list[Parameter]:
-    """The parameters after the last layer. A tied head is the token embedding under its own name."""
+def head_params(model: ModelConfig) -> list[ParamSpec]:
+    """The parameters after the last layer. A tied head has the name of the token embedding."""
     name = TOKEN_EMBEDDING if model.tie_embeddings else HEAD
     return [*_norm("final_norm", model), _vocabulary(name, model)]
 
 
-def stage(model: ModelConfig, layers: range, first: bool, last: bool) -> list[Parameter]:
-    """The parameters of a pipeline stage, each once: a stage that has both ends holds a tied embedding once."""
-    found = embedding(model) if first else []
+def stage_params(model: ModelConfig, layers: range, first: bool, last: bool) -> list[ParamSpec]:
+    """The parameters of a pipeline stage, without duplicates: a stage with embedding and tied head has them once."""
+    params = embedding_params(model) if first else []
     for index in layers:
-        found += layer(model, index)
+        params += layer_params(model, index)
     if last:
-        known = {parameter.name for parameter in found}
-        found += [parameter for parameter in head(model) if parameter.name not in known]
-    return found
+        names = {parameter.name for parameter in params}
+        params += [parameter for parameter in head_params(model) if parameter.name not in names]
+    return params
 
 
-def whole(model: ModelConfig) -> list[Parameter]:
-    """The parameters of the whole model."""
-    return stage(model, range(model.num_layers), first=True, last=True)
+def all_params(model: ModelConfig) -> list[ParamSpec]:
+    """The parameters of the full model."""
+    return stage_params(model, range(model.num_layers), first=True, last=True)

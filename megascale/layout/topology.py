@@ -1,7 +1,9 @@
-"""Ranks and their coordinates. tp varies fastest, then cp, dp, and pp slowest.
+"""The topology of a job: ranks and their coordinates on the axes of parallelism.
 
-Tensor parallelism so stays inside a node, and data-parallel groups are placed before pipeline stages, as in section 2
-of the paper.
+    rank = tp + TP * (cp + CP * (dp + DP * pp))
+
+tp varies fastest and stays inside a node; pp varies slowest, after the data-parallel groups, as in section 2 of the
+paper.
 """
 
 from __future__ import annotations
@@ -14,19 +16,19 @@ from typing import NamedTuple
 from megascale.config.run import RunConfig
 
 AXES = ("tp", "cp", "dp", "pp")
-"""Axes of parallelism, the fastest first."""
+"""Axes of parallelism, fastest first."""
 
-DATA = ("cp", "dp")
-"""Axes whose ranks hold the same weights and train on different tokens: gradients are summed over them."""
+DATA_AXES = ("cp", "dp")
+"""Axes whose ranks hold the same weights and train on different tokens: gradients are reduced over these axes."""
 
-AT_ONCE = 8
-"""Ranks of a job up to which what all of it sums is one collective. Larger jobs sum over one axis after the other, so
-that no communicator has more ranks than an axis.
+MAX_FLAT_REDUCE_RANKS = 8
+"""Maximum ranks of a job with a single all-reduce over the world. Larger jobs reduce axis by axis, and have no
+communicator larger than an axis.
 """
 
 
 class Coord(NamedTuple):
-    """A rank's index on each axis."""
+    """The coordinates of a rank: its index on every axis."""
 
     tp: int = 0
     cp: int = 0
@@ -36,7 +38,7 @@ class Coord(NamedTuple):
 
 @dataclass(frozen=True)
 class Topology:
-    """The sizes of the axes; everything else is arithmetic, for worlds of any size."""
+    """The sizes of the axes. All methods are arithmetic on these sizes, for worlds of any size."""
 
     tp: int = 1
     cp: int = 1
@@ -44,7 +46,7 @@ class Topology:
     pp: int = 1
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         """Number of ranks."""
         return self.size(*AXES)
 
@@ -52,8 +54,8 @@ class Topology:
         """Number of ranks of a group along `axes`."""
         return math.prod(getattr(self, axis) for axis in axes)
 
-    def index(self, coord: Coord, *axes: str) -> int:
-        """Place of `coord` in its group along `axes`, whose ranks ascend: the order of AXES counts, not theirs."""
+    def index_in_group(self, coord: Coord, *axes: str) -> int:
+        """Index of `coord` in its group along `axes`. Ranks of a group ascend; the order of `axes` does not matter."""
         index = 0
         for axis in reversed(AXES):
             if axis in axes:
@@ -61,12 +63,12 @@ class Topology:
         return index
 
     def coord(self, rank: int) -> Coord:
-        """Where `rank` stands.
+        """The coordinates of `rank`.
 
-        Raises: IndexError outside the world.
+        Raises: IndexError for a rank outside the world
         """
-        if not 0 <= rank < self.world:
-            raise IndexError(f"rank {rank} is not in a world of {self.world}")
+        if not 0 <= rank < self.world_size:
+            raise IndexError(f"rank {rank} is not in a world of {self.world_size}")
         indices = []
         for axis in AXES:
             rank, index = divmod(rank, getattr(self, axis))
@@ -74,19 +76,19 @@ class Topology:
         return Coord(*indices)
 
     def rank(self, coord: Coord) -> int:
-        """The rank that stands at `coord`."""
-        return self.index(coord, *AXES)
+        """The rank at `coord`."""
+        return self.index_in_group(coord, *AXES)
 
     def group(self, rank: int, *axes: str) -> list[int]:
-        """The ranks that differ from `rank` on `axes` only, itself among them, in ascending order."""
+        """The group of `rank` along `axes`: all ranks with its coordinates on the other axes, in ascending order."""
         coord = self.coord(rank)
         ranges = [range(getattr(self, axis)) for axis in axes]
         members = (coord._replace(**dict(zip(axes, indices, strict=True))) for indices in itertools.product(*ranges))
         return sorted(self.rank(member) for member in members)
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """All groups along `axes`; each rank is in exactly one."""
-        first = (rank for rank in range(self.world) if all(getattr(self.coord(rank), axis) == 0 for axis in axes))
+        """All groups along `axes`, a partition of the world."""
+        first = (rank for rank in range(self.world_size) if all(getattr(self.coord(rank), axis) == 0 for axis in axes))
         return [self.group(rank, *axes) for rank in first]
 
 

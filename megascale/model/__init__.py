@@ -1,1 +1,1 @@
-"""The network. Each file is one part of a decoder-only transformer; activations are [s, b, h] throughout."""
+"""A decoder-only transformer, a part per file. Activations are [s, b, h]: sequence, batch, hidden size."""

@@ -1,4 +1,4 @@
-"""Causal self-attention; query heads may share key-value heads (Ainslie et al. 2023)."""
+"""Causal self-attention with grouped query heads (GQA, Ainslie et al. 2023)."""
 
 from __future__ import annotations
 
@@ -6,56 +6,60 @@ import torch
 from torch import Tensor, nn
 
 from megascale.core.label import Label
-from megascale.model.parts import Given, Linear
+from megascale.model.modules import LayerContext, Linear
 from megascale.ops.rope import rope_table
 from megascale.parallel.microbatch import MicroBatch
-from megascale.parallel.recompute import Again, recomputed
-from megascale.parallel.tensor import column_linear, row_linear
+from megascale.parallel.recompute import Recomputation, recompute_in_backward
+from megascale.parallel.tensor import column_parallel_linear, row_parallel_linear
 
 
 class Attention(nn.Module):
-    """q, k and v by one column-parallel product, this rank's heads, and a row-parallel product back."""
+    """Self-attention: a column-parallel QKV layer, core attention of this rank's heads, a row-parallel output layer."""
 
-    def __init__(self, given: Given, index: int) -> None:
+    def __init__(self, context: LayerContext, index: int) -> None:
         super().__init__()
         name = f"layers.{index}.attention"
-        self.qkv = Linear(given, f"{name}.qkv")
-        self.out = Linear(given, f"{name}.out")
-        self._model = model = given.model
-        self._axis = axis = given.axis
-        self._attend = given.operators.attend
-        self._rotate = given.operators.rotate
+        self.qkv = Linear(context, f"{name}.qkv")
+        self.out = Linear(context, f"{name}.out")
+        self._model = model = context.model
+        self._axis = axis = context.axis
+        self._attend = context.operators.attend
+        self._rotate = context.operators.rotate
         self._window = model.windows[index]
-        self._mix = given.operators.fuse(self.mix)
-        self._recompute = given.recompute.attention
+        self._rope_and_attend = context.operators.compile_fn(self.rope_and_attend)
+        self._recompute = context.recompute.attention
         self._place = name
         self._index = index
         self._heads = model.num_heads // axis.size
         self._kv_heads = model.num_kv_heads // axis.size
 
-    def forward(self, x_sbh: Tensor, batch: MicroBatch, again: Again | None = None) -> Tensor:
-        """`again`: forms x again."""
-        qkv = column_linear(x_sbh, self.qkv.layer, self._axis, Label.of_layer(self._index, "qkv"), again)
-        return row_linear(self.core(qkv, batch), self.out.layer, self._axis, Label.of_layer(self._index, "out"))
+    def forward(self, x_sbh: Tensor, batch: MicroBatch, recompute_input: Recomputation | None = None) -> Tensor:
+        """Map x [s, b, h] to [s, b, h], s / tp with sequence parallelism. `recompute_input` recomputes x for wgrad."""
+        qkv = column_parallel_linear(
+            x_sbh, self.qkv.params, self._axis, Label.for_layer(self._index, "qkv"), recompute_input
+        )
+        return row_parallel_linear(
+            self.core_attention(qkv, batch), self.out.params, self._axis, Label.for_layer(self._index, "out")
+        )
 
-    def core(self, qkv: Tensor, batch: MicroBatch) -> Tensor:
-        """From this rank's q, k and v [s, b, ...] to what its heads attend to, [s, b, heads x head_dim]."""
+    def core_attention(self, qkv: Tensor, batch: MicroBatch) -> Tensor:
+        """Map this rank's q, k and v [s, b, ...] to attention output [s, b, heads x head_dim], perhaps recomputed."""
         if not self._recompute:
-            return self._core(qkv, batch)
-        return recomputed(lambda qkv: self._core(qkv, batch), qkv)
+            return self._core_attention(qkv, batch)
+        return recompute_in_backward(lambda qkv: self._core_attention(qkv, batch), qkv)
 
-    def _core(self, qkv: Tensor, batch: MicroBatch) -> Tensor:
+    def _core_attention(self, qkv: Tensor, batch: MicroBatch) -> Tensor:
         model, s = self._model, qkv.shape[0]
         angles = None
         if model.position == "rope":
             wide = torch.promote_types(qkv.dtype, torch.float32)
             angles = rope_table(s, model.head_dim, model.rope_theta, wide, qkv.device)
         first = self._axis.index * self._heads
-        keep = batch.dropout.attention(self._place, range(first, first + self._heads), s)
-        return self._mix(qkv, angles, keep)
+        keep = batch.dropout.attention_keep_mask(self._place, range(first, first + self._heads), s)
+        return self._rope_and_attend(qkv, angles, keep)
 
-    def mix(self, qkv: Tensor, angles: tuple[Tensor, Tensor] | None, keep: Tensor | None) -> Tensor:
-        """The operations of `core` that stand together: turn by `angles`, attend, keep what dropout keeps."""
+    def rope_and_attend(self, qkv: Tensor, angles: tuple[Tensor, Tensor] | None, keep: Tensor | None) -> Tensor:
+        """Rotate q and k by `angles`, and attend with the dropout mask `keep`: the compiled part of core attention."""
         s, b, _ = qkv.shape
         heads = qkv.view(s, b, -1, self._model.head_dim)
         if angles is not None:

@@ -1,35 +1,46 @@
-"""The feed-forward branch."""
+"""The MLP (feed-forward) branch of a block."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
 from megascale.core.label import Label
-from megascale.model.parts import Given, Linear
-from megascale.parallel.recompute import Again, formed_again
-from megascale.parallel.tensor import column_linear, row_linear
+from megascale.model.modules import LayerContext, Linear
+from megascale.parallel.recompute import Recomputation, recomputation
+from megascale.parallel.tensor import column_parallel_linear, row_parallel_linear
 
 
 class MLP(nn.Module):
-    """Up by a column-parallel product (with a gated activation gate and up at once), the activation, and back down."""
+    """MLP: a column-parallel up layer (with the gate, if gated), the activation, a row-parallel down layer."""
 
-    def __init__(self, given: Given, index: int) -> None:
+    def __init__(self, context: LayerContext, index: int) -> None:
         super().__init__()
         name = f"layers.{index}.mlp"
-        self.up = Linear(given, f"{name}.{'gate_up' if given.model.gated else 'up'}")
-        self.down = Linear(given, f"{name}.down")
-        self.activate = given.operators.activate
-        self._axis = given.axis
+        self.up = Linear(context, f"{name}.{'gate_up' if context.model.gated else 'up'}")
+        self.down = Linear(context, f"{name}.down")
+        self.activate = context.operators.activate
+        self._axis = context.axis
         self._index = index
-        self._recompute = given.recompute.activation
+        self._recompute = context.recompute.activation
 
-    def forward(self, x_sbh: Tensor, again: Again | None = None, value: bool = True) -> Tensor:
-        """`again`: forms x again; `value`: whether the result is looked at (`row_linear`)."""
+    def forward(
+        self, x_sbh: Tensor, recompute_input: Recomputation | None = None, compute_output: bool = True
+    ) -> Tensor:
+        """Map x [s, b, h] to [s, b, h]. `recompute_input` recomputes x for wgrad; `compute_output` as in
+        `row_parallel_linear`.
+        """
         axis, index = self._axis, self._index
-        inner = column_linear(x_sbh, self.up.layer, axis, Label.of_layer(index, "up"), again)
+        inner = column_parallel_linear(x_sbh, self.up.params, axis, Label.for_layer(index, "up"), recompute_input)
         out = self.activate(inner)
-        return row_linear(out, self.down.layer, axis, Label.of_layer(index, "down"), self.again(inner), value)
+        return row_parallel_linear(
+            out,
+            self.down.params,
+            axis,
+            Label.for_layer(index, "down"),
+            self.recompute_activation(inner),
+            compute_output,
+        )
 
-    def again(self, inner: Tensor) -> Again | None:
-        """For the layer that the activation of `inner` goes to."""
-        return formed_again(self.activate, inner, self._recompute)
+    def recompute_activation(self, inner: Tensor) -> Recomputation | None:
+        """Describe how the down layer recomputes its input activate(inner); None if the layer saves its input."""
+        return recomputation(self.activate, inner, self._recompute)

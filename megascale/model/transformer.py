@@ -1,4 +1,4 @@
-"""A stage of the transformer: the embedding if it is the first, its layers, the loss if it is the last."""
+"""A pipeline stage of the transformer: the embedding on the first stage, layers, the head and loss on the last."""
 
 from __future__ import annotations
 
@@ -9,80 +9,81 @@ from torch import Tensor, nn
 from megascale.catalog.layers import BLOCKS
 from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, padded_vocab
 from megascale.model.embedding import Embedding
-from megascale.model.parts import Given, Norm
-from megascale.parallel.cross_entropy import linear_cross_entropy
+from megascale.model.modules import LayerContext, Norm
+from megascale.parallel.linear_cross_entropy import linear_cross_entropy
 from megascale.parallel.microbatch import MicroBatch
-from megascale.parallel.overlap import Layer
-from megascale.parallel.recompute import recomputed
-from megascale.parallel.tensor import column_linear
+from megascale.parallel.recompute import recompute_in_backward
+from megascale.parallel.tensor import column_parallel_linear
+from megascale.parallel.tp_overlap import LinearParams
 from megascale.parallel.vocabulary import VocabularyRange
 
 
 class Head(nn.Module):
-    """The final norm and the projection to the vocabulary, whose weight may be the token embedding's."""
+    """The final norm, the projection to the vocabulary, and the loss. The weight may be tied to the token embedding."""
 
-    def __init__(self, given: Given, vocabulary: VocabularyRange) -> None:
+    def __init__(self, context: LayerContext, vocabulary: VocabularyRange) -> None:
         super().__init__()
-        self.norm = Norm(given, "final_norm")
-        self.weight = given.parameters[TOKEN_EMBEDDING if given.model.tie_embeddings else HEAD]
+        self.norm = Norm(context, "final_norm")
+        self.weight = context.parameters[TOKEN_EMBEDDING if context.model.tie_embeddings else HEAD]
         self._vocabulary = vocabulary
-        self._axis = given.axis
-        self._cross_entropy = given.operators.cross_entropy
+        self._axis = context.axis
+        self._cross_entropy = context.operators.cross_entropy
 
     def logits(self, x_sbh: Tensor) -> Tensor:
-        """This rank's columns of all logits, [s, b, rows of the weight]; columns beyond the vocabulary are padding."""
-        return column_linear(self.norm(x_sbh), Layer(self.weight), self._axis, "logits")
+        """Compute this rank's columns of the logits, [s, b, rows of the weight], padding included."""
+        return column_parallel_linear(self.norm(x_sbh), LinearParams(self.weight), self._axis, "logits")
 
     def forward(self, x_sbh: Tensor, batch: MicroBatch) -> Tensor:
-        """The sum of the losses of the micro-batch's tokens."""
+        """Compute the loss summed over the micro-batch's tokens."""
         if batch.labels is None:
             raise ValueError("the last stage needs labels")
-        x_sbh, how = self.norm(x_sbh), (self._vocabulary, self._axis, self._cross_entropy)
-        return linear_cross_entropy(x_sbh, self.weight, batch.labels, batch.mask, *how)
+        x_sbh, options = self.norm(x_sbh), (self._vocabulary, self._axis, self._cross_entropy)
+        return linear_cross_entropy(x_sbh, self.weight, batch.labels, batch.mask, *options)
 
 
 class Stage(nn.Module):
-    """One virtual pipeline stage. `forward` takes the boundary activation (None on the first stage) and returns the
-    next one, or on the last stage the sum of the losses.
+    """One virtual pipeline stage: maps the previous stage's activation to the next activation, or to the summed loss.
 
-    `cross` is given the name and the input of each unit (`layout.chunks.unit`) after an embedding, and passes the input
-    on.
+    The first stage takes None and reads the tokens. `bucket_boundary` is called with (module name, module input) before
+    every layer and the head, and returns the input (`parallel.param_and_grad_buffers`).
     """
 
     def __init__(
         self,
-        given: Given,
+        context: LayerContext,
         layers: range,
         first: bool,
         last: bool,
-        cross: Callable[[str, Tensor], Tensor] = lambda unit, x: x,
+        bucket_boundary: Callable[[str, Tensor], Tensor] = lambda unit, x: x,
     ) -> None:
         super().__init__()
-        self._cross = cross
-        self._recompute = given.recompute.full
-        model, axis = given.model, given.axis
-        vocabulary = VocabularyRange.of(model.vocab_size, padded_vocab(model, axis.size), axis)
-        self.embedding = Embedding(given, vocabulary) if first else None
+        self._bucket_boundary = bucket_boundary
+        self._recompute = context.recompute.full
+        model, axis = context.model, context.axis
+        vocabulary = VocabularyRange.for_rank(model.vocab_size, padded_vocab(model, axis.size), axis)
+        self.embedding = Embedding(context, vocabulary) if first else None
         block = BLOCKS[model.block].load()
-        self.layers = nn.ModuleDict({str(index): block(given, index) for index in layers})
-        self.head = Head(given, vocabulary) if last else None
+        self.layers = nn.ModuleDict({str(index): block(context, index) for index in layers})
+        self.head = Head(context, vocabulary) if last else None
 
-    def hidden(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:
-        """The residual stream after this stage's layers."""
+    def hidden_states(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:
+        """Compute the residual stream after this stage's layers."""
         if self.embedding is not None:
             if batch.tokens is None:
                 raise ValueError("the first stage needs tokens")
             x_sbh = self.embedding(batch.tokens, batch)
         assert x_sbh is not None, "a stage after the first is given the activation of the one before it"
         for index, block in self.layers.items():
-            x_sbh = self._run(block, self._cross(f"layers.{index}", x_sbh), batch)
+            x_sbh = self._run_block(block, self._bucket_boundary(f"layers.{index}", x_sbh), batch)
         return x_sbh
 
-    def _run(self, block: nn.Module, x_sbh: Tensor, batch: MicroBatch) -> Tensor:
+    def _run_block(self, block: nn.Module, x_sbh: Tensor, batch: MicroBatch) -> Tensor:
         if not self._recompute:
             return block(x_sbh, batch)
-        return recomputed(lambda x: block(x, batch), x_sbh, again=lambda x: block(x, batch, value=False))
+        return recompute_in_backward(
+            lambda x: block(x, batch), x_sbh, recompute=lambda x: block(x, batch, compute_output=False)
+        )
 
     def forward(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:
-        x_sbh = self.hidden(x_sbh, batch)
-        return x_sbh if self.head is None else self.head(self._cross("head", x_sbh), batch)
+        x_sbh = self.hidden_states(x_sbh, batch)
+        return x_sbh if self.head is None else self.head(self._bucket_boundary("head", x_sbh), batch)

@@ -1,1 +1,1 @@
-"""Reading what runs wrote down; never imported by training."""
+"""Readers of a run's event log: timeline, summary and picture. Never imported by training."""

@@ -1,4 +1,4 @@
-"""How much a rank communicated on each axis, and how much of that its compute waited for."""
+"""Communication per rank and axis: calls, bytes, time, and the exposed time, in which compute waits."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any
 
 from megascale.core.events import COMPUTE, Event, RankEvents
 from megascale.core.units import format_bytes
-from megascale.observe.timeline import order
+from megascale.observe.chrome_trace import axis_sort_key
 
 
 @dataclass(frozen=True)
-class Share:
-    """Means over the steps: calls, bytes, seconds of communication and seconds in which compute waited for it.
+class AxisCommunication:
+    """Communication of a rank on an axis, as means per step: calls, bytes, seconds in flight, exposed seconds.
 
-    Communications that overlap in time count once. `rank` is None in a mean over ranks.
+    The time in flight is the union of all spans: overlapping communication counts once. `rank` is None for a mean over
+    ranks.
     """
 
     rank: int | None
@@ -28,8 +29,8 @@ class Share:
 
     @property
     def hidden(self) -> float | None:
-        """The share of communication that compute did not wait for. It is 0 where compute waited longer than the
-        communication took, and None where none took any time.
+        """The hidden share of the communication time, 1 - exposed / communication, but at least 0. None without any
+        communication time.
         """
         return max(0.0, 1 - self.exposed / self.communication) if self.communication else None
 
@@ -46,28 +47,28 @@ class Share:
         }
 
 
-def summarize(events: RankEvents) -> list[Share]:
-    """A rank's share on each axis that it used."""
+def summarize(events: RankEvents) -> list[AxisCommunication]:
+    """The communication of a rank on all axes with events."""
     steps = len({event.step for event in events.events})
     axes: defaultdict[str, list[Event]] = defaultdict(list)
     for event in events.events:
         if event.axis != COMPUTE:
             axes[event.axis].append(event)
     return [
-        Share(
+        AxisCommunication(
             rank=events.rank,
             axis=axis,
-            calls=len(found) / steps,
-            bytes=sum(event.bytes for event in found) / steps,
-            communication=covered((event.start, event.end) for event in found) / steps,
-            exposed=sum(event.exposed for event in found) / steps,
+            calls=len(axis_events) / steps,
+            bytes=sum(event.bytes for event in axis_events) / steps,
+            communication=union_length((event.start, event.end) for event in axis_events) / steps,
+            exposed=sum(event.exposed for event in axis_events) / steps,
         )
-        for axis, found in sorted(axes.items(), key=lambda item: order(item[0]))
+        for axis, axis_events in sorted(axes.items(), key=lambda item: axis_sort_key(item[0]))
     ]
 
 
-def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of spans."""
+def union_length(spans: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of spans."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))
@@ -75,20 +76,20 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def over_ranks(shares: Sequence[Share]) -> list[Share]:
-    """The mean over ranks for each axis; a rank without an axis counts as 0."""
+def mean_over_ranks(shares: Sequence[AxisCommunication]) -> list[AxisCommunication]:
+    """The mean over ranks per axis. A rank without communication on an axis counts as 0."""
     ranks = len({share.rank for share in shares})
-    axes = sorted({share.axis for share in shares}, key=order)
+    axes = sorted({share.axis for share in shares}, key=axis_sort_key)
 
     def mean(axis: str, field: str) -> float:
         return sum(getattr(share, field) for share in shares if share.axis == axis) / ranks
 
     fields = ("calls", "bytes", "communication", "exposed")
-    return [Share(None, axis, **{field: mean(axis, field) for field in fields}) for axis in axes]
+    return [AxisCommunication(None, axis, **{field: mean(axis, field) for field in fields}) for axis in axes]
 
 
-def table(shares: Sequence[Share]) -> str:
-    """Shares as lines of text under a heading."""
+def format_shares(shares: Sequence[AxisCommunication]) -> str:
+    """Format a table with a heading."""
     lines = [("rank", "axis", "calls", "bytes", "communication", "exposed", "hidden")]
     for share in shares:
         lines.append(

@@ -1,4 +1,4 @@
-"""The non-linearity of the MLP."""
+"""Activation functions of the MLP: `gelu`, `gelu_tanh`, `swiglu`, and their backend `TorchActivation`."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megascale.catalog.layers import ACTIVATIONS
-from megascale.ops.select import Backend, Setting
+from megascale.ops.select import OpBackend, OpContext
 
 Activate = Callable[[Tensor], Tensor]
-"""[..., f], or for a gated activation [..., 2 f] with the gate first, to [..., f]."""
+"""Maps [..., f], or [..., 2 f] with the gate first if gated, to [..., f]."""
 
 
-class TorchActivation(Backend):
-    """The activations below, and those that other packages register."""
+class TorchActivation(OpBackend):
+    """The activations below, or an activation registered by another package."""
 
-    def build(self, setting: Setting) -> Activate:
-        return ACTIVATIONS[setting.model.activation].load()
+    def build(self, context: OpContext) -> Activate:
+        return ACTIVATIONS[context.model.activation].load()
 
 
 def gelu(x: Tensor) -> Tensor:
-    """x Phi(x), element-wise (Hendrycks and Gimpel 2016)."""
+    """Return x Phi(x), element-wise (Hendrycks and Gimpel 2016)."""
     return F.gelu(x)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """The tanh approximation of GELU that GPT-2 was trained with."""
+    """Return the tanh approximation of GELU, as in GPT-2."""
     return F.gelu(x, approximate="tanh")
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of gate_up [..., 2 f], gate first; result [..., f] (Shazeer 2020)."""
+    """Return silu(gate) * up [..., f] for gate_up [..., 2 f], gate first (Shazeer 2020)."""
     return _SwiGLU.apply(gate_up)
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Keeps only its input for the backward, and writes both halves of the gradient into one tensor."""
+    """SwiGLU with only the input saved for backward, and both halves of the gradient written to one tensor."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:

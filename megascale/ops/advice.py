@@ -1,43 +1,46 @@
-"""What runs slower than it could on this GPU for want of a library or a compiler, in a line for people."""
+"""The hint about operations slowed by a missing library or compiler on a GPU."""
 
 from __future__ import annotations
 
-from megascale.catalog.backends import AUTO, BACKENDS, lacks, passes
-from megascale.ops.attention import outdated
+from megascale.catalog.backends import AUTO, BACKENDS, is_multi_pass, unmet_requirement
+from megascale.ops.core_attention import kernel_outdated
 from megascale.ops.library import FLASH3
-from megascale.ops.select import Choice, Reluctance, Setting, select
+from megascale.ops.select import BackendChoice, NotByDefault, OpContext, select_backend
 
 
-def advice(setting: Setting) -> str | None:
-    """Which operations are left to a backend that makes several passes over memory, or to an older kernel of attention,
-    and what would mend it. None on a CPU, and where nothing that can be installed would.
+def slow_backend_hint(context: OpContext) -> str | None:
+    """Name the operations with a multi-pass backend, or an older attention kernel, and the installations to fix them.
 
-    Raises: BackendError if a backend that is asked for cannot serve
+    None on a CPU, and if no installation would help. Raises: BackendError if a requested backend is unsupported
     """
-    if setting.device.is_cpu:
+    if context.device.is_cpu:
         return None
-    open_ones = (op for op in BACKENDS if setting.uses(op) and setting.asked(op) == AUTO)
-    missing = {op: _missing(select(op, setting), setting) for op in open_ones}
+    auto_ops = (op for op in BACKENDS if context.uses(op) and context.requested_backend(op) == AUTO)
+    missing = {op: _faster_backends(select_backend(op, context), context) for op in auto_ops}
     slow = [op for op, reasons in missing.items() if reasons]
     if not slow:
         return None
     reasons = dict.fromkeys(reason for op in slow for reason in missing[op])
-    return f"{', '.join(slow)}: slower than they need be on this GPU, for want of one of: {'; '.join(reasons)}"
+    return f"{', '.join(slow)}: slower than possible on this GPU; missing, any of: {'; '.join(reasons)}"
 
 
-def _missing(choice: Choice, setting: Setting) -> list[str]:
-    """Why no faster backend of an operation serves, as far as an installation would mend it; [] if a fast one does."""
+def _faster_backends(choice: BackendChoice, context: OpContext) -> list[str]:
+    """List faster backends and why they are unavailable, if an installation would help; [] if the choice is fast."""
     operation = choice.operation
-    need, cards = setting.need(operation), BACKENDS[operation]
-    could = {name: reason for name, reason in choice.refusals.items() if lacks(cards[name], need) is None}
+    need, cards = context.requirement(operation), BACKENDS[operation]
+    candidates = {
+        name: reason for name, reason in choice.rejected.items() if unmet_requirement(cards[name], need) is None
+    }
     attention = operation == "attention"
-    if not could or not (_older(choice, setting) if attention else passes(cards[choice.backend], need)):
+    if not candidates or not (
+        _is_outdated(choice, context) if attention else is_multi_pass(cards[choice.backend], need)
+    ):
         return []
-    if attention and "flash" in could and not need.windows:
-        could["flash"] = FLASH3.absence() or could["flash"]  # the second version is what torch has
-    return [f"{name}: {reason}" for name, reason in could.items() if not isinstance(reason, Reluctance)]
+    if attention and "flash" in candidates and not need.has_window:
+        candidates["flash"] = FLASH3.missing_reason() or candidates["flash"]  # torch includes version 2
+    return [f"{name}: {reason}" for name, reason in candidates.items() if not isinstance(reason, NotByDefault)]
 
 
-def _older(choice: Choice, setting: Setting) -> bool:
-    """Whether attention is torch's and newer kernels are faster on this GPU. Windows torch computes in blocks."""
-    return choice.backend == "torch" and (any(setting.model.windows) or outdated(setting))
+def _is_outdated(choice: BackendChoice, context: OpContext) -> bool:
+    """Return True for torch's attention if newer kernels are faster: with windows, or with an outdated kernel."""
+    return choice.backend == "torch" and (any(context.model.windows) or kernel_outdated(context))

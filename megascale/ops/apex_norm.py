@@ -6,16 +6,16 @@ from torch import Tensor
 
 from megascale.ops.library import APEX
 from megascale.ops.norm import Normalize
-from megascale.ops.select import Setting
+from megascale.ops.select import OpContext
 
 
 class ApexNorm:
-    """`fused_rms_norm_affine` and `fused_layer_norm_affine`; statistics are kept in fp32."""
+    """`fused_rms_norm_affine` and `fused_layer_norm_affine`, with fp32 statistics."""
 
-    def refusal(self, setting: Setting) -> str | None:
-        return APEX.refusal(setting)
+    def unsupported_reason(self, context: OpContext) -> str | None:
+        return APEX.unsupported_reason(context)
 
-    def build(self, setting: Setting) -> Normalize:
+    def build(self, context: OpContext) -> Normalize:
         from apex.normalization.fused_layer_norm import fused_layer_norm_affine, fused_rms_norm_affine
 
         def rms_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -24,4 +24,4 @@ class ApexNorm:
         def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
             return fused_layer_norm_affine(x, weight, bias, weight.shape, eps)
 
-        return {"rmsnorm": rms_norm, "layernorm": layer_norm}[setting.model.norm]
+        return {"rmsnorm": rms_norm, "layernorm": layer_norm}[context.model.norm]

@@ -1,7 +1,7 @@
-"""torch.compile: what it needs, and formulas of norms and activations that it fuses.
+"""torch.compile: its requirements, and formulas of norms and activations for Inductor to fuse.
 
-With train.compile it compiles a block in pieces, those that lie between the linear layers: these communicate, and add
-to gradients that autograd does not see.
+With train.compile, the operations between a block's linear layers are compiled. The linear layers stay eager: they
+communicate, and accumulate into main gradients outside autograd.
 """
 
 from __future__ import annotations
@@ -22,103 +22,106 @@ from megascale.device import Device
 from megascale.ops.activation import Activate
 from megascale.ops.library import TRITON
 from megascale.ops.norm import AddNormalize, Normalize, behind_sum, other_norm_asked, widened
-from megascale.ops.select import BackendError, Reluctance, Setting
+from megascale.ops.select import BackendError, NotByDefault, OpContext
 
-SHAPES = 128
-"""Of what one function is compiled for, at most: torch would give up after 8, which the casts of one block exceed."""
+RECOMPILE_LIMIT = 128
+"""Graphs per function before torch falls back to eager. The casts of one block exceed torch's default, 8."""
 
-Fuse = Callable[[Callable[..., Any]], Callable[..., Any]]
+CompileFn = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Maps a function to its compiled form, or to itself."""
 
 
 def cpp_compiler() -> str:
-    """The C++ compiler that torch.compile calls for a CPU."""
+    """Return the C++ compiler of torch.compile for CPUs."""
     return os.environ.get("CXX", "g++")
 
 
-def refusal(device: Device) -> str | None:
-    """Why torch.compile cannot compile for a device; None if it can."""
+def compile_unsupported_reason(device: Device) -> str | None:
+    """Say why torch.compile cannot compile for a device; None if supported."""
     if device.is_cpu:
         if shutil.which(cpp_compiler()) is None:
             return f"no C++ compiler: there is no {cpp_compiler()}"
         headers = Path(sysconfig.get_path("include"))
         return None if (headers / "Python.h").exists() else f"no Python.h in {headers}"
-    if absent := TRITON.absence():
-        return absent
+    if reason := TRITON.missing_reason():
+        return reason
     names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
     return None if any(map(shutil.which, names)) else f"no C compiler: there is no {' and no '.join(names)}"
 
 
-def fusing(setting: Setting) -> Fuse:
-    """What a block does with functions of several operations that stand together.
+def block_compile_fn(context: OpContext) -> CompileFn:
+    """Return the function that a block applies to its fusible functions: compilation, or the identity.
 
-    Raises: BackendError if they are to be compiled and cannot
+    Raises: BackendError if train.compile is set and torch.compile cannot run
     """
-    if not setting.compiled:
+    if not context.compiled:
         return lambda function: function
-    if reason := refusal(setting.device):
-        raise BackendError(f"train.compile: {reason}", mend="install it, or train.compile=false")
-    return fused
+    if reason := compile_unsupported_reason(context.device):
+        raise BackendError(f"train.compile: {reason}", hint="install it, or train.compile=false")
+    return compile_function
 
 
-def fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` by torch.compile, once for each shape, and each number that it is given: a run has few, and a kernel
-    for one shape is faster.
-    """
-    settings = torch._dynamo.config  # of the process: torch before 2.13 has no limit for one function
-    settings.recompile_limit = max(settings.recompile_limit, SHAPES)
+def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile `function` with static shapes: a run has few shapes, and specialized kernels are faster."""
+    dynamo = torch._dynamo.config  # process-wide: torch before 2.13 has no limit per function
+    dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILE_LIMIT)
     return torch.compile(function, dynamic=False)
 
 
 class CompiledNorm:
-    """The formulas below, and norms that other packages register."""
+    """Compiled norms: the formulas below, or a norm registered by another package."""
 
-    def refusal(self, setting: Setting) -> str | None:
-        return refusal(setting.device) or _reluctance(setting, setting.model.norm, one_kernel=("layernorm",))
+    def unsupported_reason(self, context: OpContext) -> str | None:
+        return compile_unsupported_reason(context.device) or _not_by_default(
+            context, context.model.norm, one_kernel=("layernorm",)
+        )
 
-    def build(self, setting: Setting) -> Normalize:
-        name = setting.model.norm
-        return fused(_NORMS.get(name) or NORMS[name].load())
+    def build(self, context: OpContext) -> Normalize:
+        name = context.model.norm
+        return compile_function(_NORMS.get(name) or NORMS[name].load())
 
 
 class CompiledAddNorm:
-    """The residual sum and the norm of it, one kernel forwards."""
+    """The residual sum and its norm, in one forward kernel."""
 
-    def refusal(self, setting: Setting) -> str | None:
-        slow = _reluctance(setting, setting.model.norm, one_kernel=())
-        return refusal(setting.device) or slow or other_norm_asked(setting, "compile")
+    def unsupported_reason(self, context: OpContext) -> str | None:
+        not_default = _not_by_default(context, context.model.norm, one_kernel=())
+        return compile_unsupported_reason(context.device) or not_default or other_norm_asked(context, "compile")
 
-    def build(self, setting: Setting) -> AddNormalize:
-        name = setting.model.norm
-        return fused(behind_sum(_NORMS.get(name) or NORMS[name].load()))
+    def build(self, context: OpContext) -> AddNormalize:
+        name = context.model.norm
+        return compile_function(behind_sum(_NORMS.get(name) or NORMS[name].load()))
 
 
 class CompiledActivation:
-    """The formulas below, and activations that other packages register."""
+    """Compiled activations: the formulas below, or an activation registered by another package."""
 
-    def refusal(self, setting: Setting) -> str | None:
-        name = setting.model.activation
-        return refusal(setting.device) or _reluctance(setting, name, one_kernel=("gelu", "gelu_tanh"))
+    def unsupported_reason(self, context: OpContext) -> str | None:
+        name = context.model.activation
+        return compile_unsupported_reason(context.device) or _not_by_default(
+            context, name, one_kernel=("gelu", "gelu_tanh")
+        )
 
-    def build(self, setting: Setting) -> Activate:
-        name = setting.model.activation
-        return fused(_ACTIVATIONS.get(name) or ACTIVATIONS[name].load())
+    def build(self, context: OpContext) -> Activate:
+        name = context.model.activation
+        return compile_function(_ACTIVATIONS.get(name) or ACTIVATIONS[name].load())
 
 
-def _reluctance(setting: Setting, name: str, one_kernel: tuple[str, ...]) -> Reluctance | None:
-    if setting.device.is_cpu:
-        return Reluctance("on a CPU compiling delays the first step")
-    return Reluctance(f"torch's {name} is one kernel already") if name in one_kernel else None
+def _not_by_default(context: OpContext, name: str, one_kernel: tuple[str, ...]) -> NotByDefault | None:
+    if context.device.is_cpu:
+        return NotByDefault("on a CPU compiling delays the first step")
+    return NotByDefault(f"torch's {name} is one kernel already") if name in one_kernel else None
 
 
 def rms_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """As `ops.norm.rms_norm`."""
+    """Compute `ops.norm.rms_norm`."""
     wide = widened(x)
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * scale * widened(weight)).to(x.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """As `ops.norm.layer_norm`. Written out because torch's decomposition, on a CPU, rounds the statistics to bf16."""
+    """Compute `ops.norm.layer_norm`. On a CPU torch's own decomposition rounds the statistics to bf16."""
     wide = widened(x)
     centred = wide - wide.mean(-1, keepdim=True)
     scale = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
@@ -127,7 +130,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """As `ops.activation.swiglu`."""
+    """Compute `ops.activation.swiglu`."""
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
 

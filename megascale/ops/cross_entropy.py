@@ -1,7 +1,10 @@
-"""The loss of some tokens, and the gradient of their logits, which takes the logits' place.
+"""Cross-entropy over a sharded vocabulary: the loss, and its gradient, written in place over the logits.
 
-A backend is given this rank's columns of the logits, for the vocabulary may be sharded. It computes on one device; the
-all-reduces between its passes are `Reduce`, which its caller brings (`parallel.cross_entropy`).
+    loss = sum_t w_t (log sum_j e^(z_tj) - z_t,label)        d loss / d z_tj = w_t (softmax(z_t)_j - [j = label])
+
+A backend computes on one device with a rank's columns of the logits z. The caller (`parallel.linear_cross_entropy`)
+provides the all-reduces between kernels as `Reduce`. `Targets`, `CrossEntropy`, `LogitsKernels`: the interface.
+`TorchCrossEntropy`, `CompiledCrossEntropy`, `TECrossEntropy`: the backends.
 """
 
 from __future__ import annotations
@@ -18,14 +21,15 @@ from torch import Tensor
 from megascale.layout.loss import BLOCK_BYTES
 from megascale.ops import compiled
 from megascale.ops.library import TE
-from megascale.ops.select import Backend, Reluctance, Setting
+from megascale.ops.select import NotByDefault, OpBackend, OpContext
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What logits [t, n] are compared with. `columns` [t], i64: where on this rank each token's label is, a number
-    outside of [0, valid) if it is not; `weights` [t], in the format of the loss: how much each token counts; `valid`:
-    how many of the n columns are real; the others, which come after them, are padding.
+    """Labels and loss weights for logits [t, n] of a vocabulary shard.
+
+    `columns` [t], i64: a label's column on this rank, outside [0, valid) if on another rank. `weights` [t], in the
+    dtype of the loss. `valid`: columns of real tokens; the remaining n - valid columns are padding.
     """
 
     columns: Tensor
@@ -33,36 +37,35 @@ class Targets:
     valid: int
 
     @property
-    def here(self) -> Tensor:
-        """Which labels this rank has, bool [t]."""
+    def is_local(self) -> Tensor:
+        """Mark labels in this rank's shard, bool [t]."""
         return (self.columns >= 0) & (self.columns < self.valid)
 
 
 class Reduce(Protocol):
-    """All-reduces a contiguous tensor in place over the ranks that hold the vocabulary. `what` labels it."""
+    """An in-place all-reduce of a contiguous tensor over the ranks of the vocabulary; `label` names the collective."""
 
-    def __call__(self, tensor: Tensor, op: Literal["sum", "max"], *, what: str) -> object: ...
+    def __call__(self, tensor: Tensor, op: Literal["sum", "max"], *, label: str) -> object: ...
 
 
-def unsharded(tensor: Tensor, op: Literal["sum", "max"], *, what: str) -> None:
-    """Leave the tensor as it is: the `Reduce` of a rank that holds the whole vocabulary."""
+def no_reduce(tensor: Tensor, op: Literal["sum", "max"], *, label: str) -> None:
+    """Do nothing: the `Reduce` of an unsharded vocabulary."""
 
 
 CrossEntropy = Callable[[Tensor, Targets, Reduce, bool], tuple[Tensor, Tensor | None]]
-"""Logits [t, n], contiguous, of any dtype; the all-reduce over the vocabulary's ranks; whether a gradient is wanted.
-Returns the weighted sum of -log softmax over the tokens, and its gradient in the place and dtype of the logits, or
-None.
+"""Arguments: logits [t, n], contiguous, any dtype; targets; all-reduce; True to compute the gradient. Returns the
+weighted sum of losses, and the gradient in the memory and dtype of the logits, or None.
 """
 
 
 @dataclass(frozen=True)
-class Passes:
-    """What goes over the logits of one rank, with softmax in the format of the loss.
+class LogitsKernels:
+    """The two kernels over a rank's logits, with softmax in the dtype of the loss.
 
-    `statistics(logits, columns, wide)`: [t] each in the format `wide`: the largest logit, the sum of e^(logit -
-    largest), and the logit at `columns`. It may write e^(logit - largest) over logits of that format.
-    `gradient(logits, columns, peak, scale, minus)`, after it and with its largest logits: writes scale e^(logit - peak)
-    over the logits, minus `minus` at `columns`.
+    `statistics(logits, columns, wide)`: returns max logit, sum of e^(logit - max), and logit at `columns`, [t] in dtype
+    `wide`; may overwrite logits of dtype `wide` with e^(logit - max).
+    `gradient(logits, columns, peak, scale, minus)`: runs next with peak = max; overwrites the logits with
+    scale e^(logit - peak), less `minus` at `columns`.
     """
 
     statistics: Callable[[Tensor, Tensor, torch.dtype], tuple[Tensor, Tensor, Tensor]]
@@ -71,135 +74,137 @@ class Passes:
     def cross_entropy(
         self, logits: Tensor, targets: Targets, reduce: Reduce, gradient: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """See `CrossEntropy`. Ranks exchange the largest logit, and the sum of exponentials with the label's logit:
-        three elements a token.
+        """Implement `CrossEntropy`. Ranks all-reduce three elements per token: max logit, sum of exponentials, and the
+        label's logit.
         """
-        weights, here = targets.weights, targets.here
-        columns = targets.columns.masked_fill(~here, 0)
+        weights, is_local = targets.weights, targets.is_local
+        columns = targets.columns.masked_fill(~is_local, 0)
         logits[:, targets.valid :] = -math.inf
-        local, total, own = self.statistics(logits, columns, weights.dtype)
-        peak = local.clone()
-        reduce(peak, "max", what="loss peak")
-        less = (local - peak).exp_()
-        sums = torch.stack([total * less, (own - peak).masked_fill_(~here, 0)])
-        reduce(sums, "sum", what="loss sums")
-        total, chosen = sums.unbind()
-        loss = ((total.log() - chosen) * weights).sum()
+        local_peak, total, at_label = self.statistics(logits, columns, weights.dtype)
+        peak = local_peak.clone()
+        reduce(peak, "max", label="logits max")
+        rescale = (local_peak - peak).exp_()
+        sums = torch.stack([total * rescale, (at_label - peak).masked_fill_(~is_local, 0)])
+        reduce(sums, "sum", label="softmax sums")
+        total, at_label = sums.unbind()
+        loss = ((total.log() - at_label) * weights).sum()
         if not gradient:
             return loss, None
-        self.gradient(logits, columns, local, weights / total * less, weights * here)
+        self.gradient(logits, columns, local_peak, weights / total * rescale, weights * is_local)
         return loss, logits
 
 
-class TorchCrossEntropy(Backend):
-    """torch's operators, over blocks of rows."""
+class TorchCrossEntropy(OpBackend):
+    """torch's operators over blocks of rows."""
 
-    def build(self, setting: Setting) -> CrossEntropy:
+    def build(self, context: OpContext) -> CrossEntropy:
         return cross_entropy
 
 
 GPU_BLOCK_BYTES = 1 << 26
-"""Instead of BLOCK_BYTES, where few kernels matter more than a cache."""
+"""Block size on GPUs, where few kernel launches matter more than cache locality."""
 
 
 def statistics(logits: Tensor, columns: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """See `Passes`."""
+    """Implement `LogitsKernels.statistics`."""
     peak = logits.amax(-1).to(wide).clamp_(min=torch.finfo(wide).min)
-    own = logits.gather(1, columns.unsqueeze(1)).squeeze(1).to(wide)
+    at_label = logits.gather(1, columns.unsqueeze(1)).squeeze(1).to(wide)
     total = torch.empty_like(peak)
     for rows in _blocks(logits, wide):
         torch.sum(_exponentials(logits[rows], peak[rows]), -1, out=total[rows])
-    return peak, total, own
+    return peak, total, at_label
 
 
 def gradient(logits: Tensor, columns: Tensor, peak: Tensor, scale: Tensor, minus: Tensor) -> None:
-    """See `Passes`."""
+    """Implement `LogitsKernels.gradient`."""
     for rows in _blocks(logits, peak.dtype):
         _block_gradient(logits[rows], columns[rows], peak[rows], scale[rows], minus[rows])
 
 
 def _block_gradient(block: Tensor, columns: Tensor, peak: Tensor, scale: Tensor, minus: Tensor) -> None:
-    there = block.dtype == peak.dtype
-    numbers = block if there else _exponentials(block, peak)
-    numbers.mul_(scale.unsqueeze(1)).scatter_add_(1, columns.unsqueeze(1), -minus.unsqueeze(1))
-    if not there:
-        block.copy_(numbers)
+    in_place = block.dtype == peak.dtype  # `statistics` wrote the exponentials over the logits
+    grad = block if in_place else _exponentials(block, peak)
+    grad.mul_(scale.unsqueeze(1)).scatter_add_(1, columns.unsqueeze(1), -minus.unsqueeze(1))
+    if not in_place:
+        block.copy_(grad)
 
 
-cross_entropy = Passes(statistics, gradient).cross_entropy
+cross_entropy = LogitsKernels(statistics, gradient).cross_entropy
 
 
 def _exponentials(block: Tensor, peak: Tensor) -> Tensor:
-    """e^(logit - peak) in the format of the peak, in place where the logits have it."""
+    """Return e^(logit - peak) in the dtype of the peak, in place if dtypes agree."""
     return block.to(peak.dtype).sub_(peak.unsqueeze(1)).exp_()
 
 
 def _blocks(logits: Tensor, wide: torch.dtype) -> list[slice]:
-    most = BLOCK_BYTES if logits.is_cpu else GPU_BLOCK_BYTES
-    rows = max(1, most // (logits.shape[1] * wide.itemsize))
+    block_bytes = BLOCK_BYTES if logits.is_cpu else GPU_BLOCK_BYTES
+    rows = max(1, block_bytes // (logits.shape[1] * wide.itemsize))
     return [slice(start, start + rows) for start in range(0, len(logits), rows)]
 
 
 class CompiledCrossEntropy:
-    """One kernel for the statistics and one for the gradient, by torch.compile. On a CPU only if asked for."""
+    """A compiled kernel for the statistics and another for the gradient. On a CPU only on request."""
 
-    def refusal(self, setting: Setting) -> str | None:
-        slow = Reluctance("takes seconds to compile on a CPU") if setting.device.is_cpu else None
-        return compiled.refusal(setting.device) or slow
+    def unsupported_reason(self, context: OpContext) -> str | None:
+        slow = NotByDefault("takes seconds to compile on a CPU") if context.device.is_cpu else None
+        return compiled.compile_unsupported_reason(context.device) or slow
 
-    def build(self, setting: Setting) -> CrossEntropy:
-        return Passes(compiled.fused(fused_statistics), compiled.fused(fused_gradient)).cross_entropy
+    def build(self, context: OpContext) -> CrossEntropy:
+        return LogitsKernels(
+            compiled.compile_function(fused_statistics), compiled.compile_function(fused_gradient)
+        ).cross_entropy
 
 
 def fused_statistics(logits: Tensor, columns: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """See `Passes`. Compiled, no number of [t, n] is written, and on a GPU the logits are read once: Inductor knows the
-    maximum and the sum of exponentials below it as an online softmax (Milakov and Gimelshein 2018).
+    """Implement `LogitsKernels.statistics` without writing [t, n]. Inductor compiles maximum and sum of exponentials to
+    an online softmax (Milakov and Gimelshein 2018): on a GPU the logits are read once.
     """
     scores = logits.to(wide)
     highest = scores.amax(-1, keepdim=True)
     total = (scores - highest).exp().sum(-1, keepdim=True)
-    total = torch.where(highest == -math.inf, 0.0, total).squeeze(1)  # a rank may have padding alone
+    total = torch.where(highest == -math.inf, 0.0, total).squeeze(1)  # a shard may contain only padding
     peak = highest.squeeze(1).clamp(min=torch.finfo(wide).min)
     return peak, total, scores.gather(1, columns.unsqueeze(1)).squeeze(1)
 
 
 def fused_gradient(logits: Tensor, columns: Tensor, peak: Tensor, scale: Tensor, minus: Tensor) -> None:
-    """See `Passes`."""
-    label = torch.arange(logits.shape[1], device=logits.device) == columns.unsqueeze(1)
-    numbers = (logits.to(peak.dtype) - peak.unsqueeze(1)).exp() * scale.unsqueeze(1)
-    logits.copy_(torch.where(label, numbers - minus.unsqueeze(1), numbers))
+    """Implement `LogitsKernels.gradient`."""
+    is_label = torch.arange(logits.shape[1], device=logits.device) == columns.unsqueeze(1)
+    grad = (logits.to(peak.dtype) - peak.unsqueeze(1)).exp() * scale.unsqueeze(1)
+    logits.copy_(torch.where(is_label, grad - minus.unsqueeze(1), grad))
 
 
-class TransformerEngineCrossEntropy:
-    """Transformer Engine's kernels: one pass over the logits for the loss and one for the gradient, both in fp32."""
+class TECrossEntropy:
+    """Transformer Engine's kernels: a pass over the logits for the loss and a pass for the gradient, both in fp32."""
 
-    def refusal(self, setting: Setting) -> str | None:
-        if setting.device.is_cpu:
-            return "is for GPUs"
-        if reason := TE.absence():
+    def unsupported_reason(self, context: OpContext) -> str | None:
+        if context.device.is_cpu:
+            return "needs a GPU"
+        if reason := TE.missing_reason():
             return reason
         from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
 
         if "overwrite_input" not in inspect.signature(parallel_cross_entropy).parameters:
-            return "needs a release with overwrite_input (none up to 2.19): this one forms a second tensor of logits"
+            return (
+                "needs a release with overwrite_input (none up to 2.19): the installed one allocates the logits twice"
+            )
         return None
 
-    def build(self, setting: Setting) -> CrossEntropy:
-        return transformer_engine_cross_entropy
+    def build(self, context: OpContext) -> CrossEntropy:
+        return te_cross_entropy
 
 
 IGNORED = -100
-"""What Transformer Engine takes for a label that does not count."""
+"""Transformer Engine's label for ignored tokens."""
 
 
-def transformer_engine_cross_entropy(
-    logits: Tensor, targets: Targets, reduce: Reduce, gradient: bool
-) -> tuple[Tensor, Tensor | None]:
-    """See `CrossEntropy`. For a vocabulary that is not sharded: it reduces nothing."""
+def te_cross_entropy(logits: Tensor, targets: Targets, reduce: Reduce, gradient: bool) -> tuple[Tensor, Tensor | None]:
+    """Implement `CrossEntropy` for an unsharded vocabulary, without all-reduces."""
     from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
 
     logits[:, targets.valid :] = -math.inf
-    labels = targets.columns.masked_fill(~targets.here, IGNORED).unsqueeze(1)
+    labels = targets.columns.masked_fill(~targets.is_local, IGNORED).unsqueeze(1)
     with torch.set_grad_enabled(gradient):
         scores = logits.detach().unsqueeze(1).requires_grad_(gradient)
         losses = parallel_cross_entropy(scores, labels, ignore_idx=IGNORED, overwrite_input=True).squeeze(1)

@@ -1,5 +1,5 @@
-"""Attention by flash-attn: on Hopper its third version if that is installed (Shah et al. 2024), else its second (Dao
-2023). Both skip the blocks of scores that a window masks.
+"""Attention by flash-attn: FlashAttention-3 on Hopper if installed (Shah et al. 2024), otherwise FlashAttention-2
+(Dao 2023). Both skip blocks of scores masked by a window.
 """
 
 from __future__ import annotations
@@ -10,40 +10,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale.ops.attention import Attend, half_refusal, reluctance
+from megascale.ops.core_attention import Attend, half_precision_unsupported, not_by_default
 from megascale.ops.library import FLASH, FLASH3, Library
-from megascale.ops.select import Setting
+from megascale.ops.select import OpContext
 
 
 class FlashAttention:
-    """flash-attn. Its backward sums in any order unless torch is asked for deterministic algorithms."""
+    """flash-attn; backward is deterministic only under `torch.use_deterministic_algorithms`."""
 
-    def refusal(self, setting: Setting) -> str | None:
-        if reason := half_refusal(setting):
+    def unsupported_reason(self, context: OpContext) -> str | None:
+        if reason := half_precision_unsupported(context):
             return reason
-        library = _library(setting)
-        return library.absence() or reluctance(setting, newer=library is FLASH3)
+        library = _library(context)
+        return library.missing_reason() or not_by_default(context, newer=library is FLASH3)
 
-    def build(self, setting: Setting) -> Attend:
-        if _library(setting) is FLASH:
+    def build(self, context: OpContext) -> Attend:
+        if _library(context) is FLASH:
             from flash_attn import flash_attn_func
         else:
             from flash_attn_interface import flash_attn_func
         return flash(flash_attn_func)
 
 
-def _library(setting: Setting) -> Library:
-    """The version to use: the third has kernels for Hopper, and none for what came later, nor, unlike the second, for
-    heads that are no multiple of 8; and some of its releases sum in any order whatever they are asked for.
+def _library(context: OpContext) -> Library:
+    """Select version 3 or 2. Version 3 runs on Hopper only, needs a head dim divisible by 8, and in some releases
+    ignores `deterministic`.
     """
     if torch.are_deterministic_algorithms_enabled():
         return FLASH
-    serves = setting.device.capability[0] == 9 and setting.model.head_dim % 8 == 0
-    return FLASH3 if serves and FLASH3.absence() is None else FLASH
+    supported = context.device.capability[0] == 9 and context.model.head_dim % 8 == 0
+    return FLASH3 if supported and FLASH3.missing_reason() is None else FLASH
 
 
 def flash(flash_attn_func: Callable[..., Any]) -> Attend:
-    """Attention by the function that both versions name so: q [b, s, heads, d], k and v [b, s, kv heads, d]."""
+    """Wrap either version's `flash_attn_func`: q [b, s, heads, d], k and v [b, s, kv heads, d]."""
 
     def attend(
         q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, window: int | None, keep: Tensor | None, dropout: float
@@ -54,10 +54,10 @@ def flash(flash_attn_func: Callable[..., Any]) -> Attend:
             k,
             v,
             causal=True,
-            window_size=(-1, -1) if window is None else (window - 1, 0),  # keys before a query's own, and after
+            window_size=(-1, -1) if window is None else (window - 1, 0),  # keys to the left and right of a query's own
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
-        if isinstance(out, tuple):  # early releases of the third version add the logarithms of the sums
+        if isinstance(out, tuple):  # early releases of version 3 return the log-sum-exp too
             out = out[0]
         return out.transpose(1, 2)
 

@@ -1,5 +1,5 @@
-"""Sliding windows by FlexAttention (Dong et al. 2024), which torch.compile turns into one kernel that visits only the
-blocks of scores with something to see.
+"""Sliding-window attention by FlexAttention (Dong et al. 2024). torch.compile generates a single kernel over the
+blocks of scores with unmasked elements.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from megascale.ops import compiled
-from megascale.ops.attention import Attend, causal_attention, reluctance
+from megascale.ops.core_attention import Attend, causal_attention, not_by_default
 from megascale.ops.library import TRITON
-from megascale.ops.select import Setting
+from megascale.ops.select import OpContext
 
 BLOCK = 128
-"""Queries, and keys, of a block of scores: FlexAttention's own choice."""
+"""Side of a block of scores, in queries and keys: FlexAttention's default."""
 
 
 class FlexAttention:
-    """FlexAttention for layers with a window; torch's kernels for those without."""
+    """FlexAttention for layers with a window, torch's kernels for full attention."""
 
-    def refusal(self, setting: Setting) -> str | None:
-        if setting.device.is_cpu:
+    def unsupported_reason(self, context: OpContext) -> str | None:
+        if context.device.is_cpu:
             return "has no backward on a CPU"
-        return TRITON.absence() or reluctance(setting, newer=False)
+        return TRITON.missing_reason() or not_by_default(context, newer=False)
 
-    def build(self, setting: Setting) -> Attend:
-        return flex(compiled.fused(flex_attention))
+    def build(self, context: OpContext) -> Attend:
+        return flex(compiled.compile_function(flex_attention))
 
 
 def flex(attention: Callable[..., Any]) -> Attend:
-    """Attention by `flex_attention`, compiled or not."""
+    """Wrap `flex_attention`, compiled or not."""
 
     def attend(
         q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, window: int | None, keep: Tensor | None, dropout: float
@@ -49,27 +49,27 @@ def flex(attention: Callable[..., Any]) -> Attend:
     return attend
 
 
-@cache  # one for each window of the model; with train.compile what is compiled forms its own each time
+@cache  # one per window; under train.compile the compiled graph builds its own mask
 def block_mask(s: int, window: int, device: torch.device) -> BlockMask:
-    """Which blocks of an s x s matrix of scores a window shows in part, and which whole.
+    """Classify blocks of the s x s scores as masked, partially visible or fully visible under a window.
 
-    Found from the corners of the blocks: `create_block_mask` would form all s x s entries.
+    The corners of a block suffice; `create_block_mask` would evaluate all s x s elements.
     """
 
-    def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def mask(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (key > query - window)
 
     first = torch.arange(0, s, BLOCK, device=device)
     last = first + BLOCK - 1
-    some = (first <= last[:, None]) & (last > first[:, None] - window)
-    whole = (last <= first[:, None]) & (first > last[:, None] - window)
+    visible = (first <= last[:, None]) & (last > first[:, None] - window)
+    full = (last <= first[:, None]) & (first > last[:, None] - window)
     return BlockMask.from_kv_blocks(
-        *_listed(some & ~whole), *_listed(whole), BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(s, s)
+        *_block_lists(visible & ~full), *_block_lists(full), BLOCK_SIZE=BLOCK, mask_mod=mask, seq_lengths=(s, s)
     )
 
 
-def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Of bool [rows, columns] how many columns each row has, and which: these first, then the others."""
+def _block_lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return for bool [rows, columns] the count of True columns per row, and column indices with True columns first."""
     counts = blocks.sum(-1, dtype=torch.int32)
     order = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return counts[None, None], order.int()[None, None]

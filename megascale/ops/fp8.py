@@ -1,8 +1,14 @@
-"""Matrices in eight bits: the cast, which says what it did, and products of what was cast.
+"""FP8 linear layers on one device: quantization, its statistics, and GEMMs of quantized matrices.
 
-e4m3 has three bits of mantissa and reaches 448, e5m2 two and 57,344 (Micikevicius et al. 2022). A matrix is cast after
-it is divided by a scale: one for all, one for each row, or one for each block of 128. Products are sums along the last
-dimension of both factors, the only form that tensor cores multiply in eight bits, so scales lie along it.
+    scale = amax(|x|) / fp8 max     data = cast(x / scale)     x ~ data * scale     a [m, k], b [n, k] -> a b^T [m, n]
+
+E4M3 has 3 mantissa bits and reaches 448; E5M2 has 2 and reaches 57,344 (Micikevicius et al. 2022). A scale covers a
+tensor, a row, or a block of 128 elements. FP8 tensor cores require k, the dimension of the sum, to be contiguous in
+both operands; scales of rows and blocks therefore lie along k.
+
+`Fp8Format`, `ScaleGranularity`, `Quantized`, `TransposedOnly`: formats and quantized matrices.
+`amax`, `amax_to_scale`, `scale_and_cast`, `cast_transpose`, `cast_to_fp8`, `cast_stats`: quantization.
+`scaled_matmul`: the GEMM. `Fp8Kernels`, `TorchLinear`, `CompiledLinear`: the functions that a backend may replace.
 """
 
 from __future__ import annotations
@@ -17,17 +23,17 @@ from torch import Tensor
 
 from megascale.catalog.recipes import RECIPES
 from megascale.ops import compiled
-from megascale.ops.select import Reluctance, Setting
+from megascale.ops.select import NotByDefault, OpContext
 
 BLOCK = 128
-"""Numbers that share a scale in a block (DeepSeek-V3, 3.3)."""
+"""Elements along a side of a block with a common scale (DeepSeek-V3, 3.3)."""
 
 SMALLEST = 2.0**-126
-"""Of scales: fp32's smallest number that is not subnormal."""
+"""The smallest scale: fp32's smallest normal number."""
 
 
-class Number(Enum):
-    """An 8-bit format, and its largest number."""
+class Fp8Format(Enum):
+    """An FP8 dtype and its largest finite number."""
 
     E4M3 = (torch.float8_e4m3fn, 448.0)
     E5M2 = (torch.float8_e5m2, 57_344.0)
@@ -37,33 +43,33 @@ class Number(Enum):
         return self.value[0]
 
     @property
-    def largest(self) -> float:
+    def max_value(self) -> float:
         return self.value[1]
 
 
-class Grain(Enum):
-    """What shares a scale: the whole tensor, a row, or a block of a row (BLOCK numbers) or matrix (BLOCK squared)."""
+class ScaleGranularity(Enum):
+    """The elements with a common scale: a tensor, a row, BLOCK elements of a row, or BLOCK x BLOCK of a matrix."""
 
     TENSOR = "tensor"
     ROW = "row"
-    BLOCK = "block"
-    SQUARE = "square"
+    BLOCK_1D = "block"
+    BLOCK_2D = "square"
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """A matrix in 8 bits: `data` [..., k] times `scale` are about the original.
+    """An FP8 matrix: `data` [..., k] times `scale` approximates the original.
 
-    `scale`, fp32: [], [..., 1], [..., k / BLOCK] or, of a square grain, [m / BLOCK, k / BLOCK]. `fast`: as a second
-    factor, sums may be kept in the fewer bits than fp32's in which tensor cores are fastest. `across`: the data of its
-    transpose, where the cast wrote that too.
+    `scale`, fp32, by granularity: TENSOR [], ROW [..., 1], BLOCK_1D [..., k / BLOCK], BLOCK_2D [m / BLOCK, k / BLOCK].
+    `use_fast_accum`: as a GEMM's second operand, let tensor cores accumulate in fewer bits than fp32, the fastest mode.
+    `transposed`: data of the transpose [k, m], if the cast wrote both layouts.
     """
 
     data: Tensor
     scale: Tensor
-    grain: Grain
-    fast: bool = False
-    across: Tensor | None = None
+    granularity: ScaleGranularity
+    use_fast_accum: bool = False
+    transposed: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -77,118 +83,133 @@ class Quantized:
         return self.data.new_empty(*shape, dtype=dtype)
 
     def __getitem__(self, rows: slice) -> Quantized:
-        """Some rows along dimension 0."""
-        return Quantized(self.data[rows], self.scale if self.grain is Grain.TENSOR else self.scale[rows], self.grain)
+        """Slice dimension 0."""
+        return Quantized(
+            self.data[rows],
+            self.scale if self.granularity is ScaleGranularity.TENSOR else self.scale[rows],
+            self.granularity,
+        )
 
     def t(self) -> Quantized:
-        """The transpose of a matrix whose scales are the same in both directions."""
-        assert self.grain in (Grain.TENSOR, Grain.SQUARE), "the scales of rows are no scales of columns"
-        data = self.across
+        """Transpose a matrix with granularity TENSOR or BLOCK_2D, whose scales hold in both directions."""
+        assert self.granularity in (ScaleGranularity.TENSOR, ScaleGranularity.BLOCK_2D), (
+            "scales along rows do not hold along columns: quantize the transpose instead"
+        )
+        data = self.transposed
         if data is None:
             data = self.data.reshape(-1, self.data.shape[-1]).t().contiguous()
-        return Quantized(data, self.scale if self.grain is Grain.TENSOR else self.scale.t().contiguous(), self.grain)
+        return Quantized(
+            data,
+            self.scale if self.granularity is ScaleGranularity.TENSOR else self.scale.t().contiguous(),
+            self.granularity,
+        )
 
-    def dequantized(self) -> Tensor:
-        """About the original, in fp32."""
-        return (_parts(self.data.float(), self.grain) * _beside(self.scale, self.grain)).view(self.shape)
+    def dequantize(self) -> Tensor:
+        """Return data * scale, an approximation of the original, in fp32."""
+        return (
+            _scale_groups(self.data.float(), self.granularity) * _broadcast_scale(self.scale, self.granularity)
+        ).view(self.shape)
 
 
-class Transposed(Quantized):
-    """A matrix [rows, k] of which there is only the transpose: `data` [k, rows]."""
+class TransposedOnly(Quantized):
+    """A matrix [rows, k] stored as its transpose only: `data` [k, rows]."""
 
     def t(self) -> Quantized:
-        return Quantized(self.data, self.scale, self.grain)
+        return Quantized(self.data, self.scale, self.granularity)
 
 
-def _parts(x: Tensor, grain: Grain) -> Tensor:
-    """x [..., k] as a view in which what shares a scale has dimensions of its own."""
-    if grain is Grain.SQUARE:
+def _scale_groups(x: Tensor, grain: ScaleGranularity) -> Tensor:
+    """View x [..., k] with separate dimensions for the elements of a block."""
+    if grain is ScaleGranularity.BLOCK_2D:
         x = x.unflatten(0, (-1, BLOCK))
-    return x.unflatten(-1, (-1, BLOCK)) if grain in (Grain.BLOCK, Grain.SQUARE) else x
+    return x.unflatten(-1, (-1, BLOCK)) if grain in (ScaleGranularity.BLOCK_1D, ScaleGranularity.BLOCK_2D) else x
 
 
-def _beside(scale: Tensor, grain: Grain) -> Tensor:
-    """Scales in a shape that broadcasts to `_parts`."""
-    if grain is Grain.SQUARE:
+def _broadcast_scale(scale: Tensor, grain: ScaleGranularity) -> Tensor:
+    """View scales in a shape broadcastable to `_scale_groups`."""
+    if grain is ScaleGranularity.BLOCK_2D:
         return scale[:, None, :, None]
-    return scale.unsqueeze(-1) if grain is Grain.BLOCK else scale
+    return scale.unsqueeze(-1) if grain is ScaleGranularity.BLOCK_1D else scale
 
 
-def amax(x: Tensor, grain: Grain) -> Tensor:
-    """The largest magnitude of x [..., k] in each part that shares a scale, in the shape of `Quantized.scale`, fp32.
-    What is not finite shows.
-    """
+def amax(x: Tensor, granularity: ScaleGranularity) -> Tensor:
+    """Return max |x| by granularity, in fp32 and the shape of `Quantized.scale`. NaN and infinity propagate."""
     magnitude = x.abs()
-    if grain is Grain.TENSOR:
-        found = magnitude.amax()
-    elif grain is Grain.ROW:
-        found = magnitude.amax(-1, keepdim=True)
+    if granularity is ScaleGranularity.TENSOR:
+        largest = magnitude.amax()
+    elif granularity is ScaleGranularity.ROW:
+        largest = magnitude.amax(-1, keepdim=True)
     else:
-        found = _parts(magnitude, grain).amax(-1 if grain is Grain.BLOCK else (1, 3))
-    return found.float()
+        largest = _scale_groups(magnitude, granularity).amax(-1 if granularity is ScaleGranularity.BLOCK_1D else (1, 3))
+    return largest.float()
 
 
-def scale_of(largest: Tensor, number: Number) -> Tensor:
-    """The scale under which `largest` becomes the largest number of a format, or less where the scale's inverse would
-    not be finite. 1 for zeros; not finite if `largest` is not, and then every product is not either.
+def amax_to_scale(largest: Tensor, fp8_format: Fp8Format) -> Tensor:
+    """Return the scale largest / fp8 max, at least SMALLEST to keep its inverse finite, and 1 for zeros.
+
+    A NaN or infinite `largest` gives a scale, and hence GEMMs, with NaN or infinity.
     """
-    return torch.where(largest == 0, 1.0, (largest / number.largest).clamp(min=SMALLEST))
+    return torch.where(largest == 0, 1.0, (largest / fp8_format.max_value).clamp(min=SMALLEST))
 
 
-def values(x: Tensor, factor: Tensor, largest: float, dtype: torch.dtype) -> Tensor:
-    """x times a factor that broadcasts to it, in 8 bits. What is larger than `largest` becomes it."""
+def scale_and_cast(x: Tensor, factor: Tensor, largest: float, dtype: torch.dtype) -> Tensor:
+    """Cast x * factor to an FP8 `dtype`, clamped to +-`largest`; `factor` broadcasts to x."""
     return (x.float() * factor).clamp(-largest, largest).to(dtype)
 
 
 def cast_transpose(
     x: Tensor, factor: Tensor, largest: float, dtype: torch.dtype, rows: bool = True
 ) -> tuple[Tensor | None, Tensor]:
-    """See `CastTranspose`: by torch's operators, in a pass for the cast and one for the transpose."""
+    """Implement `CastTranspose` with torch's operators: a pass for the cast and a pass for the transpose."""
     (m, k), (high, wide) = x.shape, factor.shape
     parts = x.reshape(high, m // high, wide, k // wide)
-    data = values(parts, factor[:, None, :, None], largest, dtype).view(m, k)
+    data = scale_and_cast(parts, factor[:, None, :, None], largest, dtype).view(m, k)
     return data if rows else None, data.t().contiguous()
 
 
-def product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
-    """a [..., m, k] times b [n, k] transposed: [..., m, n] in bf16 or fp32, accumulated in fp32."""
+def scaled_matmul(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
+    """Return a b^T for a [..., m, k] and b [n, k]: [..., m, n] in bf16 or fp32, accumulated in fp32."""
     rows = a.data.reshape(-1, a.shape[-1])
-    if a.grain is Grain.BLOCK:
+    if a.granularity is ScaleGranularity.BLOCK_1D:
         out = _by_blocks(rows, b, a.scale.reshape(rows.shape[0], -1), dtype)
-    elif Grain.TENSOR is a.grain is b.grain and not rows.is_cpu:
-        out = _scaled(rows, b.data, a.scale, b.scale, dtype, b.fast)
-    else:  # torch's product under one scale is a loop on CPUs, a thousand times slower than the one by rows
-        out = _scaled(rows, b.data, _column(a.scale, rows), _column(b.scale, b.data).t(), dtype, b.fast)
+    elif ScaleGranularity.TENSOR is a.granularity is b.granularity and not rows.is_cpu:
+        out = _scaled_mm(rows, b.data, a.scale, b.scale, dtype, b.use_fast_accum)
+    else:  # on CPUs torch's GEMM with tensor scales is a loop, a thousand times slower than with row scales
+        out = _scaled_mm(rows, b.data, _column(a.scale, rows), _column(b.scale, b.data).t(), dtype, b.use_fast_accum)
     return out.view(*a.shape[:-1], b.shape[0])
 
 
-def _scaled(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
-    """Scales [] both, [m, 1] and [1, n], or, on some GPUs, of blocks, as `_by_blocks` has them."""
+def _scaled_mm(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, fast: bool = False
+) -> Tensor:
+    """Call `torch._scaled_mm` with scales of tensors ([], []), rows ([m, 1], [1, n]) or blocks (`_by_blocks`)."""
     return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast)
 
 
 def _by_blocks(a: Tensor, b: Quantized, scale_a: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scales [m, k / BLOCK] of a."""
-    aligned = a.shape[0] % 4 == 0 and (b.grain is Grain.BLOCK or b.scale.shape[1] % 4 == 0)  # to 16 bytes, for cuBLAS
+    """Multiply with scales of blocks; `scale_a` [m, k / BLOCK]."""
+    aligned = a.shape[0] % 4 == 0 and (
+        b.granularity is ScaleGranularity.BLOCK_1D or b.scale.shape[1] % 4 == 0
+    )  # to 16 bytes, for cuBLAS
     multiply = _block_by_block if a.is_cpu or not aligned else _blocks_at_once
     return multiply(a, b, scale_a, dtype)
 
 
 def _blocks_at_once(a: Tensor, b: Quantized, scale_a: Tensor, dtype: torch.dtype) -> Tensor:
-    """By cuBLAS, which reads the scales of rows block by block, those of squares as they lie."""
-    scale_b = b.scale.t() if b.grain is Grain.SQUARE else b.scale.t().contiguous()
-    return _scaled(a, b.data, scale_a.t().contiguous().t(), scale_b, dtype)
+    """Multiply in one cuBLAS call, which takes 1D block scales with k outermost and 2D block scales row-major."""
+    scale_b = b.scale.t() if b.granularity is ScaleGranularity.BLOCK_2D else b.scale.t().contiguous()
+    return _scaled_mm(a, b.data, scale_a.t().contiguous().t(), scale_b, dtype)
 
 
 def _block_by_block(a: Tensor, b: Quantized, scale_a: Tensor, dtype: torch.dtype) -> Tensor:
-    """A product for each block of k, added up in fp32."""
-    scale_b = b.scale.repeat_interleave(BLOCK, 0) if b.grain is Grain.SQUARE else b.scale
+    """Sum a GEMM per block of k in fp32."""
+    scale_b = b.scale.repeat_interleave(BLOCK, 0) if b.granularity is ScaleGranularity.BLOCK_2D else b.scale
     total: Tensor | None = None
     for block in range(a.shape[1] // BLOCK):
         columns = slice(block * BLOCK, (block + 1) * BLOCK)
         along_a, along_b = (scale[:, block : block + 1].contiguous() for scale in (scale_a, scale_b))
         parts = a[:, columns].contiguous(), b.data[:, columns].contiguous()
-        part = _scaled(*parts, along_a, along_b.t(), torch.float32)
+        part = _scaled_mm(*parts, along_a, along_b.t(), torch.float32)
         total = part if total is None else total.add_(part)
     assert total is not None
     return total.to(dtype)
@@ -198,110 +219,119 @@ def _column(scale: Tensor, rows: Tensor) -> Tensor:
     return scale.reshape(-1, 1).expand(rows.shape[0], 1).contiguous()
 
 
-Values = Callable[[Tensor, Tensor, float, torch.dtype], Tensor]
+ScaleAndCast = Callable[[Tensor, Tensor, float, torch.dtype], Tensor]
+"""The signature of `scale_and_cast`."""
 
 CastTranspose = Callable[[Tensor, Tensor, float, torch.dtype, bool], tuple[Tensor | None, Tensor]]
-"""`values` of x [m, k] and of its transpose in one pass: the numbers of factor [m', k'] are each for one of m' x k'
-equal parts of x. Results [m, k], None unless the last argument asks for it, and [k, m].
+"""`scale_and_cast` of x [m, k] and of its transpose in one pass. factor [m', k'] has an element for every m/m' x k/k'
+part of x. Returns [m, k], or None if the last argument is False, and [k, m].
 """
 
-Product = Callable[[Quantized, Quantized, torch.dtype], Tensor]
+ScaledMatmul = Callable[[Quantized, Quantized, torch.dtype], Tensor]
+"""The signature of `scaled_matmul`."""
 
 
 @dataclass(frozen=True)
-class Kernels:
-    """What goes over a matrix that is cast, `amax` and `values`, and the `product` of two that were. `cast_transpose`:
-    None where no kernel writes both layouts, and a transpose is a copy.
+class Fp8Kernels:
+    """The functions of an FP8 backend: amax, cast and GEMM.
+
+    `cast_transpose`: None if no kernel writes both layouts; a transpose is then a copy.
     """
 
-    amax: Callable[[Tensor, Grain], Tensor] = amax
-    values: Values = values
-    product: Product = product
+    amax: Callable[[Tensor, ScaleGranularity], Tensor] = amax
+    scale_and_cast: ScaleAndCast = scale_and_cast
+    scaled_matmul: ScaledMatmul = scaled_matmul
     cast_transpose: CastTranspose | None = None
 
-    def turned(self, x: Tensor) -> Tensor:
-        """The transpose of x [m, k] for a cast: as it lies for a kernel that writes transposes, else copied."""
+    def transpose_for_cast(self, x: Tensor) -> Tensor:
+        """Transpose x [m, k] for `cast_to_fp8`: a view if `cast_transpose` writes the transpose, else a copy."""
         return x.t() if self.cast_transpose else x.t().contiguous()
 
-    def transposed(self, x: Quantized) -> Quantized:
-        """`x.t()`. What came in one layout alone, such as from other ranks, goes through the kernel that casts: times
-        one, 8 bits stay as they are.
+    def transpose(self, x: Quantized) -> Quantized:
+        """Return `x.t()`. Data with a single layout, such as an all-gathered input, goes through `cast_transpose`: FP8
+        times a factor of 1 is unchanged.
         """
-        if self.cast_transpose is None or x.across is not None or x.grain is not Grain.TENSOR:
+        if self.cast_transpose is None or x.transposed is not None or x.granularity is not ScaleGranularity.TENSOR:
             return x.t()
         data, one = x.data.reshape(-1, x.shape[-1]), torch.ones(1, 1, device=x.data.device)
-        _, across = self.cast_transpose(data, one, torch.finfo(data.dtype).max, data.dtype, False)
-        return Quantized(across, x.scale, x.grain)
+        _, transposed = self.cast_transpose(data, one, torch.finfo(data.dtype).max, data.dtype, False)
+        return Quantized(transposed, x.scale, x.granularity)
 
 
 class TorchLinear:
-    """torch's operators, one after the other."""
+    """Unfused torch operators."""
 
-    def refusal(self, setting: Setting) -> str | None:
-        return _unable(setting)
+    def unsupported_reason(self, context: OpContext) -> str | None:
+        return _unsupported_reason(context)
 
-    def build(self, setting: Setting) -> Kernels:
-        return Kernels()
+    def build(self, context: OpContext) -> Fp8Kernels:
+        return Fp8Kernels()
 
 
 class CompiledLinear:
-    """A kernel for the largest magnitude, one that casts, and on a GPU one that casts and transposes."""
+    """Kernels by torch.compile for amax and cast, and on a GPU a Triton kernel that casts and transposes."""
 
-    def refusal(self, setting: Setting) -> str | None:
-        slow = Reluctance("compiling delays the first step on a CPU") if setting.device.is_cpu else None
-        return _unable(setting) or compiled.refusal(setting.device) or slow
+    def unsupported_reason(self, context: OpContext) -> str | None:
+        slow = NotByDefault("compiling delays the first step on a CPU") if context.device.is_cpu else None
+        return _unsupported_reason(context) or compiled.compile_unsupported_reason(context.device) or slow
 
-    def build(self, setting: Setting) -> Kernels:
-        if setting.device.is_cpu:
-            return Kernels(compiled.fused(amax), compiled.fused(values))
+    def build(self, context: OpContext) -> Fp8Kernels:
+        if context.device.is_cpu:
+            return Fp8Kernels(compiled.compile_function(amax), compiled.compile_function(scale_and_cast))
         from megascale.ops.cast_transpose import cast_transpose
 
-        return Kernels(compiled.fused(amax), compiled.fused(values), cast_transpose=cast_transpose)
+        return Fp8Kernels(
+            compiled.compile_function(amax), compiled.compile_function(scale_and_cast), cast_transpose=cast_transpose
+        )
 
 
-def _unable(setting: Setting) -> str | None:
-    """What torch's products in 8 bits lack on a GPU; None if nothing."""
-    if setting.recipe is None or setting.device.is_cpu:
+def _unsupported_reason(context: OpContext) -> str | None:
+    """Say why torch's FP8 GEMMs cannot run on this GPU; None if they can."""
+    if context.recipe is None or context.device.is_cpu:
         return None
-    capability = setting.device.capability
+    capability = context.device.capability
     if capability < (8, 9):
-        return "products in 8 bits need a GPU of compute capability 8.9 or more"
-    if Grain(RECIPES[setting.recipe].facts["grain"]) is Grain.BLOCK:
+        return "FP8 GEMMs need a GPU of compute capability 8.9 or more"
+    if ScaleGranularity(RECIPES[context.recipe].facts["granularity"]) is ScaleGranularity.BLOCK_1D:
         cuda = Version(torch.version.cuda or "0")
         if capability[0] != 9 or cuda < Version("12.9") or Version(torch.__version__) < Version("2.9"):
-            return "products by blocks need a GPU of compute capability 9, CUDA 12.9 and torch 2.9"
+            return "FP8 GEMMs with block scales need a GPU of compute capability 9, CUDA 12.9 and torch 2.9"
     return None
 
 
-def cast(
-    x: Tensor, scale: Tensor, number: Number, grain: Grain, kernels: Kernels = Kernels(), both: bool = False
+def cast_to_fp8(
+    x: Tensor,
+    scale: Tensor,
+    fp8_format: Fp8Format,
+    granularity: ScaleGranularity,
+    kernels: Fp8Kernels = Fp8Kernels(),
+    with_transpose: bool = False,
 ) -> Quantized:
-    """x [..., k] in 8 bits under a scale. What is larger than the format can say becomes its largest number. `both`:
-    with its transpose, where that is no pass of its own. x may be what `Kernels.turned` made.
+    """Quantize x [..., k], or a view from `Fp8Kernels.transpose_for_cast`. Values beyond the format saturate.
+
+    `with_transpose`: write the transpose too, if `kernels` do so in the same pass.
     """
-    how = number.largest, number.dtype
-    together = kernels.cast_transpose
-    if together and x.dim() == 2 and x.stride(1) != 1:
-        _, data = together(x.t(), _matrix(1.0 / scale).t(), *how, False)
-        return Quantized(data, scale, grain)
-    if together and both and grain in (Grain.TENSOR, Grain.SQUARE):
-        rows, across = together(x.reshape(-1, x.shape[-1]), _matrix(1.0 / scale), *how, True)
+    how = fp8_format.max_value, fp8_format.dtype
+    cast_both = kernels.cast_transpose
+    if cast_both and x.dim() == 2 and x.stride(1) != 1:
+        _, data = cast_both(x.t(), _matrix(1.0 / scale).t(), *how, False)
+        return Quantized(data, scale, granularity)
+    if cast_both and with_transpose and granularity in (ScaleGranularity.TENSOR, ScaleGranularity.BLOCK_2D):
+        rows, transposed = cast_both(x.reshape(-1, x.shape[-1]), _matrix(1.0 / scale), *how, True)
         assert rows is not None
-        return Quantized(rows.view(x.shape), scale, grain, across=across)
-    data = kernels.values(_parts(x, grain), _beside(1.0 / scale, grain), *how)
-    return Quantized(data.view(x.shape), scale, grain)
+        return Quantized(rows.view(x.shape), scale, granularity, transposed=transposed)
+    data = kernels.scale_and_cast(_scale_groups(x, granularity), _broadcast_scale(1.0 / scale, granularity), *how)
+    return Quantized(data.view(x.shape), scale, granularity)
 
 
 def _matrix(scale: Tensor) -> Tensor:
-    """The scales of a matrix in lines and columns as it has them."""
+    """View scales as a matrix: [1, 1] for a tensor scale."""
     return scale.view(1, 1) if scale.dim() == 0 else scale
 
 
-def lost(x: Tensor, cast: Quantized, number: Number) -> Tensor:
-    """How many numbers of x [..., k] a cast made to the format's largest though they are larger by more than its
-    rounding, how many it made to zero, and how many there are: f32 [3].
-    """
-    bound = _beside(cast.scale, cast.grain) * (number.largest * (1 + 2**-8))
-    saturated = (_parts(x.abs(), cast.grain) > bound).sum()
-    flushed = ((x != 0) & (cast.data.float() == 0)).sum()
+def cast_stats(x: Tensor, quantized: Quantized, fp8_format: Fp8Format) -> Tensor:
+    """Count elements saturated (beyond the maximum by more than rounding), flushed to zero, and in total: f32 [3]."""
+    bound = _broadcast_scale(quantized.scale, quantized.granularity) * (fp8_format.max_value * (1 + 2**-8))
+    saturated = (_scale_groups(x.abs(), quantized.granularity) > bound).sum()
+    flushed = ((x != 0) & (quantized.data.float() == 0)).sum()
     return torch.stack([saturated, flushed, torch.full_like(flushed, x.numel())]).float()

@@ -1,4 +1,4 @@
-"""The rate at which one device multiplies square matrices: the peak of processors whose makers state none."""
+"""Measured GEMM throughput of a device: its peak FLOP/s if the manufacturer states none."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from megascale.device import Device
 
 SIZE = 768
-"""Width of the matrices: large enough to reach the rate, small enough to stay in a core's cache."""
+"""Side of the matrices: large enough for full throughput, small enough for a core's cache."""
 
 GROUP = 4
-"""GEMMs between two looks at the clock."""
+"""GEMMs between two clock readings."""
 
 
 def gemm_rate(device: Device, dtype: torch.dtype, seconds: float = 0.1) -> float:
-    """Measure FLOP/s of square GEMMs over about `seconds` of wall clock, during which others may use the same core."""
-    a = torch.rand(SIZE, SIZE, dtype=torch.float32, device=device.torch).to(dtype)
+    """Measure FLOP/s of square GEMMs over about `seconds` of wall-clock time; other processes may share the core."""
+    a = torch.rand(SIZE, SIZE, dtype=torch.float32, device=device.torch_device).to(dtype)
     out = torch.empty_like(a)
     torch.mm(a, a, out=out)
     device.synchronize()

@@ -1,4 +1,4 @@
-"""Optional libraries: whether one is there, in a version that our calls were written for, and working."""
+"""Optional kernel libraries: presence, supported versions, and import errors."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from importlib.metadata import PackageNotFoundError, distribution
 
 from packaging.specifiers import SpecifierSet
 
-from megascale.ops.select import Setting
+from megascale.ops.select import OpContext
 
 SOURCES = ".py", ".so"
-"""Ends of files that say which modules a package has. One that is installed from where its sources are has none."""
+"""Suffixes of files that reveal a package's modules. An editable installation lists none."""
 
 
 @dataclass(frozen=True)
 class Library:
-    """`package`: its name where packages are installed from. `module`: what of it is called. `kernels`: where its
-    compiled code may be, if importing `module` does not show that it is there. `versions`: those whose signatures were
-    read, as in PEP 440; "" for all. `source`: where it comes from, if not from the registry.
+    """An optional library: distribution name `package`, and the `module` to call.
+
+    `kernels`: alternative modules of compiled code, if importing `module` does not prove their presence. `versions`: a
+    PEP 440 range of versions with known signatures, "" for all. `source`: origin, if not PyPI.
     """
 
     package: str
@@ -30,38 +31,40 @@ class Library:
 
     @property
     def version(self) -> str | None:
-        """The version that is installed, None if none is, or only another project's package of that name."""
+        """Return the installed version; None if absent, or if another project uses the package name."""
         try:
-            found = distribution(self.package)
+            installed = distribution(self.package)
         except PackageNotFoundError:
             return None
         files = [
-            name for name in map(str, found.files or []) if name.endswith(SOURCES) and not name.startswith("__editable")
+            name
+            for name in map(str, installed.files or [])
+            if name.endswith(SOURCES) and not name.startswith("__editable")
         ]
-        place = self.module.replace(".", "/")
-        ours = not files or any(name.startswith((f"{place}/", f"{place}.")) for name in files)
-        return found.version if ours else None
+        path = self.module.replace(".", "/")
+        ours = not files or any(name.startswith((f"{path}/", f"{path}.")) for name in files)
+        return installed.version if ours else None
 
-    def refusal(self, setting: Setting) -> str | None:
-        """Why its kernels cannot serve on a device; None if they can."""
-        return "needs a GPU" if setting.device.is_cpu else self.absence()
+    def unsupported_reason(self, context: OpContext) -> str | None:
+        """Say why the kernels cannot run on a device; None if they can."""
+        return "needs a GPU" if context.device.is_cpu else self.missing_reason()
 
-    def absence(self) -> str | None:
-        """Why it cannot be called; None if it can. Imports it where its version is right."""
-        found = self.version
+    def missing_reason(self) -> str | None:
+        """Say why the library cannot be called; None if usable. Imports a supported version."""
+        version = self.version
         source = f" ({self.source})" if self.source else ""
-        if found is None:
+        if version is None:
             return f"{self.package} is not installed{source}"
-        if found not in SpecifierSet(self.versions, prereleases=True):
-            return f"{self.package} {found} is not one of {self.versions}"
+        if version not in SpecifierSet(self.versions, prereleases=True):
+            return f"{self.package} {version} is not one of {self.versions}"
         errors = [error_of_import(module) for module in self.kernels]
         error = error_of_import(self.module) or (errors[0] if errors and all(errors) else "")
-        return f"{self.package} {found}: {error}{source}" if error else None
+        return f"{self.package} {version}: {error}{source}" if error else None
 
 
 @cache
 def error_of_import(module: str) -> str:
-    """What an import raises, in a line; "" if nothing. A library built for another torch may raise anything."""
+    """Return the first line of an import's error, "" if none. A library built for another torch may raise anything."""
     try:
         importlib.import_module(module)
     except Exception as error:
@@ -71,15 +74,15 @@ def error_of_import(module: str) -> str:
 
 
 TE = Library("transformer_engine", "transformer_engine.pytorch", versions=">=2.1,<2.21")
-LIGER = Library("liger_kernel", "liger_kernel.ops", versions=">=0.8.4,<0.9")  # before, LayerNorm's statistics are bf16
+LIGER = Library("liger_kernel", "liger_kernel.ops", versions=">=0.8.4,<0.9")  # earlier LayerNorm statistics are bf16
 APEX = Library(
     "apex",
     "apex.normalization.fused_layer_norm",
-    kernels=("fused_layer_norm_cuda", "apex._extensions.fused_layer_norm_cuda"),  # the second since 2026
+    kernels=("fused_layer_norm_cuda", "apex._extensions.fused_layer_norm_cuda"),  # the latter since 2026
     source="NVIDIA's, built from its sources with --cuda_ext; PyPI's apex is another project",
 )
 TRITON = Library("triton", "triton")
-FLASH = Library("flash_attn", "flash_attn", versions=">=2.4.1,<3")  # before, its backward has no fixed order
+FLASH = Library("flash_attn", "flash_attn", versions=">=2.4.1,<3")  # earlier backwards are not deterministic
 FLASH3 = Library("flash_attn_3", "flash_attn_interface")
 
 LIBRARIES = (TE, LIGER, APEX, FLASH, FLASH3, TRITON)

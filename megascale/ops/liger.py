@@ -1,5 +1,6 @@
-"""Liger's Triton kernels (Hsu et al. 2024) for norms and SwiGLU. Its rotary embedding is not used: it turns queries and
-keys in place in tensors of their own, which ours, one with values, would have to be copied to.
+"""Liger's Triton kernels (Hsu et al. 2024) for norms and SwiGLU.
+
+Liger's rotary embedding is not used: it needs queries and keys in separate tensors, and would cost a copy of QKV.
 """
 
 from __future__ import annotations
@@ -9,35 +10,35 @@ from torch import Tensor
 from megascale.ops.activation import Activate
 from megascale.ops.library import LIGER
 from megascale.ops.norm import AddNormalize, Normalize, other_norm_asked
-from megascale.ops.select import Setting
+from megascale.ops.select import OpContext
 
 
 class LigerNorm:
     """LigerRMSNormFunction and LigerLayerNormFunction."""
 
-    def refusal(self, setting: Setting) -> str | None:
-        return LIGER.refusal(setting)
+    def unsupported_reason(self, context: OpContext) -> str | None:
+        return LIGER.unsupported_reason(context)
 
-    def build(self, setting: Setting) -> Normalize:
+    def build(self, context: OpContext) -> Normalize:
         from liger_kernel.ops import LigerLayerNormFunction, LigerRMSNormFunction
 
         def rms_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-            # "gemma": the gain is applied before rounding. Not in place: that would write over autograd's gradient
+            # "gemma": apply the gain before rounding. Not in place, which would overwrite autograd's gradient
             return LigerRMSNormFunction.apply(x, weight, eps, 0.0, "gemma", False)
 
         def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
             return LigerLayerNormFunction.apply(x, weight, bias, eps)
 
-        return {"rmsnorm": rms_norm, "layernorm": layer_norm}[setting.model.norm]
+        return {"rmsnorm": rms_norm, "layernorm": layer_norm}[context.model.norm]
 
 
 class LigerAddNorm:
     """LigerFusedAddRMSNormFunction."""
 
-    def refusal(self, setting: Setting) -> str | None:
-        return LIGER.refusal(setting) or other_norm_asked(setting, "liger")
+    def unsupported_reason(self, context: OpContext) -> str | None:
+        return LIGER.unsupported_reason(context) or other_norm_asked(context, "liger")
 
-    def build(self, setting: Setting) -> AddNormalize:
+    def build(self, context: OpContext) -> AddNormalize:
         from liger_kernel.ops import LigerFusedAddRMSNormFunction
 
         def add_rms_norm(
@@ -50,16 +51,16 @@ class LigerAddNorm:
 
 
 class LigerActivation:
-    """LigerFusedGateUpSiLUMulFunction, which takes gate and up side by side as they come from one product."""
+    """LigerFusedGateUpSiLUMulFunction on the adjacent gate and up halves of one GEMM's output."""
 
-    def refusal(self, setting: Setting) -> str | None:
-        return LIGER.refusal(setting)
+    def unsupported_reason(self, context: OpContext) -> str | None:
+        return LIGER.unsupported_reason(context)
 
-    def build(self, setting: Setting) -> Activate:
+    def build(self, context: OpContext) -> Activate:
         from liger_kernel.ops import LigerFusedGateUpSiLUMulFunction
 
         def swiglu(gate_up: Tensor) -> Tensor:
-            rows = gate_up.reshape(-1, gate_up.shape[-1])  # its gradient comes back in this shape
+            rows = gate_up.reshape(-1, gate_up.shape[-1])  # the kernel returns its gradient in this shape
             return LigerFusedGateUpSiLUMulFunction.apply(rows).view(*gate_up.shape[:-1], -1)
 
         return swiglu

@@ -1,4 +1,4 @@
-"""Normalisation over the last dimension. Statistics are formed in fp32 or wider, whatever the input's format."""
+"""LayerNorm and RMSNorm over the last dimension, alone or after a residual addition. Statistics are fp32 or wider."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from torch import Tensor
 
 from megascale.catalog.backends import AUTO
 from megascale.catalog.layers import NORMS
-from megascale.ops.select import Backend, Reluctance, Setting, build
+from megascale.ops.select import NotByDefault, OpBackend, OpContext, build_op
 
 Normalize = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
-"""x [..., h], gain [h], bias [h] or None, and what is added to the variance."""
+"""Arguments: x [..., h], gain [h], bias [h] or None, eps. Result: [..., h]."""
 
 AddNormalize = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
-"""x and a branch [..., h], and the rest as of `Normalize`, to x + branch and the norm of this sum."""
+"""Arguments: x and branch [..., h], then as `Normalize`. Results: x + branch, and its norm."""
 
 
-class TorchNorm(Backend):
-    """The norms below, and those that other packages register."""
+class TorchNorm(OpBackend):
+    """The norms below, or a norm registered by another package."""
 
-    def build(self, setting: Setting) -> Normalize:
-        return NORMS[setting.model.norm].load()
+    def build(self, context: OpContext) -> Normalize:
+        return NORMS[context.model.norm].load()
 
 
-class TorchAddNorm(Backend):
-    """The sum, then its norm by whichever backend serves norms."""
+class TorchAddNorm(OpBackend):
+    """A residual addition, then the selected backend of `norm`."""
 
-    def build(self, setting: Setting) -> AddNormalize:
-        return behind_sum(build("norm", setting))
+    def build(self, context: OpContext) -> AddNormalize:
+        return behind_sum(build_op("norm", context))
 
 
 def behind_sum(normalize: Normalize) -> AddNormalize:
-    """Return the sum of two tensors and its norm as one function."""
+    """Combine a residual addition and a norm in one function."""
 
     def add_normalize(
         x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, eps: float
@@ -46,22 +46,22 @@ def behind_sum(normalize: Normalize) -> AddNormalize:
     return add_normalize
 
 
-def other_norm_asked(setting: Setting, name: str) -> Reluctance | None:
-    """Why a backend leaves a norm behind a sum to the backend that `backends.norm` asks for."""
-    asked = setting.backends.norm
-    return None if asked in (AUTO, name) else Reluctance(f"backends.norm asks for {asked}")
+def other_norm_asked(context: OpContext, name: str) -> NotByDefault | None:
+    """Decline `add_norm` under auto if `backends.norm` requests a different backend."""
+    requested = context.backends.norm
+    return None if requested in (AUTO, name) else NotByDefault(f"backends.norm is {requested}")
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """LayerNorm of x [..., h] with gain and bias [h] (Ba et al. 2016)."""
+    """Return (x - mean) / sqrt(var + eps) * weight + bias for x [..., h] (Ba et al. 2016)."""
     if x.is_cpu and widened(x) is not x:
         return _NarrowLayerNorm.apply(x, weight, bias, eps)
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
 class _NarrowLayerNorm(torch.autograd.Function):
-    """bf16 on a CPU, where torch rounds the statistics that it keeps to bf16, and sums the gradients of gain and bias
-    over tokens in bf16: a tenth of them is lost at 8,192 tokens.
+    """LayerNorm in bf16 on a CPU, with fp32 statistics and sums. torch's own sums gradients of gain and bias in bf16,
+    and loses a tenth of their value at 8,192 tokens.
     """
 
     @staticmethod
@@ -74,21 +74,21 @@ class _NarrowLayerNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, mean, scale = ctx.saved_tensors
-        wanted = [True, True, bias is not None]
+        output_mask = [True, True, bias is not None]
         wide = [widened(weight), None if bias is None else widened(bias)]
-        found = torch.ops.aten.native_layer_norm_backward(
-            widened(grads[0]), widened(x), list(weight.shape), mean, scale, *wide, wanted
+        grads_wide = torch.ops.aten.native_layer_norm_backward(
+            widened(grads[0]), widened(x), list(weight.shape), mean, scale, *wide, output_mask
         )
-        return *(g.to(x.dtype) if g is not None else None for g in found), None
+        return *(g.to(x.dtype) if g is not None else None for g in grads_wide), None
 
 
 def rms_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight for x [..., h] (Zhang and Sennrich 2019). `bias` must be None."""
+    """Return x / sqrt(mean(x^2) + eps) * weight for x [..., h] (Zhang and Sennrich 2019). `bias` must be None."""
     return _RMSNorm.apply(x, weight, eps)
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Written out because torch's own, on a CPU, takes four times as long backwards."""
+    """RMSNorm with a backward four times as fast on a CPU as torch's own."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -101,14 +101,14 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
         grad, unit = widened(grads[0]), widened(x) * scale  # unit: x normalised, before the gain
-        product = grad * unit
+        grad_unit = grad * unit
         h = x.shape[-1]
-        # d/dx = scale (g w - unit mean(g w unit)); the mean is a product with w
-        mean = (product @ widened(weight)).div_(h).unsqueeze_(-1)
+        # d/dx = scale (g w - unit mean(g w unit)); the mean is a matrix-vector multiplication with w
+        mean = (grad_unit @ widened(weight)).div_(h).unsqueeze_(-1)
         grad_x = (grad * widened(weight)).addcmul_(unit, mean, value=-1).mul_(scale)
-        return grad_x.to(x.dtype), product.reshape(-1, h).sum(0).to(weight.dtype), None
+        return grad_x.to(x.dtype), grad_unit.reshape(-1, h).sum(0).to(weight.dtype), None
 
 
 def widened(t: Tensor) -> Tensor:
-    """t in fp32, or as it is where its dtype is as wide."""
+    """Cast bf16 and fp16 to fp32; return wider tensors unchanged."""
     return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t

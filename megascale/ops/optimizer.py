@@ -1,7 +1,8 @@
-"""The step of an optimizer: what an update rule is given, what it must offer, and torch's rules.
+"""Update rules of optimizers: their input (`Segment`), their interfaces (`Elementwise`, `NeedsParamNorms`), and the
+backend with torch's rules (`TorchOptimizer`).
 
-A rule sees a shard as flat segments, cut anywhere. It is element-wise, or it scales its updates by norms of whole
-parameters: the card's `needs` says which (`catalog.optimizers`), and the sharding layer need not know more.
+A rule sees a ZeRO shard as flat segments with arbitrary boundaries. The card's `unit_of_work` (`catalog.optimizers`)
+tells the sharding layer if the rule is element-wise or scales updates by the norms of full parameters.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from torch import Tensor
 
 from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.config.train import OptimizerConfig
-from megascale.ops.select import Backend, Setting
+from megascale.ops.select import OpBackend, OpContext
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A flat run of weights that are treated alike: `weight`, `grad` and each of `state` are [n] views of one dtype.
+    """A flat range of elements with equal treatment: `weight`, `grad` and `state` are [n] views of one dtype.
 
-    `is_matrix`: they are of matrices, to which trust ratios apply. `weight_decay`: weight decay applies.
+    `is_matrix`: elements of matrices, to which trust ratios apply. `weight_decay`: weight decay applies.
     """
 
     weight: Tensor
@@ -32,44 +33,43 @@ class Segment:
 
 
 class Elementwise(Protocol):
-    """A rule that treats each element by itself (needs = "elements"); its segments span several parameters.
+    """An element-wise rule (unit_of_work = "elements"); segments may span parameters.
 
-    `state_names`: the tensors it keeps for each segment, zero at the start.
+    `state_names`: state tensors per segment, initially zero.
     """
 
     state_names: tuple[str, ...]
 
     def __init__(self, segments: Sequence[Segment], config: OptimizerConfig) -> None: ...
 
-    def step(self, lr: float, step: int, factor: Tensor, skip: Tensor) -> None:
-        """Update all segments from `factor` times their gradients, which are not read again; `step` counts from 1.
-        `factor`, f64, and `skip`, f32, are scalars on the device: nothing is changed where `skip` is 1.
+    def step(self, lr: float, step: int, grad_factor: Tensor, skip: Tensor) -> None:
+        """Update all segments with `grad_factor` times their gradients, and leave the gradients undefined.
+
+        `step` counts from 1. `grad_factor`, f64, and `skip`, f32, are device scalars; with `skip` = 1 nothing changes.
         """
 
 
-class Normwise(Protocol):
-    """A rule that wants norms of whole parameters (needs = "norms"), in two phases with a reduction between them; a
-    segment is what a shard has of one parameter.
+class NeedsParamNorms(Protocol):
+    """A rule with norms of full parameters (unit_of_work = "param_norms"): two phases, an all-reduce between them. A
+    segment is a shard's part of one parameter.
     """
 
     state_names: tuple[str, ...]
 
     def __init__(self, segments: Sequence[Segment], config: OptimizerConfig) -> None: ...
 
-    def direct(self, step: int, skip: Tensor) -> None:
-        """Update the state, and write over each gradient, which is clipped already, the direction of its update; `step`
-        and `skip` as above.
+    def compute_updates(self, step: int, skip: Tensor) -> None:
+        """Update the state, and overwrite the clipped gradients with update directions; `step`, `skip` as above."""
+
+    def apply_updates(self, lr: float, norms: Tensor, skip: Tensor) -> None:
+        """Update the weights along the directions. `norms` [2, n], f64: weight norms and direction norms of the full
+        parameters of the n matrix segments.
         """
 
-    def apply(self, lr: float, norms: Tensor, skip: Tensor) -> None:
-        """Update the weights along the directions, which are not used again. `norms` [2, n], f64: of weights and of
-        directions, of the parameters that the n segments of matrices are parts of.
-        """
 
+class TorchOptimizer(OpBackend):
+    """Update rules from the catalog, including rules registered by other packages."""
 
-class TorchOptimizer(Backend):
-    """The rules of the catalog, ours and those that other packages register."""
-
-    def build(self, setting: Setting) -> type[Any]:
-        """An `Elementwise` or a `Normwise`."""
-        return OPTIMIZERS[setting.optimizer].load()
+    def build(self, context: OpContext) -> type[Any]:
+        """Return an `Elementwise` or a `NeedsParamNorms` class."""
+        return OPTIMIZERS[context.optimizer].load()

@@ -1,4 +1,8 @@
-"""Which backend carries out each operation: the best that can, or the one that is asked for."""
+"""Selection of a backend for each operation: the requested backend, or under auto the first able to run.
+
+`OpContext`, `OpBackend`: the question and the interface. `unsupported_reason`, `select_backend`, `serving`: the choice.
+`build_op`: the operation. `NotByDefault`, `BackendChoice`, `BackendError`: answers.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megascale.catalog.backends import AUTO, BACKENDS, FUSED, Need, lacks
+from megascale.catalog.backends import AUTO, BACKENDS, FUSIBLE_OPERATIONS, Requirement, unmet_requirement
 from megascale.catalog.precisions import PRECISIONS
 from megascale.config.backends import BackendsConfig
 from megascale.config.model import ModelConfig
@@ -18,20 +22,21 @@ from megascale.device import Device
 
 
 class BackendError(MegascaleError):
-    """What a configuration asks for cannot be done on this machine."""
+    """The requested backend or compiler cannot run on this machine."""
 
     exit_status = Exit.CONFIG
 
 
-class Reluctance(str):
-    """A refusal of a backend that could serve: auto passes it over, who asks for it gets it."""
+class NotByDefault(str):
+    """A reason to skip a working backend under auto. An explicit request selects the backend all the same."""
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What operations have to serve: a model whose activations have `dtype`, cut over `tp` ranks, on a device, trained
-    by an `optimizer`. `compiled`: as parts of blocks that torch.compile compiles. `recipe`: that of `catalog.recipes`
-    by which linear layers multiply in 8 bits, None if they do not.
+class OpContext:
+    """The model, layout and device that a backend must support.
+
+    `dtype`: of activations; `tp`: tensor-parallel size; `compiled`: blocks run under torch.compile; `recipe`: the FP8
+    recipe (`catalog.recipes`) of linear layers, None without FP8.
     """
 
     model: ModelConfig
@@ -44,82 +49,88 @@ class Setting:
     recipe: str | None = None
 
     @classmethod
-    def of(cls, config: RunConfig, device: Device) -> Setting:
-        """What the operations of a run have to serve."""
-        dtype = getattr(torch, PRECISIONS[config.train.precision].facts["compute"])
+    def from_config(cls, config: RunConfig, device: Device) -> OpContext:
+        """Return the context of a run's operations."""
+        dtype = getattr(torch, PRECISIONS[config.train.precision].facts["compute_dtype"])
         tp, optimizer = config.parallel.tp, config.optimizer.name
         recipe = config.fp8.recipe if config.train.precision == "fp8" else None
         return cls(config.model, config.backends, dtype, device, tp, optimizer, config.train.compile, recipe)
 
-    def asked(self, operation: str) -> str:
-        """The backend that `[backends]` asks for. In a compiled block auto is what the compiler fuses with the rest."""
-        asked: str = getattr(self.backends, operation)
-        fuses = self.compiled and operation in FUSED and self.uses(operation) and "compile" in BACKENDS[operation].cards
-        return "compile" if asked == AUTO and fuses else asked
+    def requested_backend(self, operation: str) -> str:
+        """Return the backend in `[backends]`. In a compiled block, auto means `compile` for fusible operations."""
+        requested: str = getattr(self.backends, operation)
+        fuses = (
+            self.compiled
+            and operation in FUSIBLE_OPERATIONS
+            and self.uses(operation)
+            and "compile" in BACKENDS[operation].cards
+        )
+        return "compile" if requested == AUTO and fuses else requested
 
     def uses(self, operation: str) -> bool:
-        """Whether the model has the operation at all."""
-        return self.need(operation).used
+        """Return True if the model contains the operation."""
+        return self.requirement(operation).used
 
-    def need(self, operation: str) -> Need:
-        """What backends are asked for by their cards, before they look at the device."""
-        number_format = str(self.dtype).removeprefix("torch.")
-        return Need.of(operation, self.model, number_format, self.optimizer, self.tp, self.recipe)
+    def requirement(self, operation: str) -> Requirement:
+        """Return the demands that cards answer from their facts, without a device."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return Requirement.for_operation(operation, self.model, dtype, self.optimizer, self.tp, self.recipe)
 
 
-class Backend(Protocol):
-    """One implementation of an operation; the body of a card in `catalog.backends`. By default it serves."""
+class OpBackend(Protocol):
+    """An implementation of an operation, loaded from a card in `catalog.backends`. Always supported by default."""
 
-    def refusal(self, setting: Setting) -> str | None:
-        """Why it cannot serve what its card does not deny, or does not unless asked for (`Reluctance`), in a few words;
-        None if it serves. Imports its library only to see whether it is there.
+    def unsupported_reason(self, context: OpContext) -> str | None:
+        """Say why this backend cannot run, beyond the facts of its card; `NotByDefault` if only auto skips it.
+
+        None if supported. May import the library to test its presence.
         """
         return None
 
-    def build(self, setting: Setting) -> Callable[..., Any]:
-        """The operation. Called where there is no refusal."""
+    def build(self, context: OpContext) -> Callable[..., Any]:
+        """Return the operation's function. Called only if supported."""
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Who carries out an operation. `refusals`: of the better ones, and why not."""
+class BackendChoice:
+    """The backend of an operation. `rejected`: earlier candidates, with reasons."""
 
     operation: str
     backend: str
-    refusals: Mapping[str, str]
+    rejected: Mapping[str, str]
 
 
-def refusal(operation: str, name: str, setting: Setting) -> str | None:
-    """Why a backend cannot serve, or does not unless asked for (`Reluctance`); None if it serves."""
+def unsupported_reason(operation: str, name: str, context: OpContext) -> str | None:
+    """Say why a backend cannot run, or auto skips it (`NotByDefault`); None if supported."""
     card = BACKENDS[operation][name]
-    return lacks(card, setting.need(operation)) or card.load()().refusal(setting)
+    return unmet_requirement(card, context.requirement(operation)) or card.load()().unsupported_reason(context)
 
 
-def select(operation: str, setting: Setting) -> Choice:
-    """Choose a backend as `[backends]` asks.
+def select_backend(operation: str, context: OpContext) -> BackendChoice:
+    """Select the backend of an operation according to `[backends]`.
 
-    Raises: BackendError if the one that is asked for cannot serve
+    Raises: BackendError if the requested backend, or under auto every backend, is unsupported
     """
-    asked = setting.asked(operation)
-    refusals: dict[str, str] = {}
+    requested = context.requested_backend(operation)
+    rejected: dict[str, str] = {}
     for name in BACKENDS[operation].names():
-        if asked in (name, AUTO):
-            reason = refusal(operation, name, setting)
-            if reason is None or (asked == name and isinstance(reason, Reluctance)):
-                return Choice(operation, name, refusals)
-            refusals[name] = reason
-    reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
-    mend = f"backends.{operation}=auto" if asked != AUTO else "another device, or train.precision=bf16"
-    if asked != getattr(setting.backends, operation):
-        mend = "train.compile=false"
-    raise BackendError(f"backends.{operation} = {asked!r} cannot serve: {reasons}", mend=mend)
+        if requested in (name, AUTO):
+            reason = unsupported_reason(operation, name, context)
+            if reason is None or (requested == name and isinstance(reason, NotByDefault)):
+                return BackendChoice(operation, name, rejected)
+            rejected[name] = reason
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected.items())
+    hint = f"backends.{operation}=auto" if requested != AUTO else "another device, or train.precision=bf16"
+    if requested != getattr(context.backends, operation):
+        hint = "train.compile=false"
+    raise BackendError(f"backends.{operation} = {requested!r} cannot serve: {reasons}", hint=hint)
 
 
-def build(operation: str, setting: Setting) -> Any:
-    """The operation, by the backend that `select` finds."""
-    return BACKENDS[operation][select(operation, setting).backend].load()().build(setting)
+def build_op(operation: str, context: OpContext) -> Any:
+    """Build an operation with its selected backend."""
+    return BACKENDS[operation][select_backend(operation, context).backend].load()().build(context)
 
 
-def serving(setting: Setting) -> dict[str, str]:
-    """Return the backend of each operation that the model has."""
-    return {operation: select(operation, setting).backend for operation in filter(setting.uses, BACKENDS)}
+def serving(context: OpContext) -> dict[str, str]:
+    """Return the backend of every operation in the model."""
+    return {operation: select_backend(operation, context).backend for operation in filter(context.uses, BACKENDS)}

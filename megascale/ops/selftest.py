@@ -1,5 +1,5 @@
-"""Does a backend compute what its operation is? Its result and gradients for random numbers, or what an optimizer's
-steps change, beside those of the `torch` backend in fp64.
+"""Self-tests of backends: results and gradients for random inputs, or the changes of an optimizer's steps, compared
+with the `torch` backend in fp64. `check_backends` and `difference` run them; `CASES` holds inputs by operation.
 """
 
 from __future__ import annotations
@@ -17,34 +17,36 @@ from megascale.catalog.layers import NORMS
 from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.catalog.recipes import RECIPES
 from megascale.config.train import OptimizerConfig
-from megascale.ops.cross_entropy import Targets, unsharded
-from megascale.ops.fp8 import Grain, Number, Quantized, cast, scale_of
+from megascale.ops.cross_entropy import Targets, no_reduce
+from megascale.ops.fp8 import Fp8Format, Quantized, ScaleGranularity, amax_to_scale, cast_to_fp8
 from megascale.ops.optimizer import Segment
 from megascale.ops.rope import rope_table
-from megascale.ops.select import BackendError, Reluctance, Setting, refusal, select
+from megascale.ops.select import BackendError, NotByDefault, OpContext, select_backend, unsupported_reason
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2}
-"""Largest relative difference by which a result may be rounded: of its largest number."""
+"""Tolerated difference by dtype, relative to a tensor's largest element."""
 
 ZERO = 1e-12
-"""What is less, of the largest number of a case, is zero."""
+"""Fraction of the largest element of a case below which a tensor counts as zero."""
 
 TOKENS, SAMPLES = 128, 2
 
 ATTENDED = 384
-"""Tokens of attention in a window: several of the blocks in which kernels skip what a window leaves out."""
+"""Sequence length for sliding windows: several blocks, some of them skipped by kernels."""
 
 RATE = 0.1
-"""Of learning, and of weight decay."""
+"""Learning rate and weight decay."""
 
 CLIPPED = 0.25
-"""The factor by which an element-wise rule clips gradients."""
+"""Clipping coefficient given to element-wise rules."""
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What is to be said of one backend of an operation. `refusal`: why it cannot serve, or with `willing` why it does
-    not unless it is asked for. `difference`: what its self-test found, or `error`, what it raised; neither without one.
+class BackendReport:
+    """The state of a backend of an operation.
+
+    `willing`: supported on request. `refusal`: why unsupported, or, if `willing`, why auto skips the backend.
+    `difference` or `error`: the outcome of the self-test; both None without a test.
     """
 
     operation: str
@@ -58,76 +60,78 @@ class Verdict:
 
     @property
     def failed(self) -> bool:
-        """Whether it would serve and computes something else, or nothing."""
+        """Return True if a supported backend raised an error or exceeded the tolerance."""
         return self.error is not None or (self.difference is not None and self.difference > self.tolerance)
 
 
 @dataclass(frozen=True)
-class Examination:
-    """All backends of one operation. `problem`: why none serves."""
+class OperationReport:
+    """Reports on the backends of an operation. `problem`: why none can be selected."""
 
     operation: str
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[BackendReport, ...]
     problem: str | None = None
 
 
-def examine(operation: str, setting: Setting) -> Examination:
-    """Ask every backend of an operation, and test those that could serve."""
+def check_backends(operation: str, context: OpContext) -> OperationReport:
+    """Query every backend of an operation, and test the supported ones."""
     chosen, problem = None, None
     try:
-        chosen = select(operation, setting).backend
+        chosen = select_backend(operation, context).backend
     except BackendError as error:
         problem = str(error)
-    verdicts = [_judge(operation, name, name == chosen, setting) for name in BACKENDS[operation].names()]
-    return Examination(operation, tuple(verdicts), problem)
+    verdicts = [_check_backend(operation, name, name == chosen, context) for name in BACKENDS[operation].names()]
+    return OperationReport(operation, tuple(verdicts), problem)
 
 
-def _judge(operation: str, backend: str, chosen: bool, setting: Setting) -> Verdict:
-    reason = refusal(operation, backend, setting)
-    willing = reason is None or isinstance(reason, Reluctance)
-    verdict = Verdict(operation, backend, chosen, willing, reason, tolerance=TOLERANCES[setting.dtype])
+def _check_backend(operation: str, backend: str, chosen: bool, context: OpContext) -> BackendReport:
+    reason = unsupported_reason(operation, backend, context)
+    willing = reason is None or isinstance(reason, NotByDefault)
+    verdict = BackendReport(operation, backend, chosen, willing, reason, tolerance=TOLERANCES[context.dtype])
     if not willing:
         return verdict
     try:
-        found = difference(operation, backend, setting)
-    except Exception as error:  # whatever a library raises is what is asked for
+        worst = difference(operation, backend, context)
+    except Exception as error:  # a library may raise anything, and the report shows it
         return replace(verdict, error=f"{type(error).__name__}: {error}".splitlines()[0])
-    return replace(verdict, error="gives NaN") if math.isnan(found) else replace(verdict, difference=found)
+    return replace(verdict, error="gives NaN") if math.isnan(worst) else replace(verdict, difference=worst)
 
 
-def difference(operation: str, backend: str, setting: Setting) -> float:
-    """The largest relative difference of the result and the gradients, of each tensor's largest number, or where a
-    tensor is zero but for fp64's rounding, of all tensors'; NaN if one of them has a NaN.
+def difference(operation: str, backend: str, context: OpContext) -> float:
+    """Return the largest difference of result and gradients, relative to the tensor's largest element, or to the case's
+    largest if the tensor is zero up to fp64 rounding. NaN if any tensor contains NaN.
     """
     case = CASES[operation]
-    numbers = [tensor.to(setting.device.torch, setting.dtype) for tensor in case.numbers(setting)]
-    tested = _results(case, operation, backend, setting, numbers)
-    exact = replace(setting, dtype=torch.float64, compiled=False)
-    expected = _results(case, operation, "torch", exact, [tensor.double() for tensor in numbers])
-    largest = torch.stack([true.abs().max() for true in expected])
+    inputs = [tensor.to(context.device.torch_device, context.dtype) for tensor in case.inputs(context)]
+    tested = _results(case, operation, backend, context, inputs)
+    fp64 = replace(context, dtype=torch.float64, compiled=False)
+    expected = _results(case, operation, "torch", fp64, [tensor.double() for tensor in inputs])
+    largest = torch.stack([exact.abs().max() for exact in expected])
     largest = largest.where(largest > ZERO * largest.max(), largest.max()).clamp(min=ZERO)
-    each = [(ours.double() - true).abs().max() for ours, true in zip(tested, expected, strict=True)]
-    return float((torch.stack(each) / largest).max())  # Python's max passes over a NaN that is not the first
+    errors = [(result.double() - exact).abs().max() for result, exact in zip(tested, expected, strict=True)]
+    return float((torch.stack(errors) / largest).max())  # Python's max would miss a NaN after the first element
 
 
-def _results(case: Case, operation: str, backend: str, setting: Setting, numbers: Sequence[Tensor]) -> list[Tensor]:
-    function = BACKENDS[operation][backend].load()().build(setting)
-    return case.results(function, setting, [tensor.detach().clone() for tensor in numbers])
+def _results(
+    case: OperationCase, operation: str, backend: str, context: OpContext, inputs: Sequence[Tensor]
+) -> list[Tensor]:
+    function = BACKENDS[operation][backend].load()().build(context)
+    return case.results(function, context, [tensor.detach().clone() for tensor in inputs])
 
 
 @dataclass(frozen=True)
-class Case:
-    """How an operation is tested: its inputs in fp64, and its result for them with the gradients."""
+class OperationCase:
+    """The test of an operation: functions for inputs in fp64, and for results with gradients."""
 
-    numbers: Callable[[Setting], list[Tensor]]
-    results: Callable[[Any, Setting, list[Tensor]], list[Tensor]]
+    inputs: Callable[[OpContext], list[Tensor]]
+    results: Callable[[Any, OpContext, list[Tensor]], list[Tensor]]
 
 
-def _differentiated(call: Callable[[Any, Setting, list[Tensor]], Tensor]) -> Any:
-    """The results of an operation that autograd knows, for a gradient of ones and twos."""
+def _differentiated(call: Callable[[Any, OpContext, list[Tensor]], Tensor]) -> Any:
+    """Return a function for the result and autograd's gradients, with an upstream gradient of ones and twos."""
 
-    def results(function: Any, setting: Setting, leaves: list[Tensor]) -> list[Tensor]:
-        out = call(function, setting, [leaf.requires_grad_() for leaf in leaves])
+    def results(function: Any, context: OpContext, leaves: list[Tensor]) -> list[Tensor]:
+        out = call(function, context, [leaf.requires_grad_() for leaf in leaves])
         upstream = torch.arange(out.numel(), device=out.device).remainder(2).add(1).view(out.shape).to(out.dtype)
         return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
 
@@ -135,120 +139,121 @@ def _differentiated(call: Callable[[Any, Setting, list[Tensor]], Tensor]) -> Any
 
 
 def _random(*shapes: tuple[int, ...]) -> list[Tensor]:
-    """Tensors that differ also where their shapes do not."""
+    """Draw tensors from one generator; equal shapes get different values."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
-def _attention(setting: Setting) -> list[Tensor]:
-    m = setting.model
-    heads = [n // setting.tp for n in (m.num_heads, m.num_kv_heads, m.num_kv_heads)]
+def _attention(context: OpContext) -> list[Tensor]:
+    m = context.model
+    heads = [n // context.tp for n in (m.num_heads, m.num_kv_heads, m.num_kv_heads)]
     tokens = min(ATTENDED if any(m.windows) else TOKENS, m.seq_length)
     return _random(*((SAMPLES, n, tokens, m.head_dim) for n in heads))
 
 
-def _attend(attend: Any, setting: Setting, leaves: list[Tensor]) -> Tensor:
-    """In the smallest window of the model, or one that is small enough to leave out some of so few tokens."""
-    windows = [window for window in setting.model.windows if window]
+def _attend(attend: Any, context: OpContext, leaves: list[Tensor]) -> Tensor:
+    """Attend within the model's smallest window, or a third of the sequence if smaller."""
+    windows = [window for window in context.model.windows if window]
     window = min(*windows, max(1, leaves[0].shape[2] // 3)) if windows else None
     return attend(*leaves, window, None, 0.0)
 
 
-def _norm(setting: Setting) -> list[Tensor]:
-    h = setting.model.hidden_size
+def _norm(context: OpContext) -> list[Tensor]:
+    h = context.model.hidden_size
     x, weight, bias = _random((TOKENS, SAMPLES, h), (h,), (h,))
-    return [x, 1 + weight / 4, *([bias] if NORMS[setting.model.norm].facts["bias"] else [])]
+    return [x, 1 + weight / 4, *([bias] if NORMS[context.model.norm].facts["bias"] else [])]
 
 
-def _normalize(normalize: Any, setting: Setting, leaves: list[Tensor]) -> Tensor:
+def _normalize(normalize: Any, context: OpContext, leaves: list[Tensor]) -> Tensor:
     x, weight, *bias = leaves
-    return normalize(x, weight, bias[0] if bias else None, setting.model.norm_eps)
+    return normalize(x, weight, bias[0] if bias else None, context.model.norm_eps)
 
 
-def _add_norm(setting: Setting) -> list[Tensor]:
-    x, *rest = _norm(setting)
+def _add_norm(context: OpContext) -> list[Tensor]:
+    x, *rest = _norm(context)
     return [x, x.flip(0) / 2, *rest]
 
 
-def _add_normalize(add_normalize: Any, setting: Setting, leaves: list[Tensor]) -> Tensor:
+def _add_normalize(add_normalize: Any, context: OpContext, leaves: list[Tensor]) -> Tensor:
     x, branch, weight, *bias = leaves
-    return torch.cat(add_normalize(x, branch, weight, bias[0] if bias else None, setting.model.norm_eps), -1)
+    return torch.cat(add_normalize(x, branch, weight, bias[0] if bias else None, context.model.norm_eps), -1)
 
 
-def _heads(setting: Setting) -> list[Tensor]:
-    """Of this rank's queries, keys and values."""
-    m = setting.model
-    return _random((TOKENS, SAMPLES, (m.num_heads + 2 * m.num_kv_heads) // setting.tp, m.head_dim))
+def _heads(context: OpContext) -> list[Tensor]:
+    """Draw this rank's queries, keys and values in one tensor."""
+    m = context.model
+    return _random((TOKENS, SAMPLES, (m.num_heads + 2 * m.num_kv_heads) // context.tp, m.head_dim))
 
 
-def _turned(rotate: Any, setting: Setting, leaves: list[Tensor]) -> Tensor:
-    (heads,), m = leaves, setting.model
+def _rotated(rotate: Any, context: OpContext, leaves: list[Tensor]) -> Tensor:
+    (heads,), m = leaves, context.model
     wide = torch.promote_types(heads.dtype, torch.float32)
     table = rope_table(TOKENS, m.head_dim, m.rope_theta, wide, heads.device)
-    return rotate(heads, (m.num_heads + m.num_kv_heads) // setting.tp, *table)
+    return rotate(heads, (m.num_heads + m.num_kv_heads) // context.tp, *table)
 
 
-def _activation(setting: Setting) -> list[Tensor]:
-    m = setting.model
-    return _random((TOKENS, SAMPLES, m.ffn_size // setting.tp * (2 if m.gated else 1)))
+def _activation(context: OpContext) -> list[Tensor]:
+    m = context.model
+    return _random((TOKENS, SAMPLES, m.ffn_size // context.tp * (2 if m.gated else 1)))
 
 
-def _logits(setting: Setting) -> list[Tensor]:
-    return _random((TOKENS, setting.model.vocab_size))
+def _logits(context: OpContext) -> list[Tensor]:
+    return _random((TOKENS, context.model.vocab_size))
 
 
-def _loss(cross_entropy: Any, setting: Setting, leaves: list[Tensor]) -> list[Tensor]:
-    """The loss of one process, which forms the gradient itself."""
+def _loss(cross_entropy: Any, context: OpContext, leaves: list[Tensor]) -> list[Tensor]:
+    """Return an unsharded loss and its gradient, which the operation computes itself."""
     (logits,) = leaves
     wide = torch.promote_types(logits.dtype, torch.float32)
-    columns = torch.arange(TOKENS, device=logits.device) % setting.model.vocab_size
-    targets = Targets(columns, torch.ones(TOKENS, dtype=wide, device=logits.device), setting.model.vocab_size)
-    loss, gradient = cross_entropy(logits, targets, unsharded, True)
+    columns = torch.arange(TOKENS, device=logits.device) % context.model.vocab_size
+    targets = Targets(columns, torch.ones(TOKENS, dtype=wide, device=logits.device), context.model.vocab_size)
+    loss, gradient = cross_entropy(logits, targets, no_reduce, True)
     return [loss.view(1), gradient]
 
 
-def _matrices(setting: Setting) -> list[Tensor]:
-    """Their rows and columns grow, so that a scale in the wrong place shows."""
-    k = setting.model.hidden_size
-    found = _random((TOKENS, k), (2 * TOKENS, k))
-    return [x * torch.linspace(1, 4, x.shape[0]).view(-1, 1) * torch.linspace(1, 4, k) for x in found]
+def _matrices(context: OpContext) -> list[Tensor]:
+    """Draw matrices with growing rows and columns, to expose a misplaced scale."""
+    k = context.model.hidden_size
+    pair = _random((TOKENS, k), (2 * TOKENS, k))
+    return [x * torch.linspace(1, 4, x.shape[0]).view(-1, 1) * torch.linspace(1, 4, k) for x in pair]
 
 
-def _multiply(kernels: Any, setting: Setting, leaves: list[Tensor]) -> list[Tensor]:
-    """Casts as a recipe's layers make them, transposed too, and in eight bits two products: the output, the weight's
-    gradient.
-    """
+def _multiply(kernels: Any, context: OpContext, leaves: list[Tensor]) -> list[Tensor]:
+    """Return the casts of a recipe's linear layers, with transposes, and under FP8 two GEMMs: output and wgrad."""
     x, weight = leaves
-    facts = RECIPES[setting.recipe or "tensorwise"].facts
-    grain, gradient = Grain(facts["grain"]), Number[facts["gradient"].upper()]
-    square = Grain.SQUARE if grain is Grain.BLOCK else grain
+    facts = RECIPES[context.recipe or "tensorwise"].facts
+    grain, grad_format = ScaleGranularity(facts["granularity"]), Fp8Format[facts["grad_format"].upper()]
+    weight_grain = ScaleGranularity.BLOCK_2D if grain is ScaleGranularity.BLOCK_1D else grain
 
-    def made(matrix: Tensor, number: Number, grain: Grain) -> Quantized:
-        return cast(matrix, scale_of(kernels.amax(matrix, grain), number), number, grain, kernels, both=True)
+    def quantize(x: Tensor, fp8_format: Fp8Format, grain: ScaleGranularity) -> Quantized:
+        scale = amax_to_scale(kernels.amax(x, grain), fp8_format)
+        return cast_to_fp8(x, scale, fp8_format, grain, kernels, with_transpose=True)
 
-    def product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
-        if setting.dtype == torch.float64:
-            return a.dequantized().double() @ b.dequantized().double().t()
-        return kernels.product(a, b, dtype)
+    def matmul(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
+        if context.dtype == torch.float64:
+            return a.dequantize().double() @ b.dequantize().double().t()
+        return kernels.scaled_matmul(a, b, dtype)
 
-    output = made(x, Number.E4M3, grain), made(weight, Number.E4M3, square)
-    back = made(x, gradient, grain), made(weight, Number.E4M3, grain)
-    turned = output[1].t() if square is not Grain.ROW else made(kernels.turned(weight), Number.E4M3, grain)
-    across = made(kernels.turned(x), gradient, grain)
-    casts = [factor.dequantized() for factor in (*output, *back, turned, across)]
-    if setting.recipe is None:
+    e4m3 = Fp8Format.E4M3
+    forward = quantize(x, e4m3, grain), quantize(weight, e4m3, weight_grain)
+    backward = quantize(x, grad_format, grain), quantize(weight, e4m3, grain)
+    by_row = weight_grain is ScaleGranularity.ROW
+    weight_t = quantize(kernels.transpose_for_cast(weight), e4m3, grain) if by_row else forward[1].t()
+    x_t = quantize(kernels.transpose_for_cast(x), grad_format, grain)
+    casts = [operand.dequantize() for operand in (*forward, *backward, weight_t, x_t)]
+    if context.recipe is None:
         return casts
-    wide = torch.float32 if grain is Grain.TENSOR else setting.dtype
-    return [*casts, product(*output, setting.dtype), product(*back, wide)]
+    wide = torch.float32 if grain is ScaleGranularity.TENSOR else context.dtype
+    return [*casts, matmul(*forward, context.dtype), matmul(*backward, wide)]
 
 
-def _factors(setting: Setting) -> list[Tensor]:
-    """Of a weight's gradient: its output's gradient and its input."""
-    return _random((TOKENS, 2 * TOKENS), (TOKENS, setting.model.hidden_size))
+def _wgrad_operands(context: OpContext) -> list[Tensor]:
+    """Draw the operands of wgrad: output gradient and input."""
+    return _random((TOKENS, 2 * TOKENS), (TOKENS, context.model.hidden_size))
 
 
-def _accumulate(wgrad: Any, setting: Setting, leaves: list[Tensor]) -> list[Tensor]:
-    """The sum of two micro-batches, of which the first is written over what is no number."""
+def _accumulate(wgrad: Any, context: OpContext, leaves: list[Tensor]) -> list[Tensor]:
+    """Accumulate two micro-batches; the first must overwrite NaN."""
     grad, x = leaves
     wide = torch.promote_types(grad.dtype, torch.float32)
     total = torch.full((grad.shape[1], x.shape[1]), math.nan, dtype=wide, device=x.device)
@@ -258,44 +263,44 @@ def _accumulate(wgrad: Any, setting: Setting, leaves: list[Tensor]) -> list[Tens
     return [first, total]
 
 
-def _weights(setting: Setting) -> list[Tensor]:
-    """The weights and gradients of a matrix and of a bias."""
-    h = setting.model.hidden_size
+def _weights(context: OpContext) -> list[Tensor]:
+    """Draw weights and gradients of a matrix and of a bias."""
+    h = context.model.hidden_size
     return _random((TOKENS * h,), (TOKENS * h,), (h,), (h,))
 
 
-def _update(rule: type[Any], setting: Setting, leaves: list[Tensor]) -> list[Tensor]:
-    """How far two steps move weights, and the state after them, in the format in which an optimizer has them."""
+def _update(rule: type[Any], context: OpContext, leaves: list[Tensor]) -> list[Tensor]:
+    """Return the weight changes and the state after two optimizer steps, in fp32 or wider."""
     before, grads = ([leaf.to(torch.promote_types(leaf.dtype, torch.float32)) for leaf in leaves[n::2]] for n in (0, 1))
     segments = []
-    for weight, grad, matrix in zip(before, grads, (True, False), strict=True):
+    for weight, grad, is_matrix in zip(before, grads, (True, False), strict=True):
         state = {name: torch.zeros_like(weight) for name in rule.state_names}
-        segments.append(Segment(weight.clone(), grad.clone(), state, is_matrix=matrix, weight_decay=matrix))
-    updated = rule(segments, OptimizerConfig(name=setting.optimizer, lr=RATE, weight_decay=RATE))
-    go = torch.zeros((), device=before[0].device)
-    factor = torch.full_like(go, CLIPPED, dtype=torch.float64)
+        segments.append(Segment(weight.clone(), grad.clone(), state, is_matrix=is_matrix, weight_decay=is_matrix))
+    updated = rule(segments, OptimizerConfig(name=context.optimizer, lr=RATE, weight_decay=RATE))
+    no_skip = torch.zeros((), device=before[0].device)
+    factor = torch.full_like(no_skip, CLIPPED, dtype=torch.float64)
     for step in (1, 2):
         for segment, grad in zip(segments, grads, strict=True):
             segment.grad.copy_(grad * step)
-        if OPTIMIZERS[setting.optimizer].facts["needs"] == "elements":
-            updated.step(RATE, step, factor, go)
+        if OPTIMIZERS[context.optimizer].facts["unit_of_work"] == "elements":
+            updated.step(RATE, step, factor, no_skip)
         else:
-            updated.direct(step, go)
+            updated.compute_updates(step, no_skip)
             norms = [tensor.double().norm() for tensor in (segments[0].weight, segments[0].grad)]
-            updated.apply(RATE, torch.stack(norms).view(2, 1), go)
-    moves = [segment.weight - weight for segment, weight in zip(segments, before, strict=True)]
-    return [*moves, *(segment.state[name] for segment in segments for name in rule.state_names)]
+            updated.apply_updates(RATE, torch.stack(norms).view(2, 1), no_skip)
+    changes = [segment.weight - weight for segment, weight in zip(segments, before, strict=True)]
+    return [*changes, *(segment.state[name] for segment in segments for name in rule.state_names)]
 
 
 CASES = {
-    "linear": Case(_matrices, _multiply),
-    "attention": Case(_attention, _differentiated(_attend)),
-    "rope": Case(_heads, _differentiated(_turned)),
-    "norm": Case(_norm, _differentiated(_normalize)),
-    "add_norm": Case(_add_norm, _differentiated(_add_normalize)),
-    "activation": Case(_activation, _differentiated(lambda activate, setting, leaves: activate(*leaves))),
-    "cross_entropy": Case(_logits, _loss),
-    "wgrad": Case(_factors, _accumulate),
-    "optimizer": Case(_weights, _update),
+    "linear": OperationCase(_matrices, _multiply),
+    "attention": OperationCase(_attention, _differentiated(_attend)),
+    "rope": OperationCase(_heads, _differentiated(_rotated)),
+    "norm": OperationCase(_norm, _differentiated(_normalize)),
+    "add_norm": OperationCase(_add_norm, _differentiated(_add_normalize)),
+    "activation": OperationCase(_activation, _differentiated(lambda activate, context, leaves: activate(*leaves))),
+    "cross_entropy": OperationCase(_logits, _loss),
+    "wgrad": OperationCase(_wgrad_operands, _accumulate),
+    "optimizer": OperationCase(_weights, _update),
 }
-"""By operation."""
+"""Test cases by operation."""

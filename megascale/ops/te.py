@@ -1,5 +1,6 @@
-"""Transformer Engine's kernels for norms, activations and rotary embedding, called as its own modules call them.
-Importing the library loads `transformer_engine_torch`, where the kernels are.
+"""Transformer Engine's kernels for norms, activations and rotary embedding, called as by its own modules.
+
+Importing the library loads `transformer_engine_torch`, the extension with the kernels.
 """
 
 from __future__ import annotations
@@ -15,58 +16,58 @@ from megascale.ops.activation import Activate
 from megascale.ops.library import TE
 from megascale.ops.norm import Normalize
 from megascale.ops.rope import Rotate
-from megascale.ops.select import Setting
+from megascale.ops.select import OpContext
 
 ROPE = replace(TE, versions=">=2.3,<2.21")
-"""Before, its rotary embedding stood in another module."""
+"""Versions with `apply_rotary_pos_emb` in its present module."""
 
 
 class TENorm:
-    """`rmsnorm_fwd`, `layernorm_fwd` and their backwards; statistics are kept in fp32."""
+    """`rmsnorm_fwd`, `layernorm_fwd` and their backwards, with fp32 statistics."""
 
-    def refusal(self, setting: Setting) -> str | None:
-        return TE.refusal(setting)
+    def unsupported_reason(self, context: OpContext) -> str | None:
+        return TE.unsupported_reason(context)
 
-    def build(self, setting: Setting) -> Normalize:
-        if setting.model.norm == "layernorm":
+    def build(self, context: OpContext) -> Normalize:
+        if context.model.norm == "layernorm":
             return _LayerNorm.apply
         return lambda x, weight, bias, eps: _RMSNorm.apply(x, weight, eps)
 
 
 class TEActivation:
-    """`swiglu`, and `gelu`, which is the tanh approximation."""
+    """`swiglu`, and `gelu`, the tanh approximation."""
 
-    def refusal(self, setting: Setting) -> str | None:
-        return TE.refusal(setting)
+    def unsupported_reason(self, context: OpContext) -> str | None:
+        return TE.unsupported_reason(context)
 
-    def build(self, setting: Setting) -> Activate:
+    def build(self, context: OpContext) -> Activate:
         import transformer_engine_torch as tex
 
         names = {"swiglu": (tex.swiglu, tex.dswiglu), "gelu_tanh": (tex.gelu, tex.dgelu)}
-        forward, backward = names[setting.model.activation]
+        forward, backward = names[context.model.activation]
         return lambda x: _Activation.apply(x, forward, backward)
 
 
 class TERope:
-    """FusedRoPEFunc over queries and keys, which are joined with the values after it."""
+    """FusedRoPEFunc on queries and keys, followed by a concatenation with the values."""
 
-    def refusal(self, setting: Setting) -> str | None:
-        return ROPE.refusal(setting)
+    def unsupported_reason(self, context: OpContext) -> str | None:
+        return ROPE.unsupported_reason(context)
 
-    def build(self, setting: Setting) -> Rotate:
+    def build(self, context: OpContext) -> Rotate:
         from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
         def rotate(qkv_sbnd: Tensor, turned: int, cos: Tensor, sin: Tensor) -> Tensor:
-            turning, staying = qkv_sbnd.split([turned, qkv_sbnd.shape[2] - turned], 2)
-            angles = torch.atan2(sin, cos)  # within half a turn, where fp32 has them to 2e-7 whatever the position
+            qk, v = qkv_sbnd.split([turned, qkv_sbnd.shape[2] - turned], 2)
+            angles = torch.atan2(sin, cos)  # within +-pi, where fp32 is accurate to 2e-7 at any position
             angles = torch.cat([angles, angles], -1)
-            return torch.cat([apply_rotary_pos_emb(turning, angles, tensor_format="sbhd", fused=True), staying], 2)
+            return torch.cat([apply_rotary_pos_emb(qk, angles, tensor_format="sbhd", fused=True), v], 2)
 
         return rotate
 
 
 def _rows(x: Tensor) -> Tensor:
-    """The kernels take [rows, columns], contiguous."""
+    """View x as contiguous [rows, columns], the shape required by the kernels."""
     return x.contiguous().view(-1, x.shape[-1])
 
 
@@ -76,7 +77,7 @@ class _RMSNorm(torch.autograd.Function):
         import transformer_engine_torch as tex
         from transformer_engine.pytorch.constants import TE_DType
 
-        # out, quantizer, format of the result, SMs to leave free, whether the gain is kept as gain - 1
+        # out, quantizer, output dtype, SM margin, zero-centered gain
         out, _, scale = tex.rmsnorm_fwd(_rows(x), weight, eps, None, None, TE_DType[x.dtype], 0, False)
         ctx.save_for_backward(x, weight, scale)
         return out.view(x.shape)
@@ -105,13 +106,12 @@ class _LayerNorm(torch.autograd.Function):
         import transformer_engine_torch as tex
 
         x, weight, mean, scale = ctx.saved_tensors
-        found = tex.layernorm_bwd(_rows(grads[0]), _rows(x), mean, scale, weight, 0, False)
-        grad_x, grad_weight, grad_bias = found
+        grad_x, grad_weight, grad_bias = tex.layernorm_bwd(_rows(grads[0]), _rows(x), mean, scale, weight, 0, False)
         return grad_x.view(x.shape), grad_weight, grad_bias if ctx.needs_input_grad[2] else None, None
 
 
 Kernel = Callable[..., Tensor]
-"""Of an activation: (x, quantizer); of its backward: (gradient, x, quantizer)."""
+"""Arguments: (x, quantizer) in forward, (gradient, x, quantizer) in backward."""
 
 
 class _Activation(torch.autograd.Function):

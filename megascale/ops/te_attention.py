@@ -1,4 +1,4 @@
-"""Attention by Transformer Engine, which takes cuDNN's kernels or flash-attn's, whichever it finds quicker."""
+"""Attention by Transformer Engine, with its choice of cuDNN or flash-attn kernels."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Any
 
 from torch import Tensor
 
-from megascale.ops.attention import Attend, half_refusal, reluctance
+from megascale.ops.core_attention import Attend, half_precision_unsupported, not_by_default
 from megascale.ops.library import TE
-from megascale.ops.select import Setting
+from megascale.ops.select import OpContext
 
 
-class EngineAttention:
-    """DotProductAttention, told of this rank's heads alone: it needs no groups of ranks."""
+class TEAttention:
+    """DotProductAttention over this rank's heads, without a tensor-parallel group."""
 
-    def refusal(self, setting: Setting) -> str | None:
-        if setting.model.head_dim % 8:  # without a word it would form all scores
-            return "its kernels take heads of a multiple of 8"
-        return half_refusal(setting) or TE.absence() or reluctance(setting, newer=True)
+    def unsupported_reason(self, context: OpContext) -> str | None:
+        if context.model.head_dim % 8:  # otherwise TE silently computes all scores in memory
+            return "needs a head dim divisible by 8"
+        return half_precision_unsupported(context) or TE.missing_reason() or not_by_default(context, newer=True)
 
-    def build(self, setting: Setting) -> Attend:
+    def build(self, context: OpContext) -> Attend:
         from transformer_engine.pytorch import DotProductAttention
 
-        model, tp = setting.model, setting.tp
+        model, tp = context.model, context.tp
         core = DotProductAttention(
             model.num_heads // tp,
             model.head_dim,
@@ -32,18 +32,18 @@ class EngineAttention:
             qkv_format="sbhd",
             attn_mask_type="causal",
         )
-        return engine(core)
+        return te_attend(core)
 
 
-def engine(core: Callable[..., Any]) -> Attend:
-    """Attention by a DotProductAttention: q [s, b, heads, d], k and v [s, b, kv heads, d], result [s, b, heads x d]."""
+def te_attend(core: Callable[..., Any]) -> Attend:
+    """Wrap DotProductAttention: q [s, b, heads, d], k and v [s, b, kv heads, d], result [s, b, heads x d]."""
 
     def attend(
         q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, window: int | None, keep: Tensor | None, dropout: float
     ) -> Tensor:
         b, heads, s, d = q_bhsd.shape
         q, k, v = (t.permute(2, 0, 1, 3) for t in (q_bhsd, k_bhsd, v_bhsd))
-        before = -1 if window is None else window - 1  # keys before a query's own
-        return core(q, k, v, window_size=(before, 0)).view(s, b, heads, d).permute(1, 2, 0, 3)
+        left = -1 if window is None else window - 1  # keys to the left of a query's own
+        return core(q, k, v, window_size=(left, 0)).view(s, b, heads, d).permute(1, 2, 0, 3)
 
     return attend

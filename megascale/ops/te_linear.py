@@ -1,8 +1,8 @@
-"""Casts to 8 bits and their products by Transformer Engine: `tex.quantize` under one scale, and cuBLAS under one scale
-or by blocks through `general_gemm`, as its own modules call them.
+"""FP8 linear layers by Transformer Engine: casts by `tex.quantize` with tensor scales, and GEMMs by `general_gemm`
+(cuBLAS) with tensor or block scales, called as by Transformer Engine's own modules.
 
-No scale is formed here. Its kernels for the largest magnitude pass over what is no number, and its quantizer of blocks
-gives a block that is not finite the scale 1: what came of them would be finite, and nobody would know (`ops.fp8.amax`).
+Scales come from `ops.fp8.amax`. Transformer Engine's amax kernels skip NaN, and its block quantizer gives a block with
+infinity or NaN the scale 1: the error would become finite and pass unnoticed.
 """
 
 from __future__ import annotations
@@ -20,140 +20,143 @@ from megascale.ops import compiled
 from megascale.ops.fp8 import (
     CastTranspose,
     CompiledLinear,
-    Grain,
-    Kernels,
-    Product,
+    Fp8Kernels,
     Quantized,
-    Values,
+    ScaleAndCast,
+    ScaledMatmul,
+    ScaleGranularity,
     cast_transpose,
-    product,
+    scaled_matmul,
 )
 from megascale.ops.library import TE
-from megascale.ops.select import Setting
+from megascale.ops.select import OpContext
 
-ENGINE = replace(TE, versions=">=2.12,<2.21")
-"""Before 2.10 a product was given its workspace, before 2.12 a tensor of blocks said how its scales lie."""
+TE_GEMM = replace(TE, versions=">=2.12,<2.21")
+"""Before 2.10 `general_gemm` took a workspace; before 2.12 a blockwise tensor took the layout of its scales."""
 
 ROWS = 8
-"""What the rows of a first factor are a multiple of: of blocks cuBLAS demands it, of others the library's modules."""
+"""The row count of a GEMM's first operand is a multiple: demanded by cuBLAS for blocks, by TE's modules otherwise."""
 
 
-class EngineLinear:
-    """Under one scale casts and products; by blocks products. Other passes by torch.compile, or without it by torch."""
+class TELinear:
+    """TE's casts with tensor scales and GEMMs with tensor or block scales; the rest by torch.compile, or by torch."""
 
-    def refusal(self, setting: Setting) -> str | None:
-        return "needs a GPU" if setting.device.is_cpu else ENGINE.absence() or _unable(setting)
+    def unsupported_reason(self, context: OpContext) -> str | None:
+        return "needs a GPU" if context.device.is_cpu else TE_GEMM.missing_reason() or _unsupported_reason(context)
 
-    def build(self, setting: Setting) -> Kernels:
-        possible = compiled.refusal(setting.device) is None
-        others = CompiledLinear().build(setting) if possible else Kernels()
-        values = values_of(others.values, setting.device.torch)
-        both = cast_transpose_of(others.cast_transpose, setting.device.torch)
-        return Kernels(others.amax, values, product_of(), both)
+    def build(self, context: OpContext) -> Fp8Kernels:
+        possible = compiled.compile_unsupported_reason(context.device) is None
+        fallback = CompiledLinear().build(context) if possible else Fp8Kernels()
+        cast = te_scale_and_cast(fallback.scale_and_cast, context.device.torch_device)
+        cast_both = te_cast_transpose(fallback.cast_transpose, context.device.torch_device)
+        return Fp8Kernels(fallback.amax, cast, te_scaled_matmul(), cast_both)
 
 
-def _unable(setting: Setting) -> str | None:
-    """What the GPU cannot do, None if it can."""
+def _unsupported_reason(context: OpContext) -> str | None:
+    """Say why this GPU cannot run the recipe; None if it can."""
     from transformer_engine.pytorch import is_fp8_available, is_fp8_block_scaling_available
 
-    assert setting.recipe is not None
-    grain = Grain(RECIPES[setting.recipe].facts["grain"])
-    if grain is Grain.BLOCK and setting.device.capability[0] > 9:
-        return "multiplies blocks under powers of two only on this GPU"  # as MXFP8, whose scales are these
-    able, reason = (is_fp8_block_scaling_available if grain is Grain.BLOCK else is_fp8_available)(return_reason=True)
-    return None if able else reason
+    assert context.recipe is not None
+    grain = ScaleGranularity(RECIPES[context.recipe].facts["granularity"])
+    if grain is ScaleGranularity.BLOCK_1D and context.device.capability[0] > 9:
+        return "supports block scales as powers of two only on this GPU"  # it would convert to MXFP8
+    supported, reason = (is_fp8_block_scaling_available if grain is ScaleGranularity.BLOCK_1D else is_fp8_available)(
+        return_reason=True
+    )
+    return None if supported else reason
 
 
-def values_of(others: Values, device: torch.device) -> Values:
-    """`fp8.values` in one kernel where one factor is for all, by `others` elsewhere."""
+def te_scale_and_cast(fallback: ScaleAndCast, device: torch.device) -> ScaleAndCast:
+    """Return `fp8.scale_and_cast` with a TE kernel for a single factor, and `fallback` for several."""
     quantize = _quantize_on(device)
 
-    def values(x: Tensor, factor: Tensor, largest: float, dtype: torch.dtype) -> Tensor:
+    def cast(x: Tensor, factor: Tensor, largest: float, dtype: torch.dtype) -> Tensor:
         if factor.numel() > 1:
-            return others(x, factor, largest, dtype)
+            return fallback(x, factor, largest, dtype)
         return quantize(x, factor, dtype, False)._data.view(dtype)
 
-    return values
+    return cast
 
 
-def cast_transpose_of(others: CastTranspose | None, device: torch.device) -> CastTranspose:
-    """`fp8.CastTranspose` in one kernel where one factor is for all, by `others` elsewhere, or if there are none by
-    torch.
-    """
-    quantize, others = _quantize_on(device), others or cast_transpose
+def te_cast_transpose(fallback: CastTranspose | None, device: torch.device) -> CastTranspose:
+    """Return `fp8.CastTranspose` with a TE kernel for a single factor, and `fallback`, or torch, for several."""
+    quantize, fallback = _quantize_on(device), fallback or cast_transpose
 
-    def both(x: Tensor, factor: Tensor, largest: float, dtype: torch.dtype, rows: bool) -> tuple[Tensor | None, Tensor]:
+    def cast_both(
+        x: Tensor, factor: Tensor, largest: float, dtype: torch.dtype, rows: bool
+    ) -> tuple[Tensor | None, Tensor]:
         if factor.numel() > 1 or not rows:
-            return others(x, factor, largest, dtype, rows)
-        made = quantize(x, factor, dtype, True)
-        data = made._data
-        # from Blackwell on its products take factors as they lie, and its casts write no transpose
-        across = data.t().contiguous() if made._transpose is None else made._transpose
-        return data.view(dtype), across.view(dtype)
+            return fallback(x, factor, largest, dtype, rows)
+        quantized = quantize(x, factor, dtype, True)
+        data = quantized._data
+        # from Blackwell on TE's GEMMs take any layout, and its casts write no transpose
+        transposed = data.t().contiguous() if quantized._transpose is None else quantized._transpose
+        return data.view(dtype), transposed.view(dtype)
 
-    return both
+    return cast_both
 
 
 def _quantize_on(device: torch.device) -> Callable[[Tensor, Tensor, torch.dtype, bool], Any]:
-    """A cast of x under one factor, and of its transpose if that is wanted, as the library's record."""
+    """Return a function that casts x times one factor, and optionally its transpose, into a TE storage object."""
     import transformer_engine_torch as tex
     from transformer_engine.pytorch.constants import TE_DType
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
-    unread = torch.zeros(1, device=device)  # the kernel writes a largest magnitude, of all that is cast
+    unread_amax = torch.zeros(1, device=device)  # the kernel writes an amax over all calls
 
     def quantize(x: Tensor, factor: Tensor, dtype: torch.dtype, transposed: bool) -> Any:
-        quantizer = Float8Quantizer(factor.view(1), unread, TE_DType[dtype], rowwise=True, columnwise=transposed)
-        quantizer.internal = True  # what it makes is a record, not a tensor to torch
+        quantizer = Float8Quantizer(factor.view(1), unread_amax, TE_DType[dtype], rowwise=True, columnwise=transposed)
+        quantizer.internal = True  # a storage object instead of a torch.Tensor subclass
         return tex.quantize(x, quantizer)
 
     return quantize
 
 
-def product_of() -> Product:
-    """`fp8.product` by cuBLAS, which is given the second factor first: it counts along columns."""
+def te_scaled_matmul() -> ScaledMatmul:
+    """Return `fp8.scaled_matmul` by cuBLAS. Operands are swapped because cuBLAS is column-major."""
     from transformer_engine.pytorch.cpp_extensions import general_gemm
 
     def multiply(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
         k = a.shape[-1]
-        if Grain.ROW in (a.grain, b.grain) or a.data.numel() // k % ROWS:
-            return product(a, b, dtype)
+        if ScaleGranularity.ROW in (a.granularity, b.granularity) or a.data.numel() // k % ROWS:
+            return scaled_matmul(a, b, dtype)
         out, *_ = general_gemm(
-            _record(b),
-            _record(a),
+            _te_tensor(b),
+            _te_tensor(a),
             out_dtype=dtype,
             layout="TN",  # k is the last dimension of both
-            use_split_accumulator=not b.fast or b.grain is not Grain.TENSOR,  # sums in fp32
+            use_split_accumulator=not b.use_fast_accum
+            or b.granularity is not ScaleGranularity.TENSOR,  # fp32 accumulation
         )
         return out.view(*a.shape[:-1], b.shape[0])
 
     return multiply
 
 
-def _record(x: Quantized) -> Any:
-    """A factor as the library has it: bytes [rows, k], and what they are to be multiplied by."""
+def _te_tensor(x: Quantized) -> Any:
+    """Wrap an operand in TE's storage class: bytes [rows, k] and scales."""
     from transformer_engine.pytorch.constants import TE_DType
     from transformer_engine.pytorch.tensor.storage import Float8BlockwiseQTensorStorage, Float8TensorStorage
 
     data = x.data.reshape(-1, x.shape[-1]).contiguous().view(torch.uint8)
-    number = TE_DType[x.data.dtype]
-    if x.grain is Grain.TENSOR:
-        return Float8TensorStorage(data=data, fp8_scale_inv=x.scale.view(1), fp8_dtype=number)
+    te_dtype = TE_DType[x.data.dtype]
+    if x.granularity is ScaleGranularity.TENSOR:
+        return Float8TensorStorage(data=data, fp8_scale_inv=x.scale.view(1), fp8_dtype=te_dtype)
     return Float8BlockwiseQTensorStorage(
         rowwise_data=data,
-        rowwise_scale_inv=_laid_out(x),
+        rowwise_scale_inv=_block_scales(x),
         columnwise_data=None,
         columnwise_scale_inv=None,
-        fp8_dtype=number,
+        fp8_dtype=te_dtype,
         quantizer=None,
-        is_2D_scaled=x.grain is Grain.SQUARE,
+        is_2D_scaled=x.granularity is ScaleGranularity.BLOCK_2D,
     )
 
 
-def _laid_out(x: Quantized) -> Tensor:
-    """The scales of blocks as cuBLAS reads them: of rows [k / BLOCK, m], of squares [m / BLOCK, k / BLOCK] with zeros
-    up to a multiple of 4 in each line.
+def _block_scales(x: Quantized) -> Tensor:
+    """Return block scales in cuBLAS' layout: 1D [k / BLOCK, m]; 2D [m / BLOCK, k / BLOCK], rows zero-padded to a
+    multiple of 4.
     """
-    if x.grain is Grain.SQUARE:
+    if x.granularity is ScaleGranularity.BLOCK_2D:
         return F.pad(x.scale, (0, -x.scale.shape[1] % 4))
     return x.scale.reshape(-1, x.scale.shape[-1]).t().contiguous()

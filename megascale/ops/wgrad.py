@@ -1,12 +1,13 @@
-"""The GEMM that forms a weight's gradient, wgrad, and adds it to the sum over micro-batches.
+"""wgrad, the GEMM of a weight's gradient, fused with the accumulation over micro-batches:
 
-The sum is kept in fp32 where factors are bf16. On a GPU one cuBLAS call multiplies bf16 factors and adds to fp32: the
-product is not rounded to bf16, and no pass over the weights follows it. The first micro-batch of a step writes over
-what is there (beta = 0), so that nothing has to be zeroed.
+    dW = dY^T X + beta dW        beta = 0 for a step's first micro-batch: main gradients need no zeroing
 
-On a CPU torch has no such call, and the product is rounded to bf16 before it is added. Factors cast to fp32, which
-oneDNN multiplies as bf16 under `torch.backends.mkldnn.matmul.fp32_precision = "bf16"`, would avoid the rounding; on a
-Xeon with AMX they made steps of 2 and 10 million parameters 13% and 8% longer, and products in fp32 15% and 25%.
+Main gradients are fp32 while dY and X are bf16. On a GPU a single cuBLAS call accumulates bf16 operands into fp32,
+without rounding dY^T X to bf16 and without a second pass over dW (gradient accumulation fusion).
+
+On a CPU torch has no such GEMM, and dY^T X is rounded to bf16 before the addition. Operands cast to fp32, multiplied by
+oneDNN as bf16 (`torch.backends.mkldnn.matmul.fp32_precision = "bf16"`), would avoid the rounding, but on a Xeon with
+AMX made steps of models with 2 and 10 million parameters 13% and 8% longer, and fp32 GEMMs 15% and 25%.
 """
 
 from __future__ import annotations
@@ -16,36 +17,36 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megascale.ops.select import Backend, Setting
-from megascale.ops.te_linear import ENGINE
+from megascale.ops.select import OpBackend, OpContext
+from megascale.ops.te_linear import TE_GEMM
 
 Wgrad = Callable[[Tensor, Tensor, Tensor, bool], None]
-"""`wgrad(total, grad, x, add)`: total [n, k] becomes grad [t, n] transposed times x [t, k], plus itself if `add`.
-Without `add` it is not read. All are contiguous; total is in the format of the factors or in fp32.
+"""`wgrad(total, grad, x, add)`: total [n, k] = grad [t, n]^T x [t, k] (+ total if `add`; otherwise total is not read).
+All contiguous; total has the dtype of the operands or fp32.
 """
 
 BLOCK_BYTES = 1 << 18
-"""Of a sum, to which a part of another format is added at once on a CPU."""
+"""Bytes of the sum per block in a mixed-dtype addition on a CPU."""
 
 ROWS = 16
-"""Of the square matrices with which it is found out whether a GPU has torch's GEMM."""
+"""Side of the matrices that probe for a mixed-dtype GEMM."""
 
 
-class TorchWgrad(Backend):
-    """torch's operators: one GEMM where total has the factors' format, else a product and a pass that adds it."""
+class TorchWgrad(OpBackend):
+    """torch's operators: one GEMM if dtypes agree, else a GEMM and an addition."""
 
-    def build(self, setting: Setting) -> Wgrad:
+    def build(self, context: OpContext) -> Wgrad:
         return torch_wgrad
 
 
 def torch_wgrad(total: Tensor, grad: Tensor, x: Tensor, add: bool) -> None:
-    """See `Wgrad`."""
+    """Implement `Wgrad`."""
     if total.dtype != grad.dtype:
-        product = grad.t() @ x
+        part = grad.t() @ x
         if add:
-            add_(total, product)
+            add_(total, part)
         else:
-            total.copy_(product)
+            total.copy_(part)
     elif add:
         torch.addmm(total, grad.t(), x, out=total)
     else:
@@ -53,9 +54,7 @@ def torch_wgrad(total: Tensor, grad: Tensor, x: Tensor, add: bool) -> None:
 
 
 def add_(total: Tensor, part: Tensor) -> None:
-    """total += part, both [n, ...]. On a CPU torch casts what has another format before it adds it: there a block of
-    rows is added after the other, so that the casts stay in a core's cache.
-    """
+    """Compute total += part, both [n, ...]. On a CPU torch casts `part` first; in blocks the cast stays in cache."""
     if not total.is_cpu or part.dtype == total.dtype or total.nbytes <= BLOCK_BYTES:
         total += part
         return
@@ -64,44 +63,44 @@ def add_(total: Tensor, part: Tensor) -> None:
         total[start : start + rows] += part[start : start + rows]
 
 
-class WideWgrad:
-    """torch's GEMM of bf16 factors that ends in fp32: `addmm` and `mm` with an `out_dtype`, for NVIDIA's GPUs."""
+class AddmmWgrad:
+    """torch's `addmm` and `mm` of bf16 operands with an fp32 `out_dtype`, for NVIDIA GPUs."""
 
-    def refusal(self, setting: Setting) -> str | None:
-        if setting.device.is_cpu:
+    def unsupported_reason(self, context: OpContext) -> str | None:
+        if context.device.is_cpu:
             return "needs a GPU"
         try:
-            _try(setting.device.torch)
-        except Exception as error:  # by the version: no such overload, no sum in fp32, or none on this device
-            return f"torch {torch.__version__} cannot add a bf16 product to fp32: {error}".splitlines()[0][:160]
+            _probe(context.device.torch_device)
+        except Exception as error:  # depends on the version: no overload, no fp32 input, or unsupported device
+            return f"torch {torch.__version__} cannot add a bf16 GEMM to fp32: {error}".splitlines()[0][:160]
         return None
 
-    def build(self, setting: Setting) -> Wgrad:
-        return wide_wgrad
+    def build(self, context: OpContext) -> Wgrad:
+        return addmm_wgrad
 
 
-def wide_wgrad(total: Tensor, grad: Tensor, x: Tensor, add: bool) -> None:
-    """See `Wgrad`. `out` is `self`, so cuBLAS adds in place, and nothing is copied."""
+def addmm_wgrad(total: Tensor, grad: Tensor, x: Tensor, add: bool) -> None:
+    """Implement `Wgrad`. `out` is also the input, which makes cuBLAS add in place without a copy."""
     if add:
         torch.addmm(total, grad.t(), x, total.dtype, out=total)
     else:
         torch.mm(grad.t(), x, total.dtype, out=total)
 
 
-def _try(device: torch.device) -> None:
-    factor = torch.zeros(ROWS, ROWS, dtype=torch.bfloat16, device=device)
+def _probe(device: torch.device) -> None:
+    operand = torch.zeros(ROWS, ROWS, dtype=torch.bfloat16, device=device)
     total = torch.zeros(ROWS, ROWS, device=device)
     for add in (False, True):
-        wide_wgrad(total, factor, factor, add)
+        addmm_wgrad(total, operand, operand, add)
 
 
-class EngineWgrad:
-    """Transformer Engine's `general_gemm`, as its linear layers call it."""
+class TEWgrad:
+    """Transformer Engine's `general_gemm`, called as by its linear layers."""
 
-    def refusal(self, setting: Setting) -> str | None:
-        return ENGINE.refusal(setting)
+    def unsupported_reason(self, context: OpContext) -> str | None:
+        return TE_GEMM.unsupported_reason(context)
 
-    def build(self, setting: Setting) -> Wgrad:
+    def build(self, context: OpContext) -> Wgrad:
         from transformer_engine.pytorch.cpp_extensions import general_gemm
 
         def wgrad(total: Tensor, grad: Tensor, x: Tensor, add: bool) -> None:

@@ -1,1 +1,1 @@
-"""The update of the weights."""
+"""Optimizers: AdamW and LAMB over ZeRO shards, gradient clipping, learning rate schedules."""

@@ -1,4 +1,4 @@
-"""The learning rate of a step."""
+"""Learning rate schedule: linear warm-up, then a decay of `catalog.decays`."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from megascale.config.train import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[int], float]:
-    """The learning rate as a function of the step, counted from 1, in a run of `steps`.
+    """Return the learning rate as a function of the step, counted from 1, for a run of `steps`.
 
-    It rises linearly to lr over `warmup_steps`, then follows `decay` and would reach min_lr in the step after the last:
+    The rate rises linearly to lr over `warmup_steps`, then decays toward min_lr, reached one step after the last:
     no step trains at a rate of 0.
     """
     curve = DECAYS[config.decay].load()
-    left = steps - config.warmup_steps
-    decay_steps = min(config.decay_steps or max(steps // 10, 1), left)  # a fall cannot begin before the warm-up ends
+    after_warmup = steps - config.warmup_steps
+    decay_steps = min(config.decay_steps or max(steps // 10, 1), after_warmup)
 
     def at(step: int) -> float:
         if step <= config.warmup_steps:
             return config.lr * step / config.warmup_steps
-        share = curve(step - config.warmup_steps, left + 1, decay_steps)
-        return config.min_lr + (config.lr - config.min_lr) * share
+        fraction = curve(step - config.warmup_steps, after_warmup + 1, decay_steps)
+        return config.min_lr + (config.lr - config.min_lr) * fraction
 
     return at

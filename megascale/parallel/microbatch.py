@@ -1,4 +1,4 @@
-"""The samples of a step on one rank, by micro-batch: what every stage of a pipeline is told about each."""
+"""The samples of a step on one rank, as micro-batches: the data that pipeline stages read beside the activations."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megascale.parallel.rng import Dropout
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """tokens and labels [s, b], i64, on the stages that need them; `mask` [s, b] is 1 for labels that count in the
-    loss, None if all do.
+    """Tokens and labels [s, b], i64, on the stages that need them; `mask` [s, b] is 1 where a label counts in the loss,
+    None if all labels count.
     """
 
     tokens: Tensor | None
@@ -24,10 +24,10 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """A step's samples on this rank. `tokens`: labels that count in the loss, over this rank's micro-batches."""
+    """The micro-batches of a step on this rank. `loss_tokens`: the number of labels that count in the loss."""
 
     micro_batches: Sequence[MicroBatch]
-    tokens: int
+    loss_tokens: int
 
     def micro_batch(self, index: int) -> MicroBatch:
         return self.micro_batches[index]

@@ -1,4 +1,18 @@
-"""The executor: runs one rank's list of actions. It knows how to do each action, and nothing about their order."""
+"""Pipeline executor: runs one rank's list of actions (`schedule.ir`), in their order.
+
+    F               wait for the activation and all-gather its shards over tp, run the chunk's forward, save its input
+                    and its output's autograd edge
+    B               wait for the output gradient and all-gather its shards, run the chunk's backward
+    SEND_F, SEND_B  send the output of F to the next virtual stage, the input gradient of B to the previous stage
+    RECV_F, RECV_B  post a receive; the F or B that consumes the message waits for it
+    GATHER          wait for the all-gather, started after the last update, of the chunk's first buckets of parameters
+    REDUCE          start the reduction of the first buckets' gradients over data parallelism; the next buckets wait for
+                    all-gathers and start reductions inside F and B (`parallel.param_and_grad_buffers`)
+
+Chunk c on rank r of p ranks is virtual stage c p + r. Sends never block: the executor releases completed sends after
+every action, and the caller waits for the rest by `finish_sends` after the last step. An exception leaves messages in
+flight: the executor cannot run again.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +26,27 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megascale.comm.collectives import all_gather
-from megascale.comm.group import Group, Recorded
+from megascale.comm.group import Group, TrackedWork
 from megascale.comm.mesh import Mesh
 from megascale.core.label import BACKWARD, FORWARD, Label
-from megascale.parallel.gradients import Gradients
 from megascale.parallel.microbatch import MicroBatch
+from megascale.parallel.param_and_grad_buffers import ParamAndGradBuffers
 from megascale.schedule.ir import Action, Kind, Order
 
 
 class Batch(Protocol):
-    """A step's samples on this rank."""
+    """The micro-batches of a step on this rank."""
 
     def micro_batch(self, index: int) -> MicroBatch: ...
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """The activation between two stages, [s, b, h]. Where each rank of `tp` has the whole of it, a stage sends this
-    rank's part, 1 / size, and the next one collects it (Narayanan et al. 2021, 4.1); `tp` is a group of one where a
-    rank has no more than its part.
+    """The activation between two stages: on this rank [s, b, h], or [s / tp, b, h] with sequence parallelism.
+
+    Without sequence parallelism the tp ranks hold replicas: a rank sends 1 / tp of the activation, and the receivers
+    all-gather the shards (the scatter/gather optimization, Narayanan et al. 2021, 4.1). With sequence parallelism
+    `shape` is already this rank's part, which a rank sends as a whole, and `tp` is a single-rank group.
     """
 
     shape: tuple[int, int, int]
@@ -38,168 +54,166 @@ class Boundary:
     device: torch.device
     tp: Group
 
-    def empty(self) -> Tensor:
-        """Room to receive a part: flat."""
+    def receive_buffer(self) -> Tensor:
+        """Allocate a flat buffer for this rank's shard."""
         return torch.empty(math.prod(self.shape) // self.tp.size, dtype=self.dtype, device=self.device)
 
-    def part(self, whole: Tensor) -> Tensor:
-        """What this rank sends, contiguous."""
-        return whole.contiguous().view(self.tp.size, -1)[self.tp.index]
+    def local_shard(self, full: Tensor) -> Tensor:
+        """This rank's shard of an activation, contiguous and flat."""
+        return full.contiguous().view(self.tp.size, -1)[self.tp.index]
 
-    def whole(self, part: Tensor, what: Label) -> Tensor:
-        """The activation, from what this rank has received."""
+    def gather_full(self, shard: Tensor, label: Label) -> Tensor:
+        """All-gather the received shards into the activation."""
         if self.tp.size > 1:
-            full = part.new_empty(self.tp.size * part.numel())  # flat, as gloo wants it
-            all_gather(self.tp, full, part, what=what)
-            part = full
-        return part.view(self.shape)
+            full = shard.new_empty(self.tp.size * shard.numel())  # flat: gloo requires this
+            all_gather(self.tp, full, shard, label=label)
+            shard = full
+        return shard.view(self.shape)
 
 
-class Pipeline:
-    """This rank's stages, in the order of its chunks. `loss_dtype`: the format in which losses are formed."""
+class PipelineExecutor:
+    """Runs schedules on this rank's stages, a stage per model chunk."""
 
     def __init__(
-        self,
-        stages: Sequence[nn.Module],
-        gradients: Gradients,
-        mesh: Mesh,
-        boundary: Boundary,
+        self, stages: Sequence[nn.Module], buffers: ParamAndGradBuffers, mesh: Mesh, boundary: Boundary,
         loss_dtype: torch.dtype,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.stages = stages
-        self.gradients = gradients
-        self.channels = mesh.channels
+        self.buffers = buffers
+        self.channels = mesh.p2p  # messages between the pipeline's ranks
         self.recorder = mesh.recorder
         self.boundary = boundary
         self.loss_dtype = loss_dtype
-        self._leaving: list[tuple[Recorded, Tensor]] = []
+        self._pending_sends: list[tuple[TrackedWork, Tensor]] = []
 
-    def send(self, tensor: Tensor, target: int, what: Label) -> None:
-        """Send to a stage rank. The tensor is kept until it has been sent, which nobody waits for."""
-        self._leaving.append((self.channels.send(tensor, target, what=what), tensor))
+    def send(self, tensor: Tensor, target: int, label: Label) -> None:
+        """Start to send a tensor to pipeline rank `target`, and hold the tensor until the send completes."""
+        self._pending_sends.append((self.channels.send(tensor, target, label=label), tensor))
 
     def finish_sends(self) -> None:
-        """Wait until everything has been sent."""
-        for sending, _ in self._leaving:
-            sending.wait()
-        self._leaving.clear()
+        """Wait until all sends have completed."""
+        for send, _ in self._pending_sends:
+            send.wait()
+        self._pending_sends.clear()
 
-    def release(self) -> None:
-        """Let go of what has been sent, and of records that are complete."""
-        self._leaving = [(sending, tensor) for sending, tensor in self._leaving if not sending.done()]
-        self.recorder.keep_up()
+    def release_sent(self) -> None:
+        """Free tensors whose send has completed. Also resolves some marks of the event log, while the device works."""
+        self._pending_sends = [(send, tensor) for send, tensor in self._pending_sends if not send.is_completed()]
+        self.recorder.resolve_oldest_marks()
 
-    def stage(self, chunk: int) -> int:
-        """The virtual stage that is `chunk` of this rank."""
-        return chunk * self.channels.ranks + self.channels.rank
+    def virtual_stage(self, chunk: int) -> int:
+        """The virtual stage of this rank's chunk."""
+        return chunk * self.channels.size + self.channels.rank
 
-    def scalar(self, value: float) -> Tensor:
-        """A loss, or a loss's gradient."""
+    def loss_scalar(self, value: float) -> Tensor:
+        """Create a scalar for a loss or its gradient."""
         return torch.full((), value, dtype=self.loss_dtype, device=self.boundary.device)
 
-    def run(self, order: Order, batch: Batch) -> Tensor:
-        """Do the actions of one step, or of one evaluation if there is no backward among them.
+    def run_actions(self, order: Order, batch: Batch) -> Tensor:
+        """Run the actions of one training step, or of one evaluation if there are no backwards.
 
-        Returns the sum of the losses of this rank's micro-batches, a scalar: zero on ranks without the last stage.
+        Returns the summed loss of this rank's micro-batches, a scalar; zero on ranks without the last stage.
         """
         training = any(action.kind is Kind.B for action in order)
         with torch.set_grad_enabled(training):
-            return _Run(self, batch, training).run(order)
+            return _Execution(self, batch, training).run_actions(order)
 
 
-class _Run:
-    """The state of one run: what has arrived, what waits to be sent, and what backwards need. Keys are (chunk,
-    micro-batch).
-    """
+class _Execution:
+    """State of one run of an order."""
 
-    def __init__(self, pipeline: Pipeline, batch: Batch, training: bool) -> None:
+    def __init__(self, pipeline: PipelineExecutor, batch: Batch, training: bool) -> None:
         self._p = pipeline
         self._batch = batch
         self._training = training
-        self._last = pipeline.channels.ranks * len(pipeline.stages) - 1
-        self._arriving: dict[tuple[Kind, int, int], tuple[Recorded, Tensor]] = {}
-        self._leaving: dict[tuple[Kind, int, int], Tensor] = {}
+        self._last_stage = pipeline.channels.size * len(pipeline.stages) - 1
+        # By (F or B, chunk, micro-batch): the receive posted for the action, and the output that waits for its SEND.
+        self._receiving: dict[tuple[Kind, int, int], tuple[TrackedWork, Tensor]] = {}
+        self._to_send: dict[tuple[Kind, int, int], Tensor] = {}
+        # By (chunk, micro-batch), from F to B: the chunk's input, and the autograd edge of its output.
         self._saved: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
-        self._loss = pipeline.scalar(0.0)
+        self._loss = pipeline.loss_scalar(0.0)
 
-    def run(self, order: Order) -> Tensor:
+    def run_actions(self, order: Order) -> Tensor:
+        # A REDUCE has the chunk and micro-batch of the backward before it.
         reduced = {action[1:] for action in order if action.kind is Kind.REDUCE}
         recorder = self._p.recorder
         for action in order:
-            place = action[1:]
-            match action.kind:
+            place = action[1:]  # chunk, micro-batch
+            match action.kind:  # recorder.action logs an event, recorder.scope only places the communication inside
                 case Kind.F:
                     with recorder.action("F", *place):
                         self._forward(action)
                 case Kind.B:
                     with recorder.action("B", *place):
-                        self._backward(action, last=place in reduced)
+                        self._backward(action, before_reduction=place in reduced)
                 case Kind.SEND_F | Kind.SEND_B:
-                    with recorder.place(*place):
+                    with recorder.scope(*place):
                         self._send(action)
                 case Kind.RECV_F | Kind.RECV_B:
-                    with recorder.place(*place):
+                    with recorder.scope(*place):
                         self._receive(action)
                 case Kind.GATHER:
-                    self._p.gradients.enter(action.chunk)
+                    self._p.buffers.wait_params(action.chunk)
                 case Kind.REDUCE:
-                    with recorder.place(*place):
-                        self._p.gradients.reduce(action.chunk)
-            self._p.release()
+                    with recorder.scope(*place):
+                        self._p.buffers.start_chunk_reduction(action.chunk)
+            self._p.release_sent()
         return self._loss
 
     def _forward(self, action: Action) -> None:
         key = (action.chunk, action.microbatch)
-        x = self._arrived(Kind.F, action)
-        last = self._p.stage(action.chunk) == self._last
+        x = self._wait_received(Kind.F, action)
+        gives_loss = self._p.virtual_stage(action.chunk) == self._last_stage
         if x is not None and self._training:
             x.requires_grad_()
-        if last and self._training:
-            self._p.gradients.begin_loss(action.chunk)
+        if gives_loss and self._training:
+            self._p.buffers.prepare_loss(action.chunk)
         out = self._p.stages[action.chunk](x, self._batch.micro_batch(action.microbatch))
-        if last:
+        if gives_loss:
             self._loss += out.detach()
         else:
-            self._leaving[Kind.F, *key] = out.detach()
-        if self._training:  # the edge, not the tensor, which may be freed as soon as it was sent
+            self._to_send[Kind.F, *key] = out.detach()
+        if self._training:  # backward needs only the output's edge; a sent output is freed when its send completes
             self._saved[key] = (x, get_gradient_edge(out))
 
-    def _backward(self, action: Action, *, last: bool) -> None:
+    def _backward(self, action: Action, *, before_reduction: bool) -> None:
         key = (action.chunk, action.microbatch)
-        grad = self._arrived(Kind.B, action)
-        if grad is None:
-            grad = self._p.scalar(1.0)
+        grad = self._wait_received(Kind.B, action)
+        if grad is None:  # the last stage: its output is the loss
+            grad = self._p.loss_scalar(1.0)
         x, edge = self._saved.pop(key)
-        self._p.gradients.begin_backward(action.chunk, last=last)
+        self._p.buffers.prepare_backward(action.chunk, last=before_reduction)
         torch.autograd.backward((edge,), (grad,))
         if x is not None:
             assert x.grad is not None
-            self._leaving[Kind.B, *key] = x.grad
+            self._to_send[Kind.B, *key] = x.grad
 
     def _send(self, action: Action) -> None:
         forward = action.kind is Kind.SEND_F
-        tensor = self._leaving.pop((Kind.F if forward else Kind.B, action.chunk, action.microbatch))
-        stage = self._p.stage(action.chunk) + (1 if forward else -1)
-        self._p.send(self._p.boundary.part(tensor), stage % self._p.channels.ranks, _label(forward, stage))
+        tensor = self._to_send.pop((Kind.F if forward else Kind.B, action.chunk, action.microbatch))
+        stage = self._p.virtual_stage(action.chunk) + (1 if forward else -1)
+        self._p.send(self._p.boundary.local_shard(tensor), stage % self._p.channels.size, _label(forward, stage))
 
     def _receive(self, action: Action) -> None:
         forward = action.kind is Kind.RECV_F
-        stage = self._p.stage(action.chunk)
-        source = (stage - (1 if forward else -1)) % self._p.channels.ranks
-        out = self._p.boundary.empty()
-        pending = self._p.channels.receive(out, source, what=_label(forward, stage))
-        self._arriving[Kind.F if forward else Kind.B, action.chunk, action.microbatch] = (pending, out)
+        stage = self._p.virtual_stage(action.chunk)
+        source = (stage - (1 if forward else -1)) % self._p.channels.size
+        out = self._p.boundary.receive_buffer()
+        receive = self._p.channels.receive(out, source, label=_label(forward, stage))
+        self._receiving[Kind.F if forward else Kind.B, action.chunk, action.microbatch] = (receive, out)
 
-    def _arrived(self, kind: Kind, action: Action) -> Tensor | None:
-        """The activation or gradient that an action needs from another rank, once it is here; None if from no other."""
-        key = (kind, action.chunk, action.microbatch)
-        if key not in self._arriving:
+    def _wait_received(self, kind: Kind, action: Action) -> Tensor | None:
+        """Wait for the activation or gradient that another rank sends for an action; None without such a neighbour."""
+        key, stage = (kind, action.chunk, action.microbatch), self._p.virtual_stage(action.chunk)
+        if key not in self._receiving:
+            assert stage == (0 if kind is Kind.F else self._last_stage), "only an end of the pipeline has no neighbour"
             return None
-        pending, part = self._arriving.pop(key)
-        pending.wait()
-        return self._p.boundary.whole(part, _label(kind is Kind.F, self._p.stage(action.chunk)))
+        receive, shard = self._receiving.pop(key)
+        receive.wait()
+        return self._p.boundary.gather_full(shard, _label(kind is Kind.F, stage))
 
 
 def _label(forward: bool, stage: int) -> Label:
-    """Label the message that arrives at virtual stage `stage`, alike on both sides."""
+    """Label a message by its direction and its receiving virtual `stage`: equal for sender and receiver."""
     return Label(stage=stage, direction=FORWARD if forward else BACKWARD)

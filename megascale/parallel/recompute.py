@@ -1,7 +1,8 @@
-"""Computing again in the backward what the forward did not keep (Chen et al. 2016; Korthikanti et al. 2022, 4 and 5).
+"""Activation recomputation: backward recomputes activations that forward did not save (Chen et al. 2016; Korthikanti et
+al. 2022, 4 and 5).
 
-Dropout is drawn by name (`parallel.rng`), so that what is computed again is the same to the bit. Collectives in it are
-issued again.
+Dropout masks depend on names alone (`parallel.rng`), which makes recomputation bit-equal. Collectives in a recomputed
+function run twice. `recompute_in_backward` recomputes a function; a `Recomputation` recomputes the input of one layer.
 """
 
 from __future__ import annotations
@@ -13,29 +14,34 @@ import torch
 from torch import Tensor
 
 
-class Again(NamedTuple):
-    """How to form a tensor once more, outside of autograd: function(x). Who keeps x for a backward has autograd save
-    it, which lets go of it layer by layer; what a closure holds stays until the whole graph goes.
+class Recomputation(NamedTuple):
+    """A tensor to recompute as function(x), outside of autograd.
+
+    The layer saves x with autograd's `save_for_backward`, which frees tensors layer by layer; a closure over x would
+    hold its memory until the whole graph is freed.
     """
 
     function: Callable[[Tensor], Tensor]
     x: Tensor
 
 
-def recomputed(
-    function: Callable[[Tensor], Tensor], x: Tensor, again: Callable[[Tensor], Tensor] | None = None
+def recompute_in_backward(
+    function: Callable[[Tensor], Tensor], x: Tensor, recompute: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """function(x), of which only x is kept. In the backward `again` is called, by default the function: it leads to the
-    same gradients, and its value is not looked at.
+    """Compute function(x) and save only x for backward.
+
+    Backward calls `recompute`, by default `function`: a function of equal gradients, whose output elements are unused.
     """
-    return _Recomputed.apply(x, function, again or function)
+    return _Recomputed.apply(x, function, recompute or function)
 
 
 class _Recomputed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor], again: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor], recompute: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.again = again
+        ctx.recompute = recompute
         return function(x)
 
     @staticmethod
@@ -43,11 +49,11 @@ class _Recomputed(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
-            out = ctx.again(leaf)
+            out = ctx.recompute(leaf)
         torch.autograd.backward(out, grads[0])
         return leaf.grad, None, None
 
 
-def formed_again(function: Callable[[Tensor], Tensor], x: Tensor, wanted: bool) -> Again | None:
-    """How function(x) can be formed once more by a layer that is not to keep it, if that is wanted."""
-    return Again(function, x.detach()) if wanted else None
+def recomputation(function: Callable[[Tensor], Tensor], x: Tensor, enabled: bool) -> Recomputation | None:
+    """Describe how a layer recomputes its input function(x); None if not `enabled`: the layer saves its input."""
+    return Recomputation(function, x.detach()) if enabled else None

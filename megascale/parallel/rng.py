@@ -1,7 +1,7 @@
 """Dropout that does not depend on the layout.
 
-Each mask is drawn for one sample of the run, one layer and one place in it, from a generator seeded by these alone,
-over the whole of its global shape; a rank takes its part. Any layout therefore drops the same numbers.
+A mask is drawn in its global shape, from a generator seeded by the run's seed, the sample, the layer and the place in
+the layer; a rank slices its shard. Every layout therefore drops the same elements.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor
 
 
 def seed_of(*key: object) -> int:
-    """A 63-bit seed from a key: equal keys give equal seeds in every process, different keys different ones."""
+    """Hash a key to a 63-bit seed, equal in every process."""
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 class Dropout:
-    """Draws masks for the samples of one micro-batch. `samples`: their numbers in the run, one for each batch row."""
+    """Dropout for one micro-batch. `samples`: the global sample index of every batch row."""
 
     def __init__(self, probability: float, seed: int, samples: Sequence[int], device: torch.device) -> None:
         self.probability = probability
@@ -28,22 +28,22 @@ class Dropout:
         self._samples = samples
         self._generator = torch.Generator(device)
 
-    def hidden(self, x_sbh: Tensor, place: str, first_row: int, rows: int) -> Tensor:
-        """x [s_local, b, h] with elements dropped and the others scaled; x holds positions `first_row` on of `rows`."""
+    def hidden_dropout(self, x_sbh: Tensor, place: str, first_row: int, rows: int) -> Tensor:
+        """Apply dropout to x [s_local, b, h], which holds positions `first_row` onward of a sequence of `rows`."""
         if not self.probability:
             return x_sbh
-        h, here = x_sbh.shape[-1], slice(first_row, first_row + x_sbh.shape[0])
-        keep = torch.stack([self._keep((rows, h), place, sample)[here] for sample in self._samples], 1)
+        h, positions = x_sbh.shape[-1], slice(first_row, first_row + x_sbh.shape[0])
+        keep = torch.stack([self._keep_mask((rows, h), place, sample)[positions] for sample in self._samples], 1)
         return x_sbh * keep / (1 - self.probability)
 
-    def attention(self, place: str, heads: range, s: int) -> Tensor | None:
-        """The attention weights to keep, bool [b, len(heads), s, s], for the heads with these global numbers."""
+    def attention_keep_mask(self, place: str, heads: range, s: int) -> Tensor | None:
+        """Draw the keep mask of attention weights, bool [b, len(heads), s, s], for global head indices `heads`."""
         if not self.probability:
             return None
-        masks = [[self._keep((s, s), f"{place}/{head}", sample) for head in heads] for sample in self._samples]
+        masks = [[self._keep_mask((s, s), f"{place}/{head}", sample) for head in heads] for sample in self._samples]
         return torch.stack([torch.stack(row) for row in masks])
 
-    def _keep(self, shape: tuple[int, int], place: str, sample: int) -> Tensor:
+    def _keep_mask(self, shape: tuple[int, int], place: str, sample: int) -> Tensor:
         self._generator.manual_seed(seed_of(self._seed, "dropout", place, sample))
         drawn = torch.rand(shape, generator=self._generator, device=self._generator.device)
         return drawn >= self.probability

@@ -1,12 +1,26 @@
-"""Tensor parallelism: linear layers whose weights are cut over the ranks of a group (Shoeybi et al. 2019), and with
-sequence parallelism activations cut along the sequence between them (Korthikanti et al. 2022).
+"""Tensor parallelism: linear layers whose weights are sharded over the tp group (Shoeybi et al. 2019), and sequence
+parallelism (sp), which shards the activations between them along the sequence (Korthikanti et al. 2022).
 
-Activations are [s, b, h], so a cut along the sequence is contiguous. Column-parallel layers need their whole input on
-every rank, row-parallel layers leave a sum over ranks: without sequence parallelism that is an all-reduce in the
-backward of the first and one in the forward of the second; with it an all-gather and a reduce-scatter in the forward
-and their opposites in the backward, and the gathered input is not kept but gathered again for the weight's gradient.
-What a layer's input was formed from may be kept instead of it (`parallel.recompute`).
-Layers side by side share their collectives. All of them travel under matrix products (`parallel.overlap`).
+Weights are [n, k] as in torch, Y = X W^T + b; wgrad sums over all s * b tokens. sum_i: sum over the tp ranks i.
+
+    column-parallel, rank i: rows i of W as W_i [n / tp, k], b_i [n / tp]     without sp    with sp
+    forward  Y_i  = X W_i^T + b_i         [s, b, n / tp]                      -             all-gather of X first
+    dgrad    dX   = sum_i dY_i W_i        [s, b, k]                           all-reduce    reduce-scatter
+    wgrad    dW_i = dY_i^T X              [n / tp, k]                         -             all-gather of X first
+
+    row-parallel, rank i: columns i of W as W_i [n, k / tp], b [n]            without sp    with sp
+    forward  Y    = sum_i X_i W_i^T + b   [s, b, n]                           all-reduce    reduce-scatter
+    dgrad    dX_i = dY W_i                [s, b, k / tp]                      -             all-gather of dY first
+    wgrad    dW_i = dY^T X_i              [n, k / tp]                         -             reuses the dY of dgrad
+
+Activations are [s, b, h], which keeps sequence shards contiguous. With sp a column-parallel layer saves its shard of X
+and all-gathers the shard a second time for wgrad. A layer can also recompute its input from a saved tensor
+(`parallel.recompute`). Overlap: a forward's collective, and the all-gather of dY, with the GEMMs on their own pieces
+(`parallel.tp_overlap`); in a column-parallel backward the all-gather of X with dgrad, the reduction of dX with wgrad.
+
+`column_parallel_linear` and `row_parallel_linear` apply one layer; `column_parallel_linears` and `row_parallel_linears`
+apply layers that share their collectives. `LinearParams`: a layer's weight, bias and GEMM precision. `TensorAxis`: the
+tp group and its communication settings.
 """
 
 from __future__ import annotations
@@ -18,111 +32,124 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale.core.label import Label, What
+from megascale.core.label import Label, LabelLike
 from megascale.ops.fp8 import Quantized
-from megascale.parallel.numerics import Factor, Numerics, Operand, rows_of
-from megascale.parallel.overlap import Layer, TensorAxis, gathered_products, reduced_product
-from megascale.parallel.recompute import Again
-from megascale.parallel.weights import add_sum
+from megascale.parallel.gemm_precision import GemmPrecision, GemmWeight, Operand, flatten_tokens
+from megascale.parallel.grad_accumulation import accumulate_bias_grad
+from megascale.parallel.recompute import Recomputation
+from megascale.parallel.tp_overlap import LinearParams, TensorAxis, all_gather_matmul, matmul_reduce_scatter
 
 
-def column_linear(x: Tensor, layer: Layer, axis: TensorAxis, what: What = "", again: Again | None = None) -> Tensor:
-    """x [s, b, k] W^T + b with the rows of W cut: weight [n / tp, k], bias [n / tp], result [s, b, n / tp].
-
-    With sequence parallelism x is [s / tp, b, k]. `what` names it in the ledger. x is kept for the backward, unless
-    `again` forms it there; what is kept in eight bits is kept all the same.
-    """
-    return column_linears(x, [layer], axis, what, again)[0]
-
-
-def column_linears(
-    x: Tensor, layers: Sequence[Layer], axis: TensorAxis, what: What = "", again: Again | None = None
-) -> tuple[Tensor, ...]:
-    """`column_linear` of one input through several layers, which share one gather of it and one sum of its gradient."""
-    numerics = [layer.numerics for layer in layers]
-    return _Columns.apply(
-        axis, Label.of(what), numerics, again, x, *(t for layer in layers for t in (layer.weight, layer.bias))
-    )
-
-
-def row_linear(
-    x: Tensor, layer: Layer, axis: TensorAxis, what: What = "", again: Again | None = None, value: bool = True
-) -> Tensor:
-    """x [s, b, k / tp] W^T + b with the columns of W cut: weight [n, k / tp], bias [n] whole, result [s, b, n].
-
-    With sequence parallelism the result is [s / tp, b, n]. x is kept for the backward as in `column_linear`.
-    Without `value` nothing is computed: the result has the right shape and gradients, and no meaning.
-    """
-    return row_linears([x], [layer], axis, what, [again], value)
-
-
-def row_linears(
-    inputs: Sequence[Tensor], layers: Sequence[Layer], axis: TensorAxis, what: What = "",
-    again: Sequence[Again | None] | None = None, value: bool = True,
+def column_parallel_linear(
+    x: Tensor, layer: LinearParams, axis: TensorAxis, label: LabelLike = "",
+    recompute_input: Recomputation | None = None,
 ) -> Tensor:  # fmt: skip
-    """The sum of `row_linear` of several inputs, each through its layer, in one sum over ranks."""
-    how = [layer.numerics for layer in layers], again or [None] * len(inputs), value
-    return _Rows.apply(axis, Label.of(what), how, *inputs, *(t for layer in layers for t in (layer.weight, layer.bias)))
+    """Compute Y_i = X W_i^T + b_i for weight [n / tp, k] and bias [n / tp]: result [s, b, n / tp].
+
+    x is [s, b, k], or [s / tp, b, k] with sequence parallelism. `label` names the collectives in the event log.
+    Saved for backward: x, or with `recompute_input` its source; in FP8 with a scale per tensor always the FP8 operand.
+    """
+    return column_parallel_linears(x, [layer], axis, label, recompute_input)[0]
 
 
-class _Columns(torch.autograd.Function):
+def column_parallel_linears(
+    x: Tensor, layers: Sequence[LinearParams], axis: TensorAxis, label: LabelLike = "",
+    recompute_input: Recomputation | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Apply several column-parallel layers to x with one all-gather of x and one reduction of its gradient."""
+    precisions = [layer.precision for layer in layers]
+    tensors = [t for layer in layers for t in (layer.weight, layer.bias)]
+    return _ColumnParallel.apply(axis, Label.from_part(label), precisions, recompute_input, x, *tensors)
+
+
+def row_parallel_linear(
+    x: Tensor, layer: LinearParams, axis: TensorAxis, label: LabelLike = "",
+    recompute_input: Recomputation | None = None, compute_output: bool = True,
+) -> Tensor:  # fmt: skip
+    """Compute Y = sum over i of X_i W_i^T, + b, for x [s, b, k / tp], weight [n, k / tp] and bias [n].
+
+    The result is [s, b, n], or [s / tp, b, n] with sequence parallelism. x is saved as in `column_parallel_linear`.
+    Without `compute_output` the forward GEMM is skipped, and the result is zeros with the right shape and gradients:
+    recomputation in backward (`recompute_in_backward`) needs only the tensors that the layers save.
+    """
+    return row_parallel_linears([x], [layer], axis, label, [recompute_input], compute_output)
+
+
+def row_parallel_linears(
+    inputs: Sequence[Tensor], layers: Sequence[LinearParams], axis: TensorAxis, label: LabelLike = "",
+    recompute_inputs: Sequence[Recomputation | None] | None = None, compute_output: bool = True,
+) -> Tensor:  # fmt: skip
+    """Sum the outputs of several row-parallel layers, one input per layer, with one reduction over the tp ranks."""
+    options = [layer.precision for layer in layers], recompute_inputs or [None] * len(inputs), compute_output
+    tensors = [t for layer in layers for t in (layer.weight, layer.bias)]
+    return _RowParallel.apply(axis, Label.from_part(label), options, *inputs, *tensors)
+
+
+class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        axis: TensorAxis,
-        what: Label,
-        numerics: Sequence[Numerics],
-        again: Again | None,
-        x: Tensor,
-        *tensors: Tensor | None,
-    ) -> tuple[Tensor, ...]:
-        ctx.axis, ctx.what, ctx.numerics = axis, what, numerics
-        weights, biases = _layers(tensors)
-        operand = numerics[0].input(x)
-        factors = [Factor(n.weight(w), bias, n) for n, w, bias in zip(numerics, weights, biases, strict=True)]
-        _, products = gathered_products(operand, factors, axis, what, x.dtype)
-        _keep(ctx, [numerics[0].kept(x, operand)], [again], tensors)
-        return tuple(products)
+        ctx: Any, axis: TensorAxis, label: Label, precisions: Sequence[GemmPrecision],
+        recompute_input: Recomputation | None, x: Tensor, *tensors: Tensor | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx.axis, ctx.label, ctx.precisions = axis, label, precisions
+        weights, biases = _weights_and_biases(tensors)
+        operand = precisions[0].input_operand(x)  # all layers quantize x alike: once is enough
+        gemm_weights = [
+            GemmWeight(p.weight_for_forward(w), bias, p) for p, w, bias in zip(precisions, weights, biases, strict=True)
+        ]
+        _, outputs = all_gather_matmul(operand, gemm_weights, axis, label, x.dtype)
+        _save_for_wgrad(ctx, [precisions[0].saved_for_wgrad(x, operand)], [recompute_input], tensors)
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (form,), tensors = _kept(ctx)
-        x = form()
+        (restore_input,), tensors = _saved_operands(ctx)
+        x = restore_input()  # the all-gather needs x: no recomputation overlaps it
         axis: TensorAxis = ctx.axis
-        weights, biases = _layers(tensors)
+        weights, biases = _weights_and_biases(tensors)
         grads = tuple(grad.contiguous() for grad in grads)
-        factors = [n.gradient(grad) for n, grad in zip(ctx.numerics, grads, strict=True)]  # may communicate: first
-        full, gathering = axis.gather_operand(x, ctx.what.backward("again"), wait=not axis.overlap)
-        into = [n.across(weight) for n, weight in zip(ctx.numerics, weights, strict=True)]
-        grad_x = ctx.numerics[0].linear(factors[0], into[0], None, grads[0].dtype)
-        for n, factor, matrix in zip(ctx.numerics[1:], factors[1:], into[1:], strict=True):
-            n.multiply(grad_x, factor, matrix, add=True)
-        grad_x, reducing = axis.reduce(grad_x, ctx.what.backward("gradient"), wait=not axis.overlap)
+        # Quantized before the all-gather starts, because quantization may all-reduce an amax.
+        grad_operands = [p.grad_operand(grad) for p, grad in zip(ctx.precisions, grads, strict=True)]
+        # Without sp, full_x is x.
+        full_x, gathering = axis.gather_operand(x, ctx.label.for_backward("wgrad input"), wait=not axis.overlap)
+        # dgrad, while x is gathered
+        dgrad_weights = [p.weight_for_dgrad(weight) for p, weight in zip(ctx.precisions, weights, strict=True)]
+        grad_x = ctx.precisions[0].gemm(grad_operands[0], dgrad_weights[0], None, grads[0].dtype)
+        for p, grad_operand, weight in zip(ctx.precisions[1:], grad_operands[1:], dgrad_weights[1:], strict=True):
+            p.gemm_out(grad_x, grad_operand, weight, add=True)
+        # All-reduce, or reduce-scatter with sp.
+        grad_x, reducing = axis.reduce(grad_x, ctx.label.for_backward("gradient"), wait=not axis.overlap)
         gathering.wait()
-        shared = ctx.numerics[0].along_tokens("input", full)
-        found: list[Tensor | None] = []
-        for n, factor, grad, weight, bias in zip(ctx.numerics, factors, grads, weights, biases, strict=True):
-            found.append(n.add_gradient(weight, n.along_tokens("gradient", n.kept(grad, factor)), shared))
-            found.append(add_sum(bias, rows_of(grad)) if bias is not None else None)
+        # wgrad, while grad_x is reduced
+        x_operand = ctx.precisions[0].operand_for_wgrad("input", full_x)
+        param_grads: list[Tensor | None] = []
+        for p, operand, grad, weight, bias in zip(ctx.precisions, grad_operands, grads, weights, biases, strict=True):
+            saved = p.saved_for_wgrad(grad, operand)
+            param_grads.append(p.accumulate_wgrad(weight, p.operand_for_wgrad("gradient", saved), x_operand))
+            param_grads.append(accumulate_bias_grad(bias, flatten_tokens(grad)) if bias is not None else None)
         reducing.wait()
-        return None, None, None, None, grad_x, *found
+        return None, None, None, None, grad_x, *param_grads
 
 
-class _Rows(torch.autograd.Function):
+class _RowParallel(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, axis: TensorAxis, what: Label, how: tuple[Any, ...], *tensors: Tensor) -> Tensor:
-        numerics, again, value = how
-        ctx.axis, ctx.what, ctx.numerics = axis, what, numerics
-        inputs, rest = tensors[: len(numerics)], tensors[len(numerics) :]
-        weights, biases = _layers(rest)
-        operands = [n.input(x) for n, x in zip(numerics, inputs, strict=True)]
-        _keep(ctx, [n.kept(x, operand) for n, x, operand in zip(numerics, inputs, operands, strict=True)], again, rest)
-        if not value:
-            rows, batch, _ = inputs[0].shape
-            return inputs[0].new_zeros(()).expand(rows // (axis.size if axis.cut else 1), batch, len(weights[0]))
-        factors = [Factor(n.weight(weight), None, n) for n, weight in zip(numerics, weights, strict=True)]
-        out = reduced_product(operands, factors, axis, what, inputs[0].dtype)
-        for bias in biases:
+    def forward(ctx: Any, axis: TensorAxis, label: Label, options: tuple[Any, ...], *tensors: Tensor) -> Tensor:
+        precisions, recompute_inputs, compute_output = options
+        ctx.axis, ctx.label, ctx.precisions = axis, label, precisions
+        inputs, params = tensors[: len(precisions)], tensors[len(precisions) :]
+        weights, biases = _weights_and_biases(params)
+        operands = [p.input_operand(x) for p, x in zip(precisions, inputs, strict=True)]
+        saved = [p.saved_for_wgrad(x, operand) for p, x, operand in zip(precisions, inputs, operands, strict=True)]
+        _save_for_wgrad(ctx, saved, recompute_inputs, params)
+        if not compute_output:
+            seq, batch, _ = inputs[0].shape
+            seq //= axis.size if axis.sharded else 1
+            return inputs[0].new_zeros(()).expand(seq, batch, weights[0].shape[0])
+        gemm_weights = [
+            GemmWeight(p.weight_for_forward(weight), None, p) for p, weight in zip(precisions, weights, strict=True)
+        ]
+        out = matmul_reduce_scatter(operands, gemm_weights, axis, label, inputs[0].dtype)
+        for bias in biases:  # added once, after the reduction
             if bias is not None:
                 out += bias
         return out
@@ -130,73 +157,89 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         axis: TensorAxis = ctx.axis
-        numerics: Sequence[Numerics] = ctx.numerics
-        forms, tensors = _kept(ctx)
-        weights, biases = _layers(tensors)
-        part, inputs = grads[0].contiguous(), list[Operand]()
-        sums: list[Tensor | None] = [None] * len(weights)
-        first = numerics[0]  # the layers share one gradient
+        precisions: Sequence[GemmPrecision] = ctx.precisions
+        restore_inputs, tensors = _saved_operands(ctx)
+        weights, biases = _weights_and_biases(tensors)
+        grad, inputs = grads[0].contiguous(), list[Operand]()
+        weight_grads: list[Tensor | None] = [None] * len(weights)
+        first = precisions[0]  # all layers have the same output gradient
 
-        def add(full: Operand, rows: slice) -> None:
-            if not inputs:  # not before the gather has begun
-                inputs.extend(form() for form in forms)
-            whole = rows == slice(0, full.shape[0])
-            shared = first.along_tokens("gradient", full if whole else full[rows])
-            for i, (n, x, weight) in enumerate(zip(numerics, inputs, weights, strict=True)):
-                own = n.along_tokens("input", x if whole else x[rows])
-                product, before = n.add_gradient(weight, shared, own), sums[i]
-                sums[i] = product if product is None or before is None else before + product
+        def accumulate_wgrads(full_grad: Operand, rows: slice) -> None:
+            if not inputs:  # restored at the first call, which for a chunked wgrad comes during the all-gather
+                inputs.extend(restore() for restore in restore_inputs)
+            all_rows = rows == slice(0, full_grad.shape[0])
+            grad_operand = first.operand_for_wgrad("gradient", full_grad if all_rows else full_grad[rows])
+            for i, (p, x, weight) in enumerate(zip(precisions, inputs, weights, strict=True)):
+                x_operand = p.operand_for_wgrad("input", x if all_rows else x[rows])
+                wgrad, total = p.accumulate_wgrad(weight, grad_operand, x_operand), weight_grads[i]
+                if wgrad is not None:  # None: accumulated in main_grad
+                    weight_grads[i] = wgrad if total is None else total + wgrad
 
-        into = [Factor(n.across(weight), None, n) for n, weight in zip(numerics, weights, strict=True)]
-        also = add if first.piecewise else None
-        travelling = first.travelling(part)
-        full, products = gathered_products(
-            travelling, into, axis, ctx.what.backward("gradient"), part.dtype, also, first.arrived
+        dgrad_weights = [
+            GemmWeight(p.weight_for_dgrad(weight), None, p) for p, weight in zip(precisions, weights, strict=True)
+        ]
+        # Called by `all_gather_matmul` for rows of dY that are complete: this rank's rows first, or all rows at once.
+        on_rows = accumulate_wgrads if first.chunked_wgrad else None
+        grad_shard = first.before_all_gather(grad)
+        full_grad, input_grads = all_gather_matmul(
+            grad_shard,
+            dgrad_weights,
+            axis,
+            ctx.label.for_backward("gradient"),
+            grad.dtype,
+            on_rows=on_rows,
+            after_all_gather=first.after_all_gather,
         )
-        if also is None:
-            add(full, slice(0, full.shape[0]))
-        found: list[Tensor | None] = []
-        for total, bias in zip(sums, biases, strict=True):
-            found += [total, add_sum(bias, rows_of(part)) if bias is not None else None]
-        return None, None, None, *products, *found
+        if on_rows is None:
+            accumulate_wgrads(full_grad, slice(0, full_grad.shape[0]))
+        param_grads: list[Tensor | None] = []
+        # With sp a bias's gradient covers this rank's tokens; `Bucket.reduce_partial_grads` sums over tp.
+        for weight_grad, bias in zip(weight_grads, biases, strict=True):
+            param_grads += [weight_grad, accumulate_bias_grad(bias, flatten_tokens(grad)) if bias is not None else None]
+        return None, None, None, *input_grads, *param_grads
 
 
-def _keep(
-    ctx: Any, operands: Sequence[Operand], again: Sequence[Again | None], tensors: Sequence[Tensor | None]
-) -> None:
-    """Keep factors and tensors for the backward. Of what `again` forms is kept what it is formed from, unless it is in
-    eight bits: forming that would mean to cast it again, too.
+def _save_for_wgrad(
+    ctx: Any, operands: Sequence[Operand], recompute_inputs: Sequence[Recomputation | None],
+    params: Sequence[Tensor | None],
+) -> None:  # fmt: skip
+    """Save the wgrad operands and the parameters for backward.
+
+    For an operand with a `Recomputation`, the tensor from which backward recomputes the operand is saved instead. FP8
+    operands are always saved: recomputation would include another cast.
     """
-    parts: list[Tensor | None] = []
-    ctx.how = []
-    for x, form in zip(operands, again, strict=True):
+    saved: list[Tensor | None] = []
+    ctx.restore = []  # (constructor of an FP8 operand, recompute function), both None for a plain tensor
+    for x, recompute in zip(operands, recompute_inputs, strict=True):
         if isinstance(x, Quantized):
-            parts += [x.data, x.scale]
-            ctx.how.append((partial(type(x), grain=x.grain), None))
+            saved += [x.data, x.scale]
+            ctx.restore.append((partial(type(x), granularity=x.granularity), None))
         else:
-            parts += [x if form is None else form.x, None]
-            ctx.how.append((None, form and form.function))
-    ctx.save_for_backward(*parts, *tensors)
+            saved += [x if recompute is None else recompute.x, None]
+            ctx.restore.append((None, recompute and recompute.function))
+    ctx.save_for_backward(*saved, *params)
 
 
-def _kept(ctx: Any) -> tuple[list[Callable[[], Operand]], Sequence[Tensor | None]]:
-    """How to have each factor, and the tensors."""
-    saved, count = ctx.saved_tensors, 2 * len(ctx.how)
-    each = enumerate(ctx.how)
-    return [partial(_operand, saved[2 * i], saved[2 * i + 1], *how) for i, how in each], saved[count:]
+def _saved_operands(ctx: Any) -> tuple[list[Callable[[], Operand]], Sequence[Tensor | None]]:
+    """Return a function per operand that restores or recomputes the operand, and the saved parameters."""
+    saved, count = ctx.saved_tensors, 2 * len(ctx.restore)
+    restore: list[Callable[[], Operand]] = []
+    for i, (construct, recompute) in enumerate(ctx.restore):
+        restore.append(partial(_restore_operand, saved[2 * i], saved[2 * i + 1], construct, recompute))
+    return restore, saved[count:]
 
 
-def _operand(
-    data: Tensor,
-    scale: Tensor | None,
-    quantized: Callable[..., Quantized] | None,
-    form: Callable[[Tensor], Tensor] | None,
-) -> Operand:
-    if form is not None:
-        return form(data)
-    return data if quantized is None or scale is None else quantized(data, scale)
+def _restore_operand(
+    data: Tensor, scale: Tensor | None, construct: Callable[..., Quantized] | None,
+    recompute: Callable[[Tensor], Tensor] | None,
+) -> Operand:  # fmt: skip
+    if recompute is not None:
+        return recompute(data)
+    return data if construct is None or scale is None else construct(data, scale)
 
 
-def _layers(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Weights and biases of layers that follow each other, a weight and a bias each."""
-    return [tensor for tensor in tensors[0::2] if tensor is not None], list(tensors[1::2])
+def _weights_and_biases(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Split (weight, bias, weight, bias, ...) into weights and biases."""
+    weights = [tensor for tensor in tensors[0::2] if tensor is not None]
+    assert 2 * len(weights) == len(tensors), "every layer has a weight"
+    return weights, list(tensors[1::2])

@@ -1,1 +1,1 @@
-"""In which order a pipeline computes and communicates: pure functions that return lists. No torch."""
+"""Pipeline schedules: pure functions that return the order of compute and communication as lists. No torch."""

@@ -1,8 +1,8 @@
-"""Proofs of what a schedule must satisfy, for any shape: complete, messages that match, no deadlock.
+"""Checks of schedules, which tests run for every (p, v, m).
 
-A schedule is played to its end; an order that cannot be finished is a deadlock. There a posted receive holds nobody up.
-On a GPU it is a kernel that occupies the device, and a host may wait for the device: `check_device_wait` shows that
-such a wait ends.
+check_complete     every micro-batch runs forward, then backward, on every chunk
+check_messages     receives are posted in send order, and every message is sent
+check_device_wait  no deadlock if a host waits for its device, where posted receives and sends are running kernels
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ Message = tuple[Kind, int, int]  # F or B, the virtual stage that consumes it, m
 
 
 class ScheduleError(Exception):
-    """A schedule that cannot be run, or does not compute what it should."""
+    """A schedule that deadlocks, or computes wrong results."""
 
 
 def check_complete(schedule: Schedule, v: int, m: int) -> None:
-    """Each rank runs each (chunk, micro-batch) once forward and then once backward.
+    """Check that every rank runs every (chunk, micro-batch) once forward and later once backward.
 
     Raises: ScheduleError
     """
@@ -41,7 +41,7 @@ def check_complete(schedule: Schedule, v: int, m: int) -> None:
 
 
 def dependencies(action: Action, rank: int, p: int, v: int) -> list[tuple[Kind, int, int]]:
-    """What must be done, as (kind, virtual stage, micro-batch), before a forward or backward can start."""
+    """List the dependencies of a forward or backward, as (kind, virtual stage, micro-batch)."""
     stage, i = action.chunk * p + rank, action.microbatch
     if action.kind is Kind.F:
         return [(Kind.F, stage - 1, i)] if stage else []
@@ -50,15 +50,15 @@ def dependencies(action: Action, rank: int, p: int, v: int) -> list[tuple[Kind, 
 
 
 def check_messages(schedule: Schedule) -> None:
-    """Run a lowered schedule's messages: between two ranks they arrive in the order in which they were sent, receives
-    must be posted in that order, and no rank may wait for a message that is never sent.
+    """Check that a lowered schedule posts receives in send order, channel by channel, and that no rank waits for a
+    message that is never sent.
 
     Raises: ScheduleError
     """
     p = len(schedule)
     channels: dict[tuple[int, int], deque[tuple[Kind, int, int]]] = {}
     position = [0] * p
-    held: list[set[tuple[Kind, int, int]]] = [set() for _ in range(p)]  # messages posted, by what they carry
+    posted: list[set[tuple[Kind, int, int]]] = [set() for _ in range(p)]  # receives, by the action that consumes them
     sent: set[tuple[int, int, Kind, int, int]] = set()
     progress = True
     while progress:
@@ -74,8 +74,8 @@ def check_messages(schedule: Schedule) -> None:
                     channels.setdefault((rank, peer_stage % p), deque()).append(key)
                     sent.add((rank, peer_stage % p, *key))
                 elif action.kind in (Kind.RECV_F, Kind.RECV_B):
-                    held[rank].add((Kind.F if action.kind is Kind.RECV_F else Kind.B, stage, i))
-                elif action.kind in (Kind.F, Kind.B) and (action.kind, stage, i) in held[rank]:
+                    posted[rank].add((Kind.F if action.kind is Kind.RECV_F else Kind.B, stage, i))
+                elif action.kind in (Kind.F, Kind.B) and (action.kind, stage, i) in posted[rank]:
                     source = (stage - 1 if action.kind is Kind.F else stage + 1) % p
                     if (source, rank, action.kind, stage, i) not in sent:
                         break
@@ -105,35 +105,35 @@ def _check_channel_order(schedule: Schedule, channels: dict[tuple[int, int], deq
 
 
 def check_device_wait(schedule: Schedule, v: int) -> None:
-    """In a lowered schedule a rank may wait for its device before any one action: all that it has posted ends.
+    """Check that in a lowered schedule any single rank may wait for its device before any action without deadlock.
 
-    On NCCL a receive ends when its message has come, and a send when its receive runs. Each runs when the compute
-    actions before it are done. So the wait of a rank before its action k does not end if one end of a message has been
-    posted by then, and the other end stands behind a compute action that follows from k. The first k behind the end
-    that is posted decides, so one comparison of vector clocks (Mattern 1989) for each end proves all positions.
-    Reductions over dp need no proof: in every pipeline they stand behind the same action.
+    On NCCL a receive ends when its message arrives, and a send when its receive runs; both run after the compute
+    actions posted before them. A wait before action k deadlocks if one end of a message is posted by then, and the
+    other end comes after a compute action that depends on k. The first k after the posted end decides: one comparison
+    of vector clocks (Mattern 1989) per end proves all positions. Reductions over dp need no proof: all pipelines issue
+    them after the same action.
 
-    One rank waits, and the hosts of the others go on. This says nothing of ranks that wait at the same time.
+    The hosts of the other ranks are assumed to continue. Simultaneous waits of several ranks are not covered.
 
     Raises: ScheduleError, naming the action before which the wait does not end
     """
     compute = [[action for action in order if action.kind in (Kind.F, Kind.B)] for order in schedule]
     clocks = _clocks(compute, v)
-    sends, receives = _ends(schedule)
-    for message, sent in sends.items():
-        posted = receives[message]
-        for (rank, own), (other, behind) in ((sent, posted), (posted, sent)):
-            if behind and clocks[other][behind - 1][rank] > own:
-                end = "a send to" if rank == sent[0] else "a receive from"
+    sends, receives = _message_ends(schedule)
+    for message, send in sends.items():
+        receive = receives[message]
+        for (rank, position), (peer, peer_position) in ((send, receive), (receive, send)):
+            if peer_position and clocks[peer][peer_position - 1][rank] > position:
+                end = "a send to" if rank == send[0] else "a receive from"
                 raise ScheduleError(
-                    f"rank {rank}, waiting for its device before {compute[rank][own]}, waits for ever: {end} rank "
-                    f"{other} is posted, whose other end is behind {compute[other][behind - 1]}, which follows from "
-                    f"{compute[rank][own]}"
+                    f"rank {rank}, waiting for its device before {compute[rank][position]}, waits for ever: {end} rank "
+                    f"{peer} is posted, whose other end comes after {compute[peer][peer_position - 1]}, which depends "
+                    f"on {compute[rank][position]}"
                 )
 
 
 def _clocks(compute: Schedule, v: int) -> list[list[list[int]]]:
-    """For each action of each rank, by rank the number of actions that must be done when it is, itself included.
+    """Compute the vector clock of every action: by rank, the number of actions done when the action is done.
 
     Raises: ScheduleError on a deadlock
     """
@@ -145,24 +145,24 @@ def _clocks(compute: Schedule, v: int) -> list[list[list[int]]]:
         progress = False
         for rank, order in enumerate(compute):
             for action in order[len(clocks[rank]) :]:
-                needs = dependencies(action, rank, p, v)
-                if not all(need in done for need in needs):
+                inputs = dependencies(action, rank, p, v)
+                if not all(need in done for need in inputs):
                     break
-                before = clocks[rank][-1] if clocks[rank] else [0] * p
-                clock = [*map(max, zip(before, *(done[need] for need in needs), strict=True))]
+                previous = clocks[rank][-1] if clocks[rank] else [0] * p
+                clock = [*map(max, zip(previous, *(done[need] for need in inputs), strict=True))]
                 clock[rank] += 1
                 done[action.kind, action.chunk * p + rank, action.microbatch] = clock
                 clocks[rank].append(clock)
                 progress = True
-    if any(len(found) < len(order) for found, order in zip(clocks, compute, strict=True)):
+    if any(len(done_clocks) < len(order) for done_clocks, order in zip(clocks, compute, strict=True)):
         raise ScheduleError("deadlock: the compute actions wait for each other")
     return clocks
 
 
-def _ends(schedule: Schedule) -> tuple[dict[Message, tuple[int, int]], dict[Message, tuple[int, int]]]:
-    """For each message the rank that sends it, and that which receives it, with the number of compute actions before.
+def _message_ends(schedule: Schedule) -> tuple[dict[Message, tuple[int, int]], dict[Message, tuple[int, int]]]:
+    """Map every message to its send, and to its receive, both as (rank, number of compute actions before).
 
-    Raises: ScheduleError for a send that does not directly follow its action, for a rank might wait between them
+    Raises: ScheduleError for a send that does not directly follow its action: a host might wait between the two
     """
     p, sends, receives = len(schedule), dict[Message, tuple[int, int]](), dict[Message, tuple[int, int]]()
     for rank, order in enumerate(schedule):

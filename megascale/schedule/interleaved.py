@@ -1,8 +1,12 @@
-"""Interleaved 1F1B: each rank runs v chunks in turn, so the pipeline fills in 1/v of the time (Narayanan et al. 2021,
-2.2).
+"""Interleaved 1F1B: v model chunks per rank, which divides the bubble by v (Narayanan et al. 2021, 2.2).
 
-Micro-batches go through the chunks in groups of p: chunk 0 of the group, chunk 1 of the group, and so on. Where p does
-not divide their number, some groups are larger, so any number can be run.
+Micro-batches pass through the chunks in groups of p: the group on chunk 0, the group on chunk 1, and on to the last. If
+p does not divide the number of micro-batches, some groups are larger: any number works.
+
+Time by rank, p = 2 ranks, v = 2 chunks, m = 4 micro-batches; F10: forward on chunk 1 of micro-batch 0, group {0, 1}:
+
+    rank 0  F00 F01 F10 F11 F02 .   B10---- F03 B11---- F12 B00---- F13 B01---- .   B12---- .   B13---- B02---- B03----
+    rank 1  .   F00 F01 F10 B10---- F11 B11---- F02 B00---- F03 B01---- F12 B12---- F13 B13---- B02---- B03---- .   .
 """
 
 from __future__ import annotations
@@ -15,35 +19,35 @@ from megascale.schedule.one_f_one_b import alternate, one_f_one_b
 
 
 def interleaved_1f1b(p: int, v: int, m: int, rank: int) -> Order:
-    """List the actions of `rank` of p, with v chunks each, for m micro-batches. The bubble is (p - 1) / (v m) of the
-    work where p divides m. With one chunk this is 1F1B.
+    """List the actions of `rank` of p, with v chunks per rank, for m micro-batches; with v = 1, the 1F1B schedule.
+
+    The bubble is (p - 1) / (v m) of the compute time for m >= p.
     """
     if v == 1:
         return one_f_one_b(p, v, m, rank)
-    sizes = [size for number, size in groups_of(p, m) for _ in range(number)]
+    sizes = [size for count, size in microbatch_groups(p, m) for _ in range(count)]
     groups = [range(start, end) for start, end in pairwise(accumulate(sizes, initial=0))]
     forwards = [forward(chunk, i) for group in groups for chunk in range(v) for i in group]
     backwards = [backward(chunk, i) for group in groups for chunk in reversed(range(v)) for i in group]
-    # The first backward of the last rank follows the first forward of its last chunk; ranks before it need two more
-    # forwards for each step that the activation and then its gradient travel.
-    first = (v - 1) * sizes[0]
-    return alternate(forwards, backwards, warmup=first + 2 * (p - rank - 1))
+    # The last rank starts backward after the first forward of its last chunk. Every rank before needs two more warm-up
+    # forwards per hop: the activation goes to the last rank, and the gradient comes back.
+    last_chunk_warmup = (v - 1) * sizes[0]
+    return alternate(forwards, backwards, warmup=last_chunk_warmup + 2 * (p - rank - 1))
 
 
-class Groups(NamedTuple):
-    """`number` groups of `size` micro-batches, one after another."""
+class MicrobatchGroups(NamedTuple):
+    """`num_groups` consecutive groups of `size` micro-batches."""
 
-    number: int
+    num_groups: int
     size: int
 
 
-def groups_of(p: int, m: int) -> tuple[Groups, Groups]:
-    """Cut micro-batches 0 to m into groups as equal as can be, none smaller than p unless m is: the larger ones, then
-    the others.
+def microbatch_groups(p: int, m: int) -> tuple[MicrobatchGroups, MicrobatchGroups]:
+    """Split m micro-batches into groups of nearly equal size, at least p unless m < p: larger groups, then smaller.
 
-    A group smaller than p would come back to rank 0 for its next chunk before it has left the last rank: ranks would
-    wait for each other for ever in the steady phase.
+    A group smaller than p would return to rank 0 for its next chunk before the group has left the last rank: the ranks
+    would deadlock in the steady phase.
     """
-    number = max(1, m // p)
-    size, larger = divmod(m, number)
-    return Groups(larger, size + 1), Groups(number - larger, size)
+    count = max(1, m // p)
+    size, larger = divmod(m, count)
+    return MicrobatchGroups(larger, size + 1), MicrobatchGroups(count - larger, size)

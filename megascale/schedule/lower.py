@@ -1,15 +1,18 @@
-"""From a compute schedule to everything a rank does: sends, receives, gathers of weights, reductions of gradients.
+"""Lowering: adds sends, receives, weight all-gathers and gradient reductions to a compute schedule.
 
-Messages between two ranks form one channel in each direction, and arrive in the order in which they were sent. Receives
-are therefore posted in the sender's order, which is known here for all ranks: no tags, no handshakes.
+    1F1B, p = 2, m = 2, rank 0   F0 F1 B0 B1
+    lowered with lookahead 1     GATHER F0 SEND_F0 RECV_B0 F1 SEND_F1 RECV_B1 B0 B1 REDUCE
 
-On a GPU a posted receive is a kernel that runs until its message has come, and a send one that runs until its receive
-is posted. A rank that waits for its device (the driver loads a kernel, the allocator frees memory to get some, a kernel
-is tuned) waits for both, and starts nothing meanwhile. So two rules say when a receive may be posted, such that no rank
-waits for what it has yet to do itself (`check.check_device_wait` proves it):
+Messages between two ranks form a channel per direction and arrive in send order. Receives are posted in the order of
+the sender, known here for all ranks, without tags or handshakes.
 
-- behind the last action of its own rank that its message follows from;
-- before the first action of its own rank that follows from what the sender does after it has sent.
+On a GPU a posted receive is a kernel that runs until its message arrives, and a send is a kernel that runs until its
+receive is posted. A host that waits for its device (to load a kernel, free cached memory, or tune a kernel) waits for
+both, and posts nothing meanwhile. Two rules place receives such that no rank waits for its own later actions
+(proved by `check.check_device_wait`). A receive is posted
+
+- after the last action of the receiving rank that the message depends on;
+- before the first action of the receiving rank that depends on an action of the sender after the send.
 """
 
 from __future__ import annotations
@@ -19,32 +22,35 @@ from bisect import bisect_left
 from megascale.schedule.ir import Action, Kind, Order, Schedule
 from megascale.schedule.precedence import Precedence
 
-AHEAD = 2
-"""Actions by which receives are posted before they are needed, where the rules let them: with one, a message that takes
-longer than a forward is waited for (docs/performance.md); each costs room for one more activation.
+RECV_LOOKAHEAD = 2
+"""Compute actions between the posting of a receive and its consumer, if the rules permit. With 1, a message slower than
+a forward is exposed (docs/performance.md). Every further action costs memory for an activation.
 """
 
 
-def lower(compute: Schedule, v: int, *, ahead: int = 1, training: bool = True, reduce_each: bool = False) -> Schedule:
-    """Add communication to a compute schedule of p ranks with v chunks each.
+def lower(
+    compute: Schedule, v: int, *, lookahead: int = 1, training: bool = True, reduce_each: bool = False
+) -> Schedule:
+    """Add communication to a compute schedule of p ranks with v chunks per rank.
 
-    `ahead`: compute actions by which a receive is posted before the one that needs it, at most (0: directly before).
-    `training`: add REDUCE after the last backward of a chunk, or after each backward if `reduce_each`.
+    `lookahead`: post a receive at most this number of compute actions before its consumer's turn (0: directly before
+    the consumer). `training`: add REDUCE after a chunk's last backward, or after every backward
+    with `reduce_each`.
     """
     precedence = Precedence(compute, v)
     return [
-        lower_rank(precedence, rank, ahead=ahead, training=training, reduce_each=reduce_each)
+        lower_rank(precedence, rank, lookahead=lookahead, training=training, reduce_each=reduce_each)
         for rank in range(len(compute))
     ]
 
 
 def lower_rank(
-    precedence: Precedence, rank: int, *, ahead: int, training: bool = True, reduce_each: bool = False
+    precedence: Precedence, rank: int, *, lookahead: int, training: bool = True, reduce_each: bool = False
 ) -> Order:
-    """What `lower` makes of one rank's actions."""
+    """Add communication to the actions of one rank, as `lower` does."""
     order, p = precedence.compute[rank], len(precedence.compute)
     stages = p * precedence.v
-    posts = receives(precedence, rank, ahead)
+    posts = place_receives(precedence, rank, lookahead)
     last_backward = {a.chunk: a.microbatch for a in order if a.kind is Kind.B}
     gathered: set[int] = set()
     lowered: Order = []
@@ -63,39 +69,41 @@ def lower_rank(
     return lowered
 
 
-def receives(precedence: Precedence, rank: int, ahead: int) -> list[Order]:
-    """For each compute action of a rank, the receives to post before it: as a rule those that it or the next `ahead`
-    actions need, and those that were sent before them on the same channel.
+def place_receives(precedence: Precedence, rank: int, lookahead: int) -> list[Order]:
+    """List, for every compute action of a rank, the receives to post before the action.
+
+    These are the receives of the action and the next `lookahead` actions, if the rules permit, and of messages sent
+    before on the same channel.
     """
     p = len(precedence.compute)
     posts: list[Order] = [[] for _ in precedence.compute[rank]]
-    found = [
+    receives = [
         post
         for sender in sorted({(rank - 1) % p, (rank + 1) % p} - {rank})
-        for post in _posts(precedence, sender, rank, ahead)
+        for post in _channel_receives(precedence, sender, rank, lookahead)
     ]
-    for place, _, receive in sorted(found, key=lambda post: post[:2]):  # stable: a channel stays in order
+    for place, _, receive in sorted(receives, key=lambda post: post[:2]):  # stable: keeps the order of a channel
         posts[place].append(receive)
     return posts
 
 
-def _posts(precedence: Precedence, sender: int, rank: int, ahead: int) -> list[tuple[int, int, Action]]:
-    """A channel's receives in its order: the index of the action to post each before, that to post it before if there
-    were no rules, and the receive.
-    """
+def _channel_receives(precedence: Precedence, sender: int, rank: int, lookahead: int) -> list[tuple[int, int, Action]]:
+    """List a channel's receives in order, as (index to post before, index wanted without the rules, receive)."""
     messages = [
         (sent, target[1])
         for sent, action in enumerate(precedence.compute[sender])
-        if (target := precedence.target(action, sender)) is not None and target[0] == rank
+        if (target := precedence.consumer(action, sender)) is not None and target[0] == rank
     ]
     if not messages:
         return []
-    index, followed, follows = precedence.index(rank), precedence.last(rank, sender), precedence.last(sender, rank)
-    found, wanted = [], len(follows)
+    index = precedence.index(rank)
+    sender_needs = precedence.last_predecessors(rank, sender)  # by action of the sender
+    rank_needs = precedence.last_predecessors(sender, rank)  # by action of this rank
+    receives, wanted = [], len(rank_needs)
     for sent, action in reversed(messages):
         needed = index[action]
-        wanted = min(wanted, needed - ahead)  # those behind it on the channel may be wanted sooner
-        place = min(max(0, wanted, followed[sent] + 1), bisect_left(follows, sent + 1), needed)
+        wanted = min(wanted, needed - lookahead)  # a later message of the channel may be wanted earlier
+        place = min(max(0, wanted, sender_needs[sent] + 1), bisect_left(rank_needs, sent + 1), needed)
         receive = Kind.RECV_F if action.kind is Kind.F else Kind.RECV_B
-        found.append((place, wanted, Action(receive, action.chunk, action.microbatch)))
-    return found[::-1]
+        receives.append((place, wanted, Action(receive, action.chunk, action.microbatch)))
+    return receives[::-1]

@@ -1,4 +1,12 @@
-"""1F1B: one forward, one backward (PipeDream-Flush; Narayanan et al. 2021). At most p micro-batches are alive."""
+"""1F1B: one forward, one backward in turn (PipeDream-Flush; Narayanan et al. 2021). At most p micro-batches are live.
+
+Time by rank, p = 3 ranks and m = 4 micro-batches; F0: forward of micro-batch 0; B0: backward, twice as long:
+
+    rank 0  F0 F1 F2 .  .  .  .  B0--- F3 B1--- .  B2--- .  B3---
+    rank 1  .  F0 F1 .  .  B0--- F2 B1--- F3 B2--- .  B3--- .  .
+    rank 2  .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- .  .  .  .
+            warm-up: p - rank - 1 forwards, then 1F1B, then backwards
+"""
 
 from __future__ import annotations
 
@@ -8,19 +16,20 @@ from megascale.schedule.ir import Order, backward, forward
 
 
 def one_f_one_b(p: int, v: int, m: int, rank: int) -> Order:
-    """List the actions of `rank` of p for m micro-batches; v must be 1. The bubble is (p - 1) / m of the work, and
-    min(m, p - rank) micro-batches are alive.
+    """List the actions of `rank` of p for m micro-batches; v must be 1.
+
+    The bubble is (p - 1) / m of the compute time, and min(m, p - rank) micro-batches are live.
 
     Raises: ValueError for v > 1
     """
     if v != 1:
-        raise ValueError(f"1f1b runs one chunk on each rank, not {v}")
+        raise ValueError(f"1f1b has one model chunk per rank, not {v}")
     forwards, backwards = [forward(0, i) for i in range(m)], [backward(0, i) for i in range(m)]
     return alternate(forwards, backwards, warmup=p - rank - 1)
 
 
 def alternate(forwards: Order, backwards: Order, warmup: int) -> Order:
-    """Order as many forwards as backwards: `warmup` forwards, then one forward and one backward in turn, then the
+    """Order equally many forwards and backwards: `warmup` forwards, then a forward and a backward in turn, then the
     remaining backwards.
     """
     steady = zip(forwards[warmup:], backwards, strict=False)

@@ -1,4 +1,4 @@
-"""Which actions of a neighbour an action follows from: by the order of every rank, and by the messages between them."""
+"""Precedence of compute actions: dependencies by the order of a rank's actions and by messages between ranks."""
 
 from __future__ import annotations
 
@@ -6,63 +6,64 @@ from megascale.schedule.ir import Action, Kind, Schedule
 
 
 class Precedence:
-    """What happens before what in a compute schedule of p ranks with v chunks each, however long its actions take.
+    """The happens-before relation of a compute schedule of p ranks with v chunks per rank, for any durations.
 
-    An action follows from all actions of its rank before it, from the action of another rank that makes its input, and
-    from all that these follow from. Of its predecessors on one rank the last, given by its index, stands for all.
+    An action depends on the earlier actions of its rank, on the action of another rank that produces its input, and on
+    their predecessors in turn. The last predecessor on a rank, given by index, implies all earlier predecessors there.
     Messages go between neighbours: on a line of ranks if v is 1, else on a ring.
     """
 
     def __init__(self, compute: Schedule, v: int) -> None:
         self.compute, self.v = compute, v
         self._indices: dict[int, dict[Action, int]] = {}
-        self._heard: dict[tuple[int, int], list[int]] = {}
+        self._received: dict[tuple[int, int], list[int]] = {}
 
     def index(self, rank: int) -> dict[Action, int]:
-        """Where each action of a rank stands."""
+        """Map the actions of a rank to their indices."""
         if rank not in self._indices:
             self._indices[rank] = {action: index for index, action in enumerate(self.compute[rank])}
         return self._indices[rank]
 
-    def target(self, action: Action, rank: int) -> tuple[int, Action] | None:
-        """The rank that needs an action's result and its action that does; None at the ends, or on one rank."""
-        return self._along(action, rank, 1 if action.kind is Kind.F else -1)
+    def consumer(self, action: Action, rank: int) -> tuple[int, Action] | None:
+        """Return the (rank, action) that consumes an action's result; None at the pipeline's ends or if p is 1."""
+        return self._neighbour(action, rank, 1 if action.kind is Kind.F else -1)
 
-    def source(self, action: Action, rank: int) -> tuple[int, Action] | None:
-        """The rank that sends an action its input and its action that makes it; None at the ends, or on one rank."""
-        return self._along(action, rank, -1 if action.kind is Kind.F else 1)
+    def producer(self, action: Action, rank: int) -> tuple[int, Action] | None:
+        """Return the (rank, action) that produces an action's input; None at the pipeline's ends or if p is 1."""
+        return self._neighbour(action, rank, -1 if action.kind is Kind.F else 1)
 
-    def _along(self, action: Action, rank: int, stages: int) -> tuple[int, Action] | None:
+    def _neighbour(self, action: Action, rank: int, offset: int) -> tuple[int, Action] | None:
         p, (kind, chunk, microbatch) = len(self.compute), action
-        stage = chunk * p + rank + stages
+        stage = chunk * p + rank + offset
         return (stage % p, Action(kind, stage // p, microbatch)) if p > 1 and 0 <= stage < p * self.v else None
 
-    def last(self, of: int, at: int) -> list[int]:
-        """For each action of rank `at` the last one of its neighbour `of` that it follows from; -1 if there is none.
+    def last_predecessors(self, neighbour: int, own_rank: int) -> list[int]:
+        """For every action of `own_rank`, give the index of its last predecessor on `neighbour`; -1 if there is none.
 
-        Paths lead over the channel between them or, on a ring, through all other ranks. None that turns back on its
-        way reaches later actions than one that goes straight on, for it enters each rank earlier than it leaves it.
+        Dependencies pass over the channel between the two ranks or, on a ring, through all other ranks. Two paths
+        suffice: a path that turns back enters a rank no later than it leaves, and never reaches a later action than the
+        straight path.
         """
         p = len(self.compute)
-        direct = self._last_heard(of, at)
+        direct = self._last_received(neighbour, own_rank)
         if self.v == 1 or p == 2:
             return direct
-        step = 1 if (at - of) % p == 1 else -1  # from `of` to `at`; the other ranks are beyond `at`
-        around, rank = [*range(len(self.compute[at]))], at
-        while rank != of:
-            before = (rank + step) % p
-            heard = [*self._last_heard(before, rank), -1]  # -1 at index -1
-            around, rank = [heard[index] for index in around], before
+        step = 1 if (own_rank - neighbour) % p == 1 else -1  # away from `neighbour`, around the ring
+        around, rank = [*range(len(self.compute[own_rank]))], own_rank
+        while rank != neighbour:
+            sender = (rank + step) % p
+            received = [*self._last_received(sender, rank), -1]  # index -1 (no predecessor) gives -1
+            around, rank = [received[index] for index in around], sender
         return [*map(max, direct, around)]
 
-    def _last_heard(self, sender: int, rank: int) -> list[int]:
-        """For each action of a rank the last one of a sender's whose message it or an action before it has used."""
-        if (sender, rank) not in self._heard:
-            found, last, index = list[int](), -1, self.index(sender)
+    def _last_received(self, sender: int, rank: int) -> list[int]:
+        """For every action of a rank, give the sender's last action whose message has been consumed up to here."""
+        if (sender, rank) not in self._received:
+            received, last, index = list[int](), -1, self.index(sender)
             for action in self.compute[rank]:
-                source = self.source(action, rank)
+                source = self.producer(action, rank)
                 if source is not None and source[0] == sender:
                     last = max(last, index[source[1]])
-                found.append(last)
-            self._heard[sender, rank] = found
-        return self._heard[sender, rank]
+                received.append(last)
+            self._received[sender, rank] = received
+        return self._received[sender, rank]

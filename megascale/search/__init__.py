@@ -1,1 +1,1 @@
-"""Layouts of a model on a cluster: which are legal, which fit, which are fastest, and how a plan is reported."""
+"""Search over layouts of a model on a cluster: legal layouts, bounds, the fastest ones, and reports of plans."""

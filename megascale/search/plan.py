@@ -1,4 +1,4 @@
-"""A plan: what a configuration takes on some hardware with some stack, its step's time and its ranks' memory."""
+"""A plan: step time and memory of a configuration on some hardware with some stack."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from megascale.simulate.step_time import Estimate
 
 @dataclass(frozen=True)
 class Plan:
-    """A resolved configuration on some hardware with some stack. Time and memory are computed when first asked for.
-    `exact`: results of dry runs, as from `dryrun.exact`, which replace the formulas of memory.
+    """A resolved configuration on some hardware with some stack; time and memory are computed on first access.
+    `exact`: results of dry runs (`dryrun.exact_costs`), in place of the formulas of memory.
     """
 
     config: RunConfig
@@ -29,28 +29,28 @@ class Plan:
 
     @property
     def layout(self) -> Layout:
-        """The layout of the configuration; zero is 3 with a stack that shards weights."""
+        """Layout of the configuration, with zero = 3 for a stack with sharded weights."""
         layout = layout_of(self.config)
         return layout._replace(zero=3) if self.stack.shards_weights else layout
 
     @cached_property
     def estimate(self) -> Estimate:
-        """The step's time and its causes."""
+        """Step time and causes."""
         return step_time.estimate(self.config, self.hardware, self.stack)
 
     @cached_property
     def ranks(self) -> list[RankMemory]:
-        """Memory of a rank of each pipeline stage, by formulas."""
+        """Memory of a rank of every pipeline stage, by formulas."""
         return memory.memory_by_stage(self.config, self.stack.holding)
 
     @property
     def memory_by_stage(self) -> list[int]:
-        """Bytes of a rank of each stage."""
+        """Bytes of a rank of every stage."""
         return self.exact["memory_bytes_by_stage"] if self.exact else [rank.total for rank in self.ranks]
 
     @property
     def fullest(self) -> int:
-        """The pipeline stage whose ranks need most memory."""
+        """Pipeline stage with the highest memory."""
         return self.memory_by_stage.index(max(self.memory_by_stage))
 
     @cached_property
@@ -65,22 +65,22 @@ class Plan:
 
     @property
     def room(self) -> int:
-        """Bytes that a device has for a rank's tensors."""
-        return self.hardware.room(self.config.world)
+        """Bytes of a device for a rank's tensors."""
+        return self.hardware.room(self.config.world_size)
 
     @property
     def fits(self) -> bool:
-        """True if the fullest rank has room."""
+        """True if the fullest rank's memory is at most `room`."""
         return self.memory.total <= self.room
 
     @property
     def expected_error(self) -> float | None:
-        """The mean relative error of step times of sources left out of the fit; None if unknown."""
+        """Mean relative error of step time for sources left out of the fit; None if unknown."""
         return expected_error(self.hardware, self.stack)
 
     @property
     def notes(self) -> list[str]:
-        """Warnings to read before the plan is believed, a line each."""
+        """Warnings about the plan's accuracy and assumptions, in a line per warning."""
         config, hardware, stack = self.config, self.hardware, self.stack
         lines = []
         if self.expected_error is None:

@@ -1,4 +1,4 @@
-"""A plan as one picture: memory by pipeline stage, the step's time by cause, and what more devices bring."""
+"""A figure of a plan: memory by pipeline stage, step time by cause, and throughput over devices."""
 
 from __future__ import annotations
 
@@ -7,22 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from megascale.core.errors import MegascaleError
-from megascale.core.files import atomic
+from megascale.core.files import atomic_file
 from megascale.core.units import GIB
 from megascale.search.plan import Plan
-from megascale.search.report import CAUSES, LEAST, spread
+from megascale.search.report import CAUSES, MIN_SHARE, spread
 
 
 def draw(path: Path, plan: Plan, sweep: Sequence[Plan]) -> None:
-    """Write a PNG, at once or not at all.
-
-    Raises: OSError; MegascaleError where matplotlib is not installed
-    """
+    """Write a PNG atomically. Raises: OSError; MegascaleError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         missing = "--plot draws with matplotlib, which is not installed"
-        raise MegascaleError(missing, mend="pip install matplotlib") from error
+        raise MegascaleError(missing, hint="pip install matplotlib") from error
     figure = Figure(figsize=(7 * (2 + bool(sweep)), 5), layout="constrained")
     panels = figure.subplots(1, 2 + bool(sweep))
     _memory(panels[0], plan)
@@ -30,7 +27,7 @@ def draw(path: Path, plan: Plan, sweep: Sequence[Plan]) -> None:
     if sweep:
         _scaling(panels[2], sweep)
     figure.suptitle(f"{plan.config.name}: {spread(plan.config)} on {plan.hardware.name} with {plan.stack.name}")
-    with atomic(path, "wb") as file:
+    with atomic_file(path, "wb") as file:
         figure.savefig(file, format="png", dpi=120)
 
 
@@ -44,14 +41,14 @@ def _memory(panel: Any, plan: Plan) -> None:
 
 def _time(panel: Any, plans: Sequence[Plan]) -> None:
     steps = [plan.estimate for plan in plans]
-    shares = {CAUSES[cause]: [100 * e.causes[cause] / e.step_s for e in steps] for cause in steps[0].causes}
-    shown = {name: each for name, each in shares.items() if max(each) >= 100 * LEAST}
-    _stack(panel, [str(plan.config.world) for plan in plans], shown)
+    percent = {CAUSES[cause]: [100 * e.causes[cause] / e.step_s for e in steps] for cause in steps[0].causes}
+    shown = {name: values for name, values in percent.items() if max(values) >= 100 * MIN_SHARE}
+    _stack(panel, [str(plan.config.world_size) for plan in plans], shown)
     panel.set(xlabel="devices", ylabel="% of a step", title="where the time goes")
 
 
 def _stack(panel: Any, places: Sequence[Any], parts: Mapping[str, list[float]]) -> None:
-    """Draw bars on top of each other, and beside them what their colours mean."""
+    """Draw stacked bars with a legend."""
     below = [0.0] * len(places)
     for label, sizes in parts.items():
         panel.bar(places, sizes, bottom=below, label=label)
@@ -60,8 +57,8 @@ def _stack(panel: Any, places: Sequence[Any], parts: Mapping[str, list[float]]) 
 
 
 def _scaling(panel: Any, plans: Sequence[Plan]) -> None:
-    devices, rates = [plan.config.world for plan in plans], [plan.estimate.tokens_per_s for plan in plans]
+    devices, rates = [plan.config.world_size for plan in plans], [plan.estimate.tokens_per_s for plan in plans]
     panel.plot(devices, rates, marker="o", label="planned")
-    panel.plot(devices, [rates[0] * each / devices[0] for each in devices], linestyle="--", label="linear")
+    panel.plot(devices, [rates[0] * count / devices[0] for count in devices], linestyle="--", label="linear")
     panel.set(xlabel="devices", ylabel="tokens/s", title="scaling", xscale="log", yscale="log")
     panel.legend()

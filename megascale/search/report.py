@@ -1,4 +1,6 @@
-"""A plan and a search for people, as lines and tables, and for machines, as JSON objects."""
+"""Reports of plans and searches: lines and tables for users (`tables`, `search_tables`, `advice`, `too_large`), JSON
+objects for programs (`plan_json`, `search_json`).
+"""
 
 from __future__ import annotations
 
@@ -31,51 +33,46 @@ CAUSES = {
     "other": "fixed time of a step",
     "cores": "other ranks' turns on a core",
 }
-"""The causes of a step's time, in the field's words."""
+"""Causes of step time, as shown to users."""
 
-LEAST = 0.0005
-"""Smaller shares of a step are not shown."""
-
-TOLD = 0.2
-"""The share of all seconds that a layout loses from which a cause is named."""
-
-ALIKE = 5e-4
-"""The part of a step's time by which two steps count as equally fast."""
+MIN_SHARE = 0.0005  # smallest share of a step to show
+NAMED_SHARE = 0.2  # smallest share of a layout's lost seconds for a cause to be named
+TIE = 5e-4  # relative difference up to which two steps count as equally fast
 
 
-def tables(plan: Plan, sweep: Sequence[Plan], tokens: float | None, lost: Losses) -> Iterator[str | Table]:
-    """Report a plan: a summary, memory by kind, where the time goes, notes, and the sweep."""
+def tables(plan: Plan, sweep: Sequence[Plan], tokens: float | None, losses: Losses) -> Iterator[str | Table]:
+    """Report a plan: summary, memory by kind, time by cause, notes, dry runs, the job, and the sweep."""
     config, e, error = plan.config, plan.estimate, plan.expected_error
     yield (
-        f"{config.name}: {format_count(parameter_count(config.model))} parameters, {spread(config)} = {config.world} x "
-        f"{plan.hardware.name}, {config.micro_batches} micro-batches of {config.batch.micro}, with {plan.stack.name}"
+        f"{config.name}: {format_count(parameter_count(config.model))} parameters, {spread(config)} = "
+        f"{config.world_size} x {plan.hardware.name}, "
+        f"{config.num_microbatches} micro-batches of {config.batch.micro}, with {plan.stack.name}"
     )
     yield (
         f"step {e.step_s:.4g} s ({'error unknown' if error is None else f'expected error {error:.0%}'}), "
-        f"{format_count(e.tokens_per_s)} tokens/s, {e.tokens_per_s / config.world:,.0f} a device, "
+        f"{format_count(e.tokens_per_s)} tokens/s, {e.tokens_per_s / config.world_size:,.0f} a device, "
         f"MFU {e.mfu_full:.1%} full {e.mfu_causal:.1%} causal"
     )
-    yield memory_table(plan)
-    shown = [(cause, seconds) for cause, seconds in e.causes.items() if seconds >= LEAST * e.step_s]
+    yield _memory_table(plan)
+    shown = [(cause, seconds) for cause, seconds in e.causes.items() if seconds >= MIN_SHARE * e.step_s]
     rows = [(CAUSES[cause], f"{seconds:.4g}", f"{seconds / e.step_s:.1%}") for cause, seconds in shown]
     yield _table(("where the time goes", "s", "share"), rows)
     yield from (f"note: {note}" for note in plan.notes)
     if plan.exact:
-        yield exact_table(plan.exact)
+        yield _exact_table(plan.exact)
     if tokens:
-        yield _job_line(plan, tokens, lost)
+        yield _job_line(plan, tokens, losses)
     if sweep:
-        yield sweep_table(sweep)
+        yield _sweep_table(sweep)
 
 
 def spread(config: RunConfig) -> str:
-    """The layout in words."""
+    """Format a layout's parallelism, such as 'tp 8 sp x pp 4 (vpp 2) x dp 16'."""
     p = config.parallel
     return f"tp {p.tp}{' sp' if p.sp else ''} x pp {p.pp}{f' (vpp {p.vpp})' if p.vpp > 1 else ''} x dp {config.dp}"
 
 
-def memory_table(plan: Plan) -> Table:
-    """The memory of the fullest rank by kind, and whether it fits."""
+def _memory_table(plan: Plan) -> Table:
     stages, how = len(plan.memory_by_stage), "exact" if plan.exact else "by formulas"
     where = f" on stage {plan.fullest}, the fullest of {stages}" if stages > 1 else ""
     sizes = {**vars(plan.memory), f"total, {'fits' if plan.fits else 'does not fit'}": plan.memory.total}
@@ -84,130 +81,125 @@ def memory_table(plan: Plan) -> Table:
 
 
 def too_large(plan: Plan) -> str:
-    """One line for a run that does not fit."""
+    """Say in a line by how much a run does not fit."""
     return (
         f"{plan.config.name} does not fit: a rank needs {format_bytes(plan.memory.total)} of {format_bytes(plan.room)} "
         f"on {plan.hardware.name}"
     )
 
 
-def advice(found: Found, fixed: list[str], count: str | None) -> str:
-    """Say in a line what would fit in place of the configuration of a search. `fixed`: the user's fixed keys; `count`:
-    parallel.dp or --gpus, if that must be set to get the number of devices.
+def advice(result: Found, fixed: list[str], count: str | None) -> str:
+    """Suggest a configuration that fits, in a line. `fixed`: the user's fixed keys; `count`: the option that sets the
+    number of devices, parallel.dp or --gpus, if needed.
     """
-    config, devices, smallest, larger = found.space.config, found.space.devices, found.smallest, found.larger
-    if found.best:
-        return f"{settings(config, found.best[0], count)} would fit"
+    config, devices, smallest, larger = result.space.config, result.space.devices, result.smallest, result.larger
+    if result.best:
+        return f"{_settings(config, result.best[0], count)} would fit"
     given = f" with {', '.join(fixed)} as given" if fixed else ""
-    others = f"other values of {', '.join(fixed)}, " if fixed else ""
+    alternatives = f"other values of {', '.join(fixed)}, " if fixed else ""
     if smallest is None:
-        near = found.space.nearest_legal()
+        near = result.space.nearest_legal()
         number = f"{near} devices" if near else "another number of devices"
-        return f"no layout on {devices} devices{given} is legal: {others}{number}, or another batch.global"
+        return f"no layout on {devices} devices{given} is legal: {alternatives}{number}, or another batch.global"
     least = f"{format_bytes(smallest.memory.total)}, where a search fills {format_bytes(FILLED * smallest.room)}"
     if larger:
-        least += f": {larger.config.world} devices would do, {settings(config, larger, count)}"
+        least += f": {larger.config.world_size} devices would do, {_settings(config, larger, count)}"
     else:
-        least += f", with {settings(config, smallest, count)}, and {1 << DOUBLED} times as many devices would not do"
+        least += f", with {_settings(config, smallest, count)}, and {1 << DOUBLED} times as many devices would not do"
     return (
         f"no layout on {devices} x {smallest.hardware.name}{given} fits, the least is {least}{',' if larger else ':'} "
-        f"{others}a shorter sequence, or a smaller model"
+        f"{alternatives}a shorter sequence, or a smaller model"
     )
 
 
-def settings(config: RunConfig, plan: Plan, count: str | None) -> str:
-    """List the arguments that turn a configuration into the planned one. `count`: as in `advice`."""
+def _settings(config: RunConfig, plan: Plan, count: str | None) -> str:
+    """Format the command-line arguments from a configuration to the planned one. `count`: as in `advice`."""
     implied = {"parallel.zero"} if plan.stack.shards_weights else set()
     implied |= set() if count == "parallel.dp" else {"parallel.dp"}
     keys = {key: value for key, value in zip(VARIED, plan.layout, strict=True) if key not in implied}
     keys |= {key: "auto" for key in SUITED if value_of(config, key) is not None and value_of(plan.config, key) is None}
-    words = [f"{key}={str(value).lower()}" for key, value in keys.items()]
-    return " ".join([*words, f"--gpus {plan.config.world}"] if count == "--gpus" else words)
+    arguments = [f"{key}={str(value).lower()}" for key, value in keys.items()]
+    return " ".join([*arguments, f"--gpus {plan.config.world_size}"] if count == "--gpus" else arguments)
 
 
-def search_tables(found: Found) -> Iterator[str | Table]:
-    """Report the fastest layouts and why each is not the first."""
-    counts, first = found.counts, found.best[0]
+def search_tables(result: Found) -> Iterator[str | Table]:
+    """Report the fastest layouts, with the causes of slower ones."""
+    counts, first = result.counts, result.best[0]
     yield (
         f"{counts['legal']} legal layouts: {counts['too_large']} too large, {counts['pruned']} too slow by a bound, "
         f"{counts['simulated']} simulated"
     )
     rows = []
-    for plan in found.best:
+    for plan in result.best:
         keys, e = plan.layout, plan.estimate
         cells = [str(keys.micro), str(keys.zero), keys.recompute, format_bytes(plan.memory.total)]
-        cells += [f"{e.step_s:.4g}", f"{e.mfu_full:.1%}", lost(plan, first)]
-        rows.append([spread(plan.config), *cells])
+        rows.append([spread(plan.config), *cells, f"{e.step_s:.4g}", f"{e.mfu_full:.1%}", lost(plan, first)])
     yield _table(("layout", "micro", "zero", "recompute", "memory", "step s", "MFU full", "loses by"), rows)
     error = first.expected_error or 0.0
-    near = sum(plan.estimate.step_s <= first.estimate.step_s * (1 + error) for plan in found.best)
+    near = sum(plan.estimate.step_s <= first.estimate.step_s * (1 + error) for plan in result.best)
     if error and near > 1:
         yield f"the first {near} differ by less than the expected error of {error:.0%}: measure them"
 
 
 def lost(plan: Plan, first: Plan) -> str:
-    """Name the causes by which a plan is slower than the first; or say that it is as fast, and how much larger. Empty
-    for the first.
-    """
+    """Name the causes by which a plan is slower than the first, or its extra memory if as fast."""
     if plan is first:
         return ""
     slower = plan.estimate.step_s - first.estimate.step_s
-    if slower <= ALIKE * first.estimate.step_s:
+    if slower <= TIE * first.estimate.step_s:
         larger = plan.memory.total - first.memory.total
         return f"as fast, {'+' if larger >= 0 else '-'}{format_bytes(abs(larger))}"
-    more = {cause: seconds - first.estimate.causes.get(cause, 0.0) for cause, seconds in plan.estimate.causes.items()}
-    worse = sorted(((seconds, cause) for cause, seconds in more.items() if seconds > 0), reverse=True)
-    least = min(worse[0][0], TOLD * sum(seconds for seconds, _ in worse))
+    excess = {cause: seconds - first.estimate.causes.get(cause, 0.0) for cause, seconds in plan.estimate.causes.items()}
+    worse = sorted(((seconds, cause) for cause, seconds in excess.items() if seconds > 0), reverse=True)
+    least = min(worse[0][0], NAMED_SHARE * sum(seconds for seconds, _ in worse))
     return ", ".join(f"{cause} +{seconds:.2g} s" for seconds, cause in worse if seconds >= least)
 
 
-def exact_table(exact: Mapping[str, Any]) -> Table:
-    """Report each rank that was dry-run."""
+def _exact_table(exact: Mapping[str, Any]) -> Table:
     rows = []
     for rank in exact["ranks"]:
         sent, flops = rank["communication"].values(), f"{sum(rank['flops'].values()):.4g}"
         calls, size = str(sum(group["calls"] for group in sent)), format_bytes(sum(group["bytes"] for group in sent))
-        most = format_bytes(rank["memory_bytes"]["total"])
-        rows.append((str(rank["rank"]), str(rank["stage"]), most, flops, calls, size))
-    return _table(("dry run of rank", "stage", "most bytes", "FLOPs", "calls", "bytes sent"), rows)
+        peak = format_bytes(rank["memory_bytes"]["total"])
+        rows.append((str(rank["rank"]), str(rank["stage"]), peak, flops, calls, size))
+    return _table(("dry run of rank", "stage", "peak bytes", "FLOPs", "calls", "bytes sent"), rows)
 
 
-def sweep_table(plans: Sequence[Plan]) -> Table:
-    """The run on other numbers of devices."""
+def _sweep_table(plans: Sequence[Plan]) -> Table:
     rows = []
     for plan in plans:
         e, size = plan.estimate, format_bytes(plan.memory.total) + ("" if plan.fits else ": does not fit")
         speed = f"{e.step_s:.4g}", format_count(e.tokens_per_s), f"{e.mfu_full:.1%}"
-        rows.append((str(plan.config.world), spread(plan.config), *speed, size))
+        rows.append((str(plan.config.world_size), spread(plan.config), *speed, size))
     return _table(("devices", "layout", "step s", "tokens/s", "MFU full", "memory"), rows)
 
 
-def _job_line(plan: Plan, tokens: float, lost: Losses) -> str:
+def _job_line(plan: Plan, tokens: float, losses: Losses) -> str:
     seconds = tokens / plan.estimate.tokens_per_s
-    hours = format_count(seconds * plan.config.world / 3600)
-    longer = f"and a checkpoint every {format_duration(lost.every_s)} {format_duration(lost.stretched(seconds))}"
+    hours = format_count(seconds * plan.config.world_size / 3600)
+    longer = f"and a checkpoint every {format_duration(losses.every_s)} {format_duration(losses.stretched(seconds))}"
     return (
         f"{format_count(tokens)} tokens: {format_duration(seconds)}, {hours} device hours; with a failure every "
-        f"{format_duration(lost.mean_s)} {'it never ends' if lost.share == 1 else longer}"
+        f"{format_duration(losses.mean_s)} {'it never ends' if losses.share == 1 else longer}"
     )
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    first, *others = headings
-    table = Table(first, *(Column(heading, justify="right") for heading in others), box=None, pad_edge=False)
+    first, *numeric = headings
+    table = Table(first, *(Column(heading, justify="right") for heading in numeric), box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row)
     return table
 
 
-def plan_json(plan: Plan, sweep: Sequence[Plan], tokens: float | None, lost: Losses) -> dict[str, Any]:
-    """A plan in seconds, bytes and shares."""
+def plan_json(plan: Plan, sweep: Sequence[Plan], tokens: float | None, losses: Losses) -> dict[str, Any]:
+    """Return a plan in seconds, bytes and shares."""
     e, config = plan.estimate, plan.config
-    answer: dict[str, Any] = {
+    tree: dict[str, Any] = {
         "name": config.name,
         "hardware": plan.hardware.name,
         "stack": plan.stack.name,
-        "gpus": config.world,
+        "gpus": config.world_size,
         "parameters": parameter_count(config.model),
         "fits": plan.fits,
         "room_bytes": plan.room,
@@ -216,30 +208,30 @@ def plan_json(plan: Plan, sweep: Sequence[Plan], tokens: float | None, lost: Los
         "memory_bytes_by_stage": plan.memory_by_stage,
         "fullest_stage": plan.fullest,
         "expected_error": plan.expected_error,
-        "bubble": e.bubble,
-        "exposed_s": e.exposed,
+        "bubble": e.causes["bubble"] / e.step_s,
+        "exposed_s": {axis: e.causes[axis] for axis in ("tp", "pp", "dp")},
         "causes_s": e.causes,
         "notes": plan.notes,
-        "failures": {"mean_s": lost.mean_s, "checkpoint_every_s": lost.every_s, "lost": lost.share},
+        "failures": {"mean_s": losses.mean_s, "checkpoint_every_s": losses.every_s, "lost": losses.share},
     }
     if tokens:
-        answer["job"] = {"tokens": tokens}
+        tree["job"] = {"tokens": tokens}
         seconds = tokens / e.tokens_per_s
-        for name, duration in (("", seconds), ("_with_failures", lost.stretched(seconds))):
+        for name, duration in (("", seconds), ("_with_failures", losses.stretched(seconds))):
             ends = duration < math.inf
-            answer["job"][f"days{name}"] = duration / 86400 if ends else None
-            answer["job"][f"gpu_hours{name}"] = duration * config.world / 3600 if ends else None
+            tree["job"][f"days{name}"] = duration / 86400 if ends else None
+            tree["job"][f"gpu_hours{name}"] = duration * config.world_size / 3600 if ends else None
     if plan.exact:
-        answer["exact"] = {key: plan.exact[key] for key in ("exact_stages", "ranks")}
+        tree["exact"] = {key: plan.exact[key] for key in ("exact_stages", "ranks")}
     if sweep:
-        answer["sweep"] = [{"gpus": one.config.world, "fits": one.fits, **_summary(one)} for one in sweep]
-    return answer
+        tree["sweep"] = [{"gpus": swept.config.world_size, "fits": swept.fits, **_summary(swept)} for swept in sweep]
+    return tree
 
 
-def search_json(found: Found) -> dict[str, Any]:
-    """The fastest layouts, and how many there were."""
-    best = [{**_summary(plan), "lost": lost(plan, found.best[0])} for plan in found.best]
-    return {"counts": found.counts, "best": best}
+def search_json(result: Found) -> dict[str, Any]:
+    """Return the fastest layouts and the counts of a search."""
+    best = [{**_summary(plan), "lost": lost(plan, result.best[0])} for plan in result.best]
+    return {"counts": result.counts, "best": best}
 
 
 def _summary(plan: Plan) -> dict[str, Any]:
@@ -249,7 +241,7 @@ def _summary(plan: Plan) -> dict[str, Any]:
         "memory_bytes": plan.memory.total,
         "step_time_s": e.step_s,
         "tokens_per_s": e.tokens_per_s,
-        "tokens_per_s_per_gpu": e.tokens_per_s / plan.config.world,
+        "tokens_per_s_per_gpu": e.tokens_per_s / plan.config.world_size,
         "mfu_full": e.mfu_full,
         "mfu_causal": e.mfu_causal,
     }

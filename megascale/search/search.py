@@ -1,8 +1,7 @@
-"""The fastest layouts of a model on a number of devices: bounds first, then a simulation of the finalists.
+"""Search for the fastest layouts of a model on a number of devices (`search`), by branch and bound.
 
-Layouts that cannot fit by a bound of memory are dropped, the others sorted by a bound of step time (`search.bounds`).
-Each that fits is simulated, until the next bound is above the slowest step time in the result: all later layouts are
-slower.
+Lower bounds (`search.bounds`) drop layouts over the memory limit and sort the rest by step time. Layouts that fit are
+simulated in this order, until the next bound exceeds the slowest step time in the result.
 """
 
 from __future__ import annotations
@@ -21,18 +20,14 @@ from megascale.search.space import RECOMPUTE, Layout, Space
 from megascale.simulate.profiles import Hardware, Stack
 from megascale.simulate.step_time import StepParts
 
-FILLED = 0.98
-"""The part of a device's room that a search fills: formulas of memory are that close to dry runs of large models."""
-
-DOUBLED = 6
-"""How often the number of devices is doubled to see how many would fit the model."""
+FILLED = 0.98  # share of a device's memory to fill: formulas are within 2% of dry runs of large models
+DOUBLED = 6  # most doublings of the devices in the search for a job that fits
 
 
 @dataclass(frozen=True)
 class Found:
-    """The fastest layouts of a space that fit, in order. All `legal` layouts are `too_large`, `pruned` by a bound of
-    time, or `simulated`. If none fits: the `smallest` legal one, and the smallest on a `larger` number of devices that
-    fits.
+    """The `best` layouts of a space, fastest first. `counts`: `legal` layouts are `too_large`, `pruned` by a bound of
+    time, or `simulated`. If none fits: the `smallest` legal plan, and a `larger` job that fits.
     """
 
     space: Space
@@ -52,10 +47,10 @@ def search(
     filled: float = FILLED,
     results: int = 10,
 ) -> Found:
-    """Find the fastest layouts that take `filled` of a device's room, no two of one `row`.
+    """Find the fastest layouts within `filled` of a device's memory, with distinct `row`s.
 
-    `config` is resolved; its own layout counts only in the keys that `fixed` names (`parallel.tp`, `batch.micro`).
-    tp stays inside a node, whose links it needs, if any layout fits so.
+    `config` is resolved; only its keys in `fixed`, such as `parallel.tp`, constrain the layouts. Groups of tp stay
+    inside a node if any such layout fits.
     """
     if stack.shards_weights:  # the stack sets the stage of ZeRO
         fixed = [*fixed, "parallel.zero"]
@@ -74,35 +69,34 @@ def search(
 
 
 def row(layout: Layout) -> Layout:
-    """Reduce a layout to its row of the table: vpp, schedule, recomputation and zero trade memory for a little time."""
+    """Reduce a layout to its table row: vpp, schedule, recomputation and zero trade memory for little time."""
     return layout._replace(vpp=1, schedule="", recompute="", zero=0)
 
 
 class _Finder:
-    """Looks for layouts of a space, on some hardware with some stack."""
+    """Branch and bound over a space's layouts, on some hardware with some stack."""
 
     def __init__(self, space: Space, hardware: Hardware, stack: Stack, filled: float) -> None:
         self._space, self._hardware, self._stack = space, hardware, stack
         self._bounds, self.room = Bounds(space, hardware, stack), int(filled * hardware.room(space.devices))
         tps = divisors(space.devices, space.config.model.num_heads)
-        self.inside = [tp for tp in tps if hardware.node.devices % tp == 0]  # whose groups lie inside a node
+        self.inside = [tp for tp in tps if hardware.node.devices % tp == 0]  # tp groups inside a node
         self.beyond = [] if "parallel.tp" in space.fixed else [tp for tp in tps if tp not in self.inside]
 
     def fastest(self, tps: Collection[int], results: int, counts: Counter[str]) -> list[Plan]:
-        """Simulate layouts with these tp until no other can be faster than the best. Adds to the `counts`.
-
-        A layout that recomputes more than another that fits is not faster.
+        """Simulate layouts with these tp in the order of their bounds, and add to `counts`. Layouts with more
+        recomputation than a fitting one are skipped: they are slower.
         """
         sizes = {layout: self._bounds.memory(layout) for layout in self._space.layouts(tps)}
         small = [(self._bounds.step_s(layout), layout) for layout, size in sizes.items() if size <= self.room]
         best, fitting = dict[Layout, tuple[float, int, Layout]](), set[Layout]()
         too_large, limit = len(sizes) - len(small), math.inf
-        for least, layout in sorted(small):
-            if least > limit:
+        for bound, layout in sorted(small):
+            if bound > limit:
                 break
             in_row = best.get(row(layout))
             less = RECOMPUTE[: RECOMPUTE.index(layout.recompute)]
-            if (in_row and least > in_row[0]) or any(layout._replace(recompute=ops) in fitting for ops in less):
+            if (in_row and bound > in_row[0]) or any(layout._replace(recompute=ops) in fitting for ops in less):
                 continue
             config = self._space.applied(layout)
             size = fullest_rank(config, self._stack.holding, self.room).total
@@ -118,16 +112,16 @@ class _Finder:
         return [self._plan(layout) for *_, layout in sorted(best.values())[:results]]
 
     def smallest(self, tps: Collection[int], below: float = math.inf) -> Plan | None:
-        """Find the layout with these tp that needs least memory; None if none needs less than `below` bytes."""
-        best: tuple[float, Layout | None] = below, None
+        """Find the layout with these tp and the lowest memory; None without a layout `below` this number of bytes."""
+        best: Layout | None = None
         lean = ((self._bounds.memory(layout), layout) for layout in self._space.layouts(tps, lean=True))
-        for least, layout in sorted(lean):
-            if least >= best[0]:
+        for bound, layout in sorted(lean):
+            if bound >= below:
                 break
-            size = fullest_rank(self._space.applied(layout), self._stack.holding, best[0]).total
-            if size < best[0]:
-                best = size, layout
-        return self._plan(best[1]) if best[1] else None
+            size = fullest_rank(self._space.applied(layout), self._stack.holding, below).total
+            if size < below:
+                below, best = size, layout
+        return self._plan(best) if best else None
 
     def _plan(self, layout: Layout) -> Plan:
         return Plan(self._space.applied(layout), self._hardware, self._stack)

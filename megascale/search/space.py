@@ -1,7 +1,7 @@
-"""The layouts that a number of devices allows: every way to set the keys of `VARIED` that passes the rules.
+"""The space of legal layouts on a number of devices (`Space`, `Layout`, `layout_of`).
 
-Divisors are enumerated, and `config.rules` are asked axis by axis: each rule relates only keys of one axis, such as tp
-and sp, or pp, vpp, schedule and recompute.
+Divisors are enumerated axis by axis, since a rule of `config.rules` relates keys of one axis only, such as tp and sp,
+or pp, vpp, schedule and recompute.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megascale.config.run import RunConfig
 
 
 class Layout(NamedTuple):
-    """A value for each key of `VARIED`."""
+    """Values for the keys of `VARIED`."""
 
     tp: int = 1
     sp: bool = False
@@ -34,22 +34,19 @@ class Layout(NamedTuple):
 
 SECTIONS = {"micro": "batch", "recompute": "train"}
 VARIED = tuple(f"{SECTIONS.get(name, 'parallel')}.{name}" for name in Layout._fields)
-"""The keys that differ between layouts, in the order of the fields of `Layout`."""
+"""Configuration keys of a layout, in the order of the fields of `Layout`."""
 
 SUITED = ("parallel.layers_per_chunk", "train.recompute_ops", "train.recompute_chunks")
-"""The keys that a layout drops where they do not suit it."""
+"""Keys dropped by layouts with another number of chunks or another recomputation."""
 
-NEAREST = 17
-"""Other numbers of devices that are tried for a legal layout."""
-
-RECOMPUTE = ("none", "selective", "full")
-"""Values of train.recompute, from the least to the most."""
+NEAREST = 17  # most device counts to try for a legal layout
+RECOMPUTE = ("none", "selective", "full")  # train.recompute, from the least to the most
 
 
 @dataclass(frozen=True)
 class Space:
-    """The layouts of a resolved `config` on `devices`. Keys in `fixed` stay as they are, and so do keys without effect:
-    sp without tp, zero without dp. `SUITED` keys stay where they suit a layout.
+    """The layouts of a resolved `config` on `devices`. Keys in `fixed` keep their values, as do keys without effect: sp
+    without tp, zero without dp.
     """
 
     config: RunConfig
@@ -57,11 +54,11 @@ class Space:
     fixed: frozenset[str] = frozenset()
 
     def layouts(self, tps: Collection[int], *, lean: bool = False) -> Iterator[Layout]:
-        """Generate the legal layouts with these tp, in a fixed order. `lean`: only layouts that may need least memory,
+        """Generate the legal layouts with these tp, in a fixed order. `lean`: only candidates for the lowest memory,
         with the smallest micro-batch and the most recomputation.
         """
         total, pipelines = self.config.batch.total, self._pipelines
-        if lean:  # of each pp, vpp and schedule the last, which recomputes most
+        if lean:  # for every pp, vpp and schedule the last pipeline, with the most recomputation
             pipelines = list({pipeline[:-1]: pipeline for pipeline in pipelines}.values())
         for (tp, sp), (pp, vpp, schedule, recompute) in itertools.product(self._tensors(tps), pipelines):
             dp, rest = divmod(self.devices, tp * pp)
@@ -77,10 +74,7 @@ class Space:
         return _applied(self.config, layout, self.fixed)
 
     def nearest_legal(self) -> int | None:
-        """Find the number of devices nearest to this one that has a legal layout; None if none of `NEAREST` has.
-
-        Numbers to try are tp x pp x dp, with the batch divided by dp.
-        """
+        """Find the nearest other number of devices with a legal layout, among `NEAREST` values of tp x pp x dp."""
         tps = self._values("parallel.tp", divisors(self.config.model.num_heads))
         pps = self._values("parallel.pp", range(1, self._most_chunks + 1))
         dps = self._values("parallel.dp", divisors(self.config.batch.total))
@@ -90,14 +84,14 @@ class Space:
 
     @property
     def _most_chunks(self) -> int:
-        """Most chunks of a pipeline: as given, or one for each layer, the embedding and the head."""
+        """Most chunks of a pipeline: as given, or one per layer, embedding and head."""
         return max(self.config.model.num_layers + 2, len(self.config.parallel.layers_per_chunk or ()))
 
     def _values(self, key: str, free: Iterable[Any]) -> list[Any]:
         return [value_of(self.config, key)] if key in self.fixed else list(free)
 
     def _one_device(self, **keys: Any) -> Layout:
-        """A layout of one device but for `keys`, to judge an axis alone."""
+        """Build a layout of one device but for `keys`, to check the rules of an axis alone."""
         return Layout(**{"micro": max(self._micros, default=1), **keys})
 
     @cached_property
@@ -106,7 +100,7 @@ class Space:
         return [micro for micro in sizes if _legal(_applied(self.config, Layout(micro=micro)))]
 
     def _tensors(self, tps: Collection[int]) -> list[tuple[int, bool]]:
-        """Every tp and sp."""
+        """List all legal (tp, sp)."""
         return [
             (tp, sp)
             for tp in self._values("parallel.tp", tps)
@@ -116,7 +110,7 @@ class Space:
 
     @cached_property
     def _pipelines(self) -> list[tuple[int, int, str, str]]:
-        """Every pp, vpp, schedule and recompute."""
+        """All legal (pp, vpp, schedule, recompute)."""
         return [
             (pp, vpp, schedule, recompute)
             for pp in self._values("parallel.pp", divisors(self.devices, self._most_chunks))
@@ -127,11 +121,11 @@ class Space:
         ]
 
     def _schedules(self, pp: int, vpp: int) -> list[str]:
-        """Schedules to try: non-interleaved ones for vpp = 1, interleaved ones otherwise. Schedules with all
-        micro-batches in flight, such as GPipe, are skipped: 1F1B is as fast and needs less memory.
+        """List the interleaved schedules for vpp > 1, else the others. Schedules with all micro-batches in flight, such
+        as GPipe, are skipped: 1F1B is as fast with less memory.
         """
-        facts = {card.name: card.facts for card in SCHEDULES.cards.values()}
-        suited = [name for name in facts if facts[name]["chunks"] == (vpp > 1) and not facts[name]["piles"]]
+        bounded = {name: card.facts for name, card in SCHEDULES.cards.items() if not card.facts["unbounded_in_flight"]}
+        suited = [name for name, facts in bounded.items() if facts["multi_chunk"] == (vpp > 1)]
         return self._values("parallel.schedule", suited[:1] if pp == 1 else suited)
 
 
@@ -164,6 +158,6 @@ def _applied(config: RunConfig, layout: Layout, fixed: Collection[str] = ()) -> 
 
 
 def _legal(config: RunConfig) -> bool:
-    """Ask all rules that read a section of `VARIED`."""
+    """Check all rules that read a section of `VARIED`."""
     sections = {key.partition(".")[0] for key in VARIED}
     return not any(any(rule(config)) for reads, rule in RULES if sections.intersection(reads))

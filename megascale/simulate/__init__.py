@@ -1,1 +1,1 @@
-"""How long a step takes: hardware and stack profiles, times of GEMMs, links and layers, and an event simulator."""
+"""Step time: hardware and stack profiles, times of GEMMs, links and layers, and an event simulator."""

@@ -1,10 +1,15 @@
-"""A discrete-event simulator of a pipeline step: streams of compute, of messages and of data-parallel collectives.
+"""A discrete-event simulator of a pipeline step, with streams for compute, messages and data-parallel collectives.
 
-It plays a compute schedule by the executor's rules, with the communication that `schedule.lower` adds. A rank computes
-its actions in order, each once its message and its weights have arrived; a message leaves when its tensor is computed;
-a chunk's weights are gathered before its first forward, its gradients reduced after its last backward. Communication
-without overlap takes compute's time. One rank of each pipeline stage is simulated, as a coroutine that stops where a
-message has not been sent: ranks that differ in tp or dp alone act at the same times.
+`replay` runs a compute schedule by the executor's rules, with the communication added by `schedule.lower`. A rank runs
+its actions in order; an action starts after its message and its weights have arrived. Weights of a chunk are gathered
+before the first forward, gradients reduced after the last backward. Communication without overlap blocks compute.
+1F1B on two ranks, where a backward takes twice a forward and R reduces the last gradient bucket:
+
+    rank 0  F0 F1 .. .. B0 B0 F2 B1 B1 .. B2 B2 R
+    rank 1  .. F0 B0 B0 F1 B1 B1 F2 B2 B2 R
+
+One rank per pipeline stage is simulated, as a coroutine that stops at a message not yet sent; ranks at other tp and dp
+coordinates act at equal times.
 """
 
 from __future__ import annotations
@@ -20,19 +25,19 @@ Place = tuple[int, int]
 """A pipeline rank and one of its chunks."""
 
 Message = int
-"""2 x (micro-batch x stages + the receiving stage), + 1 for a gradient."""
+"""2 x (micro-batch x stages + receiving stage), + 1 for a gradient."""
 
 FORWARD, BACKWARD = Kind.F, Kind.B
-"""Members of an enum take 0.2 us to look up, a fifth of an action's simulation."""
+"""Looking up a member of an enum takes 0.2 us, a fifth of an action's simulation."""
 
 
 @dataclass(frozen=True)
 class Times:
     """Durations in seconds, by pipeline rank and chunk.
 
-    `message`: between neighbours; `hops`: compute time that a receiver spends on a message; `reduce`, `gather`: a
-    chunk's collectives over data parallelism, in `buckets` (1 where not given); `drag`: share of an overlapped
-    collective by which compute gets longer; `contends`: messages and collectives share a link.
+    `message`: between neighbours; `hops`: compute time of a receiver per message; `reduce`, `gather`: a chunk's
+    collectives over dp, in `buckets` (default 1); `drag`: slowdown of compute, as a share of an overlapped
+    collective's time; `contends`: messages and collectives share a link.
     """
 
     forward: Mapping[Place, float]
@@ -47,7 +52,7 @@ class Times:
 
 
 class Span(NamedTuple):
-    """An interval of a rank's `row`: compute, pp or dp. `waited`: when compute stands still or slows down for it."""
+    """An interval of a rank's `row`: compute, pp or dp. `waited`: the interval of stalled or slowed compute."""
 
     rank: int
     row: str
@@ -58,17 +63,15 @@ class Span(NamedTuple):
 
 
 class Replay(NamedTuple):
-    """The outcome: the second at which the `last` rank is done, and the recorded spans."""
+    """A simulated pipeline: the second at which the `last` rank ends, and the recorded spans."""
 
     last: float
     spans: list[Span]
 
 
 def replay(compute: Schedule, times: Times, hides: Hides, *, reduce_each: bool = False, spans: bool = False) -> Replay:
-    """Simulate a step of a compute schedule. `reduce_each`: reduce gradients after every backward; `spans`: record all
-    events, which takes several times as long.
-
-    Raises: RuntimeError if ranks wait for each other for ever.
+    """Simulate a compute schedule. `reduce_each`: reduce gradients after every backward; `spans`: record all events,
+    several times as slow. Raises: RuntimeError for a deadlock.
     """
     mail = _Mail([*range(len(compute))], {}, {})
     ranks = [_Rank(rank, order, times, hides) for rank, order in enumerate(compute)]
@@ -82,7 +85,7 @@ def replay(compute: Schedule, times: Times, hides: Hides, *, reduce_each: bool =
 
 
 class _Mail(NamedTuple):
-    """Ranks that can go on, arrivals of sent messages in seconds, and the rank that waits for each other message."""
+    """Ranks that are ready, arrival times of sent messages, and the waiting rank by unsent message."""
 
     ready: list[int]
     arrival: dict[Message, float]
@@ -91,7 +94,7 @@ class _Mail(NamedTuple):
 
 @dataclass
 class _Rank:
-    """A pipeline rank. `end`, `until`: seconds until which its compute and its collectives over dp are busy."""
+    """A pipeline rank. `end`, `until`: seconds at which compute and collectives over dp are done."""
 
     rank: int
     order: Order
@@ -102,13 +105,13 @@ class _Rank:
     spans: list[Span] = field(default_factory=list)
 
     def play(self, p: int, mail: _Mail, reduce_each: bool, record: bool) -> Iterator[None]:
-        """Play the actions of this rank of p; yield where the next one needs a message that has not been sent."""
+        """Run the actions of this rank, one of p ranks; yield to wait for a message."""
         rank, times, overlaps_pp, overlaps_dp = self.rank, self.times, self.hides.pp, self.hides.dp
         (ready, arrival, waiting), stages = mail, len(times.forward)
         seconds = [[taken[rank, c] for c in range(stages // p)] for taken in (times.forward, times.backward)]
         last = {action.chunk: action for action in self.order if action.kind is BACKWARD}
         gathered, reductions = self._gather(), list[Action]()
-        now, free = 0.0 if overlaps_dp else self.until, [0.0, 0.0]  # free: of the channels of activations and gradients
+        now, free = 0.0 if overlaps_dp else self.until, [0.0, 0.0]  # free: when both directions can send
         for action in self.order:
             kind, chunk, microbatch = action
             backward, stage, begin = kind is BACKWARD, chunk * p + rank, now
@@ -125,7 +128,7 @@ class _Rank:
             if p > 1 and stage != (0 if backward else stages - 1):
                 sent = done if done > free[backward] else free[backward]
                 arrives = sent + times.message
-                if times.contends and self.until > sent:  # each has half of the link
+                if times.contends and self.until > sent:  # message and collective have half of the link
                     shared = min(times.message, self.until - sent)
                     self.until, arrives = self.until + shared, arrives + shared
                 message += -2 if backward else 2
@@ -143,19 +146,19 @@ class _Rank:
         self.end = now
 
     def _gather(self) -> dict[int, float]:
-        """Gather weights in the order of their use, and say when each chunk's forward may begin."""
+        """All-gather weights in the order of first use; return the earliest start of forwards by chunk."""
         gathered = dict[int, float]()
         for chunk in dict.fromkeys(action.chunk for action in self.order if action.kind is FORWARD):
             taken, start = self.times.gather.get((self.rank, chunk), 0.0), self.until
             self.until = start + taken
-            # a forward waits for the first of its buckets, and for the others no longer than they take beyond it
+            # a forward waits for the first bucket, and computes while later buckets arrive
             gathered[chunk] = self.until - min(taken, self.times.forward[self.rank, chunk]) * self._overlap(chunk)
             waited = None if self.hides.dp else (start, self.until)
             self.spans.append(Span(self.rank, "dp", Action(Kind.GATHER, chunk, 0), start, self.until, waited))
         return gathered
 
     def _reduce(self, action: Action, now: float) -> float:
-        """Reduce a chunk's gradients, the last bucket at the end of its backward, `now`; say when compute goes on."""
+        """Reduce a chunk's gradients, the last bucket at the backward's end `now`; return when compute goes on."""
         place, overlap = (self.rank, action.chunk), self._overlap(action.chunk)
         taken = self.times.reduce.get(place, 0.0)
         start = max(self.until, now - self.times.backward[place] * overlap)
@@ -165,11 +168,11 @@ class _Rank:
         return then
 
     def _overlap(self, chunk: int) -> float:
-        """The share of a chunk's collectives that its own compute hides: all buckets but one."""
+        """Return the share of a chunk's collectives overlapped by the chunk's compute: all buckets but one."""
         return 1 - 1 / self.times.buckets.get((self.rank, chunk), 1) if self.hides.dp else 0.0
 
     def _record(self, action: Action, *at: float) -> None:
-        """Record what an action waited for, computed and sent."""
+        """Record an action's waits, computation and message."""
         begin, weights, received, start, done, sent, arrives = at
         send = action._replace(kind=Kind.SEND_F if action.kind is FORWARD else Kind.SEND_B)
         self.spans += [

@@ -1,7 +1,7 @@
 """The cost of failures to a long job.
 
-With M seconds between failures, c seconds to save a checkpoint and r to restart, a job that saves every t seconds loses
-c / t to saving and r + t / 2 at each failure: least at t = sqrt(2 c M) (Young 1974).
+With M seconds between failures, c seconds to save a checkpoint and r to restart, a job with a checkpoint every t
+seconds loses c / t + (r + t / 2) / M of its time, least at t = sqrt(2 c M) (Young 1974).
 """
 
 from __future__ import annotations
@@ -10,30 +10,30 @@ import math
 from dataclasses import dataclass
 
 DEVICE_HOURS = 50_000.0
-"""Hours between failures of one device: 16,384 devices, 419 interruptions in 54 days (Llama team 2024, 3.3.4)."""
+"""Mean hours between failures of a device: 16,384 devices, 419 interruptions in 54 days (Llama team 2024, 3.3.4)."""
 
 SAVE_S = 5.0
 RESTART_S = 900.0
-"""Seconds that a save in two stages stops training, and from a failure to the next step (MegaScale, 6.3)."""
+"""Seconds of training paused by a two-stage save, and from a failure to the next step (MegaScale, 6.3)."""
 
 
 @dataclass(frozen=True)
 class Losses:
-    """`mean_s`: seconds between failures; `every_s`: the best checkpoint interval; `share`: lost time, in [0, 1]."""
+    """Losses to failures. `mean_s`: seconds between failures; `every_s`: best checkpoint interval; `share`: of time."""
 
     mean_s: float
     every_s: float
     share: float
 
     def stretched(self, seconds: float) -> float:
-        """Seconds of training with failures, from those without."""
+        """Convert seconds of training without failures to seconds with failures."""
         return seconds / (1 - self.share) if self.share < 1 else math.inf
 
 
 def losses(
     devices: int, device_hours: float = DEVICE_HOURS, save_s: float = SAVE_S, restart_s: float = RESTART_S
 ) -> Losses:
-    """Estimate the losses of a job whose devices fail independently, each every `device_hours` on average."""
+    """Estimate the losses of a job with independent device failures, every `device_hours` on average per device."""
     mean = device_hours * 3600 / devices
     every = math.sqrt(2 * save_s * mean)
     return Losses(mean, every, min(1.0, save_s / every + (restart_s + every / 2) / mean))

@@ -1,8 +1,8 @@
-"""Seconds of a model chunk's forward and backward for one micro-batch on one rank, by cause.
+"""Forward and backward times of model chunks, by cause, for one micro-batch on one rank (`chunk_times`, `Layers`).
 
-They follow from the description of blocks (`layout.blocks`): GEMMs, attention, passes over memory, and the collectives
-of tensor parallelism (Korthikanti et al. 2022, 4.2), which a stack overlaps as `profiles.Hides` says. A linear layer's
-backward has two GEMMs, dgrad and wgrad; element-wise operations take twice as long in a backward.
+Blocks (`layout.blocks`) consist of GEMMs, attention, passes over memory, and collectives of tensor parallelism
+(Korthikanti et al. 2022, 4.2), overlapped by a stack as in `profiles.Hides`. Backward of a linear layer has two GEMMs,
+dgrad and wgrad; backward of an element-wise operation takes twice the forward.
 """
 
 from __future__ import annotations
@@ -17,27 +17,26 @@ from typing import Self
 from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.recipes import RECIPES
 from megascale.config.run import RunConfig
-from megascale.layout.blocks import Activation, Attention, Block, Columns, Linears, Norm, Part, Residual, kinds, unread
-from megascale.layout.chunks import eight_bit_layers, stages_of
-from megascale.layout.pieces import PIECES
-from megascale.layout.recompute import Recompute, recompute_of
+from megascale.layout import blocks
+from megascale.layout.chunks import fp8_layers, stages_of
+from megascale.layout.pieces import MAX_PIECES
+from megascale.layout.recompute_policy import RecomputePolicy, recompute_policy
 from megascale.layout.tensors import padded_vocab
 from megascale.simulate.event_simulator import Place
 from megascale.simulate.gemm_time import Kernels
 from megascale.simulate.link_time import Route, group_route
 from megascale.simulate.profiles import Hardware, Stack
 
-CASTS = {"current": 6, "history": 4, "static": 4, "row": 6, "block": 4}
-"""Bytes that quantizing an element moves, by origin of the scale: an element is read in 16 bits, and written in FP8
-twice, once transposed. A current scale takes a pass of its own, as do rows and columns.
+CASTS = {"current": 6, "delayed": 4, "static": 4, "row": 6, "block": 4}
+"""Bytes moved to quantize an element, by origin of the scale: a 16-bit read and two FP8 writes, one transposed. Current
+and row-wise scales take another pass for the amax.
 """
 
-LOSS_PASSES = 4
-"""Passes over the logits in the forward of a loss in fp32, and as many in its backward."""
+LOSS_PASSES = 4  # passes over the logits in forward of the fp32 loss, and in backward
 
 
 class _Sum:
-    """Values whose fields add up one by one."""
+    """Field-wise addition and scaling."""
 
     def __add__(self, other: Self) -> Self:
         return type(self)(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
@@ -48,7 +47,7 @@ class _Sum:
 
 @dataclass(frozen=True)
 class Seconds(_Sum):
-    """Seconds of a rank by cause. `host`: waits for launches; `tp`, `dp`: exposed collectives, dp those of ZeRO 3."""
+    """Seconds of a rank by cause. `host`: waits for launches; `tp`, `dp`: exposed collectives, for dp of ZeRO-3."""
 
     gemm: float = 0.0
     attention: float = 0.0
@@ -65,7 +64,7 @@ class Seconds(_Sum):
 
 @dataclass(frozen=True)
 class Pair(_Sum):
-    """A forward and its backward."""
+    """A forward and a backward."""
 
     forward: Seconds = Seconds()
     backward: Seconds = Seconds()
@@ -73,7 +72,7 @@ class Pair(_Sum):
 
 @dataclass(frozen=True)
 class Exchange:
-    """Tensor-parallel collectives on activations of `size` bytes. `hides`: as `Hides.tp`; `drag`: as in `Times`."""
+    """Tensor-parallel collectives on activations of `size` bytes. `hides`: as `Hides.tp`; `drag`: as `Times.drag`."""
 
     route: Route
     tp: int
@@ -83,30 +82,30 @@ class Exchange:
     drag: float
 
     def gather(self) -> float:
-        """Seconds of an all-gather."""
+        """Time an all-gather."""
         return self.route.collective("all_gather", self.size, self.tp)
 
     def exposed(self, gemm: float, *, enters: bool, backward: bool = False) -> float:
-        """Exposed seconds of a collective on a GEMM's input if it `enters`, else output. `gemm`: the GEMM's seconds."""
-        every = self.hides == "all"
-        overlaps = every or (self.hides == "backward" and backward and not enters)
+        """Exposed seconds of a collective on the input (`enters`) or the output of a GEMM of `gemm` seconds."""
+        hides_all = self.hides == "all"
+        overlaps = hides_all or (self.hides == "backward" and backward and not enters)
         if self.sp:
-            return self._exposed(self.gather(), gemm, overlaps, pieces=every)
-        # without sequence parallelism every rank has the input
+            return self._exposed(self.gather(), gemm, overlaps, pieces=hides_all)
+        # without sequence parallelism inputs are replicated
         return 0.0 if enters else self._exposed(self.route.collective("all_reduce", self.size, self.tp), gemm, overlaps)
 
     def regathered(self, wgrad: float) -> float:
-        """Exposed seconds of the second all-gather of an input, for a wgrad of `wgrad` seconds."""
+        """Exposed seconds of an input's all-gather for wgrad. `wgrad`: seconds of the GEMM."""
         return self._exposed(self.gather(), wgrad, self.hides != "none") if self.sp else 0.0
 
     def _exposed(self, sent: float, gemm: float, overlaps: bool, pieces: bool = False) -> float:
-        least = max(1 / PIECES if pieces else 0.0, self.drag)
+        least = max(1 / MAX_PIECES if pieces else 0.0, self.drag)
         return max(least * sent, sent - gemm) if overlaps else sent
 
 
 @dataclass(frozen=True)
 class Layers:
-    """The parts of a network on one rank of tensor parallelism, for one micro-batch."""
+    """Times of a model's units and their parts on one tensor-parallel rank, for one micro-batch."""
 
     config: RunConfig
     kernels: Kernels
@@ -114,12 +113,12 @@ class Layers:
 
     @classmethod
     def of(cls, config: RunConfig, hardware: Hardware, stack: Stack) -> Layers:
-        """The parts of a resolved configuration's network. With dropout attention is unfused, as in this trainer."""
+        """Build from a resolved configuration. With dropout attention is unfused, as in this trainer."""
         p, m, precision = config.parallel, config.model, config.train.precision
         stack = stack.model_copy(update={"attention": "unfused"}) if m.dropout else stack
         size = PRECISIONS[precision].facts["compute_bytes"]
         kernels = Kernels(hardware, stack, "bf16" if precision == "fp8" else precision, size)
-        route = group_route(hardware, p.tp, 1, config.world, together=p.tp)
+        route = group_route(hardware, p.tp, 1, config.world_size, together=p.tp)
         hides = stack.hides.tp if config.overlap.tp else "none"
         activation = config.batch.micro * m.seq_length * m.hidden_size * size
         return cls(config, kernels, Exchange(route, p.tp, p.sp, activation, hides, 1 - hardware.attained.hiding))
@@ -134,62 +133,63 @@ class Layers:
         p = self.config.parallel
         return (self.tokens // p.tp if p.sp else self.tokens) * self.config.model.hidden_size
 
-    def block(self, parts: Block, fp8: bool, recompute: Recompute) -> Pair:
-        """A block, with its linear layers in FP8 or not, and its recomputation."""
+    def block(self, parts: blocks.BlockSpec, fp8: bool, recompute: RecomputePolicy) -> Pair:
+        """Time a block with recomputation. `fp8`: the linear layers run FP8 GEMMs."""
         pairs = [self.part(part, fp8) for part in parts]
         fixed = self.kernels.measured.layer_s if self.kernels.measured else 0.0
         total = sum(pairs, Pair(Seconds(elementwise=fixed), Seconds(elementwise=2 * fixed)))
         recomputed = self._recomputed(parts, pairs, recompute)
         if recompute.full:
-            last = unread(parts) if self.kernels.stack.stops_early else None
+            last = blocks.skippable_rows(parts) if self.kernels.stack.stops_early else None
             recomputed = total.forward + (self._linears(last, fp8).forward * -1 if last else Seconds())
         backward = total.backward + Seconds(recompute=recomputed.total - recomputed.tp, tp=recomputed.tp)
         return Pair(self._launched(total.forward, 1), self._launched(backward, 3 if recompute.full else 2))
 
     def _launched(self, work: Seconds, passes: int) -> Seconds:
-        """Add the wait for a host that launches the operations of `passes` forwards."""
+        """Add the wait for the host, which launches the operations of `passes` forwards."""
         host = passes * self.kernels.stack.host_s
         return work + Seconds(host=host if self.kernels.stack.launch_blocking else max(0.0, host - work.total))
 
-    def part(self, part: Part, fp8: bool) -> Pair:
-        """A part of a block, with the exposed communication of tensor parallelism."""
+    def part(self, part: blocks.BlockPart, fp8: bool) -> Pair:
+        """Time a part of a block, with exposed communication of tensor parallelism."""
         m, tp = self.config.model, self.config.parallel.tp
         match part:
-            case Linears():
+            case blocks.LinearGroup():
                 return self._linears(part, fp8)
-            case Attention():
+            case blocks.AttentionSpec():
                 heads = self.config.batch.micro * part.heads // tp
-                seconds = self.kernels.attention(heads, m.seq_length, part.window, part.width)
-                moved = self._passes(2 * self.tokens * part.qkv // tp)  # q, k and v into attention's order
+                seconds = self.kernels.attention(heads, m.seq_length, part.window, part.head_dim)
+                moved = self._passes(2 * self.tokens * part.qkv_width // tp)  # q, k, v transposed to [b, heads, s, d]
                 return moved + Pair(*(Seconds(attention=pass_s) for pass_s in seconds))
-            case Activation():
+            case blocks.ActivationSpec():
                 return self._passes(self.tokens * (part.inputs + part.outputs) // tp)
-            case Norm():
+            case blocks.NormSpec():
                 return self._passes(2 * self.stream)
-            case Residual():
+            case blocks.ResidualAdd():
                 return self._passes((7 if m.dropout else 3) * self.stream)
 
     def embedding(self) -> Pair:
-        """The token embedding."""
+        """Time the token embedding."""
         return self._passes(2 * self.stream, 1) + Pair(Seconds(tp=self.exchange.exposed(0.0, enters=False)))
 
     def head(self) -> Pair:
-        """The projection to the vocabulary and the loss."""
+        """Time the head's GEMMs and the loss."""
         m, tp = self.config.model, self.config.parallel.tp
         columns, gather = padded_vocab(m, tp) // tp, self.exchange.gather() if self.config.parallel.sp else 0.0
         loss = self._passes(LOSS_PASSES * self.tokens * columns, 1)
         return self._gemms(columns, m.hidden_size, fp8=False) + loss + Pair(Seconds(tp=gather), Seconds(tp=2 * gather))
 
     def _passes(self, elements: float, backward: int = 2) -> Pair:
-        """Element-wise operations that read and write `elements` in a forward, and `backward` times those after."""
+        """Time element-wise operations with `elements` moved in forward, and `backward` times as many in backward."""
         seconds = self.kernels.elementwise(elements * self.kernels.bytes)
         return Pair(Seconds(elementwise=seconds), Seconds(elementwise=backward * seconds))
 
-    def _linears(self, group: Linears, fp8: bool) -> Pair:
-        """Linear layers side by side, with the collectives that they share."""
-        enters, tp = isinstance(group, Columns), self.config.parallel.tp
-        cut = (tp, 1) if enters else (1, tp)
-        gemms = sum((self._gemms(one.outputs // cut[0], one.inputs // cut[1], fp8) for one in group.layers), Pair())
+    def _linears(self, group: blocks.LinearGroup, fp8: bool) -> Pair:
+        """Time linear layers with a common collective."""
+        enters, tp = isinstance(group, blocks.ColumnParallel), self.config.parallel.tp
+        rows, columns = (tp, 1) if enters else (1, tp)  # shards of a weight [outputs, inputs]
+        shapes = [(layer.outputs // rows, layer.inputs // columns) for layer in group.layers]
+        gemms = sum((self._gemms(*shape, fp8) for shape in shapes), Pair())
         wgrad = gemms.backward.gemm / 2  # dgrad takes as long
         forward = self.exchange.exposed(gemms.forward.gemm, enters=enters)
         backward = self.exchange.exposed(wgrad, enters=not enters, backward=True)
@@ -197,45 +197,44 @@ class Layers:
         return gemms + Pair(Seconds(tp=forward), Seconds(tp=backward))
 
     def _gemms(self, outputs: int, inputs: int, fp8: bool) -> Pair:
-        """A linear layer of this rank: its GEMM, then dgrad and wgrad, and the quantization of their operands."""
+        """Time a linear layer Y = X W^T of this rank: Y, dgrad dX = dY W, wgrad dW = dY^T X, quantized operands."""
         facts, gemm, moved = RECIPES[self.config.fp8.recipe].facts, self.kernels.gemm, self.kernels.elementwise
-        m, n, k, grain = self.tokens, outputs, inputs, facts["grain"] if fp8 else None
-        cast = CASTS[facts["scale"] if grain == "tensor" else grain] if grain else 0
+        m, n, k, grain = self.tokens, outputs, inputs, facts["granularity"] if fp8 else None
+        cast = CASTS[facts["scaling"] if grain == "tensor" else grain] if grain else 0
         backward = gemm(m, k, n, grain=grain) + gemm(n, k, m, grain=grain)
-        count = max(1, self.config.micro_batches) if self.kernels.stack.gradient_bytes == 2 else 1
-        added = (
-            3 * 2 * n * k * (count - 1) / count
-        )  # gradients in 16 bits: two are read, one is written; fp32 wgrad adds
+        count = max(1, self.config.num_microbatches) if self.kernels.stack.gradient_bytes == 2 else 1
+        # 16-bit gradients are added in a pass: two reads, one write; an fp32 wgrad GEMM accumulates by itself
+        added = 3 * 2 * n * k * (count - 1) / count
         casts = moved(cast * m * n) + self.kernels.stream(added)
         return Pair(Seconds(gemm(m, n, k, grain=grain), 0.0, moved(cast * m * k)), Seconds(backward, 0.0, casts))
 
-    def _recomputed(self, parts: Block, pairs: Sequence[Pair], recompute: Recompute) -> Seconds:
-        """The forward of selectively recomputed operations, of norms those before column-parallel layers."""
+    def _recomputed(self, parts: blocks.BlockSpec, pairs: Sequence[Pair], recompute: RecomputePolicy) -> Seconds:
+        """Time the forward of selectively recomputed operations: norms only before column-parallel layers."""
         total = Seconds()
-        for part, then, pair in zip(parts, (*parts[1:], None), pairs, strict=True):
-            norm = recompute.norm and isinstance(part, Norm) and isinstance(then, Columns)
-            if norm or (recompute.activation and isinstance(part, Activation)):
+        for part, after, pair in zip(parts, (*parts[1:], None), pairs, strict=True):
+            norm = recompute.norm and isinstance(part, blocks.NormSpec) and isinstance(after, blocks.ColumnParallel)
+            if norm or (recompute.activation and isinstance(part, blocks.ActivationSpec)):
                 total += pair.forward
-            elif recompute.attention and isinstance(part, Attention):
+            elif recompute.attention and isinstance(part, blocks.AttentionSpec):
                 total += Seconds(attention=pair.forward.attention)
         return total
 
 
 def chunk_times(config: RunConfig, hardware: Hardware, stack: Stack) -> dict[Place, Pair]:
-    """The times of every chunk of every pipeline rank of a resolved configuration."""
-    layers, stages, fp8 = Layers.of(config, hardware, stack), stages_of(config), eight_bit_layers(config)
-    distinct, numbers = kinds(config.model)
-    block_kinds = [(number, layer in fp8) for layer, number in enumerate(numbers)]
+    """Time every model chunk of every pipeline rank, for a resolved configuration."""
+    layers, stages, fp8 = Layers.of(config, hardware, stack), stages_of(config), fp8_layers(config)
+    distinct, numbers = blocks.distinct_blocks(config.model)
+    kinds = [(number, layer in fp8) for layer, number in enumerate(numbers)]
     block = cache(lambda number, fp8, recompute: layers.block(distinct[number], fp8, recompute))
 
     @cache
-    def chunk(blocks: tuple[tuple[int, bool], ...], recompute: Recompute, first: bool, last: bool) -> Pair:
+    def chunk(layer_kinds: tuple[tuple[int, bool], ...], recompute: RecomputePolicy, first: bool, last: bool) -> Pair:
         ends = (layers.embedding() if first else Pair()) + (layers.head() if last else Pair())
-        return sum((block(*kind, recompute) * count for kind, count in Counter(blocks).items()), ends)
+        return sum((block(*kind, recompute) * count for kind, count in Counter(layer_kinds).items()), ends)
 
     times = dict[Place, Pair]()
     for place in itertools.product(range(config.parallel.pp), range(config.parallel.vpp)):
-        stage, recompute = stages.index(*place), recompute_of(config.train, place[1])
-        blocks = tuple(block_kinds[layer] for layer in stages.layers(stage))
-        times[place] = chunk(blocks, recompute, stage == 0, stage == stages.count - 1)
+        stage, recompute = stages.index(*place), recompute_policy(config.train, place[1])
+        layer_kinds = tuple(kinds[layer] for layer in stages.layers(stage))
+        times[place] = chunk(layer_kinds, recompute, stage == 0, stage == stages.count - 1)
     return times

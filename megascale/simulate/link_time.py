@@ -1,11 +1,14 @@
-"""Seconds of communication between devices.
+"""Communication times in seconds, on the links of a collective's group (`group_route`) or of pipeline neighbours
+(`neighbour_route`).
 
-A ring of n ranks moves (n - 1) / n of the tensor through each rank in an all-gather or a reduce-scatter, twice that in
-an all-reduce, in n - 1 successive messages, of which as many leave a node as there are nodes. An all-reduce between
-nodes may take two trees of nodes instead, each for half of the tensor. NCCL chooses likewise (src/graph/tuning.cc).
+For S bytes on n ranks in k nodes, with bandwidth b, latency L between nodes and l inside a node:
 
-A group's ranks are `stride` apart: `stride` groups side by side fill a run of ranks. Where a run leaves a node, its
-groups share the node's network, at most one a device, also with those of a run that begins in the same node.
+    ring, all-gather or reduce-scatter   (n - 1) / n S / b + (k - 1) L + (n - k) l;   all-reduce: twice
+    two trees of nodes, all-reduce       2 S / b + 2 log2(k) L + 2 (n / k - 1) l, for k = 2 with S / b
+
+An all-reduce between nodes takes the faster one, as in NCCL (src/graph/tuning.cc). A group's ranks are `stride` apart,
+and `stride` groups fill a run of ranks. Runs across nodes share a node's network among at most one group per device,
+including groups of another run in the node.
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ Operation = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 @dataclass(frozen=True)
 class Route:
-    """The link of one rank of a group: bytes/s each way, and seconds of a message. `network`: the group leaves a node;
-    `ranks`: the group's ranks in a node, with links `inside` (bytes/s, seconds).
+    """The link of a rank in a group: bytes/s per direction, seconds per message. `network`: across nodes; `ranks`: the
+    group's ranks in a node, with links `inside` (bytes/s, seconds).
     """
 
     bandwidth: float
@@ -32,7 +35,7 @@ class Route:
     inside: tuple[float, float] = (math.inf, 0.0)
 
     def collective(self, operation: Operation, size: float, ranks: int) -> float:
-        """Seconds of a collective over `ranks`. `size`: bytes of an all-gather's result, or of a rank's summand."""
+        """Time a collective over `ranks`. `size`: bytes of the full tensor."""
         if ranks == 1:
             return 0.0
         nodes, (inside, hop) = max(2, math.ceil(ranks / self.ranks)) if self.network else ranks, self.inside
@@ -44,12 +47,12 @@ class Route:
         return min(2 * ring, tree) if self.network else 2 * ring
 
     def message(self, size: float) -> float:
-        """Seconds of `size` bytes from one rank to another."""
+        """Time a point-to-point message of `size` bytes."""
         return size / self.bandwidth + self.latency
 
 
 def group_route(hardware: Hardware, size: int, stride: int, world: int, *, together: int = 1) -> Route:
-    """The link of `size` ranks, `stride` apart in a job of `world`. Every `together` ranks share a node if they can."""
+    """Find the link of `size` ranks, `stride` apart in a job of `world`. `together`: ranks to place in one node."""
     node, network, attained = hardware.node, hardware.network, hardware.attained
     devices, run = _used(node.devices, world, together), size * stride
     inside = node.bandwidth * attained.link
@@ -64,7 +67,7 @@ def group_route(hardware: Hardware, size: int, stride: int, world: int, *, toget
 
 
 def neighbour_route(hardware: Hardware, stride: int, world: int, *, together: int = 1) -> Route:
-    """The link to the rank `stride` further, when all ranks send at once; `together`: as in `group_route`."""
+    """Find the link to the rank `stride` further while all ranks send. `together`: as in `group_route`."""
     node, network, attained = hardware.node, hardware.network, hardware.attained
     if world <= node.devices:
         link = node.message or node
@@ -77,8 +80,8 @@ def neighbour_route(hardware: Hardware, stride: int, world: int, *, together: in
 
 
 def _used(devices: int, world: int, together: int) -> int:
-    """Devices of a node in a job: equal shares on the fewest nodes, or full nodes where shares would part ranks."""
+    """Count the used devices per node: equal shares of the fewest nodes, or full nodes if shares would cut groups."""
     nodes = -(-world // devices)
     even = world // nodes if world % nodes == 0 else devices
-    whole = devices - devices % together
-    return whole if even % together and whole * nodes >= world else even
+    full_groups = devices - devices % together
+    return full_groups if even % together and full_groups * nodes >= world else even

@@ -1,4 +1,4 @@
-"""How long a step of a configuration takes on some hardware with some stack, and why."""
+"""Step time of a configuration on some hardware with some stack, and causes (`estimate`, `with_spans`, `StepParts`)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from megascale.account.flops import mfu, token_flops
-from megascale.account.traffic import calls, message_bytes
+from megascale.account.traffic import calls, message_bytes, replicas
 from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.catalog.precisions import PRECISIONS
 from megascale.config.run import RunConfig
-from megascale.layout.chunks import packed, stages_of
+from megascale.layout.chunks import bucket_sizes, stages_of
 from megascale.simulate.event_simulator import Place, Replay, Times
 from megascale.simulate.extrapolate import Pipeline, seconds
 from megascale.simulate.layer_time import Layers, Pair, Seconds, chunk_times
@@ -22,18 +22,13 @@ from megascale.simulate.profiles import SCALE, Hardware, Hides, Stack
 
 @dataclass(frozen=True)
 class Estimate:
-    """One step. `causes`: seconds of the mean pipeline rank, `step_s` in sum; `exposed`: its communication by axis;
-    `bubble`: the pipeline's idle share of a step; `pipeline_s`: from the first forward to the last reduction.
-    """
+    """An estimated step. `causes`: seconds of the mean pipeline rank by cause, with `step_s` as sum."""
 
     step_s: float
     tokens_per_s: float
     mfu_full: float
     mfu_causal: float
-    bubble: float
-    exposed: dict[str, float]
     causes: dict[str, float]
-    pipeline_s: float
 
 
 def estimate(config: RunConfig, hardware: Hardware, stack: Stack) -> Estimate:
@@ -45,22 +40,20 @@ def estimate(config: RunConfig, hardware: Hardware, stack: Stack) -> Estimate:
     step = parts.seconds(ended)
     causes = parts.causes(ended, min(ended, without_pp), min(ended, without_pp, without_dp))
     tokens, flops = config.batch.total * config.model.seq_length / step, token_flops(config.model)
-    peak = hardware.device.peak_of("fp8" if config.train.precision == "fp8" else parts.layers.kernels.number_format)
-    peak *= config.world / hardware.node.ranks_a_core(config.world)  # as a run measures its MFU
-    full, causal = (mfu(count, tokens, peak) for count in (flops.full, flops.causal))
-    exposed = {axis: causes[axis] for axis in ("tp", "pp", "dp")}
-    return Estimate(step, tokens, full, causal, causes["bubble"] / step, exposed, causes, ended)
+    peak = hardware.device.peak_of("fp8" if config.train.precision == "fp8" else parts.layers.kernels.dtype)
+    peak *= config.world_size / hardware.node.ranks_a_core(config.world_size)  # as training reports MFU
+    return Estimate(step, tokens, mfu(flops.full, tokens, peak), mfu(flops.causal, tokens, peak), causes)
 
 
 def with_spans(config: RunConfig, hardware: Hardware, stack: Stack) -> Replay:
-    """Simulate all actions of a step's pipeline and record every event."""
+    """Simulate all actions of a step's pipeline and record all events."""
     parts = StepParts(config, hardware, stack)
     return parts.pipeline.replay(parts.times, parts.hides, spans=True)
 
 
 @dataclass(frozen=True)
 class DataParallel:
-    """The collectives of data parallelism. `sharded`: optimizer state is; `gradient`, `weight`: bytes of an element."""
+    """Data-parallel collectives. `sharded`: ZeRO stage 1 or higher; `gradient`, `weight`: bytes of an element."""
 
     route: Route
     ranks: int
@@ -69,19 +62,19 @@ class DataParallel:
     weight: int
 
     def reduce(self, buckets: tuple[int, ...]) -> float:
-        """Seconds of reducing the gradients of some buckets."""
+        """Time the gradient reduction of buckets, in elements."""
         operation: Operation = "reduce_scatter" if self.sharded else "all_reduce"
         return sum(self.route.collective(operation, self.gradient * size, self.ranks) for size in buckets)
 
     def gather(self, buckets: tuple[int, ...]) -> float:
-        """Seconds of gathering the weights of some buckets, if they are sharded."""
-        gathered = buckets if self.sharded else ()
-        return sum(self.route.collective("all_gather", self.weight * size, self.ranks) for size in gathered)
+        """Time the weight all-gather of buckets, 0 without sharding."""
+        sizes = buckets if self.sharded else ()
+        return sum(self.route.collective("all_gather", self.weight * size, self.ranks) for size in sizes)
 
 
 @dataclass(frozen=True)
 class StepParts:
-    """The parts of a step of a resolved configuration, and their seconds."""
+    """Durations of a step's parts in seconds, for a resolved configuration."""
 
     config: RunConfig
     hardware: Hardware
@@ -92,7 +85,7 @@ class StepParts:
         p = self.config.parallel
         assert p.schedule, "a resolved configuration names its schedule"
         reduces_each = p.zero == 2 and self.stack.reduces_each and not self.stack.shards_weights
-        return Pipeline(p.schedule, p.pp, p.vpp, self.config.micro_batches, reduces_each)
+        return Pipeline(p.schedule, p.pp, p.vpp, self.config.num_microbatches, reduces_each)
 
     @property
     def hides(self) -> Hides:
@@ -100,7 +93,7 @@ class StepParts:
         return Hides(tp=can.tp, pp=can.pp and overlap.pp, dp=can.dp and overlap.dp)
 
     def pipeline_s(self, times: Times) -> float:
-        """Seconds of the pipeline with these durations."""
+        """Seconds from the first forward to the last gradient reduction."""
         return seconds(self.pipeline, times, self.hides)
 
     @cached_property
@@ -110,26 +103,26 @@ class StepParts:
     @cached_property
     def dp(self) -> DataParallel:
         c, facts = self.config, PRECISIONS[self.config.train.precision].facts
-        route = group_route(self.hardware, c.dp, c.parallel.tp, c.world, together=c.parallel.tp)
+        route = group_route(self.hardware, replicas(c), c.parallel.tp, c.world_size, together=c.parallel.tp)
         sharded, gradient = c.parallel.zero > 0 or self.stack.shards_weights, self.stack.gradient_bytes
-        return DataParallel(route, c.dp, sharded, gradient or facts["accumulate_bytes"], facts["compute_bytes"])
+        return DataParallel(route, replicas(c), sharded, gradient or facts["accumulate_bytes"], facts["compute_bytes"])
 
     @cached_property
     def buckets(self) -> dict[Place, tuple[int, ...]]:
-        """Elements of each chunk's buckets. Chunks of as many layers have equal buckets, but for the network's ends."""
+        """Elements of every chunk's buckets. Chunks of equally many layers share a result, but for the model's ends."""
         p, stages = self.config.parallel, stages_of(self.config)
-        alike, sizes = dict[tuple[int, bool, bool], tuple[int, ...]](), dict[Place, tuple[int, ...]]()
+        known, sizes = dict[tuple[int, bool, bool], tuple[int, ...]](), dict[Place, tuple[int, ...]]()
         for rank, chunk in itertools.product(range(p.pp), range(p.vpp)):
             stage = stages.index(rank, chunk)
             key = len(stages.layers(stage)), stage == 0, stage == stages.count - 1
-            if key not in alike:
-                alike[key] = tuple(bucket.numbers for bucket in packed(self.config, rank, [chunk])[0])
-            sizes[rank, chunk] = alike[key]
+            if key not in known:
+                known[key] = tuple(bucket.numel for bucket in bucket_sizes(self.config, rank, [chunk])[0])
+            sizes[rank, chunk] = known[key]
         return sizes
 
     @cached_property
     def pairs(self) -> dict[Place, Pair]:
-        """The times of each chunk, with what ZeRO 3 exposes of its collectives."""
+        """Times of every chunk, with the exposed collectives of ZeRO-3."""
         pairs = chunk_times(self.config, self.hardware, self.stack)
         if not self.stack.shards_weights:
             return pairs
@@ -140,7 +133,7 @@ class StepParts:
         return pair + Pair(self._layerwise(pair.forward, gather), self._layerwise(pair.backward, gather + reduce))
 
     def _layerwise(self, work: Seconds, sent: float) -> Seconds:
-        """Exposed seconds of a chunk's collectives, `sent` in all: each layer's overlap the layer before."""
+        """Exposed seconds of a chunk's collectives, `sent` in sum, which overlap with the layer before."""
         if not self.hides.dp:
             return Seconds(dp=sent)
         layers = max(1, self.config.model.num_layers // len(self.buckets))
@@ -149,10 +142,10 @@ class StepParts:
 
     @cached_property
     def times(self) -> Times:
-        """The durations of the pipeline's actions and communications."""
+        """Durations of the pipeline's actions and communication."""
         c, p, apart = self.config, self.config.parallel, self.stack.shards_weights
-        between = neighbour_route(self.hardware, p.tp * c.dp, c.world, together=p.tp)
-        hops = 0.0 if p.sp else self.layers.exchange.gather()  # each rank of tp was sent its part
+        between = neighbour_route(self.hardware, p.tp * replicas(c), c.world_size, together=p.tp)
+        hops = 0.0 if p.sp else self.layers.exchange.gather()  # a message is 1 / tp of an activation
         reduce, gather = cache(self.dp.reduce), cache(self.dp.gather)
         buckets = {} if apart else self.buckets
         return Times(
@@ -174,36 +167,36 @@ class StepParts:
 
     @cached_property
     def update(self) -> float:
-        """Seconds of the optimizer on the fullest rank: it reads and writes its state, reads and clears gradients."""
+        """Seconds of the optimizer on the largest rank: state is read and written, gradients are read and cleared."""
         facts = PRECISIONS[self.config.train.precision].facts
-        tensors = OPTIMIZERS[self.config.optimizer.name].facts["state"] + (1 if facts["master"] else 0)
+        tensors = OPTIMIZERS[self.config.optimizer.name].facts["state_tensors"] + (1 if facts["master_weights"] else 0)
         p, wide = self.config.parallel, facts["accumulate_bytes"]
-        most = max(sum(sum(self.buckets[rank, chunk]) for chunk in range(p.vpp)) for rank in range(p.pp))
-        shard = most / (self.config.dp if self.dp.sharded else 1)
-        gradients = shard if self.stack.shards_weights else most
+        elements = max(sum(sum(self.buckets[rank, chunk]) for chunk in range(p.vpp)) for rank in range(p.pp))
+        shard = elements / (replicas(self.config) if self.dp.sharded else 1)
+        gradients = shard if self.stack.shards_weights else elements
         moved = shard * (2 * tensors * wide + 2 * wide + facts["compute_bytes"]) + gradients * wide
         return moved / self.layers.kernels.bandwidth
 
     def seconds(self, pipeline: float) -> float:
-        """Seconds of a step from those of its pipeline, with the loss of large jobs."""
-        return self._unscaled(pipeline) * scale(self.config.world, self.stack)
+        """Seconds of a step from seconds of the pipeline, with the loss of large jobs."""
+        return self._unscaled(pipeline) * scale(self.config.world_size, self.stack)
 
     def _unscaled(self, pipeline: float) -> float:
-        """Seconds of a step without the loss of large jobs. Ranks that share a core take turns on it."""
+        """Seconds of a step without the loss of large jobs. Ranks on the same core take turns."""
         fixed = self.update + self.stack.attained.step_s
-        crowd, times = self.hardware.node.ranks_a_core(self.config.world), self.times
+        crowd, times = self.hardware.node.ranks_a_core(self.config.world_size), self.times
         if crowd == 1:
             return pipeline + fixed
-        p, count = self.config.parallel, self.config.micro_batches
+        p, count = self.config.parallel, self.config.num_microbatches
         work = count * sum([*times.forward.values(), *times.backward.values()])
         work += sum([*times.reduce.values(), *times.gather.values()])
         work += 2 * (p.pp * p.vpp - 1) * count * (times.message + times.hops)
-        waits = (crowd - 1) * self.hardware.node.turn_s * calls(self.config)  # others have filled the caches
+        waits = (crowd - 1) * self.hardware.node.turn_s * calls(self.config)  # a rank finds the caches cold
         return max(pipeline + fixed, crowd * (work / p.pp + fixed) + waits)
 
     def causes(self, ended: float, without_pp: float, without_dp: float) -> dict[str, float]:
-        """Seconds of the mean rank by cause. `without_pp`: pipeline without messages; `without_dp`: compute alone."""
-        count, fixed = self.config.micro_batches, self.stack.attained.step_s
+        """Seconds of the mean rank by cause. `without_pp`: pipeline without messages; `without_dp`: compute only."""
+        count, fixed = self.config.num_microbatches, self.stack.attained.step_s
         total = sum((pair.forward + pair.backward for pair in self.pairs.values()), Seconds())
         total *= count / self.config.parallel.pp
         unscaled = self._unscaled(ended)
@@ -216,5 +209,5 @@ class StepParts:
 
 
 def scale(world: int, stack: Stack) -> float:
-    """The factor by which a step grows with the number of devices, for each doubling beyond `SCALE`."""
+    """Return the factor of step time for large jobs, which grows with every doubling beyond `SCALE` devices."""
     return 1 + stack.attained.scale_loss * max(0.0, math.log2(world / SCALE))

@@ -1,1 +1,1 @@
-"""Writing down what happens in a run."""
+"""A run's records: the event log of every rank, and metrics."""

@@ -1,7 +1,11 @@
-"""The ledger of a rank: every action of a step and every communication, with its times and what waited for it.
+"""The event log of a rank: every action of a step and every communication, with times and exposed waits.
 
-Recording never waits for the device: moments are marks, which become seconds when they are read. The newest records
-are kept in a ring; what each axis communicated and exposed is added up for the metrics of each step.
+- `Recorder` takes records; `EventRecord` is an open record, `core.events.Event` a complete one
+- `Traffic`: totals of an axis for a step's metrics
+- `profiler_range`: a named range in torch's profiler
+
+Recording never waits for the device: moments are marks, resolved to seconds once the device has passed them. A ring
+holds the newest records.
 """
 
 from __future__ import annotations
@@ -15,23 +19,23 @@ from typing import Any, Literal
 import torch
 
 from megascale.core.events import COMPUTE, Event
-from megascale.core.label import Label, What
+from megascale.core.label import Label, LabelLike
 from megascale.device import HostTimer, Mark, Timer
 
-_UNNAMED = nullcontext()
+_NULL_CONTEXT = nullcontext()
 
 
-def profiled(name: str) -> AbstractContextManager[Any]:
-    """For a `with` block: what torch's profiler, if it runs, calls the work in it."""
+def profiler_range(name: str) -> AbstractContextManager[Any]:
+    """Name the work of a `with` block in torch's profiler, if the profiler runs."""
     running = torch.autograd.profiler._is_profiler_enabled
-    return torch.autograd.profiler.record_function(name) if running else _UNNAMED
+    return torch.autograd.profiler.record_function(name) if running else _NULL_CONTEXT
 
 
-CAPACITY = 1 << 15
-"""Records that are kept: a hundred steps of a small job, some of a large one; about 10 MB."""
+RING_CAPACITY = 1 << 15
+"""Records in the ring: a hundred steps of a small job, a few of a large job; about 10 MB."""
 
-MOST = 32
-"""Records that are settled at once while a step is issued: a tenth of a millisecond."""
+MAX_MARKS_AT_ONCE = 32
+"""Most records that `resolve_oldest_marks` resolves while a step is issued: 0.1 ms."""
 
 
 MemoryKind = Literal["parameters", "gradients", "optimizer", "activations", "logits", "buffers"]
@@ -40,21 +44,21 @@ MemoryKind = Literal["parameters", "gradients", "optimizer", "activations", "log
 
 @dataclass
 class Traffic:
-    """Calls, bytes of the whole tensors concerned, and seconds that compute waited."""
+    """Calls, bytes of the full tensors, and exposed seconds (waits of compute)."""
 
     calls: int = 0
     bytes: int = 0
     exposed_s: float = 0.0
 
-    def mean(self, steps: int) -> dict[str, float]:
-        """What it is in one of so many steps."""
+    def per_step(self, steps: int) -> dict[str, float]:
+        """Return the means over a number of steps."""
         return {"calls": self.calls / steps, "bytes": self.bytes / steps, "exposed_s": self.exposed_s / steps}
 
 
-class Record:
-    """An action or a communication on its way: see `core.events.Event` for the fields.
+class EventRecord:
+    """An action or communication in flight, with the fields of `core.events.Event`.
 
-    `end` is None until it is known; a record is `closed` when nothing of it will change.
+    `end` is None until known; a `closed` record is complete.
     """
 
     __slots__ = (
@@ -76,39 +80,45 @@ class Record:
 
 
 class Recorder:
-    """Takes records in the order in which they are issued. `step` is the step that is being trained, from 1; what is
-    issued outside of steps, under 0, is kept but is nobody's traffic. One that is not `on` takes and marks nothing.
+    """The event log. Records are in the order of their issue.
+
+    `step`: the current step, from 1; 0 outside of steps, where records do not count as traffic. With `enabled` False
+    nothing is recorded or marked.
     """
 
-    def __init__(self, timer: Timer | None = None, capacity: int = CAPACITY, *, on: bool = True) -> None:
+    def __init__(self, timer: Timer | None = None, capacity: int = RING_CAPACITY, *, enabled: bool = True) -> None:
         self.timer = timer or HostTimer()
-        self.mark: Callable[[], Mark] = self.timer.mark if on else lambda: 0.0
-        self._void = None if on else Record("", "", Label(), 0.0)  # stands for every record that is not taken
+        self.mark: Callable[[], Mark] = self.timer.mark if enabled else lambda: 0.0
+        self._null_record = None if enabled else EventRecord("", "", Label(), 0.0)  # returned for every communication
         self.step = 0
         self.dropped = 0
-        self._place = (-1, -1)
-        self._ring: deque[Record] = deque(maxlen=capacity)
-        self._marked: deque[Record] = deque()  # their marks are not yet seconds
+        self._current_scope = (-1, -1)
+        self._ring: deque[EventRecord] = deque(maxlen=capacity)
+        self._unresolved: deque[EventRecord] = deque()  # records with marks that are not seconds yet
         self._sequences: defaultdict[str, int] = defaultdict(int)
         self._traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
 
     def action(self, name: str, chunk: int = -1, microbatch: int = -1) -> AbstractContextManager[None]:
-        """For a `with` block: compute that has a name. Communication inside it belongs to its chunk and micro-batch."""
-        return _UNNAMED if self._void is not None else Action(self, name, chunk, microbatch)
+        """Record a `with` block as a named action of compute, on a model chunk and micro-batch. Communication inside
+        gets the same chunk and micro-batch.
+        """
+        return _NULL_CONTEXT if self._null_record is not None else ActionScope(self, name, chunk, microbatch)
 
-    def place(self, chunk: int, microbatch: int = -1) -> AbstractContextManager[None]:
-        """For a `with` block: communication inside it belongs to a chunk and a micro-batch, outside of compute."""
-        return _UNNAMED if self._void is not None else Place(self, chunk, microbatch)
+    def scope(self, chunk: int, microbatch: int = -1) -> AbstractContextManager[None]:
+        """Set the chunk and micro-batch of communication in a `with` block, without an action of compute."""
+        return _NULL_CONTEXT if self._null_record is not None else Scope(self, chunk, microbatch)
 
-    def memory(self, kind: MemoryKind) -> AbstractContextManager[None]:
-        """For a `with` block: tensors made in it are of this kind, for who counts memory (`dryrun.account`)."""
-        return _UNNAMED
+    def memory_kind(self, kind: MemoryKind) -> AbstractContextManager[None]:
+        """Mark the tensors of a `with` block as of this kind, for `dryrun.resource_counter`."""
+        return _NULL_CONTEXT
 
-    def communication(self, axis: str, group: str, name: str, what: What, nbytes: int, peer: int = -1) -> Record:
-        """Record a communication that is about to be issued."""
-        if self._void is not None:
-            return self._void
-        record = self._add(Record(axis, name, Label.of(what), self.mark()))
+    def record_communication(
+        self, axis: str, group: str, name: str, label: LabelLike, nbytes: int, peer: int = -1
+    ) -> EventRecord:
+        """Record a communication, just before its issue."""
+        if self._null_record is not None:
+            return self._null_record
+        record = self._add(EventRecord(axis, name, Label.from_part(label), self.mark()))
         record.group, record.bytes, record.peer = group, nbytes, peer
         record.sequence = self._sequences[group]
         self._sequences[group] += 1
@@ -117,60 +127,60 @@ class Recorder:
             self._traffic[axis].bytes += nbytes
         return record
 
-    def waited(self, record: Record, start: Mark) -> Mark:
-        """Compute has waited for a communication since `start`. Returns the end of the wait."""
-        if self._void is not None:
+    def record_wait(self, record: EventRecord, start: Mark) -> Mark:
+        """Record a wait of compute for a communication, from `start` to the present. Returns the end of the wait."""
+        if self._null_record is not None:
             return start
         end = self.mark()
         record.waits.append((start, end))
-        if self.timer.host and record.step:
+        if self.timer.synchronous and record.step:
             self._traffic[record.axis].exposed_s += end - start  # type: ignore[operator]
         return end
 
     def take_traffic(self) -> dict[str, Traffic]:
-        """What each axis has communicated since the last call. On a GPU a wait counts once the device is past it."""
-        self.settle()
-        found, self._traffic = dict(self._traffic), defaultdict(Traffic)
-        return found
+        """Return the traffic by axis since the last call. On a GPU a wait counts once the device has passed its end."""
+        self.resolve_marks()
+        traffic, self._traffic = dict(self._traffic), defaultdict(Traffic)
+        return traffic
 
     def events(self) -> list[Event]:
-        """What is kept, of all that is done. A communication starts when it is issued and the one before it in its
-        channel is done.
+        """Return the complete events in the ring. A communication starts at its issue, or at the end of the previous
+        communication of its channel if later.
         """
-        self.settle()
+        self.resolve_marks()
         ends: dict[tuple[Any, ...], float] = {}
-        return [_event(record, ends) for record in self._ring if record.closed and isinstance(record.issue, float)]
+        return [_to_event(record, ends) for record in self._ring if record.closed and isinstance(record.issue, float)]
 
-    def _add(self, record: Record) -> Record:
+    def _add(self, record: EventRecord) -> EventRecord:
         record.step = self.step
-        record.chunk, record.microbatch = self._place
+        record.chunk, record.microbatch = self._current_scope
         self.dropped += len(self._ring) == self._ring.maxlen
         self._ring.append(record)
-        if not self.timer.host:
-            self._marked.append(record)
+        if not self.timer.synchronous:
+            self._unresolved.append(record)
         return record
 
-    def settle(self) -> None:
-        """Turn all marks that the device has passed into seconds, and let go of them."""
-        self._marked = deque(record for record in self._marked if not self._to_seconds(record))
+    def resolve_marks(self) -> None:
+        """Resolve all marks that the device has passed to seconds, and release them."""
+        self._unresolved = deque(record for record in self._unresolved if not self._resolve(record))
 
-    def keep_up(self) -> None:
-        """Settle some of the oldest records, for a step in which the host is ahead of its device: up to the first that
-        is not complete, and none if the device has begun with the newest and may soon have to wait for the host.
+    def resolve_oldest_marks(self) -> None:
+        """Resolve a few of the oldest records, up to the first incomplete record. For use during a step, while the
+        host is ahead of the device: if the device has reached the newest record, return at once.
         """
-        if not self._marked or self.timer.seconds(self._marked[-1].issue) is not None:
+        if not self._unresolved or self.timer.seconds(self._unresolved[-1].issue) is not None:
             return
-        for _ in range(min(MOST, len(self._marked))):
-            if not self._to_seconds(self._marked[0]):
+        for _ in range(min(MAX_MARKS_AT_ONCE, len(self._unresolved))):
+            if not self._resolve(self._unresolved[0]):
                 return
-            self._marked.popleft()
+            self._unresolved.popleft()
 
-    def trails(self, until: Mark) -> bool:
-        """Whether the device, on its way to the mark `until`, leaves more records to settle than are soon done."""
-        return len(self._marked) > MOST and self.timer.seconds(until) is None
+    def has_backlog(self, until: Mark) -> bool:
+        """Return True if the device has not reached `until` and many records are unresolved."""
+        return len(self._unresolved) > MAX_MARKS_AT_ONCE and self.timer.seconds(until) is None
 
-    def _to_seconds(self, record: Record) -> bool:
-        """Whether the record is settled, for it is complete and the device past it."""
+    def _resolve(self, record: EventRecord) -> bool:
+        """Resolve a record; return False if the record is incomplete or the device has not passed its marks."""
         if not record.closed or record.end is None:
             return False
         times: list[float] = []
@@ -185,15 +195,15 @@ class Recorder:
         return True
 
 
-def _event(record: Record, ends: dict[tuple[Any, ...], float]) -> Event:
+def _to_event(record: EventRecord, ends: dict[tuple[Any, ...], float]) -> Event:
     issue, end, waits = record.issue, record.end, tuple(record.waits)
-    assert isinstance(issue, float) and isinstance(end, float), "closed and settled"
+    assert isinstance(issue, float) and isinstance(end, float), "a closed record with unresolved marks"
     start = issue
     if record.axis != COMPUTE:
         channel = (record.group, record.name if record.peer >= 0 else "", record.peer)
-        before = ends.get(channel, issue)
-        start = min(max(issue, before), end)
-        ends[channel] = max(before, end)  # one that is waited for at once may overtake those in the background
+        previous_end = ends.get(channel, issue)
+        start = min(max(issue, previous_end), end)
+        ends[channel] = max(previous_end, end)  # a synchronous communication may overtake background communication
     label = record.label
     return Event(
         record.axis, record.name, label.part, record.step, record.chunk, record.microbatch, start, end, record.group,
@@ -202,24 +212,24 @@ def _event(record: Record, ends: dict[tuple[Any, ...], float]) -> Event:
     )  # fmt: skip
 
 
-class Place(AbstractContextManager[None]):
-    """What is recorded from entering a `with` block to leaving it belongs to a chunk and a micro-batch."""
+class Scope(AbstractContextManager[None]):
+    """A `with` block whose records belong to a chunk and a micro-batch."""
 
-    __slots__ = ("_before", "_place", "_recorder")
+    __slots__ = ("_outer_scope", "_recorder", "_scope")
 
     def __init__(self, recorder: Recorder, chunk: int, microbatch: int) -> None:
         self._recorder = recorder
-        self._place = (chunk, microbatch)
+        self._scope = (chunk, microbatch)
 
     def __enter__(self) -> None:
-        self._before, self._recorder._place = self._recorder._place, self._place
+        self._outer_scope, self._recorder._current_scope = self._recorder._current_scope, self._scope
 
     def __exit__(self, *_: object) -> None:
-        self._recorder._place = self._before
+        self._recorder._current_scope = self._outer_scope
 
 
-class Action(Place):
-    """A named piece of compute, from entering a `with` block to leaving it. torch's profiler, if it runs, sees it."""
+class ActionScope(Scope):
+    """A `with` block that is a named action of compute, in the event log and in torch's profiler."""
 
     __slots__ = ("_name", "_range", "_record")
 
@@ -229,9 +239,9 @@ class Action(Place):
 
     def __enter__(self) -> None:
         super().__enter__()
-        self._range = profiled(self._name)
+        self._range = profiler_range(self._name)
         self._range.__enter__()
-        self._record = self._recorder._add(Record(COMPUTE, self._name, Label(), self._recorder.mark()))
+        self._record = self._recorder._add(EventRecord(COMPUTE, self._name, Label(), self._recorder.mark()))
 
     def __exit__(self, *_: object) -> None:
         self._record.end = self._recorder.mark()

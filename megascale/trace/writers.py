@@ -1,4 +1,4 @@
-"""Where metrics go: a JSON-lines file, TensorBoard, and the console. Only rank 0 has writers."""
+"""Writers of metrics: `JsonLinesWriter`, `TensorBoardWriter` and `TerminalWriter`. Only rank 0 has writers."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from megascale.core.files import write_text
 from megascale.core.units import format_count, format_duration
-from megascale.trace.record import EvaluationRecord, Record, StepRecord, as_json, scalars
+from megascale.trace.metrics import EvaluationMetrics, MetricsRecord, StepMetrics, as_json, scalars
 
 
-class Writer(Protocol):
-    """Takes records as they come, and with `note` a line for people, by default nowhere. `name` is for people."""
+class MetricsWriter(Protocol):
+    """A destination of metrics records, and of messages for people, ignored by default. `name` is shown in messages."""
 
     name: str
 
-    def write(self, record: Record) -> None: ...
+    def write(self, record: MetricsRecord) -> None: ...
 
-    def note(self, text: str) -> None:
+    def write_message(self, text: str) -> None:
         return None
 
     def close(self) -> None: ...
 
 
-class JsonLines(Writer):
-    """metrics.jsonl. A resumed run continues the file: lines of steps after the checkpoint, which are trained again,
-    go. A run that starts anew (`resumed_step` 0) starts the file anew.
+class JsonLinesWriter(MetricsWriter):
+    """Writer of metrics.jsonl. A resumed run continues the file after removing the lines of steps after the checkpoint;
+    a new run (`resumed_step` 0) truncates the file.
     """
 
     name = "metrics.jsonl"
@@ -43,7 +43,7 @@ class JsonLines(Writer):
             write_text(path, "".join(_lines_until(path, resumed_step) if resumed_step else []))
         self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  closed by `close`
 
-    def write(self, record: Record) -> None:
+    def write(self, record: MetricsRecord) -> None:
         self._file.write(json.dumps(as_json(record)) + "\n")
 
     def close(self) -> None:
@@ -51,7 +51,7 @@ class JsonLines(Writer):
 
 
 def _lines_until(path: Path, step: int) -> list[str]:
-    """The lines of a metrics file up to a step, without what was cut off or spoilt when the run or its host died."""
+    """Return the lines of a metrics file up to a step, without lines that a crash left truncated or corrupt."""
     with open(path, encoding="utf-8", errors="replace") as file:
         return [line for line in file if line.endswith("\n") and _step(line) <= step]
 
@@ -64,11 +64,11 @@ def _step(line: str) -> float:
 
 
 FLUSH_SECONDS = 10
-"""How long a figure may wait before it is in the event file."""
+"""Seconds between flushes of the event file."""
 
 
-class TensorBoard(Writer):
-    """Event files, written by the `tensorboard` package itself: torch's wrapper takes seconds to import."""
+class TensorBoardWriter(MetricsWriter):
+    """Writer of TensorBoard event files, by the `tensorboard` package: torch's wrapper takes seconds to import."""
 
     name = "TensorBoard"
 
@@ -79,17 +79,17 @@ class TensorBoard(Writer):
 
         self._event, self._summary = Event, Summary
         self._writer = EventFileWriter(str(folder), flush_secs=FLUSH_SECONDS)
-        # the viewer drops what an earlier process wrote for these steps
-        log, trained = SessionLog(status=SessionLog.START), resumed_step + 1 if resumed_step else 0
-        self._writer.add_event(Event(wall_time=time.time(), step=trained, session_log=log))
+        # a START makes the viewer drop the events that an earlier process wrote from this step on
+        log, first_step = SessionLog(status=SessionLog.START), resumed_step + 1 if resumed_step else 0
+        self._writer.add_event(Event(wall_time=time.time(), step=first_step, session_log=log))
 
-    def write(self, record: Record) -> None:
-        found = scalars(record)
-        step = int(found.pop("step"))
-        prefix = "valid" if isinstance(record, EvaluationRecord) else "train"
+    def write(self, record: MetricsRecord) -> None:
+        values_by_name = scalars(record)
+        step = int(values_by_name.pop("step"))
+        prefix = "valid" if isinstance(record, EvaluationMetrics) else "train"
         values = [
             self._summary.Value(tag=f"{prefix}/{name.removeprefix('valid_')}", simple_value=value)
-            for name, value in found.items()
+            for name, value in values_by_name.items()
         ]
         self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
 
@@ -99,13 +99,13 @@ class TensorBoard(Writer):
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Write to nowhere; rich would end the process."""
+        """Redirect output to /dev/null; rich would end the process."""
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-class Terminal:
-    """A line for each record, above a progress bar where there is a terminal. Silent once its reader has gone."""
+class TerminalWriter:
+    """Writer of a line per record, above a progress bar if the output is a terminal. Silent after a broken pipe."""
 
     name = "the terminal"
 
@@ -117,36 +117,36 @@ class Terminal:
         self._task = self._progress.add_task("", total=steps, completed=first)
         self._progress.start()
 
-    def write(self, record: Record) -> None:
-        self.note(describe(record, self._steps))
-        if isinstance(record, StepRecord):
+    def write(self, record: MetricsRecord) -> None:
+        self.write_message(format_record(record, self._steps))
+        if isinstance(record, StepMetrics):
             self._progress.update(self._task, completed=record.step, description=time_left(record, self._steps))
 
-    def note(self, text: str) -> None:
-        # a wrapped line would break paths and commands that are to be copied
+    def write_message(self, text: str) -> None:
+        # no wrapping: users copy paths and commands
         self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def close(self) -> None:
         self._progress.stop()
 
 
-def describe(record: Record, steps: int) -> str:
-    """A record in one line. `steps`: of the whole run."""
-    place = f"step {record.step:,}/{steps:,}"
-    if isinstance(record, EvaluationRecord):
-        return f"{place}  validation loss {record.valid_loss:.4f}"
+def format_record(record: MetricsRecord, steps: int) -> str:
+    """Format a record as a line. `steps`: steps of the whole run."""
+    step = f"step {record.step:,}/{steps:,}"
+    if isinstance(record, EvaluationMetrics):
+        return f"{step}  validation loss {record.valid_loss:.4f}"
     mfu = "MFU n/a" if record.mfu_full is None else f"MFU {record.mfu_full:.1%} full {record.mfu_causal:.1%} causal"
     speed = f"{format_count(record.tokens_per_s)} tok/s"
     if record.loss_tokens_per_s != record.tokens_per_s:
         speed += f" ({format_count(record.loss_tokens_per_s)} in the loss)"
-    if record.hfu_full != record.mfu_full:  # something is recomputed
+    if record.hfu_full != record.mfu_full:  # with activation recomputation
         mfu += f"  HFU {record.hfu_full:.1%} full {record.hfu_causal:.1%} causal"
     return (
-        f"{place}  loss {record.loss:.4f}  norm {record.grad_norm:.2f}  lr {record.lr:.2e}  "
+        f"{step}  loss {record.loss:.4f}  norm {record.grad_norm:.2f}  lr {record.lr:.2e}  "
         f"{speed}  {mfu}  {time_left(record, steps)}"
     )
 
 
-def time_left(record: StepRecord, steps: int) -> str:
-    """How long the rest of the run takes at the speed of a record."""
+def time_left(record: StepMetrics, steps: int) -> str:
+    """Format the remaining time of the run at a record's step time."""
     return f"{format_duration((steps - record.step) * record.step_time_s)} left"

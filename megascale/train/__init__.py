@@ -1,1 +1,1 @@
-"""The step, the loop around it, and how a run is put together from its configuration."""
+"""Training: the step, the loop, and the construction of a run from a configuration."""

@@ -1,4 +1,4 @@
-"""One rank's life: join the job, build, resume, train, leave."""
+"""Entry point of a rank: join the job, build the run, resume, train, shut down."""
 
 from __future__ import annotations
 
@@ -14,53 +14,54 @@ from megascale.account.memory import rank_memory
 from megascale.account.parameters import parameter_count
 from megascale.account.peaks import Peak
 from megascale.comm import init
-from megascale.comm.control import announce
-from megascale.config.resolved import to_toml
+from megascale.comm.control import announce_exit
 from megascale.config.run import RunConfig
+from megascale.config.toml_writer import to_toml
 from megascale.core.errors import Exit, MegascaleError
 from megascale.core.files import write_text
 from megascale.core.rank import Rank
 from megascale.core.units import format_bytes, format_count, format_flops
-from megascale.device import detect
+from megascale.device import detect_device
 from megascale.launch import affinity
-from megascale.launch.failure import exit_status_of, peer_was_lost, write_error
-from megascale.ops.advice import advice
-from megascale.ops.select import Setting, serving
-from megascale.train.build import Run, build, mesh_of
-from megascale.train.eventfile import EventFile
-from megascale.train.loop import conclude, train
-from megascale.train.peak import find_peak
-from megascale.train.report import Reporter, open_writers
-from megascale.train.resume import OpenWeights, resume
-from megascale.train.stop import Stop
+from megascale.launch.failure import exit_status_of, is_peer_lost, write_error
+from megascale.ops.advice import slow_backend_hint
+from megascale.ops.select import OpContext, serving
+from megascale.train.build import Run, build_mesh, build_rank_run
+from megascale.train.event_file import EventFile
+from megascale.train.loop import save_final, train
+from megascale.train.peak_flops import find_peak_flops
+from megascale.train.reporter import Reporter, open_writers
+from megascale.train.resume import OpenWeights, load_initial_state
+from megascale.train.stop import StopRequest
 
 
 def run_rank(config: RunConfig, rank: Rank, open_weights: OpenWeights) -> int:
-    """Run this rank to its end and return its exit status. `open_weights`: opens what `checkpoint.resume = "hf:..."`
-    names. On an error the process ends here and now: the communication library's own tear-down would wait for ranks
-    that wait for this one.
+    """Run this rank to the end and return the exit status.
+
+    `open_weights` opens the folder of `checkpoint.resume = "hf:..."`. On an error the process exits at once, because an
+    orderly shutdown of process groups would wait for ranks that wait for this rank.
     """
-    stop = Stop().listen()
+    stop = StopRequest().install_handlers()
     try:
         status = _run(config, rank, stop, open_weights)
-        init.stop()
+        init.shutdown_distributed()
     except (Exception, KeyboardInterrupt) as error:
-        _leave(error, rank)
+        _exit_with_error(error, rank)
     return status
 
 
-def _leave(error: BaseException, rank: Rank) -> Never:
-    """Say what happened, to whom there is: the disk may be full, and the terminal gone."""
+def _exit_with_error(error: BaseException, rank: Rank) -> Never:
+    """Report the error to peers, error file and stderr, ignoring a full disk or a closed terminal, and exit."""
     if isinstance(error, MegascaleError):
         text = f"{rank}: {error}"
-    elif peer_was_lost(error):
+    elif is_peer_lost(error):
         text = f"{rank}: lost another rank: {error}"
     else:
         text = f"{rank}:\n{traceback.format_exc()}"
-    with contextlib.suppress(RuntimeError):  # the store may have gone
-        announce(f"{rank}: {error}")
+    with contextlib.suppress(RuntimeError):  # the store may be gone
+        announce_exit(f"{rank}: {error}")
     with contextlib.suppress(OSError):
-        write_error(error, rank)  # first: who lost another rank waits there, and speaks later
+        write_error(error, rank)  # before stderr: a rank that lost a peer waits in here, so the cause is printed first
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
     with contextlib.suppress(OSError):
@@ -68,30 +69,30 @@ def _leave(error: BaseException, rank: Rank) -> Never:
     os._exit(exit_status_of(error))
 
 
-def _run(config: RunConfig, rank: Rank, stop: Stop, open_weights: OpenWeights) -> Exit:
-    device = detect(rank.local)
-    affinity.bind(device.pci_address)
-    init.start(rank, device, config.launch, config.nccl, pp=config.parallel.pp)
-    first = rank.rank == 0
-    run = build(config, mesh_of(config, rank, device), device, stop)
-    peak = find_peak(run)
-    resumed = resume(run, open_weights)
-    if first:  # not before it is known that the run can go on in this folder
+def _run(config: RunConfig, rank: Rank, stop: StopRequest, open_weights: OpenWeights) -> Exit:
+    device = detect_device(rank.local_rank)
+    affinity.bind_to_local_cores(device.pci_address)
+    init.init_distributed(rank, device, config.launch, config.nccl, pp=config.parallel.pp)
+    is_rank_0 = rank.rank == 0
+    run = build_rank_run(config, build_mesh(config, rank, device), device, stop)
+    peak = find_peak_flops(run)
+    resumed = load_initial_state(run, open_weights)
+    if is_rank_0:  # only after the resume has accepted the folder
         write_text(config.folder / "config.toml", to_toml(config))
-    writers = open_writers(config, run.progress.step) if first else []
+    writers = open_writers(config, run.progress.step) if is_rank_0 else []
     reporter = Reporter(config, device, peak, writers, run.mesh.recorder)
     try:
-        if first and run.progress.step:
-            reporter.remember(config.folder)
-        reporter.note(introduction(run, peak))
+        if is_rank_0 and run.progress.step:
+            reporter.load_history(config.folder)
+        reporter.write_message(run_summary(run, peak))
         if resumed:
-            reporter.note(resumed)
+            reporter.write_message(resumed)
         if run.progress.step >= config.train.steps:
-            if run.checkpoints.in_memory:
-                conclude(run, reporter)
+            if run.checkpoints.resumed_from_memory:
+                save_final(run, reporter)
             else:
-                run.checkpoints.forget()
-            reporter.note(f"all {config.train.steps} steps are done: raise train.steps to go on")
+                run.checkpoints.drop_memory_copies()
+            reporter.write_message(f"all {config.train.steps} steps are done: raise train.steps to continue")
             return Exit.OK
         with EventFile(run, rank):
             return train(run, reporter)
@@ -99,26 +100,26 @@ def _run(config: RunConfig, rank: Rank, stop: Stop, open_weights: OpenWeights) -
         reporter.close()
 
 
-def introduction(run: Run, peak: Peak | None) -> str:
-    """What is about to run, for people."""
+def run_summary(run: Run, peak: Peak | None) -> str:
+    """Describe the run in a few lines: model, layout, memory, backends, MFU's peak and folder."""
     config, p, m = run.config, run.config.parallel, run.config.model
     threads = f", {torch.get_num_threads()} threads each" if run.device.is_cpu else ""
     memory = rank_memory(config, run.mesh.coord.pp)
     name = f"{config.name}: {format_count(parameter_count(m))} parameters in {config.train.precision}"
     tensor, pipeline = f"tp {p.tp}{' with sp' if p.sp else ''}", f"pp {p.pp} (vpp {p.vpp}, {p.schedule})"
     shape = f"{tensor} x {pipeline} x dp {config.dp} (zero {p.zero})"
-    step = f"a step is {config.batch.total} x {m.seq_length} tokens, {config.micro_batches} micro-batches a rank"
-    setting = Setting.of(config, run.device)
-    backends = ", ".join(f"{operation} {backend}" for operation, backend in serving(setting).items())
-    against = f"{format_flops(peak.flops)} a rank ({peak.source})" if peak else ""
+    step = f"a step is {config.batch.total} x {m.seq_length} tokens, {config.num_microbatches} micro-batches a rank"
+    context = OpContext.from_config(config, run.device)
+    backends = ", ".join(f"{operation} {backend}" for operation, backend in serving(context).items())
+    peak_text = f"{format_flops(peak.flops)} a rank ({peak.source})" if peak else ""
     lines = [
-        f"{name}, {shape} = {config.world} ranks{threads}",
+        f"{name}, {shape} = {config.world_size} ranks{threads}",
         f"{step}; rank {run.mesh.rank} needs {format_bytes(memory.total)}: parameters, gradients and optimizer "
         f"{format_bytes(memory.parameters + memory.gradients + memory.optimizer)}, activations "
         f"{format_bytes(memory.activations)}, transient {format_bytes(memory.transient)} at most",
         f"backends: {backends}{', blocks compiled' if config.train.compile else ''}",
-        *([f"WARNING: {slow}"] if (slow := advice(setting)) else []),
-        f"MFU is measured against {against}" if peak else f"MFU n/a: the peak of {run.device.name!r} is not known",
+        *([f"WARNING: {hint}"] if (hint := slow_backend_hint(context)) else []),
+        f"MFU is measured against {peak_text}" if peak else f"MFU n/a: the peak of {run.device.name!r} is not known",
         f"writing to {config.folder}",
     ]
     return "\n".join(lines)

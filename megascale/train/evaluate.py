@@ -1,4 +1,4 @@
-"""Loss on validation data."""
+"""Evaluation: the loss on validation data."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megascale.trace.record import EvaluationRecord
-from megascale.train.step import check_counted, totals
+from megascale.trace.metrics import EvaluationMetrics
+from megascale.train.step import check_loss_tokens, reduce_totals
 
 if TYPE_CHECKING:
     from megascale.train.build import Run
 
 
-def evaluate(run: Run) -> EvaluationRecord:
-    """The mean loss a token over the same validation batches each time, without dropout."""
-    assert run.valid is not None, "a run that evaluates has validation data"
-    run.scaling.refresh()
-    loss = torch.zeros((), dtype=run.formats[1], device=run.device.torch)
+def evaluate(run: Run) -> EvaluationMetrics:
+    """Compute the mean loss per token over a fixed set of validation batches, without dropout."""
+    assert run.valid_loader is not None, "a run that evaluates has validation data"
+    run.fp8_state.invalidate_weights()
+    loss = torch.zeros((), dtype=run.dtypes[1], device=run.device.torch_device)
     tokens = 0
-    for batch in run.valid.batches(run.valid_batches):
-        loss += run.pipeline.run(run.valid_order, batch)
-        tokens += batch.tokens
-        run.mesh.recorder.settle()  # else marks, which hold a GPU's events, pile up beside the ring
-    total, count = run.device.read(totals(run.mesh, loss, tokens))()
-    check_counted(count)
-    return EvaluationRecord(run.progress.step, total / count, int(count))
+    for batch in run.valid_loader.batches(run.valid_batches):
+        loss += run.pipeline.run_actions(run.valid_order, batch)
+        tokens += batch.loss_tokens
+        run.mesh.recorder.resolve_marks()  # bounds the number of open marks, which hold CUDA events
+    total, count = run.device.copy_to_host(reduce_totals(run.mesh, loss, tokens))()
+    check_loss_tokens(count)
+    return EvaluationMetrics(run.progress.step, total / count, int(count))

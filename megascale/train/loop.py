@@ -1,122 +1,123 @@
-"""Steps, records, evaluations, checkpoints and the request to stop; nothing else."""
+"""The training loop: steps, metrics, evaluations, checkpoints, and stop requests."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from megascale.checkpoint.saving import Saved
-from megascale.core.errors import CheckpointError, DivergenceError, Exit, UncountedError
+from megascale.checkpoint.save.saver import SaveResult
+from megascale.core.errors import CheckpointError, DivergenceError, Exit, NoLossTokensError
 from megascale.train.build import Run
 from megascale.train.evaluate import evaluate
-from megascale.train.gc import ScheduledCollection
-from megascale.train.guard import check_state
-from megascale.train.report import Reporter
-from megascale.train.step import logged, train_step
+from megascale.train.finite_check import check_state_finite
+from megascale.train.reporter import Reporter
+from megascale.train.scheduled_gc import ScheduledGC
+from megascale.train.step import is_logged_step, train_step
 
-NOTED = 0.005
-"""Seconds of waiting that are told."""
+MIN_REPORTED_WAIT_S = 0.005
+"""Shortest wait for the previous save that is reported, in seconds."""
 
 
 def train(run: Run, reporter: Reporter) -> Exit:
-    """Train until the last step, or until some rank is asked to stop. Returns how it ended."""
+    """Train until the last step or a stop request on any rank. Returns the exit status."""
     settings, steps = run.config.train, run.config.train.steps
-    stopping, first = False, run.progress.step + 1
-    run.train.prepare(run.progress.samples)
-    run.mesh.world.control.barrier("the first step")  # rank 0 has written the indices that the first step reads
-    if run.valid is not None and run.progress.step == 0:
+    stopping, first_step = False, run.progress.step + 1
+    run.train_loader.prepare_indices(run.progress.samples)
+    run.mesh.world.control.barrier("the first step")  # the first step reads indices that rank 0 writes
+    if run.valid_loader is not None and run.progress.step == 0:
         reporter.write(evaluate(run))
-    with ScheduledCollection() as collection, _completing(run, reporter):
+    with ScheduledGC() as collection, _finish_save_on_error(run, reporter):
         while run.progress.step < steps and not stopping:
             reporter.start_step()
-            result = train_step(run, run.train.batch(run.progress.samples))
+            result = train_step(run, run.train_loader.batch(run.progress.samples))
             reporter.end_step(result)
             step, stopping = run.progress.step, result.stop
-            if step == first:
+            if step == first_step:
                 run.mesh.timeout.tighten()
-            if logged(settings, step):
-                reporter.step(result, run.progress, run.scaling.take_lost())
-            if run.valid is not None and (step % settings.eval_every == 0 or step == steps):
+            if is_logged_step(settings, step):
+                reporter.write_step(result, run.progress, run.fp8_state.take_cast_stats())
+            if run.valid_loader is not None and (step % settings.eval_every == 0 or step == steps):
                 reporter.write(evaluate(run))
-            _note(run, reporter, run.checkpoints.settle(result.written, result.failed))
+            _report_save(run, reporter, run.checkpoints.complete_save(result.ranks_written, result.ranks_failed))
             if step < steps:
-                _begin_save(run, reporter)
-            collection.after(step)
-    run.gradients.finish_gather()
+                _start_save(run, reporter)
+            collection.collect_if_due(step)
+    run.buffers.finish_param_gather()
     run.pipeline.finish_sends()
     if run.config.checkpoint.every:
-        conclude(run, reporter)
+        save_final(run, reporter)
     if stopping and run.progress.step < steps:
-        reporter.note(f"stopped by a signal after step {run.progress.step}")
+        reporter.write_message(f"stopped by a signal after step {run.progress.step}")
         return Exit.STOPPED
     return Exit.OK
 
 
 @contextmanager
-def _completing(run: Run, reporter: Reporter) -> Iterator[None]:
-    """Complete the checkpoint under way, which is of a step before, when training ends in what every rank raises."""
+def _finish_save_on_error(run: Run, reporter: Reporter) -> Iterator[None]:
+    """Complete the save of an earlier step, still in progress, when an error that every rank raises ends training."""
     try:
         yield
-    except (DivergenceError, UncountedError):
-        _note(run, reporter, run.checkpoints.finish())
+    except (DivergenceError, NoLossTokensError):
+        _report_save(run, reporter, run.checkpoints.wait_for_save())
         raise
 
 
-def _begin_save(run: Run, reporter: Reporter) -> None:
-    """Begin to save a state that is finite, if this step's is to be. What fails must not end the run that it should
-    protect.
+def _start_save(run: Run, reporter: Reporter) -> None:
+    """Start a save to storage or to memory if one is due after this step. Save errors become warnings.
 
-    Raises: DivergenceError if it is not finite
+    Raises: DivergenceError if the state is not finite.
     """
-    wanted = run.config.checkpoint
-    if not (wanted.every and run.progress.step % wanted.every == 0):
-        if wanted.memory_every and run.progress.step % wanted.memory_every == 0:
-            check_state(run)
-            run.checkpoints.remember(run.progress)
+    settings = run.config.checkpoint
+    if not (settings.every and run.progress.step % settings.every == 0):
+        if settings.memory_every and run.progress.step % settings.memory_every == 0:
+            check_state_finite(run)
+            run.checkpoints.save_to_memory(run.progress)
         return
-    check_state(run)
-    _note(run, reporter, run.checkpoints.finish())
+    check_state_finite(run)
+    _report_save(run, reporter, run.checkpoints.wait_for_save())
     try:
-        run.checkpoints.begin(run.progress)
+        run.checkpoints.start_save(run.progress)
     except CheckpointError as error:
-        reporter.note(f"WARNING: no checkpoint of step {run.progress.step}: {error}")
+        reporter.write_message(f"WARNING: no checkpoint of step {run.progress.step}: {error}")
         return
     if not run.config.checkpoint.background:
-        _note(run, reporter, run.checkpoints.finish())
+        _report_save(run, reporter, run.checkpoints.wait_for_save())
 
 
-def conclude(run: Run, reporter: Reporter) -> None:
-    """Save a state that is finite, unless it is on storage, and wait for it; then nothing stays in memory.
+def save_final(run: Run, reporter: Reporter) -> None:
+    """Save the final state, unless it is on storage already; wait for the save, and drop copies in memory.
 
-    Raises: CheckpointError if it could not be written, DivergenceError if it is not finite.
+    Raises: CheckpointError if the save fails, DivergenceError if the state is not finite.
     """
-    _note(run, reporter, run.checkpoints.finish())
-    check_state(run)
-    _note(run, reporter, run.checkpoints.save(run.progress))
-    _warn(reporter, run.checkpoints.removed)
-    run.checkpoints.forget()
+    _report_save(run, reporter, run.checkpoints.wait_for_save())
+    check_state_finite(run)
+    _report_save(run, reporter, run.checkpoints.save(run.progress))
+    _warn_on_failure(reporter, run.checkpoints.wait_for_prune)
+    run.checkpoints.drop_memory_copies()
 
 
-def _note(run: Run, reporter: Reporter, saved: Saved | None) -> None:
-    """Say what became of a checkpoint, and when it is complete remove old ones."""
+def _report_save(run: Run, reporter: Reporter, saved: SaveResult | None) -> None:
+    """Report a save, and prune old checkpoints after a complete save."""
     if saved is None:
         return
     if saved.error is not None:
-        what = "checkpoint" if saved.path else "copy in memory"
-        reporter.note(f"WARNING: no {what} of step {saved.step}: {saved.error}")
+        kind = "checkpoint" if saved.path else "copy in memory"
+        reporter.write_message(f"WARNING: no {kind} of step {saved.step}: {saved.error}")
         return
     if saved.path is None:
         return
-    before = f" after {saved.waited:.2f} s for the one before" if saved.waited > NOTED else ""
-    reporter.note(
-        f"saved {saved.path}: training stood for {saved.stalled:.2f} s{before}, written in {saved.written:.2f} s"
+    waited = (
+        f" after waiting {saved.waited_s:.2f} s for the previous save" if saved.waited_s > MIN_REPORTED_WAIT_S else ""
     )
-    _warn(reporter, run.checkpoints.remove_old)
+    reporter.write_message(
+        f"saved {saved.path}: training paused {saved.stalled_s:.2f} s{waited}, written in {saved.write_s:.2f} s"
+    )
+    _warn_on_failure(reporter, run.checkpoints.prune)
 
 
-def _warn(reporter: Reporter, action: Callable[[], None]) -> None:
-    """Do something that must not end the run if it fails."""
+def _warn_on_failure(reporter: Reporter, action: Callable[[], None]) -> None:
+    """Run `action`; turn a CheckpointError into a warning."""
     try:
         action()
     except CheckpointError as error:
-        reporter.note(f"WARNING: {error}")
+        reporter.write_message(f"WARNING: {error}")

@@ -1,4 +1,4 @@
-"""The state that a run begins with: a checkpoint's, another project's weights, or a fresh one."""
+"""The initial state of a run: a checkpoint, another project's weights, or fresh weights."""
 
 from __future__ import annotations
 
@@ -8,62 +8,62 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megascale.checkpoint.state import Part
+from megascale.checkpoint.format.state import Region
 from megascale.config.model import ModelConfig
-from megascale.config.run import FOREIGN
+from megascale.config.run import HF_PREFIX
 from megascale.core.units import format_count
 from megascale.train.build import Run
 
 
 class InitialWeights(Protocol):
-    """Weights of another project that a run may begin with, in a folder."""
+    """A folder of another project's weights, to start a run from."""
 
     folder: Path
     model: ModelConfig
 
-    def check(self) -> None:
-        """Check that every tensor of the model is there, in its shape. Raises: CheckpointError"""
+    def check_tensors(self) -> None:
+        """Check presence and shape of every tensor of the model. Raises: CheckpointError"""
 
-    def part(self, name: str, part: Part) -> Tensor:
-        """Read a part (offset, size) of the tensor of this name in `layout.tensors`, in any dtype."""
+    def read_tensor(self, name: str, part: Region) -> Tensor:
+        """Read the region `part` (offset, size) of a tensor, in any dtype. `name`: as in `layout.tensors`."""
 
 
 OpenWeights = Callable[[Path], InitialWeights]
-"""Opens a folder of weights. Raises: CheckpointError if it holds none, or of a model that megascale does not have"""
+"""Opens a folder of weights. Raises: CheckpointError for a folder without weights or with an unsupported model."""
 
 
-def resume(run: Run, open_weights: OpenWeights) -> str:
-    """Load the checkpoint, or the weights of another project, that the configuration asks for, if there is one.
+def load_initial_state(run: Run, open_weights: OpenWeights) -> str:
+    """Load the configured checkpoint or another project's weights (by `open_weights`), if any.
 
-    `open_weights` is called for the latter. Returns a line that says so, or nothing.
+    Returns lines for the user: source, warnings and changes of the configuration; empty for fresh weights.
     """
-    found = run.checkpoints.resume()
+    resumed = run.checkpoints.resume()
     lines = [f"WARNING: {text}" for text in run.checkpoints.warnings]
-    if found is None:
-        return "\n".join(lines + _begin(run, open_weights))
-    run.progress = found.progress
-    _publish(run)
+    if resumed is None:
+        return "\n".join(lines + _load_initial_weights(run, open_weights))
+    run.progress = resumed.progress
+    _copy_masters_and_gather(run)
     tokens = format_count(run.progress.tokens)
-    lines.append(f"resumed from {found.path or 'the copies in memory'}: step {run.progress.step}, {tokens} tokens")
-    return "\n".join(lines + [f"changed since: {change}" for change in found.changes])
+    lines.append(f"resumed from {resumed.path or 'the copies in memory'}: step {run.progress.step}, {tokens} tokens")
+    return "\n".join(lines + [f"changed since the checkpoint: {change}" for change in resumed.changes])
 
 
-def _begin(run: Run, open_weights: OpenWeights) -> list[str]:
-    """Load another project's weights if the configuration names some. Returns lines that say so, or none."""
-    asked = run.config.checkpoint.resume
-    if not asked.startswith(FOREIGN):
+def _load_initial_weights(run: Run, open_weights: OpenWeights) -> list[str]:
+    """Load the weights of `checkpoint.resume = "hf:..."`. Returns lines for the user; none without such weights."""
+    source = run.config.checkpoint.resume
+    if not source.startswith(HF_PREFIX):
         return []
-    weights = open_weights(Path(asked.removeprefix(FOREIGN)))
+    weights = open_weights(Path(source.removeprefix(HF_PREFIX)))
     if run.mesh.rank == 0:
-        weights.check()
+        weights.check_tensors()
     model = weights.model.model_dump(mode="json", exclude={"preset"})
-    found = run.checkpoints.start_from(str(weights.folder), model, weights.part)
-    _publish(run)
-    return [f"begins with the weights of {weights.folder}", *(f"otherwise there: {one}" for one in found)]
+    changes = run.checkpoints.load_weights(str(weights.folder), model, weights.read_tensor)
+    _copy_masters_and_gather(run)
+    return [f"begins with the weights of {weights.folder}", *(f"differs from the weights: {text}" for text in changes)]
 
 
-def _publish(run: Run) -> None:
-    """Round the loaded master weights into the weights of all ranks."""
-    run.optimizer.publish_masters()
-    for bucket in run.gradients.buckets:
-        run.gradients.start_gather(bucket)
+def _copy_masters_and_gather(run: Run) -> None:
+    """Cast the loaded master weights to the compute dtype and all-gather the parameters."""
+    run.optimizer.copy_masters_to_weights()
+    for bucket in run.buffers.buckets:
+        run.buffers.start_param_gather(bucket)

@@ -1,4 +1,11 @@
-"""One training step. It reads like section 3.2 of the paper."""
+"""The training step: forward, backward, reductions, clipping, optimizer and parameter all-gather (paper, 3.2).
+
+    compute   F B F B ... F B   norms 0 ... n   update 0   update 1   ...
+    comm              reduce 0 ... n     totals          gather 0   gather 1   ...     (0 ... n: buckets)
+    host      runs ahead of the device; reads the totals once, during update 0
+
+A step that is not finite raises before the first parameter all-gather, and the optimizer skips its updates.
+"""
 
 from __future__ import annotations
 
@@ -13,109 +20,118 @@ from torch import Tensor
 from megascale.comm.mesh import Mesh
 from megascale.comm.totals import sum_over_job
 from megascale.config.train import TrainConfig
-from megascale.core.errors import UncountedError
+from megascale.core.errors import NoLossTokensError
 from megascale.device import Mark
 from megascale.parallel.microbatch import StepBatch
-from megascale.train.guard import check_finite
+from megascale.train.finite_check import check_step_finite
 
 if TYPE_CHECKING:
     from megascale.train.build import Run
 
-POLL = 1e-4
-"""Seconds between two looks at a device that has much to do."""
+POLL_INTERVAL_S = 1e-4
+"""Polling interval for a device with queued work, in seconds."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did: mean loss a token, norm of the mean gradient before clipping, tokens, learning rate; whether
-    some rank was asked to stop; and how many ranks have written, or failed to write, their part of a checkpoint.
+    """Results of a step, equal on all ranks.
+
+    `loss`: mean per token. `grad_norm`: norm of the mean gradient before clipping. `stop`: a rank has a stop request.
+    `ranks_written`, `ranks_failed`: ranks that have completed or failed their part of the save in progress.
     """
 
     loss: float
     grad_norm: float
-    tokens: int
+    loss_tokens: int
     lr: float
     stop: bool
-    written: float = 0.0
-    failed: float = 0.0
+    ranks_written: float = 0.0
+    ranks_failed: float = 0.0
 
 
 def train_step(run: Run, batch: StepBatch) -> StepResult:
-    """Train on one global batch. The host waits once, for seven numbers, while the device updates.
+    """Train on one global batch. The host waits for the device once, to read seven values during the update.
 
-    Raises: on every rank DivergenceError if the loss or a gradient is not finite, UncountedError if no label of the
-    samples counts; then nothing was updated.
+    Raises, on every rank and before any update: DivergenceError if the loss or a gradient is not finite,
+    NoLossTokensError if no label of the batch counts in the loss.
     """
     recorder, step = run.mesh.recorder, run.progress.step + 1
     recorder.step = step
-    run.gradients.clear()
-    run.scaling.begin(watch=run.config.fp8.monitor and logged(run.config.train, step))
-    loss = run.pipeline.run(run.train_order, batch)  # sum over this rank's tokens, not yet divided
-    run.scaling.finish()
-    with recorder.action("norms"):  # of each bucket while the others are still being reduced; all but the last are done
-        square = sum((run.optimizer.square(bucket) for bucket in run.gradients.finish()), loss.new_zeros(()).double())
-    sums = totals(run.mesh, loss, batch.tokens, float(run.stop.asked), *run.checkpoints.poll(), square)
-    clipping = run.optimizer.clipping(sums[5], tokens=sums[1], loss=sums[0])
-    lr, numbers = run.lr(step), run.device.read(torch.stack([*sums[:5], clipping.norm, loss.double()]))
-    asked = recorder.mark()
-    norms = run.optimizer.direct(clipping, step)  # of whole parameters, where the update is scaled by them
-    for index, bucket in enumerate(run.gradients.buckets):  # in the order in which the next step needs them
-        with recorder.action("update", bucket.chunk):  # of this rank's shard, and of nothing if a sum is not finite
-            run.optimizer.update(index, clipping, norms, lr, step)
-        if index == 0:  # before another rank's weights cover what is wrong with ours; the device is busy meanwhile
-            _use_wait(run, asked)
-            _check(run, numbers())
-        run.gradients.start_gather(bucket)  # hidden behind the next update, and the next batch's loading
-    recorder.step = 0  # until the next one
-    total, tokens, stops, written, failed, norm, _ = numbers()
+    run.buffers.reset_grads()
+    run.fp8_state.begin_step(collect_stats=run.config.fp8.monitor and is_logged_step(run.config.train, step))
+    loss = run.pipeline.run_actions(run.train_order, batch)  # sum over this rank's tokens
+    run.fp8_state.update_history()
+    with recorder.action("norms"):  # a bucket's norm overlaps the reductions of later buckets
+        sq_norm = sum(
+            (run.optimizer.local_sq_norm(bucket) for bucket in run.buffers.finish_reductions()),
+            loss.new_zeros(()).double(),
+        )
+    sums = reduce_totals(
+        run.mesh, loss, batch.loss_tokens, float(run.stop.requested), *run.checkpoints.poll_save(), sq_norm
+    )
+    clipping = run.optimizer.compute_clipping(sums[5], tokens=sums[1], loss=sums[0])
+    lr, read_totals = run.lr(step), run.device.copy_to_host(torch.stack([*sums[:5], clipping.norm, loss.double()]))
+    read_mark = recorder.mark()
+    norms = run.optimizer.compute_updates(clipping, step)  # parameter norms, for LAMB; None for AdamW
+    for index, bucket in enumerate(run.buffers.buckets):  # in the order of the next forward
+        with recorder.action("update", bucket.chunk):  # skipped on the device if a sum is not finite
+            run.optimizer.update_shard(index, clipping, norms, lr, step)
+        if index == 0:  # before the all-gather overwrites a bad weight; the device is busy meanwhile
+            _work_before_read(run, read_mark)
+            _check_totals(run, read_totals())
+        run.buffers.start_param_gather(bucket)  # overlaps the next update and the next batch's loading
+    recorder.step = 0  # events between steps belong to step 0
+    total, tokens, stops, written, failed, norm, _ = read_totals()
     run.progress.step = step
     run.progress.samples += run.config.batch.total
     run.progress.tokens += int(tokens)
     return StepResult(total / tokens, norm, int(tokens), lr, stops > 0, written, failed)
 
 
-def logged(settings: TrainConfig, step: int) -> bool:
-    """Whether a step's figures are written."""
+def is_logged_step(settings: TrainConfig, step: int) -> bool:
+    """Return True if the step's metrics are written."""
     return step % settings.log_every == 0 or step in (1, settings.steps)
 
 
-def totals(mesh: Mesh, loss: Tensor, tokens: int, *more: float | Tensor) -> Tensor:
-    """Sums over the job, all at once and on the device, f64: losses and tokens of the micro-batches, each counted
-    where its loss is formed, and `more` numbers of every rank.
+def reduce_totals(mesh: Mesh, loss: Tensor, tokens: int, *extra: float | Tensor) -> Tensor:
+    """All-reduce loss, tokens and `extra` values over the job in fp64 on the device. Returns [2 + len(extra)].
+
+    Loss and tokens count once per micro-batch, on tp rank 0 of the last pipeline stage; `extra` on every rank.
     """
-    counts = mesh.coord.pp == mesh.topology.pp - 1 and mesh.coord.tp == 0
-    values = torch.zeros(2 + len(more), dtype=torch.float64, device=loss.device)
-    for place, value in zip(values, (loss if counts else 0.0, tokens if counts else 0.0, *more), strict=True):
+    has_loss = mesh.coord.pp == mesh.topology.pp - 1 and mesh.coord.tp == 0
+    values = torch.zeros(2 + len(extra), dtype=torch.float64, device=loss.device)
+    for place, value in zip(values, (loss if has_loss else 0.0, tokens if has_loss else 0.0, *extra), strict=True):
         if isinstance(value, Tensor):
             place.copy_(value)
         else:
-            place.fill_(value)  # `values[index] = value` would copy it from the host, and wait for the device
-    sum_over_job(mesh, values, what="totals")
+            place.fill_(value)  # `values[index] = value` would copy from the host and wait for the device
+    sum_over_job(mesh, values, label="totals")
     return values
 
 
-def _use_wait(run: Run, until: Mark) -> None:
-    """Do what would delay the next step, before the host waits for its device to come to `until`. A host that computes
-    has no wait to use: it reads the next batch later, while weights are gathered.
+def _work_before_read(run: Run, until: Mark) -> None:
+    """Prefetch the next batch and release sent tensors while the device works up to the mark `until`.
+
+    On a CPU the host computes by itself: no wait to fill, so the next batch is read during the parameter all-gather.
     """
     recorder, step = run.mesh.recorder, run.progress.step + 1
-    if recorder.timer.host:
+    if recorder.timer.synchronous:
         return
     if step < run.config.train.steps:
-        run.train.read_ahead(run.progress.samples + run.config.batch.total)
-    while recorder.trails(until):
-        run.pipeline.release()
-        time.sleep(POLL)
+        run.train_loader.prefetch(run.progress.samples + run.config.batch.total)
+    while recorder.has_backlog(until):
+        run.pipeline.release_sent()
+        time.sleep(POLL_INTERVAL_S)
 
 
-def _check(run: Run, numbers: Sequence[float]) -> None:
-    """The first are the total loss and the tokens, the last the norm and this rank's part of the loss."""
-    total, tokens, *_, norm, own = numbers
-    check_counted(tokens)
-    check_finite(run, own, total, norm)
+def _check_totals(run: Run, values: Sequence[float]) -> None:
+    """Check `values` = (total loss, tokens, ..., gradient norm, this rank's part of the loss)."""
+    total, tokens, *_, norm, local_loss = values
+    check_loss_tokens(tokens)
+    check_step_finite(run, local_loss, total, norm)
 
 
-def check_counted(tokens: float) -> None:
-    """Raises: UncountedError if no label of a batch counts."""
+def check_loss_tokens(tokens: float) -> None:
+    """Raises: NoLossTokensError if `tokens` is zero."""
     if not tokens:
-        raise UncountedError("no label of this batch counts in the loss", mend="look at the loss masks of the data")
+        raise NoLossTokensError("no label of this batch counts in the loss", hint="check the loss masks of the data")

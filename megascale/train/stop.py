@@ -1,5 +1,6 @@
-"""A request to stop: SIGTERM, Ctrl-C or the end of the terminal finishes the step and saves; a second one ends the
-process at once.
+"""Stop requests: SIGTERM, Ctrl-C or a terminal's hang-up ends training after the step, with a save.
+
+A second signal ends the process at once.
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ from megascale.core.errors import Exit
 from megascale.core.process import stop_signals
 
 
-class Stop:
-    """Whether this rank was asked to stop. Ranks agree in the step's own reduction, so one that was asked is enough."""
+class StopRequest:
+    """The stop flag of this rank. The step's all-reduce of totals spreads the flag to all ranks."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
 
-    def listen(self) -> Stop:
-        """Take over the signals that ask to stop."""
+    def install_handlers(self) -> StopRequest:
+        """Install handlers for the stop signals."""
         for number in stop_signals():
             signal.signal(number, self._on_signal)
         return self
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.asked and number != signal.SIGHUP:  # shell and kernel may each send one
+        if self.requested and number != signal.SIGHUP:  # shell and kernel may both send SIGHUP
             os._exit(Exit.STOPPED)
-        self.asked = True
+        self.requested = True

@@ -1,4 +1,4 @@
-"""A forward leaves behind what the description of its blocks says: bytes given out by torch's allocator."""
+"""Activations saved for backward equal the block description's, measured by torch's allocator."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from megascale.account.activations import Sizes, block_bytes, embedding_bytes, head_bytes
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
-from megascale.layout.blocks import block
-from megascale.layout.chunks import eight_bit_layers
-from megascale.layout.recompute import recompute_of
+from megascale.layout.blocks import block_spec
+from megascale.layout.chunks import fp8_layers
+from megascale.layout.recompute_policy import recompute_policy
 from tests.marks import only_quick
 from tests.memory import held_bytes
 from tests.runs import FAMILIES, build_run, config_of, settings
@@ -36,29 +36,29 @@ SIZES = {"hidden_size": 128, "ffn_size": 256, "seq_length": 128, "num_layers": 3
 
 
 def saved_bytes(config: RunConfig) -> int:
-    """Bytes that one rank saves of a micro-batch."""
-    sizes, model, fp8 = Sizes(config), config.model, eight_bit_layers(config)
-    recompute = recompute_of(config.train, 0)
-    blocks = (block_bytes(sizes, block(model, n), n in fp8, recompute).saved for n in range(model.num_layers))
+    """Bytes saved for backward by a rank, per micro-batch."""
+    sizes, model, fp8 = Sizes(config), config.model, fp8_layers(config)
+    recompute = recompute_policy(config.train, 0)
+    blocks = (block_bytes(sizes, block_spec(model, n), n in fp8, recompute).saved for n in range(model.num_layers))
     return sum(blocks) + embedding_bytes(sizes).saved + head_bytes(sizes).saved
 
 
 def held(rank: Rank, configs: list[RunConfig]) -> list[int]:
-    """For each run the bytes that are held after the forward of a micro-batch."""
-    found = []
+    """Allocated bytes after the forward of a micro-batch, by run."""
+    sizes = []
     for config in configs:
         run = build_run(rank, config)
-        (stage,), micro_batch = run.stages, run.train.batch(0).micro_batch(0)
-        run.scaling.begin(watch=False)
-        stage(None, micro_batch)  # caches are filled once
-        found.append(held_bytes(lambda stage=stage, micro_batch=micro_batch: stage(None, micro_batch)))
-    return found
+        (stage,), micro_batch = run.stages, run.train_loader.batch(0).micro_batch(0)
+        run.fp8_state.begin_step(collect_stats=False)
+        stage(None, micro_batch)  # fills caches
+        sizes.append(held_bytes(lambda stage=stage, micro_batch=micro_batch: stage(None, micro_batch)))
+    return sizes
 
 
 @pytest.mark.parametrize("family", only_quick(FAMILIES, "llama"))
-def test_a_forward_holds_what_is_saved(family: str, tmp_path: Any) -> None:
+def test_saved_activations_equal_the_allocators(family: str, tmp_path: Any) -> None:
     cases = [(name, variant) for name in SETTINGS for variant in VARIANTS]
     trees = [settings(FAMILIES[family] | SIZES, tmp_path, **SETTINGS[name], **more) for name, more in cases]
     configs = [config_of(tree, tmp_path) for tree in trees]
-    for case, config, found in zip(cases, configs, run_world(1, held, configs)[0], strict=True):
-        assert saved_bytes(config) <= found <= saved_bytes(config) + 2048, case
+    for case, config, allocated in zip(cases, configs, run_world(1, held, configs)[0], strict=True):
+        assert saved_bytes(config) <= allocated <= saved_bytes(config) + 2048, case

@@ -1,5 +1,5 @@
-"""Formulas say what the training program does, over models and layouts that hypothesis draws: what a rank sends, its
-FLOPs and its state exactly, what it holds within a margin.
+"""Formulas equal dry runs of the training program, for models and layouts drawn by hypothesis: a rank's communication,
+FLOPs and state exactly, peak memory within a margin.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.drawn import jobs, ranks_of
 from tests.marks import only_quick
 
 LOW, HIGH = -0.03, 0.05
-"""By how much the formula's total may be off, as a share, for a rank of `LARGE` bytes or more."""
+"""Allowed relative error of the formula's total, for a rank of `LARGE` bytes or more."""
 
 LARGE = 4 << 30
 
@@ -28,21 +28,21 @@ drawn = settings(
 
 
 def compare(config: RunConfig, rank: int) -> tuple[int, float]:
-    """Bytes that a rank holds, and how far the formula is off, as a share of them; all else is equal."""
-    from megascale.dryrun.run import dry_run
+    """Compare a rank: peak bytes of the dry run, and the formula's relative error; all else is asserted equal."""
+    from megascale.dryrun.dry_run import dry_run
 
     dry = dry_run(config, rank)
     assert step_traffic(config, dry.coord) == sent_by(dry)
     assert rank_flops(config, dry.coord.pp) == dry.flops.total()
-    found, state, held = rank_memory(config, dry.coord.pp), dry.state, dry.peak.total()
-    assert (found.gradients, found.optimizer) == (state["gradients"], state["optimizer"])
-    if config.train.precision != "fp8":  # whose weights are cast in the step
-        assert found.parameters == state["parameters"]
-    return held, found.total / held - 1
+    planned, state, peak = rank_memory(config, dry.coord.pp), dry.state, dry.peak.total()
+    assert (planned.gradients, planned.optimizer) == (state["gradients"], state["optimizer"])
+    if config.train.precision != "fp8":  # FP8 weights are quantized in the step
+        assert planned.parameters == state["parameters"]
+    return peak, planned.total / peak - 1
 
 
 def sent_by(dry: Any) -> dict[tuple[str, str], tuple[int, int]]:
-    """Calls and bytes of a dry run by (group, operation)."""
+    """Sum calls and bytes of a dry run by (group, operation)."""
     sent: dict[tuple[str, str], tuple[int, int]] = {}
     for call in dry.calls:
         calls, nbytes = sent.get((call.group, call.operation), (0, 0))
@@ -52,8 +52,8 @@ def sent_by(dry: Any) -> dict[tuple[str, str], tuple[int, int]]:
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("count", only_quick([6, 500], 6))
-def test_what_ranks_do(count: int) -> None:
-    """Of few jobs the last rank, which has the head, of many one of each stage."""
+def test_communication_flops_and_state_of_ranks(count: int) -> None:
+    """With few jobs the last rank is compared, with the head; with many a rank of every stage."""
 
     @settings(drawn, max_examples=count)
     @given(jobs())
@@ -66,16 +66,16 @@ def test_what_ranks_do(count: int) -> None:
 
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("count", only_quick([14, 300], 14))
-def test_what_large_ranks_hold(count: int) -> None:
-    """Of each job one rank; docs/memory.md states the mean and the worst of many."""
+def test_memory_of_large_ranks(count: int) -> None:
+    """A rank per job is compared; docs/memory.md states the mean and the worst error of many."""
     errors: list[tuple[float, str]] = []
 
     @settings(drawn, max_examples=count)
     @given(jobs(large=True, quick=count < 100))
     def collect(config: RunConfig) -> None:
         rank = ranks_of(config)[config.model.num_layers % config.parallel.pp]
-        held, error = compare(config, rank)
-        if held >= LARGE:
+        peak, error = compare(config, rank)
+        if peak >= LARGE:
             errors.append((error, f"{error:+.1%} on rank {rank} of {config!r}"))
 
     collect()

@@ -19,7 +19,7 @@ from tests.worlds import run_world
 
 
 def counted(rank: Rank, config) -> int:
-    """FLOPs of one step as torch counts them, with attention written out as matrix products."""
+    """FLOPs of one step by torch's counter, with unfused attention."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
@@ -27,9 +27,9 @@ def counted(rank: Rank, config) -> int:
     from megascale.train.step import train_step
 
     run = build_run(rank, config)
-    batch = run.train.batch(0)
+    batch = run.train_loader.batch(0)
 
-    def addmm_(out, a, b, out_shape=None) -> int:  # which torch's list leaves out
+    def addmm_(out, a, b, out_shape=None) -> int:  # missing in torch's list
         return 2 * a[0] * a[1] * b[1]
 
     with (
@@ -41,24 +41,24 @@ def counted(rank: Rank, config) -> int:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_equal_to_torchs_counter(family, tmp_path) -> None:
+def test_model_flops_equal_torchs_counter(family, tmp_path) -> None:
     sizes = FAMILIES[family] | {"hidden_size": 64, "seq_length": 64, "vocab_size": 512}
     config = config_of(settings(sizes, tmp_path, train__precision="fp32"), tmp_path)
     tokens = config.batch.total * config.model.seq_length
-    (found,) = run_world(1, counted, config)
-    assert found == pytest.approx(token_flops(config.model).full * tokens, rel=1e-3)
+    (flops,) = run_world(1, counted, config)
+    assert flops == pytest.approx(token_flops(config.model).full * tokens, rel=1e-3)
 
 
 @pytest.mark.parametrize("block", only_quick(["serial", "parallel"], "parallel"))
 @pytest.mark.parametrize("family", only_quick(FAMILIES, "llama"))
-def test_hardware_flops_are_those_that_torch_counts(family, block, tmp_path) -> None:
+def test_hardware_flops_equal_torchs_counter(family, block, tmp_path) -> None:
     sizes = FAMILIES[family] | {"hidden_size": 64, "seq_length": 64, "vocab_size": 512, "block": block}
     tokens = 8 * 64
     shares = {}
     for name, more in RECOMPUTE.items():
         config = config_of(settings(sizes, tmp_path, train__precision="fp32", **more), tmp_path)
-        (found,) = run_world(1, counted, config)
-        assert found == pytest.approx(hardware_flops(config).full * tokens, rel=1e-3), name
+        (flops,) = run_world(1, counted, config)
+        assert flops == pytest.approx(hardware_flops(config).full * tokens, rel=1e-3), name
         shares[name] = hardware_flops(config).full / token_flops(config.model).full
     assert shares["none"] == shares["norm and activation"] == 1 < shares["attention"] < shares["full"] < 4 / 3
 
@@ -72,27 +72,27 @@ RECOMPUTE = {
 
 
 def test_hardware_flops_by_the_share_of_layers(tmp_path) -> None:
-    """Chunk 0 of the first rank has one layer of seven, that of the second two."""
+    """Chunks 0 have one layer of seven on the first rank and two on the second."""
     layout = {"parallel__pp": 2, "parallel__vpp": 2, "parallel__layers_per_chunk": [1, 2, 2, 2], "model__num_layers": 7}
 
-    def again(**more) -> float:
+    def recomputed(**more) -> float:
         config = config_of(settings(FAMILIES["gpt"], tmp_path, **layout, **more), tmp_path)
         return hardware_flops(config).causal - token_flops(config.model).causal
 
     for recompute in ("selective", "full"):
-        whole = again(train__recompute=recompute)
-        assert whole > 0
-        assert again(train__recompute=recompute, train__recompute_chunks=[0]) == pytest.approx(3 / 7 * whole)
-        assert again(train__recompute=recompute, train__recompute_chunks=[1]) == pytest.approx(4 / 7 * whole)
+        full = recomputed(train__recompute=recompute)
+        assert full > 0
+        assert recomputed(train__recompute=recompute, train__recompute_chunks=[0]) == pytest.approx(3 / 7 * full)
+        assert recomputed(train__recompute=recompute, train__recompute_chunks=[1]) == pytest.approx(4 / 7 * full)
 
 
 def test_full_recomputation_by_hand() -> None:
-    """GPT-3 175B without biases: a block is 12 h^2, of which its last product 4 h^2, and attention 2 s h."""
+    """GPT-3 175B without biases: a block is 12 h^2, of which the last GEMM is 4 h^2, and attention 2 s h."""
     tree = {"name": "x", "model": {"preset": "gpt3-175b"}, "batch": {"global": 8}, "optimizer": {"lr": 1e-4}}
     config = RunConfig.model_validate(tree | {"train": {"steps": 1, "recompute": "full"}, "data": {"mock": True}})
     l, h, s = 96, 12_288, 2048  # noqa: E741
-    again = hardware_flops(config).full - token_flops(config.model).full
-    assert again == pytest.approx(2 * l * (8 * h**2 + 2 * s * h))
+    recomputed = hardware_flops(config).full - token_flops(config.model).full
+    assert recomputed == pytest.approx(2 * l * (8 * h**2 + 2 * s * h))
 
 
 def test_the_formula_of_narayanan_et_al() -> None:
@@ -103,43 +103,43 @@ def test_the_formula_of_narayanan_et_al() -> None:
 
 @pytest.mark.parametrize("window", [1, 2, 7, 63, 64, 100, [3, 0], [5, 64, 1], None, 0])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_windows_count_the_keys_that_queries_see(family: str, window: int | list[int] | None) -> None:
-    """Pair by pair; `causal` takes what the first queries lack for a triangle of w^2 / 2, which is w / 2 too much."""
+def test_windows_count_unmasked_keys(family: str, window: int | list[int] | None) -> None:
+    """Counted pair by pair; `causal` approximates the first queries' triangle by w^2 / 2, w / 2 too many."""
     s, layers = 64, 4
     model = ModelConfig.model_validate(FAMILIES[family] | {"seq_length": s, "window": window})
     pattern = window if isinstance(window, list) else [window or 0]
-    each = [pattern[layer % len(pattern)] or s for layer in range(layers)]
-    seen = sum(sum(j <= i and j > i - w for i in range(s) for j in range(s)) for w in each)
-    corner = sum(min(w, s) / 2 for w in each)
-    a_pair = 3 * 2 * 2 * model.num_heads * model.head_dim  # forward and backward, score and value, multiply and add
+    windows = [pattern[layer % len(pattern)] or s for layer in range(layers)]
+    seen = sum(sum(j <= i and j > i - w for i in range(s) for j in range(s)) for w in windows)
+    corner = sum(min(w, s) / 2 for w in windows)
+    pair_flops = 3 * 2 * 2 * model.num_heads * model.head_dim  # forward and backward, score and value, multiply and add
     flops = token_flops(model)
-    assert (flops.causal - flops.linear) * s == pytest.approx(a_pair * (seen - corner), rel=1e-12)
-    assert (flops.full - flops.linear) * s == pytest.approx(a_pair * s * sum(min(w, s) for w in each), rel=1e-12)
+    assert (flops.causal - flops.linear) * s == pytest.approx(pair_flops * (seen - corner), rel=1e-12)
+    assert (flops.full - flops.linear) * s == pytest.approx(pair_flops * s * sum(min(w, s) for w in windows), rel=1e-12)
 
 
-def test_a_window_of_the_whole_sequence_is_none() -> None:
+def test_a_window_of_the_full_sequence_has_no_effect() -> None:
     sizes = [FAMILIES["llama"] | {"window": window} for window in (None, 0, 16, 17, [0, 16])]
     assert len({token_flops(ModelConfig.model_validate(model)) for model in sizes}) == 1
 
 
-def test_the_head_is_what_does_not_grow_with_the_layers() -> None:
+def test_head_flops_do_not_grow_with_the_layers() -> None:
     one, two = (token_flops(ModelConfig(preset="llama3-8b", num_layers=layers)) for layers in (1, 2))
     assert head_flops(ModelConfig(preset="llama3-8b")) == one.linear - (two.linear - one.linear)
 
 
-def test_windows_of_the_chunks_that_compute_again(tmp_path) -> None:
-    """The first chunk of each rank has a window, the second has not."""
+def test_windows_of_recomputed_chunks(tmp_path) -> None:
+    """The first chunk of a rank has windowed attention, the second full attention."""
     layout = {"parallel__pp": 2, "parallel__vpp": 2, "model__window": [4, 4, 0, 0], "train__recompute": "selective"}
 
-    def again(chunk: int) -> tuple[float, float]:
+    def recomputed(chunk: int) -> tuple[float, float]:
         tree = settings(FAMILIES["gpt"], tmp_path, **layout, train__recompute_chunks=[chunk])
         config = config_of(tree, tmp_path)
-        done, model = hardware_flops(config), token_flops(config.model)
-        return done.full - model.full, done.causal - model.causal
+        hardware, model = hardware_flops(config), token_flops(config.model)
+        return hardware.full - model.full, hardware.causal - model.causal
 
-    near, far = again(0), again(1)
-    assert near[0] == pytest.approx(far[0] * 4 / 16)
-    assert near[1] == pytest.approx(far[1] * (4 - 4 * 4 / 32) / 8)
+    windowed, full = recomputed(0), recomputed(1)
+    assert windowed[0] == pytest.approx(full[0] * 4 / 16)
+    assert windowed[1] == pytest.approx(full[1] * (4 - 4 * 4 / 32) / 8)
 
 
 @dataclass(frozen=True)
@@ -152,8 +152,8 @@ class Row:
     percent: float
 
 
-# FLOPs a token, MFU x peak / tokens/s: the rows of Megatron-LM give 1.076e12 to 1.078e12, which is the whole attention
-# matrix; those of MegaScale 1.064e12 to 1.067e12, as with the half under the causal mask, but for one of 1.0745e12.
+# FLOPs per token are MFU x peak / (tokens/s): 1.076e12 to 1.078e12 in the rows of Megatron-LM, with the full attention
+# matrix; 1.064e12 to 1.067e12 in the rows of MegaScale, with the causal half, except for a row of 1.0745e12.
 MEGATRON = [
     Row(768, 256, 40.0, 53.0), Row(768, 512, 21.2, 49.9), Row(768, 768, 15.2, 46.7), Row(768, 1024, 11.9, 44.7),
     Row(6144, 3072, 29.02, 48.7), Row(6144, 6144, 14.78, 47.8), Row(6144, 8192, 12.24, 43.3),
@@ -177,11 +177,11 @@ def test_table_2_of_the_paper(row: Row, convention: str) -> None:
     peak = stated_peak("NVIDIA A100-SXM4-80GB", "bf16")
     assert peak is not None
     tokens_per_s = row.batch * model.seq_length / row.seconds
-    found = mfu(getattr(token_flops(model), convention), tokens_per_s, row.gpus * peak.flops)
-    assert abs(100 * found - row.percent) < 0.3
+    computed = mfu(getattr(token_flops(model), convention), tokens_per_s, row.gpus * peak.flops)
+    assert abs(100 * computed - row.percent) < 0.3
 
 
-PARAMETERS = {  # as the papers state them
+PARAMETERS = {  # as stated by the papers
     "gpt2-124m": 124e6, "gpt2-355m": 355e6, "gpt2-774m": 774e6, "gpt2-1.5b": 1558e6,
     "gpt3-125m": 125e6, "gpt3-350m": 356e6, "gpt3-760m": 760e6, "gpt3-1.3b": 1.3e9, "gpt3-2.7b": 2.65e9,
     "gpt3-6.7b": 6.66e9, "gpt3-13b": 12.85e9, "gpt3-175b": 174.6e9,
@@ -212,9 +212,9 @@ def test_presets_have_the_parameters_of_their_papers(name: str) -> None:
         ("AMD Instinct MI300X", "MI300X"),
     ],
 )
-def test_devices_are_known_by_their_drivers_names(device: str, name: str) -> None:
-    found = find(device)
-    assert found is not None and found.name == name
+def test_accelerators_by_driver_name(device: str, name: str) -> None:
+    accelerator = find(device)
+    assert accelerator is not None and accelerator.name == name
 
 
 @pytest.mark.parametrize("device", ["NVIDIA L40S", "NVIDIA GeForce RTX 4090", "NVIDIA GB10", "unknown"])

@@ -1,4 +1,4 @@
-"""A block of another kind is its module, its description and its card; all else follows from the description."""
+"""A new kind of block needs a module, a description and a card; FLOPs, traffic, memory and FP8 follow."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.core.registry import Card
 from megascale.layout import blocks
-from megascale.layout.blocks import Block, Columns, Norm, Residual, Rows
-from megascale.layout.chunks import eight_bit_layers, eight_bit_weights
+from megascale.layout.blocks import BlockSpec, ColumnParallel, NormSpec, ResidualAdd, RowParallel
+from megascale.layout.chunks import fp8_layers, fp8_weights
 from megascale.model.attention import Attention
 from megascale.model.mlp import MLP
-from megascale.model.parts import Given, drop_branch
-from megascale.model.parts import Norm as NormModule
+from megascale.model.modules import LayerContext, residual_dropout
+from megascale.model.modules import Norm as NormModule
 from megascale.parallel.microbatch import MicroBatch
 from tests.account.test_against_dry_run import sent_by
 from tests.runs import LLAMA, config_of, settings, train_curve, write_config
@@ -37,29 +37,29 @@ from tests.worlds import run_world
 class SandwichBlock(nn.Module):
     """x + norm(attention(norm(x))), then + norm(mlp(norm(.))): a norm before and after each branch, as in Gemma 2."""
 
-    def __init__(self, given: Given, index: int) -> None:
+    def __init__(self, context: LayerContext, index: int) -> None:
         super().__init__()
         name = f"layers.{index}"
-        self.attention_norm, self.attention = NormModule(given, f"{name}.attention_norm"), Attention(given, index)
-        self.mlp_norm, self.mlp = NormModule(given, f"{name}.mlp_norm"), MLP(given, index)
-        self.attention_end = NormModule(given, f"{name}.attention_end")
-        self.mlp_end = NormModule(given, f"{name}.mlp_end")
-        self._drop = lambda x, batch, branch: drop_branch(x, batch, f"{name}.{branch}", given)
+        self.attention_norm, self.attention = NormModule(context, f"{name}.attention_norm"), Attention(context, index)
+        self.mlp_norm, self.mlp = NormModule(context, f"{name}.mlp_norm"), MLP(context, index)
+        self.attention_end = NormModule(context, f"{name}.attention_end")
+        self.mlp_end = NormModule(context, f"{name}.mlp_end")
+        self._drop = lambda x, batch, branch: residual_dropout(x, batch, f"{name}.{branch}", context)
 
-    def forward(self, x_sbh: Tensor, batch: MicroBatch, value: bool = True) -> Tensor:
-        branch = self.attention(self.attention_norm(x_sbh), batch, self.attention_norm.again(x_sbh))
+    def forward(self, x_sbh: Tensor, batch: MicroBatch, compute_output: bool = True) -> Tensor:
+        branch = self.attention(self.attention_norm(x_sbh), batch, self.attention_norm.recompute_norm(x_sbh))
         x_sbh = x_sbh + self._drop(self.attention_end(branch), batch, "attention.out")
-        branch = self.mlp(self.mlp_norm(x_sbh), self.mlp_norm.again(x_sbh))
+        branch = self.mlp(self.mlp_norm(x_sbh), self.mlp_norm.recompute_norm(x_sbh))
         return x_sbh + self._drop(self.mlp_end(branch), batch, "mlp.down")
 
 
-def sandwich(model: ModelConfig, layer: int) -> Block:
+def sandwich(model: ModelConfig, layer: int) -> BlockSpec:
     """The parts of a `SandwichBlock`."""
     return (
-        Norm("attention_norm"), Columns((blocks.qkv(model),)), blocks.attention(model, layer),
-        Rows((blocks.out(model),)), Norm("attention_end"), Residual(),
-        Norm("mlp_norm"), Columns((blocks.up(model),)), blocks.activation(model),
-        Rows((blocks.down(model),)), Norm("mlp_end"), Residual(),
+        NormSpec("attention_norm"), ColumnParallel((blocks.qkv(model),)), blocks.attention(model, layer),
+        RowParallel((blocks.out(model),)), NormSpec("attention_end"), ResidualAdd(),
+        NormSpec("mlp_norm"), ColumnParallel((blocks.up(model),)), blocks.activation(model),
+        RowParallel((blocks.down(model),)), NormSpec("mlp_end"), ResidualAdd(),
     )  # fmt: skip
 
 
@@ -77,7 +77,7 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trained(rank: Rank, config: RunConfig) -> list[tuple[float, float]]:
-    """The curve of a few steps, in a process that has just been told of the block."""
+    """Train a few steps, in a process with the block registered first."""
     BLOCKS.cards[CARD.name] = CARD
     return train_curve(rank, config, 3)
 
@@ -86,15 +86,15 @@ def small(folder: Path, **overrides: Any) -> RunConfig:
     return config_of(settings(LLAMA | {"block": "sandwich"}, folder, **overrides), folder)
 
 
-def test_it_trains_alike_in_every_layout(tmp_path: Path) -> None:
-    alone = run_world(1, trained, small(tmp_path, model__dropout=0.1))[0]
-    assert all(math.isfinite(value) for step in alone for value in step)
+def test_training_is_equal_in_every_layout(tmp_path: Path) -> None:
+    one_rank = run_world(1, trained, small(tmp_path, model__dropout=0.1))[0]
+    assert all(math.isfinite(value) for step in one_rank for value in step)
     for layout in ({"parallel__tp": 2, "parallel__sp": True, "train__recompute": "full"}, {"parallel__pp": 2}):
-        (found, *_) = run_world(2, trained, small(tmp_path, model__dropout=0.1, **layout))
-        assert torch.allclose(torch.tensor(found), torch.tensor(alone), rtol=1e-10, atol=0)
+        (curve, *_) = run_world(2, trained, small(tmp_path, model__dropout=0.1, **layout))
+        assert torch.allclose(torch.tensor(curve), torch.tensor(one_rank), rtol=1e-10, atol=0)
 
 
-def test_it_has_two_norms_more_than_a_serial_block(tmp_path: Path) -> None:
+def test_a_sandwich_block_has_two_more_norms(tmp_path: Path) -> None:
     model = small(tmp_path).model
     serial = model.model_copy(update={"block": "serial"})
     assert parameter_count(model) - parameter_count(serial) == 2 * model.num_layers * model.hidden_size
@@ -102,8 +102,8 @@ def test_it_has_two_norms_more_than_a_serial_block(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_flops_traffic_and_memory_are_those_of_its_dry_run(precision: str, recompute: str, tmp_path: Path) -> None:
-    from megascale.dryrun.run import dry_run
+def test_flops_traffic_and_memory_equal_the_dry_run(precision: str, recompute: str, tmp_path: Path) -> None:
+    from megascale.dryrun.dry_run import dry_run
 
     sizes = {"hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "ffn_size": 14336, "seq_length": 4096}
     config = small(
@@ -113,16 +113,16 @@ def test_flops_traffic_and_memory_are_those_of_its_dry_run(precision: str, recom
     dry = dry_run(config, 0)
     assert step_traffic(config, dry.coord) == sent_by(dry)
     assert rank_flops(config, 0) == dry.flops.total()
-    held = dry.peak.total()
-    assert held > 4 << 30 and -0.03 < rank_memory(config, 0).total / held - 1 < 0.05
+    peak = dry.peak.total()
+    assert peak > 4 << 30 and -0.03 < rank_memory(config, 0).total / peak - 1 < 0.05
 
 
-def test_fp8_picks_its_weights(tmp_path: Path) -> None:
+def test_fp8_selects_the_linear_layers(tmp_path: Path) -> None:
     sizes = {"model__hidden_size": 128, "model__ffn_size": 256, "model__num_kv_heads": 4}
     config = small(tmp_path, train__precision="fp8", fp8__bf16_first=0, fp8__bf16_last=0, **sizes)
     names = {"attention.qkv", "attention.out", "mlp.gate_up", "mlp.down"}
-    expected = {f"layers.{layer}.{name}.weight" for layer in eight_bit_layers(config) for name in names}
-    assert set(eight_bit_weights(config)) == expected and len(expected) == 16
+    expected = {f"layers.{layer}.{name}.weight" for layer in fp8_layers(config) for name in names}
+    assert set(fp8_weights(config)) == expected and len(expected) == 16
 
 
 def test_check_and_plan_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

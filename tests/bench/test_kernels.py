@@ -1,4 +1,4 @@
-"""What kernels are for, by names that GPUs have shown; and the reading of a profiler's trace."""
+"""Purposes of kernels by names seen on GPUs, and parsing of a profiler's trace."""
 
 from __future__ import annotations
 
@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from megascale.bench.kernels import CLASSES, Kernel, Profile, classify, from_trace, profile, shares
+from megascale.bench.kernels import (
+    ALL_PURPOSES,
+    Kernel,
+    KernelProfile,
+    classify,
+    profile_from_trace,
+    profile_kernels,
+    time_shares,
+)
 from megascale.device import Device
 from megascale.trace.recorder import Recorder
 
@@ -95,8 +103,8 @@ def test_the_purpose_of_a_kernel_by_its_name(purpose: str, name: str) -> None:
     assert classify(name) == purpose
 
 
-def test_every_class_is_shown() -> None:
-    assert NAMES.keys() == set(CLASSES)
+def test_every_purpose_is_shown() -> None:
+    assert NAMES.keys() == set(ALL_PURPOSES)
 
 
 MULTIPLY = NAMES["other"][1]
@@ -121,21 +129,21 @@ COPY = NAMES["copies"][0]
         (NAMES["gemm"][0], ("aten::mm", "_RMSNormBackward"), "gemm"),
     ],
 )  # fmt: skip
-def test_a_kernel_that_may_be_anything_belongs_to_what_it_was_launched_in(
+def test_an_ambiguous_kernel_has_the_purpose_of_its_enclosing_range(
     name: str, within: tuple[str, ...], purpose: str
 ) -> None:
     assert classify(name, within) == purpose
 
 
-def test_shares_are_of_the_span_and_idle_is_what_nothing_covers() -> None:
-    found = shares(
-        Profile((Kernel("nvjet_x", (), 0.5), Kernel("Memset", (), 0.1), Kernel("nvjet_y", (), 0.2)), 0.6), 1.0
+def test_shares_are_of_the_span_and_idle_is_the_rest() -> None:
+    result = time_shares(
+        KernelProfile((Kernel("nvjet_x", (), 0.5), Kernel("Memset", (), 0.1), Kernel("nvjet_y", (), 0.2)), 0.6), 1.0
     )
-    assert found["gemm"] == pytest.approx(0.7)
-    assert (found["copies"], found["idle"]) == (0.1, 0.4)
-    assert sum(found.values()) == pytest.approx(1.2)  # two streams at once for 0.2 s
-    assert list(found) == [*CLASSES, "idle"]
-    assert shares(Profile((), 1.1), 1.0)["idle"] == 0.0
+    assert result["gemm"] == pytest.approx(0.7)
+    assert (result["copies"], result["idle"]) == (0.1, 0.4)
+    assert sum(result.values()) == pytest.approx(1.2)  # two streams at once for 0.2 s
+    assert list(result) == [*ALL_PURPOSES, "idle"]
+    assert time_shares(KernelProfile((), 1.1), 1.0)["idle"] == 0.0
 
 
 def interval(cat: str, name: str, ts: float, dur: float, tid: int = 1, **args: Any) -> dict[str, Any]:
@@ -162,26 +170,26 @@ ON_GPU = [  # as torch writes them
 ]  # fmt: skip
 
 
-def test_kernels_of_a_gpu_belong_to_what_launched_them() -> None:
-    found = from_trace(ON_GPU)
-    assert found.kernels == (
+def test_kernels_of_a_gpu_belong_to_their_launches() -> None:
+    result = profile_from_trace(ON_GPU)
+    assert result.kernels == (
         Kernel("elementwise", ("aten::mul", "_RMSNorm", "F"), pytest.approx(10e-6)),
         Kernel("nvjet_hsh_256x128", ("aten::mm", "F"), pytest.approx(100e-6)),
         Kernel("Memset (Device)", ("aten::mul",), pytest.approx(40e-6)),
         Kernel("unknown", (), pytest.approx(5e-6)),
     )
-    assert found.busy_s == pytest.approx((10 + (440 - 320) + 5) * 1e-6)
+    assert result.busy_s == pytest.approx((10 + (440 - 320) + 5) * 1e-6)
 
 
-def test_operators_of_a_cpu_count_without_those_that_they_call() -> None:
-    found = from_trace([event for event in ON_GPU if event.get("cat") in ("cpu_op", "user_annotation")])
-    assert [(k.name, k.within, round(k.seconds * 1e6)) for k in found.kernels] == [
+def test_operators_of_a_cpu_have_their_self_time() -> None:
+    result = profile_from_trace([event for event in ON_GPU if event.get("cat") in ("cpu_op", "user_annotation")])
+    assert [(k.name, k.enclosing, round(k.seconds * 1e6)) for k in result.kernels] == [
         ("_RMSNorm", ("F",), 10),
         ("aten::mul", ("_RMSNorm", "F"), 10),
         ("aten::mm", ("F",), 10),
         ("aten::mul", (), 9),
     ]
-    assert found.busy_s == pytest.approx(39e-6)
+    assert result.busy_s == pytest.approx(39e-6)
 
 
 def test_a_profile_names_actions_and_operators() -> None:
@@ -192,8 +200,8 @@ def test_a_profile_names_actions_and_operators() -> None:
             x.add_(1)
         torch.mm(x, x)
 
-    found = {kernel.name: kernel for kernel in profile(work, CPU).kernels}
-    assert found["aten::add_"].within == ("update",)
-    assert found["aten::mm"].within == ()
-    assert all(kernel.seconds >= 0 for kernel in found.values())
+    result = {kernel.name: kernel for kernel in profile_kernels(work, CPU).kernels}
+    assert result["aten::add_"].enclosing == ("update",)
+    assert result["aten::mm"].enclosing == ()
+    assert all(kernel.seconds >= 0 for kernel in result.values())
     assert [event.name for event in recorder.events()] == ["update"]  # as without a profiler

@@ -1,4 +1,4 @@
-"""What ranks send each other, timed: every operation through the transports of training."""
+"""Link benchmark: every operation is timed through training's transports."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import json
 import pytest
 
 from megascale.bench import links
-from megascale.bench.links import COLLECTIVES, OPERATIONS, Timed, way
-from megascale.bench.spread import Spread
+from megascale.bench.links import COLLECTIVES, OPERATIONS, LinkTiming, fit_link
+from megascale.bench.quartiles import Quartiles
 from megascale.cli.main import main
 from megascale.core.rank import Rank
 from megascale.simulate.link_time import Route
@@ -17,41 +17,41 @@ from tests.worlds import run_world
 SIZES = [64, 4096]
 
 
-def measured(rank: Rank) -> list[Timed]:
-    from megascale.device import detect
+def measured(rank: Rank) -> list[LinkTiming]:
+    from megascale.device import detect_device
 
     links.TIMING_S = 0.0
-    return links.measure(detect(allow_gpu=False), rank.rank, rank.world, SIZES, repeats=2)
+    return links.measure_links(detect_device(allow_gpu=False), rank.rank, rank.world_size, SIZES, repeats=2)
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_every_operation_has_its_times(world: int) -> None:
-    for found in run_world(world, measured):
-        assert [each.operation for each in found] == [name for name in OPERATIONS for _ in SIZES]
-        assert all(each.ranks == world and each.bytes % world == 0 for each in found)
-        assert all(each.seconds.count == 2 and each.seconds.low >= 0 for each in found)
-        assert all(each.seconds.low > 0 for each in found if each.operation != "message")
+    for timings in run_world(world, measured):
+        assert [each.operation for each in timings] == [name for name in OPERATIONS for _ in SIZES]
+        assert all(each.ranks == world and each.bytes % world == 0 for each in timings)
+        assert all(each.seconds.count == 2 and each.seconds.low >= 0 for each in timings)
+        assert all(each.seconds.low > 0 for each in timings if each.operation != "message")
 
 
-def of(operation: str, ranks: int, size: int, route: Route) -> Timed:
+def of(operation: str, ranks: int, size: int, route: Route) -> LinkTiming:
     seconds = route.message(size) if operation == "message" else route.collective(operation, size, ranks)  # type: ignore[arg-type]
-    return Timed(operation, ranks, size, Spread.of([seconds]))
+    return LinkTiming(operation, ranks, size, Quartiles.from_values([seconds]))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_way_is_what_the_planner_would_say(ranks: int) -> None:
-    """Times that the planner says of a link give that link."""
+def test_a_fitted_link_predicts_the_timings(ranks: int) -> None:
+    """Timings predicted by the planner for a link fit the link."""
     route = Route(bandwidth=3e9, latency=2e-5, network=False)
-    found = [of(operation, ranks, size, route) for operation in OPERATIONS for size in links.SIZES]
+    timings = [of(operation, ranks, size, route) for operation in OPERATIONS for size in links.SIZES]
     for operations in (COLLECTIVES, ["message"]):
-        assert way(found, operations).bandwidth == pytest.approx(3e9)
-        assert way(found, operations).latency == pytest.approx(2e-5)
+        assert fit_link(timings, operations).bandwidth == pytest.approx(3e9)
+        assert fit_link(timings, operations).latency == pytest.approx(2e-5)
 
 
-def test_where_size_does_not_matter_only_messages_cost() -> None:
-    found = [Timed("message", 2, size, Spread.of([1e-4])) for size in SIZES]
-    assert way(found, ["message"]).latency == pytest.approx(1e-4)
-    assert way(found, ["message"]).bandwidth > 1e12
+def test_timings_independent_of_size_are_latency() -> None:
+    timings = [LinkTiming("message", 2, size, Quartiles.from_values([1e-4])) for size in SIZES]
+    assert fit_link(timings, ["message"]).latency == pytest.approx(1e-4)
+    assert fit_link(timings, ["message"]).bandwidth > 1e12
 
 
 def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:

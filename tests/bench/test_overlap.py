@@ -1,4 +1,4 @@
-"""The overlap benchmark: its cases are runs, its arithmetic is what it says, and it runs."""
+"""Overlap benchmark: valid cases, the arithmetic of hidden communication, and a run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 
 from megascale.account.memory import fullest_rank
 from megascale.bench import overlap
-from megascale.bench.overlap import CASES, COMMON, Result, table, to_toml
+from megascale.bench.overlap import CASES, COMMON_SETTINGS, OverlapResult, settings_to_toml, table
 from megascale.cli.main import main
-from megascale.config.explain import load
+from megascale.config.loading import load_config
 from megascale.core.errors import Exit
 from megascale.core.units import GIB
 from tests.launch.test_testbed import missing
@@ -24,19 +24,19 @@ from tests.launch.test_testbed import missing
 def test_every_case_is_a_run_of_one_rank_a_host(name: str, on: bool, tmp_path: Path) -> None:
     case = CASES[name]
     path = tmp_path / "run.toml"
-    settings = {"name": '"x"', "train.steps": "3"} | COMMON | case.settings | case.switched(on)
-    path.write_text(to_toml(settings), encoding="utf-8")
-    config = load(str(path), [], world=case.hosts)
-    assert config.world == case.hosts
+    settings = {"name": '"x"', "train.steps": "3"} | COMMON_SETTINGS | case.settings | case.overlap_settings(on)
+    path.write_text(settings_to_toml(settings), encoding="utf-8")
+    config = load_config(str(path), [], world_size=case.hosts)
+    assert config.world_size == case.hosts
     switched = {axis: getattr(config.overlap, axis) for axis in ("tp", "pp", "dp")}
     assert switched == {axis: on or axis not in case.axes for axis in switched}
     assert case.hosts * fullest_rank(config).total < 4 * GIB
 
 
-def test_what_was_hidden_of_what_could_be() -> None:
-    fast = Result("dp", rate=1e9, compute=3.0, off=5.0, on=3.5, exposed_off=2.0, exposed_on=0.5)
+def test_the_hidden_share() -> None:
+    fast = OverlapResult("dp", rate=1e9, compute=3.0, off=5.0, on=3.5, exposed_off=2.0, exposed_on=0.5)
     assert (fast.communication, fast.ideal, fast.hidden) == (2.0, 3.0, 0.75)
-    slow = Result("dp", rate=1e8, compute=1.0, off=5.0, on=4.0, exposed_off=4.0, exposed_on=3.0)
+    slow = OverlapResult("dp", rate=1e8, compute=1.0, off=5.0, on=4.0, exposed_off=4.0, exposed_on=3.0)
     assert (slow.communication, slow.ideal, slow.hidden) == (4.0, 4.0, 1.0)
     assert table([fast]).splitlines()[-1] == (
         "| dp | 1,000 | 3.000 | 2.000 | 5.000 | 3.500 | 3.000 | 75% | 2.000, 0.500 |"
@@ -47,19 +47,19 @@ def test_what_was_hidden_of_what_could_be() -> None:
     ("arguments", "said"),
     [
         (["bench"], "BENCHMARK"),
-        (["bench", "overlap", "--steps", "2"], "the first 2 steps do not count"),
-        (["bench", "overlap", "--rounds", "0"], "'0' is not a number of 1 or more"),
+        (["bench", "overlap", "--steps", "2"], "the first 2 steps are not timed"),
+        (["bench", "overlap", "--rounds", "0"], "'0' is not an integer of 1 or more"),
         (["bench", "overlap", "--axes", "cp"], "invalid choice: 'cp'"),
     ],
 )
-def test_arguments_that_make_no_sense(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_are_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
     assert said in capsys.readouterr().err
 
 
-def test_an_output_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_output_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     assert main(["bench", "overlap", "--output", str(tmp_path / "file" / "folder")]) == Exit.UNCLASSIFIED
     assert capsys.readouterr().err.startswith(f"--output {tmp_path}/file/folder: Not a directory")
@@ -74,9 +74,9 @@ def test_it_measures(tmp_path: Path) -> None:
         [*command, "--json", "--output", str(tmp_path)], capture_output=True, text=True, check=False, timeout=1500
     )
     assert done.returncode == 0, done.stderr
-    (found,) = json.loads(done.stdout)["results"]
-    assert found["rate"] > 0 and found["exposed_off"] > found["exposed_on"] > 0
-    assert found["off"] > found["compute"] > 0
+    (result,) = json.loads(done.stdout)["results"]
+    assert result["rate"] > 0 and result["exposed_off"] > result["exposed_on"] > 0
+    assert result["off"] > result["compute"] > 0
     assert sorted(path.name for path in (tmp_path / "tp").iterdir()) == [
         "compute", "compute.toml", "off", "off.toml", "on", "on.toml",
     ]  # fmt: skip
@@ -85,6 +85,6 @@ def test_it_measures(tmp_path: Path) -> None:
 def test_a_job_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if missing():
         pytest.skip(missing())
-    broken = overlap.Case("dp", 2, ("dp",), CASES["dp"].settings | {"model.num_heads": "7"})
-    with pytest.raises(overlap.OverlapError, match=r"compute\.toml ended with status"):
-        overlap.measure(broken, tmp_path, 1, 3, lambda line: None)
+    broken = overlap.OverlapCase("dp", 2, ("dp",), CASES["dp"].settings | {"model.num_heads": "7"})
+    with pytest.raises(overlap.OverlapError, match=r"compute\.toml exited with status"):
+        overlap.measure_overlap(broken, tmp_path, 1, 3, lambda line: None)

@@ -1,4 +1,4 @@
-"""Every card says what it is, once, and leads to something that is there."""
+"""Cards have help, unique names, equal facts, and targets to import."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from megascale.core.registry import Card, Registry
 def _registries() -> list[Registry]:
     names = [module.name for module in pkgutil.iter_modules(megascale.catalog.__path__)]
     modules = [importlib.import_module(f"megascale.catalog.{name}") for name in names]
-    found = [value for module in modules for value in vars(module).values() if isinstance(value, Registry)]
-    return list({id(registry): registry for registry in found}.values())
+    registries = [value for module in modules for value in vars(module).values() if isinstance(value, Registry)]
+    return list({id(registry): registry for registry in registries}.values())
 
 
 REGISTRIES = _registries()
-CARDS = [card for registry in REGISTRIES for card in registry._own]
+CARDS = [card for registry in REGISTRIES for card in registry._builtin_cards]
 
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
-def test_a_card_leads_somewhere(card: Card) -> None:
+def test_a_card_loads(card: Card) -> None:
     assert card.load() is not None
     assert card.help and "\n" not in card.help
 
@@ -34,14 +34,14 @@ def test_names_and_groups_are_unique() -> None:
     groups = [registry.group for registry in REGISTRIES]
     assert len(set(groups)) == len(groups)
     for registry in REGISTRIES:
-        names = [card.name for card in registry._own]
+        names = [card.name for card in registry._builtin_cards]
         assert len(set(names)) == len(names), registry.kind
 
 
-def test_cards_of_a_kind_know_the_same_facts() -> None:
+def test_cards_of_a_kind_have_the_same_facts() -> None:
     for registry in REGISTRIES:
-        facts = [set(card.facts) for card in registry._own]
-        assert all(each == facts[0] for each in facts), registry.kind
+        facts = [set(card.facts) for card in registry._builtin_cards]
+        assert all(names == facts[0] for names in facts), registry.kind
 
 
 def test_defaults_are_cards() -> None:

@@ -8,7 +8,7 @@ from megascale.account.parameters import parameter_count
 from megascale.catalog.presets import PRESETS
 from megascale.config.model import ModelConfig
 
-# As the papers and model cards count them; rounded as there.
+# Counts of papers and model cards, with their rounding.
 PUBLISHED = {
     "gpt2-124m": 124.4e6, "gpt2-355m": 354.8e6, "gpt2-774m": 774.0e6, "gpt2-1.5b": 1557.6e6,
     "gpt3-125m": 125e6, "gpt3-350m": 356e6, "gpt3-760m": 760e6, "gpt3-1.3b": 1.32e9, "gpt3-2.7b": 2.65e9,
@@ -20,14 +20,14 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_is_a_whole_model_of_the_published_size(name: str) -> None:
+def test_a_preset_is_a_complete_model_of_the_published_size(name: str) -> None:
     model = ModelConfig.model_validate({"preset": name})
     assert parameter_count(model) == pytest.approx(PUBLISHED[name], rel=0.006)
     assert model.hidden_size % model.num_heads == 0
 
 
-def test_exact_counts_where_the_weights_are_published() -> None:
-    """Numbers in the released files: GPT-2's (tied) and Llama 3's."""
+def test_exact_counts_of_published_weights() -> None:
+    """Elements in the released files: GPT-2's (tied) and Llama 3's."""
     exact = {
         "gpt2-124m": 124_439_808, "gpt2-1.5b": 1_557_611_200, "llama3-1b": 1_235_814_400,
         "llama3-3b": 3_212_749_824, "llama3-8b": 8_030_261_248, "llama3-70b": 70_553_706_496,

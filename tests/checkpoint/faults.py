@@ -1,4 +1,4 @@
-"""What tests do to a running job and its checkpoints, and how they see it: through /proc and the folders alone."""
+"""Faults for running jobs and their checkpoints, observed through /proc and the folders alone."""
 
 from __future__ import annotations
 
@@ -31,43 +31,41 @@ RUN: dict[str, Any] = {
 
 
 def config_in(folder: Path, **overrides: Any) -> Path:
-    """The configuration file of a run whose folder is beside it."""
+    """Write the configuration file of a run whose folder is beside it."""
     return job_config(folder, SIZES, **RUN | overrides)
 
 
 def start(config: Path, *overrides: str) -> Job:
-    """A job whose output nobody needs to read before it has ended."""
+    """Start a job whose pipe holds all of its output."""
     job = Job(config, *overrides)
     assert job.process.stdout is not None
     fcntl.fcntl(job.process.stdout, fcntl.F_SETPIPE_SZ, 1 << 20)
     return job
 
 
-def wait_until(job: Job, condition: Callable[[], bool]) -> None:
-    """Look again and again while a job runs."""
+def poll(job: Job, condition: Callable[[], bool]) -> None:
+    """Poll a condition while a job runs."""
     deadline = time.monotonic() + SECONDS
     while not condition():
         assert job.process.poll() is None, job.end()
         if time.monotonic() > deadline:
             job.kill()
-            raise AssertionError("it never came to that")
+            raise AssertionError("the condition never became true")
         time.sleep(0.001)
 
 
 # ---- checkpoints on disk
 
 
-def whole(folder: Path) -> list[str]:
-    """The names of the checkpoints that have a manifest, the oldest first."""
+def complete(folder: Path) -> list[str]:
+    """Names of the checkpoints with a manifest, oldest first."""
     return sorted(name for name in _names(folder) if (folder / name / "manifest.json").exists())
 
 
-def under_way(folder: Path) -> str:
-    """The name of the checkpoint that is being written, "" if none is. Those older than a whole one are being removed,
-    not written.
-    """
+def in_progress(folder: Path) -> str:
+    """Name of the checkpoint in progress, or "". A folder older than a complete one is being removed, not written."""
     names = _names(folder)
-    done = whole(folder)
+    done = complete(folder)
     return next((name for name in names if name not in done and (not done or name > done[-1])), "")
 
 
@@ -84,13 +82,13 @@ def _names(folder: Path) -> list[str]:
 
 
 def writers(ranks: dict[int, int]) -> dict[int, int]:
-    """The processes that write the checkpoints of these ranks."""
-    found = {}
+    """Writer process ids by rank."""
+    pids = {}
     for rank, pid in ranks.items():
         for child in _children(pid):
-            if b"megascale.checkpoint.writer" in _command(child):
-                found[rank] = child
-    return found
+            if b"megascale.checkpoint.save.writer" in _command(child):
+                pids[rank] = child
+    return pids
 
 
 def _children(pid: int) -> Iterator[int]:
@@ -108,7 +106,7 @@ def _command(pid: int) -> bytes:
         return b""
 
 
-# ---- strikes
+# ---- kills
 
 
 def _signal(pids: Iterable[int], number: int) -> None:
@@ -126,88 +124,89 @@ ENDS = {
     "launcher": -signal.SIGKILL,
     "all": -signal.SIGKILL,
 }
-"""The status of a run of which these are killed. Not of "writer" and "writers": without them it goes on."""
+"""Exit status by victim. A run survives the kill of a "writer" or all "writers"."""
 
 
-class Struck:
-    """A run whose processes are killed at random moments of its saves, and which is started again when it has ended.
+class KilledRun:
+    """A run whose processes are killed at random moments of its saves, and restarted after its end.
 
-    `resumed`: how many of its starts have said that they resume from the newest whole checkpoint; `lost`: of how many
-    checkpoints the run said that there is none.
+    `resumed`: starts that resumed from the newest complete checkpoint. `lost`: saves that the run reported as failed.
     """
 
     def __init__(self, config: Path, chance: random.Random) -> None:
-        self._config, self._chance = config, chance
+        self._config, self._random = config, chance
         self.resumed = self.lost = 0
 
-    def __enter__(self) -> Struck:
-        self._begin()
+    def __enter__(self) -> KilledRun:
+        self._start()
         return self
 
     def __exit__(self, *exc: object) -> None:
         if self.job.process.poll() is None:
             self.job.kill()
 
-    def strike(self, victim: str, *, slowly: bool) -> None:
-        """Kill -9 while a checkpoint is being written. If that is not in ENDS the run must go on, else end and resume.
-        `slowly`: those that write stand still, as if the disk did not answer.
+    def kill_during_save(self, victim: str, *, slowly: bool) -> None:
+        """Kill -9 while a checkpoint is being written. The run must continue, or end (`ENDS`) and resume.
+
+        `slowly`: the writers are stopped first, as by a slow disk.
         """
-        for _ in range(self._chance.randrange(3)):
-            self._let_pass()
-        name, newest = self._halt(slowly=slowly)
+        for _ in range(self._random.randrange(3)):
+            self._wait_for_save()
+        name, newest = self._stop_in_save(slowly=slowly)
         _signal(self._victims(victim), signal.SIGKILL)
         _signal(self._everyone(), signal.SIGCONT)
         if victim not in ENDS:
             self._interrupted.append(name)
-            wait_until(self.job, lambda: under_way(self.folder) != name)
+            poll(self.job, lambda: in_progress(self.folder) != name)
             return
         self._end(ENDS[victim])
-        found = whole(self.folder)[-1:]
-        assert found >= newest, "a whole checkpoint has gone"
-        self._begin(*found)
+        after = complete(self.folder)[-1:]
+        assert after >= newest, "a complete checkpoint is gone"
+        self._start(*after)
 
     def stop(self) -> list[dict[str, Any]]:
-        """Let one more save go by and ask the run to stop. Returns its logged steps."""
-        self._let_pass()
+        """Wait for one more save, then ask the run to stop. Returns its logged steps."""
+        self._wait_for_save()
         self.job.signal(signal.SIGTERM)
         self._end(Exit.STOPPED)
         return self.job.steps()
 
-    def _begin(self, newest: str = "") -> None:
-        """Start the run, which has to resume from its newest whole checkpoint."""
+    def _start(self, newest: str = "") -> None:
+        """Start the run, which must resume from its newest complete checkpoint."""
         self._newest = newest
         self._interrupted: list[str] = []
         self._writing: set[int] = set()
         self.job = start(self._config)
         self.folder = self.job.folder / "checkpoints"
-        left = under_way(self.folder)
-        wait_until(self.job, lambda: not left or under_way(self.folder) != left)  # what is not whole is removed
-        self._let_pass()
+        attempt = in_progress(self.folder)
+        poll(self.job, lambda: not attempt or in_progress(self.folder) != attempt)  # an unfinished one is removed
+        self._wait_for_save()
         self._ranks = self.job.ranks()
 
-    def _let_pass(self) -> None:
-        """Let a save go by, and learn how long one takes."""
-        before = whole(self.folder)[-1:]
-        wait_until(self.job, lambda: bool(under_way(self.folder)))
+    def _wait_for_save(self) -> None:
+        """Wait for a save, and measure its duration."""
+        before = complete(self.folder)[-1:]
+        poll(self.job, lambda: bool(in_progress(self.folder)))
         since = time.monotonic()
-        wait_until(self.job, lambda: whole(self.folder)[-1:] > before)
+        poll(self.job, lambda: complete(self.folder)[-1:] > before)
         self._span = time.monotonic() - since
 
-    def _halt(self, *, slowly: bool) -> tuple[str, list[str]]:
-        """Halt everyone at a random moment of a save, so that what we see is what there is when some of them die. One
-        that is over by then goes on, and the next is halted. Returns its name, and that of the newest whole one.
+    def _stop_in_save(self, *, slowly: bool) -> tuple[str, list[str]]:
+        """Stop all processes at a random moment of a save, so that the folders do not change until some are killed.
+
+        A save that is complete by then is skipped. Returns the name of the save, and of the newest complete one.
         """
         while True:
             if slowly and len(writers(self._ranks)) < len(self._ranks):
-                self._let_pass()  # it has new ones
+                self._wait_for_save()  # until there are new ones
             if slowly:
                 _signal(writers(self._ranks).values(), signal.SIGSTOP)
-            wait_until(self.job, lambda: bool(under_way(self.folder)))
-            name, newest = under_way(self.folder), whole(self.folder)[-1:]
-            time.sleep(self._chance.random() * self._span)
-            wait_until(self.job, lambda: bool(writers(self._ranks)))  # new ones may be starting
+            poll(self.job, lambda: bool(in_progress(self.folder)))
+            name, newest = in_progress(self.folder), complete(self.folder)[-1:]
+            time.sleep(self._random.random() * self._span)
+            poll(self.job, lambda: bool(writers(self._ranks)))  # new ones may be starting
             _signal(self._everyone(), signal.SIGSTOP)
-            if name and under_way(self.folder) == name:
+            if name and in_progress(self.folder) == name:
                 return name, newest
             _signal(self._everyone(), signal.SIGCONT)
 
@@ -217,7 +216,7 @@ class Struck:
     def _victims(self, victim: str) -> list[int]:
         ranks, writing = list(self._ranks.values()), list(writers(self._ranks).values())
         self._writing.update(writing)
-        rank, writer = self._chance.choice(ranks), self._chance.choice(writing)
+        rank, writer = self._random.choice(ranks), self._random.choice(writing)
         return {
             "writer": [writer],
             "writers": writing,
@@ -229,10 +228,10 @@ class Struck:
         }[victim]
 
     def _end(self, status: int) -> None:
-        """Wait until the run has ended, and hold it to what it must have said and done."""
+        """Wait for the end of the run, and check its status, output and writers."""
         self._writing.update(writers(self._ranks).values())
-        found, out, err = self.job.end()
-        assert found == status, (found, out, err)
+        ended, out, err = self.job.end()
+        assert ended == status, (ended, out, err)
         assert "Traceback" not in out + err
         if status == Exit.UNCLASSIFIED:
             assert re.match(r"megascale: rank [01] of 2 on \S+ failed: killed by SIGKILL\n", err), err
@@ -250,5 +249,5 @@ class Struck:
             self.lost += lost
         deadline = time.monotonic() + SECONDS
         while any(map(lives, self._writing)):
-            assert time.monotonic() < deadline, "a process that writes outlives its rank"
+            assert time.monotonic() < deadline, "a writer outlives its rank"
             time.sleep(0.01)

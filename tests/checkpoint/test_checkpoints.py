@@ -1,4 +1,4 @@
-"""Checkpoints: any layout reads any other's, nothing damaged is taken, nothing is ever written over."""
+"""Checkpoints: any layout loads any other's, damage is resume_error, nothing is overwritten."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ SAVERS: dict[str, dict[str, Any]] = {
     "dp4 zero2 fp32": {"parallel__dp": 4, "parallel__zero": 2, "train__precision": "fp32"},
     "pp2 vpp2 dp2 zero2": {"parallel__pp": 2, "parallel__vpp": 2, "parallel__dp": 2, "parallel__zero": 2},
 }  # fmt: skip
-"""Those of which nothing else is said hold weights of bf16 and masters of fp32."""
+"""Layouts that save, by default with bf16 weights and fp32 master weights."""
 
 LOADERS: dict[str, dict[str, Any]] = SAVERS | {
     "pp4 fp32": {"parallel__pp": 4, "train__precision": "fp32"},
     "dp3 zero1": {"parallel__dp": 3, "batch__global": 9},
     "tp2 sp pp2 zero0": {"parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "parallel__zero": 0},
 }
-"""With each saver a pair: forty of them."""
+"""Layouts that load: forty pairs with the savers."""
 
 
 def config_in(folder: Path, family: str = "gpt", **layout: Any) -> Any:
-    more = {"checkpoint__every": 1, "train__precision": "bf16"}
-    return config_of(settings(FAMILIES[family], folder, **more | layout), folder)
+    defaults = {"checkpoint__every": 1, "train__precision": "bf16"}
+    return config_of(settings(FAMILIES[family], folder, **defaults | layout), folder)
 
 
 def state_of(run: Any) -> dict[str, list[Any]]:
-    """Every piece of this rank's state: name to (offset, size, numbers as bytes)."""
-    from megascale.checkpoint.state import global_tensors
+    """Copy this rank's state: (offset, size, bytes) of every piece, by name."""
+    from megascale.checkpoint.format.state import global_tensors
 
-    found = global_tensors(run.optimizer.shards, run.mesh)
+    tensors = global_tensors(run.optimizer.shards, run.mesh)
     return {
         name: [(p.offset, p.size, p.data.clone().view(-1).numpy().tobytes()) for p in tensor.pieces]
-        for name, tensor in found.items()
+        for name, tensor in tensors.items()
     }
 
 
@@ -57,29 +57,29 @@ def save_after(rank: Rank, config: Any, steps: int) -> dict[str, list[Any]]:
 
     run = build_run(rank, config)
     for _ in range(steps):
-        train_step(run, run.train.batch(run.progress.samples))
-    run.gradients.finish_gather()
+        train_step(run, run.train_loader.batch(run.progress.samples))
+    run.buffers.finish_param_gather()
     run.checkpoints.save(run.progress)
     return state_of(run)
 
 
 def load(rank: Rank, config: Any) -> tuple[dict[str, list[Any]], dict[str, int], dict[str, float]]:
-    """Resume; returns this rank's state, the progress, and a sum over each parameter that compute uses."""
+    """Resume. Returns this rank's state, the progress, and the sum of magnitudes of every parameter."""
     run = build_run(rank, config)
-    found = run.checkpoints.resume()
-    assert found is not None
-    run.optimizer.publish_masters()
+    result = run.checkpoints.resume()
+    assert result is not None
+    run.optimizer.copy_masters_to_weights()
     gather_weights(run)
     sums = {
         name: float(p.double().abs().sum())
         for chunk in range(len(run.stages))
-        for name, p in run.gradients.parameters(chunk).items()
+        for name, p in run.buffers.parameters(chunk).items()
     }
-    return state_of(run), vars(found.progress), sums
+    return state_of(run), vars(result.progress), sums
 
 
-def whole(states: list[dict[str, list[Any]]]) -> dict[str, Any]:
-    """The global tensors that the pieces of all ranks make up; replicas must agree to the bit."""
+def assemble(states: list[dict[str, list[Any]]]) -> dict[str, Any]:
+    """Assemble global tensors from the pieces of all ranks; replicas must agree bit by bit."""
     import numpy as np
 
     tensors: dict[str, Any] = {}
@@ -105,17 +105,17 @@ def whole(states: list[dict[str, list[Any]]]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "saver", [*(pytest.param(it, marks=pytest.mark.slow) for it in list(SAVERS)[:-1]), list(SAVERS)[-1]]
 )
-def test_every_layout_reads_every_others(saver: str, family: str, tmp_path: Path) -> None:
+def test_any_layout_loads_any_other(saver: str, family: str, tmp_path: Path) -> None:
     import numpy as np
 
     config = config_in(tmp_path, family, **SAVERS[saver])
-    saved = whole(run_world(config.world, save_after, config, 2))
+    saved = assemble(run_world(config.world_size, save_after, config, 2))
     assert not any(np.isnan(tensor).any() for tensor in saved.values())
     assert {name.split(".")[0] for name in saved} == {"weights", "exp_avg", "exp_avg_sq"}
     for loader, layout in LOADERS.items():
         other = config_in(tmp_path, family, **layout)
-        results = run_world(other.world, load, other)
-        loaded = whole([state for state, _, _ in results])
+        results = run_world(other.world_size, load, other)
+        loaded = assemble([state for state, _, _ in results])
         assert loaded.keys() == saved.keys(), loader
         for name, tensor in saved.items():
             assert np.array_equal(loaded[name], tensor), (loader, name)
@@ -125,7 +125,7 @@ def test_every_layout_reads_every_others(saver: str, family: str, tmp_path: Path
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that saved after two steps on two ranks."""
+    """Folder of a run that saved after two steps on two ranks."""
     folder = tmp_path_factory.mktemp("saved")
     config = config_in(folder, parallel__tp=2)
     run_world(2, save_after, config, 2)
@@ -134,13 +134,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(saved: Path, tmp_path: Path) -> tuple[Any, Path]:
-    """A copy of that run that may be damaged: its configuration and its checkpoint's folder."""
+    """Configuration and checkpoint folder of a copy of the run, to be damaged."""
     shutil.copytree(saved / "test", tmp_path / "test")
     return config_in(tmp_path, parallel__tp=2), tmp_path / "test" / "checkpoints" / "step-00000002"
 
 
-def refused(rank: Rank, config: Any) -> tuple[str, int]:
-    """The error of a resume."""
+def resume_error(rank: Rank, config: Any) -> tuple[str, int]:
+    """Text and exit status of the error of a resume."""
     from megascale.core.errors import CheckpointError
 
     run = build_run(rank, config)
@@ -152,36 +152,36 @@ def refused(rank: Rank, config: Any) -> tuple[str, int]:
     return ("nothing was changed" if state_of(run) == before else "resumed"), 0
 
 
-def damage(config: Any) -> str:
-    """What every rank says of a damaged checkpoint."""
-    results = run_world(config.world, refused, config)
+def damage_error(config: Any) -> str:
+    """The error of a resume from a damaged checkpoint, equal on all ranks."""
+    results = run_world(config.world_size, resume_error, config)
     assert {status for _, status in results} == {4}
     assert len({text for text, _ in results}) == 1
     return results[0][0]
 
 
 def edit(folder: Path, change: Any) -> None:
-    """Change what a manifest says, with the checksum that belongs to it."""
-    from megascale.checkpoint import manifest
+    """Change a manifest, with a matching CRC-32."""
+    from megascale.checkpoint.format import manifest
     from megascale.checkpoint.storage import Location
 
     place = Location(str(folder))
-    said = manifest.read(place).model_dump(mode="json")
-    change(said)
-    manifest.write(place, manifest.Manifest.model_validate_json(json.dumps(said)))
+    content = manifest.read(place).model_dump(mode="json")
+    change(content)
+    manifest.write(place, manifest.Manifest.model_validate_json(json.dumps(content)))
 
 
 def rewrite(folder: Path, change: Any) -> None:
-    """As `edit`, to what no manifest says."""
+    """Change the JSON of a manifest, valid or not, with a matching CRC-32."""
     head, body, _ = (folder / "manifest.json").read_bytes().split(b"\n")
-    said = json.loads(body.removesuffix(b"}"))
-    change(said)
-    text = json.dumps(said).encode()
+    content = json.loads(body.removesuffix(b"}"))
+    change(content)
+    text = json.dumps(content).encode()
     head = re.sub(rb'"crc32": \d+', b'"crc32": %d' % zlib.crc32(b"2\n" + text), head)
     (folder / "manifest.json").write_bytes(head + b"\n" + text + b"}\n")
 
 
-def test_what_a_checkpoint_consists_of(copy: tuple[Any, Path]) -> None:
+def test_contents_of_a_checkpoint(copy: tuple[Any, Path]) -> None:
     _, folder = copy
     assert sorted(path.name for path in folder.iterdir()) == [
         "manifest.json",
@@ -194,10 +194,10 @@ def test_what_a_checkpoint_consists_of(copy: tuple[Any, Path]) -> None:
     assert facts["config"]["model"]["num_layers"] == 4
     assert {"torch", "megascale"} <= facts["versions"].keys()
     sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
-    assert max(sizes) < 1.5 * min(sizes), "what both ranks hold is not written by one of them alone"
+    assert max(sizes) < 1.5 * min(sizes), "the ranks share the writing of replicated tensors"
 
 
-def test_every_flipped_bit_is_noticed(copy: tuple[Any, Path]) -> None:
+def test_a_flipped_bit_is_detected(copy: tuple[Any, Path]) -> None:
     config, folder = copy
     path = folder / "rank-00001-000.safetensors"
     whole_file = path.read_bytes()
@@ -206,53 +206,53 @@ def test_every_flipped_bit_is_noticed(copy: tuple[Any, Path]) -> None:
         broken = bytearray(whole_file)
         broken[place] ^= 1 << place % 8
         path.write_bytes(broken)
-        assert "rank-00001-000.safetensors" in damage(config)
+        assert "rank-00001-000.safetensors" in damage_error(config)
 
 
 @pytest.mark.parametrize("cut", [0, 7, 1000, -1])
-def test_a_shard_that_is_cut_short_is_refused(cut: int, copy: tuple[Any, Path]) -> None:
+def test_a_truncated_file_is_refused(cut: int, copy: tuple[Any, Path]) -> None:
     config, folder = copy
     path = folder / "rank-00000-000.safetensors"
     path.write_bytes(path.read_bytes()[:cut])
-    assert str(path) in damage(config)
+    assert str(path) in damage_error(config)
 
 
-def test_a_missing_shard_is_refused(copy: tuple[Any, Path]) -> None:
+def test_a_missing_file_is_refused(copy: tuple[Any, Path]) -> None:
     config, folder = copy
     (folder / "rank-00001-000.safetensors").unlink()
-    assert "rank-00001-000.safetensors" in damage(config)
+    assert "rank-00001-000.safetensors" in damage_error(config)
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"format": 99}', "[]", '{"format": 2}', "\n\n"])
 def test_a_damaged_manifest_is_refused(text: str, copy: tuple[Any, Path]) -> None:
     config, folder = copy
     (folder / "manifest.json").write_text(text)
-    assert str(folder) in damage(config)
+    assert str(folder) in damage_error(config)
 
 
-def test_a_tensor_that_is_missing_is_refused(copy: tuple[Any, Path]) -> None:
+def test_a_missing_tensor_is_refused(copy: tuple[Any, Path]) -> None:
     config, folder = copy
-    edit(folder, lambda said: said["tensors"].pop("exp_avg.layers.1.mlp.up.weight"))
-    assert f"{folder} has no tensor exp_avg.layers.1.mlp.up.weight" in damage(config)
+    edit(folder, lambda content: content["tensors"].pop("exp_avg.layers.1.mlp.up.weight"))
+    assert f"{folder} has no tensor exp_avg.layers.1.mlp.up.weight" in damage_error(config)
 
 
-def test_a_tensor_of_which_a_part_is_missing_is_refused(copy: tuple[Any, Path]) -> None:
+def test_an_incomplete_tensor_is_refused(copy: tuple[Any, Path]) -> None:
     config, folder = copy
-    edit(folder, lambda said: said["tensors"]["weights.layers.1.mlp.up.weight"]["boxes"].pop())
-    assert f"{folder} holds only a part of weights.layers.1.mlp.up.weight" in damage(config)
+    edit(folder, lambda content: content["tensors"]["weights.layers.1.mlp.up.weight"]["boxes"].pop())
+    assert f"{folder} holds only a part of weights.layers.1.mlp.up.weight" in damage_error(config)
 
 
 @pytest.mark.parametrize("where", [{"offset": [0, -1]}, {"size": [1, 10**9]}, {"size": [8]}, {"start": -8}], ids=str)
-def test_a_box_that_cannot_be_is_refused(where: dict[str, Any], copy: tuple[Any, Path]) -> None:
+def test_an_impossible_box_is_refused(where: dict[str, Any], copy: tuple[Any, Path]) -> None:
     config, folder = copy
 
-    def misplace(said: dict[str, Any]) -> None:
-        said["tensors"]["weights.layers.1.mlp.up.weight"]["boxes"][0] |= where
+    def misplace(content: dict[str, Any]) -> None:
+        content["tensors"]["weights.layers.1.mlp.up.weight"]["boxes"][0] |= where
 
     with pytest.raises(ValidationError, match="a box"):
         edit(folder, misplace)
     rewrite(folder, misplace)
-    text = damage(config)
+    text = damage_error(config)
     assert f"{folder}/manifest.json is damaged: tensors.weights.layers.1.mlp.up.weight: Value error, a box" in text
 
 
@@ -260,7 +260,7 @@ def test_another_model_is_refused_by_name(copy: tuple[Any, Path]) -> None:
     config, _ = copy
     folder = Path(config.observe.dir)
     other = config_in(folder, parallel__tp=2, model__hidden_size=64, model__activation="gelu_tanh")
-    text = damage(other)
+    text = damage_error(other)
     assert "hidden_size 32 there, 64 here" in text and "activation gelu there, gelu_tanh here" in text
 
 
@@ -281,26 +281,26 @@ def test_a_used_folder_is_never_written_to(copy: tuple[Any, Path]) -> None:
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     again = folder.with_name("step-00000002.1")
     assert (again / "manifest.json").is_file()
+    from megascale.checkpoint.folders import complete_checkpoints
     from megascale.checkpoint.storage import Location
-    from megascale.checkpoint.store import complete
 
-    found = complete(Location(str(folder.parent)))
-    assert [stored.path.local for stored in found] == [folder, again]
+    found = complete_checkpoints(Location(str(folder.parent)))
+    assert [stored.path.local_path for stored in found] == [folder, again]
 
 
 def save_twice(rank: Rank, config: Any) -> list[str]:
-    """The folders after saves of steps 1 to 5, each asked for twice."""
+    """Save steps 1 to 5, twice each. Returns the folders."""
     from megascale.train.step import train_step
 
     run = build_run(rank, config)
     for _ in range(5):
-        train_step(run, run.train.batch(run.progress.samples))
+        train_step(run, run.train_loader.batch(run.progress.samples))
         first, second = run.checkpoints.save(run.progress), run.checkpoints.save(run.progress)
         assert first is not None and second is None
-        run.checkpoints.remove_old()
-    run.checkpoints.removed()
-    run.gradients.finish_gather()
-    return list(run.checkpoints.folder.names())
+        run.checkpoints.prune()
+    run.checkpoints.wait_for_prune()
+    run.buffers.finish_param_gather()
+    return list(run.checkpoints.folder.list_names())
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
@@ -309,13 +309,13 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
 
 
 def out_of_space(rank: Rank, config: Any) -> tuple[str, list[str]]:
-    """Save where rank 1 cannot write more than a few bytes."""
+    """Save while rank 1 cannot write more than 1000 bytes, then without the limit."""
     import resource
 
     from megascale.core.errors import CheckpointError
 
     run = build_run(rank, config)
-    writer = run.checkpoints.saving.writer
+    writer = run.checkpoints.saver.writer_pid
     if rank.rank == 1:
         resource.prlimit(writer, resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
     try:
@@ -327,7 +327,7 @@ def out_of_space(rank: Rank, config: Any) -> tuple[str, list[str]]:
         resource.prlimit(writer, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     again = run.checkpoints.save(run.progress)
     assert again is not None
-    return text, run.checkpoints.folder.names()
+    return text, run.checkpoints.folder.list_names()
 
 
 def test_a_rank_that_cannot_write_leaves_nothing(tmp_path: Path) -> None:
@@ -339,15 +339,15 @@ def test_a_rank_that_cannot_write_leaves_nothing(tmp_path: Path) -> None:
 
 def test_resume_never_and_nothing_to_resume(saved: Path, tmp_path: Path) -> None:
     never = config_in(tmp_path, parallel__tp=2, checkpoint__resume="never")
-    assert run_world(2, refused, never) == [("nothing was changed", 0)] * 2
-    assert run_world(1, refused, config_in(tmp_path)) == [("nothing was changed", 0)]
+    assert run_world(2, resume_error, never) == [("nothing was changed", 0)] * 2
+    assert run_world(1, resume_error, config_in(tmp_path)) == [("nothing was changed", 0)]
 
 
 def test_another_runs_checkpoints_are_not_added_to(saved: Path) -> None:
-    """Of which those of later steps would be kept instead of those that it writes."""
+    """`keep` would count their later steps as newer than the new run's."""
     never = config_in(saved, parallel__tp=2, checkpoint__resume="never")
     text = f"{saved}/test/checkpoints/step-00000002 is there, and checkpoint.resume is never  -> another name"
-    for found, status in run_world(2, refused, never):
+    for found, status in run_world(2, resume_error, never):
         assert found.startswith(text) and status == 4
 
 
@@ -358,7 +358,7 @@ def test_resume_from_another_runs_checkpoint(saved: Path, tmp_path: Path) -> Non
     assert progress["step"] == 2
     assert not (tmp_path / "test" / "checkpoints").exists() or not list((tmp_path / "test" / "checkpoints").iterdir())
     ((_, progress, _),) = run_world(1, load, config_in(tmp_path, checkpoint__resume=str(saved / "test")))
-    assert progress["step"] == 2, "a run's folder stands for its newest"
+    assert progress["step"] == 2, "a run's folder stands for its newest checkpoint"
 
 
 def test_nothing_in_a_checkpoint_is_executed(saved: Path) -> None:
@@ -367,16 +367,16 @@ def test_nothing_in_a_checkpoint_is_executed(saved: Path) -> None:
 
 
 def blocked(rank: Rank, config: Any) -> list[str]:
-    """Save where the folder of the checkpoints cannot be made, twice."""
+    """Save twice where the folder cannot be made. Returns the errors."""
     from megascale.core.errors import CheckpointError
 
-    run, found = build_run(rank, config), []
+    run, errors = build_run(rank, config), []
     for _ in range(2):
         try:
             run.checkpoints.save(run.progress)
         except CheckpointError as error:
-            found.append(str(error))
-    return found
+            errors.append(str(error))
+    return errors
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_on_every_rank(tmp_path: Path) -> None:
@@ -389,9 +389,9 @@ def test_a_folder_that_cannot_be_made_is_an_error_on_every_rank(tmp_path: Path) 
         assert texts == [text] * 2
 
 
-def test_of_a_checkpoint_that_lies_elsewhere_only_the_link_is_removed(tmp_path: Path) -> None:
+def test_only_the_link_to_a_checkpoint_elsewhere_is_removed(tmp_path: Path) -> None:
+    from megascale.checkpoint.folders import complete_checkpoints, prune, remove_unfinished
     from megascale.checkpoint.storage import Location
-    from megascale.checkpoint.store import complete, keep_newest, remove_unfinished
 
     folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
     for place in (folder / "step-2", elsewhere / "full", elsewhere / "empty"):
@@ -402,8 +402,8 @@ def test_of_a_checkpoint_that_lies_elsewhere_only_the_link_is_removed(tmp_path: 
     (folder / "step-3").symlink_to(elsewhere / "empty")
     place = Location(str(folder))
     remove_unfinished(place)
-    assert [stored.step for stored in complete(place)] == [1, 2]
-    keep_newest(place, 1)
+    assert [stored.step for stored in complete_checkpoints(place)] == [1, 2]
+    prune(place, 1)
     assert [path.name for path in folder.iterdir()] == ["step-2"]
     assert sorted(path.name for path in elsewhere.iterdir()) == ["empty", "full"]
     assert (elsewhere / "full" / "manifest.json").exists()
@@ -420,23 +420,23 @@ def test_of_a_checkpoint_that_lies_elsewhere_only_the_link_is_removed(tmp_path: 
         (9, 0, [10, 20, 30, 40, 50, 60]),
     ],
 )
-def test_the_newest_and_every_so_many_are_kept(tmp_path: Path, keep: int, every: int, kept: list[int]) -> None:
+def test_prune_keeps_the_newest_and_every_nth_step(tmp_path: Path, keep: int, every: int, kept: list[int]) -> None:
+    from megascale.checkpoint.folders import complete_checkpoints, prune
     from megascale.checkpoint.storage import Location
-    from megascale.checkpoint.store import complete, keep_newest
 
     for step in range(10, 70, 10):
         place = tmp_path / f"step-{step:08d}"
         place.mkdir()
         (place / "manifest.json").touch()
     (tmp_path / "step-00000070").mkdir()  # being written
-    keep_newest(Location(str(tmp_path)), keep, every)
-    assert [stored.step for stored in complete(Location(str(tmp_path)))] == kept
+    prune(Location(str(tmp_path)), keep, every)
+    assert [stored.step for stored in complete_checkpoints(Location(str(tmp_path)))] == kept
     assert (tmp_path / "step-00000070").exists()
 
 
-def test_one_that_cannot_be_deleted_keeps_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_deletion_does_not_stop_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megascale.checkpoint.folders import complete_checkpoints, prune
     from megascale.checkpoint.storage import Location
-    from megascale.checkpoint.store import complete, keep_newest
     from megascale.core.errors import CheckpointError
 
     for step in range(1, 5):
@@ -451,20 +451,20 @@ def test_one_that_cannot_be_deleted_keeps_no_other(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(Location, "remove", refused)
     with pytest.raises(CheckpointError, match="step-1 cannot be removed: Permission denied"):
-        keep_newest(Location(str(tmp_path)), 1)
-    assert [stored.step for stored in complete(Location(str(tmp_path)))] == [1, 4]
+        prune(Location(str(tmp_path)), 1)
+    assert [stored.step for stored in complete_checkpoints(Location(str(tmp_path)))] == [1, 4]
 
 
-def changed(rank: Rank, config: Any) -> list[str]:
-    found = build_run(rank, config).checkpoints.resume()
-    assert found is not None
-    return found.changes
+def changes_of(rank: Rank, config: Any) -> list[str]:
+    result = build_run(rank, config).checkpoints.resume()
+    assert result is not None
+    return result.changes
 
 
-def test_a_resume_says_what_the_configuration_changes(saved: Path) -> None:
+def test_resume_reports_changes_of_the_configuration(saved: Path) -> None:
     same = config_in(saved, parallel__tp=2)
-    assert run_world(2, changed, config_in(saved, parallel__pp=2, checkpoint__keep=3)) == [[]] * 2
+    assert run_world(2, changes_of, config_in(saved, parallel__pp=2, checkpoint__keep=3)) == [[]] * 2
     other = config_in(saved, parallel__tp=2, train__seed=5, optimizer__weight_decay=0.25)
     decay = same.optimizer.weight_decay
     expected = [f"train.seed {same.train.seed} -> 5", f"optimizer.weight_decay {decay} -> 0.25"]
-    assert run_world(2, changed, other) == [expected] * 2
+    assert run_world(2, changes_of, other) == [expected] * 2

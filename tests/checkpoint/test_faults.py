@@ -1,4 +1,4 @@
-"""Faults of a run that saves, by the commands that a user gives: kill -9 at any moment, damage on disk, a full disk."""
+"""Faults of a run that saves, through the command line: kill -9 at any moment, damaged files, a full disk."""
 
 from __future__ import annotations
 
@@ -19,108 +19,106 @@ from typing import Any
 
 import pytest
 
-from megascale.checkpoint import manifest
+from megascale.checkpoint.format import manifest
 from megascale.checkpoint.storage import Location
 from megascale.cli.main import main
 from megascale.core.errors import Exit
-from tests.checkpoint.faults import ENDS, Struck, config_in, start, step_of, under_way, wait_until, whole, writers
+from tests.checkpoint.faults import ENDS, KilledRun, complete, config_in, in_progress, poll, start, step_of, writers
 from tests.jobs import Job, curve, finish
 
-SHARDS = "rank-00000-000.safetensors", "rank-00001-000.safetensors"
+FILES = "rank-00000-000.safetensors", "rank-00001-000.safetensors"
 EXECUTED = "executed"
 FORMAT_AT = len('{"format": ')
 
 
-def survives(folder: Path, strikes: Iterable[tuple[str, bool]], seed: int, **layout: Any) -> Struck:
-    """Strike a run, and hold it to one that nothing happens to: by the bit, each step's loss and norm of gradients, and
-    the last checkpoint.
-    """
-    with Struck(config_in(folder / "struck", checkpoint__keep=2, **layout), random.Random(seed)) as struck:
-        for victim, slowly in strikes:
-            struck.strike(victim, slowly=slowly)
-        found = struck.stop()
-    last = found[-1]["step"]
+def survives(folder: Path, kills: Iterable[tuple[str, bool]], seed: int, **layout: Any) -> KilledRun:
+    """Kill parts of a run; losses, gradient norms and last checkpoint must equal an undisturbed run's, bit by bit."""
+    with KilledRun(config_in(folder / "killed", checkpoint__keep=2, **layout), random.Random(seed)) as killed:
+        for victim, slowly in kills:
+            killed.kill_during_save(victim, slowly=slowly)
+        steps = killed.stop()
+    last = steps[-1]["step"]
     straight = finish(config_in(folder / "straight", checkpoint__keep=2, **layout), f"train.steps={last}")
     assert [record["step"] for record in straight] == list(range(1, last + 1))
-    assert curve(found) == curve(straight)
-    places = [folder / name / f"runs/test/checkpoints/step-{last:08d}" for name in ("struck", "straight")]
+    assert curve(steps) == curve(straight)
+    places = [folder / name / f"runs/test/checkpoints/step-{last:08d}" for name in ("killed", "straight")]
     assert main(["ckpt", "diff", *map(str, places)]) == 0
-    return struck
+    return killed
 
 
 def test_kill_9_while_saving_and_resume(tmp_path: Path) -> None:
-    strikes = [("writer", True), ("writers", False), ("writer", True), ("rank", True)]
-    struck = survives(tmp_path, strikes, seed=0, parallel__tp=2)
-    assert struck.resumed == 1 and struck.lost > 0
+    kills = [("writer", True), ("writers", False), ("writer", True), ("rank", True)]
+    killed = survives(tmp_path, kills, seed=0, parallel__tp=2)
+    assert killed.resumed == 1 and killed.lost > 0
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_kill_9_at_fifty_moments_of_saving_and_resume_each_time(tmp_path: Path) -> None:
-    """Fifty that end the run; of those that it survives some more between them."""
+    """Fifty kills end the run; in between it survives some more."""
     counts = dict.fromkeys(ENDS, 10) | {"writer": 12, "writers": 6}  # five of them before they can have written all
-    strikes = [(victim, number % 4 == 0) for victim, count in counts.items() for number in range(count)]
-    random.Random(1).shuffle(strikes)
-    struck = survives(tmp_path, strikes, seed=1, parallel__dp=2)
-    assert struck.resumed == 50 and struck.lost > 4
+    kills = [(victim, number % 4 == 0) for victim, count in counts.items() for number in range(count)]
+    random.Random(1).shuffle(kills)
+    killed = survives(tmp_path, kills, seed=1, parallel__dp=2)
+    assert killed.resumed == 50 and killed.lost > 4
 
 
 @pytest.mark.slow
-def test_a_writer_that_is_killed_at_the_last_save_ends_the_run_and_it_can_be_started_again(tmp_path: Path) -> None:
-    """What must be written and cannot is an error."""
+def test_a_writer_killed_in_the_last_save_ends_the_run(tmp_path: Path) -> None:
+    """The last save must succeed; the run can be started again."""
     config = config_in(tmp_path, parallel__tp=2, checkpoint__every=40)
     job = start(config)
     folder = job.folder / "checkpoints"
-    wait_until(job, lambda: bool(whole(folder)))
+    poll(job, lambda: bool(complete(folder)))
     writer = writers(job.ranks())[1]
     os.kill(writer, signal.SIGSTOP)
     job.signal(signal.SIGTERM)
-    wait_until(job, lambda: (folder / (under_way(folder) or "none") / SHARDS[0]).exists())
-    time.sleep(0.2)  # the other has its order too: before that it would be replaced
+    poll(job, lambda: (folder / (in_progress(folder) or "none") / FILES[0]).exists())
+    time.sleep(0.2)  # a writer killed before its order would be replaced
     os.kill(writer, signal.SIGKILL)
     status, out, err = job.end()
     assert status == Exit.CHECKPOINT and "Traceback" not in out + err, (status, out, err)
     assert "rank 1: the process that writes checkpoints has ended: signal 9" in err
-    assert whole(folder) == ["step-00000040"] and not under_way(folder)
+    assert complete(folder) == ["step-00000040"] and not in_progress(folder)
     again = start(config, f"train.steps={job.steps()[-1]['step']}")
     status, out, err = again.end()
     assert status == 0 and f"resumed from {folder}/step-00000040: step 40, " in out, (status, out, err)
 
 
 def flip(path: Path, chance: random.Random, start: int = 0) -> None:
-    """Flip a bit of a file from a place on."""
+    """Flip a random bit of a file, from byte `start`."""
     data = bytearray(path.read_bytes())
     data[chance.randrange(start, len(data))] ^= 1 << chance.randrange(8)
     path.write_bytes(data)
 
 
-def cut_shard(folder: Path) -> str:
-    path = folder / SHARDS[1]
+def truncate(folder: Path) -> str:
+    path = folder / FILES[1]
     os.truncate(path, path.stat().st_size // 2)
     return path.name
 
 
-def flip_shard(folder: Path) -> str:
-    path = folder / SHARDS[0]
+def flip_data(folder: Path) -> str:
+    path = folder / FILES[0]
     flip(path, random.Random(2), start=8 + int.from_bytes(path.read_bytes()[:8], "little"))
     return path.name
 
 
-def lose_shard(folder: Path) -> str:
-    (folder / SHARDS[1]).unlink()
-    return SHARDS[1]
+def remove_file(folder: Path) -> str:
+    (folder / FILES[1]).unlink()
+    return FILES[1]
 
 
-def shut_shard(folder: Path) -> str:
-    """It cannot be opened: root may open any file, but none may read a folder."""
-    (folder / SHARDS[0]).unlink()
-    (folder / SHARDS[0]).mkdir()
-    return SHARDS[0]
+def block_file(folder: Path) -> str:
+    """Make a file unreadable: root may open any file, but nobody can read a folder."""
+    (folder / FILES[0]).unlink()
+    (folder / FILES[0]).mkdir()
+    return FILES[0]
 
 
-def take_manifest_of_another(folder: Path) -> str:
-    """It is right in itself, and the numbers are not those of which it tells: whichever are read first."""
-    shutil.copy(folder.parent / whole(folder.parent)[0] / "manifest.json", folder)
+def swap_manifest(folder: Path) -> str:
+    """Copy another checkpoint's manifest: intact in itself, with checksums of other tensors."""
+    shutil.copy(folder.parent / complete(folder.parent)[0] / "manifest.json", folder)
     return "rank-0000[01]-000.safetensors"
 
 
@@ -139,31 +137,30 @@ class Trap:
         return os.mkdir, (self._marker,)
 
 
-def pickle_shard(folder: Path) -> str:
-    """As torch.save and torch's own writer of checkpoints leave them; whoever loads them executes what is in them."""
+def pickle_file(folder: Path) -> str:
+    """Write pickles as torch.save and torch's checkpoint writer do: loading executes them."""
     import torch
 
     trap = Trap(folder.parent / EXECUTED)
-    torch.save(trap, folder / SHARDS[0])
+    torch.save(trap, folder / FILES[0])
     (folder / ".metadata").write_bytes(pickle.dumps(trap))
-    return SHARDS[0]
+    return FILES[0]
 
 
 DAMAGES = {
-    f.__name__: f
-    for f in (cut_shard, flip_shard, lose_shard, shut_shard, take_manifest_of_another, flip_manifest, pickle_shard)
+    f.__name__: f for f in (truncate, flip_data, remove_file, block_file, swap_manifest, flip_manifest, pickle_file)
 }
 
 
 def curve_in(folder: Path) -> list[tuple[int, float, float]]:
-    """The curve of the run of the configuration in a folder."""
+    """Step, loss and gradient norm of the run in a folder."""
     records = map(json.loads, (folder / "runs/test/metrics.jsonl").read_text().splitlines())
     return curve([record for record in records if "loss" in record])
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a configuration whose run has a checkpoint for each kind of damage, and one more."""
+    """Folder of a run with a checkpoint for every kind of damage, and one more."""
     folder = tmp_path_factory.mktemp("saved")
     finish(config_in(folder, parallel__tp=2, train__steps=4 * (len(DAMAGES) + 1)))
     return folder
@@ -171,14 +168,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(saved: Path, tmp_path: Path) -> tuple[Path, Path]:
-    """A copy that may be damaged: its configuration, and the folder of its checkpoints."""
+    """Configuration and checkpoints of a copy of the run, to be damaged."""
     shutil.copytree(saved / "runs", tmp_path / "runs")
     config = config_in(tmp_path, parallel__tp=2, train__steps=4 * (len(DAMAGES) + 1))
     return config, tmp_path / "runs/test/checkpoints"
 
 
 def resumes_from(config: Path, name: str, told: Sequence[Path]) -> None:
-    """Run to the end: warned of these files, one a line, from this checkpoint on, on the same curve."""
+    """Run to the end: a warning for every file of `told`, resumed from checkpoint `name`, with the same curve."""
     before = curve_in(config.parent)
     job = Job(config)
     status, out, err = job.end()
@@ -193,42 +190,42 @@ def resumes_from(config: Path, name: str, told: Sequence[Path]) -> None:
 
 
 @pytest.mark.slow
-def test_the_newest_intact_checkpoint_is_used_whatever_became_of_those_after_it(copy: tuple[Path, Path]) -> None:
+def test_the_newest_intact_checkpoint_is_used(copy: tuple[Path, Path]) -> None:
     config, folder = copy
-    first, *others = whole(folder)
+    first, *others = complete(folder)
     told = [folder / name / damage(folder / name) for name, damage in zip(others, DAMAGES.values(), strict=True)]
     resumes_from(config, first, told[::-1])
-    assert whole(folder)[-1] == f"{others[-1]}.1", "nothing is written over"
-    assert main(["ckpt", "verify", str(folder / whole(folder)[-1])]) == 0
+    assert complete(folder)[-1] == f"{others[-1]}.1", "nothing is overwritten"
+    assert main(["ckpt", "verify", str(folder / complete(folder)[-1])]) == 0
 
 
-def test_a_run_all_of_whose_checkpoints_are_damaged_ends_with_one_message(copy: tuple[Path, Path]) -> None:
+def test_a_run_with_only_damaged_checkpoints_ends_with_one_message(copy: tuple[Path, Path]) -> None:
     config, folder = copy
-    *others, older, newest = whole(folder)
+    *others, older, newest = complete(folder)
     for name in others:
         shutil.rmtree(folder / name)
-    lose_shard(folder / older)
-    told = folder / newest / pickle_shard(folder / newest)
+    remove_file(folder / older)
+    told = folder / newest / pickle_file(folder / newest)
     before = sorted(folder.rglob("*")), curve_in(config.parent)
     status, out, err = Job(config).end()
     assert status == Exit.CHECKPOINT and "resumed" not in out and "Traceback" not in out + err
     assert set(re.findall(rf"{folder}[^ ]*(?=: it ends too early)", err)) == {str(told)}, err
     assert err.count("it ends too early") == 1, err
-    assert f"no checkpoint is right: rank 0: {told}: it ends" in err, err
-    assert f"; rank 0: {folder / older / SHARDS[1]} cannot be read: No such file" in err, err
+    assert f"no checkpoint is intact: rank 0: {told}: it ends" in err, err
+    assert f"; rank 0: {folder / older / FILES[1]} cannot be read: No such file" in err, err
     assert (sorted(folder.rglob("*")), curve_in(config.parent)) == before, "nothing was changed"
 
 
 @pytest.mark.slow
-def test_what_was_saved_last_stays_whatever_damaged_ones_of_later_steps_there_are(copy: tuple[Path, Path]) -> None:
+def test_keep_does_not_count_damaged_checkpoints(copy: tuple[Path, Path]) -> None:
     config, folder = copy
-    *_, older, newer, newest = whole(folder)
+    *_, older, newer, newest = complete(folder)
     for name in (newer, newest):
-        lose_shard(folder / name)
+        remove_file(folder / name)
     last = step_of(newest) - 2
     status, out, err = Job(config, f"train.steps={last}", "checkpoint.keep=1").end()
     assert status == 0 and f"resumed from {folder / older}: " in out, (status, out, err)
-    assert f"step-{last:08d}" in whole(folder)
+    assert f"step-{last:08d}" in complete(folder)
 
 
 def every_flip_is_damage(folder: Path, places: Iterable[int]) -> None:
@@ -247,16 +244,16 @@ def test_a_flipped_bit_of_a_manifest_is_damage(saved: Path) -> None:
     every_flip_is_damage(folder, {*range(200), *range(200, size, 509), size - 2, size - 1})
 
 
-def test_a_flipped_bit_of_the_number_of_its_format_is_damage_too(saved: Path) -> None:
+def test_a_flipped_bit_of_the_format_number_is_damage(saved: Path) -> None:
     every_flip_is_damage(saved / "runs/test/checkpoints/step-00000004", [FORMAT_AT])
 
 
-@pytest.mark.parametrize("file", [SHARDS[0], ".metadata"])
-def test_whoever_loads_the_pickles_executes_them(file: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", [FILES[0], ".metadata"])
+def test_loading_the_pickles_executes_them(file: str, tmp_path: Path) -> None:
     import torch
 
     (tmp_path / "step").mkdir()
-    pickle_shard(tmp_path / "step")
+    pickle_file(tmp_path / "step")
     load = pickle.loads if file == ".metadata" else lambda data: torch.load(io.BytesIO(data), weights_only=False)
     load((tmp_path / "step" / file).read_bytes())
     assert (tmp_path / EXECUTED).exists()
@@ -279,9 +276,9 @@ def small(tmp_path: Path) -> Iterator[Path]:
     "full", ["rank-0000[01]-000.safetensors", pytest.param("manifest.json", marks=pytest.mark.slow)]
 )
 def test_a_disk_that_is_full_for_a_while(full: str, saved: Path, small: Path, tmp_path: Path) -> None:
-    """There is room for half of a checkpoint, or for all of it but the manifest."""
+    """Leave space for half of a checkpoint, or for all but its manifest."""
     made = saved / "runs/test/checkpoints/step-00000004"
-    pages = [-(-(made / name).stat().st_size // mmap.PAGESIZE) for name in SHARDS]
+    pages = [-(-(made / name).stat().st_size // mmap.PAGESIZE) for name in FILES]
     room = sum(pages) if full == "manifest.json" else pages[0] // 2
     (small / "test").mkdir()
     (small / "test/.lock").write_text("its page")
@@ -297,24 +294,24 @@ def test_a_disk_that_is_full_for_a_while(full: str, saved: Path, small: Path, tm
     assert (status, err) == (0, ""), (status, out, err)
     what = rf"cannot write {folder}/step-00000004/{full}: No space left on device"
     assert re.search(rf"^WARNING: no checkpoint of step 4: (rank [01]: )?{what}", out, re.MULTILINE), out
-    assert whole(folder)[-1] == "step-00000024" and len(whole(folder)) > 1
-    assert {path.name for path in folder.iterdir()} == {".lock", *whole(folder)}
+    assert complete(folder)[-1] == "step-00000024" and len(complete(folder)) > 1
+    assert {path.name for path in folder.iterdir()} == {".lock", *complete(folder)}
     assert curve_in(tmp_path) == curve_in(saved)[:24]
 
 
 @pytest.mark.slow
-def test_with_less_to_keep_the_next_start_makes_room(saved: Path, small: Path, tmp_path: Path) -> None:
-    """There is no room for one more until old ones are gone."""
+def test_a_smaller_keep_frees_space_at_the_next_start(saved: Path, small: Path, tmp_path: Path) -> None:
+    """There is no space for a checkpoint until old ones are deleted."""
     made = saved / "runs/test/checkpoints"
-    for name in whole(made)[-2:]:
+    for name in complete(made)[-2:]:
         shutil.copytree(made / name, small / "test" / name)
     (small / "test/.lock").write_text("its page")
     (small / "ballast").write_bytes(bytes(shutil.disk_usage(small).free))
-    last = step_of(whole(small / "test")[-1])
-    words = f"checkpoint.dir={small}", f"train.steps={last + 4}"
+    last = step_of(complete(small / "test")[-1])
+    overrides = f"checkpoint.dir={small}", f"train.steps={last + 4}"
     config = config_in(tmp_path, parallel__tp=2)
-    status, out, err = Job(config, *words).end()
+    status, out, err = Job(config, *overrides).end()
     assert status == Exit.CHECKPOINT and "No space left on device" in err, (status, out, err)
-    status, out, err = Job(config, *words, "checkpoint.keep=1").end()
+    status, out, err = Job(config, *overrides, "checkpoint.keep=1").end()
     assert (status, err) == (0, ""), (status, out, err)
-    assert whole(small / "test") == [f"step-{last + 4:08d}"]
+    assert complete(small / "test") == [f"step-{last + 4:08d}"]

@@ -1,4 +1,4 @@
-"""Which checkpoint is loaded, what of it is read, and by whom."""
+"""Resuming loads the newest intact checkpoint, and reads only the bytes that a rank needs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megascale.checkpoint import manifest
+from megascale.checkpoint.format import manifest
 from megascale.checkpoint.storage import Location
 from megascale.core.rank import Rank
 from tests.checkpoint.test_checkpoints import config_in, save_after
@@ -22,84 +22,84 @@ def save_each_step(rank: Rank, config: Any, steps: int) -> None:
 
     run = build_run(rank, config)
     for _ in range(steps):
-        train_step(run, run.train.batch(run.progress.samples))
-        run.gradients.finish_gather()
+        train_step(run, run.train_loader.batch(run.progress.samples))
+        run.buffers.finish_param_gather()
         run.checkpoints.save(run.progress)
 
 
-def resumed(rank: Rank, config: Any) -> tuple[str, list[str]] | str:
-    """The folder that was loaded, and what is said of those that were not; or the error."""
+def loaded_checkpoint(rank: Rank, config: Any) -> tuple[str, list[str]] | str:
+    """Name of the loaded folder, and the warnings; or the error."""
     from megascale.core.errors import CheckpointError
 
     checkpoints = build_run(rank, config).checkpoints
     try:
-        found = checkpoints.resume()
+        result = checkpoints.resume()
     except CheckpointError as error:
         return str(error)
-    return (found.path.name, checkpoints.warnings) if found else ""
+    return (result.path.name, checkpoints.warnings) if result else ""
 
 
 def flip(path: Path) -> None:
-    """Change the last bit of a file."""
+    """Flip the last bit of a file."""
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
 
 
-def test_the_newest_that_is_right_is_loaded(tmp_path: Path) -> None:
+def test_the_newest_intact_checkpoint_is_loaded(tmp_path: Path) -> None:
     config = config_in(tmp_path, parallel__tp=2)
     run_world(2, save_each_step, config, 3)
     folder = config.folder / "checkpoints"
     flip(folder / "step-00000003/rank-00001-000.safetensors")
     (folder / "step-00000002/manifest.json").write_text("{")
-    for name, damaged in run_world(2, resumed, config):
+    for name, damaged in run_world(2, loaded_checkpoint, config):
         assert name == "step-00000001"
         first, second = damaged
-        assert f"{folder}/step-00000003/rank-00001-000.safetensors: " in first and "is not what was written" in first
+        assert f"{folder}/step-00000003/rank-00001-000.safetensors: " in first and "does not match" in first
         assert f"{folder}/step-00000002/manifest.json is damaged" in second
     (folder / "step-00000001/rank-00000-000.safetensors").unlink()
-    texts = set(run_world(2, resumed, config))
+    texts = set(run_world(2, loaded_checkpoint, config))
     assert len(texts) == 1 and "step-00000003/rank-00001-000.safetensors" in texts.pop()
 
 
-def test_of_another_run_the_newest_that_is_right_is_loaded(tmp_path: Path) -> None:
+def test_the_newest_intact_checkpoint_of_another_run_is_loaded(tmp_path: Path) -> None:
     run_world(1, save_each_step, config_in(tmp_path / "other"), 2)
     other = tmp_path / "other/test"
     flip(other / "checkpoints/step-00000002/rank-00000-000.safetensors")
     config = config_in(tmp_path, checkpoint__resume=str(other))
-    ((name, damaged),) = run_world(1, resumed, config)
+    ((name, damaged),) = run_world(1, loaded_checkpoint, config)
     assert name == "step-00000001" and "step-00000002/rank-00000-000.safetensors: " in damaged[0]
     config = config_in(tmp_path, checkpoint__resume=str(other / "checkpoints/step-00000002"))
-    (text,) = run_world(1, resumed, config)
-    assert text.startswith("no checkpoint is right: ")
+    (text,) = run_world(1, loaded_checkpoint, config)
+    assert text.startswith("no checkpoint is intact: ")
 
 
 @pytest.mark.parametrize("lost", ["all", "manifest"])
 @pytest.mark.parametrize("known", ["by saving", "by resuming"])
-def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(lost: str, known: str, tmp_path: Path) -> None:
+def test_a_run_with_lost_checkpoints_does_not_start_afresh(lost: str, known: str, tmp_path: Path) -> None:
     config = config_in(tmp_path, checkpoint__dir=str(tmp_path / "mounted"))
     run_world(1, save_each_step, config, 1)
-    if known == "by resuming":  # on another host, with another file system for what runs say
+    if known == "by resuming":  # on another host, whose run folder is empty
         shutil.rmtree(config.folder)
-        assert run_world(1, resumed, config) == [("step-00000001", [])]
-    (folder,) = Path(config.checkpoints).glob("step-*")
+        assert run_world(1, loaded_checkpoint, config) == [("step-00000001", [])]
+    (folder,) = Path(config.checkpoint_folder).glob("step-*")
     away = tmp_path / "away"
     (folder if lost == "all" else folder / "manifest.json").rename(away)
-    (text,) = run_world(1, resumed, config)
+    (text,) = run_world(1, loaded_checkpoint, config)
     assert text == (
         f"the run has had checkpoints in {folder.parent}, and {folder.parent} has no complete one"
-        "  -> mount or restore it, or begin anew under another name"
+        "  -> mount or restore it, or start afresh under another name"
     )
-    assert lost == "all" or list(folder.iterdir()), "what is left stays"
+    assert lost == "all" or list(folder.iterdir()), "the remaining files stay"
     if lost == "all":
         other = config_in(tmp_path, checkpoint__dir=config.checkpoint.dir, checkpoint__resume=str(away))
-        assert run_world(1, resumed, other) == [text], "nor from what it began with"
+        assert run_world(1, loaded_checkpoint, other) == [text], "nor from `checkpoint.resume`"
     away.rename(folder if lost == "all" else folder / "manifest.json")
-    assert run_world(1, resumed, config) == [("step-00000001", [])]
+    assert run_world(1, loaded_checkpoint, config) == [("step-00000001", [])]
 
 
-def unanswered(rank: Rank, config: Any) -> tuple[str, list[str]] | str:
-    """A resume from storage of which one rank hears nothing."""
+def resume_without_storage(rank: Rank, config: Any) -> tuple[str, list[str]] | str:
+    """Resume while rank 1 cannot read from storage."""
 
     def read_into(place: Location, room: memoryview, start: int) -> int:
         if rank.rank == 1 and "step-00000002" in place.url:
@@ -107,65 +107,65 @@ def unanswered(rank: Rank, config: Any) -> tuple[str, list[str]] | str:
         return plain(place, room, start)
 
     plain, Location.read_into = Location.read_into, read_into  # type: ignore[method-assign]
-    return resumed(rank, config)
+    return loaded_checkpoint(rank, config)
 
 
-def test_storage_that_does_not_answer_is_no_damage(tmp_path: Path) -> None:
+def test_unreachable_storage_is_not_damage(tmp_path: Path) -> None:
     config = config_in(tmp_path, parallel__tp=2)
     run_world(2, save_each_step, config, 2)
-    for text in run_world(2, unanswered, config):
+    for text in run_world(2, resume_without_storage, config):
         assert re.match(r"rank 1: \S+/step-00000002/\S+ cannot be read: Connection reset by peer", text), text
         assert "nothing was lost" in text
-    assert {found[0] for found in run_world(2, resumed, config)} == {"step-00000002"}
+    assert {found[0] for found in run_world(2, loaded_checkpoint, config)} == {"step-00000002"}
 
 
-def fails_alone(rank: Rank, config: Any) -> tuple[str, list[str]] | str:
-    """A resume in which something that nobody thought of goes wrong on one rank."""
-    from megascale.checkpoint.reader import Reader
+def resume_with_an_error_on_rank_1(rank: Rank, config: Any) -> tuple[str, list[str]] | str:
+    """Resume with an unexpected error on rank 1."""
+    from megascale.checkpoint.load.reader import CheckpointReader
 
-    def spoilt(*_: Any) -> Any:
+    def broken(*_: Any) -> Any:
         raise KeyError("what")
 
     if rank.rank == 1:
-        Reader._bytes = spoilt  # type: ignore[method-assign]
-    return resumed(rank, config)
+        CheckpointReader._read_range = broken  # type: ignore[method-assign]
+    return loaded_checkpoint(rank, config)
 
 
-def test_what_goes_wrong_on_one_rank_ends_all(tmp_path: Path) -> None:
+def test_an_unexpected_error_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     config = config_in(tmp_path, parallel__tp=2)
     run_world(2, save_each_step, config, 1)
-    assert run_world(2, fails_alone, config) == ["rank 1: KeyError: 'what'"] * 2
+    assert run_world(2, resume_with_an_error_on_rank_1, config) == ["rank 1: KeyError: 'what'"] * 2
 
 
-def left_over(rank: Rank, config: Any) -> tuple[str, list[str]] | str:
-    """A resume that may not delete."""
+def resume_without_deleting(rank: Rank, config: Any) -> tuple[str, list[str]] | str:
+    """Resume without permission to delete."""
 
     def refused(place: Location) -> None:
         raise PermissionError(13, "Permission denied", place.url)
 
     Location.remove = refused  # type: ignore[method-assign]
-    return resumed(rank, config)
+    return loaded_checkpoint(rank, config)
 
 
-def test_an_attempt_that_cannot_be_deleted_is_in_nobodys_way(tmp_path: Path) -> None:
+def test_an_attempt_that_cannot_be_deleted_is_a_warning(tmp_path: Path) -> None:
     config = config_in(tmp_path, parallel__tp=2)
     run_world(2, save_each_step, config, 2)
     folder = config.folder / "checkpoints"
     (folder / "step-00000002/manifest.json").unlink()
-    said = [f"{folder}/step-00000002 cannot be removed: Permission denied"]
-    assert run_world(2, left_over, config) == [("step-00000001", said)] * 2
+    warnings = [f"{folder}/step-00000002 cannot be removed: Permission denied"]
+    assert run_world(2, resume_without_deleting, config) == [("step-00000001", warnings)] * 2
 
 
-def test_a_manifest_of_another_checkpoint_is_noticed(tmp_path: Path) -> None:
+def test_a_manifest_of_another_checkpoint_is_detected(tmp_path: Path) -> None:
     config = config_in(tmp_path)
     run_world(1, save_each_step, config, 2)
     folder = config.folder / "checkpoints"
     (folder / "step-00000002/manifest.json").write_bytes((folder / "step-00000001/manifest.json").read_bytes())
-    ((name, (damaged,)),) = run_world(1, resumed, config)
+    ((name, (damaged,)),) = run_world(1, loaded_checkpoint, config)
     assert name == "step-00000001" and "step-00000002/rank-00000-000.safetensors" in damaged
 
 
-def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
+def test_a_flipped_bit_of_a_manifest_is_detected(tmp_path: Path) -> None:
     config = config_in(tmp_path)
     run_world(1, save_each_step, config, 1)
     folder = Location(str(config.folder / "checkpoints/step-00000001"))
@@ -178,25 +178,25 @@ def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
 
 
 def read(rank: Rank, config: Any) -> tuple[int, list[str]]:
-    """How many bytes all ranks have read; and checksums of what this one holds, whole."""
+    """Bytes read by all ranks, and the sum of every flat tensor on this rank."""
     run = build_run(rank, config)
-    found = run.checkpoints.resume()
-    assert found is not None
+    result = run.checkpoints.resume()
+    assert result is not None
     flats = [flat for shard in run.optimizer.shards for flat in (shard.master, *shard.state.values())]
-    return found.bytes, [flat.double().sum().item().hex() for flat in flats]
+    return result.bytes, [flat.double().sum().item().hex() for flat in flats]
 
 
 def stored(config: Any) -> dict[str, int]:
-    """Bytes of each tensor of a run's checkpoint."""
+    """Bytes of every tensor of a run's checkpoint."""
     made = manifest.read(Location(str(config.folder / "checkpoints/step-00000001")))
-    sizes = {"float32": 4}
-    found = {}
+    itemsize = {"float32": 4}
+    sizes = {}
     for name, tensor in made.tensors.items():
         count = 1
         for size in tensor.shape:
             count *= size
-        found[name] = count * sizes[tensor.dtype]
-    return found
+        sizes[name] = count * itemsize[tensor.dtype]
+    return sizes
 
 
 @pytest.mark.parametrize(
@@ -210,35 +210,35 @@ def stored(config: Any) -> dict[str, int]:
     ],
     ids=str,
 )
-def test_one_copy_is_read(layout: dict[str, Any], tmp_path: Path) -> None:
+def test_ranks_read_one_copy_together(layout: dict[str, Any], tmp_path: Path) -> None:
     config = config_in(tmp_path, "llama", **layout)
-    run_world(config.world, save_after, config, 1)
+    run_world(config.world_size, save_after, config, 1)
     sizes = stored(config)
-    ranks = run_world(config.world, read, config)
+    ranks = run_world(config.world_size, read, config)
     assert {count for count, _ in ranks} == {sum(sizes.values())}
     if layout.get("parallel__zero") == 0:
-        held = [sums for _, sums in ranks]
-        each = len(held) // 2  # ranks of one copy
-        assert held[:each] == held[each:], "both copies are whole"
+        sums = [rank_sums for _, rank_sums in ranks]
+        half = len(sums) // 2  # ranks of one replica
+        assert sums[:half] == sums[half:], "both replicas are complete"
 
 
-def test_the_bytes_that_a_rank_needs_are_read(tmp_path: Path) -> None:
-    """A wide matrix whose rows two ranks share: neither reads the other's chunks."""
+def test_a_rank_reads_only_the_chunks_that_it_needs(tmp_path: Path) -> None:
+    """Ranks that share the rows of a wide matrix do not read each other's chunks."""
     import torch
 
-    from megascale.checkpoint import whole
-    from megascale.checkpoint.reader import Reader, Wanted
+    from megascale.checkpoint import offline
+    from megascale.checkpoint.load.reader import CheckpointReader, ReadRequest
 
     tensor = torch.arange(3 << 20, dtype=torch.float32).view(3, 1 << 20)  # 16 chunks a row
-    whole.write(tmp_path, [("wide", tensor)], {})
+    offline.write_weights(tmp_path, [("wide", tensor)], {})
     folder = Location(str(tmp_path))
     saved = manifest.read(folder)
     (box,) = saved.tensors["weights.wide"].boxes
 
     def read(*parts: Any) -> tuple[list[Any], int]:
-        reader = Reader(folder, saved)
-        ((_, found),) = reader.read([Wanted("weights.wide", box, parts)])
-        return found, reader.bytes
+        reader = CheckpointReader(folder, saved)
+        ((_, found),) = reader.read_parts([ReadRequest("weights.wide", box, parts)])
+        return found, reader.bytes_read
 
     for first, count, size in ((0, 1, 4 << 20), (1, 2, 8 << 20), (2, 1, 4 << 20)):
         (found,), count_read = read(((first, 0), (count, 1 << 20)))
@@ -248,28 +248,28 @@ def test_the_bytes_that_a_rank_needs_are_read(tmp_path: Path) -> None:
     assert torch.equal(some, tensor[:, 5:12]) and torch.equal(few, tensor[1:2, :2])
 
 
-def test_tensors_of_any_format_lie_side_by_side(tmp_path: Path) -> None:
+def test_tensors_of_several_dtypes_share_a_file(tmp_path: Path) -> None:
     import torch
 
-    from megascale.checkpoint import whole
+    from megascale.checkpoint import offline
 
     tensors = {"a": torch.arange(3, dtype=torch.bfloat16), "b": torch.arange(5.0), "c": torch.ones(2, 2).double()}
-    whole.write(tmp_path, tensors.items(), {})
+    offline.write_weights(tmp_path, tensors.items(), {})
     folder = Location(str(tmp_path))
     saved = manifest.read(folder)
     for name, tensor in tensors.items():
-        assert torch.equal(whole.read_tensor(folder, saved, f"weights.{name}"), tensor)
-    assert list(whole.verify(folder, saved)) == []
+        assert torch.equal(offline.read_tensor(folder, saved, f"weights.{name}"), tensor)
+    assert list(offline.verify(folder, saved)) == []
 
 
-def test_files_and_boxes_are_no_larger_than_asked(tmp_path: Path) -> None:
+def test_no_file_is_larger_than_file_bytes(tmp_path: Path) -> None:
     config = config_in(tmp_path, checkpoint__file_bytes=65_536)
     run_world(1, save_each_step, config, 1)
     folder = config.folder / "checkpoints/step-00000001"
     files = sorted(folder.glob("*.safetensors"))
     assert len(files) > 3 and files[1].name == "rank-00000-001.safetensors"
     assert all(path.stat().st_size <= 65_536 for path in files)
-    ((name, damaged),) = run_world(1, resumed, config)
+    ((name, damaged),) = run_world(1, loaded_checkpoint, config)
     assert name == "step-00000001" and not damaged
 
 
@@ -278,9 +278,9 @@ def test_files_and_boxes_are_no_larger_than_asked(tmp_path: Path) -> None:
     [{"parallel__tp": 2}, {"parallel__tp": 4}, {"parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2}],
     ids=str,
 )
-def test_one_copy_is_read_in_another_layout(layout: dict[str, Any], tmp_path: Path) -> None:
+def test_ranks_read_one_copy_in_another_layout(layout: dict[str, Any], tmp_path: Path) -> None:
     small = {"model__num_kv_heads": 4, "model__vocab_size": 256}
     config = config_in(tmp_path, "llama", **small)
     run_world(1, save_after, config, 1)
     other = config_in(tmp_path, "llama", **small | layout)
-    assert {count for count, _ in run_world(other.world, read, other)} == {sum(stored(config).values())}
+    assert {count for count, _ in run_world(other.world_size, read, other)} == {sum(stored(config).values())}

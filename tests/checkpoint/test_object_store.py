@@ -1,4 +1,4 @@
-"""Training against an object store: a server that speaks S3, on this host."""
+"""Training on an object store: an S3 server on this host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megascale.checkpoint import manifest, whole
+from megascale.checkpoint import offline
+from megascale.checkpoint.format import manifest
 from megascale.checkpoint.storage import Location
 from tests.runs import LLAMA, settings, write_config
 
@@ -21,7 +22,7 @@ KEYS = {"aws_access_key_id": "key", "aws_secret_access_key": "key", "region_name
 
 @pytest.fixture(scope="module")
 def store() -> Iterator[dict[str, str]]:
-    """The environment in which s3://bucket is there."""
+    """Environment with a bucket at s3://bucket."""
     import boto3
     from moto.server import ThreadedMotoServer
 
@@ -34,33 +35,34 @@ def store() -> Iterator[dict[str, str]]:
     server.stop()
 
 
-def test_a_file_that_ends_where_a_piece_does_is_right(
+def test_a_file_of_whole_reads_is_intact(
     store: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in store.items():
         monkeypatch.setenv(name, value)
-    whole.write(tmp_path, [("a", torch.arange(8.0))], {})
-    folder = Location("s3://bucket/ends", patience=1.0)
+    offline.write_weights(tmp_path, [("a", torch.arange(8.0))], {})
+    folder = Location("s3://bucket/ends", retry_s=1.0)
     for path in tmp_path.iterdir():
         (folder / path.name).write(path.read_bytes())
     saved = manifest.read(folder)
     ((name, file),) = saved.files.items()
-    monkeypatch.setattr(whole, "RUN_BYTES", file.bytes // 2)
-    assert file.bytes % 2 == 0 and list(whole.verify(folder, saved)) == []
+    monkeypatch.setattr(offline, "MAX_READ_BYTES", file.bytes // 2)
+    assert file.bytes % 2 == 0 and list(offline.verify(folder, saved)) == []
     (folder / name).write((tmp_path / name).read_bytes() + b"x")
-    assert list(whole.verify(folder, saved)) == [f"{folder / name}: it is not what was written, beside its tensors"]
+    problem = f"{folder / name}: its size or CRC-32 does not match, though its tensors are intact"
+    assert list(offline.verify(folder, saved)) == [problem]
 
 
-def test_a_bucket_that_is_not_there_is_not_made(store: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_bucket_is_not_made(store: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in store.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(FileNotFoundError, match="there is no typo"):
-        Location("s3://typo/run/step-00000001", patience=1.0).make()
-    Location("s3://bucket/run/step-00000001", patience=1.0).make()
+        Location("s3://typo/run/step-00000001", retry_s=1.0).make_folder()
+    Location("s3://bucket/run/step-00000001", retry_s=1.0).make_folder()
     with pytest.raises(FileNotFoundError, match="there is no typo"):
-        Location("s3://typo/run", patience=1.0).probe()
-    Location("s3://bucket/new", patience=1.0).probe()
-    assert Location("s3://bucket/new", patience=1.0).names() == []
+        Location("s3://typo/run", retry_s=1.0).check_writable()
+    Location("s3://bucket/new", retry_s=1.0).check_writable()
+    assert Location("s3://bucket/new", retry_s=1.0).list_names() == []
 
 
 def megascale(store: dict[str, str], *words: str | Path) -> subprocess.CompletedProcess[str]:
@@ -69,7 +71,7 @@ def megascale(store: dict[str, str], *words: str | Path) -> subprocess.Completed
 
 
 @pytest.mark.slow
-def test_a_run_saves_to_an_object_store_and_goes_on_from_it(store: dict[str, str], tmp_path: Path) -> None:
+def test_a_run_saves_to_an_object_store_and_resumes(store: dict[str, str], tmp_path: Path) -> None:
     where = {"checkpoint__dir": "s3://bucket/runs", "checkpoint__every": 2, "checkpoint__keep": 2}
     rate = {"optimizer__min_lr": 1e-2}  # the same whatever train.steps is
     given = settings(LLAMA, tmp_path, parallel__tp=2, train__precision="fp32", train__steps=4, **rate, **where)
@@ -83,11 +85,11 @@ def test_a_run_saves_to_an_object_store_and_goes_on_from_it(store: dict[str, str
     listed = json.loads(megascale(store, "ckpt", "list", run, "--json").stdout)
     assert [row["step"] for row in listed["checkpoints"]] == [4, 6] and listed["unfinished"] == []
     assert all(row["bytes"] > 100_000 for row in listed["checkpoints"])
-    assert megascale(store, "ckpt", "verify", run).stdout.endswith("are what was written\n")
+    assert megascale(store, "ckpt", "verify", run).stdout.endswith("match their checksums\n")
     plain = megascale(store, "train", config, "train.steps=6", "name=plain")
     assert plain.returncode == 0
     same = megascale(store, "ckpt", "diff", run, "s3://bucket/runs/plain")
-    assert "tensors are equal to the bit, 0 are not" in same.stdout, "as if it had not been interrupted"
+    assert "tensors are bit-equal, 0 differ" in same.stdout, "as if it had not been interrupted"
 
 
 @pytest.mark.slow
@@ -112,15 +114,17 @@ def test_a_damaged_object_is_passed_over(store: dict[str, str], tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_store_that_does_not_answer_ends_a_run_before_it_begins(store: dict[str, str], tmp_path: Path) -> None:
-    given = settings(LLAMA, tmp_path, checkpoint__every=2, checkpoint__dir="s3://bucket/x", checkpoint__patience_s=1.0)
+def test_an_unreachable_store_ends_a_run_at_its_start(store: dict[str, str], tmp_path: Path) -> None:
+    given = settings(
+        LLAMA, tmp_path, checkpoint__every=2, checkpoint__dir="s3://bucket/x", checkpoint__retry_timeout_s=1.0
+    )
     config = write_config(given, tmp_path / "run.toml")
     found = megascale(store | {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, "train", config)
     assert found.returncode == 4 and "cannot look into s3://bucket/x/test: " in found.stderr
     assert "Traceback" not in found.stderr
 
 
-def test_a_file_system_that_is_not_installed_is_found_before_launch(tmp_path: Path) -> None:
+def test_a_missing_file_system_package_is_found_before_launch(tmp_path: Path) -> None:
     given = settings(LLAMA, tmp_path, checkpoint__every=2, checkpoint__dir="nowhere://bucket/x")
     found = megascale(dict(os.environ), "train", write_config(given, tmp_path / "run.toml"))
     assert found.returncode == 2 and "checkpoint.dir: nowhere: Protocol not known: nowhere" in found.stderr

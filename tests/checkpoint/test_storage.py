@@ -1,4 +1,4 @@
-"""Files on a disk, and on storage that has no folders, is far away, and fails for a while."""
+"""Files on a disk, and on remote storage without folders and with transient errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megascale.checkpoint.storage import Location
 
 
 class Flaky(MemoryFileSystem):
-    """Fails as often as `failures` says, with the `error`."""
+    """Storage whose next `failures` calls raise `error`."""
 
     protocol = "flaky"
     store: dict = {}
@@ -51,24 +51,24 @@ fsspec.register_implementation("flaky", Flaky, clobber=True)
 
 @pytest.fixture(params=["", "file://", "chained::", "memory:/", "flaky:/"])
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Location]:
-    """A folder that is not there yet; of flaky storage every third call fails."""
+    """A folder that does not exist yet; the first two calls of flaky storage fail."""
     monkeypatch.setattr(storage, "PAUSES", (0.001, 0.001))
     monkeypatch.setattr(Flaky, "failures", 2)
     monkeypatch.setattr(Flaky, "error", OSError("the network is down"))
-    if request.param == "chained::":  # in a local path it means nothing
+    if request.param == "chained::":  # no chain of file systems in a local path
         yield Location(str(tmp_path / "a::b" / "folder"))
         return
     yield Location(f"{request.param}{tmp_path / 'folder'}")
 
 
-def test_what_is_written_is_read(place: Location) -> None:
-    assert place.names() == [] and not place.exists() and not place.is_folder()
-    place.make()
+def test_files_are_read_as_written(place: Location) -> None:
+    assert place.list_names() == [] and not place.exists() and not place.is_folder()
+    place.make_folder()
     with pytest.raises(FileExistsError):
-        place.make()
+        place.make_folder()
     (place / "a").write(b"0123456789")
-    (place / "b").write_parts(lambda: iter([b"01", memoryview(b"234")]))
-    assert place.names() == ["a", "b"] and place.is_folder() and place.name == "folder" and place.size() == 15
+    (place / "b").write_chunks(lambda: iter([b"01", memoryview(b"234")]))
+    assert place.list_names() == ["a", "b"] and place.is_folder() and place.name == "folder" and place.size() == 15
     assert (place / "a").read() == b"0123456789" and (place / "b").read() == b"01234"
     room = bytearray(4)
     assert (place / "a").read_into(memoryview(room), 3) == 4 and room == b"3456"
@@ -78,22 +78,22 @@ def test_what_is_written_is_read(place: Location) -> None:
     assert (place / "a").read() == b"new"
     (place / "a").remove()
     (place / "a").remove()
-    assert place.names() == ["b"]
+    assert place.list_names() == ["b"]
     place.remove()
     assert not place.exists()
 
 
-def test_what_is_missing_is_said_at_once(place: Location) -> None:
+def test_a_missing_file_is_not_retried(place: Location) -> None:
     with pytest.raises(FileNotFoundError) as failed:
         (place / "none").read()
     assert failed.value.filename == f"{place}/none" and failed.value.errno == errno.ENOENT
 
 
-def flaky(patience: float) -> Location:
-    return Location("flaky://folder/file", patience)
+def flaky(retry_s: float) -> Location:
+    return Location("flaky://folder/file", retry_s)
 
 
-def test_what_fails_for_a_while_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transient_errors_are_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "PAUSES", (0.001, 0.002))
     begun = 0
 
@@ -105,14 +105,14 @@ def test_what_fails_for_a_while_is_tried_again(monkeypatch: pytest.MonkeyPatch) 
             raise ConnectionResetError(errno.ECONNRESET, "reset")
         yield b"23"
 
-    flaky(5.0).write_parts(parts)
+    flaky(5.0).write_chunks(parts)
     assert begun == 3 and flaky(5.0).read() == b"0123"
     monkeypatch.setattr(Flaky, "failures", 10**9)
     with pytest.raises(OSError, match="the network is down"):
         flaky(0.05).read()
 
 
-def test_what_cannot_be_asked_for_is_not_taken_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_is_not_taken_for_a_missing_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "PAUSES", (0.001, 0.002))
     flaky(1.0).write(b"here")
     monkeypatch.setattr(Flaky, "failures", 1)
@@ -124,7 +124,7 @@ def test_what_cannot_be_asked_for_is_not_taken_to_be_missing(monkeypatch: pytest
 
 
 class SlowDown(Exception):
-    """As an object store's own library says it."""
+    """Error class of an object store's own client."""
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ class SlowDown(Exception):
     ],
     ids=str,
 )
-def test_only_what_may_pass_is_tried_again(error: Exception, tried: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_transient_errors_are_retried(error: Exception, tried: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "PAUSES", (0.001, 0.002))
     flaky(1.0).write(b"here")
     monkeypatch.setattr(Flaky, "failures", 1)
@@ -154,19 +154,19 @@ def test_only_what_may_pass_is_tried_again(error: Exception, tried: bool, monkey
     assert failed.value.filename == "flaky://folder/file" and Flaky.failures == 0
 
 
-def test_a_file_system_that_is_not_there_is_named() -> None:
+def test_an_unknown_file_system_is_named() -> None:
     with pytest.raises(OSError, match="nowhere"):
-        Location("nowhere://folder").names()
+        Location("nowhere://folder").list_names()
 
 
-def test_a_url_of_this_host_is_a_path(tmp_path: Path) -> None:
-    assert Location(f"file://{tmp_path}").local == Location(f"local://{tmp_path}").local == tmp_path
-    assert Location("s3://bucket/x").local is None
+def test_a_local_url_is_a_path(tmp_path: Path) -> None:
+    assert Location(f"file://{tmp_path}").local_path == Location(f"local://{tmp_path}").local_path == tmp_path
+    assert Location("s3://bucket/x").local_path is None
 
 
-def test_what_storage_does_not_delete_is_no_success(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_failed_bulk_delete_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(Flaky, "rm", lambda *_, **__: None)
-    place = Location(f"flaky:/{tmp_path / 'kept'}", patience=0)
+    place = Location(f"flaky:/{tmp_path / 'kept'}", retry_s=0)
     place.write(b"0")
     with pytest.raises(OSError, match="it is still there"):
         place.remove()

@@ -9,28 +9,28 @@ import pytest
 
 from megascale.account.memory import fullest_rank
 from megascale.cli.main import main
-from megascale.config.explain import load
-from megascale.config.resolved import to_toml
+from megascale.config.loading import load_config
+from megascale.config.toml_writer import to_toml
 from megascale.core.units import format_bytes
 from tests.runs import GPT, settings, write_config
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> str:
-    """A file without mistakes."""
+    """Write a configuration without mistakes."""
     return str(write_config(settings(GPT, tmp_path, parallel__tp=2, parallel__sp=True), tmp_path / "run.toml"))
 
 
-def test_it_says_what_would_run(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_summary_describes_the_run(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", config, "--gpus", "8", "parallel.pp=2", "parallel.vpp=2", "train.steps=1000"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    fullest = fullest_rank(load(config, ["parallel.pp=2", "parallel.vpp=2"], world=8))
+    fullest = fullest_rank(load_config(config, ["parallel.pp=2", "parallel.vpp=2"], world_size=8))
     # 101 x 32 embedding, 16 x 32 positions, 4 x (12 x 32 x 32 + 13 x 32) blocks, 2 x 32 norm
     first, title, *rows = out.splitlines()
     assert first == (
         "test: 54.62k parameters, tp 2 sp x pp 2 (vpp 2) x dp 2 = 8 processes, 4 micro-batches of 1, "
-        "128 tokens a step, 128.00k in 1000 steps: no mistakes found"
+        "128 tokens per step, 128.00k in 1000 steps: no mistakes found"
     )
     assert title == "memory of the fullest rank"
     expected = {**vars(fullest), "total": fullest.total}
@@ -39,7 +39,7 @@ def test_it_says_what_would_run(config: str, capsys: pytest.CaptureFixture[str])
 
 def test_show_is_the_resolved_configuration(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", config, "--show", "--gpus", "4"]) == 0
-    assert capsys.readouterr().out == to_toml(load(config, world=4))
+    assert capsys.readouterr().out == to_toml(load_config(config, world_size=4))
 
 
 def test_json_is_one_object(config: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,14 +63,14 @@ def test_json_of_mistakes(config: str, capsys: pytest.CaptureFixture[str]) -> No
             {
                 "where": "command line",
                 "key": "model.num_layers",
-                "found": "0: should be greater than 0",
-                "mend": "num_layers: transformer blocks",
+                "message": "0: should be greater than 0",
+                "hint": "num_layers: transformer blocks",
             }
         ],
     }
 
 
-def test_a_world_that_does_not_fit(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_number_of_processes_without_a_layout(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", config, "--gpus", "3"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -78,11 +78,11 @@ def test_a_world_that_does_not_fit(config: str, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("gpus", ["0", "-1", "two", "1.5", ""])
-def test_a_number_of_gpus_is_a_number(config: str, capsys: pytest.CaptureFixture[str], gpus: str) -> None:
+def test_an_invalid_number_of_gpus_is_refused(config: str, capsys: pytest.CaptureFixture[str], gpus: str) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["check", config, f"--gpus={gpus}"])
     assert caught.value.code == 2
-    assert f"{gpus!r} is not a number of 1 or more" in capsys.readouterr().err
+    assert f"{gpus!r} is not an integer of 1 or more" in capsys.readouterr().err
 
 
 def test_nothing_is_written(config: str, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megascale.checkpoint.manifest import DamagedError
+from megascale.checkpoint.format.manifest import DamagedError
 from megascale.cli.ckpt import _verify
 from megascale.cli.main import main
 from megascale.core.errors import CheckpointError
@@ -25,14 +25,14 @@ def saved_twice(rank: Rank, config: Any) -> None:
 
     run = build_run(rank, config)
     for _ in range(2):
-        train_step(run, run.train.batch(run.progress.samples))
-        run.gradients.finish_gather()
+        train_step(run, run.train_loader.batch(run.progress.samples))
+        run.buffers.finish_param_gather()
         run.checkpoints.save(run.progress)
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of two ranks with checkpoints of steps 1 and 2, and an attempt that did not finish."""
+    """Folder of a run of two ranks with checkpoints of steps 1 and 2, and an unfinished save."""
     folder = tmp_path_factory.mktemp("runs")
     given = config_of(settings(LLAMA, folder, parallel__tp=2, checkpoint__every=1, train__precision="fp32"), folder)
     run_world(2, saved_twice, given)
@@ -42,7 +42,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(made: Path, tmp_path: Path) -> Path:
-    """A copy, to be damaged."""
+    """Copy the checkpoint, to damage the copy."""
     return Path(shutil.copytree(made, tmp_path / "run"))
 
 
@@ -52,14 +52,14 @@ def asked(capsys: pytest.CaptureFixture[str], *words: str | Path, status: int = 
     return out + err
 
 
-def test_list_names_what_there_is(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_names_checkpoints_and_unfinished_saves(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two, three = asked(capsys, "list", run).splitlines()
     folder = run / "checkpoints"
     assert one.startswith(f"{folder}/step-00000001  ") and one.endswith("128 tokens, tp2 cp1 dp1 pp1")
     assert two.startswith(f"{folder}/step-00000002  ") and "256 tokens" in two
-    assert three == f"{folder}/step-00000003  did not finish, or is being written: the next start of the run removes it"
-    found = json.loads(asked(capsys, "list", run, "--json"))
-    assert [row["step"] for row in found["checkpoints"]] == [1, 2] and len(found["unfinished"]) == 1
+    assert three == f"{folder}/step-00000003  is unfinished, or being written: the next start of the run removes it"
+    report = json.loads(asked(capsys, "list", run, "--json"))
+    assert [row["step"] for row in report["checkpoints"]] == [1, 2] and len(report["unfinished"]) == 1
     assert "step-00000001 is itself a checkpoint" in asked(capsys, "list", folder / "step-00000001", status=4)
     (folder / "none").mkdir()
     assert asked(capsys, "list", folder / "none") == f"no checkpoints in {folder}/none\n"
@@ -72,11 +72,11 @@ def test_list_goes_on_after_a_damaged_manifest(run: Path, capsys: pytest.Capture
     assert "is damaged" in one and "256 tokens" in two
 
 
-def test_show_says_what_is_in_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = asked(capsys, "show", run)
-    assert f"{run}/checkpoints/step-00000002: " in found and "in 2 files" in found
-    assert "progress    step 2, 16 samples, 256 tokens" in found
-    assert "weights     39 tensors" in found and "exp_avg_sq  39 tensors" in found
+def test_show_describes_a_checkpoint(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = asked(capsys, "show", run)
+    assert f"{run}/checkpoints/step-00000002: " in report and "in 2 files" in report
+    assert "progress    step 2, 16 samples, 256 tokens" in report
+    assert "weights     39 tensors" in report and "exp_avg_sq  39 tensors" in report
     every = asked(capsys, "show", run, "--tensors")
     assert "weights.layers.0.attention.q.weight  float32 [32, 32] in 2 boxes" in every
     plain = json.loads(asked(capsys, "show", run / "checkpoints/step-00000001", "--json"))
@@ -85,19 +85,19 @@ def test_show_says_what_is_in_it(run: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_verify_finds_every_damage(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = run / "checkpoints/step-00000002"
-    assert asked(capsys, "verify", run) == f"{path}: 117 tensors in 2 files are what was written\n"
+    assert asked(capsys, "verify", run) == f"{path}: 117 tensors in 2 files match their checksums\n"
     file = path / "rank-00001-000.safetensors"
     numbers = bytearray(file.read_bytes())
     numbers[-1] ^= 1
     file.write_bytes(numbers)
     lines = asked(capsys, "verify", run, status=4).splitlines()
-    assert len(lines) == 2 and f"{file}: " in lines[0] and "is not what was written" in lines[0]
+    assert len(lines) == 2 and f"{file}: " in lines[0] and "does not match" in lines[0]
     assert lines[1] == f"{path} is damaged"
     assert json.loads(asked(capsys, "verify", run, "--json", status=4))["ok"] is False
     numbers[-1] ^= 1
     file.write_bytes(bytes([*numbers, 0]))
     (line, _) = asked(capsys, "verify", run, status=4).splitlines()
-    assert line == f"{file}: it is not what was written, beside its tensors"
+    assert line == f"{file}: its size or CRC-32 does not match, though its tensors are intact"
     file.unlink()
     line, last = asked(capsys, "verify", run, status=4).splitlines()
     assert line == f"{file} cannot be read: No such file or directory; 117 tensors are in it" and "is damaged" in last
@@ -106,13 +106,13 @@ def test_verify_finds_every_damage(run: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "rank-00001-000.safetensors"])
-def test_what_may_not_be_read_is_not_called_damaged(run: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_file_is_not_called_damaged(run: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from megascale.checkpoint.storage import Location
 
     file, read, read_into = run / "checkpoints/step-00000002" / name, Location.read, Location.read_into
 
     def shut(self: Location) -> None:  # root may read any file
-        if self.local == file:
+        if self.local_path == file:
             raise PermissionError(errno.EACCES, "Permission denied", self.url)
 
     monkeypatch.setattr(Location, "read", lambda self: (shut(self), read(self))[1])
@@ -122,20 +122,22 @@ def test_what_may_not_be_read_is_not_called_damaged(run: Path, name: str, monkey
     assert not isinstance(raised.value, DamagedError)
 
 
-def test_diff_says_how_two_differ(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_describes_the_differences(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = (run / f"checkpoints/step-0000000{step}" for step in (1, 2))
-    assert asked(capsys, "diff", two, run) == "117 tensors are equal to the bit, 0 are not\n"
+    assert asked(capsys, "diff", two, run) == "117 tensors are bit-equal, 0 differ\n"
     lines = asked(capsys, "diff", one, two, status=1).splitlines()
     assert "progress.step: 1 -> 2" in lines
     assert any(line.startswith("weights.head.weight: largest difference ") for line in lines)
-    assert lines[-1] == "0 tensors are equal to the bit, 117 are not"
+    assert lines[-1] == "0 tensors are bit-equal, 117 differ"
 
 
 def test_convert_goes_both_ways(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert asked(capsys, "convert", run, tmp_path / "hf", "--dtype", "bf16").startswith(f"{tmp_path / 'hf'}: ")
     assert json.loads((tmp_path / "hf/config.json").read_text())["torch_dtype"] == "bfloat16"
     asked(capsys, "convert", tmp_path / "hf", tmp_path / "ours")
-    assert asked(capsys, "verify", tmp_path / "ours") == f"{tmp_path}/ours: 39 tensors in 1 file are what was written\n"
+    assert (
+        asked(capsys, "verify", tmp_path / "ours") == f"{tmp_path}/ours: 39 tensors in 1 file match their checksums\n"
+    )
     assert f"cannot convert into {tmp_path}/hf: File exists" in asked(capsys, "convert", run, tmp_path / "hf", status=4)
     with pytest.raises(SystemExit):
         main(["ckpt", "convert", str(run), "s3://bucket/x"])

@@ -1,4 +1,4 @@
-"""`megascale data` as a user meets it: what it prints, how it ends, what it leaves on the disk."""
+"""`megascale data` for a user: output, exit status, and files on the disk."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from megascale.cli.main import main
-from megascale.data import indexed
+from megascale.data import indexed_dataset
 from tests.data.datasets import ORIGIN
 from tests.data.test_tokenizer import byte_level
 from tests.jobs import heed_signals
@@ -28,7 +28,7 @@ COMMAND = [sys.executable, "-m", "megascale", "data"]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder to work in, with some input."""
+    """Make a working folder with input files."""
     monkeypatch.chdir(tmp_path)
     Path("good.jsonl").write_text('{"text": "first"}\n{"text": "second"}\n')
     Path("bad.jsonl").write_text('{"text": "first"}\n{"text": 2}\n')
@@ -75,11 +75,13 @@ def test_mistakes_are_one_line(
 
 
 @pytest.mark.parametrize("workers", ["0", "-1", "two"])
-def test_a_number_of_workers_is_a_number(folder: Path, capsys: pytest.CaptureFixture[str], workers: str) -> None:
+def test_an_invalid_number_of_workers_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], workers: str
+) -> None:
     with pytest.raises(SystemExit) as caught:
         main(prepare("good.jsonl", "--output", "set", "--tokenizer", "bytes", "--workers", workers))
     assert caught.value.code == 2
-    assert f"argument --workers: '{workers}' is not a number of 1 or more" in capsys.readouterr().err
+    assert f"argument --workers: '{workers}' is not an integer of 1 or more" in capsys.readouterr().err
 
 
 def test_prepare_and_inspect(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,14 +106,14 @@ def test_json_is_one_object_and_nothing_else(folder: Path, capsys: pytest.Captur
     assert (out.count("\n"), err) == (1, "")
 
 
-def test_a_tokenizer_with_an_end_of_its_own_is_remembered(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_custom_end_of_document_token_is_recorded(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(prepare("good.jsonl", "--output", "set", "--tokenizer", "endless.json", "--eod", "<pad>")) == 0
     assert main(["data", "inspect", "set"]) == 0
     assert "document 1, 7 tokens: 'second<pad>'\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("replacement", [None, "garbage.json", "endless.json"])
-def test_a_tokenizer_that_went_or_changed(
+def test_a_missing_or_changed_tokenizer(
     folder: Path, capsys: pytest.CaptureFixture[str], replacement: str | None
 ) -> None:
     main(prepare("good.jsonl", "--output", "set", "--tokenizer", "tokenizer.json"))
@@ -121,21 +123,21 @@ def test_a_tokenizer_that_went_or_changed(
     else:
         Path("tokenizer.json").unlink()
     assert main(["data", "inspect", "set"]) == 0
-    assert "its tokenizer is not here any more: give --tokenizer to see text\n" in capsys.readouterr().out
+    assert "names no tokenizer that can be loaded here: give --tokenizer to see text\n" in capsys.readouterr().out
     Path("moved.json").write_bytes(kept)
     assert main(["data", "inspect", "set", "--tokenizer", "moved.json"]) == 0
     assert "'first<eod>'" in capsys.readouterr().out
     assert main(["data", "inspect", "set", "--tokenizer", "endless.json"]) == 3
-    assert "endless.json is not the tokenizer that made the dataset (tokenizer.json)" in capsys.readouterr().err
+    assert "endless.json is not the dataset's tokenizer, tokenizer.json" in capsys.readouterr().err
 
 
 def test_a_dataset_of_another_tool(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    indexed.write(Path("set"), [np.frombuffer(b"text", np.uint8)], ORIGIN, 300)
+    indexed_dataset.write_dataset(Path("set"), [np.frombuffer(b"text", np.uint8)], ORIGIN, 300)
     Path("set.json").unlink()
     assert main(["data", "inspect", "set"]) == 0
     assert capsys.readouterr().out == (
         "set: 1 documents, 4 tokens, stored as uint16\n"
-        "made by another tool, or its tokenizer is not here any more: give --tokenizer to see text\n"
+        "the dataset names no tokenizer that can be loaded here: give --tokenizer to see text\n"
     )
     assert main(["data", "inspect", "set", "--tokenizer", "bytes"]) == 0
     assert "document 0, 4 tokens: 'text'\n" in capsys.readouterr().out
@@ -156,12 +158,12 @@ def test_a_full_disk(folder: Path) -> None:
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)),
     )
     assert done.returncode == 3
-    assert done.stderr == "out/set cannot be written: File too large  -> another --output, or room on it\n"
+    assert done.stderr == "out/set cannot be written: File too large  -> another --output, or more space there\n"
     assert list(Path("out").iterdir()) == []
 
 
 def start(output: Path) -> subprocess.Popen[str]:
-    """Prepare a large file with two workers, as a process group of its own, up to the first tokens on the disk."""
+    """Prepare a large file with two workers in a new process group, until the first tokens are on the disk."""
     Path("large.jsonl").write_text((json.dumps({"text": "x" * 5_000}) + "\n") * 20_000)
     process = subprocess.Popen(
         [*COMMAND, "prepare", "large.jsonl", "--output", str(output), "--tokenizer", "bytes", "--workers", "2"],
@@ -184,9 +186,9 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def alive(session: int) -> list[str]:
-    """What runs in a session."""
-    found = subprocess.run(["ps", "-s", str(session), "-o", "stat=,args="], capture_output=True, text=True, check=False)
-    return [line for line in found.stdout.splitlines() if not line.startswith("Z")]
+    """List the processes of a session."""
+    info = subprocess.run(["ps", "-s", str(session), "-o", "stat=,args="], capture_output=True, text=True, check=False)
+    return [line for line in info.stdout.splitlines() if not line.startswith("Z")]
 
 
 def test_killed_in_the_middle(folder: Path) -> None:

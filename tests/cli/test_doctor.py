@@ -17,7 +17,7 @@ import torch
 
 from megascale.catalog.backends import BACKENDS
 from megascale.cli import doctor
-from megascale.cli.doctor import configurations
+from megascale.cli.doctor import configs_to_check
 from megascale.cli.main import main
 from megascale.device import Device
 from tests.runs import GPT, settings, write_config
@@ -29,13 +29,13 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
-    """The exit status, and what `--json` says."""
+    """Run `doctor --json`; return the exit status and the JSON object."""
     status = main(["doctor", *arguments, "--json"])
     return status, json.loads(capsys.readouterr().out)
 
 
-def verdicts(found: dict[str, Any], precision: str, operation: str) -> dict[str, dict[str, Any]]:
-    (examination,) = [one for one in found["operations"][precision] if one["operation"] == operation]
+def verdicts(report: dict[str, Any], precision: str, operation: str) -> dict[str, dict[str, Any]]:
+    (examination,) = [one for one in report["operations"][precision] if one["operation"] == operation]
     return {verdict["backend"]: verdict for verdict in examination["verdicts"]}
 
 
@@ -59,62 +59,62 @@ def test_the_default_is_one_screen(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_json_says_it_all(capsys: pytest.CaptureFixture[str]) -> None:
-    status, found = answer(capsys)
-    assert (status, found["ok"]) == (0, True)
-    machine = found["machine"]
+def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    status, report = answer(capsys)
+    assert (status, report["ok"]) == (0, True)
+    machine = report["machine"]
     assert machine["memory_bytes"] > 1e8
     assert all(peak["flops"] > 1e8 for peak in machine["peaks"].values())
     assert {name: peak["measured"] for name, peak in machine["peaks"].items()} == {
         "fp32": "float32",
         "bf16": "bfloat16",
     }
-    assert machine["peaks"].keys() == found["operations"].keys() == {"fp32", "bf16"}
+    assert machine["peaks"].keys() == report["operations"].keys() == {"fp32", "bf16"}
     assert {"transformer_engine", "liger_kernel", "apex", "flash_attn"} <= machine["libraries"].keys()
     for precision, bound in (("fp32", 1e-5), ("bf16", 2e-2)):
-        norms = verdicts(found, precision, "norm")
+        norms = verdicts(report, precision, "norm")
         assert norms["torch"]["chosen"] and 0 < norms["torch"]["difference"] < bound
         assert norms["compile"]["refusal"] == "no C++ compiler: there is no no-such-compiler"
         assert not norms["compile"]["willing"] and norms["compile"]["difference"] is None
 
 
-def test_a_peak_is_stated_or_not_known_on_a_gpu_and_named_by_its_format_on_a_cpu(
+def test_a_gpus_peak_is_the_vendors_or_unknown_and_a_cpus_is_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     on_a_gpu, on_a_cpu = Device(torch.device("cuda"), "nccl"), Device(torch.device("cpu"), "gloo")
-    for name, said in (("NVIDIA H100 80GB HBM3", "989.4 TFLOP/s (stated)"), ("NVIDIA Z9", "not known")):
+    for name, said in (("NVIDIA H100 80GB HBM3", "989.4 TFLOP/s (vendor's)"), ("NVIDIA Z9", "unknown")):
         monkeypatch.setattr(Device, "name", name)
         assert doctor._stated(doctor._peak(on_a_gpu, "bf16")) == said
-    assert doctor._stated(doctor._peak(on_a_cpu, "fp8")).endswith("(measured now, by products in bfloat16)")
+    assert doctor._stated(doctor._peak(on_a_cpu, "fp8")).endswith("(measured, GEMMs in bfloat16)")
 
 
-def test_a_configuration_is_asked_about_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_users_configuration_is_checked_in_its_precision(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_config(settings(GPT, tmp_path, backends__norm="torch"), tmp_path / "run.toml")
-    status, found = answer(capsys, str(config), "model.activation=gelu_tanh")
+    status, report = answer(capsys, str(config), "model.activation=gelu_tanh")
     assert status == 0
-    assert found["operations"].keys() == {"fp64"}
-    assert verdicts(found, "fp64", "norm")["liger"]["refusal"] == "has no float64"
-    assert verdicts(found, "fp64", "activation")["liger"]["refusal"] == "has no gelu_tanh"
-    assert verdicts(found, "fp64", "norm")["torch"]["difference"] == 0
+    assert report["operations"].keys() == {"fp64"}
+    assert verdicts(report, "fp64", "norm")["liger"]["refusal"] == "has no float64"
+    assert verdicts(report, "fp64", "activation")["liger"]["refusal"] == "has no gelu_tanh"
+    assert verdicts(report, "fp64", "norm")["torch"]["difference"] == 0
 
 
 def test_data_need_not_be_there(tmp_path: Path) -> None:
     tree = settings(GPT, tmp_path, data__mock=False, data__train=str(tmp_path / "none"))
     config = write_config(tree, tmp_path / "run.toml")
-    assert configurations(str(config), []).keys() == {"fp64"}
+    assert configs_to_check(str(config), []).keys() == {"fp64"}
 
 
-def test_what_is_asked_for_and_cannot_serve(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_requested_backend_that_cannot_serve(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "backends.norm=liger", "train.precision=bf16"]) == 1
     out = capsys.readouterr().out
     assert "backends.norm = 'liger' cannot serve: liger: needs a GPU  -> backends.norm=auto" in out
     assert "fp32" not in out
 
 
-def test_what_cannot_be_compiled(capsys: pytest.CaptureFixture[str]) -> None:
-    status, found = answer(capsys, "train.compile=true", "train.precision=fp32")
-    assert (status, found["ok"]) == (1, False)
-    problems = [one["problem"] for one in found["operations"]["fp32"] if one["problem"]]
+def test_without_a_compiler(capsys: pytest.CaptureFixture[str]) -> None:
+    status, report = answer(capsys, "train.compile=true", "train.precision=fp32")
+    assert (status, report["ok"]) == (1, False)
+    problems = [one["problem"] for one in report["operations"]["fp32"] if one["problem"]]
     assert problems and all(problem.endswith("-> train.compile=false") for problem in problems)
 
 
@@ -133,17 +133,17 @@ def test_mistakes_end_with_status_2(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize("words", [[], ["train.steps=3"], ["train.steps=3", "model.num_heads=2"]])
 def test_settings_need_no_file(words: list[str]) -> None:
-    found = configurations(*([words[0], words[1:]] if words else [None, []]))
-    assert found.keys() == {"fp32", "bf16"}
-    for config in found.values():
+    report = configs_to_check(*([words[0], words[1:]] if words else [None, []]))
+    assert report.keys() == {"fp32", "bf16"}
+    for config in report.values():
         assert config.train.steps == (3 if words else 10)
         assert config.model.num_heads == (2 if len(words) == 2 else 4)
 
 
-def test_the_built_in_model_in_eight_bits(capsys: pytest.CaptureFixture[str]) -> None:
-    status, found = answer(capsys, "train.precision=fp8", "fp8.recipe=rowwise")
+def test_the_built_in_model_in_fp8(capsys: pytest.CaptureFixture[str]) -> None:
+    status, report = answer(capsys, "train.precision=fp8", "fp8.recipe=rowwise")
     assert status == 0
-    linear = verdicts(found, "fp8", "linear")
+    linear = verdicts(report, "fp8", "linear")
     assert linear["torch"]["chosen"] and 0 < linear["torch"]["difference"] < 3e-2
     assert main(["doctor", "train.precision=fp8", "fp8.recipe=blockwise"]) == 2
     assert "the built-in model  model.ffn_size" in capsys.readouterr().err
@@ -152,10 +152,10 @@ def test_the_built_in_model_in_eight_bits(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.slow
 def test_with_a_compiler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("CXX")
-    status, found = answer(capsys)
+    status, report = answer(capsys)
     assert status == 0
     for precision, bound in (("fp32", 1e-5), ("bf16", 2e-2)):
         for operation in ("norm", "activation"):
-            compiled = verdicts(found, precision, operation)["compile"]
+            compiled = verdicts(report, precision, operation)["compile"]
             assert compiled["willing"] and not compiled["chosen"]
             assert 0 < compiled["difference"] < bound

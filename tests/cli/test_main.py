@@ -1,4 +1,4 @@
-"""The command itself: what it imports, how it ends, what becomes of errors."""
+"""The `megascale` command: imports, exit status, errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEAVY = ("torch", "numpy", "rich", "tokenizers", "megatron")
 
 
 def _imports(*arguments: str) -> tuple[int, set[str]]:
-    """Exit status of the command, and the packages that it imported."""
+    """Run the command; return the exit status and the imported packages."""
     command = [sys.executable, "-X", "importtime", "-m", "megascale", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
@@ -28,7 +28,7 @@ def _imports(*arguments: str) -> tuple[int, set[str]]:
 
 @pytest.fixture
 def config(tmp_path: Path) -> str:
-    """A file without mistakes."""
+    """Write a configuration without mistakes."""
     return str(write_config(settings(GPT, tmp_path), tmp_path / "run.toml"))
 
 
@@ -92,7 +92,7 @@ def test_an_error_of_ours_is_a_line_and_its_status(
     config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(options: object) -> int:
-        raise DataError("the disk is empty", mend="fill it")
+        raise DataError("the disk is empty", hint="fill it")
 
     monkeypatch.setattr("megascale.cli.check.run", fail)
     assert main(["check", config]) == 3

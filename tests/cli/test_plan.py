@@ -27,21 +27,21 @@ def answer(capsys: pytest.CaptureFixture[str], *more: str, job: list[str] = JOB)
 
 
 def test_json_has_what_machines_ask_for(capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(capsys, "--tokens", "300e9", "--sweep", "3072,6144")
-    assert set(found) >= KEYS
-    assert found["fits"] is True
-    memory = found["memory_bytes"]
-    assert memory.pop("total") == sum(memory.values()) == max(found["memory_bytes_by_stage"])
-    assert found["layout"]["dp"] == 192
-    assert found["step_time_s"] == pytest.approx(sum(found["causes_s"].values()))
-    assert found["tokens_per_s_per_gpu"] * 12288 == pytest.approx(found["tokens_per_s"])
-    assert found["job"]["days"] == pytest.approx(300e9 / found["tokens_per_s"] / 86400)
-    job = found["job"]
+    report = answer(capsys, "--tokens", "300e9", "--sweep", "3072,6144")
+    assert set(report) >= KEYS
+    assert report["fits"] is True
+    memory = report["memory_bytes"]
+    assert memory.pop("total") == sum(memory.values()) == max(report["memory_bytes_by_stage"])
+    assert report["layout"]["dp"] == 192
+    assert report["step_time_s"] == pytest.approx(sum(report["causes_s"].values()))
+    assert report["tokens_per_s_per_gpu"] * 12288 == pytest.approx(report["tokens_per_s"])
+    assert report["job"]["days"] == pytest.approx(300e9 / report["tokens_per_s"] / 86400)
+    job = report["job"]
     longer = job["days_with_failures"] / job["days"]
     assert job["gpu_hours_with_failures"] / job["gpu_hours"] == pytest.approx(longer)
     assert longer > 1
-    assert [each["gpus"] for each in found["sweep"]] == [3072, 6144]
-    assert found["sweep"][0]["step_time_s"] > found["sweep"][1]["step_time_s"] > found["step_time_s"]
+    assert [each["gpus"] for each in report["sweep"]] == [3072, 6144]
+    assert report["sweep"][0]["step_time_s"] > report["sweep"][1]["step_time_s"] > report["step_time_s"]
 
 
 def test_it_answers_at_once_and_without_torch() -> None:
@@ -55,11 +55,11 @@ def test_it_answers_at_once_and_without_torch() -> None:
 
 def test_a_timeline_is_one_that_viewers_open(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "step.json"
-    found = answer(capsys, "--timeline", str(path), job=[*JOB[:2], "--gpus", "256", *JOB[4:], "batch.global=96"])
+    report = answer(capsys, "--timeline", str(path), job=[*JOB[:2], "--gpus", "256", *JOB[4:], "batch.global=96"])
     slices = [each for each in json.loads(path.read_text())["traceEvents"] if each["ph"] == "X"]
     assert {each["cat"] for each in slices} >= {"compute", "pp", "dp"}
     assert len([each for each in slices if each["cat"] == "compute"]) == 8 * (6 * 24 * 2 + 2)
-    assert max(each["ts"] + each["dur"] for each in slices) / 1e6 == pytest.approx(found["step_time_s"])
+    assert max(each["ts"] + each["dur"] for each in slices) / 1e6 == pytest.approx(report["step_time_s"])
 
 
 def test_a_timeline_changes_no_number(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -82,22 +82,22 @@ def test_a_picture_is_a_png(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     answer(capsys, "--plot", str(path), "--sweep", "6144,12288")
     assert path.read_bytes().startswith(b"\x89PNG")
     assert main([*JOB, "--plot", str(tmp_path / "plan.pdf")]) == 2
-    assert "plan.pdf: a PNG is drawn  -> end it in .png" in capsys.readouterr().err
+    assert "plan.pdf: the plot is a PNG  -> give a name that ends in .png" in capsys.readouterr().err
 
 
 def test_exact_is_a_dry_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config = str(write_config(settings(GPT, tmp_path, parallel__pp=2, parallel__tp=2), tmp_path / "run.toml"))
     job = ["plan", config, "--gpus", "8", "--hardware", "a100-80g", "train.precision=bf16"]
-    found, formulas = answer(capsys, "--exact", job=job), answer(capsys, job=job)
-    (rank, *_) = found["exact"]["ranks"]
-    assert found["memory_bytes"]["total"] == max(each["memory_bytes"]["total"] for each in found["exact"]["ranks"])
+    report, formulas = answer(capsys, "--exact", job=job), answer(capsys, job=job)
+    (rank, *_) = report["exact"]["ranks"]
+    assert report["memory_bytes"]["total"] == max(each["memory_bytes"]["total"] for each in report["exact"]["ranks"])
     for kind in ("parameters", "optimizer"):
-        assert found["memory_bytes"][kind] == formulas["memory_bytes"][kind]
+        assert report["memory_bytes"][kind] == formulas["memory_bytes"][kind]
     assert rank["flops"]
     assert rank["communication"]["tp all_reduce"]["calls"] > 0
 
 
-def test_a_stack_that_shards_weights_needs_less_room(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_stack_that_shards_weights_needs_less_memory(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     job = ["plan", "configs/gpu/llama3-8b.toml", "--gpus", "64", "--hardware", "h100", "--stack", "torchtitan-2024"]
     own, sharded = answer(capsys, job=job[:-2]), answer(capsys, job=job)
     assert sharded["layout"]["zero"] == 3 > own["layout"]["zero"]
@@ -113,6 +113,12 @@ def test_a_stack_that_shards_weights_needs_less_room(capsys: pytest.CaptureFixtu
     assert first.split("x dp")[1].split()[2] == "3"
 
 
+def test_a_dry_run_is_refused_for_a_stack_with_other_fp8_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["configs/gpu/llama3-8b.toml", "train.precision=fp8", "--gpus", "64", "--hardware", "h100"]
+    assert main(["plan", *words, "--stack", "nemo-2024", "--exact"]) == 2
+    assert "--exact: nemo-2024 stores FP8 weights instead of bf16 ones" in capsys.readouterr().err
+
+
 def test_a_run_that_does_not_fit_ends_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*JOB[:2], "--gpus", "8", "--hardware", "a100-80g", "parallel.pp=1", "parallel.vpp=1"]) == 2
     out, err = capsys.readouterr()
@@ -122,20 +128,20 @@ def test_a_run_that_does_not_fit_ends_with_a_line(capsys: pytest.CaptureFixture[
     assert "no layout on 8 x a100-80g with parallel.pp, parallel.vpp as given fits" in err
 
 
-def test_where_nothing_fits_machines_are_told_the_least(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_where_nothing_fits_has_the_smallest_plan(capsys: pytest.CaptureFixture[str]) -> None:
     job = ["plan", "configs/gpu/llama3-70b.toml", "--gpus", "8", "--hardware", "a100-40g", "--search", "--json"]
     assert main(job) == 2
     out, err = capsys.readouterr()
-    found = json.loads(out)
-    assert set(found) >= KEYS and found["fits"] is False and found["search"]["best"] == []
-    assert found["memory_bytes"]["total"] > found["room_bytes"] and "no layout on 8 x a100-40g fits" in err
-    assert found["instead"] == err.rstrip()
+    report = json.loads(out)
+    assert set(report) >= KEYS and report["fits"] is False and report["search"]["best"] == []
+    assert report["memory_bytes"]["total"] > report["room_bytes"] and "no layout on 8 x a100-40g fits" in err
+    assert report["instead"] == err.rstrip()
     larger = err.split("64 devices would do, ")[1].split(", a shorter sequence")[0].split()
     assert set(larger) >= {"parallel.tp=8", "parallel.pp=8", "train.recompute=full"}
     assert main([*job[:2], "--gpus", "64", *job[4:6], *larger]) == 0
 
 
-def test_what_the_command_line_sets_may_be_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_key_of_the_command_line_may_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     job = [*LLAMA[:4], "--hardware", "v100", "batch.global=256", "parallel.tp=1", "parallel.pp=1"]
     assert main(job) == 2
     err = capsys.readouterr().err
@@ -146,7 +152,7 @@ def test_what_the_command_line_sets_may_be_what_does_not_fit(capsys: pytest.Capt
     assert capsys.readouterr().err.startswith(legal)
 
 
-def test_numbers_of_devices_that_have_layouts_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_numbers_of_devices_with_a_layout_are_suggested(capsys: pytest.CaptureFixture[str]) -> None:
     job = ["plan", "configs/gpu/gpt3-175b.toml", "--hardware", "a100-80g", "--search", "batch.global=96", "--gpus"]
     assert main([*job, "101"]) == 2
     assert "no layout on 101 devices is legal: 100 devices, or another batch.global" in capsys.readouterr().err
@@ -165,7 +171,7 @@ def test_a_near_number_may_have_more_stages_than_layers(capsys: pytest.CaptureFi
     assert main([*job, "26"]) == 0
 
 
-def test_what_no_number_of_devices_mends_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_that_no_number_of_devices_can_fix(capsys: pytest.CaptureFixture[str]) -> None:
     job = ["plan", "configs/gpu/llama3-70b.toml", "--gpus", "32", "--hardware", "a100-40g"]
     assert main([*job, "train.recompute=none", "batch.micro=4"]) == 2
     err = capsys.readouterr().err
@@ -196,30 +202,28 @@ def test_the_embedding_and_the_head_may_be_chunks_of_their_own(
     own = tmp_path / "own.toml"
     own.write_text(LLAMA_405B.format(base=Path("configs/gpu/base.toml").resolve()))
     job = ["plan", str(own), "--gpus", "16384", "--hardware", "h200"]
-    found = answer(capsys, job=job)
-    assert (found["layout"]["pp"], found["layout"]["vpp"], found["fits"]) == (16, 8, True)
+    report = answer(capsys, job=job)
+    assert (report["layout"]["pp"], report["layout"]["vpp"], report["fits"]) == (16, 8, True)
     given = f"parallel.layers_per_chunk={[0, *[1] * 126, 0]}".replace(" ", "")
-    assert answer(capsys, given, job=job) == found
+    assert answer(capsys, given, job=job) == report
     assert main([*job, "parallel.vpp=9"]) == 2
     assert "126 layers are too few for pp x vpp = 16 x 9 chunks  -> vpp at most 8" in capsys.readouterr().err
 
 
-def test_a_search_does_not_mind_a_file_whose_layout_it_replaces(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_search_replaces_an_illegal_layout_of_the_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     own, base = tmp_path / "own.toml", Path("configs/gpu/llama3-8b.toml").resolve()
     job = ["plan", str(own), "--gpus", "16", "--hardware", "h100", "batch.global=32"]
     own.write_text(f'extends = "{base}"\n')
-    found = answer(capsys, "--search", job=job)["search"]
+    report = answer(capsys, "--search", job=job)["search"]
     own.write_text(f'extends = "{base}"\n[parallel]\ntp = 3\npp = 5\nvpp = 99\nlayers_per_chunk = [7]\n')
     assert main(job) == 2
     assert "1 numbers for pp x vpp = 495 chunks" in capsys.readouterr().err
-    assert answer(capsys, "--search", job=job)["search"] == found
+    assert answer(capsys, "--search", job=job)["search"] == report
     assert main([*job, "--search", "model.num_kv_heads=7"]) == 2
     assert "32 heads cannot share 7 key-value heads" in capsys.readouterr().err
 
 
-def test_chunks_that_the_command_line_cuts_stay_so_in_a_search(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_search_keeps_the_chunks_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     job = ["plan", "configs/gpu/llama3-70b.toml", "--gpus", "64", "--hardware", "h100", "--search"]
     cut = f"parallel.layers_per_chunk={[3, *[4] * 18, 5]}".replace(" ", "")
     for each in answer(capsys, cut, job=job)["search"]["best"]:
@@ -227,17 +231,17 @@ def test_chunks_that_the_command_line_cuts_stay_so_in_a_search(capsys: pytest.Ca
 
 
 def test_a_sweep_is_in_order_or_says_what_is_impossible(capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(capsys, "--sweep", "128,32,128", job=LLAMA)["sweep"]
-    assert [each["gpus"] for each in found] == [32, 128]
-    assert [each["layout"]["dp"] for each in found] == [16, 64]
-    assert found[0]["memory_bytes"] > found[1]["memory_bytes"]
+    report = answer(capsys, "--sweep", "128,32,128", job=LLAMA)["sweep"]
+    assert [each["gpus"] for each in report] == [32, 128]
+    assert [each["layout"]["dp"] for each in report] == [16, 64]
+    assert report[0]["memory_bytes"] > report[1]["memory_bytes"]
     assert main([*LLAMA, "--sweep", "64,100,33"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("--sweep 33: ") and lines[1].startswith("--sweep 100: ")
     assert "batch.global: 256 is not divisible by micro x dp = 1 x 50" in lines[1]
 
 
-def test_what_is_doubtful_is_noted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_doubtful_estimates_have_a_note(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     def notes(*more: str, job: list[str] = LLAMA) -> str:
         return "\n".join(answer(capsys, *more, job=job)["notes"])
 
@@ -249,72 +253,70 @@ def test_what_is_doubtful_is_noted(capsys: pytest.CaptureFixture[str], tmp_path:
     assert "the scores that megatron-2021 saves for backward" in notes("--stack", "megatron-2021")
 
 
-def test_dropout_forms_scores_in_time_as_in_memory(capsys: pytest.CaptureFixture[str]) -> None:
+def test_dropout_materialises_scores_in_time_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
     job = [*LLAMA, "model.seq_length=2048", "parallel.tp=8"]
-    without, found = answer(capsys, job=job), answer(capsys, "model.dropout=0.1", job=job)
+    without, report = answer(capsys, job=job), answer(capsys, "model.dropout=0.1", job=job)
     unfused = answer(capsys, "--stack", "megatron-2021", job=job)
-    assert found["memory_bytes"]["activations"] > 1.5 * without["memory_bytes"]["activations"]
-    assert found["causes_s"]["attention"] > 2 * without["causes_s"]["attention"]
-    assert found["causes_s"]["attention"] == pytest.approx(unfused["causes_s"]["attention"], rel=0.2)
-    assert "attention with dropout forms all scores" in "\n".join(found["notes"])
+    assert report["memory_bytes"]["activations"] > 1.5 * without["memory_bytes"]["activations"]
+    assert report["causes_s"]["attention"] > 2 * without["causes_s"]["attention"]
+    assert report["causes_s"]["attention"] == pytest.approx(unfused["causes_s"]["attention"], rel=0.2)
+    assert "attention with dropout forms all scores" in "\n".join(report["notes"])
 
 
-def test_bf16_that_a_device_does_not_multiply_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_device_without_bf16_gemms_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*LLAMA[:4], "--hardware", "v100", "batch.global=256", "train.recompute=full"]) in (0, 2)
     assert "v100 multiplies no bf16: planned as fp16" in capsys.readouterr().out
     assert main(LLAMA) == 0
     assert "planned as" not in capsys.readouterr().out
 
 
-def test_what_would_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_alternative_that_fits_is_suggested(capsys: pytest.CaptureFixture[str]) -> None:
     job = ["plan", "configs/gpu/llama3-8b.toml", "--gpus", "8", "--hardware", "a100-40g", "batch.global=64"]
     assert main([*job, "parallel.tp=1", "parallel.sp=false"]) == 2
-    found = capsys.readouterr().err.split("; ")[1].removesuffix(" would fit\n").split()
-    assert main([*job, *found]) == 0
-    assert "parallel.tp=" in found[0]
+    report = capsys.readouterr().err.split("; ")[1].removesuffix(" would fit\n").split()
+    assert main([*job, *report]) == 0
+    assert "parallel.tp=" in report[0]
 
 
-def test_what_would_fit_has_no_stage_of_zero_where_weights_are_sharded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_alternative_has_no_zero_stage_where_weights_are_sharded(capsys: pytest.CaptureFixture[str]) -> None:
     job = ["plan", "configs/gpu/llama3-70b.toml", "--gpus", "16", "--hardware", "a100-40g", "--stack", "llm-foundry"]
     assert main([*job, "parallel.pp=2", "batch.micro=8", "batch.global=256"]) == 2
     err = capsys.readouterr().err
     assert "batch.micro=" in err and "parallel.zero" not in err
 
 
-def test_what_would_fit_unsets_the_keys_that_must_go(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_an_alternative_unsets_conflicting_keys(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     text = f'extends = "{Path("configs/gpu/llama3-8b.toml").resolve()}"\n'
     parallel = "[parallel]\ntp = 1\nsp = false\npp = 2\nvpp = 2\n"
     train = '[train]\nrecompute = "selective"\nrecompute_ops = ["norm"]\n'
     own = tmp_path / "own.toml"
     own.write_text(text + parallel + "layers_per_chunk = [7, 9, 9, 7]\n" + train)
     assert main(["plan", str(own), "--gpus", "8", "--hardware", "a100-40g", "batch.micro=2"]) == 2
-    found = capsys.readouterr().err.split("; ")[1].removesuffix(" would fit\n").split()
-    assert found[-2:] == ["parallel.layers_per_chunk=auto", "train.recompute_ops=auto"]
-    assert main(["plan", str(own), "--gpus", "8", "--hardware", "a100-40g", *found]) == 0
+    report = capsys.readouterr().err.split("; ")[1].removesuffix(" would fit\n").split()
+    assert report[-2:] == ["parallel.layers_per_chunk=auto", "train.recompute_ops=auto"]
+    assert main(["plan", str(own), "--gpus", "8", "--hardware", "a100-40g", *report]) == 0
 
 
-def test_what_would_fit_has_its_dp_where_a_file_sets_another(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_an_alternative_sets_dp_where_the_file_sets_another(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     own = tmp_path / "own.toml"
     own.write_text(f'extends = "{Path("configs/gpu/llama3-8b.toml").resolve()}"\n[parallel]\ntp = 2\ndp = 4\n')
     job = ["plan", str(own), "--gpus", "8", "--hardware", "a100-40g", "--json"]
     assert main(job) == 2
-    found = json.loads(capsys.readouterr().out)["instead"].removesuffix(" would fit").split()
-    assert main([*job, *found]) == 0
+    report = json.loads(capsys.readouterr().out)["instead"].removesuffix(" would fit").split()
+    assert main([*job, *report]) == 0
     assert json.loads(capsys.readouterr().out)["fits"]
     own.write_text(own.read_text().replace("dp = 4", ""))
     assert main(job) == 2  # else as few as there are devices, in a sweep too
-    found = json.loads(capsys.readouterr().out)["instead"].removesuffix(" would fit").split()
-    assert main([*job, *found, "--sweep", "16,32"]) == 0
+    report = json.loads(capsys.readouterr().out)["instead"].removesuffix(" would fit").split()
+    assert main([*job, *report, "--sweep", "16,32"]) == 0
 
 
-def test_what_would_fit_says_how_many_devices_where_nothing_else_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_alternative_names_the_number_of_devices_if_nothing_else_does(capsys: pytest.CaptureFixture[str]) -> None:
     job = ["plan", "configs/gpu/llama3-8b.toml", "--hardware", "a100-80g", "parallel.pp=4", "batch.micro=8", "--json"]
     assert main([*job, "--sweep", "16,32"]) == 2
-    found = json.loads(capsys.readouterr().out)["instead"].removesuffix(" would fit").split()
-    assert found[-2:] == ["--gpus", "8"] or found[-2:] == ["--gpus", "4"]
-    assert main([*job, *found, "--sweep", "16,32"]) == 0
+    report = json.loads(capsys.readouterr().out)["instead"].removesuffix(" would fit").split()
+    assert report[-2:] == ["--gpus", "8"] or report[-2:] == ["--gpus", "4"]
+    assert main([*job, *report, "--sweep", "16,32"]) == 0
     assert json.loads(capsys.readouterr().out)["fits"]
 
 
@@ -335,32 +337,30 @@ def test_mistakes_are_a_line(more: list[str], words: str, capsys: pytest.Capture
 def test_data_need_not_be_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "best.toml"
     job = ["plan", "configs/quickstart.toml", "--gpus", "8", "--hardware", "a100-80g", "data.train=nowhere"]
-    found = answer(capsys, "--search", "--output", str(path), job=job)
-    assert found["fits"]
+    report = answer(capsys, "--search", "--output", str(path), job=job)
+    assert report["fits"]
     assert "nowhere" in path.read_text()
 
 
 LLAMA = ["plan", "configs/gpu/llama3-8b.toml", "--gpus", "64", "--hardware", "h100", "batch.global=256"]
 
 
-def test_a_search_writes_the_fastest_and_says_why_others_lose(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_search_writes_the_fastest_and_explains_the_rest(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "best.toml"
-    found = answer(capsys, "--search", "--output", str(path), job=LLAMA)
-    best = found["search"]["best"]
+    report = answer(capsys, "--search", "--output", str(path), job=LLAMA)
+    best = report["search"]["best"]
     assert len(best) == 10
-    assert best[0]["layout"] == found["layout"]
+    assert best[0]["layout"] == report["layout"]
     assert [each["step_time_s"] for each in best] == sorted(each["step_time_s"] for each in best)
     assert all(each["lost"] for each in best[1:])
-    assert all(each["memory_bytes"] <= found["room_bytes"] for each in best)
+    assert all(each["memory_bytes"] <= report["room_bytes"] for each in best)
     again = answer(capsys, job=["plan", str(path), *LLAMA[2:]])
-    assert (again["layout"], again["step_time_s"]) == (found["layout"], found["step_time_s"])
+    assert (again["layout"], again["step_time_s"]) == (report["layout"], report["step_time_s"])
 
 
-def test_a_search_leaves_what_was_set(capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(capsys, "--search", "parallel.tp=2", "train.recompute=full", job=LLAMA)
-    for each in found["search"]["best"]:
+def test_a_search_keeps_the_keys_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    report = answer(capsys, "--search", "parallel.tp=2", "train.recompute=full", job=LLAMA)
+    for each in report["search"]["best"]:
         assert (each["layout"]["tp"], each["layout"]["recompute"]) == (2, "full")
 
 
@@ -400,7 +400,7 @@ def test_memory_by_kind_is_near_the_dry_runs(capsys: pytest.CaptureFixture[str],
     assert formulas["activations"] == pytest.approx(exact["activations"], rel=0.15)
 
 
-def test_a_job_that_never_ends_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_that_never_ends_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*LLAMA, "--mtbf", "0.001", "--tokens", "1e12"]) == 0
     assert "it never ends" in capsys.readouterr().out
     assert answer(capsys, "--mtbf", "0.001", "--tokens", "1e12", job=LLAMA)["job"]["days_with_failures"] is None

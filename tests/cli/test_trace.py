@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megascale.cli.main import main
-from megascale.core.events import RankEvents, file_name, write_events
+from megascale.core.events import RankEvents, event_file_name, write_events
 from tests.observe import STEPS, job, on_own_clock, write_run
 
 HEAVY = {"torch", "numpy", "rich", "megatron", "transformers", "tensorboard"}
@@ -21,7 +21,7 @@ HEAVY = {"torch", "numpy", "rich", "megatron", "transformers", "tensorboard"}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A run of four ranks and three steps, whose clocks differ."""
+    """Write a run of four ranks and three steps, with different clocks."""
     return write_run(tmp_path / "run", [on_own_clock(events, 0.5 * events.rank) for events in job()])
 
 
@@ -45,7 +45,7 @@ def with_first_events_dropped(events: RankEvents, count: int) -> RankEvents:
     return dataclasses.replace(events, events=events.events[count:], dropped=count)
 
 
-def test_it_says_what_it_wrote_and_how_to_open_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_output_names_the_file_and_a_viewer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", str(folder)]) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -64,11 +64,11 @@ AXES = ("tp", "pp", "dp")
 
 
 def test_json_is_one_object(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(capsys, folder)
-    assert found["timeline"] == str(folder / "timeline.json") and found["svg"] is None
-    assert (found["ranks"], found["steps"], found["notes"]) == ([0, 1, 2, 3], [1, 2, 3], [])
-    assert (found["arrows"], found["single"], found["reversed"], found["dropped"]) == (12, 0, 0, 0)
-    sums = {(share["rank"], share["axis"]): (share["calls"], share["bytes"]) for share in found["per_step"]}
+    report = answer(capsys, folder)
+    assert report["timeline"] == str(folder / "timeline.json") and report["svg"] is None
+    assert (report["ranks"], report["steps"], report["notes"]) == ([0, 1, 2, 3], [1, 2, 3], [])
+    assert (report["arrows"], report["single"], report["reversed"], report["dropped"]) == (12, 0, 0, 0)
+    sums = {(share["rank"], share["axis"]): (share["calls"], share["bytes"]) for share in report["per_step"]}
     for events in job():
         for axis in AXES:
             some = [event for event in events.events if event.axis == axis]
@@ -78,22 +78,22 @@ def test_json_is_one_object(folder: Path, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.parametrize(("given", "steps"), [("2", {2}), ("2:3", {2, 3}), ("3:99", {3}), ("0:1", {1})])
 def test_steps(folder: Path, capsys: pytest.CaptureFixture[str], given: str, steps: set[int]) -> None:
-    found = answer(capsys, folder, "--steps", given)
-    assert set(found["steps"]) == steps == steps_in(folder / "timeline.json")
-    assert found["per_step"][0]["calls"] == 2  # a mean, whatever the number of steps
+    report = answer(capsys, folder, "--steps", given)
+    assert set(report["steps"]) == steps == steps_in(folder / "timeline.json")
+    assert report["per_step"][0]["calls"] == 2  # a mean, whatever the number of steps
 
 
 @pytest.mark.parametrize(
     ("given", "ranks"), [("2", [2]), ("3,0", [0, 3]), ("0-1,3", [0, 1, 3]), ("1-2,2-3", [1, 2, 3])]
 )
 def test_ranks(folder: Path, capsys: pytest.CaptureFixture[str], given: str, ranks: list[int]) -> None:
-    (folder / "events" / file_name(0)).rename(folder / "kept")
+    (folder / "events" / event_file_name(0)).rename(folder / "kept")
     if 0 in ranks:
-        (folder / "kept").rename(folder / "events" / file_name(0))
+        (folder / "kept").rename(folder / "events" / event_file_name(0))
     else:
-        (folder / "events" / file_name(0)).write_text("spoilt, but nobody asks for it")
-    found = answer(capsys, folder, "--ranks", given)
-    assert found["ranks"] == ranks
+        (folder / "events" / event_file_name(0)).write_text("spoilt, but nobody asks for it")
+    report = answer(capsys, folder, "--ranks", given)
+    assert report["ranks"] == ranks
     assert ranks_in(folder / "timeline.json") == set(ranks)
 
 
@@ -120,45 +120,43 @@ def test_a_picture_is_of_the_last_step_unless_others_are_chosen(folder: Path, tm
 def test_a_step_that_lost_its_first_events_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ranks = [*job()[:3], with_first_events_dropped(job()[3], 2)]
     folder = write_run(tmp_path / "run", ranks)
-    found = answer(capsys, folder)
-    assert found["steps"] == [2, 3] and found["dropped"] == 2
-    assert found["notes"] == [
-        "2 events that found no more room were dropped on rank 3",
-        "step 1 left out: not whole on every chosen rank",
+    report = answer(capsys, folder)
+    assert report["steps"] == [2, 3] and report["dropped"] == 2
+    assert report["notes"] == [
+        "2 events were dropped on rank 3: the ring buffer was full",
+        "step 1 left out: not complete on every chosen rank",
     ]
     assert answer(capsys, folder, "--ranks", "0-2")["steps"] == [1, 2, 3]
     assert main(["trace", str(folder)]) == 0
-    assert capsys.readouterr().out.endswith("\n\n" + "\n".join(found["notes"]) + "\n")
+    assert capsys.readouterr().out.endswith("\n\n" + "\n".join(report["notes"]) + "\n")
 
 
 def test_an_evaluation_in_the_ring_does_not_hide_what_was_lost(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It belongs to step 0, which comes first as a number and in the middle of a run."""
+    """Evaluation has step number 0, the lowest, but happens in the middle of a run."""
     folder = write_run(tmp_path / "run", [with_first_events_dropped(events, 2) for events in job(steps=(1, 2, 0, 3))])
     assert answer(capsys, folder)["steps"] == [2, 3]
     folder = write_run(tmp_path / "later", [with_first_events_dropped(events, 2) for events in job(steps=(0, 2, 3))])
     assert answer(capsys, folder)["steps"] == [2, 3]
 
 
-def test_a_step_that_is_asked_for_is_shown_with_what_is_left_of_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_requested_step_is_shown_even_if_incomplete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_run(tmp_path / "run", [*job()[:3], with_first_events_dropped(job()[3], 2)])
-    found = answer(capsys, folder, "--steps", "1:2")
-    assert found["steps"] == [1, 2]
-    assert found["notes"][1] == "step 1 shown, but not whole on every chosen rank"
+    report = answer(capsys, folder, "--steps", "1:2")
+    assert report["steps"] == [1, 2]
+    assert report["notes"][1] == "step 1 shown, but not complete on every chosen rank"
 
 
-def test_what_comes_before_the_first_step_is_no_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_events_before_the_first_step_are_no_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_run(tmp_path / "run", job(steps=(0, 1)))
-    found = answer(capsys, folder)
-    assert (found["steps"], found["notes"]) == ([1], [])
-    found = answer(capsys, folder, "--steps", "0")
-    assert (found["steps"], found["notes"]) == ([0], [])
+    report = answer(capsys, folder)
+    assert (report["steps"], report["notes"]) == ([1], [])
+    report = answer(capsys, folder, "--steps", "0")
+    assert (report["steps"], report["notes"]) == ([0], [])
 
 
-def test_ranks_without_a_file_and_messages_without_a_side_are_told(
+def test_ranks_without_a_file_and_unmatched_messages_are_noted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ranks = job()
@@ -166,12 +164,12 @@ def test_ranks_without_a_file_and_messages_without_a_side_are_told(
     late = dataclasses.replace(ranks[3], clock=((0.0, -9.0),))
     folder = write_run(tmp_path / "run", [ranks[0], deaf])
     assert answer(capsys, folder)["notes"] == [
-        "ranks 1, 3 of 4 left no file",
-        "6 messages without an arrow: only one side of them was recorded",
+        "ranks 1, 3 of 4 wrote no file",
+        "6 messages without an arrow: only one side was recorded",
     ]
     folder = write_run(tmp_path / "late", [ranks[1], late])
     assert answer(capsys, folder, "--ranks", "1,3")["notes"] == [
-        "6 messages without an arrow: as far as is known they arrived before they were sent"
+        "6 messages without an arrow: the clocks say that they arrived before they were sent"
     ]
 
 
@@ -187,7 +185,7 @@ def test_many_ranks_have_one_row_for_each_axis(tmp_path: Path, capsys: pytest.Ca
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    """The one line that is said instead of an answer."""
+    """Run the command with status 2; return its one line of error."""
     assert main(["trace", *map(str, words)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -199,22 +197,22 @@ def test_folders_without_records(tmp_path: Path, capsys: pytest.CaptureFixture[s
     run = tmp_path / "run"
     assert refusal(capsys, run).startswith(f"{run}: no such folder")
     run.touch()
-    assert refusal(capsys, run).startswith(f"{run}: is no folder")
+    assert refusal(capsys, run).startswith(f"{run}: not a folder")
     run.unlink()
     run.mkdir()
-    mend = "a run writes them when it ends, if its configuration has observe.ledger and observe.events\n"
+    hint = "a run writes events when it ends, if observe.record and observe.events are set\n"
     err = refusal(capsys, run)
-    assert err.startswith(f"{run}/events: no such folder") and err.endswith(mend)
+    assert err.startswith(f"{run}/events: no such folder") and err.endswith(hint)
     (run / "events").mkdir()
     for name in ("rank-x.jsonl", ".rank-00000.jsonl.12.tmp"):
         (run / "events" / name).touch()
     err = refusal(capsys, run)
-    assert err.startswith(f"{run}/events: ") and "rank-00000.jsonl" in err and err.endswith(mend)
+    assert err.startswith(f"{run}/events: ") and "rank-00000.jsonl" in err and err.endswith(hint)
     assert list(run.iterdir()) == [run / "events"]
 
 
-def test_a_spoilt_file_is_named_with_its_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = folder / "events" / file_name(2)
+def test_a_damaged_file_is_named_with_its_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder / "events" / event_file_name(2)
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:4], lines[4][:40]]))
     assert refusal(capsys, folder).startswith(f"{path}: line 5 is not an event: ")
@@ -225,13 +223,13 @@ def test_a_spoilt_file_is_named_with_its_line(folder: Path, capsys: pytest.Captu
 
 
 def test_a_file_under_the_name_of_another_rank(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = folder / "events" / file_name(7)
+    path = folder / "events" / event_file_name(7)
     write_events(path, job()[0])
     assert refusal(capsys, folder).startswith(f"{path}: has the events of rank 0")
 
 
 def test_files_of_two_jobs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_events(folder / "events" / file_name(7), dataclasses.replace(job()[0], rank=7, world=8))
+    write_events(folder / "events" / event_file_name(7), dataclasses.replace(job()[0], rank=7, world=8))
     assert f"{folder}: files of two jobs: rank 0 of 4, rank 7 of 8" in refusal(capsys, folder)
     assert answer(capsys, folder, "--ranks", "0-3")["ranks"] == [0, 1, 2, 3]
 
@@ -239,13 +237,13 @@ def test_files_of_two_jobs(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize("steps", ["7:9", "4", "0:0", "5:99999999999"])
 def test_steps_that_no_rank_has(folder: Path, capsys: pytest.CaptureFixture[str], steps: str) -> None:
     err = refusal(capsys, folder, "--steps", steps)
-    assert err.startswith("--steps ") and "no chosen rank" in err and err.endswith("choose among steps 1-3\n")
+    assert err.startswith("--steps ") and "no chosen rank" in err and err.endswith("choose --steps among steps 1-3\n")
 
 
 def test_steps_that_ranks_do_not_have_in_common(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_run(tmp_path / "run", [job(steps=(1, 2))[0], job(steps=(5,))[1]])
     assert refusal(capsys, folder) == (
-        "no step is whole on every chosen rank  -> with --steps choose among steps 1-2, 5\n"
+        "no step is complete on every chosen rank  -> choose --steps among steps 1-2, 5\n"
     )
     assert answer(capsys, folder, "--steps", "2:5")["steps"] == [2, 5]
 
@@ -253,13 +251,13 @@ def test_steps_that_ranks_do_not_have_in_common(tmp_path: Path, capsys: pytest.C
 def test_records_without_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_run(tmp_path / "run", [dataclasses.replace(events, events=()) for events in job()])
     for words in ([], ["--steps", "1"]):
-        assert refusal(capsys, folder, *words).endswith("the files are of a run without steps\n")
+        assert refusal(capsys, folder, *words).endswith("the run took no steps\n")
 
 
 @pytest.mark.parametrize("given", ["4", "0,9", "2-5", "0-99999999999"])
 def test_ranks_that_have_no_file(folder: Path, capsys: pytest.CaptureFixture[str], given: str) -> None:
     err = refusal(capsys, folder, "--ranks", given)
-    assert err.startswith("--ranks: rank ") and err.endswith("there are those of ranks 0-3\n")
+    assert err.startswith("--ranks: rank ") and err.endswith("choose among ranks 0-3\n")
 
 
 @pytest.mark.parametrize(
@@ -267,7 +265,7 @@ def test_ranks_that_have_no_file(folder: Path, capsys: pytest.CaptureFixture[str
     [["--steps", "3:1"], ["--steps", "x"], ["--steps", "1:"], ["--steps", "1-2"], ["--steps", ""],
      ["--ranks", "x"], ["--ranks", "1,"], ["--ranks", "3-1"], ["--ranks", "1:2"], ["--ranks", "²"], ["--ranks", ""]],
 )  # fmt: skip
-def test_words_that_mean_nothing(folder: Path, capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+def test_malformed_ranges_are_refused(folder: Path, capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["trace", str(folder), *words])
     assert caught.value.code == 2
@@ -303,25 +301,25 @@ def test_no_other_file_of_a_run_is_replaced(
     assert path.read_bytes() == before and (path.is_file() or path == Path("/dev/null"))
 
 
-def test_a_step_that_a_failure_cut_is_not_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_that_a_failure_cut_is_incomplete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cut = [dataclasses.replace(events, events=events.events[:-1]) for events in job()]
     assert cut[0].events != job()[0].events and job()[0].events[-1].name == "update"
-    found = answer(capsys, write_run(tmp_path / "run", cut))
-    assert found["steps"] == [1, 2] and found["notes"] == ["step 3 left out: not whole on every chosen rank"]
+    report = answer(capsys, write_run(tmp_path / "run", cut))
+    assert report["steps"] == [1, 2] and report["notes"] == ["step 3 left out: not complete on every chosen rank"]
 
 
-def test_a_step_that_diverges_after_its_first_update_is_not_whole(
+def test_a_step_that_diverges_after_its_first_update_is_incomplete(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def twice(events: RankEvents) -> RankEvents:
-        found = [e for event in events.events for e in ([event] * 2 if event.name == "update" else [event])]
-        return dataclasses.replace(events, events=tuple(found[:-1]))
+        report = [e for event in events.events for e in ([event] * 2 if event.name == "update" else [event])]
+        return dataclasses.replace(events, events=tuple(report[:-1]))
 
     assert answer(capsys, write_run(tmp_path / "run", [twice(events) for events in job()]))["steps"] == [1, 2]
 
 
 @pytest.mark.parametrize(("option", "name"), [("--output", "manifest.json"), ("--svg", "plot.svg")])
-def test_what_it_did_not_write_is_not_replaced(
+def test_a_foreign_file_is_not_replaced(
     folder: Path, capsys: pytest.CaptureFixture[str], option: str, name: str
 ) -> None:
     path = folder / name

@@ -1,4 +1,4 @@
-"""Clocks of hosts that do not agree, measured against rank 0's."""
+"""The clock offsets of hosts against rank 0's."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from megascale.core.rank import Rank
 from tests.worlds import run_world
 
 WITHIN = 5e-3
-"""Seconds by which a measurement may be off: half of the shortest of some round trips is far less."""
+"""Largest error of a measurement in seconds; half of the shortest round trip is far less."""
 
 Measured = tuple[float, float]
-"""Own time, and seconds that rank 0's clock is ahead."""
+"""This rank's time, and seconds by which rank 0's clock is ahead."""
 
 Clocks = list[tuple[str, float]]
-"""The host of each rank, and by how much its clock is ahead of this machine's."""
+"""By rank, its host and the seconds by which its clock is ahead of this machine's."""
 
 
 def measure(rank: Rank, labels: dict[str, Clocks], late: dict[str, float]) -> list[Measured]:
-    """A measurement for each label, in order. `late`: seconds by which ranks of a host come late to each."""
+    """Measure once per label, in order. `late`: seconds by which the ranks of a host are late."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     from megascale.comm import clock
     from megascale.comm.group import Group
 
-    world, found = Group("world", tuple(range(rank.world)), rank.rank), []
+    world, found = Group("world", tuple(range(rank.world_size)), rank.rank), []
     for label, clocks in labels.items():
         host, ahead = clocks[rank.rank]
 
@@ -36,7 +36,7 @@ def measure(rank: Rank, labels: dict[str, Clocks], late: dict[str, float]) -> li
 
         time.sleep(late.get(host, 0.0))
         before = now()
-        found.append(clock.offset(world, _get_default_store(), label, host, now))
+        found.append(clock.clock_offset(world, _get_default_store(), label, host, now))
         assert before <= found[-1][0] <= now(), "the time is the rank's own"
     return found
 
@@ -76,9 +76,7 @@ def test_one_host_needs_no_measurement() -> None:
 
 
 class FarAway:
-    """The store, and a rank 0 whose clock is `AHEAD`: what it is asked arrives some seconds later, and so does its
-    answer.
-    """
+    """The store and a rank 0 whose clock is `AHEAD`; `TRIPS` are the seconds of a request and of its answer."""
 
     AHEAD = 1000.0
     TRIPS = ((3.0, 5.0), (1.0, 1.0), (9.0, 0.5), (1.0, 1.5), (4.0, 4.0), (0.5, 7.0), (2.0, 2.0), (6.0, 6.0))
@@ -101,5 +99,5 @@ def test_the_shortest_round_trip_is_believed_to_be_as_long_there_as_back() -> No
     from megascale.comm import clock
 
     store: Any = FarAway()
-    assert len(FarAway.TRIPS) == clock.ROUNDS
+    assert len(FarAway.TRIPS) == clock.ROUND_TRIPS
     assert clock._ask(store, 1, lambda: store.now) == FarAway.AHEAD

@@ -1,4 +1,4 @@
-"""Collectives through shared memory, by direct messages and by gloo itself: the same results, whatever the timing."""
+"""Collectives through shared memory, by point-to-point messages and by gloo: equal results under any timing."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SLOT = 1 << 12
 
 
 def open_by(transport: str, rank: Rank, name: str = "test") -> Any:
-    """A group of all ranks that uses one transport."""
-    from megascale.comm import shared
-    from megascale.comm.open import open_group
+    """Open a group of all ranks with a given transport."""
+    from megascale.comm import shared_memory
+    from megascale.comm.open_group import open_group
     from megascale.trace.recorder import Recorder
 
-    group = open_group(name, range(rank.world), rank.rank, Recorder(), slot_bytes=SLOT)
-    assert isinstance(group.transport, shared.SharedMemory)
+    group = open_group(name, range(rank.world_size), rank.rank, Recorder(), slot_bytes=SLOT)
+    assert isinstance(group.transport, shared_memory.SharedMemoryTransport)
     if transport != "shared":
         send_messages(group, backend=transport == "gloo")
     return group
@@ -38,12 +38,12 @@ def values(rank: int, count: int, dtype: Any) -> Any:
 
 
 def exercise(rank: Rank, transport: str) -> list[str]:
-    """Every operation on many sizes; returns the results of each as text, to be compared over ranks."""
+    """Run every operation on many sizes; return the results as text, to compare them over ranks."""
     import torch
 
     from megascale.comm.collectives import all_gather, all_reduce, reduce_scatter
 
-    group, world = open_by(transport, rank), rank.world
+    group, world = open_by(transport, rank), rank.world_size
     results = []
     sizes = (1, 3, 64, 1000, SLOT // 4, 5 * SLOT + 7)  # the last ones take several rounds of shared memory
     for count, dtype in itertools.product(sizes, (torch.float32, torch.float64, torch.bfloat16)):
@@ -88,7 +88,7 @@ def test_results(world: int, transport: str) -> None:
 
 
 def overlap(rank: Rank, transport: str, seed: int) -> None:
-    """Several operations under way at once, started at random times and waited for in order."""
+    """Run several operations in flight, started at random times and waited for in order."""
     import torch
 
     from megascale.comm.collectives import all_gather, all_reduce, reduce_scatter
@@ -97,14 +97,14 @@ def overlap(rank: Rank, transport: str, seed: int) -> None:
     pending: list[tuple[Any, Any, Any]] = []
     for number in range(60):
         count = same.choice((4, 100, SLOT // 8, SLOT))
-        everyone = [torch.full((count * rank.world,), float(number + r)) for r in range(rank.world)]
+        everyone = [torch.full((count * rank.world_size,), float(number + r)) for r in range(rank.world_size)]
         mine = everyone[rank.rank]
         operation = same.choice(("sum", "gather", "scatter"))
         if operation == "sum":
             out, expected = mine, sum(everyone)
             handle = all_reduce(group, out, wait=False)
         elif operation == "gather":
-            out, expected = torch.empty(count * rank.world**2), torch.cat(everyone)
+            out, expected = torch.empty(count * rank.world_size**2), torch.cat(everyone)
             handle = all_gather(group, out, mine, wait=False)
         else:
             out, expected = torch.empty(count), sum(everyone)[:count]
@@ -128,15 +128,15 @@ def test_many_operations_under_way(transport: str, seed: int) -> None:
 
 
 def report_the_dead(rank: Rank) -> str:
-    """Rank 0's own words about a rank that has gone."""
+    """Check rank 0's error about a rank whose process has ended."""
     import torch
 
-    from megascale.comm import shared
+    from megascale.comm import shared_memory
     from megascale.comm.collectives import all_reduce
 
     group = open_by("shared", rank)
     transport = group.transport
-    assert isinstance(transport, shared.SharedMemory)
+    assert isinstance(transport, shared_memory.SharedMemoryTransport)
     if rank.rank == 0:
         gone = os.fork()
         if gone == 0:
@@ -159,16 +159,16 @@ def without_shared_memory(rank: Rank) -> str:
     """The transport of a group on a host whose shared memory is full."""
     import torch
 
-    from megascale.comm import shared
+    from megascale.comm import shared_memory
     from megascale.comm.collectives import all_reduce
-    from megascale.comm.open import open_group
+    from megascale.comm.open_group import open_group
     from megascale.trace.recorder import Recorder
 
     def full(size: int, slot_bytes: int) -> Any:
         raise OSError(28, "No space left on device")
 
-    shared.create = full
-    group = open_group("test", range(rank.world), rank.rank, Recorder(), slot_bytes=SLOT)
+    shared_memory.allocate_ring = full
+    group = open_group("test", range(rank.world_size), rank.rank, Recorder(), slot_bytes=SLOT)
     tensor = torch.ones(3)
     all_reduce(group, tensor)
     assert tensor.tolist() == [2.0, 2.0, 2.0]
@@ -176,23 +176,23 @@ def without_shared_memory(rank: Rank) -> str:
 
 
 def test_full_shared_memory_is_done_without() -> None:
-    assert run_world(2, without_shared_memory) == ["Exchange", "Exchange"]
+    assert run_world(2, without_shared_memory) == ["P2PTransport", "P2PTransport"]
 
 
 def test_nothing_is_left_in_shared_memory() -> None:
-    from megascale.comm.shared import FOLDER
+    from megascale.comm.shared_memory import SHM_FOLDER
 
-    before = set(FOLDER.glob("megascale-*"))
+    before = set(SHM_FOLDER.glob("megascale-*"))
     run_world(2, exercise, "shared")
-    assert set(FOLDER.glob("megascale-*")) == before
+    assert set(SHM_FOLDER.glob("megascale-*")) == before
 
 
 def alone(rank: Rank) -> dict[str, int]:
-    """A group of one does nothing and counts nothing."""
+    """Run collectives in a group of one rank: nothing is sent or counted."""
     import torch
 
     from megascale.comm.collectives import all_gather, all_reduce, reduce_scatter
-    from megascale.comm.group import alone as group_of_one
+    from megascale.comm.group import single_rank_group as group_of_one
 
     group, tensor, out = group_of_one("alone"), torch.arange(4.0), torch.empty(4)
     all_reduce(group, tensor)

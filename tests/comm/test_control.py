@@ -1,4 +1,4 @@
-"""Control data through the store: what arrives, what is left behind, and what becomes of who waits in vain."""
+"""The control channel: values, keys in the store, and the errors of ranks that wait for lost ranks."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ import pytest
 
 import megascale
 from megascale.core.rank import Rank
-from megascale.launch.failure import peer_was_lost
+from megascale.launch.failure import is_peer_lost
 from tests.worlds import run_world
 
 
 def control(rank: Rank, name: str = "test") -> Any:
-    """Of all ranks."""
-    from megascale.comm.control import Control
+    """Open a control channel of all ranks."""
+    from megascale.comm.control import ControlChannel
 
-    return Control(name, range(rank.world), rank.rank)
+    return ControlChannel(name, range(rank.world_size), rank.rank)
 
 
 def exchange(rank: Rank) -> list[Any]:
-    """A result of each kind of call."""
+    """The result of every kind of call."""
     group = control(rank)
     group.barrier("start")
     return [
-        group.gather({"rank": rank.rank, "pair": (1, None)}, "gather"),
-        group.collect(f"from {rank.rank}", "collect"),
+        group.all_gather({"rank": rank.rank, "pair": (1, None)}, "all-gather"),
+        group.gather(f"from {rank.rank}", "gather"),
         group.broadcast([rank.rank, 0.1], "broadcast"),
-        group.scatter([number**2 for number in range(rank.world)] if rank.rank == 0 else None, "scatter"),
-        group.gather(float("nan") if rank.rank == 1 else 1e-300, "numbers")[0],
+        group.scatter([number**2 for number in range(rank.world_size)] if rank.rank == 0 else None, "scatter"),
+        group.all_gather(float("nan") if rank.rank == 1 else 1e-300, "numbers")[0],
     ]
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_what_ranks_are_told(world: int) -> None:
+def test_the_results_of_every_call(world: int) -> None:
     for rank, found in enumerate(run_world(world, exchange)):
         assert found == [
             [{"rank": other, "pair": [1, None]} for other in range(world)],
@@ -51,12 +51,12 @@ def test_what_ranks_are_told(world: int) -> None:
 
 
 def large(rank: Rank, size: int, piece: int) -> bool:
-    """Whether values of so many random bytes arrive, in such pieces, also of several ranks at once."""
+    """Check that values of `size` random bytes arrive in requests of `piece` bytes, also from several ranks at once."""
     from megascale.comm import control as module
 
-    module.PIECE = piece
-    everyone = [random.Random(other).randbytes(size).hex() for other in range(rank.world)]
-    return bool(control(rank).gather(everyone[rank.rank], "large") == everyone)
+    module.MAX_REQUEST_BYTES = piece
+    everyone = [random.Random(other).randbytes(size).hex() for other in range(rank.world_size)]
+    return bool(control(rank).all_gather(everyone[rank.rank], "large") == everyone)
 
 
 def test_values_that_are_larger_than_a_request() -> None:
@@ -65,15 +65,15 @@ def test_values_that_are_larger_than_a_request() -> None:
 
 @pytest.mark.slow
 def test_values_that_are_larger_than_the_store_takes() -> None:
-    """8 MiB: more closes its connection."""
-    from megascale.comm.control import PIECE
+    """The store closes the connection of a request of more than 8 MiB."""
+    from megascale.comm.control import MAX_REQUEST_BYTES
 
-    assert run_world(2, large, 9 << 20, PIECE) == [True] * 2
+    assert run_world(2, large, 9 << 20, MAX_REQUEST_BYTES) == [True] * 2
 
 
 def often(rank: Rank, seed: int) -> tuple[bool, int, int]:
-    """Many calls in groups that are opened again and again, each rank at its own pace. Whether all values were right;
-    the keys in the store when the groups had been opened, and at the end.
+    """Make many calls in groups of the same ranks, at a random pace per rank. Returns whether all values were right,
+    and the numbers of keys in the store after the opening of the groups and at the end.
     """
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
@@ -89,10 +89,10 @@ def often(rank: Rank, seed: int) -> tuple[bool, int, int]:
         group = groups[number % 3]
         time.sleep(pace.choice((0, 0, 0, 0.002)))
         right &= group.broadcast(number, "a") == number
-        right &= group.gather([number, rank.rank], "b") == [[number, other] for other in range(rank.world)]
-        collected = group.collect(-number, "c")
-        right &= collected is None or collected == [-number] * rank.world
-        right &= group.scatter([number] * rank.world, "d") == number
+        right &= group.all_gather([number, rank.rank], "b") == [[number, other] for other in range(rank.world_size)]
+        gathered = group.gather(-number, "c")
+        right &= gathered is None or gathered == [-number] * rank.world_size
+        right &= group.scatter([number] * rank.world_size, "d") == number
     dist.barrier()
     after = _get_default_store().num_keys()
     dist.barrier()
@@ -106,7 +106,7 @@ def test_calls_do_not_mix_and_leave_no_keys() -> None:
 
 
 def waits_in_vain(rank: Rank, late: list[int], prepare: Callable[[Rank], None], timeout_s: float) -> Any:
-    """What a rank that waits for others at a call is told, and after how many seconds."""
+    """The error of a rank that waits for late ranks at a call, and the seconds of the wait."""
     import datetime
 
     from torch.distributed.distributed_c10d import _get_default_store
@@ -119,46 +119,46 @@ def waits_in_vain(rank: Rank, late: list[int], prepare: Callable[[Rank], None], 
         return None
     start = time.monotonic()
     try:
-        group.gather(1, "the plan")
+        group.all_gather(1, "the plan")
     except RuntimeError as error:
-        return type(error).__name__, str(error), peer_was_lost(error), time.monotonic() - start
+        return type(error).__name__, str(error), is_peer_lost(error), time.monotonic() - start
     return "nobody was missing"
 
 
 def nothing(rank: Rank) -> None:
-    """It lives, and does not come."""
+    """Stay alive, and do not call."""
 
 
 def ends(rank: Rank) -> None:
-    """The process that this rank said it was is no more."""
+    """Register the id of an ended process for this rank."""
     from torch.distributed.distributed_c10d import _get_default_store
 
-    from megascale.comm.control import _place
-    from megascale.comm.shared import host_key
+    from megascale.comm.control import _process_key
+    from megascale.comm.shared_memory import host_key
 
     process = subprocess.Popen(["true"])
     process.wait()
-    _get_default_store().set(_place(rank.rank), f"{process.pid} {host_key()}")
+    _get_default_store().set(_process_key(rank.rank), f"{process.pid} {host_key()}")
 
 
 def leaves(rank: Rank) -> None:
-    """It has an error of its own, as `train.entry` says."""
-    from megascale.comm.control import announce
+    """Announce an error of this rank, as `train.entry` does."""
+    from megascale.comm.control import announce_exit
 
-    announce(f"{rank}: no space")
+    announce_exit(f"{rank}: no space")
 
 
 CASES: dict[str, tuple[list[int], Callable[[Rank], None], float, float, str]] = {
     "late": ([1, 3], nothing, 1.0, 4.0, r"timed out waiting \d+ s for ranks 1, 3 at 'the plan'"),
     "first late": ([0], nothing, 0.5, 4.0, r"timed out waiting \d+ s for rank 0 at 'the plan'"),
-    "killed": ([2], ends, 60.0, 3.0, "remote process exited: rank 2 did not come to 'the plan'"),
-    "first killed": ([0], ends, 60.0, 3.0, "remote process exited: rank 0 did not come to 'the plan'"),
+    "killed": ([2], ends, 60.0, 3.0, "remote process exited: rank 2 did not reach 'the plan'"),
+    "first killed": ([0], ends, 60.0, 3.0, "remote process exited: rank 0 did not reach 'the plan'"),
     "failed": ([2], leaves, 60.0, 3.0, "remote process exited: rank 2 of 4 on localhost: no space"),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_who_waits_in_vain_is_told_for_whom(case: str) -> None:
+def test_the_error_of_a_wait_names_the_missing_ranks(case: str) -> None:
     late, prepare, timeout_s, within, message = CASES[case]
     for rank, found in enumerate(run_world(4, waits_in_vain, late, prepare, timeout_s)):
         if rank in late:
@@ -170,12 +170,12 @@ def test_who_waits_in_vain_is_told_for_whom(case: str) -> None:
 
 
 def last_words(rank: Rank) -> float:
-    """Seconds that a rank takes to leave; the last comes late."""
+    """The seconds that a rank takes to leave; the last rank is late."""
     from megascale.comm import init
 
-    time.sleep(0.5 if rank.rank == rank.world - 1 else 0.0)
+    time.sleep(0.5 if rank.rank == rank.world_size - 1 else 0.0)
     start = time.monotonic()
-    init.control.part()
+    init.control.leave_job()
     return time.monotonic() - start
 
 
@@ -185,7 +185,7 @@ def test_the_rank_that_has_the_store_leaves_last() -> None:
 
 
 def test_no_object_collective_of_torch_is_used() -> None:
-    """They pickle, and on a GPU they pass through NCCL."""
+    """Object collectives pickle, and on a GPU they go through NCCL."""
     names = ("gather_object(", "_object_list(", "dcp.load(", "dcp.save(")
     for path in Path(megascale.__file__).parent.rglob("*.py"):
         text = path.read_text(encoding="utf-8")

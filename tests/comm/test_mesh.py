@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.comm import mesh as mesh_module
-from megascale.comm import open as open_module
-from megascale.comm.mesh import open_mesh, single
+from megascale.comm import open_group as open_module
+from megascale.comm.mesh import open_mesh, single_process_mesh
 from megascale.core.rank import Rank
 from megascale.layout.topology import Topology
 from tests.worlds import run_world
@@ -32,12 +32,12 @@ def opened(topology: Topology, *, tied: bool, around: bool) -> list[list[tuple[s
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(open_module.dist, "new_group", new_group)
         patch.setattr(open_module.dist, "get_backend", lambda: "gloo")
-        patch.setattr(mesh_module.Timeout, "govern_group", lambda *_: None)
+        patch.setattr(mesh_module.Timeout, "register_group", lambda *_: None)
         for module in (mesh_module, open_module):
             patch.setattr(module, "open_transport", lambda *_: None)
-        for rank in range(topology.world):
+        for rank in range(topology.world_size):
             found.append([])
-            open_mesh(topology, rank, tied=tied, around=around)
+            open_mesh(topology, rank, tied=tied, wrap_around=around)
     return found
 
 
@@ -80,8 +80,8 @@ def talk(rank: Rank, shapes: list[tuple[Topology, bool, bool]]) -> list[float]:
 
     sums = []
     for topology, tied, around in shapes:
-        mesh = open_mesh(topology, rank.rank, tied=tied, around=around)
-        channels, own, p = mesh.channels, mesh.coord.pp, topology.pp
+        mesh = open_mesh(topology, rank.rank, tied=tied, wrap_around=around)
+        channels, own, p = mesh.p2p, mesh.coord.pp, topology.pp
         neighbours = sorted({n % p for n in (own - 1, own + 1) if around or 0 <= n < p})
         received = [(torch.zeros(1), torch.zeros(1)) for _ in neighbours]
         waits = [channels.receive(r, n) for n, pair in zip(neighbours, received, strict=True) for r in pair]
@@ -109,7 +109,7 @@ def test_messages_travel_in_a_group_for_each_channel() -> None:
 
 
 def test_a_group_by_its_axes() -> None:
-    mesh = single()
-    assert mesh.over("tp") is mesh.tp and mesh.over("cp", "dp") is mesh.dp
+    mesh = single_process_mesh()
+    assert mesh.get_group("tp") is mesh.tp and mesh.get_group("cp", "dp") is mesh.dp
     with pytest.raises(KeyError, match="cp"):
-        mesh.over("cp")
+        mesh.get_group("cp")

@@ -1,4 +1,4 @@
-"""Pipeline neighbours are connected before the first step, in an order in which none waits for ever."""
+"""Pipeline neighbours connect before the first step, in an order without deadlock."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.comm.group import Group
-from megascale.comm.p2p import Channels, Messages, rounds
-from megascale.comm.pending import DONE, Pending
+from megascale.comm.p2p import P2PCommunicator, ProcessGroupP2P, channel_rounds
 from megascale.comm.timeout import Timeout
+from megascale.comm.work import COMPLETED, TransportWork
 from megascale.core.rank import Rank
 from tests.runs import GPT, build_run, config_of, settings, traffic_of
 from tests.worlds import run_world
@@ -22,35 +22,35 @@ Meeting = tuple[int, int]
 """Sender and receiver."""
 
 
-class Recorded(Channels):
-    """Channels that only note who meets whom."""
+class Recorded(P2PCommunicator):
+    """A communicator that only records the channels of its messages, in order."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         group = Group("pp", tuple(range(ranks)), rank)
-        super().__init__(group, group, Messages({}, Timeout()))
+        super().__init__(group, group, ProcessGroupP2P({}, Timeout()))
         self.meetings: list[Meeting] = []
 
-    def send(self, tensor: torch.Tensor, to: int, *, what: str = "") -> Pending:
+    def send(self, tensor: torch.Tensor, to: int, *, label: str = "") -> TransportWork:
         self.meetings.append((self.rank, to))
-        return DONE
+        return COMPLETED
 
-    def receive(self, out: torch.Tensor, source: int, *, what: str = "") -> Pending:
+    def receive(self, out: torch.Tensor, source: int, *, label: str = "") -> TransportWork:
         self.meetings.append((source, self.rank))
-        return DONE
+        return COMPLETED
 
 
 def meetings(ranks: int, around: bool) -> list[list[Meeting]]:
-    """What each rank does, in its order."""
-    found = []
+    """The connections of every rank, in the order that the rank makes them."""
+    orders = []
     for rank in range(ranks):
-        channels = Recorded(rank, ranks)
-        channels.connect(torch.device("cpu"), around=around)
-        found.append(channels.meetings)
-    return found
+        communicator = Recorded(rank, ranks)
+        communicator.connect(torch.device("cpu"), wrap_around=around)
+        orders.append(communicator.meetings)
+    return orders
 
 
 def stuck(orders: list[list[Meeting]]) -> list[Meeting]:
-    """Meetings that never take place if each needs both ranks at once, as on NCCL."""
+    """The connections that never complete if a connection blocks both ranks, as on NCCL."""
     queues = [deque(order) for order in orders]
     progress = True
     while progress:
@@ -65,7 +65,7 @@ def stuck(orders: list[list[Meeting]]) -> list[Meeting]:
 
 
 @given(st.integers(1, 40), st.booleans())
-def test_every_pair_meets_both_ways_and_none_waits_for_ever(ranks: int, around: bool) -> None:
+def test_every_pair_connects_both_ways_without_deadlock(ranks: int, around: bool) -> None:
     orders = meetings(ranks, around)
     assert not stuck(orders)
     pairs = {(low, low + 1) for low in range(ranks - 1)} | ({(0, ranks - 1)} if around and ranks > 1 else set())
@@ -75,14 +75,14 @@ def test_every_pair_meets_both_ways_and_none_waits_for_ever(ranks: int, around: 
 
 @given(st.integers(1, 40), st.booleans())
 def test_a_rank_has_one_channel_at_most_in_each_round(ranks: int, around: bool) -> None:
-    for turn in rounds(ranks, around=around):
+    for turn in channel_rounds(ranks, wrap_around=around):
         busy = [rank for channel in turn for rank in channel]
         assert len(set(busy)) == len(busy)
-    assert len(rounds(ranks, around=around)) <= (6 if around and ranks % 2 else 4)
+    assert len(channel_rounds(ranks, wrap_around=around)) <= (6 if around and ranks % 2 else 4)
 
 
-def test_a_circle_is_noticed() -> None:
-    """If each rank received from its left before it sent to its right."""
+def test_a_deadlock_is_noticed() -> None:
+    """Every rank receives from its left neighbour before sending to its right neighbour."""
     assert stuck([[(2, 0), (0, 1)], [(0, 1), (1, 2)], [(1, 2), (2, 0)]])
 
 

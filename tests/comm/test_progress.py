@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from megascale.comm.group import Group, Recorded
-from megascale.comm.pending import DONE
-from megascale.comm.progress import Messages, Progress, follower
+from megascale.comm.group import Group, TrackedWork
+from megascale.comm.progress import GlooWork, ProgressThread, work_wrapper
+from megascale.comm.work import COMPLETED
 from megascale.core.events import Event
 from megascale.core.rank import Rank
 from megascale.device import HostTimer
@@ -48,22 +48,22 @@ class Tensor:
     """What a work holds on to."""
 
 
-def in_background(progress: Progress, work: Any, finish: Callable[[], Any] | None = None) -> Any:
-    return Messages([work], finish, progress).in_background()
+def in_background(progress: ProgressThread, work: Any, finish: Callable[[], Any] | None = None) -> Any:
+    return GlooWork([work], finish, progress).in_background()
 
 
 def test_a_channel_goes_on_by_itself_and_in_order() -> None:
-    progress, works = Progress("test"), [Work() for _ in range(4)]
+    progress, works = ProgressThread("test"), [Work() for _ in range(4)]
     finished: list[int] = []
     followed = [in_background(progress, work, partial(finished.append, i)) for i, work in enumerate(works)]
     for last in (3, 2, 1):
         works[last].done.set()
     time.sleep(0.05)
-    assert finished == [] and all(each.ended is None for each in followed), "the first is not done"
+    assert finished == [] and all(each.completed_at is None for each in followed), "the first is not done"
     works[0].done.set()
-    until(lambda: followed[-1].ended is not None)
+    until(lambda: followed[-1].completed_at is not None)
     assert finished == [0, 1, 2, 3]
-    ended = [each.ended for each in followed]
+    ended = [each.completed_at for each in followed]
     assert ended == sorted(ended)
     for each in followed:
         each.wait()
@@ -71,15 +71,15 @@ def test_a_channel_goes_on_by_itself_and_in_order() -> None:
 
 
 def test_channels_do_not_wait_for_each_other() -> None:
-    stuck = in_background(Progress("one"), Work())
+    stuck = in_background(ProgressThread("one"), Work())
     free = Work()
     free.done.set()
-    in_background(Progress("other"), free).wait()
-    assert stuck.ended is None
+    in_background(ProgressThread("other"), free).wait()
+    assert stuck.completed_at is None
 
 
 def test_a_thread_starts_with_the_first_communication_and_does_not_keep_the_process() -> None:
-    progress = Progress("a channel of its own")
+    progress = ProgressThread("a channel of its own")
 
     def named() -> list[threading.Thread]:
         return [thread for thread in threading.enumerate() if thread.name == "a channel of its own"]
@@ -94,13 +94,13 @@ def test_without_a_background_the_caller_does_it() -> None:
     work: Any = Work()
     finished: list[threading.Thread] = []
     work.done.set()
-    messages = Messages([None, work], lambda: finished.append(threading.current_thread()), Progress("test"))
+    messages = GlooWork([None, work], lambda: finished.append(threading.current_thread()), ProgressThread("test"))
     messages.wait()
-    assert finished == [threading.current_thread()] and messages.ended is None
+    assert finished == [threading.current_thread()] and messages.completed_at is None
 
 
 def test_an_error_is_raised_in_the_thread_that_waits() -> None:
-    progress, error, work = Progress("test"), ConnectionError("a rank has gone"), Work()
+    progress, error, work = ProgressThread("test"), ConnectionError("a rank has gone"), Work()
 
     def fail() -> None:
         raise error
@@ -115,13 +115,13 @@ def test_an_error_is_raised_in_the_thread_that_waits() -> None:
         assert raised.value is error
 
 
-def begin(recorder: Recorder, start: Callable[[], Any], *, wait: bool = False) -> Recorded:
-    return Group("test", (0, 1), 0, recorder=recorder).begin("send", "", 8, start, wait=wait)
+def begin(recorder: Recorder, start: Callable[[], Any], *, wait: bool = False) -> TrackedWork:
+    return Group("test", (0, 1), 0, recorder=recorder).issue("send", "", 8, start, wait=wait)
 
 
 def test_a_communication_that_failed_is_never_done() -> None:
     """Who asks whether it is done, and lets go of it then, would not hear of the error."""
-    follow, recorder = follower("test", HostTimer()), Recorder()
+    follow, recorder = work_wrapper("test", HostTimer()), Recorder()
     recorder.step = 1
 
     def fail() -> None:
@@ -129,44 +129,44 @@ def test_a_communication_that_failed_is_never_done() -> None:
 
     begun = begin(recorder, lambda: follow([], fail))
     begin(recorder, lambda: follow([], None)).wait()  # in the same channel: the first has been carried out
-    assert not begun.done()
+    assert not begun.is_completed()
     with pytest.raises(ConnectionError):
         begun.wait()
     assert [event.sequence for event in recorder.events()] == [1]
 
 
 def test_done_does_not_wait() -> None:
-    follow, recorder = follower("test", HostTimer()), Recorder()
+    follow, recorder = work_wrapper("test", HostTimer()), Recorder()
     recorder.step = 1
     work: Any = Work()
     begun = begin(recorder, lambda: follow([work], None))
-    assert not begun.done() and recorder.events() == []
+    assert not begun.is_completed() and recorder.events() == []
     work.done.set()
-    until(begun.done)
+    until(begun.is_completed)
     (event,) = recorder.events()
     assert event.waits == ((event.issue, event.waits[0][1]),), "compute waited while it was issued, and not again"
     traffic = recorder.take_traffic()
     begun.wait()
-    assert begun.done() and traffic["test"].exposed_s == event.exposed and recorder.take_traffic() == {}
+    assert begun.is_completed() and traffic["test"].exposed_s == event.exposed and recorder.take_traffic() == {}
 
 
 def test_a_second_wait_is_none() -> None:
     recorder, waited = Recorder(), []
-    messages = Messages([], lambda: waited.append(1), Progress("test"))
+    messages = GlooWork([], lambda: waited.append(1), ProgressThread("test"))
     begun = begin(recorder, lambda: messages, wait=True)
     begun.wait()
-    assert waited == [1] and begun.done()
+    assert waited == [1] and begun.is_completed()
     assert len(recorder.events()[0].waits) == 1
 
 
 def test_what_is_done_lets_go_of_its_tensors() -> None:
-    progress, work, tensor = Progress("test"), Work(), Tensor()
+    progress, work, tensor = ProgressThread("test"), Work(), Tensor()
     there = weakref.ref(tensor)
     followed = in_background(progress, work, partial(id, tensor))
     del tensor
     assert there() is not None, "it is needed until then"
     work.done.set()
-    until(lambda: followed.ended is not None)
+    until(lambda: followed.completed_at is not None)
     assert there() is None
 
 
@@ -174,7 +174,7 @@ def test_a_communication_keeps_its_tensors_until_it_is_waited_for() -> None:
     """The works of a GPU let go of them when a stream waits, though that may be another than the one that computes."""
     tensor = Tensor()
     there = weakref.ref(tensor)
-    begun = begin(Recorder(), partial(lambda tensor: DONE, tensor))
+    begun = begin(Recorder(), partial(lambda tensor: COMPLETED, tensor))
     del tensor
     assert there() is not None
     begun.wait()
@@ -185,9 +185,9 @@ def test_a_communication_keeps_its_tensors_until_it_is_waited_for() -> None:
 
 
 def group_of(rank: Rank, transport: str) -> Group:
-    from megascale.comm.open import open_group
+    from megascale.comm.open_group import open_group
 
-    group = open_group("test", range(rank.world), rank.rank, Recorder(), slot_bytes=1 << 12)
+    group = open_group("test", range(rank.world_size), rank.rank, Recorder(), slot_bytes=1 << 12)
     if transport != "shared":
         send_messages(group, backend=transport == "gloo")
     return group
@@ -201,9 +201,9 @@ def nobody_waits(rank: Rank, transport: str, count: int) -> bool:
 
     tensor = torch.full((count,), float(rank.rank + 1))
     begun = all_reduce(group_of(rank, transport), tensor, wait=False)
-    assert isinstance(begun, Recorded)
-    until(begun.done)
-    return bool((tensor == sum(range(rank.world + 1))).all())
+    assert isinstance(begun, TrackedWork)
+    until(begun.is_completed)
+    return bool((tensor == sum(range(rank.world_size + 1))).all())
 
 
 @pytest.mark.parametrize("count", [10, 100_000])  # the larger has a second round of messages
@@ -220,31 +220,31 @@ def ends_where_it_is_waited_for(rank: Rank) -> list[bool]:
     from megascale.comm.collectives import all_reduce
 
     begun = all_reduce(group_of(rank, "shared"), torch.ones(4), wait=False)
-    assert isinstance(begun, Recorded)
+    assert isinstance(begun, TrackedWork)
     dist.barrier()  # all have put their parts out
-    found = [begun.done()]
+    found = [begun.is_completed()]
     begun.wait()
-    return [*found, begun.done()]
+    return [*found, begun.is_completed()]
 
 
 def test_in_shared_memory_nothing_travels_meanwhile() -> None:
     assert run_world(2, ends_where_it_is_waited_for) == [[False, True]] * 2
 
 
-def messages_of(rank: Rank, timeout: datetime.timedelta) -> tuple[Group, Callable[..., Recorded]]:
+def messages_of(rank: Rank, timeout: datetime.timedelta) -> tuple[Group, Callable[..., TrackedWork]]:
     """Two ranks' group, and what starts a message from the other rank, or to it."""
     import torch.distributed as dist
 
     process_group = dist.new_group([0, 1], timeout=timeout)
-    group, follow = Group("pp.up", (0, 1), rank.rank, process_group), follower("pp.up", HostTimer())
+    group, follow = Group("pp.up", (0, 1), rank.rank, process_group), work_wrapper("pp.up", HostTimer())
     other = 1 - rank.rank
 
-    def message(call: Any, tensor: Any) -> Recorded:
+    def message(call: Any, tensor: Any) -> TrackedWork:
         def start() -> Any:
             return follow([call(tensor, other, group=process_group)], None)
 
         name = "send" if call is dist.isend else "receive"
-        return group.begin(name, "", tensor.nbytes, start, wait=False, peer=other)
+        return group.issue(name, "", tensor.nbytes, start, wait=False, peer=other)
 
     return group, message
 
@@ -260,7 +260,7 @@ def wait_in_vain(rank: Rank) -> str:
     begun = message(dist.irecv, torch.empty(4))
     with pytest.raises(RuntimeError) as raised:
         begun.wait()
-    assert not begun.done()
+    assert not begun.is_completed()
     return f"{raised.value}"
 
 
@@ -284,7 +284,7 @@ def lets_go(rank: Rank) -> list[bool]:
     del tensor
     found = [there() is not None]
     dist.barrier()
-    until(begun.done)
+    until(begun.is_completed)
     return [*found, there() is not None]
 
 

@@ -1,4 +1,4 @@
-"""Every group waits as long as the configuration says, at start-up and in training, and no longer."""
+"""Every group has the configured timeout, at start-up and in training."""
 
 from __future__ import annotations
 
@@ -12,29 +12,33 @@ import pytest
 from megascale.config.launch import LaunchConfig
 from megascale.core.errors import Exit
 from megascale.core.rank import Rank
-from megascale.launch.failure import peer_was_lost
+from megascale.launch.failure import is_peer_lost
 from tests.jobs import Job, job_config
 from tests.runs import GPT, send_messages
 from tests.worlds import run_world
 
 
 def limits(rank: Rank) -> list[list[float]]:
-    """Seconds of every group of torch and of shared memory: as opened, after the first step, while ranks wait for
-    storage, and then.
+    """Timeouts in seconds of all process groups and shared-memory rings: as opened, after the first step, within
+    `extended`, and after it.
     """
     import torch
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _world
 
     from megascale.comm.mesh import open_mesh
-    from megascale.comm.shared import SharedMemory
+    from megascale.comm.shared_memory import SharedMemoryTransport
     from megascale.layout.topology import Topology
 
     dist.distributed_c10d._get_default_timeout = None  # a group without a timeout fails
     mesh = open_mesh(
-        Topology(tp=2, pp=2), rank.rank, tied=True, around=True, launch=LaunchConfig(timeout_s=7, start_timeout_s=70)
+        Topology(tp=2, pp=2),
+        rank.rank,
+        tied=True,
+        wrap_around=True,
+        launch=LaunchConfig(timeout_s=7, start_timeout_s=70),
     )
-    rings = [group.transport for group in mesh.groups if isinstance(group.transport, SharedMemory)]
+    rings = [group.transport for group in mesh.groups if isinstance(group.transport, SharedMemoryTransport)]
     assert len(rings) == 3 and len(_world.pg_map) == 5  # tp, tied, world; and a channel each way
 
     def seen() -> list[float]:
@@ -46,7 +50,7 @@ def limits(rank: Rank) -> list[list[float]]:
     told = [seen()]
     mesh.timeout.tighten()
     told.append(seen())
-    with mesh.timeout.patiently():
+    with mesh.timeout.extended():
         told.append(seen())
     told.append(seen())
     return told
@@ -57,7 +61,7 @@ def test_every_group_has_the_timeout_of_the_configuration() -> None:
 
 
 def wait_in_vain(rank: Rank, transports: list[str]) -> list[tuple[str, bool, float]]:
-    """What rank 0 hears of rank 1, which is stuck, and after how many seconds."""
+    """Rank 0's errors in collectives with rank 1, which is stuck: (message, is a lost peer, seconds)."""
     import torch
     import torch.distributed as dist
 
@@ -79,11 +83,11 @@ def wait_in_vain(rank: Rank, transports: list[str]) -> list[tuple[str, bool, flo
         start = time.perf_counter()
         with pytest.raises(RuntimeError) as raised:
             if transport == "pipeline":
-                mesh.channels.receive(torch.zeros(1), 1).wait()
+                mesh.p2p.receive(torch.zeros(1), 1).wait()
             else:
                 all_reduce(mesh.tp, torch.zeros(1))
-        found.append((str(raised.value), peer_was_lost(raised.value), time.perf_counter() - start))
-    with meshes[-1].timeout.patiently():
+        found.append((str(raised.value), is_peer_lost(raised.value), time.perf_counter() - start))
+    with meshes[-1].timeout.extended():
         if rank.rank == 1:
             time.sleep(4)
         dist.barrier()
@@ -93,12 +97,12 @@ def wait_in_vain(rank: Rank, transports: list[str]) -> list[tuple[str, bool, flo
 def test_a_rank_that_is_stuck_ends_the_wait_for_it() -> None:
     for text, lost, seconds in run_world(2, wait_in_vain, ["shared", "exchange", "gloo", "pipeline"])[0]:
         assert lost, text
-        assert 0.4 < seconds < 3, text  # shared memory looks whether the other lives once a second
+        assert 0.4 < seconds < 3, text  # shared memory checks the peer's process once a second
 
 
 @pytest.mark.slow
 def test_a_job_ends_whose_rank_is_stuck_in_training(tmp_path: Path) -> None:
-    """Long before the timeout of its start."""
+    """The timeout is `launch.timeout_s`, not the much longer `launch.start_timeout_s`."""
     settings = {"parallel__tp": 2, "parallel__pp": 2, "train__steps": 10**6, "train__precision": "fp32"}
     limits = {"launch__timeout_s": 3.0, "launch__start_timeout_s": 1000.0}
     job = Job(job_config(tmp_path, GPT, **settings, **limits))

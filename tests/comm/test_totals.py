@@ -1,4 +1,4 @@
-"""Sums over the whole job: the same bits on every rank, in a small job at once and in a large one axis by axis."""
+"""Job-wide reductions: equal bits on every rank, in a small job by a single all-reduce, in a large job by axis."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def own(rank: int) -> list[float]:
 
 
 def summed(rank: Rank, layout: dict[str, int], at_once: int) -> tuple[list[float], list[float], int, int]:
-    """Sums, maxima, and an integer's sum; and the ranks of the largest group that has a transport. A large job's are
-    gloo's own.
+    """Return sums, maxima, an integer's sum, and the size of the largest group with a transport. In a large job
+    (`at_once` 1) collectives are gloo's.
     """
     import torch
 
@@ -34,7 +34,7 @@ def summed(rank: Rank, layout: dict[str, int], at_once: int) -> tuple[list[float
     from megascale.layout.topology import Topology
     from tests.runs import send_messages
 
-    module.AT_ONCE = at_once
+    module.MAX_FLAT_REDUCE_RANKS = at_once
     mesh = module.open_mesh(Topology(**layout), rank.rank, tied=False)
     for group in mesh.groups:
         if at_once == 1:
@@ -65,17 +65,17 @@ def test_every_rank_has_the_same_bits(layout: dict[str, int], at_once: int) -> N
 
 
 def told(rank: Rank, at_once: int) -> list[bytes]:
-    """What every rank gets of the first rank's bytes."""
+    """Return the results of broadcasting rank 0's bytes."""
     import torch
 
     from megascale.comm import mesh as module
-    from megascale.comm.totals import spread
+    from megascale.comm.totals import broadcast_bytes
     from megascale.layout.topology import Topology
 
-    module.AT_ONCE = at_once
+    module.MAX_FLAT_REDUCE_RANKS = at_once
     mesh = module.open_mesh(Topology(tp=2, dp=2), rank.rank, tied=False)
     data = random.Random(1).randbytes(100_001) if rank.rank == 0 else b"not this"
-    return [spread(mesh, data, torch.device("cpu")), spread(mesh, data[:0], torch.device("cpu"))]
+    return [broadcast_bytes(mesh, data, torch.device("cpu")), broadcast_bytes(mesh, data[:0], torch.device("cpu"))]
 
 
 @pytest.mark.parametrize("at_once", [8, 1])
@@ -84,14 +84,14 @@ def test_the_first_ranks_bytes_reach_all(at_once: int) -> None:
 
 
 def life(rank: Rank, config: Any) -> tuple[int, int, int]:
-    """Build, step, evaluate, save, and load again, as a large job does. The collectives of the default group before and
-    after, and after one that is there to show that they are counted.
+    """Build, step, evaluate, save and load, as a large job does. Returns the number of collectives of the default group
+    before, after, and after a barrier, which shows that the count works.
     """
     import torch.distributed as dist
 
     from megascale.comm import mesh as module
     from megascale.train.evaluate import evaluate
-    from megascale.train.guard import check_state
+    from megascale.train.finite_check import check_state_finite
     from megascale.train.step import train_step
 
     def count() -> int:
@@ -101,14 +101,14 @@ def life(rank: Rank, config: Any) -> tuple[int, int, int]:
         assert group is not None, "a message of the default group"
         return plain(operation, tensor, peer, group, tag)
 
-    module.AT_ONCE, plain, dist.P2POp = 1, dist.P2POp, message  # type: ignore[misc, assignment]
+    module.MAX_FLAT_REDUCE_RANKS, plain, dist.P2POp = 1, dist.P2POp, message  # type: ignore[misc, assignment]
     before = count()
     run = build_run(rank, config)
-    train_step(run, run.train.batch(0))
-    run.gradients.finish_gather()
+    train_step(run, run.train_loader.batch(0))
+    run.buffers.finish_param_gather()
     run.pipeline.finish_sends()
     evaluate(run)
-    check_state(run)
+    check_state_finite(run)
     assert run.checkpoints.save(run.progress) is not None
     again = build_run(rank, config)
     found = again.checkpoints.resume()

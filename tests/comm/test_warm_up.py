@@ -1,4 +1,4 @@
-"""Before the first step every group has carried out each of its operations, and every channel a message."""
+"""Warm-up: before the first step every group has run all its operations, and every channel has sent a message."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.runs import send_messages
 from tests.worlds import run_world
 
 Shape = tuple[Topology, bool, bool]
-"""Whether its ends are tied, and whether the last stage sends to the first."""
+"""Topology, tied embeddings, and wrap-around: the last stage sends to the first."""
 
 QUICK: list[Shape] = [
     (Topology(tp=2, pp=2), True, True),
@@ -30,20 +30,20 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 
 
 def warmed(rank: Rank, shapes: list[Shape], transport: str) -> list[Any]:
-    """For each shape: the ledger after a forced warm-up, what it should have, and how many groups were opened in it."""
+    """By shape: the event log after a forced warm-up, the expected events, and the number of groups opened."""
     import torch.distributed as dist
 
     from megascale.comm.mesh import open_mesh
     from megascale.comm.warm_up import warm_up
-    from megascale.device import detect
+    from megascale.device import detect_device
 
     found = []
     for topology, tied, around in shapes:
-        mesh = open_mesh(topology, rank.rank, tied=tied, around=around)
+        mesh = open_mesh(topology, rank.rank, tied=tied, wrap_around=around)
         for group in mesh.groups:
             send_messages(group, backend=transport == "gloo")
         opened = len(dist.distributed_c10d._world.pg_map)
-        warm_up(mesh, detect(allow_gpu=False), around=around, sizes=SIZES)
+        warm_up(mesh, detect_device(allow_gpu=False), wrap_around=around, sizes=SIZES)
         told = [(e.group, e.name, e.bytes, e.peer) for e in mesh.recorder.events()]
         wanted: list[Any] = []
         for group, sizes in ((mesh.tp, SIZES), (mesh.dp, SIZES), (mesh.tied, SIZES), (mesh.world, SIZES[:1])):
@@ -65,7 +65,7 @@ def warmed(rank: Rank, shapes: list[Shape], transport: str) -> list[Any]:
 
 
 def check(shapes: list[Shape], transport: str) -> None:
-    for rank in run_world(shapes[0][0].world, warmed, shapes, transport):
+    for rank in run_world(shapes[0][0].world_size, warmed, shapes, transport):
         for told, wanted, opened in rank:
             assert told == wanted
             assert opened == 0
@@ -84,14 +84,14 @@ def test_each_group_and_each_channel_is_used_in_larger_worlds(transport: str) ->
 def of_a_cpu(rank: Rank) -> list[tuple[str, str]]:
     from megascale.comm.mesh import open_mesh
     from megascale.comm.warm_up import warm_up
-    from megascale.device import detect
+    from megascale.device import detect_device
 
     mesh = open_mesh(Topology(pp=2), rank.rank, tied=True)
-    warm_up(mesh, detect(allow_gpu=False), around=False)
+    warm_up(mesh, detect_device(allow_gpu=False), wrap_around=False)
     return sorted((event.group, event.name) for event in mesh.recorder.events())
 
 
 def test_on_cpus_channels_alone_are_warmed_up() -> None:
-    """For gloo connects a group when it opens."""
+    """gloo connects a group when it opens."""
     first, last = [("pp.down", "receive"), ("pp.up", "send")], [("pp.down", "send"), ("pp.up", "receive")]
     assert run_world(2, of_a_cpu) == [first, last]

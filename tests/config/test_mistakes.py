@@ -1,6 +1,6 @@
-"""Mistakes in a configuration: all found at once, each one line with its place, its key, what was found and a mend."""
+"""Mistakes in a configuration: all reported at once, in lines of place, key, value and hint."""
 
-# ruff: noqa: E501 - lines of output are kept whole
+# ruff: noqa: E501 - lines of output are not wrapped
 from __future__ import annotations
 
 from pathlib import Path
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megascale.catalog.presets import PRESETS
 from megascale.cli.main import main
-from megascale.config.explain import load
+from megascale.config.loading import load_config
 from megascale.core.errors import ConfigError
 
 GOOD = """\
@@ -35,30 +35,30 @@ mock = true
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder to work in."""
+    """The working directory."""
     monkeypatch.chdir(tmp_path)
     Path("good.toml").write_text(GOOD)
     return tmp_path
 
 
 def problems(text: str, *overrides: str, world: int | None = None) -> list[str]:
-    """The lines that a configuration earns."""
+    """The lines of the ConfigError of a configuration."""
     Path("run.toml").write_bytes(text.encode())
     with pytest.raises(ConfigError) as caught:
-        load("run.toml", overrides, world)
+        load_config("run.toml", overrides, world)
     lines = str(caught.value).splitlines()
     assert lines[-1] == f"{len(lines) - 1} problem{'s' if len(lines) > 2 else ''}; nothing was launched"
     return lines[:-1]
 
 
-# a change of GOOD (or lines after it), and the whole line that it earns
+# a text of GOOD, its replacement, and the expected line (or its start)
 MISTAKES: list[tuple[str, str, str]] = [
     ("num_layers = 4", "num_layer = 4\nnum_layers = 4", "run.toml:3  model.num_layer: there is no key 'num_layer' in [model]  -> did you mean 'num_layers'?"),
     ("num_layers = 4", 'num_layers = "four"', "run.toml:3  model.num_layers: 'four': should be a valid integer  -> num_layers: transformer blocks"),
     ("num_layers = 4", "num_layers = 4.0", "run.toml:3  model.num_layers: 4.0: should be a valid integer  -> num_layers: transformer blocks"),
     ("num_layers = 4", "num_layers = true", "run.toml:3  model.num_layers: true: should be a valid integer  -> num_layers: transformer blocks"),
     ("[batch]", "[parallel]\ncp = true\n[batch]", "run.toml:9  parallel.cp: true: should be 1  -> cp: context parallelism; not available yet"),
-    ("steps = 10", "steps = 10\ncompile = 0", "run.toml:12  train.compile: 0: should be true or false  -> compile: torch.compile of each block, between its linear layers"),
+    ("steps = 10", "steps = 10\ncompile = 0", "run.toml:12  train.compile: 0: should be true or false  -> compile: torch.compile of the operations between linear layers"),
     ("num_layers = 4", "num_layers = -4", "run.toml:3  model.num_layers: -4: should be greater than 0  -> num_layers: transformer blocks"),
     ("num_layers = 4", "num_layers = 20_000", "run.toml:3  model.num_layers: 20000: should be less than or equal to 10000  -> num_layers: transformer blocks"),
     ("num_layers = 4", "num_layers = 2020-02-02", "run.toml:3  model.num_layers: datetime.date(2020, 2, 2): should be a valid integer  -> num_layers: transformer blocks"),
@@ -66,35 +66,37 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("hidden_size = 32", "hidden_size = 0x" + "f" * 6000, "run.toml:4  model.hidden_size: a number of thousands of digits: should be less than or equal to 1099511627776  -> hidden_size: width of the residual stream"),
     ("hidden_size = 32", "hidden_size = 1099511627776", "run.toml:2  model.ffn_size: 4398046511104: should be less than or equal to 1099511627776  -> ffn_size: inner width of the MLP; default 4 x hidden_size, or for a gated activation 8/3 x hidden_size rounded up to a multiple of 64"),
     ("num_heads = 4", 'num_heads = 4\nactivation = "gellu"', "run.toml:6  model.activation: 'gellu' is not one of gelu, gelu_tanh, swiglu  -> did you mean 'gelu'?"),
-    ("num_heads = 4", 'num_heads = 4\nactivation = ["gelu"]', "run.toml:6  model.activation: ['gelu']: should be a valid string  -> activation: non-linearity of the MLP"),
+    ("num_heads = 4", 'num_heads = 4\nactivation = ["gelu"]', "run.toml:6  model.activation: ['gelu']: should be a valid string  -> activation: activation function of the MLP"),
     ("num_heads = 4", 'num_heads = 4\nposition = "alibi"', "run.toml:6  model.position: 'alibi': should be 'learned' or 'rope'  -> position: learned position vectors, or rotary embeddings"),
-    ("num_heads = 4", "num_heads = 4\nwindow = -1", "run.toml:6  model.window: -1: should be greater than or equal to 0, or should be a valid list  -> window: sliding-window attention: how many keys a query sees, its own and those just before; a list repeats over the layers; 0: the whole past"),
-    ("num_heads = 4", "num_heads = 4\nwindow = true", "run.toml:6  model.window: true: should be a valid integer, or should be a valid list  -> window: sliding-window attention: how many keys a query sees, its own and those just before; a list repeats over the layers; 0: the whole past"),
-    ("num_heads = 4", "num_heads = 4\nwindow = 1.5", "run.toml:6  model.window: 1.5: should be a valid integer, or should be a valid list  -> window: sliding-window attention: how many keys a query sees, its own and those just before; a list repeats over the layers; 0: the whole past"),
-    ("num_heads = 4", "num_heads = 4\nwindow = []", "run.toml:6  model.window: []: should be a valid integer, or list should have at least 1 item, not 0  -> window: sliding-window attention: how many keys a query sees, its own and those just before; a list repeats over the layers; 0: the whole past"),
-    ("num_heads = 4", "num_heads = 4\nwindow = [8, -8]", "run.toml:6  model.window: [8, -8]: should be a valid integer, or should be greater than or equal to 0  -> window: sliding-window attention: how many keys a query sees, its own and those just before; a list repeats over the layers; 0: the whole past"),
-    ("num_heads = 4", "num_heads = 4\nwindow = [8, 'all']", "run.toml:6  model.window: [8, 'all']: should be a valid integer  -> window: sliding-window attention: how many keys a query sees, its own and those just before; a list repeats over the layers; 0: the whole past"),
+    ("num_heads = 4", "num_heads = 4\nwindow = -1", "run.toml:6  model.window: -1: should be greater than or equal to 0, or should be a valid list  -> window: sliding-window attention: number of keys per query, counting the query's own position; a list repeats over the layers; 0: full causal attention"),
+    ("num_heads = 4", "num_heads = 4\nwindow = true", "run.toml:6  model.window: true: should be a valid integer, or should be a valid list  -> window: sliding-window attention: number of keys per query, counting the query's own position; a list repeats over the layers; 0: full causal attention"),
+    ("num_heads = 4", "num_heads = 4\nwindow = 1.5", "run.toml:6  model.window: 1.5: should be a valid integer, or should be a valid list  -> window: sliding-window attention: number of keys per query, counting the query's own position; a list repeats over the layers; 0: full causal attention"),
+    ("num_heads = 4", "num_heads = 4\nwindow = []", "run.toml:6  model.window: []: should be a valid integer, or list should have at least 1 item, not 0  -> window: sliding-window attention: number of keys per query, counting the query's own position; a list repeats over the layers; 0: full causal attention"),
+    ("num_heads = 4", "num_heads = 4\nwindow = [8, -8]", "run.toml:6  model.window: [8, -8]: should be a valid integer, or should be greater than or equal to 0  -> window: sliding-window attention: number of keys per query, counting the query's own position; a list repeats over the layers; 0: full causal attention"),
+    ("num_heads = 4", "num_heads = 4\nwindow = [8, 'all']", "run.toml:6  model.window: [8, 'all']: should be a valid integer  -> window: sliding-window attention: number of keys per query, counting the query's own position; a list repeats over the layers; 0: full causal attention"),
     ("num_heads = 4", "num_heads = 4\nwindow = [8, 0, 8, 0, 8]", "run.toml:6  model.window: 5 numbers for 4 layers  -> at most 4: fewer repeat over the layers"),
     ("num_layers = 4", 'preset = "lama3-8b"', f"run.toml:3  model.preset: 'lama3-8b' is not one of {', '.join(PRESETS)}  -> did you mean 'llama3-8b'?"),
-    ("num_layers = 4", "preset = 3", "run.toml:3  model.preset: 3: should be a valid string  -> preset: a named model whose keys fill in for those left out"),
+    ("num_layers = 4", "preset = 3", "run.toml:3  model.preset: 3: should be a valid string  -> preset: a named model, the source of all keys that are not given"),
     ("hidden_size = 32\n", "", "run.toml:2  model.hidden_size: missing  -> hidden_size: width of the residual stream"),
-    ("global = 8", "total = 8\nglobal = 8", "run.toml:9  batch.total: there is no key 'total' in [batch]  -> known here: micro, global"),
+    ("global = 8", "total = 8\nglobal = 8", "run.toml:9  batch.total: there is no key 'total' in [batch]  -> known keys: micro, global"),
     ("[batch]\nglobal = 8\n", "", "run.toml  batch.global: missing  -> global: sequences in a step, over all ranks"),
+    ("mock = true", "mock = true\n[observe]\nledger = true", "run.toml:17  observe.ledger: there is no key 'ledger' in [observe]  -> renamed to observe.record"),
+    ("mock = true", "mock = true\n[checkpoint]\npatience_s = 5.0", "run.toml:17  checkpoint.patience_s: there is no key 'patience_s' in [checkpoint]  -> renamed to checkpoint.retry_timeout_s"),
     ("steps = 10", "steps = 10\nlr = 3e-4", "run.toml:12  train.lr: there is no key 'lr' in [train]  -> did you mean 'optimizer.lr'?"),
     ("lr = 1e-2", "lr = nan", "run.toml:13  optimizer.lr: nan: should be a finite number  -> lr: learning rate after the warm-up"),
     ("lr = 1e-2", "lr = inf", "run.toml:13  optimizer.lr: inf: should be a finite number  -> lr: learning rate after the warm-up"),
     ("lr = 1e-2", "lr = 1e-2\nbetas = [0.9, 1]", "run.toml:14  optimizer.betas: 1: should be less than 1  -> betas: decay of the first and second moment"),
     ("lr = 1e-2", "lr = 1e-2\nbetas = [0.9]", "run.toml:14  optimizer.betas: [0.9]: list should have at least 2 items, not 1  -> betas: decay of the first and second moment"),
     ("mock = true", "mock = true\n[parallel]\ncp = 2", "run.toml:17  parallel.cp: 2: should be 1  -> cp: context parallelism; not available yet"),
-    ("mock = true", "mock = true\n[fp8]\nhistory = 10_000_000_000", "run.toml:17  fp8.history: 10000000000: should be less than or equal to 65536  -> history: for delayed: steps whose largest magnitudes make a scale"),
-    ("mock = true", 'mock = true\n[parallel]\ndp = "aut"', "run.toml:17  parallel.dp: 'aut': should be a valid integer, or should be 'auto'  -> dp: data parallelism; auto: what the number of processes leaves"),
-    ("mock = true", 'mock = true\n[parallel]\nschedule = "zigzag"', "run.toml:17  parallel.schedule: 'zigzag' is not one of gpipe, 1f1b, interleaved_1f1b  -> schedule: order of forwards and backwards; default 1f1b, with vpp > 1 interleaved_1f1b"),
-    ("mock = true", "mock = true\n[parallel]\nzero = true", "run.toml:17  parallel.zero: true: should be a valid integer  -> zero: sharded over dp: 0 nothing, 1 optimizer state, 2 optimizer state and gradients"),
+    ("mock = true", "mock = true\n[fp8]\nhistory = 10_000_000_000", "run.toml:17  fp8.history: 10000000000: should be less than or equal to 65536  -> history: for delayed: length of the amax history, in steps"),
+    ("mock = true", 'mock = true\n[parallel]\ndp = "aut"', "run.toml:17  parallel.dp: 'aut': should be a valid integer, or should be 'auto'  -> dp: data parallelism; auto: number of processes / (tp x cp x pp)"),
+    ("mock = true", 'mock = true\n[parallel]\nschedule = "zigzag"', "run.toml:17  parallel.schedule: 'zigzag' is not one of gpipe, 1f1b, interleaved_1f1b  -> schedule: pipeline schedule; default 1f1b, with vpp > 1 interleaved_1f1b"),
+    ("mock = true", "mock = true\n[parallel]\nzero = true", "run.toml:17  parallel.zero: true: should be a valid integer  -> zero: ZeRO stage, sharding over dp: 0 none, 1 optimizer state, 2 optimizer state and gradients"),
     ("mock = true", "train = [[-1, \"a\"]]", "run.toml:15  data.train: [[-1, 'a']]: should be a valid string, or should be greater than 0  -> train: a dataset's prefix, or a blend: [[weight, prefix], ...]"),
-    ("mock = true", "mock = true\n[launch]\ntimeout_s = 0.9", "run.toml:17  launch.timeout_s: 0.9: should be greater than or equal to 1  -> timeout_s: in training and evaluation, from the second step on, in seconds; on GPUs several times a step, which the host issues ahead"),
-    ("mock = true", "mock = true\n[launch]\nstart_timeout_s = 0.9", "run.toml:17  launch.start_timeout_s: 0.9: should be greater than or equal to 1  -> start_timeout_s: until the first step is done (ranks meet, rank 0 indexes the data, a checkpoint is read, kernels are compiled), and wherever ranks wait for a checkpoint to be written; no less than timeout_s"),
+    ("mock = true", "mock = true\n[launch]\ntimeout_s = 0.9", "run.toml:17  launch.timeout_s: 0.9: should be greater than or equal to 1  -> timeout_s: timeout in training and evaluation from the second step on, in seconds; on GPUs, set several times the step time, because the host runs ahead"),
+    ("mock = true", "mock = true\n[launch]\nstart_timeout_s = 0.9", "run.toml:17  launch.start_timeout_s: 0.9: should be greater than or equal to 1  -> start_timeout_s: timeout until the end of the first step (rendezvous, indexing of data, loading of a checkpoint, compilation), and in waits for checkpoints, in seconds; at least timeout_s"),
     ("mock = true", 'mock = true\n[paralel]\ntp = 2', "run.toml:16  paralel: there is no key 'paralel'  -> did you mean 'parallel'?"),
-    ("mock = true", 'mock = true\n[odd]\n"a\\nb" = 2', "run.toml:16  odd: there is no key 'odd'  -> known here: name, model, parallel, overlap, batch, train, optimizer, fp8, backends, data, checkpoint, observe, launch, nccl"),
+    ("mock = true", 'mock = true\n[odd]\n"a\\nb" = 2', "run.toml:16  odd: there is no key 'odd'  -> known keys: name, model, parallel, overlap, batch, train, optimizer, fp8, backends, data, checkpoint, observe, launch, nccl"),
     ('name = "good"', 'name = "a/b"', "run.toml:1  name: 'a/b' cannot name a folder  -> letters, digits, '.', '_' and '-', at most 128"),
     ('name = "good"', f'name = "{"n" * 200}"', f"run.toml:1  name: '{'n' * 76}... cannot name a folder  -> letters, digits, '.', '_' and '-', at most 128"),
     ('name = "good"\n', "", 'run.toml  name: missing  -> name = "my-run" at the top of the file'),
@@ -102,23 +104,23 @@ MISTAKES: list[tuple[str, str, str]] = [
     ('name = "good"', "name = good", "run.toml:1  is not TOML: Invalid value (at line 1, column 8)  -> strings need quotes, tables need [brackets]"),
     ('name = "good"', f'name = {"9" * 5000}', "run.toml  is not TOML: Exceeds the limit"),
     ('name = "good"', f"name = {'[' * 5000}{']' * 5000}", "run.toml  is not TOML: maximum recursion depth exceeded"),
-    ('name = "good"', 'name = "good"\nextends = "none.toml"', "run.toml:2  extends: there is no file none.toml  -> the path counts from this file"),
+    ('name = "good"', 'name = "good"\nextends = "none.toml"', "run.toml:2  extends: there is no file none.toml  -> the path is relative to this file"),
     ('name = "good"', f'extends = "{"n" * 5000}"', "run.toml:1  extends: there is no file nnnn"),
     ('name = "good"', "extends = 3", 'run.toml:1  extends: must be the name of a file, not 3  -> extends = "other.toml"'),
-    ('name = "good"', 'extends = "run.toml"', "run.toml:1  extends: goes round in a circle to run.toml  -> remove one of them"),
+    ('name = "good"', 'extends = "run.toml"', "run.toml:1  extends: circular: leads back to run.toml  -> remove one of them"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("old", "new", "line"), MISTAKES, ids=[f"{old[:20]}-{new[:40]}" for old, new, _ in MISTAKES])
 def test_a_mistake_is_one_line(old: str, new: str, line: str) -> None:
     assert GOOD.count(old) == 1
-    found = problems(GOOD.replace(old, new))
-    assert len(found) == 1
-    assert found[0] == line if "  -> " in line else found[0].startswith(line)
+    lines = problems(GOOD.replace(old, new))
+    assert len(lines) == 1
+    assert lines[0] == line if "  -> " in line else lines[0].startswith(line)
 
 
-def test_the_good_one_is_good() -> None:
-    assert load("good.toml").model.num_layers == 4
+def test_the_template_of_the_mistakes_is_valid() -> None:
+    assert load_config("good.toml").model.num_layers == 4
 
 
 BASE = """\
@@ -157,25 +159,25 @@ evry = 10
 """
 
 
-def test_all_mistakes_at_once_each_in_its_own_file(folder: Path) -> None:
+def test_mistakes_of_several_files_are_reported_at_once(folder: Path) -> None:
     Path("base.toml").write_text(BASE)
-    found = problems(TOP, "observe.tensorboard=perhaps", "model.dropout=1.5", "model.num_kv_heads=2")
-    assert sorted(found) == sorted([
+    lines = problems(TOP, "observe.tensorboard=perhaps", "model.dropout=1.5", "model.num_kv_heads=2")
+    assert sorted(lines) == sorted([
         "base.toml:6  model.seq_lenght: there is no key 'seq_lenght' in [model]  -> did you mean 'seq_length'?",
         "base.toml:10  optimizer.lr: '1e-2': should be a valid number  -> lr: learning rate after the warm-up",
-        "command line  model.dropout: 1.5: should be less than 1  -> dropout: probability of dropping: embeddings, attention weights, and both branches",
+        "command line  model.dropout: 1.5: should be less than 1  -> dropout: dropout probability of embeddings, attention weights, and outputs of attention and MLP",
         "command line  observe.tensorboard: 'perhaps': should be true or false  -> tensorboard: write TensorBoard events",
         "run.toml:8  train.precision: 'bf61' is not one of fp32, bf16, fp8, fp64  -> did you mean 'bf16'?",
         "run.toml:14  checkpoint.evry: there is no key 'evry' in [checkpoint]  -> did you mean 'every'?",
-        # and what the rules find in the keys that are valid
+        # findings of the rules in valid keys
         "base.toml:4  model.num_heads: hidden_size 32 is not divisible by 5 heads  -> one of 1, 2, 4, 8, 16, 32",
         "command line  model.num_kv_heads: 5 heads cannot share 2 key-value heads  -> one of 1, 5",
         "base.toml:13  parallel.tp: 5 heads cannot be split over tp = 4  -> tp in 1",
         "base.toml:7  model.seq_length: with sp a sequence of 18 cannot be split over tp = 4  -> seq_length a multiple of 4, or sp = false",
         "base.toml:15  parallel.pp: 4 layers are too few for pp x vpp = 3 x 3 chunks  -> vpp at most 2: only the first and the last chunk may have no layer",
         "run.toml:5  batch.global: 7 is not divisible by micro x dp = 2 x 1  -> 6 or 8",
-        "run.toml:10  data.train: there is no file nowhere/corpus.bin nor nowhere/corpus.idx  -> `megascale data prepare` makes them",
-        "run.toml:11  data.tokenizer: there is no file nowhere/tokenizer.json  -> leave it out, or give the tokenizer of the data",
+        "run.toml:10  data.train: there is no file nowhere/corpus.bin nor nowhere/corpus.idx  -> `megascale data prepare` creates datasets",
+        "run.toml:11  data.tokenizer: there is no file nowhere/tokenizer.json  -> remove the key, or give the tokenizer of the data",
         "run.toml:13  checkpoint.resume: there is no checkpoint in nowhere  -> auto, never, a folder with a manifest.json, a run's folder, or hf:FOLDER",
     ])  # fmt: skip
 
@@ -186,7 +188,7 @@ OVERRIDES = {
     "model.=3": "command line  model.=3: not a setting  -> write section.key=value",
     "..=3": "command line  ..=3: not a setting  -> write section.key=value",
     "model.num_layers=": "command line  model.num_layers: '': should be a valid integer",
-    "a.b.c.d=1": "command line  a: there is no key 'a'  -> known here: name,",
+    "a.b.c.d=1": "command line  a: there is no key 'a'  -> known keys: name,",
     "model=3": "command line  model: must be a table, not 3  -> write [model] and its keys below it",
     "model.num_layers.x=3": "command line  model.num_layers: {'x': 3}: should be a valid integer",
     'model.num_layers=7\nname="x"': """command line  model.num_layers: '7\\nname="x"': should be a valid integer""",
@@ -204,13 +206,13 @@ def test_a_mistaken_override_is_one_line(override: str) -> None:
     assert line.startswith(OVERRIDES[override])
 
 
-def test_all_overrides_are_judged_at_once() -> None:
+def test_mistakes_in_overrides_are_reported_at_once() -> None:
     assert len(problems(GOOD, "model", "=3", "optimizer.lr=1")) == 2
 
 
-def test_an_override_of_a_table_owns_what_was_below_it() -> None:
-    found = problems(GOOD, "model={num_layers=4, hidden_size=32, num_heads=3, vocab_size=8, seq_length=4}")
-    assert found == [
+def test_an_override_of_a_table_is_the_location_of_its_keys() -> None:
+    lines = problems(GOOD, "model={num_layers=4, hidden_size=32, num_heads=3, vocab_size=8, seq_length=4}")
+    assert lines == [
         "command line  model.num_heads: hidden_size 32 is not divisible by 3 heads  -> one of 1, 2, 4, 8, 16, 32"
     ]
 
@@ -228,26 +230,26 @@ PATHS = {
 def test_a_file_that_cannot_be_read(path: str) -> None:
     Path("latin.toml").write_bytes('name = "ä"'.encode("latin-1"))
     with pytest.raises(ConfigError) as caught:
-        load(path)
+        load_config(path)
     (problem,) = caught.value.problems
     assert str(problem).startswith(PATHS[path])
 
 
-def test_an_empty_file_misses_what_has_no_default_and_follows_from_nothing() -> None:
+def test_an_empty_file_lacks_the_keys_without_defaults() -> None:
     assert [line.split("  ")[1].split(":")[0] for line in problems("")] == [
         "model.num_layers", "model.hidden_size", "model.num_heads", "model.vocab_size", "model.seq_length",
         "batch.global", "train.steps", "optimizer.lr", "name", "data.train",
     ]  # fmt: skip
 
 
-def test_a_size_that_follows_is_told_beside_an_unknown_key() -> None:
+def test_an_invalid_derived_size_is_reported_beside_an_unknown_key() -> None:
     assert len(problems(GOOD, "model.hidden_size=1099511627776", "model.extra=1")) == 2
 
 
-def test_a_circle_of_extends_is_named_where_it_closes() -> None:
+def test_a_circular_extends_is_reported_at_its_last_file() -> None:
     Path("b.toml").write_text('# a comment\nextends = "run.toml"\n')
     assert problems('extends = "b.toml"\n' + GOOD) == [
-        "b.toml:2  extends: goes round in a circle to run.toml  -> remove one of them"
+        "b.toml:2  extends: circular: leads back to run.toml  -> remove one of them"
     ]
 
 
@@ -273,11 +275,11 @@ def test_a_world_that_does_not_fit(world: int, override: str) -> None:
     ("world", "override", "dp"), [(8, "parallel.tp=2", 4), (2, "parallel.dp=2", 2), (1, "name=a", 1)]
 )
 def test_a_world_that_fits(world: int, override: str, dp: int) -> None:
-    config = load("good.toml", [override], world)
-    assert (config.dp, config.world) == (dp, world)
+    config = load_config("good.toml", [override], world)
+    assert (config.dp, config.world_size) == (dp, world)
 
 
-# Any value of any type anywhere is a mistake or is fine, and never a traceback.
+# Any value of any type for any key is valid or a ConfigError, never another exception.
 KEYS = ["name", "model", "batch", "data", "model.preset", "model.num_heads", "model.activation", "model.window",
         "model.norm_eps", "parallel.dp", "parallel.layers_per_chunk", "parallel.schedule", "batch.global",
         "train.precision", "optimizer.betas", "data.train", "data.split", "data.tokenizer", "checkpoint.resume",
@@ -288,23 +290,23 @@ VALUES = ["-1", "0", "1", "7", "9223372036854775807", "1" + "0" * 60, "1.5", "na
 
 
 @given(st.lists(st.tuples(st.sampled_from(KEYS), st.sampled_from(VALUES)), min_size=1, max_size=4), st.integers(1, 9))
-def test_nothing_that_is_set_makes_a_traceback(settings: list[tuple[str, str]], world: int) -> None:
+def test_no_override_causes_another_exception(settings: list[tuple[str, str]], world: int) -> None:
     try:
-        load("good.toml", [f"{key}={value}" for key, value in settings], world)
+        load_config("good.toml", [f"{key}={value}" for key, value in settings], world)
     except ConfigError as error:
         assert all("\n" not in str(problem) for problem in error.problems)
 
 
 @given(st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
-def test_no_file_makes_a_traceback(content: bytes) -> None:
+def test_no_file_causes_another_exception(content: bytes) -> None:
     Path("odd.toml").write_bytes(GOOD.encode() + content)
     try:
-        load("odd.toml")
+        load_config("odd.toml")
     except ConfigError as error:
         assert all("\n" not in str(problem) for problem in error.problems)
 
 
-def test_the_command_prints_the_lines_and_ends_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_problems_and_exits_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("check", "train"):
         assert main([command, "good.toml", "model.num_heads=3", "batch.micro=3"]) == 2
         out, err = capsys.readouterr()
@@ -317,11 +319,11 @@ def test_the_command_prints_the_lines_and_ends_with_status_2(capsys: pytest.Capt
     assert not Path("runs").exists()
 
 
-def test_a_wrong_key_silences_only_the_rules_that_read_it() -> None:
-    found = problems(
+def test_an_invalid_key_disables_only_the_rules_that_read_the_key() -> None:
+    lines = problems(
         GOOD, "parallel.tp=abc", "parallel.pp=99", "batch.global=7", "batch.micro=2", "model.num_kv_heads=3"
     )
-    assert [line.split("  ")[1].split(":")[0] for line in found] == [
+    assert [line.split("  ")[1].split(":")[0] for line in lines] == [
         "parallel.tp", "model.num_kv_heads", "parallel.pp", "batch.global"
     ]  # fmt: skip
     wrong_size = problems(GOOD, "model.hidden_size=wide", "model.num_layers=2", "parallel.pp=5", "optimizer.min_lr=1")
@@ -332,31 +334,31 @@ def test_a_wrong_key_silences_only_the_rules_that_read_it() -> None:
 
 @pytest.mark.parametrize("name", ["1", "2026-11-21", "true", "nan", "1e3", "a"])
 def test_a_text_on_the_command_line_needs_no_quotes(name: str) -> None:
-    config = load("good.toml", [f"name={name}", f"observe.dir={name}", f"data.cache={name}"])
+    config = load_config("good.toml", [f"name={name}", f"observe.dir={name}", f"data.cache={name}"])
     assert config.name == name and config.folder == Path(name).absolute() / name
     assert config.data.cache == str(Path(name).absolute())
 
 
-def test_a_home_is_found() -> None:
-    assert load("good.toml", ["observe.dir=~/runs"]).folder == Path.home() / "runs" / "good"
+def test_a_home_folder_is_expanded() -> None:
+    assert load_config("good.toml", ["observe.dir=~/runs"]).folder == Path.home() / "runs" / "good"
 
 
-def test_an_unknown_key_silences_nothing() -> None:
-    found = problems(GOOD, "model.extra=1", "parallel.tp=2", world=3)
-    assert [line.split("  ")[1].split(":")[0] for line in found] == ["model.extra", "parallel.tp"]
+def test_an_unknown_key_disables_no_rule() -> None:
+    lines = problems(GOOD, "model.extra=1", "parallel.tp=2", world=3)
+    assert [line.split("  ")[1].split(":")[0] for line in lines] == ["model.extra", "parallel.tp"]
 
 
-def test_auto_is_a_key_that_is_not_set_beside_mistakes_too() -> None:
+def test_auto_is_an_unset_key_also_beside_mistakes() -> None:
     lists = ["parallel.layers_per_chunk", "train.recompute_ops", "train.recompute_chunks"]
     keys = ["parallel.pp=2", "parallel.vpp=2", *(f"{key}=auto" for key in lists)]
     with pytest.raises(ConfigError) as caught:
-        load("good.toml", [*keys, "parallel.sp=yes", "train.steps=x"])
+        load_config("good.toml", [*keys, "parallel.sp=yes", "train.steps=x"])
     assert [problem.key for problem in caught.value.problems] == ["parallel.sp", "train.steps"]
-    config = load("good.toml", keys, world=2)
+    config = load_config("good.toml", keys, world_size=2)
     assert config.parallel.layers_per_chunk is config.train.recompute_ops is config.train.recompute_chunks is None
 
 
-def test_what_is_called_auto_is_set_beside_mistakes() -> None:
+def test_a_path_named_auto_is_a_value_beside_mistakes() -> None:
     with pytest.raises(ConfigError) as caught:
-        load("good.toml", ["data.mock=false", "data.train=auto", "data.split=x"])
+        load_config("good.toml", ["data.mock=false", "data.train=auto", "data.split=x"])
     assert "there is no file auto.bin" in str(caught.value)

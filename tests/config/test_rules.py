@@ -1,4 +1,4 @@
-"""Every rule is broken once, and says so under the key that is to be changed."""
+"""Every rule is broken once; its finding names the key to change."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale.config.explain import check_again, load
+from megascale.config.loading import check_rules, load_config
 from megascale.config.rules import RULES, divisors
 from megascale.core.errors import ConfigError
 from megascale.core.files import fingerprint
 from tests.runs import GPT, config_of, settings, to_toml, write_config
 
-# rule, settings that break it, and the keys that it names with a part of what it finds
+# rule, settings that break the rule, expected findings: key and part of the message
 BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ("heads", {"model__num_heads": 5, "model__num_kv_heads": 5}, {"model.num_heads": "not divisible by 5 heads"}),
     (
@@ -28,9 +28,9 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     (
         "timeouts",
         {"launch__timeout_s": 10.0, "launch__start_timeout_s": 60.0, "checkpoint__every": 1},
-        {"launch.start_timeout_s": "fails for checkpoint.patience_s = 60.0"},
+        {"launch.start_timeout_s": "60.0 s is no more than checkpoint.retry_timeout_s = 60.0"},
     ),
-    ("thread_blocks", {"nccl__dp_ctas": [4, 2]}, {"nccl.dp_ctas": "at least 4 and at most 2"}),
+    ("nccl_ctas", {"nccl__dp_ctas": [4, 2]}, {"nccl.dp_ctas": "at least 4 and at most 2"}),
     ("heads", {"model__num_heads": 32, "model__position": "rope"}, {"model.num_heads": "an even head size, not 1"}),
     ("heads", {"model__num_kv_heads": 3}, {"model.num_kv_heads": "4 heads cannot share 3"}),
     ("window", {"model__window": [4, 0, 4, 0, 4]}, {"model.window": "5 numbers for 4 layers"}),
@@ -54,7 +54,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     (
         "pipeline",
         {"parallel__pp": 3, "parallel__layers_per_chunk": [2, 0, 2]},
-        {"parallel.layers_per_chunk": "a chunk between the ends has no layer"},
+        {"parallel.layers_per_chunk": "a chunk between first and last has no layer"},
     ),
     (
         "schedule",
@@ -62,23 +62,23 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"parallel.schedule": "gpipe runs one chunk a stage, but vpp = 2"},
     ),
     (
-        "eight_bits",
+        "fp8_shapes",
         {"train__precision": "fp8", "fp8__bf16_first": 2, "fp8__bf16_last": 2},
         {"fp8.bf16_first": "the first 2 and last 2 of 4 layers leave none in fp8"},
     ),
-    ("eight_bits", {"train__precision": "fp8", "model__seq_length": 8}, {"model.seq_length": "8 tokens in a micro"}),
+    ("fp8_shapes", {"train__precision": "fp8", "model__seq_length": 8}, {"model.seq_length": "8 tokens in a micro"}),
     (
-        "eight_bits",
+        "fp8_shapes",
         {"train__precision": "fp8", "parallel__tp": 4},
         {"parallel.tp": "24 columns of q, k and v on a rank"},
     ),
     (
-        "eight_bits",
+        "fp8_shapes",
         {"train__precision": "fp8", "model__ffn_size": 120},
         {"model.ffn_size": "120 columns of the MLP on a rank"},
     ),
     (
-        "eight_bits",  # or a block would lie in k and v
+        "fp8_shapes",  # a block would span k and v
         {
             "train__precision": "fp8",
             "fp8__recipe": "blockwise",
@@ -98,7 +98,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     (
         "recompute",
         {"train__recompute_ops": ["attention"]},
-        {"train.recompute_ops": "what selective recomputation computes again, but recompute = none"},
+        {"train.recompute_ops": "selects operations for selective recomputation, but recompute = none"},
     ),
     (
         "recompute",
@@ -113,7 +113,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     (
         "recompute",
         {"train__recompute_chunks": [0]},
-        {"train.recompute_chunks": "chooses chunks that recompute, but recompute = none"},
+        {"train.recompute_chunks": "selects chunks for recomputation, but recompute = none"},
     ),
     (
         "recompute_chunks",
@@ -149,7 +149,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     (
         "backends",
         {"backends__attention": "flash", "train__precision": "bf16", "model__hidden_size": 2048},
-        {"backends.attention": "flash has heads of up to 256, not of 512"},
+        {"backends.attention": "flash supports head dims up to 256, not 512"},
     ),
     (
         "backends",
@@ -159,12 +159,15 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     (
         "backends",
         {"backends__norm": "liger", "train__precision": "bf16", "model__hidden_size": 1 << 17},
-        {"backends.norm": "liger takes at most 65536 columns, not 131072"},
+        {"backends.norm": "liger supports at most 65536 columns, not 131072"},
     ),
     (
         "backends",
         {"backends__attention": "te", "backends__linear": "te", "train__precision": "bf16", "model__dropout": 0.1},
-        {"backends.attention": "te draws dropout of its own", "backends.linear": "te casts to fp8, and nothing else"},
+        {
+            "backends.attention": "te draws dropout of its own",
+            "backends.linear": "te is for train.precision = 'fp8' only",
+        },
     ),
     (
         "backends",
@@ -176,11 +179,11 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"backends__cross_entropy": "te", "parallel__tp": 2, "train__precision": "fp32"},
         {"backends.cross_entropy": "te communicates by itself"},
     ),
-    ("data_is_given", {"data__mock": False}, {"data.train": "no training data"}),
-    ("data_is_given", {"data__train": "set"}, {"data.mock": "both mock data and datasets are asked for"}),
-    ("data_is_given", {"data__split": [0.0, 1.0]}, {"data.split": "the share of training documents is 0"}),
+    ("data_source", {"data__mock": False}, {"data.train": "no training data"}),
+    ("data_source", {"data__train": "set"}, {"data.mock": "both mock data and datasets are given"}),
+    ("data_source", {"data__split": [0.0, 1.0]}, {"data.split": "the share of training documents is 0"}),
     (
-        "data_is_given",
+        "data_source",
         {"data__mock": False, "data__train": "set", "data__split": [1.0, 0.0], "train__eval_every": 5},
         {"data.split": "evaluation needs validation data, but its share is 0"},
     ),
@@ -197,7 +200,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     (
         "data_files",
         {"data__mock": False, "data__train": "set", "data__tokenizer": "bytes"},
-        {"data.tokenizer": "bytes is not the tokenizer that made set (tokenizer.json)"},
+        {"data.tokenizer": "bytes is not the tokenizer of set (tokenizer.json)"},
     ),
     (
         "data_files",
@@ -208,12 +211,12 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     (
         "data_files",
         {"data__mock": False, "data__train": [[1.0, "set"], [1.0, "other"]]},
-        {"data.train": "set and other were made with different tokenizers"},
+        {"data.train": "set and other have different tokenizers"},
     ),
     (
         "data_files",
         {"data__mock": False, "data__train": "set", "data__valid": "other"},
-        {"data.valid": "set and other were made with different tokenizers"},
+        {"data.valid": "set and other have different tokenizers"},
     ),
     ("resume", {"checkpoint__resume": "none"}, {"checkpoint.resume": "there is no checkpoint in none"}),
     ("resume", {"checkpoint__resume": "hf:none"}, {"checkpoint.resume": "there is no config.json in none"}),
@@ -222,13 +225,17 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     (
         "memory",
         {"checkpoint__memory_every": 5, "checkpoint__every": 5, "checkpoint__memory_dir": "none"},
-        {"checkpoint.memory_dir": "'none' is no folder that can be written to, by its whole path"},
+        {"checkpoint.memory_dir": "'none' is not the absolute path of a writable folder"},
     ),
-    ("kept", {"checkpoint__keep_every": 5}, {"checkpoint.keep_every": "checkpoint.keep is 0: all are kept"}),
-    ("file_system", {"checkpoint__dir": ""}, {"checkpoint.dir": "'' is no path and no URL"}),
-    ("file_system", {"checkpoint__dir": "s3://"}, {"checkpoint.dir": "'s3://' is no path and no URL"}),
-    ("file_system", {"checkpoint__dir": "file:/tmp"}, {"checkpoint.dir": "'file:/tmp' is no path and no URL"}),
-    ("file_system", {"checkpoint__dir": "memory://x"}, {"checkpoint.dir": "memory://x is seen by one process alone"}),
+    (
+        "retention",
+        {"checkpoint__keep_every": 5},
+        {"checkpoint.keep_every": "checkpoint.keep is 0: all checkpoints are kept"},
+    ),
+    ("file_system", {"checkpoint__dir": ""}, {"checkpoint.dir": "'' is neither a path nor a URL"}),
+    ("file_system", {"checkpoint__dir": "s3://"}, {"checkpoint.dir": "'s3://' is neither a path nor a URL"}),
+    ("file_system", {"checkpoint__dir": "file:/tmp"}, {"checkpoint.dir": "'file:/tmp' is neither a path nor a URL"}),
+    ("file_system", {"checkpoint__dir": "memory://x"}, {"checkpoint.dir": "memory://x is visible to one process only"}),
     (
         "file_system",
         {"checkpoint__dir": "simplecache::s3://a/b"},
@@ -240,15 +247,15 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a dataset, one without its index, one of another tokenizer, one with a damaged description."""
+    """A folder with four datasets: valid, without an index, with another tokenizer, with a corrupt description."""
     monkeypatch.chdir(tmp_path)
     Path("tokenizer.json").write_text("{}")
     for name in ("set.bin", "set.idx", "half.bin", "odd.bin", "odd.idx", "other.bin", "other.idx"):
         Path(name).touch()
     tokenizer = {"name": "tokenizer.json", "fingerprint": fingerprint(Path("tokenizer.json"))}
     Path("set.json").write_text(json.dumps({"tokenizer": tokenizer, "vocab_size": 100}))
-    bytes_made = {"tokenizer": {"name": "bytes", "fingerprint": "bytes"}, "vocab_size": 100}
-    Path("other.json").write_text(json.dumps(bytes_made))
+    other_tokenizer = {"tokenizer": {"name": "bytes", "fingerprint": "bytes"}, "vocab_size": 100}
+    Path("other.json").write_text(json.dumps(other_tokenizer))
     Path("odd.json").write_text("{}")
     return tmp_path
 
@@ -261,11 +268,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_broken_rule_names_the_key(folder: Path, changes: dict[str, Any], findings: dict[str, str]) -> None:
     with pytest.raises(ConfigError) as caught:
         config_of(settings(GPT, folder, **changes), folder)
-    found = {problem.key: problem.found for problem in caught.value.problems}
-    assert found.keys() == findings.keys()
+    messages = {problem.key: problem.message for problem in caught.value.problems}
+    assert messages.keys() == findings.keys()
     for key, part in findings.items():
-        assert part in found[key]
-    assert all(problem.mend for problem in caught.value.problems)
+        assert part in messages[key]
+    assert all(problem.hint for problem in caught.value.problems)
 
 
 def test_every_rule_is_broken_above() -> None:
@@ -273,70 +280,70 @@ def test_every_rule_is_broken_above() -> None:
 
 
 @pytest.mark.parametrize("index", range(len(RULES)), ids=[rule.__name__ for _, rule in RULES])
-def test_the_cases_of_a_rule_are_found_by_that_rule(folder: Path, monkeypatch: pytest.MonkeyPatch, index: int) -> None:
-    """Without the rule, each case loads or shows something else: no other rule does its work."""
+def test_only_the_named_rule_finds_its_cases(folder: Path, monkeypatch: pytest.MonkeyPatch, index: int) -> None:
+    """Without the rule, a case loads or has other findings: no other rule covers the case."""
     name = RULES[index][1].__name__
-    monkeypatch.setattr("megascale.config.explain.RULES", [*RULES[:index], *RULES[index + 1 :]])
+    monkeypatch.setattr("megascale.config.loading.RULES", [*RULES[:index], *RULES[index + 1 :]])
     for case, changes, findings in BROKEN:
         if case == name:
             path = write_config(settings(GPT, folder, **changes), folder / "case.toml")
             try:
-                load(str(path))
+                load_config(str(path))
             except ConfigError as error:
                 assert not {problem.key for problem in error.problems} & findings.keys()
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_chunks_that_recompute_are_chosen_where_some_do(recompute: str, tmp_path: Path) -> None:
+def test_recompute_chunks_need_recomputation(recompute: str, tmp_path: Path) -> None:
     changes = {"train__recompute": recompute, "train__recompute_chunks": [0]}
     assert config_of(settings(GPT, tmp_path, **changes), tmp_path).train.recompute_chunks == [0]
 
 
-def test_what_is_resolved_breaks_no_rule_when_it_is_read_again(tmp_path: Path) -> None:
+def test_a_resolved_configuration_loads_again(tmp_path: Path) -> None:
     for recompute in ("none", "selective", "full"):
-        once = config_of(settings(GPT, tmp_path, train__recompute=recompute), tmp_path)
-        (tmp_path / "resolved.toml").write_text(to_toml(once))
-        assert load(str(tmp_path / "resolved.toml")) == once
+        resolved = config_of(settings(GPT, tmp_path, train__recompute=recompute), tmp_path)
+        (tmp_path / "resolved.toml").write_text(to_toml(resolved))
+        assert load_config(str(tmp_path / "resolved.toml")) == resolved
 
 
-def test_precision_is_chosen_over_a_file_that_says_how_to_cast(tmp_path: Path) -> None:
+def test_an_fp8_recipe_is_allowed_with_another_precision(tmp_path: Path) -> None:
     tree = settings(GPT, tmp_path, train__precision="fp8", fp8__recipe="rowwise")
     assert config_of(tree, tmp_path, ["train.precision=bf16"]).fp8.recipe == "rowwise"
 
 
-def test_a_configuration_that_was_changed_is_checked_again(tmp_path: Path) -> None:
+def test_a_changed_configuration_is_checked(tmp_path: Path) -> None:
     config = config_of(settings(GPT, tmp_path, train__precision="fp8"), tmp_path)
-    check_again(config, "four layers")
-    fewer = config.model_copy(update={"model": config.model.model_copy(update={"num_layers": 2})})
+    check_rules(config, "four layers")
+    two_layers = config.model_copy(update={"model": config.model.model_copy(update={"num_layers": 2})})
     with pytest.raises(ConfigError, match=r"two layers  fp8\.bf16_first: the first 1 and last 1 of 2 layers leave"):
-        check_again(fewer, "two layers")
+        check_rules(two_layers, "two layers")
 
 
-def test_data_that_fits_is_no_mistake(folder: Path) -> None:
+def test_matching_datasets_are_accepted(folder: Path) -> None:
     changes = {"data__mock": False, "data__train": [[1.0, "set"], [2, "set"]], "data__valid": "set"}
     config = config_of(settings(GPT, folder, data__tokenizer="tokenizer.json", **changes), folder)
     assert config.data.train == [(1.0, str(folder / "set")), (2.0, str(folder / "set"))]
 
 
-DAMAGED = ["", "[]", "[" * 100_000, '{"tokenizer": "x", "vocab_size": 3}', '{"tokenizer": [], "vocab_size": 3}',
+CORRUPT = ["", "[]", "[" * 100_000, '{"tokenizer": "x", "vocab_size": 3}', '{"tokenizer": [], "vocab_size": 3}',
            '{"tokenizer": {"name": 1, "fingerprint": 2}, "vocab_size": Infinity}',
            '{"vocab_size": "many"}']  # fmt: skip
 
 
-@pytest.mark.parametrize("text", DAMAGED, ids=lambda text: text[:40])
-def test_a_damaged_description_is_a_finding(folder: Path, text: str) -> None:
+@pytest.mark.parametrize("text", CORRUPT, ids=lambda text: text[:40])
+def test_a_corrupt_description_is_a_finding(folder: Path, text: str) -> None:
     Path("odd.json").write_text(text)
     with pytest.raises(ConfigError) as caught:
         config_of(settings(GPT, folder, data__mock=False, data__train="odd"), folder)
     assert [problem.key for problem in caught.value.problems] == ["data.train"]
 
 
-def test_data_of_another_tool_is_taken_as_it_is(folder: Path) -> None:
+def test_a_dataset_without_a_description_is_accepted(folder: Path) -> None:
     Path("set.json").unlink()
     config_of(settings(GPT, folder, data__mock=False, data__train="set", data__tokenizer="bytes"), folder)
 
 
-def test_a_prefix_with_its_ending_is_recognised(folder: Path) -> None:
+def test_a_prefix_with_an_extension_has_a_hint(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"no file set\.bin\.bin nor set\.bin\.idx  -> a prefix is the path without"):
         config_of(settings(GPT, folder, data__mock=False, data__train="set.bin"), folder)
 

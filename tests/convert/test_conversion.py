@@ -1,4 +1,4 @@
-"""Weights go to Hugging Face's layout and come from it, to the bit, and transformers computes what we do."""
+"""Weights convert to and from Hugging Face's layout bit-exactly, and transformers computes the same logits."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig
 
-from megascale.checkpoint import manifest, whole
-from megascale.checkpoint.state import WEIGHTS as WEIGHT
-from megascale.checkpoint.state import global_tensors
+from megascale.checkpoint import offline
+from megascale.checkpoint.format import manifest
+from megascale.checkpoint.format.state import WEIGHTS as WEIGHT
+from megascale.checkpoint.format.state import global_tensors
 from megascale.checkpoint.storage import Location
 from megascale.config.model import ModelConfig
 from megascale.convert import huggingface
 from megascale.convert.conversion import from_huggingface, to_huggingface
 from megascale.convert.families import model_keys
-from megascale.convert.huggingface import CONFIG, INDEX, WEIGHTS, Pretrained, tensors
+from megascale.convert.huggingface import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, PretrainedWeights, model_tensors
 from megascale.core.errors import CheckpointError, DataError
 from megascale.core.rank import Rank
 from tests.oracles.ours import MODELS, Array, Arrays, Piece, join
@@ -38,17 +39,17 @@ BIASED = LLAMA | {"bias": True}
 
 
 def pretrained(model: dict[str, Any], folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    """A folder as transformers writes it, and its model."""
+    """Save a random model to a folder with transformers. Returns the model."""
     net = build(model).to(dtype)
     net.save_pretrained(folder, **options)
     return net
 
 
 def weights_in(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        found |= load_file(path)
-    return found
+        weights |= load_file(path)
+    return weights
 
 
 def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
@@ -59,78 +60,78 @@ def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> boo
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_there_and_back_is_the_same(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+def test_a_round_trip_is_exact(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
     pretrained(MODELS[name], tmp_path / "theirs", dtype)
     (tmp_path / "theirs/tokenizer.json").write_text("{}")
     from_huggingface(tmp_path / "theirs", tmp_path / "ours")
     to_huggingface(Location(str(tmp_path / "ours")), tmp_path / "again")
     assert equal(weights_in(tmp_path / "again"), weights_in(tmp_path / "theirs"))
-    before, after = (json.loads((tmp_path / folder / CONFIG).read_text()) for folder in ("theirs", "again"))
+    before, after = (json.loads((tmp_path / folder / CONFIG_FILE).read_text()) for folder in ("theirs", "again"))
     assert {key: after.get(key) for key in before} == before
     assert (tmp_path / "again/tokenizer.json").read_text() == "{}"
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_model_is_the_one_that_is_compared(tmp_path: Path, name: str) -> None:
-    """As tests/oracles has them, which compares logits and gradients."""
+def test_the_model_is_that_of_the_oracles(tmp_path: Path, name: str) -> None:
+    """tests/oracles compares the logits and gradients of these models."""
     net = pretrained(MODELS[name], tmp_path / "theirs")
-    given = Pretrained(tmp_path / "theirs")
-    given.check()
+    given = PretrainedWeights(tmp_path / "theirs")
+    given.check_tensors()
     wanted = ModelConfig.model_validate(MODELS[name])
     assert given.model.model_copy(update={"window": wanted.window}) == wanted
     assert given.model.windows == wanted.windows
     rename = ours_from_llama if "position" in MODELS[name] else ours_from_gpt2
     theirs = rename({key: p.detach().numpy() for key, p in net.named_parameters()})
-    assert theirs.keys() == {tensor.name for tensor in tensors(given.model)}
+    assert theirs.keys() == {tensor.name for tensor in model_tensors(given.model)}
     for key, numbers in theirs.items():
-        assert np.array_equal(given.part(key).numpy(), numbers)
+        assert np.array_equal(given.read_tensor(key).numpy(), numbers)
         start, size = tuple(n // 3 for n in numbers.shape), tuple(n - n // 2 for n in numbers.shape)
         part = numbers[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
-        assert np.array_equal(given.part(key, (start, size)).numpy(), part)
+        assert np.array_equal(given.read_tensor(key, (start, size)).numpy(), part)
 
 
 @pytest.mark.parametrize("model", [GPT | {"activation": "gelu_tanh"}, LLAMA, BIASED, LLAMA | {"window": 5}], ids=str)
 def test_transformers_loads_what_was_trained(tmp_path: Path, model: dict[str, Any]) -> None:
-    """And gives the logits of the weights that the run ended with."""
+    """The exported weights equal the run's final weights, and transformers computes the same logits."""
     import transformers
 
     given = config_of(settings(model, tmp_path, train__precision="fp32", checkpoint__every=1), tmp_path)
     ((weights, tokens, logits),) = run_world(1, trained, given)
-    to_huggingface(whole.find(Location(str(given.folder))), tmp_path / "theirs")
+    to_huggingface(offline.find_checkpoint(Location(str(given.folder))), tmp_path / "theirs")
     net = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", attn_implementation="eager")
     assert net.dtype == torch.float32
     with torch.no_grad():
-        found = net(torch.from_numpy(tokens)).logits
-    np.testing.assert_allclose(found.numpy(), logits, rtol=1e-4, atol=1e-5)
-    again = Pretrained(tmp_path / "theirs")
-    assert all(np.array_equal(again.part(name).numpy(), numbers) for name, numbers in weights.items())
+        their_logits = net(torch.from_numpy(tokens)).logits
+    np.testing.assert_allclose(their_logits.numpy(), logits, rtol=1e-4, atol=1e-5)
+    again = PretrainedWeights(tmp_path / "theirs")
+    assert all(np.array_equal(again.read_tensor(name).numpy(), numbers) for name, numbers in weights.items())
 
 
 def trained(rank: Rank, config: Any) -> tuple[Arrays, Array, Array]:
-    """Train, save; the weights, some tokens and their logits."""
+    """Train two steps and save. Returns the weights, some tokens and their logits."""
     from megascale.train.step import train_step
 
     run = build_run(rank, config)
     for _ in range(2):
-        train_step(run, run.train.batch(run.progress.samples))
-    run.gradients.finish_gather()
+        train_step(run, run.train_loader.batch(run.progress.samples))
+    run.buffers.finish_param_gather()
     run.checkpoints.save(run.progress)
-    batch, (stage,) = run.train.batch(0), run.stages
+    batch, (stage,) = run.train_loader.batch(0), run.stages
     with torch.no_grad():
-        logits = stage.head.logits(stage.hidden(None, batch.micro_batch(0))).transpose(0, 1)
-    shapes = {tensor.name: tensor.shape for tensor in tensors(config.model)}
+        logits = stage.head.logits(stage.hidden_states(None, batch.micro_batch(0))).transpose(0, 1)
+    shapes = {tensor.name: tensor.shape for tensor in model_tensors(config.model)}
     tokens = batch.micro_batch(0).tokens.t()
     return join(shapes, [masters(run)]), tokens.numpy(), logits[..., : config.model.vocab_size].numpy()
 
 
 def masters(run: Any) -> list[Piece]:
-    """This rank's part of the weights, as the optimizer has them."""
-    found = []
+    """This rank's shard of the master weights."""
+    pieces = []
     for name, tensor in global_tensors(run.optimizer.shards, run.mesh).items():
         for piece in tensor.pieces if name.startswith(WEIGHT) else []:
             box = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.size, strict=True))
-            found.append((name.removeprefix(WEIGHT), box, piece.data.numpy().copy()))
-    return found
+            pieces.append((name.removeprefix(WEIGHT), box, piece.data.numpy().copy()))
+    return pieces
 
 
 BEGUN: list[tuple[str, int, dict[str, Any]]] = [
@@ -144,7 +145,7 @@ BEGUN: list[tuple[str, int, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "world", "layout"), BEGUN, ids=str)
-def test_a_run_begins_with_weights_of_either_kind(
+def test_a_run_begins_with_a_checkpoint_or_a_hugging_face_folder(
     tmp_path: Path, name: str, world: int, layout: dict[str, Any]
 ) -> None:
     pretrained(MODELS[name], tmp_path / "theirs", torch.bfloat16)
@@ -156,67 +157,67 @@ def test_a_run_begins_with_weights_of_either_kind(
         runs.append(run_world(world, begun, config_of(tree, tmp_path)))
     assert {line for line, _, _ in runs[0]} == {f"begins with the weights of {tmp_path / 'theirs'}"}
     assert all(line.startswith(f"resumed from {tmp_path / 'ours'}: step 0") for line, _, _ in runs[1])
-    given = Pretrained(tmp_path / "theirs")
-    shapes = {tensor.name: tensor.shape for tensor in tensors(given.model)}
+    given = PretrainedWeights(tmp_path / "theirs")
+    shapes = {tensor.name: tensor.shape for tensor in model_tensors(given.model)}
     for run in runs:
-        found = join(shapes, [pieces for _, pieces, _ in run])
-        assert all(np.array_equal(given.part(key).float().numpy(), numbers) for key, numbers in found.items())
+        weights = join(shapes, [pieces for _, pieces, _ in run])
+        assert all(np.array_equal(given.read_tensor(key).float().numpy(), array) for key, array in weights.items())
     assert [curve for _, _, curve in runs[0]] == [curve for _, _, curve in runs[1]]
 
 
 def begun(rank: Rank, config: Any) -> tuple[str, list[Piece], list[tuple[float, float]]]:
-    """What is said, the weights of the start, and a short training."""
-    from megascale.train.resume import resume
+    """Load the initial weights and train two steps. Returns the message, the weights and the curve."""
+    from megascale.train.resume import load_initial_state
     from tests.runs import curve_of
 
     run = build_run(rank, config)
-    line = resume(run, Pretrained)
-    run.gradients.finish_gather()
+    line = load_initial_state(run, PretrainedWeights)
+    run.buffers.finish_param_gather()
     return line, masters(run), curve_of(run, 2)
 
 
 def test_weights_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (huggingface, whole):
-        monkeypatch.setattr(module, "FILE_BYTES", 20_000)
+    for module, name in ((huggingface, "MAX_SHARD_BYTES"), (offline, "FILE_BYTES")):
+        monkeypatch.setattr(module, name, 20_000)
     pretrained(LLAMA | {"rope_theta": 1e4}, tmp_path / "theirs", max_shard_size="20KB")
-    assert (tmp_path / "theirs" / INDEX).exists()
+    assert (tmp_path / "theirs" / INDEX_FILE).exists()
     from_huggingface(tmp_path / "theirs", tmp_path / "ours")
     assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 3
     to_huggingface(Location(str(tmp_path / "ours")), tmp_path / "again")
-    index = json.loads((tmp_path / "again" / INDEX).read_text())
-    found = weights_in(tmp_path / "again")
-    assert equal(found, weights_in(tmp_path / "theirs"))
-    assert index["weight_map"].keys() == found.keys()
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+    index = json.loads((tmp_path / "again" / INDEX_FILE).read_text())
+    weights = weights_in(tmp_path / "again")
+    assert equal(weights, weights_in(tmp_path / "theirs"))
+    assert index["weight_map"].keys() == weights.keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in weights.values())
     for name, file in index["weight_map"].items():
         assert name in load_file(tmp_path / "again" / file)
-    largest = max(tensor.nbytes for tensor in found.values())
+    largest = max(tensor.nbytes for tensor in weights.values())
     for path in (tmp_path / "again").glob("*.safetensors"):
         assert path.stat().st_size < max(20_000, largest) + 4_000
 
 
 def drawn(model: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Weights by our names."""
-    return {each.name: torch.randn(each.shape) for each in tensors(ModelConfig.model_validate(model))}
+    """Random weights by their megascale names."""
+    return {tensor.name: torch.randn(tensor.shape) for tensor in model_tensors(ModelConfig.model_validate(model))}
 
 
 def written(folder: Path, weights: dict[str, torch.Tensor], **config: Any) -> Location:
-    """A checkpoint of these."""
+    """Write a checkpoint of the weights."""
     folder.mkdir()
     resolved = ModelConfig.model_validate(LLAMA).model_dump(mode="json")
-    whole.write(folder, weights.items(), {"model": resolved, **config})
+    offline.write_weights(folder, weights.items(), {"model": resolved, **config})
     return Location(str(folder))
 
 
-def test_formats_beside_each_other_become_one_that_holds_both(tmp_path: Path) -> None:
+def test_mixed_dtypes_are_promoted_to_a_dtype_that_holds_both(tmp_path: Path) -> None:
     weights = {name: tensor.half() if "norm" in name else tensor.bfloat16() for name, tensor in drawn(LLAMA).items()}
     to_huggingface(written(tmp_path / "ours", weights), tmp_path / "theirs")
-    again = Pretrained(tmp_path / "theirs")
+    again = PretrainedWeights(tmp_path / "theirs")
     for name, tensor in weights.items():
-        assert torch.equal(again.part(name), tensor.float())
+        assert torch.equal(again.read_tensor(name), tensor.float())
 
 
-def test_the_tokenizer_goes_along_or_is_told(tmp_path: Path) -> None:
+def test_the_tokenizer_is_included_or_its_absence_is_explained(tmp_path: Path) -> None:
     file = tmp_path / "tokens.json"
     Tokenizer(WordLevel({"a": 0, "</s>": 1}, unk_token="a")).save(str(file))
     weights = drawn(LLAMA)
@@ -224,7 +225,7 @@ def test_the_tokenizer_goes_along_or_is_told(tmp_path: Path) -> None:
     gone = written(tmp_path / "gone", weights, data={"tokenizer": str(tmp_path / "gone.json")})
     assert to_huggingface(there, tmp_path / "one") == ""
     told = to_huggingface(gone, tmp_path / "two")
-    assert "gone.json' is no file of this host; --tokenizer FILE gives one" in told
+    assert f"there is no file '{tmp_path}/gone.json' on this host; give --tokenizer FILE" in told
     assert to_huggingface(gone, tmp_path / "three", tokenizer=file) == ""
     texts = [(tmp_path / name / "config.json").read_text() for name in ("one", "two", "three")]
     assert texts[0] == texts[2] and '"eos_token_id"' in texts[0]
@@ -232,39 +233,39 @@ def test_the_tokenizer_goes_along_or_is_told(tmp_path: Path) -> None:
     assert (tmp_path / "three/tokenizer.json").read_bytes() == file.read_bytes()
     plain = written(tmp_path / "plain", weights, data={"tokenizer": "bytes"})
     told = to_huggingface(plain, tmp_path / "four")
-    assert "'bytes' has no file; megascale sample --tokenizer bytes knows it" in told
+    assert "'bytes' has no file; use megascale sample --tokenizer bytes" in told
 
 
-def test_a_tokenizer_that_is_none_or_of_another_model(tmp_path: Path) -> None:
+def test_an_unusable_tokenizer_or_that_of_another_model_is_refused(tmp_path: Path) -> None:
     none, large = tmp_path / "none.json", tmp_path / "large.json"
     none.write_text("[model]")
     Tokenizer(WordLevel({"a": 0, "b": 101}, unk_token="a")).save(str(large))
     weights = drawn(LLAMA)
     plain = written(tmp_path / "plain", weights)
-    for file, words in ((none, "is not a tokenizer: "), (large, "has tokens up to 101, and the model knows 101")):
+    for file, words in ((none, "is not a tokenizer: "), (large, "has tokens up to 101, but model.vocab_size is 101")):
         with pytest.raises(DataError, match=f"{file} {words}"):
             to_huggingface(plain, tmp_path / "theirs", tokenizer=file)
         assert not list(tmp_path.glob("*theirs*"))
         configured = written(tmp_path / f"of {file.stem}", weights, data={"tokenizer": str(file)})
         told = to_huggingface(configured, tmp_path / f"for {file.stem}")
-        assert told.startswith(f"no tokenizer goes along: {file} {words}")
-        assert told.endswith("--tokenizer FILE gives another")
+        assert told.startswith(f"no tokenizer included: {file} {words}")
+        assert told.endswith("give another with --tokenizer FILE")
 
 
-def test_in_another_format(tmp_path: Path) -> None:
+def test_weights_are_cast_to_another_dtype(tmp_path: Path) -> None:
     pretrained(GPT | {"activation": "gelu"}, tmp_path / "theirs")
     from_huggingface(tmp_path / "theirs", tmp_path / "ours", torch.bfloat16)
     assert {tensor.dtype for tensor in manifest.read(Location(str(tmp_path / "ours"))).tensors.values()} == {"bfloat16"}
     to_huggingface(Location(str(tmp_path / "ours")), tmp_path / "again", torch.float16)
     assert {tensor.dtype for tensor in weights_in(tmp_path / "again").values()} == {torch.float16}
-    said = json.loads((tmp_path / "again" / CONFIG).read_text())
-    assert {said[key] for key in ("dtype", "torch_dtype") if key in said} == {"float16"}
+    config = json.loads((tmp_path / "again" / CONFIG_FILE).read_text())
+    assert {config[key] for key in ("dtype", "torch_dtype") if key in config} == {"float16"}
     from transformers import AutoModelForCausalLM
 
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "again").dtype == torch.float16
 
 
-def test_a_full_disk_is_said_in_a_line(tmp_path: Path) -> None:
+def test_a_full_disk_is_a_one_line_error(tmp_path: Path) -> None:
     pretrained(GPT | {"activation": "gelu"}, tmp_path / "theirs")
     from_huggingface(tmp_path / "theirs", tmp_path / "ours")
     command = f"ulimit -f 20; {sys.executable} -m megascale ckpt convert {tmp_path}/ours {tmp_path}/again"
@@ -274,8 +275,8 @@ def test_a_full_disk_is_said_in_a_line(tmp_path: Path) -> None:
 
 
 def changed(folder: Path, **keys: Any) -> None:
-    config = json.loads((folder / CONFIG).read_text()) | keys
-    (folder / CONFIG).write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+    config = json.loads((folder / CONFIG_FILE).read_text()) | keys
+    (folder / CONFIG_FILE).write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
 
 
 @pytest.mark.parametrize(
@@ -291,14 +292,14 @@ def changed(folder: Path, **keys: Any) -> None:
         ("llama", {"head_dim": 16}, "head_dim is 16, not 8"),
         ("llama", {"hidden_size": ...}, "no 'hidden_size'"),
         ("llama", {"model_type": ["llama"]}, "model_type is ['llama']  -> a model of gpt2, llama, mistral"),
-        ("llama", {"rope_parameters": [1]}, "a value of another kind: 'list' object has no attribute 'get'"),
-        ("llama", {"hidden_size": "wide"}, "a value of another kind"),
-        ("llama", {"vocab_size": "many"}, "as vocab_size 'many': Input should be a valid integer"),
+        ("llama", {"rope_parameters": [1]}, "a value of the wrong type: 'list' object has no attribute 'get'"),
+        ("llama", {"hidden_size": "wide"}, "a value of the wrong type"),
+        ("llama", {"vocab_size": "many"}, "'many' as vocab_size: Input should be a valid integer"),
         ("llama", {"num_attention_heads": 0}, "config.json: num_attention_heads is 0, not above 0"),
         (
             "llama",
             {"num_attention_heads": 5, "head_dim": ...},
-            "hidden_size is 32, no multiple of num_attention_heads, which is 5",
+            "hidden_size is 32, not a multiple of num_attention_heads = 5",
         ),
         ("llama", {"num_key_value_heads": 0}, "num_key_value_heads is 0, not above 0"),
         ("llama", {"hidden_size": -32}, "hidden_size is -32, not above 0"),
@@ -308,20 +309,20 @@ def changed(folder: Path, **keys: Any) -> None:
         (
             "llama",
             {"quantization_config": {"quant_method": "fp8"}},
-            "quantization_config is there, of quant_method 'fp8'",
+            "the weights are quantized, by quant_method 'fp8'",
         ),
         ("llama", {"tie_word_embeddings": True}, "true, but lm_head.weight is not equal to model.embed_tokens.weight"),
         ("llama", {"vocab_size": 102}, "model.embed_tokens.weight has shape [101, 32], its config.json says [102, 32]"),
         ("llama", {"num_hidden_layers": 5}, "has no tensor model.layers.4.input_layernorm.weight"),
-        ("llama", {"num_hidden_layers": 3}, "has 9 tensors that its config.json does not"),
+        ("llama", {"num_hidden_layers": 3}, "has 9 tensors unknown to its config.json"),
         ("gpt", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True, not False"),
         ("gpt", {"n_head": 0}, "n_head is 0, not above 0"),
-        ("gpt", {"n_head": 3}, "n_embd is 32, no multiple of n_head, which is 3"),
+        ("gpt", {"n_head": 3}, "n_embd is 32, not a multiple of n_head = 3"),
         ("gpt", {"n_inner": 0}, "n_inner is 0, not above 0"),
         ("gpt", {"activation_function": "relu"}, "activation_function is 'relu', not 'gelu_new'"),
     ],
 )
-def test_what_we_would_compute_otherwise_is_refused(tmp_path: Path, family: str, keys: Any, words: str) -> None:
+def test_an_unsupported_model_is_refused(tmp_path: Path, family: str, keys: Any, words: str) -> None:
     pretrained(FAMILIES[family] | {"activation": "gelu"} if family == "gpt" else LLAMA | {"rope_theta": 1e4}, tmp_path)
     changed(tmp_path, **keys)
     with pytest.raises(CheckpointError) as caught:
@@ -343,7 +344,7 @@ def test_what_we_would_compute_otherwise_is_refused(tmp_path: Path, family: str,
     ],
     ids=str,
 )
-def test_the_base_of_rotary_frequencies_is_that_of_transformers(keys: dict[str, Any]) -> None:
+def test_rope_theta_is_that_of_transformers(keys: dict[str, Any]) -> None:
     plain = {
         "model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1,
         "intermediate_size": 48, "vocab_size": 101,
@@ -353,12 +354,12 @@ def test_the_base_of_rotary_frequencies_is_that_of_transformers(keys: dict[str, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
-def test_formats_that_are_no_plain_numbers_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_quantized_dtypes_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
     pretrained(LLAMA | {"rope_theta": 1e4}, tmp_path)
     name = "model.layers.1.mlp.up_proj.weight"
-    weights = load_file(tmp_path / WEIGHTS)
-    save_file(weights | {name: weights[name].to(dtype)}, tmp_path / WEIGHTS)
-    words = f"{WEIGHTS}: {name} is stored as (F8_E4M3|I8)  -> the weights before"
+    weights = load_file(tmp_path / WEIGHTS_FILE)
+    save_file(weights | {name: weights[name].to(dtype)}, tmp_path / WEIGHTS_FILE)
+    words = f"{WEIGHTS_FILE}: {name} is stored as (F8_E4M3|I8)  -> the weights before"
     with pytest.raises(CheckpointError, match=words):
         from_huggingface(tmp_path, tmp_path / "ours")
     assert not list(tmp_path.glob("*ours*"))
@@ -367,37 +368,37 @@ def test_formats_that_are_no_plain_numbers_are_refused(tmp_path: Path, dtype: to
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt"])
-def test_a_head_beside_tied_embeddings_is_equal_to_them(
+def test_a_head_beside_tied_embeddings_must_equal_them(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the bit, of whichever rows it is read in."""
-    monkeypatch.setattr(huggingface, "COMPARED_BYTES", 10_000)
+    """The comparison is bit-exact, in chunks of rows."""
+    monkeypatch.setattr(huggingface, "COMPARE_CHUNK_BYTES", 10_000)
     model = {"llama": LLAMA | {"rope_theta": 1e4, "tie_embeddings": True}, "gpt": GPT | {"activation": "gelu"}}[family]
     embedding = {"llama": "model.embed_tokens.weight", "gpt": "transformer.wte.weight"}[family]
     pretrained(model, tmp_path)
-    weights = load_file(tmp_path / WEIGHTS)
+    weights = load_file(tmp_path / WEIGHTS_FILE)
     last, zero = weights[embedding].clone(), weights[embedding].clone()
     last[-1, -1] += 1
     zero[3, 5] = 0.0
-    save_file(weights | {"lm_head.weight": weights[embedding].clone()}, tmp_path / WEIGHTS)
+    save_file(weights | {"lm_head.weight": weights[embedding].clone()}, tmp_path / WEIGHTS_FILE)
     from_huggingface(tmp_path, tmp_path / "ours")
     assert f"{WEIGHT}head.weight" not in manifest.read(Location(str(tmp_path / "ours"))).tensors
-    others = [(weights[embedding], last), (zero, torch.where(zero == 0, -0.0, zero))]
-    others += [(zero, zero[:-1].clone()), (zero, zero.double())]
-    for embedded, head in others:
-        save_file(weights | {embedding: embedded, "lm_head.weight": head}, tmp_path / WEIGHTS)
+    unequal = [(weights[embedding], last), (zero, torch.where(zero == 0, -0.0, zero))]
+    unequal += [(zero, zero[:-1].clone()), (zero, zero.double())]
+    for embedded, head in unequal:
+        save_file(weights | {embedding: embedded, "lm_head.weight": head}, tmp_path / WEIGHTS_FILE)
         with pytest.raises(CheckpointError, match=f"lm_head.weight is not equal to {embedding}"):
-            Pretrained(tmp_path).check()
+            PretrainedWeights(tmp_path).check_tensors()
 
 
-def test_a_number_that_another_format_does_not_hold_is_refused(tmp_path: Path) -> None:
+def test_a_dtype_in_which_an_element_overflows_is_refused(tmp_path: Path) -> None:
     name, theirs = "layers.2.mlp.up.weight", "model.layers.2.mlp.up_proj.weight"
     weights = drawn(LLAMA)
-    weights["layers.0.mlp.up.weight"][0, 0] = torch.inf  # it was infinite before
+    weights["layers.0.mlp.up.weight"][0, 0] = torch.inf  # infinite before the cast: accepted
     weights[name][3, 5] = -1e5
     ours = written(tmp_path / "ours", weights)
     to_huggingface(ours, tmp_path / "theirs")
-    words = "has finite numbers, 1 of them and up to 100000, that are infinite in float16"
+    words = r"overflows in float16: 1 of its 1536 elements, up to 100000"
     with pytest.raises(CheckpointError, match=f"ours: {WEIGHT}{name} {words}"):
         to_huggingface(ours, tmp_path / "half", torch.float16)
     with pytest.raises(CheckpointError, match=f"theirs: {theirs} {words}"):
@@ -405,23 +406,29 @@ def test_a_number_that_another_format_does_not_hold_is_refused(tmp_path: Path) -
     assert not list(tmp_path.glob("*half*"))
     from_huggingface(tmp_path / "theirs", tmp_path / "half", torch.bfloat16)
     weights[name][3, 5] = torch.finfo(torch.float32).max
-    with pytest.raises(CheckpointError, match="that are infinite in bfloat16"):
+    with pytest.raises(CheckpointError, match="overflows in bfloat16: 1 of its"):
         to_huggingface(written(tmp_path / "largest", weights), tmp_path / "again", torch.bfloat16)
 
 
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"), "has neither model.safetensors nor"),
-        (lambda folder: (folder / CONFIG).write_text("{"), "is no JSON"),
-        (lambda folder: (folder / CONFIG).write_text("[]"), "is no JSON object"),
-        (lambda folder: (folder / CONFIG).unlink(), "cannot be read: No such file"),
-        (lambda folder: (folder / WEIGHTS).write_bytes(b"\0" * 100), "cannot be read"),
-        (lambda folder: (folder / INDEX).write_text('{"weight_map": {"a": "../../x"}}'), "no map of weights to files"),
-        (lambda folder: (folder / INDEX).write_text('{"weight_map": 3}'), "no map of weights to files"),
+        (
+            lambda folder: (folder / WEIGHTS_FILE).rename(folder / "pytorch_model.bin"),
+            "has neither model.safetensors nor",
+        ),
+        (lambda folder: (folder / CONFIG_FILE).write_text("{"), "is not JSON"),
+        (lambda folder: (folder / CONFIG_FILE).write_text("[]"), "is not a JSON object"),
+        (lambda folder: (folder / CONFIG_FILE).unlink(), "cannot be read: No such file"),
+        (lambda folder: (folder / WEIGHTS_FILE).write_bytes(b"\0" * 100), "cannot be read"),
+        (
+            lambda folder: (folder / INDEX_FILE).write_text('{"weight_map": {"a": "../../x"}}'),
+            "no map of weights to files",
+        ),
+        (lambda folder: (folder / INDEX_FILE).write_text('{"weight_map": 3}'), "no map of weights to files"),
     ],
 )
-def test_a_folder_that_is_damaged_is_named(tmp_path: Path, damage: Any, words: str) -> None:
+def test_a_damaged_folder_is_named(tmp_path: Path, damage: Any, words: str) -> None:
     pretrained(LLAMA | {"rope_theta": 1e4}, tmp_path)
     damage(tmp_path)
     with pytest.raises(CheckpointError) as caught:
@@ -442,8 +449,8 @@ def test_a_folder_that_is_damaged_is_named(tmp_path: Path, damage: Any, words: s
 def test_a_model_of_no_family_is_refused(tmp_path: Path, model: dict[str, Any], words: str) -> None:
     config = ModelConfig.model_validate(model)
     (tmp_path / "ours").mkdir()
-    zeros = ((tensor.name, torch.zeros(tensor.shape)) for tensor in tensors(config))
-    whole.write(tmp_path / "ours", zeros, {"model": config.model_dump(mode="json")})
+    zeros = ((tensor.name, torch.zeros(tensor.shape)) for tensor in model_tensors(config))
+    offline.write_weights(tmp_path / "ours", zeros, {"model": config.model_dump(mode="json")})
     with pytest.raises(CheckpointError) as caught:
         to_huggingface(Location(str(tmp_path / "ours")), tmp_path / "theirs")
     assert words in str(caught.value)
@@ -451,10 +458,10 @@ def test_a_model_of_no_family_is_refused(tmp_path: Path, model: dict[str, Any], 
 
 
 def test_old_files_of_a_bare_gpt2_are_read(tmp_path: Path) -> None:
-    """Without a prefix, and with the masks of attention among the weights."""
+    """These files have no prefix in their names, and hold the causal masks among the weights."""
     net = pretrained(GPT | {"activation": "gelu_tanh"}, tmp_path)
-    bare = {name.removeprefix("transformer."): t for name, t in load_file(tmp_path / WEIGHTS).items()}
-    save_file(bare | {"h.0.attn.bias": torch.ones(1, 1, 16, 16)}, tmp_path / WEIGHTS)
+    bare = {name.removeprefix("transformer."): t for name, t in load_file(tmp_path / WEIGHTS_FILE).items()}
+    save_file(bare | {"h.0.attn.bias": torch.ones(1, 1, 16, 16)}, tmp_path / WEIGHTS_FILE)
     from_huggingface(tmp_path, tmp_path / "ours")
     to_huggingface(Location(str(tmp_path / "ours")), tmp_path / "theirs")
     theirs = weights_in(tmp_path / "theirs")
@@ -466,13 +473,13 @@ PEAK = """
 import resource, sys
 from pathlib import Path
 import torch
-from megascale.checkpoint import whole
+from megascale.checkpoint import offline
 from megascale.checkpoint.storage import Location
 from megascale.convert import conversion, huggingface
 conversion.DTYPES
 import safetensors.torch
 source, output, size = sys.argv[1:]
-huggingface.FILE_BYTES = whole.FILE_BYTES = int(size)
+huggingface.MAX_SHARD_BYTES = offline.FILE_BYTES = int(size)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 output = Path(output)
 if "theirs" in source:
@@ -485,7 +492,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 
 @pytest.mark.slow
 def test_one_file_at_a_time_is_in_memory(tmp_path: Path) -> None:
-    """0.9 GB in files of 32 MiB."""
+    """Convert 0.9 GB in files of 32 MiB, with a peak below four files."""
     pretrained(BIG | {"rope_theta": 1e4}, tmp_path / "theirs")
     size = 32 << 20
     for source, output in (("theirs", "ours"), ("ours", "again")):

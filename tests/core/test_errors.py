@@ -1,4 +1,4 @@
-"""Errors as a person reads them, and the statuses that schedulers read."""
+"""Text of errors, and exit statuses of commands."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megascale.core.errors import (
 )
 
 
-def test_an_error_says_how_to_mend_it() -> None:
+def test_an_error_ends_with_its_hint() -> None:
     assert str(MegascaleError("it broke")) == "it broke"
-    assert str(MegascaleError("it broke", mend="turn it off")) == "it broke  -> turn it off"
+    assert str(MegascaleError("it broke", hint="turn it off")) == "it broke  -> turn it off"
 
 
 def test_a_problem_is_one_line_in_a_fixed_order() -> None:
@@ -34,5 +34,5 @@ def test_a_config_error_lists_and_counts() -> None:
 
 def test_exit_statuses_are_the_documented_ones() -> None:
     classes = [MegascaleError, ConfigError, DataError, CheckpointError, DivergenceError]
-    assert [int(each.exit_status) for each in classes] == [1, 2, 3, 4, 93]
+    assert [int(error_class.exit_status) for error_class in classes] == [1, 2, 3, 4, 93]
     assert (Exit.OK, Exit.STOPPED) == (0, 143)

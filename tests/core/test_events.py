@@ -1,4 +1,4 @@
-"""The record of events, its clock, and its file."""
+"""Events, clock offsets and event files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale.core.events import COMPUTE, Event, RankEvents, file_name, read_events, write_events
+from megascale.core.events import COMPUTE, Event, RankEvents, event_file_name, read_events, write_events
 from megascale.core.label import BACKWARD, FORWARD
 
 times = st.floats(-1e9, 1e9)
@@ -37,7 +37,7 @@ RANK = RankEvents(3, 8, {"tp": 1, "pp": 1}, "node-1", ((0.0, 2.0), (20.0, 4.0)),
 
 
 @given(ranks)
-def test_what_is_written_is_read(rank: RankEvents) -> None:
+def test_written_events_are_read_back(rank: RankEvents) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "file"
         write_events(path, rank)
@@ -45,15 +45,15 @@ def test_what_is_written_is_read(rank: RankEvents) -> None:
 
 
 def test_the_file_is_a_line_for_the_rank_and_one_for_each_event(tmp_path: Path) -> None:
-    path = tmp_path / file_name(3)
+    path = tmp_path / event_file_name(3)
     assert path.name == "rank-00003.jsonl"
     write_events(path, RANK)
     head, *lines = path.read_text().splitlines()
     assert json.loads(head)["rank"] == 3
     assert [json.loads(line)["name"] for line in lines] == ["all_gather", "update"]
-    assert "waits" not in json.loads(lines[1])  # what says nothing is not written
+    assert "waits" not in json.loads(lines[1])  # default values are not written
     assert list(tmp_path.iterdir()) == [path]
-    assert list(tmp_path.glob(file_name("*"))) == [path]
+    assert list(tmp_path.glob(event_file_name("*"))) == [path]
 
 
 def test_exposed_time_is_the_sum_of_the_waits() -> None:
@@ -66,39 +66,39 @@ def test_exposed_time_is_the_sum_of_the_waits() -> None:
 )
 def test_the_offset_lies_on_the_line_between_two_measurements(time: float, offset: float) -> None:
     clock = ((40.0, 8.0), (0.0, 2.0), (20.0, 4.0))  # in any order
-    assert dataclasses.replace(RANK, clock=clock).offset(time) == pytest.approx(offset)
+    assert dataclasses.replace(RANK, clock=clock).clock_offset(time) == pytest.approx(offset)
 
 
 def test_one_measurement_holds_for_all_times_and_none_is_zero() -> None:
-    assert dataclasses.replace(RANK, clock=((5.0, -1.5),)).offset(1e6) == -1.5
-    assert dataclasses.replace(RANK, clock=()).offset(1e6) == 0
-    assert dataclasses.replace(RANK, clock=((5.0, 1.0), (5.0, 1.0))).offset(5.0) == 1
+    assert dataclasses.replace(RANK, clock=((5.0, -1.5),)).clock_offset(1e6) == -1.5
+    assert dataclasses.replace(RANK, clock=()).clock_offset(1e6) == 0
+    assert dataclasses.replace(RANK, clock=((5.0, 1.0), (5.0, 1.0))).clock_offset(5.0) == 1
 
 
 HEAD = '{"format": 2, "rank": 0, "world": 1, "coord": {}, "host": "", "clock": [], "dropped": 0}\n'
 EVENT = '{"axis": "tp", "name": "x", "part": "", "step": 1, "chunk": 0, "microbatch": 0, "start": 0.0, "end": 1.0}\n'
 
 
-def test_the_spoilt_files_below_are_spoilt_in_one_place_only(tmp_path: Path) -> None:
+def test_the_template_of_the_corrupt_files_is_valid(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text(HEAD + EVENT)
     assert len(read_events(path).events) == 1
 
 
-def test_the_first_format_is_read(tmp_path: Path) -> None:
-    """It has a text in the place of fields."""
+def test_format_1_is_read(tmp_path: Path) -> None:
+    """Format 1 has one text in place of the label's fields."""
     path = tmp_path / "file"
     path.write_text(HEAD.replace('"format": 2', '"format": 1') + EVENT.replace('"part": ""', '"what": "layer 3 qkv"'))
     (event,) = read_events(path).events
     assert event == Event("tp", "x", "layer 3 qkv", 1, 0, 0, 0.0, 1.0)
-    assert event.what == "layer 3 qkv"
+    assert event.label == "layer 3 qkv"
 
 
-def test_an_event_says_what_it_concerned() -> None:
-    assert GATHER.what == "layer 3 qkv"
-    assert UPDATE.what == ""
+def test_an_event_has_a_label() -> None:
+    assert GATHER.label == "layer 3 qkv"
+    assert UPDATE.label == ""
     message = Event("pp", "send", "", 7, 0, 5, 12.0, 13.0, stage=2, direction=BACKWARD)
-    assert message.what == "backward m5 stage 2"
+    assert message.label == "backward m5 stage 2"
 
 
 @pytest.mark.parametrize(
@@ -135,14 +135,14 @@ def test_an_event_says_what_it_concerned() -> None:
         (HEAD.replace('"clock": []', '"clock": [["0", 1]]') + EVENT, "not a file of events: a time is '0'"),
     ],
 )
-def test_a_spoilt_file_is_refused_with_its_line(text: str, message: str, tmp_path: Path) -> None:
+def test_a_corrupt_file_is_refused_with_the_line(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
         read_events(path)
 
 
-def test_a_file_of_bytes_is_refused(tmp_path: Path) -> None:
+def test_a_binary_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"\x80\x81")
     with pytest.raises(ValueError, match="decode"):

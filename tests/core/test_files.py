@@ -1,4 +1,4 @@
-"""Files are whole or not there, and a question about a file never raises."""
+"""Atomic files and folders, file locks, and queries that never raise."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megascale.core.files import atomic, claim, expanded, fingerprint, readable, write_text
+from megascale.core.files import absolute_path, atomic_file, fingerprint, is_readable_file, lock_folder, write_text
 
 
 def test_a_write_replaces_the_whole_file(tmp_path: Path) -> None:
@@ -25,14 +25,14 @@ def test_a_write_replaces_the_whole_file(tmp_path: Path) -> None:
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, error: type[BaseException]) -> None:
     path = tmp_path / "file"
     path.write_text("old")
-    with pytest.raises(error), atomic(path) as file:
+    with pytest.raises(error), atomic_file(path) as file:
         file.write(b"half of the new")
         raise error
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path: Path) -> None:
+def test_a_symbolic_link_stays_and_its_target_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "far").mkdir()
     path = tmp_path / "link"
     path.symlink_to("far/file")
@@ -42,7 +42,7 @@ def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path: Path) -> None:
     assert sorted(entry.name for entry in tmp_path.rglob("*")) == ["far", "file", "link"]
 
 
-def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+def test_a_device_is_not_replaced(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with pytest.raises(OSError, match="Not a regular file"):
@@ -50,16 +50,16 @@ def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
     assert pipe.is_fifo() and list(tmp_path.iterdir()) == [pipe]
 
 
-def test_nothing_is_under_the_name_before_the_end(tmp_path: Path) -> None:
+def test_the_path_appears_at_the_end_of_the_block(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    with atomic(path, "w") as file:
+    with atomic_file(path, "w") as file:
         file.write("new")
         file.flush()
         assert not path.exists()
     assert path.read_text() == "new"
 
 
-def test_a_write_is_on_disk_before_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_flushed_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, seen = tmp_path / "file", []
     monkeypatch.setattr(os, "fsync", lambda handle: seen.append(path.exists()))
     write_text(path, "new")
@@ -72,18 +72,18 @@ def test_a_fingerprint_is_of_the_bytes(tmp_path: Path) -> None:
     assert fingerprint(path) == hashlib.sha256(b"a\r\nb").hexdigest()
 
 
-def test_a_home_folder_that_is_not_there_is_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_home_folder_is_an_ordinary_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/me")
-    assert expanded("~/a") == Path("/home/me/a") and expanded("a") == tmp_path / "a"
-    assert expanded("~no-such-user/a") == tmp_path / "~no-such-user" / "a"
+    assert absolute_path("~/a") == Path("/home/me/a") and absolute_path("a") == tmp_path / "a"
+    assert absolute_path("~no-such-user/a") == tmp_path / "~no-such-user" / "a"
 
 
 def test_readable(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert readable(tmp_path / "file")
+    assert is_readable_file(tmp_path / "file")
     for other in (tmp_path, tmp_path / "none", tmp_path / ("x" * 5000), tmp_path / "file" / "below", "nul\0"):
-        assert not readable(other)
+        assert not is_readable_file(other)
 
 
 def test_a_closed_folder_has_no_readable_file(tmp_path: Path) -> None:
@@ -93,36 +93,37 @@ def test_a_closed_folder_has_no_readable_file(tmp_path: Path) -> None:
     folder.chmod(0)
     user = os.geteuid()
     try:
-        if user == 0:  # root reads everything: be somebody else
+        if user == 0:  # root reads everything, so become another user
             os.seteuid(65534)
-        assert not readable(folder / "file")
+        assert not is_readable_file(folder / "file")
     finally:
         os.seteuid(user)
         folder.chmod(0o700)
 
 
-def test_a_claimed_folder_is_held_until_it_is_given_back(tmp_path: Path) -> None:
+def test_a_lock_is_held_until_the_file_is_closed(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "run"
-    first = claim(folder, "process 1 on here")
+    first = lock_folder(folder, "process 1 on here")
     with pytest.raises(BlockingIOError, match="process 1 on here"):
-        claim(folder, "process 2 on here")
+        lock_folder(folder, "process 2 on here")
     first.close()
-    with claim(folder, "process 2 on here"), pytest.raises(BlockingIOError, match="process 2 on here"):
-        claim(folder, "process 3 on here")
+    with lock_folder(folder, "process 2 on here"), pytest.raises(BlockingIOError, match="process 2 on here"):
+        lock_folder(folder, "process 3 on here")
 
 
-def test_a_claim_ends_with_its_process(tmp_path: Path) -> None:
-    code = f"from pathlib import Path; from megascale.core.files import claim; claim(Path({str(tmp_path)!r}), 'x'); "
+def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
+    code = "from pathlib import Path; import megascale.core.files as files; "
+    code += f"f = files.lock_folder(Path({str(tmp_path)!r}), 'x'); "
     held = "import os, signal; print('held', flush=True); signal.pause()"
-    with subprocess.Popen([sys.executable, "-c", code.replace("; claim", "; f = claim") + held], stdout=-1) as other:
-        assert other.stdout is not None and other.stdout.readline() == b"held\n"
+    with subprocess.Popen([sys.executable, "-c", code + held], stdout=-1) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
         with pytest.raises(BlockingIOError):
-            claim(tmp_path, "me")
-        other.kill()
-    claim(tmp_path, "me").close()
+            lock_folder(tmp_path, "me")
+        holder.kill()
+    lock_folder(tmp_path, "me").close()
 
 
-def test_a_folder_that_cannot_be_made_is_not_claimed(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_not_locked(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="Not a directory"):
-        claim(tmp_path / "file" / "run", "me")
+        lock_folder(tmp_path / "file" / "run", "me")

@@ -1,4 +1,4 @@
-"""Signals that end a process in order."""
+"""Stop signals close open files."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from megascale.core.process import stopped_in_order
+from megascale.core.process import exit_on_stop_signals
 from tests.jobs import heed_signals
 
 WRITE = """
 import sys, time
 from pathlib import Path
-from megascale.core.files import atomic
-from megascale.core.process import stopped_in_order
-with stopped_in_order(), atomic(Path(sys.argv[1])) as file:
+from megascale.core.files import atomic_file
+from megascale.core.process import exit_on_stop_signals
+with exit_on_stop_signals(), atomic_file(Path(sys.argv[1])) as file:
     print("open", flush=True)
     time.sleep(60)
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_what_was_open_is_closed(number: signal.Signals, tmp_path: Path) -> None:
+def test_open_files_are_closed(number: signal.Signals, tmp_path: Path) -> None:
     command = [sys.executable, "-c", WRITE, str(tmp_path / "file")]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_signals
@@ -36,9 +36,9 @@ def test_what_was_open_is_closed(number: signal.Signals, tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_afterwards_signals_do_what_they_did() -> None:
+def test_handlers_are_restored() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
-    with pytest.raises(KeyError), stopped_in_order():
+    with pytest.raises(KeyError), exit_on_stop_signals():
         assert signal.getsignal(signal.SIGTERM) is not before[0]
         raise KeyError
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)] == before

@@ -1,4 +1,4 @@
-"""Cards, plug-ins, and the nearest name to a typo."""
+"""Cards, plug-ins, and the closest name to a typo."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megascale.core import registry
 from megascale.core.errors import MegascaleError
-from megascale.core.registry import Card, Registry, nearest
+from megascale.core.registry import Card, Registry, closest_name
 
 WORDS = ["num_layers", "hidden_size", "num_heads", "seq_length", "warmup_steps"]
 
@@ -24,17 +24,17 @@ def test_one_wrong_letter_finds_the_word(word: str, data: st.DataObject) -> None
         word[:place] + "#" + word[place + 1 :],
         word[:place] + "#" + word[place:],
     ]
-    assert [nearest(typo, WORDS) for typo in typos] == [word] * 3
+    assert [closest_name(typo, WORDS) for typo in typos] == [word] * 3
 
 
 @given(st.text(), st.lists(st.text()))
-def test_the_nearest_is_one_of_the_known(name: str, known: list[str]) -> None:
-    assert nearest(name, known) in {None, *known}
-    assert nearest(name, [*known, name]) == name or not name
+def test_the_closest_name_is_a_known_name(name: str, known: list[str]) -> None:
+    assert closest_name(name, known) in {None, *known}
+    assert closest_name(name, [*known, name]) == name or not name
 
 
-def test_nothing_is_near_to_nonsense() -> None:
-    assert nearest("qqq", WORDS) is None
+def test_nonsense_has_no_close_name() -> None:
+    assert closest_name("qqq", WORDS) is None
 
 
 def test_a_card_loads_its_body() -> None:
@@ -44,7 +44,7 @@ def test_a_card_loads_its_body() -> None:
 def _plug_in(monkeypatch: pytest.MonkeyPatch, card: Card) -> Registry:
     point = SimpleNamespace(load=lambda: card, value="other.package:CARD")
     points = SimpleNamespace(select=lambda group: [point] if group == "megascale.things" else [])
-    monkeypatch.setattr(registry, "installed", lambda: points)
+    monkeypatch.setattr(registry, "installed_entry_points", lambda: points)
     return Registry("thing", "megascale.things", [Card("ours", "help", "math:sqrt")])
 
 

@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Formatting of counts, bytes, FLOP/s and durations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megascale.core.units import format_bytes, format_count, format_duration, fo
 
 COUNTS = {"": 1, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 BYTES = {"B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "TiB": 1024**4}
-FLOPS = {"FLOP/s": 1, "GFLOP/s": 1e9, "TFLOP/s": 1e12, "PFLOP/s": 1e15}
+FLOPS = {"FLOP/s": 1, "MFLOP/s": 1e6, "GFLOP/s": 1e9, "TFLOP/s": 1e12, "PFLOP/s": 1e15}
 SECONDS = {"d": 86_400, "h": 3600, "m": 60, "s": 1}
 
 
@@ -45,7 +45,7 @@ def test_durations(shown: str, value: float) -> None:
 
 
 @given(st.floats(0, 1e18))
-def test_what_is_shown_is_the_value_to_its_last_digit(value: float) -> None:
+def test_the_shown_value_is_rounded_to_its_last_digit(value: float) -> None:
     shown = format_count(value)
     suffix = shown.lstrip("0123456789.")
     step = 0.01 * COUNTS[suffix] if suffix else 1

@@ -1,4 +1,4 @@
-"""A world of this process alone: megatron-core's blends ask torch.distributed for the rank."""
+"""A process group of a single rank, for megatron-core's blends, which ask torch.distributed for the rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token datasets for tests, in which every token is unique: a sample shows where it was cut."""
+"""Token datasets for tests. Every token is unique, and identifies its place in the dataset."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from typing import Any
 import numpy as np
 
 from megascale.config.run import RunConfig
-from megascale.data import indexed
+from megascale.data import indexed_dataset
 from tests.runs import GPT, config_of, settings
 
 VOCABULARY = 60_000
-ORIGIN = indexed.Origin("bytes", "bytes", 256)
+ORIGIN = indexed_dataset.TokenizerInfo("bytes", "bytes", 256)
 SEQUENCE = 8
 
 Source = Path | Sequence[tuple[float, Path]] | None
 
 
 def write_dataset(prefix: Path, lengths: Sequence[int], first: int = 0) -> list[np.ndarray]:
-    """A dataset of documents with these lengths; its tokens count up from `first`. Returns the documents."""
+    """Write documents of the given lengths, with tokens `first`, `first` + 1, ... Returns the documents."""
     ends = np.cumsum([first, *lengths])
     documents = [np.arange(start, stop) for start, stop in pairwise(ends)]
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    indexed.write(prefix, documents, ORIGIN, VOCABULARY)
+    indexed_dataset.write_dataset(prefix, documents, ORIGIN, VOCABULARY)
     return documents
 
 
 def data_config(folder: Path, train: Source = None, valid: Source = None, **overrides: Any) -> RunConfig:
-    """A run on datasets, or on mock data; without `valid`, on all of `train`'s documents unless `data__split` says
-    otherwise. `overrides`: `section__key=value`.
+    """A configuration with datasets, or with mock data. Without `valid`, all documents of `train` are for training,
+    unless `data__split` is given. `overrides`: `section__key=value`.
     """
     model = GPT | {"vocab_size": VOCABULARY, "seq_length": SEQUENCE}
     config = config_of(settings(model, folder, **({"data__split": [1.0, 0.0]} | overrides)), folder)

@@ -1,4 +1,4 @@
-"""Documents out of files: what is read, and what is refused with its place."""
+"""Documents of text files are read; bad input is refused with its file and line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.core.errors import DataError
-from megascale.data.documents import JSON_LINES, documents
+from megascale.data.documents import JSON_LINES, read_documents
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 
@@ -22,22 +22,22 @@ def test_lines_of_json(texts: list[str], ascii_only: bool, separator: str, endin
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"input{ending}"
         path.write_bytes(separator.join(lines).encode())
-        assert [text for text, _ in documents(path, "body")] == texts
+        assert [text for text, _ in read_documents(path, "body")] == texts
 
 
 def test_sizes_add_up_to_the_file(tmp_path: Path) -> None:
-    lines, whole = tmp_path / "lines.JSONL", tmp_path / "whole.txt"
+    lines, plain = tmp_path / "lines.JSONL", tmp_path / "plain.txt"
     lines.write_text('{"text": "é"}\n{"text": ""}\n{"text": "b"}', encoding="utf-8")
-    whole.write_text("é\nb", encoding="utf-8")
-    assert [size for _, size in documents(lines, "text")] == [15, 13, 13]
-    assert list(documents(whole, "text")) == [("é\nb", 4)]
+    plain.write_text("é\nb", encoding="utf-8")
+    assert [size for _, size in read_documents(lines, "text")] == [15, 13, 13]
+    assert list(read_documents(plain, "text")) == [("é\nb", 4)]
 
 
 @pytest.mark.parametrize("name", ["input.txt", "input.jsonl"])
 def test_a_byte_order_mark_is_no_text(tmp_path: Path, name: str) -> None:
     text = '{"text": "a"}' if name.endswith("jsonl") else "a"
     (tmp_path / name).write_text(text, encoding="utf-8-sig")
-    assert [text for text, _ in documents(tmp_path / name, "text")] == ["a"]
+    assert [text for text, _ in read_documents(tmp_path / name, "text")] == ["a"]
 
 
 REFUSED = {
@@ -60,11 +60,11 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("raw", REFUSED)
-def test_what_is_no_text_is_refused_with_its_line(tmp_path: Path, raw: bytes) -> None:
+def test_a_line_without_text_is_refused_with_its_number(tmp_path: Path, raw: bytes) -> None:
     path = tmp_path / "input.jsonl"
     path.write_bytes(raw)
     with pytest.raises(DataError, match=REFUSED[raw]) as caught:
-        list(documents(path, "text"))
+        list(read_documents(path, "text"))
     assert "\n" not in str(caught.value)
 
 
@@ -72,11 +72,11 @@ def test_a_file_that_is_not_utf8_is_refused_with_its_byte(tmp_path: Path) -> Non
     path = tmp_path / "input.gz"
     path.write_bytes(b"\x1f\x8b\x08")
     with pytest.raises(DataError, match=r"input.gz: byte 1 \(0x8b\) is not UTF-8  -> .*not compressed"):
-        list(documents(path, "text"))
+        list(read_documents(path, "text"))
 
 
 @pytest.mark.parametrize("name", ["input.txt", "input.jsonl"])
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).symlink_to("/proc/self/mem")
     with pytest.raises(DataError, match=f"{name} cannot be read: Input/output error"):
-        list(documents(tmp_path / name, "text"))
+        list(read_documents(tmp_path / name, "text"))

@@ -1,4 +1,4 @@
-"""What each rank trains on in a step: the rows of the global batch, once each, whatever the layout."""
+"""The ranks of a step train on every row of the global batch exactly once, in any layout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.core.errors import DataError
-from megascale.data.loader import Loader, Shape
+from megascale.data.loader import BatchShape, Loader
 from megascale.data.mixture import Sample
 from megascale.parallel.microbatch import MicroBatch, StepBatch
 
@@ -16,13 +16,13 @@ CPU = torch.device("cpu")
 SEQUENCE = 5
 
 
-class Numbered:
-    """Sample i is made of the number i; of every third, the first i % 5 labels do not count. Sample `bad` cannot be
-    read.
+class NumberedSamples:
+    """A sample source whose tokens encode the sample index. If `masked`, the first i % 5 labels of every third sample i
+    are masked. Sample `bad` cannot be read.
     """
 
     def __init__(self, masked: bool = False, bad: int = -1) -> None:
-        self.samples = 1 << 30
+        self.num_samples = 1 << 30
         self.prepared: list[tuple[int, int]] = []
         self.read: list[int] = []
         self._masked = masked
@@ -36,64 +36,64 @@ class Numbered:
         mask = (torch.arange(SEQUENCE) >= index % 5).float() if self._masked and index % 3 == 0 else None
         return Sample(tokens[:-1], tokens[1:], mask)
 
-    def prepare(self, start: int, stop: int) -> None:
+    def prepare_indices(self, start: int, stop: int) -> None:
         self.prepared.append((start, stop))
 
 
-def loader(shape: Shape, rank: int, *, masked: bool = False, empty: bool = False) -> Loader:
-    return Loader(None if empty else Numbered(masked), shape, rank, dropout=0.5, seed=3, device=CPU)
+def loader(shape: BatchShape, rank: int, *, masked: bool = False, empty: bool = False) -> Loader:
+    return Loader(None if empty else NumberedSamples(masked), shape, rank, dropout=0.5, seed=3, device=CPU)
 
 
-def kept(batch: MicroBatch) -> torch.Tensor:
-    """What dropout keeps of a micro-batch: it follows from the numbers of its samples."""
-    rows = batch.dropout.attention("here", range(1), 16)
-    assert rows is not None
-    return rows
+def keep_mask(batch: MicroBatch) -> torch.Tensor:
+    """The keep mask of a micro-batch's dropout, a function of its sample indices."""
+    mask = batch.dropout.attention_keep_mask("here", range(1), 16)
+    assert mask is not None
+    return mask
 
 
 @st.composite
-def shapes(draw: st.DrawFn) -> Shape:
+def shapes(draw: st.DrawFn) -> BatchShape:
     micro, ranks, micro_batches = (draw(st.integers(1, 6)) for _ in range(3))
-    return Shape(micro * ranks * micro_batches, micro, ranks)
+    return BatchShape(micro * ranks * micro_batches, micro, ranks)
 
 
 @given(shapes())
-def test_rows_cover_the_global_batch_once(shape: Shape) -> None:
-    dealt = [shape.rows(batch, rank) for batch in range(shape.micro_batches) for rank in range(shape.ranks)]
-    assert all(len(rows) == shape.micro for rows in dealt)
-    assert sorted(row for rows in dealt for row in rows) == list(range(shape.total))
+def test_rows_cover_the_global_batch_once(shape: BatchShape) -> None:
+    dealt = [shape.rows(batch, rank) for batch in range(shape.num_microbatches) for rank in range(shape.dp)]
+    assert all(len(rows) == shape.micro_batch for rows in dealt)
+    assert sorted(row for rows in dealt for row in rows) == list(range(shape.global_batch))
 
 
 @given(shapes(), st.integers(0, 1000), st.booleans())
-def test_any_layout_trains_on_the_samples_that_follow(shape: Shape, seen: int, masked: bool) -> None:
-    found, tokens = [], 0
-    for rank in range(shape.ranks):
+def test_any_layout_trains_on_the_next_samples(shape: BatchShape, seen: int, masked: bool) -> None:
+    sample_ids, tokens = [], 0
+    for rank in range(shape.dp):
         batch = loader(shape, rank, masked=masked).batch(seen)
-        tokens += batch.tokens
-        for index in range(shape.micro_batches):
+        tokens += batch.loss_tokens
+        for index in range(shape.num_microbatches):
             part = batch.micro_batch(index)
             assert part.tokens is not None and part.labels is not None
-            assert part.tokens.shape == part.labels.shape == (SEQUENCE, shape.micro)
+            assert part.tokens.shape == part.labels.shape == (SEQUENCE, shape.micro_batch)
             assert part.labels.equal(part.tokens + 1)
-            found += (part.tokens[0] // 10).tolist()
-    assert sorted(found) == list(range(seen, seen + shape.total))
-    masks = [i % 5 for i in found if masked and i % 3 == 0]
-    assert tokens == shape.total * SEQUENCE - sum(masks)
+            sample_ids += (part.tokens[0] // 10).tolist()
+    assert sorted(sample_ids) == list(range(seen, seen + shape.global_batch))
+    masks = [i % 5 for i in sample_ids if masked and i % 3 == 0]
+    assert tokens == shape.global_batch * SEQUENCE - sum(masks)
 
 
 @given(shapes())
-def test_masks_are_those_of_the_rows(shape: Shape) -> None:
+def test_micro_batches_have_the_masks_of_their_rows(shape: BatchShape) -> None:
     part = loader(shape, 0, masked=True).batch(0).micro_batch(0)
-    samples = Numbered(True)
-    own = [samples[row].mask for row in shape.rows(0, 0)]
-    assert (part.mask is None) == all(mask is None for mask in own)
+    samples = NumberedSamples(True)
+    masks = [samples[row].mask for row in shape.rows(0, 0)]
+    assert (part.mask is None) == all(mask is None for mask in masks)
     if part.mask is not None:
-        expected = [torch.ones(SEQUENCE) if mask is None else mask for mask in own]
+        expected = [torch.ones(SEQUENCE) if mask is None else mask for mask in masks]
         assert part.mask.equal(torch.stack(expected, 1))
 
 
-def test_a_step_goes_on_where_the_last_one_ended() -> None:
-    shape = Shape(4, 2, 1)
+def test_a_step_continues_after_the_previous_step() -> None:
+    shape = BatchShape(4, 2, 1)
     steps = loader(shape, 0).batches(3)
     first = [(part.micro_batch(0).tokens, part.micro_batch(1).tokens) for part in steps]
     numbers = [(tokens[0] // 10).tolist() for pair in first for tokens in pair if tokens is not None]
@@ -101,69 +101,69 @@ def test_a_step_goes_on_where_the_last_one_ended() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_between_the_ends_has_the_numbers_of_samples_it_does_not_read(rank: int) -> None:
-    shape = Shape(12, 2, 2)
+def test_a_middle_stage_draws_dropout_for_the_samples_it_does_not_read(rank: int) -> None:
+    shape = BatchShape(12, 2, 2)
     full, empty = loader(shape, rank).batch(7), loader(shape, rank, empty=True).batch(7)
-    assert empty.tokens == 0
-    for index in range(shape.micro_batches):
-        one, other = full.micro_batch(index), empty.micro_batch(index)
-        assert (other.tokens, other.labels, other.mask) == (None, None, None)
-        assert kept(one).equal(kept(other))
-        assert not kept(one)[0].equal(kept(one)[1])
+    assert empty.loss_tokens == 0
+    for index in range(shape.num_microbatches):
+        micro_batch, middle_stage = full.micro_batch(index), empty.micro_batch(index)
+        assert (middle_stage.tokens, middle_stage.labels, middle_stage.mask) == (None, None, None)
+        assert keep_mask(micro_batch).equal(keep_mask(middle_stage))
+        assert not keep_mask(micro_batch)[0].equal(keep_mask(micro_batch)[1])
 
 
-# Reading ahead.
+# Prefetching.
 
-FOUR = Shape(8, 1, 2)
+FOUR = BatchShape(8, 1, 2)
 """Four micro-batches a step on each of two ranks."""
 
 
-def reading(samples: Numbered) -> Loader:
+def prefetching_loader(samples: NumberedSamples) -> Loader:
     return Loader(samples, FOUR, 1, dropout=0.0, seed=3, device=CPU)
 
 
-def firsts(batch: StepBatch) -> list[int]:
-    """The samples of a batch."""
-    found = [batch.micro_batch(index).tokens for index in range(4)]
-    return [int(tokens[0]) // 10 for tokens in found if tokens is not None]
+def sample_indices(batch: StepBatch) -> list[int]:
+    """The sample indices of a batch."""
+    parts = [batch.micro_batch(index).tokens for index in range(4)]
+    return [int(tokens[0]) // 10 for tokens in parts if tokens is not None]
 
 
-def test_a_batch_that_was_read_ahead_is_not_read_again() -> None:
-    samples = Numbered()
-    ahead = reading(samples)
-    ahead.read_ahead(8)
+def test_a_prefetched_batch_is_read_once() -> None:
+    samples = NumberedSamples()
+    loader = prefetching_loader(samples)
+    loader.prefetch(8)
     assert samples.read == [9, 11, 13, 15]
-    batch = ahead.batch(8)
-    assert firsts(batch) == samples.read == [9, 11, 13, 15]
-    assert batch.tokens == 4 * SEQUENCE
+    batch = loader.batch(8)
+    assert sample_indices(batch) == samples.read == [9, 11, 13, 15]
+    assert batch.loss_tokens == 4 * SEQUENCE
 
 
-def test_what_was_read_ahead_is_of_no_other_step() -> None:
-    ahead = reading(Numbered())
-    ahead.read_ahead(8)
-    assert firsts(ahead.batch(16)) == [17, 19, 21, 23]
-    assert firsts(ahead.batch(8)) == [9, 11, 13, 15], "made anew"
+def test_a_prefetched_batch_serves_no_other_step() -> None:
+    loader = prefetching_loader(NumberedSamples())
+    loader.prefetch(8)
+    assert sample_indices(loader.batch(16)) == [17, 19, 21, 23]
+    assert sample_indices(loader.batch(8)) == [9, 11, 13, 15], "read a second time"
 
 
-def test_a_bad_sample_is_an_error_of_the_step_that_has_it() -> None:
-    ahead = reading(Numbered(bad=13))
-    ahead.read_ahead(8)
-    assert firsts(ahead.batch(0)) == [1, 3, 5, 7]
+def test_a_bad_sample_is_an_error_of_its_own_step() -> None:
+    loader = prefetching_loader(NumberedSamples(bad=13))
+    loader.prefetch(8)
+    assert sample_indices(loader.batch(0)) == [1, 3, 5, 7]
     with pytest.raises(DataError, match="sample 13 is bad"):
-        ahead.batch(8)
+        loader.batch(8)
 
 
-def test_indices_are_written_before_any_rank_reads_ahead() -> None:
-    """In step n a rank reads samples of step n + 1 once it has the sums of step n - 1, to which rank 0 has added its
-    own in the middle of that step.
+def test_indices_are_written_before_any_rank_prefetches() -> None:
+    """In step n a rank prefetches the samples of step n + 1 once the all-reduce of step n - 1 is done, in which rank 0
+    takes part after it has written the indices of that step.
     """
-    samples, total = Numbered(), FOUR.total
-    first = reading(samples)
-    first.prepare(0)
-    written = {-1: samples.prepared[-1][1]}  # by the last step whose sums a rank knows
+    samples, total = NumberedSamples(), FOUR.global_batch
+    first = prefetching_loader(samples)
+    first.prepare_indices(0)
+    written = {-1: samples.prepared[-1][1]}  # by the last step whose all-reduce is done
     for step in range(5):
         first.batch(step * total)
         written[step] = max(stop for _, stop in samples.prepared)
-        first.read_ahead((step + 1) * total)
+        first.prefetch((step + 1) * total)
     for step in range(5):
         assert written[step - 1] >= (step + 2) * total

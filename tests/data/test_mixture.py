@@ -1,4 +1,4 @@
-"""The order and content of samples: cut by hand they are the same, and nothing but the seed and the number matters."""
+"""The order and content of samples equal a cut by hand, and depend on the seed and the sample index alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.core.errors import DataError
-from megascale.data.mixture import Mixture, MockMixture, mixture
+from megascale.data.mixture import Mixture, MockMixture, build_mixture
 from tests.data.datasets import SEQUENCE, VOCABULARY, data_config, write_dataset
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
@@ -24,19 +24,19 @@ LENGTHS = [13, 5, 1, 40, 8, 9, 30, 2, 21, 17, 16, 33]  # 195 tokens: 24 samples 
 
 
 def rows(samples: Mixture | MockMixture, numbers: Sequence[int]) -> list[list[int]]:
-    """The tokens of samples and their last label, each checked to be tokens shifted by one."""
-    found = []
+    """The tokens and the last label of samples. Labels are checked to be the tokens shifted by one."""
+    result = []
     for number in numbers:
         sample = samples[number]
         assert sample.mask is None
         assert sample.tokens.shape == sample.labels.shape
         assert sample.tokens[1:].equal(sample.labels[:-1])
-        found.append([*sample.tokens.tolist(), int(sample.labels[-1])])
-    return found
+        result.append([*sample.tokens.tolist(), int(sample.labels[-1])])
+    return result
 
 
 def stream_of(samples: list[list[int]]) -> list[int]:
-    """Samples of one epoch laid end to end: each begins with the last label of the one before it."""
+    """Concatenate the samples of an epoch: a sample begins with the last label of its predecessor."""
     following = {sample[0]: sample for sample in samples}
     first = set(following) - {sample[-1] for sample in samples}
     assert len(following) == len(samples)
@@ -63,8 +63,8 @@ def test_an_epoch_is_the_shuffled_documents_cut_to_size(lengths: list[int], sequ
             stream = stream_of(cut)
             assert len(set(stream)) == len(stream) == per_epoch * sequence + 1
             order = list(dict.fromkeys(np.searchsorted(np.cumsum(lengths), stream, side="right").tolist()))
-            whole = np.concatenate([documents[index] for index in order])
-            assert whole[: len(stream)].tolist() == stream
+            shuffled = np.concatenate([documents[index] for index in order])
+            assert shuffled[: len(stream)].tolist() == stream
 
 
 def test_every_epoch_has_an_order_of_its_own(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_the_order_follows_from_the_seed_alone(tmp_path: Path) -> None:
 
 
 def blend(folder: Path, weights: Sequence[float], lengths: Sequence[int] = LENGTHS) -> list[tuple[float, Path]]:
-    """Datasets with these weights; the tokens of dataset i are 1000 i and more."""
+    """Write a dataset for every weight; the tokens of dataset i begin at 1000 i."""
     for index in range(len(weights)):
         write_dataset(folder / str(index), lengths, first=1000 * index)
     return [(weight, folder / str(index)) for index, weight in enumerate(weights)]
@@ -134,18 +134,18 @@ def test_train_and_valid_share_the_documents(count: int, share: float) -> None:
     with tempfile.TemporaryDirectory() as name:
         write_dataset(Path(name) / "set", [2 * SEQUENCE] * count)
         config = data_config(Path(name), Path(name) / "set", data__split=[share, 1 - share])
-        found = []
+        documents = []
         for split in ("train", "valid"):
             samples = Mixture(config, split, 2 * count)  # an epoch at least
-            seen = chain(*rows(samples, range(samples.samples)))
-            found.append({token // (2 * SEQUENCE) for token in seen})
-    train, valid = found
+            seen = chain(*rows(samples, range(samples.num_samples)))
+            documents.append({token // (2 * SEQUENCE) for token in seen})
+    train, valid = documents
     assert not train & valid
     assert train | valid == set(range(count))
     assert abs(len(train) - share * count) <= 0.5 + 1e-9
 
 
-def test_validation_data_of_its_own_leaves_all_of_train(tmp_path: Path) -> None:
+def test_separate_validation_data_leaves_all_of_train_for_training(tmp_path: Path) -> None:
     write_dataset(tmp_path / "train", LENGTHS)
     write_dataset(tmp_path / "valid", LENGTHS, first=1000)
     config = data_config(tmp_path, tmp_path / "train", tmp_path / "valid", data__split=[0.5, 0.5])
@@ -159,8 +159,8 @@ def test_validation_never_repeats(weights: list[int]) -> None:
     with tempfile.TemporaryDirectory() as name:
         sources = blend(Path(name), weights)
         samples = Mixture(data_config(Path(name), sources, sources), "valid", 10_000)
-        assert samples.samples == int(24 * sum(weights) / max(weights))
-        labels = [label for row in rows(samples, range(samples.samples)) for label in row[1:]]
+        assert samples.num_samples == int(24 * sum(weights) / max(weights))
+        labels = [label for row in rows(samples, range(samples.num_samples)) for label in row[1:]]
     assert len(labels) == len(set(labels))
 
 
@@ -176,16 +176,16 @@ def test_new_documents_under_an_old_prefix(tmp_path: Path) -> None:
 
 def test_another_split_of_the_same_documents(tmp_path: Path) -> None:
     write_dataset(tmp_path / "set", LENGTHS)
-    found = {}
+    largest_token = {}
     for share in (0.9, 0.5):
         config = data_config(tmp_path, tmp_path / "set", data__split=[share, 1 - share])
         samples = Mixture(config, "train", 10)
-        found[share] = max(max(row) for row in rows(samples, range(10)))
+        largest_token[share] = max(max(row) for row in rows(samples, range(10)))
     bound = sum(LENGTHS[:6])
-    assert found[0.5] < bound <= found[0.9]
+    assert largest_token[0.5] < bound <= largest_token[0.9]
 
 
-def test_indices_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_indices_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = data_config(tmp_path, blend(tmp_path, [1, 1]), data__cache=str(tmp_path / "kept"))
     before = rows(Mixture(config, "train", 60), range(60))
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "kept").iterdir()}
@@ -257,7 +257,7 @@ def test_one_sample_is_enough(tmp_path: Path) -> None:
     assert rows(samples, range(3)) == [list(range(9))] * 3
 
 
-def test_a_dataset_that_went_is_refused(tmp_path: Path) -> None:
+def test_a_missing_dataset_is_refused(tmp_path: Path) -> None:
     write_dataset(tmp_path / "set", LENGTHS)
     config = data_config(tmp_path, tmp_path / "set")
     (tmp_path / "set.bin").unlink()
@@ -268,9 +268,9 @@ def test_a_dataset_that_went_is_refused(tmp_path: Path) -> None:
 def test_mock_samples_follow_from_seed_split_and_number(tmp_path: Path) -> None:
     def samples(seed: int, split: str, length: int) -> list[list[int]]:
         config = data_config(tmp_path, train__seed=seed)
-        made = mixture(config, split, length)
+        made = build_mixture(config, split, length)
         assert isinstance(made, MockMixture)
-        assert made.samples == length
+        assert made.num_samples == length
         return rows(made, range(20))
 
     first = samples(1, "train", 20)
@@ -280,8 +280,8 @@ def test_mock_samples_follow_from_seed_split_and_number(tmp_path: Path) -> None:
     assert all(len(row) == SEQUENCE + 1 and min(row) >= 0 and max(row) < VOCABULARY for row in first)
 
 
-def test_a_token_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:
-    """As from another tool, of whose vocabulary nothing is known. The last token is only ever a label."""
+def test_a_token_outside_the_model_s_vocabulary_is_refused(tmp_path: Path) -> None:
+    """Datasets of other tools do not record their vocabulary. The last token is only ever a label."""
     write_dataset(tmp_path / "set", [17], first=100)
     assert len(rows(Mixture(data_config(tmp_path, tmp_path / "set", model__vocab_size=117), "train", 2), [0, 1])) == 2
     samples = Mixture(data_config(tmp_path, tmp_path / "set", model__vocab_size=116), "train", 2)
@@ -295,7 +295,7 @@ def test_a_small_dataset_repeated_ten_thousand_times_opens_few_files(tmp_path: P
     assert written < 20, "indices are written when they are needed"
     opened = len(list(Path("/proc/self/fd").iterdir())) + len(Path("/proc/self/maps").read_text().splitlines())
     for step in range(40):
-        samples.prepare(8 * step, 8 * step + 16)
+        samples.prepare_indices(8 * step, 8 * step + 16)
         rows(samples, range(8 * step, 8 * step + 8))
     now = len(list(Path("/proc/self/fd").iterdir())) + len(Path("/proc/self/maps").read_text().splitlines())
     assert now < opened + 40

@@ -17,8 +17,8 @@ from tests.worlds import run_world
 
 
 def read_everywhere(rank: Rank, config: RunConfig, hasty: int | None) -> dict[str, Any]:
-    """What a rank reads, how many indices it writes, and what it is told if it is rank `hasty` and does not wait for
-    rank 0.
+    """Return the samples that a rank reads, the number of index files that it writes, and the error message on rank
+    `hasty`, which does not wait for rank 0.
     """
     import numpy as np
     import torch.distributed as dist
@@ -31,13 +31,13 @@ def read_everywhere(rank: Rank, config: RunConfig, hasty: int | None) -> dict[st
     if rank.rank == hasty:
         try:
             Mixture(config, "train", 40)
-        except DataError as found:
-            error = str(found)
+        except DataError as raised:
+            error = str(raised)
     dist.barrier()
     for turn in (True, False):
         if (rank.rank == 0) == turn:
             samples = Mixture(config, "train", 40)
-            samples.prepare(0, 40)
+            samples.prepare_indices(0, 40)
         dist.barrier()
     read = [[*samples[i].tokens.tolist(), int(samples[i].labels[-1])] for i in range(40)]
     return {"read": read, "saved": len(saved), "error": error}
@@ -62,20 +62,20 @@ def test_all_ranks_read_the_same_samples(tmp_path: Path, world: int, hasty: int 
 @pytest.mark.slow
 @pytest.mark.parametrize("sources", ["one", "blend"])
 def test_a_small_dataset_is_repeated_while_training(tmp_path: Path, sources: str) -> None:
-    """2 samples an epoch, 8 a step: every rank reads epochs that rank 0 wrote a moment ago, also after a resume."""
+    """With 2 samples an epoch and 8 a step, all ranks read epochs that rank 0 has just written, also after a resume."""
     write_dataset(tmp_path / "a", [20, 13])
     write_dataset(tmp_path / "b", [30, 31], first=40)
     for made in tmp_path.glob("*.json"):
-        made.unlink()  # it says how large the vocabulary of the test's datasets is
+        made.unlink()  # the description has a larger vocabulary than the model
     train = str(tmp_path / "a") if sources == "one" else [[0.7, str(tmp_path / "a")], [0.3, str(tmp_path / "b")]]
     data = {"data__mock": False, "data__train": train, "data__split": [1.0, 0.0], "train__precision": "fp64"}
     curves = {}
     for name, layout in {"alone": {}, "dp2": {"parallel__dp": 2}, "pp2": {"parallel__pp": 2}}.items():
         (tmp_path / name).mkdir()
-        more = data | layout | {"data__cache": str(tmp_path / name / "cache"), "checkpoint__every": 6}
-        config = job_config(tmp_path / name, GPT, **more, train__steps=12)
+        overrides = data | layout | {"data__cache": str(tmp_path / name / "cache"), "checkpoint__every": 6}
+        config = job_config(tmp_path / name, GPT, **overrides, train__steps=12)
         finish(config, "train.steps=7")
         curves[name] = curve(finish(config))
-    for other in ("dp2", "pp2"):
-        for (_, loss, norm), (_, expected, expected_norm) in zip(curves[other], curves["alone"], strict=True):
+    for layout in ("dp2", "pp2"):
+        for (_, loss, norm), (_, expected, expected_norm) in zip(curves[layout], curves["alone"], strict=True):
             assert loss == pytest.approx(expected, rel=1e-10) and norm == pytest.approx(expected_norm, rel=1e-8)

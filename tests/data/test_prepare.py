@@ -1,4 +1,4 @@
-"""Text files to a token dataset: order, workers, and what is refused."""
+"""Tokenization of text files to a dataset: order, workers, and refused input."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from megascale.core.errors import DataError
-from megascale.data import indexed, prepare
-from megascale.data.prepare import Request
+from megascale.data import indexed_dataset, prepare
+from megascale.data.prepare import PrepareRequest
 from tests.data.test_tokenizer import byte_level, words
 
 TEXTS = [f"document {number} " + "é" * (number % 7) for number in range(200)]
@@ -27,15 +27,15 @@ def lines(path: Path, texts: list[str]) -> Path:
 
 
 def texts_of(prefix: Path) -> list[str]:
-    """The documents of a dataset of bytes, each of which must end in its eod."""
-    reader = indexed.read(prefix)
-    found = [reader[index].tolist() for index in range(len(reader))]
-    assert all(ids[-1] == 256 and 256 not in ids[:-1] for ids in found)
-    return [bytes(ids[:-1]).decode() for ids in found]
+    """The documents of a dataset of the byte tokenizer; every document must end in eod."""
+    reader = indexed_dataset.open_dataset(prefix)
+    documents = [reader[index].tolist() for index in range(len(reader))]
+    assert all(ids[-1] == 256 and 256 not in ids[:-1] for ids in documents)
+    return [bytes(ids[:-1]).decode() for ids in documents]
 
 
-def make(inputs: list[Path], output: Path, **options: Any) -> indexed.Description:
-    return prepare.prepare(Request(inputs, output, **({"tokenizer": "bytes"} | options)))
+def make(inputs: list[Path], output: Path, **options: Any) -> indexed_dataset.DatasetInfo:
+    return prepare.prepare_dataset(PrepareRequest(inputs, output, **({"tokenizer": "bytes"} | options)))
 
 
 def digests(prefix: Path) -> list[str]:
@@ -43,14 +43,14 @@ def digests(prefix: Path) -> list[str]:
     return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
 
 
-def test_inputs_follow_each_other_and_empty_documents_go(tmp_path: Path) -> None:
+def test_inputs_are_concatenated_without_empty_documents(tmp_path: Path) -> None:
     whole, empty = tmp_path / "whole.txt", tmp_path / "empty.txt"
     whole.write_text("all of it\nas one\n")
     empty.touch()
     first, second = lines(tmp_path / "b.jsonl", ["one", "", "two"]), lines(tmp_path / "a.jsonl", ["", "three"])
     read: list[int] = []
-    request = Request([first, whole, empty, second, first], tmp_path / "made" / "here" / "set", "bytes")
-    made = prepare.prepare(request, read.append)
+    request = PrepareRequest([first, whole, empty, second, first], tmp_path / "made" / "here" / "set", "bytes")
+    made = prepare.prepare_dataset(request, read.append)
     expected = ["one", "two", "all of it\nas one\n", "three", "one", "two"]
     assert texts_of(request.output) == expected
     assert made.documents == len(expected)
@@ -62,7 +62,7 @@ def test_inputs_follow_each_other_and_empty_documents_go(tmp_path: Path) -> None
 def test_any_number_of_workers_writes_the_same_files(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare, "BATCH", 100)  # dozens of batches
+    monkeypatch.setattr(prepare, "BATCH_CHARACTERS", 100)  # dozens of batches
     tokenizer = tmp_path / "tokenizer.json"
     byte_level("<eod>").save(str(tokenizer))
     source = lines(tmp_path / "input.jsonl", TEXTS)
@@ -78,7 +78,7 @@ def test_a_large_vocabulary_is_stored_in_four_bytes(tmp_path: Path) -> None:
     tokenizer = tmp_path / "tokenizer.json"
     words({f"w{number}": number for number in range(70_000)} | {"[UNK]": 70_000, "<eod>": 70_001}).save(str(tokenizer))
     made = make([lines(tmp_path / "in.jsonl", ["w5 w69999 other"])], tmp_path / "set", tokenizer=str(tokenizer))
-    reader = indexed.read(tmp_path / "set")
+    reader = indexed_dataset.open_dataset(tmp_path / "set")
     assert reader.tokens.dtype == np.int32
     assert reader[0].tolist() == [5, 69_999, 70_000, 70_001]
     assert made.vocab_size == 70_002
@@ -88,13 +88,13 @@ def test_a_huge_document(tmp_path: Path) -> None:
     size = 8 << 20
     (tmp_path / "huge.txt").write_bytes(b"0123456789abcdef" * (size // 16))
     made = make([tmp_path / "huge.txt"], tmp_path / "set", workers=2)
-    reader = indexed.read(tmp_path / "set")
+    reader = indexed_dataset.open_dataset(tmp_path / "set")
     assert made.tokens == size + 1
     assert bytes(reader[0][-17:-1].astype(np.uint8)) == b"0123456789abcdef"
 
 
-def test_a_worker_that_dies_ends_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "BATCH", 100)
+def test_a_dead_worker_ends_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "BATCH_CHARACTERS", 100)
     read: list[int] = []
 
     def progress(size: int) -> None:
@@ -104,9 +104,9 @@ def test_a_worker_that_dies_ends_the_command(tmp_path: Path, monkeypatch: pytest
                 assert worker.pid
                 os.kill(worker.pid, signal.SIGKILL)
 
-    request = Request([lines(tmp_path / "in.jsonl", TEXTS)], tmp_path / "out" / "set", "bytes", workers=2)
+    request = PrepareRequest([lines(tmp_path / "in.jsonl", TEXTS)], tmp_path / "out" / "set", "bytes", workers=2)
     with pytest.raises(DataError, match=r"a worker process died.*  -> fewer --workers"):
-        prepare.prepare(request, progress)
+        prepare.prepare_dataset(request, progress)
     assert list((tmp_path / "out").iterdir()) == []
 
 
@@ -120,7 +120,7 @@ def test_a_bad_line_leaves_nothing(tmp_path: Path, workers: int) -> None:
 
 
 @pytest.mark.parametrize("clash", ["set.json", "set.bin", "tokenizer"])
-def test_what_is_read_is_not_overwritten(tmp_path: Path, clash: str) -> None:
+def test_an_input_is_not_overwritten(tmp_path: Path, clash: str) -> None:
     source, output, options = lines(tmp_path / "in.jsonl", ["text"]), tmp_path / "set", {}
     if clash == "tokenizer":
         byte_level("<eod>").save(str(tmp_path / "set.json"))

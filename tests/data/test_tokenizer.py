@@ -1,4 +1,4 @@
-"""Tokenizers: round trips, the end of a document, and files that cannot be used."""
+"""Tokenizers: round trips, the end-of-document token, and unusable files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 
 
 def byte_level(*specials: str) -> Tokenizer:
-    """A tokenizer of bytes, with special tokens."""
+    """A byte-level BPE tokenizer with special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -97,8 +97,8 @@ def test_the_fingerprint_is_of_the_file(path: Path, tmp_path: Path) -> None:
     other, copy = tmp_path / "other.json", tmp_path / "copy.json"
     byte_level("<eos>").save(str(other))
     copy.write_bytes(path.read_bytes())
-    found = [FileTokenizer(file).fingerprint for file in (path, copy, other)]
-    assert found[0] == found[1] != found[2]
+    prints = [FileTokenizer(file).fingerprint for file in (path, copy, other)]
+    assert prints[0] == prints[1] != prints[2]
 
 
 @pytest.mark.parametrize("content", ["", "garbage", "{}", "[1]", json.dumps({"model": {"type": "BPE"}}), "\udcff"])
@@ -115,5 +115,5 @@ def test_a_missing_file_is_refused(name: str) -> None:
 
 
 def test_the_end_of_document_of_bytes_is_fixed() -> None:
-    with pytest.raises(DataError, match="the tokenizer bytes ends documents in its own way  -> leave out --eod"):
+    with pytest.raises(DataError, match="the tokenizer bytes has a fixed end-of-document token  -> leave out --eod"):
         load_tokenizer("bytes", "<eod>")

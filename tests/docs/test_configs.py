@@ -12,9 +12,9 @@ from megascale.account.memory import fullest_rank, state_bytes
 from megascale.account.parameters import parameter_count
 from megascale.catalog.presets import PRESETS
 from megascale.cli.main import main
-from megascale.config.explain import load
+from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
-from megascale.layout.chunks import eight_bit_layers
+from megascale.layout.chunks import fp8_layers
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
@@ -76,14 +76,14 @@ def test_a_configuration_passes(name: str, data: Path, capsys: pytest.CaptureFix
 
 
 def test_names_are_unique(data: Path) -> None:
-    names = [load(str(CONFIGS / name)).name for name in RUNS]
+    names = [load_config(str(CONFIGS / name)).name for name in RUNS]
     assert len(set(names)) == len(names)
 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_a_family_member_runs_alone_and_has_its_size(name: str, data: Path) -> None:
-    config = load(str(CONFIGS / name))
-    assert config.world == 1
+    config = load_config(str(CONFIGS / name))
+    assert config.world_size == 1
     assert parameter_count(config.model) == pytest.approx(SIZES[name], rel=0.06)
 
 
@@ -93,18 +93,18 @@ def test_a_large_model_has_the_layout_that_its_file_states(name: str) -> None:
     config = _on(name, gpus)
     p = config.parallel
     assert (p.tp, p.pp, p.vpp, config.dp) == layout
-    assert config.world == gpus
+    assert config.world_size == gpus
     first = (CONFIGS / name).read_text().splitlines()[0]
     assert int(re.findall(r"([\d,]+) GPUs", first)[0].replace(",", "")) == gpus
     assert f"dp {config.dp}" in "".join((CONFIGS / name).read_text().splitlines()[:2])
-    assert (config.micro_batches % p.pp == 0) or p.vpp == 1  # no stage waits at the end of a group of micro-batches
+    assert (config.num_microbatches % p.pp == 0) or p.vpp == 1  # no stage waits at the end of a group of micro-batches
 
 
 @pytest.mark.parametrize("name", SLICES)
 def test_a_slice_has_the_layers_that_its_file_states_and_a_job_s_micro_batch(name: str) -> None:
     layers, whole = SLICES[name]
-    config = load(str(CONFIGS / name))
-    assert (config.world, config.model.num_layers) == (1, layers)
+    config = load_config(str(CONFIGS / name))
+    assert (config.world_size, config.model.num_layers) == (1, layers)
     assert PRESETS[config.model.preset or ""]["num_layers"] == whole
     assert config.batch.micro * config.model.seq_length == 8192
     first = (CONFIGS / name).read_text().splitlines()[0]
@@ -120,16 +120,16 @@ def test_it_fits(name: str) -> None:
 
 @pytest.mark.parametrize("name", SLICES)
 def test_every_layer_of_a_slice_is_cast_in_fp8_and_it_fits(name: str) -> None:
-    config = load(str(CONFIGS / name), ["train.precision=fp8"])
-    assert eight_bit_layers(config) == range(config.model.num_layers)
+    config = load_config(str(CONFIGS / name), ["train.precision=fp8"])
+    assert fp8_layers(config) == range(config.model.num_layers)
     assert fullest_rank(config).total < GPU_BYTES - LEFT
 
 
 def test_the_largest_model_would_not_fit_without_its_layout() -> None:
     """The test above can fail: the same model on a quarter of the pipeline."""
-    config = load(str(CONFIGS / "gpu/megascale-530b.toml"), ["parallel.pp=5", "parallel.vpp=1"])
+    config = load_config(str(CONFIGS / "gpu/megascale-530b.toml"), ["parallel.pp=5", "parallel.vpp=1"])
     assert state_bytes(config, 0).total > GPU_BYTES
 
 
 def _on(name: str, gpus: int) -> RunConfig:
-    return load(str(CONFIGS / name), world=gpus)
+    return load_config(str(CONFIGS / name), world_size=gpus)

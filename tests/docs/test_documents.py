@@ -14,7 +14,7 @@ import pytest
 from megascale.cli.main import COMMANDS, main
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 TOOLS = sorted(path for path in (ROOT / "tools").rglob("*.py") if "__main__" in path.read_text())
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 QUOTED = re.compile(r"`([^`\n]+)`")
@@ -75,9 +75,17 @@ def test_the_step_that_is_shown_is_the_one_that_runs() -> None:
     """The page leaves lines out; those that it shows are lines of the source, in their order."""
     (shown,) = re.findall(r"```python\n(def train_step.*?)```", (ROOT / "docs/architecture.md").read_text(), re.DOTALL)
     source = (ROOT / "megascale/train/step.py").read_text()
-    own = iter(code_lines(source[source.index("def train_step") : source.index("def logged")]))
+    own = iter(code_lines(source[source.index("def train_step") : source.index("def is_logged_step")]))
     for line in code_lines(shown):
         assert line in own, line
+
+
+def test_every_python_block_is_run_or_compared() -> None:
+    """The step above is compared with the source; tests/docs/test_extending.py runs the examples of docs/extending."""
+    pages = [page for page in PAGES if "```python" in page.read_text(encoding="utf-8")]
+    assert {page.relative_to(ROOT).as_posix() for page in pages if page.parent.name != "extending"} == {
+        "docs/architecture.md"
+    }
 
 
 @pytest.fixture(scope="module")

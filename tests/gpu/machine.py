@@ -8,7 +8,7 @@ from typing import Any
 
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
-from megascale.device import Device, detect, gpus
+from megascale.device import Device, detect_device, gpu_count
 from tests.runs import build_run, curve_of
 from tests.worlds import run_world
 
@@ -26,7 +26,7 @@ def rehearsing() -> bool:
 
 def available() -> int:
     """Devices of this host."""
-    return PROCESSES if rehearsing() else gpus()
+    return PROCESSES if rehearsing() else gpu_count()
 
 
 def world_of(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -36,7 +36,7 @@ def world_of(world: int, function: Callable[..., Any], *arguments: Any) -> list[
 
 def device_of(rank: Rank) -> Device:
     """The device of a rank that `world_of` started."""
-    return detect(rank.local, allow_gpu=not rehearsing())
+    return detect_device(rank.local_rank, allow_gpu=not rehearsing())
 
 
 def run_of(rank: Rank, config: RunConfig) -> Any:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megascale.ops.select import select
-from megascale.ops.wgrad import WideWgrad, wide_wgrad
+from megascale.ops.select import select_backend
+from megascale.ops.wgrad import AddmmWgrad, addmm_wgrad
 from tests.ops.settings import GPU, setting
 
 pytestmark = pytest.mark.gpu(1, only=True)
@@ -22,8 +22,8 @@ def factors(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def test_torchs_gemm_serves() -> None:
-    assert WideWgrad().refusal(setting(torch.bfloat16, GPU)) is None
-    assert select("wgrad", setting(torch.bfloat16, GPU)).backend == "addmm"
+    assert AddmmWgrad().unsupported_reason(setting(torch.bfloat16, GPU)) is None
+    assert select_backend("wgrad", setting(torch.bfloat16, GPU)).backend == "addmm"
 
 
 def test_the_sum_over_micro_batches_is_that_of_fp64() -> None:
@@ -31,7 +31,7 @@ def test_the_sum_over_micro_batches_is_that_of_fp64() -> None:
     exact = torch.zeros(N, K, device="cuda", dtype=torch.float64)
     for index in range(MICRO_BATCHES):
         grad, x = factors(index)
-        wide_wgrad(total, grad, x, index > 0)
+        addmm_wgrad(total, grad, x, index > 0)
         exact += grad.double().t() @ x.double()
     error = float((total.double() - exact).abs().max() / exact.abs().max())
     assert error < 2e-6, f"{error:.1e}: a product that is rounded to bf16 is off by 2e-3"
@@ -42,11 +42,11 @@ def test_no_product_is_allocated() -> None:
     grad, x = factors(0)
     total = torch.empty(N, K, device="cuda")
     for add in (False, True):
-        wide_wgrad(total, grad, x, add)
+        addmm_wgrad(total, grad, x, add)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     for index in range(MICRO_BATCHES):
-        wide_wgrad(total, grad, x, index > 0)
+        addmm_wgrad(total, grad, x, index > 0)
     torch.cuda.synchronize()
     assert torch.cuda.max_memory_allocated() - before < N * K

@@ -29,10 +29,10 @@ def kernels(rank: Rank, config: Any, folder: str) -> list[str]:
     from megascale.train.step import train_step
 
     run = run_of(rank, config)
-    train_step(run, run.train.batch(0))
+    train_step(run, run.train_loader.batch(0))
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities) as profile:
-        train_step(run, run.train.batch(run.progress.samples))
+        train_step(run, run.train_loader.batch(run.progress.samples))
         run.device.synchronize()
     path = f"{folder}/trace.json"
     profile.export_chrome_trace(path)

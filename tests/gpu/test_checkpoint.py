@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megascale.checkpoint.snapshot import Snapshot
+from megascale.checkpoint.save.snapshot import Snapshot
 from megascale.core.rank import Rank
 from tests.gpu.conftest import Figure
 from tests.gpu.machine import device_of, run_of, world_of
@@ -25,15 +25,15 @@ def copied(rank: Rank, size: int) -> tuple[bool, float]:
     import torch
 
     device = device_of(rank)
-    state = torch.arange(size // 4, dtype=torch.float32, device=device.torch)
+    state = torch.arange(size // 4, dtype=torch.float32, device=device.torch_device)
     snapshot = Snapshot([state], device)
     seconds = []
     for _ in range(5):
         start = time.perf_counter()
-        snapshot.take()
+        snapshot.copy_from_tensors()
         seconds.append(time.perf_counter() - start)
-    assert torch.equal(snapshot.numbers.view(torch.float32), state.cpu())
-    return snapshot.numbers.is_pinned(), size / sorted(seconds)[2]
+    assert torch.equal(snapshot.buffer.view(torch.float32), state.cpu())
+    return snapshot.buffer.is_pinned(), size / sorted(seconds)[2]
 
 
 @pytest.mark.gpu(1, only=True)
@@ -55,7 +55,7 @@ def saved_while_training(rank: Rank, config: Any) -> tuple[bool, int]:
         return [t.clone() for shard in run.optimizer.shards for t in (shard.master, *shard.state.values())]
 
     def step() -> None:
-        train_step(run, run.train.batch(run.progress.samples))
+        train_step(run, run.train_loader.batch(run.progress.samples))
 
     step()
     before = state()

@@ -9,7 +9,7 @@ import pytest
 
 from megascale.catalog.backends import BACKENDS
 from megascale.catalog.recipes import RECIPES
-from megascale.cli.doctor import configurations
+from megascale.cli.doctor import configs_to_check
 from megascale.core.rank import Rank
 from tests.gpu.conftest import Figure
 from tests.gpu.machine import curve_on, device_of, furthest, world_of
@@ -37,13 +37,13 @@ def test_ten_steps_are_those_of_a_cpu(
 
 def verdicts(rank: Rank, config: Any) -> list[tuple[str, str, bool, float | None, str | None]]:
     """Each backend that could serve: operation, name, whether it serves, its difference, what is wrong with it."""
-    from megascale.ops.select import Setting
-    from megascale.ops.selftest import examine
+    from megascale.ops.select import OpContext
+    from megascale.ops.selftest import check_backends
 
-    setting = Setting.of(config, device_of(rank))
+    setting = OpContext.from_config(config, device_of(rank))
     found = []
     for operation in BACKENDS:
-        examination = examine(operation, setting)
+        examination = check_backends(operation, setting)
         assert examination.problem is None, examination.problem
         for verdict in examination.verdicts:
             if verdict.willing:
@@ -55,7 +55,7 @@ def verdicts(rank: Rank, config: Any) -> list[tuple[str, str, bool, float | None
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_every_backend_computes_its_operation(precision: str, figure: Figure) -> None:
-    (config,) = configurations(None, [f"train.precision={precision}"]).values()
+    (config,) = configs_to_check(None, [f"train.precision={precision}"]).values()
     check(world_of(1, verdicts, config)[0], figure)
 
 
@@ -92,7 +92,7 @@ def spoilt_step(rank: Rank, config: Any, value: str) -> str:
     from tests.gpu.machine import run_of
 
     run = run_of(rank, config)
-    train_step(run, run.train.batch(0))
+    train_step(run, run.train_loader.batch(0))
 
     def spoil(module: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         x = inputs[0].clone()
@@ -101,5 +101,5 @@ def spoilt_step(rank: Rank, config: Any, value: str) -> str:
 
     run.stages[0].layers["1"].register_forward_pre_hook(spoil)
     with pytest.raises(DivergenceError) as caught:
-        train_step(run, run.train.batch(8))
+        train_step(run, run.train_loader.batch(8))
     return str(caught.value)

@@ -32,7 +32,7 @@ def steps(rank: Rank, config: Any, count: int) -> tuple[list[int], list[int], in
     run = run_of(rank, config)
     allocated, marks = [], []
     for _ in range(count):
-        train_step(run, run.train.batch(run.progress.samples))
+        train_step(run, run.train_loader.batch(run.progress.samples))
         run.mesh.recorder.settle()
         run.device.synchronize()
         allocated.append(0 if run.device.is_cpu else torch.cuda.memory_allocated())
@@ -78,11 +78,11 @@ def spoilt(rank: Rank, config: Any) -> str:
     from megascale.train.step import train_step
 
     run = run_of(rank, config)
-    train_step(run, run.train.batch(0))
-    run.gradients.finish_gather()
-    run.gradients.parameters(0)["layers.0.mlp.up.weight"].data[0, 0].fill_(float("nan"))
+    train_step(run, run.train_loader.batch(0))
+    run.buffers.finish_param_gather()
+    run.buffers.parameters(0)["layers.0.mlp.up.weight"].data[0, 0].fill_(float("nan"))
     with pytest.raises(DivergenceError) as caught:
-        train_step(run, run.train.batch(8))
+        train_step(run, run.train_loader.batch(8))
     return str(caught.value)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megascale.bench.spread import between
+from megascale.bench.quartiles import intervals
 from megascale.core.rank import Rank
 from tests.gpu.conftest import Figure
 from tests.gpu.machine import device_of, rehearsing, run_of, world_of
@@ -30,7 +30,7 @@ def median_step(rank: Rank, config: Any, steps: int = 10) -> float:
     for _ in range(steps + 2):
         run.device.synchronize()
         start = time.perf_counter()
-        train_step(run, run.train.batch(run.progress.samples))
+        train_step(run, run.train_loader.batch(run.progress.samples))
         run.device.synchronize()
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[2:]) * 1e3
@@ -80,8 +80,8 @@ def gemm_beside_a_receive(rank: Rank) -> tuple[float, float]:
     import torch.distributed as dist
 
     device, (tokens, k, n) = device_of(rank), SHAPE
-    x, weight = (torch.randn(rows, k, dtype=torch.bfloat16, device=device.torch) for rows in (tokens, n))
-    message = torch.zeros(3 << 20, dtype=torch.bfloat16, device=device.torch)
+    x, weight = (torch.randn(rows, k, dtype=torch.bfloat16, device=device.torch_device) for rows in (tokens, n))
+    message = torch.zeros(3 << 20, dtype=torch.bfloat16, device=device.torch_device)
     timer = device.timer()
 
     def gemms() -> list[Any]:
@@ -93,7 +93,7 @@ def gemm_beside_a_receive(rank: Rank) -> tuple[float, float]:
 
     def milliseconds(marks: list[Any]) -> float:
         device.synchronize()
-        return statistics.median(between(timer, marks)) * 1e3
+        return statistics.median(intervals(timer, marks)) * 1e3
 
     alone = milliseconds(gemms())
     exchange = dist.isend if rank.rank else dist.irecv

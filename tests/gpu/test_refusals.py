@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megascale.core.errors import Exit
-from megascale.device import gpus
+from megascale.device import gpu_count
 from tests.jobs import Job, job_config
 from tests.runs import GPT
 
@@ -25,8 +25,8 @@ def refused(config: Path, *overrides: str, **environment: str) -> str:
 
 def test_more_ranks_than_gpus(tmp_path: Path) -> None:
     config = job_config(tmp_path, GPT, train__precision="bf16")
-    err = refused(config, f"parallel.dp={gpus() + 1}", f"batch.global={gpus() + 1}")
-    assert f"local rank {gpus()} has no GPU" in err
+    err = refused(config, f"parallel.dp={gpu_count() + 1}", f"batch.global={gpu_count() + 1}")
+    assert f"local rank {gpu_count()} has no GPU" in err
 
 
 def test_two_processes_that_see_one_gpu(tmp_path: Path) -> None:

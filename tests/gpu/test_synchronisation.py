@@ -12,12 +12,12 @@ import torch
 from megascale.comm import init
 from megascale.core.events import COMPUTE
 from megascale.core.rank import Rank
-from megascale.device import Device, StreamTimer, detect
-from megascale.trace.recorder import MOST
-from megascale.train.build import build, mesh_of
+from megascale.device import Device, StreamTimer, detect_device
+from megascale.trace.recorder import MAX_MARKS_AT_ONCE
+from megascale.train.build import build_mesh, build_rank_run
 from megascale.train.evaluate import evaluate
 from megascale.train.step import train_step
-from megascale.train.stop import Stop
+from megascale.train.stop import StopRequest
 from tests.runs import GPT, LLAMA, config_of, settings
 
 pytestmark = pytest.mark.gpu(1, only=True)
@@ -56,10 +56,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def device() -> Iterator[Device]:
-    found = detect()
-    init.start(RANK, found)
+    found = detect_device()
+    init.init_distributed(RANK, found)
     yield found
-    init.stop()
+    init.shutdown_distributed()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -72,13 +72,13 @@ def test_a_step_and_an_evaluation_synchronise_with_nothing(case: str, device: De
         pytest.skip("needs a GPU of compute capability 8.9 or more")
     more = {"train__precision": "bf16", "train__eval_every": 5, "train__eval_steps": 2} | more
     config = config_of(settings(model, tmp_path, **more), tmp_path)
-    run = build(config, mesh_of(config, RANK, device), device, Stop())
-    train_step(run, run.train.batch(0))
+    run = build_rank_run(config, build_mesh(config, RANK, device), device, StopRequest())
+    train_step(run, run.train_loader.batch(0))
     evaluate(run)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        train_step(run, run.train.batch(8))
+        train_step(run, run.train_loader.batch(8))
         evaluate(run)
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -90,10 +90,10 @@ def test_a_step_and_an_evaluation_synchronise_with_nothing(case: str, device: De
 def test_records_settle_while_a_step_is_issued(device: Device, tmp_path: Path) -> None:
     """After many micro-batches few are left when the step returns."""
     config = config_of(settings(GPT, tmp_path, train__precision="bf16", batch__global=256), tmp_path)
-    run = build(config, mesh_of(config, RANK, device), device, Stop())
+    run = build_rank_run(config, build_mesh(config, RANK, device), device, StopRequest())
     for _ in range(2):
-        train_step(run, run.train.batch(run.progress.samples))
-        run.mesh.recorder.settle()
+        train_step(run, run.train_loader.batch(run.progress.samples))
+        run.mesh.recorder.resolve_marks()
     torch.cuda._sleep(1_000_000_000)  # the device is far behind
-    train_step(run, run.train.batch(run.progress.samples))
-    assert len(run.mesh.recorder._marked) <= 2 * MOST
+    train_step(run, run.train_loader.batch(run.progress.samples))
+    assert len(run.mesh.recorder._unresolved) <= 2 * MAX_MARKS_AT_ONCE

@@ -1,4 +1,4 @@
-"""Dumps of the flight recorder, as torch 2.13 writes them of NCCL groups (FlightRecorderDetail.hpp, version 2.10)."""
+"""Dumps of the flight recorder, as torch 2.13 writes for NCCL groups (FlightRecorderDetail.hpp, version 2.10)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 START = 1_700_000_000
-"""Seconds of the clock at which the operations began."""
+"""Start of the operations, in seconds since the epoch."""
 
 
 class Recorder:
-    """What one rank records. `groups`: their ranks, by description."""
+    """The record of a rank. `groups`: the groups' ranks, by description."""
 
     def __init__(self, rank: int, host: str, **groups: list[int]) -> None:
         self.rank = rank
@@ -21,14 +21,14 @@ class Recorder:
         self._sequences = {name: [0, 0] for name in groups}
 
     def collective(self, group: str, name: str = "all_reduce", at: float = 0.0, done: bool = True) -> None:
-        """A collective, started `at` seconds."""
+        """Record a collective, started `at` seconds after START."""
         self._sequences[group][0] += 1
         self._add(group, name, at, done, False)
 
     def message(
         self, group: str, what: str, peer: int, at: float = 0.0, done: bool = True, batch: bool = False
     ) -> None:
-        """A message of its own. In a batch it never ends, and one that starts the batch counts for the others."""
+        """Record a message. In a batch a message has no end, and the batch has a single sequence number."""
         ranks = self.groups[group]
         arrow = "->" if what == "send" else "<-"
         self._sequences[group][1] += not batch
@@ -36,10 +36,10 @@ class Recorder:
         self._add(group, name, at, done and not batch, True)
 
     def batch(self, group: str, *messages: tuple[str, int], at: float = 0.0, done: bool = True) -> None:
-        """Messages that are started together."""
+        """Record a batch of messages."""
         self._sequences[group][1] += 1
         for what, peer in messages:
-            self._message(group, what, peer, at, done=False)  # it has no end of its own
+            self._message(group, what, peer, at, done=False)  # only the batch has an end
         self._add(group, "coalesced", at, done, False)
 
     def _message(self, group: str, what: str, peer: int, at: float, done: bool) -> None:
@@ -75,7 +75,7 @@ class Recorder:
         })  # fmt: skip
 
     def as_bytes(self) -> bytes:
-        """The dump."""
+        """Return the dump."""
         config = {
             f"hash of {name}": {"name": f"hash of {name}", "desc": name, "ranks": str(ranks)}
             for name, ranks in self.groups.items()
@@ -91,5 +91,5 @@ class Recorder:
         return pickle.dumps(dump, protocol=2)
 
     def write(self, folder: Path) -> None:
-        """Leave the dump in a folder, as TORCH_FR_DUMP_TEMP_FILE names it."""
+        """Write the dump to a folder, with the name that TORCH_FR_DUMP_TEMP_FILE gives."""
         (folder / f"{self.host}_rank_{self.rank}").write_bytes(self.as_bytes())

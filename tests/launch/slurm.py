@@ -12,7 +12,7 @@ from pathlib import Path
 
 SECONDS = 60
 CPUS = 4
-"""What the node claims to have, so that four tasks fit on any machine."""
+"""Cores that the node reports, so that four tasks fit on any machine."""
 
 CONF = """
 ClusterName=test
@@ -45,7 +45,7 @@ PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP
 
 
 def missing() -> str:
-    """Why there can be no Slurm here; nothing if there can."""
+    """Return why Slurm cannot run here; an empty text if it can."""
     needed = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol")
     absent = [program for program in needed if shutil.which(program, path=_path()) is None]
     if absent:
@@ -54,7 +54,7 @@ def missing() -> str:
 
 
 class Slurm:
-    """The cluster while the context is open. `folder` holds all that it writes."""
+    """The cluster while the context is open. `folder` holds all its files."""
 
     def __init__(self, folder: Path, kill_wait: int = 30) -> None:
         self.folder = folder
@@ -110,7 +110,7 @@ class Slurm:
         return result.stdout.strip()
 
     def state(self, job: str) -> dict[str, str]:
-        """What `scontrol show job` says."""
+        """The output of `scontrol show job`."""
         fields = self.ask("scontrol", "show", "job", job).split()
         return dict(field.split("=", 1) for field in fields if "=" in field)
 

@@ -1,4 +1,4 @@
-"""What ranks give to themselves, and that the documents say so."""
+"""Defaults of environment variables, in ranks and in the documents."""
 
 from __future__ import annotations
 
@@ -9,57 +9,59 @@ from pathlib import Path
 import pytest
 
 from megascale.launch import environment, flight
-from megascale.launch.environment import EVERYWHERE, OF_RUNS, defaults
+from megascale.launch.environment import COMMON_DEFAULTS, MULTI_RANK_DEFAULTS, missing_defaults
 
 RUN = Path("/shared/runs/gpt")
 PAGE = Path(__file__).parents[2] / "docs" / "launch.md"
 
 
 def test_a_run_of_several_ranks_has_all_of_them() -> None:
-    assert defaults({}, RUN, (2, 13)) == {
+    assert missing_defaults({}, RUN, (2, 13)) == {
         "CUDA_DEVICE_MAX_CONNECTIONS": "32",
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_FR_BUFFER_SIZE": "2000",
-        "TORCH_FR_DUMP_TEMP_FILE": flight.prefix(RUN),
+        "TORCH_FR_DUMP_TEMP_FILE": flight.dump_prefix(RUN),
     }
-    assert flight.prefix(RUN) == f"/shared/runs/gpt/flight/{os.uname().nodename}_rank_"
+    assert flight.dump_prefix(RUN) == f"/shared/runs/gpt/flight/{os.uname().nodename}_rank_"
 
 
 def test_one_rank_has_nothing_to_dump() -> None:
-    assert set(defaults({}, None, (2, 13))) == {variable.name for variable in EVERYWHERE}
+    assert set(missing_defaults({}, None, (2, 13))) == {variable.name for variable in COMMON_DEFAULTS}
 
 
 def test_earlier_names_for_an_earlier_torch() -> None:
-    assert set(defaults({}, RUN, (2, 8))) == {variable.earlier or variable.name for variable in (*EVERYWHERE, *OF_RUNS)}
+    assert set(missing_defaults({}, RUN, (2, 8))) == {
+        variable.old_name or variable.name for variable in (*COMMON_DEFAULTS, *MULTI_RANK_DEFAULTS)
+    }
 
 
 @pytest.mark.parametrize("torch", [(2, 8), (2, 13)])
 def test_what_the_user_has_set_stays_under_any_of_its_names(torch: tuple[int, int]) -> None:
-    for variable in (*EVERYWHERE, *OF_RUNS):
-        for name in filter(None, (variable.name, variable.earlier, *variable.also)):
-            found = defaults({name: ""}, RUN, torch)
-            assert len(found) == len(EVERYWHERE) + len(OF_RUNS) - 1
-            assert variable.name not in found and variable.earlier not in found
+    for variable in (*COMMON_DEFAULTS, *MULTI_RANK_DEFAULTS):
+        for name in filter(None, (variable.name, variable.old_name, *variable.aliases)):
+            found = missing_defaults({name: ""}, RUN, torch)
+            assert len(found) == len(COMMON_DEFAULTS) + len(MULTI_RANK_DEFAULTS) - 1
+            assert variable.name not in found and variable.old_name not in found
 
 
 def test_the_threads_of_a_host_s_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(96)))
-    assert defaults({"LOCAL_WORLD_SIZE": "8"})["OMP_NUM_THREADS"] == "12"
-    assert defaults({"LOCAL_WORLD_SIZE": "128"})["OMP_NUM_THREADS"] == "1"
-    assert "OMP_NUM_THREADS" not in defaults({"LOCAL_WORLD_SIZE": "8", "OMP_NUM_THREADS": "4"})
-    assert "OMP_NUM_THREADS" not in defaults({})
+    assert missing_defaults({"LOCAL_WORLD_SIZE": "8"})["OMP_NUM_THREADS"] == "12"
+    assert missing_defaults({"LOCAL_WORLD_SIZE": "128"})["OMP_NUM_THREADS"] == "1"
+    assert "OMP_NUM_THREADS" not in missing_defaults({"LOCAL_WORLD_SIZE": "8", "OMP_NUM_THREADS": "4"})
+    assert "OMP_NUM_THREADS" not in missing_defaults({})
 
 
 def test_this_process_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"})
-    environment.prepare(RUN)
+    environment.set_defaults(RUN)
     assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
 
 
 def test_the_documents_say_which_and_why() -> None:
     table = dict(re.findall(r"^\| `(\w+)` \| `(\S+)` \| ", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
-    assert table == {variable.name: variable.value for variable in (*EVERYWHERE, *OF_RUNS)}
-    for variable in (*EVERYWHERE, *OF_RUNS):
-        assert variable.why in PAGE.read_text(encoding="utf-8")
+    assert table == {variable.name: variable.value for variable in (*COMMON_DEFAULTS, *MULTI_RANK_DEFAULTS)}
+    for variable in (*COMMON_DEFAULTS, *MULTI_RANK_DEFAULTS):
+        assert variable.reason in PAGE.read_text(encoding="utf-8")

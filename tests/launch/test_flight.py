@@ -1,4 +1,4 @@
-"""Who is waited for, by the flight recorder's dumps: made by hand in torch's format, and taken from real ranks."""
+"""The suspect of the flight recorder's dumps: dumps made by hand in torch's format, and dumps of real ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def write(folder: Path, ranks: list[Recorder]) -> None:
 
 
 def stuck(folder: Path, victim: int = 3) -> list[Recorder]:
-    """Ranks of which one does not come to the second all-reduce."""
+    """Write the dumps of ranks whose `victim` does not start the second all-reduce."""
     ranks = recorders(dp=WORLD)
     for rank in ranks:
         rank.collective("dp", at=0)
@@ -42,45 +42,45 @@ def stuck(folder: Path, victim: int = 3) -> list[Recorder]:
 @pytest.mark.parametrize("victim", WORLD)
 def test_the_rank_that_never_joined_is_named(victim: int, tmp_path: Path) -> None:
     stuck(tmp_path, victim)
-    found = flight.find(tmp_path)
+    found = flight.find_suspect(tmp_path)
     assert found is not None and (found.rank, found.host) == (victim, f"node{victim // 2}")
     others = ", ".join(str(rank) for rank in WORLD if rank != victim)
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(START + 1))
-    assert found.what == f"never joined all_reduce 2 of group dp, in which ranks {others} wait since {since}"
+    assert found.reason == f"never joined all_reduce 2 of group dp, in which ranks {others} wait since {since}"
 
 
 def test_a_rank_without_a_dump_is_the_suspect(tmp_path: Path) -> None:
     stuck(tmp_path)
     (tmp_path / "node1_rank_3").unlink()
-    found = flight.find(tmp_path)
+    found = flight.find_suspect(tmp_path)
     assert found is not None and (found.rank, found.host) == (3, None)
-    assert str(found).startswith("rank 3 never joined") and str(found).endswith("; it left no dump of its own")
+    assert str(found).startswith("rank 3 never joined") and str(found).endswith("; it left no dump")
     (tmp_path / "node1_rank_2").unlink()  # as when a whole host has gone
-    found = flight.find(tmp_path)
-    assert found is not None and found.rank == 2 and found.what.endswith("its own, nor did rank 3")
+    found = flight.find_suspect(tmp_path)
+    assert found is not None and found.rank == 2 and found.reason.endswith("no dump, nor did rank 3")
 
 
 def test_through_ranks_that_wait_themselves(tmp_path: Path) -> None:
-    """Rank 0 waits for 1 in dp, 1 for a message of 2, and 2, which sent it late, for 3 in tp."""
+    """Rank 0 waits for 1 in dp, 1 for a message of 2, and 2 for 3 in tp."""
     ranks = recorders(dp=[0, 1], pp=[1, 2], tp=[2, 3])
     ranks[0].collective("dp", at=4, done=False)
     ranks[1].message("pp", "recv", 2, at=3, done=False)
     ranks[2].collective("tp", "all_gather_into_tensor", at=2, done=False)
     write(tmp_path, ranks)
-    found = flight.find(tmp_path)
+    found = flight.find_suspect(tmp_path)
     assert found is not None and found.rank == 3
-    assert found.what.startswith("never joined all_gather_into_tensor 1 of group tp, in which rank 2 waits since ")
+    assert found.reason.startswith("never joined all_gather_into_tensor 1 of group tp, in which rank 2 waits since ")
 
 
 def test_a_receive_that_is_posted_early_does_not_hide_the_stuck_rank(tmp_path: Path) -> None:
-    """Every rank has a receive in flight, the stuck one too: it is the first that started nothing more."""
+    """Every rank has a receive in flight; the last operation of the stuck rank started first."""
     ranks = recorders(pp=WORLD, dp=WORLD)
     for rank in ranks:
         rank.message("pp", "recv", (rank.rank + 1) % 4, at=0.1 * rank.rank, done=False)
         if rank.rank != 1:
             rank.collective("dp", at=5 + rank.rank, done=False)
     write(tmp_path, ranks)
-    found = flight.find(tmp_path)
+    found = flight.find_suspect(tmp_path)
     assert found is not None and found.rank == 1
 
 
@@ -90,18 +90,18 @@ def test_a_message_that_was_not_sent(tmp_path: Path) -> None:
         rank.message("pp", "send" if rank.rank == 0 else "recv", 1 - rank.rank)
     ranks[1].message("pp", "recv", 0, at=1, done=False)
     write(tmp_path, ranks)
-    found = flight.find(tmp_path)
+    found = flight.find_suspect(tmp_path)
     assert found is not None and found.rank == 0
-    assert found.what.startswith("never sent the message of group pp for which rank 1 waits since ")
+    assert found.reason.startswith("never sent the message of group pp for which rank 1 waits since ")
 
 
 def test_a_message_that_was_not_received(tmp_path: Path) -> None:
     ranks = recorders(pp=WORLD)
     ranks[2].message("pp", "send", 1, at=1, done=False)
     write(tmp_path, ranks)
-    found = flight.find(tmp_path)
+    found = flight.find_suspect(tmp_path)
     assert found is not None and found.rank == 1
-    assert found.what.startswith("never received the message of group pp that rank 2 sends since ")
+    assert found.reason.startswith("never received the message of group pp that rank 2 sends since ")
 
 
 def test_messages_of_a_batch_end_with_it(tmp_path: Path) -> None:
@@ -113,17 +113,17 @@ def test_messages_of_a_batch_end_with_it(tmp_path: Path) -> None:
         if rank.rank != 2:
             rank.batch("tp", *pairs, at=1, done=False)
     write(tmp_path, ranks)
-    found = flight.find(tmp_path)
+    found = flight.find_suspect(tmp_path)
     assert found is not None and found.rank == 2
 
 
-def test_nobody_is_blamed_when_all_have_come(tmp_path: Path) -> None:
+def test_no_suspect_when_all_ranks_have_joined(tmp_path: Path) -> None:
     ranks = recorders(dp=WORLD)
     for rank in ranks:
         rank.collective("dp", done=False)
-    assert flight.find(tmp_path) is None
+    assert flight.find_suspect(tmp_path) is None
     write(tmp_path, ranks)
-    assert flight.find(tmp_path) is None
+    assert flight.find_suspect(tmp_path) is None
 
 
 class Evil:
@@ -138,7 +138,7 @@ def test_a_dump_that_cannot_be_read_blames_nobody(
     monkeypatch.chdir(tmp_path)
     stuck(tmp_path)
     (tmp_path / "node1_rank_3").write_bytes(content)
-    assert flight.find(tmp_path) is None
+    assert flight.find_suspect(tmp_path) is None
     assert not (tmp_path / "planted").exists()
 
 
@@ -156,8 +156,8 @@ DAMAGE = {
 
 
 def without_traceback(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A damaged dump of rank 3 has the benefit of the doubt, and one line says so, by the name of its file."""
-    assert flight.find(folder) is None
+    """Check that rank 3 with a damaged dump is no suspect, and that a single line names the file."""
+    assert flight.find_suspect(folder) is None
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"megascale: the flight record {folder / 'node1_rank_3'} cannot be read and is left out: ")
 
@@ -183,11 +183,11 @@ def test_ranks_of_another_shape_are_damage(ranks: object, tmp_path: Path, capsys
 
 @pytest.mark.parametrize("field", DAMAGE)
 def test_a_damaged_dump_of_a_rank_that_waits_hides_no_other(field: str, tmp_path: Path) -> None:
-    """The first that is read is damaged, the others tell."""
+    """The first dump is damaged; the other dumps suffice."""
     ranks = stuck(tmp_path)
     ranks[0].entries[-1] |= DAMAGE[field]
     ranks[0].write(tmp_path)
-    found = flight.find(tmp_path)
+    found = flight.find_suspect(tmp_path)
     assert found is not None and found.rank == 3
 
 
@@ -196,23 +196,23 @@ def test_a_dump_that_was_cut_off(tmp_path: Path) -> None:
     whole = ranks[3].as_bytes()
     for length in range(0, len(whole), 50):
         (tmp_path / "node1_rank_3").write_bytes(whole[:length])
-        assert flight.find(tmp_path) is None
+        assert flight.find_suspect(tmp_path) is None
 
 
 def test_a_dump_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stuck(tmp_path)
     monkeypatch.setattr(flight, "MOST_BYTES", 100)
-    assert flight.find(tmp_path) is None
+    assert flight.find_suspect(tmp_path) is None
 
 
 def test_an_attempt_begins_without_the_dumps_of_the_one_before(tmp_path: Path) -> None:
-    flight.prepare(tmp_path)
-    folder = tmp_path / flight.FOLDER
+    flight.make_dump_folder(tmp_path)
+    folder = tmp_path / flight.DUMP_FOLDER
     stuck(folder)
     (folder / "notes.txt").touch()
-    flight.prepare(tmp_path)
+    flight.make_dump_folder(tmp_path)
     assert [path.name for path in folder.iterdir()] == ["notes.txt"]
-    assert Path(flight.prefix(tmp_path)).parent == folder
+    assert Path(flight.dump_prefix(tmp_path)).parent == folder
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 def leave_a_real_dump(rank: Rank, folder: Path) -> None:
-    """Of three ranks the second comes to an all-reduce only when the others have dumped that they wait for it."""
+    """Run an all-reduce of three ranks that the second joins only after the other ranks have written their dumps."""
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import _dump_fr_trace
@@ -248,6 +248,6 @@ def leave_a_real_dump(rank: Rank, folder: Path) -> None:
 
 def test_real_dumps_of_real_ranks(tmp_path: Path) -> None:
     run_world(3, leave_a_real_dump, tmp_path)
-    found = flight.find(tmp_path)
+    found = flight.find_suspect(tmp_path)
     assert found is not None and (found.rank, found.host) == (1, "h")
-    assert found.what.startswith("never joined all_reduce 2 of group dp, in which ranks 0, 2 wait since ")
+    assert found.reason.startswith("never joined all_reduce 2 of group dp, in which ranks 0, 2 wait since ")

@@ -1,4 +1,4 @@
-"""The launcher: who is blamed when a rank dies, and that nothing outlives a job."""
+"""The local launcher: the report of a failed rank, stops, and no process that outlives its job."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ def run_watchdog(folder: Path, monkeypatch: pytest.MonkeyPatch, **planted: objec
     (folder / "site").mkdir()
     (folder / "site" / "sitecustomize.py").write_text(WATCHDOG.format(folder=str(folder / "flight"), **planted))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder / "site"), str(Path(__file__).parents[2])]))
-    assert local.run(["--version"], 4, folder / "logs", folder / "flight") == Exit.UNCLASSIFIED
+    assert local.run_local_ranks(["--version"], 4, folder / "logs", folder / "flight") == Exit.UNCLASSIFIED
 
 
 @pytest.mark.parametrize("stuck", [0, 3])
 def test_a_stuck_rank_is_named_and_not_those_that_waited(
     stuck: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    flight.prepare(tmp_path)
+    flight.make_dump_folder(tmp_path)
     aborting = [rank for rank in range(4) if rank != stuck]
     run_watchdog(tmp_path, monkeypatch, stuck=stuck, dump=True, aborting=aborting)
     last = capfd.readouterr().err.splitlines()
@@ -106,12 +106,12 @@ def test_a_rank_that_aborts_itself_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """As when an assertion fails in C++; the dumps are of an earlier attempt."""
-    flight.prepare(tmp_path)
+    flight.make_dump_folder(tmp_path)
     for rank in (0, 2, 3):
         recorder = Recorder(rank, "h", dp=[0, 1, 2, 3])
         recorder.collective("dp", done=False)
         recorder.write(tmp_path / "flight")
-    flight.prepare(tmp_path)
+    flight.make_dump_folder(tmp_path)
     run_watchdog(tmp_path, monkeypatch, stuck=None, dump=False, aborting=[2])
     named = f"megascale: rank 2 of 4 on {socket.gethostname()} failed: killed by SIGABRT"
     assert named in capfd.readouterr().err.splitlines()
@@ -130,7 +130,7 @@ if "RANK" in os.environ:
 
 
 def test_ranks_have_the_environment_that_they_need_before_torch(tmp_path: Path) -> None:
-    """And what the user sets stays; dumps of an earlier attempt are gone."""
+    """The user's settings stay; dumps of an earlier attempt are removed."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(ENVIRONMENT)
     old = tmp_path / "runs" / "test" / "flight" / f"{socket.gethostname()}_rank_1"
@@ -142,7 +142,7 @@ def test_ranks_have_the_environment_that_they_need_before_torch(tmp_path: Path) 
     assert status == Exit.OK, err
     for rank in range(2):
         shown, torch = json.loads((tmp_path / f"shown-{rank}").read_text())
-        expected = environment.defaults(own, tmp_path / "runs" / "test") | own
+        expected = environment.missing_defaults(own, tmp_path / "runs" / "test") | own
         assert {name: shown.get(name) for name in expected} == expected
         assert "TORCH_FR_BUFFER_SIZE" not in shown
         assert shown["TORCH_FR_DUMP_TEMP_FILE"] == str(old)[: -len("1")]
@@ -153,19 +153,19 @@ def test_ranks_have_the_environment_that_they_need_before_torch(tmp_path: Path) 
 PLANT = """
 import os
 if os.environ.get("RANK") == "{rank}":
-    import megascale.train.gc as gc
+    import megascale.train.scheduled_gc as gc
     def planted(self, step):
         if step == 3:
             raise {error}
-    gc.ScheduledCollection.after = planted
+    gc.ScheduledGC.collect_if_due = planted
 """
 
 
 def with_planted(folder: Path, rank: int, error: str) -> dict[str, str]:
-    """An environment in which one rank raises after its third step."""
+    """Return an environment in which a rank raises after its third step."""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(PLANT.format(rank=rank, error=error))
-    return {"PYTHONPATH": str(folder)}
+    return {"PYTHONPATH": f"{folder}{os.pathsep}{Path(__file__).parents[2]}"}  # and the tree under test
 
 
 @pytest.mark.slow
@@ -181,8 +181,8 @@ def test_a_ranks_own_error_comes_before_those_of_its_neighbours(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_mendable_error_keeps_its_status_and_has_no_traceback(tmp_path: Path) -> None:
-    planted = "__import__('megascale.core.errors').core.errors.DataError('no such document', mend='prepare again')"
+def test_an_error_with_a_hint_keeps_its_status_and_has_no_traceback(tmp_path: Path) -> None:
+    planted = "__import__('megascale.core.errors').core.errors.DataError('no such document', hint='prepare again')"
     env = with_planted(tmp_path / "site", 1, planted)
     status, out, err = Job(job_config(tmp_path, GPT, **FOUR), env=env).end()
     assert status == Exit.DATA

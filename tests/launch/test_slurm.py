@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from megascale.core.errors import Exit
-from megascale.core.rank import from_environment, meeting_place
+from megascale.core.rank import rank_from_environment, rendezvous_endpoint
 from tests.jobs import job_config
 from tests.launch.slurm import Slurm, missing
 from tests.runs import GPT
@@ -33,8 +33,8 @@ STEP = BATCH | {
 
 
 def test_a_task_of_a_step_is_a_rank() -> None:
-    rank = from_environment(STEP)
-    assert rank is not None and (rank.rank, rank.world, rank.local) == (5, 8, 1)
+    rank = rank_from_environment(STEP)
+    assert rank is not None and (rank.rank, rank.world_size, rank.local_rank) == (5, 8, 1)
 
 
 @pytest.mark.parametrize(
@@ -47,12 +47,12 @@ def test_a_task_of_a_step_is_a_rank() -> None:
     ],
 )
 def test_a_shell_of_a_job_is_no_rank(env: dict[str, str]) -> None:
-    assert from_environment(env) is None
+    assert rank_from_environment(env) is None
 
 
 def test_torchrun_in_a_step_says_the_rank() -> None:
-    rank = from_environment(STEP | {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "4"})
-    assert rank is not None and (rank.rank, rank.world, rank.local) == (9, 16, 4)
+    rank = rank_from_environment(STEP | {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "4"})
+    assert rank is not None and (rank.rank, rank.world_size, rank.local_rank) == (9, 16, 4)
 
 
 @pytest.mark.parametrize(
@@ -66,13 +66,13 @@ def test_torchrun_in_a_step_says_the_rank() -> None:
     ],
 )
 def test_ranks_meet_on_the_first_host(nodes: str, first: str) -> None:
-    assert meeting_place(STEP | {"SLURM_STEP_NODELIST": nodes}) == (first, 22073)
+    assert rendezvous_endpoint(STEP | {"SLURM_STEP_NODELIST": nodes}) == (first, 22073)
 
 
 def test_the_environment_says_where_to_meet() -> None:
-    assert meeting_place(STEP | {"MASTER_ADDR": "ib7", "MASTER_PORT": "4000"}) == ("ib7", 4000)
-    assert meeting_place({"MASTER_ADDR": "ib7"}) == ("ib7", 29500)
-    assert meeting_place(BATCH) is None
+    assert rendezvous_endpoint(STEP | {"MASTER_ADDR": "ib7", "MASTER_PORT": "4000"}) == ("ib7", 4000)
+    assert rendezvous_endpoint({"MASTER_ADDR": "ib7"}) == ("ib7", 29500)
+    assert rendezvous_endpoint(BATCH) is None
 
 
 def test_the_status_of_a_job_is_that_of_the_rank_that_failed_first(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_the_script_outside_a_job() -> None:
 
 
 def clean() -> dict[str, str]:
-    """Our environment, outside any job."""
+    """This process's environment, without a job's variables."""
     return {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
 
 
@@ -132,7 +132,7 @@ class Submitted:
         return match.group(1)
 
     def end(self) -> tuple[str, str]:
-        """State and exit code; its output is complete then."""
+        """Wait for the end of the job and its output; return state and exit code."""
         return self.slurm.end(self.id)
 
     def ranks(self) -> dict[int, int]:
@@ -206,7 +206,7 @@ def test_a_killed_rank_is_named_and_the_job_ends(slurm: Slurm, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_a_job_ends_with_the_status_of_the_rank_that_failed_first(slurm: Slurm, tmp_path: Path) -> None:
-    """srun's own is the highest: 143, of the ranks that it ended."""
+    """srun's own status is the highest: 143, of ranks that srun ended."""
     config = job_config(tmp_path, GPT, **FOUR)
     (tmp_path / "runs" / "test").mkdir(parents=True)
     (tmp_path / "runs" / "test" / "metrics.jsonl").touch()

@@ -1,4 +1,4 @@
-"""The cluster on one machine: links as wide as was asked, and nothing left of it, whatever ends it."""
+"""The testbed: links of the requested bandwidth, and a complete removal after any end."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 
 from megascale.core.errors import Exit
-from megascale.launch import cores, hosts, testbed
-from megascale.launch.cores import CoresError
-from megascale.launch.testbed import Host, Link
+from megascale.launch import cpu_quota, hosts, testbed
+from megascale.launch.cpu_quota import CpuQuotaError
+from megascale.launch.testbed import Host, HostLink
 from tests.jobs import curve, finish, heed_signals, job_config, lives
 from tests.runs import GPT
 from tools import testbed as tool
@@ -34,7 +34,7 @@ FOREVER = ["sh", "-c", "echo ready; setsid sleep 1000 & sleep 1000"]  # and a gr
 
 
 def missing() -> str:
-    """Why there can be no testbed here; nothing if there can."""
+    """Return why a testbed cannot run here; an empty text if it can."""
     absent = [name for name in ("ip", "tc") if shutil.which(name, path="/usr/sbin:/sbin:/usr/bin:/bin") is None]
     if absent:
         return f"{', '.join(absent)} not installed (Debian: iproute2)"
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
 
 def net(link: Path) -> str | None:
-    """Where a link in /proc leads, if it is a network namespace."""
+    """The network namespace that a link in /proc leads to, or None."""
     try:
         place = str(link.readlink())
     except OSError:
@@ -73,7 +73,7 @@ def inside(namespaces: set[str]) -> list[int]:
 
 
 def holders(namespaces: set[str]) -> list[int]:
-    """The processes that keep namespaces alive: they run there, or hold them open."""
+    """The processes that keep namespaces alive: running inside, or with an open descriptor."""
     return sorted({*inside(namespaces), *(int(pid) for pid in processes() if held_by(pid) & namespaces)})
 
 
@@ -85,15 +85,15 @@ def until(question: Callable[[], object], what: str, seconds: float = 30) -> Non
 
 
 def named() -> str:
-    """What `ip netns list` shows, and the interfaces of this machine."""
+    """The output of `ip netns list`, and the interfaces of this machine."""
     shown = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
     return f"{shown.stdout}{socket.if_nameindex()}"
 
 
 def transfer(bed: testbed.Testbed, sender: int, receiver: int, count: int) -> float:
-    """Seconds that a stream of TCP takes to carry `count` bytes from one host to another."""
-    server = bed.inside(receiver, lambda: socket.create_server((bed.hosts[receiver].address, 0)))
-    out = bed.inside(sender, lambda: socket.create_connection(server.getsockname()[:2], 10))
+    """Send `count` bytes by TCP from host to host, and return the seconds."""
+    server = bed.call_on_host(receiver, lambda: socket.create_server((bed.hosts[receiver].address, 0)))
+    out = bed.call_on_host(sender, lambda: socket.create_connection(server.getsockname()[:2], 10))
     into, _ = server.accept()
 
     def send() -> None:
@@ -114,8 +114,8 @@ def transfer(bed: testbed.Testbed, sender: int, receiver: int, count: int) -> fl
 
 
 def reached(bed: testbed.Testbed, rate: float, *pairs: tuple[int, int]) -> list[float]:
-    """The parts of a rate that streams between hosts reach, at once, when each sends what the rate carries in a
-    second. This machine may be busy with other things, so the best of some tries counts.
+    """The shares of `rate` that parallel streams between hosts reach, by the bytes of a second. The best of a few tries
+    counts, because this machine may be busy.
     """
     best = [0.0] * len(pairs)
     for _ in range(5):
@@ -129,12 +129,12 @@ def reached(bed: testbed.Testbed, rate: float, *pairs: tuple[int, int]) -> list[
 
 @pytest.fixture(scope="module")
 def bed() -> Iterator[testbed.Testbed]:
-    with testbed.Testbed(3, Link(100 * MBIT)) as standing:
+    with testbed.Testbed(3, HostLink(100 * MBIT)) as standing:
         yield standing
 
 
 def test_a_link_has_its_rate_in_both_directions(bed: testbed.Testbed) -> None:
-    bed.shape(Link(100 * MBIT))
+    bed.set_link(HostLink(100 * MBIT))
     for pair in ((0, 1), (1, 0)):
         assert 0.8 <= reached(bed, 100 * MBIT, pair)[0] <= 1.05
     assert all(0.8 <= part <= 1.05 for part in reached(bed, 100 * MBIT, (0, 1), (1, 0))), "not full duplex"
@@ -142,7 +142,7 @@ def test_a_link_has_its_rate_in_both_directions(bed: testbed.Testbed) -> None:
 
 @pytest.mark.parametrize("pairs", [((0, 2), (1, 2)), ((2, 0), (2, 1))], ids=["receives", "sends"])
 def test_two_streams_share_the_link_of_one_host(pairs: tuple[tuple[int, int], ...], bed: testbed.Testbed) -> None:
-    bed.shape(Link(100 * MBIT))
+    bed.set_link(HostLink(100 * MBIT))
     start = time.monotonic()
     with ThreadPoolExecutor() as threads:
         list(threads.map(lambda pair: transfer(bed, *pair, int(50 * MBIT / 8)), pairs))
@@ -150,53 +150,53 @@ def test_two_streams_share_the_link_of_one_host(pairs: tuple[tuple[int, int], ..
 
 
 def test_a_standing_link_is_changed(bed: testbed.Testbed) -> None:
-    bed.shape(Link(40 * MBIT))
+    bed.set_link(HostLink(40 * MBIT))
     assert 0.8 <= reached(bed, 40 * MBIT, (0, 1))[0] <= 1.05
-    bed.shape(Link(None))
+    bed.set_link(HostLink(None))
     assert reached(bed, 300 * MBIT, (0, 1))[0] > 1.05, "a link without a rate is limited"
-    bed.shape(Link(20 * MBIT))
+    bed.set_link(HostLink(20 * MBIT))
     assert 0.8 <= reached(bed, 20 * MBIT, (1, 2))[0] <= 1.05
 
 
 def test_a_delay_is_there_or_refused(bed: testbed.Testbed) -> None:
-    """Many kernels have no netem."""
-    bed.shape(Link(100 * MBIT))
+    """Many kernels lack netem."""
+    bed.set_link(HostLink(100 * MBIT))
     try:
-        bed.shape(Link(100 * MBIT, delay_s=0.05))
+        bed.set_link(HostLink(100 * MBIT, delay_s=0.05))
     except testbed.TestbedError as error:
         assert str(error).startswith("this kernel has no netem: tc qdisc ")
-        assert "ask for no delay" in error.mend and error.exit_status == Exit.CONFIG
-        assert bed.link == Link(100 * MBIT)
+        assert "set no delay" in error.hint and error.exit_status == Exit.CONFIG
+        assert bed.link == HostLink(100 * MBIT)
         assert 0.8 <= reached(bed, 100 * MBIT, (0, 1))[0] <= 1.05, "what was refused changed the link"
     else:
         start = time.monotonic()
         transfer(bed, 0, 1, 1)
         assert time.monotonic() - start >= 0.1  # there and back
-        bed.shape(Link(100 * MBIT))
+        bed.set_link(HostLink(100 * MBIT))
         assert 0.8 <= reached(bed, 100 * MBIT, (0, 1))[0] <= 1.05
 
 
 def test_hosts_are_apart(bed: testbed.Testbed) -> None:
-    """Each has its own loopback and one interface, reaches the others and nothing else."""
+    """A host has its own loopback and an interface, and reaches the other hosts only."""
     assert [host.address for host in bed.hosts] == ["10.77.0.1", "10.77.0.2", "10.77.0.3"]
     for host in bed.hosts:
-        names = bed.inside(host.index, lambda: [name for _, name in socket.if_nameindex()])
+        names = bed.call_on_host(host.index, lambda: [name for _, name in socket.if_nameindex()])
         assert {"lo", host.interface} <= set(names)
-    with bed.inside(0, lambda: socket.create_server(("127.0.0.1", 4000))):
-        bed.inside(0, lambda: socket.create_connection(("127.0.0.1", 4000), 5)).close()
+    with bed.call_on_host(0, lambda: socket.create_server(("127.0.0.1", 4000))):
+        bed.call_on_host(0, lambda: socket.create_connection(("127.0.0.1", 4000), 5)).close()
         with pytest.raises(ConnectionRefusedError):
-            bed.inside(1, lambda: socket.create_connection(("127.0.0.1", 4000), 5))
+            bed.call_on_host(1, lambda: socket.create_connection(("127.0.0.1", 4000), 5))
     with pytest.raises(OSError, match="unreachable"):
-        bed.inside(0, lambda: socket.create_connection(("192.0.2.1", 80), 5))
+        bed.call_on_host(0, lambda: socket.create_connection(("192.0.2.1", 80), 5))
 
 
 def test_two_testbeds_do_not_meet() -> None:
-    with testbed.Testbed(2, Link()) as one, testbed.Testbed(2, Link()) as other:
+    with testbed.Testbed(2, HostLink()) as one, testbed.Testbed(2, HostLink()) as other:
         assert one.hosts[0].address == other.hosts[0].address
-        with one.inside(0, lambda: socket.create_server((one.hosts[0].address, 4000))):
-            one.inside(1, lambda: socket.create_connection((one.hosts[0].address, 4000), 5)).close()
+        with one.call_on_host(0, lambda: socket.create_server((one.hosts[0].address, 4000))):
+            one.call_on_host(1, lambda: socket.create_connection((one.hosts[0].address, 4000), 5)).close()
             with pytest.raises(ConnectionRefusedError):
-                other.inside(1, lambda: socket.create_connection((one.hosts[0].address, 4000), 5))
+                other.call_on_host(1, lambda: socket.create_connection((one.hosts[0].address, 4000), 5))
 
 
 def test_a_command_on_every_host(bed: testbed.Testbed) -> None:
@@ -206,26 +206,26 @@ def test_a_command_on_every_host(bed: testbed.Testbed) -> None:
         said.append((host.index, name, line))
 
     script = 'echo "$HOST_INDEX of $HOSTS"; echo "$WORD" >&2; printf end; exit "$HOST_INDEX"'
-    ends = hosts.run(bed, lambda host: ["sh", "-c", script], {"WORD": "given"}, timeout=60, say=say)
+    ends = hosts.run_on_hosts(bed, lambda host: ["sh", "-c", script], {"WORD": "given"}, timeout=60, on_line=say)
     assert [end.status for end in ends] == [0, 1, 2]
-    assert [end.out for end in ends] == [f"{index} of 3\nend" for index in range(3)]
-    assert [end.err for end in ends] == ["given\n"] * 3
+    assert [end.stdout for end in ends] == [f"{index} of 3\nend" for index in range(3)]
+    assert [end.stderr for end in ends] == ["given\n"] * 3
     assert sorted(said) == sorted(
         line for i in range(3) for line in ((i, "out", f"{i} of 3"), (i, "out", "end"), (i, "err", "given"))
     )
 
 
 def test_after_the_time_all_is_killed(bed: testbed.Testbed) -> None:
-    ends = hosts.run(bed, lambda host: ["true"] if host.index == 1 else FOREVER, timeout=1)
+    ends = hosts.run_on_hosts(bed, lambda host: ["true"] if host.index == 1 else FOREVER, timeout=1)
     assert [end.status for end in ends] == [124, 0, 124]
-    assert ends[0].out == "ready\n"
+    assert ends[0].stdout == "ready\n"
     assert not inside({net(Path(host.namespace)) or "" for host in bed.hosts})
-    assert hosts.run(bed, lambda host: ["true"], timeout=60)[0].status == 0, "the hosts go on standing"
+    assert hosts.run_on_hosts(bed, lambda host: ["true"], timeout=60)[0].status == 0, "the hosts go on standing"
 
 
 def test_hosts_end_when_one_has_failed(bed: testbed.Testbed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "GRACE", 0.3)
-    ends = hosts.run(bed, lambda host: ["sh", "-c", "exit 7"] if host.index == 1 else FOREVER, timeout=60)
+    ends = hosts.run_on_hosts(bed, lambda host: ["sh", "-c", "exit 7"] if host.index == 1 else FOREVER, timeout=60)
     assert [end.status for end in ends] == [-signal.SIGKILL, 7, -signal.SIGKILL]
     assert tool.status(ends) == 7
 
@@ -235,9 +235,9 @@ def test_nothing_is_left_of_a_testbed(fails: bool) -> None:
     before = named()
     seen: set[str] = set()
     try:
-        with testbed.Testbed(2, Link(100 * MBIT)) as bed:
+        with testbed.Testbed(2, HostLink(100 * MBIT)) as bed:
             seen = {net(Path(host.namespace)) or "" for host in bed.hosts}
-            process = bed.start(1, FOREVER, stdout=subprocess.PIPE)
+            process = bed.start_command(1, FOREVER, stdout=subprocess.PIPE)
             assert process.stdout is not None and process.stdout.readline() == b"ready\n"
             until(lambda: len(inside(seen)) == 3, "shell and two sleepers")
             assert held_by("self") >= seen and named() == before
@@ -251,7 +251,7 @@ def test_nothing_is_left_of_a_testbed(fails: bool) -> None:
 
 
 class Standing:
-    """The tool with a command that does not end, seen from outside. `namespaces`: its hosts and its switch."""
+    """The tool with an endless command, seen from outside. `namespaces`: of its hosts and its switch."""
 
     def __init__(self) -> None:
         command = [*TOOL, "--hosts", "2", "--rate", "100mbit", "--exec", "--", *FOREVER]
@@ -265,7 +265,7 @@ class Standing:
             raise
         self.namespaces = held_by(self.process.pid)
         self.commands = self.running()
-        (self.keeper,) = set(holders(self.namespaces)) - {self.process.pid, *self.commands}
+        (self.reaper,) = set(holders(self.namespaces)) - {self.process.pid, *self.commands}
 
     def running(self) -> list[int]:
         return inside(held_by(self.process.pid))
@@ -286,16 +286,16 @@ def test_nothing_is_left_when_a_signal_ends_the_tool(number: int) -> None:
     assert status == (-number if number == signal.SIGKILL else 128 + number)
     assert err == ""
     until(lambda: not holders(standing.namespaces), "something of the testbed is left")
-    pids = [*standing.commands, standing.keeper]
+    pids = [*standing.commands, standing.reaper]
     until(lambda: not any(map(lives, pids)), "it lives")  # who ends leaves its namespaces first
     assert named() == before
     again = subprocess.run([*TOOL, "--exec", "--", "true"], check=False, timeout=60)
     assert again.returncode == 0
 
 
-def test_it_is_the_keeper_that_ends_what_kill_9_left() -> None:
+def test_the_reaper_ends_what_kill_9_left() -> None:
     standing = Standing()
-    os.kill(standing.keeper, signal.SIGKILL)
+    os.kill(standing.reaper, signal.SIGKILL)
     standing.end(signal.SIGKILL)
     time.sleep(1)
     assert sorted(inside(standing.namespaces)) == sorted(standing.commands)
@@ -305,11 +305,11 @@ def test_it_is_the_keeper_that_ends_what_kill_9_left() -> None:
 
 
 def test_a_signal_to_all_that_carries_the_tools_name_leaves_nothing() -> None:
-    """As `pkill -f testbed` does: the keeper lets it pass until it has done its work."""
+    """A signal as of `pkill -f testbed`: the reaper blocks it until its work is done."""
     standing = Standing()
-    os.kill(standing.keeper, signal.SIGTERM)
+    os.kill(standing.reaper, signal.SIGTERM)
     standing.end(signal.SIGKILL)
-    until(lambda: not holders(standing.namespaces), "the keeper left before its time")
+    until(lambda: not holders(standing.namespaces), "the reaper left before its time")
 
 
 @pytest.mark.parametrize(
@@ -331,8 +331,8 @@ def test_without_privileges_that_is_said(dropped: str, message: str) -> None:
     [
         (["--exec", "--", "no-such-program"], "no-such-program: No such file or directory  -> "),
         (["--hosts", "251", "--exec", "--", "true"], "a testbed of 251 hosts  -> 1 to 250"),
-        (["--rate", "1bit", "--exec", "--", "true"], "a link of 1 bit/s  -> 1 kbit/s to 1 Tbit/s"),
-        (["--rate", "1000tbit", "--exec", "--", "true"], "a link of 1e+15 bit/s  -> 1 kbit/s to 1 Tbit/s"),
+        (["--rate", "1bit", "--exec", "--", "true"], "a link of 1 bit/s  -> set 1 kbit/s to 1 Tbit/s"),
+        (["--rate", "1000tbit", "--exec", "--", "true"], "a link of 1e+15 bit/s  -> set 1 kbit/s to 1 Tbit/s"),
         (["--rate", "1mb", "--exec", "--", "true"], "'1mb' is not a rate"),
         (["--delay", "1", "--exec", "--", "true"], "'1' is not a time"),
         ([], "the following arguments are required: COMMAND"),
@@ -347,7 +347,7 @@ def test_mistakes_of_the_command_line(arguments: list[str], message: str) -> Non
 def test_without_iproute2_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(testbed.shutil, "which", lambda name, path: None if name == "tc" else f"/sbin/{name}")
     with pytest.raises(testbed.TestbedError, match="tc: no such program  -> install the package iproute2") as error:
-        testbed.Testbed(2, Link()).__enter__()
+        testbed.Testbed(2, HostLink()).__enter__()
     assert error.value.exit_status == Exit.CONFIG
 
 
@@ -362,7 +362,7 @@ def test_rates_in_the_words_of_tc(text: str, bits: float, bed: testbed.Testbed) 
         line = f"tc qdisc replace dev lo root tbf rate {text} burst 100kb limit 100kb && tc qdisc show dev lo"
         return subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=True).stdout
 
-    shown = re.findall(r"rate (\S+)", bed.inside(0, ask))[0]
+    shown = re.findall(r"rate (\S+)", bed.call_on_host(0, ask))[0]
     assert tool.rate(shown) == pytest.approx(bits, rel=0.001)
 
 
@@ -375,19 +375,19 @@ def test_times_in_the_words_of_tc() -> None:
 
 @pytest.mark.slow
 def test_a_job_on_two_hosts(tmp_path: Path, bed: testbed.Testbed) -> None:
-    """The same losses as on one host, and its gradients went over the links."""
+    """The losses equal a single host's, and the gradients went over the links."""
     settings = {"parallel__dp": 3, "train__steps": 2, "train__precision": "fp32", "optimizer__warmup_steps": 1}
     settings |= {"batch__global": 6}
     expected = curve(finish(job_config(tmp_path / "one", GPT, **settings)))
     config = job_config(tmp_path / "three", GPT, **settings)
-    bed.shape(Link(500 * MBIT))
+    bed.set_link(HostLink(500 * MBIT))
     before = sent(bed)
     (tmp_path / "tmp").mkdir()
     env = {"TMPDIR": str(tmp_path / "tmp")}
-    ends = hosts.torchrun(bed, 1, ["-m", "megascale", "train", str(config)], env, timeout=120)
+    ends = hosts.run_torchrun(bed, 1, ["-m", "megascale", "train", str(config)], env, timeout=120)
     assert [end.status for end in ends] == [0, 0, 0], ends
     assert not list((tmp_path / "tmp").glob("torchelastic*"))
-    assert "step 2/2" in ends[0].out and "step 2/2" not in ends[1].out
+    assert "step 2/2" in ends[0].stdout and "step 2/2" not in ends[1].stdout
     records = map(json.loads, (config.parent / "runs" / "test" / "metrics.jsonl").read_text().splitlines())
     for got, wanted in zip(curve([record for record in records if "loss" in record]), expected, strict=True):
         assert got == pytest.approx(wanted)
@@ -402,7 +402,7 @@ def sent(bed: testbed.Testbed) -> list[int]:
         lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
         return next(int(line.split()[9]) for line in lines if line.strip().startswith("eth0:"))
 
-    return [bed.inside(host.index, read) for host in bed.hosts]
+    return [bed.call_on_host(host.index, read) for host in bed.hosts]
 
 
 def test_the_tool_starts_torchrun(tmp_path: Path) -> None:
@@ -428,24 +428,24 @@ print(time.process_time() - used)
 
 def test_a_host_has_no_more_than_its_cores() -> None:
     try:
-        bed = testbed.Testbed(2, Link(), cores=0.25)
+        bed = testbed.Testbed(2, HostLink(), cores=0.25)
         with bed:
-            folders = [cores.folder for cores in bed._cores]
-            ends = hosts.run(bed, lambda host: [sys.executable, "-c", SPIN], timeout=60)
-    except CoresError as error:  # a machine where nobody may bound them says so
+            folders = [quota.cgroup for quota in bed._cpu_quotas]
+            ends = hosts.run_on_hosts(bed, lambda host: [sys.executable, "-c", SPIN], timeout=60)
+    except CpuQuotaError as error:  # this machine does not allow quotas
         assert error.exit_status == Exit.CONFIG and "control groups" in str(error)
         return
     assert [end.status for end in ends] == [0, 0]
-    assert all(0.1 < float(end.out) < 0.35 for end in ends), "a quarter of a second in each"
+    assert all(0.1 < float(end.stdout) < 0.35 for end in ends), "a quarter of a second in each"
     assert folders and not any(folder.exists() for folder in folders)
 
 
 def test_a_group_that_is_gone_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "sleep", None)
-    cores.remove(tmp_path / "gone")
+    cpu_quota.remove_cgroup(tmp_path / "gone")
 
 
 @pytest.mark.parametrize("count", [0.01, 0.0, -1.0, float("nan"), float("inf")])
 def test_a_part_of_a_core_that_cannot_be(count: float) -> None:
-    with pytest.raises(CoresError, match=r"0\.2 or more"), testbed.Testbed(1, Link(), cores=count):
+    with pytest.raises(CpuQuotaError, match=r"0\.2 or more"), testbed.Testbed(1, HostLink(), cores=count):
         pass

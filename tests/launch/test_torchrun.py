@@ -1,4 +1,4 @@
-"""launch/torchrun.sh: the same run as our own launcher's, on one host and on two, and what is seen of a failure."""
+"""launch/torchrun.sh: losses equal to the local launcher's, on one host and on two, and reports of failures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TWO = {"parallel__tp": 2, "train__precision": "fp32"}
 
 
 class Torchrun(Job):
-    """A running launch/torchrun.sh, started where no host is in sight but those that the environment names."""
+    """A running launch/torchrun.sh, with the hosts named by the environment."""
 
     def __init__(self, config: Path, *overrides: str, env: dict[str, str] | None = None) -> None:
         self.folder = config.parent / "runs" / "test"
@@ -37,7 +37,7 @@ class Torchrun(Job):
 
 
 def environment() -> dict[str, str]:
-    """Ours, without what would say where and how many."""
+    """This process's environment, without ranks, hosts and addresses."""
     ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC")
     kept = {name: value for name, value in os.environ.items() if name not in ours}
     return kept | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}

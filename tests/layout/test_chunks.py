@@ -1,4 +1,4 @@
-"""Buckets of a rank's chunks: those that are found sooner are those that are made."""
+"""The buckets of a rank's model chunks: their sizes, and the weights of FP8 GEMMs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megascale.catalog.precisions import PRECISIONS
 from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
 from megascale.layout import blocks
-from megascale.layout.blocks import Block, Columns, Linear, block, operands
+from megascale.layout.blocks import BlockSpec, ColumnParallel, LinearSpec, block_spec, fp8_operands
 from megascale.layout.buckets import pack
-from megascale.layout.chunks import chunk_buckets, eight_bit_weights, packed, unit
-from megascale.layout.tensors import TOKEN_EMBEDDING, whole
+from megascale.layout.chunks import bucket_sizes, chunk_buckets, fp8_weights, module_of
+from megascale.layout.tensors import TOKEN_EMBEDDING, all_params
 from megascale.layout.topology import topology_of
 from tests.drawn import jobs
 from tests.runs import FAMILIES, config_of
@@ -27,25 +27,25 @@ MIB = 1 << 20
 
 @settings(max_examples=60, deadline=None)
 @given(jobs(), st.sampled_from([1, 10**5, 10**6, 10**9, "auto"]))
-def test_packed_buckets_are_those_that_are_made(config: RunConfig, most: int | str) -> None:
-    overlap = config.overlap.model_copy(update={"bucket_bytes": most})
+def test_bucket_sizes_equal_the_packed_buckets(config: RunConfig, bucket_bytes: int | str) -> None:
+    overlap = config.overlap.model_copy(update={"bucket_bytes": bucket_bytes})
     config = config.model_copy(update={"overlap": overlap})
     for rank in range(config.parallel.pp):
-        made, sooner = chunk_buckets(config, rank), packed(config, rank)
-        sizes = [[pack(bucket, topology_of(config)).size for bucket in chunk] for chunk in made]
-        assert [[bucket.numbers for bucket in chunk] for chunk in sooner] == sizes
-        for chunk, buckets in zip(made, sooner, strict=True):
-            for number, (bucket, found) in enumerate(zip(chunk, buckets, strict=True)):
+        packed, estimated = chunk_buckets(config, rank), bucket_sizes(config, rank)
+        sizes = [[pack(bucket, topology_of(config)).numel for bucket in chunk] for chunk in packed]
+        assert [[bucket.numel for bucket in chunk] for chunk in estimated] == sizes
+        for chunk, buckets in zip(packed, estimated, strict=True):
+            for number, (bucket, size) in enumerate(zip(chunk, buckets, strict=True)):
                 tied = number > 0 and [parameter.name for parameter in bucket] == [TOKEN_EMBEDDING]
-                assert found.unit == ("head" if tied else unit(bucket[0].name))
+                assert size.first_module == ("head" if tied else module_of(bucket[0].name))
 
 
-def sizes(folder: Path, dp: int, **more: Any) -> list[list[float]]:
-    """MiB of gradients in the buckets of each chunk of the first rank."""
-    more = {"train__precision": "fp32", **more}
-    tree = run_settings(FAMILIES["llama"], folder, parallel__dp=dp, batch__global=dp, **more)
-    config = config_of(tree, folder, world=dp * more.get("parallel__pp", 1))
-    return [[bucket.numbers * 4 / MIB for bucket in chunk] for chunk in packed(config, 0)]
+def sizes(folder: Path, dp: int, **overrides: Any) -> list[list[float]]:
+    """The sizes, in MiB of gradients, of the buckets of the first rank's chunks."""
+    overrides = {"train__precision": "fp32", **overrides}
+    tree = run_settings(FAMILIES["llama"], folder, parallel__dp=dp, batch__global=dp, **overrides)
+    config = config_of(tree, folder, world=dp * overrides.get("parallel__pp", 1))
+    return [[bucket.numel * 4 / MIB for bucket in chunk] for chunk in bucket_sizes(config, 0)]
 
 
 SMALL: dict[str, Any] = {
@@ -63,17 +63,17 @@ SMALL: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("dp", "expected"),
     [
-        (1, [29, 10]),  # nothing travels: as few buckets as 32 MiB allow
+        (1, [29, 10]),  # no communication: as few buckets as 32 MiB allow
         (2, [5, 5, 5, 5, 5, 5, 5, 5]),  # the norm before the head, of some KiB, goes with the last layer
         (16, [10, 10, 10, 10]),  # 8 MiB for 16 ranks
         (64, [39]),
     ],
 )
-def test_auto_makes_buckets_as_many_as_latency_allows(dp: int, expected: list[int], tmp_path: Path) -> None:
+def test_auto_makes_as_many_buckets_as_latency_allows(dp: int, expected: list[int], tmp_path: Path) -> None:
     assert [[round(size) for size in chunk] for chunk in sizes(tmp_path, dp, **SMALL)] == [expected]
 
 
-def test_auto_cuts_each_chunk_by_itself(tmp_path: Path) -> None:
+def test_auto_splits_every_chunk_separately(tmp_path: Path) -> None:
     chunks = sizes(tmp_path, 2, parallel__pp=2, parallel__vpp=2, **SMALL | {"model__num_layers": 16})
     assert [len(chunk) for chunk in chunks] == [5, 4]  # four layers each, and the embedding at both ends
     assert [[round(size) for size in chunk] for chunk in chunks] == [[5, 5, 5, 5, 5], [5, 5, 5, 5]]
@@ -85,7 +85,7 @@ def test_auto_joins_layers_of_a_deep_chunk(tmp_path: Path) -> None:
     assert max(chunk) < sum(chunk) / 14
 
 
-def test_a_number_is_obeyed(tmp_path: Path) -> None:
+def test_bucket_bytes_limits_the_buckets(tmp_path: Path) -> None:
     (chunk,) = sizes(tmp_path, 2, overlap__bucket_bytes=4_000_000, **SMALL)
     assert [round(size) for size in chunk] == [5] * 8 + [0]
     (chunk,) = sizes(tmp_path, 64, overlap__bucket_bytes=32 * MIB, **SMALL)
@@ -94,32 +94,32 @@ def test_a_number_is_obeyed(tmp_path: Path) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(jobs(), st.sampled_from([2, 8, 64]))
-def test_each_rank_has_its_share_of_a_bucket_of_auto(config: RunConfig, dp: int) -> None:
+def test_shards_of_auto_buckets_have_the_minimum_size(config: RunConfig, dp: int) -> None:
     overlap = config.overlap.model_copy(update={"bucket_bytes": "auto"})
     parallel = config.parallel.model_copy(update={"dp": dp})
     config = config.model_copy(update={"overlap": overlap, "parallel": parallel})
-    number_bytes = PRECISIONS[config.train.precision].facts["accumulate_bytes"]
+    element_bytes = PRECISIONS[config.train.precision].facts["accumulate_bytes"]
     for rank in range(config.parallel.pp):
         for chunk in chunk_buckets(config, rank):
-            own = [bucket for bucket in chunk if [parameter.name for parameter in bucket] != [TOKEN_EMBEDDING]]
-            numbers = [sum(parameter.local_numel(topology_of(config)) for parameter in bucket) for bucket in own]
-            assert len(own) <= 1 or min(numbers) * number_bytes >= dp * (512 << 10)
+            untied = [bucket for bucket in chunk if [parameter.name for parameter in bucket] != [TOKEN_EMBEDDING]]
+            numels = [sum(parameter.local_numel(topology_of(config)) for parameter in bucket) for bucket in untied]
+            assert len(untied) <= 1 or min(numels) * element_bytes >= dp * (512 << 10)
 
 
-def test_fp8_multiplies_no_router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor another matrix of the model that does not say so: an embedding, the head."""
-    serial = blocks.serial
-    router = Linear("mlp.router", "router", 32, (("router", 8),), fp8=False)
+def test_a_router_is_no_fp8_gemm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP8 GEMMs are those of layers with the `fp8` flag: neither a router, nor embedding or head."""
+    serial = blocks.serial_block
+    router = LinearSpec("mlp.router", "router", 32, (("router", 8),), fp8=False)
 
-    def routed(model: ModelConfig, layer: int) -> Block:
-        return (*serial(model, layer), Columns((router,)))
+    def routed(model: ModelConfig, layer: int) -> BlockSpec:
+        return (*serial(model, layer), ColumnParallel((router,)))
 
     tree = run_settings(FAMILIES["gpt"], tmp_path, train__precision="fp8", fp8__bf16_first=0, fp8__bf16_last=1)
     config = config_of(tree, tmp_path)
-    cast, cast_operands = list(eight_bit_weights(config)), list(operands(block(config.model, 0)))
-    monkeypatch.setattr(blocks, "serial", routed)
-    matrices = {parameter.name for parameter in whole(config.model) if parameter.is_matrix}
+    cast, cast_operands = list(fp8_weights(config)), list(fp8_operands(block_spec(config.model, 0)))
+    monkeypatch.setattr(blocks, "serial_block", routed)
+    matrices = {parameter.name for parameter in all_params(config.model) if parameter.is_matrix}
     assert f"layers.0.{router.name}.weight" in matrices
     parts = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
-    assert list(eight_bit_weights(config)) == cast == [f"layers.{i}.{part}.weight" for i in range(3) for part in parts]
-    assert list(operands(block(config.model, 0))) == cast_operands
+    assert list(fp8_weights(config)) == cast == [f"layers.{i}.{part}.weight" for i in range(3) for part in parts]
+    assert list(fp8_operands(block_spec(config.model, 0))) == cast_operands

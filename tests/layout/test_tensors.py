@@ -1,11 +1,19 @@
-"""The list of parameters: names, shapes, padding and flags."""
+"""Names, shapes, padding and flags of the parameters."""
 
 from __future__ import annotations
 
 import pytest
 
 from megascale.config.model import ModelConfig
-from megascale.layout.tensors import Tensor, embedding, head, layer, matrix, padded_vocab, whole
+from megascale.layout.tensors import (
+    TensorSpec,
+    all_params,
+    embedding_params,
+    head_params,
+    layer_params,
+    matrix_param,
+    padded_vocab,
+)
 from megascale.layout.topology import Topology
 from tests.runs import GPT, LLAMA
 
@@ -13,28 +21,28 @@ MODELS = {"gpt": ModelConfig(**GPT), "llama": ModelConfig(**LLAMA)}
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_norms_and_biases_are_no_matrices_and_do_not_decay_and_fp8_multiplies_only_in_blocks(family: str) -> None:
-    for p in whole(MODELS[family]):
+def test_norms_and_biases_are_vectors_without_decay_and_fp8_is_for_blocks_only(family: str) -> None:
+    for p in all_params(MODELS[family]):
         is_matrix = p.name.endswith("weight") and "norm" not in p.name
         in_block = is_matrix and p.name.startswith("layers.")
         assert (p.is_matrix, p.weight_decay, p.fp8) == (is_matrix, is_matrix, in_block), p.name
 
 
 def test_a_tied_head_is_the_embedding() -> None:
-    assert [p.name for p in head(MODELS["gpt"])][-1] == embedding(MODELS["gpt"])[0].name
-    assert [p.name for p in head(MODELS["llama"])][-1] == "head.weight"
-    assert len(whole(MODELS["gpt"])) == len({parameter.name for parameter in whole(MODELS["gpt"])})
+    assert [p.name for p in head_params(MODELS["gpt"])][-1] == embedding_params(MODELS["gpt"])[0].name
+    assert [p.name for p in head_params(MODELS["llama"])][-1] == "head.weight"
+    assert len(all_params(MODELS["gpt"])) == len({parameter.name for parameter in all_params(MODELS["gpt"])})
 
 
 @pytest.mark.parametrize(("vocab", "tp", "padded"), [(50_257, 1, 50_304), (50_257, 8, 50_688), (64_000, 8, 64_000)])
 def test_vocabulary_padding(vocab: int, tp: int, padded: int) -> None:
     model = ModelConfig(**GPT | {"vocab_size": vocab})
     assert padded_vocab(model, tp) == padded
-    assert embedding(model)[0].local_shape(Topology(tp=tp)) == (padded // tp, 32)
+    assert embedding_params(model)[0].local_shape(Topology(tp=tp)) == (padded // tp, 32)
 
 
 def test_qkv_and_gate_up_are_one_matrix_of_named_parts() -> None:
-    parameters, two = {p.name: p for p in layer(MODELS["llama"], 3)}, Topology(tp=2)
+    parameters, two = {p.name: p for p in layer_params(MODELS["llama"], 3)}, Topology(tp=2)
     qkv = parameters["layers.3.attention.qkv.weight"]
     assert [part.name for part in qkv.parts] == [f"layers.3.attention.{part}.weight" for part in "qkv"]
     assert qkv.local_shape(two) == ((32 + 16 + 16) // 2, 32)
@@ -43,6 +51,6 @@ def test_qkv_and_gate_up_are_one_matrix_of_named_parts() -> None:
     assert parameters["layers.3.mlp.down.weight"].local_shape(two) == (32, 24)
 
 
-def test_parts_are_sharded_alike() -> None:
-    with pytest.raises(AssertionError, match="the parts of qk are sharded alike"):
-        matrix("qk", Tensor("q", (8, 8), {"tp": 0}), Tensor("k", (8, 8), {"tp": 1}))
+def test_parts_have_equal_sharding() -> None:
+    with pytest.raises(AssertionError, match="the parts of qk must have equal sharding"):
+        matrix_param("qk", TensorSpec("q", (8, 8), {"tp": 0}), TensorSpec("k", (8, 8), {"tp": 1}))

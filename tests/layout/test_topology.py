@@ -1,4 +1,4 @@
-"""Rank arithmetic."""
+"""Ranks, coordinates and groups of a topology."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ SIZES = st.builds(Topology, *(st.integers(1, 5) for _ in AXES))
 
 
 @given(SIZES)
-def test_ranks_and_coordinates_are_each_others_inverse(topology: Topology) -> None:
-    coords = [topology.coord(rank) for rank in range(topology.world)]
-    assert len(set(coords)) == topology.world
-    assert [topology.rank(coord) for coord in coords] == list(range(topology.world))
+def test_rank_and_coord_are_inverse_functions(topology: Topology) -> None:
+    coords = [topology.coord(rank) for rank in range(topology.world_size)]
+    assert len(set(coords)) == topology.world_size
+    assert [topology.rank(coord) for coord in coords] == list(range(topology.world_size))
 
 
 @given(SIZES, st.sets(st.sampled_from(AXES)))
 def test_groups_partition_the_world(topology: Topology, axes: set[str]) -> None:
     groups = topology.groups(*axes)
-    assert sorted(rank for group in groups for rank in group) == list(range(topology.world))
+    assert sorted(rank for group in groups for rank in group) == list(range(topology.world_size))
     for group in groups:
         assert all(topology.group(rank, *axes) == group for rank in group)
-        places = [topology.index(topology.coord(rank), *axes) for rank in group]
+        places = [topology.index_in_group(topology.coord(rank), *axes) for rank in group]
         assert places == list(range(topology.size(*axes)))
         fixed = {tuple(getattr(topology.coord(rank), axis) for axis in AXES if axis not in axes) for rank in group}
         assert len(fixed) == 1
@@ -34,7 +34,7 @@ def test_groups_partition_the_world(topology: Topology, axes: set[str]) -> None:
 
 def test_tp_is_fastest_and_pp_slowest() -> None:
     topology = Topology(tp=8, cp=1, dp=192, pp=8)
-    assert topology.world == 12_288
+    assert topology.world_size == 12_288
     assert topology.group(5000, "tp") == list(range(5000, 5008))
     assert topology.coord(5000) == Coord(tp=0, cp=0, dp=5000 // 8 % 192, pp=5000 // (8 * 192))
     assert topology.group(0, "pp") == [stage * 8 * 192 for stage in range(8)]
@@ -49,4 +49,4 @@ def test_a_rank_outside_the_world_is_refused() -> None:
 def test_a_configuration_has_a_topology(config: RunConfig) -> None:
     topology, p = topology_of(config), config.parallel
     assert topology == Topology(tp=p.tp, cp=p.cp, dp=config.dp, pp=p.pp)
-    assert topology.world == config.world
+    assert topology.world_size == config.world_size

@@ -1,4 +1,4 @@
-"""Windows in the network: how far back a token is seen, and that no layout changes it."""
+"""Sliding windows in the network: their reach, equal in every layout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megascale.config.model import ModelConfig
-from megascale.layout.windows import BLOCK
+from megascale.layout.windows import QUERY_BLOCK
 from tests.model.test_transformer import SEQUENCE, VOCABULARY, logits, stage_of, tokens_of
 from tests.runs import FAMILIES, config_of, settings
 from tests.train.test_layout_invariance import train_all
@@ -19,8 +19,8 @@ from tests.worlds import run_world
 @pytest.mark.parametrize("block", ["serial", "parallel"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("window", [1, 2, 4, [3, 1], [2, 5, 1]])
-def test_layers_carry_a_token_as_far_as_their_windows_reach(window: int | list[int], family: str, block: str) -> None:
-    """Each adds the keys before a query's own. A token beyond that changes nothing, to the bit."""
+def test_the_receptive_field_is_the_sum_of_the_windows(window: int | list[int], family: str, block: str) -> None:
+    """A layer adds window - 1 earlier positions. An earlier token does not change the output, bit for bit."""
     model = FAMILIES[family] | {"window": window, "block": block}
     pattern = window if isinstance(window, list) else [window]
     reach = sum(pattern[layer % len(pattern)] - 1 for layer in range(model["num_layers"]))
@@ -34,7 +34,7 @@ def test_layers_carry_a_token_as_far_as_their_windows_reach(window: int | list[i
         assert differs == [position <= i <= position + reach for i in range(SEQUENCE)]
 
 
-def test_zero_and_the_whole_sequence_are_no_window() -> None:
+def test_zero_and_the_full_sequence_mean_no_window() -> None:
     tokens = tokens_of(0)
     expected = logits(stage_of(FAMILIES["gpt"]), tokens)
     for window in (0, SEQUENCE, 99, [0, SEQUENCE]):
@@ -59,16 +59,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def test_no_layout_changes_a_run_with_windows(tmp_path: Path) -> None:
-    """In blocks of queries, with windows shorter and longer than a block; and with dropout."""
+    """Cover windows shorter and longer than a block of queries, and dropout."""
     runs: list[dict[str, Any]] = [
-        {"model__seq_length": BLOCK + 8, "model__window": [5, 0, BLOCK + 3]},
+        {"model__seq_length": QUERY_BLOCK + 8, "model__window": [5, 0, QUERY_BLOCK + 3]},
         {"model__window": [5, 0, 3], "model__dropout": 0.1},
     ]
     curves = {}
     for name, layout in LAYOUTS.items():
         more = {"batch__global": 2, "optimizer__lr": 1e-3}
         configs = [config_of(settings(FAMILIES["gpt"], tmp_path, **run, **more, **layout), tmp_path) for run in runs]
-        curves[name] = torch.tensor(run_world(configs[0].world, train_all, configs)[0], dtype=torch.float64)
+        curves[name] = torch.tensor(run_world(configs[0].world_size, train_all, configs)[0], dtype=torch.float64)
     for name, curve in curves.items():
         expected = curves["alone"]
         assert len(expected.flatten().unique()) == expected.numel()

@@ -1,4 +1,4 @@
-"""Initial weights are a function of the seed, the global name and the place in the tensor: no layout changes them."""
+"""Initial weights depend on the seed, the global name and the index in the tensor, not on the layout."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from megascale.config.model import ModelConfig
 from megascale.core.rank import Rank
-from megascale.layout.tensors import Parameter, Tensor, matrix, whole
+from megascale.layout.tensors import ParamSpec, TensorSpec, all_params, matrix_param
 from megascale.layout.topology import Coord, Topology
 from megascale.model import initialize
-from megascale.model.initialize import fill
+from megascale.model.initialize import init_parameter
 from tests.oracles.ours import Piece, boxes_of, join, parameters_of
 from tests.runs import FAMILIES, build_run, config_of, settings
 from tests.worlds import run_world
@@ -26,35 +26,35 @@ SEED = 7
 
 
 def local(
-    parameter: Parameter, rank: int, tp: int, dtype: torch.dtype = torch.float32, seed: int = SEED
+    parameter: ParamSpec, rank: int, tp: int, dtype: torch.dtype = torch.float32, seed: int = SEED
 ) -> torch.Tensor:
-    """A rank's part, written over memory that held something else."""
+    """Initialize a rank's shard in memory that is not zero."""
     topology = Topology(tp=tp)
     target = torch.full(parameter.local_shape(topology), 1e9, dtype=dtype)
-    fill(target, parameter, topology, Coord(tp=rank), seed)
+    init_parameter(target, parameter, topology, Coord(tp=rank), seed)
     return target
 
 
-def pieces(parameter: Parameter, tp: int) -> list[list[Piece]]:
-    """What every tp rank holds, by global place. What is left of a rank's part must be zero: padding."""
-    found = []
+def pieces(parameter: ParamSpec, tp: int) -> list[list[Piece]]:
+    """Assemble the global tensors from all tp ranks, and check that padding is zero."""
+    results = []
     for rank in range(tp):
         target, row = local(parameter, rank, tp), 0
         mine = []
         for tensor in parameter.parts:
-            offset, size = tensor.local(Topology(tp=tp), Coord(tp=rank))
+            offset, size = tensor.local_box(Topology(tp=tp), Coord(tp=rank))
             box = tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
             mine.append((tensor.name, box, target[row : row + size[0]].clone().numpy()))
             target[row : row + size[0]] = 0
             row += size[0]
         assert not target.any(), f"padding of {parameter.name} is not zero"
-        found.append(mine)
-    return found
+        results.append(mine)
+    return results
 
 
 @st.composite
 def models(draw: st.DrawFn) -> tuple[ModelConfig, int]:
-    """A small model, and a tp that can cut it."""
+    """Draw a small model, and a tp that can shard the model."""
     tp = draw(st.sampled_from([1, 2, 3, 4, 8]))
     kv_heads = tp * draw(st.integers(1, 2))
     heads = kv_heads * draw(st.integers(1, 3))
@@ -79,60 +79,63 @@ def models(draw: st.DrawFn) -> tuple[ModelConfig, int]:
 
 
 @given(models(), st.sampled_from([1, 50, 333, 1 << 20]))
-def test_every_split_over_tp_holds_the_same_tensors(drawn: tuple[ModelConfig, int], block: int) -> None:
-    """Whatever share of a tensor's blocks a rank's part starts and ends in."""
+def test_every_tp_holds_the_same_tensors(drawn: tuple[ModelConfig, int], block: int) -> None:
+    """A shard may start and end inside a block."""
     model, tp = drawn
     with patch.object(initialize, "BLOCK", block):
-        for parameter in whole(model):
+        for parameter in all_params(model):
             shapes = {tensor.name: tensor.shape for tensor in parameter.parts}
-            expected, found = join(shapes, pieces(parameter, 1)), join(shapes, pieces(parameter, tp))
-            assert all((found[name] == expected[name]).all() for name in shapes)
+            expected, results = join(shapes, pieces(parameter, 1)), join(shapes, pieces(parameter, tp))
+            assert all((results[name] == expected[name]).all() for name in shapes)
 
 
 def test_a_tensor_of_many_blocks() -> None:
-    """Of the size that blocks have in earnest."""
-    parameter = matrix("wide", Tensor("wide", (2_500, 1_024), {"tp": 0}, std=0.1))
-    found = torch.cat([local(parameter, rank, 4) for rank in range(4)])
-    assert torch.equal(found, local(parameter, 0, 1))
-    first, second = found[: initialize.BLOCK // 1_024], found[initialize.BLOCK // 1_024 :][: initialize.BLOCK // 1_024]
+    """Uses the real block size."""
+    parameter = matrix_param("wide", TensorSpec("wide", (2_500, 1_024), {"tp": 0}, std=0.1))
+    results = torch.cat([local(parameter, rank, 4) for rank in range(4)])
+    assert torch.equal(results, local(parameter, 0, 1))
+    first, second = (
+        results[: initialize.BLOCK // 1_024],
+        results[initialize.BLOCK // 1_024 :][: initialize.BLOCK // 1_024],
+    )
     assert not torch.equal(first, second)
-    assert abs(float(found.mean())) < 5 * 0.1 / math.sqrt(found.numel())
-    assert abs(float(found.std()) / 0.1 - 1) < 5 / math.sqrt(2 * found.numel())
+    assert abs(float(results.mean())) < 5 * 0.1 / math.sqrt(results.numel())
+    assert abs(float(results.std()) / 0.1 - 1) < 5 / math.sqrt(2 * results.numel())
 
 
-def test_a_matrix_cut_by_columns_is_the_same_matrix() -> None:
-    parameter = matrix("tall", Tensor("tall", (30, 1_000), {"tp": 1}, std=0.1))
+def test_a_column_sharded_matrix_is_the_same_matrix() -> None:
+    parameter = matrix_param("tall", TensorSpec("tall", (30, 1_000), {"tp": 1}, std=0.1))
     with patch.object(initialize, "BLOCK", 7_000):
-        found = torch.cat([local(parameter, rank, 8) for rank in range(8)], 1)
-        assert torch.equal(found, local(parameter, 0, 1))
+        results = torch.cat([local(parameter, rank, 8) for rank in range(8)], 1)
+        assert torch.equal(results, local(parameter, 0, 1))
 
 
-def test_names_and_seeds_tell_tensors_apart() -> None:
+def test_names_and_seeds_give_different_tensors() -> None:
     def draw(name: str, seed: int) -> torch.Tensor:
-        return local(matrix("p", Tensor(name, (8, 8), std=1.0)), 0, 1, seed=seed)
+        return local(matrix_param("p", TensorSpec(name, (8, 8), std=1.0)), 0, 1, seed=seed)
 
     drawn = [draw("a", 0), draw("b", 0), draw("a", 1)]
     assert len({tuple(t.flatten().tolist()) for t in drawn}) == 3
     assert torch.equal(draw("a", 0), drawn[0])
 
 
-def test_tensors_are_drawn_alike_alone_and_fused() -> None:
-    q, k = Tensor("q", (8, 4), {"tp": 0}, std=1.0), Tensor("k", (4, 4), {"tp": 0}, std=1.0)
-    fused = local(matrix("qk", q, k), 1, 2)
-    assert torch.equal(fused, torch.cat([local(matrix("q", q), 1, 2), local(matrix("k", k), 1, 2)]))
+def test_fused_and_separate_tensors_are_equal() -> None:
+    q, k = TensorSpec("q", (8, 4), {"tp": 0}, std=1.0), TensorSpec("k", (4, 4), {"tp": 0}, std=1.0)
+    fused = local(matrix_param("qk", q, k), 1, 2)
+    assert torch.equal(fused, torch.cat([local(matrix_param("q", q), 1, 2), local(matrix_param("k", k), 1, 2)]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_number_formats_hold_the_same_numbers(dtype: torch.dtype) -> None:
-    parameter = matrix("p", Tensor("p", (16, 16), std=1.0))
+def test_dtypes_round_the_same_elements(dtype: torch.dtype) -> None:
+    parameter = matrix_param("p", TensorSpec("p", (16, 16), std=1.0))
     assert torch.equal(local(parameter, 0, 1, dtype), local(parameter, 0, 1).to(dtype))
 
 
-def test_each_kind_of_tensor_starts_as_it_should() -> None:
+def test_initial_distribution_by_kind_of_tensor() -> None:
     model = ModelConfig.model_validate(
         {"num_layers": 8, "hidden_size": 64, "num_heads": 4, "vocab_size": 500, "seq_length": 64, "init_std": 0.5}
     )
-    for parameter in whole(model):
+    for parameter in all_params(model):
         start = local(parameter, 0, 1)
         if parameter.name.endswith(".bias"):
             assert not start.any()
@@ -157,9 +160,9 @@ def _built(rank: Rank, config: object) -> list[Piece]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_runs_of_any_layout_start_from_the_same_weights(family: str, tmp_path: Path) -> None:
     layouts = [{}, {"parallel__tp": 2, "parallel__pp": 2, "parallel__vpp": 2, "parallel__sp": True}]
-    found = []
+    results = []
     for layout in layouts:
         config = config_of(settings(FAMILIES[family], tmp_path, **layout), tmp_path)
-        shapes = {tensor.name: tensor.shape for parameter in whole(config.model) for tensor in parameter.parts}
-        found.append(join(shapes, run_world(config.world, _built, config)))
-    assert all(np.array_equal(found[0][name], found[1][name]) for name in found[0])
+        shapes = {tensor.name: tensor.shape for parameter in all_params(config.model) for tensor in parameter.parts}
+        results.append(join(shapes, run_world(config.world_size, _built, config)))
+    assert all(np.array_equal(results[0][name], results[1][name]) for name in results[0])

@@ -1,4 +1,4 @@
-"""Rows that pad the vocabulary change nothing, and nothing changes them."""
+"""Padding rows of the vocabulary do not change training, and training does not change padding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.layout import tensors
-from megascale.train.step import totals, train_step
+from megascale.train.step import reduce_totals, train_step
 from tests.marks import only_quick
 from tests.runs import FAMILIES, build_run, config_of, settings
 from tests.worlds import run_world
@@ -21,41 +21,45 @@ STEPS = 4
 
 
 def train(rank: Rank, config: RunConfig, multiple: int) -> tuple[list[tuple[float, float]], int, bool, list[float]]:
-    """With the rows of each rank a multiple of `multiple`: losses and norms, how many padding rows this rank has,
-    whether they are zero after training; and the loss of one batch then, before and after they are overwritten.
+    """Train with the rows of a rank a multiple of `multiple`.
+
+    Returns losses and norms, number of padding rows, whether padding is zero after training, and the loss of a batch
+    before and after padding is overwritten.
     """
     with patch.object(tensors, "VOCAB_MULTIPLE", multiple):
         run: Any = build_run(rank, config)
     curve = []
     for _ in range(STEPS):
-        result = train_step(run, run.train.batch(run.progress.samples))
+        result = train_step(run, run.train_loader.batch(run.progress.samples))
         curve.append((result.loss, result.grad_norm))
-    run.gradients.finish_gather()
+    run.buffers.finish_param_gather()
     padding = []
-    for bucket in run.gradients.buckets:
+    for bucket in run.buffers.buckets:
         for slot in bucket.layout.slots:
             (tensor, *_) = slot.parameter.parts
-            if tensor.multiple > 1:
-                _, size = tensor.local(run.mesh.topology, run.mesh.coord)
+            if tensor.pad_multiple > 1:
+                _, size = tensor.local_box(run.mesh.topology, run.mesh.coord)
                 padding.append(bucket.parameters[slot.parameter.name].data[size[0] :])
     zero = not any(rows.any() for rows in padding)
     losses = []
     for garbage in (False, True):
         for rows in padding:
             rows.fill_(1e3 if garbage else 0.0)
-        batch = run.train.batch(run.progress.samples)
+        batch = run.train_loader.batch(run.progress.samples)
         with torch.no_grad():
-            losses.append(float(totals(run.mesh, run.pipeline.run(run.valid_order, batch), batch.tokens)[0]))
+            losses.append(
+                float(reduce_totals(run.mesh, run.pipeline.run_actions(run.valid_order, batch), batch.loss_tokens)[0])
+            )
     return curve, sum(len(rows) for rows in padding), zero, losses
 
 
 @pytest.mark.parametrize("family", only_quick(FAMILIES, "gpt"))
 def test_padding(family: str, tmp_path: Path) -> None:
-    """101 tokens as 101, 128 and 200 rows; with 200 the second rank of two holds one token."""
+    """Pad 101 tokens to 101, 128 and 200 rows; with 200 the second of two ranks holds one token."""
     curves = []
     for tp, multiple, rows in ((1, 1, 101), (1, 64, 128), (2, 64, 128), (2, 100, 200)):
         config = config_of(settings(FAMILIES[family], tmp_path, parallel__tp=tp, parallel__dp=1), tmp_path)
-        ranks = run_world(config.world, train, config, multiple)
+        ranks = run_world(config.world_size, train, config, multiple)
         tables = 1 if config.model.tie_embeddings else 2
         assert sum(padding for _, padding, _, _ in ranks) == (rows - 101) * tables
         for curve, _, zero, (loss, with_garbage) in ranks:

@@ -1,4 +1,4 @@
-"""What holds of a whole stage, beside its numbers, which tests/oracles compares with other implementations."""
+"""Properties of a stage; tests/oracles compares its output with other implementations."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from megascale.config.model import ModelConfig
-from megascale.layout.tensors import whole
+from megascale.layout.tensors import all_params
 from megascale.layout.topology import Coord, Topology
-from megascale.model.initialize import fill
+from megascale.model.initialize import init_parameter
 from megascale.model.transformer import Stage
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.rng import Dropout
@@ -25,9 +25,9 @@ families = pytest.mark.parametrize("model", FAMILIES.values(), ids=list(FAMILIES
 def stage_of(model: dict[str, Any]) -> Stage:
     config = ModelConfig.model_validate(model | {"init_std": 0.2})
     parameters = {}
-    for parameter in whole(config):
+    for parameter in all_params(config):
         target = torch.empty(parameter.local_shape(Topology()), dtype=torch.float64)
-        fill(target, parameter, Topology(), Coord(), seed=0)
+        init_parameter(target, parameter, Topology(), Coord(), seed=0)
         parameters[parameter.name] = nn.Parameter(target)
     return Stage(given(config, parameters), range(config.num_layers), True, True)
 
@@ -43,11 +43,11 @@ def tokens_of(seed: int) -> Tensor:
 @torch.no_grad()
 def logits(stage: Stage, tokens: Tensor) -> Tensor:
     assert stage.head is not None
-    return stage.head.logits(stage.hidden(None, micro_batch(tokens)))[:, 0, :VOCABULARY]
+    return stage.head.logits(stage.hidden_states(None, micro_batch(tokens)))[:, 0, :VOCABULARY]
 
 
 @families
-def test_a_token_changes_what_follows_and_nothing_before(model: dict[str, Any]) -> None:
+def test_a_token_changes_later_positions_only(model: dict[str, Any]) -> None:
     stage, tokens = stage_of(model), tokens_of(0)
     before = logits(stage, tokens)
     for position in range(SEQUENCE):
@@ -63,20 +63,20 @@ def test_samples_do_not_see_each_other(model: dict[str, Any]) -> None:
     stage, tokens = stage_of(model), torch.cat([tokens_of(0), tokens_of(1)], 1)
     assert stage.head is not None
     with torch.no_grad():
-        together = stage.head.logits(stage.hidden(None, micro_batch(tokens)))
+        together = stage.head.logits(stage.hidden_states(None, micro_batch(tokens)))
     for row in range(2):
         torch.testing.assert_close(together[:, row, :VOCABULARY], logits(stage, tokens[:, row : row + 1]))
 
 
 @families
-def test_equal_tokens_are_told_apart_by_position(model: dict[str, Any]) -> None:
+def test_equal_tokens_differ_by_position(model: dict[str, Any]) -> None:
     stage = stage_of(model)
     out = logits(stage, torch.cat([torch.tensor([[1], [2]]), torch.full((SEQUENCE - 2, 1), 3)]))
     assert len(out[2:].round(decimals=9).unique(dim=0)) == SEQUENCE - 2
 
 
 @families
-def test_a_stage_says_what_it_misses(model: dict[str, Any]) -> None:
+def test_a_stage_names_its_missing_input(model: dict[str, Any]) -> None:
     stage = stage_of(model)
     with pytest.raises(ValueError, match="the first stage needs tokens"):
         stage(None, micro_batch(None))
@@ -86,7 +86,7 @@ def test_a_stage_says_what_it_misses(model: dict[str, Any]) -> None:
 
 @families
 def test_the_parallel_block_is_its_definition(model: dict[str, Any]) -> None:
-    """x + attention(norm(x)) + mlp(norm(x)), with the parts of the serial block."""
+    """Compare with x + attention(norm(x)) + mlp(norm(x)), from the modules of the serial block."""
     stage = stage_of(model | {"block": "parallel"})
     batch, x = micro_batch(None), torch.randn(SEQUENCE, 1, model["hidden_size"], dtype=torch.float64)
     x.requires_grad_()
@@ -95,8 +95,8 @@ def test_the_parallel_block_is_its_definition(model: dict[str, Any]) -> None:
     expected = x + block.attention(normed, batch) + block.mlp(normed)
     weight = block.mlp.down.weight
     wanted = torch.autograd.grad(expected.square().sum(), [x, weight, block.attention.qkv.weight])
-    found = block(x, batch)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    gradients = torch.autograd.grad(found.square().sum(), [x, weight, block.attention.qkv.weight])
+    results = block(x, batch)
+    torch.testing.assert_close(results, expected, rtol=1e-12, atol=1e-12)
+    gradients = torch.autograd.grad(results.square().sum(), [x, weight, block.attention.qkv.weight])
     torch.testing.assert_close(gradients, wanted, rtol=1e-10, atol=1e-12)
     assert not hasattr(block, "mlp_norm")

@@ -1,4 +1,4 @@
-"""Token embedding over a vocabulary that is cut over real ranks, against torch's on the whole."""
+"""Vocabulary-parallel token embedding on real ranks, against torch's unsharded embedding."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megascale.comm.group import alone
+from megascale.comm.group import single_rank_group
 from megascale.comm.mesh import open_mesh
 from megascale.config.model import ModelConfig
 from megascale.core.rank import Rank
 from megascale.layout.tensors import padded_vocab
 from megascale.layout.topology import Topology
-from megascale.parallel.overlap import TensorAxis
-from megascale.parallel.vocabulary import VocabularyRange, embed
+from megascale.parallel.tp_overlap import TensorAxis
+from megascale.parallel.vocabulary import VocabularyRange, vocab_parallel_embedding
 from tests.runs import GPT
 from tests.worlds import run_world
 
 VOCABULARY, S, B, H = 101, 8, 3, 6
-"""With tp = 4 a rank has 64 rows: the first is full, the second has 37 tokens, two hold nothing but padding."""
+"""With tp = 4 a rank has 64 rows: the first is full, the second has 37 tokens, two have only padding."""
 
 SPLITS = [1, 2, 4]
 
@@ -32,19 +32,19 @@ def drawn(*shape: int, seed: int) -> Tensor:
 
 def axis_of(rank: Rank, tp: int, sequence: bool = False) -> TensorAxis:
     if tp == 1:
-        return TensorAxis(alone("tp"), sequence)
+        return TensorAxis(single_rank_group("tp"), sequence)
     return TensorAxis(open_mesh(Topology(tp=tp), rank.rank, tied=False).tp, sequence)
 
 
 def range_of(axis: TensorAxis) -> VocabularyRange:
     model = ModelConfig.model_validate(GPT | {"vocab_size": VOCABULARY})
-    return VocabularyRange.of(VOCABULARY, padded_vocab(model, axis.size), axis)
+    return VocabularyRange.for_rank(VOCABULARY, padded_vocab(model, axis.size), axis)
 
 
-def columns(full: Tensor, own: VocabularyRange, padding: float) -> Tensor:
-    """This rank's part of the last dimension of `full`, and `padding` in what is left of its rows."""
-    part = torch.full((*full.shape[:-1], own.rows), padding, dtype=full.dtype)
-    part[..., : own.valid] = full[..., own.start : own.start + own.valid]
+def columns(full: Tensor, vocab_range: VocabularyRange, padding: float) -> Tensor:
+    """Slice this rank's range of the last dimension of `full`, and fill its padding with `padding`."""
+    part = torch.full((*full.shape[:-1], vocab_range.rows), padding, dtype=full.dtype)
+    part[..., : vocab_range.valid] = full[..., vocab_range.start : vocab_range.start + vocab_range.valid]
     return part
 
 
@@ -55,30 +55,30 @@ def ids() -> Tensor:
 
 
 def embeddings(rank: Rank, tp: int) -> dict[bool, tuple[Any, Any, Any]]:
-    """Without and with sequence parallelism: this rank's result, its weight's gradient from autograd, and in
-    `main_grad`, where ones stood before.
+    """Compute, without and with sequence parallelism, this rank's result, and its weight gradient by autograd and in
+    `main_grad`, filled with ones before.
     """
-    found = {}
+    results = {}
     for sequence in (False, True):
         axis = axis_of(rank, tp, sequence)
-        own = range_of(axis)
-        weight = nn.Parameter(columns(drawn(H, VOCABULARY, seed=4), own, padding=0.0).T.contiguous())
+        vocab_range = range_of(axis)
+        weight = nn.Parameter(columns(drawn(H, VOCABULARY, seed=4), vocab_range, padding=0.0).T.contiguous())
         upstream = drawn(S, B, H, seed=5)
         if sequence:
             upstream = upstream.chunk(tp)[axis.index]
-        out = embed(ids(), weight, own, axis)
+        out = vocab_parallel_embedding(ids(), weight, vocab_range, axis)
         out.backward(upstream)
         assert weight.grad is not None
         by_autograd, weight.grad = weight.grad, None
         weight.main_grad = torch.ones_like(weight)  # type: ignore[attr-defined]
-        embed(ids(), weight, own, axis).backward(upstream)
+        vocab_parallel_embedding(ids(), weight, vocab_range, axis).backward(upstream)
         assert weight.grad is None
-        found[sequence] = tuple(t.detach().clone().numpy() for t in (out, by_autograd, weight.main_grad))  # type: ignore[attr-defined]
-    return found
+        results[sequence] = tuple(t.detach().clone().numpy() for t in (out, by_autograd, weight.main_grad))  # type: ignore[attr-defined]
+    return results
 
 
 @pytest.mark.parametrize("tp", SPLITS)
-def test_embed(tp: int) -> None:
+def test_vocab_parallel_embedding(tp: int) -> None:
     table = drawn(H, VOCABULARY, seed=4).T.contiguous().requires_grad_()
     expected = F.embedding(ids(), table)
     expected.backward(drawn(S, B, H, seed=5))

@@ -1,4 +1,4 @@
-"""The records of a small job that never ran, on one clock or on clocks that differ."""
+"""Hand-written events of a small job, on a common clock or on clocks that differ."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 
-from megascale.core.events import COMPUTE, Event, RankEvents, file_name, write_events
-from megascale.core.label import FORWARD, Label, What
+from megascale.core.events import COMPUTE, Event, RankEvents, event_file_name, write_events
+from megascale.core.label import FORWARD, Label, LabelLike
 
 STEPS = (1, 2, 3)
 MICRO_BATCHES = 2
 
 
 def job(steps: Iterable[int] = STEPS) -> list[RankEvents]:
-    """Two stages of two tensor-parallel ranks, on the clock of rank 0. A step takes a second."""
+    """The events of pp = 2, tp = 2, on the clock of rank 0. A step takes a second."""
     return [_rank(rank, steps) for rank in range(4)]
 
 
@@ -37,16 +37,16 @@ def _rank(rank: int, steps: Iterable[int]) -> RankEvents:
 
 
 def _forward(step: int, m: int, start: float) -> list[Event]:
-    """A forward of 30 ms with a gather, for which it waits from its 3rd to its 5th millisecond."""
+    """A forward of 30 ms with an all-gather, whose exposed span is from 3 ms to 5 ms."""
     gather = _communication(
-        "tp", "all_gather", Label.of_layer(0, "qkv"), step, start + 0.001, start + 0.005, "tp", 4096,
+        "tp", "all_gather", Label.for_layer(0, "qkv"), step, start + 0.001, start + 0.005, "tp", 4096,
         waits=((start + 0.003, start + 0.005),), chunk=0, m=m,
     )  # fmt: skip
     return [Event(COMPUTE, "F", "", step, 0, m, start, start + 0.030), gather]
 
 
 def _message(rank: int, step: int, m: int, sent: float) -> Event:
-    """An activation that the second stage begins to wait for 20 ms before it is sent."""
+    """The message of an activation. The second stage begins to wait 20 ms before the send."""
     label, arrived = Label(stage=1, direction=FORWARD), sent + 0.010
     if rank < 2:
         return _communication("pp", "send", label, step, sent, sent + 0.009, "pp up", 512, peer=rank + 2, m=m)
@@ -57,10 +57,10 @@ def _message(rank: int, step: int, m: int, sent: float) -> Event:
 
 
 def _communication(
-    axis: str, name: str, what: What, step: int, start: float, end: float, group: str, nbytes: int, *,
+    axis: str, name: str, label: LabelLike, step: int, start: float, end: float, group: str, nbytes: int, *,
     waits: tuple[tuple[float, float], ...] = (), peer: int = -1, chunk: int = -1, m: int = -1,
 ) -> Event:  # fmt: skip
-    part, layer, stage, direction = Label.of(what)
+    part, layer, stage, direction = Label.from_part(label)
     return Event(
         axis, name, part, step, chunk, m, start, end, group=group, sequence=step, bytes=nbytes, peer=peer,
         issue=start - 0.0005, waits=waits, layer=layer, stage=stage, direction=direction,
@@ -68,30 +68,30 @@ def _communication(
 
 
 def on_own_clock(events: RankEvents, ahead: float, drift: float = 0.0) -> RankEvents:
-    """The same on a clock to which rank 0's is `ahead` seconds ahead at rank 0's time 1000, and `drift` more with each
-    second, measured before and after the run.
+    """The events on a different clock, with offsets measured before and after the run. Rank 0's clock is `ahead`
+    seconds ahead at rank 0's time 1000, and `drift` more per second.
     """
 
-    def own(time: float) -> float:
+    def local(time: float) -> float:
         return time - ahead - drift * (time - 1000)
 
-    moved = [
+    shifted = [
         dataclasses.replace(
             event,
-            start=own(event.start),
-            end=own(event.end),
-            issue=own(event.issue),
-            waits=tuple((own(start), own(end)) for start, end in event.waits),
+            start=local(event.start),
+            end=local(event.end),
+            issue=local(event.issue),
+            waits=tuple((local(start), local(end)) for start, end in event.waits),
         )
         for event in events.events
     ]
-    clock = tuple((own(time), time - own(time)) for time in (1000.0, 1020.0))
-    return dataclasses.replace(events, events=tuple(moved), clock=clock)
+    clock = tuple((local(time), time - local(time)) for time in (1000.0, 1020.0))
+    return dataclasses.replace(events, events=tuple(shifted), clock=clock)
 
 
 def write_run(folder: Path, ranks: Iterable[RankEvents]) -> Path:
-    """A run's folder with these records."""
+    """Write the event files of a run's folder."""
     (folder / "events").mkdir(parents=True)
     for events in ranks:
-        write_events(folder / "events" / file_name(events.rank), events)
+        write_events(folder / "events" / event_file_name(events.rank), events)
     return folder

@@ -1,4 +1,4 @@
-"""Settings of operations for tests."""
+"""Contexts of operations for tests."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 
 from megascale.config.backends import BackendsConfig
 from megascale.config.model import ModelConfig
-from megascale.device import Device, detect
-from megascale.ops.select import Setting
+from megascale.device import Device, detect_device
+from megascale.ops.select import OpContext
 from tests.runs import LLAMA
 
-CPU = detect(allow_gpu=False)
+CPU = detect_device(allow_gpu=False)
 GPU = Device(torch.device("cuda", 0), "nccl")
-"""For asking: nothing runs on it."""
+"""A device for queries; nothing runs there."""
 
 
-def setting(dtype: torch.dtype = torch.float32, device: Device = CPU, tp: int = 1, **model: Any) -> Setting:
-    """A small Llama, with other keys of `[model]` where given."""
-    return Setting(ModelConfig.model_validate(LLAMA | model), BackendsConfig(), dtype, device, tp)
+def setting(dtype: torch.dtype = torch.float32, device: Device = CPU, tp: int = 1, **model: Any) -> OpContext:
+    """Return the context of a small Llama with changed keys of `[model]`."""
+    return OpContext(ModelConfig.model_validate(LLAMA | model), BackendsConfig(), dtype, device, tp)

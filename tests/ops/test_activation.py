@@ -1,4 +1,4 @@
-"""Non-linearities against their formulas."""
+"""Activation functions against their formulas."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def numbers(*shape: int) -> Tensor:
 
 
 def with_gradient(activation: Activation, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The result, and the gradient of x for a fixed gradient of the result."""
+    """Return the result, and the gradient of x for a fixed upstream gradient."""
     x = x.detach().requires_grad_()
     out = activation(x)
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -51,27 +51,27 @@ def with_gradient(activation: Activation, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @activations
-def test_fp64(activation: Activation, formula: Activation) -> None:
+def test_fp64_equals_the_formula(activation: Activation, formula: Activation) -> None:
     x = numbers(5, 3, 16)
     for ours, expected in zip(with_gradient(activation, x), with_gradient(formula, x), strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
 @activations
-def test_derivatives_are_those_of_the_function(activation: Activation, formula: Activation) -> None:
+def test_gradients_pass_gradcheck(activation: Activation, formula: Activation) -> None:
     assert torch.autograd.gradcheck(activation, numbers(2, 3, 8).requires_grad_())
 
 
 @activations
-def test_bf16(activation: Activation, formula: Activation) -> None:
-    """Inputs are exact in bf16; SwiGLU rounds SiLU, the product, and in the backward what stands between them."""
+def test_bf16_equals_the_formula_up_to_rounding(activation: Activation, formula: Activation) -> None:
+    """Inputs are exact in bf16; SwiGLU rounds SiLU, the result, and intermediates of backward."""
     x = numbers(5, 3, 16).bfloat16()
     for ours, expected in zip(with_gradient(activation, x), with_gradient(formula, x.double()), strict=True):
         assert ours.dtype == torch.bfloat16
         assert float((ours.double() - expected).abs().max()) < 3 * BF16 * float(expected.abs().max())
 
 
-def test_swiglu_takes_a_gradient_that_is_not_contiguous() -> None:
+def test_swiglu_accepts_a_non_contiguous_gradient() -> None:
     x = numbers(3, 4, 16).requires_grad_()
     upstream = numbers(8, 4, 3).permute(2, 1, 0)
     (ours,) = torch.autograd.grad(swiglu(x), x, upstream)

@@ -1,4 +1,4 @@
-"""What is said of a GPU on which something slow serves by default."""
+"""Hints about slow backends on a GPU."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ import torch
 from megascale.config.backends import BackendsConfig
 from megascale.device import Device
 from megascale.ops import wgrad
-from megascale.ops.advice import advice
+from megascale.ops.advice import slow_backend_hint
 from megascale.ops.library import Library
-from megascale.ops.select import Setting
+from megascale.ops.select import OpContext
 from tests.ops.settings import CPU, GPU, setting
 
-Machine = Callable[..., Setting]
+Machine = Callable[..., OpContext]
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """A small Llama in bf16 on a GPU with these libraries and a C compiler, or without one."""
+    """Return a function for the context of a small bf16 Llama on a GPU with given libraries and C compiler."""
 
     def has(
-        *libraries: str, compiler: str = sys.executable, kernel: str = "CUDNN_ATTENTION", wide: bool = True
-    ) -> Setting:
+        *libraries: str, compiler: str = sys.executable, kernel: str = "CUDNN_ATTENTION", fp32_gemm: bool = True
+    ) -> OpContext:
         def gemm_into_fp32(device: torch.device) -> None:
-            if not wide:
+            if not fp32_gemm:
                 raise RuntimeError("no such overload")
 
-        absence = lambda library: None if library.package in libraries else f"{library.package} is not installed"  # noqa: E731
-        monkeypatch.setattr(Library, "absence", absence)
-        monkeypatch.setattr(wgrad, "_try", gemm_into_fp32)
+        missing_reason = lambda library: None if library.package in libraries else f"{library.package} is not installed"  # noqa: E731
+        monkeypatch.setattr(Library, "missing_reason", missing_reason)
+        monkeypatch.setattr(wgrad, "_probe", gemm_into_fp32)
         monkeypatch.setenv("CC", compiler)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         monkeypatch.setattr(Device, "attention_kernel", lambda self, number_format, head_dim, shared: kernel)
@@ -42,62 +42,64 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return has
 
 
-def test_a_compiler_is_enough(machine: Machine) -> None:
-    assert advice(machine("triton")) is None
+def test_a_compiler_suffices(machine: Machine) -> None:
+    assert slow_backend_hint(machine("triton")) is None
 
 
-def test_what_falls_to_torchs_operators(machine: Machine) -> None:
-    said = advice(machine("triton", compiler="no-such-compiler"))
-    assert said == (
-        "rope, norm, add_norm, activation, cross_entropy: slower than they need be on this GPU, for want of one of: "
+def test_operations_by_torchs_operators_are_named(machine: Machine) -> None:
+    hint = slow_backend_hint(machine("triton", compiler="no-such-compiler"))
+    assert hint == (
+        "rope, norm, add_norm, activation, cross_entropy: slower than possible on this GPU; missing, any of: "
         "compile: no C compiler: there is no no-such-compiler; te: transformer_engine is not installed; "
         "liger: liger_kernel is not installed; apex: apex is not installed"
     )
 
 
-def test_only_what_is_slow_is_named(machine: Machine) -> None:
+def test_only_slow_operations_are_named(machine: Machine) -> None:
     llama = machine("liger_kernel", compiler="no-such-compiler")
-    assert str(advice(llama)).startswith("rope, cross_entropy: slower")
+    assert str(slow_backend_hint(llama)).startswith("rope, cross_entropy: slower")
     gpt = {"norm": "layernorm", "activation": "gelu", "position": "learned"}
     plain = setting(torch.bfloat16, GPU, **gpt)
-    assert str(advice(plain)).startswith("add_norm, cross_entropy: slower"), (
+    assert str(slow_backend_hint(plain)).startswith("add_norm, cross_entropy: slower"), (
         "LayerNorm and GELU are one kernel of torch's"
     )
-    assert str(advice(setting(torch.bfloat16, GPU, **gpt, block="parallel"))).startswith("cross_entropy: slower")
-
-
-def test_casts_are_slow_where_there_are_some(machine: Machine) -> None:
-    bf16 = machine("liger_kernel", compiler="no-such-compiler")
-    assert "linear" not in str(advice(bf16))
-    assert str(advice(replace(bf16, recipe="rowwise"))).startswith("linear, ")
-
-
-def test_gradients_that_are_added_by_a_pass(machine: Machine) -> None:
-    bf16 = machine("triton", wide=False)
-    assert str(advice(bf16)).startswith(
-        "wgrad: slower than they need be on this GPU, for want of one of: addmm: torch "
+    assert str(slow_backend_hint(setting(torch.bfloat16, GPU, **gpt, block="parallel"))).startswith(
+        "cross_entropy: slower"
     )
-    assert advice(replace(bf16, dtype=torch.float32)) is None, "in fp32 the GEMM adds"
 
 
-def test_an_older_kernel_of_attention(machine: Machine) -> None:
-    assert advice(machine("triton", kernel="FLASH_ATTENTION")) == (
-        "attention: slower than they need be on this GPU, for want of one of: "
+def test_fp8_casts_are_named_only_under_fp8(machine: Machine) -> None:
+    bf16 = machine("liger_kernel", compiler="no-such-compiler")
+    assert "linear" not in str(slow_backend_hint(bf16))
+    assert str(slow_backend_hint(replace(bf16, recipe="rowwise"))).startswith("linear, ")
+
+
+def test_unfused_gradient_accumulation_is_named(machine: Machine) -> None:
+    bf16 = machine("triton", fp32_gemm=False)
+    assert str(slow_backend_hint(bf16)).startswith(
+        "wgrad: slower than possible on this GPU; missing, any of: addmm: torch "
+    )
+    assert slow_backend_hint(replace(bf16, dtype=torch.float32)) is None, "in fp32 the GEMM adds"
+
+
+def test_an_outdated_attention_kernel_is_named(machine: Machine) -> None:
+    assert slow_backend_hint(machine("triton", kernel="FLASH_ATTENTION")) == (
+        "attention: slower than possible on this GPU; missing, any of: "
         "flash: flash_attn_3 is not installed; te: transformer_engine is not installed"
     )
-    assert advice(machine("triton", "flash_attn_3", kernel="FLASH_ATTENTION")) is None
+    assert slow_backend_hint(machine("triton", "flash_attn_3", kernel="FLASH_ATTENTION")) is None
 
 
-def test_what_is_asked_for_is_let_be(machine: Machine) -> None:
-    asked = ("rope", "norm", "add_norm", "activation", "cross_entropy")
-    said = advice(replace(machine(), backends=BackendsConfig(**dict.fromkeys(asked, "torch"))))
-    assert said is None
+def test_requested_backends_are_not_named(machine: Machine) -> None:
+    requested = ("rope", "norm", "add_norm", "activation", "cross_entropy")
+    hint = slow_backend_hint(replace(machine(), backends=BackendsConfig(**dict.fromkeys(requested, "torch"))))
+    assert hint is None
 
 
-def test_what_nothing_would_mend_is_not_said(machine: Machine) -> None:
+def test_no_hint_without_a_faster_library(machine: Machine) -> None:
     wide = replace(machine("triton", kernel="EFFICIENT_ATTENTION"), dtype=torch.float32)
-    assert advice(wide) is None, "no library has attention in fp32"
+    assert slow_backend_hint(wide) is None, "no library has attention in fp32"
 
 
-def test_a_cpu_has_nothing_faster() -> None:
-    assert advice(setting(device=CPU)) is None
+def test_no_hint_on_a_cpu() -> None:
+    assert slow_backend_hint(setting(device=CPU)) is None

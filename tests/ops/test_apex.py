@@ -1,6 +1,4 @@
-"""Apex's kernels are called as Apex declares them. None of them runs here: what stands in for them has their arguments
-and computes what their sources say, in torch.
-"""
+"""Calls of Apex's kernels, checked by stand-ins with the declared arguments, which compute the sources' formulas."""
 
 from __future__ import annotations
 
@@ -16,11 +14,11 @@ from megascale.config.backends import BackendsConfig
 from megascale.config.model import ModelConfig
 from megascale.config.train import OptimizerConfig
 from megascale.core.errors import MegascaleError
-from megascale.device import Device, detect
+from megascale.device import Device, detect_device
 from megascale.ops.apex import ApexAdamW, ApexLamb
 from megascale.ops.library import error_of_import
 from megascale.ops.optimizer import Segment
-from megascale.ops.select import Setting, build, select
+from megascale.ops.select import OpContext, build_op, select_backend
 from megascale.optim.adamw import AdamW
 from megascale.optim.lamb import Lamb
 from tests.runs import GPT
@@ -31,14 +29,14 @@ CLIPPED = torch.tensor(0.3, dtype=torch.float64)
 
 
 def scalar(tensor: Tensor, dtype: torch.dtype) -> float:
-    """What a kernel reads through a pointer of one type."""
+    """Read a scalar as a kernel does through a typed pointer."""
     assert tensor.numel() == 1 and tensor.dtype == dtype
     return tensor.item()
 
 
 def checked(noop: Tensor, lists: Lists, depth: int) -> bool:
-    """Whether the kernel is to do something. As `multi_tensor_apply` demands: lists of one length, not empty."""
-    assert len(lists) == depth and lists[0] and len({len(each) for each in lists}) == 1
+    """Return the inverse of the no-op flag; `multi_tensor_apply` requires non-empty lists of one length."""
+    assert len(lists) == depth and lists[0] and len({len(tensors) for tensors in lists}) == 1
     for tensors in zip(*lists, strict=True):
         assert all(t.is_contiguous() and t.dtype == torch.float32 and t.shape == tensors[0].shape for t in tensors)
     return scalar(noop, torch.int32) != 1
@@ -68,13 +66,13 @@ def multi_tensor_lamb_compute_update_term(  # apex/contrib/csrc/optimizers/multi
     assert chunk_size == 2048 * 32 and mode == 1 and max_grad_norm == 0.0
     t, scale = scalar(step, torch.int32), scalar(global_scale, torch.float32)
     scalar(global_grad_norm, torch.float32)
-    each = [per_tensor_beta1, per_tensor_beta2, per_tensor_epsilon, per_tensor_decay, per_tensor_beta3]
-    assert all(values.dtype == torch.float32 and len(values) == len(tensor_lists[0]) for values in each)
+    lists = [per_tensor_beta1, per_tensor_beta2, per_tensor_epsilon, per_tensor_decay, per_tensor_beta3]
+    assert all(values.dtype == torch.float32 and len(values) == len(tensor_lists[0]) for values in lists)
     assert per_tensor_bias_correction.dtype == torch.int32
     if not checked(noop_flag, tensor_lists, 5):
         return
     for index, (g, p, m, v, u) in enumerate(zip(*tensor_lists, strict=True)):
-        beta1, beta2, eps, decay, _ = (float(values[index]) for values in each)
+        beta1, beta2, eps, decay, _ = (float(values[index]) for values in lists)
         low, high = (1 - beta1**t, 1 - beta2**t) if per_tensor_bias_correction[index] == 1 else (1.0, 1.0)
         scaled = g / scale
         m.copy_(beta1 * m + (1 - beta1) * scaled)
@@ -104,7 +102,7 @@ def multi_tensor_lamb_update_weights(  # the same file
 
 @pytest.fixture(params=["", "apex._extensions."], ids=["before", "since 2026"])
 def apex(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels under the names that Apex gives, or gave, them."""
+    """Install the stand-ins under the old or the new names of Apex's modules."""
     adam = SimpleNamespace(multi_tensor_adam_capturable=multi_tensor_adam_capturable)
     lamb = SimpleNamespace(
         multi_tensor_lamb_compute_update_term=multi_tensor_lamb_compute_update_term,
@@ -114,21 +112,21 @@ def apex(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setitem(sys.modules, f"{request.param}distributed_lamb_cuda", lamb)
     error_of_import.cache_clear()
     yield
-    error_of_import.cache_clear()  # which remembers that the stand-ins can be imported
+    error_of_import.cache_clear()  # the cache remembers the stand-ins
 
 
 def segments() -> list[Segment]:
     draw = torch.Generator().manual_seed(1)
-    found = []
+    segments = []
     sizes, scales = (200, 50, 64, 77, 3, 60, 40), (2.0, 1.0, 0.5, 0.0, 0.0, 1.0, 1.0)
     matrices, decays = (1, 0, 1, 1, 0, 1, 0), (1, 0, 1, 1, 0, 0, 1)
     for size, scale, *flags in zip(sizes, scales, matrices, decays, strict=True):
         state = {name: torch.zeros(size) for name in AdamW.state_names}
-        found.append(Segment(scale * torch.randn(size, generator=draw), torch.zeros(size), state, *map(bool, flags)))
-    return found
+        segments.append(Segment(scale * torch.randn(size, generator=draw), torch.zeros(size), state, *map(bool, flags)))
+    return segments
 
 
-def norms_of(parts: list[Segment]) -> Tensor:
+def matrix_norms(parts: list[Segment]) -> Tensor:
     pairs = [(part.weight.double().norm(), part.grad.double().norm()) for part in parts if part.is_matrix]
     return torch.tensor(pairs, dtype=torch.float64).T
 
@@ -137,7 +135,7 @@ def norms_of(parts: list[Segment]) -> Tensor:
 @pytest.mark.parametrize("weight_decay", [0.2, 0.0])
 @pytest.mark.parametrize("bias_correction", [True, False])
 @pytest.mark.parametrize("name", ["adamw", "lamb"])
-def test_the_rules_are_torchs(name: str, bias_correction: bool, weight_decay: float) -> None:
+def test_rules_equal_torchs(name: str, bias_correction: bool, weight_decay: float) -> None:
     config = OptimizerConfig(lr=1e-2, weight_decay=weight_decay, eps=1e-6, bias_correction=bias_correction)
     theirs, ours = segments(), segments()
     reference, body = {"adamw": (AdamW, ApexAdamW), "lamb": (Lamb, ApexLamb)}[name]
@@ -151,54 +149,56 @@ def test_the_rules_are_torchs(name: str, bias_correction: bool, weight_decay: fl
             if name == "adamw":
                 rule.step(lr, step, CLIPPED, skip)
             else:
-                rule.direct(step, skip)
-                rule.apply(lr, norms_of(parts), skip)
-        for one, two in zip(theirs, ours, strict=True):
-            torch.testing.assert_close(one.weight, two.weight, rtol=1e-5, atol=1e-6)
-            for key in one.state:
-                torch.testing.assert_close(one.state[key], two.state[key], rtol=1e-5, atol=1e-7)
+                rule.compute_updates(step, skip)
+                rule.apply_updates(lr, matrix_norms(parts), skip)
+        for expected, actual in zip(theirs, ours, strict=True):
+            torch.testing.assert_close(expected.weight, actual.weight, rtol=1e-5, atol=1e-6)
+            for key in expected.state:
+                torch.testing.assert_close(expected.state[key], actual.state[key], rtol=1e-5, atol=1e-7)
     assert all(not torch.equal(old, part.weight) for old, part in zip(before, ours, strict=True))
 
 
 @pytest.mark.usefixtures("apex")
-def test_a_shard_may_hold_no_parameter() -> None:
+def test_a_shard_may_be_empty() -> None:
     config = OptimizerConfig(lr=1e-2)
     ApexAdamW([], config).step(1e-2, 1, CLIPPED, GO)
     rule = ApexLamb([], config)
-    rule.direct(1, GO)
-    rule.apply(1e-2, torch.zeros(2, 0, dtype=torch.float64), GO)
+    rule.compute_updates(1, GO)
+    rule.apply_updates(1e-2, torch.zeros(2, 0, dtype=torch.float64), GO)
 
 
-def setting(name: str, asked: str = "auto", dtype: torch.dtype = torch.bfloat16, gpu: bool = True) -> Setting:
-    device = Device(torch.device("meta"), "nccl") if gpu else detect(allow_gpu=False)
-    return Setting(ModelConfig.model_validate(GPT), BackendsConfig(optimizer=asked), dtype, device, optimizer=name)
+def setting(name: str, requested: str = "auto", dtype: torch.dtype = torch.bfloat16, gpu: bool = True) -> OpContext:
+    device = Device(torch.device("meta"), "nccl") if gpu else detect_device(allow_gpu=False)
+    return OpContext(
+        ModelConfig.model_validate(GPT), BackendsConfig(optimizer=requested), dtype, device, optimizer=name
+    )
 
 
 @pytest.mark.usefixtures("apex")
 @pytest.mark.parametrize(("name", "body"), [("adamw", ApexAdamW), ("lamb", ApexLamb)])
-def test_it_is_taken_where_it_can_serve(name: str, body: type) -> None:
-    assert build("optimizer", setting(name)) is body
-    assert build("optimizer", setting(name, "torch")) is {"adamw": AdamW, "lamb": Lamb}[name]
-    assert select("optimizer", setting(name, gpu=False)).refusals == {"apex": "needs an NVIDIA GPU"}
-    assert select("optimizer", setting(name, dtype=torch.float64)).refusals == {"apex": "has no float64"}
+def test_apex_is_selected_where_supported(name: str, body: type) -> None:
+    assert build_op("optimizer", setting(name)) is body
+    assert build_op("optimizer", setting(name, "torch")) is {"adamw": AdamW, "lamb": Lamb}[name]
+    assert select_backend("optimizer", setting(name, gpu=False)).rejected == {"apex": "needs an NVIDIA GPU"}
+    assert select_backend("optimizer", setting(name, dtype=torch.float64)).rejected == {"apex": "has no float64"}
 
 
 @pytest.mark.parametrize(("name", "flag"), [("adamw", "--cuda_ext"), ("lamb", "--distributed_lamb")])
-def test_where_it_is_missing_it_says_how_it_is_built(name: str, flag: str) -> None:
-    choice = select("optimizer", setting(name))
-    assert choice.backend == "torch" and f"built with {flag} is not installed" in choice.refusals["apex"]
+def test_the_reason_names_the_missing_build_flag(name: str, flag: str) -> None:
+    choice = select_backend("optimizer", setting(name))
+    assert choice.backend == "torch" and f"built with {flag} is not installed" in choice.rejected["apex"]
     with pytest.raises(MegascaleError, match=rf"backends\.optimizer = 'apex' cannot serve: apex: .*{flag}"):
-        select("optimizer", setting(name, "apex"))
+        select_backend("optimizer", setting(name, "apex"))
 
 
-def test_what_other_packages_register_is_torchs() -> None:
-    assert select("optimizer", setting("muon")).refusals == {"apex": "has no muon"}
+def test_optimizers_of_other_packages_use_torch() -> None:
+    assert select_backend("optimizer", setting("muon")).rejected == {"apex": "has no muon"}
 
 
 @pytest.mark.usefixtures("apex")
-def test_more_numbers_than_the_kernels_count_are_refused() -> None:
+def test_more_elements_than_the_kernels_index_are_refused() -> None:
     huge = torch.empty(2**31, device="meta")
     part = Segment(huge, huge, dict.fromkeys(AdamW.state_names, huge), True, True)
     for body in (ApexAdamW, ApexLamb):
-        with pytest.raises(MegascaleError, match="2147483648 numbers at once"):
+        with pytest.raises(MegascaleError, match="cannot index 2147483648 elements"):
             body([part], OptimizerConfig(lr=1e-2))

@@ -1,7 +1,6 @@
-"""The Triton kernel that casts and transposes, in Triton's interpreter, which runs it on a CPU if triton is installed.
+"""The Triton kernel that casts and transposes, run on a CPU by Triton's interpreter if triton is installed.
 
-The interpreter cuts numbers off where a GPU rounds them to 8 bits, and makes a number of NaN: the numbers here are such
-that both are exact.
+The interpreter truncates casts to FP8 where a GPU rounds, and does not preserve NaN; inputs here are exact in FP8.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megascale.ops import fp8
-from megascale.ops.fp8 import BLOCK, Grain, Kernels, Number, Quantized
+from megascale.ops.fp8 import BLOCK, Fp8Format, Fp8Kernels, Quantized, ScaleGranularity
 
 pytest.importorskip("triton", reason="triton comes with torch's builds for GPUs")
 
@@ -34,42 +33,43 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Tens
 
 
 def numbers(m: int, k: int, dtype: torch.dtype) -> Tensor:
-    """Of two bits each, and zeros."""
-    few = torch.tensor([0.0, 1.0, 1.5, 2.0, -3.0, -1.0, 0.5], dtype=dtype)
-    return few[torch.arange(m * k) % 7].view(m, k)
+    """Return a matrix of zeros and numbers with two significant bits."""
+    values = torch.tensor([0.0, 1.0, 1.5, 2.0, -3.0, -1.0, 0.5], dtype=dtype)
+    return values[torch.arange(m * k) % 7].view(m, k)
 
 
-@pytest.mark.parametrize("number", list(Number))
+@pytest.mark.parametrize("fp8_format", list(Fp8Format))
 @pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize(("m", "k"), [(256, 384), (128, 256)])
-def test_it_is_torchs_cast_in_both_layouts(kernel: Any, number: Number, parts: str, m: int, k: int) -> None:
+def test_both_layouts_equal_torchs_cast(kernel: Any, fp8_format: Fp8Format, parts: str, m: int, k: int) -> None:
     high, wide = PARTS[parts]
     shape = (1 if high == 1 else m // high, 1 if wide == 1 else k if wide is None else k // wide)
     factor = 2.0 ** (torch.arange(math.prod(shape)).view(shape) % 3)
-    given = numbers(m, k, torch.bfloat16), factor, number.largest, number.dtype
+    given = numbers(m, k, torch.bfloat16), factor, fp8_format.max_value, fp8_format.dtype
     for rows in (True, False):
-        found, expected = kernel(*given, rows), fp8.cast_transpose(*given, rows)
-        assert (found[0] is None) is (not rows)
-        for ours, theirs in zip(found, expected, strict=True):
+        actual, expected = kernel(*given, rows), fp8.cast_transpose(*given, rows)
+        assert (actual[0] is None) is (not rows)
+        for ours, theirs in zip(actual, expected, strict=True):
             if ours is not None:
-                assert ours.shape == theirs.shape and ours.dtype == number.dtype
+                assert ours.shape == theirs.shape and ours.dtype == fp8_format.dtype
                 assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
-@pytest.mark.parametrize("number", list(Number))
-def test_eight_bits_are_transposed_as_they_are(kernel: Any, number: Number) -> None:
-    x = numbers(130, 64, torch.float32).to(number.dtype)
-    made = Kernels(cast_transpose=kernel).transposed(Quantized(x, torch.tensor(3.0), Grain.TENSOR))
-    assert torch.equal(made.data.view(torch.uint8), x.t().contiguous().view(torch.uint8)) and made.scale == 3
+@pytest.mark.parametrize("fp8_format", list(Fp8Format))
+def test_fp8_data_is_transposed_unchanged(kernel: Any, fp8_format: Fp8Format) -> None:
+    x = numbers(130, 64, torch.float32).to(fp8_format.dtype)
+    transposed = Fp8Kernels(cast_transpose=kernel).transpose(Quantized(x, torch.tensor(3.0), ScaleGranularity.TENSOR))
+    assert torch.equal(transposed.data.view(torch.uint8), x.t().contiguous().view(torch.uint8))
+    assert transposed.scale == 3
 
 
-def test_sides_need_not_be_whole_tiles(kernel: Any) -> None:
+def test_sides_need_not_be_multiples_of_a_tile(kernel: Any) -> None:
     x = numbers(150, 72, torch.float32)
     given = x, torch.ones(1, 1), 448.0, torch.float8_e4m3fn
-    rows, across = kernel(*given)
-    assert torch.equal(rows.float(), x) and torch.equal(across.float(), x.t())
+    rows, transposed = kernel(*given)
+    assert torch.equal(rows.float(), x) and torch.equal(transposed.float(), x.t())
 
 
-def test_what_is_too_large_becomes_the_largest(kernel: Any) -> None:
-    rows, across = kernel(torch.tensor([[1e4, -1e4, 2.0]]), torch.ones(1, 1), 448.0, torch.float8_e4m3fn)
-    assert rows.float().tolist() == across.t().float().tolist() == [[448.0, -448.0, 2.0]]
+def test_large_values_saturate(kernel: Any) -> None:
+    rows, transposed = kernel(torch.tensor([[1e4, -1e4, 2.0]]), torch.ones(1, 1), 448.0, torch.float8_e4m3fn)
+    assert rows.float().tolist() == transposed.t().float().tolist() == [[448.0, -448.0, 2.0]]

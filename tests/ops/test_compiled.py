@@ -1,4 +1,4 @@
-"""Formulas for torch.compile, and what it needs. What it compiles is tried in the slow tests: it takes its time."""
+"""Formulas for torch.compile, and its requirements. Slow tests run the compiled kernels."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from megascale.catalog.backends import BACKENDS
 from megascale.config.backends import BackendsConfig
 from megascale.ops import compiled
-from megascale.ops.compiled import fusing, refusal
-from megascale.ops.fp8 import Grain
-from megascale.ops.select import BackendError, Reluctance, build, select
+from megascale.ops.compiled import block_compile_fn, compile_unsupported_reason
+from megascale.ops.fp8 import ScaleGranularity
+from megascale.ops.select import BackendError, NotByDefault, build_op, select_backend
 from megascale.ops.selftest import TOLERANCES, difference
 from tests.ops.settings import CPU, GPU, setting
 
@@ -23,24 +23,26 @@ CASES = [
     ("activation", "gelu"), ("activation", "gelu_tanh"), ("activation", "swiglu"),
 ]  # fmt: skip
 KEYS = {"norm": "norm", "add_norm": "norm", "activation": "activation"}
-"""Of `[model]`, with the name of what an operation computes."""
+"""Keys of `[model]` with the variant of an operation."""
 cases = pytest.mark.parametrize(("operation", "name"), CASES)
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
 
 
 @cases
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
-def test_the_formulas(operation: str, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "fused", lambda formula: formula)
+def test_formulas_equal_the_fp64_reference(
+    operation: str, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "compile_function", lambda formula: formula)
     assert difference(operation, "compile", setting(dtype, **{KEYS[operation]: name})) < ROUNDING[dtype]
 
 
 @pytest.mark.slow
 @cases
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_compiled(operation: str, name: str, dtype: torch.dtype) -> None:
-    asked = setting(dtype, **{KEYS[operation]: name})
-    assert difference(operation, "compile", asked) < min(ROUNDING[dtype], TOLERANCES[dtype])
+def test_compiled_kernels_equal_the_fp64_reference(operation: str, name: str, dtype: torch.dtype) -> None:
+    context = setting(dtype, **{KEYS[operation]: name})
+    assert difference(operation, "compile", context) < min(ROUNDING[dtype], TOLERANCES[dtype])
 
 
 @pytest.mark.slow
@@ -57,77 +59,77 @@ def test_a_norm_is_compiled_into_one_graph() -> None:
 
 @pytest.mark.slow
 def test_every_shape_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, compile = [], torch.compile
+    compiled_shapes, compile = [], torch.compile
 
     def counting(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
-        made.append(tuple(inputs[0].shape))
+        compiled_shapes.append(tuple(inputs[0].shape))
         return graph
 
     monkeypatch.setattr(torch, "compile", wraps(compile)(partial(compile, backend=counting)))
     kernels = BACKENDS["linear"]["compile"].load()().build(setting())
     shapes = [(rows, 128) for rows in range(1, 21)]
     for shape in shapes:
-        kernels.amax(torch.ones(shape), Grain.ROW)
-    assert made == shapes
+        kernels.amax(torch.ones(shape), ScaleGranularity.ROW)
+    assert compiled_shapes == shapes
 
 
 @cases
-def test_on_a_cpu_it_serves_who_asks(operation: str, name: str) -> None:
-    left_open = setting(**{KEYS[operation]: name})
-    assert isinstance(BACKENDS[operation]["compile"].load()().refusal(left_open), Reluctance)
-    assert select(operation, left_open).backend == "torch"
-    asked = replace(left_open, backends=BackendsConfig.model_validate({operation: "compile"}))
-    assert select(operation, asked).backend == "compile"
+def test_on_a_cpu_compile_is_selected_only_on_request(operation: str, name: str) -> None:
+    auto = setting(**{KEYS[operation]: name})
+    assert isinstance(BACKENDS[operation]["compile"].load()().unsupported_reason(auto), NotByDefault)
+    assert select_backend(operation, auto).backend == "torch"
+    requested = replace(auto, backends=BackendsConfig.model_validate({operation: "compile"}))
+    assert select_backend(operation, requested).backend == "compile"
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert refusal(CPU) is None
+    assert compile_unsupported_reason(CPU) is None
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert refusal(CPU) == "no C++ compiler: there is no no-such-compiler"
+    assert compile_unsupported_reason(CPU) == "no C++ compiler: there is no no-such-compiler"
     with pytest.raises(BackendError, match=r"train\.compile: no C\+\+ compiler") as caught:
-        fusing(replace(setting(), compiled=True))
+        block_compile_fn(replace(setting(), compiled=True))
     assert caught.value.exit_status == 2
 
 
 def test_without_the_headers_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sysconfig.get_path", lambda name: "/no/such/folder")
-    assert refusal(CPU) == "no Python.h in /no/such/folder"
+    assert compile_unsupported_reason(CPU) == "no Python.h in /no/such/folder"
 
 
 def test_on_a_gpu_it_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megascale.ops.library.Library.absence", lambda self: f"{self.package} is not installed")
-    assert refusal(GPU) == "triton is not installed"
-    monkeypatch.setattr("megascale.ops.library.Library.absence", lambda self: None)
+    monkeypatch.setattr("megascale.ops.library.Library.missing_reason", lambda self: f"{self.package} is not installed")
+    assert compile_unsupported_reason(GPU) == "triton is not installed"
+    monkeypatch.setattr("megascale.ops.library.Library.missing_reason", lambda self: None)
     monkeypatch.setenv("CC", "no-such-compiler")
-    assert refusal(GPU) == "no C compiler: there is no no-such-compiler"
+    assert compile_unsupported_reason(GPU) == "no C compiler: there is no no-such-compiler"
     monkeypatch.setenv("CC", sys.executable)
-    assert refusal(GPU) is None
+    assert compile_unsupported_reason(GPU) is None
 
 
-@pytest.mark.parametrize(("name", "alone"), [("layernorm", True), ("rmsnorm", False)])
-def test_on_a_gpu_it_leaves_alone_what_is_one_kernel(name: str, alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megascale.ops.library.Library.absence", lambda self: None)
+@pytest.mark.parametrize(("name", "single"), [("layernorm", True), ("rmsnorm", False)])
+def test_on_a_gpu_auto_keeps_torchs_single_kernels(name: str, single: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megascale.ops.library.Library.missing_reason", lambda self: None)
     monkeypatch.setenv("CC", sys.executable)
-    refused = BACKENDS["norm"]["compile"].load()().refusal(setting(device=GPU, norm=name))
-    assert refused == ("torch's layernorm is one kernel already" if alone else None)
+    reason = BACKENDS["norm"]["compile"].load()().unsupported_reason(setting(device=GPU, norm=name))
+    assert reason == ("torch's layernorm is one kernel already" if single else None)
 
 
-def test_a_norm_behind_a_sum_is_by_whoever_is_asked_for_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megascale.ops.library.Library.absence", lambda self: None)
+def test_add_norm_follows_the_backend_requested_for_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megascale.ops.library.Library.missing_reason", lambda self: None)
     monkeypatch.setenv("CC", sys.executable)
-    chosen = {}
+    selected = {}
     for norm in ("auto", "compile", "liger", "apex"):
-        asked = replace(setting(device=GPU), backends=BackendsConfig(norm=norm))
-        chosen[norm] = select("add_norm", asked).backend
-    assert chosen == {"auto": "liger", "compile": "compile", "liger": "liger", "apex": "torch"}
+        context = replace(setting(device=GPU), backends=BackendsConfig(norm=norm))
+        selected[norm] = select_backend("add_norm", context).backend
+    assert selected == {"auto": "liger", "compile": "compile", "liger": "liger", "apex": "torch"}
 
 
-def test_what_a_model_does_not_have_is_compiled_for_nobody() -> None:
+def test_an_operation_absent_from_the_model_is_not_compiled() -> None:
     blocks = replace(setting(position="learned"), compiled=True)
     assert not blocks.uses("rope")
-    assert select("rope", blocks).backend == "torch"
-    assert select("rope", replace(setting(), compiled=True)).backend == "compile"
+    assert select_backend("rope", blocks).backend == "torch"
+    assert select_backend("rope", replace(setting(), compiled=True)).backend == "compile"
 
 
-def test_an_eager_block_is_left_as_it_is() -> None:
-    assert fusing(setting())(build) is build
+def test_an_eager_block_compiles_nothing() -> None:
+    assert block_compile_fn(setting())(build_op) is build_op

@@ -1,4 +1,4 @@
-"""The loss of logits that are cut over real ranks, and its gradient in their place, against torch's on the whole."""
+"""Cross-entropy of logits sharded over real ranks, and its in-place gradient, against torch's unsharded loss."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megascale.comm.collectives import all_reduce
 from megascale.config.backends import BackendsConfig
 from megascale.config.model import ModelConfig
 from megascale.core.rank import Rank
-from megascale.device import detect
+from megascale.device import detect_device
 from megascale.ops import cross_entropy as module
-from megascale.ops.cross_entropy import CrossEntropy, Passes, Targets
-from megascale.ops.select import Setting, build, select
+from megascale.ops.cross_entropy import CrossEntropy, LogitsKernels, Targets
+from megascale.ops.select import OpContext, build_op, select_backend
 from tests.model.test_vocabulary import SPLITS, VOCABULARY, B, S, axis_of, columns, drawn, range_of
 from tests.runs import GPT
 from tests.worlds import run_world
@@ -26,7 +26,7 @@ from tests.worlds import run_world
 
 @dataclass(frozen=True)
 class Case:
-    """Logits in `dtype`, all moved by `shift`, and how the labels count."""
+    """Logits in `dtype`, shifted by `shift`, and a mask of labels."""
 
     dtype: torch.dtype = torch.float64
     shift: float = 0.0
@@ -45,7 +45,7 @@ class Case:
         return {"none": None, "some": ones, "nothing": 0 * ones}[self.mask]
 
     def labels(self) -> Tensor:
-        """The edges of every rank's range are among them; what is masked may be no token at all."""
+        """Include the edges of every rank's range. Masked labels may be invalid tokens."""
         labels = torch.randint(VOCABULARY, (S, B), generator=torch.Generator().manual_seed(1))
         labels[:2] = torch.tensor([[0, 63, 64], [100, 50, 51]])
         if self.mask == "some":
@@ -66,35 +66,33 @@ CASES = {
 
 
 def backend(name: str) -> CrossEntropy:
-    """`fused`: what `compile` compiles."""
+    """Build a backend; `fused`: the functions compiled by `compile`, run eagerly."""
     if name == "fused":
-        return Passes(module.fused_statistics, module.fused_gradient).cross_entropy
+        return LogitsKernels(module.fused_statistics, module.fused_gradient).cross_entropy
     backends = BackendsConfig(cross_entropy=name)
     model = ModelConfig.model_validate(GPT)
-    return build("cross_entropy", Setting(model, backends, torch.float32, detect(allow_gpu=False)))
+    return build_op("cross_entropy", OpContext(model, backends, torch.float32, detect_device(allow_gpu=False)))
 
 
 def losses(rank: Rank, tp: int, name: str, block_bytes: int) -> tuple[tuple[int, int], dict[str, tuple[Any, ...]]]:
-    """This rank's range, and for each case the loss, without a gradient too, its dtype, and the gradient of this rank's
-    logits, with softmax over blocks of so many bytes.
-    """
+    """Return this rank's range, and by case loss, loss without gradient, dtype, and gradient of its logits."""
     module.BLOCK_BYTES = block_bytes
     cross_entropy, axis = backend(name), axis_of(rank, tp)
-    own = range_of(axis)
-    found = {}
+    shard = range_of(axis)
+    results = {}
     for name, case in CASES.items():
         wide = torch.promote_types(case.dtype, torch.float32)
         weights = case.weights()
         weights = torch.ones(S * B, dtype=wide) if weights is None else weights.flatten().to(wide)
-        targets = Targets(case.labels().flatten() - own.start, weights, own.valid)
-        logits = columns(case.logits(), own, padding=1e4).flatten(0, 1)
+        targets = Targets(case.labels().flatten() - shard.start, weights, shard.valid)
+        logits = columns(case.logits(), shard, padding=1e4).flatten(0, 1)
         reduce = partial(all_reduce, axis.group)
-        alone, none = cross_entropy(logits.clone(), targets, reduce, False)
+        loss_only, none = cross_entropy(logits.clone(), targets, reduce, False)
         assert none is None
         loss, grad = cross_entropy(logits, targets, reduce, True)
         assert grad is not None and grad.data_ptr() == logits.data_ptr() and grad.dtype == case.dtype
-        found[name] = (loss.item(), alone.item(), str(loss.dtype), grad.unflatten(0, (S, B)).double().numpy())
-    return (own.start, own.valid), found
+        results[name] = (loss.item(), loss_only.item(), str(loss.dtype), grad.unflatten(0, (S, B)).double().numpy())
+    return (shard.start, shard.valid), results
 
 
 @cache
@@ -110,7 +108,7 @@ BACKENDS = [
 
 @pytest.mark.parametrize(("tp", "backend"), BACKENDS)
 @pytest.mark.parametrize("name", CASES)
-def test_equal_to_torchs_on_the_whole(name: str, tp: int, backend: str) -> None:
+def test_loss_and_gradient_equal_torchs(name: str, tp: int, backend: str) -> None:
     case = CASES[name]
     logits = case.logits().double().requires_grad_()
     weights, labels = case.weights(), case.labels()
@@ -118,20 +116,20 @@ def test_equal_to_torchs_on_the_whole(name: str, tp: int, backend: str) -> None:
         expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
     else:
         labels = labels.masked_fill(weights == 0, -100)
-        each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-        expected = (each * weights.flatten()).sum()
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        expected = (losses * weights.flatten()).sum()
     expected.backward()
     assert logits.grad is not None
 
-    ranges = [own for own, _ in ranks_of(tp, backend)]
+    ranges = [shard for shard, _ in ranks_of(tp, backend)]
     results = [results[name] for _, results in ranks_of(tp, backend)]
-    found = {loss for loss, *_ in results}
-    assert len(found) == 1, "ranks disagree"
-    assert all(alone == loss for loss, alone, *_ in results)
+    total = {loss for loss, *_ in results}
+    assert len(total) == 1, "ranks disagree"
+    assert all(loss_only == loss for loss, loss_only, *_ in results)
     wide = "torch.float64" if case.dtype == torch.float64 else "torch.float32"
     assert {dtype for _, _, dtype, _ in results} == {wide}
     tolerance = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-6}[case.dtype]
-    assert abs(found.pop() - expected.item()) <= tolerance * max(abs(expected.item()), 1)
+    assert abs(total.pop() - expected.item()) <= tolerance * max(abs(expected.item()), 1)
 
     gradient = torch.cat(
         [torch.from_numpy(g[..., :valid]) for (_, valid), (*_, g) in zip(ranges, results, strict=True)], -1
@@ -142,22 +140,26 @@ def test_equal_to_torchs_on_the_whole(name: str, tp: int, backend: str) -> None:
         assert not g[..., valid:].any(), "padding has a gradient"
 
 
-def test_the_ranges_are_what_the_cases_are_about() -> None:
-    assert [own for own, _ in ranks_of(1)] == [(0, 101)]
-    assert [own for own, _ in ranks_of(2)] == [(0, 64), (64, 37)]
-    assert [own for own, _ in ranks_of(4)] == [(0, 64), (64, 37), (128, 0), (192, 0)]
+def test_shards_include_partial_and_empty_ranges() -> None:
+    assert [shard for shard, _ in ranks_of(1)] == [(0, 101)]
+    assert [shard for shard, _ in ranks_of(2)] == [(0, 64), (64, 37)]
+    assert [shard for shard, _ in ranks_of(4)] == [(0, 64), (64, 37), (128, 0), (192, 0)]
 
 
 def test_blocks_change_nothing() -> None:
-    """In blocks of one row, of three, and of all."""
-    for (_, whole), *others in zip(*(ranks_of(2, "torch", size) for size in (1 << 20, 1, 3 * 64 * 8)), strict=True):
-        for _, blocks in others:
+    """Blocks of one row, three rows, and all rows give bit-equal results."""
+    for (_, unblocked), *blocked in zip(
+        *(ranks_of(2, "torch", size) for size in (1 << 20, 1, 3 * 64 * 8)), strict=True
+    ):
+        for _, blocks in blocked:
             for name in CASES:
-                assert blocks[name][:3] == whole[name][:3]
-                assert (blocks[name][3] == whole[name][3]).all()
+                assert blocks[name][:3] == unblocked[name][:3]
+                assert (blocks[name][3] == unblocked[name][3]).all()
 
 
-def test_the_choice_on_a_cpu() -> None:
-    setting = Setting(ModelConfig.model_validate(GPT), BackendsConfig(), torch.float32, detect(allow_gpu=False))
-    choice = select("cross_entropy", setting)
-    assert (choice.backend, list(choice.refusals)) == ("torch", ["te", "compile"])
+def test_a_cpu_selects_torch() -> None:
+    context = OpContext(
+        ModelConfig.model_validate(GPT), BackendsConfig(), torch.float32, detect_device(allow_gpu=False)
+    )
+    choice = select_backend("cross_entropy", context)
+    assert (choice.backend, list(choice.rejected)) == ("torch", ["te", "compile"])

@@ -1,4 +1,4 @@
-"""FlexAttention: its blocks, and what it is given. A CPU has its forward only; the compiled kernels are for GPUs."""
+"""FlexAttention: block masks, and results against torch's attention. CPUs support only its forward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from megascale.ops import compiled
-from megascale.ops.attention import causal_attention
+from megascale.ops.core_attention import causal_attention
 from megascale.ops.flex import BLOCK, block_mask, flex
 
 CPU = torch.device("cpu")
@@ -26,60 +26,60 @@ def qkv(s: int, heads: int, kv_heads: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 @given(s=st.integers(1, 4 * BLOCK + 9), window=st.integers(1, 3 * BLOCK + 9))
-def test_blocks_are_those_of_the_mask(s: int, window: int) -> None:
-    """Every block with something to see is listed, and none is called whole that is not."""
-    found = block_mask(s, window, CPU)
+def test_block_classes_match_the_mask(s: int, window: int) -> None:
+    """Every block with a visible element is listed, and full blocks have no masked element."""
+    blocks = block_mask(s, window, CPU)
     distance = torch.arange(s)[:, None] - torch.arange(s)
-    seen = (distance >= 0) & (distance < window)
+    visible = (distance >= 0) & (distance < window)
     count = -(-s // BLOCK)
     for row in range(count):
         listed = {
-            name: set(indices[0, 0, row, : numbers[0, 0, row]].tolist())
-            for name, numbers, indices in [
-                ("partial", found.kv_num_blocks, found.kv_indices),
-                ("whole", found.full_kv_num_blocks, found.full_kv_indices),
+            name: set(indices[0, 0, row, : counts[0, 0, row]].tolist())
+            for name, counts, indices in [
+                ("partial", blocks.kv_num_blocks, blocks.kv_indices),
+                ("full", blocks.full_kv_num_blocks, blocks.full_kv_indices),
             ]
         }
         for column in range(count):
-            block = seen[row * BLOCK : (row + 1) * BLOCK, column * BLOCK : (column + 1) * BLOCK]
-            assert (column in listed["partial"] | listed["whole"]) == bool(block.any())
-            assert column not in listed["whole"] or bool(block.all())
+            block = visible[row * BLOCK : (row + 1) * BLOCK, column * BLOCK : (column + 1) * BLOCK]
+            assert (column in listed["partial"] | listed["full"]) == bool(block.any())
+            assert column not in listed["full"] or bool(block.all())
 
 
 @pytest.mark.parametrize("window", [1, 100, BLOCK, BLOCK + 1, 3 * BLOCK])
-def test_blocks_are_those_that_torch_finds_from_all_scores(window: int) -> None:
+def test_block_masks_equal_those_of_create_block_mask(window: int) -> None:
     s = 4 * BLOCK
-    found = block_mask(s, window, CPU)
-    expected = create_block_mask(found.mask_mod, None, None, s, s, device="cpu", BLOCK_SIZE=BLOCK)
+    actual = block_mask(s, window, CPU)
+    expected = create_block_mask(actual.mask_mod, None, None, s, s, device="cpu", BLOCK_SIZE=BLOCK)
     for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
-        assert torch.equal(getattr(found, name), getattr(expected, name)), name
-    for name in ("q_num_blocks", "full_q_num_blocks"):  # what the backward goes by
-        assert torch.equal(getattr(found, name), getattr(expected, name)), name
-    assert found.seq_lengths == expected.seq_lengths and found.BLOCK_SIZE == expected.BLOCK_SIZE
+        assert torch.equal(getattr(actual, name), getattr(expected, name)), name
+    for name in ("q_num_blocks", "full_q_num_blocks"):  # read by backward
+        assert torch.equal(getattr(actual, name), getattr(expected, name)), name
+    assert actual.seq_lengths == expected.seq_lengths and actual.BLOCK_SIZE == expected.BLOCK_SIZE
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2)])
 @pytest.mark.parametrize("window", [1, 100, 2 * BLOCK, None, 1000])
-def test_it_is_the_same_attention(heads: int, kv_heads: int, window: int | None) -> None:
+def test_attention_equals_torchs(heads: int, kv_heads: int, window: int | None) -> None:
     given = qkv(3 * BLOCK + 5, heads, kv_heads, torch.float64)
     expected = causal_attention(*given, window, None, 0.0)
     torch.testing.assert_close(flex(flex_attention)(*given, window, None, 0.0), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.slow
-def test_it_is_the_same_attention_compiled() -> None:
+def test_compiled_attention_equals_torchs() -> None:
     given, window = qkv(4 * BLOCK + 5, 4, 2, torch.float32), 2 * BLOCK + 3
-    attend = flex(compiled.fused(flex_attention))
+    attend = flex(compiled.compile_function(flex_attention))
     with torch.no_grad():
         torch.testing.assert_close(attend(*given, window, None, 0.0), causal_attention(*given, window, None, 0.0))
 
 
 def test_every_window_has_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than torch traces one function for by default, after which it would form all scores."""
+    """The windows exceed torch's default recompile limit, beyond which FlexAttention would compute all scores."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
     given = qkv(BLOCK + 5, 2, 2, torch.float32)
-    attend = flex(compiled.fused(flex_attention))
+    attend = flex(compiled.compile_function(flex_attention))
     with torch.no_grad():
         for window in range(1, 11):
             torch.testing.assert_close(attend(*given, window, None, 0.0), causal_attention(*given, window, None, 0.0))

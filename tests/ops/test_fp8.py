@@ -1,4 +1,4 @@
-"""What a cast to 8 bits keeps, and products of what was cast."""
+"""FP8 quantization, its statistics, and GEMMs of quantized matrices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,18 @@ from torch import Tensor
 
 from megascale.device import Device
 from megascale.ops import fp8
-from megascale.ops.fp8 import BLOCK, Grain, Number, Quantized, TorchLinear, amax, cast, lost, product, scale_of
+from megascale.ops.fp8 import (
+    BLOCK,
+    Fp8Format,
+    Quantized,
+    ScaleGranularity,
+    TorchLinear,
+    amax,
+    amax_to_scale,
+    cast_stats,
+    cast_to_fp8,
+    scaled_matmul,
+)
 from tests.ops.settings import GPU, setting
 
 M, K, N = 256, 384, 128
@@ -23,135 +34,146 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def quantize(x: Tensor, grain: Grain, number: Number = Number.E4M3) -> Quantized:
-    return cast(x, scale_of(amax(x, grain), number), number, grain)
+def quantize(x: Tensor, grain: ScaleGranularity, fp8_format: Fp8Format = Fp8Format.E4M3) -> Quantized:
+    return cast_to_fp8(x, amax_to_scale(amax(x, grain), fp8_format), fp8_format, grain)
 
 
-def error(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
+def error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
 PAIRS = [
-    (Grain.TENSOR, Grain.TENSOR), (Grain.ROW, Grain.ROW), (Grain.TENSOR, Grain.ROW), (Grain.BLOCK, Grain.SQUARE),
-    (Grain.BLOCK, Grain.BLOCK),
+    (ScaleGranularity.TENSOR, ScaleGranularity.TENSOR), (ScaleGranularity.ROW, ScaleGranularity.ROW),
+    (ScaleGranularity.TENSOR, ScaleGranularity.ROW), (ScaleGranularity.BLOCK_1D, ScaleGranularity.BLOCK_2D),
+    (ScaleGranularity.BLOCK_1D, ScaleGranularity.BLOCK_1D),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("grain_a", "grain_b"), PAIRS)
-@pytest.mark.parametrize(("number", "budget"), [(Number.E4M3, 0.04), (Number.E5M2, 0.065)])
-def test_products_of_unit_normals_keep_to_their_error_budget(
-    grain_a: Grain, grain_b: Grain, number: Number, budget: float
+@pytest.mark.parametrize(("fp8_format", "budget"), [(Fp8Format.E4M3, 0.04), (Fp8Format.E5M2, 0.065)])
+def test_gemms_of_unit_normals_stay_within_their_error_budget(
+    grain_a: ScaleGranularity, grain_b: ScaleGranularity, fp8_format: Fp8Format, budget: float
 ) -> None:
     a, b = normal(M, K), normal(N, K, seed=1)
-    found = product(quantize(a, grain_a, number), quantize(b, grain_b), torch.float32)
-    assert budget / 4 < error(found, a @ b.t()) < budget
+    actual = scaled_matmul(quantize(a, grain_a, fp8_format), quantize(b, grain_b), torch.float32)
+    assert budget / 4 < error(actual, a @ b.t()) < budget
 
 
 @pytest.mark.parametrize(("grain_a", "grain_b"), PAIRS)
-@pytest.mark.parametrize("number", list(Number))
-def test_a_product_is_that_of_what_was_cast(grain_a: Grain, grain_b: Grain, number: Number) -> None:
-    a, b = quantize(normal(M, K), grain_a, number), quantize(normal(N, K, seed=1), grain_b)
-    exact = a.dequantized().double() @ b.dequantized().double().t()
-    assert error(product(a, b, torch.float32), exact) < 1e-6
-    assert product(a, b, torch.bfloat16).dtype == torch.bfloat16
-    assert error(product(a, b, torch.bfloat16), exact) < 2**-8
+@pytest.mark.parametrize("fp8_format", list(Fp8Format))
+def test_a_gemm_equals_that_of_the_dequantized_operands(
+    grain_a: ScaleGranularity, grain_b: ScaleGranularity, fp8_format: Fp8Format
+) -> None:
+    a, b = quantize(normal(M, K), grain_a, fp8_format), quantize(normal(N, K, seed=1), grain_b)
+    exact = a.dequantize().double() @ b.dequantize().double().t()
+    assert error(scaled_matmul(a, b, torch.float32), exact) < 1e-6
+    assert scaled_matmul(a, b, torch.bfloat16).dtype == torch.bfloat16
+    assert error(scaled_matmul(a, b, torch.bfloat16), exact) < 2**-8
 
 
-@pytest.mark.parametrize("grain", [Grain.TENSOR, Grain.ROW, Grain.BLOCK])
-def test_rows_of_a_cast_are_the_cast_of_rows(grain: Grain) -> None:
+@pytest.mark.parametrize("grain", [ScaleGranularity.TENSOR, ScaleGranularity.ROW, ScaleGranularity.BLOCK_1D])
+def test_a_slice_of_a_quantized_matrix_equals_the_quantized_slice(grain: ScaleGranularity) -> None:
     x = quantize(normal(8, 4, K), grain)
-    torch.testing.assert_close(x[2:5].dequantized(), x.dequantized()[2:5], rtol=0, atol=0)
-    weight = quantize(normal(N, K, seed=1), Grain.SQUARE if grain is Grain.BLOCK else grain)
-    whole = product(x, weight, torch.float32)
-    assert whole.shape == (8, 4, N)
-    torch.testing.assert_close(product(x[2:5], weight, torch.float32), whole[2:5], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(x[2:5].dequantize(), x.dequantize()[2:5], rtol=0, atol=0)
+    weight = quantize(normal(N, K, seed=1), ScaleGranularity.BLOCK_2D if grain is ScaleGranularity.BLOCK_1D else grain)
+    full = scaled_matmul(x, weight, torch.float32)
+    assert full.shape == (8, 4, N)
+    torch.testing.assert_close(scaled_matmul(x[2:5], weight, torch.float32), full[2:5], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("grain", [Grain.TENSOR, Grain.SQUARE])
-def test_a_transpose_is_the_cast_of_the_transpose(grain: Grain) -> None:
+@pytest.mark.parametrize("grain", [ScaleGranularity.TENSOR, ScaleGranularity.BLOCK_2D])
+def test_a_transpose_equals_the_quantized_transpose(grain: ScaleGranularity) -> None:
     x = normal(M, K)
-    turned, other = quantize(x, grain).t(), quantize(x.t().contiguous(), grain)
-    assert torch.equal(turned.data.view(torch.uint8), other.data.view(torch.uint8))
-    assert torch.equal(turned.scale, other.scale) and turned.data.is_contiguous()
+    actual, expected = quantize(x, grain).t(), quantize(x.t().contiguous(), grain)
+    assert torch.equal(actual.data.view(torch.uint8), expected.data.view(torch.uint8))
+    assert torch.equal(actual.scale, expected.scale) and actual.data.is_contiguous()
 
 
-def test_what_lies_otherwise_in_memory_is_transposed_too() -> None:
-    """As what one head attends to does, for several samples."""
+def test_strided_inputs_are_transposed_too() -> None:
+    """Attention outputs of several samples have such strides."""
     x = normal(3, 16, 32).transpose(0, 1)
-    turned, other = quantize(x, Grain.TENSOR).t(), quantize(x.contiguous(), Grain.TENSOR).t()
-    assert torch.equal(turned.dequantized(), other.dequantized())
+    actual, expected = quantize(x, ScaleGranularity.TENSOR).t(), quantize(x.contiguous(), ScaleGranularity.TENSOR).t()
+    assert torch.equal(actual.dequantize(), expected.dequantize())
 
 
-def test_one_outlier_spoils_what_shares_its_scale_and_nothing_else() -> None:
+def test_an_outlier_degrades_only_elements_with_its_scale() -> None:
     x = normal(M, K)
     x[3, 5] = 1e6
-    for grain, spoilt in ((Grain.TENSOR, M * K), (Grain.ROW, K), (Grain.BLOCK, BLOCK)):
-        bad = (quantize(x, grain).dequantized() - x).abs() > 0.1 * x.abs() + 1e-3
-        assert spoilt * 0.9 < int(bad.sum()) < spoilt, grain
+    for grain, degraded in (
+        (ScaleGranularity.TENSOR, M * K),
+        (ScaleGranularity.ROW, K),
+        (ScaleGranularity.BLOCK_1D, BLOCK),
+    ):
+        bad = (quantize(x, grain).dequantize() - x).abs() > 0.1 * x.abs() + 1e-3
+        assert degraded * 0.9 < int(bad.sum()) < degraded, grain
 
 
-@pytest.mark.parametrize("grain", [Grain.TENSOR, Grain.ROW, Grain.BLOCK])
+@pytest.mark.parametrize("grain", [ScaleGranularity.TENSOR, ScaleGranularity.ROW, ScaleGranularity.BLOCK_1D])
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("number", list(Number))
-def test_what_is_not_finite_stays_so(grain: Grain, value: float, number: Number) -> None:
-    """The cast alone makes 448 of an infinity."""
+@pytest.mark.parametrize("fp8_format", list(Fp8Format))
+def test_nan_and_infinity_propagate(grain: ScaleGranularity, value: float, fp8_format: Fp8Format) -> None:
+    """The cast alone turns infinity into 448."""
     x = normal(M, K)
     x[3, 5] = value
-    square = Grain.SQUARE if grain is Grain.BLOCK else grain
-    out = product(quantize(x, grain, number), quantize(normal(N, K, seed=1), square), torch.bfloat16)
+    square = ScaleGranularity.BLOCK_2D if grain is ScaleGranularity.BLOCK_1D else grain
+    out = scaled_matmul(quantize(x, grain, fp8_format), quantize(normal(N, K, seed=1), square), torch.bfloat16)
     assert not bool(out[3].isfinite().any())
-    assert grain is Grain.TENSOR or bool(out[:3].isfinite().all())
+    assert grain is ScaleGranularity.TENSOR or bool(out[:3].isfinite().all())
 
 
-@given(st.floats(0, 1e-30), st.sampled_from([Grain.TENSOR, Grain.ROW, Grain.BLOCK]), st.sampled_from(list(Number)))
-@example(1e-36, Grain.ROW, Number.E4M3)
-@example(1e-45, Grain.BLOCK, Number.E5M2)
-def test_what_is_next_to_zero_stays_next_to_zero(size: float, grain: Grain, number: Number) -> None:
+@given(
+    st.floats(0, 1e-30),
+    st.sampled_from([ScaleGranularity.TENSOR, ScaleGranularity.ROW, ScaleGranularity.BLOCK_1D]),
+    st.sampled_from(list(Fp8Format)),
+)
+@example(1e-36, ScaleGranularity.ROW, Fp8Format.E4M3)
+@example(1e-45, ScaleGranularity.BLOCK_1D, Fp8Format.E5M2)
+def test_tiny_values_stay_tiny(size: float, grain: ScaleGranularity, fp8_format: Fp8Format) -> None:
     x = torch.zeros(2, BLOCK)
     x[0, 5] = size
-    found = quantize(x, grain, number).dequantized()
-    assert 0 <= float(found[0, 5]) <= 1.1 * size and not found.count_nonzero() > 1
+    actual = quantize(x, grain, fp8_format).dequantize()
+    assert 0 <= float(actual[0, 5]) <= 1.1 * size and not actual.count_nonzero() > 1
 
 
-@given(st.floats(1e-30, 1e30), st.sampled_from(list(Number)))
-def test_the_largest_magnitude_is_kept_exactly_at_any_size(size: float, number: Number) -> None:
+@given(st.floats(1e-30, 1e30), st.sampled_from(list(Fp8Format)))
+def test_the_amax_is_exact_at_any_magnitude(size: float, fp8_format: Fp8Format) -> None:
     x = torch.tensor([[size, -size / 2, 0.0, size / 4]], dtype=torch.float32)
-    torch.testing.assert_close(quantize(x, Grain.TENSOR, number).dequantized(), x, rtol=1e-6, atol=0)
+    torch.testing.assert_close(quantize(x, ScaleGranularity.TENSOR, fp8_format).dequantize(), x, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("grain", [Grain.SQUARE, Grain.BLOCK])
-def test_blocks_are_multiplied_at_once_on_a_gpu(grain: Grain, monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b = quantize(normal(M, 4 * BLOCK), Grain.BLOCK), quantize(normal(N, 4 * BLOCK, seed=1), grain)
-    expected = product(a, b, torch.float32)
+@pytest.mark.parametrize("grain", [ScaleGranularity.BLOCK_2D, ScaleGranularity.BLOCK_1D])
+def test_a_gpu_multiplies_all_blocks_in_one_call(grain: ScaleGranularity, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = quantize(normal(M, 4 * BLOCK), ScaleGranularity.BLOCK_1D), quantize(normal(N, 4 * BLOCK, seed=1), grain)
+    expected = scaled_matmul(a, b, torch.float32)
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
-    found = fp8._blocks_at_once(a.data, b, a.scale, torch.float32)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+    actual = fp8._blocks_at_once(a.data, b, a.scale, torch.float32)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4)
 
 
 def scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, out_dtype: torch.dtype, use_fast_accum: bool
 ) -> Tensor:
-    """Stands for torch's operator, which finds out what scales are by their shapes and strides (ScaledBlas.cpp)."""
+    """Stand in for torch's operator, which infers granularities from shapes and strides of scales (ScaledBlas.cpp)."""
 
-    def of(scale: Tensor, rows: int, blocks: int) -> Grain:
+    def granularity(scale: Tensor, rows: int, blocks: int) -> ScaleGranularity:
         if scale.shape == (rows, blocks) and scale.stride() == (1, rows):
-            return Grain.BLOCK
+            return ScaleGranularity.BLOCK_1D
         assert scale.shape == (rows / BLOCK, blocks) and scale.is_contiguous()
-        return Grain.SQUARE
+        return ScaleGranularity.BLOCK_2D
 
-    assert not use_fast_accum, "there is none by blocks"
+    assert not use_fast_accum, "block scales have no fast accumulation"
     assert a.is_contiguous() and b.t().is_contiguous()
     (m, k), n = a.shape, b.shape[1]
-    first = Quantized(a, scale_a, of(scale_a, m, k // BLOCK))
-    second = Quantized(b.t(), scale_b.t(), of(scale_b.t(), n, k // BLOCK))
-    return (first.dequantized() @ second.dequantized().t()).to(out_dtype)
+    first = Quantized(a, scale_a, granularity(scale_a, m, k // BLOCK))
+    second = Quantized(b.t(), scale_b.t(), granularity(scale_b.t(), n, k // BLOCK))
+    return (first.dequantize() @ second.dequantize().t()).to(out_dtype)
 
 
 H100, BLACKWELL, ADA, AMPERE = (9, 0), (10, 0), (8, 9), (8, 0)
 
 
 @pytest.mark.parametrize(
-    ("capability", "cuda", "recipe", "able"),
+    ("capability", "cuda", "recipe", "supported"),
     [
         (AMPERE, "12.9", "tensorwise", False), (AMPERE, "12.9", None, True), (ADA, "12.4", "tensorwise", True),
         (ADA, "12.9", "blockwise", False), (H100, "12.9", "blockwise", True), (H100, "13.0", "blockwise", True),
@@ -159,29 +181,31 @@ H100, BLACKWELL, ADA, AMPERE = (9, 0), (10, 0), (8, 9), (8, 0)
         (BLACKWELL, "13.0", "mu_unit", True),
     ],
 )  # fmt: skip
-def test_a_gpu_that_cannot_multiply_is_refused(
-    capability: tuple[int, int], cuda: str, recipe: str | None, able: bool, monkeypatch: pytest.MonkeyPatch
+def test_support_by_gpu_cuda_and_recipe(
+    capability: tuple[int, int], cuda: str, recipe: str | None, supported: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(Device, "capability", capability)
-    reason = TorchLinear().refusal(replace(setting(torch.bfloat16, GPU), recipe=recipe))
-    assert (reason is None) == able, reason
+    reason = TorchLinear().unsupported_reason(replace(setting(torch.bfloat16, GPU), recipe=recipe))
+    assert (reason is None) == supported, reason
 
 
 def test_zeros_stay_zeros() -> None:
-    assert torch.equal(quantize(torch.zeros(4, 16), Grain.ROW).dequantized(), torch.zeros(4, 16))
+    assert torch.equal(quantize(torch.zeros(4, 16), ScaleGranularity.ROW).dequantize(), torch.zeros(4, 16))
 
 
-def test_what_a_cast_loses_is_counted() -> None:
+def test_saturated_and_flushed_elements_are_counted() -> None:
     x = torch.tensor([[1.0, 500.0, -500.0, 449.0, 1e-5, 0.0, 2.0, 3.0]])
-    found = cast(x, torch.tensor(1.0), Number.E4M3, Grain.TENSOR)
-    assert lost(x, found, Number.E4M3).tolist() == [2, 1, 8]  # 449 is within the rounding of 448; 0 was zero before
-    assert found.data.float().abs().max() == 448
+    actual = cast_to_fp8(x, torch.tensor(1.0), Fp8Format.E4M3, ScaleGranularity.TENSOR)
+    assert cast_stats(x, actual, Fp8Format.E4M3).tolist() == [2, 1, 8]  # 449 rounds to 448; a zero is not flushed
+    assert actual.data.float().abs().max() == 448
 
 
-@pytest.mark.parametrize("number", list(Number))
-def test_a_cast_of_what_is_in_eight_bits_already_changes_nothing(number: Number) -> None:
-    every = torch.arange(256, dtype=torch.uint8).view(16, 16).view(number.dtype)
-    whole = torch.where(every.float().isfinite(), every.float(), 0.0).to(number.dtype)
-    found = fp8.Kernels(cast_transpose=fp8.cast_transpose).transposed(Quantized(whole, torch.ones(()), Grain.TENSOR))
-    assert torch.equal(found.data.view(torch.uint8), whole.t().contiguous().view(torch.uint8))
+@pytest.mark.parametrize("fp8_format", list(Fp8Format))
+def test_a_transpose_by_the_cast_kernel_changes_no_fp8_value(fp8_format: Fp8Format) -> None:
+    all_values = torch.arange(256, dtype=torch.uint8).view(16, 16).view(fp8_format.dtype)
+    finite = torch.where(all_values.float().isfinite(), all_values.float(), 0.0).to(fp8_format.dtype)
+    actual = fp8.Fp8Kernels(cast_transpose=fp8.cast_transpose).transpose(
+        Quantized(finite, torch.ones(()), ScaleGranularity.TENSOR)
+    )
+    assert torch.equal(actual.data.view(torch.uint8), finite.t().contiguous().view(torch.uint8))

@@ -1,5 +1,5 @@
-"""Attention by libraries that are not here: what they are given and what is made of their answer, with functions that
-have their signatures and do what their documentation says; and who is chosen where.
+"""Attention by absent libraries: calls and results, checked with functions of the same signatures and documented
+behaviour; and the selection of a backend.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch import Tensor
 from megascale.config.backends import BackendsConfig
 from megascale.config.model import ModelConfig
 from megascale.core.errors import MegascaleError
-from megascale.device import Device, detect
-from megascale.ops.attention import causal_attention, surpassed
+from megascale.device import Device, detect_device
+from megascale.ops.core_attention import causal_attention, surpassed
 from megascale.ops.flash import flash
 from megascale.ops.library import Library
-from megascale.ops.select import Reluctance, Setting, build, refusal, select
-from megascale.ops.te_attention import engine
+from megascale.ops.select import NotByDefault, OpContext, build_op, select_backend, unsupported_reason
+from megascale.ops.te_attention import te_attend
 from tests.runs import LLAMA
 
 H100 = Device(torch.device("cuda", 0), "nccl")
 
 
 def banded(q: Tensor, k: Tensor, v: Tensor, before: int, after: int) -> Tensor:
-    """Keys from `before` to `after` a query's own, -1 for all; tensors [b, heads, s, d]."""
+    """Attend to keys from `before` to `after` a query's own, -1 for all; tensors [b, heads, s, d]."""
     groups, s = q.shape[1] // k.shape[1], q.shape[2]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     ahead = torch.arange(s) - torch.arange(s)[:, None]
@@ -87,7 +87,7 @@ def flash_attn_3_beta(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 
 
 class DotProductAttention:
-    """Transformer Engine's, for layouts sbhd and causal masks."""
+    """Stand in for Transformer Engine's class, for layout sbhd and causal masks."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class DotProductAttention:
         self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, *, window_size: tuple[int, int]
     ) -> Tensor:
         assert query_layer.shape[2:] == (self.heads, self.head_dim) and key_layer.shape[2] == self.groups
-        assert window_size[0] >= -1 and window_size[1] == 0, "what causal masks allow"
+        assert window_size[0] >= -1 and window_size[1] == 0, "a causal mask has no keys to the right"
         given = (t.permute(1, 2, 0, 3) for t in (query_layer, key_layer, value_layer))
         return banded(*given, *window_size).permute(2, 0, 1, 3).flatten(2)
 
@@ -114,13 +114,13 @@ FUNCTIONS = {
     "flash-attn 2": flash(flash_attn_2),
     "flash-attn 3": flash(flash_attn_3),
     "flash-attn 3 beta": flash(flash_attn_3_beta),
-    "Transformer Engine": engine(DotProductAttention(4, 8, num_gqa_groups=2)),
+    "Transformer Engine": te_attend(DotProductAttention(4, 8, num_gqa_groups=2)),
 }
 
 
 @pytest.mark.parametrize("attend", FUNCTIONS.values(), ids=list(FUNCTIONS))
 @pytest.mark.parametrize("window", [None, 1, 3, 7])
-def test_it_is_the_same_attention(attend: Callable[..., Tensor], window: int | None) -> None:
+def test_attention_equals_torchs(attend: Callable[..., Tensor], window: int | None) -> None:
     generator = torch.Generator().manual_seed(0)
     heads = torch.randn(7, 2, 8, 8, generator=generator, dtype=torch.float64)  # [s, b, heads of q, k and v, d]
     given = heads.permute(1, 2, 0, 3).split([4, 2, 2], 1)
@@ -128,23 +128,25 @@ def test_it_is_the_same_attention(attend: Callable[..., Tensor], window: int | N
     torch.testing.assert_close(attend(*given, window, None, 0.0), expected, rtol=1e-12, atol=1e-12)
 
 
-def setting(device: Device = H100, asked: str = "auto", tp: int = 1, dtype: str = "bfloat16", **model: Any) -> Setting:
+def setting(
+    device: Device = H100, requested: str = "auto", tp: int = 1, dtype: str = "bfloat16", **model: Any
+) -> OpContext:
     sizes = LLAMA | {"hidden_size": 128, "window": 4} | model
-    return Setting(
-        ModelConfig.model_validate(sizes), BackendsConfig(attention=asked), getattr(torch, dtype), device, tp
+    return OpContext(
+        ModelConfig.model_validate(sizes), BackendsConfig(attention=requested), getattr(torch, dtype), device, tp
     )
 
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Lets libraries be there, and the GPU be of a generation."""
+    """Return a function that fakes installed libraries and a GPU generation."""
 
     def install(*names: str, capability: tuple[int, int] = (9, 0), kernel: str = "CUDNN_ATTENTION") -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(Device, "attention_kernel", lambda self, number_format, head_dim, shared: kernel)
-        there = lambda library: library.module.partition(".")[0] in names  # noqa: E731
-        absence = lambda library: None if there(library) else f"{library.package} is not installed"  # noqa: E731
-        monkeypatch.setattr(Library, "absence", absence)
+        is_installed = lambda library: library.module.partition(".")[0] in names  # noqa: E731
+        missing_reason = lambda library: None if is_installed(library) else f"{library.package} is not installed"  # noqa: E731
+        monkeypatch.setattr(Library, "missing_reason", missing_reason)
         monkeypatch.delitem(sys.modules, "transformer_engine.pytorch", raising=False)
         for name in ("flash_attn", "flash_attn_interface", "transformer_engine", "triton"):
             monkeypatch.setitem(sys.modules, name, ModuleType(name) if name in names else None)
@@ -156,38 +158,40 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return install
 
 
-def test_on_a_cpu_torch_serves() -> None:
-    choice = select("attention", setting(detect(allow_gpu=False)))
+def test_a_cpu_selects_torch() -> None:
+    choice = select_backend("attention", setting(detect_device(allow_gpu=False)))
     assert choice.backend == "torch"
-    assert choice.refusals == {"flash": "needs a GPU", "te": "needs a GPU", "compile": "has no backward on a CPU"}
-    for name in choice.refusals:
+    assert choice.rejected == {"flash": "needs a GPU", "te": "needs a GPU", "compile": "has no backward on a CPU"}
+    for name in choice.rejected:
         with pytest.raises(MegascaleError, match=rf"backends\.attention = '{name}' cannot serve: {name}: "):
-            select("attention", setting(detect(allow_gpu=False), name))
+            select_backend("attention", setting(detect_device(allow_gpu=False), name))
 
 
-def test_the_first_that_is_installed_serves(installed: Callable[..., None]) -> None:
+def test_the_first_installed_library_is_selected(installed: Callable[..., None]) -> None:
     order = ["flash_attn", "transformer_engine", "triton"]
-    chosen = []
-    for left in range(len(order) + 1):
-        installed(*order[left:])
-        chosen.append(select("attention", setting()).backend)
-    assert chosen == ["flash", "te", "compile", "torch"]
-    refusals = select("attention", setting()).refusals
-    assert list(refusals) == ["flash", "te", "compile"]
-    assert all(reason.endswith(" is not installed") for reason in refusals.values())
+    selected = []
+    for first in range(len(order) + 1):
+        installed(*order[first:])
+        selected.append(select_backend("attention", setting()).backend)
+    assert selected == ["flash", "te", "compile", "torch"]
+    rejected = select_backend("attention", setting()).rejected
+    assert list(rejected) == ["flash", "te", "compile"]
+    assert all(reason.endswith(" is not installed") for reason in rejected.values())
 
 
-def test_without_a_window_torch_serves_unless_another_is_asked_for(installed: Callable[..., None]) -> None:
+def test_without_a_window_auto_selects_torch(installed: Callable[..., None]) -> None:
     installed("flash_attn", "transformer_engine", "triton")
     for window in (None, 0, 16, [0, 99]):
-        assert select("attention", setting(window=window)).backend == "torch"
-        assert select("attention", setting(asked="flash", window=window)).backend == "flash"
-    assert select("attention", setting(window=[0, 4])).backend == "flash"
-    assert isinstance(refusal("attention", "te", setting(window=None)), Reluctance), "the doctor tests it"
+        assert select_backend("attention", setting(window=window)).backend == "torch"
+        assert select_backend("attention", setting(requested="flash", window=window)).backend == "flash"
+    assert select_backend("attention", setting(window=[0, 4])).backend == "flash"
+    assert isinstance(unsupported_reason("attention", "te", setting(window=None)), NotByDefault), (
+        "megascale doctor tests the backend"
+    )
 
 
 @pytest.mark.parametrize(
-    ("libraries", "capability", "kernel", "serves"),
+    ("libraries", "capability", "kernel", "selected"),
     [
         (["flash_attn_interface", "transformer_engine"], (9, 0), "FLASH_ATTENTION", "flash"),
         (["flash_attn", "transformer_engine"], (9, 0), "FLASH_ATTENTION", "te"),
@@ -197,11 +201,11 @@ def test_without_a_window_torch_serves_unless_another_is_asked_for(installed: Ca
         (["flash_attn_interface", "transformer_engine"], (10, 0), "FLASH_ATTENTION", "te"),
     ],
 )
-def test_newer_kernels_serve_where_torch_takes_an_older_one(
-    installed: Callable[..., None], libraries: list[str], capability: tuple[int, int], kernel: str, serves: str
+def test_auto_prefers_newer_kernels_to_an_outdated_kernel_of_torch(
+    installed: Callable[..., None], libraries: list[str], capability: tuple[int, int], kernel: str, selected: str
 ) -> None:
     installed(*libraries, capability=capability, kernel=kernel)
-    assert select("attention", setting(window=None)).backend == serves
+    assert select_backend("attention", setting(window=None)).backend == selected
 
 
 @pytest.mark.parametrize(
@@ -215,8 +219,8 @@ def test_which_kernels_are_surpassed(kernel: str, capability: tuple[int, int], e
     assert surpassed(kernel, capability) is expected
 
 
-def test_torch_is_asked_for_its_kernel() -> None:
-    cpu = detect(allow_gpu=False)
+def test_the_kernel_of_torch_is_queried() -> None:
+    cpu = detect_device(allow_gpu=False)
     asked = {shared: cpu.attention_kernel(torch.bfloat16, 64, shared) for shared in (False, True)}
     assert asked == {False: "FLASH_ATTENTION", True: "FLASH_ATTENTION"}
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
@@ -232,24 +236,26 @@ def test_torch_is_asked_for_its_kernel() -> None:
         ("flash", {"dtype": "float32"}, "has no float32"),
         ("te", {"dtype": "float64"}, "has no float64"),
         ("compile", {"dtype": "float64"}, "has no float64"),
-        ("flash", {"hidden_size": 2048}, "has heads of up to 256, not of 512"),
-        ("te", {"hidden_size": 144}, "its kernels take heads of a multiple of 8"),
-        ("compile", {"hidden_size": 32}, "has heads of 16 or more, not of 8"),
+        ("flash", {"hidden_size": 2048}, "supports head dims up to 256, not 512"),
+        ("te", {"hidden_size": 144}, "needs a head dim divisible by 8"),
+        ("compile", {"hidden_size": 32}, "supports head dims from 16, not 8"),
         ("compile", {"window": None}, "is for layers with a window, and there is none"),
     ],
 )
-def test_why_one_cannot_serve(installed: Callable[..., None], name: str, changes: dict[str, Any], reason: str) -> None:
+def test_reasons_of_unsupported_backends(
+    installed: Callable[..., None], name: str, changes: dict[str, Any], reason: str
+) -> None:
     installed("flash_attn", "transformer_engine", "triton")
-    select("attention", setting(asked=name))
+    select_backend("attention", setting(requested=name))
     with pytest.raises(MegascaleError, match=reason):
-        select("attention", setting(asked=name, **changes))
+        select_backend("attention", setting(requested=name, **changes))
 
 
 @pytest.mark.parametrize("name", ["flash", "te"])
-def test_old_gpus_cannot_serve(installed: Callable[..., None], name: str) -> None:
+def test_old_gpus_are_unsupported(installed: Callable[..., None], name: str) -> None:
     installed("flash_attn", "transformer_engine", capability=(7, 5))
     with pytest.raises(MegascaleError, match=r"needs a GPU of compute capability 8\.0 or more"):
-        select("attention", setting(asked=name))
+        select_backend("attention", setting(requested=name))
 
 
 @pytest.mark.parametrize(
@@ -262,7 +268,7 @@ def test_old_gpus_cannot_serve(installed: Callable[..., None], name: str) -> Non
         (["flash_attn", "flash_attn_interface"], (10, 0), "flash_attn"),
     ],
 )
-def test_the_third_version_is_for_hopper(
+def test_version_3_is_for_hopper(
     installed: Callable[..., None], libraries: list[str], capability: tuple[int, int], used: str
 ) -> None:
     installed(*libraries, capability=capability)
@@ -271,31 +277,31 @@ def test_the_third_version_is_for_hopper(
         module: Any = sys.modules[name]
         module.flash_attn_func = lambda *args, name=name, **kwargs: called.append(name) or args[0]
     q = torch.zeros(1, 4, 7, 8)
-    build("attention", setting())(q, q, q, 3, None, 0.0)
+    build_op("attention", setting())(q, q, q, 3, None, 0.0)
     assert called == [used]
 
 
-def test_the_third_version_has_no_heads_of_any_size(installed: Callable[..., None]) -> None:
+def test_version_3_needs_a_head_dim_divisible_by_8(installed: Callable[..., None]) -> None:
     installed("flash_attn", "flash_attn_interface")
     q = torch.zeros(1, 4, 7, 36)
     sys.modules["flash_attn"].flash_attn_func = lambda *args, **kwargs: args[0]  # type: ignore[attr-defined]
-    assert build("attention", setting(hidden_size=144))(q, q, q, 3, None, 0.0).shape == q.shape
+    assert build_op("attention", setting(hidden_size=144))(q, q, q, 3, None, 0.0).shape == q.shape
 
 
-def test_a_fixed_order_of_sums_is_the_second_versions(installed: Callable[..., None]) -> None:
+def test_deterministic_algorithms_select_version_2(installed: Callable[..., None]) -> None:
     installed("flash_attn", "flash_attn_interface", capability=(9, 0))
     q = torch.zeros(1, 4, 7, 32)
     for name, result in (("flash_attn", q + 2), ("flash_attn_interface", q + 3)):
         sys.modules[name].flash_attn_func = lambda *_, result=result, **__: result.transpose(1, 2)  # type: ignore[attr-defined]
-    assert build("attention", setting())(q, q, q, 3, None, 0.0).mean() == 3
+    assert build_op("attention", setting())(q, q, q, 3, None, 0.0).mean() == 3
     torch.use_deterministic_algorithms(True)
     try:
-        assert build("attention", setting())(q, q, q, 3, None, 0.0).mean() == 2
+        assert build_op("attention", setting())(q, q, q, 3, None, 0.0).mean() == 2
     finally:
         torch.use_deterministic_algorithms(False)
 
 
-def test_transformer_engine_is_told_of_this_ranks_heads(installed: Callable[..., None]) -> None:
+def test_transformer_engine_gets_this_ranks_heads(installed: Callable[..., None]) -> None:
     installed("transformer_engine")
     q, k = torch.zeros(1, 2, 7, 32), torch.zeros(1, 1, 7, 32)  # of 4 and 2 heads, over two ranks
-    assert build("attention", setting(tp=2))(q, k, k, 3, None, 0.0).shape == q.shape
+    assert build_op("attention", setting(tp=2))(q, k, k, 3, None, 0.0).shape == q.shape

@@ -41,7 +41,7 @@ def inputs(has_bias: bool, dtype: torch.dtype, scale: float = 1.0) -> list[Tenso
 
 
 def with_gradients(norm: Norm, given: list[Tensor | None], *eps: float) -> list[Tensor]:
-    """The result, and the gradients of the inputs for a fixed gradient of the result."""
+    """Return the result, and the gradients of the inputs for a fixed upstream gradient."""
     out = norm(*given, *eps)
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     leaves = [t for t in given if t is not None]
@@ -50,15 +50,15 @@ def with_gradients(norm: Norm, given: list[Tensor | None], *eps: float) -> list[
 
 @norms
 @pytest.mark.parametrize("scale", [1.0, 1e-3, 1e4])
-def test_fp64(norm: Norm, formula: Norm, has_bias: bool, scale: float) -> None:
-    """At scale 1e-3 the variance is below eps, which therefore has to stand where the formula has it."""
+def test_fp64_equals_the_formula(norm: Norm, formula: Norm, has_bias: bool, scale: float) -> None:
+    """At scale 1e-3 the variance is below eps, and the place of eps in the formula matters."""
     given = inputs(has_bias, torch.float64, scale)
     for ours, expected in zip(with_gradients(norm, given, EPS), with_gradients(formula, given), strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12 * float(expected.abs().max()))
 
 
 @norms
-def test_derivatives_are_those_of_the_function(norm: Norm, formula: Norm, has_bias: bool) -> None:
+def test_gradients_pass_gradcheck(norm: Norm, formula: Norm, has_bias: bool) -> None:
     x, *rest = inputs(has_bias, torch.float64)
     assert x is not None
     assert torch.autograd.gradcheck(lambda *t: norm(*t, EPS), (x.detach()[:2].requires_grad_(), *rest))
@@ -66,7 +66,7 @@ def test_derivatives_are_those_of_the_function(norm: Norm, formula: Norm, has_bi
 
 @norms
 def test_bf16_is_rounded_once(norm: Norm, formula: Norm, has_bias: bool) -> None:
-    """Everything between bf16 inputs and bf16 results is wider, statistics and sums over tokens among them."""
+    """Intermediates, statistics and sums over tokens are wider than bf16."""
     given = inputs(has_bias, torch.bfloat16)
     exact = [t.detach().double().requires_grad_() if t is not None else None for t in given]
     for ours, expected in zip(with_gradients(norm, given, EPS), with_gradients(formula, exact), strict=True):

@@ -1,4 +1,4 @@
-"""Rotary embedding against its definition: pairs of numbers as complex numbers that turn."""
+"""Rotary embedding against its definition, a rotation of complex numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def formula(x_sbnd: Tensor, turned: int) -> Tensor:
-    """Number i of a head with number i + d/2, turned by position / theta^(2 i / d); in fp64."""
+    """Rotate the complex number of elements i and i + d/2 by position / theta^(2 i / d), in fp64."""
     x = x_sbnd[:, :, :turned]
     pairs = torch.complex(x[..., : D // 2], x[..., D // 2 :])
     rows = []
@@ -40,7 +40,7 @@ def upstream(dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("turned", [3, 5])
 @pytest.mark.parametrize("rotate", [rotate_heads, rotation])
-def test_fp64(turned: int, rotate: Callable[..., Tensor]) -> None:
+def test_fp64_equals_the_formula(turned: int, rotate: Callable[..., Tensor]) -> None:
     x = heads()
     ours, expected = rotate(x, turned, *rope_table(S, D, THETA, torch.float64, CPU)), formula(x, turned)
     torch.testing.assert_close(ours, expected, rtol=1e-13, atol=1e-13)
@@ -49,25 +49,25 @@ def test_fp64(turned: int, rotate: Callable[..., Tensor]) -> None:
     assert torch.equal(ours[:, :, turned:], x[:, :, turned:]), "values do not turn"
 
 
-def test_derivatives_are_those_of_the_function() -> None:
+def test_gradients_pass_gradcheck() -> None:
     table = rope_table(S, D, THETA, torch.float64, CPU)
     assert torch.autograd.gradcheck(lambda x: rotate_heads(x, 3, *table), heads())
 
 
 @pytest.mark.parametrize("rotate", [rotate_heads, rotation])
-def test_bf16_is_turned_wide_and_rounded_once(rotate: Callable[..., Tensor]) -> None:
+def test_bf16_is_rotated_in_fp32_and_rounded_once(rotate: Callable[..., Tensor]) -> None:
     x = heads(torch.bfloat16)
     ours = rotate(x, 3, *rope_table(S, D, THETA, torch.float32, CPU))
     exact = x.detach().double().requires_grad_()
     expected = formula(exact, 3)
     gradients = [torch.autograd.grad(out, leaf, upstream(out.dtype))[0] for out, leaf in ((ours, x), (expected, exact))]
-    for found, wanted in [(ours, expected), gradients]:
-        assert found.dtype == torch.bfloat16
-        torch.testing.assert_close(found.double(), wanted, rtol=1.01 * 2.0**-8, atol=1e-6)
+    for actual, wanted in [(ours, expected), gradients]:
+        assert actual.dtype == torch.bfloat16
+        torch.testing.assert_close(actual.double(), wanted, rtol=1.01 * 2.0**-8, atol=1e-6)
 
 
 def test_far_positions_are_exact_in_fp32() -> None:
-    """Angles formed in fp32 would be off by 1e-2 at position 100,000."""
+    """Angles computed in fp32 would be off by 1e-2 at position 100,000."""
     cos, sin = rope_table(100_001, 4, 10_000.0, torch.float32, CPU)
     angles = torch.tensor([100_000.0, 1_000.0], dtype=torch.float64)
     torch.testing.assert_close(cos[-1, 0, 0].double(), angles.cos(), rtol=0, atol=1e-7)
@@ -86,26 +86,28 @@ def test_scores_depend_on_distance_alone() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_the_formula_for_compilers_is_the_same_both_ways(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "fused", lambda formula: formula)
+def test_the_compiled_formula_equals_torchs_in_forward_and_backward(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "compile_function", lambda formula: formula)
     x, table = heads(dtype), rope_table(S, D, THETA, torch.promote_types(dtype, torch.float32), CPU)
-    found = []
+    results = []
     for rotate in (rotate_heads, CompiledRope().build(setting())):
         out = rotate(x, 3, *table)
-        found.append((out, *torch.autograd.grad(out, x, upstream(dtype))))
-    for ours, theirs in zip(*found, strict=True):
+        results.append((out, *torch.autograd.grad(out, x, upstream(dtype))))
+    for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
 
 
-def test_nothing_but_angles_is_kept() -> None:
-    x, table, kept = heads(), rope_table(S, D, THETA, torch.float64, CPU), list[Tensor]()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+def test_only_cos_and_sin_are_saved_for_backward() -> None:
+    x, table, saved = heads(), rope_table(S, D, THETA, torch.float64, CPU), list[Tensor]()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         rotate_heads(x, 3, *table)
-    assert [t.data_ptr() for t in kept] == [t.data_ptr() for t in table]
+    assert [t.data_ptr() for t in saved] == [t.data_ptr() for t in table]
 
 
 @pytest.mark.slow
-def test_compiled_it_is_one_kernel_in_each_direction() -> None:
+def test_compiled_forward_and_backward_are_one_kernel_each() -> None:
     from torch._inductor import metrics
 
     metrics.reset()

@@ -1,4 +1,4 @@
-"""The first backend that can serve is chosen, or the one that is asked for."""
+"""Selection of a backend: the first supported, or the requested."""
 
 from __future__ import annotations
 
@@ -13,100 +13,104 @@ from megascale.config.backends import BackendsConfig
 from megascale.config.model import ModelConfig
 from megascale.core.errors import MegascaleError
 from megascale.core.registry import Card, Registry
-from megascale.device import detect
-from megascale.ops.select import Choice, Reluctance, Setting, build, select
+from megascale.device import detect_device
+from megascale.ops.select import BackendChoice, NotByDefault, OpContext, build_op, select_backend
 from tests.runs import GPT
 
 
 class Absent:
-    def refusal(self, setting: Setting) -> str | None:
+    def unsupported_reason(self, context: OpContext) -> str | None:
         return "is not installed"
 
-    def build(self, setting: Setting) -> Callable[..., Any]:
-        raise AssertionError("it has refused")
+    def build(self, context: OpContext) -> Callable[..., Any]:
+        raise AssertionError("an unsupported backend is not built")
 
 
 class Present:
-    def refusal(self, setting: Setting) -> str | None:
-        return None if setting.dtype == torch.float32 else "needs fp32"
+    def unsupported_reason(self, context: OpContext) -> str | None:
+        return None if context.dtype == torch.float32 else "needs fp32"
 
-    def build(self, setting: Setting) -> Callable[..., Any]:
+    def build(self, context: OpContext) -> Callable[..., Any]:
         return lambda: "present"
 
 
-class Reluctant:
-    def refusal(self, setting: Setting) -> str | None:
-        return Reluctance("would rather not")
+class Slow:
+    def unsupported_reason(self, context: OpContext) -> str | None:
+        return NotByDefault("is slower")
 
-    def build(self, setting: Setting) -> Callable[..., Any]:
-        return lambda: "reluctant"
+    def build(self, context: OpContext) -> Callable[..., Any]:
+        return lambda: "slow"
 
 
 class Last:
-    def refusal(self, setting: Setting) -> str | None:
+    def unsupported_reason(self, context: OpContext) -> str | None:
         return None
 
-    def build(self, setting: Setting) -> Callable[..., Any]:
+    def build(self, context: OpContext) -> Callable[..., Any]:
         return lambda: "last"
 
 
-def choose_among(monkeypatch: pytest.MonkeyPatch, **classes: type) -> None:
+def register_cards(monkeypatch: pytest.MonkeyPatch, **classes: type) -> None:
     cards = [Card(name, "", f"tests.ops.test_select:{body.__name__}") for name, body in classes.items()]
     monkeypatch.setitem(BACKENDS, "norm", Registry("norm backend", "none", cards))
 
 
 @pytest.fixture(autouse=True)
 def three(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose_among(monkeypatch, absent=Absent, present=Present, last=Last)
+    register_cards(monkeypatch, absent=Absent, present=Present, last=Last)
 
 
-def setting(asked: str = "auto", dtype: torch.dtype = torch.float32, compiled: bool = False) -> Setting:
-    backends = BackendsConfig.model_construct(norm=asked)
-    return Setting(ModelConfig.model_validate(GPT), backends, dtype, detect(allow_gpu=False), compiled=compiled)
+def setting(requested: str = "auto", dtype: torch.dtype = torch.float32, compiled: bool = False) -> OpContext:
+    backends = BackendsConfig.model_construct(norm=requested)
+    return OpContext(
+        ModelConfig.model_validate(GPT), backends, dtype, detect_device(allow_gpu=False), compiled=compiled
+    )
 
 
-def test_the_first_that_can_serve_is_chosen() -> None:
-    assert select("norm", setting()) == Choice("norm", "present", {"absent": "is not installed"})
-    assert build("norm", setting())() == "present"
+def test_auto_selects_the_first_supported_backend() -> None:
+    assert select_backend("norm", setting()) == BackendChoice("norm", "present", {"absent": "is not installed"})
+    assert build_op("norm", setting())() == "present"
 
 
-def test_one_that_cannot_serve_is_passed_over_with_its_reason() -> None:
-    refusals = {"absent": "is not installed", "present": "needs fp32"}
-    assert select("norm", setting(dtype=torch.bfloat16)) == Choice("norm", "last", refusals)
-    assert build("norm", setting(dtype=torch.bfloat16))() == "last"
+def test_an_unsupported_backend_is_skipped_with_its_reason() -> None:
+    rejected = {"absent": "is not installed", "present": "needs fp32"}
+    assert select_backend("norm", setting(dtype=torch.bfloat16)) == BackendChoice("norm", "last", rejected)
+    assert build_op("norm", setting(dtype=torch.bfloat16))() == "last"
 
 
-def test_the_one_that_is_asked_for_is_taken() -> None:
-    assert select("norm", setting("last")) == Choice("norm", "last", {})
+def test_a_requested_backend_is_selected() -> None:
+    assert select_backend("norm", setting("last")) == BackendChoice("norm", "last", {})
 
 
-def test_one_that_is_asked_for_and_cannot_serve_is_an_error() -> None:
+def test_a_requested_unsupported_backend_is_an_error() -> None:
     with pytest.raises(MegascaleError, match=r"backends\.norm = 'present' cannot serve: present: needs fp32") as caught:
-        select("norm", setting("present", torch.bfloat16))
-    assert caught.value.mend == "backends.norm=auto"
-    assert caught.value.exit_status == 2  # the user's to mend
+        select_backend("norm", setting("present", torch.bfloat16))
+    assert caught.value.hint == "backends.norm=auto"
+    assert caught.value.exit_status == 2  # the user's mistake
 
 
-def test_where_none_can_serve_what_is_left_open_the_mend_is_no_key_of_backends(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose_among(monkeypatch, absent=Absent)
+def test_without_a_supported_backend_under_auto_the_hint_names_no_key_of_backends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    register_cards(monkeypatch, absent=Absent)
     with pytest.raises(MegascaleError, match="absent: is not installed") as caught:
-        select("norm", setting())
-    assert caught.value.mend == "another device, or train.precision=bf16"
+        select_backend("norm", setting())
+    assert caught.value.hint == "another device, or train.precision=bf16"
 
 
-def test_one_that_would_rather_not_serves_who_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose_among(monkeypatch, reluctant=Reluctant, last=Last)
-    assert select("norm", setting()) == Choice("norm", "last", {"reluctant": "would rather not"})
-    assert select("norm", setting("reluctant")) == Choice("norm", "reluctant", {})
+def test_a_backend_skipped_by_auto_is_selected_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    register_cards(monkeypatch, slow=Slow, last=Last)
+    assert select_backend("norm", setting()) == BackendChoice("norm", "last", {"slow": "is slower"})
+    assert select_backend("norm", setting("slow")) == BackendChoice("norm", "slow", {})
 
 
-def test_in_a_compiled_block_what_is_left_open_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose_among(monkeypatch, last=Last, compile=Reluctant)
-    assert select("norm", setting(compiled=True)).backend == "compile"
-    assert select("norm", setting("last", compiled=True)).backend == "last"
-    choose_among(monkeypatch, last=Last, compile=Absent)
+def test_in_a_compiled_block_auto_means_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    register_cards(monkeypatch, last=Last, compile=Slow)
+    assert select_backend("norm", setting(compiled=True)).backend == "compile"
+    assert select_backend("norm", setting("last", compiled=True)).backend == "last"
+    register_cards(monkeypatch, last=Last, compile=Absent)
     with pytest.raises(MegascaleError, match="compile: is not installed") as caught:
-        select("norm", setting(compiled=True))
-    assert caught.value.mend == "train.compile=false"
-    choose_among(monkeypatch, last=Last)
-    assert select("norm", setting(compiled=True)).backend == "last"
+        select_backend("norm", setting(compiled=True))
+    assert caught.value.hint == "train.compile=false"
+    register_cards(monkeypatch, last=Last)
+    assert select_backend("norm", setting(compiled=True)).backend == "last"

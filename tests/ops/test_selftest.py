@@ -1,4 +1,4 @@
-"""The self-test passes what computes the operation, and nothing else."""
+"""The self-test passes correct backends, and fails wrong ones."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor
 from megascale.catalog.backends import BACKENDS
 from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.catalog.recipes import RECIPES
-from megascale.config.explain import load
+from megascale.config.loading import load_config
 from megascale.core.registry import Card, Registry
-from megascale.ops.fp8 import Kernels, Quantized, TorchLinear, product
+from megascale.ops.fp8 import Fp8Kernels, Quantized, TorchLinear, scaled_matmul
 from megascale.ops.norm import rms_norm
 from megascale.ops.optimizer import TorchOptimizer
-from megascale.ops.select import Reluctance, Setting
-from megascale.ops.selftest import CASES, TOLERANCES, Verdict, difference, examine
+from megascale.ops.select import NotByDefault, OpContext
+from megascale.ops.selftest import CASES, TOLERANCES, BackendReport, check_backends, difference
 from megascale.optim.adamw import AdamW
 from tests.ops.settings import CPU, setting
 
@@ -28,12 +28,12 @@ CONFIGS = sorted((Path(__file__).parents[2] / "configs/bench").glob("*-*.toml"))
 
 
 class Backend:
-    """Serves the norm, in some way."""
+    """A supported backend of the norm."""
 
-    def refusal(self, setting: Setting) -> str | None:
+    def unsupported_reason(self, context: OpContext) -> str | None:
         return None
 
-    def build(self, setting: Setting) -> Callable[..., Any]:
+    def build(self, context: OpContext) -> Callable[..., Any]:
         return self.norm
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -65,57 +65,57 @@ class Nan(Backend):
 
 
 class NanGradient(Backend):
-    """Its result is right."""
+    """A right result with a wrong gradient."""
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         weight.register_hook(lambda gradient: gradient * float("nan"))
         return rms_norm(x, weight, bias, eps)
 
 
-class Refuses(Backend):
-    def refusal(self, setting: Setting) -> str | None:
+class Unsupported(Backend):
+    def unsupported_reason(self, context: OpContext) -> str | None:
         return "needs a GPU"
 
-    def build(self, setting: Setting) -> Callable[..., Any]:
-        raise AssertionError("it has refused")
+    def build(self, context: OpContext) -> Callable[..., Any]:
+        raise AssertionError("an unsupported backend is not built")
 
 
-class Reluctant(Backend):
-    def refusal(self, setting: Setting) -> str | None:
-        return Reluctance("would rather not")
+class Slow(Backend):
+    def unsupported_reason(self, context: OpContext) -> str | None:
+        return NotByDefault("is slower")
 
 
-def transposed(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
-    return product(b, a, dtype).reshape(a.shape[0], b.shape[0])
+def transposed_matmul(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
+    return scaled_matmul(b, a, dtype).reshape(a.shape[0], b.shape[0])
 
 
-class WrongProduct(TorchLinear):
-    """A result in columns taken for one in rows."""
+class WrongGemm(TorchLinear):
+    """A column-major result read as row-major."""
 
-    def build(self, setting: Setting) -> Kernels:
-        return Kernels(product=transposed)
+    def build(self, context: OpContext) -> Fp8Kernels:
+        return Fp8Kernels(scaled_matmul=transposed_matmul)
 
 
-def verdict_of(body: type, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype = torch.float32) -> Verdict:
+def verdict_of(body: type, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype = torch.float32) -> BackendReport:
     cards = [Card(name, "", f"tests.ops.test_selftest:{of.__name__}") for name, of in (("it", body), ("torch", Torch))]
     monkeypatch.setitem(BACKENDS, "norm", Registry("norm backend", "none", cards))
-    return examine("norm", setting(dtype)).verdicts[0]
+    return check_backends("norm", setting(dtype)).verdicts[0]
 
 
-def test_what_is_right_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_correct_backend_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     verdict = verdict_of(Backend, monkeypatch)
     assert verdict.chosen and verdict.willing and not verdict.failed
     assert verdict.difference is not None and 0 < verdict.difference < 1e-5
 
 
 @pytest.mark.parametrize("body", [WrongResult, WrongGradient])
-def test_what_is_wrong_fails(body: type, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_backend_fails(body: type, monkeypatch: pytest.MonkeyPatch) -> None:
     verdict = verdict_of(body, monkeypatch)
     assert verdict.failed
     assert verdict.difference is not None and verdict.difference > TOLERANCES[torch.float32]
 
 
-def test_what_raises_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     verdict = verdict_of(Raises, monkeypatch)
     assert verdict.failed
     assert verdict.error == "RuntimeError: an illegal memory access"
@@ -126,14 +126,14 @@ def test_nan_fails(body: type, monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdict_of(body, monkeypatch).error == "gives NaN"
 
 
-def test_what_refuses_is_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
-    verdict = verdict_of(Refuses, monkeypatch)
+def test_an_unsupported_backend_is_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    verdict = verdict_of(Unsupported, monkeypatch)
     assert not (verdict.willing or verdict.chosen or verdict.failed)
     assert verdict.refusal == "needs a GPU"
 
 
-def test_what_would_rather_not_is_tested(monkeypatch: pytest.MonkeyPatch) -> None:
-    verdict = verdict_of(Reluctant, monkeypatch)
+def test_a_backend_skipped_by_auto_is_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    verdict = verdict_of(Slow, monkeypatch)
     assert verdict.willing and not verdict.chosen
     assert verdict.difference is not None
 
@@ -142,9 +142,9 @@ def test_what_would_rather_not_is_tested(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("model", [{}, {"norm": "layernorm", "activation": "gelu", "num_kv_heads": 4}], ids=str)
 def test_torch_passes(operation: str, dtype: torch.dtype, model: dict[str, Any]) -> None:
-    found = difference(operation, "torch", setting(dtype, tp=2, **model))
-    assert (found == 0) == (dtype == torch.float64 or operation == "linear")  # a cast rounds equal numbers alike
-    assert found < TOLERANCES[dtype] / 2
+    worst = difference(operation, "torch", setting(dtype, tp=2, **model))
+    assert (worst == 0) == (dtype == torch.float64 or operation == "linear")  # a cast rounds equal numbers alike
+    assert worst < TOLERANCES[dtype] / 2
 
 
 @pytest.mark.parametrize(
@@ -159,67 +159,67 @@ def test_torchs_attention_passes_in_other_models(dtype: torch.dtype, model: dict
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_torchs_attention_passes_in_large_models(path: Path) -> None:
-    given = replace(Setting.of(load(str(path)), CPU), dtype=torch.bfloat16)
+    given = replace(OpContext.from_config(load_config(str(path)), CPU), dtype=torch.bfloat16)
     assert difference("attention", "torch", given) < TOLERANCES[torch.bfloat16] / 2
 
 
 @pytest.mark.parametrize(("window", "seen"), [(4096, (384, 128)), (100, (384, 100)), (0, (128, None))])
-def test_attention_is_tested_in_a_window_that_leaves_tokens_out(window: int, seen: tuple[int, int | None]) -> None:
-    given, asked = setting(seq_length=8192, window=window), []
+def test_attention_is_tested_in_a_window_shorter_than_the_sequence(window: int, seen: tuple[int, int | None]) -> None:
+    context, calls = setting(seq_length=8192, window=window), []
 
     def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None, *_: Any) -> Tensor:
-        asked.append((q.shape[2], window))
+        calls.append((q.shape[2], window))
         return q + k.sum() + v.sum()
 
-    CASES["attention"].results(attend, given, CASES["attention"].numbers(given))
-    assert asked == [seen]
+    CASES["attention"].results(attend, context, CASES["attention"].inputs(context))
+    assert calls == [seen]
 
 
-def test_what_is_zero_has_no_relative_difference() -> None:
+def test_zero_tensors_have_no_relative_difference() -> None:
     assert difference("cross_entropy", "torch", setting(vocab_size=1)) == 0
 
 
 @pytest.mark.parametrize("operation", CASES)
-def test_no_two_inputs_are_alike(operation: str) -> None:
-    found = CASES[operation].numbers(setting(num_kv_heads=4, norm="layernorm"))
-    assert len({float(tensor.flatten()[0]) for tensor in found}) == len(found)
+def test_inputs_differ(operation: str) -> None:
+    inputs = CASES[operation].inputs(setting(num_kv_heads=4, norm="layernorm"))
+    assert len({float(tensor.flatten()[0]) for tensor in inputs}) == len(inputs)
 
 
-def eight_bit(recipe: str, dtype: torch.dtype = torch.bfloat16) -> Setting:
+def fp8_context(recipe: str, dtype: torch.dtype = torch.bfloat16) -> OpContext:
     return replace(setting(dtype, hidden_size=256), recipe=recipe)
 
 
 @pytest.mark.parametrize("recipe", RECIPES.names())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_products_in_eight_bits_are_tested(recipe: str, dtype: torch.dtype) -> None:
-    assert 0 < difference("linear", "torch", eight_bit(recipe, dtype)) < TOLERANCES[dtype] / 5
+def test_fp8_gemms_are_tested(recipe: str, dtype: torch.dtype) -> None:
+    assert 0 < difference("linear", "torch", fp8_context(recipe, dtype)) < TOLERANCES[dtype] / 5
 
 
-def test_a_wrong_product_in_eight_bits_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    bodies = {"it": "tests.ops.test_selftest:WrongProduct", "torch": "megascale.ops.fp8:TorchLinear"}
+def test_a_wrong_fp8_gemm_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    bodies = {"it": "tests.ops.test_selftest:WrongGemm", "torch": "megascale.ops.fp8:TorchLinear"}
     cards = [Card(name, "", body) for name, body in bodies.items()]
     monkeypatch.setitem(BACKENDS, "linear", Registry("linear backend", "none", cards))
-    wrong, right = examine("linear", eight_bit("tensorwise")).verdicts
+    wrong, right = check_backends("linear", fp8_context("tensorwise")).verdicts
     assert wrong.failed and wrong.difference is not None and not right.failed
 
 
 class WrongRule(AdamW):
-    """Knows nothing of the steps before."""
+    """A rule that ignores the step count."""
 
     def step(self, lr: float, step: int, factor: Tensor, skip: Tensor) -> None:
         super().step(lr, 1, factor, skip)
 
 
 class WrongOptimizer(TorchOptimizer):
-    def build(self, setting: Setting) -> type[Any]:
+    def build(self, context: OpContext) -> type[Any]:
         return WrongRule
 
 
-def test_a_wrong_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_optimizer_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     bodies = {"it": "tests.ops.test_selftest:WrongOptimizer", "torch": "megascale.ops.optimizer:TorchOptimizer"}
     cards = [Card(name, "", body) for name, body in bodies.items()]
     monkeypatch.setitem(BACKENDS, "optimizer", Registry("optimizer backend", "none", cards))
-    wrong, right = examine("optimizer", setting()).verdicts
+    wrong, right = check_backends("optimizer", setting()).verdicts
     assert wrong.failed and wrong.difference is not None and not right.failed
 
 

@@ -1,5 +1,5 @@
-"""How Transformer Engine is called: beside a stand-in that has the signatures of versions 2.1 to 2.20 and computes the
-formulas. The kernels themselves need a GPU: `megascale doctor` tests them there.
+"""Calls of Transformer Engine's kernels, checked by a stand-in with the signatures of versions 2.1 to 2.20 and the
+kernels' formulas. `megascale doctor` tests the kernels themselves on a GPU.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def norm_backward(
 
 
 class Kernels(ModuleType):
-    """transformer_engine_torch. Arguments have the names that its bindings give them."""
+    """Stand in for transformer_engine_torch, with the argument names of its bindings."""
 
     def rmsnorm_fwd(
         self, input: Tensor, weight: Tensor, eps: float, ln_out: None, quantizer: None, otype: str, sm_margin: int,
@@ -124,15 +124,15 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
     ("operation", "name"),
     [("norm", "rmsnorm"), ("norm", "layernorm"), ("activation", "swiglu"), ("activation", "gelu_tanh")],
 )
-def test_arguments_and_gradients_are_in_their_places(operation: str, name: str) -> None:
+def test_results_and_gradients_equal_the_fp64_reference(operation: str, name: str) -> None:
     assert difference(operation, "te", setting(**{operation: name})) < 1e-5
 
 
 @pytest.mark.usefixtures("engine")
-def test_heads_turn_by_the_angles_of_the_table() -> None:
+def test_rope_equals_the_fp64_reference() -> None:
     assert difference("rope", "te", setting()) < 1e-6
 
 
-def test_it_serves_what_was_tried() -> None:
-    served = {name for op in ("norm", "activation") for name in BACKENDS[op]["te"].facts["serves"]}
-    assert served == {"rmsnorm", "layernorm", "swiglu", "gelu_tanh"}
+def test_every_supported_variant_is_tested() -> None:
+    variants = {name for op in ("norm", "activation") for name in BACKENDS[op]["te"].facts["variants"]}
+    assert variants == {"rmsnorm", "layernorm", "swiglu", "gelu_tanh"}

@@ -1,6 +1,7 @@
-"""How Transformer Engine's casts and products are called: beside a stand-in that has the signatures of versions 2.12 to
-2.20, reads what its C++ reads, as it lies in memory, and computes the formulas. The kernels themselves need a GPU:
-`megascale doctor` tests them there.
+"""Calls of Transformer Engine's casts and GEMMs, checked by a stand-in with the signatures of versions 2.12 to 2.20.
+
+The stand-in checks memory layouts as the C++ code reads them, and computes the formulas. `megascale doctor` tests the
+kernels themselves on a GPU.
 """
 
 from __future__ import annotations
@@ -18,19 +19,18 @@ from torch import Tensor
 from megascale.catalog.recipes import RECIPES
 from megascale.device import Device
 from megascale.ops import fp8, library
-from megascale.ops.fp8 import BLOCK, Grain, Kernels, Number, Quantized, cast, scale_of
-from megascale.ops.select import Setting, select
-from megascale.ops.select import refusal as refusal_of
+from megascale.ops.fp8 import BLOCK, Fp8Format, Fp8Kernels, Quantized, ScaleGranularity, amax_to_scale, cast_to_fp8
+from megascale.ops.select import OpContext, select_backend, unsupported_reason
 from megascale.ops.selftest import TOLERANCES, difference
-from megascale.ops.te_linear import ENGINE, EngineLinear, product_of
+from megascale.ops.te_linear import TE_GEMM, TELinear, te_scaled_matmul
 from tests.ops.settings import GPU, setting
 
-M, K, N = 256, 640, 384  # five blocks of k: the scales of squares are filled up to eight
-SERVED = [name for name in RECIPES.names() if RECIPES[name].facts["grain"] != "row"]
+M, K, N = 256, 640, 384  # five blocks of k: 2D block scales are padded to eight
+SERVED = [name for name in RECIPES.names() if RECIPES[name].facts["granularity"] != "row"]
 FORMATS = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
 
 
-# What stands in for the library.
+# The stand-in for the library.
 
 
 class Float8TensorStorage:
@@ -43,7 +43,7 @@ class Float8TensorStorage:
         self._data, self._scale_inv, self._fp8_dtype = data, fp8_scale_inv, fp8_dtype
         self._transpose = data_transpose
 
-    def numbers(self) -> Tensor:
+    def dequantize(self) -> Tensor:
         assert self._scale_inv.dtype == torch.float32 and self._scale_inv.shape == (1,)
         return read(self._data, self._fp8_dtype) * self._scale_inv
 
@@ -59,9 +59,9 @@ class Float8BlockwiseQTensorStorage:
         self._rowwise_data, self._rowwise_scale_inv = rowwise_data, rowwise_scale_inv
         self._fp8_dtype, self._is_2D_scaled = fp8_dtype, is_2D_scaled
 
-    def numbers(self) -> Tensor:
-        found, scales = read(self._rowwise_data, self._fp8_dtype), self._rowwise_scale_inv
-        rows, blocks = found.shape[0], math.ceil(found.shape[1] / 128)
+    def dequantize(self) -> Tensor:
+        data, scales = read(self._rowwise_data, self._fp8_dtype), self._rowwise_scale_inv
+        rows, blocks = data.shape[0], math.ceil(data.shape[1] / 128)
         assert scales is not None and scales.is_contiguous() and scales.dtype == torch.float32
         if self._is_2D_scaled:
             assert scales.shape == (math.ceil(rows / 128), math.ceil(blocks / 4) * 4)
@@ -69,13 +69,13 @@ class Float8BlockwiseQTensorStorage:
         else:
             assert scales.shape == (blocks, math.ceil(rows / 4) * 4)
             scales = scales.t()
-        return found * scales.repeat_interleave(128, 1)
+        return data * scales.repeat_interleave(128, 1)
 
 
-def read(data: Tensor | None, number: str) -> Tensor:
-    """What a kernel finds at a pointer to a matrix."""
+def read(data: Tensor | None, dtype: str) -> Tensor:
+    """Read FP8 bytes as a kernel does through a pointer to a matrix."""
     assert data is not None and data.dim() == 2 and data.is_contiguous() and data.dtype == torch.uint8
-    return data.view(FORMATS[number]).float()
+    return data.view(FORMATS[dtype]).float()
 
 
 class Float8Quantizer:
@@ -89,7 +89,7 @@ class Float8Quantizer:
 
 
 def quantize(tensor: Tensor, quantizer: Any, output: None = None, noop: None = None) -> Float8TensorStorage:
-    """csrc/extensions/cast.cpp. The kernel multiplies by the scale, and rounds to the nearest that there is."""
+    """csrc/extensions/cast.cpp. The kernel multiplies by the scale and rounds to nearest."""
     assert type(quantizer) is Float8Quantizer and quantizer.internal and output is noop is None
     assert quantizer.rowwise_usage and (tensor.dim() == 2 or not quantizer.columnwise_usage)
     for state in (quantizer.scale, quantizer.amax):
@@ -99,10 +99,10 @@ def quantize(tensor: Tensor, quantizer: Any, output: None = None, noop: None = N
     format = FORMATS[quantizer.dtype]
     largest = torch.finfo(format).max
     data = (wide * quantizer.scale).clamp(-largest, largest).to(format).view(torch.uint8)
-    across = data.t().contiguous() if quantizer.columnwise_usage and not quantize.blackwell else None
-    quantize.transposes += across is not None
+    transposed = data.t().contiguous() if quantizer.columnwise_usage and not quantize.blackwell else None
+    quantize.transposes += transposed is not None
     inverse = 1 / quantizer.scale
-    return Float8TensorStorage(data=data, fp8_scale_inv=inverse, fp8_dtype=quantizer.dtype, data_transpose=across)
+    return Float8TensorStorage(data=data, fp8_scale_inv=inverse, fp8_dtype=quantizer.dtype, data_transpose=transposed)
 
 
 def general_gemm(
@@ -115,9 +115,9 @@ def general_gemm(
     assert quantization_params is gelu_in is beta is out is bias is ub is ub_type is extra_output is None
     assert not (gelu or accumulate or grad or bulk_overlap) and alpha == 1.0
     assert layout == "TN" and use_split_accumulator and out_dtype in (torch.float32, torch.bfloat16)
-    assert {A._fp8_dtype, B._fp8_dtype} != {"kFloat8E5M2"}, "cuBLAS has no product of two e5m2"
+    assert {A._fp8_dtype, B._fp8_dtype} != {"kFloat8E5M2"}, "cuBLAS has no GEMM of two E5M2 operands"
     assert type(A) is type(B)
-    matrix, rows = A.numbers(), B.numbers()
+    matrix, rows = A.dequantize(), B.dequantize()
     assert matrix.shape[1] == rows.shape[1] and rows.shape[1] % 16 == 0
     if isinstance(A, Float8BlockwiseQTensorStorage):
         assert not (A._is_2D_scaled and B._is_2D_scaled)
@@ -128,14 +128,14 @@ def general_gemm(
 
 @pytest.fixture(autouse=True)
 def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The library, and what its GPU can do."""
-    able = SimpleNamespace(fp8=(True, ""), blocks=(True, ""), capability=(9, 0))
+    """Install the stand-in; the result sets the capabilities of its GPU."""
+    gpu = SimpleNamespace(fp8=(True, ""), blocks=(True, ""), capability=(9, 0))
     contents: dict[str, dict[str, Any]] = {
         "transformer_engine": {},
         "transformer_engine.pytorch": {
-            "is_fp8_available": lambda return_reason=False: able.fp8 if return_reason else able.fp8[0],
+            "is_fp8_available": lambda return_reason=False: gpu.fp8 if return_reason else gpu.fp8[0],
             "is_fp8_block_scaling_available": lambda return_reason=False: (
-                able.blocks if return_reason else able.blocks[0]
+                gpu.blocks if return_reason else gpu.blocks[0]
             ),
         },
         "transformer_engine.pytorch.constants": {"TE_DType": {dtype: name for name, dtype in FORMATS.items()}},
@@ -152,195 +152,221 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         module = ModuleType(name)
         module.__dict__.update(content)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(Device, "capability", property(lambda self: able.capability))
+    monkeypatch.setattr(Device, "capability", property(lambda self: gpu.capability))
     monkeypatch.setattr(general_gemm, "calls", 0, raising=False)
     monkeypatch.setattr(quantize, "transposes", 0, raising=False)
     monkeypatch.setattr(quantize, "blackwell", False, raising=False)
-    monkeypatch.setenv("CXX", "no-such-compiler")  # what is not the library's is torch's
-    return able
+    monkeypatch.setenv("CXX", "no-such-compiler")  # torch computes the rest
+    return gpu
 
 
-def of(recipe: str | None, dtype: torch.dtype = torch.bfloat16, device: Device | None = None) -> Setting:
+def of(recipe: str | None, dtype: torch.dtype = torch.bfloat16, device: Device | None = None) -> OpContext:
     model = {"hidden_size": K, "num_heads": 5, "num_kv_heads": 5}
-    found = setting(dtype, **model) if device is None else setting(dtype, device, **model)
-    return replace(found, recipe=recipe)
+    context = setting(dtype, **model) if device is None else setting(dtype, device, **model)
+    return replace(context, recipe=recipe)
 
 
-def kernels() -> Kernels:
-    return EngineLinear().build(of("tensorwise"))
+def kernels() -> Fp8Kernels:
+    return TELinear().build(of("tensorwise"))
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
-    """Rows and columns differ in size, so that a scale in the wrong place is a wrong one."""
-    found = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-    return found * torch.linspace(1, 8, shape[0]).view(-1, *[1] * (len(shape) - 1)) * torch.linspace(1, 8, shape[-1])
+    """Draw numbers of growing rows and columns, to expose a misplaced scale."""
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return x * torch.linspace(1, 8, shape[0]).view(-1, *[1] * (len(shape) - 1)) * torch.linspace(1, 8, shape[-1])
 
 
-def quantized(x: Tensor, grain: Grain, number: Number = Number.E4M3, by: Kernels = Kernels()) -> Quantized:
-    return cast(x, scale_of(by.amax(x, grain), number), number, grain, by)
+def quantized(
+    x: Tensor, grain: ScaleGranularity, fp8_format: Fp8Format = Fp8Format.E4M3, by: Fp8Kernels = Fp8Kernels()
+) -> Quantized:
+    return cast_to_fp8(x, amax_to_scale(by.amax(x, grain), fp8_format), fp8_format, grain, by)
 
 
-def error(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
+def error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
-# Casts and products.
+# Casts and GEMMs.
 
 
 @pytest.mark.parametrize("recipe", SERVED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_it_computes_what_torch_does(recipe: str, dtype: torch.dtype) -> None:
-    found = difference("linear", "te", of(recipe, dtype))
-    assert 0 < found < TOLERANCES[dtype] / 5
+def test_casts_and_gemms_equal_torchs(recipe: str, dtype: torch.dtype) -> None:
+    worst = difference("linear", "te", of(recipe, dtype))
+    assert 0 < worst < TOLERANCES[dtype] / 5
     assert general_gemm.calls == 2  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("number", list(Number))
+@pytest.mark.parametrize("fp8_format", list(Fp8Format))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(M, K), (8, 4, K)])
-def test_a_cast_under_one_scale_is_torchs(shape: tuple[int, ...], dtype: torch.dtype, number: Number) -> None:
+def test_a_cast_with_a_tensor_scale_equals_torchs(
+    shape: tuple[int, ...], dtype: torch.dtype, fp8_format: Fp8Format
+) -> None:
     x = normal(*shape).to(dtype)
     x.view(-1)[:4] = torch.tensor([math.inf, -math.inf, math.nan, 0.0])
-    for scale in (0.003, 0.7, 1e5):  # most are too large; none; most become zero
-        found, expected = (cast(x, torch.tensor(scale), number, Grain.TENSOR, by) for by in (kernels(), Kernels()))
-        assert found.data.dtype == number.dtype and found.shape == x.shape
-        assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8))
+    for scale in (0.003, 0.7, 1e5):  # most saturate; none; most underflow
+        actual, expected = (
+            cast_to_fp8(x, torch.tensor(scale), fp8_format, ScaleGranularity.TENSOR, by)
+            for by in (kernels(), Fp8Kernels())
+        )
+        assert actual.data.dtype == fp8_format.dtype and actual.shape == x.shape
+        assert torch.equal(actual.data.view(torch.uint8), expected.data.view(torch.uint8))
 
 
-@pytest.mark.parametrize("grain", [Grain.ROW, Grain.BLOCK, Grain.SQUARE])
-def test_other_casts_are_torchs_own(grain: Grain) -> None:
-    found, expected = (quantized(normal(M, K), grain, by=by).data for by in (kernels(), Kernels()))
-    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+@pytest.mark.parametrize("grain", [ScaleGranularity.ROW, ScaleGranularity.BLOCK_1D, ScaleGranularity.BLOCK_2D])
+def test_casts_with_other_scales_are_torchs(grain: ScaleGranularity) -> None:
+    actual, expected = (quantized(normal(M, K), grain, by=by).data for by in (kernels(), Fp8Kernels()))
+    assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
 
 
 @pytest.mark.parametrize("blackwell", [False, True])
-def test_both_layouts_come_of_one_cast_under_one_scale(blackwell: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_cast_with_a_tensor_scale_writes_both_layouts(blackwell: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantize, "blackwell", blackwell)
     x = normal(8, 4, K).bfloat16()
-    found, expected = (cast(x, torch.tensor(0.7), Number.E4M3, Grain.TENSOR, by, True) for by in (kernels(), Kernels()))
-    assert found.across is not None and expected.across is None
-    assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8))
-    assert torch.equal(found.t().data.view(torch.uint8), expected.t().data.view(torch.uint8))
+    actual, expected = (
+        cast_to_fp8(x, torch.tensor(0.7), Fp8Format.E4M3, ScaleGranularity.TENSOR, by, True)
+        for by in (kernels(), Fp8Kernels())
+    )
+    assert actual.transposed is not None and expected.transposed is None
+    assert torch.equal(actual.data.view(torch.uint8), expected.data.view(torch.uint8))
+    assert torch.equal(actual.t().data.view(torch.uint8), expected.t().data.view(torch.uint8))
     assert quantize.transposes == (not blackwell)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("grain", [Grain.ROW, Grain.BLOCK, Grain.SQUARE])
-def test_transposes_under_other_scales_are_torchs(grain: Grain) -> None:
+@pytest.mark.parametrize("grain", [ScaleGranularity.ROW, ScaleGranularity.BLOCK_1D, ScaleGranularity.BLOCK_2D])
+def test_transposes_with_other_scales_are_torchs(grain: ScaleGranularity) -> None:
     x = normal(M, K)
-    if grain is Grain.SQUARE:
-        found, expected = (cast(x, scale_of(fp8.amax(x, grain), Number.E4M3), Number.E4M3, grain, by, True).t()
-                           for by in (kernels(), Kernels()))  # fmt: skip
+    if grain is ScaleGranularity.BLOCK_2D:
+        scale = amax_to_scale(fp8.amax(x, grain), Fp8Format.E4M3)
+        actual, expected = (cast_to_fp8(x, scale, Fp8Format.E4M3, grain, by, True).t()
+                           for by in (kernels(), Fp8Kernels()))  # fmt: skip
     else:
-        found, expected = (quantized(by.turned(x), grain, by=by) for by in (kernels(), Kernels()))
-    assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8))
-    assert torch.equal(found.scale, expected.scale) and found.data.is_contiguous()
+        actual, expected = (quantized(by.transpose_for_cast(x), grain, by=by) for by in (kernels(), Fp8Kernels()))
+    assert torch.equal(actual.data.view(torch.uint8), expected.data.view(torch.uint8))
+    assert torch.equal(actual.scale, expected.scale) and actual.data.is_contiguous()
 
 
-PRODUCTS = [(Grain.TENSOR, Grain.TENSOR), (Grain.BLOCK, Grain.SQUARE), (Grain.BLOCK, Grain.BLOCK)]
+GEMMS = [
+    (ScaleGranularity.TENSOR, ScaleGranularity.TENSOR),
+    (ScaleGranularity.BLOCK_1D, ScaleGranularity.BLOCK_2D),
+    (ScaleGranularity.BLOCK_1D, ScaleGranularity.BLOCK_1D),
+]
 
 
-@pytest.mark.parametrize(("grain_a", "grain_b"), PRODUCTS)
-@pytest.mark.parametrize("number", list(Number))
+@pytest.mark.parametrize(("grain_a", "grain_b"), GEMMS)
+@pytest.mark.parametrize("fp8_format", list(Fp8Format))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(M, K), (16, 8, K), (24, K)])
-def test_a_product_is_that_of_what_was_cast(
-    grain_a: Grain, grain_b: Grain, number: Number, dtype: torch.dtype, shape: tuple[int, ...]
+def test_a_gemm_equals_that_of_the_dequantized_operands(
+    grain_a: ScaleGranularity,
+    grain_b: ScaleGranularity,
+    fp8_format: Fp8Format,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
 ) -> None:
-    a, b = quantized(normal(*shape), grain_a, number), quantized(normal(N, K, seed=1), grain_b)
-    found = product_of()(a, b, dtype)
-    exact = a.dequantized().double() @ b.dequantized().double().t()
-    assert found.dtype == dtype and found.shape == (*shape[:-1], N)
-    assert error(found, exact) < (1e-6 if dtype == torch.float32 else 2**-8)
+    a, b = quantized(normal(*shape), grain_a, fp8_format), quantized(normal(N, K, seed=1), grain_b)
+    actual = te_scaled_matmul()(a, b, dtype)
+    exact = a.dequantize().double() @ b.dequantize().double().t()
+    assert actual.dtype == dtype and actual.shape == (*shape[:-1], N)
+    assert error(actual, exact) < (1e-6 if dtype == torch.float32 else 2**-8)
     assert general_gemm.calls == 1  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("grain_a", "grain_b"), PRODUCTS)
-def test_rows_of_a_factor_and_transposes_lie_as_they_must(grain_a: Grain, grain_b: Grain) -> None:
+@pytest.mark.parametrize(("grain_a", "grain_b"), GEMMS)
+def test_sliced_and_transposed_operands_have_valid_layouts(
+    grain_a: ScaleGranularity, grain_b: ScaleGranularity
+) -> None:
     a, b = quantized(normal(32, 4, K), grain_a), quantized(normal(N, K, seed=1), grain_b)
-    if grain_b is not Grain.BLOCK:
+    if grain_b is not ScaleGranularity.BLOCK_1D:
         b = quantized(normal(K, N, seed=1), grain_b).t()
-    whole = product_of()(a, b, torch.float32)
-    assert error(whole, fp8.product(a, b, torch.float32)) < 1e-6
-    assert error(product_of()(a[8:20], b, torch.float32), whole[8:20]) < 1e-6
+    full = te_scaled_matmul()(a, b, torch.float32)
+    assert error(full, fp8.scaled_matmul(a, b, torch.float32)) < 1e-6
+    assert error(te_scaled_matmul()(a[8:20], b, torch.float32), full[8:20]) < 1e-6
     assert general_gemm.calls == 2  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
     ("rows", "grain_a", "grain_b"),
-    [(20, *PRODUCTS[0]), (20, *PRODUCTS[1]), (M, Grain.ROW, Grain.ROW), (M, Grain.TENSOR, Grain.ROW)],
+    [
+        (20, *GEMMS[0]),
+        (20, *GEMMS[1]),
+        (M, ScaleGranularity.ROW, ScaleGranularity.ROW),
+        (M, ScaleGranularity.TENSOR, ScaleGranularity.ROW),
+    ],
 )
-def test_what_it_has_no_product_for_is_torchs(rows: int, grain_a: Grain, grain_b: Grain) -> None:
+def test_gemms_unsupported_by_te_are_torchs(rows: int, grain_a: ScaleGranularity, grain_b: ScaleGranularity) -> None:
     a, b = quantized(normal(rows, K), grain_a), quantized(normal(N, K, seed=1), grain_b)
-    assert torch.equal(product_of()(a, b, torch.float32), fp8.product(a, b, torch.float32))
+    assert torch.equal(te_scaled_matmul()(a, b, torch.float32), fp8.scaled_matmul(a, b, torch.float32))
     assert general_gemm.calls == 0  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("grain_a", "grain_b"), PRODUCTS)
+@pytest.mark.parametrize(("grain_a", "grain_b"), GEMMS)
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_what_is_not_finite_stays_so(grain_a: Grain, grain_b: Grain, value: float) -> None:
+def test_nan_and_infinity_propagate(grain_a: ScaleGranularity, grain_b: ScaleGranularity, value: float) -> None:
     x = normal(M, K)
     x[3, 5] = value
     a, b = quantized(x, grain_a, by=kernels()), quantized(normal(N, K, seed=1), grain_b, by=kernels())
-    assert not bool(kernels().product(a, b, torch.bfloat16)[3].isfinite().any())
+    assert not bool(kernels().scaled_matmul(a, b, torch.bfloat16)[3].isfinite().any())
     assert not bool(kernels().amax(x, grain_a).isfinite().all())
 
 
-def test_blocks_are_the_librarys() -> None:
+def test_the_block_size_is_the_librarys() -> None:
     assert BLOCK == 128
 
 
-# Where it serves.
+# Support.
 
 
-def version(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
-    monkeypatch.setattr(library, "distribution", lambda package: SimpleNamespace(version=found, files=[]))
+def set_version(monkeypatch: pytest.MonkeyPatch, installed: str) -> None:
+    monkeypatch.setattr(library, "distribution", lambda package: SimpleNamespace(version=installed, files=[]))
     library.error_of_import.cache_clear()
 
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
-    version(monkeypatch, "2.20.2")
+    set_version(monkeypatch, "2.20.2")
     yield
-    library.error_of_import.cache_clear()  # which remembers that the stand-in can be imported
+    library.error_of_import.cache_clear()  # the cache remembers the stand-in
 
 
-def refusal(recipe: str | None, device: Device | None = GPU) -> str | None:
-    return refusal_of("linear", "te", of(recipe, device=device))
+def reason(recipe: str | None, device: Device | None = GPU) -> str | None:
+    return unsupported_reason("linear", "te", of(recipe, device=device))
 
 
-def test_without_a_gpu_or_the_library_it_says_so() -> None:
-    assert refusal("tensorwise", None) == "needs a GPU"
-    assert refusal("tensorwise") == "transformer_engine is not installed"
+def test_a_missing_gpu_or_library_is_the_reason() -> None:
+    assert reason("tensorwise", None) == "needs a GPU"
+    assert reason("tensorwise") == "transformer_engine is not installed"
 
 
 @pytest.mark.usefixtures("installed")
-def test_what_it_serves() -> None:
-    assert {name: refusal(name) for name in RECIPES.names()} == {
+def test_supported_recipes() -> None:
+    assert {name: reason(name) for name in RECIPES.names()} == {
         name: None if name in SERVED else "has no scales by row" for name in RECIPES.names()
     }
-    assert refusal(None) == "casts to fp8, and nothing else"
+    assert reason(None) == "is for train.precision = 'fp8' only"
 
 
 @pytest.mark.usefixtures("installed")
-def test_it_is_the_first_choice_where_it_serves() -> None:
-    assert select("linear", of("blockwise", device=GPU)).backend == "te"
-    passed = select("linear", of("rowwise", device=GPU))
-    assert passed.backend != "te" and passed.refusals["te"] == "has no scales by row"
+def test_te_is_selected_for_supported_recipes() -> None:
+    assert select_backend("linear", of("blockwise", device=GPU)).backend == "te"
+    choice = select_backend("linear", of("rowwise", device=GPU))
+    assert choice.backend != "te" and choice.rejected["te"] == "has no scales by row"
 
 
 @pytest.mark.usefixtures("installed")
-def test_what_the_gpu_cannot_do(engine: SimpleNamespace) -> None:
+def test_a_recipe_unsupported_by_the_gpu_is_refused(engine: SimpleNamespace) -> None:
     engine.blocks = (False, "needs CUDA 12.9")
-    assert refusal("tensorwise") is None and refusal("blockwise") == "needs CUDA 12.9"
+    assert reason("tensorwise") is None and reason("blockwise") == "needs CUDA 12.9"
     engine.blocks, engine.capability = (True, ""), (10, 0)
-    assert refusal("tensorwise") is None
-    assert refusal("blockwise") == "multiplies blocks under powers of two only on this GPU"
+    assert reason("tensorwise") is None
+    assert reason("blockwise") == "supports block scales as powers of two only on this GPU"
     engine.fp8, engine.capability = (False, "needs capability 8.9"), (8, 0)
-    assert refusal("tensorwise") == "needs capability 8.9"
+    assert reason("tensorwise") == "needs capability 8.9"
 
 
 @pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize("found", ["2.1.0", "2.11.0", "2.21.0.dev0"])
-def test_versions_that_are_called_otherwise_are_refused(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    version(monkeypatch, found)
-    assert refusal("tensorwise") == f"transformer_engine {found} is not one of {ENGINE.versions}"
+@pytest.mark.parametrize("version", ["2.1.0", "2.11.0", "2.21.0.dev0"])
+def test_versions_with_other_signatures_are_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_version(monkeypatch, version)
+    assert reason("tensorwise") == f"transformer_engine {version} is not one of {TE_GEMM.versions}"

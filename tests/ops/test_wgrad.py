@@ -1,5 +1,5 @@
-"""The GEMMs that add up weights' gradients. Those that need a GPU are called as their sources say: torch's on a device
-without memory, Transformer Engine's and Apex's beside stand-ins with their arguments.
+"""wgrad GEMMs with accumulation. GPU calls are checked without a GPU: torch's on the meta device, Transformer Engine's
+and Apex's with stand-ins of the same arguments.
 """
 
 from __future__ import annotations
@@ -18,78 +18,79 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megascale.device import Device
 from megascale.ops.apex import ApexWgrad
 from megascale.ops.library import error_of_import
-from megascale.ops.select import Reluctance, select
-from megascale.ops.wgrad import EngineWgrad, WideWgrad, torch_wgrad, wide_wgrad
+from megascale.ops.select import NotByDefault, select_backend
+from megascale.ops.wgrad import AddmmWgrad, TEWgrad, addmm_wgrad, torch_wgrad
 from tests.ops.settings import CPU, setting
 
 T, N, K, MICRO_BATCHES = 64, 48, 32, 8
 META = Device(torch.device("meta"), "nccl")
-"""A device that is not a CPU, and computes nothing."""
+"""A device other than a CPU, without computation."""
 
 
-def factors(seed: int, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor]:
+def operands(seed: int, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(seed)
     grad, x = (torch.randn(T, n, generator=draw).to(device, dtype) for n in (N, K))
     return grad, x
 
 
-def summed(wgrad: Any, dtype: torch.dtype) -> float:
-    """The relative error of the sum over micro-batches, the first written over what is no number."""
+def accumulation_error(wgrad: Any, dtype: torch.dtype) -> float:
+    """Return the relative error of accumulation over micro-batches; the first must overwrite NaN."""
     total = torch.full((N, K), math.nan, dtype=torch.promote_types(dtype, torch.float32))
     exact = torch.zeros(N, K, dtype=torch.float64)
     for index in range(MICRO_BATCHES):
-        grad, x = factors(index, dtype)
+        grad, x = operands(index, dtype)
         wgrad(total, grad, x, index > 0)
         exact += grad.double().t() @ x.double()
     return float((total.double() - exact).abs().max() / exact.abs().max())
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-14), ("float32", 1e-6), ("bfloat16", 2.0**-8)])
-def test_torchs_sum_is_that_of_fp64(dtype: str, tolerance: float) -> None:
-    assert summed(torch_wgrad, getattr(torch, dtype)) < tolerance
+def test_torchs_sum_equals_that_in_fp64(dtype: str, tolerance: float) -> None:
+    assert accumulation_error(torch_wgrad, getattr(torch, dtype)) < tolerance
 
 
-class Calls(TorchDispatchMode):
-    """Which operators are called, views aside, and with what `out`."""
+class Recorder(TorchDispatchMode):
+    """Record calls of operators, except views, with their keyword arguments."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[tuple[Any, Any]] = []
+        self.calls: list[tuple[Any, Any]] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function is not torch.ops.aten.t.default and function.namespace == "aten":
-            self.found.append((function, kwargs))
+            self.calls.append((function, kwargs))
         return function(*args, **kwargs)
 
 
-def test_torchs_gemm_of_a_gpu_is_one_call_in_place() -> None:
-    grad, x = factors(0, torch.bfloat16, "meta")
+def test_addmm_wgrad_is_one_call_in_place() -> None:
+    grad, x = operands(0, torch.bfloat16, "meta")
     total = torch.empty(N, K, device="meta")
-    with Calls() as calls:
-        wide_wgrad(total, grad, x, False)
-        wide_wgrad(total, grad, x, True)
-    (first, kept), (then, added) = calls.found
-    assert first is torch.ops.aten.mm.dtype_out and then is torch.ops.aten.addmm.dtype_out
-    assert kept["out"] is total and added["out"] is total
+    with Recorder() as recorder:
+        addmm_wgrad(total, grad, x, False)
+        addmm_wgrad(total, grad, x, True)
+    (first, written), (second, added) = recorder.calls
+    assert first is torch.ops.aten.mm.dtype_out and second is torch.ops.aten.addmm.dtype_out
+    assert written["out"] is total and added["out"] is total
 
 
-def test_a_gpu_takes_torchs_gemm_for_bf16() -> None:
-    assert select("wgrad", setting(torch.bfloat16, META)).backend == "addmm"
-    assert select("wgrad", setting(torch.bfloat16, CPU)).backend == "torch"
-    assert select("wgrad", setting(torch.float32, META)).refusals["addmm"] == "has no float32"
+def test_a_gpu_selects_addmm_for_bf16() -> None:
+    assert select_backend("wgrad", setting(torch.bfloat16, META)).backend == "addmm"
+    assert select_backend("wgrad", setting(torch.bfloat16, CPU)).backend == "torch"
+    assert select_backend("wgrad", setting(torch.float32, META)).rejected["addmm"] == "has no float32"
 
 
-def test_a_torch_without_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def older(self: Tensor, one: Tensor, two: Tensor, *format: Any, out: Tensor) -> None:
+def test_a_torch_without_the_gemm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def older(self: Tensor, mat1: Tensor, mat2: Tensor, *format: Any, out: Tensor) -> None:
         raise RuntimeError("self and mat2 must have the same dtype, but got Float and BFloat16\nand more")
 
     monkeypatch.setattr(torch, "addmm", older)
-    reason = WideWgrad().refusal(setting(torch.bfloat16, META))
-    assert reason and reason.endswith("cannot add a bf16 product to fp32: self and mat2 must have the same dtype, "
-                                      "but got Float and BFloat16") and not isinstance(reason, Reluctance)  # fmt: skip
-    choice = select("wgrad", setting(torch.bfloat16, META))
-    assert choice.backend == "torch" and "apex" in choice.refusals
+    reason = AddmmWgrad().unsupported_reason(setting(torch.bfloat16, META))
+    assert reason and not isinstance(reason, NotByDefault)
+    suffix = "cannot add a bf16 GEMM to fp32: self and mat2 must have the same dtype, but got Float and BFloat16"
+    assert reason.endswith(suffix)
+    choice = select_backend("wgrad", setting(torch.bfloat16, META))
+    assert choice.backend == "torch" and "apex" in choice.rejected
 
 
 def general_gemm(
@@ -97,15 +98,15 @@ def general_gemm(
     gelu_in: None = None, alpha: float = 1.0, beta: None = None, accumulate: bool = False, layout: str = "TN",
     out: Tensor | None = None, bias: None = None, use_split_accumulator: bool = False, grad: bool = False,
 ) -> tuple[Tensor, None, None, None]:  # fmt: skip
-    """Transformer Engine's, pytorch/cpp_extensions/gemm.py. Its rows are cuBLAS' columns: "NT" is B transposed, A."""
+    """Stand in for TE's pytorch/cpp_extensions/gemm.py. cuBLAS is column-major: "NT" means B^T A."""
     assert layout == "NT" and grad and out is not None and out.is_contiguous() and out.dtype == out_dtype
-    product = B.float().t() @ A.float()
-    out.copy_(out + product if accumulate else product)
+    wgrad = B.float().t() @ A.float()
+    out.copy_(out + wgrad if accumulate else wgrad)
     return out, None, None, None
 
 
 def wgrad_gemm_accum_fp32(input: Tensor, d_output: Tensor, d_weight: Tensor) -> None:
-    """Apex's, csrc/megatron/fused_weight_gradient_dense_cuda.cu, which reads through pointers."""
+    """Stand in for Apex's csrc/megatron/fused_weight_gradient_dense_cuda.cu, which reads through pointers."""
     assert all(t.is_contiguous() for t in (input, d_output, d_weight)) and d_weight.dtype == torch.float32
     d_weight += d_output.float().t() @ input.float()
 
@@ -125,12 +126,12 @@ def libraries(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("libraries")
-@pytest.mark.parametrize("backend", [EngineWgrad, ApexWgrad])
-def test_libraries_add_in_fp32(backend: Any) -> None:
-    assert summed(backend().build(setting(torch.bfloat16, META)), torch.bfloat16) < 1e-6
+@pytest.mark.parametrize("backend", [TEWgrad, ApexWgrad])
+def test_libraries_accumulate_in_fp32(backend: Any) -> None:
+    assert accumulation_error(backend().build(setting(torch.bfloat16, META)), torch.bfloat16) < 1e-6
 
 
 @pytest.mark.usefixtures("libraries")
-def test_apex_serves_where_it_is() -> None:
-    assert ApexWgrad().refusal(setting(torch.bfloat16, META)) is None
-    assert ApexWgrad().refusal(setting(torch.bfloat16, CPU)) == "needs an NVIDIA GPU"
+def test_apex_is_supported_where_installed() -> None:
+    assert ApexWgrad().unsupported_reason(setting(torch.bfloat16, META)) is None
+    assert ApexWgrad().unsupported_reason(setting(torch.bfloat16, CPU)) == "needs an NVIDIA GPU"

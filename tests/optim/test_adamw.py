@@ -1,4 +1,4 @@
-"""AdamW against torch's own, step by step, on flat segments and on the shards of a model."""
+"""AdamW against torch's, step by step, on flat segments and on a model's shards."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def segment(size: int, decays: bool, seed: int) -> Segment:
 
 
 GO = torch.zeros(())
-"""Nothing is skipped."""
+"""Do not skip the step."""
 
 ONE = torch.ones((), dtype=torch.float64)
-"""Nothing is clipped."""
+"""Do not clip."""
 
 
 def gradient(size: int, step: int) -> Tensor:
@@ -41,18 +41,18 @@ def gradient(size: int, step: int) -> Tensor:
 
 
 def by_the_formula(weight: Tensor, lrs: list[float], decay: float, bias_correction: bool) -> list[Tensor]:
-    """Algorithm 2 of Loshchilov and Hutter 2019 in fp64, for the gradients of the test; the weights of each step."""
+    """Run algorithm 2 of Loshchilov and Hutter 2019 in fp64; return the weights of every step."""
     x, (beta1, beta2) = weight.double(), CONFIG.betas
     m = v = torch.zeros_like(x)
-    found = []
+    results = []
     for t, lr in enumerate(lrs, 1):
         g = gradient(len(x), t).double()
         m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
         low, high = (1 - beta1**t, 1 - beta2**t) if bias_correction else (1.0, 1.0)
         update = (m / low) / ((v / high).sqrt() + CONFIG.eps)
         x = x - lr * (update + decay * x)
-        found.append(x)
-    return found
+        results.append(x)
+    return results
 
 
 @pytest.mark.parametrize("bias_correction", [True, False])
@@ -70,26 +70,26 @@ def test_follows_the_formula_under_a_changing_rate(decays: bool, bias_correction
     assert not torch.equal(part.weight, segment(200, decays, seed=1).weight)
 
 
-def test_the_cut_into_segments_changes_nothing() -> None:
-    whole, body = segment(100, True, seed=2), OPTIMIZERS["adamw"].load()
+def test_segmentation_does_not_change_the_result() -> None:
+    full, body = segment(100, True, seed=2), OPTIMIZERS["adamw"].load()
     flat = segment(100, True, seed=2)
     cuts = [
         Segment(flat.weight[part], flat.grad[part], {k: v[part] for k, v in flat.state.items()}, True, True)
         for part in (slice(0, 7), slice(7, 64), slice(64, 100))
     ]
-    one, many = body([whole], CONFIG), body(cuts, CONFIG)
+    one, many = body([full], CONFIG), body(cuts, CONFIG)
     for step in range(1, STEPS):
-        for part in (whole, flat):
+        for part in (full, flat):
             part.grad.copy_(gradient(100, step))
         one.step(1e-2, step, ONE, GO)
         many.step(1e-2, step, ONE, GO)
-    for name in ("weight", *whole.state):  # the ends of a run are computed without vectors, and round otherwise
-        ours, theirs = (part.weight if name == "weight" else part.state[name] for part in (whole, flat))
+    for name in ("weight", *full.state):  # the ends of a range are not vectorized, and round differently
+        ours, theirs = (part.weight if name == "weight" else part.state[name] for part in (full, flat))
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
 
 
-def test_all_its_state_is_in_the_segments() -> None:
-    """An optimizer made anew over the same segments, as after a checkpoint, goes on as if nothing had happened."""
+def test_all_state_is_in_the_segments() -> None:
+    """A new optimizer over the same segments, as after loading a checkpoint, continues bit-equal."""
     one, other, body = segment(50, True, seed=3), segment(50, True, seed=3), OPTIMIZERS["adamw"].load()
     straight, broken = body([one], CONFIG), body([other], CONFIG)
     for step in range(1, STEPS):
@@ -103,8 +103,8 @@ def test_all_its_state_is_in_the_segments() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-14)], ids=str)
-def test_the_factor_clips_the_gradient(dtype: torch.dtype, tolerance: float) -> None:
-    """In fp64 to the last digits, which layouts of one model have in common."""
+def test_grad_factor_scales_the_gradient(dtype: torch.dtype, tolerance: float) -> None:
+    """In fp64 to the last digits, because layouts of a model are compared to the last digits."""
     body, factor = OPTIMIZERS["adamw"].load(), torch.tensor(math.pi * 1e-5, dtype=torch.float64)
     clipped, within = (
         Segment(p.weight.to(dtype), p.grad.to(dtype), {k: v.to(dtype) for k, v in p.state.items()}, True, True)
@@ -120,32 +120,33 @@ def test_the_factor_clips_the_gradient(dtype: torch.dtype, tolerance: float) -> 
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=0)
 
 
-def test_a_step_that_is_skipped_changes_nothing() -> None:
+def test_a_skipped_step_changes_nothing() -> None:
     part, body = segment(50, True, seed=4), OPTIMIZERS["adamw"].load()
     optimizer = body([part], CONFIG)
     part.grad.fill_(math.nan)
     before = [t.clone() for t in (part.weight, *part.state.values())]
     optimizer.step(1e-2, 1, ONE, torch.ones(()))
-    assert part.grad.isnan().all(), "the guard looks at it"
+    assert part.grad.isnan().all(), "the guard reads the gradient"
     assert all(torch.equal(a, b) for a, b in zip(before, (part.weight, *part.state.values()), strict=True))
     optimizer.step(1e-2, 1, ONE, GO)
     assert not part.weight.isfinite().all()
 
 
-def test_cards_declare_the_state_that_optimizers_keep() -> None:
+def test_cards_declare_the_optimizers_state() -> None:
     for name in OPTIMIZERS.names():
         card = OPTIMIZERS[name]
-        assert card.facts["state"] == len(card.load().state_names)
+        assert card.facts["state_tensors"] == len(card.load().state_names)
 
 
 def trained_beside_torch(rank: Rank, config: Any) -> list[tuple[float, bool]]:
-    """For each step: the largest difference between our master weights and those that torch's AdamW makes from our
-    gradients, relative to the largest update; and whether the model computes with the masters, rounded.
+    """Compare master weights with torch's AdamW on the same gradients, step by step.
+
+    Returns the largest difference relative to the largest update, and whether the weights are the rounded masters.
     """
     from megascale.train.step import train_step
 
     run = build_run(rank, config)
-    (bucket,) = run.gradients.buckets
+    (bucket,) = run.buffers.buckets
     (shard,) = run.optimizer.shards
     slots = {slot.parameter.name: slice(slot.start, slot.stop) for slot in bucket.layout.slots}
     theirs = {name: shard.master[place].clone().requires_grad_() for name, place in slots.items()}
@@ -156,35 +157,35 @@ def trained_beside_torch(rank: Rank, config: Any) -> list[tuple[float, bool]]:
         {"params": [theirs[name] for name in slots if name in flat], "weight_decay": 0.0},
     ]
     reference = torch.optim.AdamW(groups, lr=1.0, betas=tuple(o.betas), eps=o.eps, foreach=False, fused=False)
-    found = []
+    results = []
     for _ in range(config.train.steps):
         before = shard.master.clone()
-        result = train_step(run, run.train.batch(run.progress.samples))
-        for name, place in slots.items():  # our gradients, as clipped, are still there
+        result = train_step(run, run.train_loader.batch(run.progress.samples))
+        for name, place in slots.items():  # the kernel leaves the clipped gradients in place
             theirs[name].grad = bucket.grad[place].clone()
         for group in reference.param_groups:
             group["lr"] = result.lr
         reference.step()
         worst = max(float((theirs[name] - shard.master[place]).detach().abs().max()) for name, place in slots.items())
         rounded = torch.equal(bucket.weights, shard.master.to(bucket.weights.dtype))
-        found.append((worst / float((shard.master - before).abs().max()), rounded))
-    return found
+        results.append((worst / float((shard.master - before).abs().max()), rounded))
+    return results
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_trains_as_with_torchs_adamw(family: str, precision: str, tmp_path: Path) -> None:
+def test_a_model_trains_as_with_torch_adamw(family: str, precision: str, tmp_path: Path) -> None:
     model = FAMILIES[family] | {"num_layers": 2}
-    # biases start at zero, where decay does nothing at first: a large rate moves them
+    # biases start at zero, where decay has no effect: a large learning rate moves them
     more = {"train__precision": precision, "train__steps": 5, "optimizer__weight_decay": 0.5, "optimizer__lr": 5e-2}
     more["optimizer__min_lr"] = 1e-2
     config = config_of(settings(model, tmp_path, **more), tmp_path)
-    (found,) = run_world(1, trained_beside_torch, config)
-    assert len(found) == 5 and all(difference < 1e-4 and rounded for difference, rounded in found)
+    (results,) = run_world(1, trained_beside_torch, config)
+    assert len(results) == 5 and all(difference < 1e-4 and rounded for difference, rounded in results)
 
 
 def masters(rank: Rank, config: Any) -> list[tuple[torch.dtype, torch.dtype, bool]]:
-    """Formats of weights and masters, and whether masters have memory of their own."""
+    """Return the dtypes of weights and masters, and whether masters are separate tensors."""
     run = build_run(rank, config)
     return [
         (s.bucket.weights.dtype, s.master.dtype, s.master.data_ptr() != s.bucket.shard_weights.data_ptr())
@@ -193,10 +194,14 @@ def masters(rank: Rank, config: Any) -> list[tuple[torch.dtype, torch.dtype, boo
 
 
 @pytest.mark.parametrize("precision", PRECISIONS.names())
-def test_masters_are_copies_only_where_the_formats_differ(precision: str, tmp_path: Path) -> None:
+def test_masters_are_copies_only_if_the_dtypes_differ(precision: str, tmp_path: Path) -> None:
     config = config_of(settings(LLAMA, tmp_path, train__precision=precision), tmp_path)
     facts = PRECISIONS[precision].facts
-    expected = (getattr(torch, facts["compute"]), getattr(torch, facts["accumulate"]), facts["master"])
+    expected = (
+        getattr(torch, facts["compute_dtype"]),
+        getattr(torch, facts["accumulate_dtype"]),
+        facts["master_weights"],
+    )
     assert run_world(1, masters, config) == [[expected]]
 
 
@@ -211,19 +216,19 @@ DECAYED_IN_A_LAYER = {
 
 
 def decayed(rank: Rank, config: Any) -> tuple[set[str], set[str]]:
-    """Parameters that shrink, and those that stay, in a step with no gradient: all of each, or the test fails."""
+    """Return the parameters that shrink, and those that stay, in a step without gradient."""
     run = build_run(rank, config)
     before = {}
-    for bucket in run.gradients.buckets:
+    for bucket in run.buffers.buckets:
         for name, parameter in bucket.parameters.items():
             parameter.data.add_(1.0)
             before[name] = parameter.detach().clone()
-    run.gradients.clear()
-    unclipped = run.optimizer.clipping(*torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64))
-    for index in range(len(run.gradients.buckets)):
-        run.optimizer.update(index, unclipped, None, 0.1, 1)
+    run.buffers.reset_grads()
+    unclipped = run.optimizer.compute_clipping(*torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64))
+    for index in range(len(run.buffers.buckets)):
+        run.optimizer.update_shard(index, unclipped, None, 0.1, 1)
     gather_weights(run)
-    now = {n: p.detach() for bucket in run.gradients.buckets for n, p in bucket.parameters.items()}
+    now = {n: p.detach() for bucket in run.buffers.buckets for n, p in bucket.parameters.items()}
     factor = 1 - 0.1 * config.optimizer.weight_decay
     shrunk = {n for n in before if torch.allclose(now[n], before[n] * factor, rtol=1e-12)}
     stayed = {n for n in before if torch.equal(now[n], before[n])}
@@ -232,8 +237,8 @@ def decayed(rank: Rank, config: Any) -> tuple[set[str], set[str]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_matrices_decay_and_norms_and_biases_do_not(family: str, tmp_path: Path) -> None:
-    """Wherever the shards of two ranks cut the buckets."""
+def test_only_matrices_decay(family: str, tmp_path: Path) -> None:
+    """Wherever the shard boundary of two ranks lies."""
     layout = {"parallel__dp": 2, "parallel__zero": 1}
     config = config_of(settings(FAMILIES[family], tmp_path, **layout), tmp_path)
     layers = {f"layers.{i}.{name}" for i in range(GPT["num_layers"]) for name in DECAYED_IN_A_LAYER[family]}
@@ -243,7 +248,7 @@ def test_matrices_decay_and_norms_and_biases_do_not(family: str, tmp_path: Path)
 
 
 def moved(rank: Rank, config: Any) -> float:
-    """Bytes that operators read and write of large tensors, for each parameter, in a step without its backward."""
+    """Count bytes per parameter that operators read and write in large tensors, in a step without its backward."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Moved(TorchDispatchMode):
@@ -266,7 +271,7 @@ def moved(rank: Rank, config: Any) -> float:
 
     run = build_run(rank, config)
     total: list[int] = []
-    backward = run.pipeline.run
+    backward = run.pipeline.run_actions
 
     def uncounted(*arguments: Any) -> Tensor:
         counted = len(total)
@@ -274,18 +279,18 @@ def moved(rank: Rank, config: Any) -> float:
         del total[counted:]
         return loss
 
-    run.pipeline.run = uncounted
-    train_step(run, run.train.batch(0))
+    run.pipeline.run_actions = uncounted
+    train_step(run, run.train_loader.batch(0))
     with Moved():
-        train_step(run, run.train.batch(8))
-    return sum(total) / sum(bucket.layout.size for bucket in run.gradients.buckets)
+        train_step(run, run.train_loader.batch(8))
+    return sum(total) / sum(bucket.layout.numel for bucket in run.buffers.buckets)
 
 
 WRITE_ONLY = (torch.ops.aten.copy_, torch.ops.aten.fill_, torch.ops.aten.zero_)
 
 
-def test_a_step_moves_42_bytes_for_each_parameter(tmp_path: Path) -> None:
-    """As the table of `optim.adamw` says."""
+def test_a_step_moves_42_bytes_per_parameter(tmp_path: Path) -> None:
+    """The sum of the table in `optim.adamw`."""
     model = LLAMA | {"hidden_size": 64, "ffn_size": 128}
-    ((found),) = run_world(1, moved, config_of(settings(model, tmp_path, train__precision="bf16"), tmp_path))
-    assert found == pytest.approx(42, rel=0.01)
+    ((results),) = run_world(1, moved, config_of(settings(model, tmp_path, train__precision="bf16"), tmp_path))
+    assert results == pytest.approx(42, rel=0.01)

@@ -1,4 +1,4 @@
-"""The norm of the gradient and its clipping: of the whole model, every parameter once, however it is cut."""
+"""Gradient norm and clipping: of the full model, every parameter counted once, in every layout."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2 dp2 zero1": {"parallel__pp": 2, "parallel__dp": 2},
     "pp4": {
         "parallel__pp": 4
-    },  # last: here only some ranks open a group for the tied embedding (`comm.mesh.open_mesh`)
+    },  # last, because only some ranks open a group for the tied embedding (`comm.mesh.open_mesh`)
 }
-WIDE = {"num_kv_heads": 4}  # so that tp = 4 can cut the key-value heads
+WIDE = {"num_kv_heads": 4}  # for tp = 4
 
 
 def plain_gradients(config: Any) -> dict[str, Tensor]:
-    """Gradients of the mean loss of the first step by autograd alone: no buckets, no micro-batches, no groups."""
-    from megascale.layout.tensors import whole
-    from megascale.model.initialize import fill
+    """Compute gradients of the first step's mean loss by autograd alone, without buckets, micro-batches and groups."""
+    from megascale.layout.tensors import all_params
+    from megascale.model.initialize import init_parameter
     from megascale.model.transformer import Stage
 
     parameters = {}
-    for parameter in whole(config.model):
+    for parameter in all_params(config.model):
         weight = torch.zeros(parameter.local_shape(Topology()), dtype=torch.float64)
-        fill(weight, parameter, Topology(), Coord(), config.train.seed)
+        init_parameter(weight, parameter, Topology(), Coord(), config.train.seed)
         parameters[parameter.name] = nn.Parameter(weight)
     layers = range(config.model.num_layers)
     stage = Stage(given(config.model, parameters), layers, True, True)
@@ -54,39 +54,39 @@ def plain_gradients(config: Any) -> dict[str, Tensor]:
 
 
 def whole_batch(config: Any) -> Any:
-    """The samples of the first step as one micro-batch."""
-    from megascale.data.loader import Loader, Shape
-    from megascale.data.mixture import mixture
+    """Return the samples of the first step as one micro-batch."""
+    from megascale.data.loader import BatchShape, Loader
+    from megascale.data.mixture import build_mixture
 
     total = config.batch.total
-    samples = mixture(config, "train", config.train.steps * total)
-    shape = Shape(total, total, 1)
+    samples = build_mixture(config, "train", config.train.steps * total)
+    shape = BatchShape(total, total, 1)
     loader = Loader(samples, shape, 0, dropout=0.0, seed=config.train.seed, device=torch.device("cpu"))
     return loader.batch(0).micro_batch(0)
 
 
 def norms(rank: Rank, configs: list[Any]) -> list[tuple[float, float, float, float]]:
-    """For each run: the norm that its first step reports unclipped, and after clipping to a half of it what it reports,
-    the norm of what is left in the shards, and the largest difference to the unclipped gradient times the factor.
+    """Measure, by run, the norm of the first step without clipping, and with clipping to half of the norm: the reported
+    norm, the norm of the clipped shards, and the largest difference to the unclipped gradient times the factor.
     """
-    found, meshes = [], {}
+    measured, meshes = [], {}
     for config in configs:
         topology = topology_of(config)
         if topology not in meshes:
             meshes[topology] = open_mesh(topology, rank.rank, tied=topology.pp > 1)
         run = build_run(rank, config, meshes[topology])
-        found.append(clipped(run))
-    return found
+        measured.append(clipped(run))
+    return measured
 
 
 def clipped(run: Any) -> tuple[float, float, float, float]:
-    from megascale.train.step import totals
+    from megascale.train.step import reduce_totals
 
-    batch = run.train.batch(0)
-    run.gradients.clear()
-    loss = run.pipeline.run(run.train_order, batch)
-    list(run.gradients.finish())
-    tokens = float(totals(run.mesh, loss, batch.tokens)[1])
+    batch = run.train_loader.batch(0)
+    run.buffers.reset_grads()
+    loss = run.pipeline.run_actions(run.train_order, batch)
+    list(run.buffers.finish_reductions())
+    tokens = float(reduce_totals(run.mesh, loss, batch.loss_tokens)[1])
     run.optimizer._clip = 0.0
     norm = scale_and_clip(run, tokens)
     before = [shard.bucket.grad.clone() for shard in run.optimizer.shards]
@@ -105,7 +105,7 @@ def clipped(run: Any) -> tuple[float, float, float, float]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], list[tuple[float, ...]]]:
-    """(family, layout) to what each rank found; one world of four runs all of them."""
+    """Results by (family, layout) and rank, from one world of four ranks."""
     folder = tmp_path_factory.mktemp("clip")
     keys = [(family, name) for name in LAYOUTS for family in FAMILIES]
     configs = [config_of(settings(FAMILIES[f] | WIDE, folder, **LAYOUTS[name]), folder) for f, name in keys]
@@ -115,37 +115,37 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], l
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
-    """By family, the norm of the whole model's gradients from autograd alone."""
+    """The gradient norm of the full model by autograd alone, by family."""
     folder = tmp_path_factory.mktemp("plain")
-    found = {}
+    measured = {}
     for family, sizes in FAMILIES.items():
         gradients = plain_gradients(config_of(settings(sizes | WIDE, folder), folder))
-        found[family] = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
-    return found
+        measured[family] = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
+    return measured
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_norm_is_that_of_the_whole_model(family: str, layout: str, results: Any, expected: Any) -> None:
+def test_the_norm_is_that_of_the_full_model(family: str, layout: str, results: Any, expected: Any) -> None:
     for norm, *_ in results[family, layout]:
         assert norm == pytest.approx(expected[family], rel=1e-11)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_clipping_scales_all_gradients_alike(family: str, layout: str, results: Any) -> None:
+def test_clipping_scales_all_gradients_equally(family: str, layout: str, results: Any) -> None:
     ranks = results[family, layout]
     assert all(rank == ranks[0] for rank in ranks), "ranks would clip differently"
     norm, again, left, difference = ranks[0]
-    assert again == pytest.approx(norm, rel=1e-12), "the norm that is reported is the one before clipping"
+    assert again == pytest.approx(norm, rel=1e-12), "the reported norm is after clipping"
     assert left == pytest.approx(norm / 2, rel=1e-5)
     assert difference < 1e-12 * norm
 
 
 def edges(rank: Rank, config: Any) -> dict[str, tuple[float, bool]]:
-    """By limit: the norm of one process's gradients, 2.0, as reported, and whether the gradients stayed."""
+    """Return, by limit, the reported norm of gradients of norm 2.0, and whether the gradients are unchanged."""
     run = build_run(rank, config)
-    found = {}
+    measured = {}
     for limit in (0.0, 1.0, 1.99, 2.01, 100.0):
         (shard,) = run.optimizer.shards
         grad = shard.bucket.grad
@@ -153,34 +153,34 @@ def edges(rank: Rank, config: Any) -> dict[str, tuple[float, bool]]:
         grad[:4] = 1.0
         run.optimizer._clip = limit
         norm = scale_and_clip(run)
-        found[str(limit)] = (norm, bool((grad[:4] == 1.0).all()))
+        measured[str(limit)] = (norm, bool((grad[:4] == 1.0).all()))
     grad[2] = math.nan
     kept = grad.clone()
     norm = scale_and_clip(run, 2.0)
-    found["nan"] = (norm, torch.equal(grad.nan_to_num(7), kept.nan_to_num(7)))
-    return found
+    measured["nan"] = (norm, torch.equal(grad.nan_to_num(7), kept.nan_to_num(7)))
+    return measured
 
 
-def test_only_a_larger_norm_is_clipped_and_none_with_zero(tmp_path: Path) -> None:
-    (found,) = run_world(1, edges, config_of(settings(LLAMA, tmp_path), tmp_path))
-    nan, unchanged = found.pop("nan")
-    assert math.isnan(nan) and unchanged, "gradients that are not finite are left to be looked at"
-    assert {norm for norm, _ in found.values()} == {2.0}
-    assert {limit: same for limit, (_, same) in found.items()} == {
+def test_only_a_larger_norm_is_clipped_and_zero_disables_clipping(tmp_path: Path) -> None:
+    (measured,) = run_world(1, edges, config_of(settings(LLAMA, tmp_path), tmp_path))
+    nan, unchanged = measured.pop("nan")
+    assert math.isnan(nan) and unchanged, "non-finite gradients must stay for the guard"
+    assert {norm for norm, _ in measured.values()} == {2.0}
+    assert {limit: same for limit, (_, same) in measured.items()} == {
         "0.0": True, "1.0": False, "1.99": False, "2.01": True, "100.0": True,
     }  # fmt: skip
 
 
 def first_update(rank: Rank, configs: list[Any]) -> list[tuple[float, float]]:
-    """The loss of the second step, and the norm of the first, of each run."""
+    """Return the loss of the second step, and the norm of the first, by run."""
     from tests.runs import curve_of
 
     curves = [curve_of(build_run(rank, config), 2) for config in configs]
     return [(curve[1][0], curve[0][1]) for curve in curves]
 
 
-def test_the_limit_of_the_configuration_is_used(tmp_path: Path) -> None:
-    """Adam divides by the gradient's own size; with a large eps it does not, and a clipped step is a small one."""
+def test_the_configured_limit_is_used(tmp_path: Path) -> None:
+    """Adam normalizes the gradient's size; a large eps prevents this, which makes a clipped step a small step."""
     limits = (0.0, 1e3, 1e-3)
     more = {"optimizer__eps": 1e3, "optimizer__lr": 3e2, "optimizer__warmup_steps": 0, "optimizer__weight_decay": 0.0}
     configs = [config_of(settings(GPT, tmp_path, optimizer__clip_norm=limit, **more), tmp_path) for limit in limits]
@@ -190,7 +190,7 @@ def test_the_limit_of_the_configuration_is_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, ROW - 1, ROW, 5_000_000])
-def test_a_norm_of_many_numbers_keeps_its_digits(size: int) -> None:
-    """A single sum in f32 is off by a part in ten thousand after five million."""
+def test_a_norm_of_many_elements_is_accurate(size: int) -> None:
+    """A single fp32 sum is off by 1e-4 after five million elements."""
     numbers = torch.randn(size, generator=torch.Generator().manual_seed(0))
     assert float(sum_of_squares(numbers)) == pytest.approx(float(numbers.double().square().sum()), rel=1e-6)

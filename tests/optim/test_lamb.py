@@ -1,4 +1,4 @@
-"""LAMB against its formula on whole named tensors, in one process and in every kind of layout."""
+"""LAMB against its formula on full parameters, in one process and in every kind of layout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megascale.comm.mesh import open_mesh
 from megascale.config.train import OptimizerConfig
 from megascale.core.rank import Rank
-from megascale.layout.tensors import whole
+from megascale.layout.tensors import all_params
 from megascale.layout.topology import Coord, Topology, topology_of
 from megascale.ops.optimizer import Segment
 from megascale.optim.lamb import Lamb
@@ -28,18 +28,16 @@ GO, SKIP = torch.zeros(()), torch.ones(())
 
 
 def segments(dtype: torch.dtype = torch.float64) -> list[Segment]:
-    """Parts of two matrices, of a norm, of a matrix whose weights are zero, of a matrix that does not decay, and of a
-    vector that does.
-    """
+    """Create segments of two matrices, a norm, a matrix of zeros, a matrix without decay, and a vector with decay."""
     draw = torch.Generator().manual_seed(1)
-    found = []
+    measured = []
     sizes, scales = (200, 50, 90, 77, 60, 40), (2.0, 1.0, 0.5, 0.0, 1.0, 1.0)
     flags = ((True, True), (False, False), (True, True), (True, True), (True, False), (False, True))
     for size, scale, (is_matrix, weight_decay) in zip(sizes, scales, flags, strict=True):
         state = {name: torch.zeros(size, dtype=dtype) for name in Lamb.state_names}
         weight = (scale * torch.randn(size, dtype=torch.float64, generator=draw)).to(dtype)
-        found.append(Segment(weight, torch.zeros_like(weight), state, is_matrix, weight_decay))
-    return found
+        measured.append(Segment(weight, torch.zeros_like(weight), state, is_matrix, weight_decay))
+    return measured
 
 
 def gradient(size: int, step: int) -> Tensor:
@@ -47,7 +45,7 @@ def gradient(size: int, step: int) -> Tensor:
 
 
 def norms_of(parts: list[Segment]) -> Tensor:
-    """As if each segment were a whole parameter."""
+    """Compute the norms as if a segment were a full parameter."""
     pairs = [(part.weight.double().norm(), part.grad.double().norm()) for part in parts if part.is_matrix]
     return torch.tensor(pairs, dtype=torch.float64).T
 
@@ -65,8 +63,8 @@ def test_follows_the_formula(dtype: torch.dtype, close: float, bias_correction: 
     for step, lr in enumerate([1e-2, 2e-2, 5e-3, 1e-3, 0.0], 1):
         for part in parts:
             part.grad.copy_(gradient(len(part.grad), step))
-        rule.direct(step, GO)
-        rule.apply(lr, norms_of(parts), GO)
+        rule.compute_updates(step, GO)
+        rule.apply_updates(lr, norms_of(parts), GO)
         for index, part in enumerate(parts):
             x, m, v = expected[index]
             g = gradient(len(x), step)
@@ -80,33 +78,33 @@ def test_follows_the_formula(dtype: torch.dtype, close: float, bias_correction: 
                 torch.testing.assert_close(ours.double(), theirs, rtol=close, atol=close)
 
 
-def test_what_a_skipped_step_leaves() -> None:
-    """Everything, the gradient too, which is looked at when it is not finite."""
+def test_a_skipped_step_changes_nothing() -> None:
+    """Includes the gradient, because the guard reads a non-finite gradient."""
     parts = segments()
     rule = Lamb(parts, OptimizerConfig(lr=1e-2))
     for part in parts:
         part.grad.copy_(gradient(len(part.grad), 1))
     parts[0].grad[7] = math.nan
     before = [t.clone() for p in parts for t in (p.weight, p.grad, *p.state.values())]
-    rule.direct(1, SKIP)
-    rule.apply(1e-2, norms_of(parts), SKIP)
+    rule.compute_updates(1, SKIP)
+    rule.apply_updates(1e-2, norms_of(parts), SKIP)
     after = [t for p in parts for t in (p.weight, p.grad, *p.state.values())]
     assert all(torch.equal(a.nan_to_num(9), b.nan_to_num(9)) for a, b in zip(before, after, strict=True))
-    rule.direct(1, GO)
-    rule.apply(1e-2, norms_of(parts), GO)
+    rule.compute_updates(1, GO)
+    rule.apply_updates(1e-2, norms_of(parts), GO)
     assert not parts[0].weight.isfinite().all()
 
 
 def test_a_shard_may_hold_no_parameter() -> None:
     rule = Lamb([], OptimizerConfig(lr=1e-2))
-    rule.direct(1, GO)
-    rule.apply(1e-2, torch.zeros(2, 0, dtype=torch.float64), GO)
+    rule.compute_updates(1, GO)
+    rule.apply_updates(1e-2, torch.zeros(2, 0, dtype=torch.float64), GO)
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A run of one process by autograd and the formula, on whole parameters: loss and gradient norm of each step, the
-    weights in the end, and the norms of weight and direction of the last step.
+    """A one-process run by autograd and the formula on full parameters: loss and gradient norm by step, final weights,
+    and the norms of weights and updates in the last step.
     """
 
     curve: list[tuple[float, float]]
@@ -121,7 +119,7 @@ RUN: dict[str, Any] = {
 }  # fmt: skip
 PLAIN = {"optimizer__bias_correction": False}
 SMALL = {"overlap__bucket_bytes": 20_000}
-WIDE = {"num_kv_heads": 4}  # so that tp = 4 can cut the key-value heads
+WIDE = {"num_kv_heads": 4}  # for tp = 4
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp4 zero0": {"parallel__dp": 4, "parallel__zero": 0},
@@ -139,7 +137,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp4": {"parallel__pp": 4},
 }  # fmt: skip
 CASES = [("llama", name) for name in ("dp4 zero1", "tp4", "pp2 dp2", "pp4")] + [("gpt", name) for name in LAYOUTS]
-"""gpt in pp4 last: there only some ranks open a group for the tied embedding (`comm.mesh.open_mesh`)."""
+"""Last is gpt in pp4, because only some ranks open a group for the tied embedding (`comm.mesh.open_mesh`)."""
 LARGEST: dict[str, dict[str, Any]] = {
     "tp2 sp pp2 vpp2 dp2 zero1": {
         "parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "parallel__vpp": 2, "parallel__dp": 2,
@@ -155,21 +153,23 @@ def configuration(folder: Path, family: str, **layout: Any) -> Any:
 
 
 def by_the_formula(config: Any) -> Reference:
-    """No buckets, no micro-batches, no groups, no optimizer of ours."""
-    from megascale.data.loader import Loader, Shape
-    from megascale.data.mixture import mixture
-    from megascale.model.initialize import fill
+    """Train without our buckets, micro-batches, groups and optimizer."""
+    from megascale.data.loader import BatchShape, Loader
+    from megascale.data.mixture import build_mixture
+    from megascale.model.initialize import init_parameter
     from megascale.model.transformer import Stage
 
     o, total = config.optimizer, config.batch.total
     parameters = {}
-    for parameter in whole(config.model):
+    for parameter in all_params(config.model):
         weight = torch.zeros(parameter.local_shape(Topology()), dtype=torch.float64)
-        fill(weight, parameter, Topology(), Coord(), config.train.seed)
+        init_parameter(weight, parameter, Topology(), Coord(), config.train.seed)
         parameters[parameter.name] = nn.Parameter(weight)
     stage = Stage(given(config.model, parameters), range(config.model.num_layers), True, True)
-    samples = mixture(config, "train", STEPS * total)
-    loader = Loader(samples, Shape(total, total, 1), 0, dropout=0.0, seed=config.train.seed, device=torch.device("cpu"))
+    samples = build_mixture(config, "train", STEPS * total)
+    loader = Loader(
+        samples, BatchShape(total, total, 1), 0, dropout=0.0, seed=config.train.seed, device=torch.device("cpu")
+    )
     m = {name: torch.zeros_like(p) for name, p in parameters.items()}
     v = {name: torch.zeros_like(p) for name, p in parameters.items()}
     beta1, beta2 = o.betas
@@ -177,8 +177,8 @@ def by_the_formula(config: Any) -> Reference:
     for step in range(1, STEPS + 1):
         batch = loader.batch((step - 1) * total).micro_batch(0)
         tokens, losses = batch.labels.numel(), stage(None, batch)
-        found, loss = torch.autograd.grad(losses, list(parameters.values())), losses / tokens
-        grads = {name: grad / tokens for name, grad in zip(parameters, found, strict=True)}
+        measured, loss = torch.autograd.grad(losses, list(parameters.values())), losses / tokens
+        grads = {name: grad / tokens for name, grad in zip(parameters, measured, strict=True)}
         norm = math.sqrt(sum(float(g.square().sum()) for g in grads.values()))
         curve.append((float(loss), norm))
         lr = learning_rate(o, STEPS)(step)
@@ -198,8 +198,8 @@ def by_the_formula(config: Any) -> Reference:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank has of a run: its curve, its pieces (offset, numbers) of the weights by tensor with their shapes, and
-    the norms of its stage's parameters in the last step.
+    """A rank's view of a run: the curve, shards of the weights by tensor (offset, elements) with their shapes, and the
+    norms of its stage's parameters in the last step.
     """
 
     curve: list[tuple[float, float]]
@@ -208,39 +208,41 @@ class Outcome:
 
 
 def outcomes(rank: Rank, configs: list[Any], unplugged: Sequence[str] = (), nudged: bool = False) -> list[Outcome]:
-    """Of each configuration. `unplugged`: the axes over which norms are not reduced; `nudged`: the sums of squares that
-    the last rank forms are off by their last bit.
+    """Train every configuration. `unplugged`: the axes over which norms are not reduced; `nudged`: the last rank's sums
+    of squares are off by the last bit.
     """
     from megascale.optim import norms
 
     plugged, exact = norms.all_reduce, norms.sums_of_squares
     norms.all_reduce = lambda group, *a, **k: None if group.axis in unplugged else plugged(group, *a, **k)
-    if nudged and rank.rank == rank.world - 1:
+    if nudged and rank.rank == rank.world_size - 1:
         norms.sums_of_squares = lambda tensors: exact(tensors) * (1 + 2**-52)
     meshes: dict[tuple[Topology, bool], Any] = {}
-    found = []
+    measured = []
     for config in configs:
         key = topology_of(config), config.model.tie_embeddings
         if key not in meshes:
             meshes[key] = open_mesh(key[0], rank.rank, tied=key[1])
-        found.append(outcome(build_run(rank, config, meshes[key])))
-    return found
+        measured.append(outcome(build_run(rank, config, meshes[key])))
+    return measured
 
 
 def outcome(run: Any) -> Outcome:
-    from megascale.checkpoint.state import global_tensors
+    from megascale.checkpoint.format.state import global_tensors
     from megascale.train.step import train_step
 
-    optimizer, formed = run.optimizer, []
-    direct = optimizer.direct
-    optimizer.direct = lambda *arguments: formed.append(direct(*arguments)) or formed[-1]
+    optimizer, norms_by_step = run.optimizer, []
+    compute_updates = optimizer.compute_updates
+    optimizer.compute_updates = lambda *arguments: (
+        norms_by_step.append(compute_updates(*arguments)) or norms_by_step[-1]
+    )
     curve = []
     for _ in range(STEPS):
-        result = train_step(run, run.train.batch(run.progress.samples))
+        result = train_step(run, run.train_loader.batch(run.progress.samples))
         curve.append((result.loss, result.grad_norm))
-    run.gradients.finish_gather()
-    names = [s.parameter.name for b in run.gradients.buckets for s in b.layout.slots if s.parameter.is_matrix]
-    norms = dict(zip(names, formed[-1].T.tolist(), strict=True))
+    run.buffers.finish_param_gather()
+    names = [s.parameter.name for b in run.buffers.buckets for s in b.layout.slots if s.parameter.is_matrix]
+    norms = dict(zip(names, norms_by_step[-1].T.tolist(), strict=True))
     tensors = global_tensors(optimizer.shards, run.mesh).items()
     pieces = {
         name.removeprefix("weights."): (tuple(t.shape), [(p.offset, p.data.clone().numpy()) for p in t.pieces])
@@ -251,7 +253,7 @@ def outcome(run: Any) -> Outcome:
 
 
 def assemble(config: Any, ranks: list[Outcome]) -> dict[str, Tensor]:
-    """The whole weights by parameter; what several ranks hold must be equal to the bit."""
+    """Assemble the full weights by parameter, and check that replicas are bit-equal."""
     tensors: dict[str, Tensor] = {}
     for rank in ranks:
         for name, (shape, pieces) in rank.pieces.items():
@@ -262,15 +264,15 @@ def assemble(config: Any, ranks: list[Outcome]) -> dict[str, Tensor]:
                 assert bool((old.isnan() | (old == new)).all()), f"replicas of {name} differ"
                 known[place] = new
     assert not any(tensor.isnan().any() for tensor in tensors.values())
-    return {p.name: torch.cat([tensors[t.name] for t in p.parts]) for p in whole(config.model)}
+    return {p.name: torch.cat([tensors[t.name] for t in p.parts]) for p in all_params(config.model)}
 
 
 def difference(config: Any, ranks: list[Outcome], expected: Reference) -> float:
-    """The largest one of any parameter's weights, relative to its largest weight."""
-    found = assemble(config, ranks)
-    size = config.model.vocab_size  # the rest of the rows is padding, and stays zero
+    """Return the largest difference of any parameter's weights, relative to its largest weight."""
+    measured = assemble(config, ranks)
+    size = config.model.vocab_size  # later rows are padding, and stay zero
     pairs = [
-        (found[name], weight[:size] if name in ("embedding.token.weight", "head.weight") else weight)
+        (measured[name], weight[:size] if name in ("embedding.token.weight", "head.weight") else weight)
         for name, weight in expected.weights.items()
     ]
     return max(float((ours - theirs).abs().max() / theirs.abs().max()) for ours, theirs in pairs)
@@ -278,7 +280,7 @@ def difference(config: Any, ranks: list[Outcome], expected: Reference) -> float:
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Reference]:
-    """By family, and whether biases are corrected."""
+    """Reference runs by family and bias correction."""
     folder = tmp_path_factory.mktemp("plain")
     return {
         (family, not plain): by_the_formula(configuration(folder, family, **plain))
@@ -289,7 +291,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[Any, list[Outcome]]]:
-    """(family, layout) to its configuration and what each rank found; one world of four runs all of them."""
+    """Configuration and results of every rank by (family, layout), from one world of four ranks."""
     return trained(tmp_path_factory.mktemp("lamb"), {case: LAYOUTS[case[1]] for case in CASES})
 
 
@@ -297,7 +299,7 @@ def trained(
     folder: Path, cases: dict[tuple[str, str], dict[str, Any]], **how: Any
 ) -> dict[tuple[str, str], tuple[Any, list[Outcome]]]:
     configs = {case: configuration(folder, case[0], **layout) for case, layout in cases.items()}
-    world = next(iter(configs.values())).world
+    world = next(iter(configs.values())).world_size
     ranks = run_world(world, partial(outcomes, **how), list(configs.values()))
     return {key: (configs[key], [rank[index] for rank in ranks]) for index, key in enumerate(configs)}
 
@@ -310,11 +312,11 @@ def compare(config: Any, ranks: list[Outcome], expected: Reference) -> None:
             assert norms == pytest.approx(expected.norms[name], rel=1e-10), name
     assert {name for rank in ranks for name in rank.norms} == expected.norms.keys()
     for name in expected.norms:
-        assert len({rank.norms[name][0] for rank in ranks if name in rank.norms}) == 1, "not the same bits everywhere"
+        assert len({rank.norms[name][0] for rank in ranks if name in rank.norms}) == 1, "norms differ between ranks"
 
 
 @pytest.mark.parametrize(("family", "layout"), CASES)
-def test_every_layout_is_one_process(family: str, layout: str, results: Any, references: Any) -> None:
+def test_every_layout_equals_one_process(family: str, layout: str, results: Any, references: Any) -> None:
     config, ranks = results[family, layout]
     compare(config, ranks, references[family, config.optimizer.bias_correction])
 
@@ -327,18 +329,18 @@ def test_all_axes_at_once(layout: str, references: Any, tmp_path: Path) -> None:
         compare(config, ranks, references[family, True])
 
 
-def test_with_the_norms_of_shards_it_would_be_another_run(references: Any, tmp_path: Path) -> None:
-    """Both axes that cut parameters are needed, and what is compared depends on the ratios."""
+def test_norms_of_shards_would_change_the_run(references: Any, tmp_path: Path) -> None:
+    """Both reductions are needed, and the comparison depends on the trust ratios."""
     cases = {("llama", name): LAYOUTS[name] for name in ("dp4 zero1", "tp4")}
     for (family, name), (config, ranks) in trained(tmp_path, cases, unplugged=("tp", "dp")).items():
         assert difference(config, ranks, references[family, True]) > 1e-4, name
     for reference in references.values():
         ratios = [weight / direction for weight, direction in reference.norms.values()]
-        assert max(ratios) / min(ratios) > 2, "or a wrong ratio would not show"
+        assert max(ratios) / min(ratios) > 2, "ratios are too similar to show an error"
 
 
-def test_both_ends_of_a_pipeline_scale_a_tied_embedding_alike(tmp_path: Path) -> None:
-    """To the bit, though either may round its sums otherwise."""
+def test_both_stages_scale_a_tied_embedding_equally(tmp_path: Path) -> None:
+    """Bit-equal, although the stages may round their sums differently."""
     cases = {("gpt", "pp2"): {"parallel__pp": 2}}
     for unplugged in ((), ("tied",)):
         ((config, ranks),) = trained(tmp_path, cases, nudged=True, unplugged=unplugged).values()
@@ -351,9 +353,7 @@ def test_both_ends_of_a_pipeline_scale_a_tied_embedding_alike(tmp_path: Path) ->
 
 
 def resumed(rank: Rank, config: Any, other: Any) -> tuple[bool, list[tuple[float, float]], list[tuple[float, float]]]:
-    """Whether a run that is resumed halfway is, to the bit, the one that was not; and its curve, here and in another
-    layout.
-    """
+    """Return whether a resumed run is bit-equal to an uninterrupted run; and its curve, here and in another layout."""
     straight = build_run(rank, config)
     whole_curve = curve_of(straight, STEPS)
     half = build_run(rank, config, straight.mesh)
@@ -370,15 +370,15 @@ def resumed(rank: Rank, config: Any, other: Any) -> tuple[bool, list[tuple[float
 
 
 def resume(run: Any) -> Any:
-    found = run.checkpoints.resume()
-    run.progress = found.progress
-    run.optimizer.publish_masters()
+    measured = run.checkpoints.resume()
+    run.progress = measured.progress
+    run.optimizer.copy_masters_to_weights()
     gather_weights(run)
     return run
 
 
 @pytest.mark.parametrize(("precision", "close"), [("fp32", 1e-5), ("bf16", 1e-2)])
-def test_resumes_to_the_bit_and_in_another_layout(precision: str, close: float, tmp_path: Path) -> None:
+def test_resumes_bit_equal_and_in_another_layout(precision: str, close: float, tmp_path: Path) -> None:
     more = {"train__precision": precision, "checkpoint__every": 1}
     config = configuration(tmp_path, "gpt", parallel__tp=2, parallel__dp=2, **more, **SMALL)
     other = configuration(tmp_path, "gpt", parallel__pp=2, parallel__dp=2, parallel__zero=2, **more)

@@ -1,4 +1,4 @@
-"""The learning rate of every decay against its formula, and what any course of it must keep to."""
+"""Learning rate schedules against their formulas, and properties of all schedules."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ FALLING = st.sampled_from([name for name in DECAYS.names() if name != "constant"
 
 @st.composite
 def runs(draw: st.DrawFn) -> tuple[int, int, int | None]:
-    """Steps, warm-up and decay_steps of a run that the configuration's rules allow."""
+    """Draw steps, warm-up and decay_steps that the configuration permits."""
     steps = draw(st.integers(1, 400))
     warmup = draw(st.integers(0, steps - 1))
     return steps, warmup, draw(st.none() | st.integers(1, steps - warmup))
 
 
 def course(decay: str, run: tuple[int, int, int | None], **more: Any) -> list[float]:
-    """The learning rate of each step; [0] is step 1."""
+    """List the learning rate by step; [0] is step 1."""
     steps, warmup, decay_steps = run
     keys = {"lr": LR, "min_lr": MIN_LR, "warmup_steps": warmup, "decay": decay, "decay_steps": decay_steps} | more
     at = learning_rate(OptimizerConfig(**keys), steps)
@@ -37,21 +37,21 @@ def course(decay: str, run: tuple[int, int, int | None], **more: Any) -> list[fl
 
 
 @given(DECAY, runs())
-def test_warm_up_is_a_straight_line_from_zero_to_lr(decay: str, run: Any) -> None:
+def test_warmup_is_linear_from_zero_to_lr(decay: str, run: Any) -> None:
     warmup = run[1]
     expected = [LR * step / warmup for step in range(1, warmup + 1)]
     assert course(decay, run)[:warmup] == pytest.approx(expected)
 
 
 @given(DECAY, runs())
-def test_after_the_warm_up_it_never_rises_and_keeps_its_bounds(decay: str, run: Any) -> None:
+def test_the_rate_never_rises_after_warmup_and_stays_in_bounds(decay: str, run: Any) -> None:
     after = course(decay, run)[run[1] :]
     assert all(earlier >= later for earlier, later in pairwise(after))
     assert all(MIN_LR * (1 - 1e-12) <= rate <= LR for rate in after)
 
 
 @given(FALLING, runs())
-def test_a_falling_rate_comes_to_min_lr_in_the_step_after_the_last(decay: str, run: Any) -> None:
+def test_a_decay_reaches_min_lr_one_step_after_the_last(decay: str, run: Any) -> None:
     steps, warmup, decay_steps = run
     keys = {"lr": LR, "min_lr": MIN_LR, "warmup_steps": warmup, "decay": decay, "decay_steps": decay_steps}
     at = learning_rate(OptimizerConfig(**keys), steps)
@@ -60,8 +60,8 @@ def test_a_falling_rate_comes_to_min_lr_in_the_step_after_the_last(decay: str, r
 
 
 @given(DECAY, runs())
-def test_it_is_continuous(decay: str, run: Any) -> None:
-    """No step changes it by more than the steepest part of its course: of the warm-up, or of the fall."""
+def test_the_rate_is_continuous(decay: str, run: Any) -> None:
+    """No step changes the rate by more than the steepest slope of warm-up or decay."""
     steps, warmup, decay_steps = run
     fall = min(decay_steps or max(steps // 10, 1), steps - warmup) if decay == "wsd" else steps + 1 - warmup
     steepest = max(LR / max(warmup, 1), (LR - MIN_LR) * (math.pi / 2 if decay == "cosine" else 1) / fall)
@@ -90,7 +90,7 @@ def test_cosine(run: Any) -> None:
 
 
 @given(runs())
-def test_wsd_stays_at_lr_and_falls_over_the_last_decay_steps(run: Any) -> None:
+def test_wsd_stays_at_lr_and_decays_over_the_last_decay_steps(run: Any) -> None:
     steps, warmup, decay_steps = run
     fall = min(decay_steps or max(steps // 10, 1), steps - warmup)
     rates = course("wsd", run)
@@ -99,7 +99,7 @@ def test_wsd_stays_at_lr_and_falls_over_the_last_decay_steps(run: Any) -> None:
     assert rates[steps - fall :] == pytest.approx(expected)
 
 
-def test_wsd_falls_over_a_tenth_of_the_steps_unless_told() -> None:
+def test_wsd_decays_over_a_tenth_of_the_steps_by_default() -> None:
     rates = course("wsd", (200, 10, None))
     assert rates[179] == LR > rates[180]
     assert rates[10:] == course("wsd", (200, 10, 20))[10:]

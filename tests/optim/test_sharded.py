@@ -1,4 +1,4 @@
-"""Flags of the parameter list decide how each parameter is updated, independently of one another."""
+"""Flags of a parameter spec (`is_matrix`, `weight_decay`, FP8) act independently."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from numpy.linalg import norm
 
 from megascale.core.rank import Rank
 from megascale.layout import tensors
-from megascale.layout.chunks import eight_bit_weights
-from megascale.layout.tensors import TOKEN_EMBEDDING, Parameter
+from megascale.layout.chunks import fp8_weights
+from megascale.layout.tensors import TOKEN_EMBEDDING, ParamSpec
 from megascale.train.step import train_step
 from tests.runs import FAMILIES, build_run, config_of, settings
 from tests.worlds import run_world
@@ -23,33 +23,33 @@ LR = 1e-2
 DECAY = 0.1
 
 
-def without_decay(parameters: list[Parameter]) -> list[Parameter]:
+def without_decay(parameters: list[ParamSpec]) -> list[ParamSpec]:
     return [replace(parameter, weight_decay=False) for parameter in parameters]
 
 
 def weights(run: Any) -> dict[str, np.ndarray]:
-    return {name: p.detach().clone().numpy() for b in run.gradients.buckets for name, p in b.parameters.items()}
+    return {name: p.detach().clone().numpy() for b in run.buffers.buckets for name, p in b.parameters.items()}
 
 
 def updates(rank: Rank, config: Any) -> list[tuple[dict[str, tuple[np.ndarray, np.ndarray]], list[str]]]:
-    """Weights of each parameter before and after a step, and the FP8 weights: as the list says, and with embeddings
-    that do not decay.
+    """Return weights before and after a step by parameter, and the FP8 weights, for the given specs, and for embeddings
+    without decay.
     """
-    embedding, found = tensors.embedding, []
+    embedding, results = tensors.embedding_params, []
     for listed in (embedding, lambda model: without_decay(embedding(model))):
-        with patch.object(tensors, "embedding", listed):
+        with patch.object(tensors, "embedding_params", listed):
             run = build_run(rank, config)
             before = weights(run)
-            train_step(run, run.train.batch(0))
+            train_step(run, run.train_loader.batch(0))
             after = weights(run)
             fp8 = config.model_copy(update={"train": config.train.model_copy(update={"precision": "fp8"})})
-            found.append(({name: (before[name], after[name]) for name in before}, list(eight_bit_weights(fp8))))
-    return found
+            results.append(({name: (before[name], after[name]) for name in before}, list(fp8_weights(fp8))))
+    return results
 
 
 @pytest.mark.parametrize("name", ["adamw", "lamb"])
-def test_an_embedding_excluded_from_decay(name: str, tmp_path: Path) -> None:
-    """It does not decay, is still a matrix to LAMB, which moves it by lr times its norm, and FP8 casts what it did."""
+def test_an_embedding_without_weight_decay(name: str, tmp_path: Path) -> None:
+    """No decay; still a matrix for LAMB, which moves it by lr times its norm; the FP8 weights are unchanged."""
     rule = {"name": name, "lr": LR, "weight_decay": DECAY, "warmup_steps": 0, "decay": "constant"}
     tree = settings(FAMILIES["gpt"], tmp_path, **{f"optimizer__{key}": value for key, value in rule.items()})
     config = config_of(tree, tmp_path)

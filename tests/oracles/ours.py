@@ -13,11 +13,11 @@ import torch
 
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
-from megascale.data.loader import Loader, Shape
+from megascale.data.loader import BatchShape, Loader
 from megascale.data.mixture import Sample
-from megascale.layout.tensors import Parameter, Tensor, whole
+from megascale.layout.tensors import ParamSpec, TensorSpec, all_params
 from megascale.train.build import Run
-from megascale.train.step import totals
+from megascale.train.step import reduce_totals
 from tests.runs import GPT, LLAMA, build_run, config_of, settings
 from tests.worlds import run_world
 
@@ -61,7 +61,7 @@ class Batch(Sequence[Sample]):
         self.mask[:, -1] = 0
         self.mask[1, 3:7] = 0
 
-    samples = SAMPLES
+    num_samples = SAMPLES
 
     def __len__(self) -> int:
         return SAMPLES
@@ -69,7 +69,7 @@ class Batch(Sequence[Sample]):
     def __getitem__(self, index: Any) -> Any:
         return Sample(self.tokens[index], self.labels[index], self.mask[index])
 
-    def prepare(self, start: int, stop: int) -> None:
+    def prepare_indices(self, start: int, stop: int) -> None:
         return None
 
 
@@ -84,9 +84,9 @@ def compute(model: dict[str, Any], weights: Arrays, folder: Path, precision: str
     """The loss of `Batch` and its gradients in a world of real processes, in two micro-batches."""
     tree = settings(model, folder, batch__micro=2, batch__global=SAMPLES, train__precision=precision, **layout)
     config = config_of(tree, folder)
-    shapes = {tensor.name: tensor.shape for parameter in whole(config.model) for tensor in parameter.parts}
+    shapes = {tensor.name: tensor.shape for parameter in all_params(config.model) for tensor in parameter.parts}
     assert {name: numbers.shape for name, numbers in weights.items()} == shapes
-    pieces = run_world(config.world, _on_rank, config, weights)
+    pieces = run_world(config.world_size, _on_rank, config, weights)
     losses = {loss for _, loss, _ in pieces}
     assert len(losses) == 1, "ranks disagree about the loss"
     logits = None
@@ -121,11 +121,11 @@ def _on_rank(rank: Rank, config: RunConfig, weights: Arrays) -> tuple[Array | No
             with torch.no_grad():
                 target[rows] = torch.from_numpy(weights[tensor.name][box])
 
-    shape = Shape(SAMPLES, config.batch.micro, config.dp)
-    batch = Loader(Batch(), shape, 0, dropout=0.0, seed=0, device=run.device.torch).batch(0)
-    run.gradients.clear()
-    loss = float(totals(run.mesh, run.pipeline.run(run.train_order, batch), batch.tokens)[0])
-    list(run.gradients.finish())
+    shape = BatchShape(SAMPLES, config.batch.micro, config.dp)
+    batch = Loader(Batch(), shape, 0, dropout=0.0, seed=0, device=run.device.torch_device).batch(0)
+    run.buffers.reset_grads()
+    loss = float(reduce_totals(run.mesh, run.pipeline.run_actions(run.train_order, batch), batch.loss_tokens)[0])
+    list(run.buffers.finish_reductions())
 
     found = []
     for _, grad, parameter in parameters_of(run):
@@ -145,25 +145,25 @@ def _logits(run: Run, batch: Any) -> Array | None:
     assert stage.head is not None
     parts = []
     with torch.no_grad():
-        for index in range(run.config.micro_batches):
+        for index in range(run.config.num_microbatches):
             micro_batch = batch.micro_batch(index)
-            parts.append(stage.head.logits(stage.hidden(None, micro_batch)).transpose(0, 1))
+            parts.append(stage.head.logits(stage.hidden_states(None, micro_batch)).transpose(0, 1))
     return torch.cat(parts).double().numpy()
 
 
 def parameters_of(run: Run) -> Any:
     """Each parameter of this rank: weights, their gradient, and what it is."""
-    for bucket in run.gradients.buckets:
+    for bucket in run.buffers.buckets:
         for slot in bucket.layout.slots:
             target = bucket.parameters[slot.parameter.name]
             yield target, bucket.grad[slot.start : slot.stop].view(target.shape), slot.parameter
 
 
-def boxes_of(parameter: Parameter, mesh: Any) -> list[tuple[Tensor, tuple[slice, ...], slice]]:
+def boxes_of(parameter: ParamSpec, mesh: Any) -> list[tuple[TensorSpec, tuple[slice, ...], slice]]:
     """The tensors of a parameter: the box that this rank holds, and the rows of the parameter that are this box."""
     found, row = [], 0
     for tensor in parameter.parts:
-        offset, size = tensor.local(mesh.topology, mesh.coord)
+        offset, size = tensor.local_box(mesh.topology, mesh.coord)
         box = tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
         found.append((tensor, box, slice(row, row + size[0])))
         row += size[0]

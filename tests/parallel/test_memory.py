@@ -1,4 +1,4 @@
-"""Bytes of weights, gradients and optimizer are those of the formulas."""
+"""Bytes of weights, gradients and optimizer state equal the formulas."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from tests.worlds import run_world
 
 
 def allocated(rank: Rank, config: Any) -> dict[str, int]:
-    """Bytes of a rank's weights, gradients and optimizer after a step, and the most that whole gradients held in it,
-    without and with the shards that reductions give.
+    """Measure a rank's bytes of weights, gradients and optimizer after a step, and the step's peak of full gradients,
+    without and with the shards that are being reduced.
     """
     from megascale.train.step import train_step
 
     run = build_run(rank, config)
-    most = room = chunks = 0
-    begin_loss, begin_backward = run.gradients.begin_loss, run.gradients.begin_backward
+    peak = peak_with_shards = chunks = 0
+    prepare_loss, prepare_backward = run.buffers.prepare_loss, run.buffers.prepare_backward
 
     def watch() -> None:
-        nonlocal most, room, chunks
-        chunks = max(chunks, len({bucket.chunk for bucket in run.gradients._reducing}))
-        whole = sum(b._full.nbytes for b in run.gradients.buckets if b._full is not None)
-        shards = sum(b._reducing[1].nbytes for b in run.gradients.buckets if b._reducing[1] is not None)
-        most, room = max(most, whole), max(room, whole + shards)
+        nonlocal peak, peak_with_shards, chunks
+        chunks = max(chunks, len({bucket.chunk for bucket in run.buffers._in_reduction}))
+        full = sum(b._full_grad.nbytes for b in run.buffers.buckets if b._full_grad is not None)
+        shards = sum(b._reduction[1].nbytes for b in run.buffers.buckets if b._reduction[1] is not None)
+        peak, peak_with_shards = max(peak, full), max(peak_with_shards, full + shards)
 
-    run.gradients.begin_loss = lambda chunk: (begin_loss(chunk), watch())
-    run.gradients.begin_backward = lambda chunk, *, last: (begin_backward(chunk, last=last), watch())
-    train_step(run, run.train.batch(0))
-    run.gradients.finish_gather()
-    buckets, shards = run.gradients.buckets, run.optimizer.shards
+    run.buffers.prepare_loss = lambda chunk: (prepare_loss(chunk), watch())
+    run.buffers.prepare_backward = lambda chunk, *, last: (prepare_backward(chunk, last=last), watch())
+    train_step(run, run.train_loader.batch(0))
+    run.buffers.finish_param_gather()
+    buckets, shards = run.buffers.buckets, run.optimizer.shards
     return {
         "weights": sum(bucket.bytes["weights"] for bucket in buckets),
         "gradients": sum(bucket.bytes["gradients"] for bucket in buckets),
         "optimizer": sum(shard.bytes for shard in shards),
-        "whole gradients": most,
-        "room for reductions": room,
+        "full gradients": peak,
+        "full gradients and shards": peak_with_shards,
         "chunks being reduced": chunks,
     }
 
@@ -50,35 +50,39 @@ def allocated(rank: Rank, config: Any) -> dict[str, int]:
 @pytest.mark.parametrize("family", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("zero", [0, 1, 2])
-def test_allocated_as_planned(family: str, precision: str, zero: int, tmp_path: Any) -> None:
+def test_allocated_bytes_equal_the_plan(family: str, precision: str, zero: int, tmp_path: Any) -> None:
     layout = {"parallel__pp": 2, "parallel__vpp": 2, "parallel__dp": 2, "parallel__zero": zero}
     tree = settings(FAMILIES[family], tmp_path, train__precision=precision, **layout)
     config = config_of(tree, tmp_path)
-    for rank, found in enumerate(run_world(4, allocated, config)):
+    for rank, measured in enumerate(run_world(4, allocated, config)):
         planned = state_bytes(config, rank // 2)
-        assert found["weights"] == planned.parameters
-        assert found["gradients"] == planned.gradients
-        assert found["optimizer"] == planned.optimizer
+        assert measured["weights"] == planned.parameters
+        assert measured["gradients"] == planned.gradients
+        assert measured["optimizer"] == planned.optimizer
         if zero == 2:
-            assert found["whole gradients"] < found["room for reductions"] <= rank_memory(config, rank // 2).transient
+            assert (
+                measured["full gradients"]
+                < measured["full gradients and shards"]
+                <= rank_memory(config, rank // 2).transient
+            )
 
 
-def test_the_gradient_of_one_chunk_is_being_reduced_while_room_is_made_for_another(tmp_path: Any) -> None:
+def test_a_full_gradient_is_allocated_during_the_reduction_of_another(tmp_path: Any) -> None:
     layout = {"parallel__pp": 2, "parallel__vpp": 2, "parallel__dp": 2, "parallel__zero": 2}
     tree = settings(FAMILIES["gpt"], tmp_path, train__precision="fp32", overlap__bucket_bytes=60_000, **layout)
     config = config_of(tree, tmp_path)
-    assert [len(buckets) for buckets in chunk_buckets(config, 0)] == [2, 1], "or what is left of one may hide another"
-    assert [found["chunks being reduced"] for found in run_world(4, allocated, config)] == [1, 1, 1, 1]
+    assert [len(buckets) for buckets in chunk_buckets(config, 0)] == [2, 1], "chunk 0 needs two buckets"
+    assert [measured["chunks being reduced"] for measured in run_world(4, allocated, config)] == [1, 1, 1, 1]
 
 
-def test_room_for_the_head_while_other_chunks_have_theirs(tmp_path: Any) -> None:
-    """Groups of three and two micro-batches: a backward of another chunk comes between the loss and its own."""
+def test_the_heads_full_gradient_coexists_with_other_chunks(tmp_path: Any) -> None:
+    """Groups of three and two micro-batches: another chunk's backward comes between a loss and its backward."""
     layout = {"parallel__pp": 2, "parallel__vpp": 2, "parallel__zero": 2, "batch__global": 5}
     config = config_of(settings(FAMILIES["llama"], tmp_path, train__precision="fp32", **layout), tmp_path)
-    found, planned = run_world(2, allocated, config)[1]["whole gradients"], rank_memory(config, 1)
-    chunks = [sum(4 * pack(bucket, Topology()).size for bucket in chunk) for chunk in chunk_buckets(config, 1)]
-    assert found == sum(chunks)  # the last chunk is one bucket
-    assert found + max(chunks) <= planned.transient, "and one more is being reduced"
+    measured, planned = run_world(2, allocated, config)[1]["full gradients"], rank_memory(config, 1)
+    chunks = [sum(4 * pack(bucket, Topology()).numel for bucket in chunk) for chunk in chunk_buckets(config, 1)]
+    assert measured == sum(chunks)  # the last chunk is one bucket
+    assert measured + max(chunks) <= planned.transient, "another bucket is being reduced"
 
 
 @pytest.mark.parametrize(("precision", "per_parameter"), [("fp32", 16), ("bf16", 18)])
@@ -86,16 +90,16 @@ def test_the_formula_for_one_rank(precision: str, per_parameter: int, tmp_path: 
     from megascale.layout.chunks import chunk_parameters
 
     config = config_of(settings(FAMILIES["llama"], tmp_path, train__precision=precision, parallel__zero=0), tmp_path)
-    numbers = pack(chunk_parameters(config, 0)[0], Topology()).size
+    numbers = pack(chunk_parameters(config, 0)[0], Topology()).numel
     assert state_bytes(config, 0).total == per_parameter * numbers
 
 
-def test_sharding_divides_what_it_says(tmp_path: Any) -> None:
+def test_each_zero_stage_divides_its_state_by_dp(tmp_path: Any) -> None:
     def planned(zero: int, dp: int) -> Any:
         layout = {"parallel__dp": dp, "parallel__zero": zero, "train__precision": "bf16"}
         return state_bytes(config_of(settings(FAMILIES["llama"], tmp_path, **layout), tmp_path), 0)
 
-    whole = planned(0, 8)
-    assert planned(1, 8).optimizer * 8 == pytest.approx(whole.optimizer, rel=0.05)  # up to the padding of shards
-    assert planned(2, 8).gradients * 8 == pytest.approx(whole.gradients, rel=0.05)
+    replicated = planned(0, 8)
+    assert planned(1, 8).optimizer * 8 == pytest.approx(replicated.optimizer, rel=0.05)  # except for shard padding
+    assert planned(2, 8).gradients * 8 == pytest.approx(replicated.gradients, rel=0.05)
     assert planned(1, 8).gradients == planned(1, 8).parameters * 2

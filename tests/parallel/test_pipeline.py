@@ -1,4 +1,4 @@
-"""The executor: any number of micro-batches, no more alive than the schedule claims, tied embeddings summed once."""
+"""Pipeline executor: any number of micro-batches, live micro-batches of the schedule, tied embeddings summed once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
-from megascale.parallel.pipeline import Pipeline
+from megascale.parallel.pipeline import PipelineExecutor
 from megascale.schedule import ir
 from megascale.trace.recorder import Recorder
 from tests.runs import (
@@ -29,7 +29,7 @@ from tests.runs import (
     settings,
     train_curve,
 )
-from tests.schedule.units import simulate
+from tests.schedule.units import simulate_schedule
 from tests.worlds import run_world
 
 Layout = dict[str, Any]
@@ -46,11 +46,11 @@ LAYOUTS: dict[str, tuple[int, Layout]] = {  # ranks, layout
     "pp4 interleaved": (4, {"parallel__pp": 4, "parallel__schedule": "interleaved_1f1b"}),
 }
 COUNTS = (1, 3, 5)
-"""Micro-batches: one, and numbers that no count of stages divides."""
+"""Numbers of micro-batches: 1, and numbers that the number of stages does not divide."""
 
 
 class _Alive(torch.autograd.Function):
-    """Does nothing, and lives as long as the graph of its micro-batch."""
+    """The identity; its context lives as long as the graph of its micro-batch."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, token: Any) -> Tensor:
@@ -63,11 +63,11 @@ class _Alive(torch.autograd.Function):
 
 
 class Token:
-    """Something that a graph may hold."""
+    """An object for a graph to hold."""
 
 
 class Watched(nn.Module):
-    """A stage whose graphs are counted. `alive`: tokens held by all stages of the rank, `peak` the most at once."""
+    """A stage that counts live graphs. `alive`: the objects held by all stages of the rank; `peak`: the maximum."""
 
     def __init__(self, stage: nn.Module, counts: dict[str, int]) -> None:
         super().__init__()
@@ -86,22 +86,22 @@ class Watched(nn.Module):
 
 
 def executed(rank: Rank, configs: list[RunConfig]) -> list[dict[str, Any]]:
-    """For each run: loss, norm and the embedding's gradient of a first step, and how many micro-batches were alive."""
-    found = []
+    """Run a first step of every run: loss, norm, the embedding's gradient, and the number of live micro-batches."""
+    results = []
     for run in builds(rank, configs):
         counts = {"alive": 0, "peak": 0}
         run.pipeline.stages = [Watched(stage, counts) for stage in run.stages]
-        run.gradients.clear()
-        loss = float(run.pipeline.run(run.train_order, run.train.batch(0)))
-        list(run.gradients.finish())
-        found.append({"loss": loss, **counts, "embedding": embedding_gradient(run)})
-        found[-1]["norm"] = scale_and_clip(run)
-    return found
+        run.buffers.reset_grads()
+        loss = float(run.pipeline.run_actions(run.train_order, run.train_loader.batch(0)))
+        list(run.buffers.finish_reductions())
+        results.append({"loss": loss, **counts, "embedding": embedding_gradient(run)})
+        results[-1]["norm"] = scale_and_clip(run)
+    return results
 
 
 def embedding_gradient(run: Any) -> np.ndarray | None:
-    """This rank's copy of the token embedding's gradient; its world has one data-parallel rank."""
-    for bucket in run.gradients.buckets:
+    """Return this rank's copy of the token embedding's gradient, for dp = 1."""
+    for bucket in run.buffers.buckets:
         for slot in bucket.layout.slots:
             if slot.parameter.name == "embedding.token.weight":
                 return bucket.grad[slot.start : slot.stop].numpy().copy()
@@ -114,59 +114,61 @@ def configurations(folder: Path, layout: Layout) -> list[RunConfig]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The same steps in one process."""
+    """Run the same steps in one process."""
     return run_world(1, executed, configurations(tmp_path_factory.mktemp("alone"), {}))[0]
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def ranks(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[RunConfig], list[Any]]:
-    """The steps of every count in one layout: configurations, and what each rank found for each of them."""
+    """Run a step per number of micro-batches in one layout: configurations, and the results by rank."""
     world, layout = LAYOUTS[request.param]
     configs = configurations(tmp_path_factory.mktemp("layout"), layout)
     return configs, run_world(world, executed, configs)
 
 
 def test_any_number_of_micro_batches_is_the_same_step(ranks: Any, alone: Any) -> None:
-    configs, found = ranks
+    configs, results = ranks
     for index, expected in enumerate(alone):
-        losses = [rank[index]["loss"] for rank in found]
-        assert losses[:-1] == [0.0] * (len(losses) - 1), "losses are formed on the last stage's rank alone"
+        losses = [rank[index]["loss"] for rank in results]
+        assert losses[:-1] == [0.0] * (len(losses) - 1), "ranks without the last stage have a loss"
         assert losses[-1] == pytest.approx(expected["loss"], rel=1e-12), configs[index].batch
-        assert all(rank[index]["norm"] == pytest.approx(expected["norm"], rel=1e-10) for rank in found)
+        assert all(rank[index]["norm"] == pytest.approx(expected["norm"], rel=1e-10) for rank in results)
 
 
-def test_no_more_is_alive_than_the_schedule_claims(ranks: Any) -> None:
-    configs, found = ranks
+def test_live_micro_batches_are_those_of_the_schedule(ranks: Any) -> None:
+    configs, results = ranks
     for index, config in enumerate(configs):
         p = config.parallel
-        claimed = simulate(ir.schedule(SCHEDULES[p.schedule].load(), p.pp, p.vpp, config.micro_batches), p.vpp).live
-        assert tuple(rank[index]["peak"] for rank in found) == claimed
-        assert all(rank[index]["alive"] == 0 for rank in found), "nothing outlives the step"
+        claimed = simulate_schedule(
+            ir.build_schedule(SCHEDULES[p.schedule].load(), p.pp, p.vpp, config.num_microbatches), p.vpp
+        ).max_live
+        assert tuple(rank[index]["peak"] for rank in results) == claimed
+        assert all(rank[index]["alive"] == 0 for rank in results), "a graph outlives the step"
 
 
-def test_tied_embeddings_have_the_sum_of_both_ends_once(ranks: Any, alone: Any) -> None:
-    _, found = ranks
+def test_tied_embeddings_have_the_sum_of_both_stages(ranks: Any, alone: Any) -> None:
+    _, results = ranks
     for index, expected in enumerate(alone):
-        held = [rank[index]["embedding"] for rank in found]
+        held = [rank[index]["embedding"] for rank in results]
         assert [gradient is None for gradient in held] == [False, *[True] * (len(held) - 2), False]
         for gradient in (held[0], held[-1]):
             np.testing.assert_allclose(gradient, expected["embedding"], rtol=1e-10, atol=1e-12)
 
 
 def evaluated(rank: Rank, config: RunConfig) -> tuple[float, int]:
-    """The loss of a batch without backwards, and the graphs that this made."""
+    """Evaluate a batch: its loss, and the graphs created."""
     run = build_run(rank, config)
     counts = {"alive": 0, "peak": 0}
     run.pipeline.stages = [Watched(stage, counts) for stage in run.stages]
-    kept: list[bool] = []
+    requires_grad: list[bool] = []
     for stage in run.stages:
-        stage.register_forward_hook(lambda module, x, out: kept.append(out.requires_grad))
-    loss = float(run.pipeline.run(run.valid_order, run.train.batch(0)))
-    assert len(kept) == config.micro_batches * config.parallel.vpp
-    return loss, sum(kept)
+        stage.register_forward_hook(lambda module, x, out: requires_grad.append(out.requires_grad))
+    loss = float(run.pipeline.run_actions(run.valid_order, run.train_loader.batch(0)))
+    assert len(requires_grad) == config.num_microbatches * config.parallel.vpp
+    return loss, sum(requires_grad)
 
 
-def test_an_evaluation_keeps_nothing_for_a_backward(alone: Any, tmp_path: Path) -> None:
+def test_an_evaluation_saves_nothing_for_backward(alone: Any, tmp_path: Path) -> None:
     config = config_of(settings(GPT, tmp_path, batch__global=3, parallel__pp=2, parallel__vpp=2), tmp_path)
     first, last = run_world(2, evaluated, config)
     assert first == (0.0, 0)
@@ -174,28 +176,28 @@ def test_an_evaluation_keeps_nothing_for_a_backward(alone: Any, tmp_path: Path) 
 
 
 class Sending:
-    """A message that is gone when the test says so."""
+    """A send that completes when the test says so."""
 
-    gone = False
+    completed = False
 
-    def done(self) -> bool:
-        return self.gone
+    def is_completed(self) -> bool:
+        return self.completed
 
 
-def test_what_has_gone_is_let_go_of_whatever_has_left_before_it() -> None:
+def test_completed_sends_are_released_in_any_order() -> None:
     upwards, downwards = Sending(), Sending()
-    leaving = iter((upwards, downwards))
-    channels = SimpleNamespace(send=lambda tensor, target, what: next(leaving))
-    nothing: Any = SimpleNamespace(channels=channels, recorder=Recorder())
-    pipeline = Pipeline([], nothing, nothing, nothing, torch.float32)
+    sends = iter((upwards, downwards))
+    p2p = SimpleNamespace(send=lambda tensor, target, label: next(sends))
+    mesh: Any = SimpleNamespace(p2p=p2p, recorder=Recorder())
+    pipeline = PipelineExecutor([], mesh, mesh, mesh, torch.float32)
     tensors = [torch.zeros(1), torch.zeros(1)]
-    there = [weakref.ref(tensor) for tensor in tensors]
+    alive = [weakref.ref(tensor) for tensor in tensors]
     for target, tensor in enumerate(tensors):
         pipeline.send(tensor, target, "")
     del tensors, tensor
-    downwards.gone = True
-    pipeline.release()
-    assert there[0]() is not None and there[1]() is None
+    downwards.completed = True
+    pipeline.release_sent()
+    assert alive[0]() is not None and alive[1]() is None
 
 
 def by_backend(rank: Rank, config: RunConfig) -> list[tuple[float, float]]:
@@ -204,8 +206,8 @@ def by_backend(rank: Rank, config: RunConfig) -> list[tuple[float, float]]:
     return curve_of(run, 2)
 
 
-def test_a_boundary_is_put_together_by_the_backends_own_collectives_too(tmp_path: Path) -> None:
-    """As in groups of more ranks than share memory or send each other messages."""
+def test_a_boundary_is_gathered_by_the_backends_collectives_too(tmp_path: Path) -> None:
+    """As in groups too large for shared memory and point-to-point messages."""
     config = config_of(settings(GPT, tmp_path, parallel__tp=2, parallel__pp=2), tmp_path)
-    found, expected = run_world(4, by_backend, config)[0], run_world(4, train_curve, config)[0]
-    np.testing.assert_allclose(found, expected[:2], rtol=1e-10)
+    results, expected = run_world(4, by_backend, config)[0], run_world(4, train_curve, config)[0]
+    np.testing.assert_allclose(results, expected[:2], rtol=1e-10)

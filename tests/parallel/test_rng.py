@@ -1,4 +1,4 @@
-"""Dropout in a run: the same numbers are dropped in every layout, others in each step, none in an evaluation."""
+"""Dropout in a run: equal masks in every layout, different masks in every step, none in an evaluation."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 Masks = dict[tuple[str, int], set[str]]
-"""Digests of the masks drawn at a place for a sample; attention's places end in the head."""
+"""Digests of masks by place and sample; an attention place ends in the head index."""
 
 
 def drawn(rank: Rank, config: Any) -> tuple[list[Masks], int]:
-    """The masks that this rank drew in two steps, and how many in an evaluation after them."""
+    """Record this rank's masks in two steps, and the number of masks in an evaluation after the steps."""
     from megascale.train.evaluate import evaluate
     from megascale.train.step import train_step
 
     masks: Masks = {}
-    draw = Dropout._keep
+    draw = Dropout._keep_mask
 
     def watch(self: Dropout, shape: tuple[int, int], place: str, sample: int) -> Any:
         keep = draw(self, shape, place, sample)
         masks.setdefault((place, sample), set()).add(hashlib.sha1(keep.numpy().tobytes()).hexdigest())
         return keep
 
-    Dropout._keep = watch  # type: ignore[method-assign]
+    Dropout._keep_mask = watch  # type: ignore[method-assign]
     run, steps = build_run(rank, config), []
     for _ in range(2):
-        train_step(run, run.train.batch(run.progress.samples))
+        train_step(run, run.train_loader.batch(run.progress.samples))
         steps.append(dict(masks))
         masks.clear()
     evaluate(run)
@@ -48,17 +48,17 @@ def drawn(rank: Rank, config: Any) -> tuple[list[Masks], int]:
 
 
 def merged(ranks: list[Any], step: int) -> Masks:
-    found: Masks = {}
+    results: Masks = {}
     for steps, _ in ranks:
         for key, digests in steps[step].items():
-            found.setdefault(key, set()).update(digests)
-    return found
+            results.setdefault(key, set()).update(digests)
+    return results
 
 
 def run_layout(folder: Path, **layout: Any) -> list[Any]:
     more = {"model__dropout": 0.2, "train__eval_every": 5, "train__eval_steps": 1}
     config = config_of(settings(GPT, folder, **more, **layout), folder)
-    return run_world(config.world, drawn, config)
+    return run_world(config.world_size, drawn, config)
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +66,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return run_layout(tmp_path_factory.mktemp("alone"))
 
 
-def test_one_mask_for_each_place_and_sample_and_no_two_alike(alone: list[Any]) -> None:
+def test_masks_differ_by_place_and_sample(alone: list[Any]) -> None:
     layers, heads = GPT["num_layers"], GPT["num_heads"]
-    places = 1 + layers * (2 + heads)  # the embedding; each layer's two branches, and its attention's heads
+    places = 1 + layers * (2 + heads)  # the embedding; by layer two branches and the attention heads
     steps = [merged(alone, step) for step in range(2)]
     for index, step in enumerate(steps):
         assert len(step) == places * 8

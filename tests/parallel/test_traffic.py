@@ -1,4 +1,4 @@
-"""Counted, not assumed: calls and bytes of every collective of a step equal the formulas."""
+"""Calls and bytes of every collective of a step equal the formulas."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ OFF = {f"overlap__{axis}": False for axis in ("tp", "pp", "dp")}
 
 
 def traffic_of_a_step(rank: Rank, configs: list[Any]) -> list[Counts]:
-    """(calls, bytes) by group and operation in the second step of runs of one layout."""
+    """Count (calls, bytes) by group and operation in the second step of runs of one layout."""
     from megascale.train.step import train_step
 
-    found = []
+    results = []
     for run in builds(rank, configs):
         run.mesh.recorder._ring.clear()
-        train_step(run, run.train.batch(0))
-        train_step(run, run.train.batch(8))
-        run.gradients.finish_gather()
+        train_step(run, run.train_loader.batch(0))
+        train_step(run, run.train_loader.batch(8))
+        run.buffers.finish_param_gather()
         run.pipeline.finish_sends()
-        found.append(traffic_of(run, step=2))
-    return found
+        results.append(traffic_of(run, step=2))
+    return results
 
 
 def measure(tmp_path: Any, family: str, **layout: Any) -> tuple[Any, list[Counts]]:
-    """The traffic of each rank, which is the same with overlap and without."""
+    """Return the traffic by rank, after checking that overlap does not change it."""
     trees = [settings(FAMILIES[family], tmp_path, train__precision="fp32", **layout, **more) for more in ({}, OFF)]
     configs = [config_of(tree, tmp_path) for tree in trees]
-    ranks = run_world(configs[0].world, traffic_of_a_step, configs)
+    ranks = run_world(configs[0].world_size, traffic_of_a_step, configs)
     for on, off in ranks:
         assert on == off
     return configs[0], [on for on, _ in ranks]
@@ -44,10 +44,10 @@ def measure(tmp_path: Any, family: str, **layout: Any) -> tuple[Any, list[Counts
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tensor_parallelism_has_four_collectives_a_layer(family: str, tmp_path: Any) -> None:
     config, counts = measure(tmp_path, family, parallel__tp=2)
-    m, micro = config.model, config.micro_batches
+    m, micro = config.model, config.num_microbatches
     activation = 4 * m.seq_length * config.batch.micro * m.hidden_size
     tokens = 4 * m.seq_length * config.batch.micro
-    # each layer 4; the embedding's forward and the head's backward 1 each; the loss 2, of 1 and of 2 numbers a token
+    # 4 per layer; embedding forward and head backward 1 each; the loss 2, of 1 and of 2 elements per token
     for rank in counts:
         assert rank["tp"] == {
             "all_reduce": (
@@ -58,17 +58,17 @@ def test_tensor_parallelism_has_four_collectives_a_layer(family: str, tmp_path: 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sequence_parallelism_gathers_and_scatters_instead(family: str, tmp_path: Any) -> None:
+def test_sequence_parallelism_has_all_gathers_and_reduce_scatters(family: str, tmp_path: Any) -> None:
     config, counts = measure(tmp_path, family, parallel__tp=2, parallel__sp=True)
-    m, micro = config.model, config.micro_batches
+    m, micro = config.model, config.num_microbatches
     activation = 4 * m.seq_length * config.batch.micro * m.hidden_size
-    # four pairs a layer, and in the backward the two inputs that are not kept; a pair each for embedding and head
+    # four pairs per layer, and two all-gathers for wgrad; a pair each for embedding and head
     gathers = micro * (4 * m.num_layers + 2 * m.num_layers + 2)
     scatters = micro * (4 * m.num_layers + 2)
     for rank in counts:
         assert rank["tp"]["all_gather"] == (gathers, gathers * activation)
         assert rank["tp"]["reduce_scatter"] == (scatters, scatters * activation)
-        assert rank["tp"]["all_reduce"][0] == 2 * micro + 1  # the loss, and once a step the norms' gradients
+        assert rank["tp"]["all_reduce"][0] == 2 * micro + 1  # the loss, and once per step the norms' gradients
 
 
 @pytest.mark.parametrize(("pp", "vpp", "schedule"), [(2, 1, "1f1b"), (2, 2, "interleaved_1f1b"), (4, 1, "gpipe")])
@@ -78,7 +78,7 @@ def test_a_pipeline_sends_each_boundary_once_each_way(pp: int, vpp: int, schedul
     )
     m = config.model
     activation = 4 * m.seq_length * config.batch.micro * m.hidden_size
-    boundaries = config.micro_batches * (pp * vpp - 1)
+    boundaries = config.num_microbatches * (pp * vpp - 1)
     sent = [rank[group].get("send", (0, 0)) for rank in counts for group in ("pp.up", "pp.down")]
     received = [rank[group].get("receive", (0, 0)) for rank in counts for group in ("pp.up", "pp.down")]
     for messages in (sent, received):
@@ -88,14 +88,14 @@ def test_a_pipeline_sends_each_boundary_once_each_way(pp: int, vpp: int, schedul
 
 @pytest.mark.parametrize("bucket_bytes", [60_000, 1 << 25])
 @pytest.mark.parametrize("zero", [0, 1, 2])
-def test_data_parallelism_moves_each_gradient_and_weight_once(zero: int, bucket_bytes: int, tmp_path: Any) -> None:
+def test_data_parallelism_moves_gradients_and_weights_once(zero: int, bucket_bytes: int, tmp_path: Any) -> None:
     layout = {"parallel__dp": 2, "parallel__zero": zero, "overlap__bucket_bytes": bucket_bytes}
     config, counts = measure(tmp_path, "llama", **layout)
     from megascale.account.memory import state_bytes
     from megascale.layout.chunks import chunk_buckets
 
     weights, (cut,) = state_bytes(config, 0).parameters, chunk_buckets(config, 0)
-    n, reductions = len(cut), config.micro_batches if zero == 2 else 1
+    n, reductions = len(cut), config.num_microbatches if zero == 2 else 1
     assert (n > 1) == (bucket_bytes < weights)
     expected = {
         0: {"all_reduce": (n, weights)},
@@ -106,7 +106,7 @@ def test_data_parallelism_moves_each_gradient_and_weight_once(zero: int, bucket_
         assert rank["dp"] == expected
 
 
-def test_a_tied_embedding_is_summed_over_the_ends_once(tmp_path: Any) -> None:
+def test_a_tied_embedding_is_all_reduced_once(tmp_path: Any) -> None:
     config, counts = measure(tmp_path, "gpt", parallel__pp=4)
     from megascale.layout.tensors import padded_vocab
 
@@ -124,14 +124,14 @@ def test_a_tied_embedding_is_summed_over_the_ends_once(tmp_path: Any) -> None:
     ids=lambda layout: " ".join(f"{key[10:]}{value}" for key, value in layout.items()),
 )
 @pytest.mark.slow
-def test_lamb_sums_two_numbers_a_matrix(layout: dict[str, int], tmp_path: Any) -> None:
-    """Over tp, over dp where that cuts parameters, and between the ends of the pipeline for what they share."""
+def test_lamb_all_reduces_two_norms_per_matrix(layout: dict[str, int], tmp_path: Any) -> None:
+    """Over tp, over dp if ZeRO shards parameters, and between the first and last stages for a tied embedding."""
     from megascale.layout.chunks import chunk_parameters
 
     tree = settings(GPT, tmp_path, train__precision="fp32", overlap__bucket_bytes=20_000, **layout)
     adamw, lamb = (config_of(tree, tmp_path, [f"optimizer.name={name}"]) for name in ("adamw", "lamb"))
     p = lamb.parallel
-    for rank, (before, after) in enumerate(run_world(lamb.world, traffic_of_a_step, [adamw, lamb])):
+    for rank, (before, after) in enumerate(run_world(lamb.world_size, traffic_of_a_step, [adamw, lamb])):
         (chunk,) = chunk_parameters(lamb, rank if p.pp > 1 else 0)
         sums = (1, 8 * 2 * sum(parameter.is_matrix for parameter in chunk))
         more = {"tp": sums if p.tp > 1 else (0, 0), "dp": sums if p.zero and lamb.dp > 1 else (0, 0)}
@@ -142,21 +142,21 @@ def test_lamb_sums_two_numbers_a_matrix(layout: dict[str, int], tmp_path: Any) -
             assert operations == before[group]
 
 
-def test_the_job_sums_only_a_few_numbers(tmp_path: Any) -> None:
+def test_the_world_all_reduces_six_elements(tmp_path: Any) -> None:
     _, counts = measure(tmp_path, "gpt", parallel__pp=2, parallel__dp=2)
     for rank in counts:
-        assert rank["world"] == {"all_reduce": (1, 8 * 6)}  # loss, tokens, stops, two of a checkpoint, the squared norm
+        assert rank["world"] == {"all_reduce": (1, 8 * 6)}  # loss, tokens, stop, two of the checkpoint, squared norm
 
 
 def traffic_of_a_large_job(rank: Rank, configs: list[Any]) -> list[Counts]:
-    """The same as if the job had too many ranks for one collective."""
+    """Run with a limit as if the job had too many ranks for one collective."""
     from megascale.comm import mesh
 
-    mesh.AT_ONCE = 1
+    mesh.MAX_FLAT_REDUCE_RANKS = 1
     return traffic_of_a_step(rank, configs)
 
 
-def test_a_large_job_sums_them_over_one_axis_after_the_other(tmp_path: Any) -> None:
+def test_a_large_job_reduces_axis_by_axis(tmp_path: Any) -> None:
     layout = {"parallel__tp": 2, "parallel__pp": 2}
     config = config_of(settings(GPT, tmp_path, train__precision="fp32", **layout), tmp_path)
     for (rank,) in run_world(4, traffic_of_a_large_job, [config]):
@@ -168,11 +168,11 @@ def test_a_rank_opens_only_its_own_groups(tmp_path: Any) -> None:
     config = config_of(settings(GPT, tmp_path, parallel__tp=2, parallel__pp=2, parallel__dp=2), tmp_path)
     for rank, opened in enumerate(run_world(8, opened_groups, config)):
         assert all(rank in ranks for ranks in opened)
-        assert len(opened) <= 6  # the world, tp, dp, two for the pipeline, and the ends that share the embedding
+        assert len(opened) <= 6  # world, tp, dp, two for the pipeline, and the tied embedding's group
 
 
 def opened_groups(rank: Rank, config: Any) -> list[list[int]]:
-    """The ranks of every process group that this process has a communicator for."""
+    """List the ranks of every process group with a communicator in this process."""
     from torch.distributed import distributed_c10d
 
     build_run(rank, config)

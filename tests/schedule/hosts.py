@@ -1,8 +1,7 @@
-"""Hosts that run their lists, and devices that do what is posted: whether a step ends if hosts wait for their devices.
+"""Simulation of hosts and devices with NCCL semantics: does a step end if hosts wait for their devices?
 
-As on NCCL: a send and its receive are kernels that run until both have been started, each behind the compute actions
-that were posted before it and behind the messages before it on its channel. A host that does not wait posts its whole
-list at once.
+A send and its receive are kernels that run until both have started, after the compute actions posted before and after
+earlier messages of the channel. A host that does not wait posts its full list at once.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from megascale.schedule.ir import Action, Kind, Schedule
 
 COMPUTE, RECEIVES = (Kind.F, Kind.B), (Kind.RECV_F, Kind.RECV_B)
 MESSAGE = {Kind.SEND_F: Kind.F, Kind.SEND_B: Kind.B, Kind.RECV_F: Kind.F, Kind.RECV_B: Kind.B}
-"""What the other end of a message needs it for."""
+"""The kind of action that consumes a message."""
 
 
 def ends(schedule: Schedule, v: int, waits: AbstractSet[tuple[int, int]]) -> bool:
-    """Whether a lowered schedule ends in which hosts wait for their devices at `waits`: before these actions, each
-    given by its rank and its place in the rank's list.
+    """Return True if a lowered schedule ends when hosts wait for their devices before the actions `waits`, given as
+    (rank, index in the rank's list).
     """
     ranks = [_Rank(number, order, len(schedule), v) for number, order in enumerate(schedule)]
     moved = True
@@ -39,7 +38,7 @@ def ends(schedule: Schedule, v: int, waits: AbstractSet[tuple[int, int]]) -> boo
 
 
 def _carry(sender: _Rank, receiver: _Rank) -> bool:
-    """What can be carried now from one rank to another; whether there was something."""
+    """Complete all messages between two ranks that can complete; return True if there were any."""
     out, into = sender.sends[receiver.number], receiver.receives[sender.number]
     moved = False
     while out and into and sender.runs(out[0]) and receiver.runs(into[0]):
@@ -51,14 +50,14 @@ def _carry(sender: _Rank, receiver: _Rank) -> bool:
 
 
 class _Rank:
-    """`posted`: how much of its list the host has gone through; `arrived`: actions whose message has come. `left`: the
-    compute actions that its device has yet to do, `sends` and `receives` the messages of each channel, by places.
+    """`posted`: number of actions the host has posted; `arrived`: actions whose message has arrived. `to_compute`:
+    compute actions the device has not done; `sends` and `receives`: messages by channel; all as list indices.
     """
 
     def __init__(self, number: int, order: list[Action], p: int, v: int) -> None:
         self.number, self.order, self.posted = number, order, 0
         self.arrived = set[Action]()
-        self.left = [at for at, action in enumerate(order) if action.kind in COMPUTE]
+        self.to_compute = [at for at, action in enumerate(order) if action.kind in COMPUTE]
         self.sends, self.receives = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
         self._needs_message = set[Action]()
         for at, action in enumerate(order):
@@ -78,55 +77,57 @@ class _Rank:
                     self.receives[(stage + 1) % p].append(at)
 
     def idle(self) -> bool:
-        """Whether the device has done all that was posted."""
+        """Return True if the device has done all posted actions."""
         return all(
-            places[0] >= self.posted for places in (self.left, *self.sends.values(), *self.receives.values()) if places
+            places[0] >= self.posted
+            for places in (self.to_compute, *self.sends.values(), *self.receives.values())
+            if places
         )
 
     def compute(self) -> bool:
-        """Do the actions that the device can; whether there was one."""
-        before = len(self.left)
-        while self.left and self.left[0] < self.posted:
-            action = self.order[self.left[0]]
+        """Do all compute actions that can run; return True if there were any."""
+        before = len(self.to_compute)
+        while self.to_compute and self.to_compute[0] < self.posted:
+            action = self.order[self.to_compute[0]]
             if action in self._needs_message and action not in self.arrived:
                 break
-            del self.left[0]
-        return len(self.left) < before
+            del self.to_compute[0]
+        return len(self.to_compute) < before
 
     def runs(self, at: int) -> bool:
-        """Whether the kernel of a message has been started."""
-        return at < self.posted and (not self.left or self.left[0] > at)
+        """Return True if the kernel of a message has started."""
+        return at < self.posted and (not self.to_compute or self.to_compute[0] > at)
 
 
 def places(schedule: Schedule, kinds: tuple[Kind, ...] = tuple(Kind)) -> set[tuple[int, int]]:
-    """Where actions of some kinds stand."""
+    """Return (rank, index) of all actions of some kinds."""
     return {
         (rank, at) for rank, order in enumerate(schedule) for at, action in enumerate(order) if action.kind in kinds
     }
 
 
 def firsts(schedule: Schedule) -> set[tuple[int, int]]:
-    """Where each rank does for the first time what loads kernels: the forward and the backward of each chunk."""
-    found: dict[tuple[int, Kind, int], int] = {}
+    """Return (rank, index) of the first forward and backward per chunk, which load kernels."""
+    results: dict[tuple[int, Kind, int], int] = {}
     for rank, at in sorted(places(schedule, COMPUTE)):
-        found.setdefault((rank, *schedule[rank][at][:2]), at)
-    return {(rank, at) for (rank, _, _), at in found.items()}
+        results.setdefault((rank, *schedule[rank][at][:2]), at)
+    return {(rank, at) for (rank, _, _), at in results.items()}
 
 
 def any_order(p: int, v: int, m: int, chance: random.Random) -> Schedule:
-    """Some compute schedule: whenever a rank is free it does any one action that can be done."""
+    """Draw a random compute schedule: pick any action whose dependencies are done."""
     schedule: Schedule = [[] for _ in range(p)]
     done: set[tuple[Kind, int, int]] = set()
-    left = [[Action(kind, chunk, i) for kind in COMPUTE for chunk in range(v) for i in range(m)] for _ in range(p)]
-    while any(left):
+    remaining = [[Action(kind, chunk, i) for kind in COMPUTE for chunk in range(v) for i in range(m)] for _ in range(p)]
+    while any(remaining):
         ready = [
             (rank, action)
-            for rank, actions in enumerate(left)
+            for rank, actions in enumerate(remaining)
             for action in actions
             if done.issuperset(dependencies(action, rank, p, v))
         ]
         rank, action = chance.choice(ready)
-        left[rank].remove(action)
+        remaining[rank].remove(action)
         schedule[rank].append(action)
         done.add((action.kind, action.chunk * p + rank, action.microbatch))
     return schedule

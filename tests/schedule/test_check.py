@@ -1,4 +1,4 @@
-"""What is proved of a rank that waits for its device is what hosts and devices do."""
+"""`check_device_wait` agrees with a simulation of hosts and devices."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ LETTERS = {"F": Kind.F, "B": Kind.B}
     st.integers(2, 4), st.integers(1, 3), st.integers(1, 3), st.integers(0, 3), st.randoms(use_true_random=False)
 )  # fmt: skip
 @settings(deadline=None, max_examples=40)
-def test_the_proof_is_what_hosts_do(p: int, v: int, m: int, ahead: int, chance: random.Random) -> None:
-    lowered = [eager(order, ahead) for order in lower(any_order(p, v, m, chance), v, ahead=0)]
+def test_the_proof_agrees_with_the_simulation(p: int, v: int, m: int, ahead: int, chance: random.Random) -> None:
+    lowered = [eager(order, ahead) for order in lower(any_order(p, v, m, chance), v, lookahead=0)]
     assert ends(lowered, v, set())
     assert proved(lowered, v) == all(ends(lowered, v, {place}) for place in places(lowered))
 
@@ -37,43 +37,43 @@ def proved(schedule: Schedule, v: int) -> bool:
 
 
 def eager(order: Order, ahead: int) -> Order:
-    """With each receive so many compute actions sooner."""
-    found, starts = Order(), list[int]()  # where a receive may be put before each compute action so far
+    """Post every receive `ahead` compute actions earlier."""
+    results, starts = Order(), list[int]()  # index to insert a receive before a compute action
     waiting = Order()
     for action in order:
         if action.kind in RECEIVES:
             waiting.append(action)
             continue
         if action.kind in COMPUTE:
-            starts.append(len(found))
+            starts.append(len(results))
             at = starts[max(0, len(starts) - 1 - ahead)]
-            found[at:at] = waiting
+            results[at:at] = waiting
             starts = [start + len(waiting) * (start >= at) for start in starts]
             waiting = []
-        found.append(action)
-    return found
+        results.append(action)
+    return results
 
 
 @pytest.mark.parametrize(("p", "m", "places_that_hang"), [(2, 16, 2), (4, 8, 6), (8, 16, 14)])
-def test_receives_always_two_ahead_would_hang(p: int, m: int, places_that_hang: int) -> None:
-    """1F1B with every receive two actions ahead of the one that needs it, and a wait before each compute action."""
-    lowered = [eager(order, 2) for order in lower(ir.schedule(one_f_one_b, p, 1, m), 1, ahead=0)]
+def test_receives_always_two_actions_ahead_would_deadlock(p: int, m: int, places_that_hang: int) -> None:
+    """1F1B with every receive two actions ahead of its consumer, and a wait before a compute action."""
+    lowered = [eager(order, 2) for order in lower(ir.build_schedule(one_f_one_b, p, 1, m), 1, lookahead=0)]
     with pytest.raises(ScheduleError, match=r"before F0\.\d+, waits for ever: a receive from rank"):
         check_device_wait(lowered, 1)
     hang = [place for place in places(lowered, COMPUTE) if not ends(lowered, 1, {place})]
     assert len(hang) == places_that_hang
 
 
-def test_a_send_whose_receive_comes_too_late_would_hang() -> None:
-    """Rank 1's F1.1 goes to rank 2, which needs it behind its B0.0: that follows, by way of rank 0, from B1.0 of rank
-    1, before which rank 1 may wait for the send.
+def test_a_send_whose_receive_is_posted_too_late_would_deadlock() -> None:
+    """Rank 1 sends the result of F1.1 to rank 2, which consumes it after B0.0. B0.0 depends, through rank 0, on B1.0 of
+    rank 1, and rank 1 may wait for the send before B1.0.
     """
     orders = [
         "F0.1 F0.0 F1.0 F1.1 B1.0 B0.0 B1.1 B0.1",
         "F0.0 F0.1 F1.0 F1.1 B1.0 B0.0 B1.1 B0.1",
         "F0.0 F0.1 F1.0 B1.0 B0.0 F1.1 B1.1 B0.1",
     ]
-    lowered = lower([[*map(read, order.split())] for order in orders], 2, ahead=0)
+    lowered = lower([[*map(read, order.split())] for order in orders], 2, lookahead=0)
     receive, before = Action(Kind.RECV_F, 1, 1), lowered[1].index((Kind.B, 1, 0))
     check_device_wait(lowered, 2)
     assert ends(lowered, 2, {(1, before)})
@@ -91,14 +91,14 @@ def read(text: str) -> Action:
     return Action(LETTERS[text[0]], int(chunk), int(microbatch))
 
 
-def test_a_deadlock_of_compute_actions_is_noticed() -> None:
+def test_a_deadlock_of_compute_actions_is_detected() -> None:
     stuck = [[read("B0.0"), read("F0.0")], [read("F0.0"), read("B0.0")]]
     with pytest.raises(ScheduleError, match="deadlock"):
         check_device_wait(lower(stuck, 1), 1)
 
 
-def test_a_send_apart_from_its_action_is_noticed() -> None:
-    lowered = lower(ir.schedule(one_f_one_b, 2, 1, 2), 1)
+def test_a_send_apart_from_its_action_is_detected() -> None:
+    lowered = lower(ir.build_schedule(one_f_one_b, 2, 1, 2), 1)
     at = lowered[1].index((Kind.SEND_B, 0, 0))
     lowered[1][at : at + 2] = reversed(lowered[1][at : at + 2])
     with pytest.raises(ScheduleError, match=r"SEND_B0\.0 does not directly follow"):

@@ -1,4 +1,4 @@
-"""The last action of a neighbour that an action follows from, found along two paths, is the last of all."""
+"""`Precedence.last_predecessors`, computed along two paths, equals the definition."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Place = tuple[int, int]
 
 
 @given(st.integers(2, 6), st.integers(1, 3), st.integers(1, 2), st.randoms(use_true_random=False))
-def test_it_is_the_last_of_all_predecessors(p: int, v: int, m: int, chance: random.Random) -> None:
+def test_last_predecessors_equal_the_definition(p: int, v: int, m: int, chance: random.Random) -> None:
     compute = any_order(p, v, m, chance)
     precedence, before = Precedence(compute, v), predecessors(compute, v)
     for at, order in enumerate(compute):
@@ -26,36 +26,38 @@ def test_it_is_the_last_of_all_predecessors(p: int, v: int, m: int, chance: rand
             expected = [
                 max([i for rank, i in before[at, index] if rank == of], default=-1) for index in range(len(order))
             ]
-            assert precedence.last(of, at) == expected
+            assert precedence.last_predecessors(of, at) == expected
 
 
 def predecessors(compute: Schedule, v: int) -> dict[Place, set[Place]]:
-    """All of each, by the definition."""
+    """Return all predecessors of every action, by the definition."""
     p = len(compute)
     where = {
         (kind, chunk * p + rank, i): (rank, index)
         for rank, order in enumerate(compute)
         for index, (kind, chunk, i) in enumerate(order)
     }
-    found: dict[Place, set[Place]] = {}
+    results: dict[Place, set[Place]] = {}
 
     def find(place: Place) -> set[Place]:
-        if place not in found:
+        if place not in results:
             rank, index = place
-            own = [(rank, index - 1)] if index else []
-            needs = own + [where[need] for need in dependencies(compute[rank][index], rank, p, v)]
-            found[place] = set(needs).union(*map(find, needs))
-        return found[place]
+            previous = [(rank, index - 1)] if index else []
+            needs = previous + [where[need] for need in dependencies(compute[rank][index], rank, p, v)]
+            results[place] = set(needs).union(*map(find, needs))
+        return results[place]
 
     for place in where.values():
         find(place)
-    return found
+    return results
 
 
-def test_where_inputs_come_from_and_results_go() -> None:
-    line, ring = Precedence(ir.schedule(one_f_one_b, 3, 1, 2), 1), Precedence([[], [], []], 2)
-    assert line.source(forward(0, 1), 0) is line.target(backward(0, 1), 0) is line.source(backward(0, 1), 2) is None
-    assert line.target(forward(0, 1), 0) == (1, Action(Kind.F, 0, 1))
-    assert ring.target(forward(0, 1), 2) == (0, Action(Kind.F, 1, 1))
-    assert ring.source(backward(0, 1), 2) == (0, Action(Kind.B, 1, 1))
-    assert Precedence([[]], 2).target(forward(0, 0), 0) is None
+def test_producer_and_consumer() -> None:
+    line, ring = Precedence(ir.build_schedule(one_f_one_b, 3, 1, 2), 1), Precedence([[], [], []], 2)
+    assert (
+        line.producer(forward(0, 1), 0) is line.consumer(backward(0, 1), 0) is line.producer(backward(0, 1), 2) is None
+    )
+    assert line.consumer(forward(0, 1), 0) == (1, Action(Kind.F, 0, 1))
+    assert ring.consumer(forward(0, 1), 2) == (0, Action(Kind.F, 1, 1))
+    assert ring.producer(backward(0, 1), 2) == (0, Action(Kind.B, 1, 1))
+    assert Precedence([[]], 2).consumer(forward(0, 0), 0) is None

@@ -1,4 +1,4 @@
-"""The time and the memory of a compute schedule in units: a forward takes `f`, a backward `b`, a message no time."""
+"""Cost of a compute schedule in unit times: bubble and live micro-batches."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from megascale.schedule.ir import Action, Kind, Schedule
 
 
 @dataclass(frozen=True)
-class Cost:
-    """`time`: units until the last rank is done. `bubble`: idle over busy time of a rank. `live`: for each rank, the
-    most (chunk, micro-batch) pairs between their forward and their backward.
+class ScheduleCost:
+    """`time`: until the last rank is done. `bubble`: idle time over compute time of the busiest rank. `max_live`: by
+    rank, the largest number of (chunk, micro-batch) pairs between their forward and their backward.
     """
 
     time: float
     bubble: float
-    live: tuple[int, ...]
+    max_live: tuple[int, ...]
 
 
-def simulate(schedule: Schedule, v: int, f: float = 1.0, b: float = 2.0) -> Cost:
-    """Run a compute schedule in unit times.
+def simulate_schedule(schedule: Schedule, v: int, f: float = 1.0, b: float = 2.0) -> ScheduleCost:
+    """Simulate a compute schedule: a forward takes `f` units, a backward `b`, a message no time.
 
-    Raises: ScheduleError on a deadlock, naming what each rank waits for.
+    Raises: ScheduleError on a deadlock, naming the action at which every rank waits
     """
     p = len(schedule)
     done: dict[tuple[Kind, int, int], float] = {}  # (kind, virtual stage, micro-batch) -> time it ended
@@ -34,10 +34,10 @@ def simulate(schedule: Schedule, v: int, f: float = 1.0, b: float = 2.0) -> Cost
         for rank, queue in enumerate(queues):
             while queue:
                 action = queue[0]
-                needs = dependencies(action, rank, p, v)
-                if not all(need in done for need in needs):
+                inputs = dependencies(action, rank, p, v)
+                if not all(need in done for need in inputs):
                     break
-                start = max([clock[rank], *(done[need] for need in needs)])
+                start = max([clock[rank], *(done[need] for need in inputs)])
                 clock[rank] = start + (f if action.kind is Kind.F else b)
                 done[action.kind, action.chunk * p + rank, action.microbatch] = clock[rank]
                 queue.popleft()
@@ -47,12 +47,12 @@ def simulate(schedule: Schedule, v: int, f: float = 1.0, b: float = 2.0) -> Cost
         raise ScheduleError(f"deadlock: {waiting}")
     busy = [sum(f if a.kind is Kind.F else b for a in order) for order in schedule]
     time = max(clock)
-    return Cost(time, (time - max(busy)) / max(busy), tuple(_live(order) for order in schedule))
+    return ScheduleCost(time, (time - max(busy)) / max(busy), tuple(_live(order) for order in schedule))
 
 
 def _live(order: list[Action]) -> int:
-    most = live = 0
+    max_live = live = 0
     for action in order:
         live += {Kind.F: 1, Kind.B: -1}.get(action.kind, 0)
-        most = max(most, live)
-    return most
+        max_live = max(max_live, live)
+    return max_live

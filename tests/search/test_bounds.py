@@ -1,4 +1,4 @@
-"""No step takes less time than the bound, and no layout less memory; and the bounds are near what they bound."""
+"""Bounds of step time and memory are lower bounds, and tight."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megascale.account.memory import fullest_rank
-from megascale.config.explain import load
+from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
 from megascale.search.bounds import Bounds
 from megascale.search.space import Space, layout_of
@@ -22,9 +22,9 @@ SLACK = 1 + 1e-12
 
 @settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(jobs(), st.sampled_from(STACKS))
-def test_no_job_takes_less(config: RunConfig, name: str) -> None:
+def test_bounds_are_lower_bounds(config: RunConfig, name: str) -> None:
     stack, layout = profiles.stack(name), layout_of(config)
-    space = Space(config, config.world)
+    space = Space(config, config.world_size)
     assert space.applied(layout) == config
     bounds = Bounds(space, H100, stack)
     assert bounds.step_s(layout) <= StepParts(config, H100, stack).step_s * SLACK
@@ -40,8 +40,8 @@ def test_no_job_takes_less(config: RunConfig, name: str) -> None:
         ("configs/gpu/llama3-8b.toml", 64, 0.75),
     ],
 )
-def test_bounds_are_near(path: str, devices: int, within: float) -> None:
-    stack, config = profiles.stack("megascale"), load(path, [], world=devices)
+def test_bounds_are_tight(path: str, devices: int, within: float) -> None:
+    stack, config = profiles.stack("megascale"), load_config(path, [], world_size=devices)
     bounds, layout = Bounds(Space(config, devices), A100, stack), layout_of(config)
     assert within < bounds.step_s(layout) / StepParts(config, A100, stack).step_s <= SLACK
     assert 0.7 < bounds.memory(layout) / fullest_rank(config, stack.holding).total <= 1

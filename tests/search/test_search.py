@@ -1,4 +1,4 @@
-"""What the search returns is legal, fits, and is what trying everything finds."""
+"""Results of the search are legal, fit, and equal an exhaustive search."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from megascale.account.memory import fullest_rank
-from megascale.config.explain import load
+from megascale.config.loading import load_config
 from megascale.core.errors import ConfigError
 from megascale.search.plan import Plan
 from megascale.search.report import lost, search_tables
@@ -24,135 +24,137 @@ HOLDING = STACK.holding
 SMALL, LARGE = "configs/gpu/llama3-8b.toml", "configs/gpu/megascale-175b.toml"
 
 
-def tried(space: Space, tps: Collection[int]) -> list[tuple[float, int, Layout]]:
-    """Step time and memory of every layout, the best first."""
-    found = []
+def exhaustive(space: Space, tps: Collection[int]) -> list[tuple[float, int, Layout]]:
+    """Time and size every layout, the fastest first."""
+    results = []
     for layout in space.layouts(tps):
         config = space.applied(layout)
         memory = fullest_rank(config, HOLDING).total
         fits = memory <= H100.room(1)
-        found.append((StepParts(config, H100, STACK).step_s if fits else math.inf, memory, layout))
-    return sorted(found)
+        results.append((StepParts(config, H100, STACK).step_s if fits else math.inf, memory, layout))
+    return sorted(results)
 
 
 @pytest.fixture(scope="module")
 def small() -> Found:
-    return search(load(SMALL, ["batch.global=32"]), 16, H100, STACK, filled=1.0)
+    return search(load_config(SMALL, ["batch.global=32"]), 16, H100, STACK, filled=1.0)
 
 
-def test_what_is_found_passes_the_rules_and_fits(small: Found) -> None:
+def test_results_are_legal_and_fit(small: Found) -> None:
     assert len(small.best) == 10
-    for one in small.best:
-        keys = [f"{key}={str(value).lower()}" for key, value in zip(VARIED, one.layout, strict=True)]
-        assert load(SMALL, ["batch.global=32", *keys], world=16) == one.config
-        assert fullest_rank(one.config, HOLDING) == one.memory
-        assert one.memory.total <= H100.room(1)
-        assert sum(one.estimate.causes.values()) == pytest.approx(one.estimate.step_s)
-        assert one.estimate.step_s == StepParts(one.config, H100, STACK).step_s
+    for plan in small.best:
+        keys = [f"{key}={str(value).lower()}" for key, value in zip(VARIED, plan.layout, strict=True)]
+        assert load_config(SMALL, ["batch.global=32", *keys], world_size=16) == plan.config
+        assert fullest_rank(plan.config, HOLDING) == plan.memory
+        assert plan.memory.total <= H100.room(1)
+        assert sum(plan.estimate.causes.values()) == pytest.approx(plan.estimate.step_s)
+        assert plan.estimate.step_s == StepParts(plan.config, H100, STACK).step_s
 
 
-def test_the_fastest_come_first_and_the_others_say_why_not(small: Found) -> None:
-    times = [one.estimate.step_s for one in small.best]
+def test_results_are_sorted_with_the_causes_of_slower_ones(small: Found) -> None:
+    times = [plan.estimate.step_s for plan in small.best]
     assert times == sorted(times)
-    assert [bool(lost(one, small.best[0])) for one in small.best] == [False] + [True] * 9
-    assert len({row(one.layout) for one in small.best}) == 10
+    assert [bool(lost(plan, small.best[0])) for plan in small.best] == [False] + [True] * 9
+    assert len({row(plan.layout) for plan in small.best}) == 10
 
 
 def test_every_layout_is_counted_once(small: Found) -> None:
-    c, space = small.counts, Space(load(SMALL, ["batch.global=32"]), 16)
+    c, space = small.counts, Space(load_config(SMALL, ["batch.global=32"]), 16)
     assert c["legal"] == len(list(space.layouts([1, 2, 4, 8])))
     assert c["legal"] == c["too_large"] + c["pruned"] + c["simulated"]
     assert min(c["too_large"], c["pruned"], c["simulated"]) > 0
     assert c["simulated"] < c["legal"] / 10
 
 
-def test_trying_everything_finds_the_same() -> None:
-    config, fixed = load(SMALL, ["batch.global=16"]), ["parallel.zero", "parallel.sp"]
-    found = search(config, 8, H100, STACK, fixed, filled=1.0)
-    every = tried(Space(config, 8, frozenset(fixed)), [1, 2, 4, 8])
+def test_an_exhaustive_search_has_equal_results() -> None:
+    config, fixed = load_config(SMALL, ["batch.global=16"]), ["parallel.zero", "parallel.sp"]
+    result = search(config, 8, H100, STACK, fixed, filled=1.0)
+    every = exhaustive(Space(config, 8, frozenset(fixed)), [1, 2, 4, 8])
     rows = [row(layout) for _, _, layout in every]
-    expected = [each for at, each in enumerate(every) if rows.index(rows[at]) == at and each[0] < math.inf]
+    expected = [timed for at, timed in enumerate(every) if rows.index(rows[at]) == at and timed[0] < math.inf]
     assert 3 < len(expected) < len(every)
-    assert [(one.estimate.step_s, one.memory.total, one.layout) for one in found.best] == expected[:10]
-    assert found.counts["too_large"] <= sum(step_s == math.inf for step_s, _, _ in every)
+    assert [(plan.estimate.step_s, plan.memory.total, plan.layout) for plan in result.best] == expected[:10]
+    assert result.counts["too_large"] <= sum(step_s == math.inf for step_s, _, _ in every)
 
 
-def test_layouts_that_differ_in_recomputation_alone_are_one_row() -> None:
+def test_layouts_that_differ_only_in_recomputation_share_a_row() -> None:
     fixed = ["parallel.tp", "parallel.pp", "parallel.sp", "batch.micro"]
-    config = load(SMALL, ["batch.global=32", "parallel.tp=2", "parallel.pp=2", "batch.micro=1"])
-    (one,) = search(config, 16, H100, STACK, fixed).best
-    assert one.layout.recompute == "none" and one.layout.vpp > 1
-    (tight,) = search(config, 16, H100, STACK, fixed, filled=0.9 * one.memory.total / H100.room(1)).best
-    assert tight.layout != one.layout and row(tight.layout) == row(one.layout)
-    assert tight.estimate.step_s > one.estimate.step_s
+    config = load_config(SMALL, ["batch.global=32", "parallel.tp=2", "parallel.pp=2", "batch.micro=1"])
+    (plan,) = search(config, 16, H100, STACK, fixed).best
+    assert plan.layout.recompute == "none" and plan.layout.vpp > 1
+    (tight,) = search(config, 16, H100, STACK, fixed, filled=0.9 * plan.memory.total / H100.room(1)).best
+    assert tight.layout != plan.layout and row(tight.layout) == row(plan.layout)
+    assert tight.estimate.step_s > plan.estimate.step_s
 
 
-def test_choices_closer_than_the_error_are_said(small: Found) -> None:
+def test_results_closer_than_the_error_are_reported(small: Found) -> None:
     first = small.best[0]
     assert first.expected_error
     most = first.estimate.step_s * (1 + first.expected_error)
-    near = sum(one.estimate.step_s <= most for one in small.best)
+    near = sum(plan.estimate.step_s <= most for plan in small.best)
     *_, line = search_tables(small)
     assert near > 1 and str(line).startswith(f"the first {near} differ by less than the expected error of ")
     alone = replace(small, best=small.best[:1])
     assert len(list(search_tables(alone))) == 2
 
 
-def test_what_is_fixed_stays() -> None:
+def test_fixed_keys_keep_their_values() -> None:
     overrides = ["batch.global=32", "parallel.tp=4", "parallel.zero=2", "batch.micro=2"]
     fixed = ["parallel.tp", "parallel.zero", "batch.micro"]
-    found = search(load(SMALL, overrides), 16, H100, STACK, fixed, filled=1.0)
-    assert {(one.layout.tp, one.layout.zero, one.layout.micro) for one in found.best} == {(4, 2, 2)}
-    assert len({one.layout.pp for one in found.best}) > 1
+    result = search(load_config(SMALL, overrides), 16, H100, STACK, fixed, filled=1.0)
+    assert {(plan.layout.tp, plan.layout.zero, plan.layout.micro) for plan in result.best} == {(4, 2, 2)}
+    assert len({plan.layout.pp for plan in result.best}) > 1
 
 
-def test_where_nothing_fits_the_smallest_is_told() -> None:
-    config = load(LARGE, ["batch.global=16"])
+def test_the_smallest_plan_if_nothing_fits() -> None:
+    config = load_config(LARGE, ["batch.global=16"])
     fixed = ["parallel.sp", "parallel.zero", "batch.micro"]
-    found = search(config, 16, A100, STACK, fixed, filled=1.0)
-    assert found.best == []
-    assert found.counts["legal"] == found.counts["too_large"] > 0
-    assert found.smallest is not None
-    assert found.smallest.memory == fullest_rank(found.smallest.config, HOLDING)
-    assert found.smallest.memory.total > A100.room(1)
-    # tp beyond a node cuts more; now it fits
-    assert found.smallest.layout.tp == 16 > A100.node.devices
-    filled = (found.smallest.memory.total + 1) / A100.room(1)
-    assert [one.layout for one in search(config, 16, A100, STACK, fixed, filled=filled).best] == [found.smallest.layout]
+    result = search(config, 16, A100, STACK, fixed, filled=1.0)
+    assert result.best == []
+    assert result.counts["legal"] == result.counts["too_large"] > 0
+    assert result.smallest is not None
+    assert result.smallest.memory == fullest_rank(result.smallest.config, HOLDING)
+    assert result.smallest.memory.total > A100.room(1)
+    # tp across nodes shards more
+    assert result.smallest.layout.tp == 16 > A100.node.devices
+    filled = (result.smallest.memory.total + 1) / A100.room(1)
+    assert [plan.layout for plan in search(config, 16, A100, STACK, fixed, filled=filled).best] == [
+        result.smallest.layout
+    ]
 
 
-def test_the_next_number_of_devices_that_would_do() -> None:
-    config = load(LARGE, ["batch.global=16"])
-    found = search(config, 8, A100, STACK, filled=1.0).larger
-    assert found is not None and found.memory.total <= A100.room(1)
-    count = found.config.world
+def test_a_larger_job_that_fits() -> None:
+    config = load_config(LARGE, ["batch.global=16"])
+    larger = search(config, 8, A100, STACK, filled=1.0).larger
+    assert larger is not None and larger.memory.total <= A100.room(1)
+    count = larger.config.world_size
     assert count > 16 and search(config, count, A100, STACK, filled=1.0).best
     assert not search(config, count // 2, A100, STACK, filled=1.0).best
     assert search(config, 8, A100, STACK, filled=1e-4).larger is None
 
 
-def test_the_smallest_is_the_smallest() -> None:
-    config, fixed = load(SMALL, ["batch.global=4", "parallel.tp=1"]), ["parallel.tp", "parallel.sp"]
-    found = search(config, 4, H100, STACK, fixed, filled=1e-9)
+def test_the_smallest_plan_has_the_lowest_memory() -> None:
+    config, fixed = load_config(SMALL, ["batch.global=4", "parallel.tp=1"]), ["parallel.tp", "parallel.sp"]
+    result = search(config, 4, H100, STACK, fixed, filled=1e-9)
     space = Space(config, 4, frozenset(fixed))
-    assert found.smallest is not None
+    assert result.smallest is not None
     sizes = [fullest_rank(space.applied(layout), HOLDING).total for layout in space.layouts([1])]
-    assert found.smallest.memory.total == min(sizes)
+    assert result.smallest.memory.total == min(sizes)
 
 
-def test_where_nothing_is_legal() -> None:
-    config = load(SMALL, ["batch.global=32"])
-    found = search(config, 37, H100, STACK)
-    assert (found.best, found.smallest, found.counts["legal"]) == ([], None, 0)
-    assert found.space.nearest_legal() == 36
+def test_no_legal_layout() -> None:
+    config = load_config(SMALL, ["batch.global=32"])
+    result = search(config, 37, H100, STACK)
+    assert (result.best, result.smallest, result.counts["legal"]) == ([], None, 0)
+    assert result.space.nearest_legal() == 36
     with pytest.raises(ConfigError):
-        load(SMALL, ["batch.global=32", "parallel.tp=1"], world=37)
+        load_config(SMALL, ["batch.global=32", "parallel.tp=1"], world_size=37)
 
 
-def test_why_a_layout_loses() -> None:
+def test_causes_of_a_slower_layout() -> None:
     def candidate(*overrides: str) -> Plan:
         keys = ["batch.global=32", "parallel.tp=1", "parallel.sp=false", "parallel.pp=2", "parallel.dp=8", *overrides]
-        return Plan(load(SMALL, keys, world=16), H100, STACK)
+        return Plan(load_config(SMALL, keys, world_size=16), H100, STACK)
 
     none, full = candidate("train.recompute=none"), candidate("train.recompute=full")
     same, bubble = candidate("train.recompute=none"), candidate("parallel.vpp=4")

@@ -1,4 +1,4 @@
-"""The layouts of a space are those that the rules let pass, all of them, and nothing that is fixed changes."""
+"""A space has all legal layouts and no others, and fixed keys keep their values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megascale.catalog.schedules import SCHEDULES
-from megascale.config.explain import load, load_tree
+from megascale.config.loading import load_config, load_config_tree
 from megascale.config.rules import RULES, world_findings
 from megascale.config.run import RunConfig
 from megascale.search.space import VARIED, Layout, Space
@@ -27,7 +27,9 @@ TREE = {
 
 
 def config_of(**sections: dict[str, Any]) -> RunConfig:
-    return load_tree({**TREE, **{name: {**TREE.get(name, {}), **keys} for name, keys in sections.items()}}, "test")
+    return load_config_tree(
+        {**TREE, **{name: {**TREE.get(name, {}), **keys} for name, keys in sections.items()}}, "test"
+    )
 
 
 def all_of(space: Space) -> list[Layout]:
@@ -40,9 +42,9 @@ def legal(space: Space, layout: Layout) -> bool:
     return not any(any(rule(config)) for rule in rules) and not any(world_findings(config, space.devices))
 
 
-def judged(space: Space) -> set[Layout]:
-    """Every combination that the rules let pass, of which none does the same as another."""
-    counts, own = range(1, space.devices + 1), space.config.parallel
+def all_legal(space: Space) -> set[Layout]:
+    """Enumerate all legal combinations without duplicates in effect."""
+    counts, parallel = range(1, space.devices + 1), space.config.parallel
     schedules = ["1f1b", "interleaved_1f1b"]
     axes = (
         counts,
@@ -55,17 +57,17 @@ def judged(space: Space) -> set[Layout]:
         ("none", "selective", "full"),
         range(3),
     )
-    found = set()
+    layouts = set()
     for tp, pp in itertools.product(counts, counts):
         if space.devices % (tp * pp):
             continue
         dp = space.devices // tp // pp
         for layout in itertools.starmap(Layout, itertools.product([tp], axes[1], [pp], *axes[3:5], [dp], *axes[6:])):
-            moot = (tp == 1 and layout.sp != own.sp) or (dp == 1 and layout.zero != own.zero)
-            twin = SCHEDULES[layout.schedule].facts["chunks"] != (layout.vpp > 1)
-            if not moot and not twin and legal(space, layout):
-                found.add(layout)
-    return found
+            no_effect = (tp == 1 and layout.sp != parallel.sp) or (dp == 1 and layout.zero != parallel.zero)
+            duplicate = SCHEDULES[layout.schedule].facts["multi_chunk"] != (layout.vpp > 1)
+            if not no_effect and not duplicate and legal(space, layout):
+                layouts.add(layout)
+    return layouts
 
 
 @pytest.mark.parametrize(
@@ -80,41 +82,41 @@ def judged(space: Space) -> set[Layout]:
     ],
     ids=["plain", "sp", "cut", "chunks", "fp8"],
 )  # fmt: skip
-def test_all_that_the_rules_let_pass(sections: dict[str, Any]) -> None:
+def test_a_space_has_all_legal_layouts(sections: dict[str, Any]) -> None:
     space = Space(config_of(**sections), DEVICES, frozenset())
-    found = all_of(space)
-    assert len(found) == len(set(found)) > 20
-    assert found == all_of(Space(space.config, DEVICES, frozenset()))
-    assert set(found) == judged(space)
+    layouts = all_of(space)
+    assert len(layouts) == len(set(layouts)) > 20
+    assert layouts == all_of(Space(space.config, DEVICES, frozenset()))
+    assert set(layouts) == all_legal(space)
 
 
-def test_a_layout_is_its_keys() -> None:
+def test_a_layout_equals_its_keys_in_a_configuration() -> None:
     path, devices = "configs/gpu/megascale-175b.toml", 512
-    space = Space(load(path, ["batch.global=512"]), devices, frozenset())
+    space = Space(load_config(path, ["batch.global=512"]), devices, frozenset())
     for layout in all_of(space)[::700]:
         overrides = [f"{key}={str(value).lower()}" for key, value in zip(VARIED, layout, strict=True)]
-        assert space.applied(layout) == load(path, ["batch.global=512", *overrides], world=devices)
+        assert space.applied(layout) == load_config(path, ["batch.global=512", *overrides], world_size=devices)
 
 
 @pytest.mark.parametrize("key", VARIED)
-def test_what_is_fixed_stays(key: str) -> None:
+def test_fixed_keys_keep_their_values(key: str) -> None:
     parallel = {"tp": 3, "sp": True, "pp": 2, "vpp": 2, "dp": 2, "zero": 2, "schedule": "interleaved_1f1b"}
     config = config_of(parallel=parallel, train={"recompute": "full"})
-    found = all_of(Space(config, DEVICES, frozenset([key])))
+    layouts = all_of(Space(config, DEVICES, frozenset([key])))
     section, _, name = key.partition(".")
-    assert {getattr(layout, name) for layout in found} == {getattr(getattr(config, section), name)}
+    assert {getattr(layout, name) for layout in layouts} == {getattr(getattr(config, section), name)}
     same = [
         layout
         for layout in all_of(Space(config, DEVICES, frozenset()))
-        if getattr(layout, name) == getattr(found[0], name)
+        if getattr(layout, name) == getattr(layouts[0], name)
     ]
     assert len(same) > 5
-    if key == "parallel.schedule":  # with one chunk it does what another is for
-        found = [layout for layout in found if layout.vpp > 1]
-    assert found == same
+    if key == "parallel.schedule":  # with one chunk interleaving has no effect
+        layouts = [layout for layout in layouts if layout.vpp > 1]
+    assert layouts == same
 
 
-def test_how_layers_are_cut_may_be_fixed() -> None:
+def test_layers_per_chunk_can_be_fixed() -> None:
     config = config_of(parallel={"pp": 3, "layers_per_chunk": [2, 2, 1]})
     free, fixed = (Space(config, DEVICES, frozenset(keys)) for keys in ((), ("parallel.layers_per_chunk",)))
     assert {layout.pp * layout.vpp for layout in all_of(fixed)} == {3}
@@ -124,7 +126,7 @@ def test_how_layers_are_cut_may_be_fixed() -> None:
     assert cuts[1] is None
 
 
-def test_a_schedule_that_is_fixed_may_be_any() -> None:
+def test_any_schedule_can_be_fixed() -> None:
     space = Space(config_of(parallel={"schedule": "gpipe"}), DEVICES, frozenset(["parallel.schedule"]))
     assert {(layout.schedule, layout.vpp) for layout in all_of(space)} == {("gpipe", 1)}
 
@@ -133,10 +135,10 @@ def test_no_layout() -> None:
     assert all_of(Space(config_of(), 11, frozenset())) == []
 
 
-def test_the_nearest_number_of_devices_has_a_layout() -> None:
-    space = Space(config_of(), 1000, frozenset())
+def test_the_nearest_legal_number_of_devices() -> None:
+    space = Space(config_of(), 11, frozenset())
     near = space.nearest_legal()
-    assert near is not None and near != 1000 and all_of(replace(space, devices=near))
-    closer = range(1001 - abs(near - 1000), 1000 + abs(near - 1000))
+    assert near is not None and near != 11 and all_of(replace(space, devices=near))
+    closer = range(12 - abs(near - 11), 11 + abs(near - 11))
     assert not any(all_of(replace(space, devices=count)) for count in closer)
     assert Space(config_of(), 11, frozenset(["parallel.tp", "parallel.pp", "parallel.dp"])).nearest_legal() == 1

@@ -1,4 +1,4 @@
-"""The replay of a schedule: bubbles are those of the formulas, and what is hidden costs nothing."""
+"""Replays of schedules: bubbles equal the formulas, and overlapped communication is free."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ WORK = Kind.F, Kind.B
 
 
 def times(p: int, v: int, **changes: Any) -> Times:
-    """A forward of each chunk takes 1, its backward 2, and all else nothing."""
+    """Durations: a forward takes 1, a backward 2, everything else 0 unless given."""
     places = list(itertools.product(range(p), range(v)))
     values = {"message": 0.0, "hops": 0.0, "reduce": {}, "gather": {}, **changes}
     return Times(dict.fromkeys(places, 1.0), dict.fromkeys(places, 2.0), **values)
 
 
 def run(name: str, p: int, v: int, m: int, hides: Hides = ALL, **changes: Any) -> Replay:
-    compute = ir.schedule(SCHEDULES[name].load(), p, v, m)
-    found = replay(compute, times(p, v, **changes), hides, spans=True)
-    assert found.last == replay(compute, times(p, v, **changes), hides).last, "spans change nothing"
-    return found
+    compute = ir.build_schedule(SCHEDULES[name].load(), p, v, m)
+    recorded = replay(compute, times(p, v, **changes), hides, spans=True)
+    assert recorded.last == replay(compute, times(p, v, **changes), hides).last, "spans change nothing"
+    return recorded
 
 
 @given(st.integers(1, 6), st.integers(1, 12), st.sampled_from(["gpipe", "1f1b"]))
 @settings(deadline=None, max_examples=40)
-def test_a_pipeline_is_idle_as_long_as_its_other_stages_take(p: int, m: int, name: str) -> None:
+def test_the_bubble_is_p_minus_1_micro_batches(p: int, m: int, name: str) -> None:
     assert run(name, p, 1, m).last == pytest.approx(3 * (m + p - 1))
 
 
@@ -48,15 +48,15 @@ def test_interleaving_divides_the_bubble(p: int, v: int, groups: int) -> None:
     assert run("interleaved_1f1b", p, v, m).last == pytest.approx(3 * (m * v + p - 1))
 
 
-def test_a_message_that_is_not_hidden_costs_its_sender() -> None:
-    """Two stages, one micro-batch: a forward, its message, the other's forward and backward, a message, a backward."""
+def test_messages_without_overlap_block_the_sender() -> None:
+    """Two stages, one micro-batch: forward, message, forward and backward on the last stage, message, backward."""
     for hides in (ALL, NONE):
         assert run("1f1b", 2, 1, 1, hides, message=0.5).last == pytest.approx(6 + 2 * 0.5)
     hidden, shown = (run("interleaved_1f1b", 4, 2, 32, hides, message=0.1).last for hides in (ALL, NONE))
     assert shown - hidden > 32 * 2 * 0.1  # at every chunk of every micro-batch
 
 
-def test_collectives_of_dp_hide_behind_other_chunks() -> None:
+def test_dp_collectives_overlap_with_other_chunks() -> None:
     p, v, m = 2, 4, 8
     places = list(itertools.product(range(p), range(v)))
     cost = {"reduce": dict.fromkeys(places, 0.5), "gather": dict.fromkeys(places, 0.25)}
@@ -64,23 +64,23 @@ def test_collectives_of_dp_hide_behind_other_chunks() -> None:
         run("interleaved_1f1b", p, v, m, hides, **more).last for hides, more in ((ALL, {}), (ALL, cost), (NONE, cost))
     )
     assert shown == pytest.approx(bare + v * 0.75)
-    # of the first chunk that is gathered, and of the last that is reduced
+    # exposed: the first all-gather, and at most the last reductions
     assert bare + 0.25 <= hidden <= bare + 0.25 + 2 * 0.5
 
 
-def test_buckets_hide_behind_their_own_chunk() -> None:
+def test_buckets_overlap_with_their_own_chunk() -> None:
     places = [(0, 0)]
     cost = {"reduce": dict.fromkeys(places, 1.0), "gather": dict.fromkeys(places, 0.5)}
-    one, ten, slow = (
+    one_bucket, ten, slow = (
         run("1f1b", 1, 1, 2, **{**cost, **more}).last
         for more in ({}, {"buckets": {(0, 0): 10}}, {"buckets": {(0, 0): 10}, "reduce": {(0, 0): 30.0}})
     )
-    assert one == pytest.approx(6 + 1.5)
-    assert ten == pytest.approx(6 + 0.15)  # of each the one that nothing hides
+    assert one_bucket == pytest.approx(6 + 1.5)
+    assert ten == pytest.approx(6 + 0.15)  # a bucket of either collective is exposed
     assert slow == pytest.approx(6 + 0.05 - 2 * 0.9 + 30)
 
 
-def test_messages_and_dp_share_a_way() -> None:
+def test_messages_and_dp_share_a_link() -> None:
     p, v, m = 2, 4, 8
     places = list(itertools.product(range(p), range(v)))
     cost = {"reduce": dict.fromkeys(places, 3.0), "message": 0.4}
@@ -89,14 +89,14 @@ def test_messages_and_dp_share_a_way() -> None:
 
 
 @pytest.mark.parametrize(("left", "shared"), [(0.0, 0.0), (0.1, 0.1), (0.4, 0.4), (2.0, 0.4)])
-def test_of_two_on_a_way_each_has_half_while_both_take_it(left: float, shared: float) -> None:
+def test_a_shared_link_is_halved_while_both_send(left: float, shared: float) -> None:
     first = [forward(0, 0), forward(0, 1), backward(0, 0), backward(0, 1)]
     last = [forward(0, 0), backward(0, 0), forward(0, 1), backward(0, 1)]
     cost = {"message": 0.4, "reduce": {(1, 0): 3 + left}, "contends": True}
-    found = replay([first, last], times(2, 1, **cost), ALL, reduce_each=True, spans=True)
-    sent = next(span for span in found.spans if span.action == Action(Kind.SEND_B, 0, 1))
+    recorded = replay([first, last], times(2, 1, **cost), ALL, reduce_each=True, spans=True)
+    sent = next(span for span in recorded.spans if span.action == Action(Kind.SEND_B, 0, 1))
     assert sent.end - sent.start == pytest.approx(0.4 + shared)
-    reduced = next(span for span in found.spans if span.action == Action(Kind.REDUCE, 0, 1) and span.rank == 1)
+    reduced = next(span for span in recorded.spans if span.action == Action(Kind.REDUCE, 0, 1) and span.rank == 1)
     assert reduced.end - sent.start == pytest.approx(left + shared + 3 + left)
 
 
@@ -105,37 +105,39 @@ def test_of_two_on_a_way_each_has_half_while_both_take_it(left: float, shared: f
     st.floats(0, 3),
 )  # fmt: skip
 @settings(deadline=None, max_examples=60)
-def test_hiding_never_costs(name: str, p: int, groups: int, message: float, reduce: float) -> None:
+def test_overlap_is_never_slower(name: str, p: int, groups: int, message: float, reduce: float) -> None:
     v = 2 if name == "interleaved_1f1b" and p > 1 else 1
     name = name if v > 1 or name != "interleaved_1f1b" else "1f1b"
     cost = {"message": message, "reduce": dict.fromkeys(itertools.product(range(p), range(v)), reduce)}
-    orders = [run(name, p, v, groups * p, hides, **cost).last for hides in (ALL, NONE)]
-    assert orders[0] <= orders[1] + 1e-9
-    assert orders[0] >= run(name, p, v, groups * p).last - 1e-9
+    overlapped, exposed = (run(name, p, v, groups * p, hides, **cost).last for hides in (ALL, NONE))
+    assert overlapped <= exposed + 1e-9
+    assert overlapped >= run(name, p, v, groups * p).last - 1e-9
 
 
-def test_spans_are_what_was_done() -> None:
-    found = run("1f1b", 2, 1, 4, message=0.1)
+def test_spans_of_compute_do_not_overlap() -> None:
+    recorded = run("1f1b", 2, 1, 4, message=0.1)
     for rank in range(2):
-        compute = sorted((s for s in found.spans if s.rank == rank and s.row == "compute"), key=lambda s: s.start)
+        compute = sorted((s for s in recorded.spans if s.rank == rank and s.row == "compute"), key=lambda s: s.start)
         assert len(compute) == 8
-        assert all(one.end <= other.start + 1e-12 for one, other in itertools.pairwise(compute))
-    assert max(span.end for span in found.spans) == found.last
+        assert all(before.end <= after.start + 1e-12 for before, after in itertools.pairwise(compute))
+    assert max(span.end for span in recorded.spans) == recorded.last
 
 
 @given(st.sampled_from(SCHEDULES.names()), st.integers(1, 5), st.integers(1, 4), st.integers(1, 9), st.booleans())
 @settings(deadline=None, max_examples=60)
 def test_a_step_communicates_as_its_lowered_schedule(name: str, p: int, v: int, m: int, each: bool) -> None:
-    """Every rank has its sends and reductions in the places where lowering puts them, and gathers in the same order,
-    each before its chunk's first forward.
+    """A rank's sends and reductions stand where lowering puts them; all-gathers keep the order of lowering, before the
+    first forward of their chunk.
     """
-    v = v if SCHEDULES[name].facts["chunks"] else 1
-    compute = ir.schedule(SCHEDULES[name].load(), p, v, m)
+    v = v if SCHEDULES[name].facts["multi_chunk"] else 1
+    compute = ir.build_schedule(SCHEDULES[name].load(), p, v, m)
     dp = dict.fromkeys(itertools.product(range(p), range(v)), 0.1)
-    found = replay(compute, times(p, v, message=0.1, reduce=dp, gather=dp), ALL, reduce_each=each, spans=True)
+    recorded = replay(compute, times(p, v, message=0.1, reduce=dp, gather=dp), ALL, reduce_each=each, spans=True)
     for rank, order in enumerate(lower(compute, v, reduce_each=each)):
         spans = [
-            span for span in found.spans if span.rank == rank and (span.row == COMPUTE or span.action.kind not in WORK)
+            span
+            for span in recorded.spans
+            if span.rank == rank and (span.row == COMPUTE or span.action.kind not in WORK)
         ]
         gathers = {span.action.chunk: span for span in spans if span.action.kind is Kind.GATHER}
         expected = [action for action in order if action.kind not in (Kind.RECV_F, Kind.RECV_B)]
@@ -144,7 +146,7 @@ def test_a_step_communicates_as_its_lowered_schedule(name: str, p: int, v: int, 
             assert span.action.kind is not Kind.F or gathers[span.action.chunk].end <= span.start
 
 
-def test_a_schedule_whose_ranks_wait_for_each_other_is_said() -> None:
+def test_a_deadlock_is_an_error() -> None:
     stuck = [[backward(0, 0), forward(0, 0)], [forward(0, 0), backward(0, 0)]]
     with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] wait for each other"):
         replay(stuck, times(2, 1), ALL)

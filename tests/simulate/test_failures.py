@@ -1,4 +1,4 @@
-"""What failures cost, beside a minimum that is searched for."""
+"""Losses to failures: the checkpoint interval is a minimum."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megascale.simulate.failures import losses
 
 
 @given(st.integers(1, 20_000), st.floats(1e4, 1e6), st.floats(0.1, 100))
-def test_no_other_time_between_checkpoints_loses_less(devices: int, hours: float, save_s: float) -> None:
+def test_no_other_checkpoint_interval_loses_less(devices: int, hours: float, save_s: float) -> None:
     lost = losses(devices, hours, save_s, 0.0)
     assert lost.mean_s == pytest.approx(hours * 3600 / devices)
     for factor in (0.5, 0.9, 1.1, 2.0):
@@ -18,7 +18,7 @@ def test_no_other_time_between_checkpoints_loses_less(devices: int, hours: float
         assert lost.share <= min(1.0, save_s / every + every / 2 / lost.mean_s) + 1e-12
 
 
-def test_a_job_that_never_gets_anywhere_never_ends() -> None:
+def test_a_job_without_progress_never_ends() -> None:
     lost = losses(10**6, 1.0, 60.0, 900.0)
     assert lost.share == 1.0
     assert lost.stretched(1.0) == float("inf")

@@ -1,4 +1,4 @@
-"""Times of kernels: no faster than the device, and slower where shapes leave some of it idle."""
+"""Kernel times: no faster than the device, and slower for shapes with idle multiprocessors."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ SIZES = st.integers(1, 40_000)
 
 
 @given(SIZES, SIZES, SIZES, st.sampled_from([80, 108, 132]))
-def test_a_share_is_one(m: int, n: int, k: int, units: int) -> None:
+def test_a_share_is_at_most_1(m: int, n: int, k: int, units: int) -> None:
     assert 0 < shape_share(m, n, k, units) <= 1
 
 
-def test_large_products_are_at_the_rate_and_small_ones_below() -> None:
+def test_large_gemms_reach_the_rate_and_small_ones_do_not() -> None:
     assert shape_share(8192, 8192, 8192, 108) > 0.9
     assert shape_share(2048, 12_288, 12_288, 108) > 0.85
-    assert shape_share(2048, 1536, 128, 108) < 0.5  # few terms
+    assert shape_share(2048, 1536, 128, 108) < 0.5  # short k
     assert shape_share(64, 64, 4096, 108) < 0.1  # one tile
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(6, 14))
-def test_more_terms_are_never_slower_per_term(a: int, b: int, c: int) -> None:
+def test_a_longer_k_has_no_lower_rate(a: int, b: int, c: int) -> None:
     m, n = 256 * a, 256 * b
     assert shape_share(m, n, 2 << c, 108) >= shape_share(m, n, 1 << c, 108) - 1e-9
 
 
-def test_a_product_takes_what_its_bytes_take_at_least() -> None:
+def test_a_gemm_is_bounded_by_memory_bandwidth() -> None:
     hardware = profiles.hardware("a100-80g")
     kernels = Kernels(hardware, profiles.stack("megascale"), "bf16", 2)
     thin = kernels.gemm(1, 32_768, 32_768)
@@ -41,25 +41,25 @@ def test_a_product_takes_what_its_bytes_take_at_least() -> None:
     assert kernels.gemm(0, 8, 8) == 0.0
 
 
-def test_products_at_once_fill_a_device_together() -> None:
+def test_batched_gemms_fill_a_device() -> None:
     kernels = Kernels(profiles.hardware("a100-80g"), profiles.stack("megascale"), "bf16", 2)
     one, many = kernels.gemm(256, 256, 4096), kernels.gemm(256, 256, 4096, count=108)
-    assert one < many < 60 * one  # alone it leaves most multiprocessors idle
+    assert one < many < 60 * one  # one GEMM leaves most multiprocessors idle
     assert kernels.gemm(4096, 4096, 4096, count=8) == pytest.approx(8 * kernels.gemm(4096, 4096, 4096), rel=0.1)
-    thin = kernels.gemm(2048, 2048, 16, count=64)  # as fast as its results are written
+    thin = kernels.gemm(2048, 2048, 16, count=64)  # bound by the write of the results
     assert thin >= 64 * 2048**2 * 2 / (2.039e12 * kernels.hardware.attained.memory)
 
 
-def test_a_window_is_as_fast_as_its_share_of_the_scores() -> None:
+def test_windowed_attention_takes_its_share_of_the_scores() -> None:
     kernels = Kernels(profiles.hardware("a100-80g"), profiles.stack("megascale"), "bf16", 2)
-    whole, seen = kernels.attention(16, 2048, None, 128), kernels.attention(16, 2048, 512, 128)
+    full, windowed = kernels.attention(16, 2048, None, 128), kernels.attention(16, 2048, 512, 128)
     flops = 2 * 2 * 16 * 2048 * (2048 / 2) * 128
-    assert whole[0] == pytest.approx(flops / (312e12 * 0.6) * kernels.stack.attained.slowdown)
-    assert whole[1] == pytest.approx(2.5 * whole[0] * 0.6 / 0.5)
-    assert seen[0] == pytest.approx(whole[0] * (512 - 512**2 / 4096) / 1024)
+    assert full[0] == pytest.approx(flops / (312e12 * 0.6) * kernels.stack.attained.slowdown)
+    assert full[1] == pytest.approx(2.5 * full[0] * 0.6 / 0.5)
+    assert windowed[0] == pytest.approx(full[0] * (512 - 512**2 / 4096) / 1024)
 
 
-def test_the_rate_of_gemms_is_that_of_the_libraries_year() -> None:
+def test_gemm_rates_by_year_of_the_libraries() -> None:
     device, stack = profiles.hardware("a100-80g"), profiles.stack("megascale")
 
     def rate(gemm: object, year: int) -> float:
@@ -73,17 +73,17 @@ def test_the_rate_of_gemms_is_that_of_the_libraries_year() -> None:
     assert rate(0.7, 2020) == pytest.approx(0.7)
 
 
-def test_fp8_is_as_fast_as_what_shares_a_scale_lets_it() -> None:
+def test_fp8_rates_by_granularity() -> None:
     hardware = profiles.hardware("h100")
     kernels = Kernels(hardware, profiles.stack("megascale"), "bf16", 2)
-    sixteen, tensor, row, block = (kernels.gemm(8192, 8192, 8192, grain=g) for g in (None, "tensor", "row", "block"))
-    assert tensor == pytest.approx(sixteen * 989.4 / 1978.9)
+    bf16, tensor, row, block = (kernels.gemm(8192, 8192, 8192, grain=g) for g in (None, "tensor", "row", "block"))
+    assert tensor == pytest.approx(bf16 * 989.4 / 1978.9)
     assert (row, block) == pytest.approx(
         (tensor / hardware.attained.fp8["row"], tensor / hardware.attained.fp8["block"])
     )
 
 
-def test_a_kernel_that_is_not_named_is_as_fast_as_the_next() -> None:
+def test_an_unlisted_kernel_takes_the_shares_of_the_next() -> None:
     slow, fast = (Reached(forward=share, backward=share) for share in (0.2, 0.5))
     device = profiles.hardware("a100-80g").device.model_copy(update={"attention": {"triton": slow, "flash2": fast}})
     assert [device.reached(kernel) for kernel in ("flash1", "triton", "flash2", "flash3")] == [slow, slow, fast, fast]

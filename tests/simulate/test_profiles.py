@@ -1,4 +1,4 @@
-"""Every profile that is there can be read and used, and a mistake in one is a line."""
+"""All profiles can be read and used, and a mistake is reported with file, line and key."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megascale.simulate import profiles
 
 @pytest.mark.parametrize("name", profiles.names("hardware"))
 def test_hardware(name: str) -> None:
-    found = profiles.hardware(name)
-    assert found.name == name
-    assert 1e13 < found.device.peak_of("fp16") < 1e16
-    assert found.room(1) > 20 << 30
-    assert found.node.bandwidth > found.network.bandwidth / found.node.devices
+    cluster = profiles.hardware(name)
+    assert cluster.name == name
+    assert 1e13 < cluster.device.peak_of("fp16") < 1e16
+    assert cluster.room(1) > 20 << 30
+    assert cluster.node.bandwidth > cluster.network.bandwidth / cluster.node.devices
 
 
 @pytest.mark.parametrize("name", profiles.names("stacks"))
@@ -24,12 +24,12 @@ def test_stacks(name: str) -> None:
     assert profiles.stack(name).name == name
 
 
-def test_what_extends_another_has_its_values() -> None:
+def test_extends_inherits_values() -> None:
     assert profiles.hardware("a100-40g").attained == profiles.hardware("a100-80g").attained
     assert profiles.hardware("a100-40g").device.bandwidth < profiles.hardware("a100-80g").device.bandwidth
 
 
-def test_an_unknown_name_has_its_nearest() -> None:
+def test_an_unknown_name_suggests_similar_ones() -> None:
     with pytest.raises(ConfigError, match=r"there is no profile 'a100-40'  -> did you mean 'a100-40g'\?"):
         profiles.hardware("a100-40")
     with pytest.raises(ConfigError, match=r"there is no profile 'a100-8'  -> one of a100-80g, a100-80g-400g, "):
@@ -40,7 +40,7 @@ def test_an_unknown_name_has_its_nearest() -> None:
         profiles.stack("??")
 
 
-def test_mistakes_are_said_with_their_place(tmp_path: Path) -> None:
+def test_mistakes_are_reported_with_their_place(tmp_path: Path) -> None:
     path = tmp_path / "own.toml"
     path.write_text(
         '[device]\nmemory = "80 GB"\nbandwidth = 1e12\nunits = 100\naccelerator = "A101"\n'
@@ -60,7 +60,7 @@ def test_mistakes_are_said_with_their_place(tmp_path: Path) -> None:
         assert part in text
 
 
-def test_rates_in_other_units_and_unknown_formats_are_said(tmp_path: Path) -> None:
+def test_rates_in_other_units_and_unknown_dtypes_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "own.toml"
     base = profiles.path_of("hardware", "h100").resolve()
     path.write_text(f'extends = "{base}"\n[device]\nbandwidth = 3350\npeak = {{ bf17 = 1e15 }}\n')
@@ -71,23 +71,23 @@ def test_rates_in_other_units_and_unknown_formats_are_said(tmp_path: Path) -> No
     assert f"{path}:4  device.peak.bf17: 'bf17': String should match pattern" in text
 
 
-def test_bytes_may_be_written_short(tmp_path: Path) -> None:
+def test_bytes_in_exponent_notation(tmp_path: Path) -> None:
     path = tmp_path / "own.toml"
     path.write_text(f'extends = "{profiles.path_of("hardware", "h100").resolve()}"\n[device]\nmemory = 90e9\n')
     assert profiles.hardware(str(path)).device.memory == 90_000_000_000
 
 
-def test_a_format_that_a_device_does_not_multiply_is_said() -> None:
+def test_a_dtype_without_a_peak_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"train\.precision: the device multiplies no fp8"):
         profiles.hardware("a100-80g").device.peak_of("fp8")
 
 
-def test_sixteen_bits_are_those_that_there_are() -> None:
+def test_bf16_without_a_peak_takes_the_peak_of_fp16() -> None:
     assert profiles.hardware("v100").device.peak_of("bf16") == profiles.hardware("v100").device.peak_of("fp16")
 
 
 @pytest.mark.parametrize("wrong", ["memory = 2_000_000_000", "peak = { bf16 = 989 }"])
-def test_values_in_other_units_are_said(wrong: str, tmp_path: Path) -> None:
+def test_values_in_other_units_are_refused(wrong: str, tmp_path: Path) -> None:
     path = tmp_path / "own.toml"
     base = profiles.path_of("hardware", "h100").resolve()
     path.write_text(f'extends = "{base}"\n[device]\n{wrong}\n')
@@ -96,45 +96,45 @@ def test_values_in_other_units_are_said(wrong: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
-        ("gradient_bytes = 16", r"gradient_bytes: 16: Input should be 0, 2, 4 or 8  -> of an element that is reduced"),
+        ("gradient_bytes = 16", r"gradient_bytes: 16: Input should be 0, 2, 4 or 8  -> of a reduced element"),
         ("gradient_bytes = true", "gradient_bytes: True: Input should be 0, 2, 4 or 8"),
         ('fp8_weights = "none"', "fp8_weights: 'none': Input should be 'beside' or 'instead'"),
         ("attained.scale_loss = 1.5", "attained.scale_loss: 1.5: Input should be less than 1"),
         ('attention = "flash4"', "attention: 'flash4': Input should be 'unfused', 'flash1', 'triton'"),
     ],
 )
-def test_a_stack_that_makes_no_sense_is_said(wrong: str, said: str, tmp_path: Path) -> None:
+def test_wrong_values_of_a_stack_are_refused(wrong: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "own.toml"
     path.write_text(f"{wrong}\n")
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         profiles.stack(str(path))
 
 
-def test_gemm_rates_are_one_or_one_a_year(tmp_path: Path) -> None:
+def test_gemm_shares_by_year(tmp_path: Path) -> None:
     path = tmp_path / "own.toml"
     base = profiles.path_of("hardware", "h100").resolve()
     path.write_text(f'extends = "{base}"\n[attained]\ngemm = {{ 2021 = 0.6, 2025 = 0.7 }}\n')
-    found = profiles.hardware(str(path)).attained
-    assert [found.gemm_share(year) for year in (2019, 2022, 2026)] == [0.6, 0.6, 0.7]
+    attained = profiles.hardware(str(path)).attained
+    assert [attained.gemm_share(year) for year in (2019, 2022, 2026)] == [0.6, 0.6, 0.7]
     path.write_text(f'extends = "{base}"\n[attained]\ngemm = {{ 21 = 0.6 }}\n')
     with pytest.raises(ConfigError, match=r"attained\.gemm"):
         profiles.hardware(str(path))
 
 
-def test_errors_are_of_the_accelerator_and_pairs_were_measured() -> None:
+def test_expected_errors_by_accelerator_and_measured_pairs() -> None:
     a100, v100 = profiles.hardware("a100-80g-roce"), profiles.hardware("v100")
     ours, other = profiles.stack("megascale"), profiles.stack("nanotron")
     error = profiles.expected_error(a100, ours)
     assert error and 0.01 < error < 0.2 and error == profiles.expected_error(profiles.hardware("a100-40g"), ours)
     assert profiles.expected_error(v100, ours) is None
     assert profiles.measured(a100, ours) and not profiles.measured(a100, other)
-    here = a100.model_copy(update={"stack": profiles.Found()})
+    here = a100.model_copy(update={"stack": profiles.MeasuredStack()})
     assert profiles.measured(here, other) and profiles.expected_error(here, ours) is None
 
 
-def test_what_the_errors_name_is_there() -> None:
+def test_errors_name_existing_profiles() -> None:
     read = profiles._errors()
     assert set(read["measured"]) <= set(profiles.names("hardware"))
     assert {stack for stacks in read["measured"].values() for stack in stacks} <= set(profiles.names("stacks"))

@@ -1,4 +1,4 @@
-"""What checkpoints cost: the tool measures a tiny model, and its tables and verdicts are of what was measured."""
+"""Checkpoint benchmark: a run on a tiny model, and tables and verdicts from given measurements."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def test_every_layout_has_another_that_resumes_from_it() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--saves 0", "--saves: at least one"),
-        ("--layouts 1,3", "'3' is no layout"),
+        ("--saves 0", "--saves: give at least one"),
+        ("--layouts 1,3", "'3' is not a layout"),
         ("--layouts 1,tp3", "layout tp3  parallel.tp: 8 heads cannot be split over tp = 3"),
     ],
 )

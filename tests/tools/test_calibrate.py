@@ -1,4 +1,4 @@
-"""The calibration: its rows are jobs, its fit comes nearer to them, and what is left out is not looked at."""
+"""Calibration: rows are valid jobs, the fit reduces the error, and left-out sources are not used."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def test_every_row_is_a_job_of_its_source(rows: Sequence[Any]) -> None:
     for source, count in Counter(row.source for row in rows).items():
         assert source in text, (source, count)
     for row in rows:
-        assert row.config.world == int(row.text["gpus"])
-        assert row.config.micro_batches >= 1
+        assert row.config.world_size == int(row.text["gpus"])
+        assert row.config.num_microbatches >= 1
         assert 1e-3 < row.step_s < 1e3
 
 
@@ -59,21 +59,21 @@ LARGER = {
     "narayanan-2021": 1,  # ZeRO 3, by 23 GiB
     "bigscience-2022": 1,  # by 2 GiB
 }
-"""Published runs that are larger by our formulas than what they ran on."""
+"""Published runs that exceed their device's memory by megascale's formulas."""
 
 
 def holding(row: Any) -> Holding:
-    """How the ranks of a row's run hold weights."""
+    """Return how the stack of a row shards weights."""
     return Holding(row.own["shards_weights"], profiles.stack(row.stacks[0]).fp8_weights)
 
 
-def test_what_ran_fits(rows: Sequence[Any]) -> None:
-    """Other trainers' runs, by this trainer's formulas with weights sharded and cast as the stack does."""
+def test_published_runs_fit_in_memory(rows: Sequence[Any]) -> None:
+    """Published runs of other trainers fit in memory, with weights sharded and cast like the stack's."""
     room = {name: profiles.hardware(name) for name in {row.hardware for row in rows}}
     larger = Counter(
         row.source
         for row in rows
-        if fullest_rank(row.config, holding(row)).total > room[row.hardware].room(row.config.world)
+        if fullest_rank(row.config, holding(row)).total > room[row.hardware].room(row.config.world_size)
     )
     assert larger == LARGER
 
@@ -83,21 +83,21 @@ def test_no_measurement_is_there_twice(rows: Sequence[Any]) -> None:
     assert max(seen.values()) == 1
 
 
-def test_a_fit_comes_nearer(calibration: Any, rows: Sequence[Any]) -> None:
-    few = [row for row in rows if row.source in SOURCES and row.config.world >= 64 and row.config.parallel.pp == 1]
-    found = calibration.fit.Fit(few)
-    usual = {key: e.usual for key, e in found.known.keys}
+def test_a_fit_reduces_the_error(calibration: Any, rows: Sequence[Any]) -> None:
+    few = [row for row in rows if row.source in SOURCES and row.config.world_size >= 64 and row.config.parallel.pp == 1]
+    result = calibration.fit.Fit(few)
+    usual = {key: e.usual for key, e in result.known.keys}
     errors = [
-        calibration.fit.mean_error(few, {row.line: found.known.predicted(row, values) for row in few})
-        for values in (usual, found.values)
+        calibration.fit.mean_error(few, {row.line: result.known.predicted(row, values) for row in few})
+        for values in (usual, result.values)
     ]
     assert errors[1] < errors[0]
-    for key, e in found.known.keys:
-        assert e.low <= found.values[key] <= e.high
+    for key, e in result.known.keys:
+        assert e.low <= result.values[key] <= e.high
 
 
 def test_errors_are_taken_for_what_they_are(calibration: Any) -> None:
-    """The weights undo the covariance: a row's own variance, and one that all rows share."""
+    """The weights invert the covariance: a variance per row, and a variance shared by all rows."""
     fit = calibration.fit
     errors = np.array([0.10, 0.02, 0.05, -0.03, 0.04])
     scatter = np.mean((errors - 0.04) ** 2) ** 0.5  # from their middle
@@ -107,11 +107,11 @@ def test_errors_are_taken_for_what_they_are(calibration: Any) -> None:
     assert fit.whitening(np.array([0.3])) == pytest.approx((fit.LEAST**2 + fit.SHARED**2) ** -0.5)
 
 
-def test_a_source_that_is_left_out_is_not_looked_at(calibration: Any, rows: Sequence[Any]) -> None:
-    """A stack that only the source has keeps its usual values."""
-    few = [row for row in rows if row.source in SOURCES and row.config.world >= 64 and row.config.parallel.pp == 1]
-    found = calibration.fit.Fit(few)
-    left_out = found.left_out()
+def test_a_left_out_source_is_not_used(calibration: Any, rows: Sequence[Any]) -> None:
+    """A stack used only by the left-out source keeps its default values."""
+    few = [row for row in rows if row.source in SOURCES and row.config.world_size >= 64 and row.config.parallel.pp == 1]
+    result = calibration.fit.Fit(few)
+    left_out = result.left_out()
     stretched = [
         calibration.rows.Row(**{**vars(row), "step_s": row.step_s * (2 if row.source == "nemo-2024" else 1)})
         for row in few
@@ -136,18 +136,18 @@ def test_the_ablation_ends_where_megascale_is(calibration: Any) -> None:
 
 
 def test_the_tables_of_megascale_come_out(calibration: Any, rows: Sequence[Any]) -> None:
-    """Step times of Table 2 within 4%; Table 3 in its order, within 2.5 points of MFU: by the profiles as they are."""
+    """With the shipped profiles, Table 2's step times are within 4%, Table 3's MFU within 2.5 points and in order."""
     tables = [row for row in rows if row.source == "megascale-2024"]
     known = calibration.fit.Profiles(tables)
-    found = {row.line: known.predicted(row, {}) for row in tables}
-    assert max(abs(found[row.line] / row.step_s - 1) for row in tables if row.step is None) < 0.04
+    result = {row.line: known.predicted(row, {}) for row in tables}
+    assert max(abs(result[row.line] / row.step_s - 1) for row in tables if row.step is None) < 0.04
     steps = [row for row in tables if row.step]
     assert [row.step for row in steps] == list(range(1, 10))
     printed = [float(re.search(r"MFU ([\d.]+)%", row.text["note"])[1]) for row in steps]
-    reached = [share * row.step_s / found[row.line] for share, row in zip(printed, steps, strict=True)]
+    reached = [share * row.step_s / result[row.line] for share, row in zip(printed, steps, strict=True)]
     assert reached == pytest.approx(printed, abs=2.5)
     assert reached == sorted(reached), "each technique adds something"
-    seconds = [found[row.line] for row in steps[:8]]
+    seconds = [result[row.line] for row in steps[:8]]
     assert seconds == sorted(seconds, reverse=True)
     for row, share in zip(steps, printed, strict=True):  # so is the table's count what the steps were taken from
         tokens = row.config.batch.total * row.config.model.seq_length / row.step_s
@@ -155,7 +155,7 @@ def test_the_tables_of_megascale_come_out(calibration: Any, rows: Sequence[Any])
 
 
 def test_an_assumption_is_worth_what_planning_without_it_changes(calibration: Any, rows: Sequence[Any]) -> None:
-    few = [row for row in rows if row.source in ("fms-fsdp", "nemo-2024") and row.config.world >= 64]
+    few = [row for row in rows if row.source in ("fms-fsdp", "nemo-2024") and row.config.world_size >= 64]
     cells = dict(calibration.assumptions.worth(few))
     assert cells["none"][:2] == ["0.0%", "0%"]
     assert float(cells["hides"][0].rstrip("%")) > float(cells["latency"][0].rstrip("%")) > 0

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megascale.catalog.presets import PRESETS
-from megascale.config.explain import load, sections
+from megascale.config.loading import load_config, sections
 from megascale.core.errors import ConfigError
 from tools import config_reference
 from tools.config_reference import MEGATRON, main, page
@@ -59,7 +59,7 @@ def test_every_choice_and_preset_is_there() -> None:
     text = page()
     for shown in (
         "`gelu_tanh` | GELU, tanh approximation",
-        "`interleaved_1f1b` | 1f1b over",
+        "`interleaved_1f1b` | 1f1b with",
         "`wsd` | stays at lr",
         "`bf16` |",
     ):
@@ -82,6 +82,6 @@ def test_the_example_has_no_unknown_key(tmp_path: Path) -> None:
     assert {f"{table}.{key}" for table, keys in tree.items() if isinstance(keys, dict) for key in keys} <= _keys()
     (tmp_path / "run.toml").write_text(example)
     (tmp_path / "base.toml").write_text("batch.global = 8\ntrain.steps = 1\noptimizer.lr = 1e-3\ndata.mock = true\n")
-    assert load(str(tmp_path / "run.toml")).parallel.sp
+    assert load_config(str(tmp_path / "run.toml")).parallel.sp
     with pytest.raises(ConfigError):
-        load(str(tmp_path / "base.toml"))
+        load_config(str(tmp_path / "base.toml"))

@@ -1,4 +1,4 @@
-"""The corpus of the quickstart: the same each time, its parts apart, its tokenizer true to the text."""
+"""Corpus of the quickstart: reproducible, with disjoint parts and a lossless tokenizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megascale.core.errors import DataError
-from megascale.data.tokenizer import END_OF_DOCUMENT, FileTokenizer
+from megascale.data.tokenizer import EOD_CANDIDATES, FileTokenizer
 from tools.corpus import HELD_OUT, make, modules
 
 TOOL = Path(__file__).parents[2] / "tools" / "corpus.py"
@@ -33,7 +33,7 @@ def run(output: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The corpus of this Python, with a small vocabulary."""
+    """Make the corpus of this Python with a small vocabulary."""
     output = tmp_path_factory.mktemp("corpus") / "made" / "here"
     done = run(output, "--vocab-size", "400")
     assert done.returncode == 0, done.stderr
@@ -44,7 +44,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def library(tmp_path: Path) -> Path:
-    """A small library: 45 modules, and what is left out."""
+    """Write a small library: 45 modules and some files to leave out."""
     root = tmp_path / "library"
     for number in range(45):
         path = root / f"package{number % 3}" / f"module{number}.py"
@@ -97,7 +97,7 @@ def tokenizer_of(folder: Path) -> FileTokenizer:
 def test_the_tokenizer_ends_documents(corpus: Path) -> None:
     tokenizer = tokenizer_of(corpus)
     assert tokenizer.vocab_size == 400
-    assert tokenizer.decode([tokenizer.eod]) == END_OF_DOCUMENT[0]
+    assert tokenizer.decode([tokenizer.eod]) == EOD_CANDIDATES[0]
     source = documents(corpus / "valid.jsonl")
     encoded = tokenizer.encode(list(source.values()))
     assert not any((ids == tokenizer.eod).any() for ids in encoded)
@@ -105,8 +105,8 @@ def test_the_tokenizer_ends_documents(corpus: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [256, 0])
-def test_a_vocabulary_without_room_for_bytes_is_refused(library: Path, tmp_path: Path, size: int) -> None:
-    with pytest.raises(DataError, match=f"a vocabulary of {size} has no room for every byte  -> --vocab-size 257"):
+def test_a_vocabulary_too_small_for_bytes_is_refused(library: Path, tmp_path: Path, size: int) -> None:
+    with pytest.raises(DataError, match=f"a vocabulary of {size} is too small for all bytes  -> give --vocab-size 257"):
         make(library, tmp_path / "out", size)
     assert not (tmp_path / "out").exists()
 
@@ -126,4 +126,4 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "taken").touch()
     done = run(tmp_path / "taken" / "corpus")
     assert (done.returncode, done.stdout) == (3, "")
-    assert done.stderr == f"{tmp_path / 'taken' / 'corpus'}: Not a directory  -> another --output\n"
+    assert done.stderr == f"{tmp_path / 'taken' / 'corpus'}: Not a directory  -> give another --output\n"

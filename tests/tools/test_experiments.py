@@ -1,4 +1,4 @@
-"""Experiments: runs side by side, and what is said where they cannot be compared."""
+"""Experiments: comparison of runs, and errors for runs that cannot be compared."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_run_is_made_once_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit):
         curves.plan(config, tmp_path / "out", {"one": ["optimizer.lr=0.02"]})
     said = capsys.readouterr().err
-    assert "one was made with other keys: optimizer.lr 0.01 -> 0.02  -> another --out" in said
+    assert "one was made with other keys: optimizer.lr 0.01 -> 0.02  -> give another --out" in said
     curves.draw({"first": [first], "again": [first, first]}, "two", tmp_path / "two.svg")
     assert "<svg" in (tmp_path / "two.svg").read_text()
 
@@ -45,7 +45,7 @@ def test_a_run_is_made_once_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixt
         ("megascale_recipe.py", ("--window", "-3"), "model.window: -3: should be"),
     ],
 )
-def test_what_cannot_run_is_said(tool: str, words: tuple[str, ...], said: str, tmp_path: Path) -> None:
+def test_a_run_with_mistakes_is_refused(tool: str, words: tuple[str, ...], said: str, tmp_path: Path) -> None:
     command = [sys.executable, str(FOLDER / tool), *words, "--output", "out"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr

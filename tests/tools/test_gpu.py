@@ -1,4 +1,4 @@
-"""The comparison on one GPU, as far as a CPU can tell: cases, tables, what is kept; and tiny runs of all of it."""
+"""Comparison on one GPU, tested on a CPU: cases, tables, stored results, and tiny runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from megascale.account.flops import token_flops
 from megascale.account.parameters import parameter_count
 from megascale.core.errors import ConfigError
-from megascale.layout.chunks import eight_bit_layers
+from megascale.layout.chunks import fp8_layers
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools" / "bench"))  # the tool's files stand beside each other
@@ -35,17 +35,17 @@ FLOPS = token_flops(Job("llama3-8b-slice", "bf16", 20, 5).config().model)
 
 
 def run_of(system: str, tokens_per_s: float, precision: str = "bf16", **more: Any) -> Record:
-    """A run of the 8b slice on an H100."""
+    """Return the record of a run of the 8B slice on an H100."""
     median = 4 * 8192 / tokens_per_s
     ours = {"attainable": {"flops": 700e12, "source": "measured"}, "kernels": {"gemm": 0.8, "loss": 0.0, "idle": 0.2}}
-    found = {
+    result = {
         "id": f"{system}{precision}{tokens_per_s}", "case": "llama3-8b-slice", "precision": precision, "system": system,
         "small": False, "layers": 8, "device": H100, "torch": "2.13.0+cu130", "losses": [12.1, 12.0],
         "step_s": {"median": median, "low": 0.9 * median, "high": 1.1 * median, "count": 20},
         "tokens_per_s": tokens_per_s, "flops_per_token": {"full": FLOPS.full, "causal": FLOPS.causal},
         "peak_memory_bytes": 60 << 30, "how": f"{system} 1.0: as it is",
     }  # fmt: skip
-    return found | (ours if system == "megascale" else {}) | more
+    return result | (ours if system == "megascale" else {}) | more
 
 
 def failed(system: str, why: str) -> Record:
@@ -67,7 +67,7 @@ RUNS = [
 def test_every_case_is_a_run_of_one_process(case: str, small: bool) -> None:
     job = Job(case, "bf16", 20, 5, small=small)
     config = job.config()
-    assert (config.world, config.data.mock, config.train.precision) == (1, True, "bf16")
+    assert (config.world_size, config.data.mock, config.train.precision) == (1, True, "bf16")
     assert Job(case, "bf16", 20, 5, layers=3).config().model.num_layers == 3
     assert config.batch.micro * config.model.seq_length == (64 if small else 8192)
     task = job.task()
@@ -79,10 +79,10 @@ def test_every_case_is_a_run_of_one_process(case: str, small: bool) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("small", [False, True])
-def test_in_fp8_every_layer_of_a_case_is_cast_as_the_peers_do(case: str, small: bool) -> None:
+def test_in_fp8_every_layer_of_a_case_is_quantized_like_the_peers(case: str, small: bool) -> None:
     for layers in (None, 1, 2):
         config = Job(case, "fp8", 20, 5, layers=layers, small=small).config()
-        assert eight_bit_layers(config) == range(config.model.num_layers)
+        assert fp8_layers(config) == range(config.model.num_layers)
 
 
 def test_a_precision_that_this_version_lacks_is_a_mistake() -> None:
@@ -103,9 +103,9 @@ def test_every_system_has_a_command(tmp_path: Path) -> None:
 
 
 def test_rows_are_medians_over_rounds() -> None:
-    found = gpu_table.tables(RUNS)
-    assert list(found) == [(H100, "llama3-8b-slice", 8, "bf16"), (H100, "llama3-8b-slice", 8, "fp8")]
-    ours, titan, megatron = found[H100, "llama3-8b-slice", 8, "bf16"]
+    result = gpu_table.tables(RUNS)
+    assert list(result) == [(H100, "llama3-8b-slice", 8, "bf16"), (H100, "llama3-8b-slice", 8, "fp8")]
+    ours, titan, megatron = result[H100, "llama3-8b-slice", 8, "bf16"]
     assert isinstance(ours, Row) and isinstance(titan, Row)
     assert (ours.rounds, ours.tokens_per_s, ours.ratio) == (2, 33_000, None)
     assert (titan.tokens_per_s, titan.ratio) == (22_000, 1.5)
@@ -118,10 +118,10 @@ def test_rows_are_medians_over_rounds() -> None:
 
 
 def test_the_tables() -> None:
-    found = gpu_table.tables(RUNS)
+    result = gpu_table.tables(RUNS)
     rates = [("bf16", {"median": 7e14}), ("fp8", None)]
     gemm = {"rates": [{"shape": "8x8x8", "format": name, "rate": rate} for name, rate in rates]}
-    page = gpu_table.markdown(found, RUNS, gemm).splitlines()
+    page = gpu_table.markdown(result, RUNS, gemm).splitlines()
     assert page[0].startswith(f"Measured on {H100}; torch 2.13.0+cu130. Medians of 20 timed steps")
     rows = [line for line in page if line.startswith("| llama3-8b-slice, 8 layers |") and line.count("|") > 6]
     assert [row.split(" | ")[2] for row in rows] == ["megascale", "torchtitan", "megatron-core", "megascale"]
@@ -130,17 +130,17 @@ def test_the_tables() -> None:
     assert "| llama3-8b-slice, 8 layers | bf16 | 80.0% | 20.0% |" in page  # no column for what nothing takes
     assert "| 8x8x8 | 700.0 TFLOP/s | n/a |" in page
     assert "- torchtitan 1.0: as it is." in page
-    shown = gpu_table.text(found)
+    shown = gpu_table.text(result)
     assert "  megatron-core: out of | memory" in shown
     assert max(map(len, shown.splitlines())) < 120
 
 
 def test_goals_are_judged_as_measured() -> None:
-    found = gpu_table.goals(gpu_table.tables(RUNS))
+    result = gpu_table.goals(gpu_table.tables(RUNS))
     full, causal = (value * 33_000 / 989.4e12 for value in (FLOPS.full, FLOPS.causal))
     assert causal < 0.6 < full + 0.1
     verdict = "reached" if causal >= 0.55 else "reached in full" if full >= 0.55 else "missed"
-    assert found == [
+    assert result == [
         f"llama3-8b-slice bf16: MFU {full:.1%} full, {causal:.1%} causal; 55% {verdict}",
         "llama3-8b-slice bf16: 1.500 x torchtitan's tokens/s; 1 reached",
         "llama3-8b-slice fp8: 1.21 x bf16's tokens/s; 1.3 missed",
@@ -185,37 +185,37 @@ def test_runs_of_several_calls_become_one_table(tmp_path: Path, capsys: pytest.C
     assert page.read_text().count("| llama3-8b-slice, 8 layers |") == 4 + 2, "rows, and shares of both precisions"
     kept = gpu.Results([one, two], tmp_path / "new.json")
     assert [run["id"] for run in kept.runs] == [run["id"] for run in RUNS]  # the third once
-    kept.keep(run_of("megascale", 1))
+    kept.add(run_of("megascale", 1))
     assert len(json.loads((tmp_path / "new.json").read_text())["runs"]) == 7
 
 
 @pytest.fixture(autouse=True)
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "gpus", lambda: 1)
+    monkeypatch.setattr(gpu, "gpu_count", lambda: 1)
 
 
 def test_without_a_gpu_nothing_is_run_or_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu, "gpus", lambda: 0)
+    monkeypatch.setattr(gpu, "gpu_count", lambda: 0)
     monkeypatch.setattr(gpu, "install", None)
     assert gpu.main(["--install", "--results", str(tmp_path / "r.json")]) == 2
-    assert "torch finds no GPU here" in capsys.readouterr().err
+    assert "torch finds no GPU, and the cases need one" in capsys.readouterr().err
     page = tmp_path / "page.md"
     page.write_text("\n".join(["before", *gpu_table.MARKS, "after"]))
     before = page.read_text()
     failed = results(tmp_path, "kept.json", [run_of("megascale", 1) | {"failure": "killed"}])
     assert gpu.main(["--table", "--results", str(failed), "--markdown", str(page)]) == 2
-    assert "holds no run that was measured" in capsys.readouterr().err and page.read_text() == before
+    assert "holds no successful run" in capsys.readouterr().err and page.read_text() == before
 
 
 def test_a_call_fails_by_its_own_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     failed = run_of("megascale", 1) | {"failure": "killed"}
     path = results(tmp_path, "kept.json", [failed])
-    words = ["--systems", "megascale", "--cases", "llama3-8b-slice", "--precisions", "bf16", "--no-products"]
+    words = ["--systems", "megascale", "--cases", "llama3-8b-slice", "--precisions", "bf16", "--no-gemm"]
     assert gpu.main(["--table", "--results", str(path)]) == 0
-    for found, status in ((run_of("megascale", 2), 0), (failed, 1)):
-        monkeypatch.setattr(gpu, "measure", lambda *_, found=found: found)
+    for result, status in ((run_of("megascale", 2), 0), (failed, 1)):
+        monkeypatch.setattr(gpu, "measure", lambda *_, result=result: result)
         assert gpu.main([*words, "--rounds", "1", "--results", str(path)]) == status
 
 
@@ -223,7 +223,7 @@ def test_tiny_cases_are_kept_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr(gpu, "ROOT", tmp_path)
     monkeypatch.setattr(gpu, "measure", lambda *_: run_of("megascale", 1))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    words = ["--systems", "megascale", "--cases", "llama3-8b-slice", "--precisions", "bf16", "--no-products"]
+    words = ["--systems", "megascale", "--cases", "llama3-8b-slice", "--precisions", "bf16", "--no-gemm"]
     assert gpu.main([*words, "--rounds", "1"]) == gpu.main([*words, "--rounds", "1", "--small"]) == 0
     assert sorted(path.name for path in (tmp_path / "build").iterdir()) == ["bench-gpu-small.json", "bench-gpu.json"]
 
@@ -241,23 +241,23 @@ def test_make_runs_it_on_a_gpu_or_tries_it_on_a_cpu(given: list[str], words: str
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--steps 3", "--steps 3: a median is taken of 20 or more"),
+        ("--steps 3", "--steps 3: the median needs 20 or more"),
         ("--rounds 0", "at least one"),
-        ("--layers llama3-1b", "--layers llama3-1b: '' is not a number of 1 or more"),
-        ("--layers llama3-9b=2", "--layers llama3-9b=2: NAME=VALUE with one of llama3-1b"),
+        ("--layers llama3-1b", "--layers llama3-1b: '' is not an integer of 1 or more"),
+        ("--layers llama3-9b=2", "--layers llama3-9b=2: give NAME=VALUE with a NAME of llama3-1b"),
         ("--python torchtitan=nowhere", "--python torchtitan=nowhere: there is no file 'nowhere'"),
-        ("--precisions bf61", "--precisions: there is no bf61; there are fp32"),
-        ("--systems megatron-core --layers llama3-1b=fit", "asks megascale, which is not among --systems"),
+        ("--precisions bf61", "--precisions: unknown bf61; choose from fp32"),
+        ("--systems megatron-core --layers llama3-1b=fit", "needs megascale among --systems"),
         ("--table --merge nowhere.json", "nowhere.json: No such file or directory"),
-        ("--table", "holds no runs to show: leave --table out to measure some"),
-        ("--markdown nowhere.md", "the table goes between the lines <!-- gpu: begin -->"),
+        ("--table", "holds no runs to show: leave out --table to measure some"),
+        ("--markdown nowhere.md", "no lines <!-- gpu: begin -->"),
     ],
 )
 def test_mistakes_cost_no_measurement(
     words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu, "measure", None)
-    monkeypatch.setattr(gpu, "products", None)
+    monkeypatch.setattr(gpu, "gemm_rates", None)
     assert gpu.main([*words.split(), "--results", str(tmp_path / "r.json")]) == 2
     assert message in capsys.readouterr().err
 
@@ -294,7 +294,7 @@ def test_a_peer_that_cannot_be_installed_is_left_out(
     assert subprocess.run(sees, capture_output=True, text=True, check=True).stdout == f"{torch.__version__}\n"
 
 
-def test_layers_that_megascale_finds_are_everyones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_fitted_layers_apply_to_every_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[tuple[str, Any]] = []
 
     def measured(system: str, job: Job, *_: Any) -> Record:
@@ -311,12 +311,12 @@ def test_layers_that_megascale_finds_are_everyones(monkeypatch: pytest.MonkeyPat
         "megascale",
         "megatron-core",
     ]
-    options += ["--rounds", "2", "--precisions", "bf16", "--no-products", "--results", str(tmp_path / "r.json")]
+    options += ["--rounds", "2", "--precisions", "bf16", "--no-gemm", "--results", str(tmp_path / "r.json")]
     assert gpu.main([*options, "--python", f"megatron-core={sys.executable}"]) == 0
     assert asked == [("megascale", "fit"), ("megatron-core", 6), ("megascale", 6), ("megatron-core", 6)]
 
 
-def test_what_was_measured_is_kept_when_the_tool_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_results_survive_a_killed_tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def measured(system: str, job: Job, *_: Any) -> Record:
         if job.case == "llama3-8b-slice":
             raise KeyboardInterrupt
@@ -326,7 +326,7 @@ def test_what_was_measured_is_kept_when_the_tool_is_killed(monkeypatch: pytest.M
     kept = tmp_path / "r.json"
     with pytest.raises(KeyboardInterrupt):
         gpu.main(
-            ["--systems", "megascale", "--rounds", "1", "--precisions", "bf16", "--no-products", "--results", str(kept)]
+            ["--systems", "megascale", "--rounds", "1", "--precisions", "bf16", "--no-gemm", "--results", str(kept)]
         )
     assert [run["case"] for run in json.loads(kept.read_text())["runs"]] == ["llama3-1b"]
 
@@ -360,18 +360,18 @@ def test_a_tiny_case_by_torchtitan(case: str, refusal: str, tmp_path: Path, monk
     if python is None:
         pytest.skip("torchtitan is not installed")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    found = measure("torchtitan", Job(case, "bf16", 20, 2, small=True, patches=PEERS), python, 300, str(tmp_path))
+    result = measure("torchtitan", Job(case, "bf16", 20, 2, small=True, patches=PEERS), python, 300, str(tmp_path))
     if refusal:
-        assert found["failure"].startswith(refusal)
+        assert result["failure"].startswith(refusal)
     else:
-        assert found["tokens_per_s"] > 0, found
-        assert found["losses"][0] == pytest.approx(6.2, rel=0.05)
+        assert result["tokens_per_s"] > 0, result
+        assert result["losses"][0] == pytest.approx(6.2, rel=0.05)
 
 
 @NEEDS_PEERS
 def test_megatron_core_has_no_parallel_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     job = Job("megascale-175b-slice", "bf16", 20, 2, small=True, patches=PEERS)
-    found = measure("megatron-core", job, Path(sys.executable), 300, str(tmp_path))
-    assert found["failure"] == "megatron-core has no parallel block"
-    assert found["layers"] == 2
+    result = measure("megatron-core", job, Path(sys.executable), 300, str(tmp_path))
+    assert result["failure"] == "megatron-core has no parallel block"
+    assert result["layers"] == 2

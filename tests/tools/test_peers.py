@@ -1,4 +1,4 @@
-"""The comparison with the peers: its arithmetic, its tables, and that all systems are given the same task."""
+"""Comparison with the peers: arithmetic, tables, and the same task for all systems."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megascale.layout.tensors import Parameter, whole
+from megascale.layout.tensors import ParamSpec, all_params
 from megascale.layout.topology import Coord, Topology
 from tests.jobs import lives
 from tests.launch.test_testbed import missing
@@ -71,7 +71,7 @@ def test_without_ours_there_are_no_ratios() -> None:
 def test_tables() -> None:
     found = peer_table.rows(RESULTS)
     shown = peer_table.text("tp2", found).splitlines()
-    assert shown[0] == "layout tp2: the fastest peer is torch-native; megascale has 1.250 x its tokens/s"
+    assert shown[0] == "layout tp2: the fastest peer is torch-native; megascale has 1.250 x the tokens/s"
     assert shown[3].split() == ["torch-native", "1,200", "1,000..2,000", "5.000", "600", "1.250", "0.500", "0.842"]
     assert shown[-1].split(maxsplit=1) == ["torchtitan", "failed: ImportError: no | here"]
     page = peer_table.markdown({"1": found}, "As measured.").splitlines()
@@ -83,7 +83,7 @@ def test_tables() -> None:
 
 def test_only_what_stands_between_the_markers_is_replaced(tmp_path: Path) -> None:
     page = tmp_path / "performance.md"
-    with pytest.raises(ValueError, match="write them where it should be"):
+    with pytest.raises(ValueError, match="add both lines where the table should be"):
         peer_table.replace(page, "table")
     page.write_text(f"before\n{peer_table.BEGIN}\nold\n{peer_table.END}\nafter\n")
     for content in ("new", "newer"):
@@ -118,7 +118,7 @@ def test_the_error_of_a_run_is_its_first() -> None:
 def test_a_run_that_is_killed_says_so() -> None:
     command = "import os, sys; print('28 steps', file=sys.stderr, flush=True); os.kill(os.getpid(), 9)"
     killed = execute([sys.executable, "-c", command], 60, "/tmp")
-    assert killed == Failure("was ended by signal 9, as where memory is full")
+    assert killed == Failure("killed by signal 9, perhaps out of memory")
 
 
 def test_nothing_is_left_of_a_run_that_takes_too_long(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_nothing_is_left_of_a_run_that_takes_too_long(tmp_path: Path) -> None:
         f"worker = subprocess.Popen({worker}, start_new_session=True); "
         f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(worker.pid)); time.sleep(60)"
     )
-    assert execute([sys.executable, "-c", launcher], 2, str(tmp_path)) == Failure("was not done after 2 s")
+    assert execute([sys.executable, "-c", launcher], 2, str(tmp_path)) == Failure("not finished after 2 s")
     pid, deadline = int((tmp_path / "pid").read_text()), time.monotonic() + 10
     while lives(pid) and time.monotonic() < deadline:  # the kernel takes a moment
         time.sleep(0.01)
@@ -141,7 +141,7 @@ def test_layouts() -> None:
     assert (found.tp, found.sp, found.pp, found.vpp, found.dp, found.world) == (2, True, 2, 4, 3, 12)
     assert found.arguments() == ["--tp", "2", "--pp", "2", "--vp", "4", "--dp", "3", "--sp"]
     for name in ("", "tp0", "xp2", "tp2,pp2"):
-        with pytest.raises(ValueError, match="is no layout"):
+        with pytest.raises(ValueError, match="is not a layout"):
             Layout.parse(name)
 
 
@@ -157,14 +157,14 @@ def test_every_system_is_given_the_same_sizes() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--peers nowhere --systems torch-native", "torch_native_cpu.py is absent"),
-        ("--systems megascal", "there is no megascal; there are megascale, "),
-        ("--layouts tp2,zz", "'zz' is no layout"),
+        ("--peers nowhere --systems torch-native", "torch_native_cpu.py is missing"),
+        ("--systems megascal", "unknown megascal; choose from megascale, "),
+        ("--layouts tp2,zz", "'zz' is not a layout"),
         ("--steps 2 --warmup 2", "leaves no step to time"),
-        ("--rounds 0", "--rounds: at least one"),
-        ("--cores 0.5", "name their --rate too"),
+        ("--rounds 0", "--rounds: give at least one"),
+        ("--cores 0.5", "give --rate too"),
         ("--python torchtitan=nowhere", "SYSTEM=PATH"),
-        ("--systems megascale --markdown nowhere.md", "the table goes between"),
+        ("--systems megascale --markdown nowhere.md", "no lines <!-- peers: begin -->"),
     ],
 )
 def test_mistakes_cost_no_measurement(
@@ -181,12 +181,12 @@ def test_ranks_hold_parts_of_the_same_weights(family: str, tmp_path: Path) -> No
     config = config_of(settings(model, tmp_path), tmp_path)
     draw = peer_weights.FAMILIES[family](config.model, 7)
 
-    def part(parameter: Parameter, rank: int, tp: int) -> torch.Tensor:
+    def part(parameter: ParamSpec, rank: int, tp: int) -> torch.Tensor:
         target = torch.full(parameter.local_shape(Topology(tp=tp)), 3.0)
         peer_weights.fill(target, parameter, Topology(tp=tp), Coord(tp=rank), draw)
         return target
 
-    for parameter in whole(config.model):
+    for parameter in all_params(config.model):
         full = part(parameter, 0, 1)
         halves = [part(parameter, rank, 2) for rank in range(2)]
         count = len(parameter.parts)
@@ -234,5 +234,5 @@ def test_every_rank_on_a_host_of_its_own(cores: str, capsys: pytest.CaptureFixtu
     shown = json.loads(capsys.readouterr().out)
     assert [row["system"] for row in shown["layouts"]["pp2"]] == ["megascale", "torch-native"]
     assert all(row["tokens_per_s"] > 0 for row in shown["layouts"]["pp2"])
-    where = ", every rank on a host of its own with 0.5 cores, " if cores else ", every rank on a host of its own, "
+    where = ", one rank per host with 0.5 cores, " if cores else ", one rank per host, "
     assert f"{where}links of 50mbit" in shown["caption"]

@@ -1,4 +1,4 @@
-"""The first thing that a newcomer sees, from corpus to summary."""
+"""The quickstart from corpus to summary."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # on slow cores it t
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A folder like a fresh clone after the tool has run in it, and what it printed."""
+    """Run the tool in a folder like a fresh clone; return the folder and the output."""
     folder = tmp_path_factory.mktemp("clone")
     for name in ("configs", "tools"):
         (folder / name).symlink_to(ROOT / name)
@@ -70,7 +70,7 @@ def test_what_the_documents_do_with_its_checkpoints_works(made: tuple[Path, str]
 
 
 def test_what_the_documents_train_trains(made: tuple[Path, str]) -> None:
-    """The commands of the README and of the launch guide, with fewer steps."""
+    """Run the commands of the README and of the launch guide with fewer steps."""
     folder, _ = made
     (folder / "launch").symlink_to(ROOT / "launch")
     pages = "".join((ROOT / name).read_text() for name in ("README.md", "docs/launch.md"))

@@ -1,4 +1,4 @@
-"""The runner of the GPU suite: which tests it keeps, what it prints and writes; and a rehearsal on CPU processes."""
+"""Runner of the GPU suite: selected tests, output, results file; and a rehearsal on CPU processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from test_gpu import Collector, Result, counts, figure, rows  # noqa: E402
 
 
 def collected(gpus: int, *words: str) -> list[str]:
-    """The tests of a list, by a dry collection."""
+    """Collect the tests of a list without running."""
     command = [sys.executable, str(ROOT / "tools" / "test_gpu.py"), "--rehearse", "--gpus", str(gpus), "--json"]
     done = subprocess.run(
         [*command, "/dev/null", "--collect-only", *words], capture_output=True, text=True, check=False
@@ -62,14 +62,14 @@ def test_a_line_shows_its_figures_and_the_end_of_its_reason() -> None:
 
 
 def report(name: str, when: str, outcome: str = "passed", **more: Any) -> Any:
-    """A report of pytest's of a part of a test."""
+    """Return pytest's report of a phase of a test."""
     truth = {each: each == outcome for each in ("passed", "failed", "skipped")}
     common = {"nodeid": f"tests/gpu/test_a.py::{name}", "when": when, "outcome": outcome, "duration": 0.5}
     return SimpleNamespace(**common, **truth, **{"user_properties": [], "longrepr": None, "longreprtext": ""} | more)
 
 
 def run_tool(monkeypatch: pytest.MonkeyPatch, folder: Path, tests: Callable[[Collector], int], *words: str) -> int:
-    """What the tool makes of tests that are not run. `tests` returns pytest's status."""
+    """Run the tool with a fake pytest: `tests` returns pytest's status."""
 
     def instead(given: list[str], plugins: list[Collector]) -> int:
         (folder / "given.json").write_text(json.dumps(given))

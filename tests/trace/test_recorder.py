@@ -1,4 +1,4 @@
-"""The ledger: what it keeps, in which order, whose time it counts, and what a step's metrics say of it."""
+"""The event log: its ring, order, exposed times, and the totals in a step's metrics."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale.comm.group import Group, Recorded
+from megascale.comm.group import Group, TrackedWork
 from megascale.config.run import RunConfig
 from megascale.core.events import COMPUTE, Event
 from megascale.core.rank import Rank
-from megascale.trace.recorder import MOST, Recorder, Traffic
+from megascale.trace.recorder import MAX_MARKS_AT_ONCE, Recorder, Traffic
 from tests.runs import GPT, build_run, config_of, send_messages, settings
 from tests.worlds import run_world
 
@@ -25,7 +25,7 @@ from tests.worlds import run_world
 class Clock:
     """A host's clock that the test moves."""
 
-    host = True
+    synchronous = True
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -45,9 +45,9 @@ class Moment:
 
 
 class Device:
-    """A device that is behind the host: its n-th mark becomes n seconds once it has `passed` so many."""
+    """A device behind the host: its n-th mark becomes n seconds once n <= `passed`."""
 
-    host = False
+    synchronous = False
 
     def __init__(self) -> None:
         self.marks = self.passed = self.asked = 0
@@ -62,17 +62,17 @@ class Device:
 
 
 class Work:
-    """A communication that takes no time of the host; on a device its end is a mark."""
+    """A communication without host time; on a device its end is a mark."""
 
     def __init__(self, timer: Any) -> None:
         self._timer = timer
-        self.ended: Any = None
+        self.completed_at: Any = None
 
     def wait(self) -> None:
         return None
 
     def in_background(self) -> Work:
-        self.ended = self._timer.mark()
+        self.completed_at = self._timer.mark()
         return self
 
 
@@ -83,10 +83,10 @@ def in_a_step(*arguments: Any, **more: Any) -> Recorder:
     return recorder
 
 
-def begin(recorder: Recorder, axis: str = "tp", nbytes: int = 8, *, wait: bool = False, peer: int = -1) -> Recorded:
-    """A communication through the door of a group of this axis."""
+def begin(recorder: Recorder, axis: str = "tp", nbytes: int = 8, *, wait: bool = False, peer: int = -1) -> TrackedWork:
+    """Issue a communication in a group of this axis."""
     group = Group(axis, (0, 1), 0, recorder=recorder)
-    return group.begin("all_reduce", "", nbytes, lambda: Work(recorder.timer), wait=wait, peer=peer)
+    return group.issue("all_reduce", "", nbytes, lambda: Work(recorder.timer), wait=wait, peer=peer)
 
 
 def total(*parts: dict[str, Traffic]) -> dict[str, Traffic]:
@@ -101,7 +101,7 @@ def total(*parts: dict[str, Traffic]) -> dict[str, Traffic]:
 
 
 def told_by(events: list[Event]) -> dict[str, Traffic]:
-    """The traffic by axis that events amount to."""
+    """The traffic of events, by axis."""
     return total(*({e.axis: Traffic(1, e.bytes, e.exposed)} for e in events if e.axis != COMPUTE))
 
 
@@ -193,10 +193,10 @@ def test_what_is_under_way_is_no_event_yet() -> None:
 
 
 def spans(recorder: Recorder, *communications: tuple[float, float]) -> list[tuple[float, float]]:
-    """When communications of one channel, issued and ended at these times, take place by the ledger."""
+    """The (start, end) in the event log of communications of a channel with given (issue, end)."""
     for issue, end in communications:
         recorder.timer.now = issue  # type: ignore[attr-defined]
-        record = recorder.communication("tp", "tp", "all_reduce", "", 8)
+        record = recorder.record_communication("tp", "tp", "all_reduce", "", 8)
         record.end, record.closed = end, True
     return [(event.start, event.end) for event in recorder.events()]
 
@@ -212,7 +212,7 @@ def test_one_that_overtook_another_leaves_the_channel_to_it() -> None:
 def test_messages_of_each_peer_and_direction_have_a_channel() -> None:
     recorder = in_a_step(Clock())
     for name, peer in (("send", 1), ("receive", 1), ("send", 2), ("send", 1)):
-        record = recorder.communication("pp", "pp.up", name, "", 8, peer)
+        record = recorder.record_communication("pp", "pp.up", name, "", 8, peer)
         record.end, record.closed = 4.0 + recorder._sequences["pp.up"], True
     assert [event.start for event in recorder.events()] == [0, 0, 0, 5]
 
@@ -220,12 +220,12 @@ def test_messages_of_each_peer_and_direction_have_a_channel() -> None:
 @pytest.mark.parametrize("timer", [Clock, Device])
 def test_a_recorder_that_is_off_keeps_nothing(timer: type) -> None:
     clock = timer()
-    recorder = in_a_step(clock, on=False)
+    recorder = in_a_step(clock, enabled=False)
     with recorder.action("F", 0, 0):
         begin(recorder, wait=True)
         pending = begin(recorder, peer=1)
     pending.wait()
-    assert pending.done() and recorder.take_traffic() == {} and recorder.events() == []
+    assert pending.is_completed() and recorder.take_traffic() == {} and recorder.events() == []
     assert not isinstance(clock, Device) or clock.marks == 1, "only what says when a message has gone is marked"
 
 
@@ -235,13 +235,13 @@ def test_the_wait_of_a_host_counts_at_once() -> None:
     begun = begin(recorder)
     clock.now = 2.0
     record = begun._record
-    assert recorder.waited(record, 0.5) == 2.0
+    assert recorder.record_wait(record, 0.5) == 2.0
     assert recorder.take_traffic() == {"tp": Traffic(1, 8, 1.5)}
     assert recorder.take_traffic() == {}
 
 
 def test_a_mean_over_steps() -> None:
-    assert Traffic(6, 96, 0.75).mean(3) == {"calls": 2, "bytes": 32, "exposed_s": 0.25}
+    assert Traffic(6, 96, 0.75).per_step(3) == {"calls": 2, "bytes": 32, "exposed_s": 0.25}
 
 
 # A device that is behind the host.
@@ -268,9 +268,9 @@ def test_what_a_device_did_in_the_background_is_known_without_a_wait() -> None:
     recorder = in_a_step(device)
     begun = begin(recorder)
     device.passed = 1
-    assert not begun.done() and recorder.events() == []
+    assert not begun.is_completed() and recorder.events() == []
     device.passed = 2
-    assert begun.done()
+    assert begun.is_completed()
     (event,) = recorder.events()
     assert (event.start, event.end, event.waits) == (1, 2, ())
     begun.wait()  # does nothing
@@ -298,7 +298,7 @@ def test_what_was_dropped_before_the_device_came_to_it_is_counted() -> None:
 
 moves = st.one_of(
     st.tuples(st.just("begin"), st.sampled_from(["tp", "dp"])),
-    st.tuples(st.sampled_from(["wait", "done", "pass"]), st.integers(0, 12)),
+    st.tuples(st.sampled_from(["wait", "is_completed", "pass"]), st.integers(0, 12)),
     st.tuples(st.sampled_from(["take", "action", "keep up"]), st.just(0)),
 )
 
@@ -307,7 +307,7 @@ moves = st.one_of(
 def test_on_a_device_nothing_is_lost_or_counted_twice(script: list[tuple[str, Any]]) -> None:
     device = Device()
     recorder = in_a_step(device)
-    begun: list[Recorded] = []
+    begun: list[TrackedWork] = []
     taken: list[dict[str, Traffic]] = []
     for move, value in script:
         if move == "begin":
@@ -317,7 +317,7 @@ def test_on_a_device_nothing_is_lost_or_counted_twice(script: list[tuple[str, An
         elif move == "take":
             taken.append(recorder.take_traffic())
         elif move == "keep up":
-            recorder.keep_up()
+            recorder.resolve_oldest_marks()
         elif move == "action":
             with recorder.action("F"):
                 device.mark()
@@ -332,7 +332,7 @@ def test_on_a_device_nothing_is_lost_or_counted_twice(script: list[tuple[str, An
     events = recorder.events()
     assert sum(event.axis != COMPUTE for event in events) == len(begun)
     assert_same(total(*taken), told_by(events))
-    assert not recorder._marked and recorder.take_traffic() == {}
+    assert not recorder._unresolved and recorder.take_traffic() == {}
 
 
 def acted(recorder: Recorder, actions: int) -> None:
@@ -342,18 +342,18 @@ def acted(recorder: Recorder, actions: int) -> None:
             pass
 
 
-def settled(recorder: Recorder) -> int:
+def resolved(recorder: Recorder) -> int:
     return sum(isinstance(record.issue, float) for record in recorder._ring)
 
 
-def test_a_host_that_is_ahead_settles_what_the_device_has_passed() -> None:
+def test_a_host_that_is_ahead_resolves_what_the_device_has_passed() -> None:
     device = Device()
     recorder = in_a_step(device)
     acted(recorder, 10)
     for passed, expected in ((1, 0), (2, 1), (7, 3), (18, 9)):
         device.passed = passed
-        recorder.keep_up()
-        assert settled(recorder) == expected
+        recorder.resolve_oldest_marks()
+        assert resolved(recorder) == expected
 
 
 def test_a_device_that_may_soon_wait_for_the_host_is_not_kept_waiting() -> None:
@@ -361,10 +361,10 @@ def test_a_device_that_may_soon_wait_for_the_host_is_not_kept_waiting() -> None:
     recorder = in_a_step(device)
     acted(recorder, 10)
     device.passed = 19  # it has begun with the newest
-    recorder.keep_up()
-    assert settled(recorder) == 0 and device.asked == 1
-    recorder.settle()
-    assert settled(recorder) == 9
+    recorder.resolve_oldest_marks()
+    assert resolved(recorder) == 0 and device.asked == 1
+    recorder.resolve_marks()
+    assert resolved(recorder) == 9
 
 
 def test_what_is_not_complete_holds_up_what_came_after_it_for_a_while() -> None:
@@ -373,18 +373,18 @@ def test_what_is_not_complete_holds_up_what_came_after_it_for_a_while() -> None:
     begun = begin(recorder)
     acted(recorder, 3)
     device.passed = device.marks - 2
-    recorder.keep_up()
-    assert settled(recorder) == 0
+    recorder.resolve_oldest_marks()
+    assert resolved(recorder) == 0
     begun.wait()
     acted(recorder, 1)
     device.passed = device.marks - 2
-    recorder.keep_up()
-    assert settled(recorder) == 4
+    recorder.resolve_oldest_marks()
+    assert resolved(recorder) == 4
 
 
 @pytest.mark.parametrize("lag", [0, 2, 20, 5000])
 def test_keeping_up_is_a_little_work_for_each_record(lag: int) -> None:
-    """However far ahead the host is."""
+    """The work does not depend on the lag of the device."""
     device = Device()
     recorder = in_a_step(device)
     most = 0
@@ -392,43 +392,43 @@ def test_keeping_up_is_a_little_work_for_each_record(lag: int) -> None:
         acted(recorder, 1)
         device.passed = max(0, device.marks - lag)
         before = device.asked
-        recorder.keep_up()
+        recorder.resolve_oldest_marks()
         most = max(most, device.asked - before)
     assert device.asked <= 2000 * 5
     device.passed = device.marks - 2  # a device that comes to much at once
     before = device.asked
-    recorder.keep_up()
-    assert max(most, device.asked - before) <= 3 * MOST
-    assert len(recorder._marked) >= 1
+    recorder.resolve_oldest_marks()
+    assert max(most, device.asked - before) <= 3 * MAX_MARKS_AT_ONCE
+    assert len(recorder._unresolved) >= 1
 
 
-def test_a_device_trails_while_it_leaves_much_to_settle() -> None:
+def test_the_backlog_is_the_unresolved_records_before_a_mark() -> None:
     device = Device()
     recorder = in_a_step(device)
-    acted(recorder, 3 * MOST)
+    acted(recorder, 3 * MAX_MARKS_AT_ONCE)
     until = device.mark()
     acted(recorder, 1)
     turns = 0
-    while recorder.trails(until):
+    while recorder.has_backlog(until):
         device.passed += 1
-        recorder.keep_up()
+        recorder.resolve_oldest_marks()
         turns += 1
-    assert len(recorder._marked) == MOST and turns <= 6 * MOST
+    assert len(recorder._unresolved) == MAX_MARKS_AT_ONCE and turns <= 6 * MAX_MARKS_AT_ONCE
     device.passed = device.marks
-    acted(recorder, 3 * MOST)
-    assert not recorder.trails(until), "the device is there, however much is left"
+    acted(recorder, 3 * MAX_MARKS_AT_ONCE)
+    assert not recorder.has_backlog(until), "the device is there, however much is left"
 
 
-@pytest.mark.parametrize("on", [True, False])
-def test_the_clock_of_a_host_has_nothing_to_settle(on: bool) -> None:
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_clock_of_a_host_has_nothing_to_resolve(enabled: bool) -> None:
     class Asked(Clock):
         def seconds(self, mark: Any) -> float | None:
             raise AssertionError("its marks are seconds")
 
-    recorder = in_a_step(Asked(), on=on)
-    acted(recorder, 3 * MOST)
-    recorder.keep_up()
-    assert not recorder.trails(recorder.mark())
+    recorder = in_a_step(Asked(), enabled=enabled)
+    acted(recorder, 3 * MAX_MARKS_AT_ONCE)
+    recorder.resolve_oldest_marks()
+    assert not recorder.has_backlog(recorder.mark())
 
 
 # Real steps.
@@ -440,18 +440,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Ledger:
-    """What a rank wrote down: events, and of each step its span and traffic; the last is what came after. `groups`:
-    the ranks of each.
-    """
+class RankLog:
+    """The events of a rank, (start, end, traffic) of every step and of the time after, and the ranks of the groups."""
 
     events: list[Event]
     steps: list[tuple[float, float, dict[str, Traffic]]]
     groups: dict[str, tuple[int, ...]]
 
 
-def ledger(rank: Rank, config: RunConfig) -> Ledger:
-    """Two steps whose collectives travel by messages, in the background."""
+def record_steps(rank: Rank, config: RunConfig) -> RankLog:
+    """Train two steps with collectives by messages, in the background."""
     from megascale.train.step import train_step
 
     run = build_run(rank, config)
@@ -464,51 +462,53 @@ def ledger(rank: Rank, config: RunConfig) -> Ledger:
     for step in range(3):
         start = time.perf_counter()
         if step < 2:
-            train_step(run, run.train.batch(run.progress.samples))
+            train_step(run, run.train_loader.batch(run.progress.samples))
         else:
-            run.gradients.finish_gather()
+            run.buffers.finish_param_gather()
             run.pipeline.finish_sends()
         steps.append((start, time.perf_counter(), recorder.take_traffic()))
     assert recorder.dropped == 0
-    return Ledger(recorder.events(), steps, {group.name: group.ranks for group in run.mesh.groups})
+    return RankLog(recorder.events(), steps, {group.name: group.ranks for group in run.mesh.groups})
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
-def ledgers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Ledger]:
-    """The ledgers of four ranks, in each layout."""
-    folder = tmp_path_factory.mktemp("ledgers")
+def rank_logs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[RankLog]:
+    """The event logs of four ranks, by layout."""
+    folder = tmp_path_factory.mktemp("logs")
     config = config_of(settings(GPT, folder, train__precision="fp32", **LAYOUTS[request.param]), folder)
-    return run_world(config.world, ledger, config)
+    return run_world(config.world_size, record_steps, config)
 
 
-def test_ranks_of_a_group_number_the_same_collectives(ledgers: list[Ledger]) -> None:
+def test_ranks_of_a_group_number_the_same_collectives(rank_logs: list[RankLog]) -> None:
     told: defaultdict[tuple[str, tuple[int, ...]], list[list[Any]]] = defaultdict(list)
-    for rank in ledgers:
+    for rank in rank_logs:
         for name, ranks in rank.groups.items():
             own = [event for event in rank.events if event.group == name]
             assert [event.sequence for event in own] == list(range(len(own)))
             collectives = [e for e in own if e.peer < 0]
             told[name, ranks].append([(e.name, e.bytes, e.microbatch) for e in collectives])
             if name != "tied":  # the ends of the pipeline name the embedding by their own chunks
-                told[name, ranks][-1] += [(e.what, e.chunk) for e in collectives]
+                told[name, ranks][-1] += [(e.label, e.chunk) for e in collectives]
     for (name, ranks), lists in told.items():
         assert len(lists) == len(ranks) and all(each == lists[0] for each in lists), name
     assert sum(len(lists[0]) for lists in told.values()) > 20
 
 
-def test_each_message_is_told_by_both_sides(ledgers: list[Ledger]) -> None:
+def test_each_message_is_recorded_by_both_sides(rank_logs: list[RankLog]) -> None:
     sides: dict[str, Counter[Any]] = {"send": Counter(), "receive": Counter()}
-    for number, rank in enumerate(ledgers):
+    for number, rank in enumerate(rank_logs):
         for event in rank.events:
             if event.peer >= 0:
                 ends = (number, event.peer) if event.name == "send" else (event.peer, number)
                 sides[event.name][event.step, event.direction, event.stage, event.microbatch, event.bytes, ends] += 1
     assert sides["send"] == sides["receive"]
-    assert bool(sides["send"]) == (len(ledgers[0].groups["pp.up"]) > 1)
+    assert bool(sides["send"]) == (len(rank_logs[0].groups["pp.up"]) > 1)
 
 
-def test_events_are_in_the_order_of_their_issue_and_those_of_a_channel_follow_each_other(ledgers: list[Ledger]) -> None:
-    for rank in ledgers:
+def test_events_are_in_the_order_of_their_issue_and_those_of_a_channel_follow_each_other(
+    rank_logs: list[RankLog],
+) -> None:
+    for rank in rank_logs:
         issues = [event.start if event.axis == COMPUTE else event.issue for event in rank.events]
         assert issues == sorted(issues)
         ends: dict[Any, float] = {}
@@ -523,9 +523,9 @@ def test_events_are_in_the_order_of_their_issue_and_those_of_a_channel_follow_ea
             ends[channel] = max(event.end, ends.get(channel, 0.0))
 
 
-def test_communications_belong_to_a_chunk_and_a_micro_batch(ledgers: list[Ledger]) -> None:
+def test_communications_belong_to_a_chunk_and_a_micro_batch(rank_logs: list[RankLog]) -> None:
     seen = Counter[str]()
-    for rank in ledgers:
+    for rank in rank_logs:
         actions = [event for event in rank.events if event.axis == COMPUTE]
         for event in rank.events:
             if event.axis == COMPUTE or not event.step:
@@ -536,19 +536,19 @@ def test_communications_belong_to_a_chunk_and_a_micro_batch(ledgers: list[Ledger
                 assert (event.chunk, event.microbatch) == (around[0].chunk, around[0].microbatch)
             elif event.axis == "pp":
                 assert event.chunk >= 0 and event.microbatch >= 0 and event.stage >= 0
-            elif event.what.startswith("chunk "):
-                assert re.match(rf"chunk {event.chunk}\b", event.what)
+            elif event.label.startswith("chunk "):
+                assert re.match(rf"chunk {event.chunk}\b", event.label)
                 assert (event.microbatch >= 0) == (event.name == "reduce_scatter")
             else:
                 assert event.axis not in ("dp", "tied")
                 assert (event.chunk, event.microbatch) == (around[0].chunk if around else -1, -1)
             seen[event.axis] += 1
-    communicate = {event.axis for rank in ledgers for event in rank.events if event.step and event.axis != COMPUTE}
+    communicate = {event.axis for rank in rank_logs for event in rank.events if event.step and event.axis != COMPUTE}
     assert set(seen) == communicate
 
 
-def test_every_step_has_every_action(ledgers: list[Ledger]) -> None:
-    for rank in ledgers:
+def test_every_step_has_every_action(rank_logs: list[RankLog]) -> None:
+    for rank in rank_logs:
         for step in (1, 2):
             found = Counter((e.name, e.chunk, e.microbatch) for e in rank.events if e.step == step and not e.group)
             forwards = {place[1:] for place in found if place[0] == "F"}
@@ -559,8 +559,8 @@ def test_every_step_has_every_action(ledgers: list[Ledger]) -> None:
             assert all(count == 1 for (name, *_), count in found.items() if name in "FB")
 
 
-def test_the_traffic_of_a_step_is_the_sum_of_its_events(ledgers: list[Ledger]) -> None:
-    for rank in ledgers:
+def test_the_traffic_of_a_step_is_the_sum_of_its_events(rank_logs: list[RankLog]) -> None:
+    for rank in rank_logs:
         for step, (start, end, traffic) in enumerate(rank.steps, 1):
             told = told_by([event for event in rank.events if event.step == step])
             for axis in {*told, *traffic}:
@@ -573,10 +573,10 @@ def test_the_traffic_of_a_step_is_the_sum_of_its_events(ledgers: list[Ledger]) -
 
 
 def communication(rank: Rank, configs: list[RunConfig]) -> list[tuple[list[dict[str, dict[str, float]]], int]]:
-    """What the records of the steps say of communication, and all calls in the ledger, for each configuration."""
-    from megascale.trace.record import Record, StepRecord
+    """By configuration: `communication` of the step metrics, and the number of communications in the event log."""
+    from megascale.trace.metrics import MetricsRecord, StepMetrics
     from megascale.train.loop import train
-    from megascale.train.report import Reporter
+    from megascale.train.reporter import Reporter
 
     class Listener:
         name = "a listener"
@@ -584,11 +584,11 @@ def communication(rank: Rank, configs: list[RunConfig]) -> list[tuple[list[dict[
         def __init__(self) -> None:
             self.said: list[dict[str, dict[str, float]]] = []
 
-        def write(self, record: Record) -> None:
-            if isinstance(record, StepRecord):
+        def write(self, record: MetricsRecord) -> None:
+            if isinstance(record, StepMetrics):
                 self.said.append(record.communication)
 
-        def note(self, text: str) -> None: ...
+        def write_message(self, text: str) -> None: ...
 
         def close(self) -> None: ...
 

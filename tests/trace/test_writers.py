@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megascale.trace.record import EvaluationRecord, StepRecord, as_json
-from megascale.trace.writers import JsonLines, TensorBoard, Terminal, describe
+from megascale.trace.metrics import EvaluationMetrics, StepMetrics, as_json
+from megascale.trace.writers import JsonLinesWriter, TensorBoardWriter, TerminalWriter, format_record
 
-RECORD = StepRecord(
+RECORD = StepMetrics(
     step=5,
     loss=2.34567,
     grad_norm=1.234,
@@ -35,7 +35,7 @@ RECORD = StepRecord(
 )
 
 
-def step(number: int, loss: float = 1.0) -> StepRecord:
+def step(number: int, loss: float = 1.0) -> StepMetrics:
     return replace(RECORD, step=number, loss=loss)
 
 
@@ -47,12 +47,12 @@ def steps_of(path: Path) -> list[int]:
 def metrics(tmp_path: Path) -> Path:
     """The metrics of a run of six steps, evaluated before the first and after the fourth."""
     path = tmp_path / "metrics.jsonl"
-    writer = JsonLines(path, 0)
-    writer.write(EvaluationRecord(0, 5.0, 100))
+    writer = JsonLinesWriter(path, 0)
+    writer.write(EvaluationMetrics(0, 5.0, 100))
     for number in (2, 4, 6):
         writer.write(step(number))
         if number == 4:
-            writer.write(EvaluationRecord(4, 4.0, 100))
+            writer.write(EvaluationMetrics(4, 4.0, 100))
     writer.close()
     return path
 
@@ -66,16 +66,16 @@ def test_json_lines_hold_every_value_that_there_is(metrics: Path) -> None:
 
 
 def test_json_lines_are_on_disk_at_once(tmp_path: Path) -> None:
-    writer = JsonLines(tmp_path / "metrics.jsonl", 0)
+    writer = JsonLinesWriter(tmp_path / "metrics.jsonl", 0)
     for number in (1, 2):
         writer.write(step(number))
-        writer.note("no measurement")
+        writer.write_message("no measurement")
         assert steps_of(tmp_path / "metrics.jsonl")[-1] == number
     writer.close()
 
 
 def test_a_resumed_run_continues_its_lines(metrics: Path) -> None:
-    writer = JsonLines(metrics, 4)
+    writer = JsonLinesWriter(metrics, 4)
     assert steps_of(metrics) == [0, 2, 4, 4]
     writer.write(step(6, loss=0.5))
     writer.close()
@@ -84,7 +84,7 @@ def test_a_resumed_run_continues_its_lines(metrics: Path) -> None:
 
 
 def test_a_run_that_starts_anew_keeps_no_lines(metrics: Path) -> None:
-    JsonLines(metrics, 0).close()
+    JsonLinesWriter(metrics, 0).close()
     assert metrics.read_text() == ""
 
 
@@ -93,7 +93,7 @@ def test_a_run_that_starts_anew_keeps_no_lines(metrics: Path) -> None:
 )
 def test_what_a_kill_spoilt_goes(metrics: Path, tail: str) -> None:
     metrics.write_text(metrics.read_text() + tail)
-    JsonLines(metrics, 6).close()
+    JsonLinesWriter(metrics, 6).close()
     assert steps_of(metrics) == [0, 2, 4, 4, 6]
 
 
@@ -105,7 +105,7 @@ def test_trimming_replaces_the_file_as_a_whole(metrics: Path, monkeypatch: pytes
 
     monkeypatch.setattr(Path, "replace", die)
     with pytest.raises(KeyboardInterrupt):
-        JsonLines(metrics, 2)
+        JsonLinesWriter(metrics, 2)
     assert metrics.read_text() == before
 
 
@@ -118,16 +118,16 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-def tensorboard(folder: Path, resumed: int, *records: StepRecord | EvaluationRecord) -> None:
-    writer = TensorBoard(folder, resumed)
-    writer.note("no measurement")
+def tensorboard(folder: Path, resumed: int, *records: StepMetrics | EvaluationMetrics) -> None:
+    writer = TensorBoardWriter(folder, resumed)
+    writer.write_message("no measurement")
     for record in records:
         writer.write(record)
     writer.close()
 
 
 def test_tensorboard_reads_every_value(tmp_path: Path) -> None:
-    tensorboard(tmp_path, 0, EvaluationRecord(0, 5.0, 100), step(2, 3.0), step(4, 2.5), EvaluationRecord(4, 4.0, 100))
+    tensorboard(tmp_path, 0, EvaluationMetrics(0, 5.0, 100), step(2, 3.0), step(4, 2.5), EvaluationMetrics(4, 4.0, 100))
     found = scalars(tmp_path)
     assert found.pop("valid/loss") == [(0, 5.0), (4, 4.0)]
     assert found.pop("valid/tokens") == [(0, 100.0), (4, 100.0)]
@@ -144,7 +144,7 @@ def test_tensorboard_reads_every_value(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("resumed", "kept"), [(4, [(2, 1.0), (4, 1.0)]), (6, [(2, 1.0), (4, 1.0), (6, 1.0)]), (0, [])])
 def test_tensorboard_drops_what_is_trained_again(tmp_path: Path, resumed: int, kept: list[tuple[int, float]]) -> None:
-    tensorboard(tmp_path, 0, EvaluationRecord(0, 5.0, 100), *(step(number) for number in (2, 4, 6)))
+    tensorboard(tmp_path, 0, EvaluationMetrics(0, 5.0, 100), *(step(number) for number in (2, 4, 6)))
     tensorboard(tmp_path, resumed, step(resumed + 2, 0.5))
     found = scalars(tmp_path)
     assert found["train/loss"] == [*kept, (resumed + 2, 0.5)]
@@ -152,9 +152,9 @@ def test_tensorboard_drops_what_is_trained_again(tmp_path: Path, resumed: int, k
 
 
 def test_plain_lines_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    writer = Terminal(1200, 0)
-    writer.note("a [bold]note[/bold] :smile: " + "/a/long/path" * 20)
-    writer.write(EvaluationRecord(0, 5.43219, 100))
+    writer = TerminalWriter(1200, 0)
+    writer.write_message("a [bold]note[/bold] :smile: " + "/a/long/path" * 20)
+    writer.write(EvaluationMetrics(0, 5.43219, 100))
     writer.write(RECORD)
     writer.close()
     assert capsys.readouterr().out == (
@@ -166,13 +166,13 @@ def test_plain_lines_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_a_terminal_has_a_bar_below_the_same_lines() -> None:
     screen = io.StringIO()
-    writer = Terminal(1200, 100, Console(file=screen, force_terminal=True, width=80, legacy_windows=False))
-    writer.note("/a/long/path" * 20)
+    writer = TerminalWriter(1200, 100, Console(file=screen, force_terminal=True, width=80, legacy_windows=False))
+    writer.write_message("/a/long/path" * 20)
     writer.write(step(105))
     writer.close()
     shown = screen.getvalue()
     assert "/a/long/path" * 20 + "\n" in shown
-    assert f"{describe(step(105), 1200)}\n" in shown
+    assert f"{format_record(step(105), 1200)}\n" in shown
     first, last = shown.index(" 100/1200"), shown.rindex(" 105/1200")
     assert first < shown.index("loss 1.0000") < last
     assert "45m 37s left" in shown[last:]
@@ -180,7 +180,7 @@ def test_a_terminal_has_a_bar_below_the_same_lines() -> None:
 
 
 def test_a_step_in_a_line() -> None:
-    assert describe(RECORD, 5).endswith("MFU 51.2% full 48.0% causal  0s left")
-    unknown = describe(replace(RECORD, mfu_full=None, mfu_causal=None, hfu_full=None, hfu_causal=None), 10)
+    assert format_record(RECORD, 5).endswith("MFU 51.2% full 48.0% causal  0s left")
+    unknown = format_record(replace(RECORD, mfu_full=None, mfu_causal=None, hfu_full=None, hfu_causal=None), 10)
     assert unknown == "step 5/10  loss 2.3457  norm 1.23  lr 3.00e-04  1.64k tok/s  MFU n/a  12s left"
-    assert describe(EvaluationRecord(1500, 3.0, 7), 2000) == "step 1,500/2,000  validation loss 3.0000"
+    assert format_record(EvaluationMetrics(1500, 3.0, 7), 2000) == "step 1,500/2,000  validation loss 3.0000"

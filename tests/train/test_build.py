@@ -1,4 +1,4 @@
-"""A run built from its configuration, without room for it."""
+"""Construction of runs: a model on the meta device, and a mesh with open connections."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import pytest
 import torch
 
 from megascale.account.parameters import parameter_count
-from megascale.comm.mesh import single
-from megascale.config.explain import load
+from megascale.comm.mesh import single_process_mesh
+from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
-from megascale.device import detect
+from megascale.device import detect_device
 from megascale.layout.chunks import chunk_buckets
 from megascale.layout.tensors import padded_vocab
-from megascale.model.parts import Operators
+from megascale.model.modules import Operators
 from megascale.model.transformer import Stage
-from megascale.ops.select import Setting
-from megascale.parallel.eight_bit import Scaling
-from megascale.parallel.gradients import Gradients
+from megascale.ops.select import OpContext
+from megascale.parallel.fp8_linear import Fp8State
 from megascale.parallel.microbatch import MicroBatch
-from megascale.parallel.overlap import TensorAxis
+from megascale.parallel.param_and_grad_buffers import ParamAndGradBuffers
 from megascale.parallel.rng import Dropout
-from megascale.train.build import build_stages, mesh_of, number_formats
+from megascale.parallel.tp_overlap import TensorAxis
+from megascale.train.build import build_mesh, build_stages, run_dtypes
 from tests.runs import LLAMA, config_of, settings
 from tests.worlds import run_world
 
@@ -32,34 +32,34 @@ CONFIG = Path(__file__).parents[2] / "configs" / "gpu" / "gpt3-175b.toml"
 ONE_RANK = ("tp=1", "sp=false", "pp=1", "vpp=1", "dp=1")
 
 
-def on_meta(config: RunConfig) -> tuple[Stage, Gradients]:
-    mesh, device = single(), torch.device("meta")
-    gradients = Gradients(
+def on_meta(config: RunConfig) -> tuple[Stage, ParamAndGradBuffers]:
+    mesh, device = single_process_mesh(), torch.device("meta")
+    buffers = ParamAndGradBuffers(
         chunk_buckets(config, 0),
         mesh,
         zero=config.parallel.zero,
         sequence=False,
         overlap=True,
-        formats=number_formats(config),
+        formats=run_dtypes(config),
         device=device,
     )
-    setting = Setting(config.model, config.backends, torch.bfloat16, detect(allow_gpu=False))
+    context = OpContext(config.model, config.backends, torch.bfloat16, detect_device(allow_gpu=False))
     (stage,) = build_stages(
-        config, mesh, gradients, TensorAxis(mesh.tp), Operators.of(setting), Scaling(config, mesh, device)
+        config, mesh, buffers, TensorAxis(mesh.tp), Operators.from_context(context), Fp8State(config, mesh, device)
     )
-    return stage, gradients
+    return stage, buffers
 
 
 def test_a_model_is_built_and_run_on_meta() -> None:
-    """175 billion parameters, 700 GB of gradients: one process, no memory, a forward and a backward."""
-    config = load(str(CONFIG), [*(f"parallel.{setting}" for setting in ONE_RANK), "data.mock=true"])
-    stage, gradients = on_meta(config)
+    """GPT-3 175B, with 700 GB of gradients, on the meta device: one process, one forward, one backward."""
+    config = load_config(str(CONFIG), [*(f"parallel.{setting}" for setting in ONE_RANK), "data.mock=true"])
+    stage, buffers = on_meta(config)
     model = config.model
     parameters = list(stage.parameters())
     assert all(parameter.is_meta for parameter in parameters)
     padding = (padded_vocab(model, 1) - model.vocab_size) * model.hidden_size
     assert sum(parameter.numel() for parameter in parameters) == parameter_count(model) + padding
-    assert sum(bucket.bytes["gradients"] for bucket in gradients.buckets) > 4 * parameter_count(model)
+    assert sum(bucket.bytes["gradients"] for bucket in buffers.buckets) > 4 * parameter_count(model)
 
     ids = torch.zeros(model.seq_length, 1, dtype=torch.int64, device="meta")
     loss = stage(None, MicroBatch(ids, ids, None, Dropout(0.0, 0, [0], torch.device("cpu"))))
@@ -67,9 +67,9 @@ def test_a_model_is_built_and_run_on_meta() -> None:
     loss.backward()
 
 
-def connected(rank: Rank, config: Any) -> set[tuple[str, str, int]]:
-    """The messages of a mesh that has just been opened: direction, kind and the other rank."""
-    mesh = mesh_of(config, rank, detect(allow_gpu=False))
+def warm_up_messages(rank: Rank, config: Any) -> set[tuple[str, str, int]]:
+    """Warm-up messages of a new mesh: group, operation and peer."""
+    mesh = build_mesh(config, rank, detect_device(allow_gpu=False))
     return {(event.group, event.name, event.peer) for event in mesh.recorder.events() if event.name in KINDS}
 
 
@@ -77,11 +77,11 @@ KINDS = ("send", "receive")
 
 
 @pytest.mark.parametrize("vpp", [1, 2])
-def test_a_mesh_comes_with_its_channels_connected(vpp: int, tmp_path: Path) -> None:
-    """Those of the first and the last stage too, where the last sends to the first one's second chunk."""
+def test_a_new_mesh_has_connected_its_pipeline_neighbours(vpp: int, tmp_path: Path) -> None:
+    """With vpp > 1 the last stage also connects to the first stage's second chunk."""
     layout = {"model__num_layers": 6, "parallel__pp": 3, "parallel__vpp": vpp, "batch__global": 6}
     config = config_of(settings(LLAMA, tmp_path, **layout), tmp_path, world=3)
-    first, middle, last = run_world(3, connected, config)
+    first, middle, last = run_world(3, warm_up_messages, config)
     near = {("pp.up", "send", 1), ("pp.down", "receive", 1)}
     far = {("pp.up", "send", 2), ("pp.down", "receive", 2)} if vpp > 1 else set()
     assert first == near | far

@@ -1,4 +1,4 @@
-"""`train.compile` changes rounding and nothing else, and compiles once, whatever the number of layers and steps."""
+"""`train.compile` changes only rounding, and compiles once for any number of layers and steps."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def eager(compiled: RunConfig) -> RunConfig:
     return compiled.model_copy(update={"train": compiled.train.model_copy(update={"compile": False})})
 
 
-def both(rank: Rank, compiled: RunConfig) -> tuple[Curve, Curve, int, int]:
-    """The curves of an eager and a compiled run, and the graphs of the compiled one after one step and at its end."""
+def eager_and_compiled(rank: Rank, compiled: RunConfig) -> tuple[Curve, Curve, int, int]:
+    """Curves of an eager and a compiled run, and the number of compiled graphs after the first and the last step."""
     from torch._dynamo.utils import counters
 
     run = build_run(rank, eager(compiled))
@@ -46,8 +46,8 @@ def both(rank: Rank, compiled: RunConfig) -> tuple[Curve, Curve, int, int]:
 
 
 def worst(curve: Curve, expected: Curve) -> float:
-    """The largest relative difference of losses and gradient norms."""
-    pairs = [pair for row, other in zip(curve, expected, strict=True) for pair in zip(row, other, strict=True)]
+    """Largest relative difference of losses and gradient norms."""
+    pairs = [pair for row, reference in zip(curve, expected, strict=True) for pair in zip(row, reference, strict=True)]
     return max(abs(a - b) / abs(b) for a, b in pairs)
 
 
@@ -63,13 +63,13 @@ def worst(curve: Curve, expected: Curve) -> float:
     ],
     ids=str,
 )
-def test_it_is_the_same_run(family: str, layout: dict[str, Any], graphs: int, tmp_path: Path) -> None:
-    given = config(family, tmp_path, **layout)
-    ranks = run_world(given.world, both, given)
+def test_a_compiled_run_equals_the_eager_run(family: str, layout: dict[str, Any], graphs: int, tmp_path: Path) -> None:
+    run_config = config(family, tmp_path, **layout)
+    ranks = run_world(run_config.world_size, eager_and_compiled, run_config)
     for expected, curve, first, last in ranks:
-        assert 0 < worst(curve, expected) < 1e-5, "it was compiled, and computes the same"
+        assert 0 < worst(curve, expected) < 1e-5, "compiled, so rounded differently, but within tolerance"
         assert first == last <= graphs
-    assert max(last for *_, last in ranks) == graphs, "as many for four layers as for one"
+    assert max(last for *_, last in ranks) == graphs, "the number of graphs does not depend on the number of layers"
 
 
 def build_without_compiler(rank: Rank, config: RunConfig) -> str:
@@ -84,9 +84,9 @@ def build_without_compiler(rank: Rank, config: RunConfig) -> str:
 
 
 def test_without_a_compiler_nothing_is_built(tmp_path: Path) -> None:
-    (said,) = run_world(1, build_without_compiler, config("llama", tmp_path))
-    wanted = "train.compile: no C++ compiler: there is no no-such-compiler  -> install it, or train.compile=false"
-    assert said == wanted
+    (message,) = run_world(1, build_without_compiler, config("llama", tmp_path))
+    expected = "train.compile: no C++ compiler: there is no no-such-compiler  -> install it, or train.compile=false"
+    assert message == expected
 
 
 def test_without_a_compiler_the_command_ends_with_status_2(

@@ -1,4 +1,4 @@
-"""From text to a trained model by the commands that a user gives, in 3D parallelism."""
+"""From text to a trained model with 3D parallelism, by the user's commands."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ TEXT = "the scale of a model is the number of its weights and the time of a step
 
 @dataclass(frozen=True)
 class Trained:
-    """A run that ended after 20 steps and was taken up again until 30."""
+    """A run of 20 steps that was resumed to 30 steps."""
 
     config: Path
     folder: Path
-    first: str  # what the two parts printed
+    first: str  # output of the two parts
     second: str
 
     def lines(self) -> list[dict[str, Any]]:
@@ -68,7 +68,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return Trained(config, job.folder, *outputs)
 
 
-def test_the_loss_falls_on_text_and_on_text_that_was_not_seen(trained: Trained) -> None:
+def test_training_and_validation_loss_fall(trained: Trained) -> None:
     steps = trained.steps()
     assert [line["step"] for line in steps] == [1, 5, 10, 15, 20, 25, 30]
     assert steps[0]["loss"] == pytest.approx(5.55, abs=0.15)  # the logarithm of 257
@@ -86,7 +86,7 @@ def test_the_second_part_resumed_the_first(trained: Trained) -> None:
     assert saved == ["step-00000015", "step-00000020", "step-00000030"]
 
 
-def test_figures_agree_with_each_other(trained: Trained) -> None:
+def test_metrics_are_consistent(trained: Trained) -> None:
     tokens = 8 * SIZES["seq_length"]
     for line in trained.steps():
         assert line["loss_tokens"] == line["step"] * tokens
@@ -99,7 +99,7 @@ def test_figures_agree_with_each_other(trained: Trained) -> None:
     assert ratios == pytest.approx([ratios[0]] * len(ratios))
 
 
-def test_tensorboard_has_the_same_figures(trained: Trained) -> None:
+def test_tensorboard_has_the_same_metrics(trained: Trained) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(trained.folder / "tensorboard"), size_guidance={"scalars": 0})
@@ -108,11 +108,11 @@ def test_tensorboard_has_the_same_figures(trained: Trained) -> None:
     names["valid/"] = ["loss", "tokens"]
     for axis, traffic in trained.steps()[0]["communication"].items():
         names[f"train/communication/{axis}/"] = list(traffic)
-    assert set(events.Tags()["scalars"]) == {prefix + name for prefix, own in names.items() for name in own}
+    assert set(events.Tags()["scalars"]) == {prefix + name for prefix, tags in names.items() for name in tags}
     for tag, key in (("train/loss", "loss"), ("train/mfu_full", "mfu_full"), ("valid/loss", "valid_loss")):
-        found = [(event.step, event.value) for event in events.Scalars(tag)]
+        scalars = [(event.step, event.value) for event in events.Scalars(tag)]
         expected = [(line["step"], line[key]) for line in trained.lines() if key in line]
-        assert found == [(step, pytest.approx(value, rel=1e-6)) for step, value in expected]
+        assert scalars == [(step, pytest.approx(value, rel=1e-6)) for step, value in expected]
 
 
 def test_without_a_terminal_the_output_is_plain_lines(trained: Trained) -> None:
@@ -127,19 +127,19 @@ def test_without_a_terminal_the_output_is_plain_lines(trained: Trained) -> None:
 
 
 @pytest.mark.slow
-def test_the_runs_own_configuration_runs_again_as_it_is(trained: Trained) -> None:
-    """Under another name, in one go, it is the same curve."""
+def test_the_written_configuration_repeats_the_run(trained: Trained) -> None:
+    """Under another name, without an interruption, the curve is the same."""
     written = trained.folder / "config.toml"
     resolved = tomllib.loads(written.read_text())
     assert resolved["parallel"] | {"tp": 2, "pp": 2, "dp": 1, "schedule": "1f1b"} == resolved["parallel"]
-    other = Job(written, "name=again")
-    other.folder = trained.folder.parent / "again"
-    status, _, err = other.end()
+    repeated = Job(written, "name=again")
+    repeated.folder = trained.folder.parent / "again"
+    status, _, err = repeated.end()
     assert status == 0, err
-    assert curve(other.steps()) == curve(trained.steps())
+    assert curve(repeated.steps()) == curve(trained.steps())
 
 
-def test_a_run_that_must_not_resume_refuses_to_write_over_another(trained: Trained) -> None:
+def test_a_run_with_resume_never_refuses_an_existing_folder(trained: Trained) -> None:
     before = (trained.folder / "metrics.jsonl").read_bytes()
     status, out, err = Job(trained.config, "checkpoint.resume=never").end()
     assert status == Exit.CONFIG and out == ""

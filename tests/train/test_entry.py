@@ -1,4 +1,4 @@
-"""One rank's life: what it says first, and how it ends on an error."""
+"""Entry of a rank: the summary at the start, and the exit status and message of errors."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from megascale.core.errors import Exit
 from megascale.core.rank import Rank
 from megascale.device import Device
 from megascale.train import entry
-from megascale.train.peak import find_peak
+from megascale.train.peak_flops import find_peak_flops
 from tests.jobs import Job, job_config
 from tests.runs import LLAMA, build_run, config_of, settings
 
 SIZES = LLAMA | {"num_layers": 2}
 
 
-def a_run(folder: Path, **more: Any) -> Any:
-    return build_run(Rank(0, 1, 0, "localhost"), config_of(settings(SIZES, folder, **more), folder))
+def a_run(folder: Path, **changes: Any) -> Any:
+    return build_run(Rank(0, 1, 0, "localhost"), config_of(settings(SIZES, folder, **changes), folder))
 
 
 def on_gpu(run: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -31,13 +31,13 @@ def on_gpu(run: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     return replace(run, device=Device(torch.device("cuda", 0), "nccl"))
 
 
-def test_the_introduction_says_what_runs_where(tmp_path: Path) -> None:
+def test_the_summary_describes_the_run(tmp_path: Path) -> None:
     run = a_run(tmp_path, train__precision="bf16")
-    text = entry.introduction(run, Peak(2.5e9, "a processor, measured by GEMM"))
-    numbers = sum(p.numel() for p in run.gradients.parameters(0).values())
-    padding = 2 * (128 - 101) * 32  # rows of the two vocabulary matrices that are no tokens
+    text = entry.run_summary(run, Peak(2.5e9, "a processor, measured by GEMM"))
+    numel = sum(p.numel() for p in run.buffers.parameters(0).values())
+    padding = 2 * (128 - 101) * 32  # padding rows of the two vocabulary matrices
     for part in (
-        f"test: {(numbers - padding) / 1e3:.2f}k parameters in bf16",
+        f"test: {(numel - padding) / 1e3:.2f}k parameters in bf16",
         "tp 1 x pp 1 (vpp 1, 1f1b) x dp 1 (zero 1) = 1 ranks",
         "a step is 8 x 16 tokens, 8 micro-batches a rank",
         "MFU is measured against 2.5 GFLOP/s a rank (a processor, measured by GEMM)",
@@ -45,24 +45,20 @@ def test_the_introduction_says_what_runs_where(tmp_path: Path) -> None:
         f"writing to {tmp_path / 'test'}",
     ):
         assert part in text
-    assert state_bytes(run.config, 0).total > 18 * (numbers - padding)
+    assert state_bytes(run.config, 0).total > 18 * (numel - padding)
 
 
-def test_an_unknown_gpu_has_no_mfu_and_the_introduction_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_gpu_has_no_mfu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = on_gpu(a_run(tmp_path), "NVIDIA Tomorrow", monkeypatch)
-    assert find_peak(run) is None
-    said = entry.introduction(run, None)
-    assert "MFU n/a: the peak of 'NVIDIA Tomorrow' is not known" in said
+    assert find_peak_flops(run) is None
+    summary = entry.run_summary(run, None)
+    assert "MFU n/a: the peak of 'NVIDIA Tomorrow' is not known" in summary
     slow = "rope, norm, add_norm, activation, cross_entropy"
-    assert (
-        f"\nWARNING: {slow}: slower than they need be on this GPU, for want of one of: compile: triton is not" in said
-    )
+    assert f"\nWARNING: {slow}: slower than possible on this GPU; missing, any of: compile: triton is not" in summary
 
 
 def with_code(folder: Path, code: str) -> dict[str, str]:
-    """An environment in which every Python runs `code` as it starts."""
+    """An environment in which every Python process runs `code` at its start."""
     site = folder / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text(code)
@@ -70,7 +66,7 @@ def with_code(folder: Path, code: str) -> dict[str, str]:
 
 
 def test_a_users_mistake_ends_with_its_status_and_one_message(tmp_path: Path) -> None:
-    """Data that turn out to be too few only when they are opened."""
+    """Data whose shortage shows only when the files are opened."""
     from megascale.cli.main import main
 
     (tmp_path / "corpus.txt").write_text("too little")

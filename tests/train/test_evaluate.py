@@ -1,4 +1,4 @@
-"""An evaluation: the same number in every layout, and no trace of it in the training."""
+"""Evaluation: the same loss in every layout, and no effect on training."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def evaluations(rank: Rank, config: Any) -> list[tuple[float, ...]]:
-    """Loss and tokens of evaluations before training and after each of two steps, and the steps' losses and norms."""
+    """(loss, tokens) of evaluations before training and after two steps, and (loss, norm) of the steps."""
     from megascale.train.evaluate import evaluate
     from megascale.train.step import train_step
 
-    run, found = build_run(rank, config), []
+    run, results = build_run(rank, config), []
     for _ in range(2):
-        for _ in range(2):  # an evaluation leaves nothing behind that another would see
+        for _ in range(2):  # an evaluation does not affect the next
             record = evaluate(run)
             assert record.step == run.progress.step
-            found.append((record.valid_loss, record.valid_tokens))
-        result = train_step(run, run.train.batch(run.progress.samples))
-        found.append((result.loss, result.grad_norm))
+            results.append((record.valid_loss, record.valid_tokens))
+        result = train_step(run, run.train_loader.batch(run.progress.samples))
+        results.append((result.loss, result.grad_norm))
     record = evaluate(run)
-    return [*found, (record.valid_loss, record.valid_tokens)]
+    return [*results, (record.valid_loss, record.valid_tokens)]
 
 
-def configured(folder: Path, **more: Any) -> Any:
-    tree = settings(GPT, folder, model__dropout=0.3, train__eval_every=5, train__eval_steps=3, **more)
+def configured(folder: Path, **changes: Any) -> Any:
+    tree = settings(GPT, folder, model__dropout=0.3, train__eval_every=5, train__eval_steps=3, **changes)
     return config_of(tree, folder)
 
 
@@ -47,16 +47,16 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, ...]]:
 
 
 def test_an_evaluation_is_the_mean_over_the_same_tokens_each_time(alone: Any) -> None:
-    before, again, _, after, after_again, _, last = alone
-    assert before == again and after == after_again
-    assert len({loss for loss, _ in (before, after, last)}) == 3, "training changes it"
+    before, before_repeated, _, after, after_repeated, _, last = alone
+    assert before == before_repeated and after == after_repeated
+    assert len({loss for loss, _ in (before, after, last)}) == 3, "training changes the loss"
     assert {tokens for _, tokens in (before, after, last)} == {3 * 8 * GPT["seq_length"]}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_evaluates_alike(name: str, alone: Any, tmp_path: Path) -> None:
+def test_every_layout_has_the_same_validation_loss(name: str, alone: Any, tmp_path: Path) -> None:
     config = configured(tmp_path, **LAYOUTS[name])
-    for rank in run_world(config.world, evaluations, config):
+    for rank in run_world(config.world_size, evaluations, config):
         assert rank == [pytest.approx(expected, rel=1e-10) for expected in alone]
 
 
@@ -71,15 +71,15 @@ def test_evaluations_do_not_change_the_training(alone: Any, tmp_path: Path) -> N
     assert curve == [alone[2], alone[5]]
 
 
-def plainly(rank: Rank, config: Any) -> float:
-    """The mean loss of the first three validation batches by a plain loop over samples."""
+def reference_loss(rank: Rank, config: Any) -> float:
+    """Mean loss of the first three validation batches by a plain loop over samples."""
     import torch
 
     run = build_run(rank, config)
     total = tokens = 0.0
     with torch.no_grad():
         for index in range(3):
-            batch = run.valid.batch(8 * index)
+            batch = run.valid_loader.batch(8 * index)
             for row in range(8):
                 micro_batch = batch.micro_batch(row)
                 total += float(run.stages[0](None, micro_batch))
@@ -87,5 +87,5 @@ def plainly(rank: Rank, config: Any) -> float:
     return total / tokens
 
 
-def test_it_is_the_mean_loss_of_the_validation_samples(alone: Any, tmp_path: Path) -> None:
-    assert run_world(1, plainly, configured(tmp_path)) == [pytest.approx(alone[0][0], rel=1e-12)]
+def test_the_loss_is_the_mean_over_the_validation_samples(alone: Any, tmp_path: Path) -> None:
+    assert run_world(1, reference_loss, configured(tmp_path)) == [pytest.approx(alone[0][0], rel=1e-12)]

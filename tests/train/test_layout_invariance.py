@@ -1,4 +1,4 @@
-"""Every layout computes the same run as one process: losses and gradient norms of ten steps."""
+"""Layout invariance: losses and gradient norms of ten steps equal those of one process in every layout."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ LAYOUTS: dict[str, Layout] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A run that every layout must repeat: relative differences of its losses, and of its first `norms` norms."""
+    """A run for all layouts. `tolerance`: relative, for all losses and for the first `norms` gradient norms."""
 
     family: str
     dropout: float
@@ -72,36 +72,36 @@ CASES = [
     Case("llama", 0.0, "fp64", 1e-10, block="parallel"),
     Case("gpt", 0.1, "fp32", 1e-5),
     Case("llama", 0.0, "fp32", 1e-5),
-    # a bfloat16 has 8 bits: sums in another order differ in the third digit, and Adam soon makes more of it
+    # bfloat16 has 8 bits of precision: another order of sums changes the third digit, and Adam amplifies the change
     Case("gpt", 0.0, "bf16", 1e-2, norms=3),
     Case("llama", 0.0, "bf16", 1e-2, norms=3),
 ]
 
 
 def configurations(folder: Path, **layout: Any) -> list[RunConfig]:
-    """A run of each case in one layout."""
-    found = []
+    """Configurations of all CASES in one layout."""
+    configs = []
     for case in CASES:
-        more = {"model__dropout": case.dropout, "train__precision": case.precision, "optimizer__lr": 1e-3}
-        more["model__block"] = case.block
-        found.append(config_of(settings(FAMILIES[case.family], folder, **more, **layout), folder))
-    return found
+        changes = {"model__dropout": case.dropout, "train__precision": case.precision, "optimizer__lr": 1e-3}
+        changes["model__block"] = case.block
+        configs.append(config_of(settings(FAMILIES[case.family], folder, **changes, **layout), folder))
+    return configs
 
 
 def train_all(rank: Rank, configs: list[RunConfig]) -> list[Curve]:
-    """The curves of several runs, one after the other in the same world."""
-    mesh = build_run(rank, configs[0]).mesh  # the first model's embeddings are tied, so its mesh has every group
+    """Curves of several runs, one after another on one mesh."""
+    mesh = build_run(rank, configs[0]).mesh  # the first model ties its embeddings, so its mesh has every group
     return [curve_of(build_run(rank, config, mesh), config.train.steps) for config in configs]
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[Curve]:
-    """The curves of one process."""
+    """Curves of one process."""
     return run_world(1, train_all, configurations(tmp_path_factory.mktemp("alone")))[0]
 
 
 def worst(curve: Curve, expected: Curve, norms: int) -> float:
-    """Largest relative difference of the losses, and of the first `norms` norms."""
+    """Largest relative difference of losses and of the first `norms` gradient norms."""
     losses = [(a[0], b[0]) for a, b in zip(curve, expected, strict=True)]
     pairs = losses + [(a[1], b[1]) for a, b in zip(curve[:norms], expected[:norms], strict=True)]
     return max(abs(a - b) / abs(b) for a, b in pairs)
@@ -113,14 +113,14 @@ QUICK = ("tp2", "dp2 zero2", "pp2 vpp2 dp2 zero1")
 @pytest.mark.parametrize("name", only_quick(LAYOUTS, *QUICK))
 def test_every_layout_is_the_same_run(name: str, alone: list[Curve], tmp_path: Path) -> None:
     configs = configurations(tmp_path, **LAYOUTS[name])
-    ranks = run_world(configs[0].world, train_all, configs)
+    ranks = run_world(configs[0].world_size, train_all, configs)
     assert all(curves == ranks[0] for curves in ranks), "ranks disagree about the same sums"
     for case, curve, expected in zip(CASES, ranks[0], alone, strict=True):
         assert worst(curve, expected, case.norms) < case.tolerance, case
 
 
 def test_the_runs_differ_from_each_other(alone: list[Curve]) -> None:
-    """What the layouts are compared with is not the same curve for every case."""
+    """The reference curves differ between the cases."""
     exact = alone[:4]
     assert all(worst(a, b, 10) > 1e-3 for i, a in enumerate(exact) for b in exact[:i])
     assert all(curve[-1][0] != curve[0][0] for curve in alone)

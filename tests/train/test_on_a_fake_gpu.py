@@ -1,6 +1,4 @@
-"""On a device that is not a CPU a step reads its numbers once and nothing else, copies nothing for which the host would
-wait, and mixes no devices; no evaluation does.
-"""
+"""On a device other than a CPU, a step and an evaluation synchronize host and device once, and mix no devices."""
 
 from __future__ import annotations
 
@@ -52,17 +50,21 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def configured(case: str, folder: Path) -> Any:
-    """As small as its layout allows; every operation by torch alone."""
-    chosen = CASES[case]
-    chunks = chosen.get("parallel__pp", 1) * chosen.get("parallel__vpp", 1)
-    more = {"model__num_layers": chunks, "batch__global": 2 * chosen.get("parallel__dp", 1), "train__precision": "bf16"}
-    more |= {f"backends__{operation}": "torch" for operation in BACKENDS}
-    more |= {"train__eval_every": 5, "train__eval_steps": 1} | chosen
-    return config_of(settings(FAMILIES[case.split()[0]], folder, **more), folder).resolve(None)
+    """The smallest model that the layout allows, with the torch backend of every operation."""
+    layout = CASES[case]
+    chunks = layout.get("parallel__pp", 1) * layout.get("parallel__vpp", 1)
+    changes = {
+        "model__num_layers": chunks,
+        "batch__global": 2 * layout.get("parallel__dp", 1),
+        "train__precision": "bf16",
+    }
+    changes |= {f"backends__{operation}": "torch" for operation in BACKENDS}
+    changes |= {"train__eval_every": 5, "train__eval_steps": 1} | layout
+    return config_of(settings(FAMILIES[case.split()[0]], folder, **changes), folder).resolve(None)
 
 
 def outcome(work: Callable[[], object]) -> str:
-    """The traceback of what was raised, or nothing."""
+    """Call `work`. Returns the traceback of an exception, else ""."""
     try:
         work()
     except Exception:
@@ -71,37 +73,40 @@ def outcome(work: Callable[[], object]) -> str:
 
 
 def error_of(text: str) -> str:
-    """The name of the error of a traceback, or nothing."""
+    """Name of the exception in a traceback, else ""."""
     names = re.findall(r"^([\w.]+)(?::|$)", text, re.MULTILINE)
     return names[-1].rpartition(".")[2] if names else ""
 
 
 def step_and_evaluate(config: Any, rank: int) -> None:
-    """With fp8 and a history, the second step takes its scales from it."""
+    """Run a step and an evaluation; with delayed scaling two steps, because the second reads the amax history."""
     from megascale.train.evaluate import evaluate
     from megascale.train.step import train_step
     from tests.fakegpu import FakeGPU, build_fake, watched
 
-    with watched() as watch, patch.object(FakeGPU, "read", autospec=True, side_effect=FakeGPU.read) as read:
+    with (
+        watched() as watch,
+        patch.object(FakeGPU, "copy_to_host", autospec=True, side_effect=FakeGPU.copy_to_host) as read,
+    ):
         run = build_fake(config, rank)
         assert all(block.attention._axis.gpu for stage in run.stages for block in stage.layers.values())
         watch.crossings.clear()
-        steps = 1 + bool(run.scaling.history.numel())
+        steps = 1 + bool(run.fp8_state.history.numel())
         for _ in range(steps):
-            train_step(run, run.train.batch(run.progress.samples))
+            train_step(run, run.train_loader.batch(run.progress.samples))
         evaluate(run)
         assert read.call_count == steps + 1
 
 
 def run_cases(_: Rank, configs: dict[str, Any]) -> dict[str, str]:
-    """What the first and the last rank of each case come to."""
+    """Tracebacks of the first and the last rank of every case."""
     from tests.fakegpu import open_device
 
     open_device()
     return {
         name: "".join(
             outcome(lambda config=config, rank=rank: step_and_evaluate(config, rank))
-            for rank in ((0, config.world - 1) if config.parallel.pp > 1 else (config.world - 1,))
+            for rank in ((0, config.world_size - 1) if config.parallel.pp > 1 else (config.world_size - 1,))
         )
         for name, config in configs.items()
     }
@@ -109,41 +114,41 @@ def run_cases(_: Rank, configs: dict[str, Any]) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Of all cases, in one process, whose accelerator the device type then is."""
+    """Tracebacks of all cases, from one process, because the device type stays the process's accelerator."""
     folder = tmp_path_factory.mktemp("fake")
     return run_world(1, run_cases, {case: configured(case, folder) for case in CASES})[0]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_nothing_waits_for_the_device_but_the_one_read(case: str, outcomes: dict[str, str]) -> None:
+def test_a_step_waits_for_the_device_once(case: str, outcomes: dict[str, str]) -> None:
     assert not outcomes[case], outcomes[case]
 
 
 def reads_of_the_check(_: Rank, config: Any) -> list[str]:
-    """What crosses when a state is checked before it is saved."""
-    from megascale.train.guard import check_state
+    """Synchronizations of the check before a save."""
+    from megascale.train.finite_check import check_state_finite
     from tests.fakegpu import build_fake, open_device, watched
 
     open_device()
     with watched() as watch:
         run = build_fake(config, 0)
         watch.crossings.clear()
-        check_state(run)
-        found = watch.crossings.copy()
+        check_state_finite(run)
+        crossings = watch.crossings.copy()
         watch.crossings.clear()
-    return found
+    return crossings
 
 
-def test_the_check_of_a_state_reads_one_answer(tmp_path: Path) -> None:
+def test_the_check_of_the_state_reads_one_value(tmp_path: Path) -> None:
     ((read,),) = run_world(1, reads_of_the_check, configured("gpt", tmp_path))
-    assert read.startswith("read: a number") and read.endswith("if not bool(spoilt):")
+    assert read.startswith("read: a number") and read.endswith("if not bool(nonfinite):")
 
 
-# That faults are seen.
+# The watch detects faults.
 
 
 def crossings(_: Rank) -> dict[str, str]:
-    """What of each operation on the device is seen: `read` or `copy`, or the name of its error."""
+    """Detected crossings of operations on the device: `read`, `copy`, or the name of an exception."""
     import torch
 
     from tests.fakegpu import open_device, watched
@@ -184,24 +189,24 @@ def crossings(_: Rank) -> dict[str, str]:
             "free full": lambda: torch.full((), 2.0, device=device),
             "free draw": lambda: torch.rand(3, device=device, generator=torch.Generator(device)),
         }
-        found = {}
+        detected = {}
         for name, work in works.items():
             watch.crossings.clear()
             error = error_of(outcome(work))
-            found[name] = error or "".join({crossing.partition(":")[0] for crossing in watch.crossings})
+            detected[name] = error or "".join({crossing.partition(":")[0] for crossing in watch.crossings})
         watch.crossings.clear()
-    return found
+    return detected
 
 
-def test_what_crosses_is_seen_and_nothing_else() -> None:
-    (found,) = run_world(1, crossings)
+def test_all_crossings_and_nothing_else_are_detected() -> None:
+    (detected,) = run_world(1, crossings)
     expected = {"read": "read", "mixed": "FakeTensorDeviceMismatchError", "copy": "copy", "free": ""}
     expected["shape"] = "DynamicOutputShapeException"
-    assert not {name: seen for name, seen in found.items() if seen != expected[name.split()[0]]}
+    assert not {name: crossing for name, crossing in detected.items() if crossing != expected[name.split()[0]]}
 
 
 def faulty_steps(_: Rank, config: Any) -> dict[str, str]:
-    """Steps with a fault each: what crosses."""
+    """Detected crossings of steps with one injected fault."""
     import torch
 
     from megascale.train import step
@@ -209,11 +214,14 @@ def faulty_steps(_: Rank, config: Any) -> dict[str, str]:
 
     open_device()
 
-    def totals(mesh: Any, loss: Any, tokens: int, *more: Any) -> Any:
-        values = torch.zeros(2 + len(more), dtype=torch.float64, device=loss.device)
-        for index, value in enumerate((loss, tokens, *more)):
+    def reduce_totals(mesh: Any, loss: Any, tokens: int, *extra: Any) -> Any:
+        values = torch.zeros(2 + len(extra), dtype=torch.float64, device=loss.device)
+        for index, value in enumerate((loss, tokens, *extra)):
             values[index] = value
         return values
+
+    def read_with_wait(device: Any, values: Any) -> Any:
+        return lambda: [1 + x for x in values.tolist()]
 
     def planted(*faults: Any, hook: Any = None) -> str:
         with watched() as watch, ExitStack() as stack:
@@ -223,25 +231,25 @@ def faulty_steps(_: Rank, config: Any) -> dict[str, str]:
             for fault in faults:
                 stack.enter_context(fault)
             watch.crossings.clear()
-            step.train_step(run, run.train.batch(0))
-            found = {crossing.partition(":")[0] for crossing in watch.crossings}
+            step.train_step(run, run.train_loader.batch(0))
+            kinds = {crossing.partition(":")[0] for crossing in watch.crossings}
             watch.crossings.clear()
-        return "".join(found)
+        return "".join(kinds)
 
     return {
         "none": planted(),
-        "totals": planted(patch.object(step, "totals", totals)),
+        "totals": planted(patch.object(step, "reduce_totals", reduce_totals)),
         "not pinned": planted(patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor)),
-        "read": planted(patch.object(FakeGPU, "read", lambda device, values: lambda: [1 + x for x in values.tolist()])),
+        "read": planted(patch.object(FakeGPU, "copy_to_host", read_with_wait)),
         "read in a backward": planted(hook=lambda grad: grad * grad.sum().item()),
         "copy in a backward": planted(hook=lambda grad: grad * torch.ones(grad.shape).to(grad)),
         "number in a backward": planted(hook=lambda grad: grad.view(-1).__setitem__(0, 0.0)),
     }
 
 
-def test_a_fault_anywhere_in_a_step_is_seen(tmp_path: Path) -> None:
-    (found,) = run_world(1, faulty_steps, configured("gpt", tmp_path))
-    assert found == {
+def test_a_fault_anywhere_in_a_step_is_detected(tmp_path: Path) -> None:
+    (detected,) = run_world(1, faulty_steps, configured("gpt", tmp_path))
+    assert detected == {
         "none": "",
         "totals": "copy",
         "not pinned": "copy",

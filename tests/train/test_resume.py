@@ -1,4 +1,4 @@
-"""A run that is killed and resumed is the run that was not."""
+"""A run that is killed and resumed equals the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ RUN: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, float, float]]:
-    """The curve of a run in LAYOUT that nothing happened to."""
-    return curve(finish(job_config(tmp_path_factory.mktemp("whole"), GPT, **LAYOUT, **RUN)))
+    """Curve of an uninterrupted run in LAYOUT."""
+    return curve(finish(job_config(tmp_path_factory.mktemp("uninterrupted"), GPT, **LAYOUT, **RUN)))
 
 
 @pytest.fixture(scope="module")
 def halfway(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that ended after six steps."""
+    """Folder of a run that ended after six steps."""
     folder = tmp_path_factory.mktemp("half")
     finish(job_config(folder, GPT, **LAYOUT, **RUN), "train.steps=6")
     return folder
@@ -60,7 +60,7 @@ def test_killed_before_any_checkpoint(uninterrupted: Any, tmp_path: Path) -> Non
     assert curve(finish(config)) == uninterrupted
 
 
-OTHERS = [
+LAYOUTS = [
     ("parallel.tp=1", "parallel.sp=false", "parallel.pp=1", "parallel.vpp=1", "parallel.dp=2", "parallel.zero=2"),
     ("parallel.tp=1", "parallel.sp=false", "parallel.pp=1", "parallel.vpp=1", "parallel.zero=0", "batch.micro=4"),
     ("parallel.tp=2", "parallel.sp=false", "parallel.pp=1", "parallel.vpp=1", "parallel.dp=2"),
@@ -69,14 +69,14 @@ OTHERS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("other", OTHERS, ids=" ".join)
-def test_resume_in_another_layout(other: tuple[str, ...], halfway: Path, uninterrupted: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS, ids=" ".join)
+def test_resume_in_another_layout(layout: tuple[str, ...], halfway: Path, uninterrupted: Any, tmp_path: Path) -> None:
     shutil.copytree(halfway / "runs", tmp_path / "runs")
-    again = curve(finish(job_config(tmp_path, GPT, **LAYOUT, **RUN), *other))
-    assert again[:6] == uninterrupted[:6]
-    for (step, *ours), (expected, *theirs) in zip(again, uninterrupted, strict=True):
-        assert step == expected
-        assert ours == pytest.approx(theirs, rel=2e-5)
+    resumed = curve(finish(job_config(tmp_path, GPT, **LAYOUT, **RUN), *layout))
+    assert resumed[:6] == uninterrupted[:6]
+    for (step, *values), (expected_step, *expected) in zip(resumed, uninterrupted, strict=True):
+        assert step == expected_step
+        assert values == pytest.approx(expected, rel=2e-5)
 
 
 @pytest.mark.slow
@@ -106,7 +106,7 @@ def test_bf16_resumes_bit_equal(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(tmp_path: Path) -> None:
+def test_a_longer_run_continues_from_the_end_of_a_shorter_one(tmp_path: Path) -> None:
     straight = curve(finish(job_config(tmp_path / "a", GPT, **RUN)))
     config = job_config(tmp_path / "b", GPT, **RUN)
     assert len(finish(config, "train.steps=5")) == 5
@@ -119,5 +119,5 @@ def test_a_finished_run_says_so(tmp_path: Path) -> None:
     steps = finish(config)
     job = Job(config)
     status, out, _ = job.end()
-    assert status == 0 and "all 2 steps are done: raise train.steps to go on" in out
+    assert status == 0 and "all 2 steps are done: raise train.steps to continue" in out
     assert job.steps() == steps

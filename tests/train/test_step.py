@@ -1,4 +1,4 @@
-"""What a step does while its host would wait for the device: it reads the next batch, and settles records."""
+"""A step fills the host's wait for the device: the next batch is read, and event records are resolved."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.worlds import run_world
 SIZES = GPT | {"num_layers": 1, "hidden_size": 16}
 
 
-def configured(folder: Path, **more: Any) -> Any:
-    return config_of(settings(SIZES, folder, train__precision="fp32", **more), folder)
+def configured(folder: Path, **changes: Any) -> Any:
+    return config_of(settings(SIZES, folder, train__precision="fp32", **changes), folder)
 
 
 class Lagging:
-    """A device that is `lag` marks behind the host; when it is `free` it comes to one more each time it is asked."""
+    """A device that is `lag` marks behind the host. `free`: every query advances the device by one mark."""
 
-    host = False
+    synchronous = False
 
     def __init__(self, lag: int) -> None:
         self._lag = lag
@@ -40,12 +40,12 @@ class Lagging:
 
 
 class Watched:
-    """Samples that tell when each is read, of which one is `bad`."""
+    """Samples that record their reads. Sample `bad` raises a DataError."""
 
     def __init__(self, run: Any, bad: int = -1) -> None:
-        self._run, self._samples, self._bad = run, run.train._samples, bad
+        self._run, self._samples, self._bad = run, run.train_loader._samples, bad
         self.read: list[tuple[int, int]] = []
-        run.train._samples = self
+        run.train_loader._samples = self
 
     def __getitem__(self, index: int) -> Any:
         self.read.append((index, self._run.progress.step))
@@ -53,12 +53,12 @@ class Watched:
             raise DataError(f"sample {index} is bad")
         return self._samples[index]
 
-    def prepare(self, start: int, stop: int) -> None:
-        self._samples.prepare(start, stop)
+    def prepare_indices(self, start: int, stop: int) -> None:
+        self._samples.prepare_indices(start, stop)
 
 
 def on_a_device(rank: Rank, config: Any, lag: int = 0) -> Any:
-    """A run whose ledger tells the time of a device."""
+    """A run whose recorder takes times from a lagging device."""
     run = build_run(rank, config)
     device = Lagging(lag)
     run.mesh.recorder.timer, run.mesh.recorder.mark = device, device.mark
@@ -66,9 +66,9 @@ def on_a_device(rank: Rank, config: Any, lag: int = 0) -> Any:
 
 
 def reads(rank: Rank, config: Any, device: bool) -> list[tuple[int, int]]:
-    """Samples in the order in which a run reads them, each with the steps that were done."""
+    """Samples in the order of their reads, with the number of completed steps."""
     from megascale.train.loop import train
-    from megascale.train.report import Reporter
+    from megascale.train.reporter import Reporter
 
     run = on_a_device(rank, config) if device else build_run(rank, config)
     samples = Watched(run)
@@ -76,21 +76,21 @@ def reads(rank: Rank, config: Any, device: bool) -> list[tuple[int, int]]:
     return samples.read
 
 
-def test_the_next_batch_is_read_in_the_step_before_it_and_none_after_the_last(tmp_path: Path) -> None:
-    (found,) = run_world(1, reads, configured(tmp_path, batch__global=4, train__steps=3), True)
-    assert found == [*((i, 0) for i in range(8)), *((i, 1) for i in range(8, 12))]
+def test_the_next_batch_is_read_one_step_ahead_and_none_after_the_last(tmp_path: Path) -> None:
+    (read,) = run_world(1, reads, configured(tmp_path, batch__global=4, train__steps=3), True)
+    assert read == [*((i, 0) for i in range(8)), *((i, 1) for i in range(8, 12))]
 
 
-def test_a_host_that_computes_reads_a_batch_when_it_needs_it(tmp_path: Path) -> None:
-    """While the weights that the last step has updated are gathered."""
-    (found,) = run_world(1, reads, configured(tmp_path, batch__global=4, train__steps=3), False)
-    assert found == [(i, i // 4) for i in range(12)]
+def test_a_cpu_reads_a_batch_at_the_start_of_its_step(tmp_path: Path) -> None:
+    """The read overlaps the parameter all-gather of the last step."""
+    (read,) = run_world(1, reads, configured(tmp_path, batch__global=4, train__steps=3), False)
+    assert read == [(i, i // 4) for i in range(12)]
 
 
 def stopped_by(rank: Rank, config: Any, bad: int) -> tuple[str, int, list[float]]:
-    """What ended a run with a bad sample, after which step, and the losses until then."""
+    """Train with a bad sample. Returns the error's text, the last step and the losses."""
     from megascale.train.loop import train
-    from megascale.train.report import Reporter
+    from megascale.train.reporter import Reporter
 
     losses: list[float] = []
 
@@ -98,7 +98,7 @@ def stopped_by(rank: Rank, config: Any, bad: int) -> tuple[str, int, list[float]
         def write(self, record: Any) -> None:
             losses.append(record.loss)
 
-        def note(self, text: str) -> None: ...
+        def write_message(self, text: str) -> None: ...
 
         def close(self) -> None: ...
 
@@ -113,49 +113,49 @@ def stopped_by(rank: Rank, config: Any, bad: int) -> tuple[str, int, list[float]
 
 @pytest.mark.parametrize(("bad", "done"), [(1, 0), (10, 2)])
 def test_a_bad_sample_ends_the_step_that_trains_on_it(bad: int, done: int, tmp_path: Path) -> None:
-    """Though it is read in the one before it, which is done and recorded."""
+    """The sample is read one step earlier, but that step completes and is recorded."""
     ((error, step, losses),) = run_world(1, stopped_by, configured(tmp_path, batch__global=4, train__steps=4), bad)
     assert error == f"sample {bad} is bad"
     assert step == len(losses) == done
 
 
-def unsettled(rank: Rank, config: Any, lag: int) -> tuple[int, int]:
-    """How many records wait to be settled in a step: at most, and when the host waits for the numbers."""
+def unresolved(rank: Rank, config: Any, lag: int) -> tuple[int, int]:
+    """Numbers of unresolved records in a step: the highest, and while the host waits for the totals."""
     from megascale.train.step import train_step
 
     run = on_a_device(rank, config, lag)
-    recorder, read = run.mesh.recorder, run.device.read
+    recorder, copy_to_host = run.mesh.recorder, run.device.copy_to_host
     device: Any = recorder.timer
-    most, waiting = [0], [0]
+    highest, waiting = [0], [0]
 
     def mark() -> Any:
-        most.append(len(recorder._marked))
+        highest.append(len(recorder._unresolved))
         return device.mark()
 
-    def numbers(values: Any) -> Any:
+    def lagging_copy(values: Any) -> Any:
         device.free = True
 
         def wait() -> list[float]:
-            waiting.append(len(recorder._marked))
-            return read(values)()
+            waiting.append(len(recorder._unresolved))
+            return copy_to_host(values)()
 
         return wait
 
     recorder.mark = mark
-    object.__setattr__(run.device, "read", numbers)
-    train_step(run, run.train.batch(0))
-    return max(most), waiting[1]
+    object.__setattr__(run.device, "copy_to_host", lagging_copy)
+    train_step(run, run.train_loader.batch(0))
+    return max(highest), waiting[1]
 
 
-def test_records_settle_while_a_step_is_issued(tmp_path: Path) -> None:
-    """Some of 64 forwards and as many backwards are under way, not all."""
-    ((most, _),) = run_world(1, unsettled, configured(tmp_path, batch__global=64), 20)
-    assert 10 <= most <= 16
+def test_records_are_resolved_while_a_step_is_issued(tmp_path: Path) -> None:
+    """Of 64 forwards and 64 backwards only a few are unresolved at a time."""
+    ((highest, _),) = run_world(1, unresolved, configured(tmp_path, batch__global=64), 20)
+    assert 10 <= highest <= 16
 
 
-def test_records_settle_while_the_host_waits(tmp_path: Path) -> None:
-    """A device that does nothing before the host waits for it."""
-    from megascale.trace.recorder import MOST
+def test_records_are_resolved_while_the_host_waits(tmp_path: Path) -> None:
+    """The device starts only when the host waits."""
+    from megascale.trace.recorder import MAX_MARKS_AT_ONCE
 
-    ((most, waiting),) = run_world(1, unsettled, configured(tmp_path, batch__global=64), 10_000)
-    assert most > 128 and waiting <= MOST
+    ((highest, waiting),) = run_world(1, unresolved, configured(tmp_path, batch__global=64), 10_000)
+    assert highest > 128 and waiting <= MAX_MARKS_AT_ONCE

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""What checkpoints cost, on the CPUs of this machine: how long training stands at a save, beside a plain copy of the
-same memory, a save that is waited for, and torch.distributed.checkpoint on as many bytes; and what a resume reads.
+"""Checkpoint benchmark on this machine's CPUs: the pause of training at a save, compared with a plain copy of the same
+memory, a blocking save, and torch.distributed.checkpoint with equal bytes; and the bytes that a resume reads.
 
-Each layout is a real world of `megascale train`'s own parts. Everything is measured in turns, once before anything is
-measured again, and the first turn does not count. All layouts take about a quarter of an hour on two cores.
+Every layout is a job of the trainer itself. The measurements alternate, and the first turn is a warm-up. All layouts
+take about a quarter of an hour on two cores.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from peer_systems import OURS, ROOT, Layout, Size
 from peer_table import pipes
 from peers import QUIET, processor
 
-from megascale.bench.spread import Spread
+from megascale.bench.quartiles import Quartiles
 from megascale.core.errors import ConfigError
 from megascale.core.files import write_text
-from megascale.core.process import stopped_in_order
+from megascale.core.process import exit_on_stop_signals
 from megascale.core.units import MIB
 
 LAYOUTS = "1,tp2,dp2,tp2 pp2"
@@ -36,33 +36,33 @@ SCRIPT = Path(__file__).with_name("checkpoint_rank.py")
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the tool. 0, 1 if a world failed, 2 if nothing could be measured."""
+    """Run the tool. Exit status: 0, 1 if a job failed, 2 if the options are wrong."""
     options = arguments().parse_args(words)
     try:
         layouts = [Layout.parse(name.strip()) for name in options.layouts.split(",")]
         if options.saves < 1:
-            raise ValueError("--saves: at least one")
+            raise ValueError("--saves: give at least one")
         size = Size(**{field.name: getattr(options, field.name) for field in fields(Size)})
         for layout in layouts:
             configuration(Task(layout.name, size, options.saves, ""))
     except (ValueError, ConfigError) as error:
         print(error, file=sys.stderr)
         return 2
-    with stopped_in_order():
+    with exit_on_stop_signals():
         return measure(layouts, size, options)
 
 
 def arguments() -> argparse.ArgumentParser:
-    """The options."""
+    """Build the argument parser."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--layouts", default=LAYOUTS, help="with commas between; default '%(default)s'")
-    add("--saves", type=int, default=7, help="of each kind in each layout, that count; default %(default)s")
-    add("--timeout", type=float, default=1800, metavar="SECONDS", help="for one world; default %(default)s")
+    add("--layouts", default=LAYOUTS, help="comma-separated; default '%(default)s'")
+    add("--saves", type=int, default=7, help="timed saves of each kind per layout; default %(default)s")
+    add("--timeout", type=float, default=1800, metavar="SECONDS", help="limit for one job; default %(default)s")
     add("--folder", type=Path, default=ROOT / "build" / "bench-checkpoint", metavar="DIR",
-        help="on the file system to write to; nothing stays there; default build/bench-checkpoint")  # fmt: skip
+        help="scratch folder on the file system to measure; default build/bench-checkpoint")  # fmt: skip
     add("--output", type=Path, default=ROOT / "build" / "bench-checkpoint.json", metavar="FILE",
-        help="where all that was measured is written; default build/bench-checkpoint.json")  # fmt: skip
+        help="results; default build/bench-checkpoint.json")  # fmt: skip
     for field in fields(Size):
         name, default = field.name.replace("_", "-"), getattr(SIZE, field.name)
         add(f"--{name}", type=int, default=default, help="default %(default)s")
@@ -70,8 +70,8 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def measure(layouts: Sequence[Layout], size: Size, options: argparse.Namespace) -> int:
-    """Measure all layouts, and show the tables. 1 if a world failed."""
-    found: Record = {
+    """Measure all layouts and print the tables. Return 1 if a job failed."""
+    record: Record = {
         "size": asdict(size), "saves": options.saves, "layouts": {},
         "machine": processor(), "cpus": os.cpu_count(), "torch": torch.__version__,
     }  # fmt: skip
@@ -84,22 +84,22 @@ def measure(layouts: Sequence[Layout], size: Size, options: argparse.Namespace) 
         if isinstance(result, Failure):
             progress(f"layout {layout.name} failed: {result.why}")
             continue
-        found["layouts"][layout.name] = result
-        write_text(options.output, json.dumps(found, indent=1) + "\n")
+        record["layouts"][layout.name] = result
+        write_text(options.output, json.dumps(record, indent=1) + "\n")
         progress(f"layout {layout.name}: stall {ratio(result['seconds'], OURS, 'copy'):.2f} x a copy")
-    if found["layouts"]:
-        print(f"{caption(found)}\n\n{saves_table(found['layouts'])}\n\n{loads_table(found['layouts'])}")
-    return int(len(found["layouts"]) < len(layouts))
+    if record["layouts"]:
+        print(f"{caption(record)}\n\n{saves_table(record['layouts'])}\n\n{loads_table(record['layouts'])}")
+    return int(len(record["layouts"]) < len(layouts))
 
 
 def partner(layout: Layout, layouts: Sequence[Layout]) -> Layout:
-    """The layout after this one, which resumes from its checkpoint too; if there is none, one process or two."""
-    other = layouts[(layouts.index(layout) + 1) % len(layouts)]
-    return other if other != layout else Layout.parse("1" if layout.world > 1 else "tp2")
+    """Return a second layout to resume in: the next of the list, or another world size if the list has only one."""
+    following = layouts[(layouts.index(layout) + 1) % len(layouts)]
+    return following if following != layout else Layout.parse("1" if layout.world > 1 else "tp2")
 
 
 def measure_layout(task: Task, other: Layout, seconds: float) -> Record | Failure:
-    """Saves and resumes of one layout, and resumes of another from what it saved."""
+    """Measure saves and resumes of one layout, and resumes of its checkpoint in another."""
     record = run_world(task, seconds)
     if isinstance(record, Failure):
         return record
@@ -110,27 +110,27 @@ def measure_layout(task: Task, other: Layout, seconds: float) -> Record | Failur
 
 
 def run_world(task: Task, seconds: float) -> Record | Failure:
-    """What rank 0 of a world of processes prints in at most so many seconds."""
+    """Run a job for at most `seconds`, and parse the output of rank 0."""
     world = Layout.parse(task.layout).world
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)] if world > 1 else []
     script = [str(SCRIPT), json.dumps(asdict(task))]
     out = output([sys.executable, "-W", "ignore", *launcher, *script], seconds, task.folder)
     if isinstance(out, Failure):
         return out
-    found: Record = json.loads(out.splitlines()[-1])
-    return found
+    record: Record = json.loads(out.splitlines()[-1])
+    return record
 
 
 Seconds = Mapping[str, Sequence[float]]
 
 
-def ratio(seconds: Seconds, system: str, what: str) -> float:
-    """The median stall of a system divided by the median of something else."""
-    return Spread.of(seconds[f"{system} stall"]).median / Spread.of(seconds[what]).median
+def ratio(seconds: Seconds, system: str, name: str) -> float:
+    """Divide the median stall of a system by the median of the timing `name`."""
+    return Quartiles.from_values(seconds[f"{system} stall"]).median / Quartiles.from_values(seconds[name]).median
 
 
 def saves_table(layouts: Mapping[str, Record]) -> str:
-    """Both systems' saves in Markdown."""
+    """Format the saves of both systems as a Markdown table."""
     head = ["layout", "system", "MiB a rank", "copy s", "stall s", "/ copy", "all stalls s", "blocking s",
             "stall / blocking", "written s", "step s", "step s, writing", "/ step"]  # fmt: skip
     lines = [pipes(head), pipes(["---", "---", *["---:"] * (len(head) - 2)])]
@@ -142,13 +142,13 @@ def saves_table(layouts: Mapping[str, Record]) -> str:
 
 def _cells(seconds: Seconds, system: str) -> list[str]:
     parts = ("check", "begin", "complete") if system == OURS else ("stall",)
-    every = [sum(each) for each in zip(*(seconds[f"{system} {part}"] for part in parts), strict=True)]
-    slower = Spread.of(seconds[f"{system} step"]).median / Spread.of(seconds["step"]).median
+    stalls = [sum(turn) for turn in zip(*(seconds[f"{system} {part}"] for part in parts), strict=True)]
+    slower = Quartiles.from_values(seconds[f"{system} step"]).median / Quartiles.from_values(seconds["step"]).median
     return [
         _spread(seconds["copy"]),
         _spread(seconds[f"{system} stall"]),
         f"{ratio(seconds, system, 'copy'):.2f}",
-        _spread(every),
+        _spread(stalls),
         _spread(seconds[f"{system} blocking"]),
         f"{ratio(seconds, system, f'{system} blocking'):.3f}",
         _spread(seconds[f"{system} written"]),
@@ -159,35 +159,35 @@ def _cells(seconds: Seconds, system: str) -> list[str]:
 
 
 def loads_table(layouts: Mapping[str, Record]) -> str:
-    """Our resumes in Markdown: into the layout that saved, and into another one."""
+    """Format megascale's resumes, in the same and in another layout, as a Markdown table."""
     lines = [pipes(["saved in", "resumed in", "s", "MiB read", "MiB stored", "copies read"])]
     lines.append(pipes(["---", "---", *["---:"] * 4]))
     for layout, record in layouts.items():
-        for name, found in ((layout, record), (record["elsewhere"]["layout"], record["elsewhere"])):
-            read, one = found["read"], found["one copy"]
-            sizes = [f"{read / MIB:,.1f}", f"{one / MIB:,.1f}", f"{read / one:.3f}"]
-            lines.append(pipes([layout, name, _spread(found["seconds"]["resume"]), *sizes]))
+        for name, resumed in ((layout, record), (record["elsewhere"]["layout"], record["elsewhere"])):
+            read, stored = resumed["read"], resumed["one copy"]
+            sizes = [f"{read / MIB:,.1f}", f"{stored / MIB:,.1f}", f"{read / stored:.3f}"]
+            lines.append(pipes([layout, name, _spread(resumed["seconds"]["resume"]), *sizes]))
     return "\n".join(lines)
 
 
-def caption(found: Record) -> str:
-    """What was measured where."""
-    size = Size(**found["size"])
-    others = max(record["others"] for record in found["layouts"].values())
-    noise = f" Other processes used up to {others:.0%} of the machine: measure again when it is quiet."
+def caption(record: Record) -> str:
+    """Describe the model, the machine and the method."""
+    size = Size(**record["size"])
+    load = max(layout["others"] for layout in record["layouts"].values())
+    noise = f" Other processes used up to {load:.0%} of the machine: measure again when it is idle."
     return (
         f"hidden {size.hidden}, {size.layers} layers, SwiGLU {size.ffn}, vocabulary {size.vocab}, AdamW in fp32; steps "
-        f"of {size.global_batch} x {size.seq} tokens. Medians (quartiles) of {found['saves']} turns, of the slowest "
-        f"rank, on {found['machine']}, {found['cpus']} CPUs, a thread a process; torch {found['torch']}. *All stalls* "
-        "has beside the save the look for numbers that are not finite and the completion. torch's async_save keeps the "
-        "room for its copies from save to save. Resumes read files that were not in memory. Goals: a stall of at most "
-        "1.2 x a copy and 0.1 x a blocking save." + (noise if others > QUIET else "")
+        f"of {size.global_batch} x {size.seq} tokens. Medians (quartiles) of {record['saves']} turns, of the slowest "
+        f"rank, on {record['machine']}, {record['cpus']} CPUs, one thread per process; torch {record['torch']}. "
+        "*All stalls* adds the check for non-finite elements and the completion to the save. torch's async_save reuses "
+        "the memory of its copies. Resumes read files outside the page cache. Goals: a stall of at most 1.2 x a copy "
+        "and 0.1 x a blocking save." + (noise if load > QUIET else "")
     )
 
 
 def _spread(values: Sequence[float]) -> str:
-    found = Spread.of(values)
-    return f"{found.median:.3f} ({found.low:.3f}..{found.high:.3f})"
+    quartiles = Quartiles.from_values(values)
+    return f"{quartiles.median:.3f} ({quartiles.low:.3f}..{quartiles.high:.3f})"
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""A rank of a world of tools/bench/checkpoint.py: saves and resumes of megascale, and saves of
-torch.distributed.checkpoint, in turns. Rank 0 prints what was found.
+"""One rank of a job of tools/bench/checkpoint.py: alternating saves by megascale and torch.distributed.checkpoint, and
+resumes by megascale. Rank 0 prints the result.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from peer_run import busy_seconds
 from peer_systems import OURS, Layout, Size
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from megascale.checkpoint import manifest
-from megascale.checkpoint.saving import Saved
+from megascale.checkpoint.folders import complete_checkpoints
+from megascale.checkpoint.format import manifest
+from megascale.checkpoint.save.saver import SaveResult
 from megascale.checkpoint.storage import Location
-from megascale.checkpoint.store import complete
 from megascale.comm import init
 from megascale.comm.group import Group
-from megascale.config.explain import load_tree
+from megascale.config.loading import load_config_tree
 from megascale.config.run import RunConfig
-from megascale.core.rank import Rank, from_environment
-from megascale.device import detect
-from megascale.train.build import Run, build, mesh_of
-from megascale.train.gc import ScheduledCollection
-from megascale.train.guard import check_state
+from megascale.core.rank import Rank, rank_from_environment
+from megascale.device import detect_device
+from megascale.train.build import Run, build_mesh, build_rank_run
+from megascale.train.finite_check import check_state_finite
+from megascale.train.scheduled_gc import ScheduledGC
 from megascale.train.step import StepResult, train_step
-from megascale.train.stop import Stop
+from megascale.train.stop import StopRequest
 
 T = TypeVar("T")
 Record = dict[str, Any]
 
 PEER = "torch dcp"
 ALONE = 2
-"""Steps in which nothing is written, before each measurement."""
+"""Steps without a write before every measurement."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a world does: so many turns of saves, then so many resumes; with a `checkpoint`'s folder, resumes from that
-    alone. What it writes goes to `folder`.
+    """Task of a job: `turns` saves of every kind, then as many resumes; with the folder of a `checkpoint`, only resumes
+    from there. Files are written to `folder`.
     """
 
     layout: str
@@ -66,26 +66,26 @@ class Task:
 
 
 def rank_main(task: Task) -> None:
-    """A rank of a world: do what the task says; rank 0 prints what was found, a JSON object on one line."""
-    rank = from_environment() or Rank(0, 1, 0, "localhost")
-    device = detect(rank.local, allow_gpu=False)
-    init.start(rank, device)
+    """Carry out the task as one rank; rank 0 prints the result as one line of JSON."""
+    rank = rank_from_environment() or Rank(0, 1, 0, "localhost")
+    device = detect_device(rank.local_rank, allow_gpu=False)
+    init.init_distributed(rank, device)
     config = configuration(task)
-    run = build(config, mesh_of(config, rank, device), device, Stop())
+    run = build_rank_run(config, build_mesh(config, rank, device), device, StopRequest())
     watch = Stopwatch(run.mesh.world)
-    found = {} if task.checkpoint else saves(run, task, watch)
-    checkpoint = Path(task.checkpoint or found["checkpoint"])
-    found |= {"read": resumes(run, checkpoint, task.turns, watch), "one copy": stored_bytes(checkpoint)}
-    found["seconds"] = watch.slowest()
+    record = {} if task.checkpoint else saves(run, task, watch)
+    checkpoint = Path(task.checkpoint or record["checkpoint"])
+    record |= {"read": resumes(run, checkpoint, task.turns, watch), "one copy": stored_bytes(checkpoint)}
+    record["seconds"] = watch.slowest()
     if rank.rank == 0:
-        print(json.dumps(found), flush=True)
-    init.stop()
+        print(json.dumps(record), flush=True)
+    init.shutdown_distributed()
 
 
 def configuration(task: Task) -> RunConfig:
-    """The run of a world: a llama on random tokens, with AdamW in fp32.
+    """Build the configuration of a job: a Llama on random tokens, with AdamW in fp32.
 
-    Raises: ConfigError if there is no such model in this layout
+    Raises: ConfigError if the layout does not suit the model
     """
     size, layout = task.size, Layout.parse(task.layout)
     tree = {
@@ -103,11 +103,11 @@ def configuration(task: Task) -> RunConfig:
         "checkpoint": {"every": 0 if task.checkpoint else 1, "keep": 1, "resume": task.checkpoint or "auto"},
         "observe": {"dir": task.folder},
     }  # fmt: skip
-    return load_tree(tree, f"layout {task.layout}")
+    return load_config_tree(tree, f"layout {task.layout}")
 
 
 class Stopwatch:
-    """What takes how many seconds, by name, on this rank; all ranks time the same, and begin together."""
+    """Timings by name on this rank. All ranks time the same actions and start together."""
 
     def __init__(self, world: Group) -> None:
         self._world = world
@@ -117,73 +117,71 @@ class Stopwatch:
         self.seconds[name].append(seconds)
 
     def time(self, name: str, action: Callable[[], T]) -> T:
-        """What an action returns."""
-        self._world.control.barrier("a measurement")
+        """Time an action; return its result."""
+        self._world.control.barrier("measurement")
         start = time.perf_counter()
         result = action()
         self.note(name, time.perf_counter() - start)
         return result
 
     def slowest(self) -> dict[str, list[float]]:
-        """Of each time that of the slowest rank."""
-        ranks = self._world.control.gather(dict(self.seconds), "seconds")
-        return {name: [max(each) for each in zip(*(r[name] for r in ranks), strict=True)] for name in self.seconds}
+        """Return every timing of the slowest rank."""
+        ranks = self._world.control.all_gather(dict(self.seconds), "seconds")
+        return {name: [max(values) for values in zip(*(r[name] for r in ranks), strict=True)] for name in self.seconds}
 
 
 def saves(run: Run, task: Task, watch: Stopwatch) -> Record:
-    """All turns of saves. Returns the bytes of each rank's state, the share of the machine that others used, and the
-    folder of the last checkpoint.
-    """
+    """Run all turns of saves. Return the state bytes per rank, the load by other processes, and the last checkpoint."""
     saver = Saver(run, Path(task.folder), watch)
-    run.train.prepare(0)
-    with ScheduledCollection():
+    run.train_loader.prepare_indices(0)
+    with ScheduledGC():
         saver.turn()
         watch.seconds.clear()
-        start, busy, own = time.monotonic(), busy_seconds(), saver.cpu_seconds()
+        start, busy, job = time.monotonic(), busy_seconds(), saver.cpu_seconds()
         for _ in range(task.turns):
             saver.turn()
             gc.collect()
         passed = (time.monotonic() - start) * (os.cpu_count() or 1)
-        others = (busy_seconds() - busy) - (saver.cpu_seconds() - own)
-    run.gradients.finish_gather()
+        load = (busy_seconds() - busy) - (saver.cpu_seconds() - job)
+    run.buffers.finish_param_gather()
     run.pipeline.finish_sends()
-    state = run.mesh.world.control.gather(saver.bytes, "bytes")
-    path = str(complete(run.checkpoints.folder)[-1].path)
-    return {"state": list(state), "others": max(0.0, others) / passed, "checkpoint": path}
+    state = run.mesh.world.control.all_gather(saver.bytes, "bytes")
+    path = str(complete_checkpoints(run.checkpoints.folder)[-1].path)
+    return {"state": list(state), "others": max(0.0, load) / passed, "checkpoint": path}
 
 
 class Saver:
-    """Saves a run that trains, and by torch.distributed.checkpoint flat tensors of the same sizes. That one has room
-    for its copies that it keeps, as ours does, and a process group of its own.
+    """Saves a training run, and by torch.distributed.checkpoint flat tensors of the same sizes, with reused memory for
+    its copies and a separate process group.
     """
 
     def __init__(self, run: Run, folder: Path, watch: Stopwatch) -> None:
         self._run = run
         self._watch = watch
         self._folder = folder / "peer"
-        held = [tensor for shard in run.optimizer.shards for tensor in (shard.master, *shard.state.values())]
-        self._pairs = [(tensor.clone(), tensor) for tensor in held if tensor.numel()]
+        state = [tensor for shard in run.optimizer.shards for tensor in (shard.master, *shard.state.values())]
+        self._pairs = [(tensor.clone(), tensor) for tensor in state if tensor.numel()]
         self._state = {f"rank-{run.mesh.rank}.{i}": copy for i, (copy, _) in enumerate(self._pairs)}
         self._group = dist.new_group()
         self._stager = DefaultStager(StagingOptions(False, False, False, False))
         self.bytes = sum(copy.nbytes for copy, _ in self._pairs)
 
     def turn(self) -> None:
-        """Each measurement once, with steps before it."""
+        """Take every measurement once, with training steps in between."""
         for measurement in (self._copy, self._background, self._blocking, self._peer_background, self._peer_blocking):
             for _ in range(ALONE):
                 self._watch.time("step", self._step)
             measurement()
 
     def cpu_seconds(self) -> float:
-        """CPU seconds of all ranks and of the processes that write for them."""
-        saving = self._run.checkpoints.saving
+        """Sum the CPU seconds of all ranks and their writer processes."""
+        saving = self._run.checkpoints.saver
         assert saving is not None
-        own = sum(map(cpu_seconds, (os.getpid(), saving.writer)))
-        return sum(self._run.mesh.world.control.gather(own, "CPU seconds"))
+        local = sum(map(cpu_seconds, (os.getpid(), saving.writer_pid)))
+        return sum(self._run.mesh.world.control.all_gather(local, "CPU seconds"))
 
     def _step(self) -> StepResult:
-        return train_step(self._run, self._run.train.batch(self._run.progress.samples))
+        return train_step(self._run, self._run.train_loader.batch(self._run.progress.samples))
 
     def _copy(self) -> None:
         def copy() -> None:
@@ -193,45 +191,43 @@ class Saver:
         self._watch.time("copy", copy)
 
     def _background(self) -> None:
-        """Beside the save itself, what else training stands for: the look for numbers that are not finite, and at the
-        end the completion.
-        """
+        """Time a background save: the check for non-finite elements, the stall, and the completion at the end."""
         checkpoints, watch = self._run.checkpoints, self._watch
-        watch.time(f"{OURS} check", lambda: check_state(self._run))
-        watch.time(f"{OURS} begin", lambda: checkpoints.begin(self._run.progress))
-        saved: Saved | None = None
+        watch.time(f"{OURS} check", lambda: check_state_finite(self._run))
+        watch.time(f"{OURS} begin", lambda: checkpoints.start_save(self._run.progress))
+        saved: SaveResult | None = None
         while saved is None:
             result = watch.time(f"{OURS} step", self._step)
-            self._run.mesh.world.control.barrier("a step")
+            self._run.mesh.world.control.barrier("step")
             start = time.perf_counter()
-            saved = checkpoints.settle(result.written, result.failed)
+            saved = checkpoints.complete_save(result.ranks_written, result.ranks_failed)
             passed = time.perf_counter() - start
         if saved.error is not None:
             raise saved.error
         watch.note(f"{OURS} complete", passed)
-        watch.note(f"{OURS} stall", saved.stalled)
-        watch.note(f"{OURS} written", saved.written)
-        checkpoints.remove_old()
-        checkpoints.removed()
+        watch.note(f"{OURS} stall", saved.stalled_s)
+        watch.note(f"{OURS} written", saved.write_s)
+        checkpoints.prune()
+        checkpoints.wait_for_prune()
 
     def _blocking(self) -> None:
         checkpoints = self._run.checkpoints
         self._watch.time(f"{OURS} blocking", lambda: checkpoints.save(self._run.progress))
-        checkpoints.remove_old()
-        checkpoints.removed()
+        checkpoints.prune()
+        checkpoints.wait_for_prune()
 
     def _peer_background(self) -> None:
         ended: list[float] = []
 
         def save() -> Future[Any]:
-            found = dcp.async_save(
+            future = dcp.async_save(
                 self._state,
                 storage_writer=dcp.FileSystemWriter(self._folder),
                 process_group=self._group,
                 async_stager=self._stager,
             )
-            assert isinstance(found, Future)
-            return found
+            assert isinstance(future, Future)
+            return future
 
         future = self._watch.time(f"{PEER} stall", save)
         start = time.perf_counter()
@@ -239,7 +235,7 @@ class Saver:
         under_way = True
         while under_way:
             self._watch.time(f"{PEER} step", self._step)
-            under_way = any(self._run.mesh.world.control.gather(not ended, "who writes"))
+            under_way = any(self._run.mesh.world.control.all_gather(not ended, "writers"))
         future.result()
         self._watch.note(f"{PEER} written", ended[0] - start)
         self._remove_peers()
@@ -252,19 +248,19 @@ class Saver:
         self._remove_peers()
 
     def _remove_peers(self) -> None:
-        self._run.mesh.world.control.barrier("what the peer has written")
+        self._run.mesh.world.control.barrier("peer's files")
         if self._run.mesh.rank == 0:
             shutil.rmtree(self._folder)
 
 
 def cpu_seconds(process: int) -> float:
-    """CPU seconds of a process so far."""
+    """Return the CPU seconds of a process."""
     after_name = Path(f"/proc/{process}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
     return sum(map(int, after_name[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 def resumes(run: Run, checkpoint: Path, count: int, watch: Stopwatch) -> int:
-    """Resume so often from files that are on storage alone, not in memory. Returns the bytes that all ranks read."""
+    """Resume `count` times from files outside the page cache. Return the bytes that all ranks read."""
     read = 0
     for _ in range(count):
         if run.mesh.rank == 0:
@@ -277,17 +273,17 @@ def resumes(run: Run, checkpoint: Path, count: int, watch: Stopwatch) -> int:
 
 
 def forget(path: Path) -> None:
-    """Have the kernel drop what it keeps in memory of a file that is on storage."""
+    """Drop a file from the page cache."""
     with open(path, "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def stored_bytes(checkpoint: Path) -> int:
-    """Bytes of all files that a checkpoint's manifest names."""
+    """Sum the bytes of all files in a checkpoint's manifest."""
     return sum(file.bytes for file in manifest.read(Location(str(checkpoint))).files.values())
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("task", type=Task.parse, help="what to do, a JSON object")
+    parser.add_argument("task", type=Task.parse, help="a Task as a JSON object")
     rank_main(parser.parse_args().task)

@@ -1,8 +1,7 @@
-"""megatron-core on one device: its GPTModel, data-parallel buffers, optimizer and schedule, written to version 0.16.1
-(see gpu_peer.py).
+"""megatron-core 0.16.1 on one device: GPTModel, data-parallel buffers, optimizer and schedule (see gpu_peer.py).
 
-With Transformer Engine its layers are used, as NVIDIA recommends. Without it megatron-core forms whole matrices of
-attention scores: torch's fused attention stands in for that part, so that long sequences fit.
+Layers are Transformer Engine's if installed, as NVIDIA recommends. Otherwise torch's fused attention replaces
+megatron-core's own, which materialises the attention scores, to let long sequences fit in memory.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from gpu_peer import Refusal, Report, Task, run, timed
 from megascale.device import Device
 
 ACTIVATIONS = {"swiglu": F.silu, "gelu": F.gelu, "gelu_tanh": F.gelu}
-"""Fused with a bias, megatron-core's GELU is the tanh approximation."""
+"""Activation functions. megatron-core's GELU fused with a bias is the tanh approximation."""
 
 ENGINE = "transformer_engine"
 
 
 def main() -> None:
-    """Train as the task says."""
+    """Run the task of the command line."""
     run(train, __doc__)
 
 
 def train(task: Task, device: Device) -> Report:
-    """Build megatron-core's parts as its own training loop does, and take steps."""
+    """Build the model as megatron-core's own training loop does, and train."""
     refuse(task)
     if task.cpu:
         sys.path.insert(0, task.patches)
@@ -48,24 +47,24 @@ def train(task: Task, device: Device) -> Report:
     config, model, optimizer = build(task, device)
     forward_backward = get_forward_backward_func()
     losses: list[torch.Tensor] = []
-    positions = torch.arange(task.model["seq_length"], device=device.torch).expand(task.micro, -1)
+    positions = torch.arange(task.model["seq_length"], device=device.torch_device).expand(task.micro, -1)
 
     def forward(batches: Iterator[torch.Tensor], part: Any) -> Any:
         rows = next(batches)
-        rows = rows if task.cpu else rows.pin_memory().to(device.torch, non_blocking=True)
+        rows = rows if task.cpu else rows.pin_memory().to(device.torch_device, non_blocking=True)
         out = part(rows[:, :-1].contiguous(), positions, None, labels=rows[:, 1:].contiguous())
         return out, lambda losses: ((mean := losses.float().mean()), {"loss": mean.detach().clone()})
 
     def step(number: int) -> None:
         model.zero_grad_buffer()
         optimizer.zero_grad()
-        found = forward_backward(
+        results = forward_backward(
             forward_step_func=forward, data_iterator=iter(task.tokens(number).split(task.micro)), model=model,
             num_microbatches=task.total // task.micro, seq_length=task.model["seq_length"],
             micro_batch_size=task.micro, decoder_seq_length=task.model["seq_length"], forward_only=False,
         )  # fmt: skip
         optimizer.step()
-        losses.append(torch.stack([each["loss"] for each in found]).mean())
+        losses.append(torch.stack([result["loss"] for result in results]).mean())
 
     step_s = timed(task, device, step)
     count = sum(p.numel() for p in model.parameters())
@@ -76,7 +75,7 @@ def train(task: Task, device: Device) -> Report:
 
 
 def refuse(task: Task) -> None:
-    """Raises: Refusal for a model or precision that megatron-core does not have here"""
+    """Raises: Refusal for a model or precision without support in megatron-core"""
     if task.model["block"] != "serial":
         raise Refusal("megatron-core has no parallel block")
     if task.precision not in ("fp32", "bf16", "fp8"):
@@ -86,7 +85,7 @@ def refuse(task: Task) -> None:
 
 
 def build(task: Task, device: Device) -> tuple[Any, Any, Any]:
-    """Configuration, model in its data-parallel wrapper, and optimizer."""
+    """Build the configuration, the model in its data-parallel wrapper, and the optimizer."""
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -104,7 +103,7 @@ def build(task: Task, device: Device) -> tuple[Any, Any, Any]:
         position_embedding_type="rope" if m["position"] == "rope" else "learned_absolute",
         rotary_base=int(m["rope_theta"]),
     )  # fmt: skip
-    model.to(device.torch)
+    model.to(device.torch_device)
     narrow = task.precision != "fp32"
     wrapped = Float16Module(config, model) if narrow else model
     ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), wrapped)
@@ -120,7 +119,7 @@ def build(task: Task, device: Device) -> tuple[Any, Any, Any]:
 
 
 def transformer_config(task: Task) -> Any:
-    """The network, with whatever fusion is there."""
+    """Build the model's configuration, with every available fusion."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     m, fused, engine = task.model, not task.cpu, find_spec(ENGINE) is not None and not task.cpu
@@ -140,7 +139,7 @@ def transformer_config(task: Task) -> Any:
 
 
 def layer_spec(model: dict[str, Any]) -> Any:
-    """Transformer Engine's layers, else megatron-core's own with torch's fused attention."""
+    """Select Transformer Engine's layers, or megatron-core's own with torch's fused attention."""
     from megatron.core.models.gpt import gpt_layer_specs
 
     if find_spec(ENGINE) is not None:
@@ -151,7 +150,7 @@ def layer_spec(model: dict[str, Any]) -> Any:
 
 
 class FusedAttention(torch.nn.Module):
-    """Causal attention over [s, b, heads, d], in the place of megatron-core's."""
+    """Causal attention over [s, b, heads, d] by torch, in place of megatron-core's."""
 
     def __init__(self, config: Any, *_: Any, **__: Any) -> None:
         super().__init__()
@@ -163,7 +162,7 @@ class FusedAttention(torch.nn.Module):
 
 
 def describe(config: Any, optimizer: Any) -> str:
-    """How megatron-core does it here."""
+    """Describe layers, precision and optimizer."""
     engine = find_spec(ENGINE) is not None
     inner = getattr(optimizer, "chained_optimizers", [optimizer])[0].optimizer
     adam = f"{type(inner).__module__.partition('.')[0]}'s {type(inner).__name__}"

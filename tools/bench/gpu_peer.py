@@ -1,7 +1,7 @@
-"""What the scripts of the peers on one device share: the task that they are given, and what they print.
+"""Task and report of the peers' scripts on one device.
 
-A script is started with a file that holds a Task in JSON. It prints one JSON object: a report, or why the system cannot
-do the task at all. It needs nothing of megascale but `megascale.device` and `megascale.bench.spread`, which need torch.
+A script reads a file with a Task in JSON and prints one JSON object: a Report, or the reason for refusing the task. The
+scripts use only `megascale.device` and `megascale.bench.quartiles` of megascale, which import only torch.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-from megascale.bench.spread import between
-from megascale.device import Device, detect
+from megascale.bench.quartiles import intervals
+from megascale.device import Device, detect_device
 
 
 @dataclass(frozen=True)
 class Task:
-    """A model as megascale's `[model]` holds it, but with `vocab_size` rows in the vocabulary, padding among them; the
-    batch, the optimizer, and how many steps. `cpu`: run on the CPU, with what the scripts in `patches` change for that.
+    """A model as in megascale's `[model]`, with the padded `vocab_size`; the batch, the optimizer and the numbers of
+    steps. `cpu`: run on the CPU, with the patches of the folder `patches`.
     """
 
     model: dict[str, Any]
@@ -39,7 +39,7 @@ class Task:
     patches: str
 
     def tokens(self, step: int) -> torch.Tensor:
-        """The random tokens of a step from 0, and one more of each sequence: [total, s + 1], i64, on the host."""
+        """Draw the random tokens of a step (from 0): [total, seq_length + 1], int64, on the host."""
         generator = torch.Generator().manual_seed(self.seed + step)
         shape = (self.total, self.model["seq_length"] + 1)
         return torch.randint(self.model["vocab_size"], shape, generator=generator)
@@ -47,8 +47,8 @@ class Task:
 
 @dataclass(frozen=True)
 class Report:
-    """Seconds of each timed step, losses of the first step and of a late one, numbers in the model, and how the system
-    did it, in words.
+    """Seconds of every timed step, the first and the last loss, the number of parameters, and a description (`how`) of
+    the system's setup.
     """
 
     step_s: list[float]
@@ -58,26 +58,26 @@ class Report:
 
 
 class Refusal(Exception):
-    """The system has no such model or precision; says which."""
+    """The system does not support the model or precision that the message names."""
 
 
 def run(train: Callable[[Task, Device], Report], about: str | None) -> None:
-    """A script's life: read the task, train, print. `about`: what `--help` says."""
+    """Read the task, train and print the report. `about`: text of `--help`."""
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("task", type=Path, help="a file with a Task in JSON")
     task = Task(**json.loads(parser.parse_args().task.read_text(encoding="utf-8")))
-    device = detect(allow_gpu=not task.cpu)
+    device = detect_device(allow_gpu=not task.cpu)
     _stand_alone()
     try:
-        found: dict[str, Any] = vars(train(task, device))
+        report: dict[str, Any] = vars(train(task, device))
     except Refusal as refusal:
-        found = {"refusal": str(refusal)}
-    more = {"device": device.name, "torch": torch.__version__, "peak_memory_bytes": device.peak_memory()}
-    print(json.dumps(found | more), flush=True)
+        report = {"refusal": str(refusal)}
+    machine = {"device": device.name, "torch": torch.__version__, "peak_memory_bytes": device.peak_memory()}
+    print(json.dumps(report | machine), flush=True)
 
 
 def _stand_alone() -> None:
-    """Say in the environment that this is a world of one process."""
+    """Set the environment of a job with one process."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -88,11 +88,11 @@ def _stand_alone() -> None:
 
 
 def timed(task: Task, device: Device, step: Callable[[int], object]) -> list[float]:
-    """Take all steps, counted from 0. Returns the seconds of those after the warm-up, by marks in the device's work."""
+    """Run all steps, counted from 0. Return the seconds of the steps after the warm-up, by marks on the stream."""
     timer = device.timer()
     marks = [timer.mark()]
     for number in range(task.warm_up + task.steps):
         step(number)
         marks.append(timer.mark())
     device.synchronize()
-    return between(timer, marks)[task.warm_up :]
+    return intervals(timer, marks)[task.warm_up :]

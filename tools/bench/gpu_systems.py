@@ -1,7 +1,6 @@
-"""The cases that are measured on one device, the systems, and the command with which each trains a case.
+"""Cases and systems of the one-GPU comparison, and the command to train a case with a system.
 
-A case is a file in configs/bench, which `megascale train` runs too. Peers are given the same sizes, batch and
-optimizer, and a vocabulary padded as ours is.
+A case is a configuration file in configs/bench. Peers get the same sizes, batch, optimizer and padded vocabulary.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from peer_systems import HERE, OURS, ROOT
 from megascale.account.flops import token_flops
 from megascale.account.parameters import parameter_count
 from megascale.bench.mfu import CONVENTIONS
-from megascale.bench.spread import Spread
-from megascale.config.explain import load
+from megascale.bench.quartiles import Quartiles
+from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
 from megascale.layout.tensors import padded_vocab
 
@@ -36,18 +35,18 @@ SMALL = (
     "model.num_layers=2", "model.hidden_size=64", "model.num_heads=4", "model.ffn_size=128", "model.vocab_size=500",
     "model.seq_length=64", "batch.micro=1", "batch.global=2",
 )  # fmt: skip
-"""What makes a case one for a CPU: to see that everything runs."""
+"""Settings that shrink a case for a CPU, to test the tool."""
 
 TOLERANCE = 0.02
-"""By what share of megascale's first loss another's may differ: weights and tokens are of each system's own, drawn
-alike.
+"""Largest relative difference between a peer's first loss and megascale's. Every system draws its own weights and
+tokens, from the same distributions.
 """
 
 
 @dataclass(frozen=True)
 class Job:
-    """One case in one precision. `layers`: instead of those of its file; FIT: as many as megascale finds to fit.
-    `patches`: the folder of the scripts that let the peers run on a CPU.
+    """One case in one precision. `layers`: override of the file's, or FIT: as many as fit with megascale. `patches`:
+    folder of the peers' CPU patches.
     """
 
     case: str
@@ -60,7 +59,7 @@ class Job:
 
     @property
     def settings(self) -> list[str]:
-        """What is changed in the case's file."""
+        """Overrides of the case's file."""
         small = list(SMALL) if self.small else []
         if self.small and self.case.startswith("llama"):
             small.append("model.num_kv_heads=2")
@@ -72,11 +71,11 @@ class Job:
         return CONFIGS / f"{self.case}.toml"
 
     def config(self) -> RunConfig:
-        """What is trained. Raises: ConfigError"""
-        return load(str(self.file), self.settings)
+        """Load the configuration. Raises: ConfigError"""
+        return load_config(str(self.file), self.settings)
 
     def task(self) -> dict[str, Any]:
-        """What a peer's script is told (`gpu_peer.Task`)."""
+        """Return the task for a peer's script (`gpu_peer.Task`)."""
         config = self.config()
         return {
             "model": config.model.model_dump() | {"vocab_size": padded_vocab(config.model, 1)},
@@ -92,7 +91,7 @@ class Job:
         }
 
     def parameters(self) -> int:
-        """Numbers in the model, the padding of its vocabulary among them."""
+        """Count the model's parameters, with the padded vocabulary."""
         model = self.config().model
         return parameter_count(model.model_copy(update={"vocab_size": padded_vocab(model, 1)}))
 
@@ -100,11 +99,11 @@ class Job:
 FIT = "fit"
 
 Record = dict[str, Any]
-"""One run of a system, as it is kept: what was run, and what came of it, or a `failure`."""
+"""Stored run of a system: case, precision and layers, with the result or a `failure`."""
 
 
 def measure(system: str, job: Job, python: Path, seconds: float, scratch: str) -> Record:
-    """Run a system, for at most `seconds`."""
+    """Run a system for at most `seconds`, and return the record."""
     config = job.config()
     record: Record = {
         "id": uuid.uuid4().hex, "case": job.case, "precision": job.precision, "system": system, "small": job.small,
@@ -113,22 +112,22 @@ def measure(system: str, job: Job, python: Path, seconds: float, scratch: str) -
     out = output(command(system, job, python, Path(scratch)), seconds, scratch)
     if isinstance(out, Failure):
         return record | {"failure": short(out.why)}
-    found = json.loads(out.splitlines()[-1])
-    if "refusal" in found:
-        return record | {"failure": found["refusal"]}
+    report = json.loads(out.splitlines()[-1])
+    if "refusal" in report:
+        return record | {"failure": report["refusal"]}
     if system == OURS:
-        return record | found
-    if found["parameters"] != job.parameters():
-        why = f"not the same model: {found['parameters']:,} parameters, not {job.parameters():,}"
+        return record | report
+    if report["parameters"] != job.parameters():
+        why = f"not the same model: {report['parameters']:,} parameters, not {job.parameters():,}"
         return record | {"failure": why}
-    step = Spread.of(found.pop("step_s"))
+    step = Quartiles.from_values(report.pop("step_s"))
     speed = config.batch.total * config.model.seq_length / step.median
     flops = {convention: getattr(token_flops(config.model), convention) for convention in CONVENTIONS}
-    return record | found | {"step_s": vars(step), "tokens_per_s": speed, "flops_per_token": flops}
+    return record | report | {"step_s": vars(step), "tokens_per_s": speed, "flops_per_token": flops}
 
 
 def command(system: str, job: Job, python: Path, scratch: Path) -> list[str]:
-    """The command that runs a system and prints one JSON object last. A peer's task is written into `scratch`."""
+    """Return the command to run a system; its last line is a JSON object. A peer's task is written to `scratch`."""
     if system == OURS:
         steps = ["--steps", str(job.steps), "--warm-up", str(job.warm_up)]
         fit = ["--layers", FIT] if job.layers == FIT else []
@@ -139,41 +138,41 @@ def command(system: str, job: Job, python: Path, scratch: Path) -> list[str]:
     return [str(python), "-W", "ignore", str(HERE / SCRIPTS[system]), str(task)]
 
 
-def products(python: Path, seconds: float, scratch: str, *, small: bool) -> dict[str, Any] | Failure:
-    """What `megascale bench gemm` measures here."""
+def gemm_rates(python: Path, seconds: float, scratch: str, *, small: bool) -> dict[str, Any] | Failure:
+    """Run `megascale bench gemm` and return its JSON object."""
     sizes = ["--sizes", "64x64x64", "128x256x128"] if small else []
     out = output([str(python), "-m", "megascale", "bench", "gemm", "--json", *sizes], seconds, scratch)
     return out if isinstance(out, Failure) else dict(json.loads(out))
 
 
-def agree(record: Record, others: list[Record]) -> Record:
-    """The record, or a failure if its first loss is not what megascale's is for the same case."""
-    ours = [o["losses"][0] for o in others if o["system"] == OURS and same_case(o, record) and "losses" in o]
+def agree(record: Record, records: list[Record]) -> Record:
+    """Return the record, or a failure if its first loss differs from megascale's for the same case."""
+    ours = [r["losses"][0] for r in records if r["system"] == OURS and same_case(r, record) and "losses" in r]
     if "losses" not in record or not ours:
         return record
-    found, wanted = record["losses"][0], ours[0]
-    if abs(found - wanted) <= TOLERANCE * wanted:
+    loss, expected = record["losses"][0], ours[0]
+    if abs(loss - expected) <= TOLERANCE * expected:
         return record
-    kept = {key: record[key] for key in ("case", "precision", "system", "small", "layers", "device", "id")}
-    return kept | {"failure": f"not the same task: the first loss is {found:.4f}, megascale's is {wanted:.4f}"}
+    identity = {key: record[key] for key in ("case", "precision", "system", "small", "layers", "device", "id")}
+    return identity | {"failure": f"not the same task: the first loss is {loss:.4f}, megascale's is {expected:.4f}"}
 
 
-def same_case(one: Record, other: Record) -> bool:
-    """Whether two runs are of the same model and batch."""
-    return all(one[key] == other[key] for key in ("case", "layers", "small"))
+def same_case(first: Record, second: Record) -> bool:
+    """Return True for two runs of the same model and batch."""
+    return all(first[key] == second[key] for key in ("case", "layers", "small"))
 
 
 def short(why: str) -> str:
-    """An error in a line for a table."""
+    """Shorten an error message for a table."""
     if "OutOfMemoryError" in why or "out of memory" in why:
         return "out of memory"
     return why if len(why) <= 160 else why[:157] + "..."
 
 
 def python_of(system: str, *, small: bool) -> Path | None:
-    """The Python that runs a peer here; None if there is none. One with a torch for the CPU serves small cases."""
-    if (own := peer_install.beside(system)) is not None:
-        return own
+    """Find the Python of a peer; None if not installed. Small cases may use a Python with a CPU build of torch."""
+    if (python := peer_install.beside(system)) is not None:
+        return python
     if system == "megatron-core":
         return Path(sys.executable) if find_spec("megatron") is not None else None
     return peer_install.python_of(system) if small else None

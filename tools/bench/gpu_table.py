@@ -1,4 +1,4 @@
-"""From runs on one device to tables: medians over rounds, utilisation, and what was aimed at."""
+"""Tables of the one-GPU comparison: medians over rounds, utilisation, and goals."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from megascale.core.units import GIB, format_flops
 MARKS = "<!-- gpu: begin -->", "<!-- gpu: end -->"
 
 Key = tuple[str, str, int | None, str]
-"""Device, case, layers, precision: what systems are compared in."""
+"""Device, case, layers and precision of a comparison."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A system in a case: medians over `rounds`, the lowest and the highest quartile of a step. MFU counts the whole
-    attention matrix (`full`) or half of it; `attained` is of what the model's products reach, in `full`. `ratio`:
-    megascale's tokens/s over this system's.
+    """Result of a system in a case: medians over `rounds`, with the lowest and the highest quartile of a step. MFU by
+    the `full` and `causal` conventions; `attained`: utilisation (full) of the model's GEMM rate; `ratio`: megascale's
+    tokens/s divided by this system's.
     """
 
     system: str
@@ -43,7 +43,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Failed:
-    """A system that did not do a case, and why."""
+    """A system that failed in a case, and the reason."""
 
     system: str
     why: str
@@ -53,16 +53,16 @@ Table = dict[Key, list[Row | Failed]]
 
 
 def tables(records: Iterable[Record]) -> Table:
-    """Rows by case, in the order in which cases and systems were first run."""
-    found: dict[Key, dict[str, list[Record]]] = {}
+    """Group runs to rows by case, in the order of the first runs."""
+    grouped: dict[Key, dict[str, list[Record]]] = {}
     records = list(records)
     for record in records:
-        found.setdefault(key_of(record, records), {}).setdefault(record["system"], []).append(record)
-    return {key: rows(key, systems) for key, systems in found.items()}
+        grouped.setdefault(key_of(record, records), {}).setdefault(record["system"], []).append(record)
+    return {key: rows(key, systems) for key, systems in grouped.items()}
 
 
 def key_of(record: Record, records: Sequence[Record]) -> Key:
-    """A run that failed says neither where it was nor how many layers it had: as the others of its case."""
+    """Return the key of a run. A failed run lacks device and layers, and takes both from other runs of the case."""
     alike = [record, *(r for r in records if r["case"] == record["case"] and r["small"] == record["small"])]
     device = next((r["device"] for r in alike if "device" in r), "")
     layers = next((r["layers"] for r in alike if r["layers"] is not None), None)
@@ -70,18 +70,18 @@ def key_of(record: Record, records: Sequence[Record]) -> Key:
 
 
 def rows(key: Key, systems: dict[str, list[Record]]) -> list[Row | Failed]:
-    """A row for each system."""
-    done = {name: [run for run in runs if "failure" not in run] for name, runs in systems.items()}
-    ours = [run["tokens_per_s"] for run in done.get(OURS, [])]
-    attainable = [run["attainable"]["flops"] for run in done.get(OURS, []) if run["attainable"]]
+    """Build a row per system."""
+    succeeded = {name: [run for run in runs if "failure" not in run] for name, runs in systems.items()}
+    ours = [run["tokens_per_s"] for run in succeeded.get(OURS, [])]
+    attainable = [run["attainable"]["flops"] for run in succeeded.get(OURS, []) if run["attainable"]]
     best = Peak(statistics.median(attainable), "measured") if attainable else None
-    found: list[Row | Failed] = []
-    for name, runs in done.items():
+    members: list[Row | Failed] = []
+    for name, runs in succeeded.items():
         if runs:
-            found.append(_row(key, name, runs, statistics.median(ours) if ours else None, best))
+            members.append(_row(key, name, runs, statistics.median(ours) if ours else None, best))
         else:
-            found.append(Failed(name, systems[name][-1]["failure"]))
-    return found
+            members.append(Failed(name, systems[name][-1]["failure"]))
+    return members
 
 
 def _row(key: Key, system: str, runs: Sequence[Record], ours: float | None, best: Peak | None) -> Row:
@@ -111,24 +111,24 @@ HEADER = (
 )  # fmt: skip
 
 
-def markdown(found: Table, records: Sequence[Record], gemm: Record | None) -> str:
-    """Everything for docs/performance.md: speed, what a step's time goes to, products, and how each system did it."""
+def markdown(table: Table, records: Sequence[Record], gemm: Record | None) -> str:
+    """Format throughput, time by kind of kernel, GEMM rates and setups for docs/performance.md."""
     lines = [caption(records), "", pipes(HEADER), pipes(("---", "---", "---", *["---:"] * (len(HEADER) - 3)))]
-    for (_, case, layers, precision), members in found.items():
+    for (_, case, layers, precision), members in table.items():
         for row in members:
             name = f"{case}, {layers} layers" if layers else case
             lines.append(pipes((name, precision, *cells(row))))
-    lines += ["", *shares(records), *products(gemm)]
-    systems = {row.how: None for members in found.values() for row in members if isinstance(row, Row) and row.how}
+    lines += ["", *shares(records), *gemm_rates(gemm)]
+    systems = {row.how: None for members in table.values() for row in members if isinstance(row, Row) and row.how}
     lines += [f"- {how}." for how in systems]
-    lines += [f"- {line}" for line in goals(found)]
+    lines += [f"- {line}" for line in goals(table)]
     return "\n".join(lines).rstrip()
 
 
-def text(found: Table) -> str:
-    """The rows for the terminal."""
+def text(table: Table) -> str:
+    """Format the rows as text for a terminal."""
     lines = []
-    for (device, case, layers, precision), members in found.items():
+    for (device, case, layers, precision), members in table.items():
         lines.append(f"{case}, {layers} layers, {precision}, on {device}")
         body = [HEADER[2:], *(cells(row) for row in members if isinstance(row, Row))]
         widths = [max(len(line[column]) for line in body) for column in range(len(body[0]))]
@@ -137,11 +137,11 @@ def text(found: Table) -> str:
             lines.append("  " + "  ".join([line[0].ljust(widths[0]), *padded]).rstrip())
         lines += [f"  {row.system}: {row.why}" for row in members if isinstance(row, Failed)]
         lines.append("")
-    return "\n".join([*lines, *goals(found)]).rstrip()
+    return "\n".join([*lines, *goals(table)]).rstrip()
 
 
 def cells(row: Row | Failed) -> tuple[str, ...]:
-    """A row's cells, from the system on."""
+    """Format a row's cells, from the system onward."""
     if isinstance(row, Failed):
         return (row.system, f"n/a: {row.why}".replace("|", "\\|"), *[""] * (len(HEADER) - 4))
     return (
@@ -152,21 +152,21 @@ def cells(row: Row | Failed) -> tuple[str, ...]:
 
 
 def caption(records: Sequence[Record]) -> str:
-    """What was measured where."""
+    """Describe device, versions and method."""
     devices = ", ".join(dict.fromkeys(r["device"] for r in records if "device" in r))
     versions = ", ".join(dict.fromkeys(r["torch"] for r in records if "torch" in r))
     counts = {r["step_s"]["count"] for r in records if "step_s" in r}
     steps = "..".join(map(str, sorted({min(counts), max(counts)}))) if counts else "no"
     return (
-        f"Measured on {devices}; torch {versions}. Medians of {steps} timed steps, over the rounds of each system, in "
-        "turns; of all rounds the lowest and highest quartile. MFU is against the maker's peak of the precision; "
-        "attainable is the best rate of the model's own products, in fp8 with or without fast accumulation; x: "
+        f"Measured on {devices}; torch {versions}. Medians of {steps} timed steps over alternating rounds; quartiles: "
+        "the lowest and the highest of all rounds. MFU is relative to the vendor's peak in the precision, *of "
+        "attainable* to the best rate of the model's own GEMMs (fp8: with or without fast accumulation). tokens/s x: "
         "megascale / the system."
     )
 
 
 def shares(records: Sequence[Record]) -> list[str]:
-    """What megascale's step goes to, a line for each case and precision on a device: of the last round."""
+    """Format the shares of megascale's step by kind of kernel: a line per case and precision, from the last round."""
     last = {key_of(record, records): record["kernels"] for record in records if record.get("kernels")}
     if not last:
         return []
@@ -177,41 +177,39 @@ def shares(records: Sequence[Record]) -> list[str]:
     return [*lines, ""]
 
 
-def products(gemm: Record | None) -> list[str]:
-    """The rates of products, a line for each shape."""
+def gemm_rates(gemm: Record | None) -> list[str]:
+    """Format GEMM rates, a line per shape."""
     if not gemm:
         return []
     formats = list(dict.fromkeys(rate["format"] for rate in gemm["rates"]))
-    lines = [pipes(("product m x k x n", *formats)), pipes(("---", *["---:"] * len(formats)))]
+    lines = [pipes(("GEMM m x k x n", *formats)), pipes(("---", *["---:"] * len(formats)))]
     shapes: dict[str, dict[str, str]] = {}
     for rate in gemm["rates"]:
-        shown = format_flops(rate["rate"]["median"]) if rate["rate"] else "n/a"
-        shapes.setdefault(rate["shape"], {})[rate["format"]] = shown
-    return [*lines, *(pipes((shape, *(each.get(name, "") for name in formats))) for shape, each in shapes.items()), ""]
+        cell = format_flops(rate["rate"]["median"]) if rate["rate"] else "n/a"
+        shapes.setdefault(rate["shape"], {})[rate["format"]] = cell
+    return [*lines, *(pipes((shape, *(row.get(name, "") for name in formats))) for shape, row in shapes.items()), ""]
 
 
-AIMS = {"llama3-8b-slice": 0.55, "gpt3-175b-slice": 0.60, "megascale-175b-slice": 0.60}
-"""MFU in bf16 on an H100."""
+MFU_GOALS = {"llama3-8b-slice": 0.55, "gpt3-175b-slice": 0.60, "megascale-175b-slice": 0.60}
+"""Goals for MFU in bf16 on an H100."""
 
 FP8_GAIN = 1.3
-"""Tokens/s in fp8 over those in bf16."""
+"""Goal for tokens/s in fp8 divided by tokens/s in bf16."""
 
 
-def goals(found: Table) -> list[str]:
-    """What was aimed at, and whether it was reached, where the device's peak is known."""
+def goals(table: Table) -> list[str]:
+    """List the goals and the verdicts, for devices with a known peak."""
     lines = []
-    for (device, case, layers, precision), members in found.items():
+    for (device, case, layers, precision), members in table.items():
         by_name = {row.system: row for row in members if isinstance(row, Row)}
         ours, titan = by_name.get(OURS), by_name.get("torchtitan")
         if ours is None or ours.full is None or ours.causal is None:
             continue
-        if precision == "bf16" and case in AIMS:
-            reached = (
-                "reached" if ours.causal >= AIMS[case] else "reached in full" if ours.full >= AIMS[case] else "missed"
-            )
-            lines.append(f"{case} bf16: MFU {ours.full:.1%} full, {ours.causal:.1%} causal; {AIMS[case]:.0%} {reached}")
+        if precision == "bf16" and (goal := MFU_GOALS.get(case)):
+            verdict = "reached" if ours.causal >= goal else "reached in full" if ours.full >= goal else "missed"
+            lines.append(f"{case} bf16: MFU {ours.full:.1%} full, {ours.causal:.1%} causal; {goal:.0%} {verdict}")
         if precision == "fp8":
-            plain = [row for row in found.get((device, case, layers, "bf16"), []) if row.system == OURS]
+            plain = [row for row in table.get((device, case, layers, "bf16"), []) if row.system == OURS]
             if plain and isinstance(plain[0], Row):
                 gain = ours.tokens_per_s / plain[0].tokens_per_s
                 lines.append(f"{case} fp8: {gain:.2f} x bf16's tokens/s; {FP8_GAIN} {_verdict(gain >= FP8_GAIN)}")

@@ -1,4 +1,4 @@
-"""torchtitan on one device: its own Trainer, written to version 0.3.0, which needs torch 2.13 (see gpu_peer.py)."""
+"""torchtitan 0.3.0, which needs torch 2.13, on one device with torchtitan's own Trainer (see gpu_peer.py)."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": 
 
 
 def main() -> None:
-    """Train as the task says."""
+    """Run the task of the command line."""
     run(train, __doc__)
 
 
 def train(task: Task, device: Device) -> Report:
-    """Build torchtitan's trainer and take its steps."""
-    other = [f"{key}={task.model[key]}" for key, value in LLAMA.items() if task.model[key] != value]
-    if other:
-        raise Refusal(f"torchtitan has no such model: {', '.join(other)}")
+    """Build torchtitan's trainer and train."""
+    unsupported = [f"{key}={task.model[key]}" for key, value in LLAMA.items() if task.model[key] != value]
+    if unsupported:
+        raise Refusal(f"torchtitan has no such model: {', '.join(unsupported)}")
     if task.precision not in ("fp32", "bf16", "fp8"):
         raise Refusal(f"torchtitan has no {task.precision}")
     titan = version("torchtitan")
@@ -71,7 +71,7 @@ def train(task: Task, device: Device) -> Report:
 
 
 def trainer_config(task: Task, folder: str) -> Any:
-    """The configuration of a Trainer, as torchtitan's config_registry would build it."""
+    """Build the configuration of a Trainer, like torchtitan's config_registry."""
     from torchtitan.components.checkpointer import CheckpointManager
     from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
     from torchtitan.components.metrics import MetricsProcessor
@@ -121,7 +121,7 @@ def trainer_config(task: Task, folder: str) -> Any:
 
 
 def model_config(task: Task) -> Any:
-    """A llama whose matrices start as ours do, but for the projections back, which start as wide as the others."""
+    """Build a Llama with megascale's initialisation, but one standard deviation for all matrices."""
     from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
     from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
@@ -162,7 +162,7 @@ def model_config(task: Task) -> Any:
 
 
 def in_float8(config: Any, *, compiled: bool) -> Any:
-    """The model with linear layers of torchao, but for the head."""
+    """Convert the linear layers, except for the head, to torchao's float8."""
     from torchtitan.components.quantization import Float8LinearConverter
 
     options = Float8LinearConverter.Config(filter_fqns=["lm_head"], model_compile_enabled=compiled)
@@ -173,7 +173,7 @@ def in_float8(config: Any, *, compiled: bool) -> Any:
 
 
 def loader_class(task: Task) -> Any:
-    """A loader of the task's random tokens, and its `Config`, which 0.2 does not know."""
+    """Return a dataloader class for the task's random tokens, with the `Config` that versions after 0.2 require."""
     from torchtitan.components.dataloader import BaseDataLoader
 
     class RandomTokens(BaseDataLoader):
@@ -201,7 +201,7 @@ def loader_class(task: Task) -> Any:
 
 
 def tokenizer_config(task: Task) -> Any:
-    """A tokenizer that nobody asks for more than its size."""
+    """Return the configuration of a stub tokenizer with only a vocabulary size."""
     from torchtitan.components.tokenizer import BaseTokenizer
 
     class NoTokenizer(BaseTokenizer):

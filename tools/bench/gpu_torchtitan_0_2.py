@@ -1,4 +1,4 @@
-"""The Trainer of torchtitan 0.2, for a torch that is too old for 0.3 (see gpu_torchtitan.py): written to 0.2.2."""
+"""torchtitan 0.2.2's Trainer, for a torch too old for torchtitan 0.3 (see gpu_torchtitan.py)."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ NAME = "bench"
 
 
 def patch_for_cpu(patch: Any) -> None:
-    """Of the changes that let 0.3 run on a CPU (`patch`) those that 0.2 has a place for, and no Triton."""
+    """Apply the CPU patches for 0.3 (`patch`), apart from the patches that 0.2 has no place for, and without Triton."""
     kernels = ModuleType("torchtitan.models.moe.kernels")
-    kernels.generate_permute_indices = None  # type: ignore[attr-defined]  # of layers that a llama has not
+    kernels.generate_permute_indices = None  # type: ignore[attr-defined]  # for MoE layers, absent from a Llama
     sys.modules[kernels.__name__] = kernels
     os.environ["TT_PATCH_SKIP"] = "triton,fsdp_sum,pp_step"
     patch()
 
 
 def build_trainer(task: Task, folder: str, loader: Any) -> Any:
-    """A trainer whose matrices start as ours do, but for the projections back, which start as wide as the others."""
+    """Build a trainer with megascale's initialisation, but one standard deviation for all matrices."""
     from torchtitan.components.loss import build_cross_entropy_loss
     from torchtitan.components.lr_scheduler import build_lr_schedulers
     from torchtitan.components.optimizer import build_optimizers
@@ -55,8 +55,8 @@ def build_trainer(task: Task, folder: str, loader: Any) -> Any:
 
 
 def model_args(task: Task) -> Any:
-    """The sizes of a llama. The inner width, 8/3 of the width times a factor, is rounded up to a multiple: here from 1
-    to the one that is wanted.
+    """Return the sizes of a Llama. torchtitan rounds the FFN width 8/3 x dim x ffn_dim_multiplier up to `multiple_of`,
+    here to exactly `ffn_size`.
     """
     from torchtitan.models.llama3 import TransformerModelArgs
 
@@ -69,7 +69,7 @@ def model_args(task: Task) -> Any:
 
 
 def job_config(task: Task, folder: str) -> Any:
-    """What `torchtitan.train` would read from a file."""
+    """Build the job configuration that `torchtitan.train` reads from a file."""
     from torchtitan.config import JobConfig
 
     config, given = JobConfig(), task.optimizer

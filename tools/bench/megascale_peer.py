@@ -1,8 +1,8 @@
-"""A rank of megascale on the tokens of the peers' scripts, from their initial weights: `megascale train`'s own parts
-and loop, with records every step, TensorBoard included.
+"""One rank of megascale on the tokens and initial weights of the peers' scripts: the training loop of `megascale train`
+with metrics and TensorBoard every step.
 
-Steps are timed as the peers time theirs, from barrier to barrier, with the CPU seconds of this process; but here what
-the loop does between two steps counts too. Prints a line a step and a JSON object at the end.
+Steps are timed like the peers' from barrier to barrier, with the CPU seconds of this process, but here the loop's work
+between steps is included. The output is a line per step and a JSON object at the end.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from peer_systems import TOKEN_SEED, Size
 from peer_weights import FAMILIES, fill
 
 from megascale.comm import init
-from megascale.comm.totals import meet
+from megascale.comm.totals import device_barrier
 from megascale.config.run import RunConfig
-from megascale.core.rank import Rank, from_environment
-from megascale.data.loader import Loader, Shape
+from megascale.core.rank import Rank, rank_from_environment
+from megascale.data.loader import BatchShape, Loader
 from megascale.data.mixture import Sample
-from megascale.device import detect
-from megascale.train.build import Run, build, mesh_of
+from megascale.device import detect_device
+from megascale.train.build import Run, build_mesh, build_rank_run
 from megascale.train.loop import train
-from megascale.train.peak import find_peak
-from megascale.train.report import Reporter, open_writers
+from megascale.train.peak_flops import find_peak_flops
+from megascale.train.reporter import Reporter, open_writers
 from megascale.train.step import StepResult
-from megascale.train.stop import Stop
+from megascale.train.stop import StopRequest
 
 
 class PeerSamples:
-    """Sample i is row i % batch of the tokens that the peers draw for step i // batch."""
+    """Tokens of the peers' scripts: sample i is row i % batch of step i // batch."""
 
     def __init__(self, size: Size, steps: int, seed: int) -> None:
-        self.samples = steps * size.global_batch
+        self.num_samples = steps * size.global_batch
         self._rows = size.global_batch
         self._shape = (size.global_batch, size.seq + 1)
         self._vocab, self._seed = size.vocab, seed
@@ -49,7 +49,7 @@ class PeerSamples:
         ids = self._step(index // self._rows)[index % self._rows]
         return Sample(ids[:-1], ids[1:], None)
 
-    def prepare(self, start: int, stop: int) -> None:
+    def prepare_indices(self, start: int, stop: int) -> None:
         return None
 
     def _draw(self, step: int) -> torch.Tensor:
@@ -58,7 +58,7 @@ class PeerSamples:
 
 
 class Stopwatch(Reporter):
-    """The run's reporter, which also takes the time from each step's start to the next one's."""
+    """The run's reporter, extended with the time between the starts of successive steps."""
 
     def watch(self, run: Run) -> Stopwatch:
         self._run = run
@@ -77,8 +77,8 @@ class Stopwatch(Reporter):
         self.losses.append(result.loss)
 
     def lap(self) -> None:
-        """A step has ended, unless none has begun: note what it took."""
-        meet(self._run.mesh, self._run.device.torch)
+        """Record the time of the step that has ended, if any."""
+        device_barrier(self._run.mesh, self._run.device.torch_device)
         now = time.perf_counter(), time.process_time()
         if self._last is not None:
             self.wall.append(now[0] - self._last[0])
@@ -89,30 +89,32 @@ class Stopwatch(Reporter):
 def main() -> None:
     """Train and report."""
     options = arguments()
-    rank = from_environment() or Rank(0, 1, 0, "localhost")
-    device = detect(rank.local, allow_gpu=False)
-    init.start(rank, device)
+    rank = rank_from_environment() or Rank(0, 1, 0, "localhost")
+    device = detect_device(rank.local_rank, allow_gpu=False)
+    init.init_distributed(rank, device)
     size = Size(**{field.name: getattr(options, field.name) for field in fields(Size)})
     with tempfile.TemporaryDirectory() as folder:
         config = configuration(options, size, folder)
-        run = build(config, mesh_of(config, rank, device), device, Stop().listen())
+        run = build_rank_run(config, build_mesh(config, rank, device), device, StopRequest().install_handlers())
         use_peers_weights(run, options.weights, options.weight_seed)
         samples = PeerSamples(size, options.steps, options.token_seed)
-        shape = Shape(size.global_batch, size.micro_batch, config.dp)
+        shape = BatchShape(size.global_batch, size.micro_batch, config.dp)
         dropout, seed = config.model.dropout, config.train.seed
-        run.train = Loader(samples, shape, run.mesh.coord.dp, dropout=dropout, seed=seed, device=device.torch)
+        run.train_loader = Loader(
+            samples, shape, run.mesh.coord.dp, dropout=dropout, seed=seed, device=device.torch_device
+        )
         config.folder.mkdir()
         writers = open_writers(config, 0) if rank.rank == 0 else []
-        watch = Stopwatch(config, device, find_peak(run), writers, run.mesh.recorder).watch(run)
+        watch = Stopwatch(config, device, find_peak_flops(run), writers, run.mesh.recorder).watch(run)
         train(run, watch)
         watch.lap()
         watch.close()
     show(run, watch, options.warmup)
-    init.stop()
+    init.shutdown_distributed()
 
 
 def arguments() -> argparse.Namespace:
-    """The options of the peers' scripts, as far as they mean something here."""
+    """Parse the subset of the peers' options that megascale supports."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for field in fields(Size):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default)
@@ -120,15 +122,17 @@ def arguments() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=1)
     parser.add_argument("--sp", action="store_true")
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--warmup", type=int, default=2, help="steps at the start that are not timed")
+    parser.add_argument("--warmup", type=int, default=2, help="untimed steps first")
     parser.add_argument("--token-seed", type=int, default=TOKEN_SEED)
-    parser.add_argument("--weights", choices=FAMILIES, default="torch-native", help="whose initial values")
+    parser.add_argument(
+        "--weights", choices=FAMILIES, default="torch-native", help="system that draws the initial weights"
+    )
     parser.add_argument("--weight-seed", type=int, default=TOKEN_SEED)
     return parser.parse_args()
 
 
 def configuration(options: argparse.Namespace, size: Size, folder: str) -> RunConfig:
-    """The run of the peers' scripts: a llama, Adam without decay at a constant rate, a record every step."""
+    """Build the configuration of the peers' scripts: a Llama, Adam without weight decay at a constant learning rate."""
     tree = {
         "name": "peer",
         "model": {
@@ -150,18 +154,18 @@ def configuration(options: argparse.Namespace, size: Size, folder: str) -> RunCo
 
 
 def use_peers_weights(run: Run, family: str, seed: int) -> None:
-    """Replace the initial weights. In fp32 the optimizer's masters are the weights themselves."""
+    """Replace the initial weights. In fp32 the weights are also the master weights."""
     draw = FAMILIES[family](run.config.model, seed)
     mesh = run.mesh
-    for bucket in run.gradients.buckets:
+    for bucket in run.buffers.buckets:
         for slot in bucket.layout.slots:
             fill(bucket.parameters[slot.parameter.name].data, slot.parameter, mesh.topology, mesh.coord, draw)
 
 
 def show(run: Run, watch: Stopwatch, warmup: int) -> None:
-    """Print each step and the medians over the timed ones, with the CPU seconds of all ranks together."""
+    """Print every step, and the medians over timed steps with the CPU seconds summed over ranks."""
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    ranks = run.mesh.world.control.gather((watch.cpu, rss), "what was measured")
+    ranks = run.mesh.world.control.all_gather((watch.cpu, rss), "measurements")
     if run.mesh.rank != 0:
         return
     for step, (loss, wall) in enumerate(zip(watch.losses, watch.wall, strict=True), 1):

@@ -1,5 +1,5 @@
-"""A virtual environment for a peer whose requirements do not fit beside ours: with a torch of its own, for the CPU, or
-beside the Python that runs this, whose torch it uses.
+"""Virtual environments for peers with conflicting requirements: with a separate CPU build of torch, or on top of this
+Python's packages and torch.
 """
 
 from __future__ import annotations
@@ -13,55 +13,54 @@ from peer_systems import ROOT
 
 ENVIRONMENTS = ROOT / "build" / "peers"
 
-# With its requirements torchtitan may bring another torch: they are named here, and torch's version comes from ours.
+# torchtitan's own requirements may replace torch: they are listed here, and constraints.txt pins torch
 TORCHTITAN = ("torchtitan==0.3.0", "torch_checkpointing", "spmd_types==0.2.3")
-BESIDE_IT = ("torch", "numpy", "torchdata", "datasets<4.8", "tokenizers", "safetensors")
-FOR_ITS_IMPORTS = ("tyro", "tensorboard", "einops", "pillow")
+REQUIREMENTS = ("torch", "numpy", "torchdata", "datasets<4.8", "tokenizers", "safetensors")
+IMPORTED_PACKAGES = ("tyro", "tensorboard", "einops", "pillow")
 
 
 def python_of(system: str) -> Path | None:
-    """The Python that runs a system; None if it is not installed."""
+    """Find the Python of a system; None if the system is not installed."""
     if system != "torchtitan":
         return Path(sys.executable)
-    own = ENVIRONMENTS / system / "bin" / "python"
-    return own if own.exists() else None
+    python = ENVIRONMENTS / system / "bin" / "python"
+    return python if python.exists() else None
 
 
 def install_torchtitan() -> None:
-    """Make its environment, with the torch of constraints.txt."""
+    """Make torchtitan's environment, with the torch of constraints.txt."""
     folder = ENVIRONMENTS / "torchtitan"
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "-c", str(ROOT / "constraints.txt"), *BESIDE_IT, *FOR_ITS_IMPORTS], check=True)
+    subprocess.run([*pip, "-c", str(ROOT / "constraints.txt"), *REQUIREMENTS, *IMPORTED_PACKAGES], check=True)
     subprocess.run([*pip, "--no-deps", *TORCHTITAN], check=True)
 
 
 BESIDE = ROOT / "build" / "gpu-peers"
 
 TORCHTITAN_OLD = ("torchtitan==0.2.2",)
-"""For a torch before 2.13."""
+"""The version for a torch before 2.13."""
 
 
 def requirements(system: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What is installed with its own requirements, and what without them, for they may bring another torch."""
+    """Return the packages to install with dependencies, and without (a dependency might replace torch)."""
     if system == "megatron-core":
         return ("numpy", "packaging"), ("megatron-core==0.16.1",)
     new = tuple(int(part) for part in (present("torch") or "0.0").split(".")[:2]) >= (2, 13)
-    plain = ("numpy", "datasets<4.8", "tokenizers", "safetensors", "fsspec", "tomli", *FOR_ITS_IMPORTS)
+    plain = ("numpy", "datasets<4.8", "tokenizers", "safetensors", "fsspec", "tomli", *IMPORTED_PACKAGES)
     return plain, (*(TORCHTITAN if new else TORCHTITAN_OLD), "torchdata")
 
 
 def beside(system: str) -> Path | None:
-    """The Python of a system that was installed beside this one; None if it was not."""
-    own = BESIDE / system / "bin" / "python"
-    return own if (BESIDE / system / "installed").exists() else None
+    """Find the Python of a system installed on top of this one; None if not installed."""
+    python = BESIDE / system / "bin" / "python"
+    return python if (BESIDE / system / "installed").exists() else None
 
 
 def install_beside(system: str) -> None:
-    """Make a system's environment: a virtual one that sees all packages of this Python, torch among them, and its own
-    first. Does nothing if it is there.
+    """Make a system's virtual environment on top of this Python's packages, torch included. No-op if installed already.
 
-    Raises: OSError if pip cannot
+    Raises: OSError if pip fails
     """
     folder = BESIDE / system
     if beside(system) is not None:
@@ -70,18 +69,18 @@ def install_beside(system: str) -> None:
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "present.pth").write_text("".join(f"{path}\n" for path in sys.path if path.endswith("-packages")))
     pins = folder / "pins.txt"
-    pins.write_text("".join(f"{name}=={found}\n" for name in ("torch", "numpy") if (found := present(name))))
+    pins.write_text("".join(f"{name}=={pinned}\n" for name in ("torch", "numpy") if (pinned := present(name))))
     plain, alone = requirements(system)
     pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     for words in (["-c", str(pins), *plain], ["--no-deps", *alone]):
-        done = subprocess.run([*pip, *words], capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise OSError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "pip failed")
+        completed = subprocess.run([*pip, *words], capture_output=True, text=True, check=False)
+        if completed.returncode:
+            raise OSError(completed.stderr.strip().splitlines()[-1] if completed.stderr.strip() else "pip failed")
     (folder / "installed").touch()
 
 
 def present(name: str) -> str | None:
-    """The version of a package of this Python, if it has it."""
+    """Return the version of an installed package, or None."""
     try:
         return version(name)
     except PackageNotFoundError:

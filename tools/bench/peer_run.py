@@ -1,4 +1,4 @@
-"""One run of a system: its command, what it printed, and how busy others kept the machine meanwhile."""
+"""One run of a system: execution of its command, its output, and the load by other processes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Measurement:
-    """tokens/s and CPU seconds of all processes, both of the median step; the largest process in MiB; the loss of each
-    step; the share of the machine that other processes used; torch's version; and by how much the first losses differ
-    from what they should be.
+    """Median-step tokens/s and CPU seconds (all processes); RSS of the largest process in MiB; the loss of every step;
+    `others`: machine share of other processes; torch's version; `difference`: largest error of the first losses.
     """
 
     tokens_per_s: float
@@ -36,7 +35,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Failure:
-    """A run that came to nothing: why, in a line."""
+    """A failed run, with the reason in one line."""
 
     why: str
 
@@ -44,25 +43,25 @@ class Failure:
 Result = Measurement | Failure
 
 TOLERANCE = 1e-4
-"""By how much losses of the same tokens and weights may differ."""
+"""Largest difference of losses on the same tokens and weights."""
 
 
 MARK = "MEGASCALE_PEER_RUN"
-"""In the environment of every process of a run."""
+"""Environment variable that marks every process of a run."""
 
 
 def execute(command: Sequence[str], seconds: float, scratch: str) -> Result:
-    """Run a command, for at most `seconds`. Nothing of it is left when this returns."""
-    start, busy, own = time.monotonic(), busy_seconds(), children_seconds()
+    """Run a command for at most `seconds`, and parse its output. All its processes have ended on return."""
+    start, busy, children = time.monotonic(), busy_seconds(), children_seconds()
     out = output(command, seconds, scratch)
     if isinstance(out, Failure):
         return out
-    others = (busy_seconds() - busy) - (children_seconds() - own)
-    return read(out, max(0.0, others) / (time.monotonic() - start) / (os.cpu_count() or 1))
+    load = (busy_seconds() - busy) - (children_seconds() - children)
+    return read(out, max(0.0, load) / (time.monotonic() - start) / (os.cpu_count() or 1))
 
 
 def output(command: Sequence[str], seconds: float, scratch: str) -> str | Failure:
-    """What a command prints in at most `seconds`. Nothing of it is left when this returns."""
+    """Run a command for at most `seconds` and return its output. All its processes have ended on return."""
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
     process = subprocess.Popen(
         command, env=environment(mark, scratch), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -70,20 +69,20 @@ def output(command: Sequence[str], seconds: float, scratch: str) -> str | Failur
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        return Failure(f"was not done after {seconds:g} s")
+        return Failure(f"not finished after {seconds:g} s")
     finally:
         end(mark)
         process.wait()
-    if process.returncode < 0:  # the last thing that it said is not why
-        why = ", as where memory is full" if -process.returncode == signal.SIGKILL else ""
-        return Failure(f"was ended by signal {-process.returncode}{why}")
+    if process.returncode < 0:  # the last line of output is not the reason
+        why = ", perhaps out of memory" if -process.returncode == signal.SIGKILL else ""
+        return Failure(f"killed by signal {-process.returncode}{why}")
     if process.returncode:
-        return Failure(error_line(err) or f"ended with status {process.returncode}")
+        return Failure(error_line(err) or f"exited with status {process.returncode}")
     return out
 
 
 def environment(mark: str, scratch: str) -> dict[str, str]:
-    """A run's environment: one thread a process, loopback, and temporary files in `scratch`."""
+    """Return a run's environment: one thread per process, loopback, and temporary files in `scratch`."""
     ours = {
         MARK: mark, "TMPDIR": scratch, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -93,19 +92,19 @@ def environment(mark: str, scratch: str) -> dict[str, str]:
 
 
 def end(mark: str) -> None:
-    """Kill what is left of a run. Its processes are known by their environment: torchrun's workers have sessions of
-    their own, and outlive it when it is killed.
+    """Kill the remaining processes of a run, found by the mark in their environment: torchrun's workers have separate
+    sessions and outlive a killed torchrun.
     """
-    wanted = f"{MARK}={mark}".encode()
+    marked = f"{MARK}={mark}".encode()
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # ended, or another user's
-            if wanted in path.read_bytes().split(b"\0"):
+            if marked in path.read_bytes().split(b"\0"):
                 os.kill(int(path.parent.name), signal.SIGKILL)
 
 
-def read(out: str, others: float) -> Result:
-    """A run from what it printed: a line a step, and a JSON object at the end."""
-    out = re.sub(r"^\[host \d+\] ", "", out, flags=re.MULTILINE)  # in front of what the hosts of a testbed print
+def read(out: str, load: float) -> Result:
+    """Parse a run's output: a line per step, and a JSON object at the end."""
+    out = re.sub(r"^\[host \d+\] ", "", out, flags=re.MULTILINE)  # prefix of a testbed's hosts
     objects = [line for line in out.splitlines() if line.startswith("{")]
     losses = [float(loss) for loss in re.findall(r"^step +\d+ +loss +(\S+)", out, re.MULTILINE)]
     if not objects or not losses:
@@ -113,45 +112,45 @@ def read(out: str, others: float) -> Result:
     summary = json.loads(objects[-1])
     cpu_ms = _either(summary, "cpu_ms_per_step", "cpu_ms_step_all_ranks")
     rss = _either(summary, "rss_mb_max", "max_rss_mb")
-    return Measurement(summary["tokens_per_s"], cpu_ms / 1e3, rss, tuple(losses), others, summary["torch"])
+    return Measurement(summary["tokens_per_s"], cpu_ms / 1e3, rss, tuple(losses), load, summary["torch"])
 
 
 def agree(result: Result, expected: Sequence[float]) -> Result:
-    """The result, or a failure if its first losses are not those of the same tokens and weights."""
+    """Return the result, or a failure if its first losses differ from the expected losses."""
     if isinstance(result, Failure):
         return result
     pairs = list(zip(result.losses[: len(expected)], expected, strict=True))
-    for step, (found, wanted) in enumerate(pairs, 1):
-        if not abs(found - wanted) <= TOLERANCE:
-            return Failure(f"not the same task: the loss of step {step} is {found:.5f}, not {wanted:.5f}")
-    return replace(result, difference=max(abs(found - wanted) for found, wanted in pairs))
+    for step, (loss, reference) in enumerate(pairs, 1):
+        if not abs(loss - reference) <= TOLERANCE:
+            return Failure(f"not the same task: the loss of step {step} is {loss:.5f}, not {reference:.5f}")
+    return replace(result, difference=max(abs(loss - reference) for loss, reference in pairs))
 
 
 def error_line(err: str) -> str:
-    """The first error that was raised, without the rank in front; else the last line."""
+    """Return the first raised error without its rank prefix, or the last line."""
     lines = [re.sub(r"^\[rank\d+\]: ?", "", line).rstrip() for line in err.splitlines()]
     raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
     return raised[0] if raised else next((line for line in reversed(lines) if line), "")
 
 
 def busy_seconds() -> float:
-    """CPU seconds that the whole machine has worked, for anyone."""
+    """Return the CPU seconds of all processes of the machine since boot."""
     with open("/proc/stat", encoding="ascii") as file:
         user, nice, system, _, _, irq, softirq = map(int, file.readline().split()[1:8])
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
 def children_seconds() -> float:
-    """CPU seconds of this process's children that have ended."""
+    """Return the CPU seconds of this process's ended children."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def _either(summary: dict[str, Any], *keys: str) -> float:
-    """The scripts name the same figure differently."""
+    """Return the first available of several names for the same figure."""
     return float(next(summary[key] for key in keys if key in summary))
 
 
 def progress(line: str) -> None:
-    """A line on stderr: stdout is for the tables."""
+    """Print a line to stderr; stdout is for the tables."""
     print(line, file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""The systems that are compared, and the command with which each trains the same model on the same tokens in a layout.
+"""Systems of the comparison, and the command to train the same model on the same tokens in a layout.
 
-The scripts of the peers stand in a folder of their own; ours, `megascale_peer.py`, stands beside this file. All take
-the sizes by the same names.
+The peers' scripts are in a separate folder; megascale's, `megascale_peer.py`, is next to this file. All scripts use the
+same option names for the sizes.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ ROOT = HERE.parents[1]
 
 SEED = 1234
 TOKEN_SEED = SEED * 100003
-"""What the megatron-core script makes of its seed before it adds the step. The others add the step to the seed as it is
-given: given this one, they draw the same tokens.
+"""Seed of a step's tokens, before the step is added. The megatron-core script derives TOKEN_SEED from SEED; the other
+scripts take TOKEN_SEED itself, to draw the same tokens.
 """
 
 
 @dataclass(frozen=True)
 class Size:
-    """The model, a llama with a SwiGLU of width `ffn`, and the batch."""
+    """Sizes of the model, a Llama with a SwiGLU of width `ffn`, and of the batch."""
 
     hidden: int = 256
     layers: int = 8
@@ -42,7 +42,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of parallelism. `name`: 1, or words such as tp2, sp, pp2, vpp2, dp2 with spaces between."""
+    """Degrees of parallelism. `name`: 1, or space-separated words such as tp2, sp, pp2, vpp2, dp2."""
 
     name: str
     tp: int = 1
@@ -53,18 +53,18 @@ class Layout:
 
     @property
     def world(self) -> int:
-        """Processes."""
+        """Number of processes."""
         return self.tp * self.pp * self.dp
 
     @staticmethod
     def parse(name: str) -> Layout:
-        """Raises: ValueError for what names no layout."""
+        """Parse a layout's name. Raises: ValueError"""
         degrees: dict[str, int] = {}
         for word in [] if name == "1" else name.split() or [name]:
-            found = re.fullmatch(r"(tp|pp|vpp|dp)([1-9]\d*)|(sp)", word)
-            if not found:
-                raise ValueError(f"{name!r} is no layout: 1, or words such as 'tp2 sp pp2 vpp2 dp2'")
-            degrees[found[1] or "sp"] = int(found[2] or 1)
+            match = re.fullmatch(r"(tp|pp|vpp|dp)([1-9]\d*)|(sp)", word)
+            if not match:
+                raise ValueError(f"{name!r} is not a layout: give 1, or words such as 'tp2 sp pp2 vpp2 dp2'")
+            degrees[match[1] or "sp"] = int(match[2] or 1)
         sp = bool(degrees.pop("sp", 0))
         return Layout(name, sp=sp, **degrees)
 
@@ -75,8 +75,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class System:
-    """A system, or a variant of one. `weights`: whose initial values by name its script has. `only_dp`: differs from
-    the plain system in data parallelism only. `launches`: its script starts its own processes.
+    """A system or a variant. `weights`: family of its initial weights. `only_dp`: a variant for layouts with data
+    parallelism only. `launches`: the script starts its own processes.
     """
 
     name: str
@@ -88,7 +88,7 @@ class System:
 
 
 _NATIVE = ("--seed", str(TOKEN_SEED), "--data-batches", "0")
-# The same network as the others', no decay as theirs, and the median of all timed steps, not of quiet ones alone.
+# the same network without weight decay, and the median of all timed steps, not only of steps without other load
 _MEGATRON = tuple(f"--pos rope --norm RMSNorm --swiglu --no-bias --untie --wd 0 --max-foreign -1 --seed {SEED}".split())
 
 OURS = "megascale"
@@ -115,7 +115,7 @@ SYSTEMS = {
 
 @dataclass(frozen=True)
 class Task:
-    """What every system is given alike. `steps` counts the `warmup` steps at the start, which are not timed."""
+    """Task of every system. `steps` includes the `warmup` steps, which come first and are not timed."""
 
     size: Size
     steps: int
@@ -124,15 +124,15 @@ class Task:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Every rank on a host of its own, see tools/testbed.py: its words for the links' bandwidth, and the cores of a
-    host, None for no bound.
+    """A testbed with one rank per host (tools/testbed.py): the links' bandwidth in tc's notation, and the cores of a
+    host, None for unlimited.
     """
 
     rate: str
     cores: float | None = None
 
     def around(self, launcher: Sequence[str], script: Sequence[str], world: int) -> list[str]:
-        """The command that runs `launcher`, with what each host tells it, and `script` on all hosts."""
+        """Return the command to run `launcher` and `script` on all hosts, with the host's rendezvous arguments."""
         places = '--nnodes "$HOSTS" --node-rank "$HOST_INDEX" --master-addr "$FIRST_HOST"'
         start = f"exec {shlex.join(launcher)} --nproc-per-node 1 {places} {shlex.join(script)}"
         cores = ["--cores", str(self.cores)] if self.cores else []
@@ -143,7 +143,7 @@ class Cluster:
 def command(
     system: System, layout: Layout, task: Task, python: Path, peers: Path, cluster: Cluster | None = None
 ) -> list[str]:
-    """The command that runs a system in a layout and prints a line a step and a JSON object at the end."""
+    """Return the command to run a system in a layout. It prints a line per step and a JSON object at the end."""
     steps = ["--steps", str(task.steps), "--warmup", str(task.warmup)]
     script = [str((HERE if system.name == OURS else peers) / system.script), *task.size.arguments()]
     script += [*layout.arguments(), *steps, *system.extra]
@@ -156,10 +156,10 @@ def command(
 
 
 def check_command(family: str, task: Task, python: Path) -> list[str]:
-    """Our own run on one process from the initial weights of `family`: the losses that its systems must print."""
+    """Return the command of the reference run: megascale on one process from the initial weights of `family`."""
     ours = command(SYSTEMS[OURS], Layout("1"), Task(task.size, COMPARED, 0), python, HERE)
     return [*ours, "--weights", family, "--weight-seed", str(SEED if family == "megatron-core" else TOKEN_SEED)]
 
 
 COMPARED = 2
-"""Steps whose losses are compared: the second one has seen gradients and an update."""
+"""Number of steps with compared losses: the second loss depends on gradients and an update."""

@@ -1,4 +1,4 @@
-"""From runs to tables: medians over rounds, and megascale's ratio to each peer."""
+"""Tables of the CPU comparison: medians over rounds, and megascale's ratio to every peer."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from peer_systems import OURS
 BEGIN, END = MARKS = "<!-- peers: begin -->", "<!-- peers: end -->"
 
 Ratios = tuple[float, float, float]
-"""megascale / peer: tokens/s, CPU seconds a step, memory."""
+"""Ratios megascale / peer: tokens/s, CPU seconds per step, memory."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A system in a layout: medians over the rounds, and the slowest and fastest round. `ratios`: None for megascale
-    itself, and if either did not run.
+    """Result of a system in a layout: medians over rounds, and the slowest and fastest round. `ratios`: None for
+    megascale itself, and if megascale failed.
     """
 
     system: str
@@ -33,7 +33,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Failed:
-    """A system that failed in a layout."""
+    """A system that failed in a layout, and the reason."""
 
     system: str
     why: str
@@ -43,8 +43,8 @@ Rows = list[Row | Failed]
 
 
 def rows(results: Mapping[str, Sequence[Result]]) -> Rows:
-    """A row for each system of a layout."""
-    medians = {name: _row(name, found) for name, found in results.items()}
+    """Build a row per system of a layout."""
+    medians = {name: _row(name, runs) for name, runs in results.items()}
     ours = medians.get(OURS)
     return [row if isinstance(row, Failed) else _with_ratios(row, ours) for row in medians.values()]
 
@@ -72,33 +72,33 @@ def _with_ratios(row: Row, ours: Row | Failed | None) -> Row:
     return Row(row.system, row.tokens_per_s, row.slowest, row.fastest, row.cpu_s, row.rss_mib, ratios)
 
 
-def fastest_peer(found: Rows) -> Row | None:
-    """The peer with the most tokens/s; None if none ran."""
-    peers = [row for row in found if isinstance(row, Row) and row.system != OURS]
+def fastest_peer(rows: Rows) -> Row | None:
+    """Return the peer with the most tokens/s; None if no peer ran."""
+    peers = [row for row in rows if isinstance(row, Row) and row.system != OURS]
     return max(peers, key=lambda row: row.tokens_per_s, default=None)
 
 
 HEADER = ("system", "tokens/s", "slowest..fastest", "CPU s/step", "max RSS MiB", "tokens/s x", "CPU x", "RSS x")
 
 
-def text(layout: str, found: Rows) -> str:
-    """A layout's table for the terminal."""
-    lines = [HEADER, *(_cells(row) for row in found if isinstance(row, Row))]
+def text(layout: str, rows: Rows) -> str:
+    """Format a layout's table as text for a terminal."""
+    lines = [HEADER, *(_cells(row) for row in rows if isinstance(row, Row))]
     widths = [max(len(line[column]) for line in lines) for column in range(len(HEADER))]
     table = [
         "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
         for line in lines
     ]
-    failed = [f"{row.system.ljust(widths[0])}  failed: {row.why}" for row in found if isinstance(row, Failed)]
-    return "\n".join([f"layout {layout}: {verdict(found)}", *(f"  {line}".rstrip() for line in [*table, *failed])])
+    failed = [f"{row.system.ljust(widths[0])}  failed: {row.why}" for row in rows if isinstance(row, Failed)]
+    return "\n".join([f"layout {layout}: {verdict(rows)}", *(f"  {line}".rstrip() for line in [*table, *failed])])
 
 
 def markdown(tables: Mapping[str, Rows], caption: str) -> str:
-    """All layouts as one Markdown table; the fastest peer of each stands out."""
+    """Format all layouts as one Markdown table, with the fastest peer per layout in bold."""
     lines = [caption, "", pipes(("layout", *HEADER)), pipes(("---", "---", *["---:"] * (len(HEADER) - 1)))]
-    for layout, found in tables.items():
-        best = fastest_peer(found)
-        for row in found:
+    for layout, rows in tables.items():
+        best = fastest_peer(rows)
+        for row in rows:
             if isinstance(row, Failed):
                 blank = [""] * (len(HEADER) - 2)
                 lines.append(pipes((layout, row.system, f"failed: {row.why}".replace("|", "\\|"), *blank)))
@@ -109,12 +109,12 @@ def markdown(tables: Mapping[str, Rows], caption: str) -> str:
     return "\n".join(lines)
 
 
-def verdict(found: Rows) -> str:
-    """Which peer is the fastest, and how megascale compares to it."""
-    best = fastest_peer(found)
+def verdict(rows: Rows) -> str:
+    """Name the fastest peer and megascale's ratio to the peer."""
+    best = fastest_peer(rows)
     if best is None:
         return "no peer ran"
-    against = f"; megascale has {best.ratios[0]:.3f} x its tokens/s" if best.ratios else ""
+    against = f"; megascale has {best.ratios[0]:.3f} x the tokens/s" if best.ratios else ""
     return f"the fastest peer is {best.system}{against}"
 
 
@@ -125,29 +125,27 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def pipes(cells: Sequence[str]) -> str:
-    """A line of a Markdown table."""
+    """Format a line of a Markdown table."""
     return f"| {' | '.join(cells)} |"
 
 
 def replace(path: Path, content: str, marks: tuple[str, str] = MARKS) -> None:
     """Put `content` between the two markers of a Markdown file.
 
-    Raises: ValueError if it lacks them.
+    Raises: ValueError if the file lacks the markers.
     """
     before, after = surroundings(path, marks)
     path.write_text(f"{before}{marks[0]}\n{content}\n{marks[1]}{after}", encoding="utf-8")
 
 
 def surroundings(path: Path, marks: tuple[str, str] = MARKS) -> tuple[str, str]:
-    """What stands before the first marker and after the second one.
+    """Return the text before the first marker and after the second.
 
-    Raises: ValueError if the file lacks them.
+    Raises: ValueError if the file lacks the markers.
     """
     page = path.read_text(encoding="utf-8") if path.is_file() else ""
     before, begin, rest = page.partition(marks[0])
     _, end, after = rest.partition(marks[1])
     if not (begin and end):
-        raise ValueError(
-            f"{path}: the table goes between the lines {marks[0]} and {marks[1]}; write them where it should be"
-        )
+        raise ValueError(f"{path}: no lines {marks[0]} and {marks[1]}: add both lines where the table should be")
     return before, after

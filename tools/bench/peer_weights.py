@@ -1,8 +1,7 @@
-"""The initial weights of the peers' scripts under our names.
+"""Initial weights of the peers' scripts under megascale's parameter names.
 
-Their values depend on (seed, parameter's name) alone, so the same are drawn here and put into our order: both scripts
-hold q, k and v of a head together, and torch-native's rotary embedding turns neighbours where ours turns the halves of
-a head.
+The values depend only on seed and parameter name. They are drawn here and permuted to megascale's layout: both scripts
+store q, k and v per head, and torch-native's rotary embedding rotates adjacent pairs, megascale's the halves of a head.
 """
 
 from __future__ import annotations
@@ -16,27 +15,27 @@ import torch
 from torch import Tensor
 
 from megascale.config.model import ModelConfig
-from megascale.layout.tensors import Parameter
+from megascale.layout.tensors import ParamSpec
 from megascale.layout.topology import Coord, Topology
 
 Draw = Callable[[str, tuple[int, ...]], Tensor]
-"""A whole tensor by the name that our checkpoints give it."""
+"""Function that draws a full tensor, given its name in megascale's checkpoints and its shape."""
 
 
 @torch.no_grad()
-def fill(target: Tensor, parameter: Parameter, topology: Topology, coord: Coord, draw: Draw) -> None:
+def fill(target: Tensor, parameter: ParamSpec, topology: Topology, coord: Coord, draw: Draw) -> None:
     """Write the values of `parameter` on the rank at `coord` into `target` [local shape], padding as zero."""
     target.zero_()
     row = 0
     for tensor in parameter.parts:
-        offset, size = tensor.local(topology, coord)
+        offset, size = tensor.local_box(topology, coord)
         box = tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
         target[row : row + size[0]] = draw(tensor.name, tensor.shape)[box]
         row += size[0]
 
 
 def torch_native(model: ModelConfig, seed: int) -> Draw:
-    """As torch_native_cpu.py and torchtitan_cpu.py draw them."""
+    """Return the initialisation of torch_native_cpu.py and torchtitan_cpu.py."""
     names = {
         "embedding.token": "tok_embeddings", "head": "lm_head",
         "attention.out": "attention.wo", "attention.qkv": "attention.qkv_linear.wqkv",
@@ -61,7 +60,7 @@ def torch_native(model: ModelConfig, seed: int) -> Draw:
 
 
 def megatron(model: ModelConfig, seed: int) -> Draw:
-    """As megatron_cpu.py draws them."""
+    """Return the initialisation of megatron_cpu.py."""
     names = {
         "embedding.token": "embedding.word_embeddings", "head": "output_layer",
         "attention.out": "self_attention.linear_proj", "attention.qkv": "self_attention.linear_qkv",
@@ -92,13 +91,13 @@ FAMILIES = {"torch-native": torch_native, "megatron-core": megatron}
 
 
 def _split(name: str) -> tuple[str, str]:
-    """`layers.3.mlp.up.weight` as its layer, `layers.3.`, and its part, `mlp.up`."""
+    """Split `layers.3.mlp.up.weight` into the layer `layers.3.` and the part `mlp.up`."""
     words = name.removesuffix(".weight").split(".")
     return ("".join(f"{w}." for w in words[:2]), ".".join(words[2:])) if words[0] == "layers" else ("", ".".join(words))
 
 
 def _of_qkv(name: str, model: ModelConfig, normal: Draw) -> Tensor:
-    """The rows of q, k or v, [heads, head_dim, hidden], of a matrix that holds the three of each head together."""
+    """Return the rows of q, k or v, [heads, head_dim, hidden], from a matrix that stores q, k, v per head."""
     heads, d, hidden = model.num_heads, model.head_dim, model.hidden_size
     prefix, part, _ = name.rsplit(".", 2)
     full = normal(f"{prefix}.qkv.weight", (3 * heads * d, hidden))

@@ -1,1 +1,1 @@
-"""The rows that efficiencies are fitted on, and the fit."""
+"""Calibration of the planner: published measurements, and the fit of efficiencies to them."""

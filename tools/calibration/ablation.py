@@ -1,8 +1,8 @@
-"""MegaScale's Table 3: its baseline and what each of its techniques adds, as stacks between the two that are fitted.
+"""MegaScale's Table 3 (ablation): stacks between the fitted stacks of the baseline and of MegaScale.
 
 Rows: 1 Megatron-LM, 2 parallel transformer block, 3 sliding window attention, 4 to 6 overlap of tensor, pipeline and
-data parallelism, 7 efficient operators, 8 data pipeline and others, 9 LAMB with three times the batch. The
-configuration of a row says what 2, 3 and 9 change.
+data parallelism, 7 efficient operators, 8 data pipeline and more, 9 LAMB with three times the batch. Rows 2, 3 and 9
+differ in the configuration, not in the stack.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 from megascale.simulate.profiles import Stack
 
 COSTS = {"slowdown": 7, "step_s": 8}
-"""By efficiency the first row that has MegaScale's."""
+"""First row with MegaScale's value, by efficiency."""
 
 
 def stack(row: int, baseline: Stack, megascale: Stack) -> Stack:
-    """Of a row of the table, from 1: the baseline with what MegaScale has of it by then."""
+    """Return the stack of a row (from 1): the baseline with MegaScale's techniques up to the row."""
     hides = {axis: getattr(megascale.hides, axis) for axis, first in (("tp", 4), ("pp", 5), ("dp", 6)) if row >= first}
     costs = {name: getattr(megascale.attained, name) for name, first in COSTS.items() if row >= first}
     return baseline.model_copy(

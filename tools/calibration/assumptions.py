@@ -1,7 +1,7 @@
-"""The worth of each assumption about step time: published steps, planned with and without it.
+"""Worth of the assumptions about step time: published steps, planned with and without an assumption.
 
-Nothing is fitted anew, but the planned steps of an accelerator are scaled to their median with the assumption, as a
-fitted GEMM rate would scale them.
+Nothing is refitted. Planned steps without an assumption are scaled per accelerator to the median with the assumption,
+as a fitted GEMM rate would do.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ WITHOUT: Mapping[str, Mapping[str, Any]] = {
     "step_s": {"stack.attained.step_s": 0.0},
     "scale_loss": {"stack.attained.scale_loss": 0.0},
 }
-"""The values that switch each assumption off, by the key of a hardware or a stack profile."""
+"""Values that disable an assumption, by key of the hardware or stack profile."""
 
 
 class Machine(Section):
-    """The hardware and the stack of a published step."""
+    """Hardware and stack of a published step."""
 
     hardware: Hardware
     stack: Stack
 
 
 def worth(rows: Sequence[Row]) -> Iterator[tuple[str, list[str]]]:
-    """Measure each assumption: the mean and the largest change of a step time without it and, for each accelerator of
-    `goals`, the mean error without it, as shares.
+    """Yield, by disabled assumption, the mean and the largest change of a step time, and the mean error of every
+    accelerator in `goals`, as percentages.
     """
-    known, groups = Profiles(rows), goals(rows)
+    fitted, groups = Profiles(rows), goals(rows)
     machines = {}
     for row in rows:
-        hardware, stack = known.of(row, {})
+        hardware, stack = fitted.of(row, {})
         machines[row.line] = Machine(hardware=hardware, stack=stack)
     planned = seconds(rows, machines)
     for name, values in WITHOUT.items():
         changed = seconds(rows, {line: without(machine, values) for line, machine in machines.items()})
-        moved = [abs(changed[line] / planned[line] - 1) for line in planned]
-        cells = [f"{mean(moved):.1%}", f"{max(moved):.0%}"]
+        changes = [abs(changed[line] / planned[line] - 1) for line in planned]
+        cells = [f"{mean(changes):.1%}", f"{max(changes):.0%}"]
         for group in groups.values():
             shift = median(changed[row.line] / planned[row.line] for row in group)
             cells.append(f"{mean_error(group, {row.line: changed[row.line] / shift for row in group}):.1%}")
@@ -67,26 +67,26 @@ def worth(rows: Sequence[Row]) -> Iterator[tuple[str, list[str]]]:
 
 
 def seconds(rows: Sequence[Row], machines: Mapping[int, Machine]) -> dict[int, float]:
-    """Plan the step time of each row, by its line."""
+    """Plan the step time of every row, by line number."""
     pairs = [(row, machines[row.line]) for row in rows]
     return {row.line: StepParts(row.config, machine.hardware, machine.stack).step_s for row, machine in pairs}
 
 
 def without(machine: Machine, values: Mapping[str, Any]) -> Machine:
-    """Set dotted keys to other values."""
+    """Return the machine with new values for some dotted keys."""
     for key, value in values.items():
         machine = replaced(machine, key, value)
     return machine
 
 
 def replaced(section: Profiled, key: str, value: Any) -> Profiled:
-    """Copy a section with another value for a dotted key."""
+    """Return a copy of a section with a new value for a dotted key."""
     name, _, rest = key.partition(".")
     return section.model_copy(update={name: replaced(getattr(section, name), rest, value) if rest else value})
 
 
 def fill(page: str, worths: Iterable[tuple[str, list[str]]]) -> str:
-    """Put the cells of each assumption at the end of its row in a Markdown page: the row that begins with its name."""
+    """Write the cells of every assumption to the end of the Markdown row that begins with the assumption's name."""
     for name, cells in worths:
         row = re.compile(rf"^(\| \*\*{name}\*\* \|[^|\n]*\|).*$", re.MULTILINE)
         assert len(row.findall(page)) == 1, f"the page has one row for {name}"

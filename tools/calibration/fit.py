@@ -1,10 +1,8 @@
-"""A few named efficiencies, fitted on rows by least squares of the logarithms of predicted over measured seconds.
+"""Fit of a few named efficiencies by least squares of log(predicted / measured) step time.
 
-The errors of a source's rows have a part in common, for its clocks and its conventions, of SHARED; the rest is each
-row's own and as large as the source's rows scatter: how they differ from each other says more than where they all
-stand. Of what is their own n rows say as much as sqrt(n) would, for they are alike. Each efficiency has a usual value,
-from which to go by its spread costs as much as an error of one standard deviation. `left_out` holds each source against
-what the others say. Profiles that extend another share its efficiencies.
+Error model: the rows of a source share an error of standard deviation SHARED (clocks, conventions), and every row has
+an independent error, estimated from the scatter of the source's rows. n similar rows weigh as much as sqrt(n) rows.
+Every efficiency has a prior: mean `usual`, standard deviation `spread`. Profiles that extend another share its values.
 """
 
 from __future__ import annotations
@@ -30,38 +28,34 @@ Key = tuple[str, str, str]
 Values = Mapping[Key, float]
 
 SHARED = 0.04
-"""Standard deviation of the error that a source's rows have in common."""
+"""Standard deviation of the error shared by a source's rows."""
 
 LEAST = 0.015
-"""Of the error that is a row's own, however well a source's rows agree: step times are printed with 3 or 4 digits, and
-the model is no better.
-"""
+"""Lower bound of a row's independent error: step times are printed with 3 or 4 digits, and the model is no better."""
 
 ROBUST = 2.0
-"""Rows that stand further from their source's middle than this, in standard deviations, weigh less: as much as their
-distance, not its square.
-"""
+"""Distance from the source's median, in standard deviations, above which errors count linearly, not squared."""
 
 ROUNDS = 3
-"""Linearisations (Gauss-Newton)."""
+"""Number of linearisations (Gauss-Newton)."""
 
 REFITS = 1
-"""Linearisations after a publication is left out; another changed the mean error of the two that were tried
-by 0.0003 (bigscience-2022) and 0.002 (fms-fsdp)."""
+"""Number of linearisations after a publication is left out. A second changed the mean error by 0.0003
+(bigscience-2022) and 0.002 (fms-fsdp)."""
 
 SOLVES = 20
-"""Steps, each half of the way, to weights and values that agree."""
+"""Number of damped steps to consistent weights and values."""
 
 DEVIATION = 1.4826
-"""Standard deviations that a normal distribution's median distance from its middle stands for."""
+"""Standard deviation of a normal distribution divided by its median absolute deviation."""
 
 NUDGE = 0.25
-"""Spreads by which a value is moved to see what it does."""
+"""Step of the finite differences, in spreads."""
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What is fitted of each profile of a kind: `usual`, give or take a `spread`; between `low` and `high`."""
+    """An efficiency of every profile of a kind: prior mean `usual`, standard deviation `spread`, bounds."""
 
     kind: str
     name: str
@@ -71,7 +65,7 @@ class Efficiency:
     high: float
 
     def value(self, x: float) -> float:
-        """Of x spreads."""
+        """Return the value at `x` spreads from the prior mean, within the bounds."""
         return min(self.high, max(self.low, self.usual + self.spread * round(x, 6)))
 
 
@@ -82,21 +76,21 @@ EFFICIENCIES = (
 )
 
 RECENT = Efficiency("hardware", "recent", 1.0, 0.10, 0.8, 1.25)
-"""GEMM rate with libraries of RECENT_YEAR or later over that with older ones, where hardware was measured with both."""
+"""GEMM rate with libraries of RECENT_YEAR or later divided by the rate with older libraries."""
 
 FIRST_YEAR, RECENT_YEAR = 2021, 2025
 
 LOSS: Key = ("job", "", "scale_loss")
-"""The share of a step that is lost for each doubling of the devices beyond `profiles.SCALE`, in every stack."""
+"""Share of a step lost per doubling of the devices beyond `profiles.SCALE`, in every stack."""
 
 SCALE_LOSS = Efficiency("job", "scale_loss", 0.01, 0.01, 0.0, 0.1)
 
 LARGEST = 1024
-"""Devices of the largest jobs that say what is lost to size; larger ones check it."""
+"""Number of devices up to which jobs are used to fit the loss with size; larger jobs check the fit."""
 
 
 class Profiles:
-    """The profiles of rows, and what can be fitted of them."""
+    """Profiles of the rows, and the keys of the fitted efficiencies."""
 
     def __init__(self, rows: Iterable[Row]) -> None:
         rows = list(rows)
@@ -104,16 +98,16 @@ class Profiles:
         stacks = {name for row in rows for name in row.stacks}
         self._stacks = {name: profiles.stack(name) for name in sorted(stacks)}
         names = {"hardware": list(self._hardware), "stacks": list(self._stacks)}
-        self._root = {(kind, name): root(kind, name) for kind, found in names.items() for name in found}
+        self._root = {(kind, name): root(kind, name) for kind, members in names.items() for name in members}
         roots = sorted({(kind, name) for (kind, _), name in self._root.items()})
         self.keys = [((kind, name, e.name), e) for e in EFFICIENCIES for kind, name in roots if kind == e.kind]
         ages = {(self._root["hardware", row.hardware], self._is_recent(row)) for row in rows}
         both = sorted(name for name, recent in ages if recent and (name, False) in ages)
         self.keys += [(("hardware", name, RECENT.name), RECENT) for name in both]
-        self.keys += [(LOSS, SCALE_LOSS)] if any(row.config.world > profiles.SCALE for row in rows) else []
+        self.keys += [(LOSS, SCALE_LOSS)] if any(row.config.world_size > profiles.SCALE for row in rows) else []
 
     def of(self, row: Row, values: Values) -> tuple[Hardware, Stack]:
-        """A row's hardware and stack."""
+        """Return a row's hardware and stack with fitted values."""
         hardware = self._with("hardware", self._hardware[row.hardware], values)
         faster = values.get(("hardware", self._root["hardware", row.hardware], RECENT.name), 1.0)
         if self._is_recent(row) and faster != 1.0:
@@ -124,16 +118,16 @@ class Profiles:
         return hardware, stack.model_copy(update=row.own)
 
     def concerns(self, key: Key, row: Row) -> bool:
-        """Tell whether a row depends on an efficiency."""
+        """Return True if a row depends on an efficiency."""
         kind, name, of = key
         if key == LOSS:
-            return profiles.SCALE < row.config.world <= LARGEST
+            return profiles.SCALE < row.config.world_size <= LARGEST
         if of == RECENT.name and not self._is_recent(row):
             return False
         return name in [self._root[kind, of] for of in ([row.hardware] if kind == "hardware" else row.stacks)]
 
     def predicted(self, row: Row, values: Values) -> float:
-        """Seconds of a row's step."""
+        """Predict the step time of a row in seconds."""
         hardware, stack = self.of(row, values)
         return StepParts(row.config, hardware, stack).step_s
 
@@ -142,21 +136,21 @@ class Profiles:
 
     def _with(self, kind: str, profile: Profile, values: Values) -> Profile:
         shared = self._root[kind, profile.name]
-        own = {of: value for (a, b, of), value in values.items() if (a, b) == (kind, shared) and of != RECENT.name}
+        attained = {of: value for (a, b, of), value in values.items() if (a, b) == (kind, shared) and of != RECENT.name}
         if kind == "stacks" and LOSS in values:
-            own["scale_loss"] = values[LOSS]
-        return profile.model_copy(update={"attained": profile.attained.model_copy(update=own)})
+            attained["scale_loss"] = values[LOSS]
+        return profile.model_copy(update={"attained": profile.attained.model_copy(update=attained)})
 
 
 def root(kind: str, name: str) -> str:
-    """The profile that `name` extends in the end, or itself."""
+    """Return the profile at the end of the chain of `extends`, or `name` itself."""
     while base := tomllib.loads(profiles.path_of(kind, name).read_text(encoding="utf-8")).get("extends"):
         name = Path(base).stem
     return name
 
 
 class Fit:
-    """Values for all rows, and what each row says of them."""
+    """Efficiencies fitted to all rows, with the residuals and derivatives of every row."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows, self.known = rows, Profiles(rows)
@@ -175,19 +169,19 @@ class Fit:
         return self._values(self._x)
 
     def left_out(self) -> dict[int, float]:
-        """What is predicted for each row, by its line, with values that were fitted without its publication."""
-        found: dict[int, float] = {}
-        for left in sorted({row.publication for row in self.rows}):
-            values = self._values(self._without(left))
-            found |= {row.line: self.known.predicted(row, values) for row in self.rows if row.publication == left}
-        return found
+        """Predict every row, by line number, with values fitted without the row's publication."""
+        predictions: dict[int, float] = {}
+        for name in sorted({row.publication for row in self.rows}):
+            values = self._values(self._without(name))
+            predictions |= {row.line: self.known.predicted(row, values) for row in self.rows if row.publication == name}
+        return predictions
 
     def _values(self, x: np.ndarray) -> dict[Key, float]:
-        return {key: e.value(each) for (key, e), each in zip(self.known.keys, x, strict=True)}
+        return {key: e.value(spreads) for (key, e), spreads in zip(self.known.keys, x, strict=True)}
 
     def _linearise(self) -> None:
-        """Errors at the present values, and their derivatives: a row's by the values of its own profiles. Rows are the
-        outer loop, since what is known of a row's pipeline serves all of its derivatives.
+        """Compute the errors at the present values, and their derivatives by the values of the row's profiles. Rows are
+        the outer loop, to reuse the cached pipeline of a row for all its derivatives.
         """
         values = self._values(self._x)
         self._errors = np.zeros(len(self.rows))
@@ -200,21 +194,21 @@ class Fit:
                     self._slopes[n, column] = (self._error(row, moved) - self._errors[n]) / NUDGE
 
     def _without(self, publication: str) -> np.ndarray:
-        """The values that the other rows have, from those of all and their slopes: REFITS linearisations on."""
-        others = np.array([row.publication != publication for row in self.rows])
-        kept = self._x, self._errors, self._slopes
+        """Fit without a publication, starting from the fit to all rows, with REFITS further linearisations."""
+        included = np.array([row.publication != publication for row in self.rows])
+        saved = self._x, self._errors, self._slopes
         for _ in range(REFITS):
-            self._x = self._solved(others)
+            self._x = self._solved(included)
             self._linearise()
-        found = self._solved(others)
-        self._x, self._errors, self._slopes = kept
-        return found
+        solution = self._solved(included)
+        self._x, self._errors, self._slopes = saved
+        return solution
 
     def _error(self, row: Row, values: Values) -> float:
         return math.log(self.known.predicted(row, values) / row.step_s)
 
     def _solved(self, chosen: np.ndarray) -> np.ndarray:
-        """The values that are best for the chosen rows, if errors were linear."""
+        """Return the optimum for the chosen rows in the linear approximation."""
         x = self._x
         for _ in range(SOLVES):
             errors = self._errors + self._slopes @ (x - self._x)
@@ -224,21 +218,21 @@ class Fit:
                     white = whitening(errors[rows])
                     left.append(white @ self._slopes[rows])
                     right.append(white @ (self._slopes[rows] @ self._x - self._errors[rows]))
-            found = np.linalg.lstsq(np.vstack(left), np.concatenate(right), rcond=None)[0]
-            x = np.clip((x + found) / 2, self._low, self._high)
+            solution = np.linalg.lstsq(np.vstack(left), np.concatenate(right), rcond=None)[0]
+            x = np.clip((x + solution) / 2, self._low, self._high)
         return x
 
 
 def whitening(errors: np.ndarray) -> np.ndarray:
-    """A matrix that gives the errors of a source's rows deviations of one that are independent: the inverse root of
-    D + SHARED^2, where D is the diagonal of their own variances.
+    """Return the whitening matrix of a source's errors: the inverse square root of the covariance D + SHARED^2, with D
+    the diagonal of the independent variances.
     """
-    away = np.abs(errors - np.median(errors))
-    far = 3 * DEVIATION * float(np.median(away))  # what stands further says no more of the others
-    scatter = max(LEAST, float(np.mean(np.minimum(away, far) ** 2)) ** 0.5)
-    weights = len(errors) ** -0.25 / (scatter * np.sqrt(np.maximum(1.0, away / (ROBUST * scatter))))
+    distance = np.abs(errors - np.median(errors))
+    cutoff = 3 * DEVIATION * float(np.median(distance))  # outliers must not inflate the scatter
+    scatter = max(LEAST, float(np.mean(np.minimum(distance, cutoff) ** 2)) ** 0.5)
+    weights = len(errors) ** -0.25 / (scatter * np.sqrt(np.maximum(1.0, distance / (ROBUST * scatter))))
     total = float(weights @ weights)
-    common = np.outer(weights, weights**2) / total  # the direction in which all rows move alike
+    common = np.outer(weights, weights**2) / total  # the direction of the shared error
     return np.diag(weights) - (1 - 1 / math.sqrt(1 + SHARED**2 * total)) * common
 
 

@@ -1,4 +1,4 @@
-"""Published measurements as configurations: one row of rows.csv is one job and the seconds of its step."""
+"""Published measurements as configurations: a row of rows.csv is a job with its step time in seconds."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ TABLES = {"vtrain-multi": "vtrain", "vtrain-single": "vtrain"}
 """Sources that are tables of one publication."""
 
 MANY = 64
-"""Devices from which on a row counts for the goal."""
+"""Fewest devices of a row that counts for the goal."""
 
 GOALS = {"A100": "a100", "H100": "h100"}
-"""Accelerators whose errors are a goal, with the beginning of their profiles' names."""
+"""Accelerators with a goal for the error, and the prefix of their profiles' names."""
 
 FLAGS = {"0": False, "1": True, "": False}
 
 
 @dataclass(frozen=True)
 class Row:
-    """A measurement. `line`: of the file; `trusted`: whether nothing speaks against it."""
+    """A measurement. `line`: line number in the file; `trusted`: False for a doubtful measurement."""
 
     line: int
     source: str
@@ -42,41 +42,41 @@ class Row:
 
     @property
     def step(self) -> int | None:
-        """Which row of MegaScale's ablation it is."""
+        """Row of MegaScale's ablation, or None."""
         return int(self.stack.removeprefix(ABLATION)) if self.stack.startswith(ABLATION) else None
 
     @property
     def publication(self) -> str:
-        """What is left out as a whole."""
+        """Publication of the source; a fit leaves out whole publications."""
         return TABLES.get(self.source, self.source)
 
     @property
     def stacks(self) -> tuple[str, ...]:
-        """The profiles that it depends on."""
+        """Names of the stack profiles."""
         return (self.stack,) if self.step is None else ("megatron-2023", "megascale")
 
     @property
     def own(self) -> dict[str, Any]:
-        """What of its stack the row says itself."""
+        """Overrides of the stack by the row."""
         return {"attention": self.text["attention"], "shards_weights": self.text["zero"] == "3"}
 
     @property
     def flops(self) -> float:
-        """Of a token, as the source counts them in its MFU."""
+        """FLOPs per token by the convention of the source's MFU."""
         return float(self.text["flops"]) if self.text["flops"] else token_flops(self.config.model).full
 
     @property
     def parallelism(self) -> str:
-        """Which axes the job uses, as 'tp pp dp'."""
+        """Axes of parallelism in use, such as 'tp pp dp'."""
         p, zero3 = self.config.parallel, self.text["zero"] == "3"
         axes = [("tp", p.tp > 1), ("pp", p.pp > 1), ("fsdp" if zero3 else "dp", self.config.dp > 1)]
         return " ".join(name for name, used in axes if used) or "one device"
 
 
 def read(path: Path = ROWS) -> Iterator[Row]:
-    """Every row whose schedule is one of ours.
+    """Read the rows with a schedule of megascale's.
 
-    Raises: ValueError for a row that is no job: its batch does not divide, its layout has another number of devices.
+    Raises: ValueError for an invalid row: indivisible batch, or a layout with another number of devices.
     """
     with open(path, encoding="utf-8", newline="") as file:
         for line, text in enumerate(csv.DictReader(file), start=2):
@@ -89,7 +89,7 @@ def goals(rows: Iterable[Row]) -> dict[str, list[Row]]:
     groups: dict[str, list[Row]] = {}
     for row in rows:
         for name, start in GOALS.items():
-            if row.config.world >= MANY and row.hardware.startswith(start):
+            if row.config.world_size >= MANY and row.hardware.startswith(start):
                 groups.setdefault(name, []).append(row)
     return dict(sorted(groups.items()))
 
@@ -99,7 +99,7 @@ def _row(line: int, text: dict[str, str]) -> Row:
         config = RunConfig.model_validate(_tree(text)).resolve(int(text["gpus"]))
     except ValueError as error:
         raise ValueError(f"line {line}: {error}") from error
-    if config.world != int(text["gpus"]) or config.batch.total % (config.batch.micro * config.dp):
+    if config.world_size != int(text["gpus"]) or config.batch.total % (config.batch.micro * config.dp):
         raise ValueError(
             f"line {line}: {text['gpus']} devices, a batch of {text['batch']}: not {text['tp']} x {text['pp']}"
         )
@@ -110,7 +110,7 @@ def _row(line: int, text: dict[str, str]) -> Row:
 
 
 def _tree(text: dict[str, str]) -> dict[str, Any]:
-    """The row as a configuration."""
+    """Convert a row to a configuration."""
 
     def number(name: str) -> int:
         return int(text[name])
@@ -154,6 +154,6 @@ def _tree(text: dict[str, str]) -> dict[str, Any]:
 
 
 def _recipe(note: str) -> str:
-    """The FP8 recipe that a note names: MXFP8 has one scale in 32, older Transformer Engine is delayed."""
-    found = {"row-wise": "rowwise", "MXFP8": "blockwise", "per-tensor": "tensorwise", "float8": "tensorwise"}
-    return next((recipe for words, recipe in found.items() if words in note), "delayed")
+    """Return the FP8 recipe in a note: blockwise for MXFP8 (a scale per 32 elements), by default delayed."""
+    recipes = {"row-wise": "rowwise", "MXFP8": "blockwise", "per-tensor": "tensorwise", "float8": "tensorwise"}
+    return next((recipe for words, recipe in recipes.items() if words in note), "delayed")

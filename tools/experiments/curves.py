@@ -1,4 +1,4 @@
-"""Runs of one configuration with some keys changed, and their loss curves side by side."""
+"""Comparison of training runs: variants of one configuration, and their loss curves."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megascale.config.explain import load
-from megascale.config.resolved import changes
+from megascale.config.loading import load_config
+from megascale.config.toml_writer import config_changes
 from megascale.core.errors import ConfigError, Exit
 
 ROOT = Path(__file__).parents[2]
-"""Where the configurations are, and the corpus that they name."""
+"""Root folder of the configurations and of the corpus."""
 
 ONE_PROCESS = ("parallel.tp=1", "parallel.sp=false", "parallel.pp=1", "parallel.vpp=1", "parallel.dp=1")
 
 
 def path(text: str) -> Path:
-    """An option's path, from where the tool was called."""
+    """Resolve an option's path from the working directory."""
     return Path(text).resolve()
 
 
 @dataclass(frozen=True)
 class Curve:
-    """What a run wrote: losses by tokens trained on, and the same on validation data."""
+    """Training and validation losses of a run, by tokens."""
 
     tokens: list[int]
     loss: list[float]
@@ -37,22 +37,22 @@ class Curve:
 
     @property
     def last(self) -> float:
-        """The last validation loss."""
+        """Last validation loss."""
         return self.valid_loss[-1]
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A run that can begin: of `config`, which with what it names is below ROOT, with some words after it."""
+    """A valid run of `config`, a path relative to ROOT, with overrides `words`."""
 
     folder: Path
     config: str
     words: Sequence[str]
 
     def train(self) -> Curve:
-        """Train, or go on with, or merely read a run that is done.
+        """Train or resume the run, and return its curve; a finished run is only read.
 
-        Raises: SystemExit if it fails
+        Raises: SystemExit if training fails
         """
         command = [sys.executable, "-m", "megascale", "train", self.config, *self.words]
         if status := subprocess.run(command, cwd=ROOT, check=False, stdout=subprocess.DEVNULL).returncode:
@@ -61,20 +61,26 @@ class Planned:
 
 
 def plan(config: str, folder: Path, keys: Mapping[str, Sequence[str]]) -> dict[str, Planned]:
-    """Runs by their names, each with keys of its own, in folders below one of an absolute path.
+    """Check the runs of several variants, in subfolders of the absolute path `folder`.
 
-    Raises: SystemExit, with every mistake said, if one cannot run, or ran with other keys
+    Raises: SystemExit, after printing every mistake, if a run is invalid or exists with other keys
     """
     planned, problems = {}, []
-    for name, own in keys.items():
+    for name, overrides in keys.items():
         run = folder / name
-        words = [f"name={name}", f"observe.dir={folder}", "observe.tensorboard=false", "observe.events=false", *own]
+        words = [
+            f"name={name}",
+            f"observe.dir={folder}",
+            "observe.tensorboard=false",
+            "observe.events=false",
+            *overrides,
+        ]
         try:
             with contextlib.chdir(ROOT):
-                wanted = load(config, words)
-                made = load(str(run / "config.toml")) if (run / "config.toml").exists() else wanted
-            if others := changes(made.model_dump(by_alias=True, mode="json"), wanted):
-                problems.append(f"{run} was made with other keys: {', '.join(others)}  -> another --output")
+                wanted = load_config(config, words)
+                made = load_config(str(run / "config.toml")) if (run / "config.toml").exists() else wanted
+            if changes := config_changes(made.model_dump(by_alias=True, mode="json"), wanted):
+                problems.append(f"{run} was made with other keys: {', '.join(changes)}  -> give another --output")
         except ConfigError as error:
             problems += [str(problem) for problem in error.problems]
         planned[name] = Planned(run, config, words)
@@ -85,7 +91,7 @@ def plan(config: str, folder: Path, keys: Mapping[str, Sequence[str]]) -> dict[s
 
 
 def read(run: Path) -> Curve:
-    """The curve of a run's folder."""
+    """Read the curve from a run's folder."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     steps = [line for line in lines if "loss" in line]
     tokens = {line["step"]: line["loss_tokens"] for line in steps} | {0: 0}
@@ -99,7 +105,7 @@ def read(run: Path) -> Curve:
 
 
 def draw(curves: Mapping[str, Sequence[Curve]], title: str, path: Path) -> None:
-    """Draw validation losses over tokens, a line for each name, and where it has several curves the band they fill."""
+    """Plot validation losses over tokens: a line per name, with the band of several curves."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -122,6 +128,6 @@ def draw(curves: Mapping[str, Sequence[Curve]], title: str, path: Path) -> None:
 
 
 def table(rows: Sequence[Sequence[Any]], head: Sequence[str]) -> str:
-    """A Markdown table."""
+    """Format a Markdown table."""
     lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
     return "\n".join([*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)])

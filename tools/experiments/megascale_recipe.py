@@ -1,9 +1,8 @@
 #!/usr/bin/env python3
-"""What MegaScale's three changes to the algorithm do to the loss (paper, 3.1 and 6.2), on a small GPT: the parallel
-block, then a sliding window too, then LAMB with four times the batch on the same number of tokens.
+"""Effect of MegaScale's three changes to the algorithm on the loss of a small GPT (paper, 3.1 and 6.2): the parallel
+block, then also a sliding window, then also LAMB with four times the batch on the same number of tokens.
 
-`make quickstart` makes the data. Runs that are done are not run again: after a change of keys give another
---output.
+`make quickstart` makes the data. Finished runs are not repeated: give another --output after a change of keys.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from curves import Curve, draw, path, plan, table
 
 CONFIG = "tools/experiments/megascale_recipe.toml"
 TIMES = 4
-"""How many times larger the batch of LAMB is."""
+"""Batch size with LAMB divided by the batch size with AdamW."""
 
 
 HEAD = ("variant", "validation loss", "worst and best seed", "against the baseline")
@@ -25,18 +24,20 @@ HEAD = ("variant", "validation loss", "worst and best seed", "against the baseli
 def main() -> None:
     """Run the experiment."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], help="of each variant (1 2 3)")
-    parser.add_argument("--steps", type=int, default=800, help="of the smaller batch (800)")
-    parser.add_argument("--window", type=int, default=64, help="keys that a query sees (64 of 256)")
-    parser.add_argument("--lr", type=float, default=4e-2, help="LAMB's learning rate (0.04)")
-    parser.add_argument("--output", type=path, default="runs/recipe", metavar="DIR", help="of the runs")
-    parser.add_argument("--picture", type=path, metavar="FILE.svg", help="draw the curves")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], help="seeds per variant (default: 1 2 3)")
+    parser.add_argument("--steps", type=int, default=800, help="steps with the smaller batch (default: 800)")
+    parser.add_argument("--window", type=int, default=64, help="keys per query (default: 64 of 256)")
+    parser.add_argument("--lr", type=float, default=4e-2, help="LAMB's learning rate (default: 0.04)")
+    parser.add_argument("--output", type=path, default="runs/recipe", metavar="DIR", help="folder of the runs")
+    parser.add_argument("--picture", type=path, metavar="FILE.svg", help="plot the curves")
     options = parser.parse_args()
-    found = variants(options.steps, options.window, options.lr)
-    keys = {f"{name}-{seed}": [*found[name], f"train.seed={seed}"] for name in found for seed in options.seeds}
+    by_variant = variants(options.steps, options.window, options.lr)
+    keys = {
+        f"{name}-{seed}": [*by_variant[name], f"train.seed={seed}"] for name in by_variant for seed in options.seeds
+    }
     planned = plan(CONFIG, options.output, keys)
     curves: dict[str, list[Curve]] = {}
-    for name in found:
+    for name in by_variant:
         curves[name] = [planned[f"{name}-{seed}"].train() for seed in options.seeds]
         print(table(list(rows(curves)), HEAD), flush=True)
     if options.picture:
@@ -44,7 +45,7 @@ def main() -> None:
 
 
 def variants(steps: int, window: int, lr: float) -> dict[str, list[str]]:
-    """The keys of each variant: what it adds to the one before."""
+    """Return the overrides of every variant; each extends the variant before."""
     parallel = [f"train.steps={steps}", f"train.eval_every={steps // 10}", "model.block=parallel"]
     windowed = [*parallel, f"model.window={window}"]
     large = [
@@ -56,7 +57,7 @@ def variants(steps: int, window: int, lr: float) -> dict[str, list[str]]:
 
 
 def rows(curves: dict[str, list[Curve]]) -> Iterator[list[str]]:
-    """The table's rows: the last validation loss of each variant, in the mean over seeds."""
+    """Yield the table's rows: the last validation loss of every variant, with the mean over seeds."""
     base = statistics.mean(curve.last for curve in curves["baseline"])
     for name, group in curves.items():
         last = sorted(curve.last for curve in group)

@@ -1,0 +1,193 @@
+"""The manifest of a checkpoint, in JSON: facts of the run, files, and the place of every box of every tensor.
+
+The manifest is renamed into place last: a folder with a manifest is complete. The file also holds the CRC-32 of the
+manifest's text.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import socket
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+import megascale
+from megascale.checkpoint.format.state import Progress
+from megascale.checkpoint.storage import WRITE_HINT, Location
+from megascale.core.errors import CheckpointError
+
+NAME = "manifest.json"
+FORMAT = 2
+_BEFORE = b'{"format": %d, "crc32": %d, "manifest":\n'
+_BEGINS = re.compile(rb'\{"format": (\d+), "crc32": (\d+), "manifest":\n')
+_AFTER = b"}\n"
+VERSION_HINT = "use the version that wrote it"
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint is not as written: a file is missing, too short, or fails its CRC-32."""
+
+    def __init__(self, what: str, *, hint: str = "megascale ckpt verify says whether that is all") -> None:
+        super().__init__(what, hint=hint)
+
+
+class _FrozenModel(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+FileName = Annotated[str, Field(pattern=r"^[\w.-]+$")]
+"""Name of a file in the checkpoint's own folder."""
+
+
+class StoredBox(_FrozenModel):
+    """A box of a tensor: offset and size in elements, its file, and the first byte of its elements in the file.
+
+    `sums`: the CRC-32 of every `Manifest.chunk` bytes; the last chunk may be shorter.
+    """
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    file: FileName
+    start: int
+    sums: tuple[int, ...]
+
+
+class StoredFile(_FrozenModel):
+    """Size and CRC-32 of a file."""
+
+    bytes: int
+    crc32: int
+
+
+class StoredTensor(_FrozenModel):
+    """Shape, torch dtype and boxes of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: Literal["float64", "float32", "bfloat16", "float16", "int64", "int32", "uint8"]
+    boxes: tuple[StoredBox, ...]
+
+    @model_validator(mode="after")
+    def _boxes_lie_within_shape(self) -> StoredTensor:
+        for box in self.boxes:
+            sides = zip(box.offset, box.size, self.shape, strict=False)
+            if not len(box.offset) == len(box.size) == len(self.shape) or box.start < 0:
+                raise ValueError(f"a box of {len(box.size)} dimensions at byte {box.start} of shape {list(self.shape)}")
+            if any(offset < 0 or size < 0 or offset + size > dim_size for offset, size, dim_size in sides):
+                raise ValueError(f"a box beyond shape {list(self.shape)}: {list(box.size)} at {list(box.offset)}")
+        return self
+
+    @classmethod
+    def from_torch(cls, shape: Sequence[int], dtype: torch.dtype, boxes: tuple[StoredBox, ...]) -> StoredTensor:
+        """Describe a tensor of a torch dtype."""
+        name: Any = str(dtype).removeprefix("torch.")
+        return cls(shape=tuple(shape), dtype=name, boxes=boxes)
+
+
+class Facts(_FrozenModel):
+    """The run behind a checkpoint: progress, resolved configuration and layout, versions and host."""
+
+    progress: Progress
+    config: dict[str, Any]
+    layout: dict[str, int]
+    versions: dict[str, str]
+    host: str
+
+    @classmethod
+    def for_run(cls, progress: Progress, config: dict[str, Any], layout: dict[str, int]) -> Facts:
+        """Collect the facts of a run in this process."""
+        versions = {"megascale": megascale.__version__, "torch": torch.__version__, "python": platform.python_version()}
+        host = socket.gethostname()
+        return cls(progress=replace(progress), config=config, layout=layout, versions=versions, host=host)
+
+
+class Manifest(_FrozenModel):
+    """Facts of the run, size of a checksum chunk [bytes], files by name and tensors by global name."""
+
+    facts: Facts
+    chunk: Annotated[int, Field(gt=0)]
+    files: dict[FileName, StoredFile]
+    tensors: dict[str, StoredTensor]
+
+
+def write(folder: Location, manifest: Manifest) -> None:
+    """Write the manifest, and so complete the checkpoint.
+
+    Raises: CheckpointError if writing fails
+    """
+    body = manifest.model_dump_json().encode()
+    try:
+        (folder / NAME).write(_BEFORE % (FORMAT, _sum(FORMAT, body)) + body + _AFTER)
+    except OSError as error:
+        what = f"cannot write {folder / NAME}: {error.strerror}"
+        raise CheckpointError(what, hint=WRITE_HINT) from None
+
+
+def read(folder: Location) -> Manifest:
+    """Read the manifest in a checkpoint's folder.
+
+    Raises: DamagedError if it is missing or damaged, CheckpointError if unreadable or of another format
+    """
+    return parse(folder, read_text(folder))
+
+
+def read_text(folder: Location) -> bytes:
+    """Read the text of a manifest.
+
+    Raises: DamagedError if it is missing, CheckpointError if unreadable
+    """
+    try:
+        return (folder / NAME).read()
+    except OSError as error:
+        raise read_error(folder / NAME, error) from None
+
+
+def read_error(path: Location, error: OSError) -> CheckpointError:
+    """Return the error to raise for an unreadable file: a DamagedError if the cause is damage."""
+    what = f"{path} cannot be read: {error.strerror}"
+    if path.is_damage(error):
+        return DamagedError(what)
+    return CheckpointError(what, hint="permissions, the network; nothing was lost")
+
+
+def parse(folder: Location, text: bytes) -> Manifest:
+    """Parse the text of the manifest in `folder`.
+
+    Raises: DamagedError if the text is damaged, CheckpointError for another format
+    """
+    path = folder / NAME
+    head = _BEGINS.match(text)
+    if head is None:
+        raise _unknown_format_error(path, text)
+    version, body = int(head.group(1)), text[head.end() :].removesuffix(_AFTER)
+    if int(head.group(2)) != _sum(version, body) or text != _BEFORE % (version, int(head.group(2))) + body + _AFTER:
+        raise DamagedError(f"{path} is damaged: its CRC-32 does not match its text")
+    if version != FORMAT:
+        raise CheckpointError(f"{path} has format {version}, this version reads {FORMAT}", hint=VERSION_HINT)
+    try:
+        return Manifest.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise DamagedError(f"{path} is damaged: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+def _sum(version: int, body: bytes) -> int:
+    """Return the CRC-32 of the format version and the text of a manifest."""
+    return zlib.crc32(b"%d\n%b" % (version, body))
+
+
+def _unknown_format_error(path: Location, text: bytes) -> CheckpointError:
+    """Return the error for a text without our first line; format 1 had none."""
+    try:
+        version = json.loads(text)["format"]
+    except (ValueError, LookupError, TypeError):
+        version = None
+    if version == 1:
+        return CheckpointError(f"{path} has format 1, this version reads {FORMAT}", hint=VERSION_HINT)
+    return DamagedError(f"{path} is damaged: it is no manifest")

@@ -1,0 +1,72 @@
+"""A safetensors file as a stream of bytes, with a CRC-32 of the file and of every chunk of its tensors."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from megascale.checkpoint.format import crc
+
+MIN_CHUNK_BYTES = 256 << 10
+"""Smallest checksum chunk. A reader of a part of a tensor reads and checks whole chunks."""
+
+MAX_CHECKSUMS = 1 << 20
+"""Approximate limit of checksums in a manifest: a larger checkpoint has larger chunks."""
+
+
+def checksum_chunk_bytes(size: int) -> int:
+    """Return the checksum chunk in bytes, a power of two, for a checkpoint of `size` bytes."""
+    return max(MIN_CHUNK_BYTES, 1 << (size // MAX_CHECKSUMS).bit_length())
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor of a file: key, dtype in safetensors' spelling, shape, and elements as bytes in row-major order."""
+
+    key: str
+    dtype: str
+    shape: Sequence[int]
+    data: memoryview
+
+
+@dataclass
+class SafetensorsFile:
+    """A file of `entries` with a checksum for every `chunk` bytes of a tensor.
+
+    Once `iter_bytes` is exhausted, `size` [bytes] and `crc32` describe the file, and `boxes` maps the key of an entry
+    to its first byte in the file and the CRC-32s of its chunks.
+    """
+
+    entries: Sequence[TensorEntry]
+    chunk: int
+    size: int = 0
+    crc32: int = 0
+    boxes: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
+
+    def iter_bytes(self) -> Iterator[bytes | memoryview]:
+        """Yield the bytes of the file, from the beginning."""
+        header = self._header()
+        self.size, self.crc32, self.boxes = len(header), zlib.crc32(header), {}
+        yield header
+        for entry in self.entries:
+            sums: list[int] = []
+            self.boxes[entry.key] = self.size, sums
+            for at in range(0, len(entry.data), self.chunk):
+                part = entry.data[at : at + self.chunk]
+                sums.append(zlib.crc32(part))
+                self.crc32 = crc.crc32_combine(self.crc32, sums[-1], len(part))
+                self.size += len(part)
+                yield part
+
+    def _header(self) -> bytes:
+        """Return the header: the length of its JSON in eight bytes, then dtype, shape and byte range by key."""
+        header, start = {}, 0
+        for entry in self.entries:
+            end = start + len(entry.data)
+            header[entry.key] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [start, end]}
+            start = end
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text

@@ -1,0 +1,141 @@
+"""Resuming: find the checkpoints that a run may resume from, and load the newest intact one."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+from megascale.checkpoint import folders, offline
+from megascale.checkpoint.collective_errors import on_first_rank
+from megascale.checkpoint.format import manifest
+from megascale.checkpoint.format.state import Progress
+from megascale.checkpoint.load.state_loader import StateLoader
+from megascale.checkpoint.save.saver import CheckpointSaver
+from megascale.checkpoint.storage import Location
+from megascale.comm.mesh import Mesh
+from megascale.config.run import HF_PREFIX, RunConfig
+from megascale.config.toml_writer import config_changes
+from megascale.core.errors import CheckpointError
+from megascale.core.files import write_text
+
+SAVED_MARKER = ".saved"
+"""File in a run's folder that names the folder of its checkpoints, once there was one. If all are missing at the next
+start the storage may not be mounted, and the run must not start from scratch.
+"""
+
+
+@dataclass(frozen=True)
+class ResumeResult:
+    """The checkpoint resumed from; `path` is None for in-memory copies.
+
+    `changes`: configuration keys that differ from the saved run's. `bytes`: bytes read from storage by all ranks.
+    """
+
+    progress: Progress
+    path: Location | None
+    changes: list[str]
+    bytes: int
+
+
+class Resumer:
+    """Loads the newest intact checkpoint, from memory or from storage; all ranks call `resume` together.
+
+    `warnings`: checkpoints passed over, and why. `damaged`: the damaged ones, with their error.
+    """
+
+    def __init__(
+        self, config: RunConfig, folder: Location, loader: StateLoader, saver: CheckpointSaver | None, mesh: Mesh
+    ) -> None:
+        self._config = config
+        self._folder = folder
+        self._loader = loader
+        self._saver = saver
+        self._mesh = mesh
+        self.warnings: list[str] = []
+        self.damaged: dict[Location, str] = {}
+
+    def resume(self) -> ResumeResult | None:
+        """Load the newest intact checkpoint; None if there is none to resume from.
+
+        Candidates are the run's own checkpoints, and in-memory copies that are not older. A run without its own loads
+        what `checkpoint.resume` names.
+
+        Raises: CheckpointError if it holds another model, DamagedError if all are damaged
+        """
+        stored, self.warnings = self._find_candidates()
+        for step, path in stored:
+            if result := self._load_from_memory(step) or self._load_if_intact(path):
+                return result
+        if result := self._load_from_memory(0):
+            return result
+        if self.damaged:
+            what = "no checkpoint is intact: " + "; ".join(self.damaged.values())
+            raise manifest.DamagedError(what, hint="restore one, or start afresh under another name")
+        return None
+
+    def _load_from_memory(self, min_step: int) -> ResumeResult | None:
+        if self._saver is None or self._config.checkpoint.resume == "never":
+            return None
+        facts, problems = self._saver.load_from_memory(min_step)
+        self.warnings += [problem for problem in problems if problem not in self.warnings]
+        if facts is None:
+            return None
+        self._loader.check_same_model("the copy in memory", facts.config.get("model", {}))
+        self._loader.restore_history_flag()
+        return ResumeResult(facts.progress, None, config_changes(facts.config, self._config), 0)
+
+    def _load_if_intact(self, path: Location) -> ResumeResult | None:
+        """Load a checkpoint; None, with a warning, if it is damaged."""
+        try:
+            saved, bytes_read = self._loader.load(path)
+        except manifest.DamagedError as error:
+            self.warnings.append(error.message)
+            self.damaged[path] = error.message
+            return None
+        return ResumeResult(saved.facts.progress, path, config_changes(saved.facts.config, self._config), bytes_read)
+
+    def _find_candidates(self) -> tuple[list[tuple[int, Location]], list[str]]:
+        """Return the steps and folders to try, newest first, and warnings; found by the first rank.
+
+        Raises: CheckpointError on every rank
+        """
+        stored, problems = on_first_rank(self._mesh.world, self._find, "the checkpoints to resume from")
+        return [(step, Location(url, self._folder.retry_s)) for step, url in stored], problems
+
+    def _find(self) -> tuple[list[tuple[int, str]], list[str]]:
+        """Look for the run's own checkpoints, or else those `checkpoint.resume` names; remove unfinished attempts."""
+        source, complete = self._config.checkpoint.resume, folders.complete_checkpoints(self._folder)
+        if source == "never" and complete:  # `keep` would take their later steps for the newest
+            what = f"{complete[-1].path} is there, and checkpoint.resume is never"
+            raise CheckpointError(what, hint="another name or checkpoint.dir, or checkpoint.resume=auto")
+        if source != "never" and not complete:
+            self._check_not_lost()
+        problems = folders.remove_unfinished(self._folder)
+        if self._saver and not self._folder.local_path:  # a local folder was locked, and so written to, before
+            self._check_writable()
+        if complete or source in ("auto", "never") or source.startswith(HF_PREFIX):
+            return [(stored.step, stored.path.url) for stored in reversed(complete)], problems
+        return [(0, path.url) for path in offline.find_checkpoints(Location(source, self._folder.retry_s))], problems
+
+    def _check_not_lost(self) -> None:
+        """Raise CheckpointError if the run has saved before (`SAVED_MARKER`) and no checkpoint is there."""
+        try:
+            folder = (self._config.folder / SAVED_MARKER).read_text(encoding="utf-8").strip()
+        except OSError:
+            return
+        what = f"the run has had checkpoints in {folder}, and {self._folder} has no complete one"
+        raise CheckpointError(what, hint="mount or restore it, or start afresh under another name")
+
+    def _check_writable(self) -> None:
+        try:
+            self._folder.check_writable()
+        except OSError as error:
+            what = f"cannot write to {self._folder}: {error.strerror}"
+            raise CheckpointError(what, hint="checkpoint.dir, permissions, the network") from None
+
+
+def write_saved_marker(config: RunConfig, folder: Location) -> None:
+    """Write `SAVED_MARKER`. A failure is ignored: only the check for lost checkpoints is lost with the file."""
+    with contextlib.suppress(OSError):
+        config.folder.mkdir(parents=True, exist_ok=True)
+        write_text(config.folder / SAVED_MARKER, f"{folder}\n")

@@ -1,0 +1,128 @@
+"""Loading of a checkpoint, or another project's weights, into this rank's shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint.planner import LoadPlan
+
+from megascale.checkpoint.collective_errors import on_all_ranks, on_first_rank
+from megascale.checkpoint.format import manifest
+from megascale.checkpoint.format.state import WEIGHTS, GlobalTensor, Region, fp8_history_tensors, global_tensors
+from megascale.checkpoint.load.reader import CheckpointReader
+from megascale.checkpoint.planners import LoadPlanner
+from megascale.checkpoint.storage import Location
+from megascale.comm.collectives import all_gather
+from megascale.comm.mesh import Mesh
+from megascale.comm.totals import broadcast_bytes, sum_over_job
+from megascale.config.model import ModelConfig
+from megascale.core.errors import CheckpointError
+from megascale.device import Device
+from megascale.parallel.fp8_linear import Fp8State
+from megascale.parallel.optimizer_shard import OptimizerShard
+
+MODEL_KEYS = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "vocab_size", "norm", "activation",
+            "position", "bias", "tie_embeddings", "block")  # fmt: skip
+"""Keys of `[model]` that must be equal in a checkpoint and in the run that loads it."""
+
+
+class StateLoader:
+    """Loads state into `shards` and the FP8 history; all ranks call the methods together."""
+
+    def __init__(
+        self, model: ModelConfig, shards: Sequence[OptimizerShard], fp8_state: Fp8State, mesh: Mesh, device: Device
+    ) -> None:
+        self._model = model.model_dump()
+        self._shards = shards
+        self._fp8_state = fp8_state
+        self._mesh = mesh
+        self._device = device
+
+    def load(self, path: Location) -> tuple[manifest.Manifest, int]:
+        """Load a checkpoint. Returns its manifest and the bytes read by all ranks.
+
+        Raises: on every rank the same DamagedError if it is damaged, CheckpointError if it holds another model
+        """
+        saved = self._read_manifest(path)
+        self.check_same_model(path, saved.facts.config.get("model", {}))
+        reader = CheckpointReader(path, saved, self._mesh.tp, self._device.torch_device)
+        tensors, planner = self._tensors_to_load(saved), LoadPlanner(path)
+
+        def make_plan() -> LoadPlan:
+            metadata = reader.read_metadata()
+            planner.set_up_planner(tensors, metadata)
+            reader.set_up_storage_reader(metadata, is_coordinator=False)
+            return planner.create_local_plan()
+
+        plan = on_all_ranks(self._mesh.world, make_plan, f"the plan of {path}")
+        on_all_ranks(self._mesh.world, lambda: reader.read_data(plan, planner), f"reading {path}")
+        self._all_gather_state()
+        return saved, sum(self._mesh.world.control.all_gather(reader.bytes_read, f"bytes of {path}"))
+
+    def load_weights(self, name: str, model: Mapping[str, Any], read: Callable[[str, Region], Tensor]) -> None:
+        """Load weights only: `read` returns a region of a tensor of `model`, in any dtype.
+
+        Raises: CheckpointError if `model`, from `name`, is another model
+        """
+        self.check_same_model(name, model)
+        for tensor_name, tensor in global_tensors(self._shards, self._mesh).items():
+            if tensor_name.startswith(WEIGHTS):
+                for piece in tensor.pieces:
+                    piece.data.copy_(read(tensor_name.removeprefix(WEIGHTS), (piece.offset, piece.size)))
+        self._all_gather_state()
+
+    def check_same_model(self, path: Location | str, saved: Mapping[str, Any]) -> None:
+        """Compare `MODEL_KEYS` of a saved `[model]` section with this run's.
+
+        Raises: CheckpointError with the keys that differ
+        """
+        different = [
+            f"{key} {saved.get(key)} there, {self._model[key]} here"
+            for key in MODEL_KEYS
+            if saved.get(key) != self._model[key]
+        ]
+        if different:
+            what = f"{path} is of another model: {'; '.join(different)}"
+            raise CheckpointError(what, hint="another name for this run")
+
+    def restore_history_flag(self) -> None:
+        """Mark the FP8 history as present, after a load from memory."""
+        self._fp8_state.has_history = bool(fp8_history_tensors(self._fp8_state))
+
+    def _read_manifest(self, path: Location) -> manifest.Manifest:
+        """Read the manifest on the first rank and broadcast it."""
+        text: list[bytes] = []
+        on_first_rank(self._mesh.world, lambda: text.append(manifest.read_text(path)), f"the manifest of {path}")
+        return manifest.parse(path, broadcast_bytes(self._mesh, b"".join(text), self._device.torch_device))
+
+    def _all_gather_state(self) -> None:
+        """Complete the state on every rank.
+
+        A replicated bucket (`zero = 0`) was read in shares by its data-parallel replicas; the FP8 history was read by
+        the first rank, and is zero on the rest.
+        """
+        for shard in self._shards:
+            if not shard.bucket.zero:
+                share = slice(*shard.bucket.layout.shard_range(shard.bucket.group.index))
+                for flat in (shard.master, *shard.state.values()):
+                    all_gather(shard.bucket.group, flat, flat[share])
+        if self._fp8_state.has_history:
+            sum_over_job(self._mesh, self._fp8_state.history)
+
+    def _tensors_to_load(self, saved: manifest.Manifest) -> dict[str, GlobalTensor]:
+        """Return the tensors that this rank reads: weights alone if the checkpoint holds no more."""
+        tensors = global_tensors(self._shards, self._mesh)
+        if saved.facts.progress.step == 0 and all(name.startswith(WEIGHTS) for name in saved.tensors):
+            return {name: tensor for name, tensor in tensors.items() if name.startswith(WEIGHTS)}
+        return tensors | self._history_to_load(saved.tensors)
+
+    def _history_to_load(self, saved: Mapping[str, manifest.StoredTensor]) -> dict[str, GlobalTensor]:
+        """Return the FP8 history on the first rank if the checkpoint has all of it; otherwise start a new history."""
+        history = fp8_history_tensors(self._fp8_state)
+        shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
+        complete = all(shapes.get(name) == tensor.shape for name, tensor in history.items())
+        self._fp8_state.has_history = bool(history) and complete
+        self._fp8_state.history.zero_()
+        return history if self._fp8_state.has_history and self._mesh.rank == 0 else {}

@@ -1,0 +1,149 @@
+"""Checkpoints without ranks: find one, read whole tensors, verify all of it, and write one of weights alone."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megascale.checkpoint.folders import complete_checkpoints
+from megascale.checkpoint.format import manifest
+from megascale.checkpoint.format.safetensors_file import MIN_CHUNK_BYTES, SafetensorsFile, TensorEntry
+from megascale.checkpoint.format.state import SAFETENSORS_DTYPES, WEIGHTS, Progress, slices
+from megascale.checkpoint.load.reader import MAX_READ_BYTES, CheckpointReader, ReadRequest
+from megascale.checkpoint.storage import Location
+from megascale.core.errors import CheckpointError
+
+FILE_BYTES = 2 << 30
+"""Bytes of tensors in one file; a larger tensor has a file to itself."""
+
+
+def find_checkpoint(path: Location) -> Location:
+    """Return a checkpoint by its own folder, or the newest complete one of a run by the run's folder.
+
+    Raises: CheckpointError if there is none
+    """
+    return find_checkpoints(path)[0]
+
+
+def find_checkpoints(path: Location) -> list[Location]:
+    """Return a checkpoint by its own folder, or all complete ones of a run, newest first.
+
+    Raises: CheckpointError if there is none
+    """
+    try:
+        if (path / manifest.NAME).exists():
+            return [path]
+    except OSError as error:
+        what = f"cannot look into {path}: {error.strerror}"
+        raise CheckpointError(what, hint="its name, permissions, the network") from None
+    for folder in (path / "checkpoints", path):
+        if complete := complete_checkpoints(folder):
+            return [stored.path for stored in reversed(complete)]
+    raise CheckpointError(f"there is no complete checkpoint in {path}", hint="a checkpoint's folder, or a run's")
+
+
+def read_tensor(folder: Location, saved: manifest.Manifest, name: str) -> torch.Tensor:
+    """Read a tensor in its global shape.
+
+    Raises: DamagedError if a part of it is missing or fails its checksum
+    """
+    tensor = saved.tensors[name]
+    if sum(math.prod(box.size) for box in tensor.boxes) != math.prod(tensor.shape):
+        raise manifest.DamagedError(f"{folder} holds only a part of {name}")
+    data = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
+    requests = [ReadRequest(name, box, [((0,) * len(box.size), box.size)]) for box in tensor.boxes]
+    for request, (part,) in CheckpointReader(folder, saved).read_parts(requests):
+        data[slices(request.box.offset, request.box.size)] = part
+    return data
+
+
+def verify(folder: Location, saved: manifest.Manifest) -> Iterator[str]:
+    """Read every file and yield the problems; in a damaged file every tensor is checked on its own.
+
+    Raises: CheckpointError if a file cannot be read, which proves no damage
+    """
+    unreadable: dict[str, str] = {}
+    damaged = set()
+    for name, file in saved.files.items():
+        try:
+            if _file_crc32(folder / name, file.bytes) != file.crc32:
+                damaged.add(name)
+        except manifest.DamagedError as error:
+            unreadable[name] = error.message
+    for name, what in unreadable.items():
+        lost = sum(any(box.file == name for box in tensor.boxes) for tensor in saved.tensors.values())
+        yield f"{what}; {lost} tensors are in it"
+    explained = set()
+    for name, tensor in saved.tensors.items():
+        files = {box.file for box in tensor.boxes}
+        if not files & unreadable.keys() and (files & damaged or not files <= saved.files.keys()):
+            try:
+                read_tensor(folder, saved, name)
+            except manifest.DamagedError as error:
+                explained |= files
+                yield f"{name}: {error.message}"
+    for name in sorted(damaged - explained):
+        yield f"{folder / name}: its size or CRC-32 does not match, though its tensors are intact"
+
+
+def _file_crc32(path: Location, size: int) -> int | None:
+    """Return the CRC-32 of a file; None if it has another size.
+
+    Raises: DamagedError if the file is missing, CheckpointError if unreadable
+    """
+    checksum = 0
+    buffer = memoryview(bytearray(min(MAX_READ_BYTES, size)))
+    try:
+        path.read_into(memoryview(bytearray(1)), 0)  # in some file systems a missing file has size 0
+        if path.size() != size:
+            return None
+        for start in range(0, size, MAX_READ_BYTES):
+            count = path.read_into(buffer[: size - start], start)
+            checksum = zlib.crc32(buffer[:count], checksum)
+    except OSError as error:
+        raise manifest.read_error(path, error) from None
+    return checksum
+
+
+def write_weights(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], config: dict[str, Any]) -> None:
+    """Write a checkpoint of weights alone, at step 0, into an existing folder. One file at a time is in memory.
+
+    Raises: CheckpointError, OSError
+    """
+    stored: dict[str, manifest.StoredTensor] = {}
+    files: dict[str, manifest.StoredFile] = {}
+    pending: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors:
+        if pending and sum(t.nbytes for t in pending.values()) + tensor.nbytes > FILE_BYTES:
+            stored |= _write_file(folder, pending, files)
+            pending = {}
+        pending[WEIGHTS + name] = tensor
+    stored |= _write_file(folder, pending, files)
+    facts = manifest.Facts.for_run(Progress(), config, layout={})
+    made = manifest.Manifest(facts=facts, chunk=MIN_CHUNK_BYTES, files=files, tensors=stored)
+    manifest.write(Location(str(folder)), made)
+
+
+def _write_file(
+    folder: Path, tensors: dict[str, torch.Tensor], files: dict[str, manifest.StoredFile]
+) -> dict[str, manifest.StoredTensor]:
+    """Write tensors to one more file, and add the file to `files`."""
+    name = f"weights-{len(files):05d}.safetensors"
+    entries = []
+    for key, tensor in tensors.items():
+        data = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+        entries.append(TensorEntry(key, SAFETENSORS_DTYPES[tensor.dtype], list(tensor.shape), data))
+    file = SafetensorsFile(entries, MIN_CHUNK_BYTES)
+    Location(str(folder / name)).write_chunks(file.iter_bytes)
+    files[name] = manifest.StoredFile(bytes=file.size, crc32=file.crc32)
+    stored = {}
+    for key, tensor in tensors.items():
+        shape, (start, sums) = tuple(tensor.shape), file.boxes[key]
+        box = manifest.StoredBox(offset=(0,) * len(shape), size=shape, file=name, start=start, sums=tuple(sums))
+        stored[key] = manifest.StoredTensor.from_torch(shape, tensor.dtype, (box,))
+    return stored

@@ -1,0 +1,88 @@
+"""The write plan: the boxes and files that this rank writes in every save."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import WriteItem
+
+from megascale.checkpoint.format import manifest
+from megascale.checkpoint.format.safetensors_file import checksum_chunk_bytes
+from megascale.checkpoint.format.state import SAFETENSORS_DTYPES, GlobalTensor
+from megascale.checkpoint.planners import SavePlanner, box_key, build_manifest, describe_pieces, total_bytes
+from megascale.checkpoint.save.snapshot import Snapshot
+from megascale.comm.mesh import Mesh
+
+ENTRY_BYTES = 192
+"""Upper bound of a box's entry in a file's header, without its key."""
+
+HEADER_BYTES = 4 << 10
+"""Upper bound of the header of a file with one box."""
+
+BOX_BYTES = 64 << 20
+"""Largest stored box, except for a larger row: the memory that a reader needs beside its state."""
+
+
+@dataclass(frozen=True)
+class WritePlan:
+    """Keys of the boxes that this rank writes, checksum chunk [bytes], and the entries of its files by file name.
+
+    `files` is what `writer.write_files` takes. `metadata`: on the first rank, the tensors that all ranks write.
+    """
+
+    keys: Sequence[str]
+    chunk: int
+    files: dict[str, list[list[Any]]]
+    metadata: Metadata | None
+
+    def box_locations(self, boxes: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Return file, first byte and checksums by key, from the writer's answer."""
+        files = {entry[0]: name for name, entries in self.files.items() for entry in entries}
+        return {key: {"file": files[key], "start": boxes[key][0], "sums": boxes[key][1]} for key in self.keys}
+
+    def build_manifest(self, facts: manifest.Facts, ranks: Sequence[Any]) -> manifest.Manifest:
+        """Build the manifest on the first rank; `ranks` holds, by rank, the box locations and the files."""
+        assert self.metadata is not None, "the first rank has it"
+        locations = {key: location for boxes, _ in ranks for key, location in boxes.items()}
+        files = {name: manifest.StoredFile(**file) for _, files in ranks for name, file in files.items()}
+        return build_manifest(facts, self.metadata, locations, files, self.chunk)
+
+
+def make_write_plan(state: Mapping[str, GlobalTensor], snapshot: Snapshot, file_bytes: int, mesh: Mesh) -> WritePlan:
+    """Plan the writes of all ranks together. The plan depends on the layout alone, and serves every save."""
+    planner = SavePlanner()
+    planner.set_up_planner(state, is_coordinator=mesh.rank == 0)
+    control, local = mesh.world.control, planner.create_local_plan()
+    ranks = control.gather(describe_pieces(state), "the plan of checkpoints")
+    metadata, shares = None, None
+    if ranks is not None:
+        writes, metadata = planner.assign_writes(ranks)
+        shares = [(indices, checksum_chunk_bytes(total_bytes(metadata))) for indices in writes]
+    indices, chunk = control.scatter(shares, "the plan of checkpoints")
+    items = [local.items[index] for index in indices]
+    files = _files([(_key(item), planner.resolve_data(item)) for item in items], snapshot, file_bytes, mesh.rank)
+    return WritePlan([_key(item) for item in items], chunk, files, metadata)
+
+
+def _key(item: WriteItem) -> str:
+    return box_key(item.index.fqn, item.index.offset or ())
+
+
+def _files(
+    boxes: Sequence[tuple[str, Tensor]], snapshot: Snapshot, file_bytes: int, rank: int
+) -> dict[str, list[list[Any]]]:
+    """Distribute boxes over files of at most `file_bytes`; a larger box has a file to itself."""
+    files: dict[str, list[list[Any]]] = {}
+    free_bytes = 0
+    for key, data in boxes:
+        size = data.nbytes + len(key) + ENTRY_BYTES
+        if not files or size > free_bytes:
+            name = f"rank-{rank:05d}-{len(files):03d}.safetensors"
+            entries, free_bytes = files.setdefault(name, []), file_bytes
+        entries.append([key, SAFETENSORS_DTYPES[data.dtype], list(data.shape), snapshot.offset_of(data), data.nbytes])
+        free_bytes -= size
+    return files

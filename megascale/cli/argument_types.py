@@ -1,0 +1,60 @@
+"""Types of numeric command-line arguments for argparse: integers and floats with a lower bound, and lists."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+
+
+def non_negative_int(text: str) -> int:
+    """Parse an integer of 0 or more.
+
+    Raises: argparse.ArgumentTypeError
+    """
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of 0 or more")
+    return int(text)
+
+
+def positive_int(text: str) -> int:
+    """Parse an integer of 1 or more.
+
+    Raises: argparse.ArgumentTypeError
+    """
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of 1 or more")
+    return int(text)
+
+
+def at_least(least: int, why: str) -> Callable[[str], int]:
+    """Return an argument type: an integer of `least` or more. The error for a smaller integer states `why`."""
+
+    def read(text: str) -> int:
+        if (number := positive_int(text)) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is too small: {why}")
+        return number
+
+    return read
+
+
+def positive_ints(text: str) -> list[int]:
+    """Parse a comma-separated list of integers of 1 or more.
+
+    Raises: argparse.ArgumentTypeError
+    """
+    return [positive_int(part) for part in text.split(",")]
+
+
+def positive_float(text: str) -> float:
+    """Parse a finite float above 0.
+
+    Raises: argparse.ArgumentTypeError
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value

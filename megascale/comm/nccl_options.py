@@ -1,0 +1,108 @@
+"""NCCL's settings: the options of a process group, and the environment variables that conflict with this program."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from megascale.config.nccl import NcclConfig
+from megascale.core.errors import Problem
+
+
+def nccl_options(backend: str, axis: str, nccl: NcclConfig) -> Any:
+    """Return the `pg_options` of a group of parallelism `axis`; None without a setting, and for other backends.
+
+    NCCL_MIN_CTAS and NCCL_MAX_CTAS in the environment override these options in all groups.
+    """
+    ctas = nccl.ctas(axis)
+    if backend != "nccl" or ctas is None:
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.min_ctas, options.config.max_ctas = ctas
+    return options
+
+
+@dataclass(frozen=True)
+class ConflictingVariable:
+    """An environment variable that makes a run hang or fail if `conflicts` is true for the value; with `pipeline_only`
+    only if there are several pipeline stages. `names` are aliases, by precedence. `hint`: a fix besides unsetting.
+    """
+
+    names: tuple[str, ...]
+    conflicts: Callable[[str], bool]
+    reason: str
+    pipeline_only: bool = False
+    hint: str = ""
+
+
+def _torch_bool(value: str) -> bool:
+    """Parse a switch as torch does (`getCvarBool`)."""
+    return value.lower() in ("y", "yes", "1", "t", "true")
+
+
+def _is_nonzero(value: str) -> bool:
+    """Parse a switch as CUDA and torch's configuration modules do: on, except for 0."""
+    return value not in ("", "0")
+
+
+def _number(value: str) -> int | None:
+    """Parse an integer as C++ does (`std::stoi`): text after the digits is ignored."""
+    digits = re.match(r"\s*([+-]?[0-9]+)", value)
+    return int(digits[1]) if digits else None
+
+
+def _few_queues(value: str) -> bool:
+    return (queues := _number(value)) is not None and queues < STREAMS
+
+
+STREAMS = 8
+"""Streams of a pipeline rank that have work while receives wait: compute, a send and a receive for each of two
+neighbours, tp, dp, and the tied embedding's gradient.
+"""
+
+CONFLICTING_VARIABLES = (
+    ConflictingVariable(
+        ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"),
+        _torch_bool,
+        "the host would wait instead of the device: a receive that is posted ahead never ends, and nothing overlaps",
+    ),
+    ConflictingVariable(
+        ("CUDA_LAUNCH_BLOCKING",),
+        _is_nonzero,
+        "the host would wait for each receive that is posted ahead, before sending the message that the peer waits for",
+        pipeline_only=True,
+    ),
+    ConflictingVariable(
+        ("CUDA_DEVICE_MAX_CONNECTIONS",),
+        _few_queues,
+        f"fewer hardware queues than the {STREAMS} streams of a pipeline rank: GEMMs and sends would queue behind a "
+        "receive that is posted ahead, and ranks would deadlock",
+        pipeline_only=True,
+        hint="or set it to 32",
+    ),
+    ConflictingVariable(
+        ("TORCH_DISTRIBUTED_USE_TORCHCOMMS",),
+        _is_nonzero,
+        "torchcomms cannot open a group without the ranks outside the group",
+    ),
+    ConflictingVariable(
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"),
+        lambda value: _number(value) in (0, 2),
+        "a failed or timed-out communication would not end the run: 0 waits for ever, 2 continues with incomplete data",
+    ),
+)
+
+
+def environment_problems(backend: str, pp: int, environ: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield the variables of `environ` that would make a run on `backend` with `pp` stages hang or fail."""
+    if backend != "nccl":
+        return
+    for variable in CONFLICTING_VARIABLES:
+        name = next((name for name in variable.names if name in environ), "")  # the first name takes precedence
+        if name and variable.conflicts(environ[name]) and (pp > 1 or not variable.pipeline_only):
+            hint = ", ".join(filter(None, (f"unset {name}", variable.hint)))
+            yield Problem("environment", name, f"{environ[name]!r}: {variable.reason}", hint)

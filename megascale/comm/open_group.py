@@ -1,0 +1,116 @@
+"""Opening a group by its members, and choosing the transport of its collectives."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megascale.comm import shared_memory
+from megascale.comm.group import Group, single_rank_group
+from megascale.comm.nccl_options import nccl_options
+from megascale.comm.p2p_collectives import MAX_MESSAGE_BYTES, P2PTransport
+from megascale.comm.process_group import ProcessGroupTransport
+from megascale.comm.progress import work_wrapper
+from megascale.comm.timeout import Timeout
+from megascale.config.nccl import NcclConfig
+from megascale.core.process import usable_cores
+from megascale.trace.recorder import Recorder
+
+MAX_DIRECT_RANKS = 8
+"""Most ranks of a CPU group with all-to-all messages; larger groups take gloo's ring, which only has neighbours."""
+
+
+@dataclass(frozen=True)
+class GroupOptions:
+    """The timeout of a group's operations, and NCCL's share of the GPU."""
+
+    timeout: Timeout = field(default_factory=Timeout)
+    nccl: NcclConfig = field(default_factory=NcclConfig)
+
+
+def open_group(
+    name: str,
+    ranks: Sequence[int],
+    rank: int,
+    recorder: Recorder,
+    options: GroupOptions | None = None,
+    *,
+    slot_bytes: int = 0,
+) -> Group:
+    """Open a group with its own communicator. A collective of `ranks`.
+
+    `slot_bytes`: slot size of the shared-memory ring on CPUs; 0 for a group without collectives.
+    """
+    if len(ranks) == 1:
+        return single_rank_group(name, rank)
+    options = options or GroupOptions()
+    process_group = open_process_group(name, ranks, options)
+    group = Group(name, tuple(ranks), list(ranks).index(rank), process_group, recorder)
+    if slot_bytes:
+        open_transport(group, slot_bytes, options.timeout)
+    return group
+
+
+def open_process_group(name: str, ranks: Sequence[int], options: GroupOptions) -> dist.ProcessGroup:
+    """Open a torch process group. A collective of `ranks` only: ranks outside the group do not take part.
+
+    `name` begins with the parallelism axis, and is the group's description in NCCL's log and flight recorder.
+    """
+    process_group = dist.new_group(
+        list(ranks),
+        timeout=options.timeout.current,
+        pg_options=nccl_options(dist.get_backend(), name.partition(".")[0], options.nccl),
+        use_local_synchronization=True,
+        group_desc=name,
+    )
+    options.timeout.register_group(process_group)
+    return process_group
+
+
+def open_transport(group: Group, slot_bytes: int, timeout: Timeout) -> None:
+    """Set a group's transport: NCCL on a GPU. On CPUs a small group takes shared memory if its ranks are on the same
+    host, else all-to-all messages; a large group takes gloo.
+    """
+    if group.size == 1:
+        return
+    timer = group.recorder.timer
+    max_bytes = MAX_MESSAGE_BYTES if timer.synchronous else None
+    wrap_work = work_wrapper(group.name, timer, timeout)
+    group.p2p_transport = P2PTransport(group.process_group, group.ranks, group.index, wrap_work, max_bytes)
+    group.transport = ProcessGroupTransport(group.process_group, work_wrapper(group.name, timer))
+    if timer.synchronous and group.size <= MAX_DIRECT_RANKS:
+        group.transport = group.p2p_transport
+        if (ring := _open_ring(group, slot_bytes)) is not None:
+            timeout.register(ring.set_timeout)
+            group.transport, group.p2p_transport = ring, None  # the compute thread copies: no overlap
+
+
+def _open_ring(group: Group, slot_bytes: int) -> shared_memory.SharedMemoryTransport | None:
+    """Open a shared-memory ring, allocated by the group's first rank; None on every rank if the ranks are on several
+    hosts or the memory is full.
+    """
+    key = shared_memory.host_key() if shared_memory.is_available() else str(group.index)
+    processes = group.control.all_gather((key, os.getpid()), "shared memory")
+    if len({host for host, _ in processes}) > 1:
+        return None
+    path = None
+    if group.index == 0:
+        try:
+            path = shared_memory.allocate_ring(group.size, slot_bytes)
+        except OSError:
+            path = None
+    name = group.control.broadcast(path and str(path), "shared memory")
+    if name is None:
+        return None
+    crowded = int(os.environ.get("LOCAL_WORLD_SIZE", group.size)) > usable_cores()
+    spin = 5e-6 if crowded else 100e-6  # seconds; with more ranks than cores, let other ranks run
+    pids = [pid for _, pid in processes]
+    ring = shared_memory.SharedMemoryTransport(Path(name), group.size, group.index, pids, slot_bytes, spin)
+    group.control.barrier("shared memory")
+    if path is not None:
+        path.unlink()
+    return ring

@@ -1,0 +1,260 @@
+"""Collectives through shared memory, for ranks of the same host.
+
+A rank copies its part into a slot, raises a counter and reads the other ranks' slots: two copies at memory speed, where
+a loopback message wakes up four threads (docs/performance.md). A group has a ring of slots, so a rank may be a few
+operations ahead of another rank. A wait spins briefly, then sleeps on the counter (futex). Terms are added in rank
+order, and all ranks get the same bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import os
+import platform
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megascale.comm.work import TransportWork
+from megascale.core.process import process_exists
+
+SHM_FOLDER = Path("/dev/shm")
+RING_SLOTS = 4  # rounds that a rank may be ahead of the slowest rank
+CACHE_LINE_BYTES = 64  # distance of the counters: a cache line each
+
+_SYS_FUTEX = {"x86_64": 202}  # other processors may reorder stores, and the counters would need memory barriers
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def is_available() -> bool:
+    """Return True if this machine supports the transport: Linux on x86-64, with /dev/shm."""
+    return platform.machine() in _SYS_FUTEX and SHM_FOLDER.is_dir()
+
+
+def host_key() -> str:
+    """Return a key that is equal for processes of the same host. A network namespace counts as a host (a testbed)."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}/{SHM_FOLDER.stat().st_dev}"
+
+
+def allocate_ring(size: int, slot_bytes: int) -> Path:
+    """Allocate a ring for `size` ranks and return its path. Unlink the file once all ranks have opened it.
+
+    Raises: OSError if shared memory is full.
+    """
+    descriptor, name = tempfile.mkstemp(prefix="megascale-", dir=SHM_FOLDER)
+    try:
+        os.posix_fallocate(descriptor, 0, _total(size, slot_bytes))
+    except OSError:
+        Path(name).unlink()
+        raise
+    finally:
+        os.close(descriptor)
+    return Path(name)
+
+
+def _total(size: int, slot_bytes: int) -> int:
+    return 2 * size * CACHE_LINE_BYTES + RING_SLOTS * size * slot_bytes
+
+
+class _Counters:
+    """A counter per rank, in shared memory. A rank raises its own counter and waits for the other ranks' counters."""
+
+    def __init__(self, memory: mmap.mmap, start: int, size: int, index: int, pids: Sequence[int], spin: float) -> None:
+        self._values = memoryview(memory)[start : start + size * CACHE_LINE_BYTES].cast("q")
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory, start))
+        self._index = index
+        self._pids = pids
+        self._spin = spin
+        self.timeout = math.inf  # seconds to wait for a live rank
+        self._libc = ctypes.CDLL(None)
+        self._futex = _SYS_FUTEX[platform.machine()]
+
+    def raise_to(self, value: int) -> None:
+        self._values[self._index * CACHE_LINE_BYTES // 8] = value
+        self._libc.syscall(self._futex, self._futex_address(self._index), _FUTEX_WAKE, 2**31 - 1, None, None, 0)
+
+    def wait_for(self, rank: int, value: int) -> None:
+        """Return when the counter of `rank` has reached `value`.
+
+        Raises: RuntimeError if the rank's process has ended, or after `timeout` seconds.
+        """
+        values, at = self._values, rank * CACHE_LINE_BYTES // 8
+        if values[at] >= value:
+            return
+        start = time.perf_counter()
+        while time.perf_counter() < start + self._spin:
+            if values[at] >= value:
+                return
+        second = _Timespec(1, 0)
+        while (current := values[at]) < value:
+            low = ctypes.c_int32(current & 0xFFFFFFFF)
+            self._libc.syscall(self._futex, self._futex_address(rank), _FUTEX_WAIT, low, ctypes.byref(second), None, 0)
+            waited = time.perf_counter() - start
+            if values[at] < value and waited > 1 and not process_exists(self._pids[rank]):
+                raise RuntimeError(f"remote process exited: group rank {rank}, pid {self._pids[rank]}")
+            if waited > self.timeout:
+                peer = f"group rank {rank}, pid {self._pids[rank]}"
+                raise RuntimeError(f"timed out waiting {self.timeout:.0f} s for {peer}")
+
+    def _futex_address(self, rank: int) -> ctypes.c_void_p:
+        return ctypes.c_void_p(self._address + rank * CACHE_LINE_BYTES)
+
+
+@dataclass
+class _Operation:
+    """A collective in rounds: `post(i, slot)` fills this rank's slot, `read(i, slots)` reads the slots of all ranks."""
+
+    rounds: int
+    post: Callable[[int, Tensor], None]
+    read: Callable[[int, Sequence[Tensor]], None]
+    rounds_posted: int = 0
+    rounds_read: int = 0
+
+
+class _RingWork(TransportWork):
+    """An operation in flight. `wait` makes its copies."""
+
+    completed_at = None
+
+    def __init__(self, ring: SharedMemoryTransport, operation: _Operation) -> None:
+        self._ring = ring
+        self._operation = operation
+
+    def wait(self) -> None:
+        self._ring.complete_up_to(self._operation)
+
+
+class SharedMemoryTransport:
+    """The ring of a group. Operations complete in the order of their starts, which is the same on every rank."""
+
+    def __init__(self, path: Path, size: int, index: int, pids: Sequence[int], slot_bytes: int, spin: float) -> None:
+        with open(path, "r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), _total(size, slot_bytes))
+        self._size = size
+        self._index = index
+        self._slot_bytes = slot_bytes
+        self._posted = _Counters(self._memory, 0, size, index, pids, spin)
+        self._read = _Counters(self._memory, size * CACHE_LINE_BYTES, size, index, pids, spin)
+        slots = torch.frombuffer(self._memory, dtype=torch.uint8)[2 * size * CACHE_LINE_BYTES :]
+        self._slots = [list(by_rank.unbind()) for by_rank in slots.view(RING_SLOTS, size, slot_bytes).unbind()]
+        self._round = 0  # rounds posted by this rank
+        self._pending: deque[_Operation] = deque()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of a wait for a live rank."""
+        self._posted.timeout = self._read.timeout = timeout.total_seconds()
+
+    def all_reduce(self, tensor: Tensor, op: str) -> TransportWork:
+        """Reduce `tensor` over the ranks in place, by `op` "sum" or "max"."""
+        flat = tensor.view(-1)
+        pieces = flat.split(self._slot_bytes // flat.element_size())
+
+        def post(i: int, slot: Tensor) -> None:
+            _view_like(slot, pieces[i]).copy_(pieces[i])
+
+        def read(i: int, slots: Sequence[Tensor]) -> None:
+            _combine(pieces[i], [_view_like(slot, pieces[i]) for slot in slots], op)
+
+        return self._start(_Operation(len(pieces), post, read))
+
+    def all_gather(self, out: Tensor, part: Tensor) -> TransportWork:
+        """Gather every rank's `part` into `out` in rank order. `part` may be a view of this rank's place in `out`."""
+        per_round = self._slot_bytes // part.element_size()
+        pieces = part.view(-1).split(per_round)
+        targets = [rank_part.split(per_round) for rank_part in out.view(self._size, -1).unbind()]
+
+        def post(i: int, slot: Tensor) -> None:
+            _view_like(slot, pieces[i]).copy_(pieces[i])
+
+        def read(i: int, slots: Sequence[Tensor]) -> None:
+            for rank, slot in enumerate(slots):
+                target = targets[rank][i]
+                if target.data_ptr() != pieces[i].data_ptr():
+                    target.copy_(_view_like(slot, target))
+
+        return self._start(_Operation(len(pieces), post, read))
+
+    def reduce_scatter(self, out: Tensor, full: Tensor) -> TransportWork:
+        """Sum `full` over the ranks and write this rank's shard to `out`. `out` may be a view of a part of `full`."""
+        shards = full.view(self._size, -1)
+        per_round = self._slot_bytes // full.element_size() // self._size
+        pieces, results = shards.split(per_round, dim=1), out.view(-1).split(per_round)
+
+        def post(i: int, slot: Tensor) -> None:
+            slot[: pieces[i].nbytes].view(full.dtype).view(pieces[i].shape).copy_(pieces[i])
+
+        def read(i: int, slots: Sequence[Tensor]) -> None:
+            count = results[i].numel()
+            mine = slice(self._index * count * full.element_size(), (self._index + 1) * count * full.element_size())
+            _combine(results[i], [slot[mine].view(full.dtype) for slot in slots], "sum")
+
+        return self._start(_Operation(len(results), post, read))
+
+    def _start(self, operation: _Operation) -> TransportWork:
+        if self._pending and self._pending[-1].rounds_posted < self._pending[-1].rounds:
+            self.complete_up_to(self._pending[-1])  # finish its rounds first: rounds of two operations do not mix
+        self._pending.append(operation)
+        self._post_next(operation)
+        return _RingWork(self, operation)
+
+    def _post_next(self, operation: _Operation) -> None:
+        """Fill this rank's slot of the next round, once all ranks have read its previous content."""
+        number = self._round
+        while self._pending[0] is not operation and self._oldest() <= number - RING_SLOTS:
+            self.complete_up_to(self._pending[0])
+        for rank in range(self._size):
+            self._read.wait_for(rank, number - RING_SLOTS + 1)
+        operation.post(operation.rounds_posted, self._slots[number % RING_SLOTS][self._index])
+        operation.rounds_posted += 1
+        self._round = number + 1
+        self._posted.raise_to(number + 1)
+
+    def _oldest(self) -> int:
+        """Return the first round that this rank has posted and not yet read."""
+        return self._round - sum(operation.rounds_posted - operation.rounds_read for operation in self._pending)
+
+    def complete_up_to(self, operation: _Operation) -> None:
+        """Complete all operations up to and including `operation`; do nothing if it is complete."""
+        while operation.rounds_read < operation.rounds:
+            oldest = self._pending[0]
+            number = self._oldest()
+            for rank in range(self._size):
+                self._posted.wait_for(rank, number + 1)
+            oldest.read(oldest.rounds_read, self._slots[number % RING_SLOTS])
+            oldest.rounds_read += 1
+            self._read.raise_to(number + 1)
+            if oldest.rounds_read == oldest.rounds:
+                self._pending.popleft()
+            elif oldest.rounds_posted < oldest.rounds:
+                self._post_next(oldest)
+
+
+def _view_like(slot: Tensor, like: Tensor) -> Tensor:
+    """View the beginning of a slot as a flat tensor of the size and dtype of `like`."""
+    return slot[: like.nbytes].view(like.dtype)
+
+
+def _combine(out: Tensor, terms: Sequence[Tensor], op: str) -> None:
+    """Reduce `terms` in order into `out`."""
+    if op == "max":
+        torch.maximum(terms[0], terms[1], out=out)
+        for term in terms[2:]:
+            torch.maximum(out, term, out=out)
+        return
+    torch.add(terms[0], terms[1], out=out)
+    for term in terms[2:]:
+        out += term

@@ -1,0 +1,46 @@
+"""Handles of communication in flight: `TransportWork` from a transport, `Work` for the caller of a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch.distributed as dist
+
+from megascale.device import Mark
+
+
+class TransportWork(Protocol):
+    """A transport's communication. After `wait` its output may be read and its input written, on this rank's stream.
+
+    `completed_at`: end of the communication; None if only the end of `wait` is known.
+    """
+
+    @property
+    def completed_at(self) -> Mark | None: ...
+
+    def wait(self) -> object: ...
+
+    def in_background(self) -> TransportWork:
+        """Continue the communication while the caller computes, and return the work to wait for."""
+        return self
+
+
+class Work(Protocol):
+    """A started communication, as its caller sees it."""
+
+    def wait(self) -> object: ...
+
+
+class _Done(TransportWork):
+    completed_at = None
+
+    def wait(self) -> None:
+        return None
+
+
+COMPLETED: TransportWork = _Done()
+"""The work of a group of one rank: nothing to wait for."""
+
+WrapWork = Callable[[Sequence[dist.Work | None], Callable[[], None] | None], TransportWork]
+"""Function (works of torch.distributed, callback at their end or None): return a `TransportWork`."""

@@ -1,0 +1,246 @@
+"""Loading of configurations: TOML to a checked `RunConfig`; all mistakes are reported at once, with place and hint.
+
+`load_config` reads a file, `load_config_tree` nested values; `check_rules` checks a changed configuration.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Collection, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from megascale.config.finding import Finding
+from megascale.config.model import DERIVED_FROM, ModelConfig, fill_defaults
+from megascale.config.rules import RULES, world_findings
+from megascale.config.run import NAME_PATTERN, RunConfig
+from megascale.config.section import AUTO, AUTO_AS_NONE, Section
+from megascale.config.toml_reader import Source, Tree, apply_overrides, read_toml
+from megascale.core.errors import ConfigError, Problem
+from megascale.core.registry import closest_name
+
+
+def load_config(
+    path: str, overrides: Sequence[str] = (), world_size: int | None = None, *, skip_sections: Collection[str] = ()
+) -> RunConfig:
+    """Read, check and resolve a configuration.
+
+    `world_size`: number of processes; None for the smallest number that the layout allows. `skip_sections`: sections
+    without rule checks, such as `data` before the files exist.
+    Raises: ConfigError with all problems.
+    """
+    return _check_and_resolve(read_toml(path, overrides, _is_text_key), world_size, skip_sections)
+
+
+def load_config_tree(
+    tree: Tree, origin: str, overrides: Sequence[str] = (), world_size: int | None = None
+) -> RunConfig:
+    """Check and resolve a configuration from nested values. `origin`: name in messages, in place of a file.
+
+    Raises: ConfigError with all problems.
+    """
+    source = Source(origin, tree)
+    apply_overrides(source, overrides, _is_text_key)
+    return _check_and_resolve(source, world_size)
+
+
+def check_rules(config: RunConfig, where: str) -> None:
+    """Check the rules between keys for a configuration that was changed after loading. `where`: name in messages.
+
+    Raises: ConfigError with all problems.
+    """
+    findings = list(_run_rules({name: getattr(config, name) for name in sections()}))
+    if findings:
+        raise ConfigError([Problem(where, finding.key, finding.message, finding.hint) for finding in findings])
+
+
+def _check_and_resolve(source: Source, world_size: int | None, skip_sections: Collection[str] = ()) -> RunConfig:
+    problems = list(_find_problems(source, world_size, skip_sections))
+    if problems:
+        raise ConfigError(problems)
+    return RunConfig.model_validate(source.tree).resolve(world_size)
+
+
+def _is_text_key(key: str) -> bool:
+    table, _, name = key.rpartition(".")
+    field = _keys(sections()[table]).get(name) if table in sections() else None
+    return key == "name" or (field is not None and _has_text(field.annotation))
+
+
+def _has_text(annotation: Any) -> bool:
+    """Return True for str and for unions with str."""
+    if get_origin(annotation) in (list, tuple):
+        return False
+    return annotation is str or any(_has_text(argument) for argument in get_args(annotation))
+
+
+def sections() -> dict[str, type[Section]]:
+    """Section classes by table name, in the order of docs/configuration.md."""
+    return {
+        name: field.annotation
+        for name, field in RunConfig.model_fields.items()
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+    }
+
+
+def _find_problems(source: Source, world_size: int | None, skip_sections: Collection[str]) -> Iterator[Problem]:
+    valid: dict[str, Any] = {}  # sections by name; a `_PartialSection` for a section with mistakes
+    types = sections()
+    for name in source.tree:
+        if name not in RunConfig.model_fields:
+            yield _unknown_key(source, name, list(RunConfig.model_fields))
+    for name, section in types.items():
+        values = source.tree.get(name, {})
+        details, value = _validate(section, values)
+        for key, group in itertools.groupby(details, key=lambda detail: detail["loc"][:1]):
+            yield _problem_of_key(source, section, ".".join([name, *map(str, key)]), values, list(group))
+        if value is not None:
+            valid[name] = value
+    name_value = source.tree.get("name")
+    if not (isinstance(name_value, str) and NAME_PATTERN.fullmatch(name_value)):
+        yield _name_problem(source, name_value)
+    yield from (_to_problem(source, finding) for finding in _run_rules(valid, skip_sections))
+    if world_size is not None and all(isinstance(valid.get(name), Section) for name in types):
+        config = RunConfig.model_construct(name="check", **valid)
+        yield from (_to_problem(source, finding) for finding in world_findings(config, world_size))
+
+
+def _run_rules(valid: dict[str, Section | _PartialSection], skip_sections: Collection[str] = ()) -> Iterator[Finding]:
+    """Run the rules whose sections are all tables and not skipped."""
+    config = SimpleNamespace(**valid)
+    for needs, rule in RULES:
+        if all(need in valid for need in needs) and not set(needs).intersection(skip_sections):
+            with contextlib.suppress(_InvalidValue):
+                yield from rule(config)
+
+
+_NAME_HINT = "letters, digits, '.', '_' and '-', at most 128"
+
+
+class _InvalidValue(Exception):
+    """A rule has read a key without a valid value."""
+
+
+class _PartialSection:
+    """The valid keys of a section with mistakes. Reading any other key ends the rule."""
+
+    def __init__(self, section: type[Section], values: dict[str, Any]) -> None:
+        self._section = section
+        self._values = values
+
+    def __getattr__(self, name: str) -> Any:
+        if isinstance(derived := getattr(self._section, name, None), property) and derived.fget:
+            return derived.fget(self)
+        if name not in self._values:
+            raise _InvalidValue(name)
+        return self._values[name]
+
+
+def _validate(section: type[Section], table: Any) -> tuple[list[ErrorDetails], Section | _PartialSection | None]:
+    """Return a table's errors and the section for the rules: complete if only keys are unknown, else with the valid
+    keys; None if `table` is not a table.
+    """
+    try:
+        return [], section.model_validate(table)
+    except ValidationError as error:
+        details = error.errors()
+    if not isinstance(table, dict):
+        return details, None
+    invalid = {detail["loc"][0] for detail in details if detail["loc"]}
+    if all(detail["type"] == "extra_forbidden" for detail in details):
+        return details, section.model_validate({key: value for key, value in table.items() if key not in invalid})
+    full = fill_defaults(table) if section is ModelConfig else table
+    values = {}
+    for name, field in section.model_fields.items():
+        key = field.alias or name
+        if key in full and key not in invalid:
+            values[name] = None if full[key] == AUTO and AUTO_AS_NONE in field.metadata else full[key]
+        elif key not in full and not field.is_required():
+            values[name] = field.default
+    return _root_errors(details, table), _PartialSection(section, values)
+
+
+def _root_errors(details: list[ErrorDetails], table: Any) -> list[ErrorDetails]:
+    """Drop errors in keys that are derived from an invalid preset or size."""
+    invalid = {detail["loc"][0] for detail in details if detail["loc"]}
+
+    def is_derived(detail: ErrorDetails) -> bool:
+        key = detail["loc"][0] if detail["loc"] else None
+        return key is not None and key not in table and ("preset" in invalid or DERIVED_FROM.get(str(key)) in invalid)
+
+    return [detail for detail in details if not is_derived(detail)]
+
+
+def _to_problem(source: Source, finding: Finding) -> Problem:
+    return Problem(source.location(finding.key), finding.key, finding.message, finding.hint)
+
+
+def _name_problem(source: Source, value: Any) -> Problem:
+    if value is None:
+        return Problem(source.path, "name", "missing", 'name = "my-run" at the top of the file')
+    return Problem(source.location("name"), "name", f"{_display_value(value)} cannot name a folder", _NAME_HINT)
+
+
+RENAMED_KEYS = {"observe.ledger": "observe.record", "checkpoint.patience_s": "checkpoint.retry_timeout_s"}
+"""Former names of keys, with the present names for the hint."""
+
+
+def _unknown_key(source: Source, key: str, known: list[str]) -> Problem:
+    table, _, last = key.rpartition(".")
+    same_key = [f"{name}.{last}" for name, section in sections().items() if last in _keys(section)]
+    if key in RENAMED_KEYS:
+        hint = f"renamed to {RENAMED_KEYS[key]}"
+    elif close := same_key[0] if same_key else closest_name(last, known):
+        hint = f"did you mean '{close}'?"
+    else:
+        hint = f"known keys: {', '.join(known)}"
+    return Problem(source.location(key), key, f"there is no key '{last}'" + (f" in [{table}]" if table else ""), hint)
+
+
+def _keys(section: type[Section]) -> dict[str, FieldInfo]:
+    """Fields of a section by key in the TOML file."""
+    return {field.alias or name: field for name, field in section.model_fields.items()}
+
+
+def _problem_of_key(
+    source: Source, section: type[Section], key: str, table: Any, details: list[ErrorDetails]
+) -> Problem:
+    """Rephrase pydantic's errors of one key: one detail, or one per type of a union."""
+    table_name, _, name = key.partition(".")
+    detail, keys = details[0], _keys(section)
+    if not detail["loc"]:
+        message = f"must be a table, not {_display_value(table)}"
+        return Problem(source.location(key), key, message, f"write [{table_name}] and its keys below it")
+    if detail["type"] == "extra_forbidden":
+        return _unknown_key(source, key, list(keys))
+    hint = f"{name}: {keys[name].description}"
+    if detail["type"] == "missing":
+        return Problem(source.location(table_name), key, "missing", hint)
+    if detail["type"] == "choice":
+        close = detail["ctx"]["nearest"]
+        return Problem(source.location(key), key, detail["msg"], f"did you mean '{close}'?" if close else hint)
+    value = detail["input"] if len(details) == 1 else table.get(name)
+    return Problem(source.location(key), key, f"{_display_value(value)}: {_expected(details)}", hint)
+
+
+def _expected(details: list[ErrorDetails]) -> str:
+    """Join pydantic's expectations for a key, one per type of a union."""
+    messages = (detail["msg"].removeprefix("Input ").replace(" after validation", "") for detail in details)
+    messages = (text.replace("a valid boolean", "true or false") for text in messages)
+    return ", or ".join(message[:1].lower() + message[1:] for message in dict.fromkeys(messages))
+
+
+def _display_value(value: Any) -> str:
+    """Format a value as in TOML, truncated to 80 characters."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to print integers of more than 4,300 digits
+        return "a number of thousands of digits"
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,158 @@
+"""Reading of configuration files: TOML, `extends`, command-line overrides, and the location of every value."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megascale.core.errors import ConfigError, Problem
+from megascale.core.files import is_readable_file
+
+Tree = dict[str, Any]
+
+_WORD = r"""(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')"""
+_NAME = rf"({_WORD}(?:\s*\.\s*{_WORD})*)"
+_TABLE = re.compile(rf"\s*\[\[?\s*{_NAME}\s*\]")
+_KEY = re.compile(rf"\s*{_NAME}\s*=\s*")
+_INLINE_KEY = re.compile(rf"[{{,]\s*{_NAME}\s*=")
+
+
+@dataclass
+class Source:
+    """A configuration before checks: nested values, and the location (`file:line` or `command line`) of dotted keys."""
+
+    path: str
+    tree: Tree = field(default_factory=dict)
+    locations: dict[str, str] = field(default_factory=dict)
+
+    def location(self, key: str) -> str:
+        """Return the location of `key`, else of its section, else the file."""
+        while key:
+            if key in self.locations:
+                return self.locations[key]
+            key = key.rpartition(".")[0]
+        return self.path
+
+    def set(self, keys: list[str], value: Any) -> None:
+        """Set a value from the command line."""
+        tree = self.tree
+        for depth, key in enumerate(keys, start=1):
+            branch = tree.get(key)
+            if depth == len(keys) or not isinstance(branch, dict):
+                place = ".".join(keys[:depth])
+                self.locations = {k: v for k, v in self.locations.items() if not k.startswith(f"{place}.")}
+                self.locations[place] = "command line"
+                branch = tree[key] = {} if depth < len(keys) else value
+            tree = branch
+
+
+def read_toml(path: str, overrides: Sequence[str] = (), is_text: Callable[[str], bool] = lambda key: False) -> Source:
+    """Read a TOML file and its `extends`, then apply `section.key=value` overrides. `is_text`: returns True for keys of
+    type str, whose overrides need no quotes (`name=2026`).
+
+    Raises: ConfigError for a missing file, invalid syntax, a circular `extends`, or an override without `=`.
+    """
+    source = _read_file(Path(path), seen=())
+    source.path = path
+    apply_overrides(source, overrides, is_text)
+    return source
+
+
+def apply_overrides(source: Source, overrides: Sequence[str], is_text: Callable[[str], bool]) -> None:
+    """Apply `section.key=value` overrides.
+
+    Raises: ConfigError for an override without `=`.
+    """
+    problems = []
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        keys = [part.strip() for part in key.split(".")]
+        if equals and all(keys):
+            parsed = _parse_value(value.strip())
+            plain = is_text(".".join(keys)) and not isinstance(parsed, str | list)
+            source.set(keys, value.strip() if plain else parsed)
+        else:
+            problems.append(Problem("command line", text, "not a setting", "write section.key=value"))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _read_file(path: Path, seen: tuple[Path, ...]) -> Source:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        tree = tomllib.loads(text)
+    except FileNotFoundError:
+        raise ConfigError([Problem(str(path), "", "there is no such file", "check the path")]) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([Problem(str(path), "", f"cannot be read: {error}", "give a TOML file in UTF-8")]) from None
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, integers of 5,000 digits, 1,000 brackets
+        line = re.search(r"line (\d+)", str(error))
+        where = f"{path}:{line.group(1)}" if line else str(path)
+        raise ConfigError(
+            [Problem(where, "", f"is not TOML: {error}", "strings need quotes, tables need [brackets]")]
+        ) from None
+    source = Source(str(path), tree, {key: f"{path}:{line}" for key, line in _lines(text).items()})
+    base = source.tree.pop("extends", None)
+    if base is None:
+        return source
+    if not isinstance(base, str):
+        where = source.location("extends")
+        raise ConfigError(
+            [Problem(where, "extends", f"must be the name of a file, not {base!r}", 'extends = "other.toml"')]
+        )
+    parent_path = path.parent / base
+    if not is_readable_file(parent_path):
+        where = source.location("extends")
+        raise ConfigError(
+            [Problem(where, "extends", f"there is no file {parent_path}", "the path is relative to this file")]
+        )
+    seen = (*seen, path.resolve())
+    if parent_path.resolve() in seen:
+        where = source.location("extends")
+        raise ConfigError([Problem(where, "extends", f"circular: leads back to {parent_path}", "remove one of them")])
+    parent = _read_file(parent_path, seen)
+    return Source(str(path), _merge(parent.tree, source.tree), parent.locations | source.locations)
+
+
+def _lines(text: str) -> dict[str, int]:
+    """Return the line number of every table and key. Text in multi-line strings may add keys, which have no reader."""
+    lines: dict[str, int] = {}
+    table: tuple[str, ...] = ()
+    for number, line in enumerate(text.split("\n"), start=1):
+        paths = []
+        if match := _TABLE.match(line):
+            table = _words(match[1])
+            paths = [table]
+        elif match := _KEY.match(line):
+            key = (*table, *_words(match[1]))
+            inline = _INLINE_KEY.findall(line, match.end()) if line.startswith("{", match.end()) else []
+            paths = [key, *((*key, *_words(name)) for name in inline)]
+        for path in paths:
+            for depth in range(1, len(path) + 1):
+                lines.setdefault(".".join(path[:depth]), number)
+    return lines
+
+
+def _words(name: str) -> tuple[str, ...]:
+    return tuple(word.strip("\"'") for word in re.findall(_WORD, name))
+
+
+def _merge(base: Tree, top: Tree) -> Tree:
+    merged = dict(base)
+    for key, value in top.items():
+        base_value = merged.get(key)
+        merged[key] = _merge(base_value, value) if isinstance(base_value, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _parse_value(text: str) -> Any:
+    """Parse a TOML value; any other text (gpipe, 1f1b, data/corpus) is a string."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        return text
+    return parsed["value"] if len(parsed) == 1 else text

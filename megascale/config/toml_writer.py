@@ -1,0 +1,41 @@
+"""Writing of configurations as TOML, and comparison with a saved configuration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from megascale.config.run import RunConfig
+
+
+def to_toml(config: RunConfig) -> str:
+    """Format a configuration as TOML, without keys that have no value."""
+    tree = config.model_dump(by_alias=True, exclude_none=True, mode="json")
+    lines = [f"{key} = {_value(value)}" for key, value in tree.items() if not isinstance(value, dict)]
+    for table, keys in tree.items():
+        if isinstance(keys, dict):
+            lines += ["", f"[{table}]", *(f"{key} = {_value(value)}" for key, value in keys.items())]
+    return "\n".join(lines) + "\n"
+
+
+LOSS_SECTIONS = ("model", "batch", "train", "fp8", "optimizer", "data")
+"""Sections that determine the losses of a run; the other sections only affect execution."""
+
+
+def config_changes(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
+    """List the changes in LOSS_SECTIONS against a configuration saved as `model_dump(by_alias=True, mode="json")`."""
+    current = config.model_dump(by_alias=True, mode="json")
+    return [
+        f"{section}.{key} {_value(saved[section][key])} -> {_value(value)}"
+        for section in LOSS_SECTIONS
+        for key, value in current[section].items()
+        if key in saved.get(section, {}) and saved[section][key] != value
+    ]
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, float):
+        return repr(value)  # keeps every digit, and the '.' or 'e' that makes it a float
+    text = json.dumps(value, ensure_ascii=False)  # JSON's strings, booleans, integers and arrays are TOML's
+    return text.replace("\x7f", "\\u007f")  # the one character that JSON leaves and TOML escapes

@@ -1,0 +1,220 @@
+"""megatron-core's indexed dataset format, written and read with numpy alone.
+
+    PREFIX.bin   the tokens of all documents, concatenated
+    PREFIX.idx   little-endian: 9 bytes of magic, u64 version 1, u8 code of the token dtype, u64 number of sequences n,
+                 u64 n + 1, i32[n] lengths in tokens, i64[n] offsets in bytes, i64[n + 1] document bounds (0 to n here:
+                 a document is a sequence)
+    PREFIX.json  ours: the sizes, and the tokenizer that made the dataset
+
+write_dataset, open_dataset: write and memory-map a dataset. IndexedDataset: its documents. DatasetInfo: PREFIX.json.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from megascale.core.errors import DataError
+from megascale.core.files import atomic_file
+from megascale.core.process import process_exists
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = np.dtype([("magic", "S9"), ("version", "<u8"), ("code", "u1"), ("sequences", "<u8"), ("bounds", "<u8")])
+DTYPE_CODES: dict[int, type[np.generic]] = {
+    1: np.uint8,
+    2: np.int8,
+    3: np.int16,
+    4: np.int32,
+    5: np.int64,
+    8: np.uint16,
+}
+PREPARE_AGAIN_HINT = "prepare the data again"
+
+
+@dataclass(frozen=True)
+class TokenizerInfo:
+    """The tokenizer of a dataset: name or file, fingerprint, and end-of-document id."""
+
+    name: str
+    fingerprint: str
+    eod: int
+
+
+@dataclass(frozen=True)
+class DatasetInfo:
+    """The content of PREFIX.json."""
+
+    vocab_size: int
+    tokens: int
+    documents: int
+    tokenizer: TokenizerInfo
+
+
+def token_dtype(vocab_size: int) -> type[np.generic]:
+    """The dtype that megatron-core chooses for a vocabulary: u16 below 65,500 tokens, else i32."""
+    return np.uint16 if vocab_size < 65_500 else np.int32
+
+
+def write_dataset(prefix: Path, documents: Iterable[np.ndarray], origin: TokenizerInfo, vocab_size: int) -> DatasetInfo:
+    """Write a dataset of `documents` (arrays of token ids, eod included).
+
+    The files appear under their names once all data is on disk. An older dataset of the same prefix is replaced then,
+    and its files are never mixed with the new ones.
+
+    Raises: DataError if there is no document, a document cannot be stored, or the files cannot be written.
+    """
+    dtype = np.dtype(token_dtype(vocab_size)).newbyteorder("<")
+    bin_path, idx_path, json_path = (_file(prefix, ending) for ending in (".bin", ".idx", ".json"))
+    try:
+        _remove_leftovers(prefix)
+        # files are renamed in reverse order of opening: the description of a complete dataset comes last
+        with (
+            atomic_file(json_path, "w") as json_file,
+            atomic_file(idx_path) as idx_file,
+            atomic_file(bin_path) as bin_file,
+        ):
+            lengths = _write_tokens(bin_file, documents, dtype, vocab_size)
+            description = DatasetInfo(vocab_size, int(lengths.sum(dtype=np.int64)), len(lengths), origin)
+            idx_file.write(_index(lengths, dtype))
+            json_file.write(json.dumps(asdict(description), indent=1) + "\n")
+            for file in (bin_file, idx_file, json_file):
+                file.flush()  # a full disk shows here, while the old dataset is still complete
+            idx_path.unlink(missing_ok=True)
+            json_path.unlink(missing_ok=True)
+    except OSError as error:
+        hint = "another --output, or more space there"
+        raise DataError(f"{prefix} cannot be written: {error.strerror or error}", hint=hint) from None
+    return description
+
+
+def _write_tokens(file: IO, documents: Iterable[np.ndarray], dtype: np.dtype, vocab_size: int) -> np.ndarray:
+    """Write the tokens and return the document lengths, i32 [n]."""
+    lengths = array("i")
+    for number, ids in enumerate(documents):
+        try:
+            lengths.append(len(ids))
+        except OverflowError:
+            raise DataError(f"document {number} has {len(ids):,} tokens; 2,147,483,647 fit", hint="split it") from None
+        if len(ids) and int(ids.max()) >= vocab_size:
+            what = f"document {number} has token {ids.max()}, but the vocabulary has {vocab_size}"
+            raise DataError(what, hint="fix the tokenizer")
+        file.write(ids.astype(dtype, copy=False).tobytes())
+    if not lengths:
+        raise DataError("the input has no text", hint="every document was empty: check the files and --key")
+    return np.frombuffer(lengths, dtype=np.intc)
+
+
+def _index(lengths: np.ndarray, dtype: np.dtype) -> bytes:
+    n = len(lengths)
+    code = next(code for code, known in DTYPE_CODES.items() if np.dtype(known) == dtype.newbyteorder("="))
+    # numpy strips trailing zeros when it reads 'S9', but writes all nine bytes
+    header = np.array([(MAGIC, 1, code, n, n + 1)], dtype=HEADER)
+    offsets = np.zeros(n, dtype="<i8")
+    np.cumsum(lengths[:-1].astype("<i8") * dtype.itemsize, out=offsets[1:])
+    bounds = np.arange(n + 1, dtype="<i8")
+    return b"".join(part.tobytes() for part in (header, lengths.astype("<i4"), offsets, bounds))
+
+
+def _remove_leftovers(prefix: Path) -> None:
+    """Remove the temporary files that a killed writer of this prefix left: files whose process has ended."""
+    for ending in (".bin", ".idx", ".json"):
+        for path in prefix.parent.glob(f".{prefix.name}{ending}.*.tmp"):
+            owner = path.name.removesuffix(".tmp").rpartition(".")[2]
+            if owner.isdigit() and not process_exists(int(owner)):
+                path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class IndexedDataset:
+    """A memory-mapped dataset. `lengths` [n], in tokens, and `offsets` [n], in bytes, of its documents. `info` is None
+    for a dataset of another tool.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    offsets: np.ndarray
+    info: DatasetInfo | None
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """The token ids of a document."""
+        start = int(self.offsets[index]) // self.tokens.itemsize
+        return self.tokens[start : start + int(self.lengths[index])]
+
+
+def open_dataset(prefix: Path) -> IndexedDataset:
+    """Open a dataset, and check its files against one another.
+
+    Raises: DataError for files that are missing, damaged, cut short, or of different datasets.
+    """
+    idx_path, bin_path = _file(prefix, ".idx"), _file(prefix, ".bin")
+    for path in (idx_path, bin_path):
+        if not path.is_file():
+            hint = "a prefix is the path without .bin" if prefix.is_file() else "`megascale data prepare` makes it"
+            raise DataError(f"there is no file {path}", hint=hint)
+    try:
+        dtype, lengths, offsets = _read_index(idx_path)
+        tokens = _read_tokens(bin_path, dtype, lengths, offsets)
+    except OSError as error:
+        hint = "check the files' permissions"
+        raise DataError(f"{prefix} cannot be read: {error.strerror or error}", hint=hint) from None
+    info = _description(_file(prefix, ".json"))
+    if info and (info.documents, info.tokens) != (len(lengths), len(tokens)):
+        raise DataError(
+            f"{prefix}.json is of another dataset: {info.documents} documents and {info.tokens} tokens, not "
+            f"{len(lengths)} and {len(tokens)}",
+            hint=PREPARE_AGAIN_HINT,
+        )
+    return IndexedDataset(tokens, lengths, offsets, info)
+
+
+def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray]:
+    """Read an index file: the dtype of the tokens, i32 [n] lengths and i64 [n] offsets."""
+    size = path.stat().st_size
+    if size < HEADER.itemsize:
+        raise DataError(f"{path} is cut short: {size} bytes", hint=PREPARE_AGAIN_HINT)
+    raw = np.memmap(path, mode="r")
+    header = raw[: HEADER.itemsize].view(HEADER)[0]
+    if header["magic"] != MAGIC.rstrip(b"\0") or header["version"] != 1 or int(header["code"]) not in DTYPE_CODES:
+        raise DataError(f"{path} is not an index of megatron-core's format", hint=PREPARE_AGAIN_HINT)
+    n, bounds = int(header["sequences"]), int(header["bounds"])
+    needed = HEADER.itemsize + 4 * n + 8 * n + 8 * bounds
+    if size != needed:
+        raise DataError(f"{path} has {size} bytes, for {n} documents it should have {needed}", hint=PREPARE_AGAIN_HINT)
+    lengths, offsets, ends = np.split(raw[HEADER.itemsize :], [4 * n, 12 * n])
+    if not bounds or int(ends.view("<i8")[-1]) != n:
+        raise DataError(f"{path} is damaged: its documents do not end where its sequences do", hint=PREPARE_AGAIN_HINT)
+    return np.dtype(DTYPE_CODES[int(header["code"])]).newbyteorder("<"), lengths.view("<i4"), offsets.view("<i8")
+
+
+def _read_tokens(path: Path, dtype: np.dtype, lengths: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Memory-map the tokens of all documents, and check their size against the index."""
+    size, needed = path.stat().st_size, int(lengths.sum(dtype=np.int64)) * dtype.itemsize
+    if size != needed:
+        raise DataError(f"{path} has {size} bytes, its index says {needed}", hint=PREPARE_AGAIN_HINT)
+    if len(lengths) and int(offsets[-1]) + int(lengths[-1]) * dtype.itemsize != size:
+        raise DataError(f"{path} does not end where its index says", hint=PREPARE_AGAIN_HINT)
+    return np.memmap(path, dtype=dtype, mode="r") if needed else np.empty(0, dtype)
+
+
+def _description(path: Path) -> DatasetInfo | None:
+    """Read PREFIX.json; None for a dataset of another tool, which has no such file."""
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        return DatasetInfo(**{**facts, "tokenizer": TokenizerInfo(**facts["tokenizer"])})
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise DataError(f"{path} cannot be read: {error!r}", hint=PREPARE_AGAIN_HINT) from None
+
+
+def _file(prefix: Path, ending: str) -> Path:
+    return prefix.with_name(prefix.name + ending)

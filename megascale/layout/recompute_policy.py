@@ -1,0 +1,31 @@
+"""Activation recomputation: the parts of a model chunk's forward that the backward recomputes instead of saving."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megascale.config.train import TrainConfig
+
+
+@dataclass(frozen=True)
+class RecomputePolicy:
+    """The recomputed parts of a block. `full`: the entire block, from its input. Otherwise any of `attention`, the
+    attention core; `norm` and `activation`, whose outputs the next linear layer would save as its input.
+    """
+
+    full: bool = False
+    attention: bool = False
+    norm: bool = False
+    activation: bool = False
+
+
+NO_RECOMPUTE = RecomputePolicy()
+
+
+def recompute_policy(train: TrainConfig, chunk: int) -> RecomputePolicy:
+    """The policy of model chunk `chunk`, the same on every pipeline rank."""
+    if train.recompute == "none" or chunk not in (train.recompute_chunks or [chunk]):
+        return NO_RECOMPUTE
+    if train.recompute == "full":
+        return RecomputePolicy(full=True)
+    return RecomputePolicy(**dict.fromkeys(train.recompute_ops or ["attention"], True))

@@ -1,0 +1,110 @@
+"""Shared modules of the network: `Linear` parameters and `Norm`, and the context that modules are built from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from megascale.config.model import ModelConfig
+from megascale.layout.recompute_policy import NO_RECOMPUTE, RecomputePolicy
+from megascale.ops.activation import Activate
+from megascale.ops.compiled import CompileFn, block_compile_fn
+from megascale.ops.core_attention import Attend
+from megascale.ops.cross_entropy import CrossEntropy
+from megascale.ops.norm import AddNormalize, Normalize
+from megascale.ops.rope import Rotate
+from megascale.ops.select import OpContext, build_op
+from megascale.parallel.gemm_precision import NATIVE_PRECISION, GemmPrecision
+from megascale.parallel.microbatch import MicroBatch
+from megascale.parallel.recompute import Recomputation, recomputation
+from megascale.parallel.tp_overlap import LinearParams, TensorAxis
+
+Parameters = Mapping[str, nn.Parameter]
+"""This rank's parameters by global name (`layout.tensors`)."""
+
+
+@dataclass(frozen=True)
+class Operators:
+    """The device's operators, by selected backend (`ops.select`).
+
+    `compile_fn`: torch.compile for functions inside a block, with train.compile; the identity otherwise.
+    """
+
+    attend: Attend
+    rotate: Rotate
+    normalize: Normalize
+    add_normalize: AddNormalize
+    activate: Activate
+    cross_entropy: CrossEntropy
+    compile_fn: CompileFn
+
+    @classmethod
+    def from_context(cls, setting: OpContext) -> Operators:
+        """Select the best available backend of every operator, or the configured backend.
+
+        Raises: BackendError if a configured backend is unsupported here, or torch.compile does not work
+        """
+        compile_fn = block_compile_fn(setting)  # first, for its error: a backend's error would hide the cause
+        attend, rotate, normalize = (build_op(name, setting) for name in ("attention", "rope", "norm"))
+        add_normalize, activate = (build_op(name, setting) for name in ("add_norm", "activation"))
+        return cls(attend, rotate, normalize, add_normalize, activate, build_op("cross_entropy", setting), compile_fn)
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """The arguments common to all modules: model configuration, parameters of this rank, tp group, operators, GEMM
+    precision by layer name, and recomputation policy.
+    """
+
+    model: ModelConfig
+    parameters: Parameters
+    axis: TensorAxis
+    operators: Operators
+    gemm_precision: Callable[[str], GemmPrecision] = lambda layer: NATIVE_PRECISION
+    recompute: RecomputePolicy = NO_RECOMPUTE
+
+
+class Linear(nn.Module):
+    """The weight and bias of a linear layer, without a forward: `parallel.tensor` computes."""
+
+    def __init__(self, context: LayerContext, name: str) -> None:
+        super().__init__()
+        self.weight = context.parameters[f"{name}.weight"]
+        self.bias = context.parameters.get(f"{name}.bias")
+        self._gemm_precision = context.gemm_precision(name)
+
+    @property
+    def params(self) -> LinearParams:
+        return LinearParams(self.weight, self.bias, self._gemm_precision)
+
+
+class Norm(nn.Module):
+    """The configured norm (LayerNorm or RMSNorm) over the last dimension."""
+
+    def __init__(self, context: LayerContext, name: str) -> None:
+        super().__init__()
+        self.weight = context.parameters[f"{name}.weight"]
+        self.bias = context.parameters.get(f"{name}.bias")
+        self._eps = context.model.norm_eps
+        self._normalize = context.operators.normalize
+        self._add_normalize = context.operators.add_normalize
+        self._recompute = context.recompute.norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._normalize(x, self.weight, self.bias, self._eps)
+
+    def add_norm(self, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
+        """Add a branch to the residual stream x; return the sum and the norm of the sum."""
+        return self._add_normalize(x, branch, self.weight, self.bias, self._eps)
+
+    def recompute_norm(self, x: Tensor) -> Recomputation | None:
+        """Describe how the next layer recomputes its input norm(x); None if the layer saves its input."""
+        return recomputation(self, x, self._recompute)
+
+
+def residual_dropout(x_sbh: Tensor, batch: MicroBatch, place: str, context: LayerContext) -> Tensor:
+    """Apply dropout to a residual tensor [s, b, h], sharded along s with sequence parallelism."""
+    first = context.axis.index * x_sbh.shape[0] if context.axis.sharded else 0
+    return batch.dropout.hidden_dropout(x_sbh, place, first, context.model.seq_length)

@@ -1,0 +1,127 @@
+"""Core attention on one device, causal, with an optional sliding window (Beltagy et al. 2020; MegaScale 3.1):
+
+    softmax(q k^T / sqrt(d) + mask) v        with a window w, query i attends to the w keys j, i - w < j <= i
+
+`TorchAttention`, `causal_attention`, `sliding_attention`, `visible`: torch's implementation. The rest tells which
+kernels suit a GPU: `half_precision_unsupported`, `not_by_default`, `kernel_outdated`, `surpassed`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megascale.layout.windows import QUERY_BLOCK, window_blocks
+from megascale.ops.select import NotByDefault, OpBackend, OpContext
+
+Attend = Callable[[Tensor, Tensor, Tensor, int | None, Tensor | None, float], Tensor]
+"""Arguments: q [b, heads, s, d]; k, v [b, kv heads, s, d]; window, or None for full attention; bool mask of the
+attention weights surviving dropout, or None; dropout probability. Result: shape of q.
+"""
+
+
+class TorchAttention(OpBackend):
+    """torch's fused kernels, blockwise for a sliding window; with dropout, unfused with all scores in memory."""
+
+    def build(self, context: OpContext) -> Attend:
+        return causal_attention
+
+
+def half_precision_unsupported(context: OpContext) -> str | None:
+    """Say why 16-bit GPU kernels cannot run; None if they can."""
+    if context.device.is_cpu:
+        return "needs a GPU"
+    return "needs a GPU of compute capability 8.0 or more" if context.device.capability < (8, 0) else None
+
+
+def not_by_default(context: OpContext, newer: bool) -> NotByDefault | None:
+    """Say why auto prefers torch's attention. `newer`: the backend has kernels written for this GPU generation."""
+    if any(context.model.windows) or (newer and kernel_outdated(context)):
+        return None
+    return NotByDefault("no layer has a window, and torch's kernels are as fast without windows")
+
+
+def kernel_outdated(context: OpContext) -> bool:
+    """Return True if torch's kernel for full attention was written for an older GPU generation."""
+    m = context.model
+    kernel = context.device.attention_kernel(context.dtype, m.head_dim, m.num_kv_heads != m.num_heads)
+    return surpassed(kernel, context.device.capability)
+
+
+def surpassed(kernel: str, capability: tuple[int, int]) -> bool:
+    """Return True if newer kernels are about twice as fast as torch's: on Hopper and data-center Blackwell, for all
+    kernels but cuDNN's, since torch includes FlashAttention-2 (Shah et al. 2024).
+    """
+    return capability[0] in (9, 10) and kernel != "CUDNN_ATTENTION"
+
+
+def causal_attention(
+    q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, window: int | None, keep: Tensor | None, dropout: float
+) -> Tensor:
+    """Compute causal attention for q [b, heads, s, d] and k, v [b, kv heads, s, d]; result as q.
+
+    `keep`, bool [b, heads, s, s]: the attention weights surviving dropout. All weights are then computed in memory,
+    since the dropout mask of a fused kernel would depend on the layout. Without `keep` torch's fused kernel runs.
+    """
+    s = q_bhsd.shape[2]
+    if keep is None:
+        if window is not None and window < s:
+            return sliding_attention(q_bhsd, k_bhsd, v_bhsd, window)
+        shared = k_bhsd.shape[1] != q_bhsd.shape[1]
+        return F.scaled_dot_product_attention(q_bhsd, k_bhsd, v_bhsd, is_causal=True, enable_gqa=shared)
+    groups = q_bhsd.shape[1] // k_bhsd.shape[1]
+    k_bhsd, v_bhsd = (t.repeat_interleave(groups, 1) for t in (k_bhsd, v_bhsd))
+    scores = (q_bhsd @ k_bhsd.mT) / math.sqrt(q_bhsd.shape[-1])
+    positions = torch.arange(s, device=scores.device)
+    mask = visible(positions, positions, window or s)
+    weights = scores.masked_fill(~mask, -math.inf).softmax(-1)
+    return (weights * keep / (1 - dropout)) @ v_bhsd
+
+
+def visible(queries: Tensor, keys: Tensor, window: int) -> Tensor:
+    """Return the causal window mask, bool [queries, keys], from positions of queries and keys."""
+    past = queries[:, None] - keys
+    return (past >= 0) & (past < window)
+
+
+def sliding_attention(q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, window: int, block: int = QUERY_BLOCK) -> Tensor:
+    """Compute sliding-window attention, `block` queries at a time against at most window + block - 1 keys.
+
+    Memory is O(s (window + block)) in forward and backward, for every kernel of torch.
+    """
+    s = q_bhsd.shape[2]
+    block = min(block, s)
+    key_spans = [keys for _, keys in window_blocks(s, window, block)]
+    offsets = torch.arange(1 - window, block, device=q_bhsd.device)  # of keys from a block's first query
+    full_mask = visible(offsets[window - 1 :], offsets, window)
+    shared = k_bhsd.shape[1] != q_bhsd.shape[1]
+    outputs = []
+    k_blocks, v_blocks = _Slices.apply(k_bhsd, key_spans), _Slices.apply(v_bhsd, key_spans)
+    for q, k, v in zip(q_bhsd.split(block, 2), k_blocks, v_blocks, strict=True):
+        rows, columns = q.shape[2], k.shape[2]
+        last = window - 1 + rows
+        mask = full_mask[:rows, last - columns : last]
+        outputs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=shared))
+    return torch.cat(outputs, 2)
+
+
+class _Slices(torch.autograd.Function):
+    """Overlapping slices of [b, heads, s, d] along s. Autograd itself would allocate a full gradient per slice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, spans: list[slice]) -> tuple[Tensor, ...]:
+        ctx.spans, ctx.shape = spans, x.shape
+        return tuple(x[:, :, span] for span in spans)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        wide = torch.promote_types(grads[0].dtype, torch.float32)
+        total = torch.zeros(ctx.shape, dtype=wide, device=grads[0].device)
+        for span, grad in zip(ctx.spans, grads, strict=True):
+            total[:, :, span] += grad
+        return total.to(grads[0].dtype), None

@@ -1,0 +1,342 @@
+"""FP8 linear layers, whose scales do not depend on tp and sp: ranks with elements of a common scale share their amax.
+
+All three GEMMs of a layer take FP8 operands (`ops.fp8`); scales of rows or blocks lie along the contracted dimension:
+
+    forward  Y  = X W^T    contracts k       X [t, k], W [n, k]          t: tokens
+    dgrad    dX = dY W     contracts n       dY [t, n], W^T [k, n]
+    wgrad    dW = dY^T X   contracts t       dY^T [n, t], X^T [k, t]
+
+A scale is computed from the amax of the elements that share the scale; if tp shards them, from the amax over the tp
+ranks. With a scale per tensor the same FP8 bytes serve rowwise and transposed: they are all-gathered and saved for
+backward, and transposed for wgrad. With finer scales the high-precision tensor is saved, and quantized a second time
+for wgrad. Weights are quantized once per step, not once per micro-batch.
+
+`Recipe` names the choices of a recipe, `Fp8State` holds amax statistics and history of the whole model, `Fp8Gemms` are
+the GEMMs of one layer, and `gemm_precision_of` returns them, or the native precision for a layer that is not FP8.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from megascale.catalog.recipes import RECIPES
+from megascale.comm.collectives import all_reduce
+from megascale.comm.mesh import Mesh
+from megascale.comm.totals import max_over_job, sum_over_job
+from megascale.config.run import RunConfig
+from megascale.core.label import Label
+from megascale.layout.blocks import block_spec, fp8_operands
+from megascale.layout.chunks import fp8_layers, fp8_weights
+from megascale.layout.tensors import ParamSpec
+from megascale.ops.fp8 import (
+    Fp8Format,
+    Fp8Kernels,
+    Quantized,
+    ScaleGranularity,
+    TransposedOnly,
+    amax_to_scale,
+    cast_stats,
+    cast_to_fp8,
+)
+from megascale.parallel.gemm_precision import NATIVE_PRECISION, GemmPrecision, Operand, OperandName
+from megascale.parallel.grad_accumulation import accumulate_grad
+from megascale.parallel.tp_overlap import TensorAxis
+from megascale.trace.recorder import profiler_range
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """An FP8 recipe of `catalog.recipes`: granularity of scales, their source `scale` ("current", "delayed" or
+    "static"), and the format of gradients.
+    """
+
+    granularity: ScaleGranularity
+    scale: str
+    grad_format: Fp8Format
+
+    @classmethod
+    def from_name(cls, name: str) -> Recipe:
+        facts = RECIPES[name].facts
+        return cls(ScaleGranularity(facts["granularity"]), facts["scaling"], Fp8Format[facts["grad_format"].upper()])
+
+
+@dataclass(frozen=True)
+class CastStats:
+    """Quantization statistics of one operand in a step: amax, and the fractions of its elements that saturated or
+    underflowed to zero.
+    """
+
+    amax: float
+    saturated: float
+    underflow: float
+
+
+class Fp8State:
+    """Amax of every FP8 operand of the whole model in this step, and with delayed scaling the amax history.
+
+    Every rank has entries for all operands. `weights`: specs of the FP8 weights by name. `names`: the operands.
+    `labels`: their event labels. `history` [operands, steps]: newest first, zero where missing. `has_history`: the
+    history has an entry.
+    """
+
+    def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, kernels: Fp8Kernels = Fp8Kernels()) -> None:
+        self.kernels = kernels
+        self.recipe = Recipe.from_name(config.fp8.recipe)
+        self.weights = fp8_weights(config)
+        self.labels = {
+            f"layers.{index}.{operand}": Label.for_layer(index, operand)
+            for index in fp8_layers(config)
+            for operand in fp8_operands(block_spec(config.model, index))
+        }
+        self.names = list(self.labels)
+        self._mesh = mesh
+        self._init_std = config.model.init_std
+        self._index = {name: index for index, name in enumerate(self.names)}
+        self._amax = torch.zeros(len(self.names), device=device)
+        self._cast_counts = torch.zeros(len(self.names), 3, device=device)  # saturated, underflowed, all elements
+        steps = config.fp8.history if self.recipe.scale == "delayed" else 0
+        self.history = torch.zeros(len(self.names), steps, device=device)
+        self.has_history = False
+        self.weight_version = 0
+        self.collects_stats = False
+
+    @property
+    def current_scaling(self) -> bool:
+        """True if scales come from the tensor being quantized; with delayed scaling only until there is a history."""
+        return self.recipe.scale == "current" or (self.recipe.scale == "delayed" and not self.has_history)
+
+    def static_scales(self, parameter: ParamSpec) -> dict[str, float]:
+        """Return static scales that bring the operands of a layer to unit size.
+
+        Inputs of column-parallel layers come from norms, at unit size; row-parallel inputs are taken as of unit size.
+        Weights start at their initial standard deviation. The gradient of a sum of losses is about 1 at the logits, and
+        passes at least two weights, the head's and the last of the block: hence init_std^2, a factor per weight.
+        """
+        return {"input": 1.0, "weight": parameter.parts[0].std, "gradient": self._init_std**2}
+
+    def invalidate_weights(self) -> None:
+        """Mark the quantized weights as outdated, after an update of the weights."""
+        self.weight_version += 1
+
+    def begin_step(self, *, collect_stats: bool) -> None:
+        """Reset the step's statistics. `collect_stats`: count saturated and underflowed elements in this step."""
+        self.invalidate_weights()  # the last step updated the weights
+        self.collects_stats = collect_stats and bool(self.names)
+        self._amax.zero_()
+        self._cast_counts.zero_()
+
+    def update_history(self) -> None:
+        """Push the step's amax over all ranks to the history, after the last backward. A collective call."""
+        if not self.history.numel():
+            return
+        max_over_job(self._mesh, self._amax, label="fp8 amax")
+        self.history.copy_(torch.cat([self._amax.unsqueeze(1), self.history[:, :-1]], 1))
+        self.has_history = True
+
+    def take_cast_stats(self) -> dict[str, CastStats]:
+        """Return the last step's statistics over all ranks; empty if not collected. A collective call."""
+        if not self.collects_stats:
+            return {}
+        self.collects_stats = False
+        sum_over_job(self._mesh, self._cast_counts, label="fp8 cast stats")
+        if not self.history.numel():  # else `update_history` has reduced the amax
+            max_over_job(self._mesh, self._amax, label="fp8 amax")
+        stats = zip(self.names, self._amax.tolist(), self._cast_counts.tolist(), strict=True)
+        return {
+            name: CastStats(amax, high / max(total, 1), low / max(total, 1)) for name, amax, (high, low, total) in stats
+        }
+
+    def record_amax(self, name: str, amax: Tensor) -> None:
+        """Update an operand's amax of this step with the amax of a cast, an element per scale."""
+        step_amax = self._amax[self._index[name]]
+        torch.maximum(step_amax, amax.amax(), out=step_amax)
+
+    def record_cast_stats(self, name: str, counts: Tensor) -> None:
+        """Add a cast's counts [3]: saturated, underflowed, and all elements."""
+        self._cast_counts[self._index[name]] += counts
+
+    def history_amax(self, name: str) -> Tensor:
+        """The maximum of an operand's amax history."""
+        return self.history[self._index[name]].amax()
+
+
+@dataclass
+class _QuantizedWeight:
+    """A weight in FP8 for forward (rowwise, [n, k]) and dgrad (columnwise, [k, n]). `version`: the state's
+    `weight_version` at the cast; -1 before the first.
+    """
+
+    version: int = -1
+    rowwise: Quantized | None = None
+    columnwise: Quantized | None = None
+
+
+@dataclass
+class Fp8Gemms:
+    """The FP8 GEMMs of one layer, a `gemm_precision.GemmPrecision`.
+
+    `state`: of the whole model. `shard_dim`: the dimension of the weight that tp shards: 0 column-parallel, 1
+    row-parallel. `static_scales`: by operand. The operands `input`, `weight` and `gradient` are X, W and dY.
+    """
+
+    name: str
+    state: Fp8State
+    axis: TensorAxis
+    shard_dim: int
+    static_scales: Mapping[str, float]
+    chunked_wgrad: bool = False  # a scale of wgrad can cover all tokens
+    _weight: _QuantizedWeight = field(default_factory=_QuantizedWeight)
+
+    def input_operand(self, x: Tensor) -> Operand:
+        return self._cast_tokens("input", x, rows_split=self.shard_dim == 1)
+
+    def grad_operand(self, grad: Tensor) -> Operand:
+        return self._cast_tokens("gradient", grad, rows_split=self.shard_dim == 0)
+
+    def _cast_tokens(self, name: OperandName, x: Tensor, *, rows_split: bool) -> Quantized:
+        """Quantize X or dY. tp splits its rows (k or n), or s with sequence parallelism, or replicates the operand.
+
+        A shard along s is cast without transpose: wgrad transposes the all-gathered operand.
+        """
+        along_s = self.axis.sharded and not rows_split
+        return self._cast(name, x, sharded=rows_split or along_s, rows_split=rows_split, with_transpose=not along_s)
+
+    def before_all_gather(self, grad: Tensor) -> Operand:
+        # With finer scales wgrad quantizes the gathered gradient a second time, along the tokens.
+        return self.grad_operand(grad) if self._granularity is ScaleGranularity.TENSOR else grad
+
+    def after_all_gather(self, grad: Operand) -> Operand:
+        return grad if isinstance(grad, Quantized) else self._cast("gradient", grad, sharded=False, rows_split=False)
+
+    def weight_for_forward(self, weight: Tensor) -> Operand:
+        return self._quantized_weights(weight)[0]
+
+    def weight_for_dgrad(self, weight: Tensor) -> Operand:
+        return self._quantized_weights(weight)[1]
+
+    def saved_for_wgrad(self, x: Tensor, operand: Operand) -> Operand:
+        if self._granularity is not ScaleGranularity.TENSOR:
+            return x
+        assert isinstance(operand, Quantized), "the operand comes from `input_operand` or `grad_operand`"
+        if operand.transposed is None:
+            return operand
+        return TransposedOnly(operand.transposed, operand.scale, operand.granularity)
+
+    def gemm(self, x: Operand, weight: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        out = self._gemm(x, weight, dtype)
+        return out if bias is None else out.add_(bias)
+
+    def gemm_out(
+        self, out: Tensor, x: Operand, weight: Operand, bias: Tensor | None = None, *, add: bool = False
+    ) -> None:
+        result = self._gemm(x, weight, out.dtype)
+        if add:
+            out.add_(result)
+        elif bias is None:
+            out.copy_(result)
+        else:
+            torch.add(result, bias, out=out)
+
+    def operand_for_wgrad(self, name: OperandName, x: Operand) -> Operand:
+        if isinstance(x, TransposedOnly):
+            return x.t()
+        if isinstance(x, Quantized):
+            return self.state.kernels.transpose(x)
+        transposed = self.state.kernels.transpose_for_cast(x.reshape(-1, x.shape[-1]))  # for scales along the tokens
+        return self._cast(name, transposed, sharded=False, rows_split=False, skip_stats=True)
+
+    def accumulate_wgrad(self, weight: Tensor, grad: Operand, x: Operand) -> Tensor | None:
+        assert isinstance(grad, Quantized) and isinstance(x, Quantized), "both come from `operand_for_wgrad`"
+        # On some GPUs torch's FP8 GEMM with row scales has bf16 results only.
+        fp32 = self._granularity is not ScaleGranularity.ROW or weight.is_cpu
+        return accumulate_grad(weight, self._gemm(grad, x, torch.float32 if fp32 else torch.bfloat16))
+
+    @property
+    def _granularity(self) -> ScaleGranularity:
+        return self.state.recipe.granularity
+
+    def _gemm(self, x: Operand, weight: Operand, dtype: torch.dtype) -> Tensor:
+        assert isinstance(x, Quantized) and isinstance(weight, Quantized), "both operands are FP8"
+        return self.state.kernels.scaled_matmul(x, weight, dtype)
+
+    def _quantized_weights(self, weight: Tensor) -> tuple[Quantized, Quantized]:
+        cache = self._weight
+        if cache.version != self.state.weight_version:
+            cache.version = self.state.weight_version
+            cache.rowwise, cache.columnwise = self._quantize_weight(weight.detach())
+        assert cache.rowwise is not None and cache.columnwise is not None, "the weight is quantized"
+        return cache.rowwise, cache.columnwise
+
+    def _quantize_weight(self, weight: Tensor) -> tuple[Quantized, Quantized]:
+        """Quantize a weight [n, k] for forward, and its transpose [k, n] for dgrad."""
+        with self.axis.group.recorder.memory_kind("parameters"):
+            # Square blocks serve rowwise and transposed.
+            weights = ScaleGranularity.BLOCK_2D if self._granularity is ScaleGranularity.BLOCK_1D else self._granularity
+            sharded = self.axis.size > 1
+            rowwise = self._cast(
+                "weight", weight, sharded=sharded, rows_split=sharded and self.shard_dim == 1,
+                granularity=weights, with_transpose=True,
+            )  # fmt: skip
+            # In forward alone: accurate enough for outputs, which are not accumulated over micro-batches.
+            rowwise = replace(rowwise, use_fast_accum=True)
+            if weights is ScaleGranularity.ROW:
+                transposed = self.state.kernels.transpose_for_cast(weight)
+                columnwise = self._cast(
+                    "weight", transposed, sharded=sharded, rows_split=sharded and self.shard_dim == 0, skip_stats=True
+                )
+            else:
+                columnwise = rowwise.t()
+            return rowwise, columnwise
+
+    def _cast(
+        self, operand: str, x: Tensor, *, sharded: bool, rows_split: bool,
+        granularity: ScaleGranularity | None = None, skip_stats: bool = False, with_transpose: bool = False,
+    ) -> Quantized:  # fmt: skip
+        """Quantize x to FP8.
+
+        `sharded`: x is a tp shard of the operand; `rows_split`: tp splits every row (the contracted dimension).
+        `skip_stats`: the operand is already in this step's statistics, from the cast of its transpose.
+        `with_transpose`: this rank needs the transpose too.
+        """
+        state, granularity, name = self.state, granularity or self._granularity, f"{self.name}.{operand}"
+        fp8_format = state.recipe.grad_format if operand == "gradient" else Fp8Format.E4M3
+        with profiler_range("quantize"):
+            amax = state.kernels.amax(x, granularity)
+        # A block lies within a shard.
+        scale_spans_ranks = (
+            sharded if granularity is ScaleGranularity.TENSOR else rows_split and granularity is ScaleGranularity.ROW
+        )
+        if scale_spans_ranks and state.current_scaling:  # an amax history is already over all ranks
+            operand_label = state.labels[name]
+            label = operand_label.for_backward("amax") if operand == "gradient" else operand_label.with_suffix("amax")
+            all_reduce(self.axis.group, amax, "max", label=label)
+        if not skip_stats:
+            state.record_amax(name, amax)
+        with profiler_range("quantize"):
+            scale = self._scale(name, operand, amax, fp8_format)
+            quantized = cast_to_fp8(x, scale, fp8_format, granularity, state.kernels, with_transpose)
+        if state.collects_stats and not skip_stats:
+            state.record_cast_stats(name, cast_stats(x, quantized, fp8_format))
+        return quantized
+
+    def _scale(self, name: str, operand: str, amax: Tensor, fp8_format: Fp8Format) -> Tensor:
+        if self.state.current_scaling:
+            return amax_to_scale(amax, fp8_format)
+        if self.state.recipe.scale == "delayed":
+            scale = amax_to_scale(self.state.history_amax(name), fp8_format)
+        else:
+            scale = torch.full_like(amax, self.static_scales[operand])
+        return torch.where(amax.isfinite(), scale, math.nan)  # NaN propagates; an infinity would saturate
+
+
+def gemm_precision_of(name: str, scaling: Fp8State, axis: TensorAxis) -> GemmPrecision:
+    """Return the GEMM precision of the linear layer of this name: FP8 with the state `scaling`, or native."""
+    parameter = scaling.weights.get(f"{name}.weight")
+    if parameter is None:
+        return NATIVE_PRECISION
+    return Fp8Gemms(name, scaling, axis, parameter.sharding["tp"], scaling.static_scales(parameter))

@@ -1,0 +1,86 @@
+"""Gradient accumulation over micro-batches in main gradients.
+
+`parameter.main_grad` is a view of a bucket's contiguous gradient buffer (`parallel.param_and_grad_buffers`). The wgrad
+GEMM accumulates into the view directly where the device can (`ops.wgrad`). The first contribution of a step overwrites
+the gradient of the step before, which makes zeroing unnecessary. A parameter without `main_grad` gets its gradient from
+autograd: the functions here return the gradient for such a parameter, and None otherwise.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megascale.ops.embedding_rows import add_rows_
+from megascale.ops.wgrad import Wgrad, add_, torch_wgrad
+
+
+class Accumulation:
+    """Accumulation state of a parameter, its attribute `accumulation`.
+
+    `begun`: `main_grad` holds contributions of this step; if False, the next contribution overwrites `main_grad`.
+    """
+
+    __slots__ = ("begun", "wgrad")
+
+    def __init__(self, wgrad: Wgrad, begun: bool = False) -> None:
+        self.wgrad = wgrad
+        self.begun = begun
+
+    def mark_begun(self) -> bool:
+        """Return `begun` and set it: True if the next contribution is added, False if it overwrites."""
+        begun, self.begun = self.begun, True
+        return begun
+
+
+_BEGUN = Accumulation(torch_wgrad, begun=True)
+"""State of a parameter that has `main_grad` and no `accumulation`: contributions are always added."""
+
+
+def accumulate_wgrad(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
+    """Add grad^T x to the gradient of `weight` [n, k], for grad [t, n] and x [t, k]."""
+    main: Tensor | None = getattr(weight, "main_grad", None)
+    if main is None:
+        return grad.t() @ x
+    accumulation: Accumulation = getattr(weight, "accumulation", _BEGUN)
+    accumulation.wgrad(main, grad, x, accumulation.mark_begun())
+    return None
+
+
+def accumulate_grad(weight: Tensor, gradient: Tensor) -> Tensor | None:
+    """Add a gradient of any dtype to the gradient of `weight`; a returned gradient has the weight's dtype."""
+    main: Tensor | None = getattr(weight, "main_grad", None)
+    if main is None:
+        return gradient.to(weight.dtype)
+    if _mark_begun(weight):
+        add_(main, gradient)
+    else:
+        main.copy_(gradient)
+    return None
+
+
+def accumulate_bias_grad(bias: Tensor, grad: Tensor) -> Tensor | None:
+    """Add the sum over rows of grad [t, n] to the gradient of `bias` [n]."""
+    main: Tensor | None = getattr(bias, "main_grad", None)
+    if main is None:
+        return grad.sum(0)
+    if _mark_begun(bias):
+        main += grad.sum(0, dtype=main.dtype)
+    else:
+        torch.sum(grad, 0, dtype=main.dtype, out=main)
+    return None
+
+
+def accumulate_embedding_grad(table: Tensor, index: Tensor, grad: Tensor) -> Tensor | None:
+    """Add row i of grad [t, h] to row index[i] of the gradient of `table`."""
+    main: Tensor | None = getattr(table, "main_grad", None)
+    into = torch.zeros_like(table) if main is None else main
+    if main is not None and not _mark_begun(table):
+        main.zero_()
+    add_rows_(into, index, grad.to(into.dtype))
+    return into if main is None else None
+
+
+def _mark_begun(parameter: Tensor) -> bool:
+    accumulation: Accumulation = getattr(parameter, "accumulation", _BEGUN)
+    return accumulation.mark_begun()

@@ -1,0 +1,65 @@
+"""Metrics records: a logged step (`StepMetrics`) or an evaluation (`EvaluationMetrics`)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """The metrics of a logged step.
+
+    - `samples`, `loss_tokens`: totals since the start of the run; loss tokens are tokens with a label in the loss
+    - times and throughputs: means over the steps since the last record, without evaluations and checkpoints
+    - `tokens_per_s`: all processed tokens, the basis of FLOP/s, MFU and HFU; `loss_tokens_per_s`: loss tokens only
+    - `mfu_*`, `hfu_*`: by convention (`account.flops`); MFU and HFU differ under activation recomputation
+    - `communication`: calls, bytes and exposed seconds per step, by axis, on rank 0
+    - `fp8`: amax and shares of saturated and underflowing elements, by quantized operand
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    samples: int
+    loss_tokens: int
+    step_time_s: float
+    tokens_per_s: float
+    loss_tokens_per_s: float
+    tflops_per_device: float
+    mfu_full: float | None
+    mfu_causal: float | None
+    hfu_full: float | None
+    hfu_causal: float | None
+    peak_memory_bytes: int
+    communication: dict[str, dict[str, float]]
+    fp8: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EvaluationMetrics:
+    """An evaluation after `step`: the mean loss per token over `valid_tokens` tokens."""
+
+    step: int
+    valid_loss: float
+    valid_tokens: int
+
+
+MetricsRecord = StepMetrics | EvaluationMetrics
+
+
+def as_json(record: MetricsRecord) -> dict[str, Any]:
+    """Return the record's fields, without empty fields."""
+    return {key: value for key, value in asdict(record).items() if value not in (None, {})}
+
+
+def scalars(record: MetricsRecord) -> dict[str, float]:
+    """Return the record's numbers in a flat dictionary, with keys such as communication/tp/bytes."""
+    values: dict[str, float] = {}
+    for key, value in as_json(record).items():
+        if isinstance(value, dict):
+            values |= {f"{key}/{axis}/{name}": number for axis, part in value.items() for name, number in part.items()}
+        else:
+            values[key] = value
+    return values

@@ -1,0 +1,56 @@
+"""Monitor of FP8 casts: warns of a rise in saturation or underflow before the loss diverges."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from megascale.parallel.fp8_linear import CastStats
+
+MIN_SHARE = {"saturated": 1e-3, "underflow": 0.05}
+"""Shares of a tensor's elements below which no rise is reported."""
+
+RISE_FACTOR = 4.0
+"""Ratio of a share to the running mean above which a rise is reported."""
+
+EMA_DECAY = 0.9
+"""Decay of the running means per record."""
+
+WARM_UP_RECORDS = 3
+"""Records before the first warning; also the largest number of tensors in a warning."""
+
+
+class CastMonitor:
+    """Exponential moving averages of every tensor's saturated and underflowed shares."""
+
+    def __init__(self) -> None:
+        self._running_means: dict[tuple[str, str], float] = {}
+        self._records = 0
+
+    def load_history(self, metrics: Path) -> None:
+        """Restore the running means of a resumed run from the metrics file."""
+        for line in metrics.read_text(encoding="utf-8").splitlines():
+            stats = json.loads(line).get("fp8") or {}
+            list(
+                self.update({name: CastStats(**values) for name, values in stats.items()})
+            )  # warnings were printed then
+
+    def update(self, cast_stats: Mapping[str, CastStats]) -> Iterator[str]:
+        """Add a record. Yields warnings of tensors whose saturation or underflow rose."""
+        if not cast_stats:
+            return
+        for kind, min_share in MIN_SHARE.items():
+            shares = {name: float(getattr(stats, kind)) for name, stats in cast_stats.items()}
+            means = {name: self._running_means.get((name, kind), share) for name, share in shares.items()}
+            increased = [n for n, share in shares.items() if share > max(min_share, RISE_FACTOR * means[n])]
+            if increased and self._records >= WARM_UP_RECORDS:
+                examples = ", ".join(
+                    f"{name} {shares[name]:.1%} (usually {means[name]:.1%})" for name in increased[:WARM_UP_RECORDS]
+                )
+                rest = f" and {len(increased) - WARM_UP_RECORDS} more" if len(increased) > WARM_UP_RECORDS else ""
+                verb = "saturate" if kind == "saturated" else "underflow to zero"
+                yield f"more elements than usual {verb} in fp8: {examples}{rest}"
+            for name, share in shares.items():
+                self._running_means[name, kind] = EMA_DECAY * means[name] + (1 - EMA_DECAY) * share
+        self._records += 1

@@ -1,0 +1,147 @@
+"""Checks that loss, gradients and state are finite, before an update or a save; errors name the first cause."""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megascale.comm.totals import sum_over_job
+from megascale.config.model import ModelConfig
+from megascale.core.errors import DivergenceError
+from megascale.layout.tensors import all_params
+from megascale.parallel.param_and_grad_buffers import Bucket
+
+if TYPE_CHECKING:
+    from megascale.train.build import Run
+
+
+@dataclass(frozen=True)
+class NonFiniteReport:
+    """Non-finite values on one rank. Ranks with equal `pp_tp`, (pp, tp), hold the same buckets.
+
+    `nonfinite_grads`: parameter name to bucket index, for reduced gradients that are not finite in this rank's shard.
+    `nonfinite_buckets`: buckets that were not finite before the reduction, which hides the source rank. `incomplete`:
+    some buckets were checked for norms and biases only, so `nonfinite_buckets` may lack entries.
+    """
+
+    rank: int
+    host: str
+    pp_tp: list[int]
+    local_loss: float
+    nonfinite_weights: list[str]
+    nonfinite_grads: dict[str, int]
+    nonfinite_buckets: list[int]
+    incomplete: bool = False
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.host})"
+
+
+def check_step_finite(run: Run, local_loss: float, total_loss: float, norm: float) -> None:
+    """Check the step's loss and gradient norm, which are equal on all ranks.
+
+    `local_loss`: this rank's part of `total_loss`; `norm`: the global gradient norm.
+    Raises: DivergenceError on every rank, with step, rank and parameter.
+    """
+    if math.isfinite(total_loss) and math.isfinite(norm):
+        return
+    reports_of_ranks = run.mesh.world.control.all_gather(asdict(_report(run, local_loss)), "non-finite values")
+    reports = [NonFiniteReport(**fields) for fields in reports_of_ranks]
+    raise DivergenceError(
+        f"step {run.progress.step + 1}: {_first_cause(reports, run.config.model)}; nothing was updated or saved",
+        hint="lower optimizer.lr, or check the samples of this step; the last checkpoint is good",
+    )
+
+
+def check_state_finite(run: Run) -> None:
+    """Check master weights and optimizer state before a save, to keep the last checkpoint usable.
+
+    Raises: DivergenceError on every rank, with step, rank and parameter.
+    """
+    local_state = [(s.bucket, values) for s in run.optimizer.shards for values in (s.master, *s.state.values())]
+    nonfinite = torch.stack([~_all_finite(values) for _, values in local_state]).sum()
+    sum_over_job(run.mesh, nonfinite, label="non-finite state")
+    if not bool(nonfinite):
+        return
+    bad = next((name for bucket, values in local_state for name in _nonfinite_params(bucket, values)), "")
+    names_of_ranks = run.mesh.world.control.all_gather(bad, "non-finite state")
+    rank, name = next((rank, name) for rank, name in enumerate(names_of_ranks) if name)
+    raise DivergenceError(
+        f"step {run.progress.step}: {name} or its optimizer state is not finite on rank {rank}; nothing was saved",
+        hint="lower optimizer.lr; the last checkpoint is good",
+    )
+
+
+def _all_finite(values: Tensor) -> Tensor:
+    """Return a bool tensor on the values' device: True if all are finite.
+
+    min and max propagate NaN and take one read, while isfinite() also writes a tensor of the same size.
+    """
+    return torch.stack(values.aminmax()).isfinite().all()
+
+
+def _report(run: Run, local_loss: float) -> NonFiniteReport:
+    coord, buckets = run.mesh.coord, run.buffers.buckets
+    return NonFiniteReport(
+        rank=run.mesh.rank,
+        host=socket.gethostname(),
+        pp_tp=[coord.pp, coord.tp],
+        local_loss=local_loss,
+        nonfinite_weights=[name for b in buckets for name, p in b.parameters.items() if not bool(p.isfinite().all())],
+        nonfinite_grads={name: index for index, b in enumerate(buckets) for name in _nonfinite_params(b, b.grad)},
+        nonfinite_buckets=[
+            i for i, bucket in enumerate(buckets) if bucket.group.size == 1 or not bucket.local_grad_finite()
+        ],
+        incomplete=any(bucket.checks_vectors_only for bucket in buckets),
+    )
+
+
+def _nonfinite_params(bucket: Bucket, values: Tensor) -> list[str]:
+    """Names of parameters with a non-finite element in this rank's shard. `values`: [shard numel]."""
+    start, stop = bucket.shard
+    names = []
+    for slot in bucket.layout.slots:
+        low, high = (min(max(edge, start), stop) - start for edge in (slot.start, slot.stop))
+        if not bool(values[low:high].isfinite().all()):
+            names.append(slot.parameter.name)
+    return names
+
+
+def _first_cause(reports: Sequence[NonFiniteReport], model: ModelConfig) -> str:
+    """Describe the first cause in the reports: a weight, else a loss, else a gradient."""
+    for report in reports:
+        if report.nonfinite_weights:
+            return f"{report.nonfinite_weights[0]} has a weight that is not finite on {report}"
+    grad_text = _first_nonfinite_grad(reports, model)
+    for report in reports:
+        if not math.isfinite(report.local_loss):
+            return f"the loss is {report.local_loss} on {report}" + (
+                f"; {grad_text} is not finite" if grad_text else ""
+            )
+    return f"{grad_text or 'the sum of all gradients'} is not finite"
+
+
+def _first_nonfinite_grad(reports: Sequence[NonFiniteReport], model: ModelConfig) -> str:
+    """Describe the last parameter in network order with a non-finite gradient, and the possible source ranks.
+
+    The backward runs in reverse order and propagates a non-finite value to all earlier layers.
+    """
+    order = {parameter.name: position for position, parameter in enumerate(all_params(model))}
+    nonfinite = {(order[name], name) for report in reports for name in report.nonfinite_grads}
+    if not nonfinite:
+        return ""
+    _, name = max(nonfinite)
+    holders = [report for report in reports if name in report.nonfinite_grads]
+    places = [(report.pp_tp, report.nonfinite_grads[name]) for report in holders]
+    sources = [
+        r for r in reports if any(r.pp_tp == pp_tp and bucket in r.nonfinite_buckets for pp_tp, bucket in places)
+    ]
+    unchecked = [r for r in reports if r.incomplete and any(r.pp_tp == pp_tp for pp_tp, _ in places)]
+    first, *rest = sources or unchecked or holders
+    return f"the gradient of {name} on {first}" + (f" and {len(rest)} more" if rest else "")

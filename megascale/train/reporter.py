@@ -1,0 +1,121 @@
+"""Metrics of steps: throughput, MFU and communication since the last record, written on rank 0."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megascale.account.flops import hardware_flops, mfu, token_flops
+from megascale.account.peaks import Peak
+from megascale.config.run import RunConfig
+from megascale.device import Device
+from megascale.parallel.fp8_linear import CastStats
+from megascale.trace.metrics import MetricsRecord, StepMetrics
+from megascale.trace.recorder import Recorder
+from megascale.trace.writers import JsonLinesWriter, MetricsWriter, TensorBoardWriter, TerminalWriter
+from megascale.train.cast_monitor import CastMonitor
+
+if TYPE_CHECKING:
+    from megascale.checkpoint.format.state import Progress
+    from megascale.train.step import StepResult
+
+METRICS_FILE = "metrics.jsonl"
+"""Metrics file in the run's folder."""
+
+
+class Reporter:
+    """Measures step times and writes metrics; `writers` is empty on all ranks except 0."""
+
+    def __init__(
+        self, config: RunConfig, device: Device, peak: Peak | None, writers: Sequence[MetricsWriter], recorder: Recorder
+    ) -> None:
+        self._flops, self._hardware = token_flops(config.model), hardware_flops(config)
+        self._world = config.world_size
+        self._device = device
+        self._peak = peak
+        self._writers = writers
+        self._recorder = recorder
+        self._cast_monitor = CastMonitor()
+        self._step_tokens = config.batch.total * config.model.seq_length  # processed tokens; the loss may mask some
+        self._steps = self._loss_tokens = 0
+        self._seconds = 0.0
+        self._started = time.perf_counter()
+
+    def load_history(self, folder: Path) -> None:
+        """Restore the FP8 cast monitor of a resumed run from the metrics file."""
+        if (metrics := folder / METRICS_FILE).exists():
+            self._cast_monitor.load_history(metrics)
+
+    def start_step(self) -> None:
+        """Start the step's clock, which `end_step` stops."""
+        self._started = time.perf_counter()
+
+    def end_step(self, result: StepResult) -> None:
+        self._seconds += time.perf_counter() - self._started
+        self._steps += 1
+        self._loss_tokens += result.loss_tokens
+        self._recorder.resolve_marks()
+
+    def write_step(self, result: StepResult, progress: Progress, cast_stats: Mapping[str, CastStats]) -> None:
+        """Write metrics over the steps since the last record. `cast_stats`: FP8 casts of this step, by tensor."""
+        speed, traffic = self._steps * self._step_tokens / self._seconds, self._recorder.take_traffic()
+        peak = self._peak.flops * self._world if self._peak else None
+        self.write(
+            StepMetrics(
+                step=progress.step,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                lr=result.lr,
+                samples=progress.samples,
+                loss_tokens=progress.tokens,
+                step_time_s=self._seconds / self._steps,
+                tokens_per_s=speed,
+                loss_tokens_per_s=self._loss_tokens / self._seconds,
+                tflops_per_device=self._flops.full * speed / self._world / 1e12,
+                mfu_full=mfu(self._flops.full, speed, peak) if peak else None,
+                mfu_causal=mfu(self._flops.causal, speed, peak) if peak else None,
+                hfu_full=mfu(self._hardware.full, speed, peak) if peak else None,
+                hfu_causal=mfu(self._hardware.causal, speed, peak) if peak else None,
+                peak_memory_bytes=self._device.peak_memory(),
+                communication={axis: traffic[axis].per_step(self._steps) for axis in sorted(traffic)},
+                fp8={name: asdict(stats) for name, stats in cast_stats.items()},
+            )
+        )
+        for warning in self._cast_monitor.update(cast_stats):
+            self.write_message(f"WARNING: step {progress.step}: {warning}")
+        self._steps = self._loss_tokens = 0
+        self._seconds = 0.0
+
+    def write(self, record: MetricsRecord) -> None:
+        for failure in self._for_each_writer(lambda writer: writer.write(record)):
+            self.write_message(failure)
+
+    def write_message(self, text: str) -> None:
+        self._for_each_writer(lambda writer: writer.write_message(text))
+
+    def close(self) -> None:
+        self._for_each_writer(lambda writer: writer.close())
+
+    def _for_each_writer(self, action: Callable[[MetricsWriter], None]) -> list[str]:
+        """Apply `action` to all writers. Returns warnings: a full disk or closed terminal must not end training."""
+        failures = []
+        for writer in self._writers:
+            try:
+                action(writer)
+            except OSError as error:
+                failures.append(f"WARNING: {writer.name} cannot be written: {error.strerror or error}")
+        return failures
+
+
+def open_writers(config: RunConfig, resumed_step: int) -> list[MetricsWriter]:
+    """Open rank 0's writers: metrics file, terminal and TensorBoard."""
+    writers: list[MetricsWriter] = [
+        JsonLinesWriter(config.folder / METRICS_FILE, resumed_step),
+        TerminalWriter(config.train.steps, resumed_step),
+    ]
+    if config.observe.tensorboard:
+        writers.append(TensorBoardWriter(config.folder / "tensorboard", resumed_step))
+    return writers

@@ -1,0 +1,371 @@
+"""In-memory checkpoints: a run whose processes died resumes from complete copies, bit by bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megascale.core.errors import CheckpointError
+from megascale.core.rank import Rank
+from tests.checkpoint.test_checkpoints import config_in, state_of
+from tests.runs import FAMILIES, build_run, config_of, settings, write_config
+from tests.worlds import run_world
+
+
+def config_with(folder: Path, **layout: Any) -> Any:
+    return config_in(folder, **{"checkpoint__every": 100, "checkpoint__memory_every": 1} | layout)
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Path:
+    """Folder for the copies; its file system does not matter here."""
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    return folder
+
+
+def at(config: Any, rank: Rank, apart: bool) -> Any:
+    """The configuration of a rank; with `apart`, of a rank on its own host."""
+    if not apart:
+        return config
+    host_memory = Path(config.checkpoint.memory_dir) / f"host{rank.rank}"
+    return config.model_copy(
+        update={"checkpoint": config.checkpoint.model_copy(update={"memory_dir": str(host_memory)})}
+    )
+
+
+def train_and_exit(rank: Rank, config: Any, steps: int, saved: int, apart: bool = False) -> dict[str, list[Any]]:
+    """Train, with a checkpoint on storage at step `saved` and copies in memory at the rest, and exit without cleanup.
+
+    Returns the state after the last step.
+    """
+    from megascale.train.step import train_step
+
+    run = build_run(rank, at(config, rank, apart))
+    for step in range(1, steps + 1):
+        train_step(run, run.train_loader.batch(run.progress.samples))
+        run.buffers.finish_param_gather()
+        if step == saved:
+            run.checkpoints.save(run.progress)
+        else:
+            run.checkpoints.save_to_memory(run.progress)
+            copied = run.checkpoints.wait_for_save()
+            assert copied is not None and copied.error is None and copied.path is None
+    return state_of(run)
+
+
+def resume(rank: Rank, config: Any, apart: bool = False) -> tuple[dict[str, list[Any]], int, str, list[str]]:
+    """Resume. Returns the state, the step, its source, and the warnings."""
+    run = build_run(rank, at(config, rank, apart))
+    result = run.checkpoints.resume()
+    if result is None:
+        return {}, 0, "nothing", run.checkpoints.warnings
+    return state_of(run), result.progress.step, result.path.name if result.path else "memory", run.checkpoints.warnings
+
+
+def fail_to_allocate(rank: Rank, config: Any) -> str:
+    """The error of a rank if rank 1 has no memory for its second slot."""
+    room, count = os.posix_fallocate, 0
+
+    def refused(descriptor: int, start: int, size: int) -> None:
+        nonlocal count
+        count += 1
+        if count == 2 and rank.rank == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        room(descriptor, start, size)
+
+    os.posix_fallocate = refused
+    with pytest.raises(CheckpointError) as failed:
+        build_run(rank, config)
+    return failed.value.message
+
+
+def test_a_failed_allocation_frees_the_memory(tmp_path: Path, memory: Path) -> None:
+    config = config_with(tmp_path, checkpoint__memory_dir=str(memory), parallel__tp=2)
+    first, second = run_world(2, fail_to_allocate, config)
+    assert first == second and "rank-00001.b: No space left on device" in first
+    assert list(memory.iterdir()) == []
+
+
+def test_complete_copies_survive_a_failed_allocation(tmp_path: Path, memory: Path) -> None:
+    config = config_with(tmp_path, checkpoint__memory_dir=str(memory), parallel__tp=2)
+    before = run_world(2, train_and_exit, config, 3, 1)
+    run_world(2, fail_to_allocate, config)
+    after = run_world(2, resume, config)
+    assert [place for _, _, place, _ in after] == ["memory"] * 2
+    assert [state for state, *_ in after] == before
+
+
+LAYOUTS: list[dict[str, Any]] = [{"parallel__tp": 2}, {"parallel__dp": 2, "parallel__zero": 0}]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_run_resumes_from_the_last_step_in_memory(layout: dict[str, Any], tmp_path: Path, memory: Path) -> None:
+    config = config_with(tmp_path, checkpoint__memory_dir=str(memory), **layout)
+    before = run_world(2, train_and_exit, config, 3, 1)
+    after = run_world(2, resume, config)
+    assert [(step, place, warnings) for _, step, place, warnings in after] == [(3, "memory", [])] * 2
+    assert [state for state, *_ in after] == before
+    assert [state for state, *_ in run_world(2, resume, config)] == before, "and again"
+    headers = [json.loads(path.read_text()) for path in memory.rglob("*.json")]
+    assert all(header.keys() == {"run", "what", "facts", "sums"} for header in headers), "names on disk stay"
+
+
+def test_a_newer_checkpoint_on_storage_wins(tmp_path: Path, memory: Path) -> None:
+    config = config_with(tmp_path, checkpoint__memory_dir=str(memory))
+    run_world(1, train_and_exit, config, 2, 1)
+    assert run_world(1, resume, config)[0][2] == "memory"
+    shutil.copytree(config.folder / "checkpoints/step-00000001", config.folder / "checkpoints/step-00000003")
+    assert run_world(1, resume, config)[0][2] == "step-00000003"
+    assert not list(memory.rglob("*.json")), "older copies are removed"
+
+
+def slots(memory: Path, rank: int) -> dict[int, Path]:
+    """Files of a rank's copies by step."""
+    headers = memory.rglob(f"rank-{rank:05d}.?.json")
+    return {json.loads(path.read_text())["facts"]["progress"]["step"]: path.with_suffix("") for path in headers}
+
+
+def test_a_damaged_copy_is_passed_over(tmp_path: Path, memory: Path) -> None:
+    config = config_with(tmp_path, checkpoint__memory_dir=str(memory), parallel__tp=2)
+    run_world(2, train_and_exit, config, 3, 1)
+    assert slots(memory, 0).keys() == slots(memory, 1).keys() == {2, 3}
+    newest = slots(memory, 1)[3]
+    with open(newest, "r+b") as file:
+        file.seek(5000)
+        byte = file.read(1)[0]
+        file.seek(5000)
+        file.write(bytes([byte ^ 1]))
+    for _, step, place, warnings in run_world(2, resume, config):
+        assert (step, place) == (2, "memory")
+        assert warnings == [f"the copy of step 3 in memory is not used: rank 1: the CRC-32 of {newest} does not match"]
+    slots(memory, 0)[2].with_name(f"{slots(memory, 0)[2].name}.json").write_text("{")
+    for _, step, place, _ in run_world(2, resume, config):
+        assert (step, place) == (1, "step-00000001")
+
+
+def test_another_layout_and_another_run_load_from_storage(tmp_path: Path, memory: Path) -> None:
+    config = config_with(tmp_path, checkpoint__memory_dir=str(memory), parallel__tp=2)
+    run_world(2, train_and_exit, config, 2, 1)
+    other = config_with(tmp_path, checkpoint__memory_dir=str(memory), parallel__pp=2)
+    for _, step, place, warnings in run_world(2, resume, other):
+        assert (step, place) == (1, "step-00000001")
+        assert warnings == ["the copies of step 2 in memory are not used: they are of another layout or model"]
+    run_world(2, train_and_exit, config, 2, 1)
+    shutil.rmtree(config.folder)
+    assert {place for _, _, place, _ in run_world(2, resume, config)} == {"nothing"}, "a new folder is another run"
+
+
+def test_a_run_on_one_host_warns_of_missing_replicas(tmp_path: Path, memory: Path) -> None:
+    wanted = {"checkpoint__memory_dir": str(memory), "checkpoint__replicate": True}
+    config = config_with(tmp_path, **wanted, parallel__dp=2)
+    expected = ["no second copies in memory of 2 of 2 ranks: data parallelism has no other host"]
+    assert [warnings for *_, warnings in run_world(2, resume, config)] == [expected] * 2
+
+
+def test_resume_never_removes_the_copies(tmp_path: Path, memory: Path) -> None:
+    config = config_with(tmp_path, checkpoint__memory_dir=str(memory))
+    run_world(1, train_and_exit, config, 2, 1)
+    shutil.rmtree(config.checkpoint_folder)
+    never = config_with(tmp_path, checkpoint__memory_dir=str(memory), checkpoint__resume="never")
+    assert run_world(1, resume, never)[0][2] == "nothing"
+    assert not list(memory.rglob("*.json"))
+
+
+def test_the_copy_of_a_lost_host_comes_from_its_replica(tmp_path: Path, memory: Path) -> None:
+    config = config_with(
+        tmp_path, checkpoint__memory_dir=str(memory), checkpoint__replicate=True, parallel__dp=2, parallel__zero=1
+    )
+    before = run_world(2, train_and_exit, config, 3, 1, True)
+    assert slots(memory / "host0", 1).keys() == slots(memory / "host1", 0).keys() == {2, 3}
+    shutil.rmtree(memory / "host1")
+    after = run_world(2, resume, config, True)
+    assert [(step, place, warnings) for _, step, place, warnings in after] == [(3, "memory", [])] * 2
+    assert [state for state, *_ in after] == before
+    remaining = [json.loads(path.read_text())["facts"]["progress"]["step"] for path in memory.rglob("*.json")]
+    assert remaining == [3, 3, 3], "older copies are removed, replicas too"
+
+
+def swap_hosts(memory: Path) -> None:
+    (memory / "host0").rename(memory / "x")
+    (memory / "host1").rename(memory / "host0")
+    (memory / "x").rename(memory / "host1")
+
+
+@pytest.mark.slow
+def test_a_copy_of_another_layout_is_not_sent(tmp_path: Path, memory: Path) -> None:
+    first, second = LAYOUTS
+    run_world(2, train_and_exit, config_with(tmp_path, checkpoint__memory_dir=str(memory), **first), 2, 1, True)
+    swap_hosts(memory)
+    config = config_with(tmp_path, checkpoint__memory_dir=str(memory), **second)
+    for step, copied in run_world(2, resume_and_copy, config):
+        assert (step, copied) == (1, None)
+    swap_hosts(memory)
+    for step, copied in run_world(2, resume_and_copy, config):
+        assert (step, copied) == (2, None)
+
+
+def resume_and_copy(rank: Rank, config: Any) -> tuple[int, CheckpointError | None]:
+    """Resume, train a step and copy. Returns the step resumed from, and the error of the copy."""
+    from megascale.train.step import train_step
+
+    run = build_run(rank, at(config, rank, True))
+    result = run.checkpoints.resume()
+    assert result is not None
+    run.progress = dataclasses.replace(result.progress)
+    train_step(run, run.train_loader.batch(run.progress.samples))
+    run.buffers.finish_param_gather()
+    run.checkpoints.save_to_memory(run.progress)
+    copied = run.checkpoints.wait_for_save()
+    assert copied is not None
+    return result.progress.step, copied.error
+
+
+def test_ranks_that_change_hosts_send_each_other_their_copies(tmp_path: Path, memory: Path) -> None:
+    config = config_with(tmp_path, checkpoint__memory_dir=str(memory), parallel__tp=2)
+    before = run_world(2, train_and_exit, config, 2, 1, True)
+    swap_hosts(memory)
+    after = run_world(2, resume, config, True)
+    assert [state for state, *_ in after] == before and {place for _, _, place, _ in after} == {"memory"}
+
+
+def test_copies_of_an_abandoned_start_do_not_count(tmp_path: Path, memory: Path) -> None:
+    """A host returns with a copy of a step that the other hosts have train_to_the_end once more."""
+    config = config_with(tmp_path, checkpoint__memory_dir=str(memory), parallel__tp=2)
+    run_world(2, train_and_exit, config, 2, 1, True)
+    (memory / "host1").rename(memory / "away")
+    assert run_world(2, resume_and_copy, config) == [(1, None)] * 2, "from storage, with new copies of step 2"
+    shutil.rmtree(memory / "host1")
+    (memory / "away").rename(memory / "host1")
+    for _, step, place, warnings in run_world(2, resume, config, True):
+        assert (step, place) == (1, "step-00000001")
+        assert warnings == ["the copies of step 2 in memory are not used: not every rank has one"]
+
+
+@pytest.mark.parametrize("without", [{"checkpoint__memory_every": 0}, {"checkpoint__every": 0}], ids=str)
+def test_a_start_without_copies_invalidates_earlier_ones(without: dict[str, Any], tmp_path: Path, memory: Path) -> None:
+    layout = {"checkpoint__memory_dir": str(memory), "parallel__tp": 2}
+    config, plain = (
+        config_with(tmp_path, **layout, **overrides) for overrides in ({}, without | {"checkpoint__memory_every": 0})
+    )
+    run_world(2, train_and_exit, config, 3, 1)
+    assert slots(memory, 0)
+    assert [(step, place) for _, step, place, _ in run_world(2, resume, plain)] == [(1, "step-00000001")] * 2
+    assert not list(memory.rglob("rank-*")), "and the memory is freed"
+    assert [(step, place) for _, step, place, _ in run_world(2, resume, config)] == [(1, "step-00000001")] * 2
+
+
+def test_a_damaged_checkpoint_does_not_invalidate_older_copies(tmp_path: Path, memory: Path) -> None:
+    config = config_with(tmp_path, checkpoint__memory_dir=str(memory))
+    before = run_world(1, train_and_exit, config, 2, 1)
+    folder = config.folder / "checkpoints"
+    shutil.copytree(folder / "step-00000001", folder / "step-00000003")
+    shard = folder / "step-00000003/rank-00000-000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    for _ in range(2):
+        ((state, step, place, warnings),) = run_world(1, resume, config)
+        assert (step, place) == (2, "memory") and [state] == before
+        assert warnings == [f"rank 0: {shard}: it ends too early"]
+    (folder / "step-00000001/manifest.json").write_text("{")
+    assert run_world(1, resume, config)[0][2] == "memory", "where storage has no intact checkpoint"
+
+
+def test_ranks_that_change_hosts_leave_nothing_behind(tmp_path: Path, memory: Path) -> None:
+    config = config_with(tmp_path, checkpoint__memory_dir=str(memory), parallel__tp=2)
+    run_world(2, train_and_exit, config, 2, 1, True)
+    for _ in range(2):
+        swap_hosts(memory)
+        assert {place for _, _, place, _ in run_world(2, resume, config, True)} == {"memory"}
+    for host, rank in (("host0", 0), ("host1", 1)):
+        assert sorted(path.name for path in (memory / host).rglob("rank-*.?")) == [f"rank-0000{rank}.{s}" for s in "ab"]
+
+
+def test_a_copied_run_folder_has_no_copies_in_memory(tmp_path: Path, memory: Path) -> None:
+    config = config_with(tmp_path, checkpoint__memory_dir=str(memory))
+    before = run_world(1, train_and_exit, config, 2, 1)
+    shutil.copytree(config.folder, config.folder.with_name("copied"))
+    ((_, step, place, _),) = run_world(1, resume, config.model_copy(update={"name": "copied"}))
+    assert (step, place) == (1, "step-00000001")
+    ((state, step, place, _),) = run_world(1, resume, config)
+    assert (step, place) == (2, "memory") and [state] == before
+
+
+def remove_memory_folder(rank: Rank, config: Any) -> tuple[str, str]:
+    """Remove the folder in memory under a run. Returns the errors of a copy and of a checkpoint."""
+    run = build_run(rank, config)
+    run.mesh.world.control.barrier("made")  # both ranks have allocated their slots
+    shutil.rmtree(config.checkpoint.memory_dir, ignore_errors=True)  # both ranks do
+    run.mesh.world.control.barrier("removed")
+    run.checkpoints.save_to_memory(run.progress)
+    copy = run.checkpoints.wait_for_save()
+    saved = run.checkpoints.save(run.progress)
+    assert copy is not None and saved is not None
+    return str(copy.error), str(saved.error)
+
+
+def test_without_its_folder_in_memory_a_run_still_saves(tmp_path: Path, memory: Path) -> None:
+    config = config_with(tmp_path, checkpoint__memory_dir=str(memory), parallel__tp=2)
+    for copy, saved in run_world(2, remove_memory_folder, config):
+        assert re.match(rf"rank 0: cannot write {memory}/\S+/rank-00000.a.json: No such file", copy) and saved == "None"
+    assert (config.folder / "checkpoints/step-00000000/manifest.json").exists()
+
+
+def test_a_finished_run_saves_a_state_that_was_in_memory_alone(tmp_path: Path, memory: Path) -> None:
+    keys = {"checkpoint__every": 100, "checkpoint__memory_every": 1, "checkpoint__memory_dir": str(memory)}
+    tree = settings(FAMILIES["gpt"], tmp_path, train__precision="bf16", train__steps=3, **keys)
+    config = config_of(tree, tmp_path)
+    run_world(1, train_and_exit, config, 3, 0)
+    command = [sys.executable, "-m", "megascale", "train", str(write_config(tree, tmp_path / "run.toml"))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "resumed from the copies in memory: step 3" in done.stdout, done.stderr
+    assert "all 3 steps are done" in done.stdout
+    assert (config.folder / "checkpoints/step-00000003/manifest.json").exists()
+    assert list(memory.iterdir()) == []
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+    assert list(memory.iterdir()) == [], "nor does a start of a finished run leave any"
+
+
+def test_a_run_that_ends_leaves_nothing_in_memory(tmp_path: Path, memory: Path) -> None:
+    config = config_with(tmp_path, checkpoint__memory_dir=str(memory), train__steps=3)
+    run_world(1, train_to_the_end, config)
+    assert list(memory.iterdir()) == []
+    assert (config.folder / "checkpoints/step-00000003/manifest.json").exists()
+
+
+def train_to_the_end(rank: Rank, config: Any) -> None:
+    from megascale.train.loop import train
+    from megascale.train.reporter import Reporter
+
+    run = build_run(rank, config)
+    train(run, Reporter(config, run.device, None, [], run.mesh.recorder))
+
+
+def test_a_replica_needs_the_secret_of_the_job(tmp_path: Path) -> None:
+    from megascale.checkpoint.memory import replication
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    replication.serve_replicas(os.dup(listener.fileno()), str(tmp_path / "there"), "secret")
+    (tmp_path / "rank-00000.a").write_bytes(b"numbers")
+    (tmp_path / "rank-00000.a.json").write_text('{"run": "x"}')
+    with pytest.raises(OSError, match="it hung up"):
+        replication.send_replica(str(tmp_path / "rank-00000.a"), ("127.0.0.1", port), "another")
+    replication.send_replica(str(tmp_path / "rank-00000.a"), ("127.0.0.1", port), "secret")
+    assert (tmp_path / "there/rank-00000.a").read_bytes() == b"numbers"
+    assert json.loads((tmp_path / "there/rank-00000.a.json").read_text()) == {"run": "x"}
+    (tmp_path / "else").write_bytes(b"numbers")
+    (tmp_path / "else.json").write_text("{}")
+    with pytest.raises(OSError, match="is no copy"):
+        replication.send_replica(str(tmp_path / "else"), ("127.0.0.1", port), "secret")
+    assert not (tmp_path / "there/else").exists()

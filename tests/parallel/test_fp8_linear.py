@@ -1,0 +1,475 @@
+"""FP8 linear layers: equal in every layout, close to bf16, and scales survive a restart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megascale.account.memory import state_bytes
+from megascale.catalog.recipes import RECIPES
+from megascale.comm.mesh import Mesh, open_mesh
+from megascale.config.run import RunConfig
+from megascale.core.rank import Rank
+from megascale.layout.chunks import fp8_weights
+from megascale.layout.topology import Topology
+from megascale.model.modules import Linear
+from megascale.ops import fp8
+from megascale.ops.fp8 import Fp8Kernels, Quantized, ScaleGranularity, scaled_matmul
+from megascale.parallel import tp_overlap
+from megascale.parallel.fp8_linear import Fp8Gemms, Fp8State, gemm_precision_of
+from megascale.parallel.tensor import column_parallel_linear, row_parallel_linear
+from megascale.parallel.tp_overlap import LinearParams, TensorAxis
+from tests.fused import serve_on_cpus
+from tests.marks import only_quick
+from tests.runs import LLAMA, build_run, config_of, curve_of, settings, train_curve
+from tests.worlds import run_world
+
+Array = np.ndarray
+
+MODEL = LLAMA | {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 4, "ffn_size": 256, "seq_length": 128}
+WIDE = MODEL | {"hidden_size": 256, "ffn_size": 512}  # shards over two ranks are whole blocks
+
+recipes = pytest.mark.parametrize("recipe", RECIPES.names())
+
+
+def configured(folder: Path, recipe: str, model: dict[str, Any] = MODEL, **more: Any) -> RunConfig:
+    more = {"train__precision": "fp8", "batch__global": 2, "train__steps": 6, "optimizer__lr": 1e-3} | more
+    return config_of(settings(model, folder, fp8__recipe=recipe, **more), folder).resolve(None)
+
+
+# Quantized operands of two ranks equal those of one process.
+
+
+def operands(layer: str) -> list[Tensor]:
+    """Create an input [s, b, k], a weight [n, k] and an output gradient of a layer of `WIDE`, unsharded.
+
+    Rows differ in magnitude: a scale computed from a shard alone is wrong.
+    """
+    n, k = {"attention.qkv": (768, 256), "attention.out": (256, 256)}[layer]
+    generator = torch.Generator().manual_seed(0)
+    results = []
+    for shape in ((128, 1, k), (n, k), (128, 1, n)):
+        sizes = torch.rand(shape, generator=generator) ** 8
+        results.append((torch.randn(shape, generator=generator) * sizes).bfloat16())
+    return results
+
+
+def casts(rank: Rank, config: RunConfig, layer: str, sequence: bool) -> list[Array]:
+    """Quantize this rank's shards of the operands, and dequantize."""
+    tp = rank.world_size
+    group = open_mesh(Topology(tp=tp), rank.rank, tied=False)
+    axis = TensorAxis(group.tp, sequence)
+    scaling = Fp8State(config, group, torch.device("cpu"))
+    precision = gemm_precision_of(f"layers.1.{layer}", scaling, axis)
+    assert isinstance(precision, Fp8Gemms)
+    x, weight, grad = operands(layer)
+    column = precision.shard_dim == 0
+    part = weight.chunk(tp, precision.shard_dim)[rank.rank].contiguous()
+    here = lambda t, cut: t.chunk(tp, cut)[rank.rank].contiguous()  # noqa: E731
+    if column:
+        x, grad = here(x, 0) if sequence else x, here(grad, 2)
+    else:
+        x, grad = here(x, 2), here(grad, 0) if sequence else grad
+    results = [
+        precision.input_operand(x),
+        precision.weight_for_forward(part),
+        precision.weight_for_dgrad(part),
+        precision.grad_operand(grad),
+    ]
+    assert all(isinstance(each, Quantized) for each in results)
+    return [each.dequantize().numpy() for each in results if isinstance(each, Quantized)]
+
+
+@recipes
+@pytest.mark.parametrize("sequence", only_quick([False, True], True))
+@pytest.mark.parametrize("layer", ["attention.qkv", "attention.out"])
+def test_two_ranks_quantize_as_one_process(recipe: str, sequence: bool, layer: str, tmp_path: Path) -> None:
+    config = configured(tmp_path, recipe, WIDE)
+    (alone,) = run_world(1, casts, config, layer, False)
+    ranks = run_world(2, casts, config, layer, sequence)
+    column = layer == "attention.qkv"
+    cuts = [(0 if sequence else None) if column else 2, 0 if column else 1, 1 if column else 0,
+            2 if column else (0 if sequence else None)]  # fmt: skip
+    for index, cut in enumerate(cuts):
+        parts = [rank[index] for rank in ranks]
+        together = parts[0] if cut is None else np.concatenate(parts, cut)
+        assert np.array_equal(together, alone[index]), ("input", "weight", "transposed weight", "gradient")[index]
+
+
+def test_without_the_amax_all_reduce_operands_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configured(tmp_path, "tensorwise", WIDE)
+    (alone,) = run_world(1, casts, config, "attention.out", False)
+    ranks = run_world(2, casts_without_reduction, config, "attention.out", True)
+    assert not np.array_equal(np.concatenate([rank[0] for rank in ranks], 2), alone[0])
+
+
+def casts_without_reduction(rank: Rank, *arguments: Any) -> list[Array]:
+    from megascale.parallel import fp8_linear
+
+    fp8_linear.all_reduce = lambda *_, **__: None  # type: ignore[assignment]
+    return casts(rank, *arguments)
+
+
+# Full runs.
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2 sp": {"parallel__tp": 2, "parallel__sp": True},
+    "pp2": {"parallel__pp": 2},
+    "dp2": {"parallel__dp": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[float, float]]]:
+    folder = tmp_path_factory.mktemp("alone")
+    return {recipe: run_world(1, train_curve, configured(folder, recipe, WIDE))[0] for recipe in RECIPES.names()}
+
+
+@recipes
+@pytest.mark.parametrize("layout", only_quick(LAYOUTS, "tp2 sp"))
+def test_layouts_train_equally(
+    recipe: str, layout: str, alone: dict[str, list[tuple[float, float]]], tmp_path: Path
+) -> None:
+    """As close as bf16 sums permit: an element rounded differently may quantize to the next FP8 value."""
+    config = configured(tmp_path, recipe, WIDE, **LAYOUTS[layout])
+    curve = run_world(config.world_size, train_curve, config)[0]
+    for (loss, norm), (expected, expected_norm) in zip(curve, alone[recipe], strict=True):
+        assert loss == pytest.approx(expected, rel=2e-3)
+        assert norm == pytest.approx(expected_norm, rel=5e-2)
+
+
+@recipes
+def test_gradients_are_close_to_bf16(recipe: str, tmp_path: Path) -> None:
+    bf16_grads = run_world(1, first_gradients, configured(tmp_path, recipe, train__precision="bf16"))[0]
+    fp8_grads = run_world(1, first_gradients, configured(tmp_path, recipe))[0]
+    assert bf16_grads.keys() == fp8_grads.keys()
+    for name, expected in bf16_grads.items():
+        assert distance(fp8_grads[name], expected) < 0.15, name
+    chosen = {f"layers.{i}.{part}.weight" for i in (1, 2) for part in ("attention.qkv", "attention.out", "mlp.down")}
+    assert all(distance(fp8_grads[name], bf16_grads[name]) > 0.01 for name in chosen)
+
+
+def distance(actual: Array, expected: Array) -> float:
+    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
+
+
+def first_gradients(rank: Rank, config: RunConfig) -> dict[str, Array]:
+    run = build_run(rank, config)
+    run.buffers.reset_grads()
+    run.fp8_state.begin_step(collect_stats=False)
+    run.pipeline.run_actions(run.train_order, run.train_loader.batch(0))
+    buckets = list(run.buffers.finish_reductions())
+    return {name: p.main_grad.numpy() for b in buckets for name, p in b.parameters.items()}
+
+
+def test_the_first_and_last_layers_and_the_head_stay_in_bf16(tmp_path: Path) -> None:
+    names = list(fp8_weights(configured(tmp_path, "tensorwise")))
+    parts = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
+    assert names == [f"layers.{index}.{part}.weight" for index in (1, 2) for part in parts]
+    every = fp8_weights(configured(tmp_path, "tensorwise", fp8__bf16_first=0, fp8__bf16_last=0))
+    assert len(every) == 16 and not any("head" in name or "embedding" in name for name in every)
+
+
+def test_weights_are_quantized_once_per_step(tmp_path: Path) -> None:
+    (counts,) = run_world(1, count_weight_casts, configured(tmp_path, "rowwise", batch__global=4))
+    assert set(counts) == {2 * 8}  # for forward and dgrad, 8 layers, for any number of micro-batches
+
+
+def count_weight_casts(rank: Rank, config: RunConfig) -> list[int]:
+    from megascale.train.step import train_step
+
+    run, counts, real = build_run(rank, config), [], Fp8Gemms._cast
+
+    def counting(self: Fp8Gemms, operand: str, x: Tensor, **more: Any) -> Quantized:
+        counts[-1] += operand == "weight"
+        return real(self, operand, x, **more)
+
+    Fp8Gemms._cast = counting  # type: ignore[method-assign]
+    for _ in range(2):
+        counts.append(0)
+        train_step(run, run.train_loader.batch(run.progress.samples))
+    return counts
+
+
+@recipes
+def test_every_fp8_gemm_is_the_backends(recipe: str, tmp_path: Path) -> None:
+    config = configured(tmp_path, recipe, batch__global=2, batch__micro=1)
+    (count,) = run_world(1, count_gemms, config)
+    assert count == 3 * 8 * 2  # forward, dgrad and wgrad, 8 layers, 2 micro-batches
+
+
+def count_gemms(rank: Rank, config: RunConfig) -> int:
+    from megascale.train.step import train_step
+
+    run, formats = build_run(rank, config), []
+
+    def counting(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
+        formats.append(dtype)
+        return scaled_matmul(a, b, dtype)
+
+    run.fp8_state.kernels = Fp8Kernels(scaled_matmul=counting)
+    train_step(run, run.train_loader.batch(run.progress.samples))
+    return len(formats)
+
+
+ONE_OR_MORE: dict[str, dict[str, Any]] = {"one": {}, "tp2": {"parallel__tp": 2}, **LAYOUTS}
+
+
+@pytest.mark.parametrize("recipe", only_quick(RECIPES.names(), "tensorwise"))
+@pytest.mark.parametrize("layout", only_quick(ONE_OR_MORE, "one"))
+def test_cast_transpose_kernels_change_no_gradient(recipe: str, layout: str, tmp_path: Path) -> None:
+    config = configured(tmp_path, recipe, WIDE, **ONE_OR_MORE[layout])
+    for plain, both, copies, turned in run_world(config.world_size, gradients_by_both, config):
+        assert plain.keys() == both.keys()
+        assert all(np.array_equal(plain[name], both[name]) for name in plain)
+        assert copies == 0
+        if (
+            RECIPES[recipe].facts["granularity"] == "tensor"
+        ):  # with sp, all-gathered operands: two inputs, two gradients
+            assert turned == (4 * 2 * 2 if layout == "tp2 sp" else 0)
+
+
+def gradients_by_both(rank: Rank, config: RunConfig) -> tuple[dict[str, Array], dict[str, Array], int, int]:
+    """Compute the gradients of two micro-batches with torch's kernels, and with a cast-transpose kernel.
+
+    Also count, with the second, transposing copies of FP8 matrices, and calls that write the transpose only.
+    """
+    from megascale.parallel import fp8_linear
+
+    plain, copies, turned = first_gradients(rank, config), 0, 0
+    transpose, make = Quantized.t, Fp8State.__init__
+
+    def counting(self: Quantized) -> Quantized:
+        nonlocal copies
+        copies += self.transposed is None
+        return transpose(self)
+
+    def kernel(
+        x: Tensor, factor: Tensor, largest: float, dtype: torch.dtype, rows: bool
+    ) -> tuple[Tensor | None, Tensor]:
+        nonlocal turned
+        turned += not rows
+        return fp8.cast_transpose(x, factor, largest, dtype, rows)
+
+    def with_kernel(self: Fp8State, config: RunConfig, world: Any, device: torch.device, kernels: Fp8Kernels) -> None:
+        make(self, config, world, device, Fp8Kernels(cast_transpose=kernel))
+
+    Quantized.t, fp8_linear.Fp8State.__init__ = counting, with_kernel  # type: ignore[method-assign]
+    return plain, first_gradients(rank, config), copies, turned
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_fp8_weights_take_the_planned_memory(recipe: str, tmp_path: Path) -> None:
+    config = configured(tmp_path, recipe, WIDE, parallel__pp=2)
+    wide = configured(tmp_path, recipe, WIDE, parallel__pp=2, train__precision="bf16")
+    results = run_world(2, cast_bytes, config)
+    assert results == [state_bytes(config, rank).parameters - state_bytes(wide, rank).parameters for rank in (0, 1)]
+
+
+def cast_bytes(rank: Rank, config: RunConfig) -> int:
+    run = build_run(rank, config)
+    curve_of(run, 1)
+    layers = [module for stage in run.stages for module in stage.modules() if isinstance(module, Linear)]
+    made = [layer.params.precision._weight for layer in layers if isinstance(layer.params.precision, Fp8Gemms)]
+    return sum(cast.data.nbytes for weight in made for cast in (weight.rowwise, weight.columnwise) if cast is not None)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_a_resumed_run_is_bit_equal(recipe: str, tmp_path: Path) -> None:
+    keys = {"checkpoint__every": 3, "train__steps": 6}
+    uninterrupted = run_world(1, save_and_train, configured(tmp_path / "a", recipe, **keys), 6)[0]
+    run_world(1, save_and_train, configured(tmp_path / "b", recipe, **keys), 3)
+    resumed = run_world(1, save_and_train, configured(tmp_path / "b", recipe, **keys), 3)[0]
+    assert resumed == uninterrupted[3:]
+
+
+def save_and_train(rank: Rank, config: RunConfig, steps: int) -> list[tuple[float, float]]:
+    from megascale.convert.huggingface import PretrainedWeights
+    from megascale.train.resume import load_initial_state
+
+    run = build_run(rank, config)
+    load_initial_state(run, PretrainedWeights)
+    curve = curve_of(run, steps)
+    run.buffers.finish_param_gather()
+    run.checkpoints.save(run.progress)
+    return curve
+
+
+@pytest.mark.parametrize(
+    ("recipe", "before"), [("tensorwise", {}), ("delayed", {"fp8__history": 4}), ("delayed", {"fp8__bf16_first": 2})]
+)
+def test_amax_history_restarts_without_a_matching_history(recipe: str, before: dict[str, int], tmp_path: Path) -> None:
+    keys = {"checkpoint__every": 3, "train__steps": 6}
+    run_world(1, save_and_train, configured(tmp_path, recipe, **keys, **before), 3)
+    assert run_world(1, history_after_resuming, configured(tmp_path, "delayed", **keys), 3)[0] == (False, 3)
+
+
+def history_after_resuming(rank: Rank, config: RunConfig, steps: int) -> tuple[bool, int]:
+    """Return whether the checkpoint gave a history, and the number of steps trained."""
+    from megascale.convert.huggingface import PretrainedWeights
+    from megascale.train.resume import load_initial_state
+
+    run = build_run(rank, config)
+    load_initial_state(run, PretrainedWeights)
+    return run.fp8_state.has_history, len(curve_of(run, steps))
+
+
+def test_amax_history_is_the_maximum_over_all_ranks(tmp_path: Path) -> None:
+    config = configured(tmp_path, "delayed", parallel__tp=2, parallel__dp=2, train__steps=3)
+    ranks = run_world(4, history_after, config)
+    amaxes, histories = zip(*ranks, strict=True)
+    assert all(np.array_equal(history, histories[0]) for history in histories)
+    for step in range(2):  # newest first
+        assert np.array_equal(np.max([seen[1 - step] for seen in amaxes], 0), histories[0][:, step])
+        assert any(not np.array_equal(seen[1 - step], histories[0][:, step]) for seen in amaxes)
+    assert (histories[0][:, :2] > 0).all() and not histories[0][:, 2:].any()
+
+
+def history_after(rank: Rank, config: RunConfig) -> tuple[list[Array], Array]:
+    """Return this rank's amax in two steps, and the history."""
+    run, amaxes = build_run(rank, config), []
+    finish = run.fp8_state.update_history
+
+    def watched() -> None:
+        amaxes.append(run.fp8_state._amax.numpy().copy())
+        finish()
+
+    run.fp8_state.update_history = watched
+    curve_of(run, 2)
+    return amaxes, run.fp8_state.history.numpy()
+
+
+def test_a_non_finite_element_stops_the_run(tmp_path: Path) -> None:
+    (message,) = run_world(1, poisoned, configured(tmp_path, "mu_unit"))
+    assert "is not finite" in message or "nan" in message
+
+
+def poisoned(rank: Rank, config: RunConfig) -> str:
+    from megascale.core.errors import DivergenceError
+    from megascale.train.step import train_step
+
+    run = build_run(rank, config)
+    run.buffers.buckets[0].parameters["layers.1.attention_norm.weight"].data[0] = float("inf")
+    try:
+        train_step(run, run.train_loader.batch(0))
+    except DivergenceError as error:
+        return str(error)
+    return "it went on"
+
+
+def test_cast_statistics_cover_every_operand(tmp_path: Path) -> None:
+    (results,) = run_world(1, cast_stats_of_a_step, configured(tmp_path, "mu_unit"))
+    assert set(results) == {
+        f"layers.{i}.{part}.{operand}" for i in (1, 2)
+        for part in ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
+        for operand in ("input", "weight", "gradient")
+    }  # fmt: skip
+    assert all(each.amax > 0 and 0 <= each.saturated <= 1 and 0 <= each.underflow <= 1 for each in results.values())
+
+
+def test_layers_of_the_parallel_block_share_operands(tmp_path: Path) -> None:
+    config = configured(tmp_path, "rowwise", model__block="parallel")
+    (results,) = run_world(1, cast_stats_of_a_step, config)
+    assert len(results) == 2 * (4 * 3 - 2) and not {"layers.1.mlp.gate_up.input", "layers.1.mlp.down.gradient"} & set(
+        results
+    )
+    assert all(each.amax > 0 for each in results.values())
+    (casts,) = run_world(1, count_casts, config)
+    each = 2 * 2 * 3  # two layers, two micro-batches, three operands: a shared one and two
+    assert casts == {"input": 2 * each, "gradient": 2 * each, "weight": 2 * 2 * 4}  # for forward and dgrad
+
+
+def count_casts(rank: Rank, config: RunConfig) -> dict[str, int]:
+    """Count the casts of a step."""
+    from megascale.train.step import train_step
+
+    run, counts, real = build_run(rank, config), dict.fromkeys(("input", "gradient", "weight"), 0), Fp8Gemms._cast
+
+    def counting(self: Fp8Gemms, operand: str, x: Tensor, **more: Any) -> Quantized:
+        counts[operand] += 1
+        return real(self, operand, x, **more)
+
+    Fp8Gemms._cast = counting  # type: ignore[method-assign]
+    train_step(run, run.train_loader.batch(0))
+    return counts
+
+
+FUSED = {
+    "rowwise": ["fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter"],
+    "blockwise": [],
+}
+"""Fused operators of a column-parallel forward, a row-parallel forward and its backward, by recipe. With `rowwise` the
+gradient is all-gathered before quantization.
+"""
+
+ONE_SCALE = ["fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter", "fused_all_gather_scaled_matmul"]
+
+
+@pytest.mark.parametrize("recipe", only_quick(RECIPES.names(), "tensorwise", "rowwise", "blockwise"))
+def test_fused_operators_run_fp8_gemms(recipe: str, tmp_path: Path) -> None:
+    for called, plain, fused in run_world(2, with_fused_operators, configured(tmp_path, recipe, WIDE)):
+        assert called == FUSED.get(recipe, ONE_SCALE)
+        for name, expected in plain.items():
+            error = np.linalg.norm(fused[name] - expected)
+            assert error <= (5e-3 if called else 0) * np.linalg.norm(expected), name
+
+
+def with_fused_operators(rank: Rank, config: RunConfig) -> tuple[list[str], dict[str, Array], dict[str, Array]]:
+    """Return the fused operators called, and the results without and with fused operators."""
+    tp_overlap.MIN_GPU_GEMM_ROWS = 64
+    mesh, called = open_mesh(Topology(tp=2), rank.rank, tied=False), serve_on_cpus()
+    plain, fused = (
+        two_layers(rank, config, mesh, TensorAxis(mesh.tp, sequence_parallel=True, symmetric_memory=fused))
+        for fused in (False, True)
+    )
+    return called, plain, fused
+
+
+def two_layers(rank: Rank, config: RunConfig, mesh: Mesh, axis: TensorAxis) -> dict[str, Array]:
+    """Compute outputs and gradients of a narrow column-parallel and a narrow row-parallel layer."""
+    scaling, results = Fp8State(config, mesh, torch.device("cpu")), dict[str, Array]()
+    for name, linear, cuts, n in (
+        ("attention.qkv", column_parallel_linear, (0, 0, 2), 256),
+        ("attention.out", row_parallel_linear, (2, 1, 0), 128),
+    ):
+        x, weight, grad = operands(name)
+        full = x, weight[:n], grad[..., :n]
+        x, weight, grad = (each.chunk(2, cut)[rank.rank].contiguous() for each, cut in zip(full, cuts, strict=True))
+        x.requires_grad_()
+        weight.requires_grad_()
+        bias = torch.ones(len(weight), dtype=torch.bfloat16)
+        layer = LinearParams(weight, bias, gemm_precision_of(f"layers.1.{name}", scaling, axis))
+        out = linear(x, layer, axis)
+        out.backward(grad)
+        assert x.grad is not None and weight.grad is not None
+        for what, tensor in (("output", out), ("input", x.grad), ("weight", weight.grad)):
+            results[f"{name} {what}"] = tensor.detach().float().numpy()
+    return results
+
+
+def cast_stats_of_a_step(rank: Rank, config: RunConfig) -> Any:
+    from megascale.train.step import train_step
+
+    run = build_run(rank, config)
+    train_step(run, run.train_loader.batch(0))
+    return run.fp8_state.take_cast_stats()
+
+
+def test_row_scales_have_no_transpose() -> None:
+    with pytest.raises(AssertionError):
+        Quantized(torch.zeros(2, 2), torch.ones(2, 1), ScaleGranularity.ROW).t()
+
+
+@pytest.mark.slow
+def test_compiled_casts_are_bit_equal(tmp_path: Path) -> None:
+    plain, fused = (
+        run_world(1, train_curve, configured(tmp_path, "rowwise", backends__linear=backend, train__steps=3))[0]
+        for backend in ("torch", "compile")
+    )
+    assert fused == plain
