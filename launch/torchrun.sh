@@ -26,7 +26,7 @@ venv=$(dirname "$0")/../.venv/bin/python
 PYTHON=${PYTHON:-$([ -x "$venv" ] && echo "$venv" || echo python3)}
 
 if [ -z "${NPROC:-}" ]; then
-    NPROC=$("$PYTHON" -c 'from megascale.device import gpus; print(gpus())')
+    NPROC=$("$PYTHON" -c 'from megascale.device import gpu_count; print(gpu_count())')
 fi
 if [ "$NPROC" -eq 0 ]; then
     "$PYTHON" -m megascale check "$@" >/dev/null
