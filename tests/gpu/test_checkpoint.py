@@ -59,10 +59,10 @@ def saved_while_training(rank: Rank, config: Any) -> tuple[bool, int]:
 
     step()
     before = state()
-    run.checkpoints.begin(run.progress)
+    run.checkpoints.start_save(run.progress)
     for _ in range(5):
         step()
-    saved = run.checkpoints.finish()
+    saved = run.checkpoints.wait_for_save()
     assert saved is not None and saved.error is None
     found = run.checkpoints.resume()
     assert found is not None

@@ -33,10 +33,10 @@ def steps(rank: Rank, config: Any, count: int) -> tuple[list[int], list[int], in
     allocated, marks = [], []
     for _ in range(count):
         train_step(run, run.train_loader.batch(run.progress.samples))
-        run.mesh.recorder.settle()
+        run.mesh.recorder.resolve_marks()
         run.device.synchronize()
         allocated.append(0 if run.device.is_cpu else torch.cuda.memory_allocated())
-        marks.append(len(run.mesh.recorder._marked))
+        marks.append(len(run.mesh.recorder._unresolved))
     return allocated, marks, run.device.peak_memory()
 
 

@@ -66,8 +66,8 @@ def squeezed(rank: Rank, config: Any) -> list[tuple[float, float]]:
     import torch
 
     run = run_of(rank, config)
-    free = run.device.free_memory() - (1 - TIGHT) * run.device.memory()
-    taken = torch.empty(int(free), dtype=torch.uint8, device=run.device.torch)
+    free = run.device.free_memory() - (1 - TIGHT) * run.device.total_memory()
+    taken = torch.empty(int(free), dtype=torch.uint8, device=run.device.torch_device)
     found = curve_of(run, 3)
     assert taken.numel()
     return found
