@@ -76,7 +76,7 @@ class Plan:
     @property
     def expected_error(self) -> float | None:
         """Mean relative error of step time for sources left out of the fit; None if unknown."""
-        return expected_error(self.hardware, self.stack)
+        return expected_error(self.hardware)
 
     @property
     def notes(self) -> list[str]:

@@ -244,7 +244,7 @@ def stack_on(hardware: Hardware, name: str) -> Stack:
     return profile.model_copy(update=dict(hardware.stack)) if hardware.stack else profile
 
 
-def expected_error(hardware: Hardware, stack: Stack) -> float | None:
+def expected_error(hardware: Hardware) -> float | None:
     """Return the mean relative error of step time over left-out sources of the accelerator; None without sources."""
     error: float | None = _errors()["error"].get(hardware.device.accelerator or "")
     return None if hardware.stack else error

@@ -126,12 +126,12 @@ def test_gemm_shares_by_year(tmp_path: Path) -> None:
 def test_expected_errors_by_accelerator_and_measured_pairs() -> None:
     a100, v100 = profiles.hardware("a100-80g-roce"), profiles.hardware("v100")
     ours, other = profiles.stack("megascale"), profiles.stack("nanotron")
-    error = profiles.expected_error(a100, ours)
-    assert error and 0.01 < error < 0.2 and error == profiles.expected_error(profiles.hardware("a100-40g"), ours)
-    assert profiles.expected_error(v100, ours) is None
+    error = profiles.expected_error(a100)
+    assert error and 0.01 < error < 0.2 and error == profiles.expected_error(profiles.hardware("a100-40g"))
+    assert profiles.expected_error(v100) is None
     assert profiles.measured(a100, ours) and not profiles.measured(a100, other)
     here = a100.model_copy(update={"stack": profiles.MeasuredStack()})
-    assert profiles.measured(here, other) and profiles.expected_error(here, ours) is None
+    assert profiles.measured(here, other) and profiles.expected_error(here) is None
 
 
 def test_errors_name_existing_profiles() -> None:
