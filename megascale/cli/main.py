@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 import megascale
+from megascale.cli.text_encoding import escape_output, name_files_in_utf8
 from megascale.core.errors import Exit, MegascaleError
 
 COMMANDS = {
@@ -38,6 +39,9 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status (see `megascale.core.errors.Exit`)."""
+    if arguments is None:
+        name_files_in_utf8()
+    escape_output()
     words = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # imports may swallow KeyboardInterrupt or print a traceback: Ctrl-C ends the process until a command handles it

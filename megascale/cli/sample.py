@@ -12,7 +12,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
     checkpoint_help = "folder of a checkpoint, of a run (its newest checkpoint), or of Hugging Face weights"
     sub.add_argument("checkpoint", metavar="CHECKPOINT", help=checkpoint_help)
-    sub.add_argument("--prompt", action="append", metavar="TEXT", help="text to continue; may be repeated")
+    sub.add_argument("--prompt", type=_text, action="append", metavar="TEXT", help="text to continue; may be repeated")
     sub.add_argument(
         "--tokens", type=positive_int, default=100, metavar="N", help="maximum tokens to generate (default: 100)"
     )
@@ -45,6 +45,12 @@ def run(options: argparse.Namespace) -> int:
         message = f"cannot write the weights for transformers: {error.filename or ''} {error.strerror}"
         raise CheckpointError(message, hint="set TMPDIR to a folder with more space") from None
     return Exit.OK
+
+
+def _text(text: str) -> str:
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise argparse.ArgumentTypeError(f"{text!a} is not UTF-8")
+    return text
 
 
 def _seed(text: str) -> int:

@@ -15,8 +15,15 @@ Count = Annotated[int, Field(gt=0, le=2**40)]
 """A positive count, up to 2^40."""
 
 
-FilePath = Annotated[str, AfterValidator(os.path.expanduser)]
-"""A path; `~` is the user's home folder."""
+def _encodable(path: str) -> str:
+    if odd := next((character for character in path if character == "\0" or "\ud800" <= character <= "\udfff"), None):
+        context = {"character": ascii(odd)}
+        raise PydanticCustomError("file_name", "has {character}, which no name of a file in UTF-8 has", context)
+    return path
+
+
+FilePath = Annotated[str, AfterValidator(_encodable), AfterValidator(os.path.expanduser)]
+"""A path in UTF-8, which manifests and TensorBoard need; `~` is the user's home folder."""
 
 
 AUTO = "auto"
