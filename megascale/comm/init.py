@@ -7,9 +7,10 @@ import os
 import socket
 
 import torch.distributed as dist
-from torch.distributed import Store
+from torch.distributed import PrefixStore, Store
 
 from megascale.comm import control
+from megascale.comm.agreement import Record, check_agreement
 from megascale.comm.nccl_options import environment_problems, nccl_options
 from megascale.config.launch import LaunchConfig
 from megascale.config.nccl import NcclConfig
@@ -25,8 +26,10 @@ def init_distributed(
     nccl: NcclConfig = NcclConfig(),
     *,
     pp: int = 1,
+    record: Record | None = None,
 ) -> None:
-    """Join the job: rendezvous, and open the default process group. `pp`: pipeline stages of the job.
+    """Join the job: rendezvous, and open the default process group. `pp`: pipeline stages of the job. `record`: what
+    must be equal on all ranks, compared before any group opens.
 
     The store is our launcher's (on its loopback socket), torchrun's, or the store at MASTER_ADDR and MASTER_PORT, which
     a Slurm step need not set; a job of one rank has its own. The timeout is `launch.start_timeout_s`.
@@ -36,19 +39,15 @@ def init_distributed(
     create its communicator at the first use (`comm.warm_up`). `comm.mesh.open_mesh` works either way.
 
     Raises: ConfigError if no rendezvous address is set, if the host cannot be resolved, or if an environment variable
-    would make NCCL hang.
+    would make NCCL hang; HostsDisagreeError if the ranks' records differ.
     """
     problems = list(environment_problems(device.backend, pp, os.environ))
     if problems:
         raise ConfigError(problems)
     timeout = datetime.timedelta(seconds=launch.start_timeout_s)
-    if rank.world_size == 1:
-        store: Store | None = dist.HashStore()
-    elif STORE_VARIABLE in os.environ:
-        store = _launcher_store(rank, timeout)
-    else:
-        _set_master_address()
-        store = None
+    store = _open_store(rank, timeout)
+    if record is not None and rank.world_size > 1:
+        check_agreement(store, rank, record)
     dist.init_process_group(
         device.backend,
         store=store,
@@ -59,16 +58,27 @@ def init_distributed(
     )
 
 
-def _launcher_store(rank: Rank, timeout: datetime.timedelta) -> Store:
-    """Open the launcher's store. TCPStore would listen on every interface, so rank 0 passes a loopback socket."""
-    host, port, *listening = os.environ[STORE_VARIABLE].split(":")
+def _open_store(rank: Rank, timeout: datetime.timedelta) -> Store:
+    """Open the job's store. Rank 0 does not wait here for the other ranks: their number may be in dispute."""
+    if rank.world_size == 1:
+        return dist.HashStore()
     first = rank.rank == 0
-    listener = int(listening[0]) if first and listening else None
-    return dist.TCPStore(host, int(port), rank.world_size, first, timeout, master_listen_fd=listener)
+    if STORE_VARIABLE in os.environ:  # TCPStore would listen on every interface, so rank 0 passes a loopback socket
+        host, port, *listening = os.environ[STORE_VARIABLE].split(":")
+        listener = int(listening[0]) if first and listening else None
+        return dist.TCPStore(
+            host, int(port), rank.world_size, first, timeout, wait_for_workers=False, master_listen_fd=listener
+        )
+    host, number = _master_address()
+    serves = first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun's agent serves
+    store = dist.TCPStore(host, number, rank.world_size, serves, timeout, wait_for_workers=False, multi_tenant=True)
+    return PrefixStore("megascale", store)  # torchrun's agents keep values of their own in the store
 
 
-def _set_master_address() -> None:
-    """Set MASTER_ADDR and MASTER_PORT. Fail here on an unknown host, which torch would retry until the timeout."""
+def _master_address() -> tuple[str, int]:
+    """Return and set MASTER_ADDR and MASTER_PORT. Fail here on an unknown host, which torch would retry until the
+    timeout.
+    """
     endpoint = rendezvous_endpoint()
     if endpoint is None:
         hint = "start with torchrun, srun or launch/torchrun.sh, or set it to the host of rank 0"
@@ -80,6 +90,7 @@ def _set_master_address() -> None:
         hint = "a name or address of rank 0's host that all hosts can reach"
         raise ConfigError([Problem("environment", "MASTER_ADDR", f"{host!r}: {error.strerror}", hint)]) from None
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
+    return host, port
 
 
 def shutdown_distributed() -> None:

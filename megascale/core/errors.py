@@ -63,6 +63,12 @@ class ConfigError(MegascaleError):
         self.problems = tuple(problems)
 
 
+class HostsDisagreeError(MegascaleError):
+    """The ranks of a job were started with different code, configurations or environments; raised on every rank."""
+
+    exit_status = Exit.CONFIG
+
+
 class DataError(MegascaleError):
     """A corpus, tokenizer or token dataset is unusable."""
 

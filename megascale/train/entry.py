@@ -30,6 +30,7 @@ from megascale.train.build import Run, build_mesh, build_rank_run
 from megascale.train.event_file import EventFile
 from megascale.train.loop import save_final, train
 from megascale.train.peak_flops import find_peak_flops
+from megascale.train.rank_record import rank_record
 from megascale.train.reporter import Reporter, open_writers
 from megascale.train.resume import OpenWeights, load_initial_state
 from megascale.train.stop import StopRequest
@@ -72,7 +73,8 @@ def _exit_with_error(error: BaseException, rank: Rank) -> Never:
 def _run(config: RunConfig, rank: Rank, stop: StopRequest, open_weights: OpenWeights) -> Exit:
     device = detect_device(rank.local_rank)
     affinity.bind_to_local_cores(device.pci_address)
-    init.init_distributed(rank, device, config.launch, config.nccl, pp=config.parallel.pp)
+    record = rank_record(config, rank, device) if rank.world_size > 1 else None
+    init.init_distributed(rank, device, config.launch, config.nccl, pp=config.parallel.pp, record=record)
     is_rank_0 = rank.rank == 0
     run = build_rank_run(config, build_mesh(config, rank, device), device, stop)
     peak = find_peak_flops(run)

@@ -1,0 +1,165 @@
+"""Agreement of all ranks with rank 0, through the job's store, before the first process group opens.
+
+Rank 0 publishes its record and the record's digest. Every other rank compares digests, and only where they differ reads
+the record and publishes the differences. Rank 0 waits for all ranks, or a few seconds after the first difference, and
+publishes the verdict, which all ranks read: with equal records five requests a rank, whatever the size of the records.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.distributed import PrefixStore, Store
+
+from megascale.core.errors import HostsDisagreeError
+from megascale.core.rank import Rank
+
+Record = Mapping[str, str]
+"""Values by key, which must be equal on all ranks."""
+
+LATER_REPORTS_S = 3.0
+"""Seconds after the first difference in which further ranks may report theirs."""
+
+MAX_REPORTED = 64
+"""Most differences that a rank reports, and most that a message lists."""
+
+MAX_REPORTING_RANKS = 200
+"""Most ranks that report differences: the store refuses a value of more than 8 MiB."""
+
+MAX_VALUE_LENGTH = 120
+"""Characters of a value in a message."""
+
+UNSET = "unset"
+"""Stands for a key that a rank's record lacks."""
+
+_POLL_S_PER_RANK = 1e-5
+_MIN_POLL_S, _MAX_POLL_S = 0.005, 0.5
+_MAX_RANKS_NAMED = 16
+
+Difference = tuple[int, str, str, str, str]
+"""Rank, host, key, rank 0's value, the rank's value."""
+
+
+def check_agreement(store: Store, rank: Rank, record: Record) -> None:
+    """Compare this rank's record with rank 0's. A collective of all ranks, which may differ in their world size.
+
+    Raises: HostsDisagreeError on every rank, with all differences by key and host; TimeoutError if ranks do not arrive
+    within the store's timeout.
+    """
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun may keep its store over restarts
+    shared = PrefixStore(f"agreement/{start}", store)
+    text = _judge(shared, rank, record) if rank.rank == 0 else _compare(shared, rank, record)
+    if text:
+        raise HostsDisagreeError(text, hint="start every host with the same code, configuration and environment")
+
+
+def _judge(store: Any, rank: Rank, record: Record) -> str:
+    """Publish rank 0's record, collect the differences of the other ranks, and publish the verdict."""
+    store.set("host", rank.host)
+    store.set("record", zlib.compress(json.dumps(record).encode(), 1))
+    store.set("digest", record_digest(record))
+    others, reported_at = rank.world_size - 1, float("inf")
+
+    def all_reported() -> bool:
+        nonlocal reported_at
+        if reported_at == float("inf") and store.add("different", 0):
+            reported_at = time.monotonic()
+        return store.add("arrived", 0) >= others or time.monotonic() - reported_at > LATER_REPORTS_S
+
+    _wait(store, rank, all_reported, lambda: _missing(store, rank.world_size))
+    lines = store.get("differences").decode().splitlines() if store.add("different", 0) else []
+    text = describe_differences([json.loads(line) for line in lines], rank.host)
+    store.set("verdict", text)
+    if text:  # this process may host the store: the others read the verdict first
+        arrived, end = store.add("arrived", 0), time.monotonic() + LATER_REPORTS_S
+        while store.add("read", 0) < arrived and time.monotonic() < end:
+            time.sleep(_MIN_POLL_S)
+    return text
+
+
+def _compare(store: Any, rank: Rank, record: Record) -> str:
+    """Compare with rank 0's record, publish differences, and return rank 0's verdict."""
+    _wait(store, rank, lambda: store.check(["digest"]), lambda: [0])
+    if store.get("digest").decode() != record_digest(record):
+        expected = json.loads(zlib.decompress(store.get("record")))
+        keys = [key for key in sorted({*expected, *record}) if expected.get(key) != record.get(key)]
+        differences = [
+            (rank.rank, rank.host, key, _short(expected.get(key)), _short(record.get(key)))
+            for key in keys[:MAX_REPORTED]
+        ]
+        if store.add("reporting", 1) <= MAX_REPORTING_RANKS:
+            store.append("differences", "".join(json.dumps(difference) + "\n" for difference in differences))
+        store.add("different", 1)
+    store.append("ranks", f"{rank.rank} ")
+    store.add("arrived", 1)
+    _wait(store, rank, lambda: store.check(["verdict"]), lambda: [0])
+    text = store.get("verdict").decode()
+    store.add("read", 1)
+    return str(text)
+
+
+def record_digest(record: Record) -> str:
+    """Return the digest of a record's canonical JSON."""
+    return hashlib.sha256(json.dumps(record, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def describe_differences(differences: Sequence[Difference], first_host: str) -> str:
+    """Describe differences from rank 0 on `first_host`, a line for each key; empty without differences."""
+    by_key: dict[str, dict[str, list[tuple[int, str]]]] = defaultdict(lambda: defaultdict(list))
+    expected = {}
+    for rank, host, key, first_value, value in differences:
+        by_key[key][value].append((rank, host))
+        expected[key] = first_value
+    if not by_key:
+        return ""
+    lines = [
+        f"  {key}: {expected[key]} on {first_host} (rank 0), "
+        + ", ".join(f"{value} on {_places(places)}" for value, places in values.items())
+        for key, values in sorted(by_key.items())
+    ]
+    rest = [f"  and {len(lines) - MAX_REPORTED} more"] if len(lines) > MAX_REPORTED else []
+    count = f"{len(lines)} setting{'s differ' if len(lines) > 1 else ' differs'}"
+    return "\n".join([f"{count} from rank 0's; nothing was trained:", *lines[:MAX_REPORTED], *rest])
+
+
+def _places(places: Sequence[tuple[int, str]]) -> str:
+    """Name hosts and ranks: 'host-b (ranks 8 and 9) and 3 more hosts'."""
+    by_host: dict[str, list[int]] = defaultdict(list)
+    for rank, host in places:
+        by_host[host].append(rank)
+    (host, ranks), *others = by_host.items()
+    more = f" and {len(others)} more host{'s' if len(others) > 1 else ''}" if others else ""
+    return f"{host} ({_ranks(sorted(ranks))}){more}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    rest = f" and {len(ranks) - _MAX_RANKS_NAMED} more" if len(ranks) > _MAX_RANKS_NAMED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_MAX_RANKS_NAMED]))}{rest}"
+
+
+def _missing(store: Any, world: int) -> list[int]:
+    arrived = set(map(int, store.get("ranks").decode().split())) if store.check(["ranks"]) else set()
+    return [rank for rank in range(1, world) if rank not in arrived]
+
+
+def _short(value: str | None) -> str:
+    if value is None:
+        return UNSET
+    return value if len(value) <= MAX_VALUE_LENGTH else value[:MAX_VALUE_LENGTH] + "..."
+
+
+def _wait(store: Any, rank: Rank, done: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
+    """Poll in Python, where signals are heard; the store's own wait is deaf to them."""
+    start, limit = time.monotonic(), store.timeout.total_seconds() * (1 if rank.rank == 0 else 2)
+    while not done():
+        waited = time.monotonic() - start
+        if waited > limit:
+            raise TimeoutError(f"timed out waiting {waited:.0f} s for {_ranks(missing())} at the start of the job")
+        time.sleep(min(max(_MIN_POLL_S, _POLL_S_PER_RANK * rank.world_size, waited / 8), _MAX_POLL_S))

@@ -1,0 +1,90 @@
+"""The record of a rank, equal on all hosts of a job: configuration, code, versions, environment, datasets, device."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import megascale
+from megascale.config.run import RunConfig, dataset_prefixes
+from megascale.core.rank import Rank
+from megascale.data.identity import dataset_identity
+from megascale.device import Device, gpu_stack_versions
+from megascale.ops.library import LIBRARIES
+
+COMPARED_VARIABLES = re.compile(
+    r"(NCCL|TORCH|TORCHINDUCTOR|PYTORCH|NVTE|CUBLAS|CUDNN)_\w+"
+    r"|CUDA_DEVICE_MAX_CONNECTIONS|CUDA_LAUNCH_BLOCKING|CUDA_MODULE_LOADING|NVIDIA_TF32_OVERRIDE|DNNL_MAX_CPU_ISA"
+)
+"""Environment variables that change what ranks compute or send."""
+
+HOST_VARIABLES = re.compile(
+    r"\w+_(IFNAME|HCA|HOSTID|GID_INDEX|SOCKET_FAMILY|NETDEVS_POLICY|FILE|FILENAME|DIR|PATH|HOME|LOGS?|LOGS_FORMAT"
+    r"|LOG_LEVEL|DEBUG|DEBUG_SUBSYS)|TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+)
+"""Compared variables but for these, which may differ between hosts: interfaces, adapters, paths, logging."""
+
+
+def rank_record(config: RunConfig, rank: Rank, device: Device, env: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return what must be equal on all ranks, by key. `config`: resolved. Reads the package's sources and a few pieces
+    of each dataset.
+
+    The threads of a process (OMP_NUM_THREADS) are not compared: hosts may have different cores.
+    """
+    variables = {
+        name: value
+        for name, value in env.items()
+        if COMPARED_VARIABLES.fullmatch(name) and not HOST_VARIABLES.fullmatch(name)
+    }
+    sections: dict[str, Mapping[str, str]] = {
+        "configuration": dict(_flatten(config.model_dump(mode="json", by_alias=True))),
+        "code": code_digests(),
+        "version": _versions(),
+        "environment": variables,
+        "data": {prefix: dataset_identity(prefix) for prefix in _prefixes(config)},
+        "job": {"world size": str(rank.world_size), "backend": device.backend},
+        "device": {} if device.is_cpu else {"name": device.name},
+    }
+    return {f"{section} {key}": value for section, values in sections.items() for key, value in values.items()}
+
+
+def code_digests(folder: Path = Path(megascale.__file__).parent) -> dict[str, str]:
+    """Return the digest of every Python file of the package, by its path."""
+    return {
+        str(path.relative_to(folder.parent)): hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        for path in sorted(folder.rglob("*.py"))
+    }
+
+
+def _versions() -> dict[str, str]:
+    """The versions of this package, Python, torch, the GPU stack, and the libraries that compute or order samples."""
+    return {
+        "megascale": megascale.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **gpu_stack_versions(),
+        **{name: version(name) for name in ("megatron-core", "numpy")},
+        **{library.package: found for library in LIBRARIES if (found := library.version)},
+    }
+
+
+def _prefixes(config: RunConfig) -> list[str]:
+    return [] if config.data.mock else dataset_prefixes(config.data.train) + dataset_prefixes(config.data.valid)
+
+
+def _flatten(tree: Mapping[str, Any], parent: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, JSON value) of a configuration's keys."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{parent}{key}.")
+        else:
+            yield f"{parent}{key}", json.dumps(value)
