@@ -69,22 +69,25 @@ def models(draw: Draw, parallel: dict[str, Any], fp8: bool, widths: list[int] | 
     """Draw a section [model] for a layout. `fp8`: dimensions on a rank are multiples of 128. `widths`: hidden sizes of
     large models.
     """
+    position = draw(st.sampled_from(["learned", "rope"]))
     tp, chunks, large = parallel["tp"], parallel["pp"] * parallel["vpp"], widths is not None
     head = 128 if fp8 else draw(st.sampled_from([64, 96, 128] if large else [32, 64, 96]))
     kv_heads = tp * draw(st.sampled_from([1, 2]))
     least = draw(st.sampled_from(widths)) if widths else 256
     heads = max(kv_heads * draw(st.sampled_from([1, 2, 3])), -(-least // head // kv_heads) * kv_heads)
+    hidden = draw(st.sampled_from([heads * head, heads * head, least]))
     layers = max(chunks * (draw(st.integers(1, 4)) if large else 1) + draw(st.integers(0, 3)), 2 + fp8)
     window = draw(st.one_of(st.none(), st.integers(1, 2000 if large else 300), st.just([100, 0])))
     ffn = -(-heads * head * draw(st.sampled_from([2, 3, 4])) // (tp * 128)) if large else draw(st.integers(2, 8))
     return {
-        "num_layers": layers, "hidden_size": heads * head, "num_heads": heads, "num_kv_heads": kv_heads,
+        "num_layers": layers, "hidden_size": hidden, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head,
         "ffn_size": tp * 128 * ffn, "vocab_size": draw(st.integers(200, 32_000 if large else 20_000)),
         "seq_length": draw(st.sampled_from([1024, 2048, 4096, 8192] if large else [128, 256, 384, 512, 1024])),
         "window": window, "block": draw(st.sampled_from(BLOCKS.names())),
         "norm": draw(st.sampled_from(["layernorm", "rmsnorm"])),
         "activation": draw(st.sampled_from(ACTIVATIONS.names())),
-        "position": draw(st.sampled_from(["learned", "rope"])), "bias": draw(booleans),
+        "position": position, "rotary_fraction": draw(st.sampled_from([1.0, 0.5])) if position == "rope" else 1.0,
+        "bias": draw(booleans), "qkv_bias": draw(booleans),
         "tie_embeddings": draw(booleans), "dropout": draw(st.sampled_from([0.0, 0.0, 0.1])),
     }  # fmt: skip
 

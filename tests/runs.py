@@ -52,10 +52,15 @@ def toml(tree: dict[str, Any]) -> str:
     """Format a tree of settings as TOML."""
     import json
 
-    lines = [f"{key} = {json.dumps(value)}" for key, value in tree.items() if not isinstance(value, dict)]
+    def formatted(value: Any) -> str:
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{key} = {formatted(item)}" for key, item in value.items()) + "}"
+        return json.dumps(value)
+
+    lines = [f"{key} = {formatted(value)}" for key, value in tree.items() if not isinstance(value, dict)]
     for table, keys in tree.items():
         if isinstance(keys, dict):
-            lines += [f"[{table}]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items())]
+            lines += [f"[{table}]", *(f"{key} = {formatted(value)}" for key, value in keys.items())]
     return "\n".join(lines) + "\n"
 
 

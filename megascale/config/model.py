@@ -11,13 +11,15 @@ from pydantic_core import PydanticCustomError
 
 from megascale.catalog.layers import ACTIVATIONS, BLOCKS, NORMS
 from megascale.catalog.presets import PRESETS
-from megascale.config.section import Count, Section, choice
+from megascale.catalog.rope_scalings import ROPE_SCALINGS
+from megascale.config.section import AUTO_AS_NONE, Count, Section, TableChoice, choice
 from megascale.core.registry import closest_name
 
 DERIVED_FROM = {"num_kv_heads": "num_heads", "ffn_size": "hidden_size"}
 """Sizes with a default that is derived from another size."""
 
 Window = Annotated[int, Field(ge=0, le=2**40)]
+Positive = Annotated[float, Field(gt=0)]
 
 
 def _known_preset(name: str) -> str:
@@ -37,6 +39,9 @@ class ModelConfig(Section):
     hidden_size: Count = Field(description="width of the residual stream")
     num_heads: Count = Field(description="attention heads")
     num_kv_heads: Count = Field(description="key and value heads, shared by groups of query heads; default num_heads")
+    explicit_head_dim: Annotated[Count | None, AUTO_AS_NONE] = Field(
+        None, alias="head_dim", description="elements of a head; default hidden_size / num_heads"
+    )
     ffn_size: Count = Field(
         description="inner width of the MLP; default 4 x hidden_size, or for a gated activation 8/3 x hidden_size "
         "rounded up to a multiple of 64"
@@ -50,7 +55,24 @@ class ModelConfig(Section):
         "learned", description="learned position vectors, or rotary embeddings"
     )
     rope_theta: float = Field(10_000.0, gt=0, description="base of the rotary frequencies")
+    rope_scaling: Annotated[
+        Annotated[dict[str, Any], AfterValidator(TableChoice(ROPE_SCALINGS))] | None, AUTO_AS_NONE
+    ] = Field(
+        None,
+        description="scaling of the rotary frequencies, a table with `type` and the keys of the type, such as "
+        '{type = "linear", factor = 4.0}',
+    )
+    rotary_fraction: float = Field(1.0, gt=0, le=1, description="share of a head that is rotated, from its start")
+    local_rope_theta: Annotated[Positive | None, AUTO_AS_NONE] = Field(
+        None, description="base of the rotary frequencies in layers with a window, without rope_scaling"
+    )
+    softmax_scale: Annotated[Positive | None, AUTO_AS_NONE] = Field(
+        None, description="factor of attention scores; default 1 / sqrt(head_dim)"
+    )
     bias: bool = Field(True, description="biases in linear layers")
+    explicit_qkv_bias: Annotated[bool | None, AUTO_AS_NONE] = Field(
+        None, alias="qkv_bias", description="biases in the q, k and v projections; default bias"
+    )
     tie_embeddings: bool = Field(True, description="the output projection shares the weight of the token embedding")
     block: Annotated[str, choice(BLOCKS)] = Field(
         "serial", description="serial: attention, then MLP; parallel: both from one norm, with half the tp collectives"
@@ -85,7 +107,28 @@ class ModelConfig(Section):
 
     @property
     def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
+        """Elements of a head."""
+        return self.explicit_head_dim or self.hidden_size // self.num_heads
+
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of a head that are rotated."""
+        return int(self.head_dim * self.rotary_fraction)
+
+    @property
+    def qkv_bias(self) -> bool:
+        """True if the q, k and v projections have biases."""
+        return self.bias if self.explicit_qkv_bias is None else self.explicit_qkv_bias
+
+    @property
+    def attention_scale(self) -> float:
+        """The factor of attention scores."""
+        return self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
+
+    def is_local(self, layer: int) -> bool:
+        """Return True for a layer with a window, of any length."""
+        pattern = self.window if isinstance(self.window, list) else [self.window or 0]
+        return pattern[layer % len(pattern)] > 0
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -105,7 +148,7 @@ def _windows(pattern: tuple[int, ...], seq_length: int, num_layers: int) -> tupl
 
 
 def fill_defaults(keys: dict[str, Any]) -> dict[str, Any]:
-    """Add the keys of the preset and the derived sizes to `keys`."""
+    """Add the keys of the preset and the derived sizes; drop head_dim and qkv_bias if equal to their defaults."""
     name = keys.get("preset")
     full = PRESETS.get(name if isinstance(name, str) else "", {}) | keys
     hidden, heads = full.get("hidden_size"), full.get("num_heads")
@@ -115,4 +158,9 @@ def fill_defaults(keys: dict[str, Any]) -> dict[str, Any]:
         activation = full.get("activation")
         card = ACTIVATIONS.cards.get(activation) if isinstance(activation, str) else None
         full["ffn_size"] = -(-hidden // 24) * 64 if card and card.facts["gated"] else 4 * hidden
+    head = full.get("head_dim")
+    if isinstance(head, int) and isinstance(heads, int) and head * heads == hidden:
+        del full["head_dim"]
+    if full.get("qkv_bias") is full.get("bias", True):
+        full.pop("qkv_bias", None)
     return full

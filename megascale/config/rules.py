@@ -35,18 +35,14 @@ def _join_values(values: list[int]) -> str:
 
 
 def heads(c: Any) -> Iterator[Finding]:
-    """Check that heads divide hidden_size, and key-value heads divide heads."""
+    """Check that heads without a head_dim of their own divide hidden_size, and that key-value heads divide heads."""
     m = c.model
-    if m.hidden_size % m.num_heads:
+    if m.explicit_head_dim is None and m.hidden_size % m.num_heads:
         options = divisors(m.hidden_size, 512)
         yield Finding(
             "model.num_heads",
             f"hidden_size {m.hidden_size} is not divisible by {m.num_heads} heads",
-            f"one of {_join_values(options)}",
-        )
-    elif m.position == "rope" and m.head_dim % 2:
-        yield Finding(
-            "model.num_heads", f"rope needs an even head size, not {m.head_dim}", "change hidden_size or num_heads"
+            f"one of {_join_values(options)}, or a head_dim",
         )
     if m.num_heads % m.num_kv_heads:
         options = divisors(m.num_heads)
@@ -55,6 +51,33 @@ def heads(c: Any) -> Iterator[Finding]:
             f"{m.num_heads} heads cannot share {m.num_kv_heads} key-value heads",
             f"one of {_join_values(options)}",
         )
+
+
+def rope(c: Any) -> Iterator[Finding]:
+    """Check that rope rotates pairs of elements, and that its keys have an effect."""
+    m = c.model
+    scaling = m.rope_scaling or {}
+    if m.position != "rope":
+        for key, given in (("rope_scaling", m.rope_scaling), ("local_rope_theta", m.local_rope_theta)):
+            if given is not None:
+                yield Finding(f"model.{key}", f"has no effect with position = {m.position}", "remove the key")
+        if m.rotary_fraction != 1:
+            yield Finding("model.rotary_fraction", f"has no effect with position = {m.position}", "remove the key")
+        return
+    least = 4 if scaling.get("type") == "dynamic" else 2  # the exponent of dynamic scaling is d / (d - 2)
+    if m.rotary_dim % 2 or m.rotary_dim < least:
+        key = "num_heads" if m.rotary_fraction == 1 else "rotary_fraction"
+        of = f"{m.rotary_dim} of {m.head_dim}"
+        yield Finding(
+            f"model.{key}", f"rope rotates an even number of elements of a head, at least {least}, not {of}",
+            "another head_dim or rotary_fraction",
+        )  # fmt: skip
+    if "low_freq_factor" in scaling and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
+        yield Finding("model.rope_scaling", "high_freq_factor is not above low_freq_factor", "for example 4 and 1")
+    if scaling.get("type") == "yarn" and m.rope_theta <= 1:
+        yield Finding("model.rope_theta", f"yarn divides by its logarithm, and {m.rope_theta} is not above 1", "10000")
+    if m.local_rope_theta is not None and not any(map(m.is_local, range(m.num_layers))):
+        yield Finding("model.local_rope_theta", "is for layers with a window, and there is none", "remove the key")
 
 
 def window(c: Any) -> Iterator[Finding]:
@@ -244,6 +267,7 @@ def nccl_ctas(c: Any) -> Iterator[Finding]:
 
 RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("model",), heads),
+    (("model",), rope),
     (("model",), window),
     (("model", "parallel"), tensor_parallel),
     (("model", "parallel"), pipeline),

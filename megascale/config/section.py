@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -57,6 +58,35 @@ class Choice:
 def choice(registry: Registry, *also: str) -> Any:
     """Return the validator of a string that names a card of `registry` or is in `also`."""
     return AfterValidator(Choice(registry, also))
+
+
+@dataclass(frozen=True)
+class TableChoice(Choice):
+    """A validator: `type` of a table names a card of `registry`, whose facts `required` and `optional` map the other
+    keys to types. Numbers are positive; whole numbers become floats where floats are meant.
+    """
+
+    def __call__(self, table: Any) -> Any:
+        name = table.get("type")
+        if name not in self.registry.cards:
+            message = f"type should be one of {', '.join(self.registry.names())}"
+            raise PydanticCustomError("table", "{message}", {"message": message})
+        facts, values = self.registry[name].facts, dict(table)
+        kinds = facts["required"] | facts["optional"]
+        mistakes = [f"{name} needs {key}" for key in facts["required"] if key not in table]
+        for key, value in table.items():
+            if key in kinds:
+                values[key] = number = float(value) if kinds[key] is float and type(value) is int else value
+                if type(number) is not kinds[key] or not (kinds[key] is bool or 0 < number < math.inf):
+                    mistakes.append(f"{key} should be {_POSITIVE[kinds[key]]}")
+            elif key != "type":
+                mistakes.append(f"{name} has no {key}")
+        if mistakes:
+            raise PydanticCustomError("table", "{message}", {"message": "; ".join(mistakes)})
+        return values
+
+
+_POSITIVE = {float: "a number above 0", int: "a whole number above 0", bool: "true or false"}
 
 
 def single_value(value: bool | int) -> Any:

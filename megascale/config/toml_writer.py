@@ -37,5 +37,7 @@ def config_changes(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
 def _value(value: Any) -> str:
     if isinstance(value, float):
         return repr(value)  # keeps every digit, and the '.' or 'e' that makes it a float
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_value(item)}" for key, item in value.items()) + "}"
     text = json.dumps(value, ensure_ascii=False)  # JSON's strings, booleans, integers and arrays are TOML's
     return text.replace("\x7f", "\\u007f")  # the one character that JSON leaves and TOML escapes

@@ -38,7 +38,7 @@ def from_huggingface(source: Path, output: Path, dtype: torch.dtype | None = Non
     """
     pretrained = PretrainedWeights(source)
     pretrained.check_tensors()
-    config: dict[str, Any] = {"model": pretrained.model.model_dump(mode="json")}
+    config: dict[str, Any] = {"model": pretrained.model.model_dump(mode="json", by_alias=True)}
     with atomic_folder(output) as folder:
         for name in COMPANIONS:
             if (source / name).is_file():

@@ -18,7 +18,7 @@ from megascale.dryrun.resource_counter import BytesByKind, CommCall, CountingRec
 from megascale.layout.chunks import fp8_layers
 from megascale.layout.recompute_policy import recompute_policy
 from megascale.layout.topology import Coord, topology_of
-from megascale.ops.rope import rope_table
+from megascale.ops.rope import layer_rope, rope_table
 from megascale.train.build import Run, build_rank_run
 from megascale.train.step import train_step
 from megascale.train.stop import StopRequest
@@ -103,9 +103,10 @@ def _set_state_kinds(run: Run, counter_mode: ResourceCounterMode) -> None:
 def _install_replay_modules(run: Run, cost_cache: ModuleCostCache) -> None:
     """Replace every module that a stage calls by a `ReplayModule`."""
     m, quantized = run.config.model, fp8_layers(run.config)
-    if m.position == "rope":  # one table for all layers
+    if m.position == "rope":  # one table for all layers with equal angles
         wide = torch.promote_types(run.dtypes[0], torch.float32)
-        rope_table(m.seq_length, m.head_dim, m.rope_theta, wide, run.device.torch_device)
+        for rope in {layer_rope(m, layer) for layer in range(m.num_layers)}:
+            rope_table(m.seq_length, rope, wide, run.device.torch_device)
     anchor = torch.zeros((), requires_grad=True)
 
     def replayed(module: nn.Module, key: Hashable, layer: int = -1, recompute: bool = False) -> ReplayModule:

@@ -24,7 +24,7 @@ class LinearSpec:
 
     `name`: path inside the block, such as 'attention.qkv'. `label`: name in the event log. `parts`: logical parts of
     the weight with their rows, stacked along dimension 0. `fp8`: FP8 may run this GEMM; a router, for example, stays
-    in the compute dtype.
+    in the compute dtype. `bias`: the layer has a bias.
     """
 
     name: str
@@ -32,6 +32,7 @@ class LinearSpec:
     inputs: int
     parts: tuple[tuple[str, int], ...]
     fp8: bool = True
+    bias: bool = False
 
     @property
     def outputs(self) -> int:
@@ -223,7 +224,7 @@ def parallel_block(model: ModelConfig, layer: int) -> BlockSpec:
 def qkv(model: ModelConfig) -> LinearSpec:
     """The q, k and v projections, as a single linear layer."""
     q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    return LinearSpec("attention.qkv", "qkv", model.hidden_size, (("q", q), ("k", kv), ("v", kv)))
+    return LinearSpec("attention.qkv", "qkv", model.hidden_size, (("q", q), ("k", kv), ("v", kv)), bias=model.qkv_bias)
 
 
 def attention(model: ModelConfig, layer: int) -> AttentionSpec:
@@ -233,14 +234,16 @@ def attention(model: ModelConfig, layer: int) -> AttentionSpec:
 
 def out(model: ModelConfig) -> LinearSpec:
     """The output projection of attention, from the heads to the residual stream."""
-    return LinearSpec("attention.out", "out", model.num_heads * model.head_dim, (("out", model.hidden_size),))
+    width = model.num_heads * model.head_dim
+    return LinearSpec("attention.out", "out", width, (("out", model.hidden_size),), bias=model.bias)
 
 
 def up(model: ModelConfig) -> LinearSpec:
     """The up projection of the MLP; with a gated activation, gate and up projection as a single linear layer."""
     if model.gated:
-        return LinearSpec("mlp.gate_up", "up", model.hidden_size, (("gate", model.ffn_size), ("up", model.ffn_size)))
-    return LinearSpec("mlp.up", "up", model.hidden_size, (("up", model.ffn_size),))
+        parts = (("gate", model.ffn_size), ("up", model.ffn_size))
+        return LinearSpec("mlp.gate_up", "up", model.hidden_size, parts, bias=model.bias)
+    return LinearSpec("mlp.up", "up", model.hidden_size, (("up", model.ffn_size),), bias=model.bias)
 
 
 def activation(model: ModelConfig) -> ActivationSpec:
@@ -250,4 +253,4 @@ def activation(model: ModelConfig) -> ActivationSpec:
 
 def down(model: ModelConfig) -> LinearSpec:
     """The down projection of the MLP, to the residual stream."""
-    return LinearSpec("mlp.down", "down", model.ffn_size, (("down", model.hidden_size),))
+    return LinearSpec("mlp.down", "down", model.ffn_size, (("down", model.hidden_size),), bias=model.bias)

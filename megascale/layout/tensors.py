@@ -127,7 +127,7 @@ def _linear(name: str, model: ModelConfig, linear: LinearSpec, dimension: int) -
     parts = [(f"{prefix}.{part}", rows) for part, rows in linear.parts]
     weights = [TensorSpec(f"{part}.weight", (rows, linear.inputs), sharding, std=std) for part, rows in parts]
     params = [matrix_param(f"{name}.weight", *weights, fp8=linear.fp8)]
-    if model.bias:
+    if linear.bias:
         sharding = sharding if dimension == 0 else {}
         biases = [TensorSpec(f"{part}.bias", (rows,), sharding, init="zeros") for part, rows in parts]
         params.append(vector_param(f"{name}.bias", *biases))

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megascale.core.label import Label
 from megascale.model.modules import LayerContext, Linear
-from megascale.ops.rope import rope_table
+from megascale.ops.rope import layer_rope, rope_table
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.recompute import Recomputation, recompute_in_backward
 from megascale.parallel.tensor import column_parallel_linear, row_parallel_linear
@@ -53,7 +53,7 @@ class Attention(nn.Module):
         angles = None
         if model.position == "rope":
             wide = torch.promote_types(qkv.dtype, torch.float32)
-            angles = rope_table(s, model.head_dim, model.rope_theta, wide, qkv.device)
+            angles = rope_table(s, layer_rope(model, self._index), wide, qkv.device)
         first = self._axis.index * self._heads
         keep = batch.dropout.attention_keep_mask(self._place, range(first, first + self._heads), s)
         return self._rope_and_attend(qkv, angles, keep)

@@ -1,6 +1,6 @@
 """Core attention on one device, causal, with an optional sliding window (Beltagy et al. 2020; MegaScale 3.1):
 
-    softmax(q k^T / sqrt(d) + mask) v        with a window w, query i attends to the w keys j, i - w < j <= i
+    softmax(scale q k^T + mask) v        with a window w, query i attends to the w keys j, i - w < j <= i
 
 `TorchAttention`, `causal_attention`, `sliding_attention`, `visible`: torch's implementation. The rest tells which
 kernels suit a GPU: `half_precision_unsupported`, `not_by_default`, `kernel_outdated`, `surpassed`.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ class TorchAttention(OpBackend):
     """torch's fused kernels, blockwise for a sliding window; with dropout, unfused with all scores in memory."""
 
     def build(self, context: OpContext) -> Attend:
-        return causal_attention
+        return partial(causal_attention, scale=context.model.attention_scale)
 
 
 def half_precision_unsupported(context: OpContext) -> str | None:
@@ -61,22 +62,29 @@ def surpassed(kernel: str, capability: tuple[int, int]) -> bool:
 
 
 def causal_attention(
-    q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, window: int | None, keep: Tensor | None, dropout: float
+    q_bhsd: Tensor,
+    k_bhsd: Tensor,
+    v_bhsd: Tensor,
+    window: int | None,
+    keep: Tensor | None,
+    dropout: float,
+    scale: float | None = None,
 ) -> Tensor:
     """Compute causal attention for q [b, heads, s, d] and k, v [b, kv heads, s, d]; result as q.
 
     `keep`, bool [b, heads, s, s]: the attention weights surviving dropout. All weights are then computed in memory,
     since the dropout mask of a fused kernel would depend on the layout. Without `keep` torch's fused kernel runs.
+    `scale`: of the scores, by default 1 / sqrt(d).
     """
     s = q_bhsd.shape[2]
     if keep is None:
         if window is not None and window < s:
-            return sliding_attention(q_bhsd, k_bhsd, v_bhsd, window)
+            return sliding_attention(q_bhsd, k_bhsd, v_bhsd, window, scale=scale)
         shared = k_bhsd.shape[1] != q_bhsd.shape[1]
-        return F.scaled_dot_product_attention(q_bhsd, k_bhsd, v_bhsd, is_causal=True, enable_gqa=shared)
+        return F.scaled_dot_product_attention(q_bhsd, k_bhsd, v_bhsd, is_causal=True, scale=scale, enable_gqa=shared)
     groups = q_bhsd.shape[1] // k_bhsd.shape[1]
     k_bhsd, v_bhsd = (t.repeat_interleave(groups, 1) for t in (k_bhsd, v_bhsd))
-    scores = (q_bhsd @ k_bhsd.mT) / math.sqrt(q_bhsd.shape[-1])
+    scores = (q_bhsd @ k_bhsd.mT) * (q_bhsd.shape[-1] ** -0.5 if scale is None else scale)
     positions = torch.arange(s, device=scores.device)
     mask = visible(positions, positions, window or s)
     weights = scores.masked_fill(~mask, -math.inf).softmax(-1)
@@ -89,7 +97,9 @@ def visible(queries: Tensor, keys: Tensor, window: int) -> Tensor:
     return (past >= 0) & (past < window)
 
 
-def sliding_attention(q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, window: int, block: int = QUERY_BLOCK) -> Tensor:
+def sliding_attention(
+    q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, window: int, block: int = QUERY_BLOCK, scale: float | None = None
+) -> Tensor:
     """Compute sliding-window attention, `block` queries at a time against at most window + block - 1 keys.
 
     Memory is O(s (window + block)) in forward and backward, for every kernel of torch.
@@ -106,7 +116,7 @@ def sliding_attention(q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, window: in
         rows, columns = q.shape[2], k.shape[2]
         last = window - 1 + rows
         mask = full_mask[:rows, last - columns : last]
-        outputs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=shared))
+        outputs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=shared))
     return torch.cat(outputs, 2)
 
 

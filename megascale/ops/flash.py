@@ -29,7 +29,7 @@ class FlashAttention:
             from flash_attn import flash_attn_func
         else:
             from flash_attn_interface import flash_attn_func
-        return flash(flash_attn_func)
+        return flash(flash_attn_func, context.model.attention_scale)
 
 
 def _library(context: OpContext) -> Library:
@@ -42,7 +42,7 @@ def _library(context: OpContext) -> Library:
     return FLASH3 if supported and FLASH3.missing_reason() is None else FLASH
 
 
-def flash(flash_attn_func: Callable[..., Any]) -> Attend:
+def flash(flash_attn_func: Callable[..., Any], scale: float | None = None) -> Attend:
     """Wrap either version's `flash_attn_func`: q [b, s, heads, d], k and v [b, s, kv heads, d]."""
 
     def attend(
@@ -53,6 +53,7 @@ def flash(flash_attn_func: Callable[..., Any]) -> Attend:
             q,
             k,
             v,
+            softmax_scale=scale,
             causal=True,
             window_size=(-1, -1) if window is None else (window - 1, 0),  # keys to the left and right of a query's own
             deterministic=torch.are_deterministic_algorithms_enabled(),

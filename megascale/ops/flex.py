@@ -30,10 +30,10 @@ class FlexAttention:
         return TRITON.missing_reason() or not_by_default(context, newer=False)
 
     def build(self, context: OpContext) -> Attend:
-        return flex(compiled.compile_function(flex_attention))
+        return flex(compiled.compile_function(flex_attention), context.model.attention_scale)
 
 
-def flex(attention: Callable[..., Any]) -> Attend:
+def flex(attention: Callable[..., Any], scale: float | None = None) -> Attend:
     """Wrap `flex_attention`, compiled or not."""
 
     def attend(
@@ -41,10 +41,10 @@ def flex(attention: Callable[..., Any]) -> Attend:
     ) -> Tensor:
         s = q_bhsd.shape[2]
         if window is None or window >= s:
-            return causal_attention(q_bhsd, k_bhsd, v_bhsd, None, keep, dropout)
+            return causal_attention(q_bhsd, k_bhsd, v_bhsd, None, keep, dropout, scale)
         mask = block_mask(s, window, q_bhsd.device)
         shared = k_bhsd.shape[1] != q_bhsd.shape[1]
-        return attention(q_bhsd, k_bhsd, v_bhsd, block_mask=mask, enable_gqa=shared)
+        return attention(q_bhsd, k_bhsd, v_bhsd, block_mask=mask, scale=scale, enable_gqa=shared)
 
     return attend
 

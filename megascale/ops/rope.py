@@ -1,35 +1,60 @@
 """Rotary position embedding (Su et al. 2021), non-interleaved. At position p, elements i and i + d/2 of a head:
 
 x1' = x1 cos a - x2 sin a    x2' = x2 cos a + x1 sin a    a = p theta^(-2 i / d)    backward: the angle -a
+
+d is the head size, or less: the rest of the head is left alone. `Rope`, `layer_rope`, `rope_table`: a layer's angles,
+with scaled frequencies (`ops.rope_scaling`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megascale.config.model import ModelConfig
 from megascale.ops import compiled
+from megascale.ops.rope_scaling import scaled_frequencies
 from megascale.ops.select import NotByDefault, OpBackend, OpContext
 
 Rotate = Callable[[Tensor, int, Tensor, Tensor], Tensor]
 """Arguments: heads [s, b, n, d]; `turned`, the number of leading heads (queries and keys) to rotate, values being left
-alone; cos and sin [s, 1, 1, d / 2], whose dtype is the dtype of computation.
+alone; cos and sin [s, 1, 1, d / 2] for the first d elements of a head, whose dtype is the dtype of computation.
 """
 
 Turn = Callable[[Tensor, int, Tensor, Tensor, float], Tensor]
-"""`Rotate` by `sign` times the angles. The opposite sign gives the inverse, which is also the transpose."""
+"""`Rotate` by `sign` times the angles. The opposite sign gives the transpose."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The rotation of a layer. `d`: rotated elements of a head; `theta`: base of the frequencies; `scaling`: keys and
+    values of `model.rope_scaling`.
+    """
+
+    d: int
+    theta: float
+    scaling: tuple[tuple[str, Any], ...] = ()
+
+
+def layer_rope(model: ModelConfig, layer: int) -> Rope:
+    """Return the rotation of layer number `layer`."""
+    if model.local_rope_theta is not None and model.is_local(layer):
+        return Rope(model.rotary_dim, model.local_rope_theta)
+    scaling = {"original_seq_length": model.seq_length} | model.rope_scaling if model.rope_scaling else {}
+    return Rope(model.rotary_dim, model.rope_theta, tuple(scaling.items()))
 
 
 @lru_cache(maxsize=8)
-def rope_table(s: int, head_dim: int, theta: float, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return cos and sin [s, 1, 1, head_dim / 2] of position * theta^(-2 i / head_dim), computed in fp64."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-    angles = torch.outer(torch.arange(s, dtype=torch.float64), theta**-exponents)[:, None, None, :]
-    return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+def rope_table(s: int, rope: Rope, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return cos and sin [s, 1, 1, d / 2] of position * frequency, computed in fp64."""
+    frequencies, factor = scaled_frequencies(rope.d, rope.theta, s, dict(rope.scaling))
+    angles = torch.outer(torch.arange(s, dtype=torch.float64), frequencies)[:, None, None, :]
+    return (factor * angles.cos()).to(device, dtype), (factor * angles.sin()).to(device, dtype)
 
 
 class TorchRope(OpBackend):
@@ -62,7 +87,7 @@ def _rotate(turn: Turn, qkv_sbnd: Tensor, turned: int, cos: Tensor, sin: Tensor)
 
 
 class _RotateHeads(torch.autograd.Function):
-    """Rotation with the inverse rotation as backward; only cos and sin are saved."""
+    """Rotation with the transposed rotation as backward; only cos and sin are saved."""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, turned: int, cos: Tensor, sin: Tensor, turn: Turn) -> Tensor:
@@ -79,19 +104,28 @@ class _RotateHeads(torch.autograd.Function):
 def _turn(x: Tensor, turned: int, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     """Implement `Turn` with torch's operators."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    first, second = x[:, :, :turned].to(cos.dtype).chunk(2, -1)
-    target = out[:, :, :turned] if x.dtype == cos.dtype else torch.empty_like(x[:, :, :turned], dtype=cos.dtype)
+    d = 2 * cos.shape[-1]
+    source, result = x[:, :, :turned, :d], out[:, :, :turned, :d]
+    first, second = source.to(cos.dtype).chunk(2, -1)
+    target = result if x.dtype == cos.dtype else torch.empty_like(source, dtype=cos.dtype)
     target_first, target_second = target.chunk(2, -1)
     torch.mul(first, cos, out=target_first).addcmul_(second, sin, value=-sign)
     torch.mul(second, cos, out=target_second).addcmul_(first, sin, value=sign)
     if x.dtype != cos.dtype:
-        out[:, :, :turned] = target
+        result.copy_(target)
     out[:, :, turned:] = x[:, :, turned:]
+    if d < x.shape[-1]:
+        out[:, :, :turned, d:] = x[:, :, :turned, d:]
     return out
 
 
 def rotation(x: Tensor, turned: int, cos: Tensor, sin: Tensor, sign: float = 1.0) -> Tensor:
-    """Implement `Turn` without concatenation: torch.compile fuses the formula to a single loop over the result."""
+    """Implement `Turn`, for whole heads without concatenation: torch.compile fuses the formula to a single loop over
+    the result.
+    """
+    d = 2 * cos.shape[-1]
+    if d < x.shape[-1]:
+        return torch.cat([rotation(x[..., :d], turned, cos, sin, sign), x[..., d:]], -1)
     halves = x.unflatten(-1, (2, -1)).to(cos.dtype)
     signs = torch.arange(-1, 2, 2, device=x.device).view(2, 1) * sign  # - sin for the first half, + sin for the second
     rotated = halves * cos.unsqueeze(-2) + halves.flip(-2) * (sin.unsqueeze(-2) * signs)

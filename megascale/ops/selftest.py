@@ -20,7 +20,7 @@ from megascale.config.train import OptimizerConfig
 from megascale.ops.cross_entropy import Targets, no_reduce
 from megascale.ops.fp8 import Fp8Format, Quantized, ScaleGranularity, amax_to_scale, cast_to_fp8
 from megascale.ops.optimizer import Segment
-from megascale.ops.rope import rope_table
+from megascale.ops.rope import layer_rope, rope_table
 from megascale.ops.select import BackendError, NotByDefault, OpContext, select_backend, unsupported_reason
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2}
@@ -188,7 +188,7 @@ def _heads(context: OpContext) -> list[Tensor]:
 def _rotated(rotate: Any, context: OpContext, leaves: list[Tensor]) -> Tensor:
     (heads,), m = leaves, context.model
     wide = torch.promote_types(heads.dtype, torch.float32)
-    table = rope_table(TOKENS, m.head_dim, m.rope_theta, wide, heads.device)
+    table = rope_table(TOKENS, layer_rope(m, 0), wide, heads.device)
     return rotate(heads, (m.num_heads + m.num_kv_heads) // context.tp, *table)
 
 

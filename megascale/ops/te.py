@@ -52,6 +52,11 @@ class TERope:
     """FusedRoPEFunc on queries and keys, followed by a concatenation with the values."""
 
     def unsupported_reason(self, context: OpContext) -> str | None:
+        model = context.model
+        if model.rotary_dim < model.head_dim:
+            return "rotates whole heads"
+        if model.rope_scaling and model.rope_scaling["type"] == "yarn":
+            return "rotates without a factor of q and k"
         return ROPE.unsupported_reason(context)
 
     def build(self, context: OpContext) -> Rotate:

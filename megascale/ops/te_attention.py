@@ -28,6 +28,7 @@ class TEAttention:
             model.num_heads // tp,
             model.head_dim,
             num_gqa_groups=model.num_kv_heads // tp,
+            softmax_scale=model.attention_scale,
             attention_dropout=0.0,
             qkv_format="sbhd",
             attn_mask_type="causal",

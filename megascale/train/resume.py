@@ -56,7 +56,7 @@ def _load_initial_weights(run: Run, open_weights: OpenWeights) -> list[str]:
     weights = open_weights(Path(source.removeprefix(HF_PREFIX)))
     if run.mesh.rank == 0:
         weights.check_tensors()
-    model = weights.model.model_dump(mode="json", exclude={"preset"})
+    model = weights.model.model_dump(mode="json", by_alias=True, exclude={"preset"})
     changes = run.checkpoints.load_weights(str(weights.folder), model, weights.read_tensor)
     _copy_masters_and_gather(run)
     return [f"begins with the weights of {weights.folder}", *(f"differs from the weights: {text}" for text in changes)]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megascale.catalog.presets import PRESETS
 from megascale.cli.main import main
 from megascale.config.loading import load_config
+from megascale.config.model import ModelConfig
 from megascale.core.errors import ConfigError
 
 GOOD = """\
@@ -51,6 +52,8 @@ def problems(text: str, *overrides: str, world: int | None = None) -> list[str]:
     return lines[:-1]
 
 
+SCALING = f"rope_scaling: {ModelConfig.model_fields['rope_scaling'].description}"
+
 # a text of GOOD, its replacement, and the expected line (or its start)
 MISTAKES: list[tuple[str, str, str]] = [
     ("num_layers = 4", "num_layer = 4\nnum_layers = 4", "run.toml:3  model.num_layer: there is no key 'num_layer' in [model]  -> did you mean 'num_layers'?"),
@@ -68,6 +71,12 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("num_heads = 4", 'num_heads = 4\nactivation = "gellu"', "run.toml:6  model.activation: 'gellu' is not one of gelu, gelu_tanh, swiglu  -> did you mean 'gelu'?"),
     ("num_heads = 4", 'num_heads = 4\nactivation = ["gelu"]', "run.toml:6  model.activation: ['gelu']: should be a valid string  -> activation: activation function of the MLP"),
     ("num_heads = 4", 'num_heads = 4\nposition = "alibi"', "run.toml:6  model.position: 'alibi': should be 'learned' or 'rope'  -> position: learned position vectors, or rotary embeddings"),
+    ("num_heads = 4", 'num_heads = 4\nrope_scaling = {type = "ntk", factor = 2.0}', f"run.toml:6  model.rope_scaling: {{'type': 'ntk', 'factor': 2.0}}: type should be one of linear, dynamic, llama3, yarn  -> {SCALING}"),
+    ("num_heads = 4", 'num_heads = 4\nrope_scaling = {factor = 2.0}', f"run.toml:6  model.rope_scaling: {{'factor': 2.0}}: type should be one of linear, dynamic, llama3, yarn  -> {SCALING}"),
+    ("num_heads = 4", 'num_heads = 4\nrope_scaling = {type = "linear", factr = 2.0}', f"run.toml:6  model.rope_scaling: {{'type': 'linear', 'factr': 2.0}}: linear needs factor; linear has no factr  -> {SCALING}"),
+    ("num_heads = 4", 'num_heads = 4\nrope_scaling = {type = "yarn", factor = -1, original_seq_length = 0.5, truncate = 1}', f"run.toml:6  model.rope_scaling: {{'type': 'yarn', 'factor': -1, 'original_seq_length': 0.5, 'truncate': 1}}: factor should be a number above 0; original_seq_length should be a whole number above 0; truncate should be true or false  -> {SCALING}"),
+    ("num_heads = 4", 'num_heads = 4\nrope_scaling = "yarn"', f"run.toml:6  model.rope_scaling: 'yarn': should be a valid dictionary  -> {SCALING}"),
+    ("num_heads = 4", "num_heads = 4\nhead_dim = 0", "run.toml:6  model.head_dim: 0: should be greater than 0  -> head_dim: elements of a head; default hidden_size / num_heads"),
     ("num_heads = 4", "num_heads = 4\nwindow = -1", "run.toml:6  model.window: -1: should be greater than or equal to 0, or should be a valid list  -> window: sliding-window attention: number of keys per query, counting the query's own position; a list repeats over the layers; 0: full causal attention"),
     ("num_heads = 4", "num_heads = 4\nwindow = true", "run.toml:6  model.window: true: should be a valid integer, or should be a valid list  -> window: sliding-window attention: number of keys per query, counting the query's own position; a list repeats over the layers; 0: full causal attention"),
     ("num_heads = 4", "num_heads = 4\nwindow = 1.5", "run.toml:6  model.window: 1.5: should be a valid integer, or should be a valid list  -> window: sliding-window attention: number of keys per query, counting the query's own position; a list repeats over the layers; 0: full causal attention"),
@@ -170,7 +179,7 @@ def test_mistakes_of_several_files_are_reported_at_once(folder: Path) -> None:
         "run.toml:8  train.precision: 'bf61' is not one of fp32, bf16, fp8, fp64  -> did you mean 'bf16'?",
         "run.toml:14  checkpoint.evry: there is no key 'evry' in [checkpoint]  -> did you mean 'every'?",
         # findings of the rules in valid keys
-        "base.toml:4  model.num_heads: hidden_size 32 is not divisible by 5 heads  -> one of 1, 2, 4, 8, 16, 32",
+        "base.toml:4  model.num_heads: hidden_size 32 is not divisible by 5 heads  -> one of 1, 2, 4, 8, 16, 32, or a head_dim",
         "command line  model.num_kv_heads: 5 heads cannot share 2 key-value heads  -> one of 1, 5",
         "base.toml:13  parallel.tp: 5 heads cannot be split over tp = 4  -> tp in 1",
         "base.toml:7  model.seq_length: with sp a sequence of 18 cannot be split over tp = 4  -> seq_length a multiple of 4, or sp = false",
@@ -213,7 +222,7 @@ def test_mistakes_in_overrides_are_reported_at_once() -> None:
 def test_an_override_of_a_table_is_the_location_of_its_keys() -> None:
     lines = problems(GOOD, "model={num_layers=4, hidden_size=32, num_heads=3, vocab_size=8, seq_length=4}")
     assert lines == [
-        "command line  model.num_heads: hidden_size 32 is not divisible by 3 heads  -> one of 1, 2, 4, 8, 16, 32"
+        "command line  model.num_heads: hidden_size 32 is not divisible by 3 heads  -> one of 1, 2, 4, 8, 16, 32, or a head_dim"
     ]
 
 
@@ -312,7 +321,7 @@ def test_the_command_prints_the_problems_and_exits_with_status_2(capsys: pytest.
         out, err = capsys.readouterr()
         assert out == ""
         assert err == (
-            "command line  model.num_heads: hidden_size 32 is not divisible by 3 heads  -> one of 1, 2, 4, 8, 16, 32\n"
+            "command line  model.num_heads: hidden_size 32 is not divisible by 3 heads  -> one of 1, 2, 4, 8, 16, 32, or a head_dim\n"
             "good.toml:9  batch.global: 8 is not divisible by micro x dp = 3 x 1  -> 6 or 9\n"
             "2 problems; nothing was launched\n"
         )

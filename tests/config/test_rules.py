@@ -31,7 +31,58 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"launch.start_timeout_s": "60.0 s is no more than checkpoint.retry_timeout_s = 60.0"},
     ),
     ("nccl_ctas", {"nccl__dp_ctas": [4, 2]}, {"nccl.dp_ctas": "at least 4 and at most 2"}),
-    ("heads", {"model__num_heads": 32, "model__position": "rope"}, {"model.num_heads": "an even head size, not 1"}),
+    (
+        "rope",
+        {"model__num_heads": 32, "model__position": "rope"},
+        {"model.num_heads": "an even number of elements of a head, at least 2, not 1 of 1"},
+    ),
+    ("rope", {"model__position": "rope", "model__rotary_fraction": 0.4}, {"model.rotary_fraction": "not 3 of 8"}),
+    (
+        "rope",
+        {
+            "model__position": "rope",
+            "model__head_dim": 2,
+            "model__rope_scaling": {"type": "dynamic", "factor": 2.0},
+        },
+        {"model.num_heads": "at least 4, not 2 of 2"},
+    ),
+    (
+        "rope",
+        {
+            "model__position": "rope",
+            "model__rope_scaling": {
+                "type": "llama3",
+                "factor": 2,
+                "low_freq_factor": 4,
+                "high_freq_factor": 4,
+                "original_seq_length": 8,
+            },
+        },
+        {"model.rope_scaling": "high_freq_factor is not above low_freq_factor"},
+    ),
+    (
+        "rope",
+        {
+            "model__position": "rope",
+            "model__rope_theta": 1.0,
+            "model__rope_scaling": {"type": "yarn", "factor": 2, "original_seq_length": 8},
+        },
+        {"model.rope_theta": "yarn divides by its logarithm"},
+    ),
+    (
+        "rope",
+        {"model__position": "rope", "model__local_rope_theta": 10.0},
+        {"model.local_rope_theta": "is for layers with a window, and there is none"},
+    ),
+    (
+        "rope",
+        {"model__local_rope_theta": 10.0, "model__rope_scaling": {"type": "linear", "factor": 2}},
+        {
+            "model.rope_scaling": "has no effect with position = learned",
+            "model.local_rope_theta": "has no effect with position = learned",
+        },
+    ),
+    ("rope", {"model__rotary_fraction": 0.5}, {"model.rotary_fraction": "has no effect with position = learned"}),
     ("heads", {"model__num_kv_heads": 3}, {"model.num_kv_heads": "4 heads cannot share 3"}),
     ("window", {"model__window": [4, 0, 4, 0, 4]}, {"model.window": "5 numbers for 4 layers"}),
     ("tensor_parallel", {"parallel__tp": 8}, {"parallel.tp": "4 heads cannot be split over tp = 8"}),

@@ -148,3 +148,25 @@ def test_changes_that_affect_the_loss_are_listed(folder: Path) -> None:
     assert config_changes(saved.model_dump(by_alias=True, mode="json"), current) == [
         'fp8.recipe "delayed" -> "tensorwise"', "fp8.history 16 -> 4", "fp8.bf16_first 0 -> 1",
     ]  # fmt: skip
+
+
+def test_tables_and_unset_keys_survive(folder: Path) -> None:
+    model = FAMILIES["llama"] | {"head_dim": 16, "qkv_bias": True, "softmax_scale": 0.1}
+    model["rope_scaling"] = {"type": "yarn", "factor": 4, "original_seq_length": 8, "truncate": False}
+    config = config_of(settings(model, folder), folder)
+    path = folder / "resolved.toml"
+    path.write_text(to_toml(config))
+    assert "head_dim = 16" in path.read_text() and "{type = " in path.read_text()
+    assert load_config(str(path)) == config
+    assert config.model.rope_scaling == model["rope_scaling"]
+    plain = load_config(str(path), ["model.head_dim=auto", "model.qkv_bias=auto", "model.rope_scaling=auto"]).model
+    assert (plain.head_dim, plain.qkv_bias, plain.rope_scaling) == (8, False, None)
+
+
+@pytest.mark.parametrize(("key", "default"), [("head_dim", 8), ("qkv_bias", False)])
+def test_keys_equal_to_their_derived_default_are_unset(key: str, default: Any, folder: Path) -> None:
+    models = [
+        load_config(str(_write(folder, settings(FAMILIES["llama"] | more, folder)))).model
+        for more in ({}, {key: default})
+    ]
+    assert models[0] == models[1] and getattr(models[1], key) == default

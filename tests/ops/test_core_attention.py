@@ -20,8 +20,11 @@ from megascale.ops.core_attention import causal_attention, sliding_attention
 B, S, D = 2, 7, 8
 
 
-def formula(q: Tensor, k: Tensor, v: Tensor, window: int | None, keep: Tensor | None, dropout: float) -> Tensor:
+def formula(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, keep: Tensor | None, dropout: float, scale: float | None = None
+) -> Tensor:
     """Compute attention query by query: a softmax over the keys of the window, then dropout."""
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     b, heads, s, d = q.shape
     group = heads // k.shape[1]
     rows = []
@@ -30,7 +33,7 @@ def formula(q: Tensor, k: Tensor, v: Tensor, window: int | None, keep: Tensor | 
             for i in range(s):
                 seen = slice(0 if window is None else max(0, i - window + 1), i + 1)
                 keys, values = k[sample, head // group, seen], v[sample, head // group, seen]
-                weights = torch.softmax(keys @ q[sample, head, i] / math.sqrt(d), 0)
+                weights = torch.softmax(keys @ q[sample, head, i] * scale, 0)
                 if keep is not None:
                     weights = weights * keep[sample, head, i, seen] / (1 - dropout)
                 rows.append(weights @ values)
@@ -65,11 +68,14 @@ windows = pytest.mark.parametrize("window", [None, 1, 3, 6, 7, 8])
 @heads
 @windows
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
-def test_fp64_equals_the_formula(heads: int, kv_heads: int, window: int | None, dropout: float) -> None:
+@pytest.mark.parametrize("scale", [None, 0.2])
+def test_fp64_equals_the_formula(
+    heads: int, kv_heads: int, window: int | None, dropout: float, scale: float | None
+) -> None:
     given = qkv(heads, kv_heads)
     keep = mask(heads, dropout) if dropout else None
-    ours = with_gradients(causal_attention(*given, window, keep, dropout), given)
-    assert_close(ours, with_gradients(formula(*given, window, keep, dropout), given))
+    ours = with_gradients(causal_attention(*given, window, keep, dropout, scale), given)
+    assert_close(ours, with_gradients(formula(*given, window, keep, dropout, scale), given))
 
 
 @given(

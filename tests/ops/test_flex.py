@@ -62,8 +62,10 @@ def test_block_masks_equal_those_of_create_block_mask(window: int) -> None:
 @pytest.mark.parametrize("window", [1, 100, 2 * BLOCK, None, 1000])
 def test_attention_equals_torchs(heads: int, kv_heads: int, window: int | None) -> None:
     given = qkv(3 * BLOCK + 5, heads, kv_heads, torch.float64)
-    expected = causal_attention(*given, window, None, 0.0)
-    torch.testing.assert_close(flex(flex_attention)(*given, window, None, 0.0), expected, rtol=1e-12, atol=1e-12)
+    for scale in (None, 0.1):
+        expected = causal_attention(*given, window, None, 0.0, scale)
+        ours = flex(flex_attention, scale)(*given, window, None, 0.0)
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from megascale.config.backends import BackendsConfig
 from megascale.config.model import ModelConfig
 from megascale.core.errors import MegascaleError
 from megascale.device import Device, detect_device
-from megascale.ops.core_attention import causal_attention, surpassed
+from megascale.ops.core_attention import Attend, causal_attention, surpassed
 from megascale.ops.flash import flash
 from megascale.ops.library import Library
 from megascale.ops.select import NotByDefault, OpContext, build_op, select_backend, unsupported_reason
@@ -28,8 +28,9 @@ from tests.runs import LLAMA
 H100 = Device(torch.device("cuda", 0), "nccl")
 
 
-def banded(q: Tensor, k: Tensor, v: Tensor, before: int, after: int) -> Tensor:
+def banded(q: Tensor, k: Tensor, v: Tensor, before: int, after: int, scale: float | None) -> Tensor:
     """Attend to keys from `before` to `after` a query's own, -1 for all; tensors [b, heads, s, d]."""
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     groups, s = q.shape[1] // k.shape[1], q.shape[2]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     ahead = torch.arange(s) - torch.arange(s)[:, None]
@@ -38,7 +39,7 @@ def banded(q: Tensor, k: Tensor, v: Tensor, before: int, after: int) -> Tensor:
         hidden |= ahead < -before
     if after >= 0:
         hidden |= ahead > after
-    return (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(hidden, -math.inf).softmax(-1) @ v
+    return (q @ k.mT * scale).masked_fill(hidden, -math.inf).softmax(-1) @ v
 
 
 def flash_attn_2(
@@ -55,8 +56,8 @@ def flash_attn_2(
     return_attn_probs: bool = False,
 ) -> Tensor:
     before, after = window_size
-    assert dropout_p == softcap == 0 and softmax_scale is None
-    out = banded(*(t.transpose(1, 2) for t in (q, k, v)), before, 0 if causal else after)
+    assert dropout_p == softcap == 0
+    out = banded(*(t.transpose(1, 2) for t in (q, k, v)), before, 0 if causal else after, softmax_scale)
     return out.transpose(1, 2).contiguous()
 
 
@@ -97,9 +98,11 @@ class DotProductAttention:
         attention_dropout: float = 0.0,
         qkv_format: str = "sbhd",
         attn_mask_type: str = "causal",
+        softmax_scale: float | None = None,
     ) -> None:
         assert (attention_dropout, qkv_format, attn_mask_type) == (0.0, "sbhd", "causal")
         self.heads, self.head_dim, self.groups = num_attention_heads, kv_channels, num_gqa_groups
+        self.scale = softmax_scale
 
     def __call__(
         self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, *, window_size: tuple[int, int]
@@ -107,25 +110,28 @@ class DotProductAttention:
         assert query_layer.shape[2:] == (self.heads, self.head_dim) and key_layer.shape[2] == self.groups
         assert window_size[0] >= -1 and window_size[1] == 0, "a causal mask has no keys to the right"
         given = (t.permute(1, 2, 0, 3) for t in (query_layer, key_layer, value_layer))
-        return banded(*given, *window_size).permute(2, 0, 1, 3).flatten(2)
+        return banded(*given, *window_size, self.scale).permute(2, 0, 1, 3).flatten(2)
 
 
-FUNCTIONS = {
-    "flash-attn 2": flash(flash_attn_2),
-    "flash-attn 3": flash(flash_attn_3),
-    "flash-attn 3 beta": flash(flash_attn_3_beta),
-    "Transformer Engine": te_attend(DotProductAttention(4, 8, num_gqa_groups=2)),
+FUNCTIONS: dict[str, Callable[[float | None], Attend]] = {
+    "flash-attn 2": lambda scale: flash(flash_attn_2, scale),
+    "flash-attn 3": lambda scale: flash(flash_attn_3, scale),
+    "flash-attn 3 beta": lambda scale: flash(flash_attn_3_beta, scale),
+    "Transformer Engine": lambda scale: te_attend(DotProductAttention(4, 8, num_gqa_groups=2, softmax_scale=scale)),
 }
 
 
-@pytest.mark.parametrize("attend", FUNCTIONS.values(), ids=list(FUNCTIONS))
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=list(FUNCTIONS))
 @pytest.mark.parametrize("window", [None, 1, 3, 7])
-def test_attention_equals_torchs(attend: Callable[..., Tensor], window: int | None) -> None:
+@pytest.mark.parametrize("scale", [None, 0.2])
+def test_attention_equals_torchs(
+    function: Callable[[float | None], Attend], window: int | None, scale: float | None
+) -> None:
     generator = torch.Generator().manual_seed(0)
     heads = torch.randn(7, 2, 8, 8, generator=generator, dtype=torch.float64)  # [s, b, heads of q, k and v, d]
     given = heads.permute(1, 2, 0, 3).split([4, 2, 2], 1)
-    expected = causal_attention(*given, window, None, 0.0)
-    torch.testing.assert_close(attend(*given, window, None, 0.0), expected, rtol=1e-12, atol=1e-12)
+    expected = causal_attention(*given, window, None, 0.0, scale)
+    torch.testing.assert_close(function(scale)(*given, window, None, 0.0), expected, rtol=1e-12, atol=1e-12)
 
 
 def setting(

@@ -24,7 +24,7 @@ from megascale.parallel.fp8_linear import Fp8State
 from megascale.parallel.optimizer_shard import OptimizerShard
 
 MODEL_KEYS = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "vocab_size", "norm", "activation",
-            "position", "bias", "tie_embeddings", "block")  # fmt: skip
+            "position", "bias", "qkv_bias", "tie_embeddings", "block", "head_dim")  # fmt: skip
 """Keys of `[model]` that must be equal in a checkpoint and in the run that loads it."""
 
 
@@ -34,7 +34,7 @@ class StateLoader:
     def __init__(
         self, model: ModelConfig, shards: Sequence[OptimizerShard], fp8_state: Fp8State, mesh: Mesh, device: Device
     ) -> None:
-        self._model = model.model_dump()
+        self._model = {key: getattr(model, key) for key in MODEL_KEYS}
         self._shards = shards
         self._fp8_state = fp8_state
         self._mesh = mesh
@@ -78,10 +78,13 @@ class StateLoader:
 
         Raises: CheckpointError with the keys that differ
         """
+        there = {key: saved.get(key) for key in MODEL_KEYS}
+        if there["head_dim"] is None and there["hidden_size"] and there["num_heads"]:
+            there["head_dim"] = there["hidden_size"] // there["num_heads"]
+        if there["qkv_bias"] is None:
+            there["qkv_bias"] = there["bias"]
         different = [
-            f"{key} {saved.get(key)} there, {self._model[key]} here"
-            for key in MODEL_KEYS
-            if saved.get(key) != self._model[key]
+            f"{key} {there[key]} there, {here} here" for key, here in self._model.items() if there[key] != here
         ]
         if different:
             what = f"{path} is of another model: {'; '.join(different)}"
