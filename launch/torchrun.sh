@@ -13,6 +13,7 @@ in the environment:
   MASTER_PORT  a free TCP port there (29500)
   NPROC        processes on this host (its GPUs; without a GPU, this host's part of those that the layout needs)
   PYTHON       the Python that has megascale (.venv/bin/python beside launch/, else python3)
+  MEGASCALE_JOB_SECRET  with several hosts that share no folder: 32 characters or more, the same on each (docs/security.md)
 USAGE
     exit 2
 fi
@@ -42,7 +43,11 @@ threads=$(($(nproc) / NPROC))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))} # torchrun's own default is 1
 
 if [ "$NNODES" -eq 1 ]; then
-    hosts=(--standalone)
+    # Not --standalone, whose rendezvous unpickles what any user of this host may write into its store.
+    port=$("$PYTHON" -c 'import socket; print(socket.create_server(("127.0.0.1", 0)).getsockname()[1])')
+    hosts=(--nnodes 1 --rdzv-backend static --master-addr 127.0.0.1 --master-port "$port")
+    MEGASCALE_JOB_SECRET=${MEGASCALE_JOB_SECRET:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
+    export MEGASCALE_JOB_SECRET
     export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} # nothing of a job on one host is open to the network
 else
     hosts=(--nnodes "$NNODES" --node-rank "${NODE_RANK:-0}"

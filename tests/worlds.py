@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from megascale.core.rank import Rank
+from megascale.core.secret import SECRET_VARIABLE, new_secret
 
 _PRELOAD = [
     "numpy.random",
@@ -47,10 +48,11 @@ def run_world(world: int, function: Callable[..., Any], *arguments: Any, gpu: bo
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     pipes, processes = [], []
+    secret = new_secret()
     for rank in range(world):
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(
-            target=_rank_main, args=(rank, world, port, theirs, function, arguments, gpu), daemon=True
+            target=_rank_main, args=(rank, world, port, secret, theirs, function, arguments, gpu), daemon=True
         )
         process.start()
         theirs.close()
@@ -85,10 +87,11 @@ def _collect(pipes: list[Connection]) -> list[Any]:
 
 
 def _rank_main(
-    rank: int, world: int, port: int, pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...],
-    gpu: bool,
+    rank: int, world: int, port: int, secret: str, pipe: Connection, function: Callable[..., Any],
+    arguments: tuple[Any, ...], gpu: bool,
 ) -> None:  # fmt: skip
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    os.environ[SECRET_VARIABLE] = secret
     import torch
     import torch.distributed as dist
 

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import datetime
 import os
-import socket
+import time
+from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store
+from torch.distributed import Store
 
 from megascale.comm import control
 from megascale.comm.agreement import Record, check_agreement
 from megascale.comm.nccl_options import environment_problems, nccl_options
+from megascale.comm.rendezvous import open_store
 from megascale.config.launch import LaunchConfig
 from megascale.config.nccl import NcclConfig
-from megascale.core.errors import ConfigError, Problem
-from megascale.core.rank import STORE_VARIABLE, Rank, rendezvous_endpoint
+from megascale.core.errors import ConfigError
+from megascale.core.rank import Rank, on_one_host
+from megascale.core.secret import job_secret
 from megascale.device import Device
+
+STORE_IDLE_S = 0.05
+"""Seconds in which a thread of NCCL's that asks the store once a second ends its request after the shutdown."""
 
 
 def init_distributed(
@@ -27,27 +33,35 @@ def init_distributed(
     *,
     pp: int = 1,
     record: Record | None = None,
+    folder: Path | None = None,
 ) -> None:
     """Join the job: rendezvous, and open the default process group. `pp`: pipeline stages of the job. `record`: what
-    must be equal on all ranks, compared before any group opens.
+    must be equal on all ranks, compared before any group opens. `folder`: where the job's secret is kept if the
+    environment has none (`core.secret`).
 
-    The store is our launcher's (on its loopback socket), torchrun's, or the store at MASTER_ADDR and MASTER_PORT, which
-    a Slurm step need not set; a job of one rank has its own. The timeout is `launch.start_timeout_s`.
+    The store is rank 0's (`comm.rendezvous`), at the socket of our launcher, at a port that torchrun's store names, or
+    at MASTER_ADDR and MASTER_PORT, which a Slurm step need not set; a job of one rank has a store of its own. The
+    timeout is `launch.start_timeout_s`.
 
     `device_id` is not passed to torch: with a `device_id` NCCL would create the communicator of all ranks here and
     split every group from it, a collective of the whole job per group. Without a `device_id` the members of a group
     create its communicator at the first use (`comm.warm_up`). `comm.mesh.open_mesh` works either way.
 
-    Raises: ConfigError if no rendezvous address is set, if the host cannot be resolved, or if an environment variable
-    would make NCCL hang; HostsDisagreeError if the ranks' records differ.
+    Raises: ConfigError if no rendezvous address is set, if the host cannot be resolved, if this rank has not the job's
+    secret, or if an environment variable would make NCCL hang; HostsDisagreeError if the ranks' records differ.
     """
     problems = list(environment_problems(device.backend, pp, os.environ))
     if problems:
         raise ConfigError(problems)
     timeout = datetime.timedelta(seconds=launch.start_timeout_s)
-    store = _open_store(rank, timeout)
-    if record is not None and rank.world_size > 1:
-        check_agreement(store, rank, record)
+    if rank.world_size == 1:
+        store: Store = dist.HashStore()
+    else:
+        store = open_store(rank, job_secret(folder), timeout)
+        if record is not None:
+            check_agreement(store, rank, record)
+        if on_one_host(rank.world_size):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo's connections do not leave the host
     dist.init_process_group(
         device.backend,
         store=store,
@@ -58,43 +72,11 @@ def init_distributed(
     )
 
 
-def _open_store(rank: Rank, timeout: datetime.timedelta) -> Store:
-    """Open the job's store. Rank 0 does not wait here for the other ranks: their number may be in dispute."""
-    if rank.world_size == 1:
-        return dist.HashStore()
-    first = rank.rank == 0
-    if STORE_VARIABLE in os.environ:  # TCPStore would listen on every interface, so rank 0 passes a loopback socket
-        host, port, *listening = os.environ[STORE_VARIABLE].split(":")
-        listener = int(listening[0]) if first and listening else None
-        return dist.TCPStore(
-            host, int(port), rank.world_size, first, timeout, wait_for_workers=False, master_listen_fd=listener
-        )
-    host, number = _master_address()
-    serves = first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun's agent serves
-    store = dist.TCPStore(host, number, rank.world_size, serves, timeout, wait_for_workers=False, multi_tenant=True)
-    return PrefixStore("megascale", store)  # torchrun's agents keep values of their own in the store
-
-
-def _master_address() -> tuple[str, int]:
-    """Return and set MASTER_ADDR and MASTER_PORT. Fail here on an unknown host, which torch would retry until the
-    timeout.
-    """
-    endpoint = rendezvous_endpoint()
-    if endpoint is None:
-        hint = "start with torchrun, srun or launch/torchrun.sh, or set it to the host of rank 0"
-        raise ConfigError([Problem("environment", "MASTER_ADDR", "not set", hint)])
-    host, port = endpoint
-    try:
-        socket.getaddrinfo(host, port)
-    except OSError as error:
-        hint = "a name or address of rank 0's host that all hosts can reach"
-        raise ConfigError([Problem("environment", "MASTER_ADDR", f"{host!r}: {error.strerror}", hint)]) from None
-    os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
-    return host, port
-
-
 def shutdown_distributed() -> None:
     """Leave the job, if this process has joined one."""
     if dist.is_initialized():
         control.leave_job()
+        world = dist.group.WORLD
         dist.destroy_process_group()
+        time.sleep(STORE_IDLE_S)
+        del world  # its destructor waits, with Python's lock, for a thread of NCCL's that may be asking the store

@@ -44,6 +44,12 @@ def rank_from_environment(env: Mapping[str, str] = os.environ) -> Rank | None:
     return None
 
 
+def on_one_host(world_size: int, env: Mapping[str, str] = os.environ) -> bool:
+    """Return True if torchrun, Slurm or megascale's launcher says that all ranks of the job are on this host."""
+    nodes = env.get("SLURM_STEP_NUM_NODES")
+    return env.get("LOCAL_WORLD_SIZE") == str(world_size) or ("LOCAL_WORLD_SIZE" not in env and nodes == "1")
+
+
 def _number(env: Mapping[str, str], name: str, default: int = 0) -> int:
     text = env.get(name, str(default))
     if not text.isdecimal():

@@ -14,14 +14,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from megascale.core.errors import Exit
+from megascale.core.network import LOOPBACK, listen
 from megascale.core.process import die_with_parent, handling_stops
 from megascale.core.rank import STORE_VARIABLE
+from megascale.core.secret import DESCRIPTOR_VARIABLE, new_secret, secret_descriptor
 from megascale.launch.failure import ERROR_FILE, Failure, root_cause
 
 GRACE = 10.0
@@ -50,29 +52,19 @@ def run_local_ranks(arguments: Sequence[str], world: int, logs: Path, dump_folde
     workers: list[_Worker] = []
     forwarder = _SignalForwarder(workers)
     with handling_stops(forwarder.forward):
-        with _loopback_listener() as listener:
+        with listen(LOOPBACK) as listener, secret_descriptor(new_secret()) as secret:
             for rank in range(world):
                 if not forwarder.stop_requests:
-                    workers.append(_start(arguments, rank, world, listener, logs))
+                    workers.append(_start(arguments, rank, world, listener, secret, logs))
         if len(workers) < world:
             _end(workers)
             return _report_stop(forwarder)
         return _watch(workers, forwarder, logs, dump_folder)
 
 
-@contextlib.contextmanager
-def _loopback_listener() -> Iterator[socket.socket]:
-    """Listen on a free loopback port, for rank 0's store."""
-    listener = socket.socket()
-    try:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        yield listener
-    finally:
-        listener.close()
-
-
-def _start(arguments: Sequence[str], rank: int, world: int, listener: socket.socket, logs: Path) -> _Worker:
+def _start(
+    arguments: Sequence[str], rank: int, world: int, listener: socket.socket, secret: int, logs: Path
+) -> _Worker:
     address = ":".join(map(str, listener.getsockname()))
     fd = listener.fileno()
     env = dict(
@@ -82,6 +74,7 @@ def _start(arguments: Sequence[str], rank: int, world: int, listener: socket.soc
         WORLD_SIZE=str(world),
         LOCAL_WORLD_SIZE=str(world),
     )
+    env[DESCRIPTOR_VARIABLE] = str(secret)
     env[STORE_VARIABLE] = f"{address}:{fd}" if rank == 0 else address
     env[ERROR_FILE] = str(logs / f"rank-{rank}.error.json")
     env.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -94,7 +87,7 @@ def _start(arguments: Sequence[str], rank: int, world: int, listener: socket.soc
             env=env,
             stdout=output,
             stderr=subprocess.STDOUT if log else None,
-            pass_fds=[fd] if rank == 0 else [],
+            pass_fds=[secret, fd] if rank == 0 else [secret],
             start_new_session=True,  # Ctrl-C reaches the launcher only, which forwards a stop request
             preexec_fn=lambda: die_with_parent(parent),  # noqa: PLW1509  the launcher has no threads
         )

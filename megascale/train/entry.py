@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import traceback
+from pathlib import Path
 from typing import Never
 
 import torch
@@ -74,7 +75,8 @@ def _run(config: RunConfig, rank: Rank, stop: StopRequest, open_weights: OpenWei
     device = detect_device(rank.local_rank)
     affinity.bind_to_local_cores(device.pci_address)
     record = rank_record(config, rank, device) if rank.world_size > 1 else None
-    init.init_distributed(rank, device, config.launch, config.nccl, pp=config.parallel.pp, record=record)
+    folder = Path(config.observe.dir)
+    init.init_distributed(rank, device, config.launch, config.nccl, pp=config.parallel.pp, record=record, folder=folder)
     is_rank_0 = rank.rank == 0
     run = build_rank_run(config, build_mesh(config, rank, device), device, stop)
     peak = find_peak_flops(run)

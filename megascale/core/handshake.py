@@ -1,0 +1,190 @@
+"""Proof that both ends of a connection know the job's secret, and seals of the messages that follow.
+
+    client      HELLO: 32 random bytes, and their MAC: whoever cannot make it gets no answer at all
+    server      CHALLENGE: 32 random bytes, and a MAC over both ends' bytes
+    client      PROOF: another MAC over both ends' bytes
+
+A MAC is HMAC-SHA256 with the secret as key, over the step's name, the `purpose` of the connection and the bytes. No
+message can be replayed, because both ends draw new bytes. Each direction then has its own key (`Seal`). Contents are
+not encrypted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import secrets
+import socket
+import struct
+import time
+from dataclasses import dataclass
+
+NONCE_BYTES = MAC_BYTES = 32
+HELLO_BYTES = CHALLENGE_BYTES = NONCE_BYTES + MAC_BYTES
+PROOF_BYTES = MAC_BYTES
+
+TAG_BYTES = 16
+"""Bytes of a message's seal: the beginning of an HMAC-SHA256."""
+
+HEAD = struct.Struct(f"<I{TAG_BYTES}s")
+"""Head of a message: bytes of the content, and its seal."""
+
+RETRY_S = 0.1
+"""Seconds between attempts to reach a server that does not listen yet."""
+
+ATTEMPTS = 3
+"""Handshakes until a server that hangs up is given up: strangers may have crowded out the first ones."""
+
+
+class NotAPeerError(ConnectionError):
+    """The other end does not know the job's secret, or a message has a wrong seal."""
+
+
+class HungUpError(NotAPeerError):
+    """The server closed the connection without an answer."""
+
+
+class Seal:
+    """The seals of one direction of a connection. A message out of order, or of another connection, is refused."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._messages = 0
+
+    def seal(self, content: bytes) -> bytes:
+        """Return the message: head and content."""
+        return HEAD.pack(len(content), self._next_tag(content)) + content
+
+    def check(self, tag: bytes, content: bytes) -> None:
+        """Raises: NotAPeerError if `content` is not the next message of the direction."""
+        if not hmac.compare_digest(tag, self._next_tag(content)):
+            raise NotAPeerError("a message has a wrong seal: it was changed on its way, or came from another process")
+
+    def _next_tag(self, content: bytes) -> bytes:
+        self._messages += 1
+        return _mac(self._key, struct.pack("<Q", self._messages), content)[:TAG_BYTES]
+
+
+@dataclass(frozen=True)
+class Session:
+    """The seals of a connection on one of its ends."""
+
+    sent: Seal
+    received: Seal
+
+
+class ClientHandshake:
+    """A handshake on the client's end."""
+
+    def __init__(self, secret: bytes, purpose: str) -> None:
+        self._secret, self._purpose = secret, purpose.encode()
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+
+    @property
+    def hello(self) -> bytes:
+        """The first message, HELLO_BYTES long."""
+        return self._nonce + _mac(self._secret, b"hello", self._purpose, self._nonce)
+
+    def answer(self, challenge: bytes) -> tuple[bytes, Session]:
+        """Return the proof that answers the server's challenge, and the client's seals.
+
+        Raises: NotAPeerError if the server does not know the secret
+        """
+        nonces = self._nonce + challenge[:NONCE_BYTES]
+        if not hmac.compare_digest(challenge[NONCE_BYTES:], _mac(self._secret, b"server", self._purpose, nonces)):
+            raise NotAPeerError("it does not know the job's secret")
+        to_server, to_client = _direction_keys(self._secret, self._purpose, nonces)
+        return _mac(self._secret, b"client", self._purpose, nonces), Session(Seal(to_server), Seal(to_client))
+
+
+class ServerHandshake:
+    """A handshake on the server's end."""
+
+    def __init__(self, secret: bytes, purpose: str) -> None:
+        self._secret, self._purpose = secret, purpose.encode()
+        self._nonces = b""
+
+    def challenge(self, hello: bytes) -> bytes | None:
+        """Return the challenge that answers a client's hello; None for a stranger's."""
+        nonce, mac = hello[:NONCE_BYTES], hello[NONCE_BYTES:]
+        if not hmac.compare_digest(mac, _mac(self._secret, b"hello", self._purpose, nonce)):
+            return None
+        own = secrets.token_bytes(NONCE_BYTES)
+        self._nonces = nonce + own
+        return own + _mac(self._secret, b"server", self._purpose, self._nonces)
+
+    def admit(self, proof: bytes) -> Session | None:
+        """Return the server's seals if a client's proof is right; None for a stranger's."""
+        if not hmac.compare_digest(proof, _mac(self._secret, b"client", self._purpose, self._nonces)):
+            return None
+        to_server, to_client = _direction_keys(self._secret, self._purpose, self._nonces)
+        return Session(Seal(to_client), Seal(to_server))
+
+
+def connect(address: tuple[str, int], secret: bytes, purpose: str, timeout: float) -> tuple[socket.socket, Session]:
+    """Connect to a server within `timeout` seconds, also to one that does not listen yet.
+
+    Raises: NotAPeerError if the two ends do not know the same secret; OSError if the server cannot be reached
+    """
+    deadline = time.monotonic() + timeout
+    for _ in range(ATTEMPTS - 1):
+        with contextlib.suppress(HungUpError):
+            return _shake_hands(_connect(address, deadline), secret, purpose, deadline)
+        time.sleep(RETRY_S)
+    return _shake_hands(_connect(address, deadline), secret, purpose, deadline)
+
+
+def _shake_hands(
+    connection: socket.socket, secret: bytes, purpose: str, deadline: float
+) -> tuple[socket.socket, Session]:
+    try:
+        handshake = ClientHandshake(secret, purpose)
+        connection.settimeout(max(0.01, deadline - time.monotonic()))
+        connection.sendall(handshake.hello)
+        proof, session = handshake.answer(_receive_challenge(connection))
+        connection.sendall(proof)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    except BaseException:
+        connection.close()
+        raise
+    return connection, session
+
+
+def _connect(address: tuple[str, int], deadline: float) -> socket.socket:
+    while True:
+        try:
+            return socket.create_connection(address, max(0.01, deadline - time.monotonic()))
+        except (ConnectionRefusedError, ConnectionResetError):
+            if time.monotonic() + RETRY_S > deadline:
+                raise
+            time.sleep(RETRY_S)
+
+
+def _receive_challenge(connection: socket.socket) -> bytes:
+    try:
+        return receive_exactly(connection, CHALLENGE_BYTES)
+    except (EOFError, ConnectionResetError):
+        raise HungUpError("it hung up: it has another secret than this process") from None
+
+
+def receive_exactly(connection: socket.socket, size: int) -> bytes:
+    """Receive `size` bytes. Raises: EOFError if the connection ends before"""
+    data = bytearray(size)
+    with memoryview(data) as view:
+        done = 0
+        while done < size:
+            count = connection.recv_into(view[done:])
+            if not count:
+                raise EOFError(f"{size - done} of {size} bytes are missing")
+            done += count
+    return bytes(data)
+
+
+def _direction_keys(secret: bytes, purpose: bytes, nonces: bytes) -> tuple[bytes, bytes]:
+    return _mac(secret, b"to server", purpose, nonces), _mac(secret, b"to client", purpose, nonces)
+
+
+def _mac(key: bytes, *parts: bytes) -> bytes:
+    """HMAC-SHA256 over parts, each with its length before it."""
+    text = b"".join(struct.pack("<Q", len(part)) + part for part in parts)
+    return hmac.digest(key, text, "sha256")

@@ -1,0 +1,54 @@
+"""Addresses of this host, and where its servers listen: on loopback, or on the one address that other hosts reach."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+
+BACKLOG = 4096
+"""Connections that wait in the kernel to be accepted, at most; the kernel's own limit (somaxconn) applies."""
+
+LOOPBACK = "127.0.0.1"
+
+ALL_INTERFACES = ""
+
+
+def listen(host: str, port: int = 0) -> socket.socket:
+    """Listen at an address of this host. Raises: OSError"""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=BACKLOG)
+
+
+def listen_as(name: str, port: int = 0) -> socket.socket:
+    """Listen at the address by which other hosts reach this one under `name`, and at no other.
+
+    On all interfaces if this host does not know the address: behind a service or a NAT, or if its own name is loopback
+    to itself, as on Debian.
+    Raises: OSError
+    """
+    address = str(socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0][4][0])
+    if is_loopback(address) and not (name == "localhost" or is_loopback(name)):
+        return listen(ALL_INTERFACES, port)
+    try:
+        return listen(address, port)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        return listen(ALL_INTERFACES, port)
+
+
+def address_toward(host: str) -> str:
+    """Return this host's address in the network toward `host`. Raises: OSError"""
+    family, _, _, _, peer = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(peer)  # UDP: sends nothing
+        return str(probe.getsockname()[0])
+
+
+def is_loopback(address: str) -> bool:
+    """Return True for a loopback address; False for any other address, and for a name."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
