@@ -16,8 +16,8 @@ from megascale.core.secret import (
     SECRET_VARIABLE,
     job_secret,
     new_secret,
-    secret_file,
     secret_descriptor,
+    secret_file,
 )
 
 
