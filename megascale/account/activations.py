@@ -37,7 +37,7 @@ class UnitBytes(NamedTuple):
     casting: int = 0
 
 
-class Sizes:
+class ActivationSizes:
     """Sizes shared by all units. `tokens` of a micro-batch, `local` in the rank's residual stream, fewer if sequence
     parallelism has `cut` the stream. Bytes of an element: `compute` dtype, `wide` accumulation dtype (`narrow`: compute
     < wide). Bytes of the residual stream: `full` for all tokens, `stream` for local ones, `gathered` by an all-gather;
@@ -66,7 +66,7 @@ class Sizes:
         return self.tokens * width // self.tp * self.compute
 
 
-def block_bytes(sizes: Sizes, block: blocks.BlockSpec, fp8: bool, recompute: RecomputePolicy) -> UnitBytes:
+def block_bytes(sizes: ActivationSizes, block: blocks.BlockSpec, fp8: bool, recompute: RecomputePolicy) -> UnitBytes:
     """Account for a block. `fp8`: the linear layers run FP8 GEMMs."""
     forward = released = 0
     gradient = backward = sizes.stream  # of the block's result
@@ -82,7 +82,7 @@ def block_bytes(sizes: Sizes, block: blocks.BlockSpec, fp8: bool, recompute: Rec
     return UnitBytes(released, forward, backward, elements=sum(elements), casting=casting)
 
 
-def embedding_bytes(sizes: Sizes) -> UnitBytes:
+def embedding_bytes(sizes: ActivationSizes) -> UnitBytes:
     """Account for the embedding. Backward forms the gradient of all tokens, also in the accumulation dtype."""
     saved = sizes.tokens * (TOKEN + (1 if sizes.tp > 1 else 0)) + sizes.mask  # with tp a mask of other ranks' tokens
     backward = sizes.stream + sizes.full + sizes.full // sizes.compute * sizes.wide
@@ -90,7 +90,7 @@ def embedding_bytes(sizes: Sizes) -> UnitBytes:
     return UnitBytes(saved, 2 * sizes.stream, backward, elements=sizes.vocabulary + positions)
 
 
-def head_bytes(sizes: Sizes) -> UnitBytes:
+def head_bytes(sizes: ActivationSizes) -> UnitBytes:
     """Account for the final norm, head and loss. Forward computes the head's dgrad and wgrad by chunks of tokens."""
     hidden, rows = sizes.model.hidden_size, sizes.local // sizes.micro
     chunks = loss_chunks(rows, sizes.tokens, sizes.vocabulary // hidden)
@@ -104,7 +104,7 @@ def head_bytes(sizes: Sizes) -> UnitBytes:
 class _Parts:
     """Parts of blocks. `tensorwise`: one FP8 scale serves forward and wgrad, so saved inputs `shrink` to FP8."""
 
-    def __init__(self, sizes: Sizes, fp8: bool, recompute: RecomputePolicy) -> None:
+    def __init__(self, sizes: ActivationSizes, fp8: bool, recompute: RecomputePolicy) -> None:
         self.sizes, self.fp8 = sizes, fp8
         self.recompute, self.tensorwise = recompute, fp8 and sizes.grain == "tensor"
         self.shrink = sizes.compute if self.tensorwise else 1

@@ -15,7 +15,7 @@ from functools import cache, lru_cache
 from itertools import chain
 from typing import Literal, NamedTuple
 
-from megascale.account.activations import Sizes, UnitBytes, block_bytes, embedding_bytes, head_bytes
+from megascale.account.activations import ActivationSizes, UnitBytes, block_bytes, embedding_bytes, head_bytes
 from megascale.account.traffic import message_bytes, replicas
 from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.catalog.precisions import PRECISIONS
@@ -25,7 +25,7 @@ from megascale.layout.blocks import distinct_blocks, weight_numel
 from megascale.layout.chunks import bucket_sizes, fp8_layers, stages_of
 from megascale.layout.recompute_policy import recompute_policy
 from megascale.schedule.interleaved import microbatch_groups
-from megascale.schedule.ir import Kind, Order
+from megascale.schedule.ir import Kind, RankSchedule
 from megascale.schedule.lower import RECV_LOOKAHEAD
 
 GROUPS = 3  # groups of micro-batches until the memory of a periodic schedule repeats
@@ -35,7 +35,7 @@ TOKEN_IDS = 16  # bytes of a token's id and label
 
 
 @dataclass(frozen=True)
-class Holding:
+class WeightStorage:
     """Weight storage of a trainer. `shards_weights`: sharded over dp whatever `parallel.zero` is, and all-gathered unit
     by unit (ZeRO-3, FSDP). `fp8_weights`: FP8 copies beside bf16 weights, as in this trainer, or instead of them.
     """
@@ -44,7 +44,7 @@ class Holding:
     fp8_weights: Literal["beside", "instead"] = "beside"
 
 
-THIS_TRAINER = Holding()
+THIS_TRAINER = WeightStorage()
 
 
 @dataclass(frozen=True)
@@ -70,17 +70,17 @@ class RankMemory(StateBytes):
     transient: int
 
 
-def state_bytes(config: RunConfig, stage: int, holding: Holding = THIS_TRAINER) -> StateBytes:
+def state_bytes(config: RunConfig, stage: int, storage: WeightStorage = THIS_TRAINER) -> StateBytes:
     """Count the state of a rank of a pipeline stage, for a resolved configuration."""
     facts, ranks = PRECISIONS[config.train.precision].facts, replicas(config)
     compute, accumulate = facts["compute_bytes"], facts["accumulate_bytes"]
-    zero = 3 if holding.shards_weights else config.parallel.zero
+    zero = 3 if storage.shards_weights else config.parallel.zero
     tensors = OPTIMIZERS[config.optimizer.name].facts["state_tensors"] + (1 if facts["master_weights"] else 0)
     layout, fp8 = stages_of(config), fp8_layers(config)
     blocks, numbers = distinct_blocks(config.model)
     layers = chain(*(layout.layers(layout.index(stage, chunk)) for chunk in range(layout.vpp)))
     cast = sum(weight_numel(blocks[numbers[layer]]) for layer in layers if layer in fp8) // config.parallel.tp
-    cast_bytes = facts["fp8_weight_bytes"] - (compute if holding.fp8_weights == "instead" else 0)
+    cast_bytes = facts["fp8_weight_bytes"] - (compute if storage.fp8_weights == "instead" else 0)
     elements = sum(bucket.numel for chunk in bucket_sizes(config, stage) for bucket in chunk)
     return StateBytes(
         parameters=(compute * elements + cast_bytes * cast) // (ranks if zero == 3 else 1),
@@ -89,19 +89,19 @@ def state_bytes(config: RunConfig, stage: int, holding: Holding = THIS_TRAINER) 
     )
 
 
-def rank_memory(config: RunConfig, stage: int, holding: Holding = THIS_TRAINER) -> RankMemory:
+def rank_memory(config: RunConfig, stage: int, storage: WeightStorage = THIS_TRAINER) -> RankMemory:
     """Account for a rank of a pipeline stage, for a resolved configuration."""
-    return _Job(config, holding).rank(stage)
+    return _Job(config, storage).rank(stage)
 
 
-def memory_by_stage(config: RunConfig, holding: Holding = THIS_TRAINER) -> list[RankMemory]:
+def memory_by_stage(config: RunConfig, storage: WeightStorage = THIS_TRAINER) -> list[RankMemory]:
     """Account for a rank of every pipeline stage. In a pipeline of over `MAX_ACTIONS` the inner stages of a run of
     stages with equal chunks are interpolated, within 4% of a walk.
     """
-    job, p = _Job(config, holding), config.parallel
+    job, p = _Job(config, storage), config.parallel
     starts, last = job.starts(), p.pp - 1
     ends = {*starts, *(start - 1 for start in starts[1:]), last}
-    actions = 2 * p.pp * p.vpp * representative(p.pp, config.num_microbatches)
+    actions = 2 * p.pp * p.vpp * representative_microbatches(p.pp, config.num_microbatches)
     ranks = {stage: job.rank(stage) for stage in (sorted(ends) if actions > MAX_ACTIONS else range(p.pp))}
     return [_interpolated(ranks, stage) for stage in range(p.pp)]
 
@@ -113,14 +113,14 @@ def _interpolated(ranks: dict[int, RankMemory], stage: int) -> RankMemory:
     return RankMemory(*(round(first + share * (second - first)) for first, second in pairs))
 
 
-def fullest_rank(config: RunConfig, holding: Holding = THIS_TRAINER, room: float = math.inf) -> RankMemory:
-    """Find the rank with the highest peak, or the first rank over `room` bytes. In a run of stages with equal chunks
+def fullest_rank(config: RunConfig, storage: WeightStorage = THIS_TRAINER, limit: float = math.inf) -> RankMemory:
+    """Find the rank with the highest peak, or the first rank over `limit` bytes. In a run of stages with equal chunks
     the first stage has most micro-batches in flight. Both ends of the pipeline are tried first.
     """
-    job, last = _Job(config, holding), config.parallel.pp - 1
+    job, last = _Job(config, storage), config.parallel.pp - 1
     fullest = job.rank(0)
     for stage in dict.fromkeys([last, *job.starts()]) if last else ():
-        if fullest.total > room:
+        if fullest.total > limit:
             break
         fullest = max(fullest, job.rank(stage), key=lambda rank: rank.total) if stage else fullest
     return fullest
@@ -139,10 +139,10 @@ class _Chunk(NamedTuple):
 class _Job:
     """Memory accounting of a job, with the bytes of equal blocks cached."""
 
-    def __init__(self, config: RunConfig, holding: Holding) -> None:
-        self._config, self._holding = config, holding
-        self._zero2 = config.parallel.zero == 2 and not holding.shards_weights
-        self._layout, self._sizes = stages_of(config), Sizes(config)
+    def __init__(self, config: RunConfig, storage: WeightStorage) -> None:
+        self._config, self._storage = config, storage
+        self._zero2 = config.parallel.zero == 2 and not storage.shards_weights
+        self._layout, self._sizes = stages_of(config), ActivationSizes(config)
         self._fp8 = fp8_layers(config)
         blocks, self._numbers = distinct_blocks(config.model)
         self._block = cache(lambda number, fp8, recompute: block_bytes(self._sizes, blocks[number], fp8, recompute))
@@ -177,10 +177,10 @@ class _Job:
             transient += min(RECV_LOOKAHEAD if stage < p.pp - 1 else 1, m) * message_bytes(config)
         if stage in (0, p.pp - 1):
             transient += TOKEN_IDS * self._sizes.tokens * m
-        if self._holding.shards_weights:
+        if self._storage.shards_weights:
             largest = sorted((unit.elements for unit in chain(*units)), reverse=True)[:2]
             transient += self._sizes.compute * sum(largest) + self._sizes.wide * largest[0]
-        state = state_bytes(config, stage, self._holding)
+        state = state_bytes(config, stage, self._storage)
         return RankMemory(state.parameters, state.gradients, state.optimizer, activations, transient)
 
     def _chunk(self, units: Sequence[UnitBytes]) -> _Chunk:
@@ -210,7 +210,7 @@ def chunk_bytes(units: Sequence[UnitBytes], share: float = 0.0, stay: bool = Fal
     return UnitBytes(saved, forward, backward, elements=sum(unit.elements for unit in units), casting=casting)
 
 
-def _peak(order: Order, chunks: list[_Chunk], head: int) -> tuple[int, int]:
+def _peak(order: RankSchedule, chunks: list[_Chunk], head: int) -> tuple[int, int]:
     """Walk through a rank's actions: saved and transient bytes at the peak of their sum. Gradients in reduction:
     `newest`, from the chunk `before`, and `older`, freed in the next backward. `head`: unsharded gradient of the head,
     from the loss to the last chunk's backward.
@@ -236,13 +236,13 @@ def _peak(order: Order, chunks: list[_Chunk], head: int) -> tuple[int, int]:
 
 
 @lru_cache(CACHED_ORDERS)
-def _order(schedule: str, p: int, v: int, m: int, rank: int) -> Order:
+def _order(schedule: str, p: int, v: int, m: int, rank: int) -> RankSchedule:
     """List a rank's actions, of a periodic schedule only `representative` micro-batches."""
     card = SCHEDULES[schedule]
     repeats = card.facts.get("periodic", False) and not card.facts["unbounded_in_flight"]
-    return card.load()(p, v, representative(p, m) if repeats else m, rank)
+    return card.load()(p, v, representative_microbatches(p, m) if repeats else m, rank)
 
 
-def representative(p: int, m: int) -> int:
+def representative_microbatches(p: int, m: int) -> int:
     """Count the micro-batches with the same peak memory as m micro-batches, in groups, on p stages."""
     return sum(min(groups.num_groups, GROUPS) * groups.size for groups in microbatch_groups(p, m))

@@ -48,7 +48,7 @@ class Peak:
     source: str
 
 
-def find(device_name: str) -> Accelerator | None:
+def find_accelerator(device_name: str) -> Accelerator | None:
     """Find the accelerator of a driver's device name; None for an unlisted device or a MIG slice."""
     words = set(device_name.upper().replace("-", " ").split())
     matches = (accelerator for accelerator in ACCELERATORS if words.issuperset(accelerator.name.upper().split()))
@@ -57,7 +57,7 @@ def find(device_name: str) -> Accelerator | None:
 
 def stated_peak(device_name: str, dtype: str) -> Peak | None:
     """Find the stated peak of a device in `dtype` (fp64, fp32, bf16, fp8); None if unknown."""
-    accelerator = find(device_name)
+    accelerator = find_accelerator(device_name)
     if accelerator is None or dtype not in accelerator.peak:
         return None
     return Peak(accelerator.peak[dtype], f"{accelerator.name} {dtype}, stated")

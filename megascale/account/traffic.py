@@ -36,7 +36,7 @@ SCALE_BLOCK = 128  # elements of a row with one FP8 scale in block-wise granular
 TOTALS = 6  # elements of a step's job-wide all-reduce: loss, tokens, stopping ranks, two of checkpoints, squared norm
 
 
-class Sent(NamedTuple):
+class CommOp(NamedTuple):
     """A collective or message in `group`. `bytes`: of the full tensor, sent in `calls` pieces. `label`: name in the
     event log without the layer. `times`: repetitions in a step or a micro-batch.
     """
@@ -62,7 +62,7 @@ def step_traffic(config: RunConfig, coord: Coord) -> dict[tuple[str, str], tuple
     return traffic
 
 
-def calls(config: RunConfig) -> float:
+def mean_calls(config: RunConfig) -> float:
     """Count the collectives and messages of a rank in a step, averaged over the pipeline."""
     pp = config.parallel.pp
     return sum(count for stage in range(pp) for count, _ in step_traffic(config, Coord(pp=stage)).values()) / pp
@@ -79,7 +79,9 @@ def replicas(config: RunConfig) -> int:
     return topology_of(config).size(*DATA_AXES)
 
 
-def block_traffic(config: RunConfig, block: blocks.BlockSpec, fp8: bool, recompute: RecomputePolicy) -> Iterator[Sent]:
+def block_traffic(
+    config: RunConfig, block: blocks.BlockSpec, fp8: bool, recompute: RecomputePolicy
+) -> Iterator[CommOp]:
     """List a block's collectives over tp: per micro-batch in order, then once per step for the amax of FP8 weights."""
     tp = _TensorParallel(config, fp8)
     groups = [part for part in block if isinstance(part, ColumnParallel | RowParallel)]
@@ -105,7 +107,7 @@ class _TensorParallel:
         self.rows, self.batch = config.model.seq_length, config.batch.micro
         self.grain, self.current = facts["granularity"] if fp8 else "", facts["scaling"] == "current"
 
-    def layers(self, group: ColumnParallel | RowParallel, backward: bool = False) -> Iterator[Sent]:
+    def layers(self, group: ColumnParallel | RowParallel, backward: bool = False) -> Iterator[CommOp]:
         """List the collectives of linear layers with a common input or output, as in the table above."""
         first, column = group.layers[0], isinstance(group, ColumnParallel)
         operand, label = ("gradient", f"{group.label} gradient") if backward else ("input", group.label)
@@ -123,26 +125,26 @@ class _TensorParallel:
             yield from self.gather(f"{group.label} wgrad input", self.rows, size * width)
         yield self.reduce(label, self.rows, size * self.width, overlap=not backward)
 
-    def gather(self, label: str, rows: int, width: int, overlap: bool = False) -> list[Sent]:
+    def gather(self, label: str, rows: int, width: int, overlap: bool = False) -> list[CommOp]:
         """All-gather `rows` positions of `width` bytes, if `cut`. `overlap`: with a GEMM, in pieces."""
         return [self._collective("all_gather", label, rows, width, overlap)] if self.cut and width else []
 
-    def reduce(self, label: str, rows: int, width: int, overlap: bool = False) -> Sent:
+    def reduce(self, label: str, rows: int, width: int, overlap: bool = False) -> CommOp:
         """Reduce-scatter `rows` positions of `width` bytes if `cut`, else all-reduce."""
         return self._collective("reduce_scatter" if self.cut else "all_reduce", label, rows, width, overlap)
 
-    def amaxes(self, operand: str, tensors: int, rows: int) -> list[Sent]:
+    def amaxes(self, operand: str, tensors: int, rows: int) -> list[CommOp]:
         """All-reduce an FP8 operand's amaxes, by granularity: of `tensors`, of `rows`, or none."""
         count = {"tensor": tensors, "row": rows}.get(self.grain, 0) if self.current else 0
-        return [Sent("tp", "all_reduce", count * FP32, f"{operand} amax")] if count else []
+        return [CommOp("tp", "all_reduce", count * FP32, f"{operand} amax")] if count else []
 
-    def _collective(self, operation: str, label: str, rows: int, width: int, overlap: bool) -> Sent:
+    def _collective(self, operation: str, label: str, rows: int, width: int, overlap: bool) -> CommOp:
         nbytes = rows * self.batch * width
         pieces = max(1, min(self.pieces, nbytes // self.parts // MIN_PIECE_BYTES)) if overlap else 1
-        return Sent("tp", operation, nbytes, label, min(pieces, rows // self.parts))
+        return CommOp("tp", operation, nbytes, label, min(pieces, rows // self.parts))
 
 
-def _ends(config: RunConfig, first: bool, last: bool) -> Iterator[Sent]:
+def _ends(config: RunConfig, first: bool, last: bool) -> Iterator[CommOp]:
     """List the collectives of embedding and head per micro-batch. The loss is computed by chunks of tokens."""
     tp, columns = _TensorParallel(config), padded_vocab(config.model, config.parallel.tp) // config.parallel.tp
     width, wide = config.model.hidden_size * tp.width, _bytes(config)[1]
@@ -153,12 +155,12 @@ def _ends(config: RunConfig, first: bool, last: bool) -> Iterator[Sent]:
     for chunk in split_rows(local, loss_chunks(local, tp.rows * tp.batch, columns)) if last else []:
         rows = (chunk.stop - chunk.start) * tp.parts
         yield from tp.gather("head", rows, width, overlap=True)
-        yield Sent("tp", "all_reduce", rows * tp.batch * wide, "logits max")
-        yield Sent("tp", "all_reduce", 2 * rows * tp.batch * wide, "softmax sums")
+        yield CommOp("tp", "all_reduce", rows * tp.batch * wide, "logits max")
+        yield CommOp("tp", "all_reduce", 2 * rows * tp.batch * wide, "softmax sums")
         yield tp.reduce("head gradient", rows, width)
 
 
-def _tensor_parallel(config: RunConfig, coord: Coord) -> Iterator[Sent]:
+def _tensor_parallel(config: RunConfig, coord: Coord) -> Iterator[CommOp]:
     """List a rank's collectives over tp: of units, and all-gathers of received stage boundaries."""
     p, m = config.parallel, config.num_microbatches
     layout, fp8 = stages_of(config), fp8_layers(config)
@@ -170,21 +172,21 @@ def _tensor_parallel(config: RunConfig, coord: Coord) -> Iterator[Sent]:
             yield from (sent._replace(times=count * sent.times) for sent in block_traffic(config, *kind, recompute))
         yield from (sent._replace(times=m) for sent in _ends(config, first, last))
         for _ in range(0 if p.sp else (not first) + (not last)):
-            yield Sent("tp", "all_gather", message_bytes(config) * p.tp, "boundary", times=m)
+            yield CommOp("tp", "all_gather", message_bytes(config) * p.tp, "boundary", times=m)
 
 
-def _messages(config: RunConfig, coord: Coord) -> Iterator[Sent]:
+def _messages(config: RunConfig, coord: Coord) -> Iterator[CommOp]:
     """List the messages between stages: up to a higher pipeline rank, down to a lower one."""
     layout, size = stages_of(config), message_bytes(config)
     for chunk, step in itertools.product(range(layout.vpp), (-1, 1)):
         neighbour = layout.index(coord.pp, chunk) + step
         if layout.pp > 1 and 0 <= neighbour < layout.count:
             there, back = ("pp.up", "pp.down") if neighbour % layout.pp > coord.pp else ("pp.down", "pp.up")
-            yield Sent(there, "send", size, "boundary", times=config.num_microbatches)
-            yield Sent(back, "receive", size, "boundary", times=config.num_microbatches)
+            yield CommOp(there, "send", size, "boundary", times=config.num_microbatches)
+            yield CommOp(back, "receive", size, "boundary", times=config.num_microbatches)
 
 
-def _gradients(config: RunConfig, coord: Coord) -> Iterator[Sent]:
+def _gradients(config: RunConfig, coord: Coord) -> Iterator[CommOp]:
     """List the collectives of gradient buckets: over dp, of norms over tp, and of a tied embedding."""
     p, ranks = config.parallel, replicas(config)
     compute, wide = _bytes(config)
@@ -193,17 +195,17 @@ def _gradients(config: RunConfig, coord: Coord) -> Iterator[Sent]:
     for bucket in _buckets(config, coord.pp):
         low, high = bucket.shard_range(index) if p.zero else (0, bucket.numel)
         if ranks > 1:
-            yield Sent("dp", operation, wide * bucket.numel, "gradients", times=times)
+            yield CommOp("dp", operation, wide * bucket.numel, "gradients", times=times)
         if ranks > 1 and p.zero:
-            yield Sent("dp", "all_gather", compute * bucket.numel, "weights")
+            yield CommOp("dp", "all_gather", compute * bucket.numel, "weights")
         norms = min(bucket.replicated[1], high) - max(bucket.replicated[0], low)
         if p.sp and p.tp > 1 and norms > 0:
-            yield Sent("tp", "all_reduce", wide * norms, "norms")
+            yield CommOp("tp", "all_reduce", wide * norms, "norms")
         if shares_embedding(config) and [slot.parameter.name for slot in bucket.slots] == [TOKEN_EMBEDDING]:
-            yield Sent("tied", "all_reduce", wide * (high - low), "embedding")
+            yield CommOp("tied", "all_reduce", wide * (high - low), "embedding")
 
 
-def _optimizer(config: RunConfig, coord: Coord) -> Iterator[Sent]:
+def _optimizer(config: RunConfig, coord: Coord) -> Iterator[CommOp]:
     """List the all-reduces of squared parameter and update norms, for an optimizer such as LAMB."""
     if OPTIMIZERS[config.optimizer.name].facts["unit_of_work"] != "param_norms":
         return
@@ -211,12 +213,12 @@ def _optimizer(config: RunConfig, coord: Coord) -> Iterator[Sent]:
     matrices = sum(slot.parameter.is_matrix for bucket in _buckets(config, coord.pp) for slot in bucket.slots)
     for group, size in (("tp", p.tp), ("dp", replicas(config) if p.zero else 1)):
         if size > 1:
-            yield Sent(group, "all_reduce", 2 * FP64 * matrices, "parameter norms")
+            yield CommOp(group, "all_reduce", 2 * FP64 * matrices, "parameter norms")
     if shares_embedding(config) and coord.pp in (0, p.pp - 1):
-        yield Sent("tied", "all_reduce", 2 * FP64, "parameter norms")
+        yield CommOp("tied", "all_reduce", 2 * FP64, "parameter norms")
 
 
-def _totals(config: RunConfig, coord: Coord) -> Iterator[Sent]:
+def _totals(config: RunConfig, coord: Coord) -> Iterator[CommOp]:
     """List the all-reduces over the whole job; a large job reduces axis by axis."""
     layers = fp8_layers(config) if RECIPES[config.fp8.recipe].facts["scaling"] == "delayed" else []
     amaxes = FP32 * sum(len(list(blocks.fp8_operands(blocks.block_spec(config.model, layer)))) for layer in layers)
@@ -224,10 +226,10 @@ def _totals(config: RunConfig, coord: Coord) -> Iterator[Sent]:
     groups = {"world": config.world_size} if config.world_size <= MAX_FLAT_REDUCE_RANKS else axes
     for number, (group, size) in enumerate(groups.items()):
         if size > 1 and amaxes:
-            yield Sent(group, "all_reduce", amaxes, "fp8 amax")
+            yield CommOp(group, "all_reduce", amaxes, "fp8 amax")
         if size > 1:
             operation, parts = ("all_gather", size) if number else ("all_reduce", 1)
-            yield Sent(group, operation, FP64 * TOTALS * parts, "totals")
+            yield CommOp(group, operation, FP64 * TOTALS * parts, "totals")
 
 
 def _buckets(config: RunConfig, pp_rank: int) -> list[BucketLayout]:

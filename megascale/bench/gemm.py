@@ -38,12 +38,12 @@ class GemmShape(NamedTuple):
 
 @dataclass(frozen=True)
 class GemmRate:
-    """FLOP/s of one shape in one dtype; None, with the reason in `refusal`, if the device cannot run the GEMM."""
+    """FLOP/s of one shape in one dtype; None, with `unsupported_reason`, if the device cannot run the GEMM."""
 
     shape: GemmShape
     format: str
     rate: Quartiles | None
-    refusal: str = ""
+    unsupported_reason: str = ""
 
 
 TORCH_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
@@ -200,7 +200,7 @@ def table(measured: Sequence[GemmRate], device: Device) -> str:
     lines = [f"{device.name}, torch {torch.__version__}", f"{'m x k x n':>20}  {'format':19}  {'rate':>15}  of peak"]
     for gemm in measured:
         if gemm.rate is None:
-            lines.append(f"{gemm.shape!s:>20}  {gemm.format:19}  n/a: {gemm.refusal[:70]}")
+            lines.append(f"{gemm.shape!s:>20}  {gemm.format:19}  n/a: {gemm.unsupported_reason[:70]}")
             continue
         peak = stated_peak(device.name, gemm.format.partition("_")[0])
         share = f"{gemm.rate.median / peak.flops:6.1%}" if peak else ""

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megascale.account.traffic import calls
+from megascale.account.traffic import mean_calls
 from megascale.bench import cpu_core, links
 from megascale.bench.cost_fit import Measurement, fit_costs, mean_relative_error, rate_of_cost
 from megascale.catalog.precisions import PRECISIONS
@@ -249,15 +249,15 @@ def fit_profile(
         "node": {"devices": MAX_RANKS, "cores": cores, **vars(collectives), "message": vars(messages)},
         "network": vars(messages),  # links between machines are not measured
         "attained": {"gemm": 1.0, "memory": 1.0, "link": 1.0, "network": 1.0},
-        "stack": {"hides": {"pp": True}, "attained": {"passes": 1.0, "step_s": 0.0}},
+        "stack": {"overlaps": {"pp": True}, "attained": {"passes": 1.0, "step_s": 0.0}},
     }
     machine = MeasuredProfile(tree, {})
     for name, samples in measured.items():
         call, flop, byte = machine.fit_costs(f"GEMMs in {name}", samples.gemms)
         tree["device"]["measured"][name] = {
-            "rate": rate_of_cost(flop), "bandwidth": rate_of_cost(byte), "product_s": call,
-            "attend": _attention_costs(machine.fit_costs(f"attention in {name}", samples.attention_forward)),
-            "attend_back": _attention_costs(
+            "rate": rate_of_cost(flop), "bandwidth": rate_of_cost(byte), "gemm_s": call,
+            "attention_forward": _attention_costs(machine.fit_costs(f"attention in {name}", samples.attention_forward)),
+            "attention_backward": _attention_costs(
                 machine.fit_costs(f"attention backward in {name}", samples.attention_backward)
             ),
         }  # fmt: skip
@@ -317,11 +317,11 @@ def _config(case: ModelCase, name: str, folder: str, **parallel: int) -> RunConf
 def _add_oversubscription(machine: MeasuredProfile, steps: OversubscribedSteps) -> None:
     """Add `turn_s`: seconds by which oversubscribed steps exceed the estimate, per collective or message."""
     hardware, config = Hardware.model_validate(machine.tree), _oversubscribed_config(steps.ranks, "")
-    stack, waiting = profiles.stack_on(hardware, "megascale"), hardware.node.ranks_a_core(steps.ranks) - 1
+    stack, waiting = profiles.stack_on(hardware, "megascale"), hardware.node.ranks_per_core(steps.ranks) - 1
     shared, single = Measurement((), steps.seconds), Measurement((), steps.single_rank_seconds)
     pace = estimate(_config(SINGLE_RANK_CASE, FORMATS[0], ""), hardware, stack).step_s / single.median
     excess = shared.median * pace - estimate(config, hardware, stack).step_s
-    machine.tree["node"]["turn_s"] = max(0.0, excess) / (waiting * calls(config)) if waiting else 0.0
+    machine.tree["node"]["turn_s"] = max(0.0, excess) / (waiting * mean_calls(config)) if waiting else 0.0
     machine.quality[f"steps of {steps.ranks} ranks"] = Quality(0.0, shared.ratio)
     machine.quality["steps between them"] = Quality(abs(1 - pace), single.ratio)
 

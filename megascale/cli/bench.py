@@ -154,7 +154,9 @@ def run_gemm(options: argparse.Namespace) -> None:
     measured = list(gemm.measure_rates(shapes, options.dtypes or gemm.default_formats(device), device))
     print(json.dumps(gemm.as_json(measured, device)) if options.json else gemm.table(measured, device))
     if all(rate.rate is None for rate in measured):
-        raise MegascaleError(f"no GEMM could be measured: {measured[0].refusal}", hint="give other --sizes or --dtypes")
+        raise MegascaleError(
+            f"no GEMM could be measured: {measured[0].unsupported_reason}", hint="give other --sizes or --dtypes"
+        )
 
 
 def _add_overlap(benchmarks: Any) -> None:

@@ -22,7 +22,7 @@ from megascale.core.process import die_with_parent, usable_cores
 from megascale.core.rank import Rank, rank_from_environment
 from megascale.launch import local
 from megascale.launch.failure import write_error
-from megascale.simulate.profiles import THIS, path_of
+from megascale.simulate.profiles import THIS_MACHINE, path_of
 
 if TYPE_CHECKING:
     from megascale.device import Device
@@ -71,7 +71,7 @@ def add_profile(benchmarks: Any) -> None:
     )
     one.add_argument(
         "--output", type=Path, metavar="FILE.toml", help="the profile (default: the file of --hardware this, "
-        f"{path_of('hardware', THIS)})",
+        f"{path_of('hardware', THIS_MACHINE)})",
     )  # fmt: skip
     one.add_argument("--json", action="store_true", help="print one JSON object")
     one.add_argument("--oversubscribed", type=Path, help=argparse.SUPPRESS)  # result of the first job, for the second
@@ -79,7 +79,7 @@ def add_profile(benchmarks: Any) -> None:
 
 def run_profile(options: argparse.Namespace) -> int:
     """Measure this machine and write its profile, in two jobs: one with two ranks per core, then one with one."""
-    output = (options.output or path_of("hardware", THIS)).resolve()
+    output = (options.output or path_of("hardware", THIS_MACHINE)).resolve()
     _check_output(output)
     if options.oversubscribed is None and rank_from_environment() is None:
         words = ["bench", "profile", "--output", str(output), *["--json"] * options.json]

@@ -239,7 +239,7 @@ LEGEND = (
 
 
 def _cell(verdict: BackendReport) -> str:
-    if not verdict.willing:
+    if not verdict.supported:
         return "-"
     word = "FAILS" if verdict.failed else "serves" if verdict.chosen else "can"
     return word if verdict.difference is None else f"{word} {verdict.difference:.1e}"
@@ -248,7 +248,7 @@ def _cell(verdict: BackendReport) -> str:
 def _reason(verdicts: dict[str, BackendReport]) -> str:
     """The reason why a backend does not serve, stated once if all precisions share the reason."""
     reasons = {
-        name: verdict.error or ("" if verdict.chosen else verdict.refusal or "") for name, verdict in verdicts.items()
+        name: verdict.error or ("" if verdict.chosen else verdict.reason or "") for name, verdict in verdicts.items()
     }
     if len(set(reasons.values())) == 1:
         return next(iter(reasons.values()))

@@ -28,8 +28,8 @@ from megascale.core.process import without_collection
 from megascale.observe import chrome_trace
 from megascale.search import plot, report
 from megascale.search.plan import Plan
-from megascale.search.search import Found, search
-from megascale.search.space import SUITED, VARIED
+from megascale.search.search import SearchResult, search
+from megascale.search.space import DEPENDENT_KEYS, LAYOUT_KEYS
 from megascale.search.timeline import events
 from megascale.simulate import failures, profiles
 from megascale.simulate.profiles import Hardware, Stack
@@ -110,16 +110,16 @@ def _run(options: argparse.Namespace) -> int:
     _print(options, planned, sweep, search_result, alternative)
     if alternative is None:
         return Exit.OK
-    print(f"{report.too_large(planned)}; {alternative}", file=sys.stderr)
+    print(f"{report.too_large_message(planned)}; {alternative}", file=sys.stderr)
     return Exit.CONFIG
 
 
-def _search(options: argparse.Namespace, hardware: Hardware, stack: Stack) -> Found:
+def _search(options: argparse.Namespace, hardware: Hardware, stack: Stack) -> SearchResult:
     """Find the fastest layouts. Keys set on the command line stay fixed; the layout of CONFIG need not be legal."""
     return search(_config(options, None, layout=False), options.gpus, hardware, stack, _fixed_keys(options))
 
 
-def _report_no_fit(options: argparse.Namespace, search_result: Found) -> int:
+def _report_no_fit(options: argparse.Namespace, search_result: SearchResult) -> int:
     """Print why no layout fits, with the plan of the layout that needs the least memory.
 
     Raises: ConfigError if no layout is legal because CONFIG has a mistake
@@ -128,8 +128,8 @@ def _report_no_fit(options: argparse.Namespace, search_result: Found) -> int:
         _config(options, None)
     hint, smallest = _advice(options, search_result), search_result.smallest
     if options.json:
-        plan = report.plan_json(smallest, [], options.tokens, _failure_losses(options, smallest)) if smallest else {}
-        print(json.dumps({**plan, "fits": False, "instead": hint, "search": report.search_json(search_result)}))
+        plan = report.plan_json(smallest, [], options.tokens, _failure_cost(options, smallest)) if smallest else {}
+        print(json.dumps({**plan, "fits": False, "suggestion": hint, "search": report.search_json(search_result)}))
     print(hint, file=sys.stderr)
     return Exit.CONFIG
 
@@ -142,7 +142,7 @@ def _suggest_alternative(options: argparse.Namespace, plan: Plan) -> str:
     )
 
 
-def _advice(options: argparse.Namespace, search_result: Found) -> str:
+def _advice(options: argparse.Namespace, search_result: SearchResult) -> str:
     dp_setting = read_toml(options.config, options.overrides).tree.get("parallel", {}).get("dp", AUTO)
     count = "parallel.dp" if dp_setting != AUTO else None if options.gpus else "--gpus"
     return report.advice(search_result, _fixed_keys(options), count)
@@ -213,7 +213,7 @@ def _sweep_configs(options: argparse.Namespace) -> list[RunConfig]:
 def _fixed_keys(options: argparse.Namespace) -> list[str]:
     """List the layout's keys that the command line sets."""
     settings = dict(text.replace(" ", "").split("=", 1) for text in options.overrides)
-    return [key for key in (*VARIED, *SUITED) if settings.get(key, AUTO).strip("\"'") != AUTO]
+    return [key for key in (*LAYOUT_KEYS, *DEPENDENT_KEYS) if settings.get(key, AUTO).strip("\"'") != AUTO]
 
 
 def _exact(config: RunConfig, expected: list[int]) -> dict[str, Any]:
@@ -244,20 +244,24 @@ def _write(options: argparse.Namespace, plan: Plan, sweep: list[Plan]) -> None:
 
 
 def _print(
-    options: argparse.Namespace, plan: Plan, sweep: list[Plan], search_result: Found | None, alternative: str | None
+    options: argparse.Namespace,
+    plan: Plan,
+    sweep: list[Plan],
+    search_result: SearchResult | None,
+    alternative: str | None,
 ) -> None:
-    losses = _failure_losses(options, plan)
+    cost = _failure_cost(options, plan)
     if options.json:
         extra: dict[str, Any] = {"search": report.search_json(search_result)} if search_result else {}
-        extra |= {"instead": alternative} if alternative else {}
-        print(json.dumps({**report.plan_json(plan, sweep, options.tokens, losses), **extra}))
+        extra |= {"suggestion": alternative} if alternative else {}
+        print(json.dumps({**report.plan_json(plan, sweep, options.tokens, cost), **extra}))
         return
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
     for part in report.search_tables(search_result) if search_result else ():
         console.print(part)
-    for part in report.tables(plan, sweep, options.tokens, losses):
+    for part in report.tables(plan, sweep, options.tokens, cost):
         console.print(part)
 
 
-def _failure_losses(options: argparse.Namespace, plan: Plan) -> failures.Losses:
-    return failures.losses(plan.config.world_size, options.mtbf, options.save_s, options.restart_s)
+def _failure_cost(options: argparse.Namespace, plan: Plan) -> failures.FailureCost:
+    return failures.failure_cost(plan.config.world_size, options.mtbf, options.save_s, options.restart_s)

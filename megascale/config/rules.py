@@ -34,7 +34,7 @@ def _join_values(values: list[int]) -> str:
     return ", ".join(map(str, shown))
 
 
-def heads(c: Any) -> Iterator[Finding]:
+def attention_heads(c: Any) -> Iterator[Finding]:
     """Check that heads without a head_dim of their own divide hidden_size, and that key-value heads divide heads."""
     m = c.model
     if m.explicit_head_dim is None and m.hidden_size % m.num_heads:
@@ -80,7 +80,7 @@ def rope(c: Any) -> Iterator[Finding]:
         yield Finding("model.local_rope_theta", "is for layers with a window, and there is none", "remove the key")
 
 
-def window(c: Any) -> Iterator[Finding]:
+def attention_window(c: Any) -> Iterator[Finding]:
     """Check that a list of windows is no longer than the layers."""
     m = c.model
     if isinstance(m.window, list) and len(m.window) > m.num_layers:
@@ -266,9 +266,9 @@ def nccl_ctas(c: Any) -> Iterator[Finding]:
 
 
 RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
-    (("model",), heads),
+    (("model",), attention_heads),
     (("model",), rope),
-    (("model",), window),
+    (("model",), attention_window),
     (("model", "parallel"), tensor_parallel),
     (("model", "parallel"), pipeline),
     (("model", "parallel", "batch", "train", "fp8"), fp8_shapes),

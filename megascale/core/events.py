@@ -28,7 +28,7 @@ MAX_TIME_S = 1e12
 COMPUTE = "compute"
 """The axis of compute actions."""
 
-OPTIMIZER_ACTIONS = frozenset({"norms", "directions", "update"})
+OPTIMIZER_ACTIONS = frozenset({"grad_norm", "compute_updates", "update"})
 """The optimizer's actions in a step: gradient norm, LAMB's first phase (update directions), and update."""
 
 

@@ -16,7 +16,7 @@ from megascale.launch.testbed import Host, Testbed
 TIMEOUT = 600.0
 """Default timeout of commands on the hosts, in seconds."""
 
-GRACE = 30.0
+SHUTDOWN_TIMEOUT_S = 30.0
 """Seconds that the other hosts' commands have to end after a failure, before they are killed."""
 
 TIMED_OUT = 124
@@ -118,7 +118,7 @@ def run_on_hosts(
         for host_command in running:
             host_command.poll(seconds)
             if host_command.status:
-                deadline = min(deadline, seconds + GRACE)
+                deadline = min(deadline, seconds + SHUTDOWN_TIMEOUT_S)
         if seconds > deadline:
             late = [command for command in running if command.status is None]
             testbed.kill_processes()

@@ -26,7 +26,7 @@ from megascale.core.rank import STORE_VARIABLE
 from megascale.core.secret import DESCRIPTOR_VARIABLE, new_secret, secret_descriptor
 from megascale.launch.failure import ERROR_FILE, Failure, root_cause
 
-GRACE = 10.0
+SHUTDOWN_TIMEOUT_S = 10.0
 """Seconds that ranks have to end after a failure, before they are killed."""
 
 ROOT_CAUSE_WINDOW_S = 1.0
@@ -152,7 +152,7 @@ def _end(workers: Sequence[_Worker]) -> None:
     for _ in range(2):
         _signal(workers, signal.SIGTERM)
         time.sleep(0.1)
-    deadline = time.monotonic() + GRACE
+    deadline = time.monotonic() + SHUTDOWN_TIMEOUT_S
     while any(w.process.poll() is None for w in workers) and time.monotonic() < deadline:
         time.sleep(0.05)
     _signal(workers, signal.SIGKILL)

@@ -19,7 +19,7 @@ from megascale.ops.select import OpContext, build_op
 from megascale.parallel.gemm_precision import NATIVE_PRECISION, GemmPrecision
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.recompute import Recomputation, recomputation
-from megascale.parallel.tp_overlap import LinearParams, TensorAxis
+from megascale.parallel.tp_overlap import LinearParams, TensorParallel
 
 Parameters = Mapping[str, nn.Parameter]
 """This rank's parameters by global name (`layout.tensors`)."""
@@ -60,7 +60,7 @@ class LayerContext:
 
     model: ModelConfig
     parameters: Parameters
-    axis: TensorAxis
+    axis: TensorParallel
     operators: Operators
     gemm_precision: Callable[[str], GemmPrecision] = lambda layer: NATIVE_PRECISION
     recompute: RecomputePolicy = NO_RECOMPUTE

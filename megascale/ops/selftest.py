@@ -45,15 +45,15 @@ CLIPPED = 0.25
 class BackendReport:
     """The state of a backend of an operation.
 
-    `willing`: supported on request. `refusal`: why unsupported, or, if `willing`, why auto skips the backend.
+    `supported`: selectable by `backends`. `reason`: why unsupported, or, if `supported`, why auto skips the backend.
     `difference` or `error`: the outcome of the self-test; both None without a test.
     """
 
     operation: str
     backend: str
     chosen: bool
-    willing: bool
-    refusal: str | None = None
+    supported: bool
+    reason: str | None = None
     difference: float | None = None
     error: str | None = None
     tolerance: float = 0.0
@@ -86,9 +86,9 @@ def check_backends(operation: str, context: OpContext) -> OperationReport:
 
 def _check_backend(operation: str, backend: str, chosen: bool, context: OpContext) -> BackendReport:
     reason = unsupported_reason(operation, backend, context)
-    willing = reason is None or isinstance(reason, NotByDefault)
-    verdict = BackendReport(operation, backend, chosen, willing, reason, tolerance=TOLERANCES[context.dtype])
-    if not willing:
+    supported = reason is None or isinstance(reason, NotByDefault)
+    verdict = BackendReport(operation, backend, chosen, supported, reason, tolerance=TOLERANCES[context.dtype])
+    if not supported:
         return verdict
     try:
         worst = difference(operation, backend, context)

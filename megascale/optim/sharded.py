@@ -72,7 +72,7 @@ class ShardedOptimizer:
         """
         if self._norms is None:
             return None
-        with self._mesh.recorder.action("directions"):
+        with self._mesh.recorder.action("compute_updates"):
             for index, rule in enumerate(self._rules):
                 self.clip_grad(index, clipping)
                 rule.compute_updates(step, clipping.skip)

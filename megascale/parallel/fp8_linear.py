@@ -45,7 +45,7 @@ from megascale.ops.fp8 import (
 )
 from megascale.parallel.gemm_precision import NATIVE_PRECISION, GemmPrecision, Operand, OperandName
 from megascale.parallel.grad_accumulation import accumulate_grad
-from megascale.parallel.tp_overlap import TensorAxis
+from megascale.parallel.tp_overlap import TensorParallel
 from megascale.trace.recorder import profiler_range
 
 
@@ -186,7 +186,7 @@ class Fp8Gemms:
 
     name: str
     state: Fp8State
-    axis: TensorAxis
+    axis: TensorParallel
     shard_dim: int
     static_scales: Mapping[str, float]
     chunked_wgrad: bool = False  # a scale of wgrad can cover all tokens
@@ -334,7 +334,7 @@ class Fp8Gemms:
         return torch.where(amax.isfinite(), scale, math.nan)  # NaN propagates; an infinity would saturate
 
 
-def gemm_precision_of(name: str, scaling: Fp8State, axis: TensorAxis) -> GemmPrecision:
+def gemm_precision_of(name: str, scaling: Fp8State, axis: TensorParallel) -> GemmPrecision:
     """Return the GEMM precision of the linear layer of this name: FP8 with the state `scaling`, or native."""
     parameter = scaling.weights.get(f"{name}.weight")
     if parameter is None:

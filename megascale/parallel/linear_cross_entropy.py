@@ -26,7 +26,7 @@ from megascale.layout.loss import loss_chunks
 from megascale.ops.cross_entropy import CrossEntropy, Targets
 from megascale.parallel.gemm_precision import GemmWeight
 from megascale.parallel.grad_accumulation import accumulate_wgrad
-from megascale.parallel.tp_overlap import TensorAxis, all_gather_matmul
+from megascale.parallel.tp_overlap import TensorParallel, all_gather_matmul
 from megascale.parallel.vocabulary import VocabularyRange
 
 LABEL = Label("head", direction=FORWARD)
@@ -39,7 +39,7 @@ def linear_cross_entropy(
     labels_sb: Tensor,
     mask_sb: Tensor | None,
     vocabulary: VocabularyRange,
-    axis: TensorAxis,
+    axis: TensorParallel,
     cross_entropy: CrossEntropy,
 ) -> Tensor:
     """Sum -log softmax(x W^T)[label] over the tokens whose mask is 1; a scalar in fp32 or wider.
@@ -54,7 +54,7 @@ def linear_cross_entropy(
 @dataclass(frozen=True)
 class _LossOptions:
     vocabulary: VocabularyRange
-    axis: TensorAxis
+    axis: TensorParallel
     cross_entropy: CrossEntropy
     compute_grad: bool
 

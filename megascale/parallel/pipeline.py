@@ -31,7 +31,7 @@ from megascale.comm.mesh import Mesh
 from megascale.core.label import BACKWARD, FORWARD, Label
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.param_and_grad_buffers import ParamAndGradBuffers
-from megascale.schedule.ir import Action, Kind, Order
+from megascale.schedule.ir import Action, Kind, RankSchedule
 
 
 class Batch(Protocol):
@@ -109,7 +109,7 @@ class PipelineExecutor:
         """Create a scalar for a loss or its gradient."""
         return torch.full((), value, dtype=self.loss_dtype, device=self.boundary.device)
 
-    def run_actions(self, order: Order, batch: Batch) -> Tensor:
+    def run_actions(self, order: RankSchedule, batch: Batch) -> Tensor:
         """Run the actions of one training step, or of one evaluation if there are no backwards.
 
         Returns the summed loss of this rank's micro-batches, a scalar; zero on ranks without the last stage.
@@ -134,7 +134,7 @@ class _Execution:
         self._saved: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
         self._loss = pipeline.loss_scalar(0.0)
 
-    def run_actions(self, order: Order) -> Tensor:
+    def run_actions(self, order: RankSchedule) -> Tensor:
         # A REDUCE has the chunk and micro-batch of the backward before it.
         reduced = {action[1:] for action in order if action.kind is Kind.REDUCE}
         recorder = self._p.recorder

@@ -19,8 +19,8 @@ and all-gathers the shard a second time for wgrad. A layer can also recompute it
 (`parallel.tp_overlap`); in a column-parallel backward the all-gather of X with dgrad, the reduction of dX with wgrad.
 
 `column_parallel_linear` and `row_parallel_linear` apply one layer; `column_parallel_linears` and `row_parallel_linears`
-apply layers that share their collectives. `LinearParams`: a layer's weight, bias and GEMM precision. `TensorAxis`: the
-tp group and its communication settings.
+apply layers that share their collectives. `LinearParams`: a layer's weight, bias and GEMM precision. `TensorParallel`:
+the tp group and its communication settings.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from megascale.ops.fp8 import Quantized
 from megascale.parallel.gemm_precision import GemmPrecision, GemmWeight, Operand, flatten_tokens
 from megascale.parallel.grad_accumulation import accumulate_bias_grad
 from megascale.parallel.recompute import Recomputation
-from megascale.parallel.tp_overlap import LinearParams, TensorAxis, all_gather_matmul, matmul_reduce_scatter
+from megascale.parallel.tp_overlap import LinearParams, TensorParallel, all_gather_matmul, matmul_reduce_scatter
 
 
 def column_parallel_linear(
-    x: Tensor, layer: LinearParams, axis: TensorAxis, label: LabelLike = "",
+    x: Tensor, layer: LinearParams, axis: TensorParallel, label: LabelLike = "",
     recompute_input: Recomputation | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute Y_i = X W_i^T + b_i for weight [n / tp, k] and bias [n / tp]: result [s, b, n / tp].
@@ -53,7 +53,7 @@ def column_parallel_linear(
 
 
 def column_parallel_linears(
-    x: Tensor, layers: Sequence[LinearParams], axis: TensorAxis, label: LabelLike = "",
+    x: Tensor, layers: Sequence[LinearParams], axis: TensorParallel, label: LabelLike = "",
     recompute_input: Recomputation | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Apply several column-parallel layers to x with one all-gather of x and one reduction of its gradient."""
@@ -63,7 +63,7 @@ def column_parallel_linears(
 
 
 def row_parallel_linear(
-    x: Tensor, layer: LinearParams, axis: TensorAxis, label: LabelLike = "",
+    x: Tensor, layer: LinearParams, axis: TensorParallel, label: LabelLike = "",
     recompute_input: Recomputation | None = None, compute_output: bool = True,
 ) -> Tensor:  # fmt: skip
     """Compute Y = sum over i of X_i W_i^T, + b, for x [s, b, k / tp], weight [n, k / tp] and bias [n].
@@ -76,7 +76,7 @@ def row_parallel_linear(
 
 
 def row_parallel_linears(
-    inputs: Sequence[Tensor], layers: Sequence[LinearParams], axis: TensorAxis, label: LabelLike = "",
+    inputs: Sequence[Tensor], layers: Sequence[LinearParams], axis: TensorParallel, label: LabelLike = "",
     recompute_inputs: Sequence[Recomputation | None] | None = None, compute_output: bool = True,
 ) -> Tensor:  # fmt: skip
     """Sum the outputs of several row-parallel layers, one input per layer, with one reduction over the tp ranks."""
@@ -88,7 +88,7 @@ def row_parallel_linears(
 class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, axis: TensorAxis, label: Label, precisions: Sequence[GemmPrecision],
+        ctx: Any, axis: TensorParallel, label: Label, precisions: Sequence[GemmPrecision],
         recompute_input: Recomputation | None, x: Tensor, *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         ctx.axis, ctx.label, ctx.precisions = axis, label, precisions
@@ -105,7 +105,7 @@ class _ColumnParallel(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (restore_input,), tensors = _saved_operands(ctx)
         x = restore_input()  # the all-gather needs x: no recomputation overlaps it
-        axis: TensorAxis = ctx.axis
+        axis: TensorParallel = ctx.axis
         weights, biases = _weights_and_biases(tensors)
         grads = tuple(grad.contiguous() for grad in grads)
         # Quantized before the all-gather starts, because quantization may all-reduce an amax.
@@ -133,7 +133,7 @@ class _ColumnParallel(torch.autograd.Function):
 
 class _RowParallel(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, axis: TensorAxis, label: Label, options: tuple[Any, ...], *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, axis: TensorParallel, label: Label, options: tuple[Any, ...], *tensors: Tensor) -> Tensor:
         precisions, recompute_inputs, compute_output = options
         ctx.axis, ctx.label, ctx.precisions = axis, label, precisions
         inputs, params = tensors[: len(precisions)], tensors[len(precisions) :]
@@ -156,7 +156,7 @@ class _RowParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        axis: TensorAxis = ctx.axis
+        axis: TensorParallel = ctx.axis
         precisions: Sequence[GemmPrecision] = ctx.precisions
         restore_inputs, tensors = _saved_operands(ctx)
         weights, biases = _weights_and_biases(tensors)

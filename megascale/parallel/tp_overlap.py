@@ -10,7 +10,7 @@
 
 The bytes sent are those of one collective. A collective is not cut into pieces where cutting has no benefit: if the
 transport makes no progress while this rank computes (shared memory), or if the GEMM of a piece would have too few rows
-for a GPU (`layout.pieces`). `TensorAxis` holds the tp group and these choices, `LinearParams` a layer's parameters.
+for a GPU (`layout.pieces`). `TensorParallel` holds the tp group and these choices, `LinearParams` a layer's parameters.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class LinearParams(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TensorAxis:
+class TensorParallel:
     """The tp group and its communication settings.
 
     `sequence_parallel`: activations between layers are sharded along dimension 0. `overlap`: communicate during GEMMs.
@@ -137,7 +137,7 @@ class TensorAxis:
 
 
 def all_gather_matmul(
-    shard: Operand, layers: Sequence[GemmWeight], axis: TensorAxis, label: Label, dtype: torch.dtype,
+    shard: Operand, layers: Sequence[GemmWeight], axis: TensorParallel, label: Label, dtype: torch.dtype,
     on_rows: Callable[[Operand, slice], None] | None = None,
     after_all_gather: Callable[[Operand], Operand] = lambda x: x,
 ) -> tuple[Operand, list[Tensor]]:  # fmt: skip
@@ -165,7 +165,7 @@ def all_gather_matmul(
 
 
 def _symmetric_all_gather_matmul(
-    shard: Operand, weights: Sequence[Operand], axis: TensorAxis, label: Label, dtype: torch.dtype
+    shard: Operand, weights: Sequence[Operand], axis: TensorParallel, label: Label, dtype: torch.dtype
 ) -> tuple[Operand, list[Tensor]]:
     if isinstance(shard, Tensor):
         matrices = [weight.t() for weight in weights if isinstance(weight, Tensor)]
@@ -182,7 +182,7 @@ def _scaled_matrix(weight: Quantized) -> symmetric_memory.ScaledMatrix:
 
 
 def _all_gather_matmul_pieces(
-    shard: Operand, layers: Sequence[GemmWeight], axis: TensorAxis, label: Label, pieces: int, dtype: torch.dtype,
+    shard: Operand, layers: Sequence[GemmWeight], axis: TensorParallel, label: Label, pieces: int, dtype: torch.dtype,
     on_rows: Callable[[Operand, slice], None], after_all_gather: Callable[[Operand], Operand],
 ) -> tuple[Operand, list[Tensor]]:  # fmt: skip
     n = shard.shape[0]
@@ -207,7 +207,7 @@ def _all_gather_matmul_pieces(
 
 
 def matmul_reduce_scatter(
-    inputs: Sequence[Operand], layers: Sequence[GemmWeight], axis: TensorAxis, label: Label, dtype: torch.dtype
+    inputs: Sequence[Operand], layers: Sequence[GemmWeight], axis: TensorParallel, label: Label, dtype: torch.dtype
 ) -> Tensor:
     """Compute the sum over layers and tp ranks of X W^T, for inputs [s, b, k] and weights [n, k], in `dtype`.
 
@@ -247,7 +247,7 @@ def matmul_reduce_scatter(
 
 
 def _symmetric_matmul_reduce_scatter(
-    x: Operand, weight: Operand, axis: TensorAxis, label: Label, dtype: torch.dtype
+    x: Operand, weight: Operand, axis: TensorParallel, label: Label, dtype: torch.dtype
 ) -> Tensor:
     if isinstance(x, Tensor) and isinstance(weight, Tensor):
         return symmetric_memory.matmul_reduce_scatter(axis.group, x, weight.t(), label=label)

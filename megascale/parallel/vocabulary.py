@@ -15,7 +15,7 @@ from torch import Tensor
 from megascale.core.label import FORWARD, Label
 from megascale.ops.embedding_rows import lookup
 from megascale.parallel.grad_accumulation import accumulate_embedding_grad
-from megascale.parallel.tp_overlap import TensorAxis
+from megascale.parallel.tp_overlap import TensorParallel
 
 LABEL = Label("embedding", direction=FORWARD)
 """Event label of the embedding's collectives."""
@@ -30,13 +30,15 @@ class VocabularyRange:
     valid: int
 
     @classmethod
-    def for_rank(cls, vocab_size: int, padded: int, axis: TensorAxis) -> VocabularyRange:
+    def for_rank(cls, vocab_size: int, padded: int, axis: TensorParallel) -> VocabularyRange:
         rows = padded // axis.size
         start = axis.index * rows
         return cls(start, rows, min(max(vocab_size - start, 0), rows))
 
 
-def vocab_parallel_embedding(ids_sb: Tensor, weight: Tensor, vocabulary: VocabularyRange, axis: TensorAxis) -> Tensor:
+def vocab_parallel_embedding(
+    ids_sb: Tensor, weight: Tensor, vocabulary: VocabularyRange, axis: TensorParallel
+) -> Tensor:
     """Look up ids [s, b] in an embedding sharded over tp, weight [rows, h] on this rank.
 
     The result is [s, b, h], or [s / tp, b, h] with sequence parallelism. A rank contributes zeros for ids of other
@@ -47,7 +49,7 @@ def vocab_parallel_embedding(ids_sb: Tensor, weight: Tensor, vocabulary: Vocabul
 
 class _Embed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, vocabulary: VocabularyRange, axis: TensorAxis) -> Tensor:
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, vocabulary: VocabularyRange, axis: TensorParallel) -> Tensor:
         local = ids - vocabulary.start
         remote = None  # ids in another rank's range
         if axis.size > 1:

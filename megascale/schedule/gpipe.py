@@ -9,10 +9,10 @@ Time by rank, p = 3 ranks and m = 4 micro-batches; F0: forward of micro-batch 0;
 
 from __future__ import annotations
 
-from megascale.schedule.ir import Order, backward, forward
+from megascale.schedule.ir import RankSchedule, backward, forward
 
 
-def gpipe(p: int, v: int, m: int, rank: int) -> Order:
+def gpipe(p: int, v: int, m: int, rank: int) -> RankSchedule:
     """List the actions of `rank` of p for m micro-batches; v must be 1. The bubble is (p - 1) / m of the compute time.
 
     Raises: ValueError for v > 1

@@ -14,11 +14,11 @@ from __future__ import annotations
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from megascale.schedule.ir import Order, backward, forward
+from megascale.schedule.ir import RankSchedule, backward, forward
 from megascale.schedule.one_f_one_b import alternate, one_f_one_b
 
 
-def interleaved_1f1b(p: int, v: int, m: int, rank: int) -> Order:
+def interleaved_1f1b(p: int, v: int, m: int, rank: int) -> RankSchedule:
     """List the actions of `rank` of p, with v chunks per rank, for m micro-batches; with v = 1, the 1F1B schedule.
 
     The bubble is (p - 1) / (v m) of the compute time for m >= p.

@@ -40,13 +40,13 @@ class Action(NamedTuple):
         return f"{self.kind}{self.chunk}.{self.microbatch}"
 
 
-Order = list[Action]
+RankSchedule = list[Action]
 """The actions of one rank."""
 
-Schedule = list[Order]
+Schedule = list[RankSchedule]
 """The actions of all pipeline ranks, by rank."""
 
-ScheduleFn = Callable[[int, int, int, int], Order]
+ScheduleFn = Callable[[int, int, int, int], RankSchedule]
 """A schedule: a function (p ranks, v chunks per rank, m micro-batches, rank) -> the compute actions of the rank."""
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from megascale.schedule.ir import Action, Kind, Order, Schedule
+from megascale.schedule.ir import Action, Kind, RankSchedule, Schedule
 from megascale.schedule.precedence import Precedence
 
 RECV_LOOKAHEAD = 2
@@ -46,14 +46,14 @@ def lower(
 
 def lower_rank(
     precedence: Precedence, rank: int, *, lookahead: int, training: bool = True, reduce_each: bool = False
-) -> Order:
+) -> RankSchedule:
     """Add communication to the actions of one rank, as `lower` does."""
     order, p = precedence.compute[rank], len(precedence.compute)
     stages = p * precedence.v
     posts = place_receives(precedence, rank, lookahead)
     last_backward = {a.chunk: a.microbatch for a in order if a.kind is Kind.B}
     gathered: set[int] = set()
-    lowered: Order = []
+    lowered: RankSchedule = []
     for index, action in enumerate(order):
         lowered += posts[index]
         if action.kind is Kind.F and action.chunk not in gathered:
@@ -69,14 +69,14 @@ def lower_rank(
     return lowered
 
 
-def place_receives(precedence: Precedence, rank: int, lookahead: int) -> list[Order]:
+def place_receives(precedence: Precedence, rank: int, lookahead: int) -> list[RankSchedule]:
     """List, for every compute action of a rank, the receives to post before the action.
 
     These are the receives of the action and the next `lookahead` actions, if the rules permit, and of messages sent
     before on the same channel.
     """
     p = len(precedence.compute)
-    posts: list[Order] = [[] for _ in precedence.compute[rank]]
+    posts: list[RankSchedule] = [[] for _ in precedence.compute[rank]]
     receives = [
         post
         for sender in sorted({(rank - 1) % p, (rank + 1) % p} - {rank})

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from itertools import chain
 
-from megascale.schedule.ir import Order, backward, forward
+from megascale.schedule.ir import RankSchedule, backward, forward
 
 
-def one_f_one_b(p: int, v: int, m: int, rank: int) -> Order:
+def one_f_one_b(p: int, v: int, m: int, rank: int) -> RankSchedule:
     """List the actions of `rank` of p for m micro-batches; v must be 1.
 
     The bubble is (p - 1) / m of the compute time, and min(m, p - rank) micro-batches are live.
@@ -28,7 +28,7 @@ def one_f_one_b(p: int, v: int, m: int, rank: int) -> Order:
     return alternate(forwards, backwards, warmup=p - rank - 1)
 
 
-def alternate(forwards: Order, backwards: Order, warmup: int) -> Order:
+def alternate(forwards: RankSchedule, backwards: RankSchedule, warmup: int) -> RankSchedule:
     """Order equally many forwards and backwards: `warmup` forwards, then a forward and a backward in turn, then the
     remaining backwards.
     """

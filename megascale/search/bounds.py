@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-from megascale.account.activations import Sizes, block_bytes
+from megascale.account.activations import ActivationSizes, block_bytes
 from megascale.account.memory import state_bytes
 from megascale.catalog.schedules import SCHEDULES
 from megascale.layout.blocks import distinct_blocks
@@ -48,13 +48,13 @@ class Bounds:
         (network, layer, head), (reduce, gather) = self._seconds(block), self._link(flat)
         busiest = max((before + m * held) * layer + (m * head if last else 0.0) for before, held, last in ranks)
         one_by_one = network + (m - 1) * largest * layer / 2
-        hides, hiding = self._stack.hides.dp, self._hardware.attained.hiding
+        overlaps, hidden = self._stack.overlaps.dp, self._hardware.attained.overlap
         if self._stack.shards_weights:  # weights are all-gathered for all forwards and backwards
             link = m * (2 * gather + reduce)
-            exposed = link * (1 - hiding) if hides else link
+            exposed = link * (1 - hidden) if overlaps else link
         else:
             link = reduce * (m if layout.zero == 2 and self._stack.reduces_each else 1) + gather
-            exposed = 0.0 if hides else link
+            exposed = 0.0 if overlaps else link
         pipeline = max(max(busiest, m * network / layout.pp) + exposed, one_by_one, link)
         return (pipeline + self._stack.attained.step_s) * scale(self._space.devices, self._stack)
 
@@ -72,7 +72,7 @@ class Bounds:
         """Count layers: of the first rank; by rank, as (before the first chunk, on the rank, is the last rank); of the
         largest chunk. Among ranks with equal layer counts only the last is listed, for it has the longest fill.
         """
-        stages = stages_of(self._space.applied(Layout(pp=pp, vpp=vpp)))
+        stages = stages_of(self._space.with_layout(Layout(pp=pp, vpp=vpp)))
         sizes = [len(stages.layers(index)) for index in range(stages.count)]
         ranks = [(stages.starts[rank], sum(sizes[rank::pp]), rank == pp - 1) for rank in range(pp)]
         return ranks[0][1], list({rank[1:]: rank for rank in ranks}.values()), max(sizes)
@@ -82,7 +82,7 @@ class Bounds:
         config = self._space.config
         recompute = "none" if config.train.recompute_chunks else layout.recompute
         vpp, dp = config.model.num_layers + 2, self._space.devices // layout.tp  # a chunk per layer, embedding, head
-        layerwise = self._free.applied(layout._replace(vpp=vpp, dp=dp, recompute=recompute))
+        layerwise = self._free.with_layout(layout._replace(vpp=vpp, dp=dp, recompute=recompute))
         pairs = chunk_times(layerwise, self._hardware, self._stack).values()
         seconds = [pair.forward.total + pair.backward.total for pair in pairs]
         return sum(seconds), min(seconds[1:-1]), seconds[-1]
@@ -91,7 +91,7 @@ class Bounds:
         """Seconds of a rank's gradient reduction and weight all-gather: of the first rank, active first and last; with
         sharded weights, where both are parts of forward and backward, the least of all ranks.
         """
-        parts = StepParts(self._space.applied(layout), self._hardware, self._stack)
+        parts = StepParts(self._space.with_layout(layout), self._hardware, self._stack)
         ranks = range(layout.pp if self._stack.shards_weights else 1)
         chunks = [[parts.buckets[rank, chunk] for chunk in range(layout.vpp)] for rank in ranks]
         reduce, gather = (min(sum(map(cost, rank)) for rank in chunks) for cost in (parts.dp.reduce, parts.dp.gather))
@@ -99,12 +99,12 @@ class Bounds:
 
     def _state_of(self, layout: Layout) -> int:
         """Bytes of parameters, gradients and optimizer on the first rank."""
-        return state_bytes(self._space.applied(layout), 0, self._stack.holding).total
+        return state_bytes(self._space.with_layout(layout), 0, self._stack.storage).total
 
     def _saved_of(self, layout: Layout) -> int:
         """Saved bytes of a layer for a micro-batch."""
-        config = self._free.applied(layout)
-        sizes, recompute, fp8 = Sizes(config), recompute_policy(config.train, 0), fp8_layers(config)
+        config = self._free.with_layout(layout)
+        sizes, recompute, fp8 = ActivationSizes(config), recompute_policy(config.train, 0), fp8_layers(config)
         distinct, numbers = distinct_blocks(config.model)
         kinds = {(number, layer in fp8) for layer, number in enumerate(numbers)}
         return min(block_bytes(sizes, distinct[number], cast, recompute).saved for number, cast in kinds)

@@ -41,7 +41,7 @@ class Plan:
     @cached_property
     def ranks(self) -> list[RankMemory]:
         """Memory of a rank of every pipeline stage, by formulas."""
-        return memory.memory_by_stage(self.config, self.stack.holding)
+        return memory.memory_by_stage(self.config, self.stack.storage)
 
     @property
     def memory_by_stage(self) -> list[int]:
@@ -49,7 +49,7 @@ class Plan:
         return self.exact["memory_bytes_by_stage"] if self.exact else [rank.total for rank in self.ranks]
 
     @property
-    def fullest(self) -> int:
+    def fullest_stage(self) -> int:
         """Pipeline stage with the highest memory."""
         return self.memory_by_stage.index(max(self.memory_by_stage))
 
@@ -57,21 +57,21 @@ class Plan:
     def memory(self) -> RankMemory:
         """Memory of the fullest rank."""
         if not self.exact:
-            return self.ranks[self.fullest]
+            return self.ranks[self.fullest_stage]
         sizes = dict(self.exact["memory_bytes"])
         transient = sizes.pop("logits") + sizes.pop("buffers")
         sizes.pop("total")
         return RankMemory(**sizes, transient=transient)
 
     @property
-    def room(self) -> int:
+    def memory_limit(self) -> int:
         """Bytes of a device for a rank's tensors."""
-        return self.hardware.room(self.config.world_size)
+        return self.hardware.memory_limit(self.config.world_size)
 
     @property
     def fits(self) -> bool:
-        """True if the fullest rank's memory is at most `room`."""
-        return self.memory.total <= self.room
+        """True if the fullest rank's memory is at most `memory_limit`."""
+        return self.memory.total <= self.memory_limit
 
     @property
     def expected_error(self) -> float | None:

@@ -10,7 +10,7 @@ from megascale.core.errors import MegascaleError
 from megascale.core.files import atomic_file
 from megascale.core.units import GIB
 from megascale.search.plan import Plan
-from megascale.search.report import CAUSES, MIN_SHARE, spread
+from megascale.search.report import CAUSES, MIN_SHARE, format_layout
 
 
 def draw(path: Path, plan: Plan, sweep: Sequence[Plan]) -> None:
@@ -26,7 +26,7 @@ def draw(path: Path, plan: Plan, sweep: Sequence[Plan]) -> None:
     _time(panels[1], [*sweep] or [plan])
     if sweep:
         _scaling(panels[2], sweep)
-    figure.suptitle(f"{plan.config.name}: {spread(plan.config)} on {plan.hardware.name} with {plan.stack.name}")
+    figure.suptitle(f"{plan.config.name}: {format_layout(plan.config)} on {plan.hardware.name} with {plan.stack.name}")
     with atomic_file(path, "wb") as file:
         figure.savefig(file, format="png", dpi=120)
 
@@ -34,7 +34,7 @@ def draw(path: Path, plan: Plan, sweep: Sequence[Plan]) -> None:
 def _memory(panel: Any, plan: Plan) -> None:
     stages = range(len(plan.ranks))
     _stack(panel, stages, {kind: [vars(rank)[kind] / GIB for rank in plan.ranks] for kind in vars(plan.ranks[0])})
-    panel.axhline(plan.room / GIB, color="black", linestyle="--", label="room")
+    panel.axhline(plan.memory_limit / GIB, color="black", linestyle="--", label="limit")
     panel.set(xlabel="pipeline stage", ylabel="GiB", title="memory of a rank, by formulas")
     panel.set(xlim=(-0.7, len(stages) - 0.3), xticks=stages[:: -(-len(stages) // 20)])
 

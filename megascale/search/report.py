@@ -14,9 +14,9 @@ from megascale.account.parameters import parameter_count
 from megascale.config.run import RunConfig
 from megascale.core.units import format_bytes, format_count, format_duration
 from megascale.search.plan import Plan
-from megascale.search.search import DOUBLED, FILLED, Found
-from megascale.search.space import SUITED, VARIED, value_of
-from megascale.simulate.failures import Losses
+from megascale.search.search import MAX_DOUBLINGS, MEMORY_FRACTION, SearchResult
+from megascale.search.space import DEPENDENT_KEYS, LAYOUT_KEYS, value_of
+from megascale.simulate.failures import FailureCost
 
 CAUSES = {
     "gemm": "GEMMs",
@@ -40,11 +40,11 @@ NAMED_SHARE = 0.2  # smallest share of a layout's lost seconds for a cause to be
 TIE = 5e-4  # relative difference up to which two steps count as equally fast
 
 
-def tables(plan: Plan, sweep: Sequence[Plan], tokens: float | None, losses: Losses) -> Iterator[str | Table]:
+def tables(plan: Plan, sweep: Sequence[Plan], tokens: float | None, cost: FailureCost) -> Iterator[str | Table]:
     """Report a plan: summary, memory by kind, time by cause, notes, dry runs, the job, and the sweep."""
     config, e, error = plan.config, plan.estimate, plan.expected_error
     yield (
-        f"{config.name}: {format_count(parameter_count(config.model))} parameters, {spread(config)} = "
+        f"{config.name}: {format_count(parameter_count(config.model))} parameters, {format_layout(config)} = "
         f"{config.world_size} x {plan.hardware.name}, "
         f"{config.num_microbatches} micro-batches of {config.batch.micro}, with {plan.stack.name}"
     )
@@ -61,12 +61,12 @@ def tables(plan: Plan, sweep: Sequence[Plan], tokens: float | None, losses: Loss
     if plan.exact:
         yield _exact_table(plan.exact)
     if tokens:
-        yield _job_line(plan, tokens, losses)
+        yield _job_line(plan, tokens, cost)
     if sweep:
         yield _sweep_table(sweep)
 
 
-def spread(config: RunConfig) -> str:
+def format_layout(config: RunConfig) -> str:
     """Format a layout's parallelism, such as 'tp 8 sp x pp 4 (vpp 2) x dp 16'."""
     p = config.parallel
     return f"tp {p.tp}{' sp' if p.sp else ''} x pp {p.pp}{f' (vpp {p.vpp})' if p.vpp > 1 else ''} x dp {config.dp}"
@@ -74,21 +74,19 @@ def spread(config: RunConfig) -> str:
 
 def _memory_table(plan: Plan) -> Table:
     stages, how = len(plan.memory_by_stage), "exact" if plan.exact else "by formulas"
-    where = f" on stage {plan.fullest}, the fullest of {stages}" if stages > 1 else ""
+    where = f" on stage {plan.fullest_stage}, the fullest of {stages}" if stages > 1 else ""
     sizes = {**vars(plan.memory), f"total, {'fits' if plan.fits else 'does not fit'}": plan.memory.total}
-    rows = [(kind, format_bytes(size), f"{size / plan.room:.1%}") for kind, size in sizes.items()]
-    return _table((f"memory of a rank{where}, {how}", "bytes", f"of {format_bytes(plan.room)}"), rows)
+    rows = [(kind, format_bytes(size), f"{size / plan.memory_limit:.1%}") for kind, size in sizes.items()]
+    return _table((f"memory of a rank{where}, {how}", "bytes", f"of {format_bytes(plan.memory_limit)}"), rows)
 
 
-def too_large(plan: Plan) -> str:
+def too_large_message(plan: Plan) -> str:
     """Say in a line by how much a run does not fit."""
-    return (
-        f"{plan.config.name} does not fit: a rank needs {format_bytes(plan.memory.total)} of {format_bytes(plan.room)} "
-        f"on {plan.hardware.name}"
-    )
+    needed, limit = format_bytes(plan.memory.total), format_bytes(plan.memory_limit)
+    return f"{plan.config.name} does not fit: a rank needs {needed} of {limit} on {plan.hardware.name}"
 
 
-def advice(result: Found, fixed: list[str], count: str | None) -> str:
+def advice(result: SearchResult, fixed: list[str], count: str | None) -> str:
     """Suggest a configuration that fits, in a line. `fixed`: the user's fixed keys; `count`: the option that sets the
     number of devices, parallel.dp or --gpus, if needed.
     """
@@ -101,11 +99,13 @@ def advice(result: Found, fixed: list[str], count: str | None) -> str:
         near = result.space.nearest_legal()
         number = f"{near} devices" if near else "another number of devices"
         return f"no layout on {devices} devices{given} is legal: {alternatives}{number}, or another batch.global"
-    least = f"{format_bytes(smallest.memory.total)}, where a search fills {format_bytes(FILLED * smallest.room)}"
+    filled = format_bytes(MEMORY_FRACTION * smallest.memory_limit)
+    least = f"{format_bytes(smallest.memory.total)}, where a search fills {filled}"
     if larger:
         least += f": {larger.config.world_size} devices would do, {_settings(config, larger, count)}"
     else:
-        least += f", with {_settings(config, smallest, count)}, and {1 << DOUBLED} times as many devices would not do"
+        more = 1 << MAX_DOUBLINGS
+        least += f", with {_settings(config, smallest, count)}, and {more} times as many devices would not do"
     return (
         f"no layout on {devices} x {smallest.hardware.name}{given} fits, the least is {least}{',' if larger else ':'} "
         f"{alternatives}a shorter sequence, or a smaller model"
@@ -116,13 +116,14 @@ def _settings(config: RunConfig, plan: Plan, count: str | None) -> str:
     """Format the command-line arguments from a configuration to the planned one. `count`: as in `advice`."""
     implied = {"parallel.zero"} if plan.stack.shards_weights else set()
     implied |= set() if count == "parallel.dp" else {"parallel.dp"}
-    keys = {key: value for key, value in zip(VARIED, plan.layout, strict=True) if key not in implied}
-    keys |= {key: "auto" for key in SUITED if value_of(config, key) is not None and value_of(plan.config, key) is None}
+    keys = {key: value for key, value in zip(LAYOUT_KEYS, plan.layout, strict=True) if key not in implied}
+    dropped = [key for key in DEPENDENT_KEYS if value_of(config, key) and not value_of(plan.config, key)]
+    keys |= dict.fromkeys(dropped, "auto")
     arguments = [f"{key}={str(value).lower()}" for key, value in keys.items()]
     return " ".join([*arguments, f"--gpus {plan.config.world_size}"] if count == "--gpus" else arguments)
 
 
-def search_tables(result: Found) -> Iterator[str | Table]:
+def search_tables(result: SearchResult) -> Iterator[str | Table]:
     """Report the fastest layouts, with the causes of slower ones."""
     counts, first = result.counts, result.best[0]
     yield (
@@ -133,15 +134,16 @@ def search_tables(result: Found) -> Iterator[str | Table]:
     for plan in result.best:
         keys, e = plan.layout, plan.estimate
         cells = [str(keys.micro), str(keys.zero), keys.recompute, format_bytes(plan.memory.total)]
-        rows.append([spread(plan.config), *cells, f"{e.step_s:.4g}", f"{e.mfu_full:.1%}", lost(plan, first)])
-    yield _table(("layout", "micro", "zero", "recompute", "memory", "step s", "MFU full", "loses by"), rows)
+        cells += [f"{e.step_s:.4g}", f"{e.mfu_full:.1%}", slowdown_causes(plan, first)]
+        rows.append([format_layout(plan.config), *cells])
+    yield _table(("layout", "micro", "zero", "recompute", "memory", "step s", "MFU full", "slower by"), rows)
     error = first.expected_error or 0.0
     near = sum(plan.estimate.step_s <= first.estimate.step_s * (1 + error) for plan in result.best)
     if error and near > 1:
         yield f"the first {near} differ by less than the expected error of {error:.0%}: measure them"
 
 
-def lost(plan: Plan, first: Plan) -> str:
+def slowdown_causes(plan: Plan, first: Plan) -> str:
     """Name the causes by which a plan is slower than the first, or its extra memory if as fast."""
     if plan is first:
         return ""
@@ -170,17 +172,17 @@ def _sweep_table(plans: Sequence[Plan]) -> Table:
     for plan in plans:
         e, size = plan.estimate, format_bytes(plan.memory.total) + ("" if plan.fits else ": does not fit")
         speed = f"{e.step_s:.4g}", format_count(e.tokens_per_s), f"{e.mfu_full:.1%}"
-        rows.append((str(plan.config.world_size), spread(plan.config), *speed, size))
+        rows.append((str(plan.config.world_size), format_layout(plan.config), *speed, size))
     return _table(("devices", "layout", "step s", "tokens/s", "MFU full", "memory"), rows)
 
 
-def _job_line(plan: Plan, tokens: float, losses: Losses) -> str:
+def _job_line(plan: Plan, tokens: float, cost: FailureCost) -> str:
     seconds = tokens / plan.estimate.tokens_per_s
     hours = format_count(seconds * plan.config.world_size / 3600)
-    longer = f"and a checkpoint every {format_duration(losses.every_s)} {format_duration(losses.stretched(seconds))}"
+    longer = f"and a checkpoint every {format_duration(cost.every_s)} {format_duration(cost.with_failures(seconds))}"
     return (
         f"{format_count(tokens)} tokens: {format_duration(seconds)}, {hours} device hours; with a failure every "
-        f"{format_duration(losses.mean_s)} {'it never ends' if losses.share == 1 else longer}"
+        f"{format_duration(cost.mean_s)} {'it never ends' if cost.lost_share == 1 else longer}"
     )
 
 
@@ -192,7 +194,7 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     return table
 
 
-def plan_json(plan: Plan, sweep: Sequence[Plan], tokens: float | None, losses: Losses) -> dict[str, Any]:
+def plan_json(plan: Plan, sweep: Sequence[Plan], tokens: float | None, cost: FailureCost) -> dict[str, Any]:
     """Return a plan in seconds, bytes and shares."""
     e, config = plan.estimate, plan.config
     tree: dict[str, Any] = {
@@ -202,22 +204,22 @@ def plan_json(plan: Plan, sweep: Sequence[Plan], tokens: float | None, losses: L
         "gpus": config.world_size,
         "parameters": parameter_count(config.model),
         "fits": plan.fits,
-        "room_bytes": plan.room,
+        "memory_limit_bytes": plan.memory_limit,
         **_summary(plan),
         "memory_bytes": {**vars(plan.memory), "total": plan.memory.total},
         "memory_bytes_by_stage": plan.memory_by_stage,
-        "fullest_stage": plan.fullest,
+        "fullest_stage": plan.fullest_stage,
         "expected_error": plan.expected_error,
         "bubble": e.causes["bubble"] / e.step_s,
         "exposed_s": {axis: e.causes[axis] for axis in ("tp", "pp", "dp")},
         "causes_s": e.causes,
         "notes": plan.notes,
-        "failures": {"mean_s": losses.mean_s, "checkpoint_every_s": losses.every_s, "lost": losses.share},
+        "failures": {"mean_s": cost.mean_s, "checkpoint_every_s": cost.every_s, "lost_share": cost.lost_share},
     }
     if tokens:
         tree["job"] = {"tokens": tokens}
         seconds = tokens / e.tokens_per_s
-        for name, duration in (("", seconds), ("_with_failures", losses.stretched(seconds))):
+        for name, duration in (("", seconds), ("_with_failures", cost.with_failures(seconds))):
             ends = duration < math.inf
             tree["job"][f"days{name}"] = duration / 86400 if ends else None
             tree["job"][f"gpu_hours{name}"] = duration * config.world_size / 3600 if ends else None
@@ -228,9 +230,9 @@ def plan_json(plan: Plan, sweep: Sequence[Plan], tokens: float | None, losses: L
     return tree
 
 
-def search_json(result: Found) -> dict[str, Any]:
+def search_json(result: SearchResult) -> dict[str, Any]:
     """Return the fastest layouts and the counts of a search."""
-    best = [{**_summary(plan), "lost": lost(plan, result.best[0])} for plan in result.best]
+    best = [{**_summary(plan), "slower_by": slowdown_causes(plan, result.best[0])} for plan in result.best]
     return {"counts": result.counts, "best": best}
 
 

@@ -20,12 +20,12 @@ from megascale.search.space import RECOMPUTE, Layout, Space
 from megascale.simulate.profiles import Hardware, Stack
 from megascale.simulate.step_time import StepParts
 
-FILLED = 0.98  # share of a device's memory to fill: formulas are within 2% of dry runs of large models
-DOUBLED = 6  # most doublings of the devices in the search for a job that fits
+MEMORY_FRACTION = 0.98  # share of a device's memory to fill: formulas are within 2% of dry runs of large models
+MAX_DOUBLINGS = 6  # most doublings of the devices in the search for a job that fits
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The `best` layouts of a space, fastest first. `counts`: `legal` layouts are `too_large`, `pruned` by a bound of
     time, or `simulated`. If none fits: the `smallest` legal plan, and a `larger` job that fits.
     """
@@ -44,10 +44,10 @@ def search(
     stack: Stack,
     fixed: Collection[str] = (),
     *,
-    filled: float = FILLED,
+    memory_fraction: float = MEMORY_FRACTION,
     results: int = 10,
-) -> Found:
-    """Find the fastest layouts within `filled` of a device's memory, with distinct `row`s.
+) -> SearchResult:
+    """Find the fastest layouts within `memory_fraction` of a device's memory, with distinct `row`s.
 
     `config` is resolved; only its keys in `fixed`, such as `parallel.tp`, constrain the layouts. Groups of tp stay
     inside a node if any such layout fits.
@@ -56,16 +56,16 @@ def search(
         fixed = [*fixed, "parallel.zero"]
     space = Space(config, devices, frozenset(fixed))
     counts = Counter[str]()
-    finder = _Finder(space, hardware, stack, filled)
-    for tps in (finder.inside, finder.beyond):
-        if best := finder.fastest(tps, results, counts):
-            return Found(space, counts, best)
-    smallest = finder.smallest([*finder.inside, *finder.beyond])
-    for doubled in range(1, DOUBLED + 1) if smallest else ():
-        finder = _Finder(replace(space, devices=devices << doubled), hardware, stack, filled)
-        if larger := finder.smallest(finder.inside, below=finder.room + 1):
-            return Found(space, counts, [], smallest, larger)
-    return Found(space, counts, [], smallest)
+    solver = _BranchAndBound(space, hardware, stack, memory_fraction)
+    for tps in (solver.tps_in_node, solver.tps_across_nodes):
+        if best := solver.fastest(tps, results, counts):
+            return SearchResult(space, counts, best)
+    smallest = solver.smallest([*solver.tps_in_node, *solver.tps_across_nodes])
+    for doubled in range(1, MAX_DOUBLINGS + 1) if smallest else ():
+        solver = _BranchAndBound(replace(space, devices=devices << doubled), hardware, stack, memory_fraction)
+        if larger := solver.smallest(solver.tps_in_node, below=solver.memory_limit + 1):
+            return SearchResult(space, counts, [], smallest, larger)
+    return SearchResult(space, counts, [], smallest)
 
 
 def row(layout: Layout) -> Layout:
@@ -73,22 +73,23 @@ def row(layout: Layout) -> Layout:
     return layout._replace(vpp=1, schedule="", recompute="", zero=0)
 
 
-class _Finder:
+class _BranchAndBound:
     """Branch and bound over a space's layouts, on some hardware with some stack."""
 
-    def __init__(self, space: Space, hardware: Hardware, stack: Stack, filled: float) -> None:
+    def __init__(self, space: Space, hardware: Hardware, stack: Stack, memory_fraction: float) -> None:
         self._space, self._hardware, self._stack = space, hardware, stack
-        self._bounds, self.room = Bounds(space, hardware, stack), int(filled * hardware.room(space.devices))
+        self._bounds = Bounds(space, hardware, stack)
+        self.memory_limit = int(memory_fraction * hardware.memory_limit(space.devices))
         tps = divisors(space.devices, space.config.model.num_heads)
-        self.inside = [tp for tp in tps if hardware.node.devices % tp == 0]  # tp groups inside a node
-        self.beyond = [] if "parallel.tp" in space.fixed else [tp for tp in tps if tp not in self.inside]
+        self.tps_in_node = [tp for tp in tps if hardware.node.devices % tp == 0]  # tp groups inside a node
+        self.tps_across_nodes = [] if "parallel.tp" in space.fixed else [tp for tp in tps if tp not in self.tps_in_node]
 
     def fastest(self, tps: Collection[int], results: int, counts: Counter[str]) -> list[Plan]:
         """Simulate layouts with these tp in the order of their bounds, and add to `counts`. Layouts with more
         recomputation than a fitting one are skipped: they are slower.
         """
         sizes = {layout: self._bounds.memory(layout) for layout in self._space.layouts(tps)}
-        small = [(self._bounds.step_s(layout), layout) for layout, size in sizes.items() if size <= self.room]
+        small = [(self._bounds.step_s(layout), layout) for layout, size in sizes.items() if size <= self.memory_limit]
         best, fitting = dict[Layout, tuple[float, int, Layout]](), set[Layout]()
         too_large, limit = len(sizes) - len(small), math.inf
         for bound, layout in sorted(small):
@@ -98,9 +99,9 @@ class _Finder:
             less = RECOMPUTE[: RECOMPUTE.index(layout.recompute)]
             if (in_row and bound > in_row[0]) or any(layout._replace(recompute=ops) in fitting for ops in less):
                 continue
-            config = self._space.applied(layout)
-            size = fullest_rank(config, self._stack.holding, self.room).total
-            if size > self.room:
+            config = self._space.with_layout(layout)
+            size = fullest_rank(config, self._stack.storage, self.memory_limit).total
+            if size > self.memory_limit:
                 too_large += 1
                 continue
             fitting.add(layout)
@@ -118,10 +119,10 @@ class _Finder:
         for bound, layout in sorted(lean):
             if bound >= below:
                 break
-            size = fullest_rank(self._space.applied(layout), self._stack.holding, below).total
+            size = fullest_rank(self._space.with_layout(layout), self._stack.storage, below).total
             if size < below:
                 below, best = size, layout
         return self._plan(best) if best else None
 
     def _plan(self, layout: Layout) -> Plan:
-        return Plan(self._space.applied(layout), self._hardware, self._stack)
+        return Plan(self._space.with_layout(layout), self._hardware, self._stack)

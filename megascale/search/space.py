@@ -19,7 +19,7 @@ from megascale.config.run import RunConfig
 
 
 class Layout(NamedTuple):
-    """Values for the keys of `VARIED`."""
+    """Values for the keys of `LAYOUT_KEYS`."""
 
     tp: int = 1
     sp: bool = False
@@ -33,13 +33,13 @@ class Layout(NamedTuple):
 
 
 SECTIONS = {"micro": "batch", "recompute": "train"}
-VARIED = tuple(f"{SECTIONS.get(name, 'parallel')}.{name}" for name in Layout._fields)
+LAYOUT_KEYS = tuple(f"{SECTIONS.get(name, 'parallel')}.{name}" for name in Layout._fields)
 """Configuration keys of a layout, in the order of the fields of `Layout`."""
 
-SUITED = ("parallel.layers_per_chunk", "train.recompute_ops", "train.recompute_chunks")
+DEPENDENT_KEYS = ("parallel.layers_per_chunk", "train.recompute_ops", "train.recompute_chunks")
 """Keys dropped by layouts with another number of chunks or another recomputation."""
 
-NEAREST = 17  # most device counts to try for a legal layout
+MAX_DEVICE_COUNTS = 17  # most device counts to try for a legal layout
 RECOMPUTE = ("none", "selective", "full")  # train.recompute, from the least to the most
 
 
@@ -69,17 +69,17 @@ class Space:
                 for zero in self._values("parallel.zero", (0, 1, 2) if dp > 1 else (self.config.parallel.zero,)):
                     yield Layout(tp, sp, pp, vpp, schedule, dp, micro, recompute, zero)
 
-    def applied(self, layout: Layout) -> RunConfig:
+    def with_layout(self, layout: Layout) -> RunConfig:
         """Return the resolved configuration with this layout."""
-        return _applied(self.config, layout, self.fixed)
+        return _with_layout(self.config, layout, self.fixed)
 
     def nearest_legal(self) -> int | None:
-        """Find the nearest other number of devices with a legal layout, among `NEAREST` values of tp x pp x dp."""
+        """Find the nearest other number of devices with a legal layout, trying `MAX_DEVICE_COUNTS` numbers."""
         tps = self._values("parallel.tp", divisors(self.config.model.num_heads))
         pps = self._values("parallel.pp", range(1, self._most_chunks + 1))
         dps = self._values("parallel.dp", divisors(self.config.batch.total))
         counts = {tp * pp * dp for tp, pp, dp in itertools.product(tps, pps, dps)} - {self.devices}
-        near = sorted(counts, key=lambda count: (abs(count - self.devices), count))[:NEAREST]
+        near = sorted(counts, key=lambda count: (abs(count - self.devices), count))[:MAX_DEVICE_COUNTS]
         return next((count for count in near if any(replace(self, devices=count).layouts(tps))), None)
 
     @property
@@ -97,7 +97,7 @@ class Space:
     @cached_property
     def _micros(self) -> list[int]:
         sizes = self._values("batch.micro", divisors(self.config.batch.total))
-        return [micro for micro in sizes if _legal(_applied(self.config, Layout(micro=micro)))]
+        return [micro for micro in sizes if _legal(_with_layout(self.config, Layout(micro=micro)))]
 
     def _tensors(self, tps: Collection[int]) -> list[tuple[int, bool]]:
         """List all legal (tp, sp)."""
@@ -105,7 +105,7 @@ class Space:
             (tp, sp)
             for tp in self._values("parallel.tp", tps)
             for sp in self._values("parallel.sp", (False, True) if tp > 1 else (self.config.parallel.sp,))
-            if _legal(_applied(self.config, self._one_device(tp=tp, sp=sp)))
+            if _legal(_with_layout(self.config, self._one_device(tp=tp, sp=sp)))
         ]
 
     @cached_property
@@ -117,7 +117,7 @@ class Space:
             for vpp in self._values("parallel.vpp", range(1, self._most_chunks // pp + 1))
             for schedule in self._schedules(pp, vpp)
             for recompute in self._values("train.recompute", RECOMPUTE)
-            if _legal(self.applied(self._one_device(pp=pp, vpp=vpp, schedule=schedule, recompute=recompute)))
+            if _legal(self.with_layout(self._one_device(pp=pp, vpp=vpp, schedule=schedule, recompute=recompute)))
         ]
 
     def _schedules(self, pp: int, vpp: int) -> list[str]:
@@ -131,7 +131,7 @@ class Space:
 
 def layout_of(config: RunConfig) -> Layout:
     """Return the layout of a resolved configuration."""
-    return Layout(*(value_of(config, key) for key in VARIED))
+    return Layout(*(value_of(config, key) for key in LAYOUT_KEYS))
 
 
 def value_of(config: RunConfig, key: str) -> Any:
@@ -140,15 +140,15 @@ def value_of(config: RunConfig, key: str) -> Any:
     return getattr(getattr(config, section), name)
 
 
-def _applied(config: RunConfig, layout: Layout, fixed: Collection[str] = ()) -> RunConfig:
+def _with_layout(config: RunConfig, layout: Layout, fixed: Collection[str] = ()) -> RunConfig:
     sizes, chunks = config.parallel.layers_per_chunk or (), config.train.recompute_chunks or [0]
     suits = {
         "parallel.layers_per_chunk": len(sizes) == layout.pp * layout.vpp and sum(sizes) == config.model.num_layers,
         "train.recompute_ops": layout.recompute == "selective",
         "train.recompute_chunks": layout.recompute != "none" and max(chunks) < layout.vpp,
     }
-    values = dict(zip(VARIED, layout, strict=True))
-    values |= {key: None for key in SUITED if not suits[key] and key not in fixed}
+    values = dict(zip(LAYOUT_KEYS, layout, strict=True))
+    values |= {key: None for key in DEPENDENT_KEYS if not suits[key] and key not in fixed}
     updates = defaultdict[str, dict[str, Any]](dict)
     for key, value in values.items():
         section, _, name = key.partition(".")
@@ -158,6 +158,6 @@ def _applied(config: RunConfig, layout: Layout, fixed: Collection[str] = ()) -> 
 
 
 def _legal(config: RunConfig) -> bool:
-    """Check all rules that read a section of `VARIED`."""
-    sections = {key.partition(".")[0] for key in VARIED}
+    """Check all rules that read a section of `LAYOUT_KEYS`."""
+    sections = {key.partition(".")[0] for key in LAYOUT_KEYS}
     return not any(any(rule(config)) for reads, rule in RULES if sections.intersection(reads))

@@ -11,7 +11,7 @@ from megascale.layout.topology import Coord, Topology, topology_of
 from megascale.schedule.ir import Kind
 from megascale.search.plan import Plan
 from megascale.simulate.event_simulator import Span
-from megascale.simulate.step_time import with_spans
+from megascale.simulate.step_time import simulate_spans
 
 NAMES = {Kind.SEND_F: "send", Kind.SEND_B: "send", Kind.GATHER: "all_gather", Kind.REDUCE: "reduce_scatter"}
 
@@ -19,15 +19,15 @@ NAMES = {Kind.SEND_F: "send", Kind.SEND_B: "send", Kind.GATHER: "all_gather", Ki
 def events(plan: Plan) -> Iterator[RankEvents]:
     """Simulate a plan's step and generate the events of the first rank of every pipeline stage."""
     config, estimate = plan.config, plan.estimate
-    replay = with_spans(config, plan.hardware, plan.stack)
-    updated = replay.last + estimate.causes["optimizer"]
+    simulation = simulate_spans(config, plan.hardware, plan.stack)
+    updated = simulation.last + estimate.causes["optimizer"]
     after = (
-        Event(COMPUTE, "update", "", 1, -1, -1, replay.last, updated),
+        Event(COMPUTE, "update", "", 1, -1, -1, simulation.last, updated),
         Event(COMPUTE, "rest", "", 1, -1, -1, updated, max(updated, estimate.step_s)),
     )
     topology = topology_of(config)
     for stage in range(topology.pp):
-        spans = sorted((span for span in replay.spans if span.rank == stage), key=lambda span: span.start)
+        spans = sorted((span for span in simulation.spans if span.rank == stage), key=lambda span: span.start)
         coord, timed = Coord(pp=stage), tuple(_event(config, span, topology) for span in spans)
         rank = topology.rank(coord)
         yield RankEvents(rank, topology.world_size, coord._asdict(), plan.hardware.name, (), 0, timed + after)

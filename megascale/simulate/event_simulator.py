@@ -1,8 +1,9 @@
 """A discrete-event simulator of a pipeline step, with streams for compute, messages and data-parallel collectives.
 
-`replay` runs a compute schedule by the executor's rules, with the communication added by `schedule.lower`. A rank runs
-its actions in order; an action starts after its message and its weights have arrived. Weights of a chunk are gathered
-before the first forward, gradients reduced after the last backward. Communication without overlap blocks compute.
+`simulate` runs a compute schedule by the executor's rules, with the communication added by `schedule.lower`. A rank
+runs its actions in order; an action starts after its message and its weights have arrived. Weights of a chunk are
+gathered before the first forward, gradients reduced after the last backward. Communication without overlap blocks
+compute.
 1F1B on two ranks, where a backward takes twice a forward and R reduces the last gradient bucket:
 
     rank 0  F0 F1 .. .. B0 B0 F2 B1 B1 .. B2 B2 R
@@ -18,8 +19,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megascale.schedule.ir import Action, Kind, Order, Schedule
-from megascale.simulate.profiles import Hides
+from megascale.schedule.ir import Action, Kind, RankSchedule, Schedule
+from megascale.simulate.profiles import Overlaps
 
 Place = tuple[int, int]
 """A pipeline rank and one of its chunks."""
@@ -32,23 +33,23 @@ FORWARD, BACKWARD = Kind.F, Kind.B
 
 
 @dataclass(frozen=True)
-class Times:
+class StageTimes:
     """Durations in seconds, by pipeline rank and chunk.
 
-    `message`: between neighbours; `hops`: compute time of a receiver per message; `reduce`, `gather`: a chunk's
-    collectives over dp, in `buckets` (default 1); `drag`: slowdown of compute, as a share of an overlapped
-    collective's time; `contends`: messages and collectives share a link.
+    `message`: between neighbours; `receive`: compute time of a receiver per message; `reduce`, `gather`: a chunk's
+    collectives over dp, in `buckets` (default 1); `slowdown`: slowdown of compute, as a share of an overlapped
+    collective's time; `share_link`: messages and collectives share a link.
     """
 
     forward: Mapping[Place, float]
     backward: Mapping[Place, float]
     message: float
-    hops: float
+    receive: float
     reduce: Mapping[Place, float]
     gather: Mapping[Place, float]
     buckets: Mapping[Place, int] = field(default_factory=dict)
-    drag: float = 0.0
-    contends: bool = False
+    slowdown: float = 0.0
+    share_link: bool = False
 
 
 class Span(NamedTuple):
@@ -62,29 +63,31 @@ class Span(NamedTuple):
     waited: tuple[float, float] | None = None
 
 
-class Replay(NamedTuple):
+class Simulation(NamedTuple):
     """A simulated pipeline: the second at which the `last` rank ends, and the recorded spans."""
 
     last: float
     spans: list[Span]
 
 
-def replay(compute: Schedule, times: Times, hides: Hides, *, reduce_each: bool = False, spans: bool = False) -> Replay:
+def simulate(
+    compute: Schedule, times: StageTimes, overlaps: Overlaps, *, reduce_each: bool = False, spans: bool = False
+) -> Simulation:
     """Simulate a compute schedule. `reduce_each`: reduce gradients after every backward; `spans`: record all events,
     several times as slow. Raises: RuntimeError for a deadlock.
     """
-    mail = _Mail([*range(len(compute))], {}, {})
-    ranks = [_Rank(rank, order, times, hides) for rank, order in enumerate(compute)]
-    plays = [rank.play(len(compute), mail, reduce_each, spans) for rank in ranks]
-    while mail.ready:
-        next(plays[mail.ready.pop()], None)
-    if mail.waiting:
-        raise RuntimeError(f"the schedule does not end: ranks {sorted(mail.waiting.values())} wait for each other")
+    messages = _Messages([*range(len(compute))], {}, {})
+    ranks = [_Rank(rank, order, times, overlaps) for rank, order in enumerate(compute)]
+    plays = [rank.play(len(compute), messages, reduce_each, spans) for rank in ranks]
+    while messages.ready:
+        next(plays[messages.ready.pop()], None)
+    if messages.waiting:
+        raise RuntimeError(f"the schedule does not end: ranks {sorted(messages.waiting.values())} wait for each other")
     events = [span for rank in ranks for span in rank.spans if span.end > span.start]
-    return Replay(max(max(rank.end, rank.until) for rank in ranks), events)
+    return Simulation(max(max(rank.end, rank.until) for rank in ranks), events)
 
 
-class _Mail(NamedTuple):
+class _Messages(NamedTuple):
     """Ranks that are ready, arrival times of sent messages, and the waiting rank by unsent message."""
 
     ready: list[int]
@@ -97,17 +100,17 @@ class _Rank:
     """A pipeline rank. `end`, `until`: seconds at which compute and collectives over dp are done."""
 
     rank: int
-    order: Order
-    times: Times
-    hides: Hides
+    order: RankSchedule
+    times: StageTimes
+    overlaps: Overlaps
     end: float = 0.0
     until: float = 0.0
     spans: list[Span] = field(default_factory=list)
 
-    def play(self, p: int, mail: _Mail, reduce_each: bool, record: bool) -> Iterator[None]:
+    def play(self, p: int, messages: _Messages, reduce_each: bool, record: bool) -> Iterator[None]:
         """Run the actions of this rank, one of p ranks; yield to wait for a message."""
-        rank, times, overlaps_pp, overlaps_dp = self.rank, self.times, self.hides.pp, self.hides.dp
-        (ready, arrival, waiting), stages = mail, len(times.forward)
+        rank, times, overlaps_pp, overlaps_dp = self.rank, self.times, self.overlaps.pp, self.overlaps.dp
+        (ready, arrival, waiting), stages = messages, len(times.forward)
         seconds = [[taken[rank, c] for c in range(stages // p)] for taken in (times.forward, times.backward)]
         last = {action.chunk: action for action in self.order if action.kind is BACKWARD}
         gathered, reductions = self._gather(), list[Action]()
@@ -122,13 +125,13 @@ class _Rank:
                     waiting[message] = rank
                     yield
                 received = arrival.pop(message)
-                now = (received if received > now else now) + times.hops
+                now = (received if received > now else now) + times.receive
             start = now
             now = done = sent = arrives = start + seconds[backward][chunk]
             if p > 1 and stage != (0 if backward else stages - 1):
                 sent = done if done > free[backward] else free[backward]
                 arrives = sent + times.message
-                if times.contends and self.until > sent:  # message and collective have half of the link
+                if times.share_link and self.until > sent:  # message and collective have half of the link
                     shared = min(times.message, self.until - sent)
                     self.until, arrives = self.until + shared, arrives + shared
                 message += -2 if backward else 2
@@ -153,7 +156,7 @@ class _Rank:
             self.until = start + taken
             # a forward waits for the first bucket, and computes while later buckets arrive
             gathered[chunk] = self.until - min(taken, self.times.forward[self.rank, chunk]) * self._overlap(chunk)
-            waited = None if self.hides.dp else (start, self.until)
+            waited = None if self.overlaps.dp else (start, self.until)
             self.spans.append(Span(self.rank, "dp", Action(Kind.GATHER, chunk, 0), start, self.until, waited))
         return gathered
 
@@ -163,13 +166,13 @@ class _Rank:
         taken = self.times.reduce.get(place, 0.0)
         start = max(self.until, now - self.times.backward[place] * overlap)
         self.until = max(start + taken, now + taken * (1 - overlap))
-        then = now + taken * overlap * self.times.drag if self.hides.dp else self.until
+        then = now + taken * overlap * self.times.slowdown if self.overlaps.dp else self.until
         self.spans.append(Span(self.rank, "dp", action._replace(kind=Kind.REDUCE), start, self.until, (now, then)))
         return then
 
     def _overlap(self, chunk: int) -> float:
         """Return the share of a chunk's collectives overlapped by the chunk's compute: all buckets but one."""
-        return 1 - 1 / self.times.buckets.get((self.rank, chunk), 1) if self.hides.dp else 0.0
+        return 1 - 1 / self.times.buckets.get((self.rank, chunk), 1) if self.overlaps.dp else 0.0
 
     def _record(self, action: Action, *at: float) -> None:
         """Record an action's waits, computation and message."""
@@ -179,5 +182,5 @@ class _Rank:
             Span(self.rank, "dp", action, begin, weights, (begin, weights)),
             Span(self.rank, "pp", action, weights, received, (weights, received)),
             Span(self.rank, "compute", action, start, done),
-            Span(self.rank, "pp", send, sent, arrives, None if self.hides.pp else (done, arrives)),
+            Span(self.rank, "pp", send, sent, arrives, None if self.overlaps.pp else (done, arrives)),
         ]

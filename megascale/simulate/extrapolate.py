@@ -20,8 +20,8 @@ from statistics import fmean
 
 from megascale.catalog.schedules import SCHEDULES
 from megascale.schedule.ir import Schedule, build_schedule
-from megascale.simulate.event_simulator import Place, Replay, Times, replay
-from megascale.simulate.profiles import Hides
+from megascale.simulate.event_simulator import Place, Simulation, StageTimes, simulate
+from megascale.simulate.profiles import Overlaps
 
 MAX_ACTIONS = 60_000  # most forwards and backwards of a full simulation
 GROUPS = 2, 3  # fewest micro-batches of the two runs, per stage: interleaved schedules repeat in groups of p
@@ -38,10 +38,10 @@ class Pipeline:
     m: int
     reduces_each: bool = False
 
-    def replay(self, times: Times, hides: Hides, *, spans: bool = False) -> Replay:
+    def simulate(self, times: StageTimes, overlaps: Overlaps, *, spans: bool = False) -> Simulation:
         """Simulate all actions."""
         compute = compute_order(self.schedule, self.p, self.v, self.m)
-        return replay(compute, times, hides, reduce_each=self.reduces_each, spans=spans)
+        return simulate(compute, times, overlaps, reduce_each=self.reduces_each, spans=spans)
 
 
 @lru_cache(CACHED_ORDERS)
@@ -50,25 +50,27 @@ def compute_order(name: str, p: int, v: int, m: int) -> Schedule:
     return build_schedule(SCHEDULES[name].load(), p, v, m)
 
 
-def seconds(pipeline: Pipeline, times: Times, hides: Hides, max_actions: int = MAX_ACTIONS) -> float:
+def pipeline_seconds(
+    pipeline: Pipeline, times: StageTimes, overlaps: Overlaps, max_actions: int = MAX_ACTIONS
+) -> float:
     """Estimate a pipeline's seconds. `max_actions`: most actions of a simulation."""
     p, v, m = pipeline.p, pipeline.v, pipeline.m
     if 2 * p * v * m <= max_actions or not SCHEDULES[pipeline.schedule].facts.get("periodic", False):
-        return pipeline.replay(times, hides).last
+        return pipeline.simulate(times, overlaps).last
     long = max(6, math.isqrt(max_actions // (2 * GROUPS[1] * v)))  # stages, with enough groups in `max_actions`
     if p <= long:
-        return _with_microbatches(pipeline, m, times, hides, max_actions)
+        return _with_microbatches(pipeline, m, times, overlaps, max_actions)
     short = long // 2
     short_s, long_s = (
         _with_microbatches(
-            replace(pipeline, p=stages), m * stages / p, smaller(times, p, v, stages), hides, max_actions
+            replace(pipeline, p=stages), m * stages / p, with_fewer_stages(times, p, v, stages), overlaps, max_actions
         )
         for stages in (short, long)
     )
     return long_s + (long_s - short_s) / (long - short) * (p - long)
 
 
-def _with_microbatches(pipeline: Pipeline, m: float, times: Times, hides: Hides, max_actions: int) -> float:
+def _with_microbatches(pipeline: Pipeline, m: float, times: StageTimes, overlaps: Overlaps, max_actions: int) -> float:
     """Estimate the seconds of m micro-batches, a whole number or not. Both runs keep the group size of m, since larger
     groups have more micro-batches in flight and overlap more messages.
     """
@@ -77,11 +79,11 @@ def _with_microbatches(pipeline: Pipeline, m: float, times: Times, hides: Hides,
     short, long = max(1, math.floor(m)), math.floor(m) + 1
     if groups > max_groups:
         short, long = (math.ceil(m / groups * count - 1e-9) for count in (max(GROUPS[0], max_groups // 2), max_groups))
-    short_s, long_s = (replace(pipeline, m=count).replay(times, hides).last for count in (short, long))
+    short_s, long_s = (replace(pipeline, m=count).simulate(times, overlaps).last for count in (short, long))
     return long_s + (long_s - short_s) / (long - short) * (m - long)
 
 
-def smaller(times: Times, p: int, v: int, stages: int) -> Times:
+def with_fewer_stages(times: StageTimes, p: int, v: int, stages: int) -> StageTimes:
     """Cut durations to fewer `stages`: the first, the last, the slowest, and means over runs of stages."""
     work = [sum(taken[rank, c] for taken in (times.forward, times.backward) for c in range(v)) for rank in range(p)]
     slowest = max(range(1, p - 1), key=work.__getitem__)

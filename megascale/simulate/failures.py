@@ -18,22 +18,22 @@ RESTART_S = 900.0
 
 
 @dataclass(frozen=True)
-class Losses:
-    """Losses to failures. `mean_s`: seconds between failures; `every_s`: best checkpoint interval; `share`: of time."""
+class FailureCost:
+    """Time lost to failures. `mean_s`: seconds between failures; `every_s`: best checkpoint interval."""
 
     mean_s: float
     every_s: float
-    share: float
+    lost_share: float
 
-    def stretched(self, seconds: float) -> float:
+    def with_failures(self, seconds: float) -> float:
         """Convert seconds of training without failures to seconds with failures."""
-        return seconds / (1 - self.share) if self.share < 1 else math.inf
+        return seconds / (1 - self.lost_share) if self.lost_share < 1 else math.inf
 
 
-def losses(
+def failure_cost(
     devices: int, device_hours: float = DEVICE_HOURS, save_s: float = SAVE_S, restart_s: float = RESTART_S
-) -> Losses:
+) -> FailureCost:
     """Estimate the losses of a job with independent device failures, every `device_hours` on average per device."""
     mean = device_hours * 3600 / devices
     every = math.sqrt(2 * save_s * mean)
-    return Losses(mean, every, min(1.0, save_s / every + (restart_s + every / 2) / mean))
+    return FailureCost(mean, every, min(1.0, save_s / every + (restart_s + every / 2) / mean))

@@ -1,16 +1,16 @@
-"""Kernel times of one device (`Kernels`): GEMMs by shape (`shape_share`), attention, and passes over memory."""
+"""Kernel times of one device (`KernelTimes`): GEMMs by shape (`shape_share`), attention, and passes over memory."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from megascale.simulate.profiles import Hardware, Measured, Reached, Stack
+from megascale.simulate.profiles import AttentionShares, Hardware, Measured, Stack
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.75), (64, 64, 0.55))
 """Rows, columns and relative speed of a multiprocessor's tiles: small tiles read more operand bytes per FLOP."""
 
-UNKNOWN = Reached(forward=0.35, backward=0.35)  # shares of the peak for attention, if the device's profile has none
+UNKNOWN = AttentionShares(forward=0.35, backward=0.35)  # for a device whose profile has no shares
 RAMP = 192  # elements of the inner dimension lost to a tile's prologue and epilogue: k takes as long as k + RAMP
 
 MASK = 1
@@ -23,7 +23,7 @@ FLASH_BACKWARD = 2.5
 
 
 @dataclass(frozen=True)
-class Kernels:
+class KernelTimes:
     """Kernel times in seconds on one device with one stack. `dtype`: of GEMMs outside FP8; `bytes`: of an element."""
 
     hardware: Hardware
@@ -48,7 +48,7 @@ class Kernels:
         device, attained = self.hardware.device, self.hardware.attained
         flops, operands, result = 2 * count * m * n * k, count * (m * k + k * n), count * m * n
         if core := self.measured:
-            return core.product_s + flops / core.rate + self.bytes * (operands + result) / core.bandwidth
+            return core.gemm_s + flops / core.rate + self.bytes * (operands + result) / core.bandwidth
         rate = device.peak_of("fp8" if grain else self.dtype) * attained.gemm_share(self.stack.generation)
         rate *= attained.fp8.get(grain or "", 1.0) * shape_share(count * m, n, k, device.units)
         moved = operands * (1 if grain else self.bytes) + result * self.bytes
@@ -62,9 +62,12 @@ class Kernels:
         seen = span - span * span / (2 * keys)  # the mean over queries
         flops, back = 4 * heads * keys * seen * width, FLASH_BACKWARD
         if core := self.measured:
-            costs = [(1 + way.keys / seen + way.width / width) / way.rate for way in (core.attend, core.attend_back)]
+            costs = [
+                (1 + way.keys / seen + way.width / width) / way.rate
+                for way in (core.attention_forward, core.attention_backward)
+            ]
             return flops * costs[0], back * flops * costs[1]
-        shares = self.hardware.device.reached(self.stack.attention) or UNKNOWN
+        shares = self.hardware.device.attention_shares(self.stack.attention) or UNKNOWN
         seconds = flops / self.hardware.device.peak_of(self.dtype) * self.stack.attained.slowdown
         return seconds / shares.forward, back * seconds / shares.backward
 

@@ -1,8 +1,8 @@
-"""Forward and backward times of model chunks, by cause, for one micro-batch on one rank (`chunk_times`, `Layers`).
+"""Forward and backward times of model chunks, by cause, for one micro-batch on one rank (`chunk_times`, `LayerTimes`).
 
 Blocks (`layout.blocks`) consist of GEMMs, attention, passes over memory, and collectives of tensor parallelism
-(Korthikanti et al. 2022, 4.2), overlapped by a stack as in `profiles.Hides`. Backward of a linear layer has two GEMMs,
-dgrad and wgrad; backward of an element-wise operation takes twice the forward.
+(Korthikanti et al. 2022, 4.2), overlapped by a stack as in `profiles.Overlaps`. Backward of a linear layer has two
+GEMMs, dgrad and wgrad; backward of an element-wise operation takes twice the forward.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megascale.layout.pieces import MAX_PIECES
 from megascale.layout.recompute_policy import RecomputePolicy, recompute_policy
 from megascale.layout.tensors import padded_vocab
 from megascale.simulate.event_simulator import Place
-from megascale.simulate.gemm_time import Kernels
+from megascale.simulate.gemm_time import KernelTimes
 from megascale.simulate.link_time import Route, group_route
 from megascale.simulate.profiles import Hardware, Stack
 
@@ -63,7 +63,7 @@ class Seconds(_Sum):
 
 
 @dataclass(frozen=True)
-class Pair(_Sum):
+class PassTimes(_Sum):
     """A forward and a backward."""
 
     forward: Seconds = Seconds()
@@ -71,15 +71,15 @@ class Pair(_Sum):
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """Tensor-parallel collectives on activations of `size` bytes. `hides`: as `Hides.tp`; `drag`: as `Times.drag`."""
+class TpCollectives:
+    """Tensor-parallel collectives on activations of `size` bytes, with `Overlaps.tp` and `StageTimes.slowdown`."""
 
     route: Route
     tp: int
     sp: bool
     size: int
-    hides: str
-    drag: float
+    overlaps: str
+    slowdown: float
 
     def gather(self) -> float:
         """Time an all-gather."""
@@ -87,41 +87,42 @@ class Exchange:
 
     def exposed(self, gemm: float, *, enters: bool, backward: bool = False) -> float:
         """Exposed seconds of a collective on the input (`enters`) or the output of a GEMM of `gemm` seconds."""
-        hides_all = self.hides == "all"
-        overlaps = hides_all or (self.hides == "backward" and backward and not enters)
+        overlaps_all = self.overlaps == "all"
+        overlaps = overlaps_all or (self.overlaps == "backward" and backward and not enters)
         if self.sp:
-            return self._exposed(self.gather(), gemm, overlaps, pieces=hides_all)
+            return self._exposed(self.gather(), gemm, overlaps, pieces=overlaps_all)
         # without sequence parallelism inputs are replicated
         return 0.0 if enters else self._exposed(self.route.collective("all_reduce", self.size, self.tp), gemm, overlaps)
 
     def regathered(self, wgrad: float) -> float:
         """Exposed seconds of an input's all-gather for wgrad. `wgrad`: seconds of the GEMM."""
-        return self._exposed(self.gather(), wgrad, self.hides != "none") if self.sp else 0.0
+        return self._exposed(self.gather(), wgrad, self.overlaps != "none") if self.sp else 0.0
 
     def _exposed(self, sent: float, gemm: float, overlaps: bool, pieces: bool = False) -> float:
-        least = max(1 / MAX_PIECES if pieces else 0.0, self.drag)
+        least = max(1 / MAX_PIECES if pieces else 0.0, self.slowdown)
         return max(least * sent, sent - gemm) if overlaps else sent
 
 
 @dataclass(frozen=True)
-class Layers:
+class LayerTimes:
     """Times of a model's units and their parts on one tensor-parallel rank, for one micro-batch."""
 
     config: RunConfig
-    kernels: Kernels
-    exchange: Exchange
+    kernels: KernelTimes
+    exchange: TpCollectives
 
     @classmethod
-    def of(cls, config: RunConfig, hardware: Hardware, stack: Stack) -> Layers:
+    def from_config(cls, config: RunConfig, hardware: Hardware, stack: Stack) -> LayerTimes:
         """Build from a resolved configuration. With dropout attention is unfused, as in this trainer."""
         p, m, precision = config.parallel, config.model, config.train.precision
         stack = stack.model_copy(update={"attention": "unfused"}) if m.dropout else stack
         size = PRECISIONS[precision].facts["compute_bytes"]
-        kernels = Kernels(hardware, stack, "bf16" if precision == "fp8" else precision, size)
+        kernels = KernelTimes(hardware, stack, "bf16" if precision == "fp8" else precision, size)
         route = group_route(hardware, p.tp, 1, config.world_size, together=p.tp)
-        hides = stack.hides.tp if config.overlap.tp else "none"
+        overlaps = stack.overlaps.tp if config.overlap.tp else "none"
         activation = config.batch.micro * m.seq_length * m.hidden_size * size
-        return cls(config, kernels, Exchange(route, p.tp, p.sp, activation, hides, 1 - hardware.attained.hiding))
+        slowdown = 1 - hardware.attained.overlap
+        return cls(config, kernels, TpCollectives(route, p.tp, p.sp, activation, overlaps, slowdown))
 
     @property
     def tokens(self) -> int:
@@ -133,24 +134,24 @@ class Layers:
         p = self.config.parallel
         return (self.tokens // p.tp if p.sp else self.tokens) * self.config.model.hidden_size
 
-    def block(self, parts: blocks.BlockSpec, fp8: bool, recompute: RecomputePolicy) -> Pair:
+    def block(self, parts: blocks.BlockSpec, fp8: bool, recompute: RecomputePolicy) -> PassTimes:
         """Time a block with recomputation. `fp8`: the linear layers run FP8 GEMMs."""
         pairs = [self.part(part, fp8) for part in parts]
         fixed = self.kernels.measured.layer_s if self.kernels.measured else 0.0
-        total = sum(pairs, Pair(Seconds(elementwise=fixed), Seconds(elementwise=2 * fixed)))
+        total = sum(pairs, PassTimes(Seconds(elementwise=fixed), Seconds(elementwise=2 * fixed)))
         recomputed = self._recomputed(parts, pairs, recompute)
         if recompute.full:
             last = blocks.skippable_rows(parts) if self.kernels.stack.stops_early else None
             recomputed = total.forward + (self._linears(last, fp8).forward * -1 if last else Seconds())
         backward = total.backward + Seconds(recompute=recomputed.total - recomputed.tp, tp=recomputed.tp)
-        return Pair(self._launched(total.forward, 1), self._launched(backward, 3 if recompute.full else 2))
+        return PassTimes(self._launched(total.forward, 1), self._launched(backward, 3 if recompute.full else 2))
 
     def _launched(self, work: Seconds, passes: int) -> Seconds:
         """Add the wait for the host, which launches the operations of `passes` forwards."""
         host = passes * self.kernels.stack.host_s
         return work + Seconds(host=host if self.kernels.stack.launch_blocking else max(0.0, host - work.total))
 
-    def part(self, part: blocks.BlockPart, fp8: bool) -> Pair:
+    def part(self, part: blocks.BlockPart, fp8: bool) -> PassTimes:
         """Time a part of a block, with exposed communication of tensor parallelism."""
         m, tp = self.config.model, self.config.parallel.tp
         match part:
@@ -160,7 +161,7 @@ class Layers:
                 heads = self.config.batch.micro * part.heads // tp
                 seconds = self.kernels.attention(heads, m.seq_length, part.window, part.head_dim)
                 moved = self._passes(2 * self.tokens * part.qkv_width // tp)  # q, k, v transposed to [b, heads, s, d]
-                return moved + Pair(*(Seconds(attention=pass_s) for pass_s in seconds))
+                return moved + PassTimes(*(Seconds(attention=pass_s) for pass_s in seconds))
             case blocks.ActivationSpec():
                 return self._passes(self.tokens * (part.inputs + part.outputs) // tp)
             case blocks.NormSpec():
@@ -168,35 +169,36 @@ class Layers:
             case blocks.ResidualAdd():
                 return self._passes((7 if m.dropout else 3) * self.stream)
 
-    def embedding(self) -> Pair:
+    def embedding(self) -> PassTimes:
         """Time the token embedding."""
-        return self._passes(2 * self.stream, 1) + Pair(Seconds(tp=self.exchange.exposed(0.0, enters=False)))
+        return self._passes(2 * self.stream, 1) + PassTimes(Seconds(tp=self.exchange.exposed(0.0, enters=False)))
 
-    def head(self) -> Pair:
+    def head(self) -> PassTimes:
         """Time the head's GEMMs and the loss."""
         m, tp = self.config.model, self.config.parallel.tp
         columns, gather = padded_vocab(m, tp) // tp, self.exchange.gather() if self.config.parallel.sp else 0.0
         loss = self._passes(LOSS_PASSES * self.tokens * columns, 1)
-        return self._gemms(columns, m.hidden_size, fp8=False) + loss + Pair(Seconds(tp=gather), Seconds(tp=2 * gather))
+        gathers = PassTimes(Seconds(tp=gather), Seconds(tp=2 * gather))
+        return self._gemms(columns, m.hidden_size, fp8=False) + loss + gathers
 
-    def _passes(self, elements: float, backward: int = 2) -> Pair:
+    def _passes(self, elements: float, backward: int = 2) -> PassTimes:
         """Time element-wise operations with `elements` moved in forward, and `backward` times as many in backward."""
         seconds = self.kernels.elementwise(elements * self.kernels.bytes)
-        return Pair(Seconds(elementwise=seconds), Seconds(elementwise=backward * seconds))
+        return PassTimes(Seconds(elementwise=seconds), Seconds(elementwise=backward * seconds))
 
-    def _linears(self, group: blocks.LinearGroup, fp8: bool) -> Pair:
+    def _linears(self, group: blocks.LinearGroup, fp8: bool) -> PassTimes:
         """Time linear layers with a common collective."""
         enters, tp = isinstance(group, blocks.ColumnParallel), self.config.parallel.tp
         rows, columns = (tp, 1) if enters else (1, tp)  # shards of a weight [outputs, inputs]
         shapes = [(layer.outputs // rows, layer.inputs // columns) for layer in group.layers]
-        gemms = sum((self._gemms(*shape, fp8) for shape in shapes), Pair())
+        gemms = sum((self._gemms(*shape, fp8) for shape in shapes), PassTimes())
         wgrad = gemms.backward.gemm / 2  # dgrad takes as long
         forward = self.exchange.exposed(gemms.forward.gemm, enters=enters)
         backward = self.exchange.exposed(wgrad, enters=not enters, backward=True)
         backward += self.exchange.regathered(wgrad) if enters else 0.0
-        return gemms + Pair(Seconds(tp=forward), Seconds(tp=backward))
+        return gemms + PassTimes(Seconds(tp=forward), Seconds(tp=backward))
 
-    def _gemms(self, outputs: int, inputs: int, fp8: bool) -> Pair:
+    def _gemms(self, outputs: int, inputs: int, fp8: bool) -> PassTimes:
         """Time a linear layer Y = X W^T of this rank: Y, dgrad dX = dY W, wgrad dW = dY^T X, quantized operands."""
         facts, gemm, moved = RECIPES[self.config.fp8.recipe].facts, self.kernels.gemm, self.kernels.elementwise
         m, n, k, grain = self.tokens, outputs, inputs, facts["granularity"] if fp8 else None
@@ -206,9 +208,9 @@ class Layers:
         # 16-bit gradients are added in a pass: two reads, one write; an fp32 wgrad GEMM accumulates by itself
         added = 3 * 2 * n * k * (count - 1) / count
         casts = moved(cast * m * n) + self.kernels.stream(added)
-        return Pair(Seconds(gemm(m, n, k, grain=grain), 0.0, moved(cast * m * k)), Seconds(backward, 0.0, casts))
+        return PassTimes(Seconds(gemm(m, n, k, grain=grain), 0.0, moved(cast * m * k)), Seconds(backward, 0.0, casts))
 
-    def _recomputed(self, parts: blocks.BlockSpec, pairs: Sequence[Pair], recompute: RecomputePolicy) -> Seconds:
+    def _recomputed(self, parts: blocks.BlockSpec, pairs: Sequence[PassTimes], recompute: RecomputePolicy) -> Seconds:
         """Time the forward of selectively recomputed operations: norms only before column-parallel layers."""
         total = Seconds()
         for part, after, pair in zip(parts, (*parts[1:], None), pairs, strict=True):
@@ -220,19 +222,21 @@ class Layers:
         return total
 
 
-def chunk_times(config: RunConfig, hardware: Hardware, stack: Stack) -> dict[Place, Pair]:
+def chunk_times(config: RunConfig, hardware: Hardware, stack: Stack) -> dict[Place, PassTimes]:
     """Time every model chunk of every pipeline rank, for a resolved configuration."""
-    layers, stages, fp8 = Layers.of(config, hardware, stack), stages_of(config), fp8_layers(config)
+    layers, stages, fp8 = LayerTimes.from_config(config, hardware, stack), stages_of(config), fp8_layers(config)
     distinct, numbers = blocks.distinct_blocks(config.model)
     kinds = [(number, layer in fp8) for layer, number in enumerate(numbers)]
     block = cache(lambda number, fp8, recompute: layers.block(distinct[number], fp8, recompute))
 
     @cache
-    def chunk(layer_kinds: tuple[tuple[int, bool], ...], recompute: RecomputePolicy, first: bool, last: bool) -> Pair:
-        ends = (layers.embedding() if first else Pair()) + (layers.head() if last else Pair())
+    def chunk(
+        layer_kinds: tuple[tuple[int, bool], ...], recompute: RecomputePolicy, first: bool, last: bool
+    ) -> PassTimes:
+        ends = (layers.embedding() if first else PassTimes()) + (layers.head() if last else PassTimes())
         return sum((block(*kind, recompute) * count for kind, count in Counter(layer_kinds).items()), ends)
 
-    times = dict[Place, Pair]()
+    times = dict[Place, PassTimes]()
     for place in itertools.product(range(config.parallel.pp), range(config.parallel.vpp)):
         stage, recompute = stages.index(*place), recompute_policy(config.train, place[1])
         layer_kinds = tuple(kinds[layer] for layer in stages.layers(stage))

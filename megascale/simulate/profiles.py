@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from megascale.account.memory import Holding
+from megascale.account.memory import WeightStorage
 from megascale.account.peaks import ACCELERATORS
 from megascale.config.section import Count, Section
 from megascale.config.section_file import read_section
@@ -33,11 +33,11 @@ NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Profile = TypeVar("Profile", "Hardware", "Stack")
-NAMES = {accelerator.name: accelerator for accelerator in ACCELERATORS}
+ACCELERATORS_BY_NAME = {accelerator.name: accelerator for accelerator in ACCELERATORS}
 Generation = Annotated[str, Field(pattern="^20[0-9][0-9]$")]
 Kernel = Literal["unfused", "flash1", "triton", "flash2", "flash3"]
 
-THIS = "this"  # name of this machine's hardware profile, written by `megascale bench profile`
+THIS_MACHINE = "this"  # name of this machine's hardware profile, written by `megascale bench profile`
 SCALE = 256  # most devices of a job without a loss with scale
 SCALE_LOSS = 0.018  # share of a step per doubling beyond SCALE, fitted on published steps of 257 to 1,024 devices
 
@@ -47,7 +47,7 @@ tokens/s, pytorch/torchtitan@7a04053), MXFP8 steps on B200 and GB300 4% (Megatro
 """
 
 
-class Reached(Section):
+class AttentionShares(Section):
     """Shares of a device's peak attained by an attention kernel."""
 
     forward: Share = Field(description="share of the peak")
@@ -63,20 +63,20 @@ class AttentionRate(Section):
 
 
 class Measured(Section):
-    """A processor core in one dtype. A GEMM takes `product_s` + FLOPs / `rate` + bytes / `bandwidth` seconds."""
+    """A processor core in one dtype. A GEMM takes `gemm_s` + FLOPs / `rate` + bytes / `bandwidth` seconds."""
 
     rate: Positive = Field(description="FLOP/s of large GEMMs")
     bandwidth: Positive = Field(description="bytes/s of a GEMM's operands and result")
-    product_s: NotNegative = Field(description="overhead of a GEMM in seconds")
-    attend: AttentionRate = Field(description="attention in forward")
-    attend_back: AttentionRate = Field(description="attention in backward")
+    gemm_s: NotNegative = Field(description="overhead of a GEMM in seconds")
+    attention_forward: AttentionRate = Field(description="attention in forward")
+    attention_backward: AttentionRate = Field(description="attention in backward")
     elementwise: Positive = Field(description="bytes/s of fused element-wise operations")
     layer_s: NotNegative = Field(description="overhead of a layer's forward in seconds; a backward has twice as much")
 
 
 def _known(name: str) -> str:
-    if name not in NAMES:
-        raise ValueError(f"'{name}' is not one of {', '.join(NAMES)}")
+    if name not in ACCELERATORS_BY_NAME:
+        raise ValueError(f"'{name}' is not one of {', '.join(ACCELERATORS_BY_NAME)}")
     return name
 
 
@@ -90,16 +90,16 @@ class Device(Section):
     accelerator: Annotated[str, AfterValidator(_known)] | None = Field(None, description="a name of account/peaks.py")
     peak: dict[Format, Rate] = Field({}, description="FLOP/s by dtype, in place of the accelerator's")
     clock: Share = Field(1.0, description="share of the peak's clock, for devices with a power limit")
-    attention: dict[Kernel, Reached] = Field({}, description="attained shares of the 16-bit peak, by kernel")
+    attention: dict[Kernel, AttentionShares] = Field({}, description="attained shares of the 16-bit peak, by kernel")
     measured: dict[str, Measured] = Field({}, description="measured rates of a processor, by dtype")
 
     @model_validator(mode="after")
-    def _has_room(self) -> Device:
+    def _check_reserve(self) -> Device:
         if self.memory <= self.reserve:
             raise ValueError(f"memory of {self.memory} bytes is no more than the reserve of {self.reserve}")
         return self
 
-    def reached(self, kernel: Kernel) -> Reached | None:
+    def attention_shares(self, kernel: Kernel) -> AttentionShares | None:
         """Return the shares of an attention kernel; if missing of the next newer one, else of an older one."""
         kernels, index = get_args(Kernel), get_args(Kernel).index(kernel)
         nearest_first = [*kernels[index:], *kernels[:index][::-1]]
@@ -121,7 +121,7 @@ class Device(Section):
     @property
     def _peaks(self) -> Mapping[str, float]:
         measured = {dtype: rates.rate for dtype, rates in self.measured.items()}
-        return {**(NAMES[self.accelerator].peak if self.accelerator else {}), **measured, **self.peak}
+        return {**(ACCELERATORS_BY_NAME[self.accelerator].peak if self.accelerator else {}), **measured, **self.peak}
 
 
 class Link(Section):
@@ -139,7 +139,7 @@ class Node(Link):
     turn_s: NotNegative = Field(0.0, description="seconds of a collective per other rank on the same core")
     message: Link | None = Field(None, description="link of point-to-point messages, if different")
 
-    def ranks_a_core(self, world: int) -> float:
+    def ranks_per_core(self, world: int) -> float:
         """Count the ranks of a job that take turns on a core, 1 or more."""
         return max(1.0, min(world, self.devices) / self.cores) if self.cores else 1.0
 
@@ -159,7 +159,7 @@ class Attained(Section):
     memory: Share = Field(0.75, description="of memory bandwidth, in element-wise operations")
     link: Share = Field(0.70, description="of bandwidth inside a node, in collectives")
     network: Share = Field(0.70, description="of bandwidth between nodes, in collectives")
-    hiding: Share = Field(0.75, description="share of overlapped communication without a slowdown of compute")
+    overlap: Share = Field(0.75, description="share of overlapped communication without a slowdown of compute")
 
     def gemm_share(self, generation: int) -> float:
         """Return the share of the peak for libraries of a year; if missing, for the next older year."""
@@ -169,7 +169,7 @@ class Attained(Section):
         return self.gemm[max([year for year in years if int(year) <= generation] or years[:1])]
 
 
-class Hides(Section):
+class Overlaps(Section):
     """Communication overlapped with compute by a stack."""
 
     tp: Literal["none", "backward", "all"] = Field("none", description="backward: with wgrad; all: with every GEMM")
@@ -189,7 +189,7 @@ class Cost(Section):
 class MeasuredStack(Section):
     """The measured part of a stack: overlap and cost."""
 
-    hides: Hides = Hides()
+    overlaps: Overlaps = Overlaps()
     attained: Cost = Cost()
 
 
@@ -203,9 +203,9 @@ class Hardware(Section):
     attained: Attained = Attained()
     stack: MeasuredStack | None = Field(None, description="measured on this machine, in place of a stack's values")
 
-    def room(self, world: int) -> int:
+    def memory_limit(self, world: int) -> int:
         """Bytes for the tensors of a rank of `world`; ranks may share a device."""
-        return int((self.device.memory - self.device.reserve) / self.node.ranks_a_core(world))
+        return int((self.device.memory - self.device.reserve) / self.node.ranks_per_core(world))
 
 
 class Stack(MeasuredStack):
@@ -223,9 +223,9 @@ class Stack(MeasuredStack):
     stops_early: bool = Field(False, description="full recomputation leaves out a block's last GEMM")
 
     @property
-    def holding(self) -> Holding:
+    def storage(self) -> WeightStorage:
         """Weight storage, for memory accounting."""
-        return Holding(self.shards_weights, self.fp8_weights)
+        return WeightStorage(self.shards_weights, self.fp8_weights)
 
 
 def hardware(name: str) -> Hardware:
@@ -262,9 +262,9 @@ def names(folder: str) -> list[str]:
 
 def path_of(folder: str, name: str) -> Path:
     """Return the path of a profile; `this` machine's is in the user's configuration folder."""
-    if (folder, name) == ("hardware", THIS):
+    if (folder, name) == ("hardware", THIS_MACHINE):
         home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-        return Path(home) / "megascale" / "hardware" / f"{THIS}.toml"
+        return Path(home) / "megascale" / "hardware" / f"{THIS_MACHINE}.toml"
     return Path(name) if name.endswith(".toml") else _configs() / folder / f"{name}.toml"
 
 
@@ -283,7 +283,7 @@ def _load(name: str, folder: str, option: str, profile: type[Profile]) -> Profil
     path = path_of(folder, name)
     if path.is_file() or name.endswith(".toml"):
         return read_section(str(path), profile, name=path.stem)
-    if (folder, name) == ("hardware", THIS):
+    if (folder, name) == ("hardware", THIS_MACHINE):
         hint = "`megascale bench profile` measures it"
         raise ConfigError([Problem(str(path), "", "this machine has not been measured", hint)])
     known, close = names(folder), closest_name(name, names(folder))

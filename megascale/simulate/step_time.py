@@ -1,4 +1,4 @@
-"""Step time of a configuration on some hardware with some stack, and causes (`estimate`, `with_spans`, `StepParts`)."""
+"""Step time of a configuration on hardware with a stack, by cause (`estimate`, `simulate_spans`, `StepParts`)."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from megascale.account.flops import mfu, token_flops
-from megascale.account.traffic import calls, message_bytes, replicas
+from megascale.account.traffic import mean_calls, message_bytes, replicas
 from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.catalog.precisions import PRECISIONS
 from megascale.config.run import RunConfig
 from megascale.layout.chunks import bucket_sizes, stages_of
-from megascale.simulate.event_simulator import Place, Replay, Times
-from megascale.simulate.extrapolate import Pipeline, seconds
-from megascale.simulate.layer_time import Layers, Pair, Seconds, chunk_times
+from megascale.simulate.event_simulator import Place, Simulation, StageTimes
+from megascale.simulate.extrapolate import Pipeline, pipeline_seconds
+from megascale.simulate.layer_time import LayerTimes, PassTimes, Seconds, chunk_times
 from megascale.simulate.link_time import Operation, Route, group_route, neighbour_route
-from megascale.simulate.profiles import SCALE, Hardware, Hides, Stack
+from megascale.simulate.profiles import SCALE, Hardware, Overlaps, Stack
 
 
 @dataclass(frozen=True)
@@ -34,21 +34,21 @@ class Estimate:
 def estimate(config: RunConfig, hardware: Hardware, stack: Stack) -> Estimate:
     """Estimate a step of a resolved configuration."""
     parts = StepParts(config, hardware, stack)
-    silent = replace(parts.times, message=0.0, hops=0.0)
-    bare = replace(silent, reduce={}, gather={})
-    ended, without_pp, without_dp = map(parts.pipeline_s, (parts.times, silent, bare))
+    without_messages = replace(parts.times, message=0.0, receive=0.0)
+    compute_only = replace(without_messages, reduce={}, gather={})
+    ended, without_pp, without_dp = map(parts.pipeline_s, (parts.times, without_messages, compute_only))
     step = parts.seconds(ended)
     causes = parts.causes(ended, min(ended, without_pp), min(ended, without_pp, without_dp))
     tokens, flops = config.batch.total * config.model.seq_length / step, token_flops(config.model)
     peak = hardware.device.peak_of("fp8" if config.train.precision == "fp8" else parts.layers.kernels.dtype)
-    peak *= config.world_size / hardware.node.ranks_a_core(config.world_size)  # as training reports MFU
+    peak *= config.world_size / hardware.node.ranks_per_core(config.world_size)  # as training reports MFU
     return Estimate(step, tokens, mfu(flops.full, tokens, peak), mfu(flops.causal, tokens, peak), causes)
 
 
-def with_spans(config: RunConfig, hardware: Hardware, stack: Stack) -> Replay:
+def simulate_spans(config: RunConfig, hardware: Hardware, stack: Stack) -> Simulation:
     """Simulate all actions of a step's pipeline and record all events."""
     parts = StepParts(config, hardware, stack)
-    return parts.pipeline.replay(parts.times, parts.hides, spans=True)
+    return parts.pipeline.simulate(parts.times, parts.overlaps, spans=True)
 
 
 @dataclass(frozen=True)
@@ -88,17 +88,17 @@ class StepParts:
         return Pipeline(p.schedule, p.pp, p.vpp, self.config.num_microbatches, reduces_each)
 
     @property
-    def hides(self) -> Hides:
-        can, overlap = self.stack.hides, self.config.overlap
-        return Hides(tp=can.tp, pp=can.pp and overlap.pp, dp=can.dp and overlap.dp)
+    def overlaps(self) -> Overlaps:
+        can, overlap = self.stack.overlaps, self.config.overlap
+        return Overlaps(tp=can.tp, pp=can.pp and overlap.pp, dp=can.dp and overlap.dp)
 
-    def pipeline_s(self, times: Times) -> float:
+    def pipeline_s(self, times: StageTimes) -> float:
         """Seconds from the first forward to the last gradient reduction."""
-        return seconds(self.pipeline, times, self.hides)
+        return pipeline_seconds(self.pipeline, times, self.overlaps)
 
     @cached_property
-    def layers(self) -> Layers:
-        return Layers.of(self.config, self.hardware, self.stack)
+    def layers(self) -> LayerTimes:
+        return LayerTimes.from_config(self.config, self.hardware, self.stack)
 
     @cached_property
     def dp(self) -> DataParallel:
@@ -121,43 +121,43 @@ class StepParts:
         return sizes
 
     @cached_property
-    def pairs(self) -> dict[Place, Pair]:
+    def pairs(self) -> dict[Place, PassTimes]:
         """Times of every chunk, with the exposed collectives of ZeRO-3."""
         pairs = chunk_times(self.config, self.hardware, self.stack)
         if not self.stack.shards_weights:
             return pairs
         return {place: self._with_gathers(pair, self.buckets[place]) for place, pair in pairs.items()}
 
-    def _with_gathers(self, pair: Pair, buckets: tuple[int, ...]) -> Pair:
+    def _with_gathers(self, pair: PassTimes, buckets: tuple[int, ...]) -> PassTimes:
         gather, reduce = self.dp.gather(buckets), self.dp.reduce(buckets)
-        return pair + Pair(self._layerwise(pair.forward, gather), self._layerwise(pair.backward, gather + reduce))
+        return pair + PassTimes(self._layerwise(pair.forward, gather), self._layerwise(pair.backward, gather + reduce))
 
     def _layerwise(self, work: Seconds, sent: float) -> Seconds:
         """Exposed seconds of a chunk's collectives, `sent` in sum, which overlap with the layer before."""
-        if not self.hides.dp:
+        if not self.overlaps.dp:
             return Seconds(dp=sent)
         layers = max(1, self.config.model.num_layers // len(self.buckets))
-        least = sent * max(1 / layers, 1 - self.hardware.attained.hiding)
+        least = sent * max(1 / layers, 1 - self.hardware.attained.overlap)
         return Seconds(dp=max(least, sent - work.total * (layers - 1) / layers))
 
     @cached_property
-    def times(self) -> Times:
+    def times(self) -> StageTimes:
         """Durations of the pipeline's actions and communication."""
         c, p, apart = self.config, self.config.parallel, self.stack.shards_weights
         between = neighbour_route(self.hardware, p.tp * replicas(c), c.world_size, together=p.tp)
-        hops = 0.0 if p.sp else self.layers.exchange.gather()  # a message is 1 / tp of an activation
+        receive = 0.0 if p.sp else self.layers.exchange.gather()  # a message is 1 / tp of an activation
         reduce, gather = cache(self.dp.reduce), cache(self.dp.gather)
         buckets = {} if apart else self.buckets
-        return Times(
+        return StageTimes(
             {place: pair.forward.total for place, pair in self.pairs.items()},
             {place: pair.backward.total for place, pair in self.pairs.items()},
             between.message(message_bytes(c)),
-            hops,
+            receive,
             {place: reduce(sizes) for place, sizes in buckets.items()},
             {place: gather(sizes) for place, sizes in buckets.items()},
             {place: len(sizes) for place, sizes in self.buckets.items()},
-            1 - self.hardware.attained.hiding,
-            contends=between.network and self.dp.route.network,
+            1 - self.hardware.attained.overlap,
+            share_link=between.network and self.dp.route.network,
         )
 
     @property
@@ -184,14 +184,14 @@ class StepParts:
     def _unscaled(self, pipeline: float) -> float:
         """Seconds of a step without the loss of large jobs. Ranks on the same core take turns."""
         fixed = self.update + self.stack.attained.step_s
-        crowd, times = self.hardware.node.ranks_a_core(self.config.world_size), self.times
+        crowd, times = self.hardware.node.ranks_per_core(self.config.world_size), self.times
         if crowd == 1:
             return pipeline + fixed
         p, count = self.config.parallel, self.config.num_microbatches
         work = count * sum([*times.forward.values(), *times.backward.values()])
         work += sum([*times.reduce.values(), *times.gather.values()])
-        work += 2 * (p.pp * p.vpp - 1) * count * (times.message + times.hops)
-        waits = (crowd - 1) * self.hardware.node.turn_s * calls(self.config)  # a rank finds the caches cold
+        work += 2 * (p.pp * p.vpp - 1) * count * (times.message + times.receive)
+        waits = (crowd - 1) * self.hardware.node.turn_s * mean_calls(self.config)  # a rank finds the caches cold
         return max(pipeline + fixed, crowd * (work / p.pp + fixed) + waits)
 
     def causes(self, ended: float, without_pp: float, without_dp: float) -> dict[str, float]:

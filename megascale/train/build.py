@@ -36,8 +36,8 @@ from megascale.optim.sharded import ShardedOptimizer
 from megascale.parallel.fp8_linear import Fp8State, gemm_precision_of
 from megascale.parallel.param_and_grad_buffers import ParamAndGradBuffers
 from megascale.parallel.pipeline import Boundary, PipelineExecutor
-from megascale.parallel.tp_overlap import TensorAxis
-from megascale.schedule.ir import Order, build_schedule, forwards_only
+from megascale.parallel.tp_overlap import TensorParallel
+from megascale.schedule.ir import RankSchedule, build_schedule, forwards_only
 from megascale.schedule.lower import RECV_LOOKAHEAD, lower_rank
 from megascale.schedule.precedence import Precedence
 from megascale.trace.recorder import Recorder
@@ -60,8 +60,8 @@ class Run:
     fp8_state: Fp8State
     optimizer: ShardedOptimizer
     pipeline: PipelineExecutor
-    train_order: Order
-    valid_order: Order
+    train_order: RankSchedule
+    valid_order: RankSchedule
     train_loader: Loader
     valid_loader: Loader | None
     valid_batches: int
@@ -97,7 +97,7 @@ def build_rank_run(
     """
     dtypes = run_dtypes(config)
     maps_peers = config.overlap.tp and symmetric_memory.can_map_peers(mesh.tp, device)
-    axis = TensorAxis(mesh.tp, config.parallel.sp, config.overlap.tp, maps_peers, gpu=not device.is_cpu)
+    axis = TensorParallel(mesh.tp, config.parallel.sp, config.overlap.tp, maps_peers, gpu=not device.is_cpu)
     context = OpContext.from_config(config, device)
     buffers = build_buffers(config, mesh, dtypes, device.torch_device, select.build_op("wgrad", context))
     if init_weights:
@@ -164,7 +164,7 @@ def build_stages(
     config: RunConfig,
     mesh: Mesh,
     buffers: ParamAndGradBuffers,
-    axis: TensorAxis,
+    axis: TensorParallel,
     operators: Operators,
     fp8_state: Fp8State,
 ) -> list[Stage]:
@@ -180,7 +180,7 @@ def build_stages(
     return stages
 
 
-def build_order(config: RunConfig, pp_rank: int, training: bool = True) -> Order:
+def build_order(config: RunConfig, pp_rank: int, training: bool = True) -> RankSchedule:
     """Return a pipeline rank's actions in a training step, or in an evaluation of one global batch."""
     p = config.parallel
     assert p.schedule is not None, "a resolved configuration names its schedule"

@@ -61,7 +61,7 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
     run.fp8_state.begin_step(collect_stats=run.config.fp8.monitor and is_logged_step(run.config.train, step))
     loss = run.pipeline.run_actions(run.train_order, batch)  # sum over this rank's tokens
     run.fp8_state.update_history()
-    with recorder.action("norms"):  # a bucket's norm overlaps the reductions of later buckets
+    with recorder.action("grad_norm"):  # a bucket's norm overlaps the reductions of later buckets
         sq_norm = sum(
             (run.optimizer.local_sq_norm(bucket) for bucket in run.buffers.finish_reductions()),
             loss.new_zeros(()).double(),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megascale.account.activations import Sizes, block_bytes, embedding_bytes, head_bytes
+from megascale.account.activations import ActivationSizes, block_bytes, embedding_bytes, head_bytes
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.layout.blocks import block_spec
@@ -37,7 +37,7 @@ SIZES = {"hidden_size": 128, "ffn_size": 256, "seq_length": 128, "num_layers": 3
 
 def saved_bytes(config: RunConfig) -> int:
     """Bytes saved for backward by a rank, per micro-batch."""
-    sizes, model, fp8 = Sizes(config), config.model, fp8_layers(config)
+    sizes, model, fp8 = ActivationSizes(config), config.model, fp8_layers(config)
     recompute = recompute_policy(config.train, 0)
     blocks = (block_bytes(sizes, block_spec(model, n), n in fp8, recompute).saved for n in range(model.num_layers))
     return sum(blocks) + embedding_bytes(sizes).saved + head_bytes(sizes).saved

@@ -8,7 +8,7 @@ import pytest
 
 from megascale.account.flops import hardware_flops, head_flops, mfu, token_flops
 from megascale.account.parameters import parameter_count
-from megascale.account.peaks import ACCELERATORS, find, stated_peak
+from megascale.account.peaks import ACCELERATORS, find_accelerator, stated_peak
 from megascale.catalog.presets import PRESETS
 from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
@@ -213,7 +213,7 @@ def test_presets_have_the_parameters_of_their_papers(name: str) -> None:
     ],
 )
 def test_accelerators_by_driver_name(device: str, name: str) -> None:
-    accelerator = find(device)
+    accelerator = find_accelerator(device)
     assert accelerator is not None and accelerator.name == name
 
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from megascale.account import memory as memory_of
 from megascale.account.memory import (
     THIS_TRAINER,
-    Holding,
+    WeightStorage,
     fullest_rank,
     memory_by_stage,
     rank_memory,
-    representative,
+    representative_microbatches,
     state_bytes,
 )
 from megascale.catalog.schedules import SCHEDULES
@@ -25,11 +25,11 @@ from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
 from megascale.core.registry import Card
 from megascale.schedule import ir
-from megascale.schedule.ir import Kind, Order, backward, forward
+from megascale.schedule.ir import Kind, RankSchedule, backward, forward
 from megascale.schedule.lower import RECV_LOOKAHEAD
 from tests.drawn import jobs
 
-HOLDINGS = st.builds(Holding, st.booleans(), st.sampled_from(["beside", "instead"]))
+STORAGES = st.builds(WeightStorage, st.booleans(), st.sampled_from(["beside", "instead"]))
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES.names() if SCHEDULES[name].facts["multi_chunk"]])
@@ -38,18 +38,20 @@ HOLDINGS = st.builds(Holding, st.booleans(), st.sampled_from(["beside", "instead
 @example(p=8, v=3, m=71)  # all groups but one are large
 @settings(max_examples=40, deadline=None)
 def test_representative_micro_batches_show_all_situations(name: str, p: int, v: int, m: int) -> None:
-    few, many = (ir.build_schedule(SCHEDULES[name].load(), p, v, count) for count in (representative(p, m), m))
+    few, many = (
+        ir.build_schedule(SCHEDULES[name].load(), p, v, count) for count in (representative_microbatches(p, m), m)
+    )
     assert [situations(order, v) for order in few] == [situations(order, v) for order in many]
 
 
 def test_representative_micro_batches_are_few() -> None:
-    assert representative(8, 6144 + 5) == 6 * 8 + 3
+    assert representative_microbatches(8, 6144 + 5) == 6 * 8 + 3
 
 
 def test_schedules_without_a_period_are_walked_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     """A breadth-first schedule: forwards of the first chunk, forwards of the second, all backwards."""
 
-    def breadth_first(p: int, v: int, m: int, rank: int) -> Order:
+    def breadth_first(p: int, v: int, m: int, rank: int) -> RankSchedule:
         forwards = [forward(chunk, i) for chunk in range(v) for i in range(m)]
         return [*forwards, *(backward(chunk, i) for chunk in reversed(range(v)) for i in range(m))]
 
@@ -65,14 +67,14 @@ def test_schedules_without_a_period_are_walked_in_full(monkeypatch: pytest.Monke
 
 
 @settings(max_examples=40, suppress_health_check=list(HealthCheck), deadline=None)
-@given(jobs(), HOLDINGS)
-def test_the_fullest_rank_is_the_maximum_over_stages(config: RunConfig, holding: Holding) -> None:
-    ranks = memory_by_stage(config, holding)
+@given(jobs(), STORAGES)
+def test_the_fullest_rank_is_the_maximum_over_stages(config: RunConfig, storage: WeightStorage) -> None:
+    ranks = memory_by_stage(config, storage)
     totals = [rank.total for rank in ranks]
-    assert ranks[-1] == rank_memory(config, len(ranks) - 1, holding)
-    assert fullest_rank(config, holding).total == max(totals)
-    room = sorted(totals)[len(totals) // 2] - 1
-    assert room < fullest_rank(config, holding, room).total <= max(totals)
+    assert ranks[-1] == rank_memory(config, len(ranks) - 1, storage)
+    assert fullest_rank(config, storage).total == max(totals)
+    limit = sorted(totals)[len(totals) // 2] - 1
+    assert limit < fullest_rank(config, storage, limit).total <= max(totals)
     for rank in ranks:
         assert min(vars(rank).values()) >= 0 and sum(vars(rank).values()) == rank.total
 
@@ -96,8 +98,8 @@ def test_few_of_many_stages_are_walked(p: int, monkeypatch: pytest.MonkeyPatch) 
 def test_sharded_weights_divide_the_state(config: RunConfig) -> None:
     shards = config.dp * config.parallel.cp
     unsharded = config.model_copy(update={"parallel": config.parallel.model_copy(update={"zero": 0})})
-    for rank, memory in enumerate(memory_by_stage(config, Holding(shards_weights=True))):
-        full, shard = state_bytes(unsharded, rank), state_bytes(config, rank, Holding(shards_weights=True))
+    for rank, memory in enumerate(memory_by_stage(config, WeightStorage(shards_weights=True))):
+        full, shard = state_bytes(unsharded, rank), state_bytes(config, rank, WeightStorage(shards_weights=True))
         assert [*vars(shard).values()] == [size // shards for size in vars(full).values()]
         assert memory.transient > rank_memory(unsharded, rank).transient
         assert memory.activations == rank_memory(unsharded, rank).activations
@@ -105,14 +107,16 @@ def test_sharded_weights_divide_the_state(config: RunConfig) -> None:
 
 def test_fp8_weights_beside_or_instead_of_bf16() -> None:
     config = load_config("configs/gpu/llama3-8b.toml", ["train.precision=fp8"], world_size=64)
-    beside, instead = (state_bytes(config, 0, holding) for holding in (THIS_TRAINER, Holding(fp8_weights="instead")))
+    beside, instead = (
+        state_bytes(config, 0, storage) for storage in (THIS_TRAINER, WeightStorage(fp8_weights="instead"))
+    )
     plain = state_bytes(load_config("configs/gpu/llama3-8b.toml", ["train.precision=bf16"], world_size=64), 0)
     cast = (beside.parameters - plain.parameters) // 2
     assert beside.parameters - instead.parameters == 2 * cast > plain.parameters // 4
     assert (beside.gradients, beside.optimizer) == (instead.gradients, instead.optimizer)
 
 
-def situations(order: Order, v: int) -> set[tuple[object, ...]]:
+def situations(order: RankSchedule, v: int) -> set[tuple[object, ...]]:
     """Collect the numbers of live micro-batches by chunk, with the actions around."""
     live, seen = [0] * v, set()
     kinds = [(action.kind, action.chunk) for action in order]

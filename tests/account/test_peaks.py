@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megascale.account.peaks import ACCELERATORS, find, stated_peak
+from megascale.account.peaks import ACCELERATORS, find_accelerator, stated_peak
 
 # (driver's name, dtype): dense TFLOP/s of the data sheet. NVIDIA states Hopper and Blackwell with sparsity, twice the
 # dense rate. An MI250X is two devices, with a rank on 191.5 of the stated 383.
@@ -42,7 +42,7 @@ def test_peaks_equal_the_data_sheets(device: str, dtype: str) -> None:
 
 
 def test_every_accelerator_is_compared() -> None:
-    compared = {accelerator.name for device, _ in DATA_SHEETS if (accelerator := find(device))}
+    compared = {accelerator.name for device, _ in DATA_SHEETS if (accelerator := find_accelerator(device))}
     assert compared == {accelerator.name for accelerator in ACCELERATORS}
 
 
@@ -59,7 +59,7 @@ def test_narrower_dtypes_are_never_slower(accelerator) -> None:
     ["NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA H800", "NVIDIA GH200 480GB", "Tesla V100S-PCIE-32GB", "A100M"],
 )
 def test_mig_slices_and_related_boards_have_no_peak(device: str) -> None:
-    assert find(device) is None
+    assert find_accelerator(device) is None
 
 
 def test_a_missing_dtype_has_no_peak() -> None:

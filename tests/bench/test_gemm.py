@@ -99,7 +99,7 @@ def test_an_unsupported_dtype_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> N
     before = torch.get_float32_matmul_precision()
     formats = ["tf32", "fp8_fast", "fp8", "fp32"]
     rates = list(gemm.measure_rates([GemmShape(16, 16, 16)], formats, CPU, repeats=2, seconds=0.0))
-    assert [each.refusal for each in rates] == [
+    assert [each.unsupported_reason for each in rates] == [
         "a GPU-only dtype", "a GPU-only dtype", "torch._scaled_mm is only supported on newer devices", "",
     ]  # fmt: skip
     assert [each.rate is None for each in rates] == [True, True, True, False]

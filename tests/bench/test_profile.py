@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megascale.account.traffic import calls
+from megascale.account.traffic import mean_calls
 from megascale.bench import cpu_core, links, profile
 from megascale.bench.cost_fit import Measurement
 from megascale.bench.links import OPERATIONS, LinkTiming
@@ -32,8 +32,9 @@ from tests.runs import LLAMA, settings, write_config
 from tests.worlds import run_world
 
 MEASURED: dict[str, Any] = {
-    "rate": 8e10, "bandwidth": 5e10, "product_s": 2e-6, "elementwise": 9e9, "layer_s": 2e-4,
-    "attend": {"rate": 5e10, "keys": 50.0, "width": 10.0}, "attend_back": {"rate": 6e10, "keys": 40.0, "width": 8.0},
+    "rate": 8e10, "bandwidth": 5e10, "gemm_s": 2e-6, "elementwise": 9e9, "layer_s": 2e-4,
+    "attention_forward": {"rate": 5e10, "keys": 50.0, "width": 10.0},
+    "attention_backward": {"rate": 6e10, "keys": 40.0, "width": 8.0},
 }  # fmt: skip
 
 
@@ -45,7 +46,7 @@ def truth() -> dict[str, Any]:
         "node": {"devices": 1024, "cores": 2, **way, "message": way},
         "network": way,
         "attained": {"gemm": 1.0, "memory": 1.0, "link": 1.0, "network": 1.0},
-        "stack": {"hides": {"pp": True}, "attained": {"passes": 1.0, "step_s": 0.003}},
+        "stack": {"overlaps": {"pp": True}, "attained": {"passes": 1.0, "step_s": 0.003}},
     }
 
 
@@ -85,9 +86,9 @@ def test_a_known_machine_is_recovered() -> None:
     """The planner's own estimates for a machine fit the machine's profile."""
     fitted, true = fit_profile(2**33, links_of(), {"fp32": as_measured()}), truth()
     measured = fitted.tree["device"]["measured"]["fp32"]
-    for key in ("rate", "bandwidth", "product_s", "elementwise", "layer_s"):
+    for key in ("rate", "bandwidth", "gemm_s", "elementwise", "layer_s"):
         assert measured[key] == pytest.approx(MEASURED[key], rel=0.01), key
-    for way in ("attend", "attend_back"):
+    for way in ("attention_forward", "attention_backward"):
         assert measured[way] == pytest.approx(MEASURED[way], rel=0.01)
     assert fitted.tree["device"]["bandwidth"] == pytest.approx(true["device"]["bandwidth"], rel=0.01)
     assert fitted.tree["stack"]["attained"]["step_s"] == pytest.approx(0.003, rel=0.01)
@@ -104,7 +105,7 @@ def test_known_oversubscription_is_recovered(monkeypatch: pytest.MonkeyPatch) ->
     for ranks, others in ((4, 1), (8, 3)):
         config = profile._oversubscribed_config(ranks, "")
         said, least = (estimate(config, each, stack).step_s for each in (true, patient))
-        assert config.world_size == ranks and said - least == pytest.approx(others * 0.002 * calls(config))
+        assert config.world_size == ranks and said - least == pytest.approx(others * 0.002 * mean_calls(config))
         apart = estimate(profile._config(profile.SINGLE_RANK_CASE, "fp32", ""), patient, stack).step_s
         for pace in (1.0, 1.25):  # of the machine, while these steps ran and others of the profile did not
             steps = profile.OversubscribedSteps(ranks, (pace * said,) * 3, (pace * apart,) * 3)

@@ -74,8 +74,8 @@ def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
     for precision, bound in (("fp32", 1e-5), ("bf16", 2e-2)):
         norms = verdicts(report, precision, "norm")
         assert norms["torch"]["chosen"] and 0 < norms["torch"]["difference"] < bound
-        assert norms["compile"]["refusal"] == "no C++ compiler: there is no no-such-compiler"
-        assert not norms["compile"]["willing"] and norms["compile"]["difference"] is None
+        assert norms["compile"]["reason"] == "no C++ compiler: there is no no-such-compiler"
+        assert not norms["compile"]["supported"] and norms["compile"]["difference"] is None
 
 
 def test_a_gpus_peak_is_the_vendors_or_unknown_and_a_cpus_is_measured(
@@ -93,8 +93,8 @@ def test_a_users_configuration_is_checked_in_its_precision(tmp_path: Path, capsy
     status, report = answer(capsys, str(config), "model.activation=gelu_tanh")
     assert status == 0
     assert report["operations"].keys() == {"fp64"}
-    assert verdicts(report, "fp64", "norm")["liger"]["refusal"] == "has no float64"
-    assert verdicts(report, "fp64", "activation")["liger"]["refusal"] == "has no gelu_tanh"
+    assert verdicts(report, "fp64", "norm")["liger"]["reason"] == "has no float64"
+    assert verdicts(report, "fp64", "activation")["liger"]["reason"] == "has no gelu_tanh"
     assert verdicts(report, "fp64", "norm")["torch"]["difference"] == 0
 
 
@@ -157,5 +157,5 @@ def test_with_a_compiler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     for precision, bound in (("fp32", 1e-5), ("bf16", 2e-2)):
         for operation in ("norm", "activation"):
             compiled = verdicts(report, precision, operation)["compile"]
-            assert compiled["willing"] and not compiled["chosen"]
+            assert compiled["supported"] and not compiled["chosen"]
             assert 0 < compiled["difference"] < bound

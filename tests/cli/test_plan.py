@@ -134,8 +134,8 @@ def test_json_where_nothing_fits_has_the_smallest_plan(capsys: pytest.CaptureFix
     out, err = capsys.readouterr()
     report = json.loads(out)
     assert set(report) >= KEYS and report["fits"] is False and report["search"]["best"] == []
-    assert report["memory_bytes"]["total"] > report["room_bytes"] and "no layout on 8 x a100-40g fits" in err
-    assert report["instead"] == err.rstrip()
+    assert report["memory_bytes"]["total"] > report["memory_limit_bytes"] and "no layout on 8 x a100-40g fits" in err
+    assert report["suggestion"] == err.rstrip()
     larger = err.split("64 devices would do, ")[1].split(", a shorter sequence")[0].split()
     assert set(larger) >= {"parallel.tp=8", "parallel.pp=8", "train.recompute=full"}
     assert main([*job[:2], "--gpus", "64", *job[4:6], *larger]) == 0
@@ -302,19 +302,19 @@ def test_an_alternative_sets_dp_where_the_file_sets_another(capsys: pytest.Captu
     own.write_text(f'extends = "{Path("configs/gpu/llama3-8b.toml").resolve()}"\n[parallel]\ntp = 2\ndp = 4\n')
     job = ["plan", str(own), "--gpus", "8", "--hardware", "a100-40g", "--json"]
     assert main(job) == 2
-    report = json.loads(capsys.readouterr().out)["instead"].removesuffix(" would fit").split()
+    report = json.loads(capsys.readouterr().out)["suggestion"].removesuffix(" would fit").split()
     assert main([*job, *report]) == 0
     assert json.loads(capsys.readouterr().out)["fits"]
     own.write_text(own.read_text().replace("dp = 4", ""))
     assert main(job) == 2  # else as few as there are devices, in a sweep too
-    report = json.loads(capsys.readouterr().out)["instead"].removesuffix(" would fit").split()
+    report = json.loads(capsys.readouterr().out)["suggestion"].removesuffix(" would fit").split()
     assert main([*job, *report, "--sweep", "16,32"]) == 0
 
 
 def test_an_alternative_names_the_number_of_devices_if_nothing_else_does(capsys: pytest.CaptureFixture[str]) -> None:
     job = ["plan", "configs/gpu/llama3-8b.toml", "--hardware", "a100-80g", "parallel.pp=4", "batch.micro=8", "--json"]
     assert main([*job, "--sweep", "16,32"]) == 2
-    report = json.loads(capsys.readouterr().out)["instead"].removesuffix(" would fit").split()
+    report = json.loads(capsys.readouterr().out)["suggestion"].removesuffix(" would fit").split()
     assert report[-2:] == ["--gpus", "8"] or report[-2:] == ["--gpus", "4"]
     assert main([*job, *report, "--sweep", "16,32"]) == 0
     assert json.loads(capsys.readouterr().out)["fits"]
@@ -352,8 +352,8 @@ def test_a_search_writes_the_fastest_and_explains_the_rest(capsys: pytest.Captur
     assert len(best) == 10
     assert best[0]["layout"] == report["layout"]
     assert [each["step_time_s"] for each in best] == sorted(each["step_time_s"] for each in best)
-    assert all(each["lost"] for each in best[1:])
-    assert all(each["memory_bytes"] <= report["room_bytes"] for each in best)
+    assert all(each["slower_by"] for each in best[1:])
+    assert all(each["memory_bytes"] <= report["memory_limit_bytes"] for each in best)
     again = answer(capsys, job=["plan", str(path), *LLAMA[2:]])
     assert (again["layout"], again["step_time_s"]) == (report["layout"], report["step_time_s"])
 

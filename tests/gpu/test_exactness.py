@@ -46,7 +46,7 @@ def verdicts(rank: Rank, config: Any) -> list[tuple[str, str, bool, float | None
         examination = check_backends(operation, setting)
         assert examination.problem is None, examination.problem
         for verdict in examination.verdicts:
-            if verdict.willing:
+            if verdict.supported:
                 wrong = (verdict.error or "differs") if verdict.failed else None
                 found.append((operation, verdict.backend, verdict.chosen, verdict.difference, wrong))
     return found

@@ -224,7 +224,7 @@ def test_after_the_time_all_is_killed(bed: testbed.Testbed) -> None:
 
 
 def test_hosts_end_when_one_has_failed(bed: testbed.Testbed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts, "GRACE", 0.3)
+    monkeypatch.setattr(hosts, "SHUTDOWN_TIMEOUT_S", 0.3)
     ends = hosts.run_on_hosts(bed, lambda host: ["sh", "-c", "exit 7"] if host.index == 1 else FOREVER, timeout=60)
     assert [end.status for end in ends] == [-signal.SIGKILL, 7, -signal.SIGKILL]
     assert tool.status(ends) == 7

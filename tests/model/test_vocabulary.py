@@ -15,7 +15,7 @@ from megascale.config.model import ModelConfig
 from megascale.core.rank import Rank
 from megascale.layout.tensors import padded_vocab
 from megascale.layout.topology import Topology
-from megascale.parallel.tp_overlap import TensorAxis
+from megascale.parallel.tp_overlap import TensorParallel
 from megascale.parallel.vocabulary import VocabularyRange, vocab_parallel_embedding
 from tests.runs import GPT
 from tests.worlds import run_world
@@ -30,13 +30,13 @@ def drawn(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def axis_of(rank: Rank, tp: int, sequence: bool = False) -> TensorAxis:
+def axis_of(rank: Rank, tp: int, sequence: bool = False) -> TensorParallel:
     if tp == 1:
-        return TensorAxis(single_rank_group("tp"), sequence)
-    return TensorAxis(open_mesh(Topology(tp=tp), rank.rank, tied=False).tp, sequence)
+        return TensorParallel(single_rank_group("tp"), sequence)
+    return TensorParallel(open_mesh(Topology(tp=tp), rank.rank, tied=False).tp, sequence)
 
 
-def range_of(axis: TensorAxis) -> VocabularyRange:
+def range_of(axis: TensorParallel) -> VocabularyRange:
     model = ModelConfig.model_validate(GPT | {"vocab_size": VOCABULARY})
     return VocabularyRange.for_rank(VOCABULARY, padded_vocab(model, axis.size), axis)
 

@@ -19,10 +19,10 @@ from megascale.parallel.grad_accumulation import (
     accumulate_wgrad,
 )
 from megascale.parallel.tensor import column_parallel_linear, row_parallel_linear
-from megascale.parallel.tp_overlap import LinearParams, TensorAxis
+from megascale.parallel.tp_overlap import LinearParams, TensorParallel
 from megascale.parallel.vocabulary import VocabularyRange, vocab_parallel_embedding
 
-AXIS = TensorAxis(single_rank_group("tp"))
+AXIS = TensorParallel(single_rank_group("tp"))
 T, N, K = 11, 6, 4
 """(tokens, outputs, inputs)."""
 

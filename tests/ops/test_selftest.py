@@ -104,7 +104,7 @@ def verdict_of(body: type, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype =
 
 def test_a_correct_backend_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     verdict = verdict_of(Backend, monkeypatch)
-    assert verdict.chosen and verdict.willing and not verdict.failed
+    assert verdict.chosen and verdict.supported and not verdict.failed
     assert verdict.difference is not None and 0 < verdict.difference < 1e-5
 
 
@@ -128,13 +128,13 @@ def test_nan_fails(body: type, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_unsupported_backend_is_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
     verdict = verdict_of(Unsupported, monkeypatch)
-    assert not (verdict.willing or verdict.chosen or verdict.failed)
-    assert verdict.refusal == "needs a GPU"
+    assert not (verdict.supported or verdict.chosen or verdict.failed)
+    assert verdict.reason == "needs a GPU"
 
 
 def test_a_backend_skipped_by_auto_is_tested(monkeypatch: pytest.MonkeyPatch) -> None:
     verdict = verdict_of(Slow, monkeypatch)
-    assert verdict.willing and not verdict.chosen
+    assert verdict.supported and not verdict.chosen
     assert verdict.difference is not None
 
 

@@ -23,7 +23,7 @@ from megascale.ops.fp8 import Fp8Kernels, Quantized, ScaleGranularity, scaled_ma
 from megascale.parallel import tp_overlap
 from megascale.parallel.fp8_linear import Fp8Gemms, Fp8State, gemm_precision_of
 from megascale.parallel.tensor import column_parallel_linear, row_parallel_linear
-from megascale.parallel.tp_overlap import LinearParams, TensorAxis
+from megascale.parallel.tp_overlap import LinearParams, TensorParallel
 from tests.fused import serve_on_cpus
 from tests.marks import only_quick
 from tests.runs import LLAMA, build_run, config_of, curve_of, settings, train_curve
@@ -63,7 +63,7 @@ def casts(rank: Rank, config: RunConfig, layer: str, sequence: bool) -> list[Arr
     """Quantize this rank's shards of the operands, and dequantize."""
     tp = rank.world_size
     group = open_mesh(Topology(tp=tp), rank.rank, tied=False)
-    axis = TensorAxis(group.tp, sequence)
+    axis = TensorParallel(group.tp, sequence)
     scaling = Fp8State(config, group, torch.device("cpu"))
     precision = gemm_precision_of(f"layers.1.{layer}", scaling, axis)
     assert isinstance(precision, Fp8Gemms)
@@ -425,13 +425,13 @@ def with_fused_operators(rank: Rank, config: RunConfig) -> tuple[list[str], dict
     tp_overlap.MIN_GPU_GEMM_ROWS = 64
     mesh, called = open_mesh(Topology(tp=2), rank.rank, tied=False), serve_on_cpus()
     plain, fused = (
-        two_layers(rank, config, mesh, TensorAxis(mesh.tp, sequence_parallel=True, symmetric_memory=fused))
+        two_layers(rank, config, mesh, TensorParallel(mesh.tp, sequence_parallel=True, symmetric_memory=fused))
         for fused in (False, True)
     )
     return called, plain, fused
 
 
-def two_layers(rank: Rank, config: RunConfig, mesh: Mesh, axis: TensorAxis) -> dict[str, Array]:
+def two_layers(rank: Rank, config: RunConfig, mesh: Mesh, axis: TensorParallel) -> dict[str, Array]:
     """Compute outputs and gradients of a narrow column-parallel and a narrow row-parallel layer."""
     scaling, results = Fp8State(config, mesh, torch.device("cpu")), dict[str, Array]()
     for name, linear, cuts, n in (

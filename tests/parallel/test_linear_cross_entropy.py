@@ -18,7 +18,7 @@ from megascale.layout.loss import loss_chunks
 from megascale.ops import cross_entropy as module
 from megascale.ops.cross_entropy import cross_entropy
 from megascale.parallel.linear_cross_entropy import linear_cross_entropy
-from megascale.parallel.tp_overlap import TensorAxis
+from megascale.parallel.tp_overlap import TensorParallel
 from megascale.parallel.vocabulary import VocabularyRange
 from tests.memory import peak_bytes
 from tests.model.test_vocabulary import VOCABULARY, B, axis_of, columns, drawn, range_of
@@ -60,7 +60,7 @@ def results(rank: Rank, tp: int, sequence: bool) -> Any:
     return measured
 
 
-def result(axis: TensorAxis, tp: int, sequence: bool, dtype: torch.dtype) -> tuple[Any, ...]:
+def result(axis: TensorParallel, tp: int, sequence: bool, dtype: torch.dtype) -> tuple[Any, ...]:
     vocab_range = range_of(axis)
     x, weight = head(tp, vocab_range, dtype)
     x = (x.chunk(tp)[axis.index] if sequence else x).clone().requires_grad_()
@@ -146,7 +146,7 @@ def test_only_one_chunk_of_logits_exists(dtype: torch.dtype, gradient: bool, mon
     weight = nn.Parameter(torch.randn(vocabulary, width, dtype=dtype))
     weight.main_grad = torch.zeros(vocabulary, width)  # type: ignore[attr-defined]
     labels = torch.randint(vocabulary, (tokens, 1))
-    axis, vocab_range = TensorAxis(axis_of(Rank(0, 1, 0, ""), 1).group), VocabularyRange(0, vocabulary, vocabulary)
+    axis, vocab_range = TensorParallel(axis_of(Rank(0, 1, 0, ""), 1).group), VocabularyRange(0, vocabulary, vocabulary)
 
     def run() -> None:
         with torch.set_grad_enabled(gradient):

@@ -211,14 +211,14 @@ def test_no_piece_on_a_gpu_has_a_small_gemm(rows: int, batch: int, size: int, se
     import torch
 
     from megascale.comm.group import Group
-    from megascale.parallel.tp_overlap import TensorAxis
+    from megascale.parallel.tp_overlap import TensorParallel
 
     group = Group(
         "tp", tuple(range(size)), 0, p2p_transport=P2PTransport(None, range(size), 0, lambda works, then: COMPLETED)
     )
     part = torch.empty(rows, batch, width, dtype=torch.bfloat16, device="meta")
-    pieces = TensorAxis(group, sequence, gpu=True).num_pieces(part)
-    assert pieces <= TensorAxis(group, sequence).num_pieces(part)
+    pieces = TensorParallel(group, sequence, gpu=True).num_pieces(part)
+    assert pieces <= TensorParallel(group, sequence).num_pieces(part)
     assert not pieces or all((run.stop - run.start) * batch >= 512 for run in split_rows(rows, pieces))
     if rows * batch < 512 or (sequence and size > 4):
         assert pieces == 0
@@ -231,9 +231,9 @@ def test_fused_operators_need_many_rows() -> None:
 
     from megascale.comm.group import Group
     from megascale.ops.fp8 import Quantized, ScaleGranularity
-    from megascale.parallel.tp_overlap import TensorAxis
+    from megascale.parallel.tp_overlap import TensorParallel
 
-    axis = TensorAxis(Group("tp", (0, 1), 0), sequence_parallel=True, symmetric_memory=True)
+    axis = TensorParallel(Group("tp", (0, 1), 0), sequence_parallel=True, symmetric_memory=True)
     plain = torch.empty(1, 1, 8, device="meta")
     one, each, blocks = (
         Quantized(plain, plain, granularity)
@@ -284,8 +284,8 @@ def rows_of_gemms(rank: Rank, sequence: bool, tokens: int) -> list[Any]:
     normal = partial(torch.randn, generator=draw, dtype=torch.float64)
     full, part = normal(tokens, 1, 8), normal(tokens // 2 if sequence else tokens, 1, 8)
     for axis in (
-        tp_overlap.TensorAxis(group, sequence, gpu=True),
-        tp_overlap.TensorAxis(group, sequence, overlap=False),
+        tp_overlap.TensorParallel(group, sequence, gpu=True),
+        tp_overlap.TensorParallel(group, sequence, overlap=False),
     ):
         rows = list[int]()
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megascale.schedule import ir
 from megascale.schedule.check import ScheduleError, check_device_wait
-from megascale.schedule.ir import Action, Kind, Order, Schedule
+from megascale.schedule.ir import Action, Kind, RankSchedule, Schedule
 from megascale.schedule.lower import lower
 from megascale.schedule.one_f_one_b import one_f_one_b
 from tests.schedule.hosts import COMPUTE, RECEIVES, any_order, ends, places
@@ -36,10 +36,10 @@ def proved(schedule: Schedule, v: int) -> bool:
     return True
 
 
-def eager(order: Order, ahead: int) -> Order:
+def eager(order: RankSchedule, ahead: int) -> RankSchedule:
     """Post every receive `ahead` compute actions earlier."""
-    results, starts = Order(), list[int]()  # index to insert a receive before a compute action
-    waiting = Order()
+    results, starts = RankSchedule(), list[int]()  # index to insert a receive before a compute action
+    waiting = RankSchedule()
     for action in order:
         if action.kind in RECEIVES:
             waiting.append(action)

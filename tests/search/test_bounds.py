@@ -25,10 +25,10 @@ SLACK = 1 + 1e-12
 def test_bounds_are_lower_bounds(config: RunConfig, name: str) -> None:
     stack, layout = profiles.stack(name), layout_of(config)
     space = Space(config, config.world_size)
-    assert space.applied(layout) == config
+    assert space.with_layout(layout) == config
     bounds = Bounds(space, H100, stack)
     assert bounds.step_s(layout) <= StepParts(config, H100, stack).step_s * SLACK
-    assert bounds.memory(layout) <= fullest_rank(config, stack.holding).total
+    assert bounds.memory(layout) <= fullest_rank(config, stack.storage).total
 
 
 @pytest.mark.parametrize(
@@ -44,4 +44,4 @@ def test_bounds_are_tight(path: str, devices: int, within: float) -> None:
     stack, config = profiles.stack("megascale"), load_config(path, [], world_size=devices)
     bounds, layout = Bounds(Space(config, devices), A100, stack), layout_of(config)
     assert within < bounds.step_s(layout) / StepParts(config, A100, stack).step_s <= SLACK
-    assert 0.7 < bounds.memory(layout) / fullest_rank(config, stack.holding).total <= 1
+    assert 0.7 < bounds.memory(layout) / fullest_rank(config, stack.storage).total <= 1

@@ -12,15 +12,15 @@ from megascale.account.memory import fullest_rank
 from megascale.config.loading import load_config
 from megascale.core.errors import ConfigError
 from megascale.search.plan import Plan
-from megascale.search.report import lost, search_tables
-from megascale.search.search import Found, row, search
-from megascale.search.space import VARIED, Layout, Space
+from megascale.search.report import search_tables, slowdown_causes
+from megascale.search.search import SearchResult, row, search
+from megascale.search.space import LAYOUT_KEYS, Layout, Space
 from megascale.simulate import profiles
 from megascale.simulate.step_time import StepParts
 
 H100, A100 = profiles.hardware("h100"), profiles.hardware("a100-80g")
 STACK = profiles.stack("megascale")
-HOLDING = STACK.holding
+STORAGE = STACK.storage
 SMALL, LARGE = "configs/gpu/llama3-8b.toml", "configs/gpu/megascale-175b.toml"
 
 
@@ -28,37 +28,37 @@ def exhaustive(space: Space, tps: Collection[int]) -> list[tuple[float, int, Lay
     """Time and size every layout, the fastest first."""
     results = []
     for layout in space.layouts(tps):
-        config = space.applied(layout)
-        memory = fullest_rank(config, HOLDING).total
-        fits = memory <= H100.room(1)
+        config = space.with_layout(layout)
+        memory = fullest_rank(config, STORAGE).total
+        fits = memory <= H100.memory_limit(1)
         results.append((StepParts(config, H100, STACK).step_s if fits else math.inf, memory, layout))
     return sorted(results)
 
 
 @pytest.fixture(scope="module")
-def small() -> Found:
-    return search(load_config(SMALL, ["batch.global=32"]), 16, H100, STACK, filled=1.0)
+def small() -> SearchResult:
+    return search(load_config(SMALL, ["batch.global=32"]), 16, H100, STACK, memory_fraction=1.0)
 
 
-def test_results_are_legal_and_fit(small: Found) -> None:
+def test_results_are_legal_and_fit(small: SearchResult) -> None:
     assert len(small.best) == 10
     for plan in small.best:
-        keys = [f"{key}={str(value).lower()}" for key, value in zip(VARIED, plan.layout, strict=True)]
+        keys = [f"{key}={str(value).lower()}" for key, value in zip(LAYOUT_KEYS, plan.layout, strict=True)]
         assert load_config(SMALL, ["batch.global=32", *keys], world_size=16) == plan.config
-        assert fullest_rank(plan.config, HOLDING) == plan.memory
-        assert plan.memory.total <= H100.room(1)
+        assert fullest_rank(plan.config, STORAGE) == plan.memory
+        assert plan.memory.total <= H100.memory_limit(1)
         assert sum(plan.estimate.causes.values()) == pytest.approx(plan.estimate.step_s)
         assert plan.estimate.step_s == StepParts(plan.config, H100, STACK).step_s
 
 
-def test_results_are_sorted_with_the_causes_of_slower_ones(small: Found) -> None:
+def test_results_are_sorted_with_the_causes_of_slower_ones(small: SearchResult) -> None:
     times = [plan.estimate.step_s for plan in small.best]
     assert times == sorted(times)
-    assert [bool(lost(plan, small.best[0])) for plan in small.best] == [False] + [True] * 9
+    assert [bool(slowdown_causes(plan, small.best[0])) for plan in small.best] == [False] + [True] * 9
     assert len({row(plan.layout) for plan in small.best}) == 10
 
 
-def test_every_layout_is_counted_once(small: Found) -> None:
+def test_every_layout_is_counted_once(small: SearchResult) -> None:
     c, space = small.counts, Space(load_config(SMALL, ["batch.global=32"]), 16)
     assert c["legal"] == len(list(space.layouts([1, 2, 4, 8])))
     assert c["legal"] == c["too_large"] + c["pruned"] + c["simulated"]
@@ -68,7 +68,7 @@ def test_every_layout_is_counted_once(small: Found) -> None:
 
 def test_an_exhaustive_search_has_equal_results() -> None:
     config, fixed = load_config(SMALL, ["batch.global=16"]), ["parallel.zero", "parallel.sp"]
-    result = search(config, 8, H100, STACK, fixed, filled=1.0)
+    result = search(config, 8, H100, STACK, fixed, memory_fraction=1.0)
     every = exhaustive(Space(config, 8, frozenset(fixed)), [1, 2, 4, 8])
     rows = [row(layout) for _, _, layout in every]
     expected = [timed for at, timed in enumerate(every) if rows.index(rows[at]) == at and timed[0] < math.inf]
@@ -82,12 +82,14 @@ def test_layouts_that_differ_only_in_recomputation_share_a_row() -> None:
     config = load_config(SMALL, ["batch.global=32", "parallel.tp=2", "parallel.pp=2", "batch.micro=1"])
     (plan,) = search(config, 16, H100, STACK, fixed).best
     assert plan.layout.recompute == "none" and plan.layout.vpp > 1
-    (tight,) = search(config, 16, H100, STACK, fixed, filled=0.9 * plan.memory.total / H100.room(1)).best
+    (tight,) = search(
+        config, 16, H100, STACK, fixed, memory_fraction=0.9 * plan.memory.total / H100.memory_limit(1)
+    ).best
     assert tight.layout != plan.layout and row(tight.layout) == row(plan.layout)
     assert tight.estimate.step_s > plan.estimate.step_s
 
 
-def test_results_closer_than_the_error_are_reported(small: Found) -> None:
+def test_results_closer_than_the_error_are_reported(small: SearchResult) -> None:
     first = small.best[0]
     assert first.expected_error
     most = first.estimate.step_s * (1 + first.expected_error)
@@ -101,7 +103,7 @@ def test_results_closer_than_the_error_are_reported(small: Found) -> None:
 def test_fixed_keys_keep_their_values() -> None:
     overrides = ["batch.global=32", "parallel.tp=4", "parallel.zero=2", "batch.micro=2"]
     fixed = ["parallel.tp", "parallel.zero", "batch.micro"]
-    result = search(load_config(SMALL, overrides), 16, H100, STACK, fixed, filled=1.0)
+    result = search(load_config(SMALL, overrides), 16, H100, STACK, fixed, memory_fraction=1.0)
     assert {(plan.layout.tp, plan.layout.zero, plan.layout.micro) for plan in result.best} == {(4, 2, 2)}
     assert len({plan.layout.pp for plan in result.best}) > 1
 
@@ -109,36 +111,36 @@ def test_fixed_keys_keep_their_values() -> None:
 def test_the_smallest_plan_if_nothing_fits() -> None:
     config = load_config(LARGE, ["batch.global=16"])
     fixed = ["parallel.sp", "parallel.zero", "batch.micro"]
-    result = search(config, 16, A100, STACK, fixed, filled=1.0)
+    result = search(config, 16, A100, STACK, fixed, memory_fraction=1.0)
     assert result.best == []
     assert result.counts["legal"] == result.counts["too_large"] > 0
     assert result.smallest is not None
-    assert result.smallest.memory == fullest_rank(result.smallest.config, HOLDING)
-    assert result.smallest.memory.total > A100.room(1)
+    assert result.smallest.memory == fullest_rank(result.smallest.config, STORAGE)
+    assert result.smallest.memory.total > A100.memory_limit(1)
     # tp across nodes shards more
     assert result.smallest.layout.tp == 16 > A100.node.devices
-    filled = (result.smallest.memory.total + 1) / A100.room(1)
-    assert [plan.layout for plan in search(config, 16, A100, STACK, fixed, filled=filled).best] == [
+    memory_fraction = (result.smallest.memory.total + 1) / A100.memory_limit(1)
+    assert [plan.layout for plan in search(config, 16, A100, STACK, fixed, memory_fraction=memory_fraction).best] == [
         result.smallest.layout
     ]
 
 
 def test_a_larger_job_that_fits() -> None:
     config = load_config(LARGE, ["batch.global=16"])
-    larger = search(config, 8, A100, STACK, filled=1.0).larger
-    assert larger is not None and larger.memory.total <= A100.room(1)
+    larger = search(config, 8, A100, STACK, memory_fraction=1.0).larger
+    assert larger is not None and larger.memory.total <= A100.memory_limit(1)
     count = larger.config.world_size
-    assert count > 16 and search(config, count, A100, STACK, filled=1.0).best
-    assert not search(config, count // 2, A100, STACK, filled=1.0).best
-    assert search(config, 8, A100, STACK, filled=1e-4).larger is None
+    assert count > 16 and search(config, count, A100, STACK, memory_fraction=1.0).best
+    assert not search(config, count // 2, A100, STACK, memory_fraction=1.0).best
+    assert search(config, 8, A100, STACK, memory_fraction=1e-4).larger is None
 
 
 def test_the_smallest_plan_has_the_lowest_memory() -> None:
     config, fixed = load_config(SMALL, ["batch.global=4", "parallel.tp=1"]), ["parallel.tp", "parallel.sp"]
-    result = search(config, 4, H100, STACK, fixed, filled=1e-9)
+    result = search(config, 4, H100, STACK, fixed, memory_fraction=1e-9)
     space = Space(config, 4, frozenset(fixed))
     assert result.smallest is not None
-    sizes = [fullest_rank(space.applied(layout), HOLDING).total for layout in space.layouts([1])]
+    sizes = [fullest_rank(space.with_layout(layout), STORAGE).total for layout in space.layouts([1])]
     assert result.smallest.memory.total == min(sizes)
 
 
@@ -158,7 +160,7 @@ def test_causes_of_a_slower_layout() -> None:
 
     none, full = candidate("train.recompute=none"), candidate("train.recompute=full")
     same, bubble = candidate("train.recompute=none"), candidate("parallel.vpp=4")
-    assert lost(full, none).startswith("recompute +")
-    assert lost(none, none) == ""
-    assert lost(same, none) == "as fast, +0 B"
-    assert lost(none, bubble).startswith("bubble +")
+    assert slowdown_causes(full, none).startswith("recompute +")
+    assert slowdown_causes(none, none) == ""
+    assert slowdown_causes(same, none) == "as fast, +0 B"
+    assert slowdown_causes(none, bubble).startswith("bubble +")

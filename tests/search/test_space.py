@@ -12,7 +12,7 @@ from megascale.catalog.schedules import SCHEDULES
 from megascale.config.loading import load_config, load_config_tree
 from megascale.config.rules import RULES, world_findings
 from megascale.config.run import RunConfig
-from megascale.search.space import VARIED, Layout, Space
+from megascale.search.space import LAYOUT_KEYS, Layout, Space
 
 DEVICES = 12
 TREE = {
@@ -37,7 +37,7 @@ def all_of(space: Space) -> list[Layout]:
 
 
 def legal(space: Space, layout: Layout) -> bool:
-    config = space.applied(layout)
+    config = space.with_layout(layout)
     rules = [rule for reads, rule in RULES if {"parallel", "batch", "train"}.intersection(reads)]
     return not any(any(rule(config)) for rule in rules) and not any(world_findings(config, space.devices))
 
@@ -94,11 +94,11 @@ def test_a_layout_equals_its_keys_in_a_configuration() -> None:
     path, devices = "configs/gpu/megascale-175b.toml", 512
     space = Space(load_config(path, ["batch.global=512"]), devices, frozenset())
     for layout in all_of(space)[::700]:
-        overrides = [f"{key}={str(value).lower()}" for key, value in zip(VARIED, layout, strict=True)]
-        assert space.applied(layout) == load_config(path, ["batch.global=512", *overrides], world_size=devices)
+        overrides = [f"{key}={str(value).lower()}" for key, value in zip(LAYOUT_KEYS, layout, strict=True)]
+        assert space.with_layout(layout) == load_config(path, ["batch.global=512", *overrides], world_size=devices)
 
 
-@pytest.mark.parametrize("key", VARIED)
+@pytest.mark.parametrize("key", LAYOUT_KEYS)
 def test_fixed_keys_keep_their_values(key: str) -> None:
     parallel = {"tp": 3, "sp": True, "pp": 2, "vpp": 2, "dp": 2, "zero": 2, "schedule": "interleaved_1f1b"}
     config = config_of(parallel=parallel, train={"recompute": "full"})
@@ -121,7 +121,7 @@ def test_layers_per_chunk_can_be_fixed() -> None:
     free, fixed = (Space(config, DEVICES, frozenset(keys)) for keys in ((), ("parallel.layers_per_chunk",)))
     assert {layout.pp * layout.vpp for layout in all_of(fixed)} == {3}
     assert {layout.pp * layout.vpp for layout in all_of(free)} > {1, 3}
-    cuts = {layout.pp * layout.vpp: free.applied(layout).parallel.layers_per_chunk for layout in all_of(free)}
+    cuts = {layout.pp * layout.vpp: free.with_layout(layout).parallel.layers_per_chunk for layout in all_of(free)}
     assert cuts[3] == [2, 2, 1]
     assert cuts[1] is None
 

@@ -14,24 +14,24 @@ from megascale.core.events import COMPUTE
 from megascale.schedule import ir
 from megascale.schedule.ir import Action, Kind, backward, forward
 from megascale.schedule.lower import lower
-from megascale.simulate.event_simulator import Replay, Times, replay
-from megascale.simulate.profiles import Hides
+from megascale.simulate.event_simulator import Simulation, StageTimes, simulate
+from megascale.simulate.profiles import Overlaps
 
-ALL, NONE = Hides(tp="all", pp=True, dp=True), Hides()
+ALL, NONE = Overlaps(tp="all", pp=True, dp=True), Overlaps()
 WORK = Kind.F, Kind.B
 
 
-def times(p: int, v: int, **changes: Any) -> Times:
+def times(p: int, v: int, **changes: Any) -> StageTimes:
     """Durations: a forward takes 1, a backward 2, everything else 0 unless given."""
     places = list(itertools.product(range(p), range(v)))
-    values = {"message": 0.0, "hops": 0.0, "reduce": {}, "gather": {}, **changes}
-    return Times(dict.fromkeys(places, 1.0), dict.fromkeys(places, 2.0), **values)
+    values = {"message": 0.0, "receive": 0.0, "reduce": {}, "gather": {}, **changes}
+    return StageTimes(dict.fromkeys(places, 1.0), dict.fromkeys(places, 2.0), **values)
 
 
-def run(name: str, p: int, v: int, m: int, hides: Hides = ALL, **changes: Any) -> Replay:
+def run(name: str, p: int, v: int, m: int, overlaps: Overlaps = ALL, **changes: Any) -> Simulation:
     compute = ir.build_schedule(SCHEDULES[name].load(), p, v, m)
-    recorded = replay(compute, times(p, v, **changes), hides, spans=True)
-    assert recorded.last == replay(compute, times(p, v, **changes), hides).last, "spans change nothing"
+    recorded = simulate(compute, times(p, v, **changes), overlaps, spans=True)
+    assert recorded.last == simulate(compute, times(p, v, **changes), overlaps).last, "spans change nothing"
     return recorded
 
 
@@ -50,9 +50,9 @@ def test_interleaving_divides_the_bubble(p: int, v: int, groups: int) -> None:
 
 def test_messages_without_overlap_block_the_sender() -> None:
     """Two stages, one micro-batch: forward, message, forward and backward on the last stage, message, backward."""
-    for hides in (ALL, NONE):
-        assert run("1f1b", 2, 1, 1, hides, message=0.5).last == pytest.approx(6 + 2 * 0.5)
-    hidden, shown = (run("interleaved_1f1b", 4, 2, 32, hides, message=0.1).last for hides in (ALL, NONE))
+    for overlaps in (ALL, NONE):
+        assert run("1f1b", 2, 1, 1, overlaps, message=0.5).last == pytest.approx(6 + 2 * 0.5)
+    hidden, shown = (run("interleaved_1f1b", 4, 2, 32, overlaps, message=0.1).last for overlaps in (ALL, NONE))
     assert shown - hidden > 32 * 2 * 0.1  # at every chunk of every micro-batch
 
 
@@ -61,7 +61,8 @@ def test_dp_collectives_overlap_with_other_chunks() -> None:
     places = list(itertools.product(range(p), range(v)))
     cost = {"reduce": dict.fromkeys(places, 0.5), "gather": dict.fromkeys(places, 0.25)}
     bare, hidden, shown = (
-        run("interleaved_1f1b", p, v, m, hides, **more).last for hides, more in ((ALL, {}), (ALL, cost), (NONE, cost))
+        run("interleaved_1f1b", p, v, m, overlaps, **more).last
+        for overlaps, more in ((ALL, {}), (ALL, cost), (NONE, cost))
     )
     assert shown == pytest.approx(bare + v * 0.75)
     # exposed: the first all-gather, and at most the last reductions
@@ -84,7 +85,9 @@ def test_messages_and_dp_share_a_link() -> None:
     p, v, m = 2, 4, 8
     places = list(itertools.product(range(p), range(v)))
     cost = {"reduce": dict.fromkeys(places, 3.0), "message": 0.4}
-    alone, shared = (run("interleaved_1f1b", p, v, m, contends=contends, **cost).last for contends in (False, True))
+    alone, shared = (
+        run("interleaved_1f1b", p, v, m, share_link=share_link, **cost).last for share_link in (False, True)
+    )
     assert shared > alone
 
 
@@ -92,8 +95,8 @@ def test_messages_and_dp_share_a_link() -> None:
 def test_a_shared_link_is_halved_while_both_send(left: float, shared: float) -> None:
     first = [forward(0, 0), forward(0, 1), backward(0, 0), backward(0, 1)]
     last = [forward(0, 0), backward(0, 0), forward(0, 1), backward(0, 1)]
-    cost = {"message": 0.4, "reduce": {(1, 0): 3 + left}, "contends": True}
-    recorded = replay([first, last], times(2, 1, **cost), ALL, reduce_each=True, spans=True)
+    cost = {"message": 0.4, "reduce": {(1, 0): 3 + left}, "share_link": True}
+    recorded = simulate([first, last], times(2, 1, **cost), ALL, reduce_each=True, spans=True)
     sent = next(span for span in recorded.spans if span.action == Action(Kind.SEND_B, 0, 1))
     assert sent.end - sent.start == pytest.approx(0.4 + shared)
     reduced = next(span for span in recorded.spans if span.action == Action(Kind.REDUCE, 0, 1) and span.rank == 1)
@@ -109,7 +112,7 @@ def test_overlap_is_never_slower(name: str, p: int, groups: int, message: float,
     v = 2 if name == "interleaved_1f1b" and p > 1 else 1
     name = name if v > 1 or name != "interleaved_1f1b" else "1f1b"
     cost = {"message": message, "reduce": dict.fromkeys(itertools.product(range(p), range(v)), reduce)}
-    overlapped, exposed = (run(name, p, v, groups * p, hides, **cost).last for hides in (ALL, NONE))
+    overlapped, exposed = (run(name, p, v, groups * p, overlaps, **cost).last for overlaps in (ALL, NONE))
     assert overlapped <= exposed + 1e-9
     assert overlapped >= run(name, p, v, groups * p).last - 1e-9
 
@@ -132,7 +135,7 @@ def test_a_step_communicates_as_its_lowered_schedule(name: str, p: int, v: int, 
     v = v if SCHEDULES[name].facts["multi_chunk"] else 1
     compute = ir.build_schedule(SCHEDULES[name].load(), p, v, m)
     dp = dict.fromkeys(itertools.product(range(p), range(v)), 0.1)
-    recorded = replay(compute, times(p, v, message=0.1, reduce=dp, gather=dp), ALL, reduce_each=each, spans=True)
+    recorded = simulate(compute, times(p, v, message=0.1, reduce=dp, gather=dp), ALL, reduce_each=each, spans=True)
     for rank, order in enumerate(lower(compute, v, reduce_each=each)):
         spans = [
             span
@@ -149,4 +152,4 @@ def test_a_step_communicates_as_its_lowered_schedule(name: str, p: int, v: int, 
 def test_a_deadlock_is_an_error() -> None:
     stuck = [[backward(0, 0), forward(0, 0)], [forward(0, 0), backward(0, 0)]]
     with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] wait for each other"):
-        replay(stuck, times(2, 1), ALL)
+        simulate(stuck, times(2, 1), ALL)

@@ -13,20 +13,20 @@ from hypothesis import strategies as st
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.loading import load_config
 from megascale.core.registry import Card
-from megascale.schedule.ir import Order, backward, forward
+from megascale.schedule.ir import RankSchedule, backward, forward
 from megascale.simulate import extrapolate, profiles
-from megascale.simulate.event_simulator import Times
-from megascale.simulate.extrapolate import Pipeline, compute_order, seconds, smaller
-from megascale.simulate.profiles import Hides
+from megascale.simulate.event_simulator import StageTimes
+from megascale.simulate.extrapolate import Pipeline, compute_order, pipeline_seconds, with_fewer_stages
+from megascale.simulate.profiles import Overlaps
 from megascale.simulate.step_time import estimate
 
-ALL = Hides(tp="all", pp=True, dp=True)
+ALL = Overlaps(tp="all", pp=True, dp=True)
 FEW = 10_000
 """Most actions of a simulation here, a sixth of the default, to extrapolate pipelines that tests can also simulate."""
 
 
 @st.composite
-def pipelines(draw: Any) -> tuple[Pipeline, Times, Hides]:
+def pipelines(draw: Any) -> tuple[Pipeline, StageTimes, Overlaps]:
     """A pipeline with evenly cut layers, an embedding and a head, and with many micro-batches or many stages. In units
     of a layer's forward messages take up to 0.1, collectives up to 2.
     """
@@ -43,7 +43,7 @@ def pipelines(draw: Any) -> tuple[Pipeline, Times, Hides]:
     ends = {(0, 0): 0.5, (p - 1, v - 1): 0.5}
     sizes = {place: count + ends.get(place, 0.0) for place, count in layers.items()}
     reduce, gather = draw(st.sampled_from([0.0, 0.3, 2.0])), draw(st.sampled_from([0.0, 0.3, 2.0]))
-    times = Times(
+    times = StageTimes(
         forward,
         {place: back * took for place, took in forward.items()},
         draw(st.sampled_from([0.0, 0.02, 0.1])) * layers_per_chunk,
@@ -51,18 +51,18 @@ def pipelines(draw: Any) -> tuple[Pipeline, Times, Hides]:
         {place: reduce * size for place, size in sizes.items()},
         {place: gather * size for place, size in sizes.items()},
         buckets=dict.fromkeys(places, draw(st.sampled_from([1, 4, 16]))),
-        drag=draw(st.sampled_from([0.0, 0.25])),
-        contends=draw(st.booleans()),
+        slowdown=draw(st.sampled_from([0.0, 0.25])),
+        share_link=draw(st.booleans()),
     )
-    return Pipeline(name, p, v, m, draw(st.booleans())), times, Hides(pp=draw(st.booleans()), dp=draw(st.booleans()))
+    return Pipeline(name, p, v, m, draw(st.booleans())), times, Overlaps(pp=draw(st.booleans()), dp=draw(st.booleans()))
 
 
 @settings(max_examples=20, deadline=None)
 @given(pipelines())
-def test_extrapolation_is_close_to_the_simulation(drawn: tuple[Pipeline, Times, Hides]) -> None:
-    pipeline, times, hides = drawn
+def test_extrapolation_is_close_to_the_simulation(drawn: tuple[Pipeline, StageTimes, Overlaps]) -> None:
+    pipeline, times, overlaps = drawn
     compute_order.cache_clear()
-    extrapolated, simulated = (seconds(pipeline, times, hides, actions) for actions in (FEW, 10**9))
+    extrapolated, simulated = (pipeline_seconds(pipeline, times, overlaps, actions) for actions in (FEW, 10**9))
     assert extrapolated == pytest.approx(simulated, rel=0.015)
 
 
@@ -72,29 +72,29 @@ def test_a_uniform_pipeline_is_exact(name: str, p: int, m: int) -> None:
     """Work of all micro-batches plus the bubble of p - 1 stages, with more idle time for m < p."""
     v = 3 if SCHEDULES[name].facts["multi_chunk"] else 1
     places = list(itertools.product(range(p), range(v)))
-    times = Times(dict.fromkeys(places, 1.0), dict.fromkeys(places, 2.0), 0.0, 0.0, {}, {})
+    times = StageTimes(dict.fromkeys(places, 1.0), dict.fromkeys(places, 2.0), 0.0, 0.0, {}, {})
     ideal = 3 * (m * v + p - 1) if m >= p else 3 * (p * v + m - 1)
-    assert seconds(Pipeline(name, p, v, m), times, ALL, FEW) == pytest.approx(ideal, rel=1e-9)
+    assert pipeline_seconds(Pipeline(name, p, v, m), times, ALL, FEW) == pytest.approx(ideal, rel=1e-9)
 
 
 def test_short_pipelines_are_simulated_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     played = list[tuple[Any, ...]]()
     monkeypatch.setattr(extrapolate, "compute_order", lambda *line: played.append(line) or compute_order(*line))
     places = list(itertools.product(range(4), range(2)))
-    times = Times(dict.fromkeys(places, 1.0), dict.fromkeys(places, 2.0), 0.1, 0.0, {}, {})
+    times = StageTimes(dict.fromkeys(places, 1.0), dict.fromkeys(places, 2.0), 0.1, 0.0, {}, {})
     short, long = (Pipeline("interleaved_1f1b", 4, 2, m) for m in (extrapolate.MAX_ACTIONS // 16, 10**6))
-    seconds(short, times, ALL)
+    pipeline_seconds(short, times, ALL)
     assert played == [("interleaved_1f1b", 4, 2, short.m)]
     played.clear()
-    seconds(long, times, ALL)
+    pipeline_seconds(long, times, ALL)
     assert len(played) == 2 and sum(2 * p * v * m for _, p, v, m in played) <= 2 * extrapolate.MAX_ACTIONS
 
 
 def test_a_smaller_pipeline_has_the_ends_the_slowest_and_the_means() -> None:
     p, few = 42, 12
     forward = {(rank, 0): 1.0 + 0.01 * rank for rank in range(p)} | {(17, 0): 9.0}
-    times = Times(forward, {place: 2 * took for place, took in forward.items()}, 0.1, 0.0, {}, {})
-    short = smaller(times, p, 1, few)
+    times = StageTimes(forward, {place: 2 * took for place, took in forward.items()}, 0.1, 0.0, {}, {})
+    short = with_fewer_stages(times, p, 1, few)
     assert list(short.forward) == [(rank, 0) for rank in range(few)]
     assert (short.forward[0, 0], short.forward[few - 1, 0]) == (forward[0, 0], forward[p - 1, 0])
     (slow,) = [rank for rank in range(few) if short.forward[rank, 0] == 9.0]
@@ -107,15 +107,17 @@ def test_a_smaller_pipeline_has_the_ends_the_slowest_and_the_means() -> None:
 def test_schedules_without_a_period_are_simulated_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     """A schedule that drains the pipeline after every eight micro-batches."""
 
-    def in_waves(p: int, v: int, m: int, rank: int) -> Order:
+    def in_waves(p: int, v: int, m: int, rank: int) -> RankSchedule:
         waves = [range(first, min(m, first + 8)) for first in range(0, m, 8)]
         return [action(0, i) for wave in waves for action in (forward, backward) for i in wave]
 
     monkeypatch.setitem(in_waves.__globals__, "in_waves", in_waves)
     card = Card("in_waves", "", f"{__name__}:in_waves", {"multi_chunk": False, "unbounded_in_flight": False})
     monkeypatch.setitem(SCHEDULES.cards, card.name, card)
-    times = Times(*(dict.fromkeys([(rank, 0) for rank in range(3)], took) for took in (1.0, 2.0)), 0.0, 0.0, {}, {})
-    assert seconds(Pipeline("in_waves", 3, 1, 800), times, ALL, 1000) == pytest.approx(100 * 3 * (8 + 3 - 1))
+    times = StageTimes(
+        *(dict.fromkeys([(rank, 0) for rank in range(3)], took) for took in (1.0, 2.0)), 0.0, 0.0, {}, {}
+    )
+    assert pipeline_seconds(Pipeline("in_waves", 3, 1, 800), times, ALL, 1000) == pytest.approx(100 * 3 * (8 + 3 - 1))
 
 
 @pytest.mark.parametrize(

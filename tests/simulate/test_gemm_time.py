@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.simulate import profiles
-from megascale.simulate.gemm_time import Kernels, shape_share
-from megascale.simulate.profiles import Cost, Reached
+from megascale.simulate.gemm_time import KernelTimes, shape_share
+from megascale.simulate.profiles import AttentionShares, Cost
 
 SIZES = st.integers(1, 40_000)
 
@@ -33,7 +33,7 @@ def test_a_longer_k_has_no_lower_rate(a: int, b: int, c: int) -> None:
 
 def test_a_gemm_is_bounded_by_memory_bandwidth() -> None:
     hardware = profiles.hardware("a100-80g")
-    kernels = Kernels(hardware, profiles.stack("megascale"), "bf16", 2)
+    kernels = KernelTimes(hardware, profiles.stack("megascale"), "bf16", 2)
     thin = kernels.gemm(1, 32_768, 32_768)
     assert thin >= 2 * 32_768**2 / hardware.device.bandwidth
     flops = 2 * 8192**3
@@ -42,7 +42,7 @@ def test_a_gemm_is_bounded_by_memory_bandwidth() -> None:
 
 
 def test_batched_gemms_fill_a_device() -> None:
-    kernels = Kernels(profiles.hardware("a100-80g"), profiles.stack("megascale"), "bf16", 2)
+    kernels = KernelTimes(profiles.hardware("a100-80g"), profiles.stack("megascale"), "bf16", 2)
     one, many = kernels.gemm(256, 256, 4096), kernels.gemm(256, 256, 4096, count=108)
     assert one < many < 60 * one  # one GEMM leaves most multiprocessors idle
     assert kernels.gemm(4096, 4096, 4096, count=8) == pytest.approx(8 * kernels.gemm(4096, 4096, 4096), rel=0.1)
@@ -51,7 +51,7 @@ def test_batched_gemms_fill_a_device() -> None:
 
 
 def test_windowed_attention_takes_its_share_of_the_scores() -> None:
-    kernels = Kernels(profiles.hardware("a100-80g"), profiles.stack("megascale"), "bf16", 2)
+    kernels = KernelTimes(profiles.hardware("a100-80g"), profiles.stack("megascale"), "bf16", 2)
     full, windowed = kernels.attention(16, 2048, None, 128), kernels.attention(16, 2048, 512, 128)
     flops = 2 * 2 * 16 * 2048 * (2048 / 2) * 128
     assert full[0] == pytest.approx(flops / (312e12 * 0.6) * kernels.stack.attained.slowdown)
@@ -65,7 +65,7 @@ def test_gemm_rates_by_year_of_the_libraries() -> None:
     def rate(gemm: object, year: int) -> float:
         hardware = device.model_copy(update={"attained": device.attained.model_copy(update={"gemm": gemm})})
         libraries = stack.model_copy(update={"generation": year, "attained": Cost()})
-        seconds = Kernels(hardware, libraries, "bf16", 2).gemm(8192, 8192, 8192)
+        seconds = KernelTimes(hardware, libraries, "bf16", 2).gemm(8192, 8192, 8192)
         return 2 * 8192**3 / seconds / (312e12 * shape_share(8192, 8192, 8192, 108))
 
     years = {"2021": 0.5, "2023": 0.6}
@@ -75,7 +75,7 @@ def test_gemm_rates_by_year_of_the_libraries() -> None:
 
 def test_fp8_rates_by_granularity() -> None:
     hardware = profiles.hardware("h100")
-    kernels = Kernels(hardware, profiles.stack("megascale"), "bf16", 2)
+    kernels = KernelTimes(hardware, profiles.stack("megascale"), "bf16", 2)
     bf16, tensor, row, block = (kernels.gemm(8192, 8192, 8192, grain=g) for g in (None, "tensor", "row", "block"))
     assert tensor == pytest.approx(bf16 * 989.4 / 1978.9)
     assert (row, block) == pytest.approx(
@@ -84,7 +84,12 @@ def test_fp8_rates_by_granularity() -> None:
 
 
 def test_an_unlisted_kernel_takes_the_shares_of_the_next() -> None:
-    slow, fast = (Reached(forward=share, backward=share) for share in (0.2, 0.5))
+    slow, fast = (AttentionShares(forward=share, backward=share) for share in (0.2, 0.5))
     device = profiles.hardware("a100-80g").device.model_copy(update={"attention": {"triton": slow, "flash2": fast}})
-    assert [device.reached(kernel) for kernel in ("flash1", "triton", "flash2", "flash3")] == [slow, slow, fast, fast]
-    assert device.model_copy(update={"attention": {}}).reached("flash2") is None
+    assert [device.attention_shares(kernel) for kernel in ("flash1", "triton", "flash2", "flash3")] == [
+        slow,
+        slow,
+        fast,
+        fast,
+    ]
+    assert device.model_copy(update={"attention": {}}).attention_shares("flash2") is None

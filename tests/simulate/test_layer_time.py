@@ -21,7 +21,7 @@ from megascale.layout.blocks import (
 )
 from megascale.layout.recompute_policy import NO_RECOMPUTE, RecomputePolicy
 from megascale.simulate import profiles
-from megascale.simulate.layer_time import Layers, Pair, chunk_times
+from megascale.simulate.layer_time import LayerTimes, PassTimes, chunk_times
 
 HARDWARE, STACK = profiles.hardware("h100"), profiles.stack("megascale")
 KEYS = ["model.num_layers=8", "parallel.pp=4", "parallel.vpp=1", "batch.global=16"]
@@ -47,11 +47,11 @@ def config_of(*keys: str) -> RunConfig:
     return load_config("configs/gpu/megascale-175b.toml", [*KEYS, *keys], world_size=32)
 
 
-def layers_of(config: RunConfig) -> Layers:
-    return Layers.of(config, HARDWARE, STACK)
+def layers_of(config: RunConfig) -> LayerTimes:
+    return LayerTimes.from_config(config, HARDWARE, STACK)
 
 
-def of(config: RunConfig, recompute: RecomputePolicy = NO_RECOMPUTE, fp8: bool = False) -> Pair:
+def of(config: RunConfig, recompute: RecomputePolicy = NO_RECOMPUTE, fp8: bool = False) -> PassTimes:
     return layers_of(config).block(block_spec(config.model, 0), fp8, recompute)
 
 
@@ -59,7 +59,7 @@ def test_a_block_is_the_sum_of_its_parts() -> None:
     for kind in ("serial", "parallel"):
         config = config_of(f"model.block={kind}", "model.window=512")
         layers, described = layers_of(config), block_spec(config.model, 0)
-        total = sum((layers.part(part, False) for part in described), Pair())
+        total = sum((layers.part(part, False) for part in described), PassTimes())
         assert of(config) == total
         assert total.forward.total > 0 and total.backward.gemm == pytest.approx(2 * total.forward.gemm, rel=0.1)
 

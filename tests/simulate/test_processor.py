@@ -9,7 +9,7 @@ import pytest
 
 from megascale.search.plan import Plan
 from megascale.simulate import profiles
-from megascale.simulate.gemm_time import Kernels
+from megascale.simulate.gemm_time import KernelTimes
 from megascale.simulate.profiles import Hardware
 from megascale.simulate.step_time import Estimate, estimate
 from tests.bench.test_profile import MEASURED, truth
@@ -29,8 +29,8 @@ def of(tmp_path: Path, hardware: Hardware, **parallel: Any) -> Estimate:
 
 
 def test_kernels_take_the_measured_times() -> None:
-    kernels = Kernels(machine(), profiles.stack("megascale"), "fp32", 4)
-    assert kernels.gemm(1, 1, 1) == pytest.approx(MEASURED["product_s"], rel=1e-3)
+    kernels = KernelTimes(machine(), profiles.stack("megascale"), "fp32", 4)
+    assert kernels.gemm(1, 1, 1) == pytest.approx(MEASURED["gemm_s"], rel=1e-3)
     large = 2e-6 + 2 * 1000**3 / 8e10 + 4 * 3 * 1000**2 / 5e10
     assert kernels.gemm(1000, 1000, 1000) == pytest.approx(large)
     assert kernels.gemm(0, 8, 8) == 0.0
@@ -63,12 +63,12 @@ def test_other_ranks_fill_the_pipeline_bubble(tmp_path: Path) -> None:
 def test_ranks_on_a_device_share_its_memory(tmp_path: Path) -> None:
     config = config_of(settings(LLAMA, tmp_path, parallel__dp=8, train__precision="fp32"), tmp_path)
     stack = profiles.stack("megascale")
-    assert Plan(config, machine(), stack).room == 2**33 // 4
-    assert Plan(config, machine(cores=0), stack).room == 2**33
+    assert Plan(config, machine(), stack).memory_limit == 2**33 // 4
+    assert Plan(config, machine(cores=0), stack).memory_limit == 2**33
 
 
 def test_measured_values_of_a_stack_replace_its_own() -> None:
     measured, other = profiles.stack_on(machine(), "megascale"), profiles.hardware("a100-80g")
-    assert (measured.hides.tp, measured.hides.pp, measured.hides.dp) == ("none", True, False)
+    assert (measured.overlaps.tp, measured.overlaps.pp, measured.overlaps.dp) == ("none", True, False)
     assert (measured.attained.step_s, measured.attained.passes) == (0.003, 1.0)
     assert profiles.stack_on(other, "megascale") == profiles.stack("megascale")

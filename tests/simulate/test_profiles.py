@@ -15,7 +15,7 @@ def test_hardware(name: str) -> None:
     cluster = profiles.hardware(name)
     assert cluster.name == name
     assert 1e13 < cluster.device.peak_of("fp16") < 1e16
-    assert cluster.room(1) > 20 << 30
+    assert cluster.memory_limit(1) > 20 << 30
     assert cluster.node.bandwidth > cluster.network.bandwidth / cluster.node.devices
 
 
@@ -138,4 +138,4 @@ def test_errors_name_existing_profiles() -> None:
     read = profiles._errors()
     assert set(read["measured"]) <= set(profiles.names("hardware"))
     assert {stack for stacks in read["measured"].values() for stack in stacks} <= set(profiles.names("stacks"))
-    assert set(read["error"]) <= set(profiles.NAMES)
+    assert set(read["error"]) <= set(profiles.ACCELERATORS_BY_NAME)

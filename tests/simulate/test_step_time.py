@@ -10,7 +10,7 @@ from megascale.config.loading import load_config
 from megascale.layout.blocks import block_spec as description
 from megascale.layout.blocks import linears
 from megascale.simulate import profiles
-from megascale.simulate.step_time import StepParts, estimate, with_spans
+from megascale.simulate.step_time import StepParts, estimate, simulate_spans
 
 CONFIG = "configs/gpu/megascale-175b.toml"
 HARDWARE = profiles.hardware("a100-80g-roce")
@@ -122,9 +122,9 @@ def test_fp8_is_faster_than_bf16() -> None:
 def test_step_and_spans_agree_with_the_estimate() -> None:
     for keys in ([], ["parallel.zero=2"], ["overlap.pp=false", "overlap.dp=false"]):
         config = load_config(CONFIG, ["batch.global=256", *keys], world_size=512)
-        parts, replay = StepParts(config, HARDWARE, STACK), with_spans(config, HARDWARE, STACK)
+        parts, simulate = StepParts(config, HARDWARE, STACK), simulate_spans(config, HARDWARE, STACK)
         assert parts.step_s == estimate(config, HARDWARE, STACK).step_s
-        assert replay.last == parts.pipeline_s(parts.times) == max(span.end for span in replay.spans)
+        assert simulate.last == parts.pipeline_s(parts.times) == max(span.end for span in simulate.spans)
 
 
 def test_large_jobs_have_a_loss_with_scale() -> None:
@@ -163,11 +163,11 @@ def test_zero_3_exposes_the_collectives_of_a_layer() -> None:
     """Without overlap all is exposed: weights in forward and backward, and gradients of 2 bytes."""
     keys = ["parallel.tp=1", "parallel.sp=false", "parallel.pp=1", "parallel.vpp=1", "train.recompute=full"]
     stack = profiles.stack("llm-foundry")
-    shown = stack.model_copy(update={"hides": STACK.hides.model_copy(update={"dp": False})})
+    shown = stack.model_copy(update={"overlaps": STACK.overlaps.model_copy(update={"dp": False})})
     config = load_config(CONFIG, ["batch.global=256", *keys], world_size=256)
     parts = StepParts(config, HARDWARE, shown)
     sent = 2 * parts.dp.gather(parts.buckets[0, 0]) + parts.dp.reduce(parts.buckets[0, 0])
     assert parts.dp.gradient == parts.dp.weight == 2
     assert of(*keys, gpus=256, stack=shown).causes["dp"] == pytest.approx(sent)
     hidden = of(*keys, gpus=256, stack=stack).causes["dp"]
-    assert (1 - HARDWARE.attained.hiding) * sent == pytest.approx(hidden)
+    assert (1 - HARDWARE.attained.overlap) * sent == pytest.approx(hidden)

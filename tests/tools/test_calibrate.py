@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from megascale.account.flops import mfu
-from megascale.account.memory import Holding, fullest_rank
+from megascale.account.memory import WeightStorage, fullest_rank
 from megascale.simulate import profiles
 
 ROOT = Path(__file__).parents[2]
@@ -62,9 +62,9 @@ LARGER = {
 """Published runs that exceed their device's memory by megascale's formulas."""
 
 
-def holding(row: Any) -> Holding:
+def storage(row: Any) -> WeightStorage:
     """Return how the stack of a row shards weights."""
-    return Holding(row.own["shards_weights"], profiles.stack(row.stacks[0]).fp8_weights)
+    return WeightStorage(row.own["shards_weights"], profiles.stack(row.stacks[0]).fp8_weights)
 
 
 def test_published_runs_fit_in_memory(rows: Sequence[Any]) -> None:
@@ -73,7 +73,7 @@ def test_published_runs_fit_in_memory(rows: Sequence[Any]) -> None:
     larger = Counter(
         row.source
         for row in rows
-        if fullest_rank(row.config, holding(row)).total > room[row.hardware].room(row.config.world_size)
+        if fullest_rank(row.config, storage(row)).total > room[row.hardware].memory_limit(row.config.world_size)
     )
     assert larger == LARGER
 
@@ -128,7 +128,7 @@ def test_the_ablation_ends_where_megascale_is(calibration: Any) -> None:
 
     baseline, megascale = profiles.stack("megatron-2023"), profiles.stack("megascale")
     last = calibration.ablation.stack(9, baseline, megascale)
-    assert last.hides == megascale.hides
+    assert last.overlaps == megascale.overlaps
     assert last.attention == megascale.attention
     for name in ("slowdown", "passes", "step_s"):
         assert getattr(last.attained, name) == getattr(megascale.attained, name)
@@ -158,7 +158,7 @@ def test_an_assumption_is_worth_what_planning_without_it_changes(calibration: An
     few = [row for row in rows if row.source in ("fms-fsdp", "nemo-2024") and row.config.world_size >= 64]
     cells = dict(calibration.assumptions.worth(few))
     assert cells["none"][:2] == ["0.0%", "0%"]
-    assert float(cells["hides"][0].rstrip("%")) > float(cells["latency"][0].rstrip("%")) > 0
+    assert float(cells["overlaps"][0].rstrip("%")) > float(cells["latency"][0].rstrip("%")) > 0
     assert cells["host_s"] == cells["none"], "no stack of these has slow hosts"
     assert len(cells["none"]) == 2 + len(calibration.rows.goals(few))
 

@@ -554,7 +554,7 @@ def test_every_step_has_every_action(rank_logs: list[RankLog]) -> None:
             forwards = {place[1:] for place in found if place[0] == "F"}
             assert {place[1:] for place in found if place[0] == "B"} == forwards
             assert {microbatch for _, microbatch in forwards} == set(range(4))
-            assert found["norms", -1, -1] == 1
+            assert found["grad_norm", -1, -1] == 1
             assert {chunk for name, chunk, _ in found if name == "update"} == {chunk for chunk, _ in forwards}
             assert all(count == 1 for (name, *_), count in found.items() if name in "FB")
 

@@ -23,7 +23,7 @@ from megascale.parallel.fp8_linear import Fp8State
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.param_and_grad_buffers import ParamAndGradBuffers
 from megascale.parallel.rng import Dropout
-from megascale.parallel.tp_overlap import TensorAxis
+from megascale.parallel.tp_overlap import TensorParallel
 from megascale.train.build import build_mesh, build_stages, run_dtypes
 from tests.runs import LLAMA, config_of, settings
 from tests.worlds import run_world
@@ -45,7 +45,7 @@ def on_meta(config: RunConfig) -> tuple[Stage, ParamAndGradBuffers]:
     )
     context = OpContext(config.model, config.backends, torch.bfloat16, detect_device(allow_gpu=False))
     (stage,) = build_stages(
-        config, mesh, buffers, TensorAxis(mesh.tp), Operators.from_context(context), Fp8State(config, mesh, device)
+        config, mesh, buffers, TensorParallel(mesh.tp), Operators.from_context(context), Fp8State(config, mesh, device)
     )
     return stage, buffers
 

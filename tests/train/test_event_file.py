@@ -86,9 +86,9 @@ def test_every_step_has_its_actions(job_run: FinishedJob) -> None:
             counts = Counter((event.name, event.chunk, event.microbatch) for event in actions)
             passes = {(name, 0, microbatch) for name in "FB" for microbatch in range(MICRO_BATCHES)}
             assert {action for action in counts if action[2] >= 0} == passes
-            assert all(counts[action] == 1 for action in passes) and counts["norms", -1, -1] == 1
+            assert all(counts[action] == 1 for action in passes) and counts["grad_norm", -1, -1] == 1
             updates.append(counts.pop(("update", 0, -1)))
-            assert counts.keys() == passes | {("norms", -1, -1)}
+            assert counts.keys() == passes | {("grad_norm", -1, -1)}
             assert [event.start for event in actions] == sorted(event.start for event in actions)
         assert updates[0] > 0 and len(set(updates)) == 1
 

@@ -94,7 +94,7 @@ def stopped_by(rank: Rank, config: Any, bad: int) -> tuple[str, int, list[float]
 
     losses: list[float] = []
 
-    class Losses:
+    class FailureCost:
         def write(self, record: Any) -> None:
             losses.append(record.loss)
 
@@ -105,7 +105,7 @@ def stopped_by(rank: Rank, config: Any, bad: int) -> tuple[str, int, list[float]
     run = on_a_device(rank, config)
     Watched(run, bad)
     try:
-        train(run, Reporter(config, run.device, None, [Losses()], run.mesh.recorder))
+        train(run, Reporter(config, run.device, None, [FailureCost()], run.mesh.recorder))
     except DataError as error:
         return str(error), run.progress.step, losses
     return "", run.progress.step, losses

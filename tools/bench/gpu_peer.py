@@ -71,7 +71,7 @@ def run(train: Callable[[Task, Device], Report], about: str | None) -> None:
     try:
         report: dict[str, Any] = vars(train(task, device))
     except Refusal as refusal:
-        report = {"refusal": str(refusal)}
+        report = {"unsupported_reason": str(refusal)}
     machine = {"device": device.name, "torch": torch.__version__, "peak_memory_bytes": device.peak_memory()}
     print(json.dumps(report | machine), flush=True)
 

@@ -113,8 +113,8 @@ def measure(system: str, job: Job, python: Path, seconds: float, scratch: str) -
     if isinstance(out, Failure):
         return record | {"failure": short(out.why)}
     report = json.loads(out.splitlines()[-1])
-    if "refusal" in report:
-        return record | {"failure": report["refusal"]}
+    if "unsupported_reason" in report:
+        return record | {"failure": report["unsupported_reason"]}
     if system == OURS:
         return record | report
     if report["parameters"] != job.parameters():

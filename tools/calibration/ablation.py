@@ -15,12 +15,14 @@ COSTS = {"slowdown": 7, "step_s": 8}
 
 def stack(row: int, baseline: Stack, megascale: Stack) -> Stack:
     """Return the stack of a row (from 1): the baseline with MegaScale's techniques up to the row."""
-    hides = {axis: getattr(megascale.hides, axis) for axis, first in (("tp", 4), ("pp", 5), ("dp", 6)) if row >= first}
+    overlaps = {
+        axis: getattr(megascale.overlaps, axis) for axis, first in (("tp", 4), ("pp", 5), ("dp", 6)) if row >= first
+    }
     costs = {name: getattr(megascale.attained, name) for name, first in COSTS.items() if row >= first}
     return baseline.model_copy(
         update={
             "attention": (megascale if row >= 7 else baseline).attention,
-            "hides": baseline.hides.model_copy(update=hides),
+            "overlaps": baseline.overlaps.model_copy(update=overlaps),
             "attained": baseline.attained.model_copy(update=costs),
         }
     )

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from calibration.fit import FIRST_YEAR, Profiles, mean_error
 from calibration.rows import Row, goals
 from megascale.config.section import Section
-from megascale.simulate.profiles import Hardware, Hides, Stack
+from megascale.simulate.profiles import Hardware, Overlaps, Stack
 from megascale.simulate.step_time import StepParts
 
 Profiled = TypeVar("Profiled", bound=Section)
@@ -27,8 +27,8 @@ WITHOUT: Mapping[str, Mapping[str, Any]] = {
     "fp8": {"hardware.attained.fp8": {}},
     "slowdown": {"stack.attained.slowdown": 1.0},
     "elementwise": {"hardware.attained.memory": 1.0, "stack.attained.passes": 1.0},
-    "hides": {"stack.hides": Hides()},
-    "hiding": {"hardware.attained.hiding": 1.0},
+    "overlaps": {"stack.overlaps": Overlaps()},
+    "overlap": {"hardware.attained.overlap": 1.0},
     "link": {"hardware.attained.link": 1.0},
     "network": {"hardware.attained.network": 1.0},
     "latency": {"hardware.node.latency": 0.0, "hardware.network.latency": 0.0},
