@@ -22,7 +22,7 @@ class Attention(nn.Module):
         self.qkv = Linear(context, f"{name}.qkv")
         self.out = Linear(context, f"{name}.out")
         self._model = model = context.model
-        self._axis = axis = context.axis
+        self._tp = tp = context.tp
         self._attend = context.operators.attend
         self._rotate = context.operators.rotate
         self._window = model.windows[index]
@@ -30,16 +30,16 @@ class Attention(nn.Module):
         self._recompute = context.recompute.attention
         self._place = name
         self._index = index
-        self._heads = model.num_heads // axis.size
-        self._kv_heads = model.num_kv_heads // axis.size
+        self._heads = model.num_heads // tp.size
+        self._kv_heads = model.num_kv_heads // tp.size
 
     def forward(self, x_sbh: Tensor, batch: MicroBatch, recompute_input: Recomputation | None = None) -> Tensor:
         """Map x [s, b, h] to [s, b, h], s / tp with sequence parallelism. `recompute_input` recomputes x for wgrad."""
         qkv = column_parallel_linear(
-            x_sbh, self.qkv.params, self._axis, Label.for_layer(self._index, "qkv"), recompute_input
+            x_sbh, self.qkv.params, self._tp, Label.for_layer(self._index, "qkv"), recompute_input
         )
         return row_parallel_linear(
-            self.core_attention(qkv, batch), self.out.params, self._axis, Label.for_layer(self._index, "out")
+            self.core_attention(qkv, batch), self.out.params, self._tp, Label.for_layer(self._index, "out")
         )
 
     def core_attention(self, qkv: Tensor, batch: MicroBatch) -> Tensor:
@@ -54,7 +54,7 @@ class Attention(nn.Module):
         if model.position == "rope":
             wide = torch.promote_types(qkv.dtype, torch.float32)
             angles = rope_table(s, layer_rope(model, self._index), wide, qkv.device)
-        first = self._axis.index * self._heads
+        first = self._tp.index * self._heads
         keep = batch.dropout.attention_keep_mask(self._place, range(first, first + self._heads), s)
         return self._rope_and_attend(qkv, angles, keep)
 

@@ -45,18 +45,18 @@ class ParallelBlock(nn.Module):
         self.norm = Norm(context, f"{name}.norm")
         self.attention = Attention(context, index)
         self.mlp = MLP(context, index)
-        self._axis = context.axis
+        self._tp = context.tp
         self._index = index
         self._drop = lambda x, batch: residual_dropout(x, batch, name, context)
 
     def forward(self, x_sbh: Tensor, batch: MicroBatch, compute_output: bool = True) -> Tensor:
         """Map x [s, b, h] to [s, b, h]. Without `compute_output` only the result's shape and gradients are valid."""
-        attention, mlp, axis = self.attention, self.mlp, self._axis
+        attention, mlp, tp = self.attention, self.mlp, self._tp
         columns, label = [attention.qkv.params, mlp.up.params], Label.for_layer(self._index, "qkv and up")
-        qkv, inner = column_parallel_linears(self.norm(x_sbh), columns, axis, label, self.norm.recompute_norm(x_sbh))
+        qkv, inner = column_parallel_linears(self.norm(x_sbh), columns, tp, label, self.norm.recompute_norm(x_sbh))
         branches = [attention.core_attention(qkv, batch), mlp.activate(inner)]
         rows, label = [attention.out.params, mlp.down.params], Label.for_layer(self._index, "out and down")
         return x_sbh + self._drop(
-            row_parallel_linears(branches, rows, axis, label, [None, mlp.recompute_activation(inner)], compute_output),
+            row_parallel_linears(branches, rows, tp, label, [None, mlp.recompute_activation(inner)], compute_output),
             batch,
         )

@@ -18,14 +18,14 @@ class Embedding(nn.Module):
         self.token = context.parameters[TOKEN_EMBEDDING]
         self.position = context.parameters.get("embedding.position.weight")
         self._vocabulary = vocabulary
-        self._axis = context.axis
+        self._tp = context.tp
         self._drop = lambda x, batch: residual_dropout(x, batch, "embedding", context)
 
     def forward(self, tokens_sb: Tensor, batch: MicroBatch) -> Tensor:
         """Map tokens [s, b] to [s, b, h], or [s / tp, b, h] with sequence parallelism."""
-        x_sbh = vocab_parallel_embedding(tokens_sb, self.token, self._vocabulary, self._axis)
+        x_sbh = vocab_parallel_embedding(tokens_sb, self.token, self._vocabulary, self._tp)
         if self.position is not None:
             rows = x_sbh.shape[0]
-            first = self._axis.index * rows if rows < tokens_sb.shape[0] else 0
+            first = self._tp.index * rows if rows < tokens_sb.shape[0] else 0
             x_sbh = x_sbh + self.position[first : first + rows].unsqueeze(1)
         return self._drop(x_sbh, batch)

@@ -19,7 +19,7 @@ class MLP(nn.Module):
         self.up = Linear(context, f"{name}.{'gate_up' if context.model.gated else 'up'}")
         self.down = Linear(context, f"{name}.down")
         self.activate = context.operators.activate
-        self._axis = context.axis
+        self._tp = context.tp
         self._index = index
         self._recompute = context.recompute.activation
 
@@ -29,13 +29,13 @@ class MLP(nn.Module):
         """Map x [s, b, h] to [s, b, h]. `recompute_input` recomputes x for wgrad; `compute_output` as in
         `row_parallel_linear`.
         """
-        axis, index = self._axis, self._index
-        inner = column_parallel_linear(x_sbh, self.up.params, axis, Label.for_layer(index, "up"), recompute_input)
+        tp, index = self._tp, self._index
+        inner = column_parallel_linear(x_sbh, self.up.params, tp, Label.for_layer(index, "up"), recompute_input)
         out = self.activate(inner)
         return row_parallel_linear(
             out,
             self.down.params,
-            axis,
+            tp,
             Label.for_layer(index, "down"),
             self.recompute_activation(inner),
             compute_output,

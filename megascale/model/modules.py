@@ -60,7 +60,7 @@ class LayerContext:
 
     model: ModelConfig
     parameters: Parameters
-    axis: TensorParallel
+    tp: TensorParallel
     operators: Operators
     gemm_precision: Callable[[str], GemmPrecision] = lambda layer: NATIVE_PRECISION
     recompute: RecomputePolicy = NO_RECOMPUTE
@@ -106,5 +106,5 @@ class Norm(nn.Module):
 
 def residual_dropout(x_sbh: Tensor, batch: MicroBatch, place: str, context: LayerContext) -> Tensor:
     """Apply dropout to a residual tensor [s, b, h], sharded along s with sequence parallelism."""
-    first = context.axis.index * x_sbh.shape[0] if context.axis.sharded else 0
+    first = context.tp.index * x_sbh.shape[0] if context.tp.sharded else 0
     return batch.dropout.hidden_dropout(x_sbh, place, first, context.model.seq_length)

@@ -26,18 +26,18 @@ class Head(nn.Module):
         self.norm = Norm(context, "final_norm")
         self.weight = context.parameters[TOKEN_EMBEDDING if context.model.tie_embeddings else HEAD]
         self._vocabulary = vocabulary
-        self._axis = context.axis
+        self._tp = context.tp
         self._cross_entropy = context.operators.cross_entropy
 
     def logits(self, x_sbh: Tensor) -> Tensor:
         """Compute this rank's columns of the logits, [s, b, rows of the weight], padding included."""
-        return column_parallel_linear(self.norm(x_sbh), LinearParams(self.weight), self._axis, "logits")
+        return column_parallel_linear(self.norm(x_sbh), LinearParams(self.weight), self._tp, "logits")
 
     def forward(self, x_sbh: Tensor, batch: MicroBatch) -> Tensor:
         """Compute the loss summed over the micro-batch's tokens."""
         if batch.labels is None:
             raise ValueError("the last stage needs labels")
-        x_sbh, options = self.norm(x_sbh), (self._vocabulary, self._axis, self._cross_entropy)
+        x_sbh, options = self.norm(x_sbh), (self._vocabulary, self._tp, self._cross_entropy)
         return linear_cross_entropy(x_sbh, self.weight, batch.labels, batch.mask, *options)
 
 
@@ -59,8 +59,8 @@ class Stage(nn.Module):
         super().__init__()
         self._bucket_boundary = bucket_boundary
         self._recompute = context.recompute.full
-        model, axis = context.model, context.axis
-        vocabulary = VocabularyRange.for_rank(model.vocab_size, padded_vocab(model, axis.size), axis)
+        model, tp = context.model, context.tp
+        vocabulary = VocabularyRange.for_rank(model.vocab_size, padded_vocab(model, tp.size), tp)
         self.embedding = Embedding(context, vocabulary) if first else None
         block = BLOCKS[model.block].load()
         self.layers = nn.ModuleDict({str(index): block(context, index) for index in layers})

@@ -186,7 +186,7 @@ class Fp8Gemms:
 
     name: str
     state: Fp8State
-    axis: TensorParallel
+    tp: TensorParallel
     shard_dim: int
     static_scales: Mapping[str, float]
     chunked_wgrad: bool = False  # a scale of wgrad can cover all tokens
@@ -203,7 +203,7 @@ class Fp8Gemms:
 
         A shard along s is cast without transpose: wgrad transposes the all-gathered operand.
         """
-        along_s = self.axis.sharded and not rows_split
+        along_s = self.tp.sharded and not rows_split
         return self._cast(name, x, sharded=rows_split or along_s, rows_split=rows_split, with_transpose=not along_s)
 
     def before_all_gather(self, grad: Tensor) -> Operand:
@@ -274,10 +274,10 @@ class Fp8Gemms:
 
     def _quantize_weight(self, weight: Tensor) -> tuple[Quantized, Quantized]:
         """Quantize a weight [n, k] for forward, and its transpose [k, n] for dgrad."""
-        with self.axis.group.recorder.memory_kind("parameters"):
+        with self.tp.group.recorder.memory_kind("parameters"):
             # Square blocks serve rowwise and transposed.
             weights = ScaleGranularity.BLOCK_2D if self._granularity is ScaleGranularity.BLOCK_1D else self._granularity
-            sharded = self.axis.size > 1
+            sharded = self.tp.size > 1
             rowwise = self._cast(
                 "weight", weight, sharded=sharded, rows_split=sharded and self.shard_dim == 1,
                 granularity=weights, with_transpose=True,
@@ -314,7 +314,7 @@ class Fp8Gemms:
         if scale_spans_ranks and state.current_scaling:  # an amax history is already over all ranks
             operand_label = state.labels[name]
             label = operand_label.for_backward("amax") if operand == "gradient" else operand_label.with_suffix("amax")
-            all_reduce(self.axis.group, amax, "max", label=label)
+            all_reduce(self.tp.group, amax, "max", label=label)
         if not skip_stats:
             state.record_amax(name, amax)
         with profiler_range("quantize"):
@@ -334,9 +334,9 @@ class Fp8Gemms:
         return torch.where(amax.isfinite(), scale, math.nan)  # NaN propagates; an infinity would saturate
 
 
-def gemm_precision_of(name: str, scaling: Fp8State, axis: TensorParallel) -> GemmPrecision:
+def gemm_precision_of(name: str, scaling: Fp8State, tp: TensorParallel) -> GemmPrecision:
     """Return the GEMM precision of the linear layer of this name: FP8 with the state `scaling`, or native."""
     parameter = scaling.weights.get(f"{name}.weight")
     if parameter is None:
         return NATIVE_PRECISION
-    return Fp8Gemms(name, scaling, axis, parameter.sharding["tp"], scaling.static_scales(parameter))
+    return Fp8Gemms(name, scaling, tp, parameter.sharding["tp"], scaling.static_scales(parameter))

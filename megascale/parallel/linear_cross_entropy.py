@@ -39,7 +39,7 @@ def linear_cross_entropy(
     labels_sb: Tensor,
     mask_sb: Tensor | None,
     vocabulary: VocabularyRange,
-    axis: TensorParallel,
+    tp: TensorParallel,
     cross_entropy: CrossEntropy,
 ) -> Tensor:
     """Sum -log softmax(x W^T)[label] over the tokens whose mask is 1; a scalar in fp32 or wider.
@@ -47,14 +47,14 @@ def linear_cross_entropy(
     x [s, b, h], or [s / tp, b, h] with sequence parallelism; weight [rows, h] of this rank; labels [s, b], global ids.
     If gradients are enabled, backward must follow, with an output gradient of 1.
     """
-    options = _LossOptions(vocabulary, axis, cross_entropy, torch.is_grad_enabled())
+    options = _LossOptions(vocabulary, tp, cross_entropy, torch.is_grad_enabled())
     return _LinearCrossEntropy.apply(x_sbh, weight, labels_sb, mask_sb, options)
 
 
 @dataclass(frozen=True)
 class _LossOptions:
     vocabulary: VocabularyRange
-    axis: TensorParallel
+    tp: TensorParallel
     cross_entropy: CrossEntropy
     compute_grad: bool
 
@@ -85,20 +85,20 @@ class _LossOptions:
         self, x: Tensor, weight: Tensor, targets: Targets, label: Label
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the loss of a chunk of x, the gradient of the chunk, and the weight's gradient, as `loss` does."""
-        full, (logits,) = all_gather_matmul(x, [GemmWeight(weight)], self.axis, label, x.dtype)
+        full, (logits,) = all_gather_matmul(x, [GemmWeight(weight)], self.tp, label, x.dtype)
         assert isinstance(full, Tensor), "the head is not FP8"
-        reduce = partial(all_reduce, self.axis.group)
+        reduce = partial(all_reduce, self.tp.group)
         loss, grad = self.cross_entropy(logits.flatten(0, 1), targets, reduce, self.compute_grad)
         if grad is None:
             return loss, None, None
         grad_x = (grad @ weight).view(full.shape)
-        grad_x, reducing = self.axis.reduce(grad_x, label.for_backward("gradient"), wait=not self.axis.overlap)
+        grad_x, reducing = self.tp.reduce(grad_x, label.for_backward("gradient"), wait=not self.tp.overlap)
         wgrad = accumulate_wgrad(weight, grad, full.flatten(0, 1))
         reducing.wait()
         return loss, grad_x, wgrad
 
     def _tokens(self, values_sb: Tensor, rows: slice) -> Tensor:
-        shards = self.axis.size if self.axis.sharded else 1
+        shards = self.tp.size if self.tp.sharded else 1
         return values_sb.unflatten(0, (shards, -1))[:, rows].reshape(-1)
 
 
@@ -107,7 +107,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, mask: Tensor | None, options: _LossOptions
     ) -> Tensor:
-        with options.axis.group.recorder.memory_kind("logits"):
+        with options.tp.group.recorder.memory_kind("logits"):
             total, *grads = options.loss(x, weight, labels, mask)
         ctx.save_for_backward(*grads)
         return total

@@ -41,7 +41,7 @@ from megascale.parallel.tp_overlap import LinearParams, TensorParallel, all_gath
 
 
 def column_parallel_linear(
-    x: Tensor, layer: LinearParams, axis: TensorParallel, label: LabelLike = "",
+    x: Tensor, layer: LinearParams, tp: TensorParallel, label: LabelLike = "",
     recompute_input: Recomputation | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute Y_i = X W_i^T + b_i for weight [n / tp, k] and bias [n / tp]: result [s, b, n / tp].
@@ -49,21 +49,21 @@ def column_parallel_linear(
     x is [s, b, k], or [s / tp, b, k] with sequence parallelism. `label` names the collectives in the event log.
     Saved for backward: x, or with `recompute_input` its source; in FP8 with a scale per tensor always the FP8 operand.
     """
-    return column_parallel_linears(x, [layer], axis, label, recompute_input)[0]
+    return column_parallel_linears(x, [layer], tp, label, recompute_input)[0]
 
 
 def column_parallel_linears(
-    x: Tensor, layers: Sequence[LinearParams], axis: TensorParallel, label: LabelLike = "",
+    x: Tensor, layers: Sequence[LinearParams], tp: TensorParallel, label: LabelLike = "",
     recompute_input: Recomputation | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Apply several column-parallel layers to x with one all-gather of x and one reduction of its gradient."""
     precisions = [layer.precision for layer in layers]
     tensors = [t for layer in layers for t in (layer.weight, layer.bias)]
-    return _ColumnParallel.apply(axis, Label.from_part(label), precisions, recompute_input, x, *tensors)
+    return _ColumnParallel.apply(tp, Label.from_part(label), precisions, recompute_input, x, *tensors)
 
 
 def row_parallel_linear(
-    x: Tensor, layer: LinearParams, axis: TensorParallel, label: LabelLike = "",
+    x: Tensor, layer: LinearParams, tp: TensorParallel, label: LabelLike = "",
     recompute_input: Recomputation | None = None, compute_output: bool = True,
 ) -> Tensor:  # fmt: skip
     """Compute Y = sum over i of X_i W_i^T, + b, for x [s, b, k / tp], weight [n, k / tp] and bias [n].
@@ -72,32 +72,32 @@ def row_parallel_linear(
     Without `compute_output` the forward GEMM is skipped, and the result is zeros with the right shape and gradients:
     recomputation in backward (`recompute_in_backward`) needs only the tensors that the layers save.
     """
-    return row_parallel_linears([x], [layer], axis, label, [recompute_input], compute_output)
+    return row_parallel_linears([x], [layer], tp, label, [recompute_input], compute_output)
 
 
 def row_parallel_linears(
-    inputs: Sequence[Tensor], layers: Sequence[LinearParams], axis: TensorParallel, label: LabelLike = "",
+    inputs: Sequence[Tensor], layers: Sequence[LinearParams], tp: TensorParallel, label: LabelLike = "",
     recompute_inputs: Sequence[Recomputation | None] | None = None, compute_output: bool = True,
 ) -> Tensor:  # fmt: skip
     """Sum the outputs of several row-parallel layers, one input per layer, with one reduction over the tp ranks."""
     options = [layer.precision for layer in layers], recompute_inputs or [None] * len(inputs), compute_output
     tensors = [t for layer in layers for t in (layer.weight, layer.bias)]
-    return _RowParallel.apply(axis, Label.from_part(label), options, *inputs, *tensors)
+    return _RowParallel.apply(tp, Label.from_part(label), options, *inputs, *tensors)
 
 
 class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, axis: TensorParallel, label: Label, precisions: Sequence[GemmPrecision],
+        ctx: Any, tp: TensorParallel, label: Label, precisions: Sequence[GemmPrecision],
         recompute_input: Recomputation | None, x: Tensor, *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        ctx.axis, ctx.label, ctx.precisions = axis, label, precisions
+        ctx.tp, ctx.label, ctx.precisions = tp, label, precisions
         weights, biases = _weights_and_biases(tensors)
         operand = precisions[0].input_operand(x)  # all layers quantize x alike: once is enough
         gemm_weights = [
             GemmWeight(p.weight_for_forward(w), bias, p) for p, w, bias in zip(precisions, weights, biases, strict=True)
         ]
-        _, outputs = all_gather_matmul(operand, gemm_weights, axis, label, x.dtype)
+        _, outputs = all_gather_matmul(operand, gemm_weights, tp, label, x.dtype)
         _save_for_wgrad(ctx, [precisions[0].saved_for_wgrad(x, operand)], [recompute_input], tensors)
         return tuple(outputs)
 
@@ -105,20 +105,20 @@ class _ColumnParallel(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (restore_input,), tensors = _saved_operands(ctx)
         x = restore_input()  # the all-gather needs x: no recomputation overlaps it
-        axis: TensorParallel = ctx.axis
+        tp: TensorParallel = ctx.tp
         weights, biases = _weights_and_biases(tensors)
         grads = tuple(grad.contiguous() for grad in grads)
         # Quantized before the all-gather starts, because quantization may all-reduce an amax.
         grad_operands = [p.grad_operand(grad) for p, grad in zip(ctx.precisions, grads, strict=True)]
         # Without sp, full_x is x.
-        full_x, gathering = axis.gather_operand(x, ctx.label.for_backward("wgrad input"), wait=not axis.overlap)
+        full_x, gathering = tp.gather_operand(x, ctx.label.for_backward("wgrad input"), wait=not tp.overlap)
         # dgrad, while x is gathered
         dgrad_weights = [p.weight_for_dgrad(weight) for p, weight in zip(ctx.precisions, weights, strict=True)]
         grad_x = ctx.precisions[0].gemm(grad_operands[0], dgrad_weights[0], None, grads[0].dtype)
         for p, grad_operand, weight in zip(ctx.precisions[1:], grad_operands[1:], dgrad_weights[1:], strict=True):
             p.gemm_out(grad_x, grad_operand, weight, add=True)
         # All-reduce, or reduce-scatter with sp.
-        grad_x, reducing = axis.reduce(grad_x, ctx.label.for_backward("gradient"), wait=not axis.overlap)
+        grad_x, reducing = tp.reduce(grad_x, ctx.label.for_backward("gradient"), wait=not tp.overlap)
         gathering.wait()
         # wgrad, while grad_x is reduced
         x_operand = ctx.precisions[0].operand_for_wgrad("input", full_x)
@@ -133,9 +133,9 @@ class _ColumnParallel(torch.autograd.Function):
 
 class _RowParallel(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, axis: TensorParallel, label: Label, options: tuple[Any, ...], *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, tp: TensorParallel, label: Label, options: tuple[Any, ...], *tensors: Tensor) -> Tensor:
         precisions, recompute_inputs, compute_output = options
-        ctx.axis, ctx.label, ctx.precisions = axis, label, precisions
+        ctx.tp, ctx.label, ctx.precisions = tp, label, precisions
         inputs, params = tensors[: len(precisions)], tensors[len(precisions) :]
         weights, biases = _weights_and_biases(params)
         operands = [p.input_operand(x) for p, x in zip(precisions, inputs, strict=True)]
@@ -143,12 +143,12 @@ class _RowParallel(torch.autograd.Function):
         _save_for_wgrad(ctx, saved, recompute_inputs, params)
         if not compute_output:
             seq, batch, _ = inputs[0].shape
-            seq //= axis.size if axis.sharded else 1
+            seq //= tp.size if tp.sharded else 1
             return inputs[0].new_zeros(()).expand(seq, batch, weights[0].shape[0])
         gemm_weights = [
             GemmWeight(p.weight_for_forward(weight), None, p) for p, weight in zip(precisions, weights, strict=True)
         ]
-        out = matmul_reduce_scatter(operands, gemm_weights, axis, label, inputs[0].dtype)
+        out = matmul_reduce_scatter(operands, gemm_weights, tp, label, inputs[0].dtype)
         for bias in biases:  # added once, after the reduction
             if bias is not None:
                 out += bias
@@ -156,7 +156,7 @@ class _RowParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        axis: TensorParallel = ctx.axis
+        tp: TensorParallel = ctx.tp
         precisions: Sequence[GemmPrecision] = ctx.precisions
         restore_inputs, tensors = _saved_operands(ctx)
         weights, biases = _weights_and_biases(tensors)
@@ -184,7 +184,7 @@ class _RowParallel(torch.autograd.Function):
         full_grad, input_grads = all_gather_matmul(
             grad_shard,
             dgrad_weights,
-            axis,
+            tp,
             ctx.label.for_backward("gradient"),
             grad.dtype,
             on_rows=on_rows,

@@ -137,7 +137,7 @@ class TensorParallel:
 
 
 def all_gather_matmul(
-    shard: Operand, layers: Sequence[GemmWeight], axis: TensorParallel, label: Label, dtype: torch.dtype,
+    shard: Operand, layers: Sequence[GemmWeight], tp: TensorParallel, label: Label, dtype: torch.dtype,
     on_rows: Callable[[Operand, slice], None] | None = None,
     after_all_gather: Callable[[Operand], Operand] = lambda x: x,
 ) -> tuple[Operand, list[Tensor]]:  # fmt: skip
@@ -148,31 +148,31 @@ def all_gather_matmul(
     remaining rows. `after_all_gather` turns gathered rows into a GEMM operand.
     """
     on_rows = on_rows or (lambda full, rows: None)
-    pieces = axis.num_pieces(shard) if axis.sharded else 0
+    pieces = tp.num_pieces(shard) if tp.sharded else 0
     weights = [layer.weight for layer in layers]
-    if axis.use_symmetric_memory([shard], weights, shard.shape[:-1].numel()):
-        full, outputs = _symmetric_all_gather_matmul(shard, weights, axis, label, dtype)
+    if tp.use_symmetric_memory([shard], weights, shard.shape[:-1].numel()):
+        full, outputs = _symmetric_all_gather_matmul(shard, weights, tp, label, dtype)
         pairs = zip(outputs, layers, strict=True)
         outputs = [out if bias is None else out.add_(bias) for out, (_, bias, _) in pairs]
     elif not pieces:
-        full, _ = axis.gather_operand(shard, label)
+        full, _ = tp.gather_operand(shard, label)
         operand = after_all_gather(full)
         outputs = [precision.gemm(operand, weight, bias, dtype) for weight, bias, precision in layers]
     else:
-        return _all_gather_matmul_pieces(shard, layers, axis, label, pieces, dtype, on_rows, after_all_gather)
+        return _all_gather_matmul_pieces(shard, layers, tp, label, pieces, dtype, on_rows, after_all_gather)
     on_rows(full, slice(0, full.shape[0]))
     return full, outputs
 
 
 def _symmetric_all_gather_matmul(
-    shard: Operand, weights: Sequence[Operand], axis: TensorParallel, label: Label, dtype: torch.dtype
+    shard: Operand, weights: Sequence[Operand], tp: TensorParallel, label: Label, dtype: torch.dtype
 ) -> tuple[Operand, list[Tensor]]:
     if isinstance(shard, Tensor):
         matrices = [weight.t() for weight in weights if isinstance(weight, Tensor)]
-        return symmetric_memory.all_gather_matmul(axis.group, shard.contiguous(), matrices, label=label)
-    scale = axis.gather_scale(shard, label)
+        return symmetric_memory.all_gather_matmul(tp.group, shard.contiguous(), matrices, label=label)
+    scale = tp.gather_scale(shard, label)
     scaled = [_scaled_matrix(weight) for weight in weights if isinstance(weight, Quantized)]
-    data, outputs = symmetric_memory.all_gather_scaled_matmul(axis.group, shard.data, scale, scaled, dtype, label=label)
+    data, outputs = symmetric_memory.all_gather_scaled_matmul(tp.group, shard.data, scale, scaled, dtype, label=label)
     return Quantized(data, scale, shard.granularity), outputs
 
 
@@ -182,32 +182,32 @@ def _scaled_matrix(weight: Quantized) -> symmetric_memory.ScaledMatrix:
 
 
 def _all_gather_matmul_pieces(
-    shard: Operand, layers: Sequence[GemmWeight], axis: TensorParallel, label: Label, pieces: int, dtype: torch.dtype,
+    shard: Operand, layers: Sequence[GemmWeight], tp: TensorParallel, label: Label, pieces: int, dtype: torch.dtype,
     on_rows: Callable[[Operand, slice], None], after_all_gather: Callable[[Operand], Operand],
 ) -> tuple[Operand, list[Tensor]]:  # fmt: skip
     n = shard.shape[0]
     sent = shard.data.view(torch.uint8) if isinstance(shard, Quantized) else shard.contiguous()
-    received = sent.new_empty(n * axis.size, *sent.shape[1:])
+    received = sent.new_empty(n * tp.size, *sent.shape[1:])
     full: Operand = received
     if isinstance(shard, Quantized):
-        full = Quantized(received.view(shard.data.dtype), axis.gather_scale(shard, label), shard.granularity)
+        full = Quantized(received.view(shard.data.dtype), tp.gather_scale(shard, label), shard.granularity)
     outputs = [received.new_empty(*full.shape[:-1], weight.shape[0], dtype=dtype) for weight, _, _ in layers]
-    for number, (ready, pending) in enumerate(all_gather_pieces(axis.group, received, sent, pieces, label=label)):
+    for number, (ready, pending) in enumerate(all_gather_pieces(tp.group, received, sent, pieces, label=label)):
         pending.wait()
         for rows in ready:
             operand = after_all_gather(full[rows])
             for out, (weight, bias, precision) in zip(outputs, layers, strict=True):
                 precision.gemm_out(out[rows], operand, weight, bias)
         if number == 0:  # this rank's own rows
-            on_rows(full, slice(n * axis.index, n * (axis.index + 1)))
-    for rows in (slice(0, n * axis.index), slice(n * (axis.index + 1), n * axis.size)):
+            on_rows(full, slice(n * tp.index, n * (tp.index + 1)))
+    for rows in (slice(0, n * tp.index), slice(n * (tp.index + 1), n * tp.size)):
         if rows.start < rows.stop:
             on_rows(full, rows)
     return full, outputs
 
 
 def matmul_reduce_scatter(
-    inputs: Sequence[Operand], layers: Sequence[GemmWeight], axis: TensorParallel, label: Label, dtype: torch.dtype
+    inputs: Sequence[Operand], layers: Sequence[GemmWeight], tp: TensorParallel, label: Label, dtype: torch.dtype
 ) -> Tensor:
     """Compute the sum over layers and tp ranks of X W^T, for inputs [s, b, k] and weights [n, k], in `dtype`.
 
@@ -215,22 +215,22 @@ def matmul_reduce_scatter(
     caller: added here, every rank would contribute its copy.
     """
     x, matrix = inputs[0], layers[0].weight
-    if axis.use_symmetric_memory(inputs, [layer.weight for layer in layers], x.shape[:-1].numel() // axis.size):
-        return _symmetric_matmul_reduce_scatter(x, matrix, axis, label, dtype)
+    if tp.use_symmetric_memory(inputs, [layer.weight for layer in layers], x.shape[:-1].numel() // tp.size):
+        return _symmetric_matmul_reduce_scatter(x, matrix, tp, label, dtype)
     full = x.new_empty(*x.shape[:-1], matrix.shape[0], dtype=dtype)
 
     def compute_rows(rows: slice) -> None:
         for number, (x, (weight, _, precision)) in enumerate(zip(inputs, layers, strict=True)):
             precision.gemm_out(full[rows], x[rows], weight, add=number > 0)
 
-    shard = full[: full.shape[0] // axis.size]
-    pieces = axis.num_pieces(shard if axis.sequence_parallel else full)
+    shard = full[: full.shape[0] // tp.size]
+    pieces = tp.num_pieces(shard if tp.sequence_parallel else full)
     if not pieces:
         compute_rows(slice(0, full.shape[0]))
-        return axis.reduce(full, label)[0]
-    if axis.sequence_parallel:
+        return tp.reduce(full, label)[0]
+    if tp.sequence_parallel:
         out = torch.empty_like(shard)
-        scatter = ReduceScatterPieces(axis.group, out, full, pieces, label=label)
+        scatter = ReduceScatterPieces(tp.group, out, full, pieces, label=label)
         for rows_to_send in scatter.rows_per_send:
             for rows in rows_to_send:
                 compute_rows(rows)
@@ -240,17 +240,17 @@ def matmul_reduce_scatter(
     reductions = []
     for rows, piece_label in labelled_pieces(full.shape[0], pieces, label):
         compute_rows(rows)
-        reductions.append(all_reduce(axis.group, full[rows], label=piece_label, wait=False))
+        reductions.append(all_reduce(tp.group, full[rows], label=piece_label, wait=False))
     for reduction in reductions:
         reduction.wait()
     return full
 
 
 def _symmetric_matmul_reduce_scatter(
-    x: Operand, weight: Operand, axis: TensorParallel, label: Label, dtype: torch.dtype
+    x: Operand, weight: Operand, tp: TensorParallel, label: Label, dtype: torch.dtype
 ) -> Tensor:
     if isinstance(x, Tensor) and isinstance(weight, Tensor):
-        return symmetric_memory.matmul_reduce_scatter(axis.group, x, weight.t(), label=label)
+        return symmetric_memory.matmul_reduce_scatter(tp.group, x, weight.t(), label=label)
     assert isinstance(x, Quantized) and isinstance(weight, Quantized), "both operands are FP8, or neither"
     scaled = _scaled_matrix(weight)
-    return symmetric_memory.scaled_matmul_reduce_scatter(axis.group, x.data, x.scale, scaled, dtype, label=label)
+    return symmetric_memory.scaled_matmul_reduce_scatter(tp.group, x.data, x.scale, scaled, dtype, label=label)

@@ -30,42 +30,40 @@ class VocabularyRange:
     valid: int
 
     @classmethod
-    def for_rank(cls, vocab_size: int, padded: int, axis: TensorParallel) -> VocabularyRange:
-        rows = padded // axis.size
-        start = axis.index * rows
+    def for_rank(cls, vocab_size: int, padded: int, tp: TensorParallel) -> VocabularyRange:
+        rows = padded // tp.size
+        start = tp.index * rows
         return cls(start, rows, min(max(vocab_size - start, 0), rows))
 
 
-def vocab_parallel_embedding(
-    ids_sb: Tensor, weight: Tensor, vocabulary: VocabularyRange, axis: TensorParallel
-) -> Tensor:
+def vocab_parallel_embedding(ids_sb: Tensor, weight: Tensor, vocabulary: VocabularyRange, tp: TensorParallel) -> Tensor:
     """Look up ids [s, b] in an embedding sharded over tp, weight [rows, h] on this rank.
 
     The result is [s, b, h], or [s / tp, b, h] with sequence parallelism. A rank contributes zeros for ids of other
     ranks; the reduction over tp adds the contributions.
     """
-    return _Embed.apply(ids_sb, weight, vocabulary, axis)
+    return _Embed.apply(ids_sb, weight, vocabulary, tp)
 
 
 class _Embed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, vocabulary: VocabularyRange, axis: TensorParallel) -> Tensor:
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, vocabulary: VocabularyRange, tp: TensorParallel) -> Tensor:
         local = ids - vocabulary.start
         remote = None  # ids in another rank's range
-        if axis.size > 1:
+        if tp.size > 1:
             remote = (local < 0) | (local >= vocabulary.rows)
             local = local.masked_fill(remote, 0)
         ctx.save_for_backward(local, remote, weight)
-        ctx.axis = axis
+        ctx.tp = tp
         out = lookup(weight, local)
         if remote is not None:
             out.masked_fill_(remote.unsqueeze(-1), 0)
-        return axis.reduce(out, LABEL)[0]
+        return tp.reduce(out, LABEL)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         local, remote, weight = ctx.saved_tensors
-        grad, _ = ctx.axis.gather(grads[0].contiguous(), LABEL.for_backward("gradient"))
+        grad, _ = ctx.tp.gather(grads[0].contiguous(), LABEL.for_backward("gradient"))
         if remote is not None:
             grad = grad.masked_fill(remote.unsqueeze(-1), 0)
         return None, accumulate_embedding_grad(weight, local.view(-1), grad.view(-1, grad.shape[-1])), None, None

@@ -97,13 +97,13 @@ def build_rank_run(
     """
     dtypes = run_dtypes(config)
     maps_peers = config.overlap.tp and symmetric_memory.can_map_peers(mesh.tp, device)
-    axis = TensorParallel(mesh.tp, config.parallel.sp, config.overlap.tp, maps_peers, gpu=not device.is_cpu)
+    tp = TensorParallel(mesh.tp, config.parallel.sp, config.overlap.tp, maps_peers, gpu=not device.is_cpu)
     context = OpContext.from_config(config, device)
     buffers = build_buffers(config, mesh, dtypes, device.torch_device, select.build_op("wgrad", context))
     if init_weights:
         initialize_weights(buffers, mesh, config.train.seed)
     fp8_state = Fp8State(config, mesh, device.torch_device, select.build_op("linear", context))
-    stages = build_stages(config, mesh, buffers, axis, Operators.from_context(context), fp8_state)
+    stages = build_stages(config, mesh, buffers, tp, Operators.from_context(context), fp8_state)
     update_rule = select.build_op("optimizer", context)
     optimizer = ShardedOptimizer(buffers.buckets, mesh, config.optimizer, update_rule)
     train, valid, valid_batches = build_loaders(config, mesh, device)
@@ -164,18 +164,18 @@ def build_stages(
     config: RunConfig,
     mesh: Mesh,
     buffers: ParamAndGradBuffers,
-    axis: TensorParallel,
+    tp: TensorParallel,
     operators: Operators,
     fp8_state: Fp8State,
 ) -> list[Stage]:
     """Build the modules of this rank's model chunks over the weights in `buffers`."""
     layout, stages = stages_of(config), []
-    gemm_precision = partial(gemm_precision_of, scaling=fp8_state, axis=axis)
+    gemm_precision = partial(gemm_precision_of, scaling=fp8_state, tp=tp)
     for chunk in range(config.parallel.vpp):
         index = layout.index(mesh.coord.pp, chunk)
         first, last = index == 0, index == layout.count - 1
         recompute = recompute_policy(config.train, chunk)
-        context = LayerContext(config.model, buffers.parameters(chunk), axis, operators, gemm_precision, recompute)
+        context = LayerContext(config.model, buffers.parameters(chunk), tp, operators, gemm_precision, recompute)
         stages.append(Stage(context, layout.layers(index), first, last, buffers.bucket_boundary(chunk)))
     return stages
 
