@@ -19,7 +19,11 @@ from tests.runs import GPT, config_of, settings, to_toml, write_config
 
 # rule, settings that break the rule, expected findings: key and part of the message
 BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
-    ("heads", {"model__num_heads": 5, "model__num_kv_heads": 5}, {"model.num_heads": "not divisible by 5 heads"}),
+    (
+        "attention_heads",
+        {"model__num_heads": 5, "model__num_kv_heads": 5},
+        {"model.num_heads": "not divisible by 5 heads"},
+    ),
     (
         "timeouts",
         {"launch__start_timeout_s": 500.0},
@@ -83,8 +87,8 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         },
     ),
     ("rope", {"model__rotary_fraction": 0.5}, {"model.rotary_fraction": "has no effect with position = learned"}),
-    ("heads", {"model__num_kv_heads": 3}, {"model.num_kv_heads": "4 heads cannot share 3"}),
-    ("window", {"model__window": [4, 0, 4, 0, 4]}, {"model.window": "5 numbers for 4 layers"}),
+    ("attention_heads", {"model__num_kv_heads": 3}, {"model.num_kv_heads": "4 heads cannot share 3"}),
+    ("attention_window", {"model__window": [4, 0, 4, 0, 4]}, {"model.window": "5 numbers for 4 layers"}),
     ("tensor_parallel", {"parallel__tp": 8}, {"parallel.tp": "4 heads cannot be split over tp = 8"}),
     ("tensor_parallel", {"parallel__tp": 4, "model__num_kv_heads": 2}, {"parallel.tp": "2 key-value heads cannot"}),
     ("tensor_parallel", {"parallel__tp": 2, "model__ffn_size": 33}, {"parallel.tp": "33 columns of the MLP cannot"}),
