@@ -19,7 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, dtype
 from torch.nn.attention import SDPBackend
 
+from megascale.core.env_numbers import openmp_threads
 from megascale.core.errors import Exit, MegascaleError
+from megascale.core.process import usable_cores
+from megascale.core.rank import local_world_size
 
 Mark = float | torch.cuda.Event
 """A moment in a device's work: seconds on a CPU, an event in a stream on a GPU."""
@@ -257,9 +260,7 @@ def detect_device(local_rank: int = 0, allow_gpu: bool = True) -> Device:
 
 def _threads() -> int:
     """Return the threads of this process: OMP_NUM_THREADS, else the cores divided among the host's ranks."""
-    if threads := os.environ.get("OMP_NUM_THREADS"):
-        return max(1, int(threads))
-    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return openmp_threads() or max(1, usable_cores() // local_world_size(default=1))
 
 
 def _processor() -> str:

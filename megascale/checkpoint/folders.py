@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from megascale.checkpoint.format import manifest
 from megascale.checkpoint.storage import Location
 from megascale.core.errors import CheckpointError
+from megascale.core.limits import os_error_hint
 
 _FOLDER = re.compile(r"step-(\d+)(?:\.(\d+))?")
 
@@ -53,7 +54,7 @@ def _list(folder: Location, *, complete: bool) -> Iterator[StoredCheckpoint]:
                 yield StoredCheckpoint(folder / name, int(match.group(1)), int(match.group(2) or 0))
     except OSError as error:
         what = f"cannot look into {error.filename or folder}: {error.strerror}"
-        raise CheckpointError(what, hint="checkpoint.dir, permissions, the network") from None
+        raise CheckpointError(what, hint=os_error_hint(error, "checkpoint.dir, permissions, the network")) from None
 
 
 def fresh_folder(folder: Location, step: int) -> Location:
@@ -134,4 +135,5 @@ def _remove(path: Location) -> None:
             (path / manifest.NAME).remove()
         path.remove()
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be removed: {error.strerror}", hint="check permissions") from None
+        hint = os_error_hint(error, "check permissions")
+        raise CheckpointError(f"{path} cannot be removed: {error.strerror}", hint=hint) from None

@@ -17,6 +17,7 @@ from megascale.checkpoint.format.state import SAFETENSORS_DTYPES, WEIGHTS, Progr
 from megascale.checkpoint.load.reader import MAX_READ_BYTES, CheckpointReader, ReadRequest
 from megascale.checkpoint.storage import Location
 from megascale.core.errors import CheckpointError
+from megascale.core.limits import os_error_hint
 
 FILE_BYTES = 2 << 30
 """Bytes of tensors in one file; a larger tensor has a file to itself."""
@@ -40,7 +41,7 @@ def find_checkpoints(path: Location) -> list[Location]:
             return [path]
     except OSError as error:
         what = f"cannot look into {path}: {error.strerror}"
-        raise CheckpointError(what, hint="its name, permissions, the network") from None
+        raise CheckpointError(what, hint=os_error_hint(error, "its name, permissions, the network")) from None
     for folder in (path / "checkpoints", path):
         if complete := complete_checkpoints(folder):
             return [stored.path for stored in reversed(complete)]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+from collections.abc import Iterator
 
+from megascale.account.host_limits import limit_findings, memory_findings
 from megascale.account.memory import fullest_rank
 from megascale.account.parameters import parameter_count
 from megascale.cli.argument_types import positive_int
@@ -33,18 +36,31 @@ def run(options: argparse.Namespace) -> int:
             raise
         print(json.dumps({"ok": False, "problems": [vars(problem) for problem in error.problems]}))
         return Exit.CONFIG
+    notes = list(host_warnings(config))
     if options.json:
         rank = fullest_rank(config)
         state = {"weights": rank.parameters, "gradients": rank.gradients, "optimizer": rank.optimizer}
         facts = {"ok": True, "processes": config.world_size, "state_bytes": {**state, "total": sum(state.values())}}
         facts |= {"activation_bytes": {"total": rank.activations}, "transient_bytes": rank.transient}
-        facts |= {"total_bytes": rank.total}
+        facts |= {"total_bytes": rank.total, "warnings": notes}
         print(json.dumps({**facts, "config": config.model_dump(by_alias=True, mode="json")}))
     elif options.show:
         print(to_toml(config), end="")
     else:
         print(summary(config))
+    if not options.json:
+        for note in notes:
+            print(f"WARNING: {note}", file=sys.stderr)
     return Exit.OK
+
+
+def host_warnings(config: RunConfig) -> Iterator[str]:
+    """Describe limits of this host that a run would exceed here. The hosts of the run may have others. All ranks of a
+    host count up to 8: a larger job usually has several hosts.
+    """
+    ranks = min(config.world_size, 8)
+    for finding in (*limit_findings(config, ranks), *memory_findings(config, ranks)):
+        yield f"this host  {finding.key}: {finding.message}  -> {finding.hint}"
 
 
 def summary(config: RunConfig) -> str:

@@ -10,13 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from megascale.account.host_limits import limit_findings, wanted_open_files
 from megascale.cli.main import add_config_arguments
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError, Problem
 from megascale.core.files import lock_folder
+from megascale.core.limits import os_error_hint, raise_soft_limits
 from megascale.core.process import die_with_parent
-from megascale.core.rank import STORE_VARIABLE, Rank, rank_from_environment
+from megascale.core.rank import STORE_VARIABLE, Rank, local_world_size, rank_from_environment
 from megascale.launch import environment, flight, local
 from megascale.launch.failure import write_error
 
@@ -36,6 +38,7 @@ def run(options: argparse.Namespace) -> int:
         try:
             config = load_config(options.config, options.overrides, world_size=rank.world_size if rank else None)
             environment.set_defaults(config.folder if config.world_size > 1 else None)
+            raise_limits(config, local_world_size(1) if rank else config.world_size)
             # otherwise the launcher holds the lock
             if rank is None or (rank.rank == 0 and STORE_VARIABLE not in os.environ):
                 held.enter_context(lock_run_folder(config))
@@ -60,6 +63,17 @@ def open_weights(folder: Path) -> InitialWeights:
     from megascale.convert.huggingface import PretrainedWeights
 
     return PretrainedWeights(folder)
+
+
+def raise_limits(config: RunConfig, ranks: int) -> None:
+    """Raise soft limits of the operating system to the needs of `ranks` ranks on this host, which inherit the limits.
+
+    Raises: ConfigError if a hard limit is lower.
+    """
+    raise_soft_limits(wanted_open_files(config))
+    if findings := list(limit_findings(config, ranks)):
+        where = f"host {socket.gethostname()}"
+        raise ConfigError([Problem(where, finding.key, finding.message, finding.hint) for finding in findings])
 
 
 def lock_run_folder(config: RunConfig) -> contextlib.ExitStack:
@@ -101,7 +115,7 @@ def _explain_os_error(folder: Path, key: str) -> Iterator[None]:
             [Problem(str(folder), "name", message, "choose another name, or end the job first")]
         ) from None
     except OSError as error:
-        hint = "give a writable folder"
+        hint = os_error_hint(error, "give a writable folder")
         raise ConfigError([Problem(str(folder), key, f"cannot be written: {error.strerror}", hint)]) from None
 
 

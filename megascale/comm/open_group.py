@@ -18,6 +18,7 @@ from megascale.comm.progress import work_wrapper
 from megascale.comm.timeout import Timeout
 from megascale.config.nccl import NcclConfig
 from megascale.core.process import usable_cores
+from megascale.core.rank import local_world_size
 from megascale.trace.recorder import Recorder
 
 MAX_DIRECT_RANKS = 8
@@ -106,7 +107,7 @@ def _open_ring(group: Group, slot_bytes: int) -> shared_memory.SharedMemoryTrans
     name = group.control.broadcast(path and str(path), "shared memory")
     if name is None:
         return None
-    crowded = int(os.environ.get("LOCAL_WORLD_SIZE", group.size)) > usable_cores()
+    crowded = local_world_size(default=group.size) > usable_cores()
     spin = 5e-6 if crowded else 100e-6  # seconds; with more ranks than cores, let other ranks run
     pids = [pid for _, pid in processes]
     ring = shared_memory.SharedMemoryTransport(Path(name), group.size, group.index, pids, slot_bytes, spin)

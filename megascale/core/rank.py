@@ -8,7 +8,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megascale.core.errors import ConfigError, Problem
+from megascale.core.env_numbers import whole_number
 
 STORE_VARIABLE = "MEGASCALE_STORE"
 """`host:port` of the store, set by megascale's launcher; on rank 0 `host:port:fd`, `fd` being the listening socket."""
@@ -32,15 +32,17 @@ def rank_from_environment(env: Mapping[str, str] = os.environ) -> Rank | None:
 
     A batch script has SLURM_PROCID but no step. A step of one task is a shell on a node (`srun --pty bash`, salloc on
     many clusters) in which a user may start a job of many ranks; both give None.
-    Raises: ConfigError for a variable that is not a number.
+    Raises: ConfigError for a variable that is not a number in its range.
     """
     host = socket.gethostname()
     if "RANK" in env and "WORLD_SIZE" in env:
-        rank = _number(env, "RANK")
-        return Rank(rank, _number(env, "WORLD_SIZE"), _number(env, "LOCAL_RANK", rank), host)
-    tasks = _number(env, "SLURM_STEP_NUM_TASKS", 1)
+        world_size = whole_number(env, "WORLD_SIZE", least=1)
+        rank = whole_number(env, "RANK", most=world_size - 1)
+        return Rank(rank, world_size, whole_number(env, "LOCAL_RANK", rank), host)
+    tasks = whole_number(env, "SLURM_STEP_NUM_TASKS", 1)
     if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env and tasks > 1:
-        return Rank(_number(env, "SLURM_PROCID"), tasks, _number(env, "SLURM_LOCALID", 0), host)
+        rank = whole_number(env, "SLURM_PROCID", most=tasks - 1)
+        return Rank(rank, tasks, whole_number(env, "SLURM_LOCALID"), host)
     return None
 
 
@@ -50,12 +52,12 @@ def on_one_host(world_size: int, env: Mapping[str, str] = os.environ) -> bool:
     return env.get("LOCAL_WORLD_SIZE") == str(world_size) or ("LOCAL_WORLD_SIZE" not in env and nodes == "1")
 
 
-def _number(env: Mapping[str, str], name: str, default: int = 0) -> int:
-    text = env.get(name, str(default))
-    if not text.isdecimal():
-        hint = "unset the variable, or start the ranks with torchrun or srun"
-        raise ConfigError([Problem("environment", name, f"{text!r} is not a whole number", hint)])
-    return int(text)
+def local_world_size(default: int, env: Mapping[str, str] = os.environ) -> int:
+    """Number of the job's ranks on this host, from LOCAL_WORLD_SIZE of torchrun or our launcher.
+
+    Raises: ConfigError for a variable that is not a number above 0.
+    """
+    return whole_number(env, "LOCAL_WORLD_SIZE", default, least=1)
 
 
 def rendezvous_endpoint(env: Mapping[str, str] = os.environ) -> tuple[str, int] | None:
@@ -63,11 +65,12 @@ def rendezvous_endpoint(env: Mapping[str, str] = os.environ) -> tuple[str, int] 
 
     Rank 0 of a step runs on the first host of the step's list. The port depends on the job's and the step's numbers,
     because jobs that share a host need different ports.
-    Raises: ConfigError for a variable that is not a number.
+    Raises: ConfigError for a variable that is not a number in its range.
     """
     host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
     if "SLURM_STEP_NODELIST" in env:
         # "rack[03-04,7]node[1-2],login" begins with rack03node1
         host = host or re.sub(r"\[(\d+)[^\]]*\]", r"\1", env["SLURM_STEP_NODELIST"]).split(",")[0]
-        port = port or str(20000 + (10 * _number(env, "SLURM_JOB_ID") + _number(env, "SLURM_STEP_ID")) % 10000)
-    return (host, _number({"MASTER_PORT": port or "29500"}, "MASTER_PORT")) if host else None
+        job, step = whole_number(env, "SLURM_JOB_ID"), whole_number(env, "SLURM_STEP_ID")
+        port = port or str(20000 + (10 * job + step) % 10000)
+    return (host, whole_number({"MASTER_PORT": port or "29500"}, "MASTER_PORT", least=1, most=65_535)) if host else None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale.core.errors import DataError
+from megascale.core.limits import os_error_hint
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 """Suffixes of files with a JSON object per line; `.json` too, as megatron-core's users name such files."""
@@ -21,7 +22,8 @@ def read_documents(path: Path, key: str) -> Iterator[tuple[str, int]]:
     try:
         yield from _json_lines(path, key) if path.suffix.lower() in JSON_LINES else _plain_text(path)
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}", hint="give text or .jsonl files") from None
+        hint = os_error_hint(error, "give text or .jsonl files")
+        raise DataError(f"{path} cannot be read: {error.strerror or error}", hint=hint) from None
 
 
 def _plain_text(path: Path) -> Iterator[tuple[str, int]]:

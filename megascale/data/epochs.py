@@ -3,7 +3,8 @@
 megatron-core shuffles all epochs of a run together, which makes the sample order depend on the length of the run. Here
 every epoch is a separate megatron-core dataset with its own shuffle seed, and a run can be extended without changing
 the order of its samples. Rank 0 writes the sample indices of an epoch shortly before its first use
-(`EpochDataset.prepare_indices`). Few epochs are open at a time, because a small dataset may repeat thousands of times.
+(`EpochDataset.prepare_indices`). Few epochs are open at a time (`OpenEpochs`), because a small dataset may repeat
+thousands of times, and a blend may have thousands of datasets.
 
 EpochDataset: the samples. build_cached: construct a megatron-core dataset, with its indices written by rank 0.
 """
@@ -25,24 +26,29 @@ import torch.distributed as dist
 
 from megascale.config.run import RunConfig, dataset_prefixes
 from megascale.core.errors import DataError
+from megascale.core.limits import os_error_hint
 from megascale.data import indexed_dataset
+from megascale.data.open_epochs import OpenEpochs
 from megascale.parallel.rng import seed_of
 
 SplitName = Literal["train", "valid"]
-
-MAX_OPEN_EPOCHS = 2
-"""Epochs of a dataset that stay open. A step that crosses the end of an epoch reads from two."""
 
 
 class EpochDataset:
     """The samples of a dataset, epoch after epoch, every epoch shuffled with its own seed.
 
     `document_fraction`: the range [start, stop) of the dataset's documents to read, as fractions of their number.
+    `open_epochs`: the open epochs of all datasets of the split.
     `index_split`, `config` and `unique_identifiers` are the interface that megatron-core's BlendedDataset reads.
     """
 
     def __init__(
-        self, config: RunConfig, split: SplitName, prefix: Path, document_fraction: tuple[float, float]
+        self,
+        config: RunConfig,
+        split: SplitName,
+        prefix: Path,
+        document_fraction: tuple[float, float],
+        open_epochs: OpenEpochs,
     ) -> None:
         reader = indexed_dataset.open_dataset(prefix)
         first, last = (round(len(reader) * edge) for edge in document_fraction)
@@ -61,8 +67,7 @@ class EpochDataset:
         self.index_split = megatron_datasets("utils").Split[split]
         self._documents = np.arange(first, last, dtype=np.int32)
         self.config = self._settings(0)
-        self._low_level = megatron_datasets("gpt_dataset").GPTDataset.build_low_level_dataset(str(prefix), self.config)
-        self._open_epochs: dict[int, Any] = {}
+        self._open_epochs = open_epochs
         self.samples_per_epoch = len(self._epoch(0))
         self._prepared_epochs = 1  # rank 0 writes no indices of earlier epochs
         self.unique_identifiers = {"prefix": str(prefix), "seed": config.train.seed, **identity}
@@ -85,13 +90,17 @@ class EpochDataset:
                 self._prepared_epochs = epoch + 1
 
     def _epoch(self, epoch: int) -> Any:
-        if epoch not in self._open_epochs:
-            kind = megatron_datasets("gpt_dataset").GPTDataset
-            arguments = (self._low_level, str(self._prefix), self._documents, None, self.index_split)
-            self._open_epochs[epoch] = build_cached(kind, *arguments, config=self._settings(epoch))
-            if len(self._open_epochs) > MAX_OPEN_EPOCHS:
-                del self._open_epochs[next(iter(self._open_epochs))]  # samples are read in order: drop the oldest
-        return self._open_epochs[epoch]
+        return self._open_epochs.get((self._prefix, epoch), lambda: self._open_epoch(epoch))
+
+    def _open_epoch(self, epoch: int) -> Any:
+        kind = megatron_datasets("gpt_dataset").GPTDataset
+        try:
+            tokens = kind.build_low_level_dataset(str(self._prefix), self.config)
+        except OSError as error:
+            hint = os_error_hint(error, "the files of a dataset must stay in place while a run reads them")
+            raise DataError(f"{self._prefix} cannot be read: {error.strerror or error}", hint=hint) from None
+        arguments = (tokens, str(self._prefix), self._documents, None, self.index_split)
+        return build_cached(kind, *arguments, config=self._settings(epoch))
 
     def _settings(self, epoch: int) -> Any:
         return megatron_datasets("gpt_dataset").GPTDatasetConfig(
@@ -146,7 +155,7 @@ def build_cached(dataset_class: Any, *arguments: Any, config: Any) -> Any:
         raise DataError(what, hint="data.cache = a folder that all hosts share") from None
     except OSError as error:
         what = f"sample indices cannot be kept in {folder}: {error.strerror or error}"
-        raise DataError(what, hint="data.cache = a writable folder with free space") from None
+        raise DataError(what, hint=os_error_hint(error, "data.cache = another folder")) from None
     except (ValueError, EOFError) as error:
         raise DataError(f"sample indices in {folder} are damaged: {error}", hint="remove that folder") from None
 

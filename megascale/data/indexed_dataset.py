@@ -22,6 +22,7 @@ import numpy as np
 
 from megascale.core.errors import DataError
 from megascale.core.files import atomic_file
+from megascale.core.limits import os_error_hint
 from megascale.core.process import process_exists
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -88,7 +89,7 @@ def write_dataset(prefix: Path, documents: Iterable[np.ndarray], origin: Tokeniz
             idx_path.unlink(missing_ok=True)
             json_path.unlink(missing_ok=True)
     except OSError as error:
-        hint = "another --output, or more space there"
+        hint = os_error_hint(error, "another --output")
         raise DataError(f"{prefix} cannot be written: {error.strerror or error}", hint=hint) from None
     return description
 
@@ -164,7 +165,7 @@ def open_dataset(prefix: Path) -> IndexedDataset:
         dtype, lengths, offsets = _read_index(idx_path)
         tokens = _read_tokens(bin_path, dtype, lengths, offsets)
     except OSError as error:
-        hint = "check the files' permissions"
+        hint = os_error_hint(error, "check the files and their file system")
         raise DataError(f"{prefix} cannot be read: {error.strerror or error}", hint=hint) from None
     info = _description(_file(prefix, ".json"))
     if info and (info.documents, info.tokens) != (len(lengths), len(tokens)):

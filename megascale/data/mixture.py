@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from megascale.account.host_limits import max_open_epochs
 from megascale.config.run import RunConfig, dataset_prefixes
 from megascale.config.train import Blend
 from megascale.core.errors import DataError
 from megascale.data.epochs import EpochDataset, SplitName, build_cached, megatron_datasets
+from megascale.data.open_epochs import OpenEpochs
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,9 @@ class Mixture:
 
     def __init__(self, config: RunConfig, split: SplitName, num_samples: int) -> None:
         source, documents = _source(config, split)
-        datasets = [EpochDataset(config, split, Path(prefix), documents) for prefix in dataset_prefixes(source)]
+        prefixes = [Path(prefix) for prefix in dataset_prefixes(source)]
+        open_epochs = OpenEpochs(max_open_epochs(config, len(prefixes)))
+        datasets = [EpochDataset(config, split, prefix, documents, open_epochs) for prefix in prefixes]
         weights = [1.0] if source is None or isinstance(source, str) else [weight for weight, _ in source]
         shares = [weight / sum(weights) for weight in weights]
         if split == "valid":

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from megascale.core.errors import DataError
+from megascale.core.limits import PROCESSES_HINT, os_error_hint
 from megascale.data.documents import read_documents
 from megascale.data.indexed_dataset import DatasetInfo, TokenizerInfo, write_dataset
 from megascale.data.tokenizer import Tokenizer, load_tokenizer
@@ -71,7 +72,7 @@ def _check_paths(request: PrepareRequest) -> None:
         output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         reason = f"the folder {output.parent} cannot be made: {error.strerror}"
-        raise DataError(reason, hint="another --output") from None
+        raise DataError(reason, hint=os_error_hint(error, "another --output")) from None
     sources = {path.resolve() for path in (*request.inputs, Path(request.tokenizer))}
     for ending in (".bin", ".idx", ".json"):
         target = output.with_name(output.name + ending)
@@ -127,8 +128,8 @@ def _in_workers(request: PrepareRequest, batches: Iterable[list[str]]) -> Iterat
         while in_flight:
             yield in_flight.popleft().result()
     except BrokenProcessPool:
-        what = "a worker process died, perhaps because memory ran out"
-        raise DataError(what, hint="fewer --workers") from None
+        what = "a worker process died: it was killed, perhaps because memory ran out, or could not start"
+        raise DataError(what, hint="fewer --workers, or more memory") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -140,6 +141,11 @@ def _submit(pool: ProcessPoolExecutor, batch: list[str]) -> Future[list[np.ndarr
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         return pool.submit(_encode_in_worker, batch)
+    except OSError as error:
+        what = f"a worker process cannot be started: {error.strerror or error}"
+        raise DataError(what, hint=f"fewer --workers; {os_error_hint(error, 'one works in this process')}") from None
+    except RuntimeError as error:  # "can't start new thread"
+        raise DataError(f"a worker cannot be started: {error}", hint=f"fewer --workers; {PROCESSES_HINT}") from None
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

@@ -22,6 +22,7 @@ import megascale
 from megascale.checkpoint.format.state import Progress
 from megascale.checkpoint.storage import WRITE_HINT, Location
 from megascale.core.errors import CheckpointError
+from megascale.core.limits import os_error_hint
 
 NAME = "manifest.json"
 FORMAT = 2
@@ -126,7 +127,7 @@ def write(folder: Location, manifest: Manifest) -> None:
         (folder / NAME).write(_BEFORE % (FORMAT, _sum(FORMAT, body)) + body + _AFTER)
     except OSError as error:
         what = f"cannot write {folder / NAME}: {error.strerror}"
-        raise CheckpointError(what, hint=WRITE_HINT) from None
+        raise CheckpointError(what, hint=os_error_hint(error, WRITE_HINT)) from None
 
 
 def read(folder: Location) -> Manifest:
@@ -153,7 +154,7 @@ def read_error(path: Location, error: OSError) -> CheckpointError:
     what = f"{path} cannot be read: {error.strerror}"
     if path.is_damage(error):
         return DamagedError(what)
-    return CheckpointError(what, hint="permissions, the network; nothing was lost")
+    return CheckpointError(what, hint=os_error_hint(error, "permissions, the network"))
 
 
 def parse(folder: Location, text: bytes) -> Manifest:

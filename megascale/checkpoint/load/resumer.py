@@ -17,6 +17,7 @@ from megascale.config.run import HF_PREFIX, RunConfig
 from megascale.config.toml_writer import config_changes
 from megascale.core.errors import CheckpointError
 from megascale.core.files import write_text
+from megascale.core.limits import os_error_hint
 
 SAVED_MARKER = ".saved"
 """File in a run's folder that names the folder of its checkpoints, once there was one. If all are missing at the next
@@ -131,7 +132,7 @@ class Resumer:
             self._folder.check_writable()
         except OSError as error:
             what = f"cannot write to {self._folder}: {error.strerror}"
-            raise CheckpointError(what, hint="checkpoint.dir, permissions, the network") from None
+            raise CheckpointError(what, hint=os_error_hint(error, "checkpoint.dir, permissions, the network")) from None
 
 
 def write_saved_marker(config: RunConfig, folder: Location) -> None:

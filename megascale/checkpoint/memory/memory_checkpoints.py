@@ -32,6 +32,7 @@ from megascale.checkpoint.save.writer_process import WriterProcess
 from megascale.comm.mesh import Mesh
 from megascale.core.errors import CheckpointError
 from megascale.core.files import write_text
+from megascale.core.limits import os_error_hint
 
 SLOTS = "ab"
 TOKEN = ".memory"
@@ -297,7 +298,8 @@ def _make_private_folder(folder: Path) -> Path:
         folder.mkdir(mode=0o700, exist_ok=True)
         owner = folder.stat().st_uid
     except OSError as error:
-        raise CheckpointError(f"cannot make {folder}: {error.strerror}", hint="checkpoint.memory_dir") from None
+        hint = os_error_hint(error, "checkpoint.memory_dir")
+        raise CheckpointError(f"cannot make {folder}: {error.strerror}", hint=hint) from None
     if owner != os.getuid():
         raise CheckpointError(f"{folder} belongs to user {owner}", hint="another checkpoint.memory_dir")
     return folder

@@ -32,6 +32,7 @@ from megascale.checkpoint.save.writer_process import WriterProcess
 from megascale.checkpoint.storage import WRITE_HINT, Location
 from megascale.comm.mesh import Mesh
 from megascale.core.errors import CheckpointError
+from megascale.core.limits import os_error_hint
 from megascale.device import Device
 
 SLOW_WRITER_WARNING_S = 60.0
@@ -146,7 +147,7 @@ class CheckpointSaver:
                 return new_folder.result().name
             except OSError as error:
                 what = f"rank 0: cannot make {error.filename}: {error.strerror or error}"
-                raise CheckpointError(what, hint=WRITE_HINT) from None
+                raise CheckpointError(what, hint=os_error_hint(error, WRITE_HINT)) from None
 
         return folder / on_first_rank(self._mesh.world, name, "the folder of a checkpoint")
 

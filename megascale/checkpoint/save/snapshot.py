@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megascale.core.errors import CheckpointError
+from megascale.core.limits import os_error_hint
 from megascale.device import Device
 
 ALIGNMENT = 64
@@ -78,5 +79,6 @@ def _allocate(file: Path | None, size: int) -> int:
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
         what = f"no memory for a copy of {size} bytes of state{f' in {file}' if file else ''}: {error.strerror}"
-        raise CheckpointError(what, hint="checkpoint.memory_every=0 or every=0, or hosts with more memory") from None
+        hint = os_error_hint(error, "hosts with more memory")
+        raise CheckpointError(what, hint=f"checkpoint.memory_every=0 or every=0, or {hint}") from None
     return descriptor

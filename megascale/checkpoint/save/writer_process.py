@@ -14,6 +14,7 @@ from typing import Any
 
 from megascale.checkpoint.storage import WRITE_HINT
 from megascale.core.errors import CheckpointError
+from megascale.core.limits import os_error_hint
 
 
 class WriterProcess:
@@ -104,4 +105,4 @@ class WriterProcess:
 
 def _cannot_start(error: OSError) -> CheckpointError:
     what = f"the process that writes checkpoints cannot be started: {error.strerror}"
-    return CheckpointError(what, hint="the host's memory, and its limit of processes")
+    return CheckpointError(what, hint=os_error_hint(error, "the host's memory, and its limit of processes"))

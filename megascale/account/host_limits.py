@@ -1,0 +1,104 @@
+"""Needs of a run that grow with its input, against the limits of the operating system of this host.
+
+| resource | grows with | limit |
+|---|---|---|
+| open files | datasets; processes, each with a connection to the store of rank 0 | `ulimit -n` |
+| memory maps | datasets | `vm.max_map_count` |
+| processes | ranks on the host, each with a writer of checkpoints | `ulimit -u` |
+| shared memory | state of the ranks on the host, if copies are kept in memory | size of the file system |
+
+An epoch of a dataset that is open has FILES_PER_EPOCH files in MAPS_PER_EPOCH maps: the index and the tokens of the
+dataset (megatron-core holds the latter twice), and the three sample indices. Where a limit is low fewer epochs stay
+open, and samples of the others open theirs again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from megascale.account.memory import fullest_rank
+from megascale.config.finding import Finding
+from megascale.config.run import RunConfig, dataset_prefixes
+from megascale.core.limits import memory_map_limit, open_file_limits, process_limits
+from megascale.core.units import format_bytes
+
+FILES_PER_EPOCH, MAPS_PER_EPOCH = 6, 5
+
+EPOCHS_PER_DATASET = 2
+"""Open epochs of a dataset: a step that crosses the end of an epoch reads from two."""
+
+MIN_OPEN_EPOCHS = 8
+"""Open epochs of a split with many datasets, however low the limits are."""
+
+MIN_FILES, USUAL_FILES = 64, 256
+"""Open files of a rank besides datasets and the store: at least (20 to 40 are measured on CPUs), and with room for the
+connections of a few groups, libraries and the files of a checkpoint."""
+
+MEMORY_COPIES = 2
+"""Copies of its state that a rank has in memory: the last complete one, and the next."""
+
+
+def min_open_files(config: RunConfig) -> int:
+    """Open files that rank 0 of a resolved configuration needs at least."""
+    splits = [min(EPOCHS_PER_DATASET * count, MIN_OPEN_EPOCHS) for count in _datasets_by_split(config)]
+    return MIN_FILES + _store_connections(config) + FILES_PER_EPOCH * sum(splits)
+
+
+def wanted_open_files(config: RunConfig) -> int:
+    """Open files of a rank of a resolved configuration that never opens a file twice."""
+    epochs = EPOCHS_PER_DATASET * sum(_datasets_by_split(config)) + 1  # one is opened before another is closed
+    return USUAL_FILES + 4 * _store_connections(config) + FILES_PER_EPOCH * epochs
+
+
+def max_open_epochs(config: RunConfig, datasets: int) -> int:
+    """Most epochs of a split's `datasets` that this process may hold open, by its limits."""
+    splits = len(_datasets_by_split(config))
+    files = open_file_limits()[0] - USUAL_FILES - _store_connections(config)
+    by_files, by_maps = files // FILES_PER_EPOCH, memory_map_limit() // 2 // MAPS_PER_EPOCH
+    return min(EPOCHS_PER_DATASET * datasets, max(MIN_OPEN_EPOCHS, min(by_files, by_maps) // splits))
+
+
+def limit_findings(config: RunConfig, ranks: int) -> Iterator[Finding]:
+    """Compare limits of this host with what `ranks` ranks on it need at least. `config`: resolved."""
+    _, files = open_file_limits()
+    if files < (needed := min_open_files(config)):
+        message = f"a process on this host may open {files} files, a rank needs {needed} or more"
+        yield Finding("open files", message, f"`ulimit -n {wanted_open_files(config)}`, by root or the service manager")
+    _, processes = process_limits()
+    writers = ranks if config.checkpoint.every else 0
+    if processes < ranks + writers and os.geteuid() != 0:
+        message = f"a user of this host may have {processes} processes and threads, {ranks} ranks need more"
+        yield Finding("processes", message, f"`ulimit -u {64 * (ranks + writers)}`, by root or the service manager")
+
+
+def memory_findings(config: RunConfig, ranks: int) -> Iterator[Finding]:
+    """Compare the free space of `checkpoint.memory_dir` with the copies of `ranks` ranks. A run that starts again has
+    its copies there already, so a lack is certain at the first start only.
+    """
+    settings = config.checkpoint
+    if not (settings.every and settings.memory_every):
+        return
+    free, needed = _free_bytes(settings.memory_dir), MEMORY_COPIES * ranks * fullest_rank(config).optimizer
+    if free is not None and free < needed:
+        message = f"{settings.memory_dir} has {format_bytes(free)} free, copies of {ranks} ranks need up to "
+        hint = "a larger file system (`mount -o remount,size=...`, `docker run --shm-size`), or fewer ranks on a host"
+        yield Finding("checkpoint.memory_dir", message + format_bytes(needed), hint)
+
+
+def _datasets_by_split(config: RunConfig) -> list[int]:
+    """Number of datasets of training, and of validation if the run evaluates."""
+    train, valid = dataset_prefixes(config.data.train), dataset_prefixes(config.data.valid)
+    return [len(train), len(valid or train)] if config.train.eval_every else [len(train)]
+
+
+def _store_connections(config: RunConfig) -> int:
+    return config.world_size if config.world_size > 1 else 0
+
+
+def _free_bytes(folder: str) -> int | None:
+    try:
+        status = os.statvfs(folder)
+    except OSError:
+        return None
+    return status.f_bavail * status.f_frsize
