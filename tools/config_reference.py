@@ -109,6 +109,7 @@ MEGATRON: list[tuple[str, str, str]] = [
     ("--log-interval", "train.log_every", ""),
     ("--eval-interval", "train.eval_every", "0, the default, is never"),
     ("--eval-iters", "train.eval_steps", ""),
+    ("--check-weight-hash-across-dp-replicas-interval", "train.check_replicas", "over tp and tied embeddings, too"),
     ("--optimizer", "optimizer.name", "`adam` is `adamw`"),
     ("--lr", "optimizer.lr", ""),
     ("--min-lr", "optimizer.min_lr", ""),

@@ -44,6 +44,9 @@ class TrainConfig(Section):
         0, description="steps between evaluations on validation data, with one at the end; 0: never"
     )
     eval_steps: Count = Field(10, description="global batches per evaluation")
+    check_replicas: NonNegativeInt = Field(
+        0, description="steps between checks that replicas of a weight are equal bit for bit, over dp and tp; 0: never"
+    )
 
 
 class OptimizerConfig(Section):

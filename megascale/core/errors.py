@@ -89,3 +89,9 @@ class DivergenceError(MegascaleError):
     """The loss, a gradient or a weight is not finite: a restart would fail in the same step."""
 
     exit_status = Exit.DO_NOT_REQUEUE
+
+
+class ReplicasDifferError(MegascaleError):
+    """Replicas of a parameter have drifted apart: a restart from the same state would train on two models."""
+
+    exit_status = Exit.DO_NOT_REQUEUE

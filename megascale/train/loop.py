@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from megascale.checkpoint.save.saver import SaveResult
-from megascale.core.errors import CheckpointError, DivergenceError, Exit, NoLossTokensError
+from megascale.core.errors import CheckpointError, DivergenceError, Exit, NoLossTokensError, ReplicasDifferError
 from megascale.train.build import Run
 from megascale.train.evaluate import evaluate
 from megascale.train.finite_check import check_state_finite
+from megascale.train.replica_check import ReplicaCheck
 from megascale.train.reporter import Reporter
 from megascale.train.scheduled_gc import ScheduledGC
 from megascale.train.step import is_logged_step, train_step
@@ -26,6 +27,7 @@ def train(run: Run, reporter: Reporter) -> Exit:
     run.mesh.world.control.barrier("the first step")  # the first step reads indices that rank 0 writes
     if run.valid_loader is not None and run.progress.step == 0:
         reporter.write(evaluate(run))
+    replicas = ReplicaCheck()
     with ScheduledGC() as collection, _finish_save_on_error(run, reporter):
         while run.progress.step < steps and not stopping:
             reporter.start_step()
@@ -34,6 +36,8 @@ def train(run: Run, reporter: Reporter) -> Exit:
             step, stopping = run.progress.step, result.stop
             if step == first_step:
                 run.mesh.timeout.tighten()
+            if settings.check_replicas and step % settings.check_replicas == 0:  # before a save of this step
+                replicas.check(run)
             if is_logged_step(settings, step):
                 reporter.write_step(result, run.progress, run.fp8_state.take_cast_stats())
             if run.valid_loader is not None and (step % settings.eval_every == 0 or step == steps):
@@ -57,7 +61,7 @@ def _finish_save_on_error(run: Run, reporter: Reporter) -> Iterator[None]:
     """Complete the save of an earlier step, still in progress, when an error that every rank raises ends training."""
     try:
         yield
-    except (DivergenceError, NoLossTokensError):
+    except (DivergenceError, NoLossTokensError, ReplicasDifferError):
         _report_save(run, reporter, run.checkpoints.wait_for_save())
         raise
 

@@ -1,0 +1,179 @@
+"""Check that replicas of a parameter are equal bit for bit: over dp, over tp where tp replicates, and the two ends of a
+tied embedding.
+
+A checksum of every bucket is compared first, by one small all-reduce for each axis. Only where checksums differ are the
+parameters compared, and the ranks named: a rank that differs from the majority, else all ranks that differ.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megascale.comm.collectives import all_reduce
+from megascale.comm.group import Group
+from megascale.comm.totals import sum_over_job
+from megascale.core.errors import ReplicasDifferError
+
+if TYPE_CHECKING:
+    from megascale.train.build import Run
+
+CHUNK = 1 << 22
+"""Elements of a bucket that are converted to int64 at a time."""
+
+MULTIPLIER = -7046029254386353131
+"""2^64 divided by the golden ratio, as i64: position times this number, made odd, weights an element."""
+
+MAX_NAMED = 8
+"""Most parameters that a message names."""
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Values of which every rank of `group` has a copy. `values`: one-dimensional. `parts`: (name, start, stop)."""
+
+    group: Group
+    values: Tensor
+    parts: tuple[tuple[str, int, int], ...]
+
+
+class ReplicaCheck:
+    """The check of `train.check_replicas`; remembers the last step at which all replicas were equal."""
+
+    def __init__(self) -> None:
+        self._equal_at: int | None = None
+
+    def check(self, run: Run) -> None:
+        """Compare all replicas. A collective of all ranks, between steps.
+
+        Raises: ReplicasDifferError on every rank, with parameters and ranks.
+        """
+        run.buffers.finish_param_gather()
+        copies = list(replicated_values(run))
+        differ = _differing([(copy.group, checksum(copy.values)) for copy in copies], run.device.torch_device)
+        total = torch.tensor(float(sum(differ)), device=run.device.torch_device)
+        sum_over_job(run.mesh, total, label="replicas")
+        step = run.progress.step
+        if total.item():
+            equal = f"up to step {self._equal_at}, where they were equal" if self._equal_at else "before they differed"
+            raise ReplicasDifferError(
+                f"step {step}: replicas differ, so this run is no longer one model:\n{_describe(run, copies)}",
+                hint=f"test the memory of the hosts named; continue from a checkpoint of a step {equal}",
+            )
+        self._equal_at = step
+
+
+def replicated_values(run: Run) -> Iterator[Copy]:
+    """Yield weights, and master weights and optimizer state, of which other ranks have copies.
+
+    ZeRO-1 and ZeRO-2 shard master weights and optimizer state over dp; the shards of parameters that tp replicates, and
+    of a tied embedding, have copies all the same.
+    """
+    mesh = run.mesh
+    for shard in run.optimizer.shards:
+        bucket, layout = shard.bucket, shard.bucket.layout
+        tensors = {"": (bucket.weights, 0)}
+        start = bucket.shard[0]
+        if shard.has_own_master:
+            tensors[" (master weight)"] = (shard.master, start)
+        tensors |= {f" ({name})": (values, start) for name, values in shard.state.items()}
+        low, high = layout.replicated
+        for suffix, (values, first) in tensors.items():
+            whole = (first, first + values.numel())
+            spans = [(mesh.tp, max(low, whole[0]), min(high, whole[1]))]
+            if not suffix or bucket.zero == 0:
+                spans.append((bucket.group, *whole))
+            if bucket.tied:
+                spans.append((mesh.tied, *whole))
+            for group, begin, end in spans:
+                if group.size > 1 and begin < end:
+                    ranges = layout.param_ranges(begin, end)
+                    parts = [(slot.parameter.name + suffix, a - begin, b - begin) for slot, a, b in ranges]
+                    yield Copy(group, values[begin - first : end - first], tuple(parts))
+
+
+def checksum(values: Tensor) -> Tensor:
+    """Return an i64 device scalar that changes if one bit of `values` [n] changes, and in all likelihood if more do.
+
+    The sum, modulo 2^64, of the elements' bits as integers, each times an odd weight of its own: the flip of bit b
+    changes the sum by an odd multiple of 2^b.
+    """
+    bits = values.detach().view(_INTEGERS[values.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for start in range(0, bits.numel(), CHUNK):
+        part = bits[start : start + CHUNK].long()
+        positions = torch.arange(start, start + part.numel(), dtype=torch.int64, device=values.device)
+        total += part.mul_(positions.mul_(MULTIPLIER).bitwise_or_(1)).sum()
+    return total
+
+
+def _differing(sums: Sequence[tuple[Group, Tensor]], device: torch.device) -> list[bool]:
+    """For each (group, checksum), return True if the group's ranks differ: one all-reduce for every group.
+
+    The maximum of the checksums' complements is the complement of their minimum.
+    """
+    differ = [False] * len(sums)
+    groups = {group.ranks: group for group, _ in sums}
+    for ranks, group in sorted(groups.items(), key=lambda item: item[1].name):
+        numbers = [number for number, (other, _) in enumerate(sums) if other.ranks == ranks]
+        mine = torch.stack([sums[number][1] for number in numbers])
+        extremes = torch.stack([mine, ~mine]).to(device)
+        all_reduce(group, extremes, "max", label="replicas")
+        for number, unequal in zip(numbers, (extremes[0] != ~extremes[1]).tolist(), strict=True):
+            differ[number] = unequal
+    return differ
+
+
+def _describe(run: Run, copies: Sequence[Copy]) -> str:
+    """Describe the parameters that differ, and the ranks that hold them; the same text on every rank."""
+    found = [
+        [copy.group.name, list(copy.group.ranks), name, str(values.item())]
+        for copy, name, values in _differing_parts(copies, run.device.torch_device)
+    ]
+    report = {"host": socket.gethostname(), "found": found[:MAX_NAMED]}
+    control = run.mesh.world.control
+    reports = control.gather(report, "replicas that differ")
+    return str(control.broadcast(None if reports is None else describe_reports(reports), "replicas that differ"))
+
+
+def _differing_parts(copies: Sequence[Copy], device: torch.device) -> Iterator[tuple[Copy, str, Tensor]]:
+    """Yield (copy, name, checksum) of the parameters that differ among the ranks of their group."""
+    parts = [(copy, name, checksum(copy.values[start:stop])) for copy in copies for name, start, stop in copy.parts]
+    differ = _differing([(copy.group, total) for copy, _, total in parts], device)
+    return (part for part, differs in zip(parts, differ, strict=True) if differs)
+
+
+def describe_reports(reports: Sequence[dict[str, Any]]) -> str:
+    """Describe reports of all ranks, in rank order: a line for each parameter and group."""
+    sums: dict[tuple[str, str, tuple[int, ...]], dict[int, str]] = defaultdict(dict)
+    for rank, report in enumerate(reports):
+        for group, ranks, name, total in report["found"]:
+            sums[name, group, tuple(ranks)][rank] = total
+    lines = [
+        f"  {name}, a copy on each rank of {group}: {_odd_ones(by_rank, [report['host'] for report in reports])}"
+        for (name, group, _), by_rank in sums.items()
+    ]
+    rest = [f"  and {len(lines) - MAX_NAMED} more"] if len(lines) > MAX_NAMED else []
+    return "\n".join([*lines[:MAX_NAMED], *rest]) or "  padding between parameters"
+
+
+def _odd_ones(by_rank: dict[int, str], hosts: Sequence[str]) -> str:
+    """Name the ranks outside the majority; without a majority all ranks, since nobody knows which is right."""
+    (common, votes), *_ = Counter(by_rank.values()).most_common(1)
+    odd = [rank for rank, total in by_rank.items() if total != common]
+    if 2 * votes > len(by_rank):
+        others = f"{votes} other ranks are equal"
+    else:
+        odd, others = list(by_rank), "which is right is unknown"
+    named = ", ".join(f"rank {rank} ({hosts[rank]})" for rank in odd[:MAX_NAMED])
+    more = f" and {len(odd) - MAX_NAMED} more" if len(odd) > MAX_NAMED else ""
+    verb = "differ" if len(odd) > 1 else "differs"
+    return f"{named}{more} {verb}; {others}"
