@@ -106,7 +106,8 @@ def test_configurations_that_are_to_be_trained_are_good(
 ) -> None:
     """Each `megascale check` and `megascale train` of the documents, and what the quickstart says to try next."""
     monkeypatch.chdir(quickstart_data)
-    page = (ROOT / "tools" / "quickstart.py").read_text().replace("{CONFIG}", "configs/quickstart.toml")
+    page = (ROOT / "tools" / "quickstart.py").read_text()
+    page = page.replace("{CONFIG}{overrides}", "configs/quickstart.toml train.precision=bf16")
     after = page[page.index(".venv/bin/megascale train") :].partition('"""')[0]
     commands = [shlex.split(after.replace("\\\n", " "))]
     made_first = ("data.md", "checkpointing.md")  # tests/cli/test_data.py and tests/tools/test_quickstart.py run them

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.test_documents import bash_lines
+from tools.quickstart import PROMPT, precision_overrides
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,6 +42,23 @@ def test_the_model_learns(made: tuple[Path, str]) -> None:
     assert valid[0] - valid[-1] > 2.5
     steps = [record for record in records if "loss" in record]
     assert all(0 < record["mfu_causal"] < record["mfu_full"] < 1 for record in steps)
+
+
+def test_it_ends_with_a_text_that_the_model_wrote(made: tuple[Path, str]) -> None:
+    """`megascale sample` continues a text of the corpus, with more than the prompt."""
+    folder, out = made
+    command = "$ python -m megascale sample runs/quickstart --prompt "
+    text = out[out.index(command) : out.index("\nquickstart: ")].partition("\n")[2]
+    assert text.startswith(PROMPT) and len(text.strip()) > len(PROMPT) + 20, text
+    corpus = (folder / "data/quickstart/valid.jsonl").read_text()
+    assert PROMPT in corpus, "the corpus has the prompt"
+
+
+@pytest.mark.parametrize(("flags", "overrides"), [("fma avx512_bf16", ["train.precision=bf16"]), ("fma avx2", [])])
+def test_bf16_where_the_processor_has_it(flags: str, overrides: list[str], tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text(f"flags\t: {flags} sse\n")
+    assert precision_overrides(tmp_path / "cpuinfo") == overrides
+    assert precision_overrides(tmp_path / "none") == []
 
 
 def test_the_summary_names_what_is_there(made: tuple[Path, str]) -> None:
