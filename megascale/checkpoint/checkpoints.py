@@ -21,6 +21,7 @@ from megascale.checkpoint.storage import Location
 from megascale.comm.mesh import Mesh
 from megascale.config.run import RunConfig
 from megascale.config.toml_writer import config_changes
+from megascale.core.secret import job_secret
 from megascale.device import Device
 from megascale.parallel.fp8_linear import Fp8State
 from megascale.parallel.optimizer_shard import OptimizerShard
@@ -43,7 +44,8 @@ class Checkpoints:
         self.saver: CheckpointSaver | None = None
         settings = config.checkpoint
         if settings.every and settings.memory_every:
-            self._memory = MemoryCheckpoints(Path(settings.memory_dir), config.folder, settings.replicate, mesh)
+            secret = job_secret(Path(config.observe.dir)) if mesh.world.size > 1 else b""
+            self._memory = MemoryCheckpoints(Path(settings.memory_dir), config.folder, settings.replicate, mesh, secret)
         if settings.every:
             flat_tensors = [tensor for shard in shards for tensor in (shard.master, *shard.state.values())]
             flat_tensors.append(fp8_state.history)

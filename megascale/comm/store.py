@@ -9,10 +9,14 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from megascale.comm.store_messages import OK, PURPOSE, pack, unpack
-from megascale.core.handshake import HEAD, NotAPeerError, connect, receive_exactly
+from megascale.core.handshake import NotAPeerError, connect, receive_message
 
 ANSWER_S = 60.0
 """Seconds beyond a request's own timeout until the server is given up."""
+
+
+MAX_ANSWER_BYTES = 1 << 30
+"""Longest answer in bytes: the values of all ranks, gathered under one key."""
 
 
 class JobStore(dist.Store):
@@ -97,9 +101,7 @@ class JobStore(dist.Store):
             with self._lock:
                 self._connection.settimeout(seconds + ANSWER_S)
                 self._connection.sendall(self._session.sent.seal(pack(fields)))
-                size, tag = HEAD.unpack(receive_exactly(self._connection, HEAD.size))
-                content = receive_exactly(self._connection, size)
-                self._session.received.check(tag, content)
+                content = receive_message(self._connection, self._session, MAX_ANSWER_BYTES)
         except (EOFError, OSError) as error:
             if isinstance(error, NotAPeerError):
                 raise

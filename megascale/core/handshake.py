@@ -180,6 +180,19 @@ def receive_exactly(connection: socket.socket, size: int) -> bytes:
     return bytes(data)
 
 
+def receive_message(connection: socket.socket, session: Session, max_bytes: int) -> bytes:
+    """Receive the content of a sealed message.
+
+    Raises: EOFError if the connection ends before, NotAPeerError for a message that is too long or has a wrong seal
+    """
+    size, tag = HEAD.unpack(receive_exactly(connection, HEAD.size))
+    if size > max_bytes:
+        raise NotAPeerError(f"a message of {size} bytes is too long")
+    content = receive_exactly(connection, size)
+    session.received.check(tag, content)
+    return content
+
+
 def _direction_keys(secret: bytes, purpose: bytes, nonces: bytes) -> tuple[bytes, bytes]:
     return _mac(secret, b"to server", purpose, nonces), _mac(secret, b"to client", purpose, nonces)
 

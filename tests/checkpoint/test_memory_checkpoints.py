@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
 import os
 import re
+import secrets
 import shutil
 import socket
 import subprocess
@@ -351,21 +353,84 @@ def train_to_the_end(rank: Rank, config: Any) -> None:
     train(run, Reporter(config, run.device, None, [], run.mesh.recorder))
 
 
+def receiver(folder: Path) -> tuple[tuple[str, int], str]:
+    """Receive copies into `folder`, in threads. Returns the address and the secret."""
+    from megascale.checkpoint.memory import replication
+
+    secret = secrets.token_hex(32)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        replication.serve_replicas(os.dup(listener.fileno()), str(folder), secret)
+        return listener.getsockname(), secret
+
+
 def test_a_replica_needs_the_secret_of_the_job(tmp_path: Path) -> None:
     from megascale.checkpoint.memory import replication
 
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    replication.serve_replicas(os.dup(listener.fileno()), str(tmp_path / "there"), "secret")
+    address, secret = receiver(tmp_path / "there")
     (tmp_path / "rank-00000.a").write_bytes(b"numbers")
     (tmp_path / "rank-00000.a.json").write_text('{"run": "x"}')
-    with pytest.raises(OSError, match="it hung up"):
-        replication.send_replica(str(tmp_path / "rank-00000.a"), ("127.0.0.1", port), "another")
-    replication.send_replica(str(tmp_path / "rank-00000.a"), ("127.0.0.1", port), "secret")
+    with pytest.raises(OSError, match=r"it hung up: it has another secret than this process: 'a copy to 127"):
+        replication.send_replica(str(tmp_path / "rank-00000.a"), address, secrets.token_hex(32))
+    assert not (tmp_path / "there").exists()
+    replication.send_replica(str(tmp_path / "rank-00000.a"), address, secret)
     assert (tmp_path / "there/rank-00000.a").read_bytes() == b"numbers"
     assert json.loads((tmp_path / "there/rank-00000.a.json").read_text()) == {"run": "x"}
+    for path, mode in ((".", 0o700), ("rank-00000.a", 0o600)):
+        assert (tmp_path / "there" / path).stat().st_mode & 0o777 == mode
     (tmp_path / "else").write_bytes(b"numbers")
     (tmp_path / "else.json").write_text("{}")
     with pytest.raises(OSError, match="is no copy"):
-        replication.send_replica(str(tmp_path / "else"), ("127.0.0.1", port), "secret")
+        replication.send_replica(str(tmp_path / "else"), address, secret)
     assert not (tmp_path / "there/else").exists()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_hundred_strangers_cost_a_receiver_no_memory(tmp_path: Path) -> None:
+    """Each sends 4 MiB: a line without an end, or the head of a message of 4 GiB."""
+    address, secret = receiver(tmp_path / "there")
+    before, crowd = resident_bytes(), []
+    for number in range(100):
+        connection = socket.create_connection(address)
+        connection.settimeout(0.2)
+        crowd.append(connection)
+        with contextlib.suppress(OSError):  # it has been closed
+            connection.sendall((b"{" if number % 2 else b"\xff") * (4 << 20))
+    assert resident_bytes() - before < 16 << 20
+    (tmp_path / "rank-00000.a").write_bytes(b"numbers")
+    (tmp_path / "rank-00000.a.json").write_text("{}")
+    from megascale.checkpoint.memory import replication
+
+    replication.send_replica(str(tmp_path / "rank-00000.a"), address, secret)
+    for connection in crowd:
+        connection.close()
+
+
+def listens(rank: Rank, config: Any, apart: bool) -> list[int]:
+    """The descriptors at which this rank's writer receives copies."""
+    run = build_run(rank, at(config, rank, apart))
+    assert run.checkpoints._memory is not None
+    return run.checkpoints._memory.listeners
+
+
+def test_nothing_listens_for_copies_on_a_single_host(tmp_path: Path, memory: Path) -> None:
+    config = config_with(tmp_path, checkpoint__memory_dir=str(memory), parallel__dp=2)
+    assert run_world(2, listens, config, False) == [[], []]
+    assert all(len(found) == 1 for found in run_world(2, listens, config, True))
+    folders = [folder for folder in memory.rglob("*") if folder.is_dir()]
+    assert all(folder.stat().st_mode & 0o777 == 0o700 for folder in folders if folder.name.startswith("megascale"))
+
+
+def test_a_folder_that_a_stranger_made_is_refused(tmp_path: Path) -> None:
+    from megascale.checkpoint.memory.memory_checkpoints import _make_private_folder
+
+    (tmp_path / "own").mkdir(mode=0o777)
+    assert _make_private_folder(tmp_path / "own").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "link").symlink_to(tmp_path / "own")
+    with pytest.raises(CheckpointError, match="is no folder"):
+        _make_private_folder(tmp_path / "link")
+    os.chown(tmp_path / "own", 65534, 65534)
+    with pytest.raises(CheckpointError, match="belongs to user 65534"):
+        _make_private_folder(tmp_path / "own")

@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 import uuid
 import zlib
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,8 @@ from megascale.comm.mesh import Mesh
 from megascale.core.errors import CheckpointError
 from megascale.core.files import write_text
 from megascale.core.limits import os_error_hint
+from megascale.core.network import LOOPBACK, address_toward, is_loopback, listen
+from megascale.core.rank import rendezvous_endpoint
 
 SLOTS = "ab"
 TOKEN = ".memory"
@@ -41,8 +44,6 @@ TOKEN = ".memory"
 Copies belong to a folder and a start: a folder made anew is another run, and a later start may have gone back to
 earlier steps.
 """
-
-LOOPBACK = "127."
 
 HostMemory = tuple[str, int, int]
 """Host name, and device and inode of the folder of copies: equal for ranks that share memory."""
@@ -68,20 +69,23 @@ class MemoryCheckpoints:
     `replica_rank`: the rank whose host keeps a replica of this rank's copies, or None. `unreplicated_ranks`: number of
     ranks without the replica asked for.
 
+    Ranks on several hosts receive copies at `listener`, from peers that know `secret`, the job's.
+
     Raises: CheckpointError if the folder of the copies cannot be made
     """
 
-    def __init__(self, parent: Path, run: Path, replicate: bool, mesh: Mesh) -> None:
+    def __init__(self, parent: Path, run: Path, replicate: bool, mesh: Mesh, secret: bytes) -> None:
         self._mesh = mesh
         self._control = mesh.world.control
         self._token = run.resolve() / TOKEN
         ids = _read_token(self._token) if mesh.rank == 0 else ("", "")
-        (self._id, start), self._secret = self._control.broadcast((ids, uuid.uuid4().hex), "ids of the run")
+        self._id, start = self._control.broadcast(ids, "ids of the run")
+        self._secret = secret.hex()
         self._run = f"{self._id} {start}"
         self.folder = _folder(parent, self._id, self._token)
         _make_private_folder(self.folder.parent)
         _make_private_folder(self.folder)
-        self._listener = socket.create_server(("", 0))
+        self._listener: socket.socket | None = None
         self._addresses = self._gather_addresses()
         self.replica_rank = self._find_replica_rank() if replicate else None
         unreplicated = replicate and self.replica_rank is None
@@ -90,14 +94,16 @@ class MemoryCheckpoints:
         self._newest_complete_slot: int | None = None
 
     @property
-    def listener(self) -> int:
-        """Descriptor of the socket that receives copies."""
-        return self._listener.fileno()
+    def listeners(self) -> list[int]:
+        """Descriptor of the socket that receives copies; none on a job's only host."""
+        return [] if self._listener is None else [self._listener.fileno()]
 
     @property
-    def receiver_args(self) -> dict[str, Any]:
-        """Arguments of `serve_replicas` for the writer."""
-        return {"listener": self.listener, "folder": str(self.folder), "secret": self._secret}
+    def receiver_args(self) -> dict[str, Any] | None:
+        """Arguments of `serve_replicas` for the writer; None on a job's only host."""
+        if self._listener is None:
+            return None
+        return {"listener": self._listener.fileno(), "folder": str(self.folder), "secret": self._secret}
 
     def sender_args(self, path: str | Path, rank: int) -> dict[str, Any]:
         """Return the arguments of `send_replica` to the host of `rank`."""
@@ -195,15 +201,22 @@ class MemoryCheckpoints:
         _remove_folder(self.folder)
 
     def _gather_addresses(self) -> Sequence[tuple[str, int, HostMemory]]:
-        """Return the address and port that receive copies, and the host memory, by rank."""
-        here = _address_toward(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+        """Return the address and port that receive copies, and the host memory, by rank. Start to listen, if there are
+        several hosts, at the address that the others reach.
+        """
+        facts = self.folder.stat()
+        memory = socket.gethostname(), facts.st_dev, facts.st_ino
+        memories = [tuple(each) for each in self._control.all_gather(memory, "hosts")]
+        if len(set(memories)) == 1:
+            return [(LOOPBACK, 0, memory)] * len(memories)
+        endpoint = rendezvous_endpoint()
+        here = address_toward(endpoint[0] if endpoint else LOOPBACK)
         hosts = self._control.all_gather(here, "addresses")
-        if here.startswith(LOOPBACK):  # rank 0's host sees itself under another address than the rest
-            here = _address_toward(next((host for host in hosts if not host.startswith(LOOPBACK)), here))
-        stat = self.folder.stat()
-        memory = socket.gethostname(), stat.st_dev, stat.st_ino
-        addresses = self._control.all_gather((here, self._listener.getsockname()[1], memory), "addresses")
-        return [(address, port, tuple(memory)) for address, port, memory in addresses]
+        if is_loopback(here):  # rank 0's host sees itself under another address than the rest
+            here = address_toward(next((host for host in hosts if not is_loopback(host)), here))
+        self._listener = listen(here)
+        addresses = self._control.all_gather((here, self._listener.getsockname()[1]), "ports")
+        return [(address, port, memory) for (address, port), memory in zip(addresses, memories, strict=True)]
 
     def _find_replica_rank(self) -> int | None:
         """Return the next data-parallel rank on another host; None without one."""
@@ -285,7 +298,7 @@ def _remove_folder(folder: Path) -> None:
 def _folder(parent: Path, run_id: str, token: Path) -> Path:
     """Return the folder of a run's copies on this host."""
     key = hashlib.sha256(f"{run_id} {token}".encode()).hexdigest()[:16]
-    return parent / f"megascale-{os.getuid()}" / key
+    return parent / f"megascale-{os.geteuid()}" / key
 
 
 def _make_private_folder(folder: Path) -> Path:
@@ -296,20 +309,16 @@ def _make_private_folder(folder: Path) -> Path:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
-        owner = folder.stat().st_uid
+        facts = folder.lstat()  # not what a stranger's link names
+        if facts.st_uid == os.geteuid() and stat.S_ISDIR(facts.st_mode):
+            folder.chmod(0o700)
     except OSError as error:
         hint = os_error_hint(error, "checkpoint.memory_dir")
         raise CheckpointError(f"cannot make {folder}: {error.strerror}", hint=hint) from None
-    if owner != os.getuid():
-        raise CheckpointError(f"{folder} belongs to user {owner}", hint="another checkpoint.memory_dir")
+    if facts.st_uid != os.geteuid() or not stat.S_ISDIR(facts.st_mode):
+        what = f"{folder} belongs to user {facts.st_uid}" if facts.st_uid != os.geteuid() else f"{folder} is no folder"
+        raise CheckpointError(what, hint="another checkpoint.memory_dir")
     return folder
-
-
-def _address_toward(host: str) -> str:
-    """Return this host's address in the network toward `host`."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 1))  # UDP: sends nothing
-        return str(probe.getsockname()[0])
 
 
 def _steps_on_all_ranks(copies: Sequence[Mapping[int, Mapping[int, int]]]) -> set[int]:

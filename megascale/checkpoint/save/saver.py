@@ -93,8 +93,10 @@ class CheckpointSaver:
             self._writer = WriterProcess([self._slots[0].descriptor])
         else:
             self._slots = _allocate_slots(flat_tensors, memory, mesh, device)
-            # The writer also receives replicas of other ranks' copies: on the socket `listener`, by `receiver_args`.
-            self._writer = WriterProcess([memory.listener, *(s.descriptor for s in self._slots)], memory.receiver_args)
+            # The writer also receives replicas of other ranks' copies: on the socket of `receiver_args`.
+            self._writer = WriterProcess(
+                [*memory.listeners, *(slot.descriptor for slot in self._slots)], memory.receiver_args
+            )
         self._mkdir_thread = ThreadPoolExecutor(1, "checkpoint-mkdir")
         self._layout_hash = _hash_layout(self._state, self._slots[0])
         self._plan: WritePlan | None = None
