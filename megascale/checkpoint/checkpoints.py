@@ -16,7 +16,8 @@ from megascale.checkpoint.format.state import Progress, Region, fp8_history_tens
 from megascale.checkpoint.load.resumer import Resumer, ResumeResult, write_saved_marker
 from megascale.checkpoint.load.state_loader import StateLoader
 from megascale.checkpoint.memory.memory_checkpoints import MemoryCheckpoints, invalidate_copies
-from megascale.checkpoint.save.saver import CheckpointSaver, SaveResult
+from megascale.checkpoint.save.attempt import SaveResult
+from megascale.checkpoint.save.saver import CheckpointSaver
 from megascale.checkpoint.storage import Location
 from megascale.comm.mesh import Mesh
 from megascale.config.run import RunConfig

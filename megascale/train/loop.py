@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from megascale.checkpoint.save.saver import SaveResult
+from megascale.checkpoint.save.attempt import SaveResult
 from megascale.core.errors import CheckpointError, DivergenceError, Exit, NoLossTokensError, ReplicasDifferError
 from megascale.train.build import Run
 from megascale.train.evaluate import evaluate

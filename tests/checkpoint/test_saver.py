@@ -224,9 +224,9 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
 
 def save_with_stopped_writer(rank: Rank, config: Any, errors: Path) -> str:
     """Save while rank 1's writer is stopped. Returns this rank's stderr."""
-    from megascale.checkpoint.save import saver
+    from megascale.checkpoint.save import attempt
 
-    saver.SLOW_WRITER_WARNING_S = 0.2
+    attempt.SLOW_WRITER_WARNING_S = 0.2
     run = build_run(rank, config)
     if rank.rank == 1:
         stop_for(run.checkpoints.saver.writer_pid, 0.7)
@@ -345,7 +345,8 @@ def test_a_failed_deletion_is_a_warning(tmp_path: Path) -> None:
     )
     place = tmp_path / "test/checkpoints/step-00000001"
     what = f"WARNING: {place} cannot be removed: Permission denied"
-    assert messages == [f"{what}  -> check permissions", f"{what}, nor can 1 more  -> check permissions"]
+    hint = "check the permissions of the file and of its folder"
+    assert messages == [f"{what}  -> {hint}", f"{what}, nor can 1 more  -> {hint}"]
     assert len(complete_checkpoints(Location(str(place.parent)))) == 3
 
 

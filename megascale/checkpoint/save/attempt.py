@@ -1,0 +1,126 @@
+"""A save in progress on this rank (`SaveAttempt`) and its outcome (`SaveResult`).
+
+The manifest is written after every rank's files; a save without a manifest is none. If a rank fails, all files go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megascale.checkpoint.collective_errors import on_first_rank
+from megascale.checkpoint.format import manifest
+from megascale.checkpoint.save.write_plan import WritePlan
+from megascale.checkpoint.save.writer_process import WriterProcess
+from megascale.checkpoint.storage import Location
+from megascale.comm.mesh import Mesh
+from megascale.core.errors import CheckpointError
+
+SLOW_WRITER_WARNING_S = 60.0
+"""Period of the warning of a rank that waits for its writer, in seconds."""
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """The outcome of a save; `error` if it failed, and then the removal of its files was attempted.
+
+    `path`: None for an in-memory copy. In seconds: `waited_s`, for which training waited for the end of the previous
+    save; `stalled_s`, for which it paused for the copy; `write_s`, from the copy to the end of the save.
+    """
+
+    path: Location | None
+    step: int
+    waited_s: float
+    stalled_s: float
+    write_s: float
+    error: CheckpointError | None
+
+
+@dataclass
+class SaveAttempt:
+    """A save in progress on this rank. Once the writer is done, `reply` or `error` is set.
+
+    `path`, `plan`: of a save to storage; None for an in-memory copy. `waited_s`, `stalled_s`: as in `SaveResult`.
+    """
+
+    mesh: Mesh
+    facts: manifest.Facts
+    slot: int
+    path: Location | None
+    plan: WritePlan | None
+    waited_s: float
+    stalled_s: float = 0.0
+    started_at: float = field(default_factory=time.monotonic)
+    reply: Mapping[str, Any] | None = None
+    error: CheckpointError | None = None
+
+    def poll(self, writer: WriterProcess, *, wait: bool) -> tuple[float, float]:
+        """Return this rank's (written, failed): 1.0 or 0.0, for a sum over ranks. `wait`: wait for the writer."""
+        if self.reply is None and self.error is None:
+            try:
+                while (reply := writer.result(SLOW_WRITER_WARNING_S if wait else 0.0)) is None and wait:
+                    self._warn_slow_writer(writer.pid)
+                self.reply = reply
+            except CheckpointError as error:
+                self.error = error
+        return float(self.reply is not None), float(self.error is not None)
+
+    def finish(self, *, failed: bool) -> SaveResult:
+        """Write the manifest, or if a rank has `failed` remove the files. Collective, once every rank is done."""
+        error = self._abort() if failed else self._commit()
+        write_s = time.monotonic() - self.started_at
+        return SaveResult(self.path, self.facts.progress.step, self.waited_s, self.stalled_s, write_s, error)
+
+    def _warn_slow_writer(self, pid: int) -> None:
+        """Warn on stderr, in place of a timeout. Storage without an answer, such as a lost mount, blocks the writer in
+        the kernel forever.
+        """
+        print(
+            f"WARNING: rank {self.mesh.rank} waits for its writer, process {pid}, which has been writing "
+            f"{self.path or 'a copy'} for {time.monotonic() - self.started_at:.0f} s: does the storage answer?",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+
+    def _commit(self) -> CheckpointError | None:
+        """Gather the box locations and write the manifest on the first rank. Returns its error on every rank."""
+        if self.path is None:
+            return None
+        assert self.plan is not None and self.reply is not None
+        local_files = self.plan.box_locations(self.reply["boxes"]), self.reply["files"]
+        ranks = self.mesh.world.control.gather(local_files, "the written boxes")
+        try:
+            on_first_rank(self.mesh.world, lambda: self._write_manifest(ranks or []), "the manifest")
+        except CheckpointError as error:
+            return error
+        return None
+
+    def _write_manifest(self, ranks: Sequence[Any]) -> None:
+        """Write the manifest, or remove the files.
+
+        Raises: CheckpointError
+        """
+        assert self.path is not None and self.plan is not None
+        try:
+            manifest.write(self.path, self.plan.build_manifest(self.facts, ranks))
+        except CheckpointError:
+            _remove_files(self.path)
+            raise
+
+    def _abort(self) -> CheckpointError:
+        """Remove the files. Returns the error of the lowest rank that failed."""
+        local_error = self.error and (self.error.message, self.error.hint)
+        errors = self.mesh.world.control.all_gather(local_error, "errors of a save")
+        if self.mesh.rank == 0 and self.path is not None:
+            _remove_files(self.path)
+        rank, (what, hint) = next((rank, error) for rank, error in enumerate(errors) if error)
+        return CheckpointError(f"rank {rank}: {what}", hint=hint)
+
+
+def _remove_files(path: Location) -> None:
+    """Remove the files of an attempt. Files that cannot be removed are deleted at the next start of the run."""
+    with contextlib.suppress(OSError):
+        path.remove()
