@@ -70,6 +70,8 @@ def models(draw: Draw, parallel: dict[str, Any], fp8: bool, widths: list[int] | 
     large models.
     """
     position = draw(st.sampled_from(["learned", "rope"]))
+    norm = draw(st.sampled_from(["layernorm", "rmsnorm"]))
+    qk_norm = "none" if norm == "layernorm" else draw(st.sampled_from(["none", "head", "full"]))
     tp, chunks, large = parallel["tp"], parallel["pp"] * parallel["vpp"], widths is not None
     head = 128 if fp8 else draw(st.sampled_from([64, 96, 128] if large else [32, 64, 96]))
     kv_heads = tp * draw(st.sampled_from([1, 2]))
@@ -84,7 +86,7 @@ def models(draw: Draw, parallel: dict[str, Any], fp8: bool, widths: list[int] | 
         "ffn_size": tp * 128 * ffn, "vocab_size": draw(st.integers(200, 32_000 if large else 20_000)),
         "seq_length": draw(st.sampled_from([1024, 2048, 4096, 8192] if large else [128, 256, 384, 512, 1024])),
         "window": window, "block": draw(st.sampled_from(BLOCKS.names())),
-        "norm": draw(st.sampled_from(["layernorm", "rmsnorm"])),
+        "norm": norm, "qk_norm": qk_norm,
         "activation": draw(st.sampled_from(ACTIVATIONS.names())),
         "position": position, "rotary_fraction": draw(st.sampled_from([1.0, 0.5])) if position == "rope" else 1.0,
         "bias": draw(booleans), "qkv_bias": draw(booleans),

@@ -151,15 +151,26 @@ class _Parts:
         sizes, s = self.sizes, self.sizes.model.seq_length
         qkv, result = sizes.sharded(part.qkv_width), sizes.sharded(part.out_width)
         heads, weights = part.heads // sizes.tp, 0
-        tensors = qkv + sizes.tokens * heads * sizes.wide + (result if self.tensorwise or part.window else 0)
+        normed, forming = self.qk_norms(part)
+        tensors = qkv + normed + sizes.tokens * heads * sizes.wide + (result if self.tensorwise or part.window else 0)
         if sizes.model.dropout:
             weights = sizes.micro * heads * s * s * sizes.compute
-            tensors = qkv + 2 * result + 2 * weights + weights // sizes.compute + s * s
+            tensors = qkv + normed + 2 * result + 2 * weights + weights // sizes.compute + s * s
         elif part.window:
             tensors += count_scores(s, part.window) * sizes.compute
         saved, recomputed = (qkv, tensors) if self.recompute.attention else (tensors, 0)
         forward = tensors - saved + 2 * weights + 2 * qkv  # before and after the rotation
-        return UnitBytes(saved, forward, recomputed + qkv + (2 if recomputed else 1) * weights, qkv - result)
+        backward = recomputed + qkv + max((2 if recomputed else 1) * weights, forming)
+        return UnitBytes(saved, forward, backward, qkv - result)
+
+    def qk_norms(self, part: blocks.AttentionSpec) -> tuple[int, int]:
+        """Size what norms of q and k save, their inputs and statistics, and what their backward allocates."""
+        if not part.qk_norms:
+            return 0, 0
+        sizes, width = self.sizes, (part.heads + part.kv_heads) * part.head_dim
+        rows = (part.heads + part.kv_heads) // sizes.tp if part.qk_norm == "head" else 2
+        wide = sizes.sharded(width) // sizes.compute * sizes.wide
+        return sizes.sharded(width) + sizes.tokens * rows * sizes.wide, 3 * wide
 
     def rows(self, part: blocks.RowParallel, sources: Sequence[blocks.BlockPart], result: int) -> UnitBytes:
         """Account for row-parallel layers. The output's gradient is all-gathered from `result` bytes per rank."""

@@ -22,7 +22,7 @@ from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.recipes import RECIPES
 from megascale.config.run import RunConfig
 from megascale.layout import blocks
-from megascale.layout.blocks import ColumnParallel, RowParallel
+from megascale.layout.blocks import AttentionSpec, ColumnParallel, RowParallel
 from megascale.layout.buckets import BucketLayout, pack
 from megascale.layout.chunks import chunk_buckets, fp8_layers, shares_embedding, stages_of
 from megascale.layout.loss import loss_chunks
@@ -84,11 +84,14 @@ def block_traffic(
 ) -> Iterator[CommOp]:
     """List a block's collectives over tp: per micro-batch in order, then once per step for the amax of FP8 weights."""
     tp = _TensorParallel(config, fp8)
-    groups = [part for part in block if isinstance(part, ColumnParallel | RowParallel)]
-    forward = [sent for group in groups for sent in tp.layers(group)]
-    backward = [sent for group in reversed(groups) for sent in tp.layers(group, backward=True)]
-    recomputed = forward[:-1] if blocks.skippable_rows(block) else forward  # without the last reduction
-    for sent in (*forward, *(recomputed if recompute.full else ()), *backward):
+    forward = [sent for part in block for sent in tp.part(part)]
+    backward = [sent for part in reversed(block) for sent in tp.part(part, backward=True)]
+    recomputed = list[CommOp]()
+    if recompute.full:
+        recomputed = forward[:-1] if blocks.skippable_rows(block) else forward  # without the last reduction
+    elif recompute.attention:
+        recomputed = [sent for part in blocks.parts_of_type(block, AttentionSpec) for sent in tp.part(part)]
+    for sent in (*forward, *recomputed, *backward):
         yield sent._replace(times=config.num_microbatches)
     for layer in blocks.linears(block):
         yield from tp.amaxes(f"{layer.name}.weight", 1, config.model.hidden_size)
@@ -97,7 +100,8 @@ def block_traffic(
 class _TensorParallel:
     """Collectives over tp for a micro-batch of `batch` sequences of `rows` tokens. `cut`: sequence parallelism in
     `parts`; `pieces`: most chunks of a collective overlapped with a GEMM; `width`: bytes of an element; `grain`:
-    granularity of FP8 scales, empty in other dtypes; `current`: scales come from the tensor itself.
+    granularity of FP8 scales, empty in other dtypes; `current`: scales come from the tensor itself; `wide`: bytes of
+    an element in the accumulation dtype.
     """
 
     def __init__(self, config: RunConfig, fp8: bool = False) -> None:
@@ -106,6 +110,15 @@ class _TensorParallel:
         self.pieces, self.width = MAX_PIECES if config.overlap.tp else 1, _bytes(config)[0]
         self.rows, self.batch = config.model.seq_length, config.batch.micro
         self.grain, self.current = facts["granularity"] if fp8 else "", facts["scaling"] == "current"
+        self.wide = _bytes(config)[1]
+
+    def part(self, part: blocks.BlockPart, backward: bool = False) -> Iterator[CommOp]:
+        """List the collectives of a part: of linear layers, and of sums of squares for norms over all heads."""
+        if isinstance(part, ColumnParallel | RowParallel):
+            yield from self.layers(part, backward)
+        elif isinstance(part, AttentionSpec) and part.qk_norm == "full":
+            sums = len(part.qk_norms) * self.rows * self.batch
+            yield CommOp("tp", "all_reduce", sums * self.wide, "qk norm gradient" if backward else "qk norm")
 
     def layers(self, group: ColumnParallel | RowParallel, backward: bool = False) -> Iterator[CommOp]:
         """List the collectives of linear layers with a common input or output, as in the table above."""
@@ -198,8 +211,9 @@ def _gradients(config: RunConfig, coord: Coord) -> Iterator[CommOp]:
             yield CommOp("dp", operation, wide * bucket.numel, "gradients", times=times)
         if ranks > 1 and p.zero:
             yield CommOp("dp", "all_gather", compute * bucket.numel, "weights")
-        norms = min(bucket.replicated[1], high) - max(bucket.replicated[0], low)
-        if p.sp and p.tp > 1 and norms > 0:
+        start, stop = bucket.summed_over_tp(p.sp)
+        norms = min(stop, high) - max(start, low)
+        if p.tp > 1 and norms > 0:
             yield CommOp("tp", "all_reduce", wide * norms, "norms")
         if shares_embedding(config) and [slot.parameter.name for slot in bucket.slots] == [TOKEN_EMBEDDING]:
             yield CommOp("tied", "all_reduce", wide * (high - low), "embedding")

@@ -69,6 +69,11 @@ class ModelConfig(Section):
     softmax_scale: Annotated[Positive | None, AUTO_AS_NONE] = Field(
         None, description="factor of attention scores; default 1 / sqrt(head_dim)"
     )
+    qk_norm: Literal["none", "head", "full"] = Field(
+        "none",
+        description="norm of q and k, of the kind `norm`, before rope. head: over each head, with one gain for "
+        "all heads; full: over all heads together",
+    )
     bias: bool = Field(True, description="biases in linear layers")
     explicit_qkv_bias: Annotated[bool | None, AUTO_AS_NONE] = Field(
         None, alias="qkv_bias", description="biases in the q, k and v projections; default bias"

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megascale.catalog.backends import AUTO, BACKENDS, Requirement, unmet_requirement
+from megascale.catalog.layers import NORMS
 from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.recipes import RECIPES
 from megascale.catalog.schedules import SCHEDULES
@@ -78,6 +79,16 @@ def rope(c: Any) -> Iterator[Finding]:
         yield Finding("model.rope_theta", f"yarn divides by its logarithm, and {m.rope_theta} is not above 1", "10000")
     if m.local_rope_theta is not None and not any(map(m.is_local, range(m.num_layers))):
         yield Finding("model.local_rope_theta", "is for layers with a window, and there is none", "remove the key")
+
+
+def qk_norm(c: Any) -> Iterator[Finding]:
+    """Check that queries and keys have an RMS norm: gains alone are stored."""
+    m = c.model
+    if m.qk_norm != "none" and NORMS[m.norm].facts["bias"]:
+        names = [card.name for card in NORMS.cards.values() if not card.facts["bias"]]
+        yield Finding(
+            "model.qk_norm", f"{m.norm} has a bias, and q and k need an RMS norm", f"norm = {' or '.join(names)}"
+        )
 
 
 def attention_window(c: Any) -> Iterator[Finding]:
@@ -268,6 +279,7 @@ def nccl_ctas(c: Any) -> Iterator[Finding]:
 RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("model",), attention_heads),
     (("model",), rope),
+    (("model",), qk_norm),
     (("model",), attention_window),
     (("model", "parallel"), tensor_parallel),
     (("model", "parallel"), pipeline),

@@ -92,12 +92,23 @@ class RowParallel(LinearGroup):
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """The attention core, softmax(q k^T) v. `window`: keys visible to a query; None for all earlier positions."""
+    """The attention core, softmax(q k^T) v. `window`: keys visible to a query; None for all earlier positions.
+    `qk_norm`: the norms of q and k before it, over each "head", or over all heads ("full"), or "none".
+    """
 
     heads: int
     kv_heads: int
     head_dim: int
     window: int | None
+    qk_norm: str = "none"
+
+    @property
+    def qk_norms(self) -> tuple[tuple[str, int], ...]:
+        """Names of the norms of q and k inside the block, and elements of their gains."""
+        if self.qk_norm == "none":
+            return ()
+        q, k = (self.heads, self.kv_heads) if self.qk_norm == "full" else (1, 1)
+        return ("attention.q_norm", q * self.head_dim), ("attention.k_norm", k * self.head_dim)
 
     @property
     def out_width(self) -> int:
@@ -229,7 +240,8 @@ def qkv(model: ModelConfig) -> LinearSpec:
 
 def attention(model: ModelConfig, layer: int) -> AttentionSpec:
     """The attention core of layer number `layer`."""
-    return AttentionSpec(model.num_heads, model.num_kv_heads, model.head_dim, model.windows[layer])
+    heads, kv_heads = model.num_heads, model.num_kv_heads
+    return AttentionSpec(heads, kv_heads, model.head_dim, model.windows[layer], model.qk_norm)
 
 
 def out(model: ModelConfig) -> LinearSpec:

@@ -3,9 +3,9 @@
 A bucket is the unit of gradient reduction, data-parallel sharding and parameter all-gather. Its shards are equal
 contiguous ranges: a reduce-scatter or an all-gather is a single collective without copies (MegaScale 3.2, where a
 bucket is a model chunk). Parameters are sorted such that those with equal optimizer flags, and those that tp
-replicates, are contiguous ranges as well:
+replicates, are contiguous ranges as well; replicas with partial gradients (`ParamSpec.tp_partial`) come first:
 
-    | sharded by tp: matrices, vectors | replicated over tp: matrices, vectors | padding |
+    | sharded by tp: matrices, vectors | replicated over tp: partial, matrices, vectors | padding |
     |     shard 0      |      shard 1      |      shard 2      |      shard 3           |
 """
 
@@ -36,7 +36,7 @@ class BucketLayout:
     """The slots of a bucket in order, and its size `numel`, a multiple of `num_shards`. All sizes are in elements.
 
     `axes`: the axes of parallelism over which the bucket is reduced and sharded; `num_shards`: ranks of such a group.
-    `replicated`: the range of the parameters that tp replicates.
+    `replicated`: the range of the parameters that tp replicates; `tp_partial`: those whose gradient is always partial.
     """
 
     slots: tuple[Slot, ...]
@@ -44,6 +44,13 @@ class BucketLayout:
     axes: tuple[str, ...]
     num_shards: int
     replicated: tuple[int, int]
+    tp_partial: tuple[int, int]
+
+    def summed_over_tp(self, sequence: bool) -> tuple[int, int]:
+        """The range of parameters whose replicas hold partial gradients; with `sequence` parallelism all replicas hold
+        those of their tokens.
+        """
+        return self.replicated if sequence else self.tp_partial
 
     @property
     def padding(self) -> list[tuple[int, int]]:
@@ -85,13 +92,20 @@ def pack(parameters: Sequence[ParamSpec], topology: Topology) -> BucketLayout:
     assert all(p.reduce_axes == axes for p in parameters), "the gradients of a bucket have a common reduction group"
     shards = topology.size(*axes)
     slots: list[Slot] = []
-    at = replicated_start = 0
-    for parameter in sorted(parameters, key=lambda p: ("tp" not in p.sharding, *_optimizer_flags(p))):  # stable
+    at = replicated_start = partial_stop = 0
+
+    def order(parameter: ParamSpec) -> tuple[bool, ...]:
+        return "tp" not in parameter.sharding, not parameter.tp_partial, *_optimizer_flags(parameter)
+
+    for parameter in sorted(parameters, key=order):  # stable
         slots.append(Slot(parameter, at, at + parameter.local_numel(topology)))
         at = _align(slots[-1].stop, ALIGNMENT)
         if "tp" in parameter.sharding:
             replicated_start = at
-    return BucketLayout(tuple(slots), _align(at, ALIGNMENT * shards), axes, shards, (replicated_start, at))
+        if parameter.tp_partial or "tp" in parameter.sharding:
+            partial_stop = at
+    numel, replicated = _align(at, ALIGNMENT * shards), (replicated_start, at)
+    return BucketLayout(tuple(slots), numel, axes, shards, replicated, (replicated_start, partial_stop))
 
 
 def _optimizer_flags(parameter: ParamSpec) -> tuple[bool, bool]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megascale.config.model import ModelConfig
-from megascale.layout.blocks import ColumnParallel, LinearGroup, LinearSpec, NormSpec, block_spec
+from megascale.layout.blocks import AttentionSpec, ColumnParallel, LinearGroup, LinearSpec, NormSpec, block_spec
 from megascale.layout.topology import DATA_AXES, Coord, Topology
 
 Init = Literal["normal", "zeros", "ones"]
@@ -65,7 +65,8 @@ class ParamSpec:
     """A parameter of a module: `parts` with equal sharding, concatenated along dimension 0. `name`: its module path.
 
     `is_matrix`: optimizers may treat the parameter as a matrix; LAMB, for example, applies its trust ratio to matrices.
-    `weight_decay`: weight decay applies. `fp8`: the weight's GEMMs may run in FP8.
+    `weight_decay`: weight decay applies. `fp8`: the weight's GEMMs may run in FP8. `tp_partial`: a replica's gradient
+    is of this tp rank's heads only, also without sequence parallelism, and is summed over tp.
     """
 
     name: str
@@ -73,6 +74,7 @@ class ParamSpec:
     is_matrix: bool
     weight_decay: bool
     fp8: bool
+    tp_partial: bool = False
 
     def __post_init__(self) -> None:
         equal = all(part.sharding == self.sharding for part in self.parts)
@@ -103,9 +105,9 @@ def matrix_param(name: str, *parts: TensorSpec, fp8: bool = False) -> ParamSpec:
     return ParamSpec(name, parts, is_matrix=True, weight_decay=True, fp8=fp8)
 
 
-def vector_param(name: str, *parts: TensorSpec) -> ParamSpec:
-    """A vector (the gain of a norm, or a bias), without weight decay."""
-    return ParamSpec(name, parts, is_matrix=False, weight_decay=False, fp8=False)
+def vector_param(name: str, *parts: TensorSpec, tp_partial: bool = False) -> ParamSpec:
+    """A vector (the gain of a norm, or a bias), without weight decay. `tp_partial`: as in `ParamSpec`."""
+    return ParamSpec(name, parts, is_matrix=False, weight_decay=False, fp8=False, tp_partial=tp_partial)
 
 
 def _norm(name: str, model: ModelConfig) -> list[ParamSpec]:
@@ -114,6 +116,17 @@ def _norm(name: str, model: ModelConfig) -> list[ParamSpec]:
     if model.norm == "layernorm":
         params.append(vector_param(f"{name}.bias", TensorSpec(f"{name}.bias", shape, init="zeros")))
     return params
+
+
+def _qk_norms(name: str, part: AttentionSpec) -> list[ParamSpec]:
+    """The gains of the norms of q and k: one for all heads, or sharded over tp with the heads."""
+    full = part.qk_norm == "full"
+    gains = [(f"{name}.{norm}.weight", width) for norm, width in part.qk_norms]
+    sharding = {"tp": 0} if full else {}
+    return [
+        vector_param(gain, TensorSpec(gain, (width,), sharding, init="ones"), tp_partial=not full)
+        for gain, width in gains
+    ]
 
 
 def _linear(name: str, model: ModelConfig, linear: LinearSpec, dimension: int) -> list[ParamSpec]:
@@ -140,6 +153,8 @@ def layer_params(model: ModelConfig, index: int) -> list[ParamSpec]:
     for part in block_spec(model, index):
         if isinstance(part, NormSpec):
             params += _norm(f"{name}.{part.name}", model)
+        elif isinstance(part, AttentionSpec):
+            params += _qk_norms(name, part)
         elif isinstance(part, LinearGroup):
             for linear in part.layers:
                 params += _linear(f"{name}.{linear.name}", model, linear, 0 if isinstance(part, ColumnParallel) else 1)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from megascale.core.label import Label
-from megascale.model.modules import LayerContext, Linear
+from megascale.model.modules import LayerContext, Linear, Norm
 from megascale.ops.rope import layer_rope, rope_table
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.recompute import Recomputation, recompute_in_backward
+from megascale.parallel.sharded_norm import sharded_rms_norms
 from megascale.parallel.tensor import column_parallel_linear, row_parallel_linear
 
 
@@ -26,12 +29,16 @@ class Attention(nn.Module):
         self._attend = context.operators.attend
         self._rotate = context.operators.rotate
         self._window = model.windows[index]
+        normed = model.qk_norm != "none"
+        self.q_norm = Norm(context, f"{name}.q_norm") if normed else None
+        self.k_norm = Norm(context, f"{name}.k_norm") if normed else None
         self._rope_and_attend = context.operators.compile_fn(self.rope_and_attend)
         self._recompute = context.recompute.attention
         self._place = name
         self._index = index
         self._heads = model.num_heads // tp.size
         self._kv_heads = model.num_kv_heads // tp.size
+        self._counts = [self._heads, self._kv_heads, self._kv_heads]
 
     def forward(self, x_sbh: Tensor, batch: MicroBatch, recompute_input: Recomputation | None = None) -> Tensor:
         """Map x [s, b, h] to [s, b, h], s / tp with sequence parallelism. `recompute_input` recomputes x for wgrad."""
@@ -49,21 +56,42 @@ class Attention(nn.Module):
         return recompute_in_backward(lambda qkv: self._core_attention(qkv, batch), qkv)
 
     def _core_attention(self, qkv: Tensor, batch: MicroBatch) -> Tensor:
-        model, s = self._model, qkv.shape[0]
+        model, (s, b, _) = self._model, qkv.shape
         angles = None
         if model.position == "rope":
             wide = torch.promote_types(qkv.dtype, torch.float32)
             angles = rope_table(s, layer_rope(model, self._index), wide, qkv.device)
         first = self._tp.index * self._heads
         keep = batch.dropout.attention_keep_mask(self._place, range(first, first + self._heads), s)
-        return self._rope_and_attend(qkv, angles, keep)
+        heads = qkv.view(s, b, -1, model.head_dim)
+        if self.q_norm is None or self.k_norm is None:
+            return self._rope_and_attend([heads], angles, keep)
+        q, k, v = heads.split(self._counts, dim=2)
+        return self._rope_and_attend([*self._normalize(q, self.q_norm, k, self.k_norm), v], angles, keep)
 
-    def rope_and_attend(self, qkv: Tensor, angles: tuple[Tensor, Tensor] | None, keep: Tensor | None) -> Tensor:
-        """Rotate q and k by `angles`, and attend with the dropout mask `keep`: the compiled part of core attention."""
-        s, b, _ = qkv.shape
-        heads = qkv.view(s, b, -1, self._model.head_dim)
+    def _normalize(self, q: Tensor, q_norm: Norm, k: Tensor, k_norm: Norm) -> tuple[Tensor, Tensor]:
+        """Normalize q and k [s, b, heads, head_dim]: every head, or all heads of all tp ranks together."""
+        if self._model.qk_norm == "head":
+            return q_norm(q), k_norm(k)
+        flat = q.flatten(2), k.flatten(2)
+        if self._tp.size == 1:
+            return q_norm(flat[0]).view_as(q), k_norm(flat[1]).view_as(k)
+        gains, label = [q_norm.weight, k_norm.weight], Label.for_layer(self._index, "qk norm")
+        normed = sharded_rms_norms(flat, gains, self._model.norm_eps, self._tp, label)
+        return normed[0].view_as(q), normed[1].view_as(k)
+
+    def rope_and_attend(
+        self, parts: Sequence[Tensor], angles: tuple[Tensor, Tensor] | None, keep: Tensor | None
+    ) -> Tensor:
+        """Rotate q and k by `angles`, and attend with the dropout mask `keep`: the compiled part of core attention.
+
+        `parts` [s, b, heads, head_dim]: q, k and v in one tensor, or in three.
+        """
         if angles is not None:
-            heads = self._rotate(heads, self._heads + self._kv_heads, *angles)
-        q, k, v = heads.permute(1, 2, 0, 3).split([self._heads, self._kv_heads, self._kv_heads], dim=1)
+            turned = [self._heads + self._kv_heads] if len(parts) == 1 else self._counts[:2]
+            rotated = [self._rotate(part, count, *angles) for part, count in zip(parts, turned, strict=False)]
+            parts = [*rotated, *parts[len(turned) :]]
+        q, k, v = parts[0].split(self._counts, dim=2) if len(parts) == 1 else parts
+        q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
         out_bhsd = self._attend(q, k, v, self._window, keep, self._model.dropout)
-        return out_bhsd.permute(2, 0, 1, 3).reshape(s, b, -1)
+        return out_bhsd.permute(2, 0, 1, 3).flatten(2)

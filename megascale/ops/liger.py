@@ -24,7 +24,7 @@ class LigerNorm:
 
         def rms_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
             # "gemma": apply the gain before rounding. Not in place, which would overwrite autograd's gradient
-            return LigerRMSNormFunction.apply(x, weight, eps, 0.0, "gemma", False)
+            return LigerRMSNormFunction.apply(x.contiguous(), weight, eps, 0.0, "gemma", False)
 
         def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
             return LigerLayerNormFunction.apply(x, weight, bias, eps)

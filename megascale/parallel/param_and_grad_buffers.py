@@ -154,10 +154,12 @@ class Bucket:
         """All-reduce gradients that are still partial after the reduction over data parallelism.
 
         With sequence parallelism, parameters replicated over tp (norms, row-parallel biases) have gradients of this
-        rank's tokens only: summed over tp. A tied embedding is summed over the first and last pipeline stages.
+        rank's tokens only, and norms of heads those of this rank's heads: summed over tp. A tied embedding is summed
+        over the first and last pipeline stages.
         """
-        if sequence and self._tp.size > 1:
-            low, high = (min(max(edge, self.shard[0]), self.shard[1]) for edge in self.layout.replicated)
+        if self._tp.size > 1:
+            edges = self.layout.summed_over_tp(sequence)
+            low, high = (min(max(edge, self.shard[0]), self.shard[1]) for edge in edges)
             if low < high:
                 all_reduce(self._tp, self.grad[low - self.shard[0] : high - self.shard[0]], label=f"{self.label} norms")
         all_reduce(self._tied_group, self.grad, label=self.label)  # nothing on a single rank: not a tied embedding

@@ -161,13 +161,24 @@ class LayerTimes:
                 heads = self.config.batch.micro * part.heads // tp
                 seconds = self.kernels.attention(heads, m.seq_length, part.window, part.head_dim)
                 moved = self._passes(2 * self.tokens * part.qkv_width // tp)  # q, k, v transposed to [b, heads, s, d]
-                return moved + PassTimes(*(Seconds(attention=pass_s) for pass_s in seconds))
+                return moved + self._qk_norm(part) + PassTimes(*(Seconds(attention=pass_s) for pass_s in seconds))
             case blocks.ActivationSpec():
                 return self._passes(self.tokens * (part.inputs + part.outputs) // tp)
             case blocks.NormSpec():
                 return self._passes(2 * self.stream)
             case blocks.ResidualAdd():
                 return self._passes((7 if m.dropout else 3) * self.stream)
+
+    def _qk_norm(self, part: blocks.AttentionSpec) -> PassTimes:
+        """Time the norms of q and k, a read and a write each; over all heads with sums over tp."""
+        tp, passes = self.config.parallel.tp, PassTimes()
+        if part.qk_norms:
+            passes = self._passes(2 * self.tokens * (part.heads + part.kv_heads) * part.head_dim // tp)
+        if part.qk_norm != "full":
+            return passes
+        wide = PRECISIONS[self.config.train.precision].facts["accumulate_bytes"]
+        sums = self.exchange.route.collective("all_reduce", 2 * self.tokens * wide, tp)
+        return passes + PassTimes(Seconds(tp=sums), Seconds(tp=sums))
 
     def embedding(self) -> PassTimes:
         """Time the token embedding."""

@@ -88,6 +88,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ),
     ("rope", {"model__rotary_fraction": 0.5}, {"model.rotary_fraction": "has no effect with position = learned"}),
     ("attention_heads", {"model__num_kv_heads": 3}, {"model.num_kv_heads": "4 heads cannot share 3"}),
+    ("qk_norm", {"model__qk_norm": "head"}, {"model.qk_norm": "layernorm has a bias, and q and k need an RMS norm"}),
     ("attention_window", {"model__window": [4, 0, 4, 0, 4]}, {"model.window": "5 numbers for 4 layers"}),
     ("tensor_parallel", {"parallel__tp": 8}, {"parallel.tp": "4 heads cannot be split over tp = 8"}),
     ("tensor_parallel", {"parallel__tp": 4, "model__num_kv_heads": 2}, {"parallel.tp": "2 key-value heads cannot"}),

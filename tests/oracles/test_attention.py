@@ -65,6 +65,8 @@ CASES = {
     ),
     "head_dim": Case("Mistral", {"head_dim": 12, "sliding_window": None}, {"head_dim": 12}),
     "qkv_bias": Case("Qwen2", {}, {"qkv_bias": True}),
+    "qk_norm head": Case("Qwen3", {"head_dim": 12}, {"head_dim": 12, "qk_norm": "head"}),
+    "qk_norm full": Case("Olmo2", {}, {"qk_norm": "full"}),
     "rotary_fraction": Case("StableLm", rope("default", partial_rotary_factor=0.5), {"rotary_fraction": 0.5}),
     "softmax_scale": Case(
         "Gemma2",

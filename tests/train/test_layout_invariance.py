@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +64,19 @@ class Case:
     tolerance: float
     norms: int = 10
     block: str = "serial"
+    model: dict[str, Any] = field(default_factory=dict)
 
+
+GEMMA_LIKE = {"head_dim": 12, "qk_norm": "head", "softmax_scale": 0.2, "window": [5, 0], "local_rope_theta": 50.0,
+              "rope_scaling": {"type": "yarn", "factor": 4.0, "original_seq_length": 8}}  # fmt: skip
+OLMO_LIKE = {"qk_norm": "full", "qkv_bias": True, "rotary_fraction": 0.5}
 
 CASES = [
     *(Case(family, dropout, "fp64", 1e-10) for family in FAMILIES for dropout in (0.0, 0.1)),
     Case("gpt", 0.1, "fp64", 1e-10, block="parallel"),
     Case("llama", 0.0, "fp64", 1e-10, block="parallel"),
+    Case("llama", 0.0, "fp64", 1e-10, model=GEMMA_LIKE),
+    Case("llama", 0.1, "fp64", 1e-10, block="parallel", model=OLMO_LIKE),
     Case("gpt", 0.1, "fp32", 1e-5),
     Case("llama", 0.0, "fp32", 1e-5),
     # bfloat16 has 8 bits of precision: another order of sums changes the third digit, and Adam amplifies the change
@@ -84,7 +91,8 @@ def configurations(folder: Path, **layout: Any) -> list[RunConfig]:
     for case in CASES:
         changes = {"model__dropout": case.dropout, "train__precision": case.precision, "optimizer__lr": 1e-3}
         changes["model__block"] = case.block
-        configs.append(config_of(settings(FAMILIES[case.family], folder, **changes, **layout), folder))
+        model = FAMILIES[case.family] | case.model
+        configs.append(config_of(settings(model, folder, **changes, **layout), folder))
     return configs
 
 

@@ -24,7 +24,7 @@ from megascale.parallel.fp8_linear import Fp8State
 from megascale.parallel.optimizer_shard import OptimizerShard
 
 MODEL_KEYS = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "vocab_size", "norm", "activation",
-            "position", "bias", "qkv_bias", "tie_embeddings", "block", "head_dim")  # fmt: skip
+            "position", "bias", "qkv_bias", "tie_embeddings", "block", "head_dim", "qk_norm")  # fmt: skip
 """Keys of `[model]` that must be equal in a checkpoint and in the run that loads it."""
 
 
@@ -83,6 +83,7 @@ class StateLoader:
             there["head_dim"] = there["hidden_size"] // there["num_heads"]
         if there["qkv_bias"] is None:
             there["qkv_bias"] = there["bias"]
+        there["qk_norm"] = there["qk_norm"] or "none"
         different = [
             f"{key} {there[key]} there, {here} here" for key, here in self._model.items() if there[key] != here
         ]
