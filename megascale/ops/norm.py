@@ -104,7 +104,7 @@ class _RMSNorm(torch.autograd.Function):
         grad_unit = grad * unit
         h = x.shape[-1]
         # d/dx = scale (g w - unit mean(g w unit)); the mean is a matrix-vector multiplication with w
-        mean = (grad_unit @ widened(weight)).div_(h).unsqueeze_(-1)
+        mean = grad_unit.reshape(-1, h).mv(widened(weight)).div_(h).view(*x.shape[:-1], 1)
         grad_x = (grad * widened(weight)).addcmul_(unit, mean, value=-1).mul_(scale)
         return grad_x.to(x.dtype), grad_unit.reshape(-1, h).sum(0).to(weight.dtype), None
 

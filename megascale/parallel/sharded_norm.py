@@ -52,7 +52,7 @@ class _ShardedRMSNorms(torch.autograd.Function):
         gains = [widened(weight) + ctx.offset for weight in weights]
         units = [widened(x) * scale.unsqueeze(-1) for x, scale in zip(inputs, scales, strict=True)]
         products = [widened(grad) * unit for grad, unit in zip(grads, units, strict=True)]
-        sums = torch.stack([product @ gain for product, gain in zip(products, gains, strict=True)])
+        sums = torch.stack([(product * gain).sum(-1) for product, gain in zip(products, gains, strict=True)])
         all_reduce(ctx.tp.group, sums, label=ctx.label.for_backward("gradient"))
         grad_inputs, grad_weights = [], []
         for x, weight, grad, gain, unit, product, scale, total in zip(
