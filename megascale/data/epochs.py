@@ -28,6 +28,7 @@ from megascale.config.run import RunConfig, dataset_prefixes
 from megascale.core.errors import DataError
 from megascale.core.limits import os_error_hint
 from megascale.data import indexed_dataset
+from megascale.data.index_files import load_indices
 from megascale.data.open_epochs import OpenEpochs
 from megascale.parallel.rng import seed_of
 
@@ -149,7 +150,10 @@ def build_cached(dataset_class: Any, *arguments: Any, config: Any) -> Any:
     try:
         if rank == 0:
             _write_indices(folder, dataset_class, arguments, config)
-        return dataset_class(*arguments, config)
+        dataset = dataset_class(*arguments, replace(config, defer_npy_index_mmap=True))  # it would load pickles
+        load_indices(dataset, check_ranges=rank == 0)
+        dataset.config = config
+        return dataset
     except FileNotFoundError as error:
         what = f"{error.filename} is not there for rank {rank}, but rank 0 wrote it"
         raise DataError(what, hint="data.cache = a folder that all hosts share") from None

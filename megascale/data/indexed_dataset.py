@@ -191,7 +191,7 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray]:
     if size != needed:
         raise DataError(f"{path} has {size} bytes, for {n} documents it should have {needed}", hint=PREPARE_AGAIN_HINT)
     lengths, offsets, ends = np.split(raw[HEADER.itemsize :], [4 * n, 12 * n])
-    if not bounds or int(ends.view("<i8")[-1]) != n:
+    if not bounds or int(ends.view("<i8")[-1]) != n or int(ends.view("<i8").min()) < 0:
         raise DataError(f"{path} is damaged: its documents do not end where its sequences do", hint=PREPARE_AGAIN_HINT)
     return np.dtype(DTYPE_CODES[int(header["code"])]).newbyteorder("<"), lengths.view("<i4"), offsets.view("<i8")
 
@@ -203,6 +203,12 @@ def _read_tokens(path: Path, dtype: np.dtype, lengths: np.ndarray, offsets: np.n
         raise DataError(f"{path} has {size} bytes, its index says {needed}", hint=PREPARE_AGAIN_HINT)
     if len(lengths) and int(offsets[-1]) + int(lengths[-1]) * dtype.itemsize != size:
         raise DataError(f"{path} does not end where its index says", hint=PREPARE_AGAIN_HINT)
+    outside = (lengths < 0) | (offsets < 0) | (offsets > size - lengths.astype(np.int64) * dtype.itemsize)
+    if outside.any():
+        number = int(outside.argmax())
+        place = f"{lengths[number]} tokens at byte {offsets[number]}"
+        message = f"{path.with_suffix('.idx')} is damaged: document {number} has {place} of {size}"
+        raise DataError(message, hint=PREPARE_AGAIN_HINT)
     return np.memmap(path, dtype=dtype, mode="r") if needed else np.empty(0, dtype)
 
 

@@ -144,6 +144,30 @@ def test_damage_is_refused(prefix: Path, what: str) -> None:
         indexed_dataset.open_dataset(prefix)
 
 
+def index_of(prefix: Path) -> Path:
+    return prefix.with_name(prefix.name + ".idx")
+
+
+@pytest.mark.parametrize(
+    ("part", "entry", "value"), [("lengths", 0, -3), ("offsets", 1, -2), ("offsets", 0, 1 << 40), ("bounds", 0, -1)]
+)
+def test_entries_out_of_range_are_refused(part: str, entry: int, value: int, prefix: Path) -> None:
+    """megatron-core's C++ code reads documents by these numbers, unchecked."""
+    reader = indexed_dataset.open_dataset(prefix)
+    n = len(reader)
+    data = np.array(np.fromfile(index_of(prefix), np.uint8))
+    starts = {"lengths": 0, "offsets": 4 * n, "bounds": 12 * n}
+    dtype = np.dtype("<i4" if part == "lengths" else "<i8")
+    start = indexed_dataset.HEADER.itemsize + starts[part]
+    values = data[start : start + n * dtype.itemsize].view(dtype)
+    if part == "lengths":
+        values[1] += values[entry] - value  # the sum stays
+    values[entry] = value
+    index_of(prefix).write_bytes(data.tobytes())
+    with pytest.raises(DataError, match="is damaged"):
+        indexed_dataset.open_dataset(prefix)
+
+
 def test_files_of_two_datasets_are_refused(prefix: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     indexed_dataset.write_dataset(other, [np.array([1, 2]), np.array([3, 4, 5, 6])], ORIGIN, 300)
