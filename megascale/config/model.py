@@ -12,14 +12,14 @@ from pydantic_core import PydanticCustomError
 from megascale.catalog.layers import ACTIVATIONS, BLOCKS, NORMS
 from megascale.catalog.presets import PRESETS
 from megascale.catalog.rope_scalings import ROPE_SCALINGS
-from megascale.config.section import AUTO_AS_NONE, Count, Section, TableChoice, choice
+from megascale.config.section import AUTO_AS_NONE, Float32, Section, Size, TableChoice, choice
 from megascale.core.registry import closest_name
 
 DERIVED_FROM = {"num_kv_heads": "num_heads", "ffn_size": "hidden_size"}
 """Sizes with a default that is derived from another size."""
 
 Window = Annotated[int, Field(ge=0, le=2**40)]
-Positive = Annotated[float, Field(gt=0)]
+Positive = Annotated[Float32, Field(gt=0)]
 
 
 def _known_preset(name: str) -> str:
@@ -36,25 +36,25 @@ class ModelConfig(Section):
         None, description="a named model, the source of all keys that are not given"
     )
     num_layers: Annotated[int, Field(gt=0, le=10_000)] = Field(description="transformer blocks")
-    hidden_size: Count = Field(description="width of the residual stream")
-    num_heads: Count = Field(description="attention heads")
-    num_kv_heads: Count = Field(description="key and value heads, shared by groups of query heads; default num_heads")
-    explicit_head_dim: Annotated[Count | None, AUTO_AS_NONE] = Field(
+    hidden_size: Size = Field(description="width of the residual stream")
+    num_heads: Size = Field(description="attention heads")
+    num_kv_heads: Size = Field(description="key and value heads, shared by groups of query heads; default num_heads")
+    explicit_head_dim: Annotated[Size | None, AUTO_AS_NONE] = Field(
         None, alias="head_dim", description="elements of a head; default hidden_size / num_heads"
     )
-    ffn_size: Count = Field(
+    ffn_size: Size = Field(
         description="inner width of the MLP; default 4 x hidden_size, or for a gated activation 8/3 x hidden_size "
         "rounded up to a multiple of 64"
     )
-    vocab_size: Count = Field(description="tokens in the vocabulary, before padding")
-    seq_length: Count = Field(description="tokens in a sequence")
+    vocab_size: Annotated[int, Field(gt=0, le=2**31)] = Field(description="tokens in the vocabulary, before padding")
+    seq_length: Annotated[int, Field(gt=0, le=2**30)] = Field(description="tokens in a sequence")
     norm: Annotated[str, choice(NORMS)] = Field("layernorm", description="normalization before attention and MLP")
-    norm_eps: float = Field(1e-5, gt=0, description="added to the variance in a norm")
+    norm_eps: Float32 = Field(1e-5, gt=0, description="added to the variance in a norm")
     activation: Annotated[str, choice(ACTIVATIONS)] = Field("gelu", description="activation function of the MLP")
     position: Literal["learned", "rope"] = Field(
         "learned", description="learned position vectors, or rotary embeddings"
     )
-    rope_theta: float = Field(10_000.0, gt=0, description="base of the rotary frequencies")
+    rope_theta: Float32 = Field(10_000.0, gt=0, description="base of the rotary frequencies")
     rope_scaling: Annotated[
         Annotated[dict[str, Any], AfterValidator(TableChoice(ROPE_SCALINGS))] | None, AUTO_AS_NONE
     ] = Field(
@@ -93,7 +93,7 @@ class ModelConfig(Section):
         lt=1,
         description="dropout probability of embeddings, attention weights, and outputs of attention and MLP",
     )
-    init_std: float = Field(
+    init_std: Float32 = Field(
         0.02,
         gt=0,
         description="standard deviation of initial weights; for projections into the residual stream "

@@ -7,23 +7,23 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megascale.catalog.schedules import SCHEDULES
-from megascale.config.section import AUTO_AS_NONE, Count, Section, choice, single_value
+from megascale.config.section import AUTO_AS_NONE, Count, Ranks, Section, choice, single_value
 
 
 class ParallelConfig(Section):
     """`[parallel]`: the world is tp x cp x dp x pp processes, tp fastest and pp slowest."""
 
-    tp: Count = Field(1, description="tensor parallelism: weight matrices are split over tp ranks")
+    tp: Ranks = Field(1, description="tensor parallelism: weight matrices are split over tp ranks")
     sp: bool = Field(
         False, description="sequence parallelism: activations of norms and dropout are split over tp along the sequence"
     )
     cp: Annotated[Literal[1], single_value(1)] = Field(1, description="context parallelism; not available yet")
     ep: Annotated[Literal[1], single_value(1)] = Field(1, description="expert parallelism; not available yet")
-    dp: Count | Literal["auto"] = Field(
+    dp: Ranks | Literal["auto"] = Field(
         "auto", description="data parallelism; auto: number of processes / (tp x cp x pp)"
     )
-    pp: Count = Field(1, description="pipeline stages")
-    vpp: Count = Field(1, description="model chunks on each pipeline stage")
+    pp: Ranks = Field(1, description="pipeline stages")
+    vpp: Annotated[int, Field(gt=0, le=10_002)] = Field(1, description="model chunks on each pipeline stage")
     schedule: Annotated[str, choice(SCHEDULES)] | None = Field(
         None, description="pipeline schedule; default 1f1b, with vpp > 1 interleaved_1f1b"
     )

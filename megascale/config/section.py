@@ -15,6 +15,22 @@ from megascale.core.registry import Registry, closest_name
 Count = Annotated[int, Field(gt=0, le=2**40)]
 """A positive count, up to 2^40."""
 
+Size = Annotated[int, Field(gt=0, le=2**26)]
+"""A dimension of a matrix. The bytes of a product of two dimensions, or of one and a vocabulary, fit 63 bits."""
+
+Ranks = Annotated[int, Field(gt=0, le=2**20)]
+"""A number of ranks on an axis of parallelism."""
+
+
+def _in_float32(value: float) -> float:
+    if value and not 2**-126 <= abs(value) < 2**128:
+        raise PydanticCustomError("float32", "should be within fp32's range, from 1.2e-38 to 3.4e38")
+    return value
+
+
+Float32 = Annotated[float, AfterValidator(_in_float32)]
+"""A number that fp32 can hold without overflow, and without becoming 0 or less precise."""
+
 
 def _encodable(path: str) -> str:
     if odd := next((character for character in path if character == "\0" or "\ud800" <= character <= "\udfff"), None):

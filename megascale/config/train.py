@@ -9,7 +9,7 @@ from pydantic import Field
 from megascale.catalog.decays import DECAYS
 from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.catalog.precisions import PRECISIONS
-from megascale.config.section import AUTO_AS_NONE, Count, FilePath, Section, choice
+from megascale.config.section import AUTO_AS_NONE, Count, FilePath, Float32, Section, choice
 
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**63)]
 Chunks = Annotated[list[NonNegativeInt], Field(min_length=1)]
@@ -19,8 +19,10 @@ Operations = Annotated[list[Literal["attention", "norm", "activation"]], Field(m
 class BatchConfig(Section):
     """`[batch]`: sequences per micro-batch and per optimizer step."""
 
-    micro: Count = Field(1, description="sequences in a micro-batch")
-    total: Count = Field(alias="global", description="sequences in a step, over all ranks")
+    micro: Annotated[int, Field(gt=0, le=2**24)] = Field(1, description="sequences in a micro-batch")
+    total: Annotated[int, Field(gt=0, le=2**30)] = Field(
+        alias="global", description="sequences in a step, over all ranks"
+    )
 
 
 class TrainConfig(Section):
@@ -53,26 +55,26 @@ class OptimizerConfig(Section):
     """`[optimizer]`"""
 
     name: Annotated[str, choice(OPTIMIZERS)] = Field("adamw", description="update rule")
-    lr: float = Field(gt=0, description="learning rate after the warm-up")
-    min_lr: float = Field(0.0, ge=0, description="learning rate at the end")
+    lr: Float32 = Field(gt=0, description="learning rate after the warm-up")
+    min_lr: Float32 = Field(0.0, ge=0, description="learning rate at the end")
     warmup_steps: NonNegativeInt = Field(0, description="steps of linear warm-up from 0 to lr")
     decay: Annotated[str, choice(DECAYS)] = Field("cosine", description="decay of the learning rate after the warm-up")
     decay_steps: Count | None = Field(
         None, description="for wsd: steps of the final decay; default a tenth of train.steps"
     )
-    weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay of matrices, not of norms and biases")
+    weight_decay: Float32 = Field(0.1, ge=0, description="decoupled weight decay of matrices, not of norms and biases")
     betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = Field(
         [0.9, 0.95], description="decay of the first and second moment"
     )
     bias_correction: bool = Field(
         True, description="divide the moments by 1 - beta^step, because moments start at zero"
     )
-    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
-    clip_norm: float = Field(1.0, ge=0, description="gradient norm above which gradients are clipped; 0: no clipping")
+    eps: Float32 = Field(1e-8, gt=0, description="added to the root of the second moment")
+    clip_norm: Float32 = Field(1.0, ge=0, description="gradient norm above which gradients are clipped; 0: no clipping")
 
 
 # not strict, because TOML has arrays and no tuples
-WeightedPrefix = Annotated[tuple[Annotated[float, Field(gt=0)], FilePath], Field(strict=False)]
+WeightedPrefix = Annotated[tuple[Annotated[Float32, Field(gt=0)], FilePath], Field(strict=False)]
 Blend = list[WeightedPrefix]
 
 
@@ -85,7 +87,7 @@ class DataConfig(Section):
     valid: FilePath | Annotated[Blend, Field(min_length=1)] | None = Field(
         None, description="validation data, as train; by default a part of train, see split"
     )
-    split: Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=2, max_length=2)] = Field(
+    split: Annotated[list[Annotated[Float32, Field(ge=0)]], Field(min_length=2, max_length=2)] = Field(
         [0.99, 0.01], description="shares of train's documents for training and validation, if valid is not given"
     )
     tokenizer: FilePath | None = Field(None, description="tokenizer file, compared with the dataset's tokenizer")

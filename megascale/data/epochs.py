@@ -35,6 +35,10 @@ from megascale.parallel.rng import seed_of
 SplitName = Literal["train", "valid"]
 
 
+NO_PADDING = -(2**63)
+"""Id of padding, which samples of whole sequences do not have. By default -1: tokens -1 would count as padding."""
+
+
 class EpochDataset:
     """The samples of a dataset, epoch after epoch, every epoch shuffled with its own seed.
 
@@ -127,6 +131,7 @@ class _Tokenizer:
     eod: int
     unique_identifiers: Mapping[str, Any]
     vocab_size: int | None = None
+    pad: int = NO_PADDING
 
 
 def megatron_datasets(module: str) -> Any:

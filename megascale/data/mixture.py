@@ -71,12 +71,20 @@ class Mixture:
 
     def __getitem__(self, index: int) -> Sample:
         record = self._samples[index]
-        largest = max(int(record["tokens"].max()), int(record["labels"].max()))
-        if largest >= self._vocab:
-            what = f"sample {index} of {self._names} has token {largest}; model.vocab_size is {self._vocab}"
-            raise DataError(what, hint=f"a vocabulary of at least {largest + 1}, or the data of this model's tokenizer")
+        smallest, largest = _extremes(record["tokens"], record["labels"])
+        if smallest < 0 or largest >= self._vocab:
+            odd = smallest if smallest < 0 else largest
+            what = f"sample {index} of {self._names} has token {odd}; model.vocab_size is {self._vocab}"
+            wider = "" if smallest < 0 else f"a vocabulary of at least {largest + 1}, or "
+            raise DataError(what, hint=f"{wider}data that this model's tokenizer has prepared")
         mask = record["loss_mask"]
         return Sample(record["tokens"], record["labels"], None if bool(mask.all()) else mask)
+
+
+def _extremes(*tensors: torch.Tensor) -> tuple[int, int]:
+    """The smallest and the largest element of tensors."""
+    pairs = [tensor.aminmax() for tensor in tensors]
+    return min(int(pair.min) for pair in pairs), max(int(pair.max) for pair in pairs)
 
 
 class MockMixture:

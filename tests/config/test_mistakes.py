@@ -66,8 +66,8 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("num_layers = 4", "num_layers = 20_000", "run.toml:3  model.num_layers: 20000: should be less than or equal to 10000  -> num_layers: transformer blocks"),
     ("num_layers = 4", "num_layers = 2020-02-02", "run.toml:3  model.num_layers: datetime.date(2020, 2, 2): should be a valid integer  -> num_layers: transformer blocks"),
     ("num_heads = 4", "num_heads = -4", "run.toml:5  model.num_heads: -4: should be greater than 0  -> num_heads: attention heads"),
-    ("hidden_size = 32", "hidden_size = 0x" + "f" * 6000, "run.toml:4  model.hidden_size: a number of thousands of digits: should be less than or equal to 1099511627776  -> hidden_size: width of the residual stream"),
-    ("hidden_size = 32", "hidden_size = 1099511627776", "run.toml:2  model.ffn_size: 4398046511104: should be less than or equal to 1099511627776  -> ffn_size: inner width of the MLP; default 4 x hidden_size, or for a gated activation 8/3 x hidden_size rounded up to a multiple of 64"),
+    ("hidden_size = 32", "hidden_size = 0x" + "f" * 6000, "run.toml:4  model.hidden_size: a number of thousands of digits: should be less than or equal to 67108864  -> hidden_size: width of the residual stream"),
+    ("hidden_size = 32", "hidden_size = 67108864", "run.toml:2  model.ffn_size: 268435456: should be less than or equal to 67108864  -> ffn_size: inner width of the MLP; default 4 x hidden_size, or for a gated activation 8/3 x hidden_size rounded up to a multiple of 64"),
     ("num_heads = 4", 'num_heads = 4\nactivation = "gellu"', "run.toml:6  model.activation: 'gellu' is not one of gelu, gelu_tanh, swiglu  -> did you mean 'gelu'?"),
     ("num_heads = 4", 'num_heads = 4\nactivation = ["gelu"]', "run.toml:6  model.activation: ['gelu']: should be a valid string  -> activation: activation function of the MLP"),
     ("num_heads = 4", 'num_heads = 4\nposition = "alibi"', "run.toml:6  model.position: 'alibi': should be 'learned' or 'rope'  -> position: learned position vectors, or rotary embeddings"),
@@ -252,7 +252,7 @@ def test_an_empty_file_lacks_the_keys_without_defaults() -> None:
 
 
 def test_an_invalid_derived_size_is_reported_beside_an_unknown_key() -> None:
-    assert len(problems(GOOD, "model.hidden_size=1099511627776", "model.extra=1")) == 2
+    assert len(problems(GOOD, "model.hidden_size=67108864", "model.extra=1")) == 2
 
 
 def test_a_circular_extends_is_reported_at_its_last_file() -> None:

@@ -186,6 +186,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"train__recompute": "full", "train__recompute_chunks": [0, 0]},
         {"train.recompute_chunks": "names a chunk twice"},
     ),
+    ("counts", {"batch__global": 2**23}, {"batch.global": "8388608 micro-batches in a step of a rank, over 1048576"}),
     ("batch", {"batch__micro": 3}, {"batch.global": "8 is not divisible by micro x dp = 3 x 1"}),
     ("batch", {"parallel__dp": 3}, {"batch.global": "8 is not divisible by micro x dp = 1 x 3"}),
     ("learning_rate", {"optimizer__min_lr": 0.1}, {"optimizer.min_lr": "0.1 is more than lr = 0.01"}),

@@ -289,6 +289,22 @@ def test_a_token_outside_the_model_s_vocabulary_is_refused(tmp_path: Path) -> No
         rows(samples, [0, 1])
 
 
+@pytest.mark.parametrize("token", [-1, -2, -(2**31)])
+@pytest.mark.parametrize("place", [0, 5, 16])
+def test_a_negative_token_is_refused(token: int, place: int, tmp_path: Path) -> None:
+    """megatron-core takes -1 for padding, and would read token 0 and leave the label out of the loss."""
+    write_dataset(tmp_path / "set", [17])
+    config = data_config(tmp_path, tmp_path / "set")
+    ids = np.arange(17, dtype=np.int32)
+    ids[place] = token
+    ids.tofile(tmp_path / "set.bin")
+    index = bytearray((tmp_path / "set.idx").read_bytes())
+    index[17] = 4  # i32
+    (tmp_path / "set.idx").write_bytes(index)
+    with pytest.raises(DataError, match=rf"has token {token}; model\.vocab_size is {VOCABULARY}"):
+        rows(Mixture(config, "train", 2), [0, 1])
+
+
 def test_a_small_dataset_repeated_ten_thousand_times_opens_few_files(tmp_path: Path) -> None:
     samples = Mixture(data_config(tmp_path, blend(tmp_path, [1, 3], [20, 13])), "train", 40_000)
     written = len(list((tmp_path / "cache").iterdir()))
