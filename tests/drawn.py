@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from megascale.catalog.layers import ACTIVATIONS, BLOCKS
+from megascale.catalog.layers import ACTIVATIONS, BLOCKS, NORMS
 from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.recipes import RECIPES
@@ -70,8 +70,8 @@ def models(draw: Draw, parallel: dict[str, Any], fp8: bool, widths: list[int] | 
     large models.
     """
     position = draw(st.sampled_from(["learned", "rope"]))
-    norm = draw(st.sampled_from(["layernorm", "rmsnorm"]))
-    qk_norm = "none" if norm == "layernorm" else draw(st.sampled_from(["none", "head", "full"]))
+    norm = draw(st.sampled_from(NORMS.names()))
+    qk_norm = "none" if NORMS[norm].facts["bias"] else draw(st.sampled_from(["none", "head", "full"]))
     tp, chunks, large = parallel["tp"], parallel["pp"] * parallel["vpp"], widths is not None
     head = 128 if fp8 else draw(st.sampled_from([64, 96, 128] if large else [32, 64, 96]))
     kv_heads = tp * draw(st.sampled_from([1, 2]))
@@ -91,6 +91,8 @@ def models(draw: Draw, parallel: dict[str, Any], fp8: bool, widths: list[int] | 
         "position": position, "rotary_fraction": draw(st.sampled_from([1.0, 0.5])) if position == "rope" else 1.0,
         "bias": draw(booleans), "qkv_bias": draw(booleans),
         "tie_embeddings": draw(booleans), "dropout": draw(st.sampled_from([0.0, 0.0, 0.1])),
+        "embedding_scale": draw(st.sampled_from([1.0, 1.0, 8.0])),
+        "logit_softcap": draw(st.sampled_from([None, None, 30.0])),
     }  # fmt: skip
 
 

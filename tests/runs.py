@@ -21,6 +21,13 @@ LLAMA = GPT | {
     "tie_embeddings": False,
 }  # fmt: skip
 FAMILIES = {"gpt": GPT, "llama": LLAMA}
+GEMMA2 = LLAMA | {
+    "block": "sandwich", "norm": "rmsnorm_1p", "activation": "geglu", "embedding_scale": 32**0.5, "logit_softcap": 3.0,
+    "tie_embeddings": True,
+}  # fmt: skip
+OLMO2 = LLAMA | {"block": "post_norm"}
+NEOX = GPT | {"block": "parallel_two_norms", "position": "rope", "tie_embeddings": False}
+MODELS = FAMILIES | {"gemma2": GEMMA2, "olmo2": OLMO2, "neox": NEOX}
 
 
 def settings(model: dict[str, Any], folder: Path, **overrides: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from megascale.catalog.layers import NORMS
 from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.recipes import RECIPES
 from megascale.config.run import RunConfig
@@ -55,7 +56,7 @@ class ActivationSizes:
         self.full, self.stream = (tokens * m.hidden_size * self.compute for tokens in (self.tokens, self.local))
         self.gathered, self.branch = self.full if self.cut else 0, self.stream if m.dropout else 0
         self.mask = self.branch // self.compute  # a byte an element
-        rms, wide_stream = m.norm == "rmsnorm", self.local * m.hidden_size * self.wide
+        rms, wide_stream = not NORMS[m.norm].facts["mean"], self.local * m.hidden_size * self.wide
         self.norm_saved = self.stream + self.local * self.wide * (1 if rms else 2)  # input and statistics
         copies = (4 if rms else 3) * wide_stream + (self.stream if rms else 0)
         self.norm_backward = copies if self.narrow else (3 if rms else 1) * self.stream
@@ -116,9 +117,10 @@ class _Parts:
             match part:
                 case blocks.NormSpec():
                     gradient = sizes.stream - sizes.branch if isinstance(before, blocks.RowParallel) else -sizes.stream
-                    yield UnitBytes(sizes.norm_saved, sizes.stream, sizes.norm_backward, gradient)
+                    saved = sizes.norm_saved - (sizes.stream if part.shares_input else 0)
+                    yield UnitBytes(saved, sizes.stream, sizes.norm_backward, gradient)
                 case blocks.ColumnParallel():
-                    yield self.columns(part, recomputes=self.recompute.norm and isinstance(before, blocks.NormSpec))
+                    yield self.columns(part, after_norm=isinstance(before, blocks.NormSpec))
                 case blocks.AttentionSpec():
                     sources.append(part)
                     yield self.attention(part)
@@ -134,15 +136,18 @@ class _Parts:
                 case blocks.ResidualAdd():
                     yield UnitBytes(sizes.mask, 2 * sizes.stream, 2 * sizes.branch, sizes.branch)
 
-    def columns(self, part: blocks.ColumnParallel, recomputes: bool) -> UnitBytes:
-        """Account for column-parallel layers. The input is all-gathered for wgrad while dgrad is reduce-scattered."""
+    def columns(self, part: blocks.ColumnParallel, after_norm: bool) -> UnitBytes:
+        """Account for column-parallel layers. The input is all-gathered for wgrad while dgrad is reduce-scattered.
+
+        Without a norm before, the input is the residual stream, and dgrad is added to the gradient of the stream.
+        """
         sizes, outputs = self.sizes, self.sizes.sharded(sum(layer.outputs for layer in part.layers))
-        recomputed = sizes.stream if recomputes and not self.tensorwise else 0
+        recomputed = sizes.stream if after_norm and self.recompute.norm and not self.tensorwise else 0
         casts = outputs // sizes.compute if self.fp8 else 0
         wgrad = max(self.wgrad(layer, sizes.sharded(layer.outputs)) for layer in part.layers)
         backward = recomputed + max(casts + 2 * sizes.gathered + sizes.stream + wgrad, CAST * casts)
         saved = 0 if recomputed else sizes.stream // self.shrink
-        return UnitBytes(saved, sizes.gathered + outputs, backward, sizes.stream - outputs)
+        return UnitBytes(saved, sizes.gathered + outputs, backward, (sizes.stream if after_norm else 0) - outputs)
 
     def attention(self, part: blocks.AttentionSpec) -> UnitBytes:
         """Account for attention: q, k, v, the result and a log-sum-exp per query; with a window, masks for blocks

@@ -7,6 +7,7 @@ a card, answered from its facts without torch.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +29,8 @@ class Requirement:
     `variant`: name of the norm, activation, position embedding, optimizer, scale granularity (linear) or dtype (wgrad);
     None for other operations. `dtype`: torch's name. `dropout`: on attention weights. `tp`: tensor-parallel size.
     `granularity`: of FP8 scales (`catalog.recipes`), None without FP8. `columns`: row length of a norm or activation.
-    `has_window`: some layers have a sliding window. `used`: the model contains the operation.
+    `has_window`: some layers have a sliding window. `logit_softcap`: the logits have a soft cap. `used`: the model
+    contains the operation.
     """
 
     variant: str | None
@@ -39,6 +41,7 @@ class Requirement:
     head_dim: int
     columns: int
     has_window: bool
+    logit_softcap: bool = False
     used: bool = True
 
     @classmethod
@@ -53,16 +56,24 @@ class Requirement:
         }  # fmt: skip
         used = {"rope": model.position == "rope", "add_norm": "add_norm" in BLOCKS[model.block].facts["operations"]}
         columns = model.ffn_size // tp if operation == "activation" else model.hidden_size
-        sizes = model.head_dim, columns, any(model.windows)
+        sizes = model.head_dim, columns, any(model.windows), model.logit_softcap is not None
         requirement = cls(names.get(operation), dtype, model.dropout > 0, tp, granularity, *sizes)
         return replace(requirement, used=used.get(operation, True))
+
+
+UNSUPPORTED = {
+    "dropout": "draws dropout of its own, which would depend on the layout",
+    "logit_softcap": "has no soft cap of logits",
+}
+"""Why a backend cannot run, by the feature whose fact on its card is False."""
 
 
 def unmet_requirement(card: Card, requirement: Requirement) -> str | None:
     """Say which demand a backend does not meet, by the facts of its card; None if all are met.
 
-    `variants`, `dtypes`, `granularities`: supported values, empty or absent for all. `dropout`, `tensor_parallel`:
-    False if unsupported. `min_head_dim`, `max_head_dim`, `max_columns`: limits. `window_only`: requires windows.
+    `variants`, `dtypes`, `granularities`: supported values, empty or absent for all. `dropout`, `tensor_parallel`,
+    `logit_softcap`: False if unsupported. `min_head_dim`, `max_head_dim`, `max_columns`: limits. `window_only`:
+    requires windows.
     """
     facts = card.facts
     if facts.get("variants") and requirement.variant not in facts["variants"]:
@@ -72,18 +83,23 @@ def unmet_requirement(card: Card, requirement: Requirement) -> str | None:
     if facts.get("granularities") and requirement.granularity not in facts["granularities"]:
         granularity = requirement.granularity
         return f"has no scales by {granularity}" if granularity else "is for train.precision = 'fp8' only"
-    if requirement.dropout and not facts.get("dropout", True):
-        return "draws dropout of its own, which would depend on the layout"
+    for feature, reason in UNSUPPORTED.items():
+        if getattr(requirement, feature) and not facts.get(feature, True):
+            return reason
     if requirement.tp > 1 and not facts.get("tensor_parallel", True):
         return "communicates by itself, outside the event log, and supports only tp = 1"
+    if facts.get("window_only") and not requirement.has_window:
+        return "is for layers with a window, and there is none"
+    return _exceeded_limit(facts, requirement)
+
+
+def _exceeded_limit(facts: Mapping[str, Any], requirement: Requirement) -> str | None:
     if requirement.head_dim < (lower := facts.get("min_head_dim", 0)):
         return f"supports head dims from {lower}, not {requirement.head_dim}"
     if requirement.head_dim > (upper := facts.get("max_head_dim", math.inf)):
         return f"supports head dims up to {upper}, not {requirement.head_dim}"
     if requirement.columns > (upper := facts.get("max_columns", math.inf)):
         return f"supports at most {upper} columns, not {requirement.columns}"
-    if facts.get("window_only") and not requirement.has_window:
-        return "is for layers with a window, and there is none"
     return None
 
 
@@ -101,7 +117,7 @@ def _card(name: str, help: str, body: str, variants: tuple[str, ...] = (), **fac
     defaults = {
         "variants": variants, "dtypes": variants and KERNEL_DTYPES, "granularities": (), "dropout": True,
         "tensor_parallel": True, "min_head_dim": 0, "max_head_dim": math.inf, "max_columns": math.inf,
-        "window_only": False, "multi_pass": (),
+        "window_only": False, "logit_softcap": True, "multi_pass": (),
     }  # fmt: skip
     return Card(name, help, f"megascale.ops.{body}", defaults | facts)
 
@@ -148,22 +164,34 @@ _CARDS = {
         _card("torch", "torch's operators", "rope:TorchRope", multi_pass=("rope",)),
     ],
     "norm": [
-        _card("te", "Transformer Engine's kernels", "te:TENorm", ("layernorm", "rmsnorm")),
-        _card("liger", "Liger's kernels", "liger:LigerNorm", ("layernorm", "rmsnorm"), max_columns=LIGER_MAX_COLUMNS),
+        _card("te", "Transformer Engine's kernels", "te:TENorm", ("layernorm", "rmsnorm", "rmsnorm_1p")),
+        _card(
+            "liger",
+            "Liger's kernels",
+            "liger:LigerNorm",
+            ("layernorm", "rmsnorm", "rmsnorm_1p"),
+            max_columns=LIGER_MAX_COLUMNS,
+        ),
         _card("apex", "Apex's kernels", "apex_norm:ApexNorm", ("layernorm", "rmsnorm")),
         _card("compile", "a formula, compiled by torch.compile", "compiled:CompiledNorm"),
-        _card("torch", "torch's operators", "norm:TorchNorm", multi_pass=("rmsnorm",)),
+        _card("torch", "torch's operators", "norm:TorchNorm", multi_pass=("rmsnorm", "rmsnorm_1p")),
     ],
     "add_norm": [
-        _card("liger", "Liger's kernel", "liger:LigerAddNorm", ("rmsnorm",), max_columns=LIGER_MAX_COLUMNS),
+        _card(
+            "liger",
+            "Liger's kernel",
+            "liger:LigerAddNorm",
+            ("rmsnorm", "rmsnorm_1p"),
+            max_columns=LIGER_MAX_COLUMNS,
+        ),
         _card("compile", "a formula, compiled by torch.compile", "compiled:CompiledAddNorm"),
         _card("torch", "torch's addition, then the backend of norm", "norm:TorchAddNorm", multi_pass=True),
     ],
     "activation": [
-        _card("te", "Transformer Engine's kernels", "te:TEActivation", ("gelu_tanh", "swiglu")),
+        _card("te", "Transformer Engine's kernels", "te:TEActivation", ("gelu_tanh", "swiglu", "geglu")),
         _card("liger", "Liger's kernel", "liger:LigerActivation", ("swiglu",), max_columns=LIGER_MAX_COLUMNS),
         _card("compile", "a formula, compiled by torch.compile", "compiled:CompiledActivation"),
-        _card("torch", "torch's operators", "activation:TorchActivation", multi_pass=("swiglu",)),
+        _card("torch", "torch's operators", "activation:TorchActivation", multi_pass=("swiglu", "geglu")),
     ],
     "cross_entropy": [
         _card(
@@ -172,6 +200,7 @@ _CARDS = {
             "cross_entropy:TECrossEntropy",
             dtypes=KERNEL_DTYPES,
             tensor_parallel=False,
+            logit_softcap=False,
         ),
         _card("compile", "a kernel each for sums and gradient, by torch.compile", "cross_entropy:CompiledCrossEntropy"),
         _card("torch", "torch's operators, over blocks of tokens", "cross_entropy:TorchCrossEntropy", multi_pass=True),

@@ -1,8 +1,9 @@
 """Layers of a transformer: the registries `BLOCKS`, `NORMS` and `ACTIVATIONS`.
 
 Facts of a block: `description`, a function of (model, layer) that lists the parts of the block (`layout.blocks`);
-`operations`, the optional operations of `catalog.backends` used by the block. Of a norm: `bias`. Of an activation:
-`gated`, i.e. with an input of twice the width.
+`operations`, the optional operations of `catalog.backends` used by the block. Of a norm: `bias`; `mean`, i.e. the mean
+is subtracted; `offset`, the constant added to the stored gain, which starts as 1 - offset. Of an activation: `gated`,
+i.e. with an input of twice the width.
 """
 
 from megascale.core.registry import Card, Registry
@@ -13,15 +14,33 @@ BLOCKS = Registry(
     [
         Card(
             "serial",
-            "attention, then MLP: GPT-2 and Llama",
+            "attention, then MLP, each after a norm: GPT-2 and Llama",
             "megascale.model.block:SerialBlock",
             {"description": "megascale.layout.blocks:serial_block", "operations": ("add_norm",)},
         ),
         Card(
             "parallel",
-            "attention and MLP in parallel, after one norm (MegaScale 3.1)",
+            "attention and MLP in parallel, after one norm, with half the tp collectives (MegaScale 3.1)",
             "megascale.model.block:ParallelBlock",
             {"description": "megascale.layout.blocks:parallel_block", "operations": ()},
+        ),
+        Card(
+            "parallel_two_norms",
+            "attention and MLP in parallel, each after a norm of its own: GPT-NeoX",
+            "megascale.model.block:ParallelTwoNormsBlock",
+            {"description": "megascale.layout.blocks:parallel_two_norms_block", "operations": ()},
+        ),
+        Card(
+            "sandwich",
+            "serial, with a norm before and after each branch: Gemma 2 and 3",
+            "megascale.model.block:SandwichBlock",
+            {"description": "megascale.layout.blocks:sandwich_block", "operations": ("add_norm",)},
+        ),
+        Card(
+            "post_norm",
+            "serial, with a norm after each branch and none before: OLMo 2",
+            "megascale.model.block:PostNormBlock",
+            {"description": "megascale.layout.blocks:post_norm_block", "operations": ()},
         ),
     ],
 )
@@ -30,8 +49,24 @@ NORMS = Registry(
     "norm",
     "megascale.norms",
     [
-        Card("layernorm", "LayerNorm with gain and bias", "megascale.ops.norm:layer_norm", {"bias": True}),
-        Card("rmsnorm", "RMSNorm with gain (Zhang and Sennrich 2019)", "megascale.ops.norm:rms_norm", {"bias": False}),
+        Card(
+            "layernorm",
+            "LayerNorm with gain and bias",
+            "megascale.ops.norm:layer_norm",
+            {"bias": True, "mean": True, "offset": 0.0},
+        ),
+        Card(
+            "rmsnorm",
+            "RMSNorm with gain (Zhang and Sennrich 2019)",
+            "megascale.ops.norm:rms_norm",
+            {"bias": False, "mean": False, "offset": 0.0},
+        ),
+        Card(
+            "rmsnorm_1p",
+            "RMSNorm with gain 1 + w, w initially zero: Gemma",
+            "megascale.ops.norm:rms_norm_1p",
+            {"bias": False, "mean": False, "offset": 1.0},
+        ),
     ],
 )
 
@@ -44,5 +79,11 @@ ACTIVATIONS = Registry(
             "gelu_tanh", "GELU, tanh approximation, as in GPT-2", "megascale.ops.activation:gelu_tanh", {"gated": False}
         ),
         Card("swiglu", "SiLU(gate) * up (Shazeer 2020)", "megascale.ops.activation:swiglu", {"gated": True}),
+        Card(
+            "geglu",
+            "GELU(gate) * up, tanh approximation: Gemma",
+            "megascale.ops.activation:geglu",
+            {"gated": True},
+        ),
     ],
 )

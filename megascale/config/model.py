@@ -78,9 +78,15 @@ class ModelConfig(Section):
     explicit_qkv_bias: Annotated[bool | None, AUTO_AS_NONE] = Field(
         None, alias="qkv_bias", description="biases in the q, k and v projections; default bias"
     )
+    embedding_scale: float = Field(
+        1.0, gt=0, description="factor on the token embedding, rounded to the compute dtype; Gemma: sqrt(hidden_size)"
+    )
+    logit_softcap: Annotated[Positive | None, AUTO_AS_NONE] = Field(
+        None, description="bound on the logits: cap x tanh(logits / cap), as in Gemma 2"
+    )
     tie_embeddings: bool = Field(True, description="the output projection shares the weight of the token embedding")
     block: Annotated[str, choice(BLOCKS)] = Field(
-        "serial", description="serial: attention, then MLP; parallel: both from one norm, with half the tp collectives"
+        "serial", description="arrangement of attention, MLP and norms in a layer"
     )
     window: Window | Annotated[list[Window], Field(min_length=1)] | None = Field(
         None,

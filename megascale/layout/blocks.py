@@ -47,9 +47,12 @@ class LinearSpec:
 
 @dataclass(frozen=True)
 class NormSpec:
-    """A norm over the hidden size. `name`: path inside the block."""
+    """A norm over the hidden size. `name`: path inside the block. `shares_input`: an earlier norm has the same input,
+    which both save for backward as a single tensor.
+    """
 
     name: str
+    shares_input: bool = False
 
 
 @dataclass(frozen=True)
@@ -228,6 +231,54 @@ def parallel_block(model: ModelConfig, layer: int) -> BlockSpec:
         attention(model, layer),
         activation(model),
         RowParallel((out(model), down(model))),
+        ResidualAdd(),
+    )
+
+
+def parallel_two_norms_block(model: ModelConfig, layer: int) -> BlockSpec:
+    """x + attention(attention_norm(x)) + mlp(mlp_norm(x))."""
+    return (
+        NormSpec("attention_norm"),
+        ColumnParallel((qkv(model),)),
+        attention(model, layer),
+        NormSpec("mlp_norm", shares_input=True),
+        ColumnParallel((up(model),)),
+        activation(model),
+        RowParallel((out(model), down(model))),
+        ResidualAdd(),
+    )
+
+
+def sandwich_block(model: ModelConfig, layer: int) -> BlockSpec:
+    """x + attention_post_norm(attention(attention_norm(x))), then + mlp_post_norm(mlp(mlp_norm(.)))."""
+    return (
+        NormSpec("attention_norm"),
+        ColumnParallel((qkv(model),)),
+        attention(model, layer),
+        RowParallel((out(model),)),
+        NormSpec("attention_post_norm"),
+        ResidualAdd(),
+        NormSpec("mlp_norm"),
+        ColumnParallel((up(model),)),
+        activation(model),
+        RowParallel((down(model),)),
+        NormSpec("mlp_post_norm"),
+        ResidualAdd(),
+    )
+
+
+def post_norm_block(model: ModelConfig, layer: int) -> BlockSpec:
+    """x + attention_post_norm(attention(x)), then + mlp_post_norm(mlp(.))."""
+    return (
+        ColumnParallel((qkv(model),)),
+        attention(model, layer),
+        RowParallel((out(model),)),
+        NormSpec("attention_post_norm"),
+        ResidualAdd(),
+        ColumnParallel((up(model),)),
+        activation(model),
+        RowParallel((down(model),)),
+        NormSpec("mlp_post_norm"),
         ResidualAdd(),
     )
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megascale.catalog.layers import NORMS
 from megascale.config.model import ModelConfig
 from megascale.layout.blocks import AttentionSpec, ColumnParallel, LinearGroup, LinearSpec, NormSpec, block_spec
 from megascale.layout.topology import DATA_AXES, Coord, Topology
@@ -112,19 +113,24 @@ def vector_param(name: str, *parts: TensorSpec, tp_partial: bool = False) -> Par
 
 def _norm(name: str, model: ModelConfig) -> list[ParamSpec]:
     shape = (model.hidden_size,)
-    params = [vector_param(f"{name}.weight", TensorSpec(f"{name}.weight", shape, init="ones"))]
-    if model.norm == "layernorm":
+    params = [vector_param(f"{name}.weight", TensorSpec(f"{name}.weight", shape, init=_gain_init(model)))]
+    if NORMS[model.norm].facts["bias"]:
         params.append(vector_param(f"{name}.bias", TensorSpec(f"{name}.bias", shape, init="zeros")))
     return params
 
 
-def _qk_norms(name: str, part: AttentionSpec) -> list[ParamSpec]:
+def _gain_init(model: ModelConfig) -> Init:
+    """The initial value of a norm's stored gain: with an offset of 1, zero."""
+    return "zeros" if NORMS[model.norm].facts["offset"] else "ones"
+
+
+def _qk_norms(name: str, part: AttentionSpec, model: ModelConfig) -> list[ParamSpec]:
     """The gains of the norms of q and k: one for all heads, or sharded over tp with the heads."""
     full = part.qk_norm == "full"
     gains = [(f"{name}.{norm}.weight", width) for norm, width in part.qk_norms]
-    sharding = {"tp": 0} if full else {}
+    sharding, init = {"tp": 0} if full else {}, _gain_init(model)
     return [
-        vector_param(gain, TensorSpec(gain, (width,), sharding, init="ones"), tp_partial=not full)
+        vector_param(gain, TensorSpec(gain, (width,), sharding, init=init), tp_partial=not full)
         for gain, width in gains
     ]
 
@@ -154,7 +160,7 @@ def layer_params(model: ModelConfig, index: int) -> list[ParamSpec]:
         if isinstance(part, NormSpec):
             params += _norm(f"{name}.{part.name}", model)
         elif isinstance(part, AttentionSpec):
-            params += _qk_norms(name, part)
+            params += _qk_norms(name, part, model)
         elif isinstance(part, LinearGroup):
             for linear in part.layers:
                 params += _linear(f"{name}.{linear.name}", model, linear, 0 if isinstance(part, ColumnParallel) else 1)

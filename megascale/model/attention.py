@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from megascale.catalog.layers import NORMS
 from megascale.core.label import Label
 from megascale.model.modules import LayerContext, Linear, Norm
 from megascale.ops.rope import layer_rope, rope_table
@@ -42,12 +43,13 @@ class Attention(nn.Module):
 
     def forward(self, x_sbh: Tensor, batch: MicroBatch, recompute_input: Recomputation | None = None) -> Tensor:
         """Map x [s, b, h] to [s, b, h], s / tp with sequence parallelism. `recompute_input` recomputes x for wgrad."""
-        qkv = column_parallel_linear(
-            x_sbh, self.qkv.params, self._tp, Label.for_layer(self._index, "qkv"), recompute_input
-        )
-        return row_parallel_linear(
-            self.core_attention(qkv, batch), self.out.params, self._tp, Label.for_layer(self._index, "out")
-        )
+        heads = self.core_attention(self.project(x_sbh, recompute_input), batch)
+        return row_parallel_linear(heads, self.out.params, self._tp, Label.for_layer(self._index, "out"))
+
+    def project(self, x_sbh: Tensor, recompute_input: Recomputation | None = None) -> Tensor:
+        """Map x [s, b, h] to this rank's q, k and v [s, b, ...]. `recompute_input` as in `forward`."""
+        label = Label.for_layer(self._index, "qkv")
+        return column_parallel_linear(x_sbh, self.qkv.params, self._tp, label, recompute_input)
 
     def core_attention(self, qkv: Tensor, batch: MicroBatch) -> Tensor:
         """Map this rank's q, k and v [s, b, ...] to attention output [s, b, heads x head_dim], perhaps recomputed."""
@@ -77,7 +79,8 @@ class Attention(nn.Module):
         if self._tp.size == 1:
             return q_norm(flat[0]).view_as(q), k_norm(flat[1]).view_as(k)
         gains, label = [q_norm.weight, k_norm.weight], Label.for_layer(self._index, "qk norm")
-        normed = sharded_rms_norms(flat, gains, self._model.norm_eps, self._tp, label)
+        offset = NORMS[self._model.norm].facts["offset"]
+        normed = sharded_rms_norms(flat, gains, self._model.norm_eps, self._tp, label, offset)
         return normed[0].view_as(q), normed[1].view_as(k)
 
     def rope_and_attend(

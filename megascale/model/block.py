@@ -1,4 +1,6 @@
-"""Transformer blocks: `SerialBlock` with attention before the MLP, `ParallelBlock` with both on the same input."""
+"""Transformer blocks. Attention before the MLP: `SerialBlock`, `SandwichBlock`, `PostNormBlock`. Both on the same
+input: `ParallelBlock`, `ParallelTwoNormsBlock`.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +34,51 @@ class SerialBlock(nn.Module):
         return x_sbh + self._drop(branch, batch, "mlp.down")
 
 
+class SandwichBlock(nn.Module):
+    """x + post_norm(attention(norm(x))), then + post_norm(mlp(norm(.))): the block of Gemma 2 and 3.
+
+    Dropout applies to a branch after its second norm.
+    """
+
+    def __init__(self, context: LayerContext, index: int) -> None:
+        super().__init__()
+        name = f"layers.{index}"
+        self.attention_norm = Norm(context, f"{name}.attention_norm")
+        self.attention = Attention(context, index)
+        self.attention_post_norm = Norm(context, f"{name}.attention_post_norm")
+        self.mlp_norm = Norm(context, f"{name}.mlp_norm")
+        self.mlp = MLP(context, index)
+        self.mlp_post_norm = Norm(context, f"{name}.mlp_post_norm")
+        self._drop = lambda x, batch, branch: residual_dropout(x, batch, f"{name}.{branch}", context)
+
+    def forward(self, x_sbh: Tensor, batch: MicroBatch, compute_output: bool = True) -> Tensor:
+        """Map x [s, b, h] to [s, b, h]. The last GEMM always runs: the norm after it saves its output."""
+        branch = self.attention(self.attention_norm(x_sbh), batch, self.attention_norm.recompute_norm(x_sbh))
+        branch = self._drop(self.attention_post_norm(branch), batch, "attention.out")
+        x_sbh, normed = self.mlp_norm.add_norm(x_sbh, branch)
+        branch = self.mlp(normed, self.mlp_norm.recompute_norm(x_sbh))
+        return x_sbh + self._drop(self.mlp_post_norm(branch), batch, "mlp.down")
+
+
+class PostNormBlock(nn.Module):
+    """x + norm(attention(x)), then + norm(mlp(.)): the block of OLMo 2. Dropout applies to a branch after its norm."""
+
+    def __init__(self, context: LayerContext, index: int) -> None:
+        super().__init__()
+        name = f"layers.{index}"
+        self.attention = Attention(context, index)
+        self.attention_post_norm = Norm(context, f"{name}.attention_post_norm")
+        self.mlp = MLP(context, index)
+        self.mlp_post_norm = Norm(context, f"{name}.mlp_post_norm")
+        self._drop = lambda x, batch, branch: residual_dropout(x, batch, f"{name}.{branch}", context)
+
+    def forward(self, x_sbh: Tensor, batch: MicroBatch, compute_output: bool = True) -> Tensor:
+        """Map x [s, b, h] to [s, b, h]. The last GEMM always runs: the norm after it saves its output."""
+        branch = self.attention_post_norm(self.attention(x_sbh, batch))
+        x_sbh = x_sbh + self._drop(branch, batch, "attention.out")
+        return x_sbh + self._drop(self.mlp_post_norm(self.mlp(x_sbh)), batch, "mlp.down")
+
+
 class ParallelBlock(nn.Module):
     """x + attention(norm(x)) + mlp(norm(x)) (Wang and Komatsuzaki 2021; MegaScale 3.1).
 
@@ -60,3 +107,32 @@ class ParallelBlock(nn.Module):
             row_parallel_linears(branches, rows, tp, label, [None, mlp.recompute_activation(inner)], compute_output),
             batch,
         )
+
+
+class ParallelTwoNormsBlock(nn.Module):
+    """x + attention(attention_norm(x)) + mlp(mlp_norm(x)): the block of GPT-NeoX.
+
+    The branches share one reduction of their sum, but not the all-gather of their inputs. Dropout applies to the sum.
+    """
+
+    def __init__(self, context: LayerContext, index: int) -> None:
+        super().__init__()
+        name = f"layers.{index}"
+        self.attention_norm = Norm(context, f"{name}.attention_norm")
+        self.attention = Attention(context, index)
+        self.mlp_norm = Norm(context, f"{name}.mlp_norm")
+        self.mlp = MLP(context, index)
+        self._tp = context.tp
+        self._index = index
+        self._drop = lambda x, batch: residual_dropout(x, batch, name, context)
+
+    def forward(self, x_sbh: Tensor, batch: MicroBatch, compute_output: bool = True) -> Tensor:
+        """Map x [s, b, h] to [s, b, h]. Without `compute_output` only the result's shape and gradients are valid."""
+        attention, mlp = self.attention, self.mlp
+        qkv = attention.project(self.attention_norm(x_sbh), self.attention_norm.recompute_norm(x_sbh))
+        heads = attention.core_attention(qkv, batch)
+        inner = mlp.project(self.mlp_norm(x_sbh), self.mlp_norm.recompute_norm(x_sbh))
+        inputs, rows = [heads, mlp.activate(inner)], [attention.out.params, mlp.down.params]
+        recompute_inputs, label = [None, mlp.recompute_activation(inner)], Label.for_layer(self._index, "out and down")
+        branches = row_parallel_linears(inputs, rows, self._tp, label, recompute_inputs, compute_output)
+        return x_sbh + self._drop(branches, batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from megascale.layout.tensors import TOKEN_EMBEDDING
@@ -11,7 +12,9 @@ from megascale.parallel.vocabulary import VocabularyRange, vocab_parallel_embedd
 
 
 class Embedding(nn.Module):
-    """Token embedding, sharded over tp by vocabulary rows, plus learned positions if the model has them."""
+    """Token embedding, sharded over tp by vocabulary rows, times `model.embedding_scale`, plus learned positions if the
+    model has them.
+    """
 
     def __init__(self, context: LayerContext, vocabulary: VocabularyRange) -> None:
         super().__init__()
@@ -19,13 +22,21 @@ class Embedding(nn.Module):
         self.position = context.parameters.get("embedding.position.weight")
         self._vocabulary = vocabulary
         self._tp = context.tp
+        self._scale = _rounded(context.model.embedding_scale, self.token.dtype)
         self._drop = lambda x, batch: residual_dropout(x, batch, "embedding", context)
 
     def forward(self, tokens_sb: Tensor, batch: MicroBatch) -> Tensor:
         """Map tokens [s, b] to [s, b, h], or [s / tp, b, h] with sequence parallelism."""
         x_sbh = vocab_parallel_embedding(tokens_sb, self.token, self._vocabulary, self._tp)
+        if self._scale != 1:
+            x_sbh = x_sbh * self._scale
         if self.position is not None:
             rows = x_sbh.shape[0]
             first = self._tp.index * rows if rows < tokens_sb.shape[0] else 0
             x_sbh = x_sbh + self.position[first : first + rows].unsqueeze(1)
         return self._drop(x_sbh, batch)
+
+
+def _rounded(scale: float, dtype: torch.dtype) -> float:
+    """Round a factor to the dtype of the result, as transformers does for Gemma."""
+    return float(torch.tensor(scale, dtype=dtype))

@@ -29,17 +29,20 @@ class MLP(nn.Module):
         """Map x [s, b, h] to [s, b, h]. `recompute_input` recomputes x for wgrad; `compute_output` as in
         `row_parallel_linear`.
         """
-        tp, index = self._tp, self._index
-        inner = column_parallel_linear(x_sbh, self.up.params, tp, Label.for_layer(index, "up"), recompute_input)
-        out = self.activate(inner)
+        inner = self.project(x_sbh, recompute_input)
         return row_parallel_linear(
-            out,
+            self.activate(inner),
             self.down.params,
-            tp,
-            Label.for_layer(index, "down"),
+            self._tp,
+            Label.for_layer(self._index, "down"),
             self.recompute_activation(inner),
             compute_output,
         )
+
+    def project(self, x_sbh: Tensor, recompute_input: Recomputation | None = None) -> Tensor:
+        """Map x [s, b, h] to this rank's input of the activation [s, b, ...]. `recompute_input` as in `forward`."""
+        label = Label.for_layer(self._index, "up")
+        return column_parallel_linear(x_sbh, self.up.params, self._tp, label, recompute_input)
 
     def recompute_activation(self, inner: Tensor) -> Recomputation | None:
         """Describe how the down layer recomputes its input activate(inner); None if the layer saves its input."""

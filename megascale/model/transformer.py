@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
 from megascale.catalog.layers import BLOCKS
@@ -28,10 +29,12 @@ class Head(nn.Module):
         self._vocabulary = vocabulary
         self._tp = context.tp
         self._cross_entropy = context.operators.cross_entropy
+        self._softcap = context.model.logit_softcap
 
     def logits(self, x_sbh: Tensor) -> Tensor:
         """Compute this rank's columns of the logits, [s, b, rows of the weight], padding included."""
-        return column_parallel_linear(self.norm(x_sbh), LinearParams(self.weight), self._tp, "logits")
+        logits = column_parallel_linear(self.norm(x_sbh), LinearParams(self.weight), self._tp, "logits")
+        return logits if self._softcap is None else self._softcap * torch.tanh(logits / self._softcap)
 
     def forward(self, x_sbh: Tensor, batch: MicroBatch) -> Tensor:
         """Compute the loss summed over the micro-batch's tokens."""

@@ -1,8 +1,9 @@
-"""Activation functions of the MLP: `gelu`, `gelu_tanh`, `swiglu`, and their backend `TorchActivation`."""
+"""Activation functions of the MLP: `gelu`, `gelu_tanh`, `swiglu`, `geglu`, and their backend `TorchActivation`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,25 +36,34 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up [..., f] for gate_up [..., 2 f], gate first (Shazeer 2020)."""
-    return _SwiGLU.apply(gate_up)
+    return _Gated.apply(gate_up, F.silu, torch.ops.aten.silu_backward)
 
 
-class _SwiGLU(torch.autograd.Function):
-    """SwiGLU with only the input saved for backward, and both halves of the gradient written to one tensor."""
+def geglu(gate_up: Tensor) -> Tensor:
+    """Return gelu_tanh(gate) * up [..., f] for gate_up [..., 2 f], gate first, as in Gemma (Shazeer 2020)."""
+    return _Gated.apply(gate_up, gelu_tanh, partial(torch.ops.aten.gelu_backward, approximate="tanh"))
+
+
+class _Gated(torch.autograd.Function):
+    """f(gate) * up with only the input saved for backward, and both halves of the gradient written to one tensor.
+
+    `function`: f, into a new tensor; `backward_of`: (gradient of f's result, f's input) to the gradient of f's input.
+    """
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, function: Activate, backward_of: Callable[..., Tensor]) -> Tensor:
         ctx.save_for_backward(gate_up)
+        ctx.function, ctx.backward_of = function, backward_of
         gate, up = gate_up.chunk(2, -1)
-        return F.silu(gate).mul_(up)
+        return function(gate).mul_(up)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (gate_up,) = ctx.saved_tensors
         (grad,) = grads
         gate, up = gate_up.chunk(2, -1)
         out = torch.empty_like(gate_up)
         grad_gate, grad_up = out.chunk(2, -1)
-        torch.mul(grad, F.silu(gate), out=grad_up)
-        grad_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
-        return out
+        torch.mul(grad, ctx.function(gate), out=grad_up)
+        grad_gate.copy_(ctx.backward_of(grad * up, gate))
+        return out, None, None

@@ -120,6 +120,11 @@ def rms_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tens
     return (wide * scale * widened(weight)).to(x.dtype)
 
 
+def rms_norm_1p(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Compute `ops.norm.rms_norm_1p`."""
+    return rms_norm(x, 1 + widened(weight), bias, eps)
+
+
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """Compute `ops.norm.layer_norm`. On a CPU torch's own decomposition rounds the statistics to bf16."""
     wide = widened(x)
@@ -135,5 +140,11 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-_NORMS = {"layernorm": layer_norm, "rmsnorm": rms_norm}
-_ACTIVATIONS = {"swiglu": swiglu}
+def geglu(gate_up: Tensor) -> Tensor:
+    """Compute `ops.activation.geglu`."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+_NORMS = {"layernorm": layer_norm, "rmsnorm": rms_norm, "rmsnorm_1p": rms_norm_1p}
+_ACTIVATIONS = {"swiglu": swiglu, "geglu": geglu}

@@ -2,6 +2,8 @@
 
     loss = sum_t w_t (log sum_j e^(z_tj) - z_t,label)        d loss / d z_tj = w_t (softmax(z_t)_j - [j = label])
 
+With a soft cap c (Gemma 2) the logits x enter as z = c tanh(x / c), with derivative dz/dx = 1 - (z / c)^2.
+
 A backend computes on one device with a rank's columns of the logits z. The caller (`parallel.linear_cross_entropy`)
 provides the all-reduces between kernels as `Reduce`. `Targets`, `CrossEntropy`, `LogitsKernels`: the interface.
 `TorchCrossEntropy`, `CompiledCrossEntropy`, `TECrossEntropy`: the backends.
@@ -62,14 +64,16 @@ weighted sum of losses, and the gradient in the memory and dtype of the logits, 
 class LogitsKernels:
     """The two kernels over a rank's logits, with softmax in the dtype of the loss.
 
-    `statistics(logits, columns, wide)`: returns max logit, sum of e^(logit - max), and logit at `columns`, [t] in dtype
-    `wide`; may overwrite logits of dtype `wide` with e^(logit - max).
-    `gradient(logits, columns, peak, scale, minus)`: runs next with peak = max; overwrites the logits with
-    scale e^(logit - peak), less `minus` at `columns`.
+    `statistics(logits, columns, wide, cap)`: returns max logit, sum of e^(logit - max), and logit at `columns`, [t] in
+    dtype `wide`, all of capped logits; without a cap it may overwrite logits of dtype `wide` with e^(logit - max).
+    `gradient(logits, columns, peak, scale, minus, cap)`: runs next with peak = max; overwrites the logits with
+    scale e^(logit - peak), less `minus` at `columns`, times the derivative of the cap.
+    `cap`: soft cap of the logits, or None. A logit of -inf stays -inf.
     """
 
-    statistics: Callable[[Tensor, Tensor, torch.dtype], tuple[Tensor, Tensor, Tensor]]
-    gradient: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    statistics: Callable[[Tensor, Tensor, torch.dtype, float | None], tuple[Tensor, Tensor, Tensor]]
+    gradient: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float | None], None]
+    cap: float | None = None
 
     def cross_entropy(
         self, logits: Tensor, targets: Targets, reduce: Reduce, gradient: bool
@@ -80,7 +84,7 @@ class LogitsKernels:
         weights, is_local = targets.weights, targets.is_local
         columns = targets.columns.masked_fill(~is_local, 0)
         logits[:, targets.valid :] = -math.inf
-        local_peak, total, at_label = self.statistics(logits, columns, weights.dtype)
+        local_peak, total, at_label = self.statistics(logits, columns, weights.dtype, self.cap)
         peak = local_peak.clone()
         reduce(peak, "max", label="logits max")
         rescale = (local_peak - peak).exp_()
@@ -90,7 +94,7 @@ class LogitsKernels:
         loss = ((total.log() - at_label) * weights).sum()
         if not gradient:
             return loss, None
-        self.gradient(logits, columns, local_peak, weights / total * rescale, weights * is_local)
+        self.gradient(logits, columns, local_peak, weights / total * rescale, weights * is_local, self.cap)
         return loss, logits
 
 
@@ -98,43 +102,60 @@ class TorchCrossEntropy(OpBackend):
     """torch's operators over blocks of rows."""
 
     def build(self, context: OpContext) -> CrossEntropy:
-        return cross_entropy
+        return LogitsKernels(statistics, gradient, context.model.logit_softcap).cross_entropy
 
 
 GPU_BLOCK_BYTES = 1 << 26
 """Block size on GPUs, where few kernel launches matter more than cache locality."""
 
 
-def statistics(logits: Tensor, columns: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def statistics(logits: Tensor, columns: Tensor, wide: torch.dtype, cap: float | None) -> tuple[Tensor, Tensor, Tensor]:
     """Implement `LogitsKernels.statistics`."""
-    peak = logits.amax(-1).to(wide).clamp_(min=torch.finfo(wide).min)
-    at_label = logits.gather(1, columns.unsqueeze(1)).squeeze(1).to(wide)
+    # the cap is monotonic: the largest logit stays the largest
+    peak = soft_cap(logits.amax(-1).to(wide), cap).clamp_(min=torch.finfo(wide).min)
+    at_label = soft_cap(logits.gather(1, columns.unsqueeze(1)).squeeze(1).to(wide), cap)
     total = torch.empty_like(peak)
     for rows in _blocks(logits, wide):
-        torch.sum(_exponentials(logits[rows], peak[rows]), -1, out=total[rows])
+        torch.sum(_exponentials(soft_cap(logits[rows].to(wide), cap), peak[rows]), -1, out=total[rows])
     return peak, total, at_label
 
 
-def gradient(logits: Tensor, columns: Tensor, peak: Tensor, scale: Tensor, minus: Tensor) -> None:
+def gradient(logits: Tensor, columns: Tensor, peak: Tensor, scale: Tensor, minus: Tensor, cap: float | None) -> None:
     """Implement `LogitsKernels.gradient`."""
     for rows in _blocks(logits, peak.dtype):
-        _block_gradient(logits[rows], columns[rows], peak[rows], scale[rows], minus[rows])
+        _block_gradient(logits[rows], columns[rows], peak[rows], scale[rows], minus[rows], cap)
 
 
-def _block_gradient(block: Tensor, columns: Tensor, peak: Tensor, scale: Tensor, minus: Tensor) -> None:
-    in_place = block.dtype == peak.dtype  # `statistics` wrote the exponentials over the logits
-    grad = block if in_place else _exponentials(block, peak)
+def _block_gradient(
+    block: Tensor, columns: Tensor, peak: Tensor, scale: Tensor, minus: Tensor, cap: float | None
+) -> None:
+    in_place = block.dtype == peak.dtype and cap is None  # `statistics` wrote the exponentials over the logits
+    capped = block if in_place else soft_cap(block.to(peak.dtype), cap)
+    derivative = None if cap is None else soft_cap_derivative(capped, cap)
+    grad = block if in_place else _exponentials(capped, peak)
     grad.mul_(scale.unsqueeze(1)).scatter_add_(1, columns.unsqueeze(1), -minus.unsqueeze(1))
+    if derivative is not None:
+        grad.mul_(derivative)
     if not in_place:
         block.copy_(grad)
+
+
+def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
+    """Return cap tanh(logits / cap), and -inf for -inf, in a new tensor; without a cap the logits themselves."""
+    return logits if cap is None else (cap * torch.tanh(logits / cap)).masked_fill(logits == -math.inf, -math.inf)
+
+
+def soft_cap_derivative(capped: Tensor, cap: float) -> Tensor:
+    """Return the derivative of `soft_cap` by its result: 1 - (z / cap)^2, and 0 for -inf."""
+    return (1 - (capped / cap).square()).clamp(min=0)
 
 
 cross_entropy = LogitsKernels(statistics, gradient).cross_entropy
 
 
-def _exponentials(block: Tensor, peak: Tensor) -> Tensor:
-    """Return e^(logit - peak) in the dtype of the peak, in place if dtypes agree."""
-    return block.to(peak.dtype).sub_(peak.unsqueeze(1)).exp_()
+def _exponentials(logits: Tensor, peak: Tensor) -> Tensor:
+    """Return e^(logit - peak) in place."""
+    return logits.sub_(peak.unsqueeze(1)).exp_()
 
 
 def _blocks(logits: Tensor, wide: torch.dtype) -> list[slice]:
@@ -152,15 +173,19 @@ class CompiledCrossEntropy:
 
     def build(self, context: OpContext) -> CrossEntropy:
         return LogitsKernels(
-            compiled.compile_function(fused_statistics), compiled.compile_function(fused_gradient)
+            compiled.compile_function(fused_statistics),
+            compiled.compile_function(fused_gradient),
+            context.model.logit_softcap,
         ).cross_entropy
 
 
-def fused_statistics(logits: Tensor, columns: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def fused_statistics(
+    logits: Tensor, columns: Tensor, wide: torch.dtype, cap: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Implement `LogitsKernels.statistics` without writing [t, n]. Inductor compiles maximum and sum of exponentials to
     an online softmax (Milakov and Gimelshein 2018): on a GPU the logits are read once.
     """
-    scores = logits.to(wide)
+    scores = soft_cap(logits.to(wide), cap)
     highest = scores.amax(-1, keepdim=True)
     total = (scores - highest).exp().sum(-1, keepdim=True)
     total = torch.where(highest == -math.inf, 0.0, total).squeeze(1)  # a shard may contain only padding
@@ -168,11 +193,15 @@ def fused_statistics(logits: Tensor, columns: Tensor, wide: torch.dtype) -> tupl
     return peak, total, scores.gather(1, columns.unsqueeze(1)).squeeze(1)
 
 
-def fused_gradient(logits: Tensor, columns: Tensor, peak: Tensor, scale: Tensor, minus: Tensor) -> None:
+def fused_gradient(
+    logits: Tensor, columns: Tensor, peak: Tensor, scale: Tensor, minus: Tensor, cap: float | None
+) -> None:
     """Implement `LogitsKernels.gradient`."""
     is_label = torch.arange(logits.shape[1], device=logits.device) == columns.unsqueeze(1)
-    grad = (logits.to(peak.dtype) - peak.unsqueeze(1)).exp() * scale.unsqueeze(1)
-    logits.copy_(torch.where(is_label, grad - minus.unsqueeze(1), grad))
+    scores = soft_cap(logits.to(peak.dtype), cap)
+    grad = (scores - peak.unsqueeze(1)).exp() * scale.unsqueeze(1)
+    grad = torch.where(is_label, grad - minus.unsqueeze(1), grad)
+    logits.copy_(grad if cap is None else grad * soft_cap_derivative(scores, cap))
 
 
 class TECrossEntropy:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from megascale.catalog.layers import NORMS
 from megascale.ops.activation import Activate
 from megascale.ops.library import LIGER
 from megascale.ops.norm import AddNormalize, Normalize, other_norm_asked
@@ -22,14 +23,16 @@ class LigerNorm:
     def build(self, context: OpContext) -> Normalize:
         from liger_kernel.ops import LigerLayerNormFunction, LigerRMSNormFunction
 
+        offset = NORMS[context.model.norm].facts["offset"]
+
         def rms_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
             # "gemma": apply the gain before rounding. Not in place, which would overwrite autograd's gradient
-            return LigerRMSNormFunction.apply(x.contiguous(), weight, eps, 0.0, "gemma", False)
+            return LigerRMSNormFunction.apply(x.contiguous(), weight, eps, offset, "gemma", False)
 
         def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
             return LigerLayerNormFunction.apply(x, weight, bias, eps)
 
-        return {"rmsnorm": rms_norm, "layernorm": layer_norm}[context.model.norm]
+        return layer_norm if context.model.norm == "layernorm" else rms_norm
 
 
 class LigerAddNorm:
@@ -41,10 +44,12 @@ class LigerAddNorm:
     def build(self, context: OpContext) -> AddNormalize:
         from liger_kernel.ops import LigerFusedAddRMSNormFunction
 
+        offset = NORMS[context.model.norm].facts["offset"]
+
         def add_rms_norm(
             x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, eps: float
         ) -> tuple[Tensor, Tensor]:
-            normed, total = LigerFusedAddRMSNormFunction.apply(branch, x, weight, eps, 0.0, "gemma", False)
+            normed, total = LigerFusedAddRMSNormFunction.apply(branch, x, weight, eps, offset, "gemma", False)
             return total, normed
 
         return add_rms_norm

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megascale.catalog.layers import NORMS
 from megascale.ops.activation import Activate
 from megascale.ops.library import TE
 from megascale.ops.norm import Normalize
@@ -31,11 +32,12 @@ class TENorm:
     def build(self, context: OpContext) -> Normalize:
         if context.model.norm == "layernorm":
             return _LayerNorm.apply
-        return lambda x, weight, bias, eps: _RMSNorm.apply(x, weight, eps)
+        zero_centered = NORMS[context.model.norm].facts["offset"] == 1
+        return lambda x, weight, bias, eps: _RMSNorm.apply(x, weight, eps, zero_centered)
 
 
 class TEActivation:
-    """`swiglu`, and `gelu`, the tanh approximation."""
+    """`swiglu`, and `geglu` and `gelu` in the tanh approximation."""
 
     def unsupported_reason(self, context: OpContext) -> str | None:
         return TE.unsupported_reason(context)
@@ -43,7 +45,9 @@ class TEActivation:
     def build(self, context: OpContext) -> Activate:
         import transformer_engine_torch as tex
 
-        names = {"swiglu": (tex.swiglu, tex.dswiglu), "gelu_tanh": (tex.gelu, tex.dgelu)}
+        names = {
+            "swiglu": (tex.swiglu, tex.dswiglu), "geglu": (tex.geglu, tex.dgeglu), "gelu_tanh": (tex.gelu, tex.dgelu),
+        }  # fmt: skip
         forward, backward = names[context.model.activation]
         return lambda x: _Activation.apply(x, forward, backward)
 
@@ -78,12 +82,13 @@ def _rows(x: Tensor) -> Tensor:
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
         import transformer_engine_torch as tex
         from transformer_engine.pytorch.constants import TE_DType
 
         # out, quantizer, output dtype, SM margin, zero-centered gain
-        out, _, scale = tex.rmsnorm_fwd(_rows(x), weight, eps, None, None, TE_DType[x.dtype], 0, False)
+        out, _, scale = tex.rmsnorm_fwd(_rows(x), weight, eps, None, None, TE_DType[x.dtype], 0, zero_centered)
+        ctx.zero_centered = zero_centered
         ctx.save_for_backward(x, weight, scale)
         return out.view(x.shape)
 
@@ -92,8 +97,8 @@ class _RMSNorm(torch.autograd.Function):
         import transformer_engine_torch as tex
 
         x, weight, scale = ctx.saved_tensors
-        grad_x, grad_weight = tex.rmsnorm_bwd(_rows(grads[0]), _rows(x), scale, weight, 0, False)
-        return grad_x.view(x.shape), grad_weight, None
+        grad_x, grad_weight = tex.rmsnorm_bwd(_rows(grads[0]), _rows(x), scale, weight, 0, ctx.zero_centered)
+        return grad_x.view(x.shape), grad_weight, None, None
 
 
 class _LayerNorm(torch.autograd.Function):

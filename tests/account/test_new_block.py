@@ -24,6 +24,7 @@ from megascale.core.registry import Card
 from megascale.layout import blocks
 from megascale.layout.blocks import BlockSpec, ColumnParallel, NormSpec, ResidualAdd, RowParallel
 from megascale.layout.chunks import fp8_layers, fp8_weights
+from megascale.layout.tensors import layer_params
 from megascale.model.attention import Attention
 from megascale.model.mlp import MLP
 from megascale.model.modules import LayerContext, residual_dropout
@@ -34,40 +35,38 @@ from tests.runs import LLAMA, config_of, settings, train_curve, write_config
 from tests.worlds import run_world
 
 
-class SandwichBlock(nn.Module):
-    """x + norm(attention(norm(x))), then + norm(mlp(norm(.))): a norm before and after each branch, as in Gemma 2."""
+class PostLNBlock(nn.Module):
+    """norm(x + attention(x)), then norm(. + mlp(.)): the residual stream itself is normalized (Vaswani et al. 2017)."""
 
     def __init__(self, context: LayerContext, index: int) -> None:
         super().__init__()
         name = f"layers.{index}"
-        self.attention_norm, self.attention = NormModule(context, f"{name}.attention_norm"), Attention(context, index)
-        self.mlp_norm, self.mlp = NormModule(context, f"{name}.mlp_norm"), MLP(context, index)
-        self.attention_end = NormModule(context, f"{name}.attention_end")
-        self.mlp_end = NormModule(context, f"{name}.mlp_end")
+        self.attention, self.attention_end = Attention(context, index), NormModule(context, f"{name}.attention_end")
+        self.mlp, self.mlp_end = MLP(context, index), NormModule(context, f"{name}.mlp_end")
         self._drop = lambda x, batch, branch: residual_dropout(x, batch, f"{name}.{branch}", context)
 
     def forward(self, x_sbh: Tensor, batch: MicroBatch, compute_output: bool = True) -> Tensor:
-        branch = self.attention(self.attention_norm(x_sbh), batch, self.attention_norm.recompute_norm(x_sbh))
-        x_sbh = x_sbh + self._drop(self.attention_end(branch), batch, "attention.out")
-        branch = self.mlp(self.mlp_norm(x_sbh), self.mlp_norm.recompute_norm(x_sbh))
-        return x_sbh + self._drop(self.mlp_end(branch), batch, "mlp.down")
+        total = x_sbh + self._drop(self.attention(x_sbh, batch), batch, "attention.out")
+        x_sbh = self.attention_end(total)
+        branch = self.mlp(x_sbh, self.attention_end.recompute_norm(total))
+        return self.mlp_end(x_sbh + self._drop(branch, batch, "mlp.down"))
 
 
-def sandwich(model: ModelConfig, layer: int) -> BlockSpec:
-    """The parts of a `SandwichBlock`."""
+def post_ln(model: ModelConfig, layer: int) -> BlockSpec:
+    """The parts of a `PostLNBlock`."""
     return (
-        NormSpec("attention_norm"), ColumnParallel((blocks.qkv(model),)), blocks.attention(model, layer),
-        RowParallel((blocks.out(model),)), NormSpec("attention_end"), ResidualAdd(),
-        NormSpec("mlp_norm"), ColumnParallel((blocks.up(model),)), blocks.activation(model),
-        RowParallel((blocks.down(model),)), NormSpec("mlp_end"), ResidualAdd(),
+        ColumnParallel((blocks.qkv(model),)), blocks.attention(model, layer), RowParallel((blocks.out(model),)),
+        ResidualAdd(), NormSpec("attention_end"),
+        ColumnParallel((blocks.up(model),)), blocks.activation(model), RowParallel((blocks.down(model),)),
+        ResidualAdd(), NormSpec("mlp_end"),
     )  # fmt: skip
 
 
 CARD = Card(
-    "sandwich",
-    "a norm before and after each branch",
-    f"{__name__}:SandwichBlock",
-    {"description": f"{__name__}:sandwich", "operations": ()},
+    "post_ln",
+    "a norm of the residual stream after each branch",
+    f"{__name__}:PostLNBlock",
+    {"description": f"{__name__}:post_ln", "operations": ()},
 )
 
 
@@ -83,7 +82,7 @@ def trained(rank: Rank, config: RunConfig) -> list[tuple[float, float]]:
 
 
 def small(folder: Path, **overrides: Any) -> RunConfig:
-    return config_of(settings(LLAMA | {"block": "sandwich"}, folder, **overrides), folder)
+    return config_of(settings(LLAMA | {"block": CARD.name}, folder, **overrides), folder)
 
 
 def test_training_is_equal_in_every_layout(tmp_path: Path) -> None:
@@ -94,10 +93,12 @@ def test_training_is_equal_in_every_layout(tmp_path: Path) -> None:
         assert torch.allclose(torch.tensor(curve), torch.tensor(one_rank), rtol=1e-10, atol=0)
 
 
-def test_a_sandwich_block_has_two_more_norms(tmp_path: Path) -> None:
+def test_parameters_follow_the_description(tmp_path: Path) -> None:
     model = small(tmp_path).model
-    serial = model.model_copy(update={"block": "serial"})
-    assert parameter_count(model) - parameter_count(serial) == 2 * model.num_layers * model.hidden_size
+    parallel = model.model_copy(update={"block": "parallel"})
+    assert parameter_count(model) - parameter_count(parallel) == model.num_layers * model.hidden_size  # one more norm
+    names = {parameter.name for parameter in layer_params(model, 0)}
+    assert {"layers.0.attention_end.weight", "layers.0.mlp_end.weight"} <= names
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -126,7 +127,7 @@ def test_fp8_selects_the_linear_layers(tmp_path: Path) -> None:
 
 
 def test_check_and_plan_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = str(write_config(settings(LLAMA | {"block": "sandwich"}, tmp_path), tmp_path / "run.toml"))
+    path = str(write_config(settings(LLAMA | {"block": CARD.name}, tmp_path), tmp_path / "run.toml"))
     assert main(["check", path, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["total_bytes"] > 0
     assert main(["plan", path, "--hardware", "h100", "--gpus", "8", "--json"]) == 0

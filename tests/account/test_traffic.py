@@ -16,11 +16,18 @@ from tests.runs import FAMILIES, config_of, settings
 
 WIDE = {"num_layers": 1, "hidden_size": 1024, "ffn_size": 2048, "seq_length": 1024, "num_kv_heads": 4}
 ALL_FP8 = {"train__precision": "fp8", "fp8__bf16_first": 0, "fp8__bf16_last": 0}
+NORMED_BLOCKS = ("sandwich", "post_norm", "parallel_two_norms")
 CASES: dict[str, dict[str, Any]] = {
     "tp": {},
     "sp": {"parallel__sp": True},
     "sp, full recomputation": {"parallel__sp": True, "train__recompute": "full"},
     "sp, parallel block": {"parallel__sp": True, "model__block": "parallel"},
+    **{f"sp, {name} block": {"parallel__sp": True, "model__block": name} for name in NORMED_BLOCKS},
+    "sp, sandwich block, full recomputation": {
+        "parallel__sp": True,
+        "model__block": "sandwich",
+        "train__recompute": "full",
+    },
     "sp, no overlap": {"parallel__sp": True, "overlap__tp": False},
     **{f"sp, {name}": {"parallel__sp": True, "fp8__recipe": name, **ALL_FP8} for name in ("tensorwise", "rowwise")},
 }

@@ -68,7 +68,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("num_heads = 4", "num_heads = -4", "run.toml:5  model.num_heads: -4: should be greater than 0  -> num_heads: attention heads"),
     ("hidden_size = 32", "hidden_size = 0x" + "f" * 6000, "run.toml:4  model.hidden_size: a number of thousands of digits: should be less than or equal to 67108864  -> hidden_size: width of the residual stream"),
     ("hidden_size = 32", "hidden_size = 67108864", "run.toml:2  model.ffn_size: 268435456: should be less than or equal to 67108864  -> ffn_size: inner width of the MLP; default 4 x hidden_size, or for a gated activation 8/3 x hidden_size rounded up to a multiple of 64"),
-    ("num_heads = 4", 'num_heads = 4\nactivation = "gellu"', "run.toml:6  model.activation: 'gellu' is not one of gelu, gelu_tanh, swiglu  -> did you mean 'gelu'?"),
+    ("num_heads = 4", 'num_heads = 4\nactivation = "gellu"', "run.toml:6  model.activation: 'gellu' is not one of gelu, gelu_tanh, swiglu, geglu  -> did you mean 'gelu'?"),
     ("num_heads = 4", 'num_heads = 4\nactivation = ["gelu"]', "run.toml:6  model.activation: ['gelu']: should be a valid string  -> activation: activation function of the MLP"),
     ("num_heads = 4", 'num_heads = 4\nposition = "alibi"', "run.toml:6  model.position: 'alibi': should be 'learned' or 'rope'  -> position: learned position vectors, or rotary embeddings"),
     ("num_heads = 4", 'num_heads = 4\nrope_scaling = {type = "ntk", factor = 2.0}', f"run.toml:6  model.rope_scaling: {{'type': 'ntk', 'factor': 2.0}}: type should be one of linear, dynamic, llama3, yarn  -> {SCALING}"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megascale.ops.activation import gelu, gelu_tanh, swiglu
+from megascale.ops.activation import geglu, gelu, gelu_tanh, swiglu
 
 BF16 = 2.0**-8
 """Largest relative error of rounding to bf16."""
@@ -29,10 +29,16 @@ def swiglu_formula(gate_up: Tensor) -> Tensor:
     return gate / (1 + torch.exp(-gate)) * up
 
 
+def geglu_formula(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return gelu_tanh_formula(gate) * up
+
+
 ACTIVATIONS = {
     "gelu": (gelu, gelu_formula),
     "gelu_tanh": (gelu_tanh, gelu_tanh_formula),
     "swiglu": (swiglu, swiglu_formula),
+    "geglu": (geglu, geglu_formula),
 }
 activations = pytest.mark.parametrize(("activation", "formula"), ACTIVATIONS.values(), ids=list(ACTIVATIONS))
 Activation = Callable[[Tensor], Tensor]
@@ -64,16 +70,18 @@ def test_gradients_pass_gradcheck(activation: Activation, formula: Activation) -
 
 @activations
 def test_bf16_equals_the_formula_up_to_rounding(activation: Activation, formula: Activation) -> None:
-    """Inputs are exact in bf16; SwiGLU rounds SiLU, the result, and intermediates of backward."""
+    """Inputs are exact in bf16; gated activations round f(gate), the result, and intermediates of backward."""
     x = numbers(5, 3, 16).bfloat16()
     for ours, expected in zip(with_gradient(activation, x), with_gradient(formula, x.double()), strict=True):
         assert ours.dtype == torch.bfloat16
         assert float((ours.double() - expected).abs().max()) < 3 * BF16 * float(expected.abs().max())
 
 
-def test_swiglu_accepts_a_non_contiguous_gradient() -> None:
+@pytest.mark.parametrize("name", ["swiglu", "geglu"])
+def test_gated_activations_accept_a_non_contiguous_gradient(name: str) -> None:
+    activation, formula = ACTIVATIONS[name]
     x = numbers(3, 4, 16).requires_grad_()
     upstream = numbers(8, 4, 3).permute(2, 1, 0)
-    (ours,) = torch.autograd.grad(swiglu(x), x, upstream)
-    (expected,) = torch.autograd.grad(swiglu_formula(x), x, upstream)
+    (ours,) = torch.autograd.grad(activation(x), x, upstream)
+    (expected,) = torch.autograd.grad(formula(x), x, upstream)
     torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)

@@ -19,8 +19,9 @@ from megascale.ops.selftest import TOLERANCES, difference
 from tests.ops.settings import CPU, GPU, setting
 
 CASES = [
-    ("norm", "rmsnorm"), ("norm", "layernorm"), ("add_norm", "rmsnorm"), ("add_norm", "layernorm"),
-    ("activation", "gelu"), ("activation", "gelu_tanh"), ("activation", "swiglu"),
+    ("norm", "rmsnorm"), ("norm", "rmsnorm_1p"), ("norm", "layernorm"),
+    ("add_norm", "rmsnorm"), ("add_norm", "rmsnorm_1p"), ("add_norm", "layernorm"),
+    ("activation", "gelu"), ("activation", "gelu_tanh"), ("activation", "swiglu"), ("activation", "geglu"),
 ]  # fmt: skip
 KEYS = {"norm": "norm", "add_norm": "norm", "activation": "activation"}
 """Keys of `[model]` with the variant of an operation."""

@@ -18,7 +18,7 @@ from megascale.core.rank import Rank
 from megascale.device import detect_device
 from megascale.ops import cross_entropy as module
 from megascale.ops.cross_entropy import CrossEntropy, LogitsKernels, Targets
-from megascale.ops.select import OpContext, build_op, select_backend
+from megascale.ops.select import OpContext, build_op, select_backend, unsupported_reason
 from tests.model.test_vocabulary import SPLITS, VOCABULARY, B, S, axis_of, columns, drawn, range_of
 from tests.runs import GPT
 from tests.worlds import run_world
@@ -26,12 +26,13 @@ from tests.worlds import run_world
 
 @dataclass(frozen=True)
 class Case:
-    """Logits in `dtype`, shifted by `shift`, and a mask of labels."""
+    """Logits in `dtype`, shifted by `shift`, a mask of labels, and a soft cap."""
 
     dtype: torch.dtype = torch.float64
     shift: float = 0.0
     spread: float = 3.0
     mask: str = "none"
+    cap: float | None = None
 
     def logits(self) -> Tensor:
         return (self.spread * drawn(S, B, VOCABULARY, seed=0) + self.shift).to(self.dtype)
@@ -62,26 +63,32 @@ CASES = {
     "certain": Case(spread=400.0),
     "fp32": Case(dtype=torch.float32, mask="some"),
     "bf16": Case(dtype=torch.bfloat16, mask="some"),
+    "capped": Case(mask="weighted", cap=4.0),
+    "far above the cap": Case(spread=400.0, cap=30.0),
+    "capped fp32": Case(dtype=torch.float32, mask="some", cap=4.0),
+    "capped bf16": Case(dtype=torch.bfloat16, mask="some", cap=4.0),
 }
 
 
-def backend(name: str) -> CrossEntropy:
+def backend(name: str, cap: float | None) -> CrossEntropy:
     """Build a backend; `fused`: the functions compiled by `compile`, run eagerly."""
     if name == "fused":
-        return LogitsKernels(module.fused_statistics, module.fused_gradient).cross_entropy
+        return LogitsKernels(module.fused_statistics, module.fused_gradient, cap).cross_entropy
     backends = BackendsConfig(cross_entropy=name)
-    model = ModelConfig.model_validate(GPT)
+    model = ModelConfig.model_validate(GPT | {"logit_softcap": cap})
     return build_op("cross_entropy", OpContext(model, backends, torch.float32, detect_device(allow_gpu=False)))
 
 
-def losses(rank: Rank, tp: int, name: str, block_bytes: int) -> tuple[tuple[int, int], dict[str, tuple[Any, ...]]]:
+def losses(
+    rank: Rank, tp: int, backend_name: str, block_bytes: int
+) -> tuple[tuple[int, int], dict[str, tuple[Any, ...]]]:
     """Return this rank's range, and by case loss, loss without gradient, dtype, and gradient of its logits."""
     module.BLOCK_BYTES = block_bytes
-    cross_entropy, axis = backend(name), axis_of(rank, tp)
+    axis = axis_of(rank, tp)
     shard = range_of(axis)
     results = {}
     for name, case in CASES.items():
-        wide = torch.promote_types(case.dtype, torch.float32)
+        cross_entropy, wide = backend(backend_name, case.cap), torch.promote_types(case.dtype, torch.float32)
         weights = case.weights()
         weights = torch.ones(S * B, dtype=wide) if weights is None else weights.flatten().to(wide)
         targets = Targets(case.labels().flatten() - shard.start, weights, shard.valid)
@@ -110,7 +117,8 @@ BACKENDS = [
 @pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradient_equal_torchs(name: str, tp: int, backend: str) -> None:
     case = CASES[name]
-    logits = case.logits().double().requires_grad_()
+    raw = case.logits().double().requires_grad_()
+    logits = raw if case.cap is None else case.cap * torch.tanh(raw / case.cap)
     weights, labels = case.weights(), case.labels()
     if weights is None:
         expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
@@ -119,7 +127,7 @@ def test_loss_and_gradient_equal_torchs(name: str, tp: int, backend: str) -> Non
         losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
         expected = (losses * weights.flatten()).sum()
     expected.backward()
-    assert logits.grad is not None
+    assert raw.grad is not None
 
     ranges = [shard for shard, _ in ranks_of(tp, backend)]
     results = [results[name] for _, results in ranks_of(tp, backend)]
@@ -135,7 +143,7 @@ def test_loss_and_gradient_equal_torchs(name: str, tp: int, backend: str) -> Non
         [torch.from_numpy(g[..., :valid]) for (_, valid), (*_, g) in zip(ranges, results, strict=True)], -1
     )
     rounding = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1.01 * 2.0**-8}[case.dtype]
-    torch.testing.assert_close(gradient, logits.grad, rtol=rounding, atol=1e-3 * tolerance)
+    torch.testing.assert_close(gradient, raw.grad, rtol=rounding, atol=1e-3 * tolerance)
     for (_, valid), (*_, g) in zip(ranges, results, strict=True):
         assert not g[..., valid:].any(), "padding has a gradient"
 
@@ -155,6 +163,13 @@ def test_blocks_change_nothing() -> None:
             for name in CASES:
                 assert blocks[name][:3] == unblocked[name][:3]
                 assert (blocks[name][3] == unblocked[name][3]).all()
+
+
+def test_transformer_engine_refuses_a_soft_cap() -> None:
+    model = ModelConfig.model_validate(GPT | {"logit_softcap": 30.0})
+    context = OpContext(model, BackendsConfig(), torch.float32, detect_device(allow_gpu=False))
+    assert unsupported_reason("cross_entropy", "te", context) == "has no soft cap of logits"
+    assert unsupported_reason("cross_entropy", "torch", context) is None
 
 
 def test_a_cpu_selects_torch() -> None:

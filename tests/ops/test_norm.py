@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megascale.ops.norm import layer_norm, rms_norm
+from megascale.ops.norm import layer_norm, rms_norm, rms_norm_1p
 
 EPS = 1e-5
 BF16 = 2.0**-8
@@ -20,13 +20,21 @@ def rms_norm_formula(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + EPS) * weight
 
 
+def rms_norm_1p_formula(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return rms_norm_formula(x, 1 + weight, bias)
+
+
 def layer_norm_formula(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     centred = x - x.mean(-1, keepdim=True)
     assert bias is not None
     return centred / torch.sqrt((centred * centred).mean(-1, keepdim=True) + EPS) * weight + bias
 
 
-NORMS = {"rms_norm": (rms_norm, rms_norm_formula, False), "layer_norm": (layer_norm, layer_norm_formula, True)}
+NORMS = {
+    "rms_norm": (rms_norm, rms_norm_formula, False),
+    "rms_norm_1p": (rms_norm_1p, rms_norm_1p_formula, False),
+    "layer_norm": (layer_norm, layer_norm_formula, True),
+}
 norms = pytest.mark.parametrize(("norm", "formula", "has_bias"), NORMS.values(), ids=list(NORMS))
 Norm = Callable[..., Tensor]
 

@@ -44,15 +44,16 @@ class Kernels(ModuleType):
         self, input: Tensor, weight: Tensor, eps: float, ln_out: None, quantizer: None, otype: str, sm_margin: int,
         zero_centered_gamma: bool,
     ) -> list[Any]:  # fmt: skip
-        assert (ln_out, quantizer, otype, sm_margin, zero_centered_gamma) == (None, None, "fp32", 0, False)
-        out, _, scale = norm_forward(input, weight, None, eps, centre=False)
+        assert (ln_out, quantizer, otype, sm_margin) == (None, None, "fp32", 0)
+        out, _, scale = norm_forward(input, weight + zero_centered_gamma, None, eps, centre=False)
         return [out, None, scale]
 
     def rmsnorm_bwd(
         self, dz: Tensor, x: Tensor, rsigma: Tensor, gamma: Tensor, sm_margin: int, zero_centered_gamma: bool
     ) -> list[Tensor]:
-        assert (sm_margin, zero_centered_gamma) == (0, False)
-        return list(norm_backward(dz, x, torch.zeros_like(rsigma), rsigma, gamma, centre=False)[:2])
+        assert sm_margin == 0
+        gain = gamma + zero_centered_gamma
+        return list(norm_backward(dz, x, torch.zeros_like(rsigma), rsigma, gain, centre=False)[:2])
 
     def layernorm_fwd(
         self, input: Tensor, weight: Tensor, bias: Tensor, eps: float, ln_out: None, quantizer: None, otype: str,
@@ -75,6 +76,14 @@ class Kernels(ModuleType):
 
     def dswiglu(self, grad: Tensor, fwd_input: Tensor, quantizer: None) -> Tensor:
         return torch.func.vjp(lambda x: self.swiglu(x, None), fwd_input)[1](grad)[0]
+
+    def geglu(self, input: Tensor, quantizer: None) -> Tensor:
+        assert quantizer is None
+        gate, up = input.chunk(2, -1)
+        return F.gelu(gate, approximate="tanh") * up
+
+    def dgeglu(self, grad: Tensor, fwd_input: Tensor, quantizer: None) -> Tensor:
+        return torch.func.vjp(lambda x: self.geglu(x, None), fwd_input)[1](grad)[0]
 
     def gelu(self, input: Tensor, quantizer: None) -> Tensor:
         assert quantizer is None
@@ -122,7 +131,14 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize(
     ("operation", "name"),
-    [("norm", "rmsnorm"), ("norm", "layernorm"), ("activation", "swiglu"), ("activation", "gelu_tanh")],
+    [
+        ("norm", "rmsnorm"),
+        ("norm", "rmsnorm_1p"),
+        ("norm", "layernorm"),
+        ("activation", "swiglu"),
+        ("activation", "geglu"),
+        ("activation", "gelu_tanh"),
+    ],
 )
 def test_results_and_gradients_equal_the_fp64_reference(operation: str, name: str) -> None:
     assert difference(operation, "te", setting(**{operation: name})) < 1e-5
@@ -135,4 +151,4 @@ def test_rope_equals_the_fp64_reference() -> None:
 
 def test_every_supported_variant_is_tested() -> None:
     variants = {name for op in ("norm", "activation") for name in BACKENDS[op]["te"].facts["variants"]}
-    assert variants == {"rmsnorm", "layernorm", "swiglu", "gelu_tanh"}
+    assert variants == {"rmsnorm", "rmsnorm_1p", "layernorm", "swiglu", "geglu", "gelu_tanh"}

@@ -11,7 +11,7 @@ import pytest
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from tests.marks import only_quick
-from tests.runs import FAMILIES, build_run, config_of, curve_of, settings
+from tests.runs import FAMILIES, MODELS, build_run, config_of, curve_of, settings
 from tests.worlds import run_world
 
 Layout = dict[str, Any]
@@ -63,7 +63,7 @@ class Case:
     precision: str
     tolerance: float
     norms: int = 10
-    block: str = "serial"
+    block: str | None = None
     model: dict[str, Any] = field(default_factory=dict)
 
 
@@ -75,13 +75,17 @@ CASES = [
     *(Case(family, dropout, "fp64", 1e-10) for family in FAMILIES for dropout in (0.0, 0.1)),
     Case("gpt", 0.1, "fp64", 1e-10, block="parallel"),
     Case("llama", 0.0, "fp64", 1e-10, block="parallel"),
-    Case("llama", 0.0, "fp64", 1e-10, model=GEMMA_LIKE),
     Case("llama", 0.1, "fp64", 1e-10, block="parallel", model=OLMO_LIKE),
+    Case("gemma2", 0.0, "fp64", 1e-10, model=GEMMA_LIKE),
+    Case("gemma2", 0.1, "fp64", 1e-10),
+    Case("olmo2", 0.1, "fp64", 1e-10, model={"qk_norm": "full"}),
+    Case("neox", 0.1, "fp64", 1e-10),
     Case("gpt", 0.1, "fp32", 1e-5),
     Case("llama", 0.0, "fp32", 1e-5),
     # bfloat16 has 8 bits of precision: another order of sums changes the third digit, and Adam amplifies the change
     Case("gpt", 0.0, "bf16", 1e-2, norms=3),
     Case("llama", 0.0, "bf16", 1e-2, norms=3),
+    Case("gemma2", 0.0, "bf16", 1e-2, norms=3),
 ]
 
 
@@ -90,8 +94,7 @@ def configurations(folder: Path, **layout: Any) -> list[RunConfig]:
     configs = []
     for case in CASES:
         changes = {"model__dropout": case.dropout, "train__precision": case.precision, "optimizer__lr": 1e-3}
-        changes["model__block"] = case.block
-        model = FAMILIES[case.family] | case.model
+        model = MODELS[case.family] | ({"block": case.block} if case.block else {}) | case.model
         configs.append(config_of(settings(model, folder, **changes, **layout), folder))
     return configs
 
