@@ -17,7 +17,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class _IndexKind:
-    """What an index may be: dtypes, and dimensions."""
+    """Dtypes and dimensions of an index."""
 
     dtypes: tuple[type[np.generic], ...]
     ndim: int = 1
