@@ -22,8 +22,8 @@ from megascale.core.units import format_count, format_duration
 CONFIG = "configs/quickstart.toml"
 DATA = Path("data/quickstart")
 RUN = Path("runs/quickstart")
-PROMPT = "    def __init__(self, "
-"""The sample continues this text, frequent in the corpus."""
+PROMPT = "def main("
+"""The sample continues this text, which the corpus has."""
 
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 """Flags of /proc/cpuinfo for instructions that multiply bf16; the last is Arm's."""

@@ -65,6 +65,14 @@ class Checkpoints:
         """Warnings of `resume`, a line each."""
         return self._resumer.warnings
 
+    @property
+    def newest_step(self) -> int | None:
+        """The step of this run's newest checkpoint on storage, or of the save in progress there; None if this process
+        neither resumed from one nor began to save one.
+        """
+        in_progress = self.saver.step_in_progress if self.saver else None
+        return self._saved_step if in_progress is None else in_progress
+
     def save(self, progress: Progress) -> SaveResult | None:
         """Write a checkpoint and wait for it; None if this step is on storage. No save may be in progress.
 

@@ -155,6 +155,11 @@ class PretrainedWeights:
             tensor = stored[_hf_slices(location, tuple(stored.get_shape()), part)]
         return (tensor.t() if location.transposed else tensor).contiguous()
 
+    def place_of(self, name: str) -> str:
+        """Name the file of a megascale tensor, and the tensor as the file does. Raises: CheckpointError"""
+        hf_name = self.hf_name(name)
+        return f"{self.files[hf_name]}: {hf_name}"
+
     def hf_name(self, name: str) -> str:
         """The name of a megascale tensor in these files.
 

@@ -21,7 +21,7 @@ class Exit(enum.IntEnum):
     CHECKPOINT = 4
     DO_NOT_REQUEUE = 93  # a restart would fail in the same way
     INTERRUPTED = 130  # Ctrl-C with nothing to save
-    STOPPED = 143  # stopped by a signal after the state was saved
+    STOPPED = 143  # stopped by a signal, after the state was saved if the run saves checkpoints
 
 
 class MegascaleError(Exception):

@@ -47,9 +47,17 @@ Dtypes = tuple[torch.dtype, torch.dtype]
 """The dtypes of compute and of accumulation."""
 
 
+@dataclass(frozen=True)
+class Origin:
+    """The state that a run was begun or resumed with in this process, and its step; "" for fresh weights."""
+
+    name: str = ""
+    step: int = 0
+
+
 @dataclass
 class Run:
-    """All objects of a run on one rank. A resume replaces `progress`; all other state is loaded in place."""
+    """All objects of a run on one rank. A resume replaces `progress` and `origin`; other state is loaded in place."""
 
     config: RunConfig
     device: Device
@@ -69,6 +77,7 @@ class Run:
     checkpoints: Checkpoints
     progress: Progress
     stop: StopRequest
+    origin: Origin = Origin()
 
 
 def build_mesh(config: RunConfig, rank: Rank, device: Device) -> Mesh:

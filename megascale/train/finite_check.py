@@ -55,7 +55,7 @@ def check_step_finite(run: Run, local_loss: float, total_loss: float, norm: floa
     reports = [NonFiniteReport(**fields) for fields in reports_of_ranks]
     raise DivergenceError(
         f"step {run.progress.step + 1}: {_first_cause(reports, run.config.model)}; nothing was updated or saved",
-        hint="lower optimizer.lr, or check the samples of this step; the last checkpoint is good",
+        hint=f"lower optimizer.lr, or check the samples of this step; {known_state(run, run.progress.step + 1)}",
     )
 
 
@@ -65,7 +65,7 @@ def check_state_finite(run: Run) -> None:
     Raises: DivergenceError on every rank, with step, rank and parameter.
     """
     local_state = [(s.bucket, values) for s in run.optimizer.shards for values in (s.master, *s.state.values())]
-    nonfinite = torch.stack([~_all_finite(values) for _, values in local_state]).sum()
+    nonfinite = torch.stack([~all_finite(values) for _, values in local_state]).sum()
     sum_over_job(run.mesh, nonfinite, label="non-finite state")
     if not bool(nonfinite):
         return
@@ -74,11 +74,29 @@ def check_state_finite(run: Run) -> None:
     rank, name = next((rank, name) for rank, name in enumerate(names_of_ranks) if name)
     raise DivergenceError(
         f"step {run.progress.step}: {name} or its optimizer state is not finite on rank {rank}; nothing was saved",
-        hint="lower optimizer.lr; the last checkpoint is good",
+        hint=f"lower optimizer.lr; {known_state(run, run.progress.step)}",
     )
 
 
-def _all_finite(values: Tensor) -> Tensor:
+def known_state(run: Run, failed_step: int) -> str:
+    """Say what this process knows of the state to go back to: the newest checkpoint, or what the run began with.
+
+    Both were checked to be finite, and every step between them and `failed_step` was. A finite state may be the cause
+    all the same: weights of 1e30 are finite.
+    """
+    step, name = run.checkpoints.newest_step, run.origin.name
+    if step is not None:
+        name = f"the checkpoint of step {step}"
+    elif not name:
+        return "this run has no checkpoint yet"
+    steps = failed_step - 1 - (run.origin.step if step is None else step)
+    if not steps:
+        return f"this is the first step from {name}, finite itself, but perhaps the cause"
+    after = "the step" if steps == 1 else f"the {steps} steps"
+    return f"{name} and {after} after it were finite"
+
+
+def all_finite(values: Tensor) -> Tensor:
     """Return a bool tensor on the values' device: True if all are finite.
 
     min and max propagate NaN and take one read, while isfinite() also writes a tensor of the same size.

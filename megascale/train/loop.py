@@ -51,7 +51,8 @@ def train(run: Run, reporter: Reporter) -> Exit:
     if run.config.checkpoint.every:
         save_final(run, reporter)
     if stopping and run.progress.step < steps:
-        reporter.write_message(f"stopped by a signal after step {run.progress.step}")
+        unsaved = "" if run.config.checkpoint.every else "; nothing was saved: checkpoint.every = 0"
+        reporter.write_message(f"stopped by a signal after step {run.progress.step}{unsaved}")
         return Exit.STOPPED
     return Exit.OK
 

@@ -8,11 +8,14 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megascale.checkpoint.format.state import Region
+from megascale.checkpoint.collective_errors import on_all_ranks
+from megascale.checkpoint.format.state import WEIGHTS, Region, global_tensors
 from megascale.config.model import ModelConfig
 from megascale.config.run import HF_PREFIX
+from megascale.core.errors import CheckpointError
 from megascale.core.units import format_count
-from megascale.train.build import Run
+from megascale.train.build import Origin, Run
+from megascale.train.finite_check import all_finite
 
 
 class InitialWeights(Protocol):
@@ -26,6 +29,9 @@ class InitialWeights(Protocol):
 
     def read_tensor(self, name: str, part: Region) -> Tensor:
         """Read the region `part` (offset, size) of a tensor, in any dtype. `name`: as in `layout.tensors`."""
+
+    def place_of(self, name: str) -> str:
+        """Name the file of a tensor, and the tensor as the file does."""
 
 
 OpenWeights = Callable[[Path], InitialWeights]
@@ -42,9 +48,12 @@ def load_initial_state(run: Run, open_weights: OpenWeights) -> str:
     if resumed is None:
         return "\n".join(lines + _load_initial_weights(run, open_weights))
     run.progress = resumed.progress
+    source = str(resumed.path) if resumed.path else "the copies in memory"
+    run.origin = Origin(source, run.progress.step)
+    _check_finite(run, lambda name: f"{source}: {name}")
     _copy_masters_and_gather(run)
     tokens = format_count(run.progress.tokens)
-    lines.append(f"resumed from {resumed.path or 'the copies in memory'}: step {run.progress.step}, {tokens} tokens")
+    lines.append(f"resumed from {source}: step {run.progress.step}, {tokens} tokens")
     return "\n".join(lines + [f"changed since the checkpoint: {change}" for change in resumed.changes])
 
 
@@ -58,8 +67,26 @@ def _load_initial_weights(run: Run, open_weights: OpenWeights) -> list[str]:
         weights.check_tensors()
     model = weights.model.model_dump(mode="json", by_alias=True, exclude={"preset"})
     changes = run.checkpoints.load_weights(str(weights.folder), model, weights.read_tensor)
+    run.origin = Origin(f"the weights of {weights.folder}")
+    _check_finite(run, lambda name: weights.place_of(name.removeprefix(WEIGHTS)))
     _copy_masters_and_gather(run)
     return [f"begins with the weights of {weights.folder}", *(f"differs from the weights: {text}" for text in changes)]
+
+
+def _check_finite(run: Run, place: Callable[[str], str]) -> None:
+    """Check the loaded state before the first step, in which one element that is not finite would reach all others.
+
+    Raises: CheckpointError on every rank, with the `place` of the first tensor
+    """
+
+    def check() -> None:
+        for name, tensor in global_tensors(run.optimizer.shards, run.mesh).items():
+            if not all(bool(all_finite(piece.data)) for piece in tensor.pieces):
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                what = f"{place(name)} has a value that is not finite in {dtype}; nothing was trained"
+                raise CheckpointError(what, hint="find out what wrote it, or begin with other weights")
+
+    on_all_ranks(run.mesh.world, check, "the state that was loaded")
 
 
 def _copy_masters_and_gather(run: Run) -> None:

@@ -89,7 +89,7 @@ class StateLoader:
         ]
         if different:
             what = f"{path} is of another model: {'; '.join(different)}"
-            raise CheckpointError(what, hint="another name for this run")
+            raise CheckpointError(what, hint="[model] as there, or another name or checkpoint.resume for this run")
 
     def restore_history_flag(self) -> None:
         """Mark the FP8 history as present, after a load from memory."""

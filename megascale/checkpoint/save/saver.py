@@ -77,6 +77,11 @@ class CheckpointSaver:
         """True from `start` until the save is complete or has failed."""
         return self._attempt is not None
 
+    @property
+    def step_in_progress(self) -> int | None:
+        """The step of the save to storage in progress; None without one."""
+        return self._attempt.facts.progress.step if self._attempt and self._attempt.path else None
+
     def start(self, folder: Location | None, facts: manifest.Facts, waited_s: float = 0.0) -> None:
         """Copy the state, and let the writer store the copy in a new folder within `folder`.
 
