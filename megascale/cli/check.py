@@ -12,11 +12,13 @@ from megascale.account.memory import fullest_rank
 from megascale.account.parameters import parameter_count
 from megascale.cli.argument_types import positive_int
 from megascale.cli.main import add_config_arguments
+from megascale.config.dataset_files import document_range, read_dataset_files, split_source
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
 from megascale.config.toml_writer import to_toml
 from megascale.core.errors import ConfigError, Exit
 from megascale.core.units import format_bytes, format_count
+from megascale.data.identity import replaced_datasets
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
@@ -54,13 +56,33 @@ def run(options: argparse.Namespace) -> int:
     return Exit.OK
 
 
+def data_summary(config: RunConfig) -> str:
+    """Describe the training data in a line, with the largest number of epochs over a dataset; empty for mock data."""
+    source, fractions = split_source(config.data, "train")
+    if config.data.mock or source is None:
+        return ""
+    blend = [(1.0, source)] if isinstance(source, str) else source
+    total, epochs = 0, 0.0
+    for weight, prefix in blend:
+        files = read_dataset_files(prefix)
+        tokens = files.tokens_in(*document_range(files.documents, fractions))
+        samples = config.train.steps * config.batch.total * weight / sum(weight for weight, _ in blend)
+        total, epochs = total + tokens, max(epochs, samples / ((tokens - 1) // config.model.seq_length))
+    count = f"{len(blend)} datasets" if len(blend) > 1 else "a dataset"
+    most = " at most" if len(blend) > 1 else ""
+    return f"trains on {format_count(total)} tokens of {count}, {epochs:.3g} epochs{most}\n"
+
+
 def host_warnings(config: RunConfig) -> Iterator[str]:
-    """Describe limits of this host that a run would exceed here. The hosts of the run may have others. All ranks of a
-    host count up to 8: a larger job usually has several hosts.
+    """Describe limits of this host that a run would exceed here, and datasets that were replaced since the run's last
+    start. The hosts of the run may have other limits. A host has up to 8 ranks here, because a larger job usually has
+    several hosts.
     """
     ranks = min(config.world_size, 8)
     for finding in (*limit_findings(config, ranks), *memory_findings(config, ranks)):
         yield f"this host  {finding.key}: {finding.message}  -> {finding.hint}"
+    if config.checkpoint.resume != "never":
+        yield from replaced_datasets(config)
 
 
 def summary(config: RunConfig) -> str:
@@ -75,5 +97,5 @@ def summary(config: RunConfig) -> str:
         f"{config.name}: {format_count(parameter_count(m))} parameters, {layout} = {config.world_size} processes, "
         f"{config.num_microbatches} micro-batches of {config.batch.micro}, {format_count(tokens)} tokens per step, "
         f"{format_count(tokens * config.train.steps)} in {config.train.steps} steps: no mistakes found\n"
-        f"memory of the fullest rank\n{memory}"
+        f"{data_summary(config)}memory of the fullest rank\n{memory}"
     )

@@ -16,7 +16,7 @@ Count = Annotated[int, Field(gt=0, le=2**40)]
 """A positive count, up to 2^40."""
 
 Size = Annotated[int, Field(gt=0, le=2**26)]
-"""A dimension of a matrix. The bytes of a product of two dimensions, or of one and a vocabulary, fit 63 bits."""
+"""A dimension of a matrix. The bytes of a matrix of two such dimensions, or of one and a vocabulary, fit 63 bits."""
 
 Ranks = Annotated[int, Field(gt=0, le=2**20)]
 """A number of ranks on an axis of parallelism."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -13,8 +12,17 @@ from typing import Any
 import fsspec
 
 from megascale.catalog.tokenizers import TOKENIZERS
+from megascale.config.dataset_files import (
+    SplitName,
+    document_range,
+    read_dataset_files,
+    read_description,
+    split_source,
+)
 from megascale.config.finding import Finding, Rule
 from megascale.config.run import HF_PREFIX, dataset_prefixes
+from megascale.config.train import Blend
+from megascale.core.errors import DataError
 from megascale.core.files import absolute_path, fingerprint, is_readable_file
 
 
@@ -52,11 +60,12 @@ class Prepared:
 
 
 def data_files(c: Any) -> Iterator[Finding]:
-    """Check that datasets exist, share one tokenizer, and fit the run's vocabulary."""
+    """Check that datasets exist, are whole, share one tokenizer, fit the run's vocabulary, and are named once."""
     d = c.data
     first: Prepared | None = None
     for key, source in (("data.train", d.train), ("data.valid", d.valid)):
-        for prefix in dataset_prefixes(source):
+        yield from _repeated(key, source)
+        for prefix in dict.fromkeys(dataset_prefixes(source)):
             missing = [prefix + end for end in (".bin", ".idx") if not is_readable_file(prefix + end)]
             if missing:
                 is_file = is_readable_file(prefix)
@@ -64,11 +73,14 @@ def data_files(c: Any) -> Iterator[Finding]:
                 yield Finding(key, f"there is no file {' nor '.join(missing)}", hint)
                 continue
             try:
-                prepared = _prepared(prefix)
-            except (OSError, ArithmeticError, ValueError, LookupError, TypeError, RecursionError) as error:
-                yield Finding(key, f"{prefix}.json cannot be read: {error!r}", "prepare the data again")
+                read_dataset_files(prefix)
+                facts = read_description(f"{prefix}.json")
+            except DataError as error:
+                yield Finding(key, error.message, error.hint)
                 continue
-            if prepared is not None:
+            if facts:
+                tokenizer = facts["tokenizer"]
+                prepared = Prepared(prefix, facts["vocab_size"], tokenizer["name"], tokenizer["fingerprint"])
                 yield from _mismatches(key, prepared, first or prepared, d.tokenizer, c.model.vocab_size)
                 first = first or prepared
     if d.tokenizer and d.tokenizer not in TOKENIZERS.cards and not is_readable_file(d.tokenizer):
@@ -77,14 +89,49 @@ def data_files(c: Any) -> Iterator[Finding]:
         )
 
 
-def _prepared(prefix: str) -> Prepared | None:
-    """Read the description file of a dataset; None without a file, as for datasets of other tools."""
-    path = Path(prefix + ".json")
-    if not path.exists():
-        return None
-    facts = json.loads(path.read_text(encoding="utf-8"))
-    tokenizer = facts["tokenizer"]
-    return Prepared(prefix, int(facts["vocab_size"]), str(tokenizer["name"]), str(tokenizer["fingerprint"]))
+def data_samples(c: Any) -> Iterator[Finding]:
+    """Check that every dataset has a sample to train on, and that validation data fill a global batch."""
+    for split in ("train", "valid") if c.train.eval_every else ("train",):
+        if sum(c.data.split) == 0:
+            return  # `data_source` reports it, and a missing share
+        source, fractions = split_source(c.data, split)
+        if fractions[0] == fractions[1]:
+            continue
+        key = f"data.{split}" if split == "train" or c.data.valid is not None else "data.split"
+        yield from _too_few(key, split, source, fractions, c.model.seq_length, c.batch.total)
+
+
+def _too_few(
+    key: str, split: SplitName, source: str | Blend | None, fractions: tuple[float, float], length: int, batch: int
+) -> Iterator[Finding]:
+    """Compare the tokens of a split with a sample, and the samples of validation data with a global batch."""
+    verb = "train" if split == "train" else "validate"
+    weights = [1.0] if source is None or isinstance(source, str) else [weight for weight, _ in source]
+    samples = []
+    for weight, prefix in zip(weights, dataset_prefixes(source), strict=False):
+        try:
+            files = read_dataset_files(prefix)
+            tokens = files.tokens_in(*document_range(files.documents, fractions))
+        except (DataError, OSError):
+            return  # `data_files` reports it
+        if tokens <= length:
+            message = f"{prefix}: {tokens} tokens to {verb} on, fewer than one sample of {length} + 1"
+            yield Finding(key, message, "more data, another data.split, or a shorter model.seq_length")
+            return
+        samples.append(int((tokens - 1) // length / (weight / sum(weights))))
+    if split == "valid" and samples and min(samples) < batch:
+        message = f"{min(samples)} samples to validate on are fewer than one global batch of {batch}"
+        yield Finding(key, message, "more data, another data.split, or a smaller batch.global")
+
+
+def _repeated(key: str, source: str | Blend | None) -> Iterator[Finding]:
+    """Find datasets that a blend names twice, whose samples would come twice in the same order."""
+    places = [os.path.realpath(prefix) for prefix in dataset_prefixes(source)]
+    for prefix, place in dict(zip(dataset_prefixes(source), places, strict=True)).items():
+        if (count := places.count(place)) > 1 and isinstance(source, list):
+            weight = sum(weight for (weight, _), other in zip(source, places, strict=True) if other == place)
+            yield Finding(key, f"{prefix} is named {count} times", f"once, with the weight {weight:g}")
+            return
 
 
 def _mismatches(
@@ -183,6 +230,7 @@ def retention(c: Any) -> Iterator[Finding]:
 RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("data", "train"), data_source),
     (("data", "model"), data_files),
+    (("data", "model", "train", "batch"), data_samples),
     (("checkpoint",), resume),
     (("checkpoint",), memory),
     (("checkpoint",), file_system),

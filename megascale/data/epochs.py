@@ -18,12 +18,13 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from megascale.config.dataset_files import SplitName, document_range
 from megascale.config.run import RunConfig, dataset_prefixes
 from megascale.core.errors import DataError
 from megascale.core.limits import os_error_hint
@@ -31,9 +32,6 @@ from megascale.data import indexed_dataset
 from megascale.data.index_files import load_indices
 from megascale.data.open_epochs import OpenEpochs
 from megascale.parallel.rng import seed_of
-
-SplitName = Literal["train", "valid"]
-
 
 NO_PADDING = -(2**63)
 """Id of padding, which samples of whole sequences do not have. By default -1: tokens -1 would count as padding."""
@@ -56,7 +54,7 @@ class EpochDataset:
         open_epochs: OpenEpochs,
     ) -> None:
         reader = indexed_dataset.open_dataset(prefix)
-        first, last = (round(len(reader) * edge) for edge in document_fraction)
+        first, last = document_range(len(reader), document_fraction)
         tokens = int(reader.lengths[first:last].sum(dtype=np.int64))
         if tokens <= config.model.seq_length:
             raise DataError(

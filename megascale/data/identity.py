@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Mapping
 from pathlib import Path
+
+from megascale.config.run import RunConfig, dataset_prefixes
+from megascale.core.files import write_text
+
+IDENTITY_FILE = "datasets.json"
+"""File in the run's folder: the identities of the run's datasets by prefix, at its last start."""
 
 PIECE_BYTES = 64 << 10
 """Bytes read at the head, in the middle and at the end of each file."""
@@ -25,3 +33,30 @@ def dataset_identity(prefix: str) -> str:
     except OSError as error:
         return f"{Path(error.filename or prefix).name} cannot be read: {error.strerror}"
     return f"{sizes[1]} bytes of tokens, digest {digest.hexdigest()[:16]}"
+
+
+def run_identities(config: RunConfig) -> dict[str, str]:
+    """The identities of a run's datasets, by prefix. `config`: resolved."""
+    sources = () if config.data.mock else (config.data.train, config.data.valid)
+    return {prefix: dataset_identity(prefix) for source in sources for prefix in dataset_prefixes(source)}
+
+
+def write_identities(config: RunConfig) -> None:
+    """Write the identities of a run's datasets into its folder."""
+    write_text(config.folder / IDENTITY_FILE, json.dumps(run_identities(config), indent=1) + "\n")
+
+
+def replaced_datasets(config: RunConfig) -> list[str]:
+    """Describe datasets with another identity than at the run's last start; none for a run that has not started."""
+    try:
+        before = json.loads((config.folder / IDENTITY_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    if not isinstance(before, Mapping):
+        return []
+    return [
+        f"{prefix} is another dataset than at the run's last start: {before[prefix]} then, {identity} now; a run that "
+        "resumes continues with the order of its samples"
+        for prefix, identity in run_identities(config).items()
+        if before.get(prefix, identity) != identity
+    ]

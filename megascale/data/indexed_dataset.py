@@ -20,12 +20,12 @@ from typing import IO
 
 import numpy as np
 
+from megascale.config.dataset_files import MAGIC, PREPARE_AGAIN_HINT, DatasetFiles, read_dataset_files
 from megascale.core.errors import DataError
 from megascale.core.files import atomic_file
 from megascale.core.limits import os_error_hint
 from megascale.core.process import process_exists
 
-MAGIC = b"MMIDIDX\x00\x00"
 HEADER = np.dtype([("magic", "S9"), ("version", "<u8"), ("code", "u1"), ("sequences", "<u8"), ("bounds", "<u8")])
 DTYPE_CODES: dict[int, type[np.generic]] = {
     1: np.uint8,
@@ -35,7 +35,6 @@ DTYPE_CODES: dict[int, type[np.generic]] = {
     5: np.int64,
     8: np.uint16,
 }
-PREPARE_AGAIN_HINT = "prepare the data again"
 
 
 @dataclass(frozen=True)
@@ -161,55 +160,38 @@ def open_dataset(prefix: Path) -> IndexedDataset:
         if not path.is_file():
             hint = "a prefix is the path without .bin" if prefix.is_file() else "`megascale data prepare` makes it"
             raise DataError(f"there is no file {path}", hint=hint)
+    files = read_dataset_files(str(prefix))
     try:
-        dtype, lengths, offsets = _read_index(idx_path)
-        tokens = _read_tokens(bin_path, dtype, lengths, offsets)
+        lengths, offsets = _map_index(idx_path, files)
+        tokens = _map_tokens(bin_path, files, lengths, offsets)
     except OSError as error:
         hint = os_error_hint(error, "check the files and their file system")
         raise DataError(f"{prefix} cannot be read: {error.strerror or error}", hint=hint) from None
-    info = _description(_file(prefix, ".json"))
-    if info and (info.documents, info.tokens) != (len(lengths), len(tokens)):
-        raise DataError(
-            f"{prefix}.json is of another dataset: {info.documents} documents and {info.tokens} tokens, not "
-            f"{len(lengths)} and {len(tokens)}",
-            hint=PREPARE_AGAIN_HINT,
-        )
-    return IndexedDataset(tokens, lengths, offsets, info)
+    return IndexedDataset(tokens, lengths, offsets, _description(_file(prefix, ".json")))
 
 
-def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray]:
-    """Read an index file: the dtype of the tokens, i32 [n] lengths and i64 [n] offsets."""
-    size = path.stat().st_size
-    if size < HEADER.itemsize:
-        raise DataError(f"{path} is cut short: {size} bytes", hint=PREPARE_AGAIN_HINT)
-    raw = np.memmap(path, mode="r")
-    header = raw[: HEADER.itemsize].view(HEADER)[0]
-    if header["magic"] != MAGIC.rstrip(b"\0") or header["version"] != 1 or int(header["code"]) not in DTYPE_CODES:
-        raise DataError(f"{path} is not an index of megatron-core's format", hint=PREPARE_AGAIN_HINT)
-    n, bounds = int(header["sequences"]), int(header["bounds"])
-    needed = HEADER.itemsize + 4 * n + 8 * n + 8 * bounds
-    if size != needed:
-        raise DataError(f"{path} has {size} bytes, for {n} documents it should have {needed}", hint=PREPARE_AGAIN_HINT)
-    lengths, offsets, ends = np.split(raw[HEADER.itemsize :], [4 * n, 12 * n])
-    if not bounds or int(ends.view("<i8")[-1]) != n or int(ends.view("<i8").min()) < 0:
+def _map_index(path: Path, files: DatasetFiles) -> tuple[np.ndarray, np.ndarray]:
+    """Memory-map the index: i32 [n] lengths and i64 [n] offsets."""
+    n, entries = files.documents, np.memmap(path, mode="r")[HEADER.itemsize :]
+    lengths, offsets, ends = np.split(entries, [4 * n, 12 * n])
+    if int(ends.view("<i8").min()) < 0:
         raise DataError(f"{path} is damaged: its documents do not end where its sequences do", hint=PREPARE_AGAIN_HINT)
-    return np.dtype(DTYPE_CODES[int(header["code"])]).newbyteorder("<"), lengths.view("<i4"), offsets.view("<i8")
+    return lengths.view("<i4"), offsets.view("<i8")
 
 
-def _read_tokens(path: Path, dtype: np.dtype, lengths: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """Memory-map the tokens of all documents, and check their size against the index."""
-    size, needed = path.stat().st_size, int(lengths.sum(dtype=np.int64)) * dtype.itemsize
+def _map_tokens(path: Path, files: DatasetFiles, lengths: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Memory-map the tokens of all documents, and check the place of each against their size."""
+    size, dtype = files.tokens * files.token_bytes, np.dtype(DTYPE_CODES[files.dtype_code]).newbyteorder("<")
+    needed = int(lengths.sum(dtype=np.int64)) * files.token_bytes
     if size != needed:
         raise DataError(f"{path} has {size} bytes, its index says {needed}", hint=PREPARE_AGAIN_HINT)
-    if len(lengths) and int(offsets[-1]) + int(lengths[-1]) * dtype.itemsize != size:
-        raise DataError(f"{path} does not end where its index says", hint=PREPARE_AGAIN_HINT)
-    outside = (lengths < 0) | (offsets < 0) | (offsets > size - lengths.astype(np.int64) * dtype.itemsize)
+    outside = (lengths < 0) | (offsets < 0) | (offsets > size - lengths.astype(np.int64) * files.token_bytes)
     if outside.any():
         number = int(outside.argmax())
         place = f"{lengths[number]} tokens at byte {offsets[number]}"
         message = f"{path.with_suffix('.idx')} is damaged: document {number} has {place} of {size}"
         raise DataError(message, hint=PREPARE_AGAIN_HINT)
-    return np.memmap(path, dtype=dtype, mode="r") if needed else np.empty(0, dtype)
+    return np.memmap(path, dtype=dtype, mode="r") if size else np.empty(0, dtype)
 
 
 def _description(path: Path) -> DatasetInfo | None:

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from megascale.account.host_limits import max_open_epochs
+from megascale.config.dataset_files import split_source
 from megascale.config.run import RunConfig, dataset_prefixes
-from megascale.config.train import Blend
 from megascale.core.errors import DataError
 from megascale.data.epochs import EpochDataset, SplitName, build_cached, megatron_datasets
 from megascale.data.open_epochs import OpenEpochs
@@ -38,7 +38,7 @@ class Mixture:
     """
 
     def __init__(self, config: RunConfig, split: SplitName, num_samples: int) -> None:
-        source, documents = _source(config, split)
+        source, documents = split_source(config.data, split)
         prefixes = [Path(prefix) for prefix in dataset_prefixes(source)]
         open_epochs = OpenEpochs(max_open_epochs(config, len(prefixes)))
         datasets = [EpochDataset(config, split, prefix, documents, open_epochs) for prefix in prefixes]
@@ -108,15 +108,6 @@ class MockMixture:
 def build_mixture(config: RunConfig, split: SplitName, num_samples: int) -> Mixture | MockMixture:
     """The mixture of a split, as `[data]` configures."""
     return MockMixture(config, split, num_samples) if config.data.mock else Mixture(config, split, num_samples)
-
-
-def _source(config: RunConfig, split: SplitName) -> tuple[str | Blend | None, tuple[float, float]]:
-    """The datasets of a split, and the range [start, stop) of their documents as fractions of their number."""
-    if config.data.valid is not None:
-        return (config.data.train if split == "train" else config.data.valid), (0.0, 1.0)
-    train, valid = config.data.split
-    bound = train / (train + valid)
-    return config.data.train, ((0.0, bound) if split == "train" else (bound, 1.0))
 
 
 def _blend(datasets: list[EpochDataset], shares: list[float], samples: int) -> Any:

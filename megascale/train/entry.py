@@ -22,6 +22,7 @@ from megascale.core.errors import Exit, MegascaleError
 from megascale.core.files import write_text
 from megascale.core.rank import Rank
 from megascale.core.units import format_bytes, format_count, format_flops
+from megascale.data.identity import replaced_datasets, write_identities
 from megascale.device import detect_device
 from megascale.launch import affinity
 from megascale.launch.failure import exit_status_of, is_peer_lost, write_error
@@ -81,8 +82,10 @@ def _run(config: RunConfig, rank: Rank, stop: StopRequest, open_weights: OpenWei
     run = build_rank_run(config, build_mesh(config, rank, device), device, stop)
     peak = find_peak_flops(run)
     resumed = load_initial_state(run, open_weights)
+    replaced = replaced_datasets(config) if is_rank_0 and run.progress.step else []
     if is_rank_0:  # only after the resume has accepted the folder
         write_text(config.folder / "config.toml", to_toml(config))
+        write_identities(config)
     writers = open_writers(config, run.progress.step) if is_rank_0 else []
     reporter = Reporter(config, device, peak, writers, run.mesh.recorder)
     try:
@@ -91,6 +94,8 @@ def _run(config: RunConfig, rank: Rank, stop: StopRequest, open_weights: OpenWei
         reporter.write_message(run_summary(run, peak))
         if resumed:
             reporter.write_message(resumed)
+        for text in replaced:
+            reporter.write_message(f"WARNING: {text}")
         if run.progress.step >= config.train.steps:
             if run.checkpoints.resumed_from_memory:
                 save_final(run, reporter)

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 import megascale
-from megascale.config.run import RunConfig, dataset_prefixes
+from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
-from megascale.data.identity import dataset_identity
+from megascale.data.identity import run_identities
 from megascale.device import Device, gpu_stack_versions
 from megascale.ops.library import LIBRARIES
 
@@ -50,7 +50,7 @@ def rank_record(config: RunConfig, rank: Rank, device: Device, env: Mapping[str,
         "code": code_digests(),
         "version": _versions(),
         "environment": variables,
-        "data": {prefix: dataset_identity(prefix) for prefix in _prefixes(config)},
+        "data": run_identities(config),
         "job": {"world size": str(rank.world_size), "backend": device.backend},
         "device": {} if device.is_cpu else {"name": device.name},
     }
@@ -75,10 +75,6 @@ def _versions() -> dict[str, str]:
         **{name: version(name) for name in ("megatron-core", "numpy")},
         **{library.package: found for library in LIBRARIES if (found := library.version)},
     }
-
-
-def _prefixes(config: RunConfig) -> list[str]:
-    return [] if config.data.mock else dataset_prefixes(config.data.train) + dataset_prefixes(config.data.valid)
 
 
 def _flatten(tree: Mapping[str, Any], parent: str = "") -> Iterator[tuple[str, str]]:

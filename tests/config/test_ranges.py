@@ -84,6 +84,6 @@ def test_floats_are_those_that_fp32_holds(key: str) -> None:
         ),
     ],
 )  # fmt: skip
-def test_products_that_overflow_are_refused(overrides: list[str], message: str) -> None:
+def test_sizes_that_overflow_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(*overrides)

@@ -15,6 +15,7 @@ from megascale.config.loading import check_rules, load_config
 from megascale.config.rules import RULES, divisors
 from megascale.core.errors import ConfigError
 from megascale.core.files import fingerprint
+from tests.data.datasets import write_dataset
 from tests.runs import GPT, config_of, settings, to_toml, write_config
 
 # rule, settings that break the rule, expected findings: key and part of the message
@@ -275,6 +276,28 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"data__mock": False, "data__train": "set", "data__valid": "other"},
         {"data.valid": "set and other have different tokenizers"},
     ),
+    ("data_files", {"data__mock": False, "data__train": "short"}, {"data.train": "short.idx is cut short: 0 bytes"}),
+    (
+        "data_files",
+        {"data__mock": False, "data__train": [[1.0, "set"], [2.0, "foreign"], [0.5, "./set"]]},
+        {"data.train": "set is named 2 times"},
+    ),
+    (
+        "data_samples",
+        {"data__mock": False, "data__train": "set", "model__seq_length": 120},
+        {"data.train": "set: 120 tokens to train on, fewer than one sample of 120 + 1"},
+    ),
+    (
+        "data_samples",
+        {
+            "data__mock": False,
+            "data__train": "set",
+            "train__eval_every": 5,
+            "data__split": [0.5, 0.5],
+            "batch__global": 4,
+        },
+        {"data.split": "3 samples to validate on are fewer than one global batch of 4"},
+    ),
     ("resume", {"checkpoint__resume": "none"}, {"checkpoint.resume": "there is no checkpoint in none"}),
     ("resume", {"checkpoint__resume": "hf:none"}, {"checkpoint.resume": "there is no config.json in none"}),
     ("memory", {"checkpoint__memory_every": 5}, {"checkpoint.memory_every": "checkpoint.every is 0"}),
@@ -304,11 +327,16 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with four datasets: valid, without an index, with another tokenizer, with a corrupt description."""
+    """A folder with datasets: valid, without an index, with another tokenizer, with a corrupt description, of another
+    tool, cut short.
+    """
     monkeypatch.chdir(tmp_path)
     Path("tokenizer.json").write_text("{}")
-    for name in ("set.bin", "set.idx", "half.bin", "odd.bin", "odd.idx", "other.bin", "other.idx"):
+    for name in ("set", "odd", "other", "foreign"):
+        write_dataset(Path(name), [60, 60])
+    for name in ("half.bin", "short.bin", "short.idx"):
         Path(name).touch()
+    Path("foreign.json").unlink()
     tokenizer = {"name": "tokenizer.json", "fingerprint": fingerprint(Path("tokenizer.json"))}
     Path("set.json").write_text(json.dumps({"tokenizer": tokenizer, "vocab_size": 100}))
     other_tokenizer = {"tokenizer": {"name": "bytes", "fingerprint": "bytes"}, "vocab_size": 100}
@@ -377,9 +405,11 @@ def test_a_changed_configuration_is_checked(tmp_path: Path) -> None:
 
 
 def test_matching_datasets_are_accepted(folder: Path) -> None:
-    changes = {"data__mock": False, "data__train": [[1.0, "set"], [2, "set"]], "data__valid": "set"}
+    changes = {"data__mock": False, "data__train": [[1.0, "set"], [2, "same"]], "data__valid": "set"}
+    for ending in ("bin", "idx", "json"):
+        Path(f"same.{ending}").write_bytes(Path(f"set.{ending}").read_bytes())
     config = config_of(settings(GPT, folder, data__tokenizer="tokenizer.json", **changes), folder)
-    assert config.data.train == [(1.0, str(folder / "set")), (2.0, str(folder / "set"))]
+    assert config.data.train == [(1.0, str(folder / "set")), (2.0, str(folder / "same"))]
 
 
 CORRUPT = ["", "[]", "[" * 100_000, '{"tokenizer": "x", "vocab_size": 3}', '{"tokenizer": [], "vocab_size": 3}',

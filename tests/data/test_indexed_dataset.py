@@ -123,7 +123,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "count": (lambda p: patch(file(p, ".idx"), 18, number(2**63)), r"set\.idx has 102 bytes"),
     "longer index": (lambda p: patch(file(p, ".idx"), 102, b"more"), r"set\.idx has 106 bytes"),
     "length": (lambda p: patch(file(p, ".idx"), 34, b"\x09"), r"set\.bin has 12 bytes, its index says 24"),
-    "last offset": (lambda p: patch(file(p, ".idx"), 34 + 12 + 16, number(2)), "does not end where its index says"),
+    "last offset": (lambda p: patch(file(p, ".idx"), 34 + 12 + 16, number(2)), "has 12 bytes, its index says 6"),
     "bounds": (lambda p: patch(file(p, ".idx"), 102 - 8, number(9)), "documents do not end where its sequences do"),
     "shorter tokens": (lambda p: file(p, ".bin").write_bytes(b"\0\0\0"), r"set\.bin has 3 bytes, its index says 12"),
     "no tokens": (lambda p: file(p, ".bin").unlink(), r"there is no file .*set\.bin"),

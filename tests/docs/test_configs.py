@@ -6,6 +6,7 @@ import re
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megascale.account.memory import fullest_rank, state_bytes
@@ -14,6 +15,7 @@ from megascale.catalog.presets import PRESETS
 from megascale.cli.main import main
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
+from megascale.data import indexed_dataset
 from megascale.layout.chunks import fp8_layers
 
 ROOT = Path(__file__).parents[2]
@@ -53,12 +55,15 @@ LEFT = 10e9
 
 @pytest.fixture
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The files that `make quickstart` makes, empty: configurations may ask for these and no others."""
+    """Datasets under the names of `make quickstart`: configurations may ask for these and no others."""
     monkeypatch.chdir(tmp_path)
     folder = Path("data/quickstart")
     folder.mkdir(parents=True)
-    for name in ("train.bin", "train.idx", "valid.bin", "valid.idx", "tokenizer.json"):
-        (folder / name).touch()
+    for name in ("train", "valid"):
+        origin = indexed_dataset.TokenizerInfo("bytes", "bytes", 256)
+        indexed_dataset.write_dataset(folder / name, [np.zeros(100_000, np.int32)], origin, 257)
+        (folder / f"{name}.json").unlink()
+    (folder / "tokenizer.json").touch()
     return tmp_path
 
 

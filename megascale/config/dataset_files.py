@@ -1,0 +1,140 @@
+"""The files of a token dataset, checked against one another without reading tokens or the index: a few bytes of each.
+
+The format is megatron-core's (`data/indexed_dataset.py`). No numpy here: `megascale check` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megascale.config.train import Blend, DataConfig
+from megascale.core.errors import DataError
+from megascale.core.limits import os_error_hint
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the dtype, sequences, document bounds
+TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}
+"""Bytes of a token by code of its dtype."""
+
+PREPARE_AGAIN_HINT = "prepare the data again"
+
+SplitName = Literal["train", "valid"]
+
+
+@dataclass(frozen=True)
+class DatasetFiles:
+    """Sizes of a dataset: documents and tokens. `dtype_code`: megatron-core's code of the tokens' dtype."""
+
+    prefix: str
+    documents: int
+    tokens: int
+    dtype_code: int
+
+    @property
+    def token_bytes(self) -> int:
+        return TOKEN_BYTES[self.dtype_code]
+
+    def tokens_in(self, first: int, last: int) -> int:
+        """Count the tokens of documents [first, last), from two entries of the index.
+
+        Raises: OSError
+        """
+        with open(f"{self.prefix}.idx", "rb") as file:
+            starts = [self._start(file, document) for document in (first, last)]
+        return (starts[1] - starts[0]) // self.token_bytes
+
+    def _start(self, file: Any, document: int) -> int:
+        """Byte of the first token of a document."""
+        if document >= self.documents:
+            return self.tokens * self.token_bytes
+        file.seek(HEADER.size + 4 * self.documents + 8 * document)
+        start: int = struct.unpack("<q", file.read(8))[0]
+        return start
+
+
+def read_dataset_files(prefix: str) -> DatasetFiles:
+    """Read the header and the ends of the index, and compare them with the sizes of both files and with PREFIX.json.
+
+    Raises: DataError for files that cannot be read, are damaged, cut short, or of different datasets.
+    """
+    try:
+        dataset = _read_index(prefix)
+        bin_bytes = Path(f"{prefix}.bin").stat().st_size
+    except OSError as error:
+        hint = os_error_hint(error, "check the files and their file system")
+        raise DataError(f"{error.filename or prefix} cannot be read: {error.strerror}", hint=hint) from None
+    if bin_bytes != dataset.tokens * dataset.token_bytes:
+        what = f"{prefix}.bin has {bin_bytes} bytes, its index says {dataset.tokens * dataset.token_bytes}"
+        raise DataError(what, hint=PREPARE_AGAIN_HINT)
+    description = read_description(f"{prefix}.json")
+    sizes = {"documents": dataset.documents, "tokens": dataset.tokens}
+    if any(description.get(key, size) != size for key, size in sizes.items()):
+        named = " and ".join(f"{description.get(key)} {key}" for key in sizes)
+        what = f"{prefix}.json is of another dataset: {named}, not {dataset.documents} and {dataset.tokens}"
+        raise DataError(what, hint=PREPARE_AGAIN_HINT)
+    return dataset
+
+
+def read_description(path: str) -> dict[str, Any]:
+    """Read PREFIX.json; empty without the file, as for datasets of other tools.
+
+    Raises: DataError for a file that is no object with a vocabulary and a tokenizer.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            facts = json.load(file)
+        tokenizer = facts["tokenizer"]
+        facts |= {"vocab_size": int(facts["vocab_size"])}
+        facts["tokenizer"] = {**tokenizer, "name": str(tokenizer["name"]), "fingerprint": str(tokenizer["fingerprint"])}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ArithmeticError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise DataError(f"{path} cannot be read: {error!r}", hint=PREPARE_AGAIN_HINT) from None
+    return dict(facts)
+
+
+def split_source(data: DataConfig, split: SplitName) -> tuple[str | Blend | None, tuple[float, float]]:
+    """The datasets of a split, and the range [start, stop) of their documents as fractions of their number."""
+    if data.valid is not None:
+        return (data.train if split == "train" else data.valid), (0.0, 1.0)
+    train, valid = data.split
+    bound = train / (train + valid)
+    return data.train, ((0.0, bound) if split == "train" else (bound, 1.0))
+
+
+def document_range(documents: int, fractions: tuple[float, float]) -> tuple[int, int]:
+    """The documents [first, last) of a split."""
+    first, last = (round(documents * edge) for edge in fractions)
+    return first, last
+
+
+def _read_index(prefix: str) -> DatasetFiles:
+    path = f"{prefix}.idx"
+    with open(path, "rb") as file:
+        size, head = os.fstat(file.fileno()).st_size, file.read(HEADER.size)
+        if len(head) < HEADER.size:
+            raise DataError(f"{path} is cut short: {size} bytes", hint=PREPARE_AGAIN_HINT)
+        magic, version, code, n, bounds = HEADER.unpack(head)
+        if magic != MAGIC or version != 1 or code not in TOKEN_BYTES:
+            raise DataError(f"{path} is not an index of megatron-core's format", hint=PREPARE_AGAIN_HINT)
+        needed = HEADER.size + 12 * n + 8 * bounds
+        if size != needed:
+            what = f"{path} has {size} bytes, for {n} documents it should have {needed}"
+            raise DataError(what, hint=PREPARE_AGAIN_HINT)
+        if not bounds or _number(file, size - 8, "<q") != n:
+            what = f"{path} is damaged: its documents do not end where its sequences do"
+            raise DataError(what, hint=PREPARE_AGAIN_HINT)
+        last = _number(file, HEADER.size + 4 * (n - 1), "<i") if n else 0
+        end = (_number(file, HEADER.size + 12 * n - 8, "<q") if n else 0) + last * TOKEN_BYTES[code]
+    return DatasetFiles(prefix, n, end // TOKEN_BYTES[code], code)
+
+
+def _number(file: Any, place: int, kind: str) -> int:
+    file.seek(place)
+    number: int = struct.unpack(kind, file.read(struct.calcsize(kind)))[0]
+    return number
