@@ -86,7 +86,7 @@ def models(draw: Draw, parallel: dict[str, Any], fp8: bool, widths: list[int] | 
         "ffn_size": tp * 128 * ffn, "vocab_size": draw(st.integers(200, 32_000 if large else 20_000)),
         "seq_length": draw(st.sampled_from([1024, 2048, 4096, 8192] if large else [128, 256, 384, 512, 1024])),
         "window": window, "block": draw(st.sampled_from(BLOCKS.names())),
-        "norm": norm, "qk_norm": qk_norm,
+        "norm": norm, "qk_norm": qk_norm, "attention_softcap": draw(st.sampled_from([None, None, 30.0])),
         "activation": draw(st.sampled_from(ACTIVATIONS.names())),
         "position": position, "rotary_fraction": draw(st.sampled_from([1.0, 0.5])) if position == "rope" else 1.0,
         "bias": draw(booleans), "qkv_bias": draw(booleans),

@@ -20,7 +20,7 @@ from megascale.layout import blocks
 from megascale.layout.loss import loss_chunks
 from megascale.layout.recompute_policy import RecomputePolicy
 from megascale.layout.tensors import padded_vocab
-from megascale.layout.windows import count_scores
+from megascale.layout.windows import QUERY_BLOCK, count_scores
 
 TOKEN, CAST = 8, 8  # bytes of a token id; of quantizing an element to FP8: fp32 before and after scaling
 
@@ -157,10 +157,15 @@ class _Parts:
         qkv, result = sizes.sharded(part.qkv_width), sizes.sharded(part.out_width)
         heads, weights = part.heads // sizes.tp, 0
         normed, forming = self.qk_norms(part)
-        tensors = qkv + normed + sizes.tokens * heads * sizes.wide + (result if self.tensorwise or part.window else 0)
+        apart = self.tensorwise or (part.window and not part.softcap)  # the result is not the next layer's saved input
+        tensors = qkv + normed + sizes.tokens * heads * sizes.wide + (result if apart else 0)
         if sizes.model.dropout:
             weights = sizes.micro * heads * s * s * sizes.compute
-            tensors = qkv + normed + 2 * result + 2 * weights + weights // sizes.compute + s * s
+            capped = weights if part.softcap else 0
+            tensors = qkv + normed + 2 * result + 2 * weights + capped + weights // sizes.compute + s * s
+        elif part.softcap:
+            scores = QUERY_BLOCK * min(s, (part.window or s) + QUERY_BLOCK) * sizes.micro * heads * sizes.wide
+            forming = max(forming, 4 * scores + qkv // sizes.compute * sizes.wide)
         elif part.window:
             tensors += count_scores(s, part.window) * sizes.compute
         saved, recomputed = (qkv, tensors) if self.recompute.attention else (tensors, 0)

@@ -109,7 +109,12 @@ def layer_flops(config: RunConfig, layer: int, recompute: RecomputePolicy) -> in
     m, described = config.model, block_spec(config.model, layer)
     total = 2 * m.seq_length * (3 * weight_numel(described) + recomputed(described, recompute))
     for part in parts_of_type(described, AttentionSpec):
-        gemm = 2 * part.heads * part.head_dim * count_scores(m.seq_length, None if m.dropout else part.window)
+        gemm = (
+            2
+            * part.heads
+            * part.head_dim
+            * count_scores(m.seq_length, None if m.dropout else part.block_window(m.seq_length))
+        )
         total += gemm * (2 + (4 if m.dropout else 5) + (2 if recompute.full or recompute.attention else 0))
     return config.batch.micro * total // config.parallel.tp
 

@@ -29,8 +29,8 @@ class Requirement:
     `variant`: name of the norm, activation, position embedding, optimizer, scale granularity (linear) or dtype (wgrad);
     None for other operations. `dtype`: torch's name. `dropout`: on attention weights. `tp`: tensor-parallel size.
     `granularity`: of FP8 scales (`catalog.recipes`), None without FP8. `columns`: row length of a norm or activation.
-    `has_window`: some layers have a sliding window. `logit_softcap`: the logits have a soft cap. `used`: the model
-    contains the operation.
+    `has_window`: some layers have a sliding window. `logit_softcap`, `attention_softcap`: the logits, or the scores of
+    attention, have a soft cap. `used`: the model contains the operation.
     """
 
     variant: str | None
@@ -42,6 +42,7 @@ class Requirement:
     columns: int
     has_window: bool
     logit_softcap: bool = False
+    attention_softcap: bool = False
     used: bool = True
 
     @classmethod
@@ -58,12 +59,14 @@ class Requirement:
         columns = model.ffn_size // tp if operation == "activation" else model.hidden_size
         sizes = model.head_dim, columns, any(model.windows), model.logit_softcap is not None
         requirement = cls(names.get(operation), dtype, model.dropout > 0, tp, granularity, *sizes)
-        return replace(requirement, used=used.get(operation, True))
+        softcap = operation == "attention" and model.attention_softcap is not None
+        return replace(requirement, attention_softcap=softcap, used=used.get(operation, True))
 
 
 UNSUPPORTED = {
     "dropout": "draws dropout of its own, which would depend on the layout",
     "logit_softcap": "has no soft cap of logits",
+    "attention_softcap": "has no soft cap of scores",
 }
 """Why a backend cannot run, by the feature whose fact on its card is False."""
 
@@ -72,8 +75,8 @@ def unmet_requirement(card: Card, requirement: Requirement) -> str | None:
     """Say which demand a backend does not meet, by the facts of its card; None if all are met.
 
     `variants`, `dtypes`, `granularities`: supported values, empty or absent for all. `dropout`, `tensor_parallel`,
-    `logit_softcap`: False if unsupported. `min_head_dim`, `max_head_dim`, `max_columns`: limits. `window_only`:
-    requires windows.
+    `logit_softcap`, `attention_softcap`: False if unsupported; the last also if absent. `min_head_dim`, `max_head_dim`,
+    `max_columns`: limits. `window_only`: requires windows or a soft cap.
     """
     facts = card.facts
     if facts.get("variants") and requirement.variant not in facts["variants"]:
@@ -84,11 +87,11 @@ def unmet_requirement(card: Card, requirement: Requirement) -> str | None:
         granularity = requirement.granularity
         return f"has no scales by {granularity}" if granularity else "is for train.precision = 'fp8' only"
     for feature, reason in UNSUPPORTED.items():
-        if getattr(requirement, feature) and not facts.get(feature, True):
+        if getattr(requirement, feature) and not facts.get(feature, feature != "attention_softcap"):
             return reason
     if requirement.tp > 1 and not facts.get("tensor_parallel", True):
         return "communicates by itself, outside the event log, and supports only tp = 1"
-    if facts.get("window_only") and not requirement.has_window:
+    if facts.get("window_only") and not (requirement.has_window or requirement.attention_softcap):
         return "is for layers with a window, and there is none"
     return _exceeded_limit(facts, requirement)
 
@@ -117,7 +120,7 @@ def _card(name: str, help: str, body: str, variants: tuple[str, ...] = (), **fac
     defaults = {
         "variants": variants, "dtypes": variants and KERNEL_DTYPES, "granularities": (), "dropout": True,
         "tensor_parallel": True, "min_head_dim": 0, "max_head_dim": math.inf, "max_columns": math.inf,
-        "window_only": False, "logit_softcap": True, "multi_pass": (),
+        "window_only": False, "logit_softcap": True, "attention_softcap": False, "multi_pass": (),
     }  # fmt: skip
     return Card(name, help, f"megascale.ops.{body}", defaults | facts)
 
@@ -145,18 +148,19 @@ _CARDS = {
         _card("torch", "torch's FP8 GEMMs; casts by torch's operators", "fp8:TorchLinear", multi_pass=GRANULARITIES),
     ],
     "attention": [
-        _card("flash", "flash-attn (Dao 2023)", "flash:FlashAttention", **_FLASH_FACTS),
+        _card("flash", "flash-attn (Dao 2023)", "flash:FlashAttention", attention_softcap=True, **_FLASH_FACTS),
         _card("te", "Transformer Engine's DotProductAttention", "te_attention:TEAttention", **_FLASH_FACTS),
         _card(
             "compile",
-            "torch's FlexAttention, compiled, for layers with a window",
+            "torch's FlexAttention, compiled, for layers with a window or a soft cap",
             "flex:FlexAttention",
             dtypes=KERNEL_DTYPES,
             dropout=False,
             min_head_dim=16,
             window_only=True,
+            attention_softcap=True,
         ),
-        _card("torch", "torch's scaled_dot_product_attention", "core_attention:TorchAttention"),
+        _card("torch", "torch's scaled_dot_product_attention", "core_attention:TorchAttention", attention_softcap=True),
     ],
     "rope": [
         _card("compile", "a formula, compiled by torch.compile", "rope:CompiledRope", ("rope",), dtypes=()),

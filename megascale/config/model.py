@@ -69,6 +69,9 @@ class ModelConfig(Section):
     softmax_scale: Annotated[Positive | None, AUTO_AS_NONE] = Field(
         None, description="factor of attention scores; default 1 / sqrt(head_dim)"
     )
+    attention_softcap: Annotated[Positive | None, AUTO_AS_NONE] = Field(
+        None, description="soft cap of attention scores, cap * tanh(scores / cap), as in Gemma 2"
+    )
     qk_norm: Literal["none", "head", "full"] = Field(
         "none",
         description="norm of q and k, of the kind `norm`, before rope. head: over each head, with one gain for "

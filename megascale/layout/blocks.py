@@ -96,7 +96,8 @@ class RowParallel(LinearGroup):
 @dataclass(frozen=True)
 class AttentionSpec:
     """The attention core, softmax(q k^T) v. `window`: keys visible to a query; None for all earlier positions.
-    `qk_norm`: the norms of q and k before it, over each "head", or over all heads ("full"), or "none".
+    `qk_norm`: the norms of q and k before it, over each "head", or over all heads ("full"), or "none". `softcap`: the
+    scores have a soft cap.
     """
 
     heads: int
@@ -104,6 +105,11 @@ class AttentionSpec:
     head_dim: int
     window: int | None
     qk_norm: str = "none"
+    softcap: bool = False
+
+    def block_window(self, s: int) -> int | None:
+        """The window by which torch computes scores in blocks of queries; None for all scores of s tokens at once."""
+        return self.window or (s if self.softcap else None)
 
     @property
     def qk_norms(self) -> tuple[tuple[str, int], ...]:
@@ -292,7 +298,8 @@ def qkv(model: ModelConfig) -> LinearSpec:
 def attention(model: ModelConfig, layer: int) -> AttentionSpec:
     """The attention core of layer number `layer`."""
     heads, kv_heads = model.num_heads, model.num_kv_heads
-    return AttentionSpec(heads, kv_heads, model.head_dim, model.windows[layer], model.qk_norm)
+    softcap = model.attention_softcap is not None
+    return AttentionSpec(heads, kv_heads, model.head_dim, model.windows[layer], model.qk_norm, softcap)
 
 
 def out(model: ModelConfig) -> LinearSpec:

@@ -2,6 +2,8 @@
 
     softmax(scale q k^T + mask) v        with a window w, query i attends to the w keys j, i - w < j <= i
 
+A soft cap c replaces the scores S = scale q k^T by c tanh(S / c) (Gemma 2).
+
 `TorchAttention`, `causal_attention`, `sliding_attention`, `visible`: torch's implementation. The rest tells which
 kernels suit a GPU: `half_precision_unsupported`, `not_by_default`, `kernel_outdated`, `surpassed`.
 """
@@ -19,10 +21,12 @@ from torch import Tensor
 
 from megascale.layout.windows import QUERY_BLOCK, window_blocks
 from megascale.ops.select import NotByDefault, OpBackend, OpContext
+from megascale.ops.softcapped_attention import softcapped_attention
 
 Attend = Callable[[Tensor, Tensor, Tensor, int | None, Tensor | None, float], Tensor]
 """Arguments: q [b, heads, s, d]; k, v [b, kv heads, s, d]; window, or None for full attention; bool mask of the
-attention weights surviving dropout, or None; dropout probability. Result: shape of q.
+attention weights surviving dropout, or None; dropout probability. Result: shape of q. The backend applies the scale
+and the soft cap of the model's scores.
 """
 
 
@@ -30,7 +34,8 @@ class TorchAttention(OpBackend):
     """torch's fused kernels, blockwise for a sliding window; with dropout, unfused with all scores in memory."""
 
     def build(self, context: OpContext) -> Attend:
-        return partial(causal_attention, scale=context.model.attention_scale)
+        model = context.model
+        return partial(causal_attention, scale=model.attention_scale, softcap=model.attention_softcap)
 
 
 def half_precision_unsupported(context: OpContext) -> str | None:
@@ -42,7 +47,8 @@ def half_precision_unsupported(context: OpContext) -> str | None:
 
 def not_by_default(context: OpContext, newer: bool) -> NotByDefault | None:
     """Say why auto prefers torch's attention. `newer`: the backend has kernels written for this GPU generation."""
-    if any(context.model.windows) or (newer and kernel_outdated(context)):
+    model = context.model
+    if any(model.windows) or model.attention_softcap or (newer and kernel_outdated(context)):
         return None
     return NotByDefault("no layer has a window, and torch's kernels are as fast without windows")
 
@@ -69,14 +75,17 @@ def causal_attention(
     keep: Tensor | None,
     dropout: float,
     scale: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Compute causal attention for q [b, heads, s, d] and k, v [b, kv heads, s, d]; result as q.
 
     `keep`, bool [b, heads, s, s]: the attention weights surviving dropout. All weights are then computed in memory,
     since the dropout mask of a fused kernel would depend on the layout. Without `keep` torch's fused kernel runs.
-    `scale`: of the scores, by default 1 / sqrt(d).
+    `scale`: of the scores, by default 1 / sqrt(d). `softcap`: of the scaled scores.
     """
-    s = q_bhsd.shape[2]
+    s, scale = q_bhsd.shape[2], q_bhsd.shape[-1] ** -0.5 if scale is None else scale
+    if keep is None and softcap is not None:
+        return softcapped_attention(q_bhsd, k_bhsd, v_bhsd, window or s, scale, softcap)
     if keep is None:
         if window is not None and window < s:
             return sliding_attention(q_bhsd, k_bhsd, v_bhsd, window, scale=scale)
@@ -84,7 +93,9 @@ def causal_attention(
         return F.scaled_dot_product_attention(q_bhsd, k_bhsd, v_bhsd, is_causal=True, scale=scale, enable_gqa=shared)
     groups = q_bhsd.shape[1] // k_bhsd.shape[1]
     k_bhsd, v_bhsd = (t.repeat_interleave(groups, 1) for t in (k_bhsd, v_bhsd))
-    scores = (q_bhsd @ k_bhsd.mT) * (q_bhsd.shape[-1] ** -0.5 if scale is None else scale)
+    scores = (q_bhsd @ k_bhsd.mT) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     positions = torch.arange(s, device=scores.device)
     mask = visible(positions, positions, window or s)
     weights = scores.masked_fill(~mask, -math.inf).softmax(-1)

@@ -1,5 +1,5 @@
-"""Sliding-window attention by FlexAttention (Dong et al. 2024). torch.compile generates a single kernel over the
-blocks of scores with unmasked elements.
+"""Sliding-window and soft-capped attention by FlexAttention (Dong et al. 2024). torch.compile generates a single kernel
+over the blocks of scores with unmasked elements.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BLOCK = 128
 
 
 class FlexAttention:
-    """FlexAttention for layers with a window, torch's kernels for full attention."""
+    """FlexAttention for layers with a window or a soft cap, torch's kernels for full attention."""
 
     def unsupported_reason(self, context: OpContext) -> str | None:
         if context.device.is_cpu:
@@ -30,21 +30,28 @@ class FlexAttention:
         return TRITON.missing_reason() or not_by_default(context, newer=False)
 
     def build(self, context: OpContext) -> Attend:
-        return flex(compiled.compile_function(flex_attention), context.model.attention_scale)
+        model = context.model
+        return flex(compiled.compile_function(flex_attention), model.attention_scale, model.attention_softcap)
 
 
-def flex(attention: Callable[..., Any], scale: float | None = None) -> Attend:
-    """Wrap `flex_attention`, compiled or not."""
+def flex(attention: Callable[..., Any], scale: float | None = None, softcap: float | None = None) -> Attend:
+    """Wrap `flex_attention`, compiled or not. With a soft cap it also computes full attention."""
+
+    def capped(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        assert softcap is not None
+        return softcap * torch.tanh(score / softcap)
+
+    score_mod = None if softcap is None else capped
 
     def attend(
         q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, window: int | None, keep: Tensor | None, dropout: float
     ) -> Tensor:
         s = q_bhsd.shape[2]
-        if window is None or window >= s:
+        if (window is None or window >= s) and softcap is None:
             return causal_attention(q_bhsd, k_bhsd, v_bhsd, None, keep, dropout, scale)
-        mask = block_mask(s, window, q_bhsd.device)
+        mask = block_mask(s, min(window or s, s), q_bhsd.device)
         shared = k_bhsd.shape[1] != q_bhsd.shape[1]
-        return attention(q_bhsd, k_bhsd, v_bhsd, block_mask=mask, scale=scale, enable_gqa=shared)
+        return attention(q_bhsd, k_bhsd, v_bhsd, score_mod=score_mod, block_mask=mask, scale=scale, enable_gqa=shared)
 
     return attend
 

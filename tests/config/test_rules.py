@@ -89,6 +89,11 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ),
     ("rope", {"model__rotary_fraction": 0.5}, {"model.rotary_fraction": "has no effect with position = learned"}),
     ("attention_heads", {"model__num_kv_heads": 3}, {"model.num_kv_heads": "4 heads cannot share 3"}),
+    (
+        "backends",
+        {"model__attention_softcap": 5.0, "backends__attention": "te", "train__precision": "bf16"},
+        {"backends.attention": "te has no soft cap of scores"},
+    ),
     ("qk_norm", {"model__qk_norm": "head"}, {"model.qk_norm": "layernorm has a bias, and q and k need an RMS norm"}),
     ("attention_window", {"model__window": [4, 0, 4, 0, 4]}, {"model.window": "5 numbers for 4 layers"}),
     ("tensor_parallel", {"parallel__tp": 8}, {"parallel.tp": "4 heads cannot be split over tp = 8"}),

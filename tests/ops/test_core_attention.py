@@ -16,13 +16,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megascale.layout.windows import QUERY_BLOCK
 from megascale.ops.core_attention import causal_attention, sliding_attention
+from megascale.ops.softcapped_attention import softcapped_attention
 
 B, S, D = 2, 7, 8
 
 
 def formula(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None, keep: Tensor | None, dropout: float, scale: float | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, keep: Tensor | None, dropout: float,
+    scale: float | None = None, softcap: float | None = None,
+) -> Tensor:  # fmt: skip
     """Compute attention query by query: a softmax over the keys of the window, then dropout."""
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     b, heads, s, d = q.shape
@@ -33,7 +35,8 @@ def formula(
             for i in range(s):
                 seen = slice(0 if window is None else max(0, i - window + 1), i + 1)
                 keys, values = k[sample, head // group, seen], v[sample, head // group, seen]
-                weights = torch.softmax(keys @ q[sample, head, i] * scale, 0)
+                scores = keys @ q[sample, head, i] * scale
+                weights = torch.softmax(scores if softcap is None else softcap * torch.tanh(scores / softcap), 0)
                 if keep is not None:
                     weights = weights * keep[sample, head, i, seen] / (1 - dropout)
                 rows.append(weights @ values)
@@ -68,14 +71,34 @@ windows = pytest.mark.parametrize("window", [None, 1, 3, 6, 7, 8])
 @heads
 @windows
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
-@pytest.mark.parametrize("scale", [None, 0.2])
+@pytest.mark.parametrize(("scale", "softcap"), [(None, None), (0.2, None), (0.8, 1.5)])
 def test_fp64_equals_the_formula(
-    heads: int, kv_heads: int, window: int | None, dropout: float, scale: float | None
+    heads: int, kv_heads: int, window: int | None, dropout: float, scale: float | None, softcap: float | None
 ) -> None:
     given = qkv(heads, kv_heads)
     keep = mask(heads, dropout) if dropout else None
-    ours = with_gradients(causal_attention(*given, window, keep, dropout, scale), given)
-    assert_close(ours, with_gradients(formula(*given, window, keep, dropout, scale), given))
+    ours = with_gradients(causal_attention(*given, window, keep, dropout, scale, softcap), given)
+    assert_close(ours, with_gradients(formula(*given, window, keep, dropout, scale, softcap), given))
+
+
+@heads
+@pytest.mark.parametrize("block", [1, 3, 7])
+@pytest.mark.parametrize("window", [2, 7])
+def test_a_soft_cap_is_computed_in_blocks_of_queries(heads: int, kv_heads: int, block: int, window: int) -> None:
+    given = qkv(heads, kv_heads)
+    ours = with_gradients(softcapped_attention(*given, window, 0.8, 1.5, block), given)
+    assert_close(ours, with_gradients(formula(*given, window, None, 0.0, 0.8, 1.5), given))
+
+
+def test_scores_with_a_soft_cap_are_not_rounded_to_bf16() -> None:
+    """Scores near a cap of 50 would be off by 0.1, and weights by 10%."""
+    given = [(4 * t.detach()).bfloat16().requires_grad_() for t in qkv(4, 2)]
+    exact = [t.detach().double().requires_grad_() for t in given]
+    ours = with_gradients(causal_attention(*given, None, None, 0.0, 1.0, 50.0), given)
+    expected = with_gradients(causal_attention(*exact, None, None, 0.0, 1.0, 50.0), exact)
+    for actual, wanted in zip(ours, expected, strict=True):
+        assert actual.dtype == torch.bfloat16
+        assert (actual.double() - wanted).abs().max() < 2.0**-6 * wanted.abs().max()
 
 
 @given(

@@ -62,9 +62,9 @@ def test_block_masks_equal_those_of_create_block_mask(window: int) -> None:
 @pytest.mark.parametrize("window", [1, 100, 2 * BLOCK, None, 1000])
 def test_attention_equals_torchs(heads: int, kv_heads: int, window: int | None) -> None:
     given = qkv(3 * BLOCK + 5, heads, kv_heads, torch.float64)
-    for scale in (None, 0.1):
-        expected = causal_attention(*given, window, None, 0.0, scale)
-        ours = flex(flex_attention, scale)(*given, window, None, 0.0)
+    for scale, softcap in ((None, None), (0.1, None), (0.4, 1.5)):
+        expected = causal_attention(*given, window, None, 0.0, scale, softcap)
+        ours = flex(flex_attention, scale, softcap)(*given, window, None, 0.0)
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 

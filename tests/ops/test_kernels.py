@@ -28,7 +28,9 @@ from tests.runs import LLAMA
 H100 = Device(torch.device("cuda", 0), "nccl")
 
 
-def banded(q: Tensor, k: Tensor, v: Tensor, before: int, after: int, scale: float | None) -> Tensor:
+def banded(
+    q: Tensor, k: Tensor, v: Tensor, before: int, after: int, scale: float | None, softcap: float = 0.0
+) -> Tensor:
     """Attend to keys from `before` to `after` a query's own, -1 for all; tensors [b, heads, s, d]."""
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     groups, s = q.shape[1] // k.shape[1], q.shape[2]
@@ -39,7 +41,9 @@ def banded(q: Tensor, k: Tensor, v: Tensor, before: int, after: int, scale: floa
         hidden |= ahead < -before
     if after >= 0:
         hidden |= ahead > after
-    return (q @ k.mT * scale).masked_fill(hidden, -math.inf).softmax(-1) @ v
+    scores = q @ k.mT * scale
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    return scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
 
 
 def flash_attn_2(
@@ -56,8 +60,8 @@ def flash_attn_2(
     return_attn_probs: bool = False,
 ) -> Tensor:
     before, after = window_size
-    assert dropout_p == softcap == 0
-    out = banded(*(t.transpose(1, 2) for t in (q, k, v)), before, 0 if causal else after, softmax_scale)
+    assert dropout_p == 0
+    out = banded(*(t.transpose(1, 2) for t in (q, k, v)), before, 0 if causal else after, softmax_scale, softcap)
     return out.transpose(1, 2).contiguous()
 
 
@@ -132,6 +136,14 @@ def test_attention_equals_torchs(
     given = heads.permute(1, 2, 0, 3).split([4, 2, 2], 1)
     expected = causal_attention(*given, window, None, 0.0, scale)
     torch.testing.assert_close(function(scale)(*given, window, None, 0.0), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("function", [flash_attn_2, flash_attn_3], ids=["flash-attn 2", "flash-attn 3"])
+def test_flash_attention_caps_scores(function: Callable[..., Tensor]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(2, heads, 7, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)]
+    ours = flash(function, 0.8, 1.5)(*given, 3, None, 0.0)
+    torch.testing.assert_close(ours, causal_attention(*given, 3, None, 0.0, 0.8, 1.5), rtol=1e-12, atol=1e-12)
 
 
 def setting(
@@ -285,6 +297,17 @@ def test_version_3_is_for_hopper(
     q = torch.zeros(1, 4, 7, 8)
     build_op("attention", setting())(q, q, q, 3, None, 0.0)
     assert called == [used]
+
+
+def test_backends_without_a_soft_cap_are_refused(installed: Callable[..., None]) -> None:
+    installed("transformer_engine", "triton")
+    for window in (4, None):
+        choice = select_backend("attention", setting(attention_softcap=50.0, window=window))
+        assert choice.backend == "compile" and choice.rejected["te"] == "has no soft cap of scores"
+    installed("flash_attn")
+    assert select_backend("attention", setting(attention_softcap=50.0, window=None)).backend == "flash"
+    installed()
+    assert select_backend("attention", setting(attention_softcap=50.0)).backend == "torch"
 
 
 def test_version_3_needs_a_head_dim_divisible_by_8(installed: Callable[..., None]) -> None:

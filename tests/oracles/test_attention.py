@@ -68,6 +68,11 @@ CASES = {
     "qk_norm head": Case("Qwen3", {"head_dim": 12}, {"head_dim": 12, "qk_norm": "head"}),
     "qk_norm full": Case("Olmo2", {}, {"qk_norm": "full"}),
     "rotary_fraction": Case("StableLm", rope("default", partial_rotary_factor=0.5), {"rotary_fraction": 0.5}),
+    "attention_softcap": Case(
+        "Gemma2",
+        {"head_dim": 16, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0, "sliding_window": 5},
+        {"head_dim": 16, "attention_softcap": 2.0, "window": [5, 0]},
+    ),
     "softmax_scale": Case(
         "Gemma2",
         {"head_dim": 16, "query_pre_attn_scalar": 40, "attn_logit_softcapping": None, "sliding_window": 5},

@@ -67,8 +67,10 @@ class Case:
     model: dict[str, Any] = field(default_factory=dict)
 
 
-GEMMA_LIKE = {"head_dim": 12, "qk_norm": "head", "softmax_scale": 0.2, "window": [5, 0], "local_rope_theta": 50.0,
-              "rope_scaling": {"type": "yarn", "factor": 4.0, "original_seq_length": 8}}  # fmt: skip
+GEMMA_LIKE = {
+    "head_dim": 12, "qk_norm": "head", "softmax_scale": 0.2, "attention_softcap": 2.0, "window": [5, 0],
+    "local_rope_theta": 50.0, "rope_scaling": {"type": "yarn", "factor": 4.0, "original_seq_length": 8},
+}  # fmt: skip
 OLMO_LIKE = {"qk_norm": "full", "qkv_bias": True, "rotary_fraction": 0.5}
 
 CASES = [
