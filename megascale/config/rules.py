@@ -82,13 +82,12 @@ def rope(c: Any) -> Iterator[Finding]:
 
 
 def qk_norm(c: Any) -> Iterator[Finding]:
-    """Check that queries and keys have an RMS norm: gains alone are stored."""
+    """Check that queries and keys have an RMS norm: their norms have a gain alone."""
     m = c.model
-    if m.qk_norm != "none" and NORMS[m.norm].facts["bias"]:
-        names = [card.name for card in NORMS.cards.values() if not card.facts["bias"]]
-        yield Finding(
-            "model.qk_norm", f"{m.norm} has a bias, and q and k need an RMS norm", f"norm = {' or '.join(names)}"
-        )
+    if m.qk_norm != "none" and NORMS[m.norm].facts["mean"]:
+        names = [card.name for card in NORMS.cards.values() if not card.facts["mean"]]
+        message = f"{m.norm} subtracts a mean, and q and k need an RMS norm"
+        yield Finding("model.qk_norm", message, f"norm = {' or '.join(names)}")
 
 
 def attention_window(c: Any) -> Iterator[Finding]:

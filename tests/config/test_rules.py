@@ -94,7 +94,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"model__attention_softcap": 5.0, "backends__attention": "te", "train__precision": "bf16"},
         {"backends.attention": "te has no soft cap of scores"},
     ),
-    ("qk_norm", {"model__qk_norm": "head"}, {"model.qk_norm": "layernorm has a bias, and q and k need an RMS norm"}),
+    ("qk_norm", {"model__qk_norm": "head"}, {"model.qk_norm": "layernorm subtracts a mean, and q and k need"}),
     ("attention_window", {"model__window": [4, 0, 4, 0, 4]}, {"model.window": "5 numbers for 4 layers"}),
     ("tensor_parallel", {"parallel__tp": 8}, {"parallel.tp": "4 heads cannot be split over tp = 8"}),
     ("tensor_parallel", {"parallel__tp": 4, "model__num_kv_heads": 2}, {"parallel.tp": "2 key-value heads cannot"}),

@@ -67,6 +67,21 @@ CASES = {
     "qkv_bias": Case("Qwen2", {}, {"qkv_bias": True}),
     "qk_norm head": Case("Qwen3", {"head_dim": 12}, {"head_dim": 12, "qk_norm": "head"}),
     "qk_norm full": Case("Olmo2", {}, {"qk_norm": "full"}),
+    "gemma 3": Case(
+        "Gemma3Text",
+        {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0},
+            },
+            "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "head_dim": 16,
+            "query_pre_attn_scalar": 20,
+        },
+        {
+            "norm": "rmsnorm_1p", "qk_norm": "head", "head_dim": 16, "local_rope_theta": 50.0, "window": [5, 0],
+            "rope_scaling": {"type": "linear", "factor": 8.0}, "softmax_scale": 20**-0.5,
+        },
+    ),
     "rotary_fraction": Case("StableLm", rope("default", partial_rotary_factor=0.5), {"rotary_fraction": 0.5}),
     "attention_softcap": Case(
         "Gemma2",
@@ -107,7 +122,7 @@ def their_attention(case: Case, layer: int, dtype: torch.dtype) -> tuple[Any, tu
         }
         | case.theirs
     )  # fmt: skip
-    net = getattr(transformers, f"{case.family}ForCausalLM")(config).to(dtype).model
+    net = getattr(transformers, f"{case.family.removesuffix('Text')}ForCausalLM")(config).to(dtype).model
     module, positions, types = net.layers[layer].self_attn, torch.arange(SEQUENCE)[None], ()
     if hasattr(config, "layer_types") and case.family.startswith("Gemma3"):
         types = (config.layer_types[layer],)
