@@ -19,6 +19,19 @@ USAGE
 fi
 
 NNODES=${NNODES:-1}
+
+# check_number NAME LEAST MOST: a value out of this range is a mistake of the environment.
+check_number() {
+    local value=${!1:-}
+    if [ -n "$value" ] && ! { [[ $value =~ ^[0-9]{1,9}$ ]] && ((10#$value >= $2 && 10#$value <= $3)); }; then
+        echo "environment  $1: '$value' is not a whole number from $2 to $3  -> correct it, or unset it" >&2
+        exit 2
+    fi
+}
+check_number NNODES 1 999999
+check_number NODE_RANK 0 $((10#$NNODES - 1))
+check_number MASTER_PORT 1 65535
+check_number NPROC 1 999999
 if [ "$NNODES" -gt 1 ] && [ -z "${MASTER_ADDR:-}" ]; then
     echo "MASTER_ADDR: not set  -> with NNODES=$NNODES, the name or address of host 0" >&2
     exit 2
@@ -45,7 +58,8 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))} # torc
 if [ "$NNODES" -eq 1 ]; then
     # Not --standalone, whose rendezvous unpickles what any user of this host may write into its store.
     port=$("$PYTHON" -c 'import socket; print(socket.create_server(("127.0.0.1", 0)).getsockname()[1])')
-    hosts=(--nnodes 1 --rdzv-backend static --master-addr 127.0.0.1 --master-port "$port")
+    hosts=(--nnodes 1 --rdzv-backend static --master-addr 127.0.0.1 --master-port "$port"
+        --local-addr 127.0.0.1) # this host's own name may have no address
     MEGASCALE_JOB_SECRET=${MEGASCALE_JOB_SECRET:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
     export MEGASCALE_JOB_SECRET
     export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} # nothing of a job on one host is open to the network

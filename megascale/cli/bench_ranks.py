@@ -21,7 +21,7 @@ from megascale.core.files import write_text
 from megascale.core.process import die_with_parent, usable_cores
 from megascale.core.rank import Rank, rank_from_environment
 from megascale.launch import local
-from megascale.launch.failure import write_error
+from megascale.launch.failure import write_end, write_error
 from megascale.simulate.profiles import THIS_MACHINE, path_of
 
 if TYPE_CHECKING:
@@ -164,6 +164,7 @@ def _run_rank(work: RankWork, *, gpus: bool) -> int:
         init.init_distributed(rank, device)
         work(device, rank)
         init.shutdown_distributed()
+        write_end(rank, 0)
     except Exception as error:
         write_error(error, rank)
         raise

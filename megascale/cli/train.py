@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import socket
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from megascale.core.limits import os_error_hint, raise_soft_limits
 from megascale.core.process import die_with_parent
 from megascale.core.rank import STORE_VARIABLE, Rank, local_world_size, rank_from_environment
 from megascale.launch import environment, flight, local
-from megascale.launch.failure import write_error
+from megascale.launch.failure import write_end, write_error
 
 if TYPE_CHECKING:
     from megascale.train.resume import InitialWeights
@@ -36,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     rank = rank_from_environment()
     with contextlib.ExitStack() as held:
         try:
-            config = load_config(options.config, options.overrides, world_size=rank.world_size if rank else None)
+            config = _load_config(options, rank)
             environment.set_defaults(config.folder if config.world_size > 1 else None)
             raise_limits(config, local_world_size(1) if rank else config.world_size)
             # otherwise the launcher holds the lock
@@ -55,7 +56,27 @@ def run(options: argparse.Namespace) -> int:
             die_with_parent(os.getppid())  # a killed torchrun leaves its workers training
         from megascale.train.entry import run_rank
 
-        return run_rank(config, rank or Rank(0, 1, 0, socket.gethostname()), open_weights)
+        rank = rank or Rank(0, 1, 0, socket.gethostname())
+        status = run_rank(config, rank, open_weights)
+        write_end(rank, status)
+        return status
+
+
+def _load_config(options: argparse.Namespace, rank: Rank | None) -> RunConfig:
+    """Load the configuration of a rank, or of the launcher. Where only the number of ranks is wrong, the hints name the
+    variables that it comes from: those of an operator or a shell may not be meant for this job.
+    """
+    if rank is None:
+        return load_config(options.config, options.overrides)
+    try:
+        return load_config(options.config, options.overrides, world_size=rank.world_size)
+    except ConfigError as error:
+        load_config(options.config, options.overrides)  # raises mistakes that do not depend on the ranks
+        also = f"{rank.variables} in the environment make this process one of {rank.world_size}: unset them, and "
+        also += "megascale train starts the ranks of this host"
+        raise ConfigError(
+            [dataclasses.replace(problem, hint=f"{problem.hint}; {also}") for problem in error.problems]
+        ) from None
 
 
 def open_weights(folder: Path) -> InitialWeights:

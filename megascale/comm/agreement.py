@@ -18,8 +18,9 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store
 
-from megascale.core.errors import HostsDisagreeError
-from megascale.core.rank import Rank
+from megascale.core.errors import HostsDisagreeError, LostPeerError
+from megascale.core.rank import Rank, format_ranks
+from megascale.core.wait_notice import WaitNotice
 
 Record = Mapping[str, str]
 """Values by key, which must be equal on all ranks."""
@@ -41,7 +42,8 @@ UNSET = "unset"
 
 _POLL_S_PER_RANK = 1e-5
 _MIN_POLL_S, _MAX_POLL_S = 0.005, 0.5
-_MAX_RANKS_NAMED = 16
+
+_MISSING_HINT = "see whether they run, and with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE"
 
 Difference = tuple[int, str, str, str, str]
 """Rank, host, key, rank 0's value, the rank's value."""
@@ -50,7 +52,8 @@ Difference = tuple[int, str, str, str, str]
 def check_agreement(store: Store, rank: Rank, record: Record) -> None:
     """Compare this rank's record with rank 0's. A collective of all ranks, which may differ in their world size.
 
-    Raises: HostsDisagreeError on every rank, with all differences by key and host; TimeoutError if ranks do not arrive
+    A rank that waits says now and then for whom.
+    Raises: HostsDisagreeError on every rank, with all differences by key and host; LostPeerError if ranks do not arrive
     within the store's timeout.
     """
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun may keep its store over restarts
@@ -136,12 +139,7 @@ def _places(places: Sequence[tuple[int, str]]) -> str:
         by_host[host].append(rank)
     (host, ranks), *others = by_host.items()
     more = f" and {len(others)} more host{'s' if len(others) > 1 else ''}" if others else ""
-    return f"{host} ({_ranks(sorted(ranks))}){more}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    rest = f" and {len(ranks) - _MAX_RANKS_NAMED} more" if len(ranks) > _MAX_RANKS_NAMED else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_MAX_RANKS_NAMED]))}{rest}"
+    return f"{host} ({format_ranks(sorted(ranks))}){more}"
 
 
 def _missing(store: Any, world: int) -> list[int]:
@@ -157,9 +155,19 @@ def _short(value: str | None) -> str:
 
 def _wait(store: Any, rank: Rank, done: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
     """Poll in Python, where signals are heard; the store's own wait is deaf to them."""
-    start, limit = time.monotonic(), store.timeout.total_seconds() * (1 if rank.rank == 0 else 2)
+    notice, limit = WaitNotice(rank), store.timeout.total_seconds() * (1 if rank.rank == 0 else 2)
     while not done():
-        waited = time.monotonic() - start
+        waited = notice.waited_s
         if waited > limit:
-            raise TimeoutError(f"timed out waiting {waited:.0f} s for {_ranks(missing())} at the start of the job")
+            text = f"timed out waiting {waited:.0f} s for {format_ranks(missing())} at the start of the job"
+            raise LostPeerError(text, peers=missing(), hint=_MISSING_HINT)
+        if rank.rank == 0:
+            notice.print_if_due(lambda: f"{format_ranks(missing())}{_from(rank)}")
+        elif rank.local_rank == 0:
+            notice.print_if_due(lambda: f"the ranks for which rank 0 waits{_from(rank)}")
         time.sleep(min(max(_MIN_POLL_S, _POLL_S_PER_RANK * rank.world_size, waited / 8), _MAX_POLL_S))
+
+
+def _from(rank: Rank) -> str:
+    """Say what makes this process one of several ranks: a user who did not mean it unsets the variables."""
+    return f"; it is a rank by {rank.variables}" if rank.variables else ""

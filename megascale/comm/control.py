@@ -19,6 +19,7 @@ import functools
 import hashlib
 import json
 import os
+import socket
 import struct
 import time
 import zlib
@@ -31,7 +32,10 @@ from torch.distributed import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megascale.comm.shared_memory import host_key
+from megascale.core.errors import LostPeerError
 from megascale.core.process import process_exists
+from megascale.core.rank import MAX_RANKS_NAMED, format_ranks
+from megascale.core.wait_notice import WaitNotice
 
 MAX_REQUEST_BYTES = 4 << 20
 """Most bytes of a request: TCPStore refuses more than 8 MiB."""
@@ -45,17 +49,14 @@ LIVENESS_CHECK_S = 0.2
 POLL_S_PER_RANK = 1e-5
 """First polling interval of a wait, in seconds per rank of the group. The interval grows with the wait."""
 
-MAX_RANKS_NAMED = 16
-"""Most missing ranks that are checked and named in an error."""
-
 _Store = Any  # torch's type stubs lack half of what its stores have
 
+ANSWER_S = 1.0
+"""Seconds in which a rank that lost a peer hears of other ranks that did."""
+
 _LOST_KEY = "control/lost"
+_EXITED = "remote process exited: "
 _HEAD = struct.Struct("<IQ")  # a rank's index, and the number of bytes that follow
-
-
-class LostRankError(RuntimeError):
-    """Other ranks have exited, or did not reach a call in time."""
 
 
 class ControlChannel:
@@ -64,7 +65,7 @@ class ControlChannel:
     All ranks make the same calls in the same order. Values are JSON: tuples come back as lists. `label` names a call in
     errors.
 
-    Raises: LostRankError on all waiting ranks, if the process of a missing rank on the same host has ended, if a rank
+    Raises: LostPeerError on all waiting ranks, if the process of a missing rank on the same host has ended, if a rank
     has announced its exit (`announce_exit`), or after the store's timeout; the message names the missing ranks.
     """
 
@@ -140,7 +141,7 @@ class ControlChannel:
         """
         job, rank = _job(), self._ranks[self._index]
         group = f"control/{self._name}/{hashlib.sha256(repr(tuple(self._ranks)).encode()).hexdigest()[:16]}"
-        job.set(_process_key(rank), f"{os.getpid()} {host_key()}")
+        job.set(_process_key(rank), f"{os.getpid()} {host_key()} {socket.gethostname()}")
         return PrefixStore(f"{group}/{job.add(f'{group}/{rank}', 1)}", job)
 
     def _next(self) -> int:
@@ -149,13 +150,15 @@ class ControlChannel:
 
     def _wait(self, key: str, label: str, missing: Callable[[], list[int]]) -> None:
         """Wait until the store has `key`. `missing` returns the ranks that are waited for."""
-        start = checked = now = time.monotonic()
+        notice, checked = WaitNotice(f"rank {self._ranks[self._index]}"), 0.0
         while not self._store.check([key]):  # the store's own wait prints a warning at every timeout
-            time.sleep(min(max(POLL_S_PER_RANK * self._size, (now - start) / 8), self._liveness_check_s))
-            now = time.monotonic()
-            if now - checked > self._liveness_check_s:
-                self._check(label, missing(), now - start)
-                checked = now
+            time.sleep(min(max(POLL_S_PER_RANK * self._size, notice.waited_s / 8), self._liveness_check_s))
+            if notice.waited_s - checked > self._liveness_check_s:
+                awaited = missing()
+                self._check(label, awaited, notice.waited_s)
+                if self._index < 2:  # one line for a group: of its first rank, or of the second if the first is missing
+                    notice.print_if_due(lambda ranks=awaited: f"{format_ranks(ranks)} at {label!r}")  # type: ignore[misc]
+                checked = notice.waited_s
 
     def _check(self, label: str, missing: Sequence[int], waited: float) -> None:
         """Raise if the wait cannot succeed. The other ranks wait twice as long as the first, because only the first
@@ -163,16 +166,16 @@ class ControlChannel:
         """
         job = _job()
         if job.check([_LOST_KEY]):
-            raise LostRankError(job.get(_LOST_KEY).decode())
+            raise LostPeerError(job.get(_LOST_KEY).decode(), peers=missing)
         exited = [rank for rank in missing[:MAX_RANKS_NAMED] if _has_ended(job, rank)]
         if exited:
-            text = f"remote process exited: {_format_ranks(exited)} did not reach {label!r}"
+            text = f"remote process exited: {format_ranks(exited)} did not reach {label!r}"
         elif missing and waited > job.timeout.total_seconds() * (2 if self._index else 1):
-            text = f"timed out waiting {waited:.0f} s for {_format_ranks(missing)} at {label!r}"
+            text = f"timed out waiting {waited:.0f} s for {format_ranks(missing)} at {label!r}"
         else:
             return
         job.set(_LOST_KEY, text)
-        raise LostRankError(text)
+        raise LostPeerError(text, peers=exited or missing)
 
     def _missing(self, values: str) -> list[int]:
         arrived = _split_values(self._store.get(values)) if self._store.check([values]) else {}
@@ -189,9 +192,32 @@ def leave_job() -> None:
 
 
 def announce_exit(text: str) -> None:
-    """Tell all ranks that wait in the store, or will wait, that this rank exits, and why."""
+    """Tell all ranks that wait in the store, or will wait, that this rank exits, and why: the first to tell counts."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        _job().set(_LOST_KEY, f"remote process exited: {text}")
+        _job().compare_set(_LOST_KEY, "", f"remote process exited: {text}")
+
+
+def describe_lost(rank: int, peers: Sequence[int]) -> str:
+    """Say what the store knows of the peers that `rank` has lost: "; rank 1 on node7 has ended without a word", and the
+    error that was announced first. Waits up to ANSWER_S seconds for peers that have lost a peer themselves.
+    """
+    if not (dist.is_initialized() and dist.get_world_size() > 1):
+        return ""
+    job, start = _job(), time.monotonic()
+    job.set(_lost_by_key(rank), "")
+    silent = list(peers)[:MAX_RANKS_NAMED]
+    while silent and time.monotonic() < start + ANSWER_S:
+        time.sleep(ANSWER_S / 10)
+        silent = [peer for peer in silent if not job.check([_lost_by_key(peer)])]
+    ended = [peer for peer in silent if _has_ended(job, peer)]
+    others = [peer for peer in silent if peer not in ended]
+    first = job.get(_LOST_KEY).decode() if job.check([_LOST_KEY]) else ""
+    parts = [
+        f"the process of {format_ranks(ended)} has ended" if ended else "",
+        f"no answer from {_with_hosts(job, others)}" if others else "",
+        f"the first to say so: {first.removeprefix(_EXITED)}" if first and f"rank {rank} of" not in first else "",
+    ]
+    return "".join(f"; {part}" for part in parts if part)
 
 
 def _job() -> _Store:
@@ -202,17 +228,21 @@ def _process_key(rank: int) -> str:
     return f"control/place/{rank}"
 
 
+def _lost_by_key(rank: int) -> str:
+    return f"control/lost by/{rank}"
+
+
+def _with_hosts(job: _Store, ranks: Sequence[int]) -> str:
+    hosts = (job.get(_process_key(rank)).decode().split(" ")[2] for rank in ranks if job.check([_process_key(rank)]))
+    return f"{format_ranks(ranks)} on {', '.join(dict.fromkeys(hosts))}"
+
+
 def _has_ended(job: _Store, rank: int) -> bool:
     """Return True if the rank ran on this host and its process has ended."""
     if not job.check([_process_key(rank)]):
         return False
-    pid, host = job.get(_process_key(rank)).decode().split(" ", 1)
+    pid, host, _ = job.get(_process_key(rank)).decode().split(" ")
     return host == host_key() and not process_exists(int(pid))
-
-
-def _format_ranks(ranks: Sequence[int]) -> str:
-    rest = f" and {len(ranks) - MAX_RANKS_NAMED} more" if len(ranks) > MAX_RANKS_NAMED else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:MAX_RANKS_NAMED]))}{rest}"
 
 
 def _encode(value: Any) -> bytes:

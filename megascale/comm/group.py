@@ -13,9 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megascale.comm.control import ControlChannel
+from megascale.comm.lost_peer import lost_peer_error
 from megascale.comm.p2p_collectives import P2PTransport
 from megascale.comm.work import TransportWork
-from megascale.core.label import LabelLike
+from megascale.core.errors import LostPeerError
+from megascale.core.label import Label, LabelLike
 from megascale.device import Mark
 from megascale.trace.recorder import EventRecord, Recorder
 
@@ -77,13 +79,27 @@ class Group:
         record = self.recorder.record_communication(self.axis, self.name, operation, label, nbytes, peer)
         if self.fault_hook is not None:
             self.fault_hook(operation)
-        started = start()
+        try:
+            started = start()
+        except RuntimeError as error:
+            if (lost := self.lost_peer_error(error, operation, label, peer)) is None:
+                raise
+            raise lost from error
         work = TrackedWork(self, started if wait else started.in_background(), record, start)
         if wait:
             work.wait(record.issue)
         elif self.recorder.timer.synchronous:
             self.recorder.record_wait(record, record.issue)  # the issuing thread computes: issuing is exposed time
         return work
+
+    def lost_peer_error(
+        self, error: RuntimeError, operation: str, label: LabelLike, peer: int = -1
+    ) -> LostPeerError | None:
+        """Return the error of a communication of this group as a `LostPeerError`; None for another kind of error."""
+        peers = self.ranks[: self.index] + self.ranks[self.index + 1 :] if peer < 0 else (peer,)
+        text = Label.from_part(label).text()
+        what = f"{operation} {text!r}" if text else operation
+        return lost_peer_error(error, what, self.name, self.ranks, peers)
 
 
 class TrackedWork:
@@ -107,7 +123,13 @@ class TrackedWork:
         start = recorder.mark() if since is None else since
         if self._group.fault_hook is not None:
             self._group.fault_hook("wait")
-        self._pending.wait()
+        try:
+            self._pending.wait()
+        except RuntimeError as error:
+            record = self._record
+            if (lost := self._group.lost_peer_error(error, record.name, record.label, record.peer)) is None:
+                raise
+            raise lost from error
         self._close(recorder.record_wait(self._record, start))
 
     def is_completed(self) -> bool:

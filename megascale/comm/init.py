@@ -12,6 +12,8 @@ from torch.distributed import Store
 
 from megascale.comm import control
 from megascale.comm.agreement import Record, check_agreement
+from megascale.comm.gloo_interface import choose_gloo_interface, publish_address
+from megascale.comm.lost_peer import opening_group
 from megascale.comm.nccl_options import environment_problems, nccl_options
 from megascale.comm.rendezvous import open_store
 from megascale.config.launch import LaunchConfig
@@ -48,7 +50,8 @@ def init_distributed(
     create its communicator at the first use (`comm.warm_up`). `comm.mesh.open_mesh` works either way.
 
     Raises: ConfigError if no rendezvous address is set, if the host cannot be resolved, if this rank has not the job's
-    secret, or if an environment variable would make NCCL hang; HostsDisagreeError if the ranks' records differ.
+    secret, or if an environment variable would make NCCL hang; HostsDisagreeError if the ranks' records differ;
+    LostPeerError for ranks that do not come.
     """
     problems = list(environment_problems(device.backend, pp, os.environ))
     if problems:
@@ -58,18 +61,18 @@ def init_distributed(
         store: Store = dist.HashStore()
     else:
         store = open_store(rank, job_secret(folder), timeout)
-        if record is not None:
-            check_agreement(store, rank, record)
-        if on_one_host(rank.world_size):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo's connections do not leave the host
-    dist.init_process_group(
-        device.backend,
-        store=store,
-        rank=rank.rank,
-        world_size=rank.world_size,
-        timeout=timeout,
-        pg_options=nccl_options(device.backend, "world", nccl),
-    )
+        publish_address(store)
+        check_agreement(store, rank, record or {})  # all ranks have come
+    choose_gloo_interface(store, one_host=rank.world_size == 1 or on_one_host(rank.world_size))
+    with opening_group("world", range(rank.world_size), rank.rank):
+        dist.init_process_group(
+            device.backend,
+            store=store,
+            rank=rank.rank,
+            world_size=rank.world_size,
+            timeout=timeout,
+            pg_options=nccl_options(device.backend, "world", nccl),
+        )
 
 
 def shutdown_distributed() -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megascale.comm import shared_memory
 from megascale.comm.group import Group, single_rank_group
+from megascale.comm.lost_peer import opening_group
 from megascale.comm.nccl_options import nccl_options
 from megascale.comm.p2p_collectives import MAX_MESSAGE_BYTES, P2PTransport
 from megascale.comm.process_group import ProcessGroupTransport
@@ -61,13 +62,14 @@ def open_process_group(name: str, ranks: Sequence[int], options: GroupOptions) -
 
     `name` begins with the parallelism axis, and is the group's description in NCCL's log and flight recorder.
     """
-    process_group = dist.new_group(
-        list(ranks),
-        timeout=options.timeout.current,
-        pg_options=nccl_options(dist.get_backend(), name.partition(".")[0], options.nccl),
-        use_local_synchronization=True,
-        group_desc=name,
-    )
+    with opening_group(name, ranks, dist.get_rank()):
+        process_group = dist.new_group(
+            list(ranks),
+            timeout=options.timeout.current,
+            pg_options=nccl_options(dist.get_backend(), name.partition(".")[0], options.nccl),
+            use_local_synchronization=True,
+            group_desc=name,
+        )
     options.timeout.register_group(process_group)
     return process_group
 

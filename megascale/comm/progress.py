@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megascale.comm.timeout import Timeout
 from megascale.comm.work import TransportWork, WrapWork
+from megascale.core.errors import LostPeerError
 from megascale.device import Mark, StreamTimer, Timer
 
 
@@ -53,7 +54,10 @@ class GlooWork:
         limit = () if self._timeout is None else (self._timeout.current,)
         for work in self._works:
             if work is not None:
-                work.wait(*limit)
+                try:
+                    work.wait(*limit)
+                except RuntimeError as error:  # gloo's errors have no type of their own
+                    raise LostPeerError(str(error).strip()) from error
         if self._on_complete is not None:
             self._on_complete()
 

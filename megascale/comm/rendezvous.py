@@ -1,4 +1,8 @@
-"""Where the ranks of a job find its store: rank 0 starts the server, and all ranks connect."""
+"""Where the ranks of a job find its store: rank 0 starts the server, and all ranks connect.
+
+A name without an address and a port that is taken get RETRY_S seconds to recover: a cluster publishes names, and an
+earlier job ends, moments after this job's start.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +12,29 @@ import datetime
 import os
 import socket
 import subprocess
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from megascale.comm.store import JobStore
 from megascale.comm.store_server import start_server
-from megascale.core.errors import ConfigError, Problem
+from megascale.core.errors import ConfigError, LostPeerError, Problem
 from megascale.core.handshake import NotAPeerError
 from megascale.core.network import LOOPBACK, address_toward, is_loopback, listen, listen_as
-from megascale.core.rank import STORE_VARIABLE, Rank, on_one_host, rendezvous_endpoint
+from megascale.core.rank import Rank, launcher_store, on_one_host, rendezvous_endpoint
+from megascale.core.wait_notice import WaitNotice, wait_notices
+
+RETRY_S = 30.0
+"""Seconds in which an unknown name or a taken port may recover."""
 
 SAME_SECRET_HINT = "the same MEGASCALE_JOB_SECRET on every host, or an observe.dir that all hosts share"
+
+_PAUSE_S = 0.5
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -37,7 +52,8 @@ def open_store(rank: Rank, secret: bytes, timeout: datetime.timedelta) -> JobSto
     address in a store of torchrun is only a hint, because anyone may write there: the server proves that it knows the
     job's secret.
 
-    Raises: ConfigError if no rendezvous address is set or usable, or if hosts have different secrets; TimeoutError
+    Raises: ConfigError if no rendezvous address is set or usable, or if hosts have different secrets; LostPeerError if
+    the store does not answer.
     """
     place = _place(rank, timeout)
     server = None
@@ -46,12 +62,15 @@ def open_store(rank: Rank, secret: bytes, timeout: datetime.timedelta) -> JobSto
         place.listener.close()
     where = f"{place.address[0]}:{place.address[1]}"
     try:
-        store = JobStore(place.address, secret, timeout)
+        with wait_notices(rank, f"rank 0, which opens the job's store at {where}"):
+            store = JobStore(place.address, secret, timeout)
     except NotAPeerError as error:
         raise ConfigError([Problem(f"the job's store at {where}", "", str(error), SAME_SECRET_HINT)]) from None
     except OSError as error:
         seconds = timeout.total_seconds()
-        raise TimeoutError(f"timed out waiting {seconds:.0f} s for the job's store at {where}: {error}") from None
+        text = f"timed out waiting {seconds:.0f} s for rank 0, which opens the job's store at {where}: {error}"
+        hint = "see whether rank 0 runs, and whether its port can be reached"
+        raise LostPeerError(text, peers=[0], hint=hint) from None
     atexit.register(_leave, store, server)  # torch keeps no reference to an object of Python, only to its C++ half
     return store
 
@@ -67,27 +86,28 @@ def _leave(store: JobStore, server: subprocess.Popen[bytes] | None) -> None:
 
 def _place(rank: Rank, timeout: datetime.timedelta) -> _Place:
     first = rank.rank == 0
-    if STORE_VARIABLE in os.environ:
-        name, number, *descriptor = os.environ[STORE_VARIABLE].split(":")
-        inherited = socket.socket(fileno=int(descriptor[0])) if first and descriptor else None
-        return _Place((name, int(number)), inherited)
-    host, port = _master_address()
+    if (ours := launcher_store()) is not None:
+        name, number, descriptor = ours
+        inherited = socket.socket(fileno=descriptor) if first and descriptor is not None else None
+        return _Place((name, number), inherited)
+    host, port = _master_address(rank)
     one_host = on_one_host(rank.world_size)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return _place_beside_torchrun(host, port, first, one_host, timeout)
-    listener = _listen(LOOPBACK if one_host else host, port) if first else None
+        with wait_notices(rank, f"rank 0 and torchrun's store at {host}:{port}"):
+            return _place_beside_torchrun(host, port, rank, one_host, timeout)
+    listener = _listen(LOOPBACK if one_host else host, port, rank) if first else None
     return _Place((LOOPBACK if one_host else host, port), listener)
 
 
-def _place_beside_torchrun(host: str, port: int, first: bool, one_host: bool, timeout: datetime.timedelta) -> _Place:
+def _place_beside_torchrun(host: str, port: int, rank: Rank, one_host: bool, timeout: datetime.timedelta) -> _Place:
     """Find a place where torchrun's own store has the port: rank 0 takes a free one and writes it there."""
     agent = dist.TCPStore(host, port, is_master=False, timeout=timeout)
     key = f"megascale/store/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     listener = None
-    if first:
+    if rank.rank == 0:
         here = LOOPBACK if one_host else address_toward(host)
         name = host if is_loopback(here) and not one_host else here  # on torchrun's own host
-        listener = _listen(name, 0)
+        listener = _listen(name, 0, rank)
         agent.set(key, f"{name} {listener.getsockname()[1]}")
     name, _, number = agent.get(key).decode(errors="replace").partition(" ")
     if not (number.isdecimal() and int(number) < 1 << 16):
@@ -96,25 +116,44 @@ def _place_beside_torchrun(host: str, port: int, first: bool, one_host: bool, ti
     return _Place((name, int(number)), listener)
 
 
-def _listen(name: str, port: int) -> socket.socket:
+def _listen(name: str, port: int, rank: Rank) -> socket.socket:
     try:
-        return listen(name, port) if is_loopback(name) else listen_as(name, port)
+        where = f"port {port} of this host, which another process has"
+        return _retry(lambda: listen(name, port) if is_loopback(name) else listen_as(name, port), rank, where)
     except OSError as error:
         hint = "another MASTER_PORT, or end the process that has this one"
         message = f"rank 0 cannot listen at {name}:{port}: {error.strerror or error}"
         raise ConfigError([Problem("environment", "MASTER_PORT", message, hint)]) from None
 
 
-def _master_address() -> tuple[str, int]:
-    """Return rank 0's host and port. Fail here on an unknown host, which would be asked for until the timeout."""
+def _master_address(rank: Rank) -> tuple[str, int]:
+    """Return rank 0's host and port: loopback for a job on this host, whose name may have no address. Fail here on an
+    unknown host, which would be asked for until the timeout.
+    """
     endpoint = rendezvous_endpoint()
     if endpoint is None:
         hint = "start with torchrun, srun or launch/torchrun.sh, or set it to the host of rank 0"
-        raise ConfigError([Problem("environment", "MASTER_ADDR", "not set", hint)])
+        what = f"not set, but {rank.variables} make this process one of several ranks" if rank.variables else "not set"
+        raise ConfigError([Problem("environment", "MASTER_ADDR", what, hint)])
     host, port = endpoint
+    if on_one_host(rank.world_size):
+        return LOOPBACK, port
     try:
-        socket.getaddrinfo(host, port)
+        _retry(lambda: socket.getaddrinfo(host, port), rank, f"an address of {host!r}")
     except OSError as error:
         hint = "a name or address of rank 0's host that all hosts can reach"
         raise ConfigError([Problem("environment", "MASTER_ADDR", f"{host!r}: {error.strerror}", hint)]) from None
     return host, port
+
+
+def _retry(action: Callable[[], T], rank: Rank, awaited: str) -> T:
+    """Call `action` until it succeeds, or RETRY_S seconds are over. Raises: OSError, the last"""
+    notice = WaitNotice(rank)
+    while True:
+        try:
+            return action()
+        except OSError:
+            if notice.waited_s > RETRY_S:
+                raise
+        notice.print_if_due(lambda: awaited)
+        time.sleep(_PAUSE_S)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from megascale.comm.work import TransportWork
+from megascale.core.errors import LostPeerError
 from megascale.core.process import process_exists
 
 SHM_FOLDER = Path("/dev/shm")
@@ -90,7 +91,7 @@ class _Counters:
     def wait_for(self, rank: int, value: int) -> None:
         """Return when the counter of `rank` has reached `value`.
 
-        Raises: RuntimeError if the rank's process has ended, or after `timeout` seconds.
+        Raises: LostPeerError if the rank's process has ended, or after `timeout` seconds.
         """
         values, at = self._values, rank * CACHE_LINE_BYTES // 8
         if values[at] >= value:
@@ -105,10 +106,10 @@ class _Counters:
             self._libc.syscall(self._futex, self._futex_address(rank), _FUTEX_WAIT, low, ctypes.byref(second), None, 0)
             waited = time.perf_counter() - start
             if values[at] < value and waited > 1 and not process_exists(self._pids[rank]):
-                raise RuntimeError(f"remote process exited: group rank {rank}, pid {self._pids[rank]}")
+                raise LostPeerError(f"process {self._pids[rank]} has ended", peers=(rank,))
             if waited > self.timeout:
-                peer = f"group rank {rank}, pid {self._pids[rank]}"
-                raise RuntimeError(f"timed out waiting {self.timeout:.0f} s for {peer}")
+                text = f"timed out waiting {self.timeout:.0f} s for process {self._pids[rank]}"
+                raise LostPeerError(text, peers=(rank,))
 
     def _futex_address(self, rank: int) -> ctypes.c_void_p:
         return ctypes.c_void_p(self._address + rank * CACHE_LINE_BYTES)

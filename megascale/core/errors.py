@@ -85,6 +85,17 @@ class CheckpointError(MegascaleError):
     exit_status = Exit.CHECKPOINT
 
 
+class LostPeerError(MegascaleError, RuntimeError):
+    """A communication failed because another rank has ended or does not answer; a RuntimeError like torch's own.
+
+    `peers`: the global ranks that it needed, as far as they are known.
+    """
+
+    def __init__(self, message: str, *, peers: Sequence[int] = (), hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.peers = tuple(peers)
+
+
 class DivergenceError(MegascaleError):
     """The loss, a gradient or a weight is not finite: a restart would fail in the same step."""
 

@@ -12,6 +12,7 @@ not encrypted.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import secrets
 import socket
@@ -31,6 +32,10 @@ HEAD = struct.Struct(f"<I{TAG_BYTES}s")
 
 RETRY_S = 0.1
 """Seconds between attempts to reach a server that does not listen yet."""
+
+_FOR_A_MOMENT = (
+    errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT,
+)  # fmt: skip
 
 ATTEMPTS = 3
 """Handshakes until a server that hangs up is given up: strangers may have crowded out the first ones."""
@@ -154,8 +159,8 @@ def _connect(address: tuple[str, int], deadline: float) -> socket.socket:
     while True:
         try:
             return socket.create_connection(address, max(0.01, deadline - time.monotonic()))
-        except (ConnectionRefusedError, ConnectionResetError):
-            if time.monotonic() + RETRY_S > deadline:
+        except OSError as error:
+            if error.errno not in _FOR_A_MOMENT or time.monotonic() + RETRY_S > deadline:
                 raise
             time.sleep(RETRY_S)
 

@@ -9,20 +9,29 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 
 _SET_PDEATHSIG = 1  # of prctl(2)
 
 
 def process_exists(pid: int) -> bool:
-    """Return True if a process with this id exists, whoever owns the process."""
+    """Return True if a process with this id runs, whoever owns it; False for one that has ended and that its parent has
+    not waited for.
+    """
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
         return True
-    return True
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return state.rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    except OSError:  # no /proc
+        return True
 
 
 def usable_cores() -> int:

@@ -7,6 +7,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from megascale.core.env_numbers import openmp_threads
+from megascale.core.errors import ConfigError, Problem
+
 CPU_BIND_ENV = "MEGASCALE_CPU_BIND"
 """Environment variable: `none` leaves every rank on its launcher's cores."""
 
@@ -22,7 +25,9 @@ def bind_to_local_cores(
     `pci_address`: as in /sys/bus/pci/devices; None for no device. Nothing is bound if the host does not report the near
     cores or has a single NUMA node, or if fewer near cores are allowed than the process has threads (OMP_NUM_THREADS).
     """
-    if pci_address is None or env.get(CPU_BIND_ENV, "") == "none":
+    if (binding := env.get(CPU_BIND_ENV, "")) not in ("", "none"):
+        raise ConfigError([Problem("environment", CPU_BIND_ENV, f"{binding!r} is not 'none'", "'none', or unset it")])
+    if pci_address is None or binding:
         return set()
     try:
         node = int((devices / pci_address / "numa_node").read_text())
@@ -31,8 +36,7 @@ def bind_to_local_cores(
         return set()
     allowed = os.sched_getaffinity(0)
     chosen = local & allowed
-    threads = env.get("OMP_NUM_THREADS", "")
-    if node < 0 or chosen == allowed or len(chosen) < max(1, int(threads) if threads.isdecimal() else 1):
+    if node < 0 or chosen == allowed or len(chosen) < (openmp_threads(env) or 1):
         return set()
     for task in _TASKS.iterdir():
         with contextlib.suppress(ProcessLookupError):  # a thread that has ended

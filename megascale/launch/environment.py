@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from megascale.core.env_numbers import openmp_threads
 from megascale.core.process import usable_cores
+from megascale.core.rank import local_world_size
 from megascale.launch import flight
 
 RENAMED_IN_TORCH = (2, 9)
@@ -87,8 +89,8 @@ def missing_defaults(
             missing[name] = (
                 flight.dump_prefix(run_folder) if run_folder and variable.value.startswith("RUN/") else variable.value
             )
-    if "LOCAL_WORLD_SIZE" in env and "OMP_NUM_THREADS" not in env:
-        missing["OMP_NUM_THREADS"] = str(max(1, usable_cores() // int(env["LOCAL_WORLD_SIZE"])))
+    if "LOCAL_WORLD_SIZE" in env and openmp_threads(env) is None:
+        missing["OMP_NUM_THREADS"] = str(max(1, usable_cores() // local_world_size(1, env)))
     return missing
 
 

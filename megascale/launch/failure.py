@@ -1,9 +1,10 @@
-"""Failure reports: the error file of a failed rank, and the root cause of several failures.
+"""Failure reports: the file in which a rank says how it ended, and the root cause of several failures.
 
-When a rank dies its peers fail next and blame their own peers. A rank therefore writes an error file with the time and
-with a flag for a lost peer. The root cause is the first error without the flag, else a rank that a signal killed. When
-a rank is stuck, NCCL's watchdog ends the waiting ranks by SIGABRT; the root cause is then the rank that NCCL's flight
-recorder shows as missing.
+When a rank ends its peers fail next and blame their own peers. A rank therefore writes a file as it ends: the time, and
+an error, a stop or an end in order, with a flag for a lost peer. The root cause is the first error without the flag, or
+a rank that ended before without a file, whatever its status: a library may have called `os._exit(0)`. When a rank is
+stuck, NCCL's watchdog ends the waiting ranks by SIGABRT; the root cause is then the rank that NCCL's flight recorder
+shows as missing, or on CPUs the rank that all others name.
 """
 
 from __future__ import annotations
@@ -14,24 +15,27 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megascale.core.errors import Exit, MegascaleError
+from megascale.core.errors import Exit, LostPeerError, MegascaleError
 from megascale.core.files import write_text
-from megascale.core.rank import Rank
+from megascale.core.rank import Rank, format_ranks
 from megascale.launch import flight
 
 ERROR_FILE = "MEGASCALE_ERROR_FILE"
-"""Environment variable: path of this rank's error file; `%t` stands for the rank."""
+"""Environment variable: path of the file in which this rank says how it ended; `%t` stands for the rank."""
 
 TORCHRUN_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Environment variable: path of torchrun's error file, in torchrun's format, for torchrun's summary."""
 
 PEER_LOST_DELAY_S = 1.5
 """Seconds by which a rank with a lost peer delays its exit: torchrun and srun blame the first rank to exit."""
+
+_IN_ORDER = (Exit.OK, Exit.STOPPED)
 
 _PEER_LOST = (
     "connection closed by peer",
@@ -51,7 +55,7 @@ _PEER_LOST = (
 
 @dataclass(frozen=True)
 class Failure:
-    """The failure of a rank. `unexplained`: the rank wrote no error file."""
+    """The failure of a rank. `unexplained`: the rank did not say how it ended."""
 
     rank: int
     host: str
@@ -67,66 +71,119 @@ def exit_status_of(error: BaseException) -> int:
 
 def is_peer_lost(error: BaseException) -> bool:
     """Return True if an error only reports the loss of another rank."""
+    if isinstance(error, MegascaleError):
+        return isinstance(error, LostPeerError)
     text = str(error).lower()
-    return (
-        not isinstance(error, MegascaleError)
-        and isinstance(error, RuntimeError | OSError)
-        and any(phrase in text for phrase in _PEER_LOST)
-    )
+    return isinstance(error, RuntimeError | OSError) and any(phrase in text for phrase in _PEER_LOST)
 
 
-def write_error(error: BaseException, rank: Rank) -> None:
-    """Write this rank's error to the launcher's files. If the rank only lost a peer, delay by PEER_LOST_DELAY_S."""
+def write_error(error: BaseException, rank: Rank, explain: Callable[[], str] = str) -> str:
+    """Write this rank's error to the launcher's files, and return what is known of it.
+
+    If the rank only lost a peer, delay by PEER_LOST_DELAY_S. `explain`: called meanwhile, to say more of the lost peer.
+    """
     ours = isinstance(error, MegascaleError)
     text = str(error) if ours else "".join(traceback.format_exception_only(error)).strip()
     peer_lost = is_peer_lost(error)
+    peers = list(error.peers) if isinstance(error, LostPeerError) else []
+    _write_record(rank, text, exit_status_of(error), peer_was_lost=peer_lost, peers=peers)
+    if peer_lost:
+        until = time.monotonic() + PEER_LOST_DELAY_S
+        text += explain()
+        time.sleep(max(0.0, until - time.monotonic()))
+    if path := os.environ.get(TORCHRUN_ERROR_FILE):
+        message = f"{rank}: {'lost another rank: ' if peer_lost else ''}{text}"
+        torchrun_error = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}
+        write_text(Path(path), json.dumps(torchrun_error))
+    return text
+
+
+def write_stop(message: str, status: int, rank: Rank) -> bool:
+    """Write that a signal ended this rank outside of training. Returns True if a launcher reads and reports it."""
+    _write_record(rank, message, status)
+    return ERROR_FILE in os.environ
+
+
+def write_end(rank: Rank, status: int) -> None:
+    """Write that this rank has left the job in order: a rank that ends without is the first to have failed."""
+    _write_record(rank, "", status)
+
+
+def _write_record(
+    rank: Rank, what: str, status: int, *, peer_was_lost: bool = False, peers: Sequence[int] = ()
+) -> None:
     if path := os.environ.get(ERROR_FILE):
         record = {
             "time": time.time(),
             "rank": rank.rank,
             "host": rank.host,
-            "what": text,
-            "exit_status": exit_status_of(error),
-            "peer_was_lost": peer_lost,
+            "what": what,
+            "exit_status": status,
+            "peer_was_lost": peer_was_lost,
+            "peers": list(peers),
         }
         write_text(Path(path.replace("%t", str(rank.rank))), json.dumps(record))
-    if peer_lost:
-        time.sleep(PEER_LOST_DELAY_S)
-    if path := os.environ.get(TORCHRUN_ERROR_FILE):
-        message = f"{rank}: {'lost another rank: ' if peer_lost else ''}{text}"
-        torchrun_error = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}
-        write_text(Path(path), json.dumps(torchrun_error))
 
 
-def root_cause(
-    logs: Path, signals: Mapping[int, int], exit_codes: Mapping[int, int], dump_folder: Path | None = None
-) -> Failure:
+@dataclass(frozen=True)
+class RankEnd:
+    """The end of a rank's process: its status, negative for a signal, and the time at which the launcher saw it."""
+
+    status: int
+    time: float
+
+
+def has_left_in_order(logs: Path, rank: int, end: RankEnd) -> bool:
+    """Return True if a rank has ended as it wrote before: in order, with this status."""
+    record = _read_records(logs).get(rank)
+    return record is not None and not record["what"] and record["exit_status"] == end.status
+
+
+def root_cause(logs: Path, ends: Mapping[int, RankEnd], dump_folder: Path | None = None) -> Failure:
     """Return the failure that caused the other failures; if all ranks raised the same error, the lowest rank's.
 
-    `signals`: signal numbers by killed rank. `exit_codes`: exit statuses by rank. `dump_folder`: dumps of the flight
-    recorder. A rank killed by SIGABRT either waited for a stuck rank, or failed in C++.
+    `ends`: the ends that the launcher has not caused, by rank. `dump_folder`: dumps of the flight recorder. A rank
+    killed by SIGABRT either waited for a stuck rank, or failed in C++.
     """
     host = os.uname().nodename
-    errors = _errors(logs)
+    records = _read_records(logs)
+    errors = [record for record in records.values() if record["what"]]
     causes = [error for error in errors if not error["peer_was_lost"]]
-    if causes:
+    silent = sorted((rank for rank in ends if rank not in records), key=lambda rank: (ends[rank].time, rank))
+    aborted = [rank for rank in silent if ends[rank].status == -signal.SIGABRT]
+    first = next((rank for rank in silent if rank not in aborted), None)
+    if causes and (first is None or ends[first].time >= causes[0]["time"]):
         error = min((error for error in causes if error["what"] == causes[0]["what"]), key=lambda error: error["rank"])
-        return Failure(error["rank"], error["host"], error["what"], error["exit_status"])
-    killed = {rank: number for rank, number in signals.items() if number != signal.SIGABRT}
-    if not killed and dump_folder is not None and (suspect := _find_suspect(dump_folder)):
-        message = f"killed by SIGABRT; {suspect.reason}" if suspect.rank in signals else suspect.reason
+        return _failure_of(error)
+    if first is None and dump_folder is not None and (suspect := _find_suspect(dump_folder)):
+        message = f"killed by SIGABRT; {suspect.reason}" if suspect.rank in aborted else suspect.reason
         return Failure(suspect.rank, suspect.host or host, message, Exit.UNCLASSIFIED, unexplained=True)
-    for rank, number in (killed or signals).items():
-        message = f"killed by {signal.Signals(number).name}"
-        return Failure(rank, host, message, Exit.UNCLASSIFIED, unexplained=True)
-    silent = [rank for rank, code in exit_codes.items() if code > 0 and rank not in {e["rank"] for e in errors}]
-    for rank in silent:
-        message = f"ended with status {exit_codes[rank]} and no error"
-        return Failure(rank, host, message, exit_codes[rank], unexplained=True)
-    for error in errors:
-        return Failure(error["rank"], error["host"], error["what"], error["exit_status"])
-    rank = next(rank for rank, code in exit_codes.items() if code)
-    return Failure(rank, host, f"ended with status {exit_codes[rank]}", Exit.UNCLASSIFIED, unexplained=True)
+    for rank in [first] if first is not None else aborted:
+        status = max(ends[rank].status, 0) or Exit.UNCLASSIFIED
+        return Failure(rank, host, _describe_end(ends[rank].status), status, unexplained=True)
+    if (stuck := _stuck_rank(errors, records)) is not None:
+        message = f"does not answer: {errors[0]['what']}"
+        return Failure(stuck, host, message, Exit.UNCLASSIFIED, unexplained=True)
+    if errors:
+        return _failure_of(errors[0])
+    rank = next((rank for rank, end in ends.items() if end.status), min(ends))
+    return Failure(rank, host, _describe_end(ends[rank].status), Exit.UNCLASSIFIED, unexplained=True)
+
+
+def _failure_of(error: Mapping[str, Any]) -> Failure:
+    return Failure(error["rank"], error["host"], error["what"], error["exit_status"])
+
+
+def _describe_end(status: int) -> str:
+    if status < 0:
+        return f"killed by {signal.Signals(-status).name}"
+    return f"ended with status {status} and no error" + (", before the job's end" if status in _IN_ORDER else "")
+
+
+def _stuck_rank(errors: Sequence[Mapping[str, Any]], records: Mapping[int, Any]) -> int | None:
+    """Return the rank without a record that most other ranks name as lost; None if they name none alone."""
+    named = Counter(rank for error in errors if len(error["peers"]) == 1 for rank in error["peers"])
+    return next((rank for rank, _ in named.most_common() if rank not in records), None)
 
 
 def _find_suspect(dumps: Path) -> flight.Suspect | None:
@@ -140,24 +197,29 @@ def _find_suspect(dumps: Path) -> flight.Suspect | None:
         return None
 
 
-def _errors(logs: Path) -> list[dict[str, Any]]:
-    """Read the ranks' error files, the earliest error first."""
-    errors = [json.loads(path.read_text(encoding="utf-8")) for path in logs.glob("rank-*.error.json")]
-    return sorted(errors, key=lambda error: error["time"])
+def _read_records(logs: Path) -> dict[int, dict[str, Any]]:
+    """Read the ranks' files by rank, the earliest first."""
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in logs.glob("rank-*.error.json")]
+    return {record["rank"]: record for record in sorted(records, key=lambda record: record["time"])}
 
 
-def main(logs: str, status: str, dump_folder: str = "") -> None:
+def main(logs: str, status: str, dump_folder: str = "", tasks: str = "0") -> None:
     """Report the first failure on stderr, and print the job's exit status: the failed rank's, else `status`.
-    `dump_folder`: dumps of the flight recorder.
+    `dump_folder`: dumps of the flight recorder. `tasks`: number of ranks.
 
     srun's own status is the highest of its tasks, often of a task that srun ended after the first failure.
     """
-    causes = [error for error in _errors(Path(logs)) if not error["peer_was_lost"]]
+    records = _read_records(Path(logs))
+    errors = [record for record in records.values() if record["what"]]
+    causes = [error for error in errors if not error["peer_was_lost"]]
     for error in causes[:1]:
         print(f"megascale: rank {error['rank']} on {error['host']} failed: {error['what']}", file=sys.stderr)
         status = error["exit_status"]
     if not causes and status != "0" and dump_folder and (suspect := _find_suspect(Path(dump_folder))):
         print(f"megascale: {suspect}", file=sys.stderr)
+    elif not causes and errors and (silent := [rank for rank in range(int(tasks)) if rank not in records]):
+        what = "ended, or was stuck, without an error" if len(silent) == 1 else "ended, or were stuck, without an error"
+        print(f"megascale: {format_ranks(silent)} {what}; other ranks then lost a rank", file=sys.stderr)
     print(status)
 
 

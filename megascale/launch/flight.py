@@ -25,6 +25,8 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+from megascale.core.rank import format_ranks
+
 DUMP_FOLDER = "flight"
 """Name of the dumps' folder in the run's folder."""
 
@@ -190,7 +192,7 @@ def _suspect(waits: Mapping[int, Sequence[tuple[int, FlightOperation]]], read: R
     if dump:
         return Suspect(rank, dump.host, _describe_wait(operation, waiting))
     also_silent = sorted(set(silent) - {rank})
-    also = f", nor did {_format_ranks(also_silent)}" if also_silent else ""
+    also = f", nor did {format_ranks(also_silent)}" if also_silent else ""
     return Suspect(rank, None, f"{_describe_wait(operation, waiting)}; it left no dump{also}")
 
 
@@ -198,16 +200,11 @@ def _describe_wait(operation: FlightOperation, waiting: Sequence[int]) -> str:
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(operation.started_at))
     group = f"group {operation.description}"
     if operation.endpoints is None:
-        wait = f"{_format_ranks(waiting)} wait" if len(waiting) > 1 else f"{_format_ranks(waiting)} waits"
+        wait = f"{format_ranks(waiting)} wait" if len(waiting) > 1 else f"{format_ranks(waiting)} waits"
         return f"never joined {operation.name} {operation.sequence_id} of {group}, in which {wait} since {since}"
     if operation.name == "recv":
         return f"never sent the message of {group} for which rank {operation.endpoints[1]} waits since {since}"
     return f"never received the message of {group} that rank {operation.endpoints[0]} sends since {since}"
-
-
-def _format_ranks(ranks: Sequence[int]) -> str:
-    text = f"rank{'s' if len(ranks) > 1 else ''} " + ", ".join(map(str, ranks[:8]))
-    return text + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
 def _is_completed(entry: Mapping[str, Any]) -> bool:

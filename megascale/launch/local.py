@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -24,13 +24,17 @@ from megascale.core.network import LOOPBACK, listen
 from megascale.core.process import die_with_parent, handling_stops
 from megascale.core.rank import STORE_VARIABLE
 from megascale.core.secret import DESCRIPTOR_VARIABLE, new_secret, secret_descriptor
-from megascale.launch.failure import ERROR_FILE, Failure, root_cause
+from megascale.launch.failure import ERROR_FILE, Failure, RankEnd, has_left_in_order, root_cause
 
 SHUTDOWN_TIMEOUT_S = 10.0
 """Seconds that ranks have to end after a failure, before they are killed."""
 
 ROOT_CAUSE_WINDOW_S = 1.0
 """Seconds after a failure in which other ranks may write their error files, for the search of the root cause."""
+
+
+_POLL_S = 0.05
+_BY_SIGNAL = (-signal.SIGTERM, -signal.SIGKILL)
 
 
 @dataclass
@@ -100,36 +104,67 @@ class _SignalForwarder:
     def __init__(self, workers: Sequence[_Worker]) -> None:
         self._workers = workers
         self.stop_requests = 0
+        self._first: int | None = None
+
+    @property
+    def interrupted(self) -> bool:
+        """True if the first stop signal was Ctrl-C."""
+        return self._first == signal.SIGINT
 
     def forward(self, number: int, frame: FrameType | None) -> None:
         if self.stop_requests and number == signal.SIGHUP:  # shell and kernel may both send a SIGHUP
             return
         _signal(self._workers, signal.SIGKILL if self.stop_requests else signal.SIGTERM)
+        self._first = self._first or number
         self.stop_requests += 1
 
 
 def _watch(workers: Sequence[_Worker], forwarder: _SignalForwarder, logs: Path, dump_folder: Path | None) -> int:
-    """Wait for the end of all ranks, or for a failure; then end the other ranks and report the root cause."""
-    no_failure = (None, Exit.OK, Exit.STOPPED)
-    while all((code := worker.process.poll()) in no_failure for worker in workers):
-        if code is not None and all(worker.process.poll() is not None for worker in workers):
-            stopped = any(worker.process.returncode == Exit.STOPPED for worker in workers)
-            return Exit.STOPPED if stopped else Exit.OK
-        time.sleep(0.05)
-    time.sleep(ROOT_CAUSE_WINDOW_S)
-    signals = {w.rank: -w.process.returncode for w in workers if (w.process.poll() or 0) < 0}  # before `_end` sends its
+    """Wait for the end of all ranks, or for a failure; then end the other ranks and report the root cause.
+
+    A rank that ends without having left the job in order is a failure, whatever its status: the others would wait for
+    it, or fail next.
+    """
+    ends: dict[int, RankEnd] = {}
+    in_order: set[int] = set()
+    while ends.keys() <= in_order or (forwarder.stop_requests and _all_stopped(ends)):
+        if len(ends) == len(workers):
+            return max(end.status for end in ends.values()) if in_order else _report_stop(forwarder)
+        time.sleep(_POLL_S)
+        in_order.update(rank for rank in _add_new_ends(workers, ends) if has_left_in_order(logs, rank, ends[rank]))
+    until = time.monotonic() + ROOT_CAUSE_WINDOW_S
+    while time.monotonic() < until and len(ends) < len(workers):
+        time.sleep(_POLL_S)
+        _add_new_ends(workers, ends)
     _end(workers)
-    if forwarder.stop_requests and set(signals.values()) <= {signal.SIGTERM, signal.SIGKILL} and signals:
+    if forwarder.stop_requests and any(end.status in _BY_SIGNAL for end in ends.values()):
         return _report_stop(forwarder)
-    failure = root_cause(logs, signals, {worker.rank: worker.process.returncode for worker in workers}, dump_folder)
-    print(_report(failure, workers), file=sys.stderr)
+    failure = root_cause(logs, ends, dump_folder)
+    _print(_report(failure, workers))
     return failure.exit_status
 
 
+def _add_new_ends(workers: Sequence[_Worker], ends: dict[int, RankEnd]) -> list[int]:
+    """Add the ranks that have ended since the last call to `ends`, and return them."""
+    new = [worker for worker in workers if worker.rank not in ends and worker.process.poll() is not None]
+    ends.update({worker.rank: RankEnd(worker.process.returncode, time.time()) for worker in new})
+    return [worker.rank for worker in new]
+
+
+def _all_stopped(ends: Mapping[int, RankEnd]) -> bool:
+    return all(end.status in (Exit.OK, Exit.STOPPED, *_BY_SIGNAL) for end in ends.values())
+
+
 def _report_stop(forwarder: _SignalForwarder) -> int:
-    when = "before the first step" if forwarder.stop_requests == 1 else "at once, without saving"
-    print(f"megascale: stopped {when}", file=sys.stderr)
-    return Exit.STOPPED
+    at_start = forwarder.stop_requests == 1
+    _print(f"megascale: stopped {'before the first step' if at_start else 'at once, without saving'}")
+    return Exit.INTERRUPTED if at_start and forwarder.interrupted else Exit.STOPPED
+
+
+def _print(text: str) -> None:
+    """Print on stderr, if the terminal is still there."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _report(failure: Failure, workers: Sequence[_Worker]) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Never
 
@@ -15,17 +17,17 @@ from megascale.account.memory import rank_memory
 from megascale.account.parameters import parameter_count
 from megascale.account.peaks import Peak
 from megascale.comm import init
-from megascale.comm.control import announce_exit
+from megascale.comm.control import announce_exit, describe_lost
 from megascale.config.run import RunConfig
 from megascale.config.toml_writer import to_toml
-from megascale.core.errors import Exit, MegascaleError
+from megascale.core.errors import Exit, LostPeerError, MegascaleError
 from megascale.core.files import write_text
 from megascale.core.rank import Rank
 from megascale.core.units import format_bytes, format_count, format_flops
 from megascale.data.identity import replaced_datasets, write_identities
 from megascale.device import detect_device
 from megascale.launch import affinity
-from megascale.launch.failure import exit_status_of, is_peer_lost, write_error
+from megascale.launch.failure import exit_status_of, is_peer_lost, write_error, write_stop
 from megascale.ops.advice import slow_backend_hint
 from megascale.ops.select import OpContext, serving
 from megascale.train.build import Run, build_mesh, build_rank_run
@@ -37,6 +39,9 @@ from megascale.train.reporter import Reporter, open_writers
 from megascale.train.resume import OpenWeights, load_initial_state
 from megascale.train.stop import StopRequest
 
+STORE_ANSWER_S = 2.0
+"""Seconds that a failing rank waits for the job's store."""
+
 
 def run_rank(config: RunConfig, rank: Rank, open_weights: OpenWeights) -> int:
     """Run this rank to the end and return the exit status.
@@ -44,32 +49,54 @@ def run_rank(config: RunConfig, rank: Rank, open_weights: OpenWeights) -> int:
     `open_weights` opens the folder of `checkpoint.resume = "hf:..."`. On an error the process exits at once, because an
     orderly shutdown of process groups would wait for ranks that wait for this rank.
     """
-    stop = StopRequest().install_handlers()
+    stop = StopRequest().install_handlers(lambda message, status: _report_stop(message, status, rank))
     try:
         status = _run(config, rank, stop, open_weights)
         init.shutdown_distributed()
-    except (Exception, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt, SystemExit) as error:  # a library may call sys.exit
         _exit_with_error(error, rank)
     return status
 
 
+def _report_stop(message: str, status: Exit, rank: Rank) -> None:
+    """Report a signal that ends this rank at once. The store may be in use by the main thread: peers are not told."""
+    with contextlib.suppress(OSError):
+        if not write_stop(message, status, rank):
+            print(f"{rank}: {message}", file=sys.stderr, flush=True)
+
+
 def _exit_with_error(error: BaseException, rank: Rank) -> Never:
     """Report the error to peers, error file and stderr, ignoring a full disk or a closed terminal, and exit."""
-    if isinstance(error, MegascaleError):
-        text = f"{rank}: {error}"
-    elif is_peer_lost(error):
-        text = f"{rank}: lost another rank: {error}"
+    text = str(error)
+    peers = error.peers if isinstance(error, LostPeerError) else ()
+    _ask_store(lambda: announce_exit(f"{rank}: {error}"))
+    with contextlib.suppress(OSError):  # before stderr: a rank that lost a peer waits in here, so the cause comes first
+        text = write_error(error, rank, lambda: _ask_store(lambda: describe_lost(rank.rank, peers)))
+    if is_peer_lost(error):
+        text = f"{rank}: lost another rank: {text}"
+    elif isinstance(error, MegascaleError):
+        text = f"{rank}: {text}"
     else:
         text = f"{rank}:\n{traceback.format_exc()}"
-    with contextlib.suppress(RuntimeError):  # the store may be gone
-        announce_exit(f"{rank}: {error}")
-    with contextlib.suppress(OSError):
-        write_error(error, rank)  # before stderr: a rank that lost a peer waits in here, so the cause is printed first
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     os._exit(exit_status_of(error))
+
+
+def _ask_store(question: Callable[[], str | None]) -> str:
+    """Return the answer of the store, or "" if it is gone: its host may have lost its power, and never answer."""
+    answers: list[str] = []
+
+    def ask() -> None:
+        with contextlib.suppress(RuntimeError):
+            answers.append(question() or "")
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(STORE_ANSWER_S)
+    return answers[0] if answers else ""
 
 
 def _run(config: RunConfig, rank: Rank, stop: StopRequest, open_weights: OpenWeights) -> Exit:
@@ -98,7 +125,8 @@ def _run(config: RunConfig, rank: Rank, stop: StopRequest, open_weights: OpenWei
             reporter.write_message(f"WARNING: {text}")
         if run.progress.step >= config.train.steps:
             if run.checkpoints.resumed_from_memory:
-                save_final(run, reporter)
+                with stop.deferred():
+                    save_final(run, reporter)
             else:
                 run.checkpoints.drop_memory_copies()
             reporter.write_message(f"all {config.train.steps} steps are done: raise train.steps to continue")

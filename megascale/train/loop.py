@@ -21,12 +21,17 @@ MIN_REPORTED_WAIT_S = 0.005
 
 def train(run: Run, reporter: Reporter) -> Exit:
     """Train until the last step or a stop request on any rank. Returns the exit status."""
-    settings, steps = run.config.train, run.config.train.steps
-    stopping, first_step = False, run.progress.step + 1
     run.train_loader.prepare_indices(run.progress.samples)
     run.mesh.world.control.barrier("the first step")  # the first step reads indices that rank 0 writes
     if run.valid_loader is not None and run.progress.step == 0:
         reporter.write(evaluate(run))
+    with run.stop.deferred():
+        return _train_and_save(run, reporter)
+
+
+def _train_and_save(run: Run, reporter: Reporter) -> Exit:
+    settings, steps = run.config.train, run.config.train.steps
+    stopping, first_step = False, run.progress.step + 1
     replicas = ReplicaCheck()
     with ScheduledGC() as collection, _finish_save_on_error(run, reporter):
         while run.progress.step < steps and not stopping:

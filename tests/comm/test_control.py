@@ -138,7 +138,7 @@ def ends(rank: Rank) -> None:
 
     process = subprocess.Popen(["true"])
     process.wait()
-    _get_default_store().set(_process_key(rank.rank), f"{process.pid} {host_key()}")
+    _get_default_store().set(_process_key(rank.rank), f"{process.pid} {host_key()} here")
 
 
 def leaves(rank: Rank) -> None:
@@ -164,7 +164,7 @@ def test_the_error_of_a_wait_names_the_missing_ranks(case: str) -> None:
         if rank in late:
             continue
         kind, text, lost, seconds = found
-        assert kind == "LostRankError" and lost
+        assert kind == "LostPeerError" and lost
         assert re.fullmatch(message, text), text
         assert seconds < within
 

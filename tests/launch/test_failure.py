@@ -9,10 +9,19 @@ from typing import Any
 
 import pytest
 
-from megascale.core.errors import DataError, Exit
+from megascale.core.errors import DataError, Exit, LostPeerError
 from megascale.core.rank import Rank
 from megascale.launch import flight
-from megascale.launch.failure import ERROR_FILE, is_peer_lost, main, root_cause, write_error
+from megascale.launch.failure import (
+    ERROR_FILE,
+    RankEnd,
+    has_left_in_order,
+    is_peer_lost,
+    main,
+    root_cause,
+    write_end,
+    write_error,
+)
 from tests.launch.dumps import Recorder
 
 
@@ -24,34 +33,67 @@ def leave(logs: Path, rank: int, **record: Any) -> None:
         "what": f"error of {rank}",
         "exit_status": 1,
         "peer_was_lost": False,
+        "peers": [],
     }
     (logs / f"rank-{rank}.error.json").write_text(json.dumps(full | record))
+
+
+def ends(**by_rank: int | tuple[int, float]) -> dict[int, RankEnd]:
+    """Ends of ranks: status, or (status, time), by names such as r0; a rank's error file is of time 1 by default."""
+    both = {int(name[1:]): value if isinstance(value, tuple) else (value, 2.0) for name, value in by_rank.items()}
+    return {rank: RankEnd(*value) for rank, value in both.items()}
 
 
 def test_the_first_own_error_wins(tmp_path: Path) -> None:
     leave(tmp_path, 0, time=1.0, peer_was_lost=True)
     leave(tmp_path, 1, time=3.0)
     leave(tmp_path, 2, time=2.0, exit_status=3)
-    cause = root_cause(tmp_path, {}, {0: 1, 1: 1, 2: 3})
+    cause = root_cause(tmp_path, ends(r0=1, r1=1, r2=3))
     assert (cause.rank, cause.message, cause.exit_status) == (2, "error of 2", 3)
 
 
 def test_a_killed_rank_before_those_that_lost_it(tmp_path: Path) -> None:
     leave(tmp_path, 0, peer_was_lost=True)
-    cause = root_cause(tmp_path, {3: signal.SIGABRT}, {0: 1, 3: -6})
+    cause = root_cause(tmp_path, ends(r0=1, r3=-6))
     assert (cause.rank, cause.message, cause.unexplained) == (3, "killed by SIGABRT", True)
 
 
-def test_a_silent_exit_before_those_that_lost_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("status", "exit_status", "message"),
+    [
+        (7, 7, "ended with status 7 and no error"),
+        (0, 1, "ended with status 0 and no error, before the job's end"),
+        (143, 143, "ended with status 143 and no error, before the job's end"),
+        (-9, 1, "killed by SIGKILL"),
+    ],
+)
+def test_the_first_to_leave_in_silence_is_the_cause_whatever_its_status(
+    status: int, exit_status: int, message: str, tmp_path: Path
+) -> None:
     leave(tmp_path, 0, peer_was_lost=True)
-    cause = root_cause(tmp_path, {}, {0: 1, 1: 7})
-    assert (cause.rank, cause.exit_status, cause.unexplained) == (1, 7, True)
+    leave(tmp_path, 2, time=3.0)  # an error that followed
+    leave(tmp_path, 3, time=0.5, what="", exit_status=0)  # had left in order
+    cause = root_cause(tmp_path, ends(r0=1, r1=(status, 2.0), r2=1, r3=0, r4=(9, 2.5)))
+    assert (cause.rank, cause.exit_status, cause.message, cause.unexplained) == (1, exit_status, message, True)
+
+
+def test_an_error_before_a_silent_end(tmp_path: Path) -> None:
+    leave(tmp_path, 2)
+    assert root_cause(tmp_path, ends(r1=0, r2=1)).rank == 2
 
 
 def test_only_lost_peers(tmp_path: Path) -> None:
     leave(tmp_path, 1, time=2.0, peer_was_lost=True)
     leave(tmp_path, 0, time=1.0, peer_was_lost=True)
-    assert root_cause(tmp_path, {}, {0: 1, 1: 1}).rank == 0
+    assert root_cause(tmp_path, ends(r0=1, r1=1)).rank == 0
+
+
+def test_a_rank_that_does_not_answer_is_the_one_that_the_others_name(tmp_path: Path) -> None:
+    leave(tmp_path, 0, peer_was_lost=True, peers=[1, 2])
+    leave(tmp_path, 1, time=2.0, peer_was_lost=True, peers=[3])
+    leave(tmp_path, 2, time=3.0, peer_was_lost=True, peers=[0])
+    cause = root_cause(tmp_path, ends(r0=1, r1=1, r2=1))
+    assert (cause.rank, cause.message) == (3, "does not answer: error of 0")
 
 
 @pytest.mark.parametrize(
@@ -67,6 +109,7 @@ def test_only_lost_peers(tmp_path: Path) -> None:
         (RuntimeError("size mismatch"), False),
         (ValueError("connection closed by peer"), False),
         (DataError("the socket corpus is empty"), False),
+        (LostPeerError("no phrase that a library uses", peers=(1,)), True),
     ],
 )
 def test_errors_of_a_lost_peer(error: Exception, lost: bool) -> None:
@@ -76,9 +119,17 @@ def test_errors_of_a_lost_peer(error: Exception, lost: bool) -> None:
 def test_an_error_is_written_with_its_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "rank-2.error.json"))
     write_error(DataError("no text", hint="--key NAME"), Rank(2, 4, 2, "node7"))
-    cause = root_cause(tmp_path, {}, {2: 3})
+    cause = root_cause(tmp_path, ends(r2=3))
     assert (cause.rank, cause.host, cause.exit_status) == (2, "node7", Exit.DATA)
     assert cause.message == "no text  -> --key NAME"
+
+
+def test_an_end_in_order_is_written_with_its_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not has_left_in_order(tmp_path, 2, RankEnd(0, 1.0))
+    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "rank-%t.error.json"))
+    write_end(Rank(2, 4, 2, "node7"), 143)
+    assert has_left_in_order(tmp_path, 2, RankEnd(143, 1.0))
+    assert not has_left_in_order(tmp_path, 2, RankEnd(-11, 1.0)), "it crashed as it ended"
 
 
 def three_wait_for_the_third(folder: Path) -> None:
@@ -88,28 +139,27 @@ def three_wait_for_the_third(folder: Path) -> None:
         recorder.write(folder)
 
 
-ABORTED = dict.fromkeys((0, 1, 2), signal.SIGABRT)
-CODES = dict.fromkeys((0, 1, 2), -6) | {3: -9}
+ABORTED = {rank: RankEnd(-signal.SIGABRT, 2.0) for rank in (0, 1, 2)}
 
 
 def test_a_stuck_rank_before_those_whose_watchdogs_ended_them(tmp_path: Path) -> None:
     three_wait_for_the_third(tmp_path)
-    cause = root_cause(tmp_path, ABORTED, CODES, tmp_path)
+    cause = root_cause(tmp_path, ABORTED, tmp_path)
     assert (cause.rank, cause.unexplained) == (3, True)
     assert cause.message.startswith("never joined all_reduce 1 of group dp, in which ranks 0, 1, 2 wait since ")
     Recorder(3, "node8", dp=[0, 1, 2, 3]).write(tmp_path)
-    assert root_cause(tmp_path, ABORTED, CODES, tmp_path).host == "node8"
+    assert root_cause(tmp_path, ABORTED, tmp_path).host == "node8"
 
 
 def test_without_dumps_the_first_that_aborted(tmp_path: Path) -> None:
-    cause = root_cause(tmp_path, ABORTED, CODES, tmp_path)
+    cause = root_cause(tmp_path, ABORTED, tmp_path)
     assert (cause.rank, cause.message) == (0, "killed by SIGABRT")
 
 
 def test_an_abort_of_its_own_is_both(tmp_path: Path) -> None:
     """The watchdogs of the other ranks may have had time to dump."""
     three_wait_for_the_third(tmp_path)
-    cause = root_cause(tmp_path, {1: signal.SIGABRT, 3: signal.SIGABRT}, CODES, tmp_path)
+    cause = root_cause(tmp_path, ends(r1=-signal.SIGABRT, r3=-signal.SIGABRT), tmp_path)
     assert cause.rank == 3 and cause.message.startswith("killed by SIGABRT; never joined all_reduce 1 of group dp")
 
 
@@ -120,7 +170,7 @@ def test_a_report_is_not_lost_to_a_bad_dump(
         raise RecursionError("too deep")
 
     monkeypatch.setattr(flight, "find_suspect", broken)
-    cause = root_cause(tmp_path, ABORTED, CODES, tmp_path)
+    cause = root_cause(tmp_path, ABORTED, tmp_path)
     assert (cause.rank, cause.message) == (0, "killed by SIGABRT")
     main(str(tmp_path), "134", str(tmp_path))
     out, err = capsys.readouterr()
@@ -131,14 +181,14 @@ def test_a_report_is_not_lost_to_a_bad_dump(
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_another_signal_before_what_the_watchdogs_say(number: int, tmp_path: Path) -> None:
     three_wait_for_the_third(tmp_path)
-    cause = root_cause(tmp_path, {0: signal.SIGABRT, 2: number}, CODES, tmp_path)
+    cause = root_cause(tmp_path, ends(r0=-signal.SIGABRT, r2=-number), tmp_path)
     assert (cause.rank, cause.message) == (2, f"killed by {signal.Signals(number).name}")
 
 
 def test_a_rank_s_own_error_before_what_the_watchdogs_say(tmp_path: Path) -> None:
     three_wait_for_the_third(tmp_path)
     leave(tmp_path, 2)
-    assert root_cause(tmp_path, ABORTED, CODES, tmp_path).message == "error of 2"
+    assert root_cause(tmp_path, ABORTED, tmp_path).message == "error of 2"
 
 
 def test_the_report_for_slurm_names_the_stuck_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,3 +201,13 @@ def test_the_report_for_slurm_names_the_stuck_rank(tmp_path: Path, capsys: pytes
     leave(tmp_path, 1, exit_status=3)
     main(str(tmp_path), "134", str(tmp_path))
     assert capsys.readouterr() == ("3\n", "megascale: rank 1 on h failed: error of 1\n")
+
+
+def test_the_report_for_slurm_names_the_ranks_that_said_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    leave(tmp_path, 0, peer_was_lost=True)
+    leave(tmp_path, 3, what="", exit_status=0)
+    main(str(tmp_path), "1", str(tmp_path), "4")
+    silent = "megascale: ranks 1, 2 ended, or were stuck, without an error; other ranks then lost a rank\n"
+    assert capsys.readouterr() == ("1\n", silent)

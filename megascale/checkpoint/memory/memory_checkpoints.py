@@ -30,12 +30,12 @@ from megascale.checkpoint.format import manifest
 from megascale.checkpoint.memory.replication import COPY_BLOCK_BYTES
 from megascale.checkpoint.save.snapshot import Snapshot
 from megascale.checkpoint.save.writer_process import WriterProcess
+from megascale.comm.gloo_interface import first_host, own_address
 from megascale.comm.mesh import Mesh
 from megascale.core.errors import CheckpointError
 from megascale.core.files import write_text
 from megascale.core.limits import os_error_hint
-from megascale.core.network import LOOPBACK, address_toward, is_loopback, listen
-from megascale.core.rank import rendezvous_endpoint
+from megascale.core.network import LOOPBACK, is_loopback, listen
 
 SLOTS = "ab"
 TOKEN = ".memory"
@@ -209,11 +209,10 @@ class MemoryCheckpoints:
         memories = [tuple(each) for each in self._control.all_gather(memory, "hosts")]
         if len(set(memories)) == 1:
             return [(LOOPBACK, 0, memory)] * len(memories)
-        endpoint = rendezvous_endpoint()
-        here = address_toward(endpoint[0] if endpoint else LOOPBACK)
+        here = own_address(first_host())
         hosts = self._control.all_gather(here, "addresses")
         if is_loopback(here):  # rank 0's host sees itself under another address than the rest
-            here = address_toward(next((host for host in hosts if not is_loopback(host)), here))
+            here = own_address(next((host for host in hosts if not is_loopback(host)), here))
         self._listener = listen(here)
         addresses = self._control.all_gather((here, self._listener.getsockname()[1]), "ports")
         return [(address, port, memory) for (address, port), memory in zip(addresses, memories, strict=True)]

@@ -1,0 +1,70 @@
+"""The network interface on which gloo listens, chosen without a name of this host.
+
+gloo would look up its host's name, which may have no address, or on Debian a loopback address.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+
+from torch.distributed import Store
+
+from megascale.core.network import LOOPBACK, address_toward, is_loopback
+from megascale.core.rank import rendezvous_endpoint
+
+VARIABLE = "GLOO_SOCKET_IFNAME"
+
+_SIOCGIFADDR = 0x8915  # of netdevice(7)
+_IFREQ = struct.Struct("16s24s")  # name, and a union that begins with a sockaddr_in
+_KEY = "address of a host"
+
+
+def first_host() -> str:
+    """Return the name or address of rank 0's host; loopback under megascale's launcher."""
+    return (rendezvous_endpoint() or (LOOPBACK, 0))[0]
+
+
+def publish_address(store: Store) -> None:
+    """Tell the other ranks an address at which they reach this host."""
+    if not is_loopback(address := own_address(first_host())):
+        store.set(_KEY, address)
+
+
+def choose_gloo_interface(store: Store, *, one_host: bool) -> None:
+    """Set the interface that gloo listens on, unless the user has: loopback for a job on one host, else the interface
+    toward rank 0's host. Call after every rank has called `publish_address`.
+    """
+    if os.environ.get(VARIABLE):
+        return
+    address = own_address(first_host())
+    if one_host or (is_loopback(address) and not store.check([_KEY])):
+        os.environ[VARIABLE] = "lo"  # gloo's connections do not leave the host
+        return
+    if is_loopback(address):  # rank 0's host sees itself under another address than the rest
+        address = own_address(store.get(_KEY).decode())
+    if (interface := _interface_of(address)) is not None:
+        os.environ[VARIABLE] = interface
+
+
+def own_address(host: str) -> str:
+    """Return this host's address in the network toward `host`; loopback if `host` cannot be reached."""
+    try:
+        return address_toward(host)
+    except OSError:
+        return LOOPBACK
+
+
+def _interface_of(address: str) -> str | None:
+    """Return the interface with an IPv4 address; None for an address of another kind."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, _IFREQ.pack(name.encode(), b""))
+            except OSError:  # no IPv4 address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None

@@ -1,0 +1,159 @@
+"""The start of a job: waits that name the missing ranks, names and ports that recover, and gloo's interface."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from megascale.comm import gloo_interface, rendezvous
+from megascale.comm.agreement import check_agreement
+from megascale.core import wait_notice
+from megascale.core.errors import ConfigError, LostPeerError
+from megascale.core.network import LOOPBACK, listen
+from megascale.core.rank import Rank
+
+SECRET = b"s" * 32
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """A free port as MASTER_PORT of loopback, and short waits."""
+    with listen(LOOPBACK) as listener:
+        number = listener.getsockname()[1]
+    for name in ("MEGASCALE_STORE", "TORCHELASTIC_USE_AGENT_STORE", "LOCAL_WORLD_SIZE", gloo_interface.VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_ADDR", LOOPBACK)
+    monkeypatch.setenv("MASTER_PORT", str(number))
+    monkeypatch.setattr(wait_notice, "FIRST_S", 0.2)
+    monkeypatch.setattr(rendezvous, "RETRY_S", 0.5)
+    monkeypatch.setattr(rendezvous, "_PAUSE_S", 0.05)
+    yield number
+
+
+def join(rank: int, world: int, delay_s: float, timeout_s: float = 30) -> None:
+    """Open the store as a rank and wait for the others, as a thread may: both ends poll in Python."""
+    time.sleep(delay_s)
+    here = Rank(rank, world, 0, "here", f"RANK={rank} and WORLD_SIZE={world}")
+    store = rendezvous.open_store(here, SECRET, timedelta(seconds=timeout_s))
+    check_agreement(store, here, {})
+
+
+def notices(delays: list[float], err: io.StringIO) -> list[str]:
+    """What ranks print that come with these delays."""
+    with contextlib.redirect_stderr(err):
+        threads = [threading.Thread(target=join, args=(rank, len(delays), s)) for rank, s in enumerate(delays)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive()
+    return sorted(err.getvalue().splitlines())
+
+
+def test_a_wait_names_the_missing_rank(port: int) -> None:
+    first, third = notices([0, 1.0, 0], io.StringIO())
+    assert first == ("rank 0 of 3 on here: has waited 0 s for rank 1; it is a rank by RANK=0 and WORLD_SIZE=3")
+    assert third.startswith("rank 2 of 3 on here: has waited 0 s for the ranks for which rank 0 waits")
+
+
+def test_a_wait_for_the_store_names_rank_0_and_its_address(port: int) -> None:
+    (second,) = notices([1.0, 0], io.StringIO())
+    assert second == (
+        f"rank 1 of 2 on here: has waited 0 s for rank 0, which opens the job's store at 127.0.0.1:{port}"
+    )
+
+
+def test_a_wait_ends_after_the_timeout(port: int) -> None:
+    with pytest.raises(
+        LostPeerError, match=r"timed out waiting \d+ s for rank 1 at the start .* same MASTER_ADDR"
+    ) as e:
+        join(0, 2, 0.0, timeout_s=0.4)
+    assert e.value.peers == (1,)
+    with pytest.raises(LostPeerError, match=r"timed out waiting 0 s for rank 0, which opens the job's store at 127"):
+        os.environ["MASTER_PORT"] = "9"
+        join(1, 2, 0.0, timeout_s=0.4)
+
+
+def test_a_port_that_is_taken_for_a_moment_recovers(port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    other = listen(LOOPBACK, port)
+    threading.Timer(0.3, other.close).start()
+    rendezvous._listen(LOOPBACK, port, Rank(0, 2, 0, "here")).close()
+    assert f"rank 0 of 2 on here: has waited 0 s for port {port} of this host" in capsys.readouterr().err
+
+
+def test_a_port_that_stays_taken_is_one_message(port: int) -> None:
+    with listen(LOOPBACK, port), pytest.raises(ConfigError) as raised:
+        rendezvous._listen(LOOPBACK, port, Rank(0, 2, 0, "here"))
+    assert f"MASTER_PORT: rank 0 cannot listen at 127.0.0.1:{port}: Address already in use" in str(raised.value)
+    assert len(str(raised.value).splitlines()) == 2
+
+
+@pytest.mark.parametrize("failures", [3, 10**9])
+def test_a_name_that_is_unknown_for_a_moment_recovers(
+    failures: int, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def getaddrinfo(host: str, *args: Any, **kwargs: Any) -> list[Any]:
+        calls.append(host)
+        if len(calls) <= failures:
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+        return []
+
+    monkeypatch.setenv("MASTER_ADDR", "first-host")
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    if failures == 3:
+        assert rendezvous._master_address(Rank(0, 2, 0, "here")) == ("first-host", port) and len(calls) == 4
+        return
+    with pytest.raises(ConfigError, match="MASTER_ADDR: 'first-host': Temporary failure in name resolution"):
+        rendezvous._master_address(Rank(0, 2, 0, "here"))
+
+
+def test_one_host_needs_no_name(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain torchrun gives the ranks the name of their host, which may have no address."""
+    monkeypatch.setenv("MASTER_ADDR", "no-such-name.invalid")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert rendezvous._master_address(Rank(0, 2, 0, "here")) == (LOOPBACK, port)
+
+
+def test_a_rank_without_an_address_says_why_it_is_one(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR")
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR: not set, but OMPI_COMM_WORLD_RANK=1 and .* make this process"):
+        says = "OMPI_COMM_WORLD_RANK=1 and OMPI_COMM_WORLD_SIZE=2"
+        rendezvous._master_address(Rank(1, 2, 1, "here", says))
+
+
+@pytest.mark.parametrize(
+    ("host", "one_host", "chosen", "interface"),
+    [
+        (LOOPBACK, False, None, "lo"),
+        ("no-such-name.invalid", False, None, "lo"),
+        ("192.0.2.1", True, None, "lo"),
+        (LOOPBACK, False, "eth7", "eth7"),
+    ],
+)
+def test_the_interface_that_gloo_listens_on(
+    host: str, one_host: bool, chosen: str | None, interface: str, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed import HashStore
+
+    monkeypatch.setenv("MASTER_ADDR", host)
+    monkeypatch.setenv(gloo_interface.VARIABLE, chosen or "")
+    store = HashStore()
+    gloo_interface.publish_address(store)
+    gloo_interface.choose_gloo_interface(store, one_host=one_host)
+    assert os.environ[gloo_interface.VARIABLE] == interface
+
+
+def test_the_interface_of_an_address() -> None:
+    assert gloo_interface._interface_of(LOOPBACK) == "lo"
+    assert gloo_interface._interface_of("192.0.2.1") is None
