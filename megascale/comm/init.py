@@ -19,6 +19,7 @@ from megascale.comm.rendezvous import open_store
 from megascale.config.launch import LaunchConfig
 from megascale.config.nccl import NcclConfig
 from megascale.core.errors import ConfigError
+from megascale.core.network import has_loopback
 from megascale.core.rank import Rank, on_one_host
 from megascale.core.secret import job_secret
 from megascale.device import Device
@@ -57,21 +58,27 @@ def init_distributed(
     if problems:
         raise ConfigError(problems)
     timeout = datetime.timedelta(seconds=launch.start_timeout_s)
+    backend = device.backend
     if rank.world_size == 1:
         store: Store = dist.HashStore()
+        if backend == "gloo" and not has_loopback():
+            import torch.testing._internal.distributed.fake_pg  # noqa: F401  registers a backend that needs no network
+
+            backend = "fake"  # a rank alone communicates with no one
     else:
         store = open_store(rank, job_secret(folder), timeout)
         publish_address(store)
         check_agreement(store, rank, record or {})  # all ranks have come
-    choose_gloo_interface(store, one_host=rank.world_size == 1 or on_one_host(rank.world_size))
+    if has_loopback():
+        choose_gloo_interface(store, one_host=rank.world_size == 1 or on_one_host(rank.world_size))
     with opening_group("world", range(rank.world_size), rank.rank):
         dist.init_process_group(
-            device.backend,
+            backend,
             store=store,
             rank=rank.rank,
             world_size=rank.world_size,
             timeout=timeout,
-            pg_options=nccl_options(device.backend, "world", nccl),
+            pg_options=nccl_options(backend, "world", nccl),
         )
 
 

@@ -46,6 +46,14 @@ def address_toward(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
+def has_loopback() -> bool:
+    """Return True if this host's loopback interface is up; False in a container without any network."""
+    try:
+        return is_loopback(address_toward(LOOPBACK))
+    except OSError:
+        return False
+
+
 def is_loopback(address: str) -> bool:
     """Return True for a loopback address; False for any other address, and for a name."""
     try:

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from megascale.core.errors import Exit
-from megascale.core.network import LOOPBACK, listen
+from megascale.core.errors import ConfigError, Exit, Problem
+from megascale.core.network import LOOPBACK, has_loopback, listen
 from megascale.core.process import die_with_parent, handling_stops
 from megascale.core.rank import STORE_VARIABLE
 from megascale.core.secret import DESCRIPTOR_VARIABLE, new_secret, secret_descriptor
@@ -49,7 +49,12 @@ def run_local_ranks(arguments: Sequence[str], world: int, logs: Path, dump_folde
 
     Rank 0 shares this terminal; the other ranks write to `logs`/rank-N.log. The first stop signal is forwarded, and the
     ranks finish their step and save; the second kills them. `dump_folder`: dumps of the flight recorder.
+
+    Raises: ConfigError on a host without a loopback interface.
     """
+    if not has_loopback():
+        what = "the loopback interface is down, and the ranks need it"
+        raise ConfigError([Problem(f"host {socket.gethostname()}", "", what, "ip link set lo up")])
     logs.mkdir(parents=True, exist_ok=True)
     for old_log in logs.glob("rank-*.*"):
         old_log.unlink()

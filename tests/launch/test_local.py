@@ -331,6 +331,20 @@ def test_a_reader_that_goes_away_does_not_end_the_training(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("layout", [{}, FOUR], ids=["alone", "launcher"])
+def test_a_host_without_any_network(layout: dict, tmp_path: Path) -> None:
+    """As a container with `--network none` whose loopback interface is down: one process needs none."""
+    config = job_config(tmp_path, GPT, **{**layout, "train__steps": 2})
+    command = ["unshare", "--net", sys.executable, "-m", "megascale", "train", str(config)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    if layout:
+        assert result.returncode == Exit.CONFIG
+        assert "the loopback interface is down, and the ranks need it  -> ip link set lo up" in result.stderr
+        assert not list(tmp_path.glob("runs/test/logs/*.log"))
+    else:
+        assert result.returncode == Exit.OK and "step 2/2" in result.stdout, result.stderr
+
+
+@pytest.mark.parametrize("layout", [{}, FOUR], ids=["alone", "launcher"])
 @pytest.mark.parametrize("seconds", [0.0, 0.1, 0.3, 1.0])
 def test_ctrl_c_at_any_moment_of_the_start(seconds: float, layout: dict, tmp_path: Path) -> None:
     job = Job(job_config(tmp_path, GPT, **{**layout, "train__steps": 100000, "checkpoint__every": 100000}))
