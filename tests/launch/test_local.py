@@ -333,7 +333,7 @@ def test_a_reader_that_goes_away_does_not_end_the_training(tmp_path: Path) -> No
 @pytest.mark.parametrize("layout", [{}, FOUR], ids=["alone", "launcher"])
 def test_a_host_without_any_network(layout: dict, tmp_path: Path) -> None:
     """As a container with `--network none` whose loopback interface is down: one process needs none."""
-    config = job_config(tmp_path, GPT, **{**layout, "train__steps": 2})
+    config = job_config(tmp_path, GPT, **{**layout, "train__steps": 3})
     command = ["unshare", "--net", sys.executable, "-m", "megascale", "train", str(config)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     if layout:
@@ -341,7 +341,7 @@ def test_a_host_without_any_network(layout: dict, tmp_path: Path) -> None:
         assert "the loopback interface is down, and the ranks need it  -> ip link set lo up" in result.stderr
         assert not list(tmp_path.glob("runs/test/logs/*.log"))
     else:
-        assert result.returncode == Exit.OK and "step 2/2" in result.stdout, result.stderr
+        assert result.returncode == Exit.OK and "step 3/3" in result.stdout, result.stderr
 
 
 @pytest.mark.parametrize("layout", [{}, FOUR], ids=["alone", "launcher"])
