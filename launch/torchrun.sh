@@ -67,7 +67,4 @@ else
     hosts=(--nnodes "$NNODES" --node-rank "${NODE_RANK:-0}"
         --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
 fi
-# Where ranks start again (PET_MAX_RESTARTS), in a store of their own: in that which torchrun keeps over its restarts they
-# would find the addresses of those that have died.
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
 exec "$PYTHON" -m torch.distributed.run "${hosts[@]}" --nproc-per-node "$NPROC" -m megascale train "$@"

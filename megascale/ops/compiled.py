@@ -6,9 +6,13 @@ communicate, and accumulate into main gradients outside autograd.
 
 from __future__ import annotations
 
+import getpass
 import os
+import re
 import shutil
+import stat
 import sysconfig
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +42,8 @@ def cpp_compiler() -> str:
 
 def compile_unsupported_reason(device: Device) -> str | None:
     """Say why torch.compile cannot compile for a device; None if supported."""
+    if reason := _cache_problem():
+        return reason
     if device.is_cpu:
         if shutil.which(cpp_compiler()) is None:
             return f"no C++ compiler: there is no {cpp_compiler()}"
@@ -47,6 +53,30 @@ def compile_unsupported_reason(device: Device) -> str | None:
         return reason
     names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
     return None if any(map(shutil.which, names)) else f"no C compiler: there is no {' and no '.join(names)}"
+
+
+def default_cache_folder() -> Path:
+    """Return torch's default folder of compiled code, without the second that the import of its compiler takes."""
+    user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+    return Path(tempfile.gettempdir()) / f"torchinductor_{user}"
+
+
+def _cache_problem() -> str | None:
+    """Say why torch's default folder of compiled code, which torch unpickles and runs, cannot be trusted. Make it
+    private if it is this user's; a folder in TORCHINDUCTOR_CACHE_DIR is the user's own choice.
+    """
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        return None
+    folder = default_cache_folder()
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        facts = folder.lstat()
+        if facts.st_uid == os.geteuid() and stat.S_ISDIR(facts.st_mode):
+            folder.chmod(0o700)
+            return None
+    except OSError as error:
+        return f"no folder for compiled code: {folder}: {error.strerror}; set TORCHINDUCTOR_CACHE_DIR"
+    return f"another user made {folder}, from which torch would run compiled code; set TORCHINDUCTOR_CACHE_DIR"
 
 
 def block_compile_fn(context: OpContext) -> CompileFn:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 from functools import partial, wraps
+from pathlib import Path
 
 import pytest
 import torch
@@ -134,3 +136,27 @@ def test_an_operation_absent_from_the_model_is_not_compiled() -> None:
 
 def test_an_eager_block_compiles_nothing() -> None:
     assert block_compile_fn(setting())(build_op) is build_op
+
+
+def test_compiled_code_of_another_user_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps it in a folder of /tmp that any user may make first."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    assert str(compiled.default_cache_folder()) == default_cache_dir()
+    folder = tmp_path / "torchinductor_user"
+    monkeypatch.setattr(compiled, "default_cache_folder", lambda: folder)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    accepted = compile_unsupported_reason(CPU)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)
+    assert compile_unsupported_reason(CPU) == accepted
+    assert folder.stat().st_mode & 0o777 == 0o700
+    own = folder.rename(tmp_path / "own")
+    folder.symlink_to(own)
+    assert "another user made" in str(compile_unsupported_reason(CPU))
+    folder.unlink()
+    folder.mkdir()
+    os.chown(folder, 65534, 65534)
+    assert "another user made" in str(compile_unsupported_reason(CPU))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(own))
+    assert compile_unsupported_reason(CPU) == accepted
