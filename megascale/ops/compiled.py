@@ -57,7 +57,11 @@ def compile_unsupported_reason(device: Device) -> str | None:
 
 def default_cache_folder() -> Path:
     """Return torch's default folder of compiled code, without the second that the import of its compiler takes."""
-    user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        user = f"uid_{os.getuid()}"
+    user = re.sub(r'[\\/:*?"<>|]', "_", user)
     return Path(tempfile.gettempdir()) / f"torchinductor_{user}"
 
 
