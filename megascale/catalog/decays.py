@@ -40,4 +40,10 @@ DECAYS = Registry(
             "wsd", "stays at lr, falls linearly towards min_lr in the last decay_steps", "megascale.catalog.decays:wsd"
         ),
     ],
+    synonyms={
+        "warmup_stable_decay": "wsd",
+        "none": "constant",
+        "sqrt": "",
+        "inverse-square-root": "",
+    },
 )

@@ -68,6 +68,12 @@ NORMS = Registry(
             {"bias": False, "mean": False, "offset": 1.0},
         ),
     ],
+    synonyms={
+        "layer_norm": "layernorm",
+        "t5layernorm": "rmsnorm",
+        "rms": "rmsnorm",
+        "zero_centered_rmsnorm": "rmsnorm_1p",
+    },
 )
 
 ACTIVATIONS = Registry(
@@ -86,4 +92,15 @@ ACTIVATIONS = Registry(
             {"gated": True},
         ),
     ],
+    synonyms={
+        "silu": "swiglu",
+        "swish": "swiglu",
+        "gelu_new": "gelu_tanh",
+        "gelu_pytorch_tanh": "gelu_tanh",
+        "relu": "",
+        "relu2": "",
+        "squared_relu": "",
+        "reglu": "",
+        "quick_gelu": "",
+    },
 )

@@ -21,4 +21,14 @@ OPTIMIZERS = Registry(
             {"state_tensors": 2, "unit_of_work": "param_norms"},
         ),
     ],
+    synonyms={
+        "adam": "adamw",
+        "fused_adam": "adamw",
+        "fusedadam": "adamw",
+        "adamw_torch": "adamw",
+        "sgd": "",
+        "lion": "",
+        "muon": "",
+        "adafactor": "",
+    },
 )

@@ -42,4 +42,11 @@ RECIPES = Registry(
             "e5m2",
         ),
     ],
+    synonyms={
+        "hybrid": "tensorwise",
+        "current": "tensorwise",
+        "deepseek": "blockwise",
+        "mxfp8": "",
+        "mx": "",
+    },
 )

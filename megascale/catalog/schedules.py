@@ -35,4 +35,14 @@ SCHEDULES = Registry(
             {"multi_chunk": True, "unbounded_in_flight": False, "periodic": True},
         ),
     ],
+    synonyms={
+        "interleaved": "interleaved_1f1b",
+        "interleaved1f1b": "interleaved_1f1b",
+        "zbv": "",
+        "zero_bubble": "",
+        "dualpipe": "",
+        "dualpipev": "",
+        "interleavedzerobubble": "",
+        "zbvzerobubble": "",
+    },
 )

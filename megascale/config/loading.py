@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from megascale.config.finding import Finding
+from megascale.config.foreign_names import FOREIGN_KEYS, FOREIGN_TABLES
 from megascale.config.model import DERIVED_FROM, ModelConfig, fill_defaults
 from megascale.config.rules import RULES, world_findings
 from megascale.config.run import NAME_PATTERN, RunConfig
@@ -193,9 +194,10 @@ RENAMED_KEYS = {"observe.ledger": "observe.record", "checkpoint.patience_s": "ch
 def _unknown_key(source: Source, key: str, known: list[str]) -> Problem:
     table, _, last = key.rpartition(".")
     same_key = [f"{name}.{last}" for name, section in sections().items() if last in _keys(section)]
+    foreign = FOREIGN_KEYS.get(last) if table else FOREIGN_TABLES.get(last, FOREIGN_KEYS.get(last))
     if key in RENAMED_KEYS:
         hint = f"renamed to {RENAMED_KEYS[key]}"
-    elif close := same_key[0] if same_key else closest_name(last, known):
+    elif close := same_key[0] if same_key else foreign or closest_name(last, known):
         hint = f"did you mean '{close}'?"
     else:
         hint = f"known keys: {', '.join(known)}"

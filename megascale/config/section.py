@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from megascale.core.registry import Registry, closest_name
+from megascale.core.registry import Registry
 
 Count = Annotated[int, Field(gt=0, le=2**40)]
 """A positive count, up to 2^40."""
@@ -66,7 +66,10 @@ class Choice:
     def __call__(self, name: str) -> str:
         names = [*self.also, *self.registry.names()]
         if name not in names:
-            context = {"message": f"'{name}' is not one of {', '.join(names)}", "nearest": closest_name(name, names)}
+            context = {
+                "message": f"'{name}' is not one of {', '.join(names)}",
+                "nearest": self.registry.nearest(name, self.also),
+            }
             raise PydanticCustomError("choice", "{message}", context)
         return name
 

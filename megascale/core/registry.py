@@ -12,16 +12,24 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib.metadata import entry_points
+from types import MappingProxyType
 from typing import Any
 
 from megascale.core.errors import MegascaleError
 
 
 def closest_name(name: str, names: Iterable[str]) -> str | None:
-    """Return the known name closest to `name`, ignoring case; None if no name is close."""
-    known = {known_name.lower(): known_name for known_name in names}
+    """Return the known name closest to `name`, ignoring case; None if no name is close. Other digits are no typing
+    error: fp16 is not close to fp64.
+    """
+    digits = _digits(name)
+    known = {known.lower(): known for known in names if not (digits and _digits(known)) or digits == _digits(known)}
     matches = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.6)
     return known[matches[0]] if matches else None
+
+
+def _digits(name: str) -> list[str]:
+    return sorted(character for character in name if character.isdecimal())
 
 
 @cache
@@ -46,10 +54,16 @@ class Card:
 
 
 class Registry:
-    """The cards of one kind: megascale's, and other packages' from the entry point group `group`."""
+    """The cards of one kind: megascale's, and other packages' from the entry point group `group`.
 
-    def __init__(self, kind: str, group: str, cards: Iterable[Card]) -> None:
+    `synonyms`: other systems' names with the card that is meant, or "" where no card is, whatever the spelling.
+    """
+
+    def __init__(
+        self, kind: str, group: str, cards: Iterable[Card], synonyms: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self.kind = kind
+        self._synonyms = synonyms
         self.group = group
         self._builtin_cards = tuple(cards)
 
@@ -69,6 +83,12 @@ class Registry:
                 )
             cards[card.name] = card
         return cards
+
+    def nearest(self, name: str, also: Iterable[str] = ()) -> str | None:
+        """Return the card, or name of `also`, that `name` means or is close to; None without one."""
+        if (meant := self._synonyms.get(name.lower())) is not None:
+            return meant or None
+        return closest_name(name, [*also, *self.names()])
 
     def names(self) -> list[str]:
         return list(self.cards)

@@ -17,9 +17,9 @@ from megascale.config.toml_writer import config_changes, to_toml
 from tests.runs import FAMILIES, config_of, settings
 
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", fullmatch=True)
-SIZES = st.integers(1, 10**9)
+SIZES = st.integers(1, 2**26)
 PATHS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
-POSITIVE = st.floats(0, exclude_min=True, allow_infinity=False)
+POSITIVE = st.floats(2.0**-126, 2.0**128, exclude_max=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,11 +55,11 @@ def trees(draw: st.DrawFn) -> dict[str, Any]:
         train__steps=draw(st.integers(warmup + 1, 100)),
         train__seed=draw(st.integers(0, 2**63 - 1)),
         optimizer__lr=lr,
-        optimizer__min_lr=draw(st.floats(0, lr)),
+        optimizer__min_lr=draw(st.floats(2.0**-126, lr)),
         optimizer__warmup_steps=warmup,
         optimizer__decay=draw(st.sampled_from(DECAYS.names())),
         optimizer__betas=draw(st.lists(st.floats(0, 1, exclude_max=True), min_size=2, max_size=2)),
-        data__split=[draw(POSITIVE), draw(st.floats(0, 1e9))],
+        data__split=[draw(POSITIVE), draw(st.just(0.0) | POSITIVE)],
         observe__dir=draw(PATHS),
         data__cache=draw(PATHS),
     )

@@ -66,17 +66,17 @@ def with_code(folder: Path, code: str) -> dict[str, str]:
 
 
 def test_a_users_mistake_ends_with_its_status_and_one_message(tmp_path: Path) -> None:
-    """Data whose shortage shows only when the files are opened."""
+    """Tokens outside the vocabulary, which show only when samples are read, in data of another tool."""
     from megascale.cli.main import main
 
-    (tmp_path / "corpus.txt").write_text("too little")
-    prefix = str(tmp_path / "few")
+    (tmp_path / "corpus.txt").write_text("text " * 1000)
+    prefix = str(tmp_path / "set")
     assert main(["data", "prepare", str(tmp_path / "corpus.txt"), "--output", prefix, "--tokenizer", "bytes"]) == 0
-    sizes = SIZES | {"vocab_size": 257}
-    config = job_config(tmp_path, sizes, data__mock=False, data__train=prefix, data__split=[1.0, 0.0])
+    (tmp_path / "set.json").unlink()
+    config = job_config(tmp_path, SIZES | {"vocab_size": 64}, data__mock=False, data__train=prefix)
     status, _, err = Job(config).end()
     assert status == Exit.DATA, err
-    assert "rank 0 of 1" in err and "->" in err and "Traceback" not in err
+    assert "rank 0 of 1" in err and "has token 120; model.vocab_size is 64  -> " in err and "Traceback" not in err
 
 
 def test_a_bug_ends_with_its_traceback(tmp_path: Path) -> None:
