@@ -81,7 +81,7 @@ class ModelConfig(Section):
     explicit_qkv_bias: Annotated[bool | None, AUTO_AS_NONE] = Field(
         None, alias="qkv_bias", description="biases in the q, k and v projections; default bias"
     )
-    embedding_scale: float = Field(
+    embedding_scale: Float32 = Field(
         1.0, gt=0, description="factor on the token embedding, rounded to the compute dtype; Gemma: sqrt(hidden_size)"
     )
     logit_softcap: Annotated[Positive | None, AUTO_AS_NONE] = Field(
