@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 _GPT = {"norm": "layernorm", "activation": "gelu", "position": "learned", "bias": True, "tie_embeddings": True}
@@ -23,6 +24,40 @@ _QWEN = _MODERN | {"rope_theta": 1_000_000.0, "norm_eps": 1e-6, "vocab_size": 15
 _QWEN2 = _QWEN | {"qkv_bias": True, "tie_embeddings": False}
 _QWEN3 = _QWEN | {"qk_norm": "head", "head_dim": 128, "tie_embeddings": False}
 _MISTRAL = _MODERN | {"tie_embeddings": False}
+_GEMMA = {
+    "block": "sandwich",
+    "norm": "rmsnorm_1p",
+    "norm_eps": 1e-6,
+    "activation": "geglu",
+    "position": "rope",
+    "bias": False,
+    "tie_embeddings": True,
+    "head_dim": 256,
+}
+_GEMMA2 = _GEMMA | {
+    "vocab_size": 256_000, "seq_length": 8192, "window": [4096, 0], "attention_softcap": 50.0, "logit_softcap": 30.0,
+}  # fmt: skip
+_GEMMA3 = _GEMMA | {"qk_norm": "head", "rope_theta": 1_000_000.0, "local_rope_theta": 10_000.0}
+_GEMMA3_LARGE = _GEMMA3 | {
+    "vocab_size": 262_208,
+    "seq_length": 131_072,
+    "window": [1024] * 5 + [0],
+    "rope_scaling": {"type": "linear", "factor": 8.0},
+}
+_OLMO2 = _MISTRAL | {
+    "block": "post_norm", "norm_eps": 1e-6, "qk_norm": "full", "vocab_size": 100_352, "seq_length": 4096,
+    "rope_theta": 500_000.0,
+}  # fmt: skip
+_NEOX = {
+    "block": "parallel_two_norms",
+    "norm": "layernorm",
+    "activation": "gelu",
+    "position": "rope",
+    "rotary_fraction": 0.25,
+    "bias": True,
+    "tie_embeddings": False,
+    "seq_length": 2048,
+}
 
 
 def _gpt(layers: int, hidden: int, heads: int, vocab: int, seq: int, **keys: Any) -> dict[str, Any]:
@@ -50,6 +85,16 @@ def _llama31(sizes: dict[str, Any], factor: float) -> dict[str, Any]:
 
 def _sized(family: dict[str, Any], layers: int, hidden: int, heads: int, ffn: int, **keys: Any) -> dict[str, Any]:
     return family | {"num_layers": layers, "hidden_size": hidden, "num_heads": heads, "ffn_size": ffn} | keys
+
+
+def _gemma(family: dict[str, Any], layers: int, hidden: int, heads: int, ffn: int, **keys: Any) -> dict[str, Any]:
+    """Scale the embedding by sqrt(hidden), and give two query heads to a key-value head."""
+    scale = {"embedding_scale": math.sqrt(hidden), "num_kv_heads": heads // 2}
+    return _sized(family | scale, layers, hidden, heads, ffn, **keys)
+
+
+def _neox(layers: int, hidden: int, heads: int, vocab: int = 50_304, **keys: Any) -> dict[str, Any]:
+    return _sized(_NEOX, layers, hidden, heads, 4 * hidden, vocab_size=vocab, **keys)
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -98,4 +143,30 @@ PRESETS: dict[str, dict[str, Any]] = {
     "mistral-nemo-12b": _sized(
         _MISTRAL, 40, 5120, 32, 14_336, head_dim=128, vocab_size=131_072, seq_length=131_072, rope_theta=1_000_000.0
     ),
+    # Gemma team 2024, table 1; 27b scales scores by sqrt(hidden_size / num_heads)
+    "gemma2-2b": _gemma(_GEMMA2, 26, 2304, 8, 9216),
+    "gemma2-9b": _gemma(_GEMMA2, 42, 3584, 16, 14_336),
+    "gemma2-27b": _gemma(_GEMMA2, 46, 4608, 32, 36_864, head_dim=128, softmax_scale=144**-0.5),
+    # Gemma team 2025, and the files: the text models, without the vision encoder of 4b, 12b and 27b
+    "gemma3-1b": _gemma(
+        _GEMMA3, 26, 1152, 4, 6912, num_kv_heads=1, vocab_size=262_144, seq_length=32_768, window=[512] * 5 + [0]
+    ),
+    "gemma3-4b": _gemma(_GEMMA3_LARGE, 34, 2560, 8, 10_240),
+    "gemma3-12b": _gemma(_GEMMA3_LARGE, 48, 3840, 16, 15_360),
+    "gemma3-27b": _gemma(_GEMMA3_LARGE, 62, 5376, 32, 21_504, head_dim=128, softmax_scale=168**-0.5),
+    # OLMo team 2024, and the files of 1B (0425), 7B and 13B (1124), 32B (0325)
+    "olmo2-1b": _sized(_OLMO2, 16, 2048, 16, 8192, num_kv_heads=16),
+    "olmo2-7b": _sized(_OLMO2, 32, 4096, 32, 11_008, num_kv_heads=32),
+    "olmo2-13b": _sized(_OLMO2, 40, 5120, 40, 13_824, num_kv_heads=40),
+    "olmo2-32b": _sized(_OLMO2, 64, 5120, 40, 27_648),
+    # Biderman et al. 2023, with the padded vocabularies of the files; Black et al. 2022
+    "pythia-70m": _neox(6, 512, 8),
+    "pythia-160m": _neox(12, 768, 12),
+    "pythia-410m": _neox(24, 1024, 16),
+    "pythia-1b": _neox(16, 2048, 8),
+    "pythia-1.4b": _neox(24, 2048, 16),
+    "pythia-2.8b": _neox(32, 2560, 32),
+    "pythia-6.9b": _neox(32, 4096, 32, 50_432),
+    "pythia-12b": _neox(36, 5120, 40, 50_688),
+    "gpt-neox-20b": _neox(44, 6144, 64, 50_432, activation="gelu_tanh"),
 }
