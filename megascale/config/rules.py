@@ -73,12 +73,22 @@ def rope(c: Any) -> Iterator[Finding]:
             f"model.{key}", f"rope rotates an even number of elements of a head, at least {least}, not {of}",
             "another head_dim or rotary_fraction",
         )  # fmt: skip
-    if "low_freq_factor" in scaling and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
-        yield Finding("model.rope_scaling", "high_freq_factor is not above low_freq_factor", "for example 4 and 1")
-    if scaling.get("type") == "yarn" and m.rope_theta <= 1:
-        yield Finding("model.rope_theta", f"yarn divides by its logarithm, and {m.rope_theta} is not above 1", "10000")
     if m.local_rope_theta is not None and not any(map(m.is_local, range(m.num_layers))):
         yield Finding("model.local_rope_theta", "is for layers with a window, and there is none", "remove the key")
+
+
+def rope_scaling(c: Any) -> Iterator[Finding]:
+    """Check that the ends of a scaling's ramp are in order."""
+    scaling = c.model.rope_scaling or {}
+    ends = {"llama3": ("high_freq_factor", 4.0, "low_freq_factor", 1.0), "yarn": ("beta_fast", 32.0, "beta_slow", 1.0)}
+    if scaling.get("type") in ends:
+        upper, default_upper, lower, default_lower = ends[scaling["type"]]
+        if scaling.get(upper, default_upper) <= scaling.get(lower, default_lower):
+            hint = f"for example {default_upper:g} and {default_lower:g}"
+            yield Finding("model.rope_scaling", f"{upper} is not above {lower}", hint)
+    if scaling.get("type") == "yarn" and c.model.rope_theta <= 1:
+        message = f"yarn divides by its logarithm, and {c.model.rope_theta} is not above 1"
+        yield Finding("model.rope_theta", message, "for example 10000")
 
 
 def qk_norm(c: Any) -> Iterator[Finding]:
@@ -299,6 +309,7 @@ def nccl_ctas(c: Any) -> Iterator[Finding]:
 RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("model",), attention_heads),
     (("model",), rope),
+    (("model",), rope_scaling),
     (("model",), qk_norm),
     (("model",), attention_window),
     (("model", "parallel"), tensor_parallel),

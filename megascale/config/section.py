@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -82,7 +81,7 @@ def choice(registry: Registry, *also: str) -> Any:
 @dataclass(frozen=True)
 class TableChoice(Choice):
     """A validator: `type` of a table names a card of `registry`, whose facts `required` and `optional` map the other
-    keys to types. Numbers are positive; whole numbers become floats where floats are meant.
+    keys to types. Numbers are positive and within fp32's range; whole numbers become floats where floats are meant.
     """
 
     def __call__(self, table: Any) -> Any:
@@ -96,7 +95,7 @@ class TableChoice(Choice):
         for key, value in table.items():
             if key in kinds:
                 values[key] = number = float(value) if kinds[key] is float and type(value) is int else value
-                if type(number) is not kinds[key] or not (kinds[key] is bool or 0 < number < math.inf):
+                if type(number) is not kinds[key] or not (kinds[key] is bool or 2**-126 <= number < 2**128):
                     mistakes.append(f"{key} should be {_POSITIVE[kinds[key]]}")
             elif key != "type":
                 mistakes.append(f"{name} has no {key}")

@@ -274,12 +274,16 @@ def test_no_file_is_larger_than_file_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [{"parallel__tp": 2}, {"parallel__tp": 4}, {"parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2}],
+    ("layout", "qk_norm"),
+    [
+        ({"parallel__tp": 2}, "full"),
+        ({"parallel__tp": 4}, "none"),
+        ({"parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2}, "head"),
+    ],
     ids=str,
 )
-def test_ranks_read_one_copy_in_another_layout(layout: dict[str, Any], tmp_path: Path) -> None:
-    small = {"model__num_kv_heads": 4, "model__vocab_size": 256}
+def test_ranks_read_one_copy_in_another_layout(layout: dict[str, Any], qk_norm: str, tmp_path: Path) -> None:
+    small = {"model__num_kv_heads": 4, "model__vocab_size": 256, "model__qk_norm": qk_norm}
     config = config_in(tmp_path, "llama", **small)
     run_world(1, save_after, config, 1)
     other = config_in(tmp_path, "llama", **small | layout)

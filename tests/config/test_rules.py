@@ -52,7 +52,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"model.num_heads": "at least 4, not 2 of 2"},
     ),
     (
-        "rope",
+        "rope_scaling",
         {
             "model__position": "rope",
             "model__rope_scaling": {
@@ -66,7 +66,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"model.rope_scaling": "high_freq_factor is not above low_freq_factor"},
     ),
     (
-        "rope",
+        "rope_scaling",
         {
             "model__position": "rope",
             "model__rope_theta": 1.0,
@@ -86,6 +86,14 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
             "model.rope_scaling": "has no effect with position = learned",
             "model.local_rope_theta": "has no effect with position = learned",
         },
+    ),
+    (
+        "rope_scaling",
+        {
+            "model__position": "rope",
+            "model__rope_scaling": {"type": "yarn", "factor": 2, "original_seq_length": 8, "beta_slow": 32},
+        },
+        {"model.rope_scaling": "beta_fast is not above beta_slow"},
     ),
     ("rope", {"model__rotary_fraction": 0.5}, {"model.rotary_fraction": "has no effect with position = learned"}),
     ("attention_heads", {"model__num_kv_heads": 3}, {"model.num_kv_heads": "4 heads cannot share 3"}),

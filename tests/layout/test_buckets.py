@@ -40,6 +40,22 @@ def test_a_bucket_holds_all_parameters_and_has_equal_shards(family: str, tp: int
 
 
 @pytest.mark.parametrize("family", MODELS)
+def test_replicas_with_partial_gradients_are_a_range(family: str) -> None:
+    """Gains of norms over each head; gains over all heads are sharded."""
+    norm = {"norm": "rmsnorm", "bias": family == "gpt"}
+    for qk_norm, count in (("none", 0), ("head", 4), ("full", 0)):
+        model = ModelConfig(**(GPT if family == "gpt" else LLAMA) | norm | {"qk_norm": qk_norm})
+        bucket = pack(stage_params(model, range(2), first=True, last=True), Topology(tp=2))
+        low, high = bucket.summed_over_tp(sequence=False)
+        partial = [slot.parameter.name for slot in bucket.slots if low <= slot.start < high]
+        assert len(partial) == count and all(name.endswith(("q_norm.weight", "k_norm.weight")) for name in partial)
+        start, stop = bucket.summed_over_tp(sequence=True)
+        assert start == low <= high <= stop == bucket.replicated[1]
+        replicated = {slot.parameter.name for slot in bucket.slots if "tp" not in slot.parameter.sharding}
+        assert replicated == {slot.parameter.name for slot in bucket.slots if start <= slot.start < stop}
+
+
+@pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize("excluded", ["", TOKEN_EMBEDDING])
 @given(shards=st.integers(1, 5))
 def test_merged_ranges_cover_a_shard(family: str, excluded: str, shards: int) -> None:

@@ -46,6 +46,13 @@ CASES = [
     {"model": LLAMA, "model__block": "serial", "model__dropout": 0.0, "train__precision": "fp64"},
     {"model": GPT, "model__block": "parallel", "model__dropout": 0.0, "train__precision": "bf16"},
     {"model": LLAMA, "model__block": "serial", "model__window": [5, 0], "train__precision": "fp32"},
+    {
+        "model": LLAMA,
+        "model__block": "parallel",
+        "model__qk_norm": "full",
+        "model__attention_softcap": 2.0,
+        "train__precision": "bf16",
+    },
 ]
 FP8_MODEL = LLAMA | {"hidden_size": 256, "ffn_size": 512, "seq_length": 128, "num_layers": 3}
 
@@ -101,7 +108,14 @@ IN_FP8 = [
     *((recipe, {"model__block": "serial"}) for recipe in RECIPES.names()),
     ("tensorwise", {"model__block": "parallel", "parallel__tp": 2, "parallel__sp": True}),
     ("rowwise", {"model__block": "parallel", "parallel__tp": 2, "parallel__sp": True}),
-]
+    (
+        "tensorwise",
+        {
+            "model__qk_norm": "head", "model__head_dim": 32, "model__attention_softcap": 2.0, "model__qkv_bias": True,
+            "model__rotary_fraction": 0.5, "parallel__tp": 2,
+        },
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", only_quick(IN_FP8, IN_FP8[0]), ids=str)
