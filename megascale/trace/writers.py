@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
+import socket
 import sys
 import time
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from megascale.core.files import write_text
 from megascale.core.units import format_count, format_duration
+from megascale.trace.append_file import AppendFile
 from megascale.trace.metrics import EvaluationMetrics, MetricsRecord, StepMetrics, as_json, scalars
 
 
 class MetricsWriter(Protocol):
-    """A destination of metrics records, and of messages for people, ignored by default. `name` is shown in messages."""
+    """A destination of metrics records, and of messages for people, ignored by default. `name` is shown in messages.
+
+    Methods raise OSError. A file's writer keeps the records that cannot be written, and tries again with the next.
+    """
 
     name: str
 
@@ -39,15 +45,14 @@ class JsonLinesWriter(MetricsWriter):
     name = "metrics.jsonl"
 
     def __init__(self, path: Path, resumed_step: int) -> None:
-        if path.exists():
-            write_text(path, "".join(_lines_until(path, resumed_step) if resumed_step else []))
-        self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  closed by `close`
+        write_text(path, "".join(_lines_until(path, resumed_step)) if resumed_step and path.exists() else "")
+        self._file = AppendFile(path)
 
     def write(self, record: MetricsRecord) -> None:
-        self._file.write(json.dumps(as_json(record)) + "\n")
+        self._file.append(json.dumps(as_json(record)).encode() + b"\n")
 
     def close(self) -> None:
-        self._file.close()
+        self._file.flush()
 
 
 def _lines_until(path: Path, step: int) -> list[str]:
@@ -63,25 +68,31 @@ def _step(line: str) -> float:
         return math.inf
 
 
-FLUSH_SECONDS = 10
-"""Seconds between flushes of the event file."""
-
-
 class TensorBoardWriter(MetricsWriter):
-    """Writer of TensorBoard event files, by the `tensorboard` package: torch's wrapper takes seconds to import."""
+    """Writer of a TensorBoard event file, with the `tensorboard` package's records: torch's wrapper takes seconds to
+    import, and the thread of `tensorboard`'s own writer ends for good at the first error.
+    """
 
     name = "TensorBoard"
 
     def __init__(self, folder: Path, resumed_step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._event, self._summary = Event, Summary
-        self._writer = EventFileWriter(str(folder), flush_secs=FLUSH_SECONDS)
+        self._event, self._summary, self._record_writer = Event, Summary, RecordWriter
+        folder.mkdir(parents=True, exist_ok=True)
+        now = time.time_ns()
+        self._file = AppendFile(folder / f"events.out.tfevents.{now}.{socket.gethostname()}.{os.getpid()}")
+        self._append(Event(wall_time=now / 1e9, file_version="brain.Event:2"))
         # a START makes the viewer drop the events that an earlier process wrote from this step on
         log, first_step = SessionLog(status=SessionLog.START), resumed_step + 1 if resumed_step else 0
-        self._writer.add_event(Event(wall_time=time.time(), step=first_step, session_log=log))
+        self._append(Event(wall_time=time.time(), step=first_step, session_log=log))
+
+    def _append(self, event: Any) -> None:
+        record = io.BytesIO()
+        self._record_writer(record).write(event.SerializeToString())
+        self._file.append(record.getvalue())
 
     def write(self, record: MetricsRecord) -> None:
         values_by_name = scalars(record)
@@ -91,10 +102,10 @@ class TensorBoardWriter(MetricsWriter):
             self._summary.Value(tag=f"{prefix}/{name.removeprefix('valid_')}", simple_value=value)
             for name, value in values_by_name.items()
         ]
-        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+        self._append(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.flush()
 
 
 class _Console(Console):

@@ -20,8 +20,9 @@ from megascale.comm import init
 from megascale.comm.control import announce_exit, describe_lost
 from megascale.config.run import RunConfig
 from megascale.config.toml_writer import to_toml
-from megascale.core.errors import Exit, LostPeerError, MegascaleError
+from megascale.core.errors import ConfigError, Exit, LostPeerError, MegascaleError, Problem
 from megascale.core.files import write_text
+from megascale.core.limits import os_error_hint
 from megascale.core.rank import Rank
 from megascale.core.units import format_bytes, format_count, format_flops
 from megascale.data.identity import replaced_datasets, write_identities
@@ -30,6 +31,7 @@ from megascale.launch import affinity
 from megascale.launch.failure import exit_status_of, is_peer_lost, write_error, write_stop
 from megascale.ops.advice import slow_backend_hint
 from megascale.ops.select import OpContext, serving
+from megascale.trace.writers import MetricsWriter
 from megascale.train.build import Run, build_mesh, build_rank_run
 from megascale.train.event_file import EventFile
 from megascale.train.loop import save_final, train
@@ -110,10 +112,7 @@ def _run(config: RunConfig, rank: Rank, stop: StopRequest, open_weights: OpenWei
     peak = find_peak_flops(run)
     resumed = load_initial_state(run, open_weights)
     replaced = replaced_datasets(config) if is_rank_0 and run.progress.step else []
-    if is_rank_0:  # only after the resume has accepted the folder
-        write_text(config.folder / "config.toml", to_toml(config))
-        write_identities(config)
-    writers = open_writers(config, run.progress.step) if is_rank_0 else []
+    writers = _prepare_folder(config, run.progress.step) if is_rank_0 else []
     reporter = Reporter(config, device, peak, writers, run.mesh.recorder)
     try:
         if is_rank_0 and run.progress.step:
@@ -135,6 +134,22 @@ def _run(config: RunConfig, rank: Rank, stop: StopRequest, open_weights: OpenWei
             return train(run, reporter)
     finally:
         reporter.close()
+
+
+def _prepare_folder(config: RunConfig, resumed_step: int) -> list[MetricsWriter]:
+    """Write configuration and datasets' identities into the run's folder, and open the writers; only after the resume
+    accepted the folder.
+
+    Raises: ConfigError if the folder cannot be written
+    """
+    try:
+        write_text(config.folder / "config.toml", to_toml(config))
+        write_identities(config)
+        return open_writers(config, resumed_step)
+    except OSError as error:
+        message = f"cannot be written: {error.strerror or error}"
+        hint = os_error_hint(error, "give a writable folder")
+        raise ConfigError([Problem(str(error.filename or config.folder), "observe.dir", message, hint)]) from None
 
 
 def run_summary(run: Run, peak: Peak | None) -> str:

@@ -110,11 +110,11 @@ def _report_save(run: Run, reporter: Reporter, saved: SaveResult | None) -> None
     """Report a save, and prune old checkpoints after a complete save."""
     if saved is None:
         return
-    if saved.error is not None:
-        kind = "checkpoint" if saved.path else "copy in memory"
-        reporter.write_message(f"WARNING: no {kind} of step {saved.step}: {saved.error}")
-        return
     if saved.path is None:
+        _report_copy(reporter, saved)
+        return
+    if saved.error is not None:
+        reporter.write_message(f"WARNING: no checkpoint of step {saved.step}: {saved.error}")
         return
     waited = (
         f" after waiting {saved.waited_s:.2f} s for the previous save" if saved.waited_s > MIN_REPORTED_WAIT_S else ""
@@ -125,9 +125,21 @@ def _report_save(run: Run, reporter: Reporter, saved: SaveResult | None) -> None
     _warn_on_failure(reporter, run.checkpoints.prune)
 
 
+def _report_copy(reporter: Reporter, saved: SaveResult) -> None:
+    """Report the first of several failed copies in memory, and the first copy after them: they may be due each step."""
+    part = "copies in memory"
+    if saved.error is not None:
+        if reporter.outages.begins(part):
+            text = f"WARNING: no copy in memory of step {saved.step}: {saved.error}; tried again at every copy"
+            reporter.write_message(text)
+    elif missed := reporter.outages.ends(part):
+        reporter.write_message(f"copies in memory are made again from step {saved.step} on; {missed} are missing")
+
+
 def _warn_on_failure(reporter: Reporter, action: Callable[[], None]) -> None:
-    """Run `action`; turn a CheckpointError into a warning."""
+    """Run `action`; turn a CheckpointError into a warning, the first time that it has this text."""
     try:
         action()
     except CheckpointError as error:
-        reporter.write_message(f"WARNING: {error}")
+        if reporter.outages.begins(str(error)):
+            reporter.write_message(f"WARNING: {error}")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from megascale.config.run import RunConfig
 from megascale.device import Device
 from megascale.parallel.fp8_linear import CastStats
 from megascale.trace.metrics import MetricsRecord, StepMetrics
+from megascale.trace.outages import Outages
 from megascale.trace.recorder import Recorder
 from megascale.trace.writers import JsonLinesWriter, MetricsWriter, TensorBoardWriter, TerminalWriter
 from megascale.train.cast_monitor import CastMonitor
@@ -27,7 +29,9 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class Reporter:
-    """Measures step times and writes metrics; `writers` is empty on all ranks except 0."""
+    """Measures step times and writes metrics; `writers` is empty on all ranks except 0. `outages`: of all that the loop
+    tells of.
+    """
 
     def __init__(
         self, config: RunConfig, device: Device, peak: Peak | None, writers: Sequence[MetricsWriter], recorder: Recorder
@@ -39,6 +43,7 @@ class Reporter:
         self._writers = writers
         self._recorder = recorder
         self._cast_monitor = CastMonitor()
+        self.outages = Outages()
         self._step_tokens = config.batch.total * config.model.seq_length  # processed tokens; the loss may mask some
         self._steps = self._loss_tokens = 0
         self._seconds = 0.0
@@ -90,24 +95,32 @@ class Reporter:
         self._seconds = 0.0
 
     def write(self, record: MetricsRecord) -> None:
-        for failure in self._for_each_writer(lambda writer: writer.write(record)):
-            self.write_message(failure)
-
-    def write_message(self, text: str) -> None:
-        self._for_each_writer(lambda writer: writer.write_message(text))
-
-    def close(self) -> None:
-        self._for_each_writer(lambda writer: writer.close())
-
-    def _for_each_writer(self, action: Callable[[MetricsWriter], None]) -> list[str]:
-        """Apply `action` to all writers. Returns warnings: a full disk or closed terminal must not end training."""
-        failures = []
+        """Write a record. A full disk or a closed terminal must not end training: a message at the first failure of a
+        writer, and one when it works again.
+        """
         for writer in self._writers:
             try:
-                action(writer)
+                writer.write(record)
             except OSError as error:
-                failures.append(f"WARNING: {writer.name} cannot be written: {error.strerror or error}")
-        return failures
+                if self.outages.begins(writer.name):
+                    reason = error.strerror or error
+                    text = f"WARNING: {writer.name} cannot be written: {reason}; tried again with every record"
+                    self.write_message(text)
+            else:
+                if self.outages.ends(writer.name):
+                    self.write_message(f"{writer.name} is written again")
+
+    def write_message(self, text: str) -> None:
+        for writer in self._writers:
+            with contextlib.suppress(OSError):
+                writer.write_message(text)
+
+    def close(self) -> None:
+        for writer in self._writers:
+            try:
+                writer.close()
+            except OSError as error:
+                self.write_message(f"WARNING: {writer.name} lacks its last records: {error.strerror or error}")
 
 
 def open_writers(config: RunConfig, resumed_step: int) -> list[MetricsWriter]:

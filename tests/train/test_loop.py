@@ -20,6 +20,8 @@ SIZES = LLAMA | {"num_layers": 2}
 class Diary:
     """A writer that keeps the order of records and messages."""
 
+    name = "a diary"
+
     def __init__(self) -> None:
         self.events: list[str] = []
 

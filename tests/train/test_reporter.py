@@ -14,11 +14,14 @@ import torch
 from megascale.account.flops import hardware_flops, token_flops
 from megascale.account.peaks import Peak
 from megascale.checkpoint.format.state import Progress
+from megascale.checkpoint.save.saver import SaveResult
+from megascale.core.errors import CheckpointError
 from megascale.device import Device
 from megascale.trace.metrics import EvaluationMetrics, MetricsRecord, StepMetrics, as_json
 from megascale.trace.recorder import Recorder
 from megascale.trace.writers import format_record
 from megascale.train import reporter
+from megascale.train.loop import _report_copy
 from megascale.train.reporter import Reporter, open_writers
 from megascale.train.step import StepResult
 from tests.runs import GPT, LLAMA, config_of, settings
@@ -161,6 +164,8 @@ def test_tensorboard_is_written_only_with_observe_tensorboard(tensorboard: bool,
 class Broken(Listener):
     """A writer on a full disk."""
 
+    name = "a disk"
+
     def write(self, record: MetricsRecord) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -178,4 +183,44 @@ def test_a_writer_that_fails_does_not_end_the_training(tmp_path: Path) -> None:
     reporter.write(record)
     reporter.close()
     assert listener.records == [record] and listener.closed
-    assert listener.messages == ["WARNING: a listener cannot be written: No space left on device"]
+    lost = "No space left on device"
+    assert listener.messages == [
+        f"WARNING: a disk cannot be written: {lost}; tried again with every record",
+        f"WARNING: a disk lacks its last records: {lost}",
+    ]
+
+
+class Momentary(Listener):
+    """A writer that fails for records 2 to 4."""
+
+    name = "a disk"
+
+    def write(self, record: MetricsRecord) -> None:
+        super().write(record)
+        if 2 <= len(self.records) <= 4:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_writer_that_fails_for_a_while_has_one_warning_and_one_message_at_its_end(tmp_path: Path) -> None:
+    momentary, listener = Momentary(), Listener()
+    reporter = Reporter(config_of(settings(GPT, tmp_path), tmp_path), CPU, None, [momentary, listener], Recorder())
+    for step in range(6):
+        reporter.write(EvaluationMetrics(step, 2.0, 3))
+    assert len(listener.records) == 6
+    assert listener.messages == [
+        "WARNING: a disk cannot be written: No space left on device; tried again with every record",
+        "a disk is written again",
+    ]
+
+
+def test_copies_in_memory_that_fail_for_a_while_have_one_warning(tmp_path: Path) -> None:
+    listener = Listener()
+    reporter = Reporter(config_of(settings(GPT, tmp_path), tmp_path), CPU, None, [listener], Recorder())
+    lost = CheckpointError("rank 1: cannot write a copy to host-b: Connection refused")
+    for step in range(1, 7):
+        saved = SaveResult(None, step, 0.0, 0.0, 0.0, lost if 2 <= step <= 4 else None)
+        _report_copy(reporter, saved)
+    assert listener.messages == [
+        f"WARNING: no copy in memory of step 2: {lost}; tried again at every copy",
+        "copies in memory are made again from step 5 on; 3 are missing",
+    ]

@@ -95,6 +95,8 @@ def stopped_by(rank: Rank, config: Any, bad: int) -> tuple[str, int, list[float]
     losses: list[float] = []
 
     class FailureCost:
+        name = "losses"
+
         def write(self, record: Any) -> None:
             losses.append(record.loss)
 

@@ -1,0 +1,60 @@
+"""A file to which records are appended, each whole or not at all; what cannot be written now is written later."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from pathlib import Path
+
+MAX_PENDING = 10_000
+"""Most records kept in memory while the file cannot be written; older ones are dropped."""
+
+
+class AppendFile:
+    """A file opened for every append: a file system that was away, or a removed file, does no lasting harm.
+
+    `dropped`: records lost because too many were pending.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._pending: deque[bytes] = deque()
+        self.dropped = 0
+
+    @property
+    def pending(self) -> int:
+        """Number of records that are not in the file yet."""
+        return len(self._pending)
+
+    def append(self, record: bytes) -> None:
+        """Append a record, after all that are pending. Raises: OSError; the record is pending then."""
+        self._pending.append(record)
+        try:
+            self.flush()
+        finally:
+            while len(self._pending) > MAX_PENDING:
+                self._pending.popleft()
+                self.dropped += 1
+
+    def flush(self) -> None:
+        """Write the pending records. Raises: OSError"""
+        if not self._pending:
+            return
+        with open(self._path, "ab", buffering=0) as file:
+            while self._pending:
+                end = file.seek(0, os.SEEK_END)
+                try:
+                    _write(file.fileno(), self._pending[0])
+                except OSError:
+                    with contextlib.suppress(OSError):
+                        file.truncate(end)  # a part of a record would spoil the next
+                    raise
+                self._pending.popleft()
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    """Write all of `data`: a disk that fills up takes a part, and refuses the rest with an error."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
