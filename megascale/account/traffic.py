@@ -22,7 +22,7 @@ from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.recipes import RECIPES
 from megascale.config.run import RunConfig
 from megascale.layout import blocks
-from megascale.layout.blocks import AttentionSpec, ColumnParallel, RowParallel
+from megascale.layout.blocks import AttentionSpec, BlockSpec, ColumnParallel, RowParallel
 from megascale.layout.buckets import BucketLayout, pack
 from megascale.layout.chunks import chunk_buckets, fp8_layers, shares_embedding, stages_of
 from megascale.layout.loss import loss_chunks
@@ -79,9 +79,7 @@ def replicas(config: RunConfig) -> int:
     return topology_of(config).size(*DATA_AXES)
 
 
-def block_traffic(
-    config: RunConfig, block: blocks.BlockSpec, fp8: bool, recompute: RecomputePolicy
-) -> Iterator[CommOp]:
+def block_traffic(config: RunConfig, block: BlockSpec, fp8: bool, recompute: RecomputePolicy) -> Iterator[CommOp]:
     """List a block's collectives over tp: per micro-batch in order, then once per step for the amax of FP8 weights."""
     tp = _TensorParallel(config, fp8)
     forward = [sent for part in block for sent in tp.part(part)]

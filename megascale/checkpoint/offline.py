@@ -45,7 +45,8 @@ def find_checkpoints(path: Location) -> list[Location]:
     for folder in (path / "checkpoints", path):
         if complete := complete_checkpoints(folder):
             return [stored.path for stored in reversed(complete)]
-    raise CheckpointError(f"there is no complete checkpoint in {path}", hint="a checkpoint's folder, or a run's")
+    what = f"there is no complete checkpoint in {path}" if path.is_folder() else f"there is no folder {path}"
+    raise CheckpointError(what, hint="give a checkpoint's folder, or a run's")
 
 
 def read_tensor(folder: Location, saved: manifest.Manifest, name: str) -> torch.Tensor:

@@ -65,6 +65,8 @@ def rope(c: Any) -> Iterator[Finding]:
         if m.rotary_fraction != 1:
             yield Finding("model.rotary_fraction", f"has no effect with position = {m.position}", "remove the key")
         return
+    if m.explicit_head_dim is None and m.hidden_size % m.num_heads:  # `attention_heads` reports it
+        return
     least = 4 if scaling.get("type") == "dynamic" else 2  # the exponent of dynamic scaling is d / (d - 2)
     if m.rotary_dim % 2 or m.rotary_dim < least:
         key = "num_heads" if m.rotary_fraction == 1 else "rotary_fraction"

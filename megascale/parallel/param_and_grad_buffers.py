@@ -1,7 +1,7 @@
 """Parameter and gradient buffers: contiguous buckets, reduced, sharded and all-gathered over data parallelism.
 
-A model chunk has one bucket, or several if the chunk is large (MegaScale 3.2). A last backward is a chunk's last before
-a reduction: of the step's last micro-batch, with zero = 2 of every micro-batch. ZeRO (Rajbhandari et al. 2020):
+A model chunk has one bucket, or several if the chunk is large (MegaScale 3.2). The last backward before a reduction of
+gradients is that of the step's last micro-batch, with zero = 2 of each micro-batch. ZeRO (Rajbhandari et al. 2020):
 
     zero  after the last backward      updated by a rank    before the next forward   gradient memory
     0     all-reduce of gradients      all parameters       -                         full

@@ -69,7 +69,8 @@ def tables(plan: Plan, sweep: Sequence[Plan], tokens: float | None, cost: Failur
 def format_layout(config: RunConfig) -> str:
     """Format a layout's parallelism, such as 'tp 8 sp x pp 4 (vpp 2) x dp 16'."""
     p = config.parallel
-    return f"tp {p.tp}{' sp' if p.sp else ''} x pp {p.pp}{f' (vpp {p.vpp})' if p.vpp > 1 else ''} x dp {config.dp}"
+    sp, vpp = " sp" if p.sp and p.tp > 1 else "", f" (vpp {p.vpp})" if p.vpp > 1 else ""
+    return f"tp {p.tp}{sp} x pp {p.pp}{vpp} x dp {config.dp}"
 
 
 def _memory_table(plan: Plan) -> Table:
@@ -117,8 +118,8 @@ def _settings(config: RunConfig, plan: Plan, count: str | None) -> str:
     implied = {"parallel.zero"} if plan.stack.shards_weights else set()
     implied |= set() if count == "parallel.dp" else {"parallel.dp"}
     keys = {key: value for key, value in zip(LAYOUT_KEYS, plan.layout, strict=True) if key not in implied}
-    dropped = [key for key in DEPENDENT_KEYS if value_of(config, key) and not value_of(plan.config, key)]
-    keys |= dict.fromkeys(dropped, "auto")
+    given = [key for key in DEPENDENT_KEYS if value_of(config, key) is not None]
+    keys |= {key: "auto" for key in given if value_of(plan.config, key) is None}
     arguments = [f"{key}={str(value).lower()}" for key, value in keys.items()]
     return " ".join([*arguments, f"--gpus {plan.config.world_size}"] if count == "--gpus" else arguments)
 

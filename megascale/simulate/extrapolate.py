@@ -50,9 +50,7 @@ def compute_order(name: str, p: int, v: int, m: int) -> Schedule:
     return build_schedule(SCHEDULES[name].load(), p, v, m)
 
 
-def pipeline_seconds(
-    pipeline: Pipeline, times: StageTimes, overlaps: Overlaps, max_actions: int = MAX_ACTIONS
-) -> float:
+def pipeline_time(pipeline: Pipeline, times: StageTimes, overlaps: Overlaps, max_actions: int = MAX_ACTIONS) -> float:
     """Estimate a pipeline's seconds. `max_actions`: most actions of a simulation."""
     p, v, m = pipeline.p, pipeline.v, pipeline.m
     if 2 * p * v * m <= max_actions or not SCHEDULES[pipeline.schedule].facts.get("periodic", False):
@@ -61,12 +59,12 @@ def pipeline_seconds(
     if p <= long:
         return _with_microbatches(pipeline, m, times, overlaps, max_actions)
     short = long // 2
-    short_s, long_s = (
-        _with_microbatches(
-            replace(pipeline, p=stages), m * stages / p, with_fewer_stages(times, p, v, stages), overlaps, max_actions
-        )
-        for stages in (short, long)
-    )
+
+    def scaled(stages: int) -> float:
+        shorter = replace(pipeline, p=stages), m * stages / p, with_fewer_stages(times, p, v, stages)
+        return _with_microbatches(*shorter, overlaps, max_actions)
+
+    short_s, long_s = scaled(short), scaled(long)
     return long_s + (long_s - short_s) / (long - short) * (p - long)
 
 

@@ -14,7 +14,7 @@ from megascale.catalog.precisions import PRECISIONS
 from megascale.config.run import RunConfig
 from megascale.layout.chunks import bucket_sizes, stages_of
 from megascale.simulate.event_simulator import Place, Simulation, StageTimes
-from megascale.simulate.extrapolate import Pipeline, pipeline_seconds
+from megascale.simulate.extrapolate import Pipeline, pipeline_time
 from megascale.simulate.layer_time import LayerTimes, PassTimes, Seconds, chunk_times
 from megascale.simulate.link_time import Operation, Route, group_route, neighbour_route
 from megascale.simulate.profiles import SCALE, Hardware, Overlaps, Stack
@@ -94,7 +94,7 @@ class StepParts:
 
     def pipeline_s(self, times: StageTimes) -> float:
         """Seconds from the first forward to the last gradient reduction."""
-        return pipeline_seconds(self.pipeline, times, self.overlaps)
+        return pipeline_time(self.pipeline, times, self.overlaps)
 
     @cached_property
     def layers(self) -> LayerTimes:

@@ -424,7 +424,7 @@ def test_nothing_listens_for_copies_on_a_single_host(tmp_path: Path, memory: Pat
 
 
 def test_a_folder_that_a_stranger_made_is_refused(tmp_path: Path) -> None:
-    from megascale.checkpoint.memory.memory_checkpoints import _make_private_folder
+    from megascale.checkpoint.memory.copies import _make_private_folder
 
     (tmp_path / "own").mkdir(mode=0o777)
     assert _make_private_folder(tmp_path / "own").stat().st_mode & 0o777 == 0o700

@@ -101,7 +101,7 @@ def test_verify_finds_every_damage(run: Path, capsys: pytest.CaptureFixture[str]
     file.unlink()
     line, last = asked(capsys, "verify", run, status=4).splitlines()
     assert line == f"{file} cannot be read: No such file or directory; 117 tensors are in it" and "is damaged" in last
-    assert "there is no complete checkpoint" in asked(capsys, "verify", path / "none", status=4)
+    assert f"there is no folder {path / 'none'}" in asked(capsys, "verify", path / "none", status=4)
     assert "a checkpoint's folder, or a run's" in asked(capsys, "show", path / "manifest.json", status=4)
 
 

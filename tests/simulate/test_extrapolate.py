@@ -16,7 +16,7 @@ from megascale.core.registry import Card
 from megascale.schedule.ir import RankSchedule, backward, forward
 from megascale.simulate import extrapolate, profiles
 from megascale.simulate.event_simulator import StageTimes
-from megascale.simulate.extrapolate import Pipeline, compute_order, pipeline_seconds, with_fewer_stages
+from megascale.simulate.extrapolate import Pipeline, compute_order, pipeline_time, with_fewer_stages
 from megascale.simulate.profiles import Overlaps
 from megascale.simulate.step_time import estimate
 
@@ -62,7 +62,7 @@ def pipelines(draw: Any) -> tuple[Pipeline, StageTimes, Overlaps]:
 def test_extrapolation_is_close_to_the_simulation(drawn: tuple[Pipeline, StageTimes, Overlaps]) -> None:
     pipeline, times, overlaps = drawn
     compute_order.cache_clear()
-    extrapolated, simulated = (pipeline_seconds(pipeline, times, overlaps, actions) for actions in (FEW, 10**9))
+    extrapolated, simulated = (pipeline_time(pipeline, times, overlaps, actions) for actions in (FEW, 10**9))
     assert extrapolated == pytest.approx(simulated, rel=0.015)
 
 
@@ -74,7 +74,7 @@ def test_a_uniform_pipeline_is_exact(name: str, p: int, m: int) -> None:
     places = list(itertools.product(range(p), range(v)))
     times = StageTimes(dict.fromkeys(places, 1.0), dict.fromkeys(places, 2.0), 0.0, 0.0, {}, {})
     ideal = 3 * (m * v + p - 1) if m >= p else 3 * (p * v + m - 1)
-    assert pipeline_seconds(Pipeline(name, p, v, m), times, ALL, FEW) == pytest.approx(ideal, rel=1e-9)
+    assert pipeline_time(Pipeline(name, p, v, m), times, ALL, FEW) == pytest.approx(ideal, rel=1e-9)
 
 
 def test_short_pipelines_are_simulated_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,10 +83,10 @@ def test_short_pipelines_are_simulated_in_full(monkeypatch: pytest.MonkeyPatch) 
     places = list(itertools.product(range(4), range(2)))
     times = StageTimes(dict.fromkeys(places, 1.0), dict.fromkeys(places, 2.0), 0.1, 0.0, {}, {})
     short, long = (Pipeline("interleaved_1f1b", 4, 2, m) for m in (extrapolate.MAX_ACTIONS // 16, 10**6))
-    pipeline_seconds(short, times, ALL)
+    pipeline_time(short, times, ALL)
     assert played == [("interleaved_1f1b", 4, 2, short.m)]
     played.clear()
-    pipeline_seconds(long, times, ALL)
+    pipeline_time(long, times, ALL)
     assert len(played) == 2 and sum(2 * p * v * m for _, p, v, m in played) <= 2 * extrapolate.MAX_ACTIONS
 
 
@@ -117,7 +117,7 @@ def test_schedules_without_a_period_are_simulated_in_full(monkeypatch: pytest.Mo
     times = StageTimes(
         *(dict.fromkeys([(rank, 0) for rank in range(3)], took) for took in (1.0, 2.0)), 0.0, 0.0, {}, {}
     )
-    assert pipeline_seconds(Pipeline("in_waves", 3, 1, 800), times, ALL, 1000) == pytest.approx(100 * 3 * (8 + 3 - 1))
+    assert pipeline_time(Pipeline("in_waves", 3, 1, 800), times, ALL, 1000) == pytest.approx(100 * 3 * (8 + 3 - 1))
 
 
 @pytest.mark.parametrize(

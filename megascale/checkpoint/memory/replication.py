@@ -1,6 +1,6 @@
 """Replication of in-memory copies between the writer processes of a job, over TCP.
 
-Protocol for a copy, a file with a header beside it (`memory_checkpoints.py`), after the handshake of `core.handshake`:
+Protocol for a copy, a file with a header beside it (`copies.py`), after the handshake of `core.handshake`:
 
     sender      a sealed message of JSON: name and size of the file, header; then the bytes of the file
     receiver    a sealed message: empty for success, or the error

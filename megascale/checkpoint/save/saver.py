@@ -22,7 +22,8 @@ from megascale.checkpoint import folders
 from megascale.checkpoint.collective_errors import on_all_ranks, on_first_rank
 from megascale.checkpoint.format import manifest
 from megascale.checkpoint.format.state import GlobalTensor, split_pieces
-from megascale.checkpoint.memory.memory_checkpoints import SLOTS, MemoryCheckpoints
+from megascale.checkpoint.memory.copies import SLOTS
+from megascale.checkpoint.memory.memory_checkpoints import MemoryCheckpoints
 from megascale.checkpoint.save.attempt import SaveAttempt, SaveResult
 from megascale.checkpoint.save.snapshot import Snapshot
 from megascale.checkpoint.save.write_plan import BOX_BYTES, HEADER_BYTES, WritePlan, make_write_plan

@@ -1,0 +1,152 @@
+"""Files of in-memory copies on a host (`CopyFolder`): per rank two slots, each a copy and a `Header` with checksums.
+
+MEMORY_DIR/megascale-UID/RUN_KEY/rank-00000.a   rank-00000.a.json   rank-00000.b   ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import BaseModel, Field, ValidationError
+
+from megascale.checkpoint.format import manifest
+from megascale.core.errors import CheckpointError
+from megascale.core.files import write_text
+from megascale.core.limits import os_error_hint
+
+SLOTS = "ab"
+
+CopySlot = tuple[int, int, int]
+"""Rank, step and slot of a copy."""
+
+_COPY = re.compile(r"rank-(\d+)\.([ab])")
+
+
+class Header(BaseModel):
+    """Header of a copy: ids of run and start, hash of the layout (`what` on disk), and the CRC-32 of every block."""
+
+    run: str
+    layout_hash: str = Field(alias="what")
+    facts: manifest.Facts
+    sums: tuple[int, ...]
+
+    @property
+    def step(self) -> int:
+        return self.facts.progress.step
+
+
+class CopyFolder:
+    """The folder of a run's copies on this host, for this user alone. `token`: file of the run's ids."""
+
+    def __init__(self, parent: Path, run_id: str, token: Path) -> None:
+        key = hashlib.sha256(f"{run_id} {token}".encode()).hexdigest()[:16]
+        self.path = parent / f"megascale-{os.geteuid()}" / key
+
+    def create(self) -> None:
+        """Make the folder. Raises: CheckpointError"""
+        for folder in (self.path.parent, self.path):
+            _make_private_folder(folder)
+
+    def copy_path(self, rank: int, slot: int) -> Path:
+        """Return the file of a rank's slot."""
+        return self.path / f"rank-{rank:05d}.{SLOTS[slot]}"
+
+    def header_path(self, rank: int, slot: int) -> Path:
+        """Return the header of a rank's slot."""
+        return _header_path(self.copy_path(rank, slot))
+
+    def find(self, run: str, layout_hash: str, rank: int, step: int) -> tuple[int, Header | None]:
+        """Return the slot of a rank's copy of `step`, and its header; None without a copy."""
+        for slot in range(len(SLOTS)):
+            header = _read_header(self.header_path(rank, slot))
+            if header and (header.run, header.layout_hash, header.step) == (run, layout_hash, step):
+                return slot, header
+        return 0, None
+
+    def usable_copies(self, run: str, hashes: Sequence[str]) -> tuple[list[CopySlot], list[int]]:
+        """Return the copies whose layout is their rank's, and the steps of the rest.
+
+        `hashes`: the layout's hash by rank. A copy of another layout must not be sent: its size may differ.
+        """
+        usable: list[CopySlot] = []
+        unusable = set()
+        for path in self.path.glob("rank-*.json"):
+            match, header = _COPY.fullmatch(path.stem), _read_header(path)
+            if not (match and header and header.run == run):
+                continue
+            rank = int(match.group(1))
+            if rank < len(hashes) and header.layout_hash == hashes[rank]:
+                usable.append((rank, header.step, SLOTS.index(match.group(2))))
+            else:
+                unusable.add(header.step)
+        return usable, sorted(unusable)
+
+    def adopt(self, old_run: str, new_run: str, step: int | None, mapped: set[int], keep_others: bool) -> None:
+        """Make copies of `step` in `old_run` copies of `new_run`, and invalidate all others.
+
+        `mapped`: ranks whose processes have the file mapped, so that only headers are removed. `keep_others`: also
+        keep copies of other ranks.
+        """
+        for path in self.path.glob("rank-*.?"):
+            is_mapped = int(path.stem.removeprefix("rank-")) in mapped
+            header = _read_header(_header_path(path))
+            of_step = header is not None and header.run in (old_run, new_run) and header.step == step
+            if header is not None and of_step and (is_mapped or keep_others):
+                renamed = header.model_copy(update={"run": new_run})
+                write_text(_header_path(path), renamed.model_dump_json(by_alias=True))
+            else:
+                _header_path(path).unlink(missing_ok=True)
+                if not is_mapped:
+                    path.unlink(missing_ok=True)
+
+    def remove_unused(self, rank: int) -> None:
+        """Free the memory of a rank's slots without a complete copy."""
+        for slot in range(len(SLOTS)):
+            if not self.header_path(rank, slot).exists():
+                self.copy_path(rank, slot).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # not empty: copies of another rank or run
+            self.path.rmdir()
+            self.path.parent.rmdir()
+
+    def remove(self) -> None:
+        """Remove all copies of the run."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        with contextlib.suppress(OSError):  # not empty: copies of another run
+            self.path.parent.rmdir()
+
+
+def _make_private_folder(folder: Path) -> Path:
+    """Make a folder for this user alone. Raises: CheckpointError"""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        facts = folder.lstat()  # not what a stranger's link names
+        if facts.st_uid == os.geteuid() and stat.S_ISDIR(facts.st_mode):
+            folder.chmod(0o700)
+    except OSError as error:
+        hint = os_error_hint(error, "checkpoint.memory_dir")
+        raise CheckpointError(f"cannot make {folder}: {error.strerror}", hint=hint) from None
+    if facts.st_uid != os.geteuid() or not stat.S_ISDIR(facts.st_mode):
+        what = f"{folder} belongs to user {facts.st_uid}" if facts.st_uid != os.geteuid() else f"{folder} is no folder"
+        raise CheckpointError(what, hint="another checkpoint.memory_dir")
+    return folder
+
+
+def _header_path(copy: Path) -> Path:
+    """Return the header of a copy."""
+    return copy.with_name(f"{copy.name}.json")
+
+
+def _read_header(path: Path) -> Header | None:
+    """Read a header; None if it is missing or malformed."""
+    try:
+        return Header.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        return None

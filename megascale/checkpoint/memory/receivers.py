@@ -1,0 +1,50 @@
+"""Receivers of copies: where every rank receives, and the memory of its host (`open_receivers`, `replica_rank`)."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from megascale.comm.gloo_interface import first_host, own_address
+from megascale.comm.mesh import Mesh
+from megascale.core.network import LOOPBACK, is_loopback, listen
+
+HostMemory = tuple[str, int, int]
+"""Host name, and device and inode of the folder of copies: equal for ranks that share memory."""
+
+
+class Receiver(NamedTuple):
+    """Address and port at which a rank receives copies, and its host's memory."""
+
+    address: str
+    port: int
+    memory: HostMemory
+
+
+def open_receivers(mesh: Mesh, folder: Path) -> tuple[list[Receiver], socket.socket | None]:
+    """Gather the receivers of all ranks, and listen for this rank's copies, at the address that other hosts reach.
+
+    `folder`: this host's folder of copies. On a job's only host no rank listens.
+    """
+    control, facts = mesh.world.control, folder.stat()
+    memory = socket.gethostname(), facts.st_dev, facts.st_ino
+    memories = [tuple(each) for each in control.all_gather(memory, "hosts")]
+    if len(set(memories)) == 1:
+        return [Receiver(LOOPBACK, 0, memory)] * len(memories), None
+    here = own_address(first_host())
+    hosts = control.all_gather(here, "addresses")
+    if is_loopback(here):  # rank 0's host sees itself under another address than the rest
+        here = own_address(next((host for host in hosts if not is_loopback(host)), here))
+    listener = listen(here)
+    addresses = control.all_gather((here, listener.getsockname()[1]), "ports")
+    each = zip(addresses, memories, strict=True)
+    return [Receiver(address, port, memory) for (address, port), memory in each], listener
+
+
+def replica_rank(mesh: Mesh, receivers: Sequence[Receiver]) -> int | None:
+    """Return the next data-parallel rank on another host; None without one."""
+    ranks, index = mesh.dp.ranks, mesh.dp.index
+    next_ranks = [ranks[(index + distance) % len(ranks)] for distance in range(1, len(ranks))]
+    return next((rank for rank in next_ranks if receivers[rank].memory != receivers[mesh.rank].memory), None)
