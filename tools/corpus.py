@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megascale.core.errors import DataError, Exit
 from megascale.core.files import atomic_file, write_text
-from megascale.data.tokenizer import EOD_CANDIDATES
+from megascale.data.special_tokens import USUAL_NAMES
 
 LEFT_OUT = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3")
 HELD_OUT = 20  # one module in HELD_OUT is validation data
@@ -51,7 +51,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[EOD_CANDIDATES[0]],
+        special_tokens=[USUAL_NAMES["eos"][0]],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty(),
     )

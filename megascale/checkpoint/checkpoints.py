@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megascale.checkpoint import companions
 from megascale.checkpoint.folders import Pruner
 from megascale.checkpoint.format import manifest
 from megascale.checkpoint.format.state import Progress, Region, fp8_history_tensors, global_tensors
@@ -51,7 +52,9 @@ class Checkpoints:
             flat_tensors = [tensor for shard in shards for tensor in (shard.master, *shard.state.values())]
             flat_tensors.append(fp8_state.history)
             state = global_tensors(shards, mesh) | fp8_history_tensors(fp8_state)
-            self.saver = CheckpointSaver(state, flat_tensors, settings.file_bytes, self._memory, mesh, device)
+            self.saver = CheckpointSaver(
+                state, flat_tensors, settings.file_bytes, self._memory, config.folder / companions.FOLDER, mesh, device
+            )
         self.folder = Location(config.checkpoint_folder, settings.retry_timeout_s)
         self._loader = StateLoader(config.model, shards, fp8_state, mesh, device)
         self._resumer = Resumer(config, self.folder, self._loader, self.saver, mesh)

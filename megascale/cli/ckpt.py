@@ -1,4 +1,4 @@
-"""`megascale ckpt`: list, show, verify, diff and convert checkpoints."""
+"""`megascale ckpt`: list, show, verify, diff and convert checkpoints, and print their `[model]`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascale.core.errors import CheckpointError, Exit
-from megascale.core.files import is_readable_file
+from megascale.core.files import is_readable_file, write_text
 from megascale.core.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -34,16 +34,20 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     diff.add_argument("second", metavar="OTHER")
     for verb in (listing, show, verify, diff):
         verb.add_argument("--json", action="store_true", help="print one JSON object")
+    model = verbs.add_parser("model", help="print the section [model] of a checkpoint or of Hugging Face weights")
+    model.add_argument("source", metavar="SOURCE", help=f"{checkpoint_help}; or of Hugging Face weights")
+    model.add_argument("--output", metavar="FILE", type=Path, help="write a TOML file instead, for `extends`")
     convert = verbs.add_parser("convert", help="convert a checkpoint to Hugging Face weights, or the reverse")
     convert.add_argument("source", metavar="SOURCE", help=f"{checkpoint_help}; or of Hugging Face weights")
     convert.add_argument("output", metavar="OUTPUT", type=_folder, help="a new folder")
     convert.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of the weights (default: unchanged)")
     convert.add_argument("--tokenizer", metavar="FILE", type=_file, help="(default: the tokenizer of the training run)")
+    convert.add_argument("--eod", metavar="TOKEN", help="token that ends a text (default: that of the training data)")
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status: 4 if `verify` finds damage, 1 if `diff` finds a difference."""
-    verbs = {"list": _list, "show": _show, "verify": _verify, "diff": _diff, "convert": _convert}
+    verbs = {"list": _list, "show": _show, "verify": _verify, "diff": _diff, "model": _model, "convert": _convert}
     try:
         return verbs[options.verb](options)
     except OSError as error:
@@ -178,6 +182,19 @@ def _tensors_differ(
     return f"{kind}largest difference {gap:.3g}, largest element {top:.3g}"
 
 
+def _model(options: argparse.Namespace) -> int:
+    from megascale.checkpoint.storage import Location
+    from megascale.config.toml_writer import section_to_toml
+    from megascale.convert.conversion import read_model_section
+
+    text = section_to_toml("model", read_model_section(Location(options.source)))
+    if options.output is None:
+        print(text)
+    else:
+        write_text(options.output, text + "\n")
+    return Exit.OK
+
+
 def _convert(options: argparse.Namespace) -> int:
     from megascale.checkpoint import offline
     from megascale.checkpoint.format import manifest
@@ -186,18 +203,18 @@ def _convert(options: argparse.Namespace) -> int:
     from megascale.convert.huggingface import CONFIG_FILE
 
     dtype = conversion.DTYPES.get(options.dtype)
-    folder, warning = Location(options.source).local_path, ""
+    folder, warnings = Location(options.source).local_path, list[str]()
     try:
         if folder and (folder / CONFIG_FILE).is_file() and not (folder / manifest.NAME).is_file():
             conversion.from_huggingface(folder, options.output, dtype)
         else:
             source = offline.find_checkpoint(Location(options.source))
-            warning = conversion.to_huggingface(source, options.output, dtype, options.tokenizer)
+            warnings = conversion.to_huggingface(source, options.output, dtype, options.tokenizer, options.eod)
     except OSError as error:
         where = f" {error.filename}:" if error.filename and str(error.filename) != str(options.output) else ""
         message = f"cannot convert into {options.output}:{where} {error.strerror}"
         raise CheckpointError(message, hint="give another folder, or free disk space") from None
-    if warning:
+    for warning in warnings:
         print(f"WARNING: {warning}", file=sys.stderr)
     print(f"{options.output}: {format_bytes(Location(str(options.output)).size())}")
     return Exit.OK

@@ -35,7 +35,8 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     )
     make.add_argument("--tokenizer", metavar="NAME|FILE", required=True, help="bytes, or the path of a tokenizer.json")
     make.add_argument("--key", metavar="FIELD", default="text", help="JSON field with the text (default: text)")
-    make.add_argument("--eod", metavar="TOKEN", help="end-of-document token (default: <|endoftext|> or similar)")
+    make.add_argument("--eod", metavar="TOKEN", help="end-of-document token (default: as the tokenizer's files say)")
+    make.add_argument("--add-bos", action="store_true", help="begin documents with the beginning-of-text token")
     make.add_argument(
         "--workers", metavar="N", type=positive_int, default=usable_cores(), help="processes (default: one per core)"
     )
@@ -62,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _prepare(options: argparse.Namespace) -> int:
     request = PrepareRequest(
-        options.inputs, options.output, options.tokenizer, options.key, options.eod, options.workers
+        options.inputs, options.output, options.tokenizer, options.key, options.eod, options.add_bos, options.workers
     )
     if options.json:
         print(json.dumps(asdict(prepare_dataset(request))))
@@ -80,7 +81,16 @@ def _prepare(options: argparse.Namespace) -> int:
         f"{options.output}: {format_count(info.documents)} documents, {format_count(info.tokens)} tokens from "
         f"{format_bytes(total)} of input, vocabulary {info.vocab_size}"
     )
+    tokenizer = load_tokenizer(options.tokenizer, info.tokenizer.eod)
+    begin = "" if info.tokenizer.bos is None else f"begin with {_shown(tokenizer, info.tokenizer.bos)}, and "
+    print(f"documents {begin}end with {_shown(tokenizer, info.tokenizer.eod)} ({info.tokenizer.eod_origin})")
     return Exit.OK
+
+
+def _shown(tokenizer: Tokenizer, id: int) -> str:
+    """A token and its id."""
+    text = tokenizer.decode([id])
+    return f"{text!r}, token {id}" if text else f"token {id}"
 
 
 def _inspect(options: argparse.Namespace) -> int:

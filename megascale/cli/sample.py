@@ -26,20 +26,20 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("--seed", type=_seed, default=0, help="random seed (default: 0)")
     sub.add_argument("--tokenizer", metavar="NAME|FILE", help="(default: the tokenizer of the training run)")
+    sub.add_argument("--eod", metavar="TOKEN", help="token that ends a text (default: that of the training data)")
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
     from megascale.checkpoint.storage import Location
-    from megascale.convert.generate import SamplingParams, find_weights, generate_text
+    from megascale.convert.generate import SamplingParams, WantedTokenizer, find_weights, generate_text
     from megascale.device import detect_device
 
     params = SamplingParams(options.tokens, options.temperature, options.top_k, options.seed)
     source = find_weights(Location(options.checkpoint))
+    wanted = WantedTokenizer(options.tokenizer, options.eod)
     try:
-        for text in generate_text(
-            source, options.prompt or [""], params, options.tokenizer, detect_device().torch_device
-        ):
+        for text in generate_text(source, options.prompt or [""], params, wanted, detect_device().torch_device):
             print(text, flush=True)
     except OSError as error:
         message = f"cannot write the weights for transformers: {error.filename or ''} {error.strerror}"

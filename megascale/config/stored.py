@@ -51,12 +51,15 @@ def data_source(c: Any) -> Iterator[Finding]:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The description file of a dataset by `megascale data prepare`: vocabulary size and tokenizer."""
+    """The description file of a dataset by `megascale data prepare`: vocabulary size, tokenizer, and `frame`, the ids
+    that begin (or None) and end each document.
+    """
 
     prefix: str
     vocab_size: int
     tokenizer: str
     fingerprint: str
+    frame: tuple[int | None, int | None]
 
 
 def data_files(c: Any) -> Iterator[Finding]:
@@ -80,7 +83,8 @@ def data_files(c: Any) -> Iterator[Finding]:
                 continue
             if facts:
                 tokenizer = facts["tokenizer"]
-                prepared = Prepared(prefix, facts["vocab_size"], tokenizer["name"], tokenizer["fingerprint"])
+                frame = tokenizer.get("bos"), tokenizer.get("eod")
+                prepared = Prepared(prefix, facts["vocab_size"], tokenizer["name"], tokenizer["fingerprint"], frame)
                 yield from _mismatches(key, prepared, first or prepared, d.tokenizer, c.model.vocab_size)
                 first = first or prepared
     if d.tokenizer and d.tokenizer not in TOKENIZERS.cards and not is_readable_file(d.tokenizer):
@@ -147,6 +151,14 @@ def _mismatches(
     elif prepared.fingerprint != first.fingerprint:
         message = f"{first.prefix} and {prepared.prefix} have different tokenizers"
         yield Finding(key, message, "prepare one dataset again")
+    elif prepared.frame != first.frame:
+        message = f"documents of {first.prefix} {_frame(first)}, those of {prepared.prefix} {_frame(prepared)}"
+        yield Finding(key, message, "prepare one dataset again, with the same --eod and --add-bos")
+
+
+def _frame(prepared: Prepared) -> str:
+    bos, eod = prepared.frame
+    return f"end with token {eod}" if bos is None else f"begin with token {bos} and end with token {eod}"
 
 
 def _fingerprint(tokenizer: str) -> str | None:

@@ -13,10 +13,13 @@ def to_toml(config: RunConfig) -> str:
     """Format a configuration as TOML, without keys that have no value."""
     tree = config.model_dump(by_alias=True, exclude_none=True, mode="json")
     lines = [f"{key} = {_value(value)}" for key, value in tree.items() if not isinstance(value, dict)]
-    for table, keys in tree.items():
-        if isinstance(keys, dict):
-            lines += ["", f"[{table}]", *(f"{key} = {_value(value)}" for key, value in keys.items())]
+    lines += ["\n" + section_to_toml(table, keys) for table, keys in tree.items() if isinstance(keys, dict)]
     return "\n".join(lines) + "\n"
+
+
+def section_to_toml(name: str, keys: Mapping[str, Any]) -> str:
+    """Format a section as TOML."""
+    return "\n".join([f"[{name}]", *(f"{key} = {_value(value)}" for key, value in keys.items())])
 
 
 LOSS_SECTIONS = ("model", "batch", "train", "fp8", "optimizer", "data")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,19 +12,17 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from megascale.catalog.tokenizers import TOKENIZERS
 from megascale.checkpoint import offline
+from megascale.checkpoint.companions import COMPANIONS, SOURCE_CONFIG, copy_companions
 from megascale.checkpoint.format import manifest
 from megascale.checkpoint.format.state import WEIGHTS
 from megascale.checkpoint.storage import Location
 from megascale.config.model import ModelConfig
-from megascale.convert.huggingface import COMPANIONS, CONFIG_FILE, PretrainedWeights, export_model, model_tensors
-from megascale.core.errors import CheckpointError, DataError
+from megascale.convert import tokenizer_files
+from megascale.convert.huggingface import CONFIG_FILE, PretrainedWeights, export_model
+from megascale.convert.tensor_map import model_tensors
+from megascale.core.errors import CheckpointError
 from megascale.core.files import atomic_folder
-from megascale.data.tokenizer import FileTokenizer
-
-HF_CONFIG_FILE = "huggingface.json"
-"""The config.json of a converted checkpoint's source, with keys that `[model]` lacks."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -40,10 +37,8 @@ def from_huggingface(source: Path, output: Path, dtype: torch.dtype | None = Non
     pretrained.check_tensors()
     config: dict[str, Any] = {"model": pretrained.model.model_dump(mode="json", by_alias=True)}
     with atomic_folder(output) as folder:
-        for name in COMPANIONS:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, folder / name)
-        shutil.copyfile(source / CONFIG_FILE, folder / HF_CONFIG_FILE)
+        copy_companions(Location(str(source)), Location(str(folder)), COMPANIONS)
+        shutil.copyfile(source / CONFIG_FILE, folder / SOURCE_CONFIG)
         offline.write_weights(folder, _weights(pretrained, dtype), config)
 
 
@@ -70,24 +65,47 @@ def _cast(tensor: Tensor, dtype: torch.dtype, where: str) -> Tensor:
     return converted
 
 
+def read_model_section(source: Location) -> dict[str, Any]:
+    """The keys of `[model]` of Hugging Face weights, or of a checkpoint or a run, without keys that have no value.
+
+    Raises: CheckpointError if there are none, or their model is unsupported
+    """
+    folder = source.local_path
+    if folder and (folder / CONFIG_FILE).is_file() and not (folder / manifest.NAME).is_file():
+        model = PretrainedWeights(folder).model
+    else:
+        checkpoint = offline.find_checkpoint(source)
+        model = _saved_model(checkpoint, manifest.read(checkpoint))
+    return model.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"preset"})
+
+
+def _saved_model(source: Location, saved: manifest.Manifest) -> ModelConfig:
+    try:
+        return ModelConfig.model_validate(saved.facts.config.get("model"))
+    except ValidationError as error:
+        what = f"{source}: this version of megascale cannot read its [model]: {error.errors()[0]['msg']}"
+        raise CheckpointError(what, hint="use the version that wrote the checkpoint") from None
+
+
 def to_huggingface(
-    source: Location, output: Path, dtype: torch.dtype | None = None, tokenizer: Path | None = None
-) -> str:
-    """Make a Hugging Face folder of a checkpoint. Returns why no tokenizer is included, or "".
+    source: Location,
+    output: Path,
+    dtype: torch.dtype | None = None,
+    tokenizer: Path | None = None,
+    eod: str | None = None,
+) -> list[str]:
+    """Make a Hugging Face folder of a checkpoint. Returns what its files lack, a line each.
 
     `dtype`: of the weights; by default the smallest dtype that holds all stored dtypes. `tokenizer`: a tokenizer.json;
-    by default the files beside the weights, or the tokenizer of the run's configuration.
+    by default the files beside the weights, or the tokenizer of the run's configuration. `eod`: its end-of-document
+    token; by default that of the training data, or what the tokenizer's files say.
 
     Raises: CheckpointError if the checkpoint is unreadable, no architecture computes its model, or an element overflows
         in `dtype`; DataError if `tokenizer` is unusable or larger than the model's vocabulary; OSError if `output`
         cannot be written
     """
     saved = manifest.read(source)
-    try:
-        model = ModelConfig.model_validate(saved.facts.config.get("model"))
-    except ValidationError as error:
-        what = f"{source}: this version of megascale cannot read its [model]: {error.errors()[0]['msg']}"
-        raise CheckpointError(what, hint="use the version that wrote the checkpoint") from None
+    model = _saved_model(source, saved)
 
     def read(name: str) -> Tensor:
         if WEIGHTS + name not in saved.tensors:
@@ -98,51 +116,9 @@ def to_huggingface(
     dtypes = {getattr(torch, tensor.dtype) for tensor in stored if tensor} or {torch.float32}
     target = dtype or functools.reduce(torch.promote_types, dtypes)
     with atomic_folder(output) as folder:
-        extra_keys = _copy_companions(source, folder)
+        copy_companions(source, Location(str(folder)), COMPANIONS)
         configured = (saved.facts.config.get("data") or {}).get("tokenizer")
-        missing = ""
-        if tokenizer:
-            extra_keys |= _add_tokenizer(tokenizer, model, folder)
-        elif configured and not any((folder / name).exists() for name in COMPANIONS):
-            token_ids, missing = _add_run_tokenizer(str(configured), model, folder)
-            extra_keys |= token_ids
+        wanted = tokenizer_files.Wanted(tokenizer, eod, configured and str(configured))
+        extra_keys, missing = tokenizer_files.add_tokenizer(source, folder, model, wanted)
         export_model(model, read, folder, target, extra_keys)
     return missing
-
-
-def _copy_companions(source: Location, folder: Path) -> dict[str, Any]:
-    """Copy the companion files of a checkpoint's weights. Returns the config.json of the checkpoint's source, or {}."""
-    for name in COMPANIONS:
-        if (source / name).exists():
-            (folder / name).write_bytes((source / name).read())
-    return dict(json.loads((source / HF_CONFIG_FILE).read())) if (source / HF_CONFIG_FILE).exists() else {}
-
-
-def _add_run_tokenizer(name: str, model: ModelConfig, folder: Path) -> tuple[dict[str, Any], str]:
-    """Copy the tokenizer of a run's configuration. Returns its keys for config.json, and why no tokenizer is included,
-    or "".
-    """
-    if name in TOKENIZERS.cards:
-        return {}, f"no tokenizer included: {name!r} has no file; use megascale sample --tokenizer {name}"
-    if not Path(name).is_file():
-        return {}, f"no tokenizer included: there is no file {name!r} on this host; give --tokenizer FILE"
-    try:
-        return _add_tokenizer(Path(name), model, folder), ""
-    except DataError as error:
-        return {}, f"no tokenizer included: {error.message}; give another with --tokenizer FILE"
-
-
-def _add_tokenizer(file: Path, model: ModelConfig, folder: Path) -> dict[str, Any]:
-    """Copy a tokenizer. Returns its keys for config.json.
-
-    Raises: DataError if the file is no tokenizer, or has more tokens than the model's vocabulary
-    """
-    tokenizer = FileTokenizer(file, eod=0)  # any id: a tokenizer without an end-of-document token is accepted
-    if tokenizer.vocab_size > model.vocab_size:
-        what = f"{file} has tokens up to {tokenizer.vocab_size - 1}, but model.vocab_size is {model.vocab_size}"
-        raise DataError(what, hint="the tokenizer that the model was trained with")
-    eod = tokenizer.find_eod()
-    shutil.copyfile(file, folder / "tokenizer.json")
-    text = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.seq_length}
-    (folder / "tokenizer_config.json").write_text(json.dumps(text, indent=2) + "\n", encoding="utf-8")
-    return {} if eod is None else {"bos_token_id": eod, "eos_token_id": eod}

@@ -10,13 +10,17 @@ from typing import Any
 
 import torch
 
+from megascale.catalog.tokenizers import TOKENIZERS
 from megascale.checkpoint import offline
 from megascale.checkpoint.format import manifest
 from megascale.checkpoint.storage import Location
 from megascale.convert.conversion import to_huggingface
 from megascale.convert.huggingface import CONFIG_FILE, PretrainedWeights
+from megascale.convert.tokenizer_files import data_tokenizer, eos_ids
 from megascale.core.errors import CheckpointError, MegascaleError
-from megascale.data.tokenizer import Tokenizer, load_tokenizer
+from megascale.core.files import fingerprint
+from megascale.data.indexed_dataset import TokenizerInfo
+from megascale.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -31,11 +35,27 @@ class SamplingParams:
     seed: int
 
 
+@dataclass(frozen=True)
+class WantedTokenizer:
+    """A tokenizer's name or file, and its end-of-document token; None for those of the weights."""
+
+    name: str | None = None
+    eod: str | None = None
+
+
+@dataclass(frozen=True)
+class LoadedTokenizer:
+    """A tokenizer, the id that begins a text, if any, and the ids that end one."""
+
+    tokenizer: Tokenizer
+    bos: int | None
+    stop: list[int]
+
+
 def generate_text(
-    source: Location, prompts: Sequence[str], params: SamplingParams, tokenizer: str | None, device: torch.device
+    source: Location, prompts: Sequence[str], params: SamplingParams, wanted: WantedTokenizer, device: torch.device
 ) -> Iterator[str]:
-    """Yield every prompt with its continuation. `source`: a checkpoint, or a Hugging Face folder. `tokenizer`: a name
-    or file; None for the tokenizer of `source`.
+    """Yield every prompt with its continuation. `source`: a checkpoint, or a Hugging Face folder.
 
     Raises: CheckpointError, DataError; MegascaleError without transformers
     """
@@ -49,7 +69,7 @@ def generate_text(
         if folder is None or not (folder / CONFIG_FILE).is_file():
             folder = Path(temporary) / "model"
             to_huggingface(source, folder)
-        loaded_tokenizer = load_tokenizer(tokenizer or _tokenizer_of(source))
+        frame = _load_tokenizer(source, folder, wanted)
         pretrained = PretrainedWeights(folder)
         pretrained.check_tensors()  # transformers would initialize missing tensors randomly
         seq_length = pretrained.model.seq_length
@@ -57,11 +77,13 @@ def generate_text(
         model: Any = AutoModelForCausalLM.from_pretrained(folder)
         model.to(device)
     for prompt in prompts:
-        yield _generate_one(model, loaded_tokenizer, prompt, params, seq_length)
+        yield _generate_one(model, frame, prompt, params, seq_length)
 
 
-def _generate_one(model: Any, tokenizer: Tokenizer, prompt: str, params: SamplingParams, seq_length: int) -> str:
-    prompt_ids = tokenizer.encode([prompt])[0].tolist() or [tokenizer.eod]
+def _generate_one(model: Any, frame: LoadedTokenizer, prompt: str, params: SamplingParams, seq_length: int) -> str:
+    tokenizer = frame.tokenizer
+    before = [] if frame.bos is None else [frame.bos]
+    prompt_ids = before + tokenizer.encode([prompt])[0].tolist() or [tokenizer.eod]
     if len(prompt_ids) >= seq_length:
         what = f"a prompt of {len(prompt_ids)} tokens fills the sequence of {seq_length}"
         raise MegascaleError(what, hint="a shorter prompt")
@@ -72,19 +94,41 @@ def _generate_one(model: Any, tokenizer: Tokenizer, prompt: str, params: Samplin
     ids = torch.tensor([prompt_ids], device=next(model.parameters()).device)
     torch.manual_seed(params.seed)
     sampling = {"temperature": params.temperature, "top_k": params.top_k} if params.temperature else {}
-    eod, max_new_tokens = tokenizer.eod, min(params.max_new_tokens, seq_length - len(prompt_ids))
+    max_new_tokens = min(params.max_new_tokens, seq_length - len(prompt_ids))
     output = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens,
-        do_sample=bool(params.temperature), eos_token_id=eod, pad_token_id=eod, **sampling,
+        do_sample=bool(params.temperature), eos_token_id=frame.stop, pad_token_id=frame.stop[0], **sampling,
     )  # fmt: skip
     token_ids = output[0].tolist()
-    return tokenizer.decode(token_ids[: -1 if token_ids[-1] == eod else None])
+    return tokenizer.decode(token_ids[len(before) : -1 if token_ids[-1] in frame.stop else None])
 
 
-def _tokenizer_of(source: Location) -> str:
-    """The tokenizer.json beside the weights, or the tokenizer of the run's configuration."""
-    if source.local_path and (source.local_path / "tokenizer.json").is_file():
-        return str(source.local_path / "tokenizer.json")
+def _load_tokenizer(source: Location, folder: Path, wanted: WantedTokenizer) -> LoadedTokenizer:
+    """Load the tokenizer of `source`, whose Hugging Face files are in `folder`. The training data's description says
+    which ids begin and end a text; for foreign weights their files do.
+
+    Raises: DataError, CheckpointError
+    """
+    info, stop = data_tokenizer(source), eos_ids(folder)
+    name = wanted.name or _tokenizer_of(source, folder, info)
+    is_file = name not in TOKENIZERS.cards
+    identity = fingerprint(Path(name)) if is_file and Path(name).is_file() else name
+    same = info is not None and info.fingerprint == identity
+    known: int | None = info.eod if info and same else (stop[0] if stop and not wanted.name else None)
+    tokenizer = load_tokenizer(name, wanted.eod or (known if is_file else None))
+    if wanted.name and not same:
+        stop = []  # ids of another tokenizer
+    framed = isinstance(tokenizer, FileTokenizer) and tokenizer.frames_with_bos
+    bos = info.bos if info and same else (tokenizer.bos if framed else None)
+    return LoadedTokenizer(tokenizer, bos, list(dict.fromkeys([tokenizer.eod, *stop])))
+
+
+def _tokenizer_of(source: Location, folder: Path, info: TokenizerInfo | None) -> str:
+    """The tokenizer.json beside the weights, or the tokenizer of the training data or the run's configuration."""
+    if (folder / "tokenizer.json").is_file():
+        return str(folder / "tokenizer.json")
+    if info and (info.name in TOKENIZERS.cards or Path(info.name).is_file()):
+        return info.name
     tokenizer = None
     if (source / manifest.NAME).exists():
         tokenizer = (manifest.read(source).facts.config.get("data") or {}).get("tokenizer")

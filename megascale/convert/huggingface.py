@@ -15,32 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megascale.checkpoint.format.state import SAFETENSORS_DTYPES, Region, slices
+from megascale.checkpoint.format.state import SAFETENSORS_DTYPES, Region
 from megascale.config.model import ModelConfig
-from megascale.convert.families import (
-    ConfigKeys,
-    Family,
-    TensorLocation,
-    family_of_config,
-    family_of_model,
-    make_config,
-    model_keys,
-)
+from megascale.convert.families.config_json import FAMILIES, family_of_config, make_config, read_model
+from megascale.convert.families.family import ConfigKeys
+from megascale.convert.tensor_map import Place, assemble, model_tensors, read_region, tensor_map
 from megascale.core.errors import CheckpointError
 from megascale.core.files import write_text
-from megascale.layout.tensors import TOKEN_EMBEDDING, all_params
-from megascale.layout.tensors import TensorSpec as Named
+from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING
 
 CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
-
-COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-              "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json")  # fmt: skip
-"""Optional files beside the weights, copied by a conversion."""
 
 MAX_SHARD_BYTES = 2 << 30
 """Bytes of weights per safetensors file. A larger tensor has a file of its own."""
@@ -48,7 +36,8 @@ MAX_SHARD_BYTES = 2 << 30
 COMPARE_CHUNK_BYTES = 64 << 20
 """Bytes of two compared tensors that are in memory at a time, unless a single row is larger."""
 
-_HEAD = "lm_head.weight"  # the name in all families
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth")
+"""Weights in torch's pickles, which can run code when they are opened."""
 
 _UNQUANTIZED_HINT = f"the weights before quantization, in {', '.join(SAFETENSORS_DTYPES.values())}"
 
@@ -62,28 +51,30 @@ class PretrainedWeights:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.config = read_json(folder / CONFIG_FILE)
-        self._family = family_of_config(self.config, str(folder / CONFIG_FILE))
-        keys = model_keys(self.config, str(folder / CONFIG_FILE))
-        try:
-            self.model = ModelConfig.model_validate(keys)
-        except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(map(str, first["loc"]))
-            what = f"{folder / CONFIG_FILE}: {first['input']!r} as {key}: {first['msg']}"
-            raise CheckpointError(what, hint="the config.json that belongs to the weights") from None
+        where = str(folder / CONFIG_FILE)
+        self._family = family_of_config(self.config, where)
+        self.model = read_model(self.config, where)
+        self._places = tensor_map(self._family, self.model)
+        self.tensors = model_tensors(self.model)
+        self._shapes = {tensor.name: tensor.shape for tensor in self.tensors}
 
     @cached_property
     def files(self) -> dict[str, Path]:
         """The safetensors file of every tensor, by Hugging Face name."""
-        if (self.folder / INDEX_FILE).exists():
-            weight_map = read_json(self.folder / INDEX_FILE).get("weight_map")
+        index, path = self.folder / INDEX_FILE, self.folder / WEIGHTS_FILE
+        if index.exists():
+            weight_map = read_json(index).get("weight_map")
             if not isinstance(weight_map, dict) or not all(_is_name(file) for file in weight_map.values()):
-                raise CheckpointError(f"{self.folder / INDEX_FILE} has no map of weights to files beside it")
+                raise CheckpointError(f"{index} has no map of weights to files beside it")
+            if path.exists() and WEIGHTS_FILE not in weight_map.values():
+                what = f"{self.folder} has {WEIGHTS_FILE}, and {INDEX_FILE}, which names other files"
+                raise CheckpointError(what, hint="remove the older of the two; transformers reads the former")
             return {name: self.folder / file for name, file in weight_map.items()}
-        path = self.folder / WEIGHTS_FILE
         if not path.exists():
+            pickles = [name for name in PICKLES if (self.folder / name).exists()]
+            also = f"; {pickles[0]} is a pickle, which can run code, and is not opened" if pickles else ""
             hint = "convert it with transformers: from_pretrained(...).save_pretrained(...)"
-            raise CheckpointError(f"{self.folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}", hint=hint)
+            raise CheckpointError(f"{self.folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}{also}", hint=hint)
         with _open_safetensors(path) as file:
             return dict.fromkeys(file.keys(), path)
 
@@ -97,26 +88,26 @@ class PretrainedWeights:
             what = f"{self.folder / CONFIG_FILE}: the weights are quantized, by quant_method {method!r}"
             raise CheckpointError(what, hint=_UNQUANTIZED_HINT)
         unchecked = set(self.files)
-        for tensor in model_tensors(self.model):
-            location = self._family.locate(tensor.name)
-            name = self._stored_name(location.name)
+        for ours, place in self._places.items():
+            name = self._stored_name(place.name)
             shape, dtype = self._shape_and_dtype(name)
             if dtype not in SAFETENSORS_DTYPES.values():
                 raise CheckpointError(f"{self.files[name]}: {name} is stored as {dtype}", hint=_UNQUANTIZED_HINT)
-            expected = _hf_shape(location, tensor.shape)
+            expected = place.stored_shape(self._shapes[ours])
             if shape != expected:
                 what = f"{name} has shape {list(shape)}, its config.json says {list(expected)}"
                 raise CheckpointError(what, hint="another download")
             unchecked.discard(name)
-        if self.model.tie_embeddings and _HEAD in unchecked:
-            self._check_tied()
-            unchecked.discard(_HEAD)
+        head = self._family.outer[HEAD]
+        if self.model.tie_embeddings and head in unchecked:
+            self._check_tied(head)
+            unchecked.discard(head)
         unknown = sorted(n for n in unchecked if not n.endswith(self._family.ignored_suffixes or "\0"))
         if unknown:
             names = ", ".join(unknown[:3])
             raise CheckpointError(f"{self.folder} has {len(unknown)} tensors unknown to its config.json: {names}")
 
-    def _check_tied(self) -> None:
+    def _check_tied(self, head: str) -> None:
         """Check that a stored head equals, bit by bit, the embedding of a model with tied embeddings.
 
         Raises: CheckpointError
@@ -125,12 +116,12 @@ class PretrainedWeights:
         (count, width), _ = stored = self._shape_and_dtype(embedding)
         rows = max(1, COMPARE_CHUNK_BYTES // (8 * width))
         chunks = (slice(start, start + rows) for start in range(0, count, rows))
-        if stored == self._shape_and_dtype(_HEAD) and all(
-            self._bytes(embedding, chunk).equal(self._bytes(_HEAD, chunk)) for chunk in chunks
+        if stored == self._shape_and_dtype(head) and all(
+            self._bytes(embedding, chunk).equal(self._bytes(head, chunk)) for chunk in chunks
         ):
             return
-        what = f"{self.folder / CONFIG_FILE}: tie_word_embeddings is true, but {_HEAD} is not equal to {embedding}"
-        hint = f"set tie_word_embeddings to false to keep both, or remove {_HEAD} from the files"
+        what = f"{self.folder / CONFIG_FILE}: tie_word_embeddings is true, but {head} is not equal to {embedding}"
+        hint = f"set tie_word_embeddings to false to keep both, or remove {head} from the files"
         raise CheckpointError(what, hint=hint)
 
     def _shape_and_dtype(self, hf_name: str) -> tuple[tuple[int, ...], str]:
@@ -149,11 +140,10 @@ class PretrainedWeights:
 
         Raises: CheckpointError if the tensor is missing or unreadable
         """
-        location, hf_name = self._family.locate(name), self.hf_name(name)
+        hf_name = self.hf_name(name)
         with _open_safetensors(self.files[hf_name]) as file:
             stored = file.get_slice(hf_name)
-            tensor = stored[_hf_slices(location, tuple(stored.get_shape()), part)]
-        return (tensor.t() if location.transposed else tensor).contiguous()
+            return read_region(self._places[name], self._shapes[name], lambda box: stored[box], part)
 
     def place_of(self, name: str) -> str:
         """Name the file of a megascale tensor, and the tensor as the file does. Raises: CheckpointError"""
@@ -165,42 +155,35 @@ class PretrainedWeights:
 
         Raises: CheckpointError if the tensor is missing
         """
-        return self._stored_name(self._family.locate(name).name)
+        return self._stored_name(self._places[name].name)
 
     def _stored_name(self, name: str) -> str:
-        """The name in these files. Files of a bare model omit the prefix "transformer." or "model."."""
-        bare = name.removeprefix("transformer.").removeprefix("model.")
+        """The name in these files. Files of a bare model omit the first part of a name, such as "model."."""
+        bare = name.partition(".")[2]
         for candidate in (name, bare):
             if candidate in self.files:
                 return candidate
         raise CheckpointError(f"{self.folder} has no tensor {name}", hint="another download")
 
 
-def model_tensors(model: ModelConfig) -> list[Named]:
-    """The tensors of a model, in the order of the network."""
-    return [tensor for parameter in all_params(model) for tensor in parameter.parts]
-
-
 def export_model(
-    model: ModelConfig, read: Callable[[str], Tensor], folder: Path, dtype: torch.dtype, extra_keys: ConfigKeys
+    model: ModelConfig, read: Callable[[str], Tensor], folder: Path, dtype: torch.dtype, source_keys: ConfigKeys
 ) -> None:
     """Write a model's weights and config.json into a folder, with the tensors of a single file in memory at a time.
 
-    `read` returns a tensor in `dtype` by its megascale name. `extra_keys`: further keys of the config.json.
+    `read` returns a tensor in `dtype` by its megascale name. `source_keys`: the config.json that the weights came with,
+    or keys for the new one.
 
     Raises: CheckpointError if no architecture computes the model; OSError if the folder cannot be written
     """
     written = str(dtype).removeprefix("torch.")
-    dtype_keys = {"torch_dtype": written} | ({"dtype": written} if "dtype" in extra_keys else {})  # transformers 5
-    config = extra_keys | make_config(model) | dtype_keys
-    groups = list(_files(family_of_model(model), model, dtype))
+    dtype_keys = dict.fromkeys({"torch_dtype", "dtype"} & source_keys.keys() or {"torch_dtype"}, written)
+    config = make_config(model, source_keys) | dtype_keys
+    groups = list(_files(tensor_map(FAMILIES[config["model_type"]], model), model, dtype))
     weights: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
         file = WEIGHTS_FILE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        tensors_of_file = {
-            name: _concatenate([_to_hf_layout(location, read(part)) for part, location in parts])
-            for name, parts in group
-        }
+        tensors_of_file = {name: assemble([(place, read(ours)) for ours, place in parts]) for name, parts in group}
         try:
             save_file(tensors_of_file, folder / file, {"format": "pt"})
         except SafetensorError as error:
@@ -213,52 +196,24 @@ def export_model(
     write_text(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
 
 
-TensorParts = list[tuple[str, TensorLocation]]
+TensorParts = list[tuple[str, Place]]
 
 
-def _files(family: Family, model: ModelConfig, dtype: torch.dtype) -> Iterator[list[tuple[str, TensorParts]]]:
-    """Group the Hugging Face tensors by file, each tensor with its megascale parts."""
+def _files(places: dict[str, Place], model: ModelConfig, dtype: torch.dtype) -> Iterator[list[tuple[str, TensorParts]]]:
+    """Group the Hugging Face tensors by file, each tensor with the megascale tensors that it holds."""
     parts_by_name: dict[str, TensorParts] = {}
     size: dict[str, int] = {}
     for tensor in model_tensors(model):
-        location = family.locate(tensor.name)
-        parts_by_name.setdefault(location.name, []).append((tensor.name, location))
-        size[location.name] = size.get(location.name, 0) + math.prod(tensor.shape) * dtype.itemsize
+        place = places[tensor.name]
+        parts_by_name.setdefault(place.name, []).append((tensor.name, place))
+        size[place.name] = size.get(place.name, 0) + math.prod(tensor.shape) * dtype.itemsize
     group: list[tuple[str, TensorParts]] = []
     for name, parts in parts_by_name.items():
         if group and sum(size[member] for member, _ in group) + size[name] > MAX_SHARD_BYTES:
             yield group
             group = []
-        group.append((name, sorted(parts, key=lambda part: part[1].index)))
+        group.append((name, parts))
     yield group
-
-
-def _to_hf_layout(location: TensorLocation, tensor: Tensor) -> Tensor:
-    return tensor.t() if location.transposed else tensor
-
-
-def _concatenate(parts: list[Tensor]) -> Tensor:
-    return (torch.cat(parts, -1) if len(parts) > 1 else parts[0]).contiguous()
-
-
-def _hf_shape(location: TensorLocation, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the Hugging Face tensor that holds a megascale tensor of `shape`."""
-    hf_shape = tuple(reversed(shape)) if location.transposed else shape
-    return (*hf_shape[:-1], hf_shape[-1] * location.count)
-
-
-def _hf_slices(location: TensorLocation, hf_shape: tuple[int, ...], part: Region | None) -> tuple[slice, ...]:
-    """The slices of a Hugging Face tensor that hold a megascale tensor, or the region `part` of the latter."""
-    width = hf_shape[-1] // location.count
-    if part is None:
-        hf_slices = [slice(0, n) for n in (*hf_shape[:-1], width)]
-    else:
-        hf_slices = list(slices(*part))
-        if location.transposed:
-            hf_slices.reverse()
-    *leading, last = hf_slices
-    start = location.index * width
-    return (*leading, slice(start + last.start, start + last.stop))
 
 
 def _is_name(file: Any) -> bool:

@@ -39,11 +39,15 @@ DTYPE_CODES: dict[int, type[np.generic]] = {
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """The tokenizer of a dataset: name or file, fingerprint, and end-of-document id."""
+    """The tokenizer of a dataset: name or file, fingerprint, end-of-document id, the file that named the id, and the id
+    that begins each document, or None.
+    """
 
     name: str
     fingerprint: str
     eod: int
+    eod_origin: str = ""
+    bos: int | None = None
 
 
 @dataclass(frozen=True)
@@ -167,7 +171,7 @@ def open_dataset(prefix: Path) -> IndexedDataset:
     except OSError as error:
         hint = os_error_hint(error, "check the files and their file system")
         raise DataError(f"{prefix} cannot be read: {error.strerror or error}", hint=hint) from None
-    return IndexedDataset(tokens, lengths, offsets, _description(_file(prefix, ".json")))
+    return IndexedDataset(tokens, lengths, offsets, read_info(prefix))
 
 
 def _map_index(path: Path, files: DatasetFiles) -> tuple[np.ndarray, np.ndarray]:
@@ -194,8 +198,12 @@ def _map_tokens(path: Path, files: DatasetFiles, lengths: np.ndarray, offsets: n
     return np.memmap(path, dtype=dtype, mode="r") if size else np.empty(0, dtype)
 
 
-def _description(path: Path) -> DatasetInfo | None:
-    """Read PREFIX.json; None for a dataset of another tool, which has no such file."""
+def read_info(prefix: Path) -> DatasetInfo | None:
+    """Read PREFIX.json; None for a dataset of another tool, which has no such file.
+
+    Raises: DataError for a file that is unreadable or of another content
+    """
+    path = _file(prefix, ".json")
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
         return DatasetInfo(**{**facts, "tokenizer": TokenizerInfo(**facts["tokenizer"])})

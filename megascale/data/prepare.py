@@ -34,14 +34,25 @@ _worker_tokenizer: Tokenizer  # of a worker process, loaded once by `_start_work
 
 @dataclass(frozen=True)
 class PrepareRequest:
-    """The arguments of `megascale data prepare`. `key`: the JSON field that holds the text."""
+    """The arguments of `megascale data prepare`. `key`: the JSON field that holds the text. `add_bos`: begin each
+    document with the tokenizer's beginning-of-text token.
+    """
 
     inputs: Sequence[Path]
     output: Path
     tokenizer: str
     key: str = "text"
     eod: str | None = None
+    add_bos: bool = False
     workers: int = 1
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The ids that begin and end each document; `bos` is None for no beginning."""
+
+    bos: int | None
+    eod: int
 
 
 def prepare_dataset(request: PrepareRequest, progress: Callable[[int], None] = lambda size: None) -> DatasetInfo:
@@ -51,9 +62,20 @@ def prepare_dataset(request: PrepareRequest, progress: Callable[[int], None] = l
     """
     tokenizer = load_tokenizer(request.tokenizer, request.eod)
     _check_paths(request)
-    origin = TokenizerInfo(tokenizer.name, tokenizer.fingerprint, tokenizer.eod)
-    with closing(_tokenized(request, tokenizer, _batches(_texts(request, progress)))) as token_ids:
+    frame = Frame(_bos(tokenizer) if request.add_bos else None, tokenizer.eod)
+    origin = TokenizerInfo(tokenizer.name, tokenizer.fingerprint, tokenizer.eod, tokenizer.eod_origin, frame.bos)
+    with closing(_tokenized(request, tokenizer, frame, _batches(_texts(request, progress)))) as token_ids:
         return write_dataset(request.output, token_ids, origin, tokenizer.vocab_size)
+
+
+def _bos(tokenizer: Tokenizer) -> int:
+    """The beginning-of-text id.
+
+    Raises: DataError if no file names one
+    """
+    if tokenizer.bos is None:
+        raise DataError(f"{tokenizer.name} does not say which token begins a text", hint="leave out --add-bos")
+    return tokenizer.bos
 
 
 def _check_paths(request: PrepareRequest) -> None:
@@ -101,28 +123,30 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
     yield batch
 
 
-def _tokenized(request: PrepareRequest, tokenizer: Tokenizer, batches: Iterable[list[str]]) -> Generator[np.ndarray]:
+def _tokenized(
+    request: PrepareRequest, tokenizer: Tokenizer, frame: Frame, batches: Iterable[list[str]]
+) -> Generator[np.ndarray]:
     """The token ids of all non-empty documents in order, encoded by this process or by workers."""
     if request.workers == 1:
-        encoded: Iterable[list[np.ndarray]] = (_encode(tokenizer, batch) for batch in batches)
+        encoded: Iterable[list[np.ndarray]] = (_encode(tokenizer, frame, batch) for batch in batches)
     else:
-        encoded = _in_workers(request, batches)
+        encoded = _in_workers(request, frame, batches)
     for ids in encoded:
         yield from ids
 
 
-def _in_workers(request: PrepareRequest, batches: Iterable[list[str]]) -> Iterator[list[np.ndarray]]:
+def _in_workers(request: PrepareRequest, frame: Frame, batches: Iterable[list[str]]) -> Iterator[list[np.ndarray]]:
     """Run `_encode` in worker processes, with a few batches in flight; results are in order."""
     pool = ProcessPoolExecutor(
         request.workers,
         mp_context=multiprocessing.get_context("spawn"),  # the progress bar's thread makes a fork unsafe
         initializer=_start_worker,
-        initargs=(request.tokenizer, request.eod),
+        initargs=(request.tokenizer, frame.eod),
     )
     in_flight: deque[Future[list[np.ndarray]]] = deque()
     try:
         for batch in batches:
-            in_flight.append(_submit(pool, batch))
+            in_flight.append(_submit(pool, frame, batch))
             if len(in_flight) > 4 * request.workers:
                 yield in_flight.popleft().result()
         while in_flight:
@@ -134,13 +158,13 @@ def _in_workers(request: PrepareRequest, batches: Iterable[list[str]]) -> Iterat
         pool.shutdown(cancel_futures=True)
 
 
-def _submit(pool: ProcessPoolExecutor, batch: list[str]) -> Future[list[np.ndarray]]:
+def _submit(pool: ProcessPoolExecutor, frame: Frame, batch: list[str]) -> Future[list[np.ndarray]]:
     """Submit a batch to the pool. SIGINT is blocked meanwhile: a worker that the pool starts inherits the mask, and
     Ctrl-C reaches this process alone.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        return pool.submit(_encode_in_worker, batch)
+        return pool.submit(_encode_in_worker, frame, batch)
     except OSError as error:
         what = f"a worker process cannot be started: {error.strerror or error}"
         raise DataError(what, hint=f"fewer --workers; {os_error_hint(error, 'one works in this process')}") from None
@@ -150,7 +174,7 @@ def _submit(pool: ProcessPoolExecutor, batch: list[str]) -> Future[list[np.ndarr
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _start_worker(name: str, eod: str | None) -> None:
+def _start_worker(name: str, eod: int) -> None:
     global _worker_tokenizer  # an initializer can hand its result to a worker only through a global
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # --workers sets the parallelism, with a thread per worker
@@ -165,11 +189,13 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
-def _encode_in_worker(texts: list[str]) -> list[np.ndarray]:
-    return _encode(_worker_tokenizer, texts)
+def _encode_in_worker(frame: Frame, texts: list[str]) -> list[np.ndarray]:
+    return _encode(_worker_tokenizer, frame, texts)
 
 
-def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
-    """The token ids (i32) of the non-empty texts, with eod appended."""
+def _encode(tokenizer: Tokenizer, frame: Frame, texts: list[str]) -> list[np.ndarray]:
+    """The token ids (i32) of the non-empty texts, with bos, if any, before and eod after."""
+    start = np.array([] if frame.bos is None else [frame.bos], dtype=np.int32)
+    end = np.array([frame.eod], dtype=np.int32)
     encoded = (np.asarray(ids, dtype=np.int32) for ids in tokenizer.encode(texts))
-    return [np.append(ids, np.int32(tokenizer.eod)) for ids in encoded if len(ids)]
+    return [np.concatenate((start, ids, end)) for ids in encoded if len(ids)]

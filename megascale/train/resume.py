@@ -16,6 +16,7 @@ from megascale.core.errors import CheckpointError
 from megascale.core.units import format_count
 from megascale.train.build import Origin, Run
 from megascale.train.finite_check import all_finite
+from megascale.train.weight_companions import keep_companions
 
 
 class InitialWeights(Protocol):
@@ -45,6 +46,8 @@ def load_initial_state(run: Run, open_weights: OpenWeights) -> str:
     """
     resumed = run.checkpoints.resume()
     lines = [f"WARNING: {text}" for text in run.checkpoints.warnings]
+    if run.mesh.rank == 0 and run.config.checkpoint.every:
+        lines += [f"WARNING: {text}" for text in keep_companions(run.config, resumed.path if resumed else None)]
     if resumed is None:
         return "\n".join(lines + _load_initial_weights(run, open_weights))
     run.progress = resumed.progress

@@ -26,8 +26,9 @@ from megascale.checkpoint.storage import Location
 from megascale.config.model import ModelConfig
 from megascale.convert import huggingface
 from megascale.convert.conversion import from_huggingface, to_huggingface
-from megascale.convert.families import model_keys
-from megascale.convert.huggingface import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, PretrainedWeights, model_tensors
+from megascale.convert.families.config_json import read_model
+from megascale.convert.huggingface import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, PretrainedWeights
+from megascale.convert.tensor_map import model_tensors
 from megascale.core.errors import CheckpointError, DataError
 from megascale.core.rank import Rank
 from tests.oracles.ours import MODELS, Array, Arrays, Piece, join
@@ -204,7 +205,7 @@ def drawn(model: dict[str, Any]) -> dict[str, torch.Tensor]:
 def written(folder: Path, weights: dict[str, torch.Tensor], **config: Any) -> Location:
     """Write a checkpoint of the weights."""
     folder.mkdir()
-    resolved = ModelConfig.model_validate(LLAMA).model_dump(mode="json")
+    resolved = ModelConfig.model_validate(LLAMA).model_dump(mode="json", by_alias=True)
     offline.write_weights(folder, weights.items(), {"model": resolved, **config})
     return Location(str(folder))
 
@@ -219,20 +220,22 @@ def test_mixed_dtypes_are_promoted_to_a_dtype_that_holds_both(tmp_path: Path) ->
 
 def test_the_tokenizer_is_included_or_its_absence_is_explained(tmp_path: Path) -> None:
     file = tmp_path / "tokens.json"
-    Tokenizer(WordLevel({"a": 0, "</s>": 1}, unk_token="a")).save(str(file))
+    made = Tokenizer(WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
+    made.add_special_tokens(["</s>"])
+    made.save(str(file))
     weights = drawn(LLAMA)
     there = written(tmp_path / "there", weights, data={"tokenizer": str(file)})
     gone = written(tmp_path / "gone", weights, data={"tokenizer": str(tmp_path / "gone.json")})
-    assert to_huggingface(there, tmp_path / "one") == ""
-    told = to_huggingface(gone, tmp_path / "two")
+    assert to_huggingface(there, tmp_path / "one") == []
+    (told,) = to_huggingface(gone, tmp_path / "two")
     assert f"there is no file '{tmp_path}/gone.json' on this host; give --tokenizer FILE" in told
-    assert to_huggingface(gone, tmp_path / "three", tokenizer=file) == ""
+    assert to_huggingface(gone, tmp_path / "three", tokenizer=file) == []
     texts = [(tmp_path / name / "config.json").read_text() for name in ("one", "two", "three")]
     assert texts[0] == texts[2] and '"eos_token_id"' in texts[0]
     assert not (tmp_path / "two/tokenizer.json").exists()
     assert (tmp_path / "three/tokenizer.json").read_bytes() == file.read_bytes()
     plain = written(tmp_path / "plain", weights, data={"tokenizer": "bytes"})
-    told = to_huggingface(plain, tmp_path / "four")
+    (told,) = to_huggingface(plain, tmp_path / "four")
     assert "'bytes' has no file; use megascale sample --tokenizer bytes" in told
 
 
@@ -247,7 +250,7 @@ def test_an_unusable_tokenizer_or_that_of_another_model_is_refused(tmp_path: Pat
             to_huggingface(plain, tmp_path / "theirs", tokenizer=file)
         assert not list(tmp_path.glob("*theirs*"))
         configured = written(tmp_path / f"of {file.stem}", weights, data={"tokenizer": str(file)})
-        told = to_huggingface(configured, tmp_path / f"for {file.stem}")
+        (told,) = to_huggingface(configured, tmp_path / f"for {file.stem}")
         assert told.startswith(f"no tokenizer included: {file} {words}")
         assert told.endswith("give another with --tokenizer FILE")
 
@@ -284,16 +287,16 @@ def changed(folder: Path, **keys: Any) -> None:
     [
         ("llama", {"model_type": "qwen2"}, "model_type is 'qwen2'  -> a model of gpt2, llama, mistral"),
         ("llama", {"model_type": ...}, "model_type is None"),
-        ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_type is 'llama3', not 'default'"),
-        ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "type is 'linear', not 'default'"),
-        ("llama", {"rope_scaling": {"rope_type": "yarn"}}, "rope_type is 'yarn', not 'default'"),
+        ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type is 'longrope', not default or linear or"),
+        ("llama", {"rope_scaling": {"type": "su"}}, "rope_type is 'su', not default or linear or"),
+        ("llama", {"rope_scaling": {"rope_type": "yarn"}}, "as rope_scaling: yarn needs factor"),
         ("llama", {"attention_bias": True}, "mlp_bias is False, not True"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu', not 'silu'"),
-        ("llama", {"head_dim": 16}, "head_dim is 16, not 8"),
+        ("llama", {"head_dim": 16}, "q_proj.weight has shape [32, 32], its config.json says [64, 32]"),
         ("llama", {"hidden_size": ...}, "no 'hidden_size'"),
         ("llama", {"model_type": ["llama"]}, "model_type is ['llama']  -> a model of gpt2, llama, mistral"),
         ("llama", {"rope_parameters": [1]}, "a value of the wrong type: 'list' object has no attribute 'get'"),
-        ("llama", {"hidden_size": "wide"}, "a value of the wrong type"),
+        ("llama", {"hidden_size": "wide"}, "'wide' as hidden_size: Input should be"),
         ("llama", {"vocab_size": "many"}, "'many' as vocab_size: Input should be a valid integer"),
         ("llama", {"num_attention_heads": 0}, "config.json: num_attention_heads is 0, not above 0"),
         (
@@ -350,7 +353,7 @@ def test_rope_theta_is_that_of_transformers(keys: dict[str, Any]) -> None:
         "intermediate_size": 48, "vocab_size": 101,
     }  # fmt: skip
     theirs = LlamaConfig.from_dict(plain | copy.deepcopy(keys)).rope_parameters["rope_theta"]
-    assert model_keys(plain | keys, "config.json")["rope_theta"] == theirs
+    assert read_model(plain | keys, "config.json").rope_theta == theirs
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
@@ -440,9 +443,9 @@ def test_a_damaged_folder_is_named(tmp_path: Path, damage: Any, words: str) -> N
     ("model", "words"),
     [
         (GPT | {"block": "parallel"}, "block = 'serial'"),
-        (GPT | {"window": 4}, "gpt2 has no window"),
-        (LLAMA | {"window": [4, 0]}, "mistral has one window for all layers"),
-        (BIASED | {"window": 4}, "mistral has no bias"),
+        (GPT | {"window": 4}, "gpt2 has window = None"),
+        (LLAMA | {"window": [4, 0]}, "mistral has window = 4"),
+        (BIASED | {"window": 4}, "mistral has bias = False"),
         (GPT | {"norm": "rmsnorm"}, "gpt2 has norm = 'layernorm'"),
     ],
 )
@@ -450,7 +453,7 @@ def test_a_model_of_no_family_is_refused(tmp_path: Path, model: dict[str, Any], 
     config = ModelConfig.model_validate(model)
     (tmp_path / "ours").mkdir()
     zeros = ((tensor.name, torch.zeros(tensor.shape)) for tensor in model_tensors(config))
-    offline.write_weights(tmp_path / "ours", zeros, {"model": config.model_dump(mode="json")})
+    offline.write_weights(tmp_path / "ours", zeros, {"model": config.model_dump(mode="json", by_alias=True)})
     with pytest.raises(CheckpointError) as caught:
         to_huggingface(Location(str(tmp_path / "ours")), tmp_path / "theirs")
     assert words in str(caught.value)

@@ -13,7 +13,7 @@ from megascale.checkpoint.storage import Location
 from megascale.cli.main import main
 from megascale.config.model import ModelConfig
 from megascale.convert.conversion import to_huggingface
-from megascale.convert.huggingface import model_tensors
+from megascale.convert.tensor_map import model_tensors
 from tests.runs import LLAMA
 
 BYTES = LLAMA | {"vocab_size": 257, "seq_length": 32}
@@ -25,7 +25,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint")
     model, generator = ModelConfig.model_validate(BYTES), torch.Generator().manual_seed(0)
     weights = ((t.name, torch.randn(t.shape, generator=generator)) for t in model_tensors(model))
-    offline.write_weights(folder, weights, {"model": model.model_dump(mode="json"), "data": {"tokenizer": "bytes"}})
+    keys = model.model_dump(mode="json", by_alias=True)
+    offline.write_weights(folder, weights, {"model": keys, "data": {"tokenizer": "bytes"}})
     return folder
 
 

@@ -14,7 +14,7 @@ from megascale.data import indexed_dataset
 from tests.runs import GPT, config_of, settings
 
 VOCABULARY = 60_000
-ORIGIN = indexed_dataset.TokenizerInfo("bytes", "bytes", 256)
+ORIGIN = indexed_dataset.TokenizerInfo("bytes", "bytes", 256, "fixed")
 SEQUENCE = 8
 
 Source = Path | Sequence[tuple[float, Path]] | None

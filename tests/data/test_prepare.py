@@ -74,10 +74,24 @@ def test_any_number_of_workers_writes_the_same_files(
         assert texts_of(tmp_path / "by3") == TEXTS
 
 
+def test_documents_begin_with_bos_if_asked(tmp_path: Path) -> None:
+    tokenizer, source = tmp_path / "tokenizer.json", lines(tmp_path / "input.jsonl", TEXTS)
+    byte_level("<eod>", "<bos>").save(str(tokenizer))
+    for workers in (1, 2):
+        made = make([source], tmp_path / f"by{workers}", tokenizer=str(tokenizer), add_bos=True, workers=workers)
+        reader = indexed_dataset.open_dataset(tmp_path / f"by{workers}")
+        assert all(reader[index][[0, -1]].tolist() == [257, 256] for index in range(len(reader)))
+        assert made.tokenizer.bos == 257 and reader.info == made
+    with pytest.raises(DataError, match="bytes does not say which token begins a text  -> leave out --add-bos"):
+        make([source], tmp_path / "none", add_bos=True)
+
+
 def test_a_large_vocabulary_is_stored_in_four_bytes(tmp_path: Path) -> None:
     tokenizer = tmp_path / "tokenizer.json"
     words({f"w{number}": number for number in range(70_000)} | {"[UNK]": 70_000, "<eod>": 70_001}).save(str(tokenizer))
-    made = make([lines(tmp_path / "in.jsonl", ["w5 w69999 other"])], tmp_path / "set", tokenizer=str(tokenizer))
+    made = make(
+        [lines(tmp_path / "in.jsonl", ["w5 w69999 other"])], tmp_path / "set", tokenizer=str(tokenizer), eod="<eod>"
+    )
     reader = indexed_dataset.open_dataset(tmp_path / "set")
     assert reader.tokens.dtype == np.int32
     assert reader[0].tolist() == [5, 69_999, 70_000, 70_001]

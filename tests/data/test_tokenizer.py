@@ -55,18 +55,12 @@ def test_a_file_round_trips(path: Path, texts: list[str]) -> None:
     assert [tokenizer.decode(ids.tolist()) for ids in tokenizer.encode(texts)] == texts
 
 
-def test_the_usual_end_of_document_is_found_in_order_of_preference(path: Path) -> None:
+def test_an_end_of_document_that_is_given_is_used(path: Path) -> None:
     byte_level("</s>", "<|endoftext|>").save(str(path))
-    assert load_tokenizer(str(path)).eod == 257
     assert load_tokenizer(str(path), "</s>").eod == 256
     assert load_tokenizer(str(path), 7).eod == 7
-
-
-@pytest.mark.parametrize(("eod", "named"), [(None, "<|endoftext|> nor .* nor <eos>"), ("<stop>", "<stop>")])
-def test_a_file_without_the_end_of_document_is_refused(path: Path, eod: str | None, named: str) -> None:
-    byte_level("<pad>").save(str(path))
-    with pytest.raises(DataError, match=rf"tokenizer.json has no token {named} to end documents with  -> --eod TOKEN"):
-        load_tokenizer(str(path), eod)
+    with pytest.raises(DataError, match=r"tokenizer.json has no token <stop> to end documents with  -> --eod TOKEN"):
+        load_tokenizer(str(path), "<stop>")
 
 
 def test_documents_are_neither_cut_nor_padded_nor_framed(path: Path) -> None:
@@ -81,7 +75,7 @@ def test_documents_are_neither_cut_nor_padded_nor_framed(path: Path) -> None:
 
 def test_ids_with_gaps_count_in_the_vocabulary(path: Path) -> None:
     words({"a": 0, "[UNK]": 9, "<eod>": 70_000}).save(str(path))
-    tokenizer = load_tokenizer(str(path))
+    tokenizer = load_tokenizer(str(path), "<eod>")
     assert tokenizer.vocab_size == 70_001
     assert [ids.tolist() for ids in tokenizer.encode(["a b"])] == [[0, 9]]
 
@@ -89,7 +83,7 @@ def test_ids_with_gaps_count_in_the_vocabulary(path: Path) -> None:
 def test_a_text_that_the_vocabulary_cannot_express_is_refused(path: Path) -> None:
     words({"a": 0, "<eod>": 1}).save(str(path))
     with pytest.raises(DataError, match=r"tokenizer.json cannot tokenize: WordLevel error: Missing"):
-        load_tokenizer(str(path)).encode(["a b"])
+        load_tokenizer(str(path), "<eod>").encode(["a b"])
 
 
 def test_the_fingerprint_is_of_the_file(path: Path, tmp_path: Path) -> None:

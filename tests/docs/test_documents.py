@@ -110,7 +110,8 @@ def test_configurations_that_are_to_be_trained_are_good(
     page = page.replace("{CONFIG}{overrides}", "configs/quickstart.toml train.precision=bf16")
     after = page[page.index(".venv/bin/megascale train") :].partition('"""')[0]
     commands = [shlex.split(after.replace("\\\n", " "))]
-    made_first = ("data.md", "checkpointing.md")  # tests/cli/test_data.py and tests/tools/test_quickstart.py run them
+    # tests/cli/test_data.py, tests/tools/test_quickstart.py and tests/docs/test_models.py run them
+    made_first = ("data.md", "checkpointing.md", "models.md")
     commands += [words for path in PAGES if path.name not in made_first for words in bash_lines(path)]
     checked = 0
     for words in commands:

@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megascale.core.errors import DataError
-from megascale.data.tokenizer import EOD_CANDIDATES, FileTokenizer
+from megascale.data.special_tokens import USUAL_NAMES
+from megascale.data.tokenizer import FileTokenizer
 from tools.corpus import HELD_OUT, make, modules
 
 TOOL = Path(__file__).parents[2] / "tools" / "corpus.py"
@@ -97,7 +98,7 @@ def tokenizer_of(folder: Path) -> FileTokenizer:
 def test_the_tokenizer_ends_documents(corpus: Path) -> None:
     tokenizer = tokenizer_of(corpus)
     assert tokenizer.vocab_size == 400
-    assert tokenizer.decode([tokenizer.eod]) == EOD_CANDIDATES[0]
+    assert tokenizer.decode([tokenizer.eod]) == USUAL_NAMES["eos"][0]
     source = documents(corpus / "valid.jsonl")
     encoded = tokenizer.encode(list(source.values()))
     assert not any((ids == tokenizer.eod).any() for ids in encoded)

@@ -14,12 +14,14 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from megascale.checkpoint import folders
 from megascale.checkpoint.collective_errors import on_all_ranks, on_first_rank
+from megascale.checkpoint.companions import copy_companions
 from megascale.checkpoint.format import manifest
 from megascale.checkpoint.format.state import GlobalTensor, split_pieces
 from megascale.checkpoint.memory.copies import SLOTS
@@ -38,7 +40,8 @@ from megascale.device import Device
 class CheckpointSaver:
     """Saves `state`, whose pieces are parts of `flat_tensors`. All methods except `poll` are collective.
 
-    With `memory`, snapshots are in-memory checkpoints: two slots, used in turn, that outlive the process.
+    With `memory`, snapshots are in-memory checkpoints: two slots, used in turn, that outlive the process. `companions`:
+    a folder of files that go along with each checkpoint.
     """
 
     def __init__(
@@ -47,10 +50,12 @@ class CheckpointSaver:
         flat_tensors: Sequence[Tensor],
         file_bytes: int,
         memory: MemoryCheckpoints | None,
+        companions: Path,
         mesh: Mesh,
         device: Device,
     ) -> None:
         self._mesh = mesh
+        self._companions = companions
         self._state = split_pieces(state, min(BOX_BYTES, file_bytes - HEADER_BYTES))
         self._file_bytes = file_bytes
         self._memory = memory
@@ -95,7 +100,7 @@ class CheckpointSaver:
         assert self._attempt is None, "a save is in progress"
         new_folder = None
         if folder is not None and self._mesh.rank == 0:
-            new_folder = self._mkdir_thread.submit(_make_folder, folder, facts.progress.step)
+            new_folder = self._mkdir_thread.submit(_make_folder, folder, facts.progress.step, self._companions)
         slot = self._memory.next_slot() if self._memory else 0
         self._slots[slot].copy_from_tensors()
         path = self._share_folder(folder, new_folder) if folder is not None else None
@@ -200,7 +205,9 @@ def _hash_layout(state: Mapping[str, GlobalTensor], snapshot: Snapshot) -> str:
     return hashlib.sha256(json.dumps([snapshot.size, offsets]).encode()).hexdigest()
 
 
-def _make_folder(folder: Location, step: int) -> Location:
+def _make_folder(folder: Location, step: int, companions: Path) -> Location:
+    """Make the folder of a checkpoint, with copies of the run's companions."""
     path = folders.fresh_folder(folder, step)
     path.make_folder()
+    copy_companions(Location(str(companions)), path)
     return path

@@ -1,0 +1,53 @@
+"""Companion files of weights: a tokenizer, the configuration of foreign weights, and what a dataset's preparation said.
+
+A run keeps companions in its folder, and each of its checkpoints holds copies: a checkpoint converts and samples
+anywhere, as the weights that the run began with did.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megascale.checkpoint.storage import Location
+from megascale.core.files import atomic_file
+
+FOLDER = "companions"
+"""The folder of companions in a run's folder."""
+
+SOURCE_CONFIG = "huggingface.json"
+"""The config.json of foreign weights, with keys that `[model]` lacks."""
+
+DATA_TOKENIZER = "data_tokenizer.json"
+"""The tokenizer of the training data: the fields of `data.indexed_dataset.TokenizerInfo`."""
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+                   "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "tekken.json",
+                   "chat_template.jinja", "chat_template.json")  # fmt: skip
+"""Files of a tokenizer, of which foreign weights have some."""
+
+COMPANIONS = (*TOKENIZER_FILES, "generation_config.json")
+"""Files beside foreign weights that go along."""
+
+ALL = (*COMPANIONS, SOURCE_CONFIG, DATA_TOKENIZER)
+"""Files beside the weights of a checkpoint."""
+
+
+def copy_companions(source: Location, target: Location, names: tuple[str, ...] = ALL) -> list[str]:
+    """Copy the files of `names` that `source` has into the existing folder `target`. Returns their names.
+
+    Raises: OSError
+    """
+    found = [name for name in names if (source / name).exists()]
+    for name in found:
+        (target / name).write((source / name).read())
+    return found
+
+
+def write_companion(folder: Path, name: str, data: bytes) -> None:
+    """Write a companion atomically into a folder, which is made if it is missing.
+
+    Raises: OSError
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with atomic_file(folder / name) as file:
+        file.write(data)

@@ -1,0 +1,138 @@
+"""Conversions of config.json to `[model]` and back, by the families.
+
+FAMILIES: the families by `model_type`. family_of_config, family_of_model: lookups. read_model, make_config: config.json
+to `[model]` and back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+
+from megascale.config.model import ModelConfig
+from megascale.convert.families import gemma, gpt2, gpt_neox, llama, olmo2, phi3, qwen
+from megascale.convert.families.family import ConfigKeys, Family, SizeError
+from megascale.convert.families.rotary_keys import ROPE_KEYS
+from megascale.convert.families.window_keys import WINDOW_KEYS
+from megascale.core.errors import CheckpointError
+
+FAMILIES = {
+    family.name: family
+    for family in (
+        gpt2.FAMILY,
+        llama.FAMILY,
+        llama.MISTRAL,
+        qwen.QWEN2,
+        qwen.QWEN3,
+        gemma.GEMMA2,
+        gemma.GEMMA3,
+        olmo2.FAMILY,
+        gpt_neox.FAMILY,
+        phi3.FAMILY,
+    )
+}
+"""Families by the `model_type` of config.json. The first that computes a model is the one it is exported as."""
+
+GROUPS = (ROPE_KEYS, WINDOW_KEYS)
+"""Keys of config.json that change together."""
+
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+IGNORED = {"preset", "dropout", "window"}
+"""`[model]` keys that a conversion need not keep; `window` is compared by its effect."""
+
+ROPE_ONLY = {"rope_theta", "rope_scaling", "rotary_fraction", "local_rope_theta"}
+"""`[model]` keys without effect on learned positions."""
+
+
+def family_of_config(config: ConfigKeys, where: str) -> Family:
+    """The family of a config.json.
+
+    Raises: CheckpointError for an unknown `model_type`
+    """
+    kind = config.get("model_type")
+    if isinstance(kind, str) and kind in FAMILIES:
+        return FAMILIES[kind]
+    what = f"{where}: model_type is {kind!r}"
+    if any(config.get(key) for key in EXPERT_KEYS):
+        raise CheckpointError(f"{what}, a mixture of experts", hint=f"a dense model of {', '.join(FAMILIES)}")
+    if isinstance(config.get("text_config"), dict):
+        hint = "its text model alone, saved with transformers as a causal language model"
+        raise CheckpointError(f"{what}, a model of text and other inputs", hint=hint)
+    raise CheckpointError(what, hint=f"a model of {', '.join(FAMILIES)}")
+
+
+def read_model(config: ConfigKeys, where: str) -> ModelConfig:
+    """The `[model]` section for a config.json.
+
+    Raises: CheckpointError for a model whose results megascale would not reproduce, or with sizes that are not above 0
+    """
+    family = family_of_config(config, where)
+    hint = "the config.json that belongs to the weights"
+    try:
+        return ModelConfig.model_validate(family.model_keys(config))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise CheckpointError(f"{where}: {first['input']!r} as {key}: {first['msg']}", hint=hint) from None
+    except SizeError as error:
+        raise CheckpointError(f"{where}: {error}", hint=hint) from None
+    except (KeyError, TypeError, AttributeError) as error:
+        what = f"no {error}" if isinstance(error, KeyError) else f"a value of the wrong type: {error}"
+        raise CheckpointError(f"{where}: {what}", hint=hint) from None
+    except ValueError as error:
+        hint = "a model without this setting, which megascale does not support"
+        raise CheckpointError(f"{where}: {error}", hint=hint) from None
+
+
+def family_of_model(model: ModelConfig, preferred: str | None = None) -> Family:
+    """The family whose config.json reads as `model`: `preferred`, a `model_type`, or the first.
+
+    Raises: CheckpointError if there is none
+    """
+    reasons = {}
+    for family in sorted(FAMILIES.values(), key=lambda family: family.name != preferred):
+        try:
+            again = read_model(fresh_config(family, model), "its config.json")
+        except CheckpointError as error:
+            reasons[family.name] = error.message
+            continue
+        if not (differences := _differences(again, model)):
+            return family
+        reasons[family.name] = ", ".join(f"{key} = {value!r}" for key, value in differences.items())
+    listed = "; ".join(f"{name} has {reason}" for name, reason in reasons.items())
+    raise CheckpointError(f"no supported Hugging Face architecture computes this model: {listed}")
+
+
+def _differences(there: ModelConfig, here: ModelConfig) -> dict[str, Any]:
+    """The keys of `there` that differ from `here`."""
+    ignored = IGNORED | (ROPE_ONLY if here.position == there.position == "learned" else set())
+    keys = [key for key in ModelConfig.model_fields if key not in ignored]
+    found = {key: getattr(there, key) for key in keys if getattr(there, key) != getattr(here, key)}
+    found = {ModelConfig.model_fields[key].alias or key: value for key, value in found.items()}
+    return found | ({"window": there.window} if there.windows != here.windows else {})
+
+
+def make_config(model: ModelConfig, source: ConfigKeys) -> ConfigKeys:
+    """The config.json of a model. `source`: the config.json that its weights came with, or {}; the keys that still
+    describe the model are kept as they are.
+
+    Raises: CheckpointError if no architecture computes the model
+    """
+    family = family_of_model(model, source.get("model_type"))
+    made = fresh_config(family, model)
+    if source.get("model_type") != family.name:
+        return {key: source[key] for key in source if key.endswith("_token_id")} | made
+    before = fresh_config(family, read_model(source, "config.json"))
+    changed = {key for key, value in made.items() if before[key] != value} | {"architectures"}
+    for group in GROUPS:
+        if changed.intersection(group):
+            source = {key: value for key, value in source.items() if key not in group}
+            changed.update(key for key in made if key in group)
+    return source | {key: made[key] for key in made if key in changed}
+
+
+def fresh_config(family: Family, model: ModelConfig) -> ConfigKeys:
+    """A config.json of the family, in the style that transformers 4 and 5 read."""
+    return {"architectures": [family.architecture], "model_type": family.name} | family.config_keys(model)

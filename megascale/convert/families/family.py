@@ -1,0 +1,118 @@
+"""The description of a family: keys of config.json and `[model]`, and names of tensors, both ways.
+
+Key: a key of config.json. Fused: a tensor of config.json's architecture that holds several of megascale's. Family: the
+description. `require`, `value`: reading of config.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megascale.config.model import ModelConfig
+
+ConfigKeys = dict[str, Any]
+
+REQUIRED = object()
+"""The default of a key that config.json must have."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of config.json with the value of a `[model]` key. `default`: for a missing key or null, a value or the name
+    of another key of config.json as `Same`; `size`: the value must be above 0.
+    """
+
+    name: str
+    default: Any = REQUIRED
+    size: bool = False
+
+
+@dataclass(frozen=True)
+class Same:
+    """A default: the value of another key of config.json."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A tensor of Hugging Face that stacks `parts` along its outputs; `transposed`: stored [in, out]; `per_head`: the
+    parts alternate head by head.
+    """
+
+    parts: tuple[str, ...]
+    transposed: bool = False
+    per_head: bool = False
+
+
+def _nothing(_: Any) -> ConfigKeys:
+    return {}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A Hugging Face architecture. `name`: its `model_type`.
+
+    `fixed`: `[model]` keys with one value in all models of the family. `keys`: `[model]` key -> key of config.json.
+    `required`: key of config.json -> supported values, of which the first is the default. `read` computes further
+    `[model]` keys of a config.json; `write` further keys of a config.json.
+    `outer`: megascale tensor -> Hugging Face tensor. `layer`: module of `layer_prefix`.N in Hugging Face -> module of
+    `layers.N`, or several (`Fused`). `ignored_suffixes`: of tensors in files that are no weights.
+    """
+
+    name: str
+    architecture: str
+    fixed: Mapping[str, Any]
+    keys: Mapping[str, Key]
+    outer: Mapping[str, str]
+    layer_prefix: str
+    layer: Mapping[str, str | Fused]
+    required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    read: Callable[[ConfigKeys], ConfigKeys] = _nothing
+    write: Callable[[ModelConfig], ConfigKeys] = _nothing
+    ignored_suffixes: tuple[str, ...] = ()
+
+    def model_keys(self, config: ConfigKeys) -> ConfigKeys:
+        """The keys of `[model]` for a config.json.
+
+        Raises: ValueError for an unsupported setting, KeyError and TypeError for a malformed config.json
+        """
+        for key, allowed in self.required.items():
+            require(config, key, *allowed)
+        keys = {name: value(config, key) for name, key in self.keys.items()}
+        return dict(self.fixed) | keys | self.read(config)
+
+    def config_keys(self, model: ModelConfig) -> ConfigKeys:
+        """The keys of config.json for a model. What the family cannot express is lost."""
+        config = {key: allowed[0] for key, allowed in self.required.items()}
+        return config | {key.name: getattr(model, name) for name, key in self.keys.items()} | self.write(model)
+
+
+def value(config: ConfigKeys, key: Key) -> Any:
+    """The value of a key, or its default.
+
+    Raises: KeyError for a missing key without a default, ValueError for a size that is not above 0
+    """
+    found = config.get(key.name)
+    if found is None:
+        if key.default is REQUIRED:
+            raise KeyError(key.name)
+        return config[key.default.name] if isinstance(key.default, Same) else key.default
+    if key.size and isinstance(found, int | float) and found <= 0:
+        raise SizeError(f"{key.name} is {found!r}, not above 0")
+    return found
+
+
+class SizeError(ValueError):
+    """A size in a config.json is not above 0."""
+
+
+def require(config: ConfigKeys, key: str, *allowed: Any) -> None:
+    """Check that a key is missing or has one of the `allowed` values.
+
+    Raises: ValueError
+    """
+    if config.get(key, allowed[0]) not in allowed:
+        raise ValueError(f"{key} is {config[key]!r}, not {' or '.join(map(repr, allowed))}")

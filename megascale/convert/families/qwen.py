@@ -1,0 +1,68 @@
+"""Qwen: model_type qwen2 (Qwen2 and 2.5: biases of q, k and v) and qwen3 (norms of q and k, a head size of its own)."""
+
+from __future__ import annotations
+
+from megascale.config.model import ModelConfig
+from megascale.convert.families.family import ConfigKeys, Family, Key
+from megascale.convert.families.llama import (
+    KEYS,
+    LAYER,
+    LLAMA,
+    OUTER,
+    ROTARY_BUFFERS,
+    read_head_dim,
+    write_head_dim,
+)
+from megascale.convert.families.rotary_keys import read_rope, write_rope
+from megascale.convert.families.window_keys import FULL, SLIDING, read_windows, write_layer_types
+
+QWEN_KEYS = KEYS | {"seq_length": Key("max_position_embeddings", 32_768, size=True)}
+QWEN2_KEYS = QWEN_KEYS | {"num_kv_heads": Key("num_key_value_heads", 32, size=True)}
+QWEN3_KEYS = QWEN2_KEYS
+QWEN3_LAYER = LAYER | {"self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm"}
+QWEN3_HEAD_DIM = 128
+"""The head_dim of a Qwen3 whose config.json has none."""
+
+
+def _read_windows(config: ConfigKeys) -> ConfigKeys:
+    """Layers from `max_window_layers` on have the window, if `use_sliding_window` is true."""
+    layers, full = config["num_hidden_layers"], config.get("max_window_layers", 28)
+    types = [FULL if index < full else SLIDING for index in range(layers)]
+    if not config.get("use_sliding_window", False):
+        config = config | {"sliding_window": None}
+    return read_windows(config, types, 4096)
+
+
+def _write_windows(model: ModelConfig) -> ConfigKeys:
+    keys = write_layer_types(model)
+    types = keys["layer_types"]
+    full = types.index(SLIDING) if SLIDING in types else len(types)
+    return keys | {"use_sliding_window": SLIDING in types, "max_window_layers": full}
+
+
+def _read_qwen2(config: ConfigKeys) -> ConfigKeys:
+    return read_rope(config) | read_head_dim(config | {"head_dim": None}) | _read_windows(config)
+
+
+def _write_qwen2(model: ModelConfig) -> ConfigKeys:
+    return write_rope(model) | _write_windows(model)
+
+
+def _read_qwen3(config: ConfigKeys) -> ConfigKeys:
+    return read_rope(config) | read_head_dim(config, QWEN3_HEAD_DIM) | _read_windows(config)
+
+
+def _write_qwen3(model: ModelConfig) -> ConfigKeys:
+    return write_rope(model) | write_head_dim(model) | _write_windows(model)
+
+
+QWEN2 = Family(
+    "qwen2", "Qwen2ForCausalLM", LLAMA | {"bias": False, "qkv_bias": True},
+    QWEN2_KEYS, OUTER, "model.layers", LAYER, {"hidden_act": ("silu",)},
+    _read_qwen2, _write_qwen2, ROTARY_BUFFERS,
+)  # fmt: skip
+QWEN3 = Family(
+    "qwen3", "Qwen3ForCausalLM", LLAMA | {"bias": False, "qk_norm": "head"},
+    QWEN3_KEYS, OUTER, "model.layers", QWEN3_LAYER, {"hidden_act": ("silu",), "attention_bias": (False,)},
+    _read_qwen3, _write_qwen3, ROTARY_BUFFERS,
+)  # fmt: skip

@@ -1,0 +1,88 @@
+"""Rotary positions in config.json: `rope_theta` and `rope_scaling` (transformers 4), or `rope_parameters` (5)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megascale.config.model import ModelConfig
+from megascale.convert.families.family import ConfigKeys
+
+ORIGINAL = "original_max_position_embeddings"
+SCALINGS: dict[str, dict[str, str]] = {
+    "linear": {"factor": "factor"},
+    "dynamic": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
+        "original_seq_length": ORIGINAL,
+    },
+    "yarn": {
+        "factor": "factor", "original_seq_length": ORIGINAL, "beta_fast": "beta_fast", "beta_slow": "beta_slow",
+        "attention_factor": "attention_factor", "mscale": "mscale", "mscale_all_dim": "mscale_all_dim",
+        "truncate": "truncate",
+    },
+}  # fmt: skip
+"""Type of scaling -> key of `model.rope_scaling` -> key of Hugging Face."""
+
+ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq", "partial_rotary_factor",
+             "rotary_pct", "rotary_emb_base")  # fmt: skip
+"""Keys of config.json that together describe the rotary positions."""
+
+
+def read_rope(
+    config: ConfigKeys,
+    theta: float = 10_000.0,
+    theta_key: str = "rope_theta",
+    fraction: tuple[str, float] | None = None,
+) -> ConfigKeys:
+    """The `[model]` keys of rotary positions. `theta`: the family's default base, under `theta_key` in files of
+    transformers 4. `fraction`: the family's key and default of the rotated share of a head; None for whole heads.
+
+    Raises: ValueError for an unsupported scaling
+    """
+    groups = [config.get(key) or {} for key in ("rope_scaling", "rope_parameters")]  # the first takes precedence
+    keys: ConfigKeys = next(filter(None, groups), {})
+    base = float(keys.get("rope_theta") or config.get(theta_key) or theta)
+    return {"rope_theta": base} | read_scaling(config, keys) | _read_fraction(config, keys, fraction)
+
+
+def _read_fraction(config: ConfigKeys, keys: ConfigKeys, fraction: tuple[str, float] | None) -> ConfigKeys:
+    name, default = fraction or ("partial_rotary_factor", 1.0)
+    found = keys.get("partial_rotary_factor")
+    share = found if found is not None else config.get(name)
+    share = default if share is None else share
+    if fraction is None and share != 1:
+        raise ValueError(f"{name} is {share!r}, not 1.0")
+    return {} if share == 1 else {"rotary_fraction": float(share)}
+
+
+def read_scaling(config: ConfigKeys, keys: ConfigKeys) -> ConfigKeys:
+    """The key `rope_scaling` of `[model]` for the rope keys of a config.json; none without scaling.
+
+    Raises: ValueError for an unsupported scaling
+    """
+    kind = keys.get("rope_type") or keys.get("type") or "default"
+    if kind == "default":
+        return {}
+    if kind not in SCALINGS:
+        raise ValueError(f"rope_type is {kind!r}, not default or {' or '.join(SCALINGS)}")
+    scaling: dict[str, Any] = {"type": kind}
+    for ours, theirs in SCALINGS[kind].items():
+        if (number := keys.get(theirs)) is not None and (number or ours == "truncate"):  # 0 stands for none
+            scaling[ours] = number
+    if kind != "linear":
+        scaling.setdefault("original_seq_length", config.get("max_position_embeddings"))
+    return {"rope_scaling": scaling}
+
+
+def write_rope(model: ModelConfig) -> ConfigKeys:
+    """The rope keys of a config.json, which every version of transformers reads."""
+    return {"rope_theta": model.rope_theta, "rope_scaling": write_scaling(model)}
+
+
+def write_scaling(model: ModelConfig) -> ConfigKeys | None:
+    """The key `rope_scaling` of a config.json; None without scaling."""
+    scaling = model.rope_scaling
+    if not scaling:
+        return None
+    kind = scaling["type"]
+    return {"rope_type": kind} | {theirs: scaling[ours] for ours, theirs in SCALINGS[kind].items() if ours in scaling}

@@ -1,0 +1,109 @@
+"""The place of megascale's tensors in Hugging Face's: names, transposition and fused tensors.
+
+Place: where a tensor lies. tensor_map: the places of all tensors of a model. read_region: a region of a tensor from a
+stored one. assemble: a stored tensor from the tensors that it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascale.checkpoint.format.state import Region
+from megascale.config.model import ModelConfig
+from megascale.convert.families.family import Family, Fused
+from megascale.layout.tensors import TensorSpec, all_params
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a megascale tensor of `rows` outputs in Hugging Face's tensor `name`, which has `groups` groups of
+    `period` outputs: outputs `start` to `start + rows / groups` of each. `transposed`: stored [in, out], not [out, in].
+    """
+
+    name: str
+    rows: int
+    period: int
+    start: int = 0
+    groups: int = 1
+    transposed: bool = False
+
+    def stored_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of Hugging Face's tensor that holds a megascale tensor of `shape`."""
+        stored = (self.groups * self.period, *shape[1:])
+        return stored[::-1] if self.transposed else stored
+
+    def pieces(self, first: int, stop: int) -> Iterator[slice]:
+        """The outputs of Hugging Face's tensor that are the rows [first, stop) of megascale's, in order."""
+        width = self.rows // self.groups
+        for group in range(first // width, -(-stop // width)):
+            low, high = max(first - group * width, 0), min(stop - group * width, width)
+            offset = group * self.period + self.start
+            yield slice(offset + low, offset + high)
+
+
+def model_tensors(model: ModelConfig) -> list[TensorSpec]:
+    """The tensors of a model, in the order of the network."""
+    return [tensor for parameter in all_params(model) for tensor in parameter.parts]
+
+
+def tensor_map(family: Family, model: ModelConfig) -> dict[str, Place]:
+    """The places of all tensors of a model, by megascale name."""
+    shapes = {tensor.name: tensor.shape for tensor in model_tensors(model)}
+    places = {
+        ours: Place(theirs, shapes[ours][0], shapes[ours][0]) for ours, theirs in family.outer.items() if ours in shapes
+    }
+    for index in range(model.num_layers):
+        prefix = f"{family.layer_prefix}.{index}"
+        for module, content in family.layer.items():
+            fused = content if isinstance(content, Fused) else Fused((content,))
+            for kind in ("weight", "bias"):
+                names = [f"layers.{index}.{part}.{kind}" for part in fused.parts]
+                if names[0] in shapes:
+                    places |= _fused_places(f"{prefix}.{module}.{kind}", names, shapes, fused, model)
+    return places
+
+
+def _fused_places(
+    stored: str, names: list[str], shapes: Mapping[str, tuple[int, ...]], fused: Fused, model: ModelConfig
+) -> dict[str, Place]:
+    """The places of the tensors `names`, one after the other, in the tensor `stored`."""
+    groups = model.num_heads if fused.per_head else 1
+    widths = [shapes[name][0] // groups for name in names]
+    starts = [sum(widths[:number]) for number in range(len(widths))]
+    transposed = fused.transposed and len(shapes[names[0]]) == 2
+    return {
+        name: Place(stored, width * groups, sum(widths), start, groups, transposed)
+        for name, width, start in zip(names, widths, starts, strict=True)
+    }
+
+
+def read_region(
+    place: Place, shape: Sequence[int], read: Callable[[tuple[slice, ...]], Tensor], part: Region | None
+) -> Tensor:
+    """Read a megascale tensor of `shape`, or its region `part`. `read` returns slices of Hugging Face's tensor."""
+    offset, size = part or ((0,) * len(shape), tuple(shape))
+    columns = tuple(slice(start, start + count) for start, count in zip(offset[1:], size[1:], strict=True))
+    found = []
+    for rows in place.pieces(offset[0], offset[0] + size[0]):
+        box: Any = (rows, *columns)
+        tensor = read(box[::-1] if place.transposed else box)
+        found.append(tensor.t() if place.transposed else tensor)
+    return (found[0] if len(found) == 1 else torch.cat(found)).contiguous()
+
+
+def assemble(parts: Sequence[tuple[Place, Tensor]]) -> Tensor:
+    """Hugging Face's tensor that holds `parts`, which are all of it."""
+    (place, first), transposed = parts[0], parts[0][0].transposed
+    if len(parts) == 1:
+        return (first.t() if transposed else first).contiguous()
+    stored = first.new_empty((place.groups, place.period, *first.shape[1:]))
+    for part, tensor in parts:
+        width = part.rows // part.groups
+        stored[:, part.start : part.start + width] = tensor.view(part.groups, width, *tensor.shape[1:])
+    stored = stored.flatten(0, 1)
+    return stored.t().contiguous() if transposed else stored

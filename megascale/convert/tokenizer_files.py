@@ -1,0 +1,172 @@
+"""The tokenizer of a Hugging Face folder, and the ids that begin and end its texts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megascale.catalog.tokenizers import TOKENIZERS
+from megascale.checkpoint.companions import DATA_TOKENIZER, SOURCE_CONFIG, TOKENIZER_FILES
+from megascale.checkpoint.storage import Location
+from megascale.config.model import ModelConfig
+from megascale.core.errors import CheckpointError, DataError
+from megascale.core.files import fingerprint, write_text
+from megascale.data.indexed_dataset import TokenizerInfo
+from megascale.data.tokenizer import FileTokenizer
+
+ID_FILES = ("generation_config.json", "config.json")
+"""Files that may have `eos_token_id`: an id, or a list of ids, each of which ends a text."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Choices of a user: a tokenizer.json, an end-of-document token, and the run's `data.tokenizer`."""
+
+    tokenizer: Path | None = None
+    eod: str | None = None
+    configured: str | None = None
+
+
+def add_tokenizer(
+    source: Location, folder: Path, model: ModelConfig, wanted: Wanted
+) -> tuple[dict[str, Any], list[str]]:
+    """Complete the tokenizer files in `folder`, which has the companions of the checkpoint `source`.
+
+    Returns the keys that config.json gets beside the model's, and a line for each thing that is missing.
+    Raises: DataError if a given tokenizer or token is unusable, CheckpointError for unreadable companions
+    """
+    keys, info = _read_object(source / SOURCE_CONFIG), data_tokenizer(source)
+    file, missing = _find_tokenizer(folder, wanted)
+    if keys and not wanted.tokenizer and not wanted.eod:  # the files of foreign weights stand as they are
+        return keys | _add_eos(keys, folder, info.eod if info else None), missing
+    if file is None:
+        bos_and_eos = (
+            {"bos_token_id": info.eod if info.bos is None else info.bos, "eos_token_id": info.eod} if info else {}
+        )
+        return keys | bos_and_eos, missing
+    known = info.eod if info and info.fingerprint == fingerprint(file) else None
+    try:
+        tokenizer = _load(file, model, wanted.eod or known)
+    except DataError as error:
+        if wanted.tokenizer or wanted.eod:
+            raise
+        return keys, [f"no tokenizer included: {error.message}; give another with --tokenizer FILE"]
+    if file.parent != folder:
+        _copy_tokenizer(file, folder)
+    if tokenizer is None:
+        _write_tokenizer_config(folder, model, {})
+        what = f"no file says which token of {file.name} ends a text"
+        return keys, [f"no eos_token_id included: {what}; give --eod TOKEN"]
+    tokens = {"bos_token": tokenizer.bos, "eos_token": tokenizer.eod}
+    _write_tokenizer_config(folder, model, {k: tokenizer.token(i) for k, i in tokens.items() if i is not None})
+    bos = tokenizer.eod if tokenizer.bos is None else tokenizer.bos
+    return {"bos_token_id": bos} | keys | _add_eos(keys, folder, tokenizer.eod), missing
+
+
+def data_tokenizer(source: Location) -> TokenizerInfo | None:
+    """The tokenizer of a checkpoint's training data, as `megascale data prepare` described it; None if unknown.
+
+    Raises: CheckpointError for an unreadable description
+    """
+    keys = _read_object(source / DATA_TOKENIZER)
+    try:
+        return TokenizerInfo(**keys) if keys else None
+    except TypeError as error:
+        what = f"{source / DATA_TOKENIZER} cannot be read: {error}"
+        raise CheckpointError(what, hint="remove it, and give --tokenizer and --eod") from None
+
+
+def eos_ids(folder: Path) -> list[int]:
+    """The ids that end a text of the model in `folder`: those of generation_config.json, else of config.json."""
+    for name in ID_FILES:
+        if ids := _id_list(_read_object(Location(str(folder / name)))):
+            return ids
+    return []
+
+
+def _find_tokenizer(folder: Path, wanted: Wanted) -> tuple[Path | None, list[str]]:
+    """A given tokenizer.json, the one in `folder`, or that of the run's configuration; None and the reason if there is
+    none.
+    """
+    if wanted.tokenizer:
+        return wanted.tokenizer, []
+    if any((folder / name).exists() for name in TOKENIZER_FILES) or not wanted.configured:
+        placed = folder / "tokenizer.json"
+        return (placed if placed.is_file() else None), []
+    name = wanted.configured
+    if name in TOKENIZERS.cards:
+        return None, [f"no tokenizer included: {name!r} has no file; use megascale sample --tokenizer {name}"]
+    if not Path(name).is_file():
+        return None, [f"no tokenizer included: there is no file {name!r} on this host; give --tokenizer FILE"]
+    return Path(name), []
+
+
+def _copy_tokenizer(file: Path, folder: Path) -> None:
+    """Copy a tokenizer and the files beside it, in place of the tokenizer in `folder`."""
+    for name in TOKENIZER_FILES:
+        (folder / name).unlink(missing_ok=True)
+        if (file.parent / name).is_file():
+            shutil.copyfile(file.parent / name, folder / name)
+    shutil.copyfile(file, folder / "tokenizer.json")
+
+
+def _load(file: Path, model: ModelConfig, eod: str | int | None) -> FileTokenizer | None:
+    """Load a tokenizer; None if no file says which token ends a text.
+
+    Raises: DataError if the file is no tokenizer, lacks a given token, or has more tokens than the model's vocabulary
+    """
+    unframed = FileTokenizer(file, eod=0)
+    if unframed.vocab_size > model.vocab_size:
+        what = f"{file} has tokens up to {unframed.vocab_size - 1}, but model.vocab_size is {model.vocab_size}"
+        raise DataError(what, hint="the tokenizer that the model was trained with")
+    if eod is None and unframed.named_eod is None:
+        return None
+    return FileTokenizer(file, eod)
+
+
+def _write_tokenizer_config(folder: Path, model: ModelConfig, tokens: dict[str, str]) -> None:
+    """Write tokenizer_config.json for a tokenizer without one."""
+    path = folder / "tokenizer_config.json"
+    if not path.exists():
+        keys = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.seq_length} | tokens
+        write_text(path, json.dumps(keys, indent=2, ensure_ascii=False) + "\n")
+
+
+def _add_eos(keys: dict[str, Any], folder: Path, eod: int | None) -> dict[str, Any]:
+    """The `eos_token_id` of config.json with `eod` among its ids; generation_config.json gets it too."""
+    if eod is None:
+        return {}
+    path = folder / "generation_config.json"
+    generation = _read_object(Location(str(path)))
+    if "eos_token_id" in generation and eod not in _id_list(generation):
+        write_text(path, json.dumps(generation | _with_id(generation, eod), indent=2) + "\n")
+    return _with_id(keys, eod)
+
+
+def _with_id(keys: dict[str, Any], eod: int) -> dict[str, Any]:
+    ids = _id_list(keys)
+    if eod in ids:
+        return {"eos_token_id": keys["eos_token_id"]}
+    return {"eos_token_id": [*ids, eod] if ids else eod}
+
+
+def _id_list(keys: dict[str, Any]) -> list[int]:
+    ids = keys.get("eos_token_id")
+    return [id for id in (ids if isinstance(ids, list) else [ids]) if isinstance(id, int)]
+
+
+def _read_object(path: Location) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is no file.
+
+    Raises: CheckpointError for a file that is unreadable, or no JSON object
+    """
+    try:
+        value = json.loads(path.read()) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}", hint="another copy of the checkpoint") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} is not a JSON object", hint="another copy of the checkpoint")
+    return value

@@ -1,0 +1,239 @@
+"""Every family converts both ways: weights bit by bit, config.json key by key, as transformers 4 and 5 write it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig
+
+from megascale.checkpoint.storage import Location
+from megascale.config.model import ModelConfig
+from megascale.convert.conversion import from_huggingface, to_huggingface
+from megascale.convert.families.config_json import FAMILIES, family_of_model, fresh_config, make_config, read_model
+from megascale.convert.families.gpt2 import GELUS
+from megascale.convert.huggingface import CONFIG_FILE, PretrainedWeights
+from megascale.core.errors import CheckpointError
+from tests.convert.tiny import TINY, save_tiny
+
+
+def config_in(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / CONFIG_FILE).read_text()))
+
+
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def computes_the_same(ours: dict[str, Any], theirs: dict[str, Any], folder: Path) -> bool:
+    """True if transformers reads the same sizes, rotary positions and windows from two config.json."""
+    read = []
+    for name, keys in (("ours", ours), ("theirs", theirs)):
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / CONFIG_FILE).write_text(json.dumps(keys))
+        said = AutoConfig.from_pretrained(folder / name).to_dict()
+        said["hidden_act"] = GELUS.get(said.get("hidden_act"), said.get("hidden_act"))  # GELUs have several names
+        read.append({key: value for key, value in said.items() if key in RELEVANT and value is not None})
+    common = read[0].keys() & read[1].keys()  # a class of transformers has all of its keys
+    return all(read[0][key] == read[1][key] for key in common)
+
+
+RELEVANT = {
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "layer_norm_eps", "hidden_act",
+    "hidden_activation", "tie_word_embeddings", "rope_parameters", "attention_bias", "layer_types",
+    "use_parallel_residual", "query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_round_trip_is_exact(tmp_path: Path, name: str) -> None:
+    save_tiny(name, tmp_path / "theirs", torch.bfloat16)
+    from_huggingface(tmp_path / "theirs", tmp_path / "ours")
+    to_huggingface(Location(str(tmp_path / "ours")), tmp_path / "again")
+    assert config_in(tmp_path / "again") == config_in(tmp_path / "theirs")
+    before, after = weights_in(tmp_path / "theirs"), weights_in(tmp_path / "again")
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        assert after[key].dtype == tensor.dtype and torch.equal(after[key], tensor), key
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_config_of_our_own_describes_the_same_model(tmp_path: Path, name: str) -> None:
+    """Without foreign keys to go by, in the style that transformers 4 and 5 read."""
+    save_tiny(name, tmp_path / "saved")
+    theirs = config_in(tmp_path / "saved")
+    model = read_model(theirs, "config.json")
+    ours = fresh_config(FAMILIES[theirs["model_type"]], model)
+    assert computes_the_same(ours, theirs, tmp_path)
+    assert read_model(ours, "config.json") == model
+    assert "rope_parameters" not in ours
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Llama-3.1-8B": {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "bos_token_id": 128000, "eos_token_id": 128001,
+        "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+        "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama", "num_attention_heads": 32,
+        "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 128256,
+    },
+    "Mistral-Nemo-Base-2407": {
+        "architectures": ["MistralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+        "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120, "initializer_range": 0.02,
+        "intermediate_size": 14336, "max_position_embeddings": 131072, "model_type": "mistral",
+        "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0, "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "vocab_size": 131072,
+    },
+    "Qwen2.5-7B": {
+        "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+        "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 3584, "initializer_range": 0.02,
+        "intermediate_size": 18944, "max_position_embeddings": 131072, "max_window_layers": 28, "model_type": "qwen2",
+        "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0, "sliding_window": 131072, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "use_mrope": False, "use_sliding_window": False, "vocab_size": 152064,
+    },
+    "Qwen3-0.6B": {
+        "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "bos_token_id": 151643, "eos_token_id": 151645,
+        "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024, "initializer_range": 0.02,
+        "intermediate_size": 3072, "max_position_embeddings": 40960, "max_window_layers": 28, "model_type": "qwen3",
+        "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+        "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16", "use_sliding_window": False, "vocab_size": 151936,
+    },
+    "gemma-2-2b": {
+        "architectures": ["Gemma2ForCausalLM"], "attention_bias": False, "attn_logit_softcapping": 50.0,
+        "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": 1, "final_logit_softcapping": 30.0,
+        "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 2304, "initializer_range": 0.02, "intermediate_size": 9216, "max_position_embeddings": 8192,
+        "model_type": "gemma2", "num_attention_heads": 8, "num_hidden_layers": 26, "num_key_value_heads": 4,
+        "pad_token_id": 0, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_theta": 10000.0,
+        "sliding_window": 4096, "torch_dtype": "float32", "vocab_size": 256000,
+    },
+    "gemma-3-1b-pt": {
+        "architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "attn_logit_softcapping": None,
+        "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": 1, "final_logit_softcapping": None,
+        "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "initializer_range": 0.02,
+        "intermediate_size": 6912, "max_position_embeddings": 32768, "model_type": "gemma3_text",
+        "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1, "pad_token_id": 0,
+        "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000, "rope_scaling": None,
+        "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6, "torch_dtype": "bfloat16",
+        "vocab_size": 262144,
+    },
+    "OLMo-2-1124-7B": {
+        "architectures": ["Olmo2ForCausalLM"], "attention_bias": False, "eos_token_id": 100257, "hidden_act": "silu",
+        "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 11008, "max_position_embeddings": 4096,
+        "model_type": "olmo2", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+        "pad_token_id": 100277, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 500000,
+        "tie_word_embeddings": False, "torch_dtype": "float32", "vocab_size": 100352,
+    },
+    "pythia-160m": {
+        "architectures": ["GPTNeoXForCausalLM"], "bos_token_id": 0, "eos_token_id": 0, "hidden_act": "gelu",
+        "hidden_size": 768, "initializer_range": 0.02, "intermediate_size": 3072, "layer_norm_eps": 1e-05,
+        "max_position_embeddings": 2048, "model_type": "gpt_neox", "num_attention_heads": 12, "num_hidden_layers": 12,
+        "rotary_emb_base": 10000, "rotary_pct": 0.25, "tie_word_embeddings": False, "torch_dtype": "float16",
+        "use_parallel_residual": True, "vocab_size": 50304,
+    },
+    "Phi-3-mini-4k-instruct": {
+        "architectures": ["Phi3ForCausalLM"], "attention_bias": False, "bos_token_id": 1, "embd_pdrop": 0.0,
+        "eos_token_id": 32000, "hidden_act": "silu", "hidden_size": 3072, "initializer_range": 0.02,
+        "intermediate_size": 8192, "max_position_embeddings": 4096, "model_type": "phi3", "num_attention_heads": 32,
+        "num_hidden_layers": 32, "num_key_value_heads": 32, "original_max_position_embeddings": 4096,
+        "pad_token_id": 32000, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000.0,
+        "sliding_window": 2047, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 32064,
+    },
+    "SmolLM2-135M": {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "bos_token_id": 0, "eos_token_id": 0,
+        "hidden_act": "silu", "hidden_size": 576, "initializer_range": 0.041666666666666664, "intermediate_size": 1536,
+        "is_llama_config": True, "max_position_embeddings": 8192, "mlp_bias": False, "model_type": "llama",
+        "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3, "rms_norm_eps": 1e-05,
+        "rope_interleaved": False, "rope_scaling": None, "rope_theta": 100000, "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16", "vocab_size": 49152,
+    },
+}  # fmt: skip
+"""config.json of published models, in the style of transformers 4."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_read_and_kept(tmp_path: Path, name: str) -> None:
+    published = PUBLISHED[name]
+    model = read_model(published, "config.json")
+    assert make_config(model, published) == published
+    assert computes_the_same(fresh_config(FAMILIES[published["model_type"]], model), published, tmp_path)
+    assert family_of_model(model, published["model_type"]).name == published["model_type"]
+
+
+def test_a_change_of_the_model_changes_the_keys_that_say_it(tmp_path: Path) -> None:
+    """In a config.json of transformers 5 the rotary keys and windows are replaced together."""
+    save_tiny("llama 3", tmp_path)
+    source = config_in(tmp_path)
+    model = read_model(source, "config.json")
+    longer = make_config(model.model_copy(update={"seq_length": 64}), source)
+    assert {key for key in longer if longer[key] != source[key]} == {"max_position_embeddings"}
+    other = make_config(model.model_copy(update={"rope_theta": 7e5}), source)
+    assert other["rope_theta"] == 7e5 and other["rope_scaling"]["rope_type"] == "llama3"
+    assert "rope_parameters" not in other and other["eos_token_id"] == [1, 7]
+    assert AutoConfig.for_model(**other).rope_parameters["rope_theta"] == 7e5
+
+
+def test_every_family_has_a_tiny_model() -> None:
+    kinds = {kind.lower() for kind, _ in TINY.values()} | {"gpt2"}  # in tests/convert/test_conversion.py
+    assert {name.replace("_", "") for name in FAMILIES} == kinds
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"model_type": "mixtral", "num_local_experts": 8}, "'mixtral', a mixture of experts  -> a dense model of"),
+        ({"model_type": "qwen3_moe", "num_experts": 128}, "model_type is 'qwen3_moe', a mixture of experts"),
+        ({"model_type": "deepseek_v3", "n_routed_experts": 256}, "model_type is 'deepseek_v3', a mixture of experts"),
+        ({"model_type": "gemma3", "text_config": {}}, "model_type is 'gemma3', a model of text and other inputs"),
+        ({"model_type": "mamba"}, "model_type is 'mamba'  -> a model of gpt2, llama,"),
+        (PUBLISHED["Phi-3-mini-4k-instruct"] | {"rope_scaling": {"type": "longrope"}}, "rope_type is 'longrope'"),
+        (PUBLISHED["Phi-3-mini-4k-instruct"] | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "is 'linear'"),
+        (PUBLISHED["Qwen2.5-7B"] | {"layer_types": ["chunked_attention"] * 28}, "layer_types has 'chunked_attention'"),
+        (PUBLISHED["Qwen2.5-7B"] | {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 28 layers"),
+        (PUBLISHED["Qwen3-0.6B"] | {"attention_bias": True}, "attention_bias is True, not False"),
+        (PUBLISHED["gemma-2-2b"] | {"hidden_activation": "gelu"}, "hidden_activation is 'gelu', not"),
+        (PUBLISHED["gemma-3-1b-pt"] | {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        (
+            PUBLISHED["gemma-3-1b-pt"]
+            | {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "rope_parameters of sliding_attention are scaled",
+        ),
+        (PUBLISHED["pythia-160m"] | {"attention_bias": False}, "attention_bias is False, not True"),
+        (PUBLISHED["pythia-160m"] | {"hidden_act": "relu"}, "hidden_act is 'relu', not"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_trained_is_refused_by_name(keys: dict[str, Any], words: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        read_model(keys, "config.json")
+    assert words in str(caught.value)
+
+
+def test_a_region_of_a_fused_tensor_is_read(tmp_path: Path) -> None:
+    """Also one that begins and ends within a head, as shards of optimizers do."""
+    save_tiny("pythia", tmp_path)
+    given = PretrainedWeights(tmp_path)
+    for kind in ("weight", "bias"):
+        name = f"layers.1.attention.k.{kind}"
+        whole = given.read_tensor(name)
+        for start, size in ((0, 32), (3, 14), (8, 8), (9, 2), (31, 1)):
+            offset, extent = ((start, 5), (size, 20)) if kind == "weight" else ((start,), (size,))
+            part = given.read_tensor(name, (offset, extent))
+            assert torch.equal(part, whole[tuple(slice(o, o + n) for o, n in zip(offset, extent, strict=True))])
+
+
+def test_a_model_between_two_families_is_refused() -> None:
+    keys = read_model(PUBLISHED["gemma-2-2b"], "config.json").model_dump(by_alias=True) | {"norm": "rmsnorm"}
+    with pytest.raises(CheckpointError, match=r"no supported .*; gemma2 has norm = 'rmsnorm_1p'"):
+        make_config(ModelConfig.model_validate(keys), {})

@@ -1,0 +1,88 @@
+"""Tiny random models of every family, made by transformers."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SIZES = {
+    "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "max_position_embeddings": 16, "bos_token_id": 2, "eos_token_id": [1, 7], "pad_token_id": 0,
+}  # fmt: skip
+GROUPED = SIZES | {"num_key_value_heads": 2}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 4.0,
+    "beta_slow": 0.5,
+}  # fmt: skip
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 50.0}
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 900.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+}
+
+TINY: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama 3": ("Llama", GROUPED | {"rope_parameters": LLAMA3}),
+    "smollm": ("Llama", GROUPED | {"tie_word_embeddings": True}),
+    "llama linear": ("Llama", GROUPED | {"rope_parameters": LINEAR}),
+    "llama dynamic": ("Llama", GROUPED | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}),
+    "llama yarn": ("Llama", GROUPED | {"rope_parameters": YARN}),
+    "mistral": ("Mistral", GROUPED | {"sliding_window": 5}),
+    "mistral nemo": ("Mistral", GROUPED | {"head_dim": 12, "sliding_window": None}),
+    "qwen 2.5": ("Qwen2", GROUPED | {"tie_word_embeddings": True}),
+    "qwen 2 window": ("Qwen2", GROUPED | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}),
+    "qwen 3": ("Qwen3", GROUPED | {"head_dim": 12}),
+    "gemma 2": ("Gemma2", GROUPED | {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 5}),
+    "gemma 3": (
+        "Gemma3Text",
+        GROUPED
+        | {"head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window": 5, "rope_parameters": GEMMA3_ROPE}
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "olmo 2": ("Olmo2", GROUPED),
+    "pythia": ("GPTNeoX", SIZES | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
+    "gpt-neox serial": ("GPTNeoX", SIZES | {"use_parallel_residual": False, "hidden_act": "gelu_fast"}),
+    "phi 3": ("Phi3", GROUPED | {"sliding_window": 5}),
+    "phi 3 partial": ("Phi3", GROUPED | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
+}
+"""Class and configuration by name. Lists and names of keys are of transformers 5."""
+
+
+@cache
+def tiny(name: str) -> Any:
+    """`make_tiny`, made once."""
+    return make_tiny(name)
+
+
+def make_tiny(name: str, **other: Any) -> Any:
+    """transformers' model, with weights far from where training starts, so that every term counts. `other`: changed
+    keys.
+    """
+    import transformers
+
+    kind, keys = TINY[name]
+    config = getattr(transformers, f"{kind}Config")(**keys | other, attn_implementation="eager")
+    torch.manual_seed(0)
+    architecture = {"Gemma3Text": "Gemma3"}.get(kind, kind)
+    net = getattr(transformers, f"{architecture}ForCausalLM")(config).eval()
+    generator = torch.Generator().manual_seed(2)
+    for key, parameter in net.named_parameters():
+        drawn = torch.randn(parameter.shape, generator=generator) * 0.2
+        is_gain = parameter.dim() == 1 and key.endswith("weight") and "Gemma" not in kind
+        parameter.data = (drawn + is_gain).bfloat16().float()  # exact in every dtype
+    return net
+
+
+def save_tiny(name: str, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """Save a model to a folder with transformers. Returns the model, in fp32."""
+    net = tiny(name)
+    stored = net if dtype == torch.float32 else copy.deepcopy(net).to(dtype)  # a cast rounds rotary frequencies too
+    stored.save_pretrained(folder, **options)
+    return net

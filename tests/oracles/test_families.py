@@ -1,0 +1,115 @@
+"""Every family: the same weights give the same logits, loss and gradients as in transformers, and the same run in every
+layout.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megascale.convert.families.config_json import FAMILIES
+from megascale.convert.huggingface import PretrainedWeights
+from megascale.convert.tensor_map import read_region, tensor_map
+from megascale.core.rank import Rank
+from tests.convert.tiny import TINY, save_tiny, tiny
+from tests.oracles.ours import LAYOUTS, Arrays, Batch, Result, compute, difference
+from tests.runs import build_run, config_of, curve_of, settings
+from tests.worlds import run_world
+
+BATCH = Batch()
+QUICK = ("qwen 2.5", "phi 3")
+"""Families whose runs in several processes are quick tests: biases in part of the layers, and fused tensors."""
+
+
+def slow_unless_quick(name: str) -> Any:
+    return pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+
+
+def keys_of(given: PretrainedWeights) -> dict[str, Any]:
+    return given.model.model_dump(by_alias=True, exclude_none=True, mode="json")
+
+
+def ours_from(given: PretrainedWeights, theirs: dict[str, torch.Tensor]) -> Arrays:
+    """Tensors of transformers, weights or gradients, by our names."""
+    places = tensor_map(FAMILIES[given.config["model_type"]], given.model)
+    stored = {name.replace("lm_head", "embed_out") if "embed_out.weight" in given.files else name: tensor
+              for name, tensor in theirs.items()}  # fmt: skip
+    assert {place.name for place in places.values()} == stored.keys()
+    found = {}
+    for parameter in given.tensors:
+        place = places[parameter.name]
+        tensor = read_region(place, parameter.shape, lambda box, name=place.name: stored[name][box], None)
+        found[parameter.name] = tensor.double().numpy()
+    return found
+
+
+@cache
+def reference(name: str, folder: Path) -> tuple[dict[str, Any], Arrays, Result]:
+    """`[model]` keys, weights by our names, and what transformers computes with them in fp32."""
+    save_tiny(name, folder)
+    given, net = PretrainedWeights(folder), tiny(name)
+    net.zero_grad()
+    labels = BATCH.labels.roll(1, 1).masked_fill(BATCH.mask.roll(1, 1) == 0, -100)  # transformers shifts them itself
+    out = net(BATCH.tokens, labels=labels, num_items_in_batch=1)
+    out.loss.backward()
+    weights = ours_from(given, {key: p.detach() for key, p in net.named_parameters()})
+    gradients = ours_from(given, {key: p.grad for key, p in net.named_parameters() if p.grad is not None})
+    return keys_of(given), weights, Result(out.logits.detach().double().numpy(), float(out.loss), gradients)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("families")
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_logits_and_gradients(name: str, folders: Path, tmp_path: Path) -> None:
+    model, weights, theirs = reference(name, folders / name)
+    found = difference(compute(model, weights, tmp_path, "fp32"), theirs)
+    assert max(found.values()) < 1e-5, found
+
+
+@pytest.mark.parametrize("name", [slow_unless_quick(name) for name in TINY])
+def test_logits_and_gradients_in_tp_and_pp(name: str, folders: Path, tmp_path: Path) -> None:
+    model, weights, theirs = reference(name, folders / name)
+    layout = {"parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2}
+    found = difference(compute(model, weights, tmp_path, "fp32", **layout), theirs)
+    assert max(found.values()) < 1e-5, found
+
+
+STEPS = 10
+WORLDS = {
+    "one process": {}, "dp2": {"parallel__dp": 2}, "zero2": {"parallel__dp": 2, "parallel__zero": 2},
+    **{name: LAYOUTS[name] for name in ("tp2 sp", "pp2", "tp2 sp pp2 vpp2")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [slow_unless_quick(name) for name in TINY])
+def test_steps_from_foreign_weights_are_equal_in_all_layouts(name: str, folders: Path, tmp_path: Path) -> None:
+    """Ten steps in fp64."""
+    model, _, _ = reference(name, folders / name)
+    layouts = WORLDS if name not in QUICK else {key: WORLDS[key] for key in ("one process", "tp2 sp pp2 vpp2")}
+    curves = {}
+    for key, layout in layouts.items():
+        resume = {"checkpoint__resume": f"hf:{folders / name}"}
+        config = config_of(settings(model, tmp_path / key, train__steps=STEPS, **resume, **layout), tmp_path)
+        curves[key] = run_world(config.world_size, steps, config)[0]
+    first = np.array(curves.pop("one process"))
+    assert len(first) == STEPS and first[-1, 0] < first[0, 0]
+    for key, curve in curves.items():
+        np.testing.assert_allclose(np.array(curve), first, rtol=1e-10, err_msg=key)
+
+
+def steps(rank: Rank, config: Any) -> list[tuple[float, float]]:
+    """Load foreign weights and train. Returns (loss, gradient norm) of every step."""
+    from megascale.train.resume import load_initial_state
+
+    run = build_run(rank, config)
+    load_initial_state(run, PretrainedWeights)
+    run.buffers.finish_param_gather()
+    return curve_of(run, STEPS)
