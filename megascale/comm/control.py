@@ -7,8 +7,8 @@ Control data needs no communicator, and nothing is unpickled. The group's first 
 their values to a key, the root reads the key once and publishes a result, and all ranks read the result. A key contains
 the group's name, the number of times the group was opened and the number of the call; the last reader deletes the key.
 
-A single server thread, usually rank 0's, answers all requests. A rank makes two requests to gather and about ten to
-receive a broadcast; an all-gather among 12,288 ranks is about 150,000 requests of 10 us. Values are compressed, but an
+A single process, started by rank 0, answers all requests. A rank makes two requests to gather and about ten to receive
+a broadcast; an all-gather among 12,288 ranks is about 150,000 requests of 45 us. Values are compressed, but an
 all-gather of n values of v bytes sends n * n * v bytes: 15 GB for 12,288 ranks and 100 random bytes. Prefer gather, a
 decision on the root, and broadcast where values differ, and `totals.broadcast_bytes` for large data.
 """
@@ -38,7 +38,7 @@ from megascale.core.rank import MAX_RANKS_NAMED, format_ranks
 from megascale.core.wait_notice import WaitNotice
 
 MAX_REQUEST_BYTES = 4 << 20
-"""Most bytes of a request: TCPStore refuses more than 8 MiB."""
+"""Most bytes of a request; longer values would delay the requests of other ranks."""
 
 COMPRESS_FROM_BYTES = 1 << 10
 """Bytes from which a value is compressed."""

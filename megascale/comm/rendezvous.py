@@ -30,6 +30,9 @@ from megascale.core.wait_notice import WaitNotice, wait_notices
 RETRY_S = 30.0
 """Seconds in which an unknown name or a taken port may recover."""
 
+SERVER_START_S = 60.0
+"""Seconds in which rank 0's server process starts, however short `launch.start_timeout_s` is."""
+
 SAME_SECRET_HINT = "the same MEGASCALE_JOB_SECRET on every host, or an observe.dir that all hosts share"
 
 _PAUSE_S = 0.5
@@ -56,14 +59,15 @@ def open_store(rank: Rank, secret: bytes, timeout: datetime.timedelta) -> JobSto
     the store does not answer.
     """
     place = _place(rank, timeout)
-    server = None
+    server, connect_s = None, timeout.total_seconds()
     if place.listener is not None:
         server = start_server(place.listener, secret)
         place.listener.close()
+        connect_s = max(connect_s, SERVER_START_S)
     where = f"{place.address[0]}:{place.address[1]}"
     try:
         with wait_notices(rank, f"rank 0, which opens the job's store at {where}"):
-            store = JobStore(place.address, secret, timeout)
+            store = JobStore(place.address, secret, timeout, connect_s)
     except NotAPeerError as error:
         raise ConfigError([Problem(f"the job's store at {where}", "", str(error), SAME_SECRET_HINT)]) from None
     except OSError as error:

@@ -26,15 +26,19 @@ class JobStore(dist.Store):
     other threads of the process waiting. Requests raise DistNetworkError if the server has gone, and DistStoreError if
     a key is not there in time.
 
-    Raises: NotAPeerError if the server has another secret, OSError if it cannot be reached in `timeout`
+    `connect_s`: seconds to reach the server, by default `timeout`.
+
+    Raises: NotAPeerError if the server has another secret, OSError if it cannot be reached in time
     """
 
-    def __init__(self, address: tuple[str, int], secret: bytes, timeout: datetime.timedelta) -> None:
+    def __init__(
+        self, address: tuple[str, int], secret: bytes, timeout: datetime.timedelta, connect_s: float | None = None
+    ) -> None:
         super().__init__()
         self.set_timeout(timeout)  # torch's C++ code and `timeout` read it
         self._address = f"{address[0]}:{address[1]}"
         self._lock = threading.Lock()
-        self._connection, self._session = connect(address, secret, PURPOSE, timeout.total_seconds())
+        self._connection, self._session = connect(address, secret, PURPOSE, connect_s or timeout.total_seconds())
 
     def set(self, key: str, value: bytes | str) -> None:
         self._request(b"set", key.encode(), _bytes(value))

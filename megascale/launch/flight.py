@@ -49,7 +49,7 @@ def dump_prefix(run: Path) -> str:
 def make_dump_folder(run: Path) -> None:
     """Make the folder of a run's dumps, which torch does not, and remove the dumps of earlier attempts."""
     folder = run / DUMP_FOLDER
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
     for path in _dumps(folder).values():
         path.unlink(missing_ok=True)
 

@@ -207,6 +207,7 @@ def test_a_dump_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytes
 
 def test_an_attempt_begins_without_the_dumps_of_the_one_before(tmp_path: Path) -> None:
     flight.make_dump_folder(tmp_path)
+    assert (tmp_path / flight.DUMP_FOLDER).stat().st_mode & 0o777 == 0o700
     folder = tmp_path / flight.DUMP_FOLDER
     stuck(folder)
     (folder / "notes.txt").touch()
