@@ -15,6 +15,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from megascale.core.files import absolute_path, atomic_file, sync_file
+from megascale.core.wait_notice import WaitNotice
 
 WRITE_HINT = "check that it is mounted, space, permissions"
 """Hint of errors in writing."""
@@ -184,12 +185,15 @@ class Location:
     def _retry(self, action: Callable[[Any, str], T]) -> T:
         """Call `action(file system, path)` until it succeeds, fails permanently, or `retry_s` is over."""
         end, pause = time.monotonic() + self.retry_s, PAUSES[0]
+        notice = WaitNotice(self.url)
         while True:
             try:
                 return action(*self._file_system())
             except Exception as error:  # clients of object stores raise errors of any class
                 if self._is_permanent(error) or time.monotonic() + pause > end:
                     raise _as_os_error(error, self.url) from error
+                text = f"storage that failed: {error!r}"
+            notice.print_if_due(lambda text=text: text)  # type: ignore[misc]
             time.sleep(pause * random.uniform(0.5, 1))
             pause = min(2 * pause, PAUSES[1])
 

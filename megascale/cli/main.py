@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 import megascale
+from megascale.cli.standard_streams import discard_unwritable_output, open_closed_streams
 from megascale.cli.text_encoding import escape_output, name_files_in_utf8
 from megascale.core.errors import Exit, MegascaleError
 
@@ -40,6 +41,7 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status (see `megascale.core.errors.Exit`)."""
     if arguments is None:
+        open_closed_streams()
         name_files_in_utf8()
     escape_output()
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -55,6 +57,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(error.exit_status)
     except BrokenPipeError:  # the reader of the output, such as head, has exited
         sys.stderr.close()
+        return int(Exit.UNCLASSIFIED)
+    except OSError as error:
+        if not discard_unwritable_output():
+            raise
+        print(f"megascale: the output cannot be written: {error.strerror}", file=sys.stderr)
         return int(Exit.UNCLASSIFIED)
 
 

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -48,6 +49,8 @@ def run(options: argparse.Namespace) -> int:
                 write_error(error, rank)
             raise
         if rank is None and config.world_size > 1:
+            if warning := environment.warn_of_idle_hosts(config.world_size):
+                print(warning, file=sys.stderr)
             arguments = ["train", options.config, *options.overrides]
             return local.run_local_ranks(
                 arguments, config.world_size, config.folder / "logs", config.folder / flight.DUMP_FOLDER

@@ -71,6 +71,24 @@ MULTI_RANK_DEFAULTS = (
 """Defaults for runs of several ranks. `RUN` stands for the run's folder."""
 
 
+HOST_COUNTS = {
+    "SLURM_JOB_NUM_NODES": "srun or launch/slurm.sbatch",
+    "PBS_NUM_NODES": "launch/torchrun.sh on each host",
+    "PET_NNODES": "torchrun in each pod",
+}
+"""Variables of shells and scripts with the number of the allocation's hosts, and what starts ranks on all of them."""
+
+
+def warn_of_idle_hosts(world_size: int, env: Mapping[str, str] = os.environ) -> str:
+    """Return a warning if the ranks that this process starts leave hosts of the allocation idle, else ""."""
+    for name, launcher in HOST_COUNTS.items():
+        hosts = env.get(name, "")
+        if hosts.isascii() and hosts.isdecimal() and hosts not in ("0", "1"):
+            what = f"all {world_size} ranks start on this host, one of {hosts} ({name})"
+            return f"WARNING: {what}  -> {launcher} starts them on all"
+    return ""
+
+
 def set_defaults(run_folder: Path | None = None) -> None:
     """Set the variables that are not set. Call before importing torch. `run_folder`: for a run of several ranks."""
     os.environ.update(missing_defaults(os.environ, run_folder))

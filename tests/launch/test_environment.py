@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megascale.launch import environment, flight
-from megascale.launch.environment import COMMON_DEFAULTS, MULTI_RANK_DEFAULTS, missing_defaults
+from megascale.launch.environment import COMMON_DEFAULTS, MULTI_RANK_DEFAULTS, missing_defaults, warn_of_idle_hosts
 
 RUN = Path("/shared/runs/gpt")
 PAGE = Path(__file__).parents[2] / "docs" / "launch.md"
@@ -51,6 +51,20 @@ def test_the_threads_of_a_host_s_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert missing_defaults({"LOCAL_WORLD_SIZE": "128"})["OMP_NUM_THREADS"] == "1"
     assert "OMP_NUM_THREADS" not in missing_defaults({"LOCAL_WORLD_SIZE": "8", "OMP_NUM_THREADS": "4"})
     assert "OMP_NUM_THREADS" not in missing_defaults({})
+
+
+@pytest.mark.parametrize(
+    ("env", "warning"),
+    [
+        ({}, ""),
+        ({"SLURM_JOB_NUM_NODES": "1", "PET_NNODES": "1:4", "PBS_NUM_NODES": ""}, ""),
+        ({"SLURM_JOB_NUM_NODES": "2"}, "srun or launch/slurm.sbatch starts them on all"),
+        ({"PET_NNODES": "3"}, "all 8 ranks start on this host, one of 3 (PET_NNODES)"),
+    ],
+)
+def test_a_shell_of_several_hosts_is_warned(env: dict[str, str], warning: str) -> None:
+    found = warn_of_idle_hosts(8, env)
+    assert warning in found and bool(warning) == bool(found)
 
 
 def test_this_process_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
