@@ -19,7 +19,7 @@ from typing import Any
 from torch.distributed import PrefixStore, Store
 
 from megascale.core.errors import HostsDisagreeError, LostPeerError
-from megascale.core.rank import Rank, format_ranks
+from megascale.core.rank import Rank, format_ranks, rendezvous_endpoint
 from megascale.core.wait_notice import WaitNotice
 
 Record = Mapping[str, str]
@@ -162,12 +162,14 @@ def _wait(store: Any, rank: Rank, done: Callable[[], bool], missing: Callable[[]
             text = f"timed out waiting {waited:.0f} s for {format_ranks(missing())} at the start of the job"
             raise LostPeerError(text, peers=missing(), hint=_MISSING_HINT)
         if rank.rank == 0:
-            notice.print_if_due(lambda: f"{format_ranks(missing())}{_from(rank)}")
+            notice.print_if_due(lambda: f"{format_ranks(missing())}{_place(rank)}")
         elif rank.local_rank == 0:
-            notice.print_if_due(lambda: f"the ranks for which rank 0 waits{_from(rank)}")
+            notice.print_if_due(lambda: f"the ranks for which rank 0 waits{_place(rank)}")
         time.sleep(min(max(_MIN_POLL_S, _POLL_S_PER_RANK * rank.world_size, waited / 8), _MAX_POLL_S))
 
 
-def _from(rank: Rank) -> str:
-    """Say what makes this process one of several ranks: a user who did not mean it unsets the variables."""
-    return f"; it is a rank by {rank.variables}" if rank.variables else ""
+def _place(rank: Rank) -> str:
+    """Say where ranks meet, and which variables make this process one of them: they may have been set for another."""
+    endpoint = rendezvous_endpoint()
+    where = f", at {endpoint[0]}:{endpoint[1]}" if endpoint else ""
+    return f"{where}; it is a rank by {rank.variables}" if rank.variables else where

@@ -24,7 +24,7 @@ from megascale.comm.store_server import start_server
 from megascale.core.errors import ConfigError, LostPeerError, Problem
 from megascale.core.handshake import NotAPeerError
 from megascale.core.network import LOOPBACK, address_toward, is_loopback, listen, listen_as
-from megascale.core.rank import Rank, launcher_store, on_one_host, rendezvous_endpoint
+from megascale.core.rank import STORE_VARIABLE, Rank, launcher_store, on_one_host, rendezvous_endpoint
 from megascale.core.wait_notice import WaitNotice, wait_notices
 
 RETRY_S = 30.0
@@ -92,7 +92,12 @@ def _place(rank: Rank, timeout: datetime.timedelta) -> _Place:
     first = rank.rank == 0
     if (ours := launcher_store()) is not None:
         name, number, descriptor = ours
-        inherited = socket.socket(fileno=descriptor) if first and descriptor is not None else None
+        try:
+            inherited = socket.socket(fileno=descriptor) if first and descriptor is not None else None
+        except OSError as error:
+            hint = "unset the variable: megascale train sets it for its ranks"
+            what = f"descriptor {descriptor} is no socket: {error.strerror}"
+            raise ConfigError([Problem("environment", STORE_VARIABLE, what, hint)]) from None
         return _Place((name, number), inherited)
     host, port = _master_address(rank)
     one_host = on_one_host(rank.world_size)

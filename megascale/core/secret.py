@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from megascale.core.env_numbers import whole_number
 from megascale.core.errors import ConfigError, Problem
 
 SECRET_VARIABLE = "MEGASCALE_JOB_SECRET"
@@ -59,7 +60,7 @@ def job_secret(folder: Path | None, env: Mapping[str, str] = os.environ) -> byte
     Raises: ConfigError if the secret is too short, if other users could read or replace its file, or without a secret.
     """
     if DESCRIPTOR_VARIABLE in env:
-        text = os.pread(int(env[DESCRIPTOR_VARIABLE]), 1 << 10, 0)
+        text = _read_descriptor(env)
     elif SECRET_VARIABLE in env:
         text = os.fsencode(env[SECRET_VARIABLE])
         if len(text) < MIN_CHARACTERS:
@@ -70,6 +71,16 @@ def job_secret(folder: Path | None, env: Mapping[str, str] = os.environ) -> byte
     else:
         raise ConfigError([Problem("environment", SECRET_VARIABLE, "not set", MAKE_HINT)])
     return hashlib.sha256(text).digest()
+
+
+def _read_descriptor(env: Mapping[str, str]) -> bytes:
+    hint = "unset the variable: megascale train sets it for its ranks"
+    descriptor = whole_number(env, DESCRIPTOR_VARIABLE, hint=hint)
+    try:
+        return os.pread(descriptor, 1 << 10, 0)
+    except OSError as error:
+        message = f"{descriptor} cannot be read: {error.strerror}"
+        raise ConfigError([Problem("environment", DESCRIPTOR_VARIABLE, message, hint)]) from None
 
 
 def secret_file(folder: Path) -> Path:

@@ -141,10 +141,11 @@ def _watch(workers: Sequence[_Worker], forwarder: _SignalForwarder, logs: Path, 
     while time.monotonic() < until and len(ends) < len(workers):
         time.sleep(_POLL_S)
         _add_new_ends(workers, ends)
+    stopped = forwarder.stop_requests and any(end.status in _BY_SIGNAL for end in ends.values())
+    failure = root_cause(logs, ends, dump_folder)  # before `_end`, whose signals make the others write how they ended
     _end(workers)
-    if forwarder.stop_requests and any(end.status in _BY_SIGNAL for end in ends.values()):
+    if stopped:
         return _report_stop(forwarder)
-    failure = root_cause(logs, ends, dump_folder)
     _print(_report(failure, workers))
     return failure.exit_status
 

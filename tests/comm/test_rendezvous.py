@@ -21,6 +21,7 @@ from megascale.core import wait_notice
 from megascale.core.errors import ConfigError, LostPeerError
 from megascale.core.network import LOOPBACK, listen
 from megascale.core.rank import Rank
+from megascale.core.secret import job_secret
 
 SECRET = b"s" * 32
 
@@ -32,6 +33,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
         number = listener.getsockname()[1]
     for name in ("MEGASCALE_STORE", "TORCHELASTIC_USE_AGENT_STORE", "LOCAL_WORLD_SIZE", gloo_interface.VARIABLE):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MEGASCALE_JOB_SECRET", "s" * 32)
     monkeypatch.setenv("MASTER_ADDR", LOOPBACK)
     monkeypatch.setenv("MASTER_PORT", str(number))
     monkeypatch.setattr(wait_notice, "FIRST_S", 0.2)
@@ -62,7 +64,8 @@ def notices(delays: list[float], err: io.StringIO) -> str:
 
 def test_a_wait_names_the_missing_rank(port: int) -> None:
     said = notices([0, 3.0, 0], io.StringIO())
-    assert "rank 0 of 3 on here: has waited for rank 1; it is a rank by RANK=0 and WORLD_SIZE=3\n" in said
+    where = f"at 127.0.0.1:{port}; it is a rank by RANK=0 and WORLD_SIZE=3\n"
+    assert f"rank 0 of 3 on here: has waited for rank 1, {where}" in said
     assert "rank 2 of 3 on here: has waited for the ranks for which rank 0 waits" in said
 
 
@@ -122,6 +125,21 @@ def test_one_host_needs_no_name(port: int, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("MASTER_ADDR", "no-such-name.invalid")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert rendezvous._master_address(Rank(0, 2, 0, "here")) == (LOOPBACK, port)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("MEGASCALE_STORE", "127.0.0.1:4000:0x"), ("MEGASCALE_STORE", "127.0.0.1:4000:999999")]
+    + [("MEGASCALE_JOB_SECRET_FD", text) for text in ("", "-1", "three", "999999", "9" * 5000)],
+)
+def test_variables_of_our_launcher_are_checked(
+    variable: str, value: str, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user's shell may have got them from a rank."""
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match=rf"environment  {variable}: .*megascale train sets it") as raised:
+        rendezvous.open_store(Rank(0, 2, 0, "here"), job_secret(None), timedelta(seconds=1))
+    assert len(str(raised.value).splitlines()) == 2
 
 
 def test_a_rank_without_an_address_says_why_it_is_one(port: int, monkeypatch: pytest.MonkeyPatch) -> None:

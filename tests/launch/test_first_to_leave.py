@@ -134,7 +134,7 @@ def test_a_rank_that_nobody_joins_says_so_and_hears_a_signal(number: int, status
         line = process.stderr.readline()
         process.send_signal(number)
         rest = process.stderr.read()
-    awaited = "for rank 1; it is a rank by RANK=0 and WORLD_SIZE=2"
+    awaited = f"for rank 1, at 127.0.0.1:{place['MASTER_PORT']}; it is a rank by RANK=0 and WORLD_SIZE=2"
     assert re.fullmatch(rf"rank 0 of 2 on {HOST}: has waited 1\d s {awaited}\n", line), line
     assert rest == f"rank 0 of 2 on {HOST}: stopped by {signal.Signals(number).name} before the first step\n"
     assert process.returncode == status

@@ -150,6 +150,26 @@ def test_no_host_of_that_name(tmp_path: Path) -> None:
         assert f"MASTER_ADDR: {message}" in result.stderr and "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"NNODES": "two"}, "NNODES: 'two' is not a whole number from 1 to"),
+        ({"NNODES": "0"}, "NNODES: '0' is not a whole number from 1 to"),
+        ({"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK: '2' is not a whole number from 0 to 1"),
+        ({"NODE_RANK": "-1"}, "NODE_RANK: '-1' is not a whole number from 0 to 0"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT: '70000' is not a whole number from 1 to 65535"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT: '0' is not a whole number from 1 to 65535"),
+        ({"NPROC": "2x"}, "NPROC: '2x' is not a whole number from 1 to"),
+    ],
+)
+def test_variables_of_the_script_are_checked(env: dict[str, str], message: str) -> None:
+    result = subprocess.run(
+        [str(SCRIPT), "config.toml"], env=environment() | env, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == Exit.CONFIG
+    assert message in result.stderr and len(result.stderr.splitlines()) == 1
+
+
 def test_usage_without_arguments() -> None:
     result = subprocess.run([str(SCRIPT)], capture_output=True, text=True, check=False)
     assert result.returncode == Exit.CONFIG
