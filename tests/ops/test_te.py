@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megascale.catalog.backends import BACKENDS
+from megascale.ops.select import unsupported_reason
 from megascale.ops.selftest import difference
-from tests.ops.settings import setting
+from tests.ops.settings import GPU, setting
 
 
 def norm_forward(input: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centre: bool) -> tuple[Tensor, ...]:
@@ -142,6 +143,16 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_results_and_gradients_equal_the_fp64_reference(operation: str, name: str) -> None:
     assert difference(operation, "te", setting(**{operation: name})) < 1e-5
+
+
+def test_rope_refuses_parts_of_heads_and_factors() -> None:
+    def refusal(**keys: Any) -> str | None:
+        return unsupported_reason("rope", "te", setting(device=GPU, **keys))
+
+    yarn, linear = {"type": "yarn", "factor": 2.0, "original_seq_length": 8}, {"type": "linear", "factor": 2.0}
+    assert refusal(rotary_fraction=0.5) == "rotates whole heads"
+    assert refusal(rope_scaling=yarn) == "rotates without a factor of q and k"
+    assert refusal(rope_scaling=linear) == refusal()
 
 
 @pytest.mark.usefixtures("engine")

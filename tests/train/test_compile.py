@@ -60,6 +60,9 @@ def worst(curve: Curve, expected: Curve) -> float:
         ("gpt", {"parallel__tp": 2, "parallel__sp": True, "model__dropout": 0.1}, 4),
         ("llama", {"parallel__tp": 2, "parallel__sp": True, "model__block": "parallel"}, 3),
         ("llama", {"parallel__pp": 2, "parallel__vpp": 2}, 4),
+        # norms of q and of k are compiled apart from attention
+        ("llama", {"model__qk_norm": "head", "model__attention_softcap": 2.0, "model__rotary_fraction": 0.5}, 6),
+        ("llama", {"model__qk_norm": "full", "parallel__tp": 2}, 4),
     ],
     ids=str,
 )
