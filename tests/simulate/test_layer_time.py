@@ -114,3 +114,13 @@ def test_fp8_times_apply_to_fp8_layers_only() -> None:
     assert first == pytest.approx(bf16.gemm + fp8.gemm)
     assert others[0] == pytest.approx(2 * fp8.gemm)
     assert 1.5 * fp8.gemm < bf16.gemm < 2.5 * fp8.gemm and fp8.elementwise > bf16.elementwise
+
+
+def test_norms_of_q_and_k_cost_passes_and_over_all_heads_sums() -> None:
+    """An element-wise pass each way; with tp the sums of squares are exposed in forward and in backward."""
+    keys = ["model.norm=rmsnorm", "parallel.tp=8"]
+    plain, head, full = (of(config_of(*keys, f"model.qk_norm={name}")) for name in ("none", "head", "full"))
+    assert plain.forward.elementwise < head.forward.elementwise == full.forward.elementwise
+    assert plain.backward.elementwise < head.backward.elementwise
+    assert plain.forward.tp == head.forward.tp < full.forward.tp
+    assert full.backward.tp - head.backward.tp == pytest.approx(full.forward.tp - head.forward.tp)
