@@ -70,6 +70,27 @@ def test_two_hosts(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_hosts_with_different_secrets_are_named(tmp_path: Path) -> None:
+    """As of hosts that share no folder, or of another user's rank."""
+    config = job_config(tmp_path, GPT, **TWO)
+    shared = {"NNODES": "2", "NPROC": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    hosts = [
+        Torchrun(
+            config,
+            "launch.timeout_s=30",
+            "launch.start_timeout_s=30",
+            env=shared | {"NODE_RANK": rank, "MEGASCALE_JOB_SECRET": rank * 32},
+        )
+        for rank in ("0", "1")
+    ]
+    _, _, err = hosts[1].end()
+    assert re.search(r"the job's store at 127.0.0.1:\d+  it hung up: it has another secret than this process", err), err
+    _, _, err = hosts[0].end()
+    assert "without the job's secret was refused at the job's store" in err
+    assert not hosts[0].steps()
+
+
+@pytest.mark.slow
 def test_sigterm_saves_and_the_same_line_goes_on(tmp_path: Path) -> None:
     config = job_config(tmp_path, GPT, **TWO, train__steps=100_000, checkpoint__every=100_000)
     job = Torchrun(config, env={"NPROC": "2"})

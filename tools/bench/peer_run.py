@@ -8,6 +8,7 @@ import math
 import os
 import re
 import resource
+import secrets
 import signal
 import subprocess
 import sys
@@ -85,7 +86,7 @@ def environment(mark: str, scratch: str) -> dict[str, str]:
     """Return a run's environment: one thread per process, loopback, and temporary files in `scratch`."""
     ours = {
         MARK: mark, "TMPDIR": scratch, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "TORCH_CPP_LOG_LEVEL": "ERROR", "MEGASCALE_JOB_SECRET": secrets.token_hex(32),
     }  # fmt: skip
     placed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     return {key: value for key, value in os.environ.items() if key not in placed} | ours
