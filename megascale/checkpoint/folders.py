@@ -57,6 +57,16 @@ def _list(folder: Location, *, complete: bool) -> Iterator[StoredCheckpoint]:
         raise CheckpointError(what, hint=os_error_hint(error, "checkpoint.dir, permissions, the network")) from None
 
 
+def name_warning(path: Location, step: int) -> str | None:
+    """Return a warning if the name of a checkpoint's folder is of another step than `step`, its manifest's, by which a
+    run resumes; pruning goes by the name.
+    """
+    match = _FOLDER.fullmatch(path.name)
+    if not match or int(match.group(1)) == step:
+        return None
+    return f"{path} holds step {step} by its manifest, which counts, and another by its name: rename it step-{step:08d}"
+
+
 def fresh_folder(folder: Location, step: int) -> Location:
     """Return an unused folder for a checkpoint of `step`, without making it.
 

@@ -42,9 +42,12 @@ def find_checkpoints(path: Location) -> list[Location]:
     except OSError as error:
         what = f"cannot look into {path}: {error.strerror}"
         raise CheckpointError(what, hint=os_error_hint(error, "its name, permissions, the network")) from None
-    for folder in (path / "checkpoints", path):
-        if complete := complete_checkpoints(folder):
-            return [stored.path for stored in reversed(complete)]
+    of_run, own = (complete_checkpoints(folder) for folder in (path / "checkpoints", path))
+    if of_run and own:
+        what = f"{path} has checkpoints, such as {own[-1].path.name}, and a folder of checkpoints"
+        raise CheckpointError(what, hint=f"name one: {own[-1].path} or {path / 'checkpoints'}")
+    if complete := of_run or own:
+        return [stored.path for stored in reversed(complete)]
     what = f"there is no complete checkpoint in {path}" if path.is_folder() else f"there is no folder {path}"
     raise CheckpointError(what, hint="give a checkpoint's folder, or a run's")
 

@@ -21,7 +21,7 @@ HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the dtype, sequence
 TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}
 """Bytes of a token by code of its dtype."""
 
-PREPARE_AGAIN_HINT = "prepare the data again"
+PREPARE_AGAIN_HINT = "copy all files of the dataset again, or prepare it again"
 
 SplitName = Literal["train", "valid"]
 
@@ -76,6 +76,12 @@ def read_dataset_files(prefix: str) -> DatasetFiles:
     if any(description.get(key, size) != size for key, size in sizes.items()):
         named = " and ".join(f"{description.get(key)} {key}" for key in sizes)
         what = f"{prefix}.json is of another dataset: {named}, not {dataset.documents} and {dataset.tokens}"
+        raise DataError(what, hint=PREPARE_AGAIN_HINT)
+    if description.get("vocab_size", 0) > 256**dataset.token_bytes:
+        size = description["vocab_size"]
+        what = (
+            f"{prefix}.json is of another dataset: tokens of {dataset.token_bytes} bytes hold no vocabulary of {size}"
+        )
         raise DataError(what, hint=PREPARE_AGAIN_HINT)
     return dataset
 

@@ -24,6 +24,7 @@ from megascale.config.run import HF_PREFIX, dataset_prefixes
 from megascale.config.train import Blend
 from megascale.core.errors import DataError
 from megascale.core.files import absolute_path, fingerprint, is_readable_file
+from megascale.core.limits import PERMISSIONS_HINT
 
 
 def data_source(c: Any) -> Iterator[Finding]:
@@ -71,9 +72,7 @@ def data_files(c: Any) -> Iterator[Finding]:
         for prefix in dict.fromkeys(dataset_prefixes(source)):
             missing = [prefix + end for end in (".bin", ".idx") if not is_readable_file(prefix + end)]
             if missing:
-                is_file = is_readable_file(prefix)
-                hint = "a prefix is the path without .bin" if is_file else "`megascale data prepare` creates datasets"
-                yield Finding(key, f"there is no file {' nor '.join(missing)}", hint)
+                yield _missing_files(key, prefix, missing)
                 continue
             try:
                 read_dataset_files(prefix)
@@ -126,6 +125,16 @@ def _too_few(
     if split == "valid" and samples and min(samples) < batch:
         message = f"{min(samples)} samples to validate on are fewer than one global batch of {batch}"
         yield Finding(key, message, "more data, another data.split, or a smaller batch.global")
+
+
+def _missing_files(key: str, prefix: str, missing: list[str]) -> Finding:
+    """Tell files that are absent from files that this user may not read."""
+    if unreadable := [path for path in missing if os.access(path, os.F_OK)]:
+        return Finding(key, f"{' and '.join(unreadable)} cannot be read", PERMISSIONS_HINT)
+    hint = (
+        "a prefix is the path without .bin" if is_readable_file(prefix) else "`megascale data prepare` creates datasets"
+    )
+    return Finding(key, f"there is no file {' nor '.join(missing)}", hint)
 
 
 def _repeated(key: str, source: str | Blend | None) -> Iterator[Finding]:

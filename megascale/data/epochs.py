@@ -33,6 +33,8 @@ from megascale.data.index_files import load_indices
 from megascale.data.open_epochs import OpenEpochs
 from megascale.parallel.rng import seed_of
 
+MEMORY_HINT = "fewer train.steps or a smaller batch.global (a blend has 10 bytes for each sample), or more memory"
+
 NO_PADDING = -(2**63)
 """Id of padding, which samples of whole sequences do not have. By default -1: tokens -1 would count as padding."""
 
@@ -158,11 +160,14 @@ def build_cached(dataset_class: Any, *arguments: Any, config: Any) -> Any:
         dataset.config = config
         return dataset
     except FileNotFoundError as error:
-        what = f"{error.filename} is not there for rank {rank}, but rank 0 wrote it"
-        raise DataError(what, hint="data.cache = a folder that all hosts share") from None
+        seen = ", but rank 0 wrote it" if rank else ": it was removed after it was written"
+        hint = "data.cache = a folder that all hosts share" if rank else "data.cache = a folder that nothing cleans"
+        raise DataError(f"{error.filename} is not there for rank {rank}{seen}", hint=hint) from None
     except OSError as error:
         what = f"sample indices cannot be kept in {folder}: {error.strerror or error}"
         raise DataError(what, hint=os_error_hint(error, "data.cache = another folder")) from None
+    except MemoryError as error:
+        raise DataError(f"sample indices do not fit in memory: {error}", hint=MEMORY_HINT) from None
     except (ValueError, EOFError) as error:
         raise DataError(f"sample indices in {folder} are damaged: {error}", hint="remove that folder") from None
 

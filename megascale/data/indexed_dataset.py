@@ -110,7 +110,7 @@ def _write_tokens(file: IO, documents: Iterable[np.ndarray], dtype: np.dtype, vo
             raise DataError(what, hint="fix the tokenizer")
         file.write(ids.astype(dtype, copy=False).tobytes())
     if not lengths:
-        raise DataError("the input has no text", hint="every document was empty: check the files and --key")
+        raise DataError("the input has no text", hint="check the files and --key")
     return np.frombuffer(lengths, dtype=np.intc)
 
 

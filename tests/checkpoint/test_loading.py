@@ -288,3 +288,13 @@ def test_ranks_read_one_copy_in_another_layout(layout: dict[str, Any], qk_norm: 
     run_world(1, save_after, config, 1)
     other = config_in(tmp_path, "llama", **small | layout)
     assert {count for count, _ in run_world(other.world_size, read, other)} == {sum(stored(config).values())}
+
+
+def test_checkpoints_in_another_place_than_the_last_are_told(tmp_path: Path) -> None:
+    config = config_in(tmp_path, checkpoint__dir=str(tmp_path / "old"))
+    run_world(1, save_each_step, config, 1)
+    shutil.copytree(tmp_path / "old", tmp_path / "new")
+    moved = config_in(tmp_path, checkpoint__dir=str(tmp_path / "new"))
+    ((name, warnings),) = run_world(1, loaded_checkpoint, moved)
+    place = Path(moved.checkpoint_folder) / name
+    assert warnings == [f"the run saved last in {config.checkpoint_folder}, and resumes from {place}"]

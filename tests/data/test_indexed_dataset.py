@@ -263,3 +263,13 @@ def test_the_description_is_plain_json(prefix: Path) -> None:
         "documents": 3,
         "tokenizer": {"name": "bytes", "fingerprint": "bytes", "eod": 256},
     }
+
+
+def test_a_description_of_wider_tokens_is_refused(prefix: Path) -> None:
+    """PREFIX.json and PREFIX.idx disagree: 16-bit tokens cannot hold the vocabulary."""
+    path = file(prefix, ".json")
+    path.write_text(path.read_text().replace('"vocab_size": 300', '"vocab_size": 70000'))
+    with pytest.raises(
+        DataError, match=r"set\.json is of another dataset: tokens of 2 bytes hold no vocabulary of 70000"
+    ):
+        indexed_dataset.open_dataset(prefix)

@@ -150,5 +150,5 @@ def test_an_input_is_not_overwritten(tmp_path: Path, clash: str) -> None:
 
 
 def test_only_empty_documents_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="the input has no text  -> every document was empty"):
+    with pytest.raises(DataError, match="the input has no text  -> check the files and --key"):
         make([lines(tmp_path / "in.jsonl", ["", ""])], tmp_path / "set")

@@ -93,6 +93,8 @@ class Resumer:
             self.warnings.append(error.message)
             self.damaged[path] = error.message
             return None
+        if warning := folders.name_warning(path, saved.facts.progress.step):
+            self.warnings.append(warning)
         return ResumeResult(saved.facts.progress, path, config_changes(saved.facts.config, self._config), bytes_read)
 
     def _find_candidates(self) -> tuple[list[tuple[int, Location]], list[str]]:
@@ -112,6 +114,8 @@ class Resumer:
         if source != "never" and not complete:
             self._check_not_lost()
         problems = folders.remove_unfinished(self._folder)
+        if complete and (last := self._last_folder()) not in (None, str(self._folder)):
+            problems.append(f"the run saved last in {last}, and resumes from {complete[-1].path}")
         if self._saver and not self._folder.local_path:  # a local folder was locked, and so written to, before
             self._check_writable()
         if complete or source in ("auto", "never") or source.startswith(HF_PREFIX):
@@ -120,12 +124,16 @@ class Resumer:
 
     def _check_not_lost(self) -> None:
         """Raise CheckpointError if the run has saved before (`SAVED_MARKER`) and no checkpoint is there."""
+        if (folder := self._last_folder()) is not None:
+            what = f"the run has had checkpoints in {folder}, and {self._folder} has no complete one"
+            raise CheckpointError(what, hint="mount or restore it, or start afresh under another name")
+
+    def _last_folder(self) -> str | None:
+        """The folder of checkpoints at the run's last save, from `SAVED_MARKER`; None without a save."""
         try:
-            folder = (self._config.folder / SAVED_MARKER).read_text(encoding="utf-8").strip()
+            return (self._config.folder / SAVED_MARKER).read_text(encoding="utf-8").strip()
         except OSError:
-            return
-        what = f"the run has had checkpoints in {folder}, and {self._folder} has no complete one"
-        raise CheckpointError(what, hint="mount or restore it, or start afresh under another name")
+            return None
 
     def _check_writable(self) -> None:
         try:
