@@ -203,7 +203,7 @@ def values_table(values: Values) -> Iterator[str]:
     for (_, profile, name), value in values.items():
         if name == RECENT.name:
             yield f"GEMMs of {profile} with libraries of {RECENT_YEAR} or later: {value:.3f} times that rate.\n"
-    yield f"Loss for each doubling of the devices beyond {profiles.SCALE}: {values[LOSS]:.4f} of a step.\n"
+    yield f"Loss for each doubling of the devices beyond {profiles.LARGE_JOB}: {values[LOSS]:.4f} of a step.\n"
 
 
 if __name__ == "__main__":

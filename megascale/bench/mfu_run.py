@@ -29,7 +29,7 @@ from megascale.core.errors import MegascaleError
 from megascale.core.rank import Rank
 from megascale.core.units import format_bytes
 from megascale.device import Device, detect_device, is_out_of_memory
-from megascale.ops.select import OpContext, serving
+from megascale.ops.select import OpContext, selected_backends
 from megascale.train.build import Run, build_mesh, build_rank_run
 from megascale.train.peak_flops import find_peak_flops
 from megascale.train.scheduled_gc import ScheduledGC
@@ -142,7 +142,7 @@ class _Bench:
             shares = profile_steps(run, self.steps.profiled, Quartiles.from_values(timed).median)
         memory, backends, peak = (
             self.device.peak_memory(),
-            serving(OpContext.from_config(config, self.device)),
+            selected_backends(OpContext.from_config(config, self.device)),
             find_peak_flops(run),
         )
         del run

@@ -24,7 +24,7 @@ from megascale.config.toml_reader import read_toml
 from megascale.config.toml_writer import to_toml
 from megascale.core.errors import ConfigError, Exit, Problem
 from megascale.core.files import write_text
-from megascale.core.process import without_collection
+from megascale.core.process import without_gc
 from megascale.observe import chrome_trace
 from megascale.search import plot, report
 from megascale.search.plan import Plan
@@ -76,7 +76,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status: `Exit.CONFIG` for a run that does not fit in memory."""
     # a plan allocates many tuples, none in a cycle
-    with contextlib.nullcontext() if options.exact else without_collection():
+    with contextlib.nullcontext() if options.exact else without_gc():
         return _run(options)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from megascale.core.errors import Exit, MegascaleError
 from megascale.core.events import COMPUTE, RankEvents, event_file_name, read_events
-from megascale.core.process import exit_on_stop_signals, without_collection
+from megascale.core.process import exit_on_stop_signals, without_gc
 from megascale.observe import chrome_trace, svg
 from megascale.observe.chrome_trace import TraceStats
 from megascale.observe.summary import AxisCommunication, format_shares, mean_over_ranks, summarize
@@ -117,7 +117,7 @@ def _span(text: str, sign: str) -> range | None:
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
     path = options.output or options.folder / "timeline.json"
-    with exit_on_stop_signals(), without_collection():
+    with exit_on_stop_signals(), without_gc():
         files = select_files(rank_files(options.folder), options.ranks)
         records = [read_rank_file(file, options.steps) for file in files]
         check_one_job(records, options.folder)

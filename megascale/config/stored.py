@@ -51,7 +51,7 @@ def data_source(c: Any) -> Iterator[Finding]:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedDataset:
     """The description file of a dataset by `megascale data prepare`: vocabulary size, tokenizer, and `frame`, the ids
     that begin (or None) and end each document.
     """
@@ -66,7 +66,7 @@ class Prepared:
 def data_files(c: Any) -> Iterator[Finding]:
     """Check that datasets exist, are whole, share one tokenizer, fit the run's vocabulary, and are named once."""
     d = c.data
-    first: Prepared | None = None
+    first: PreparedDataset | None = None
     for key, source in (("data.train", d.train), ("data.valid", d.valid)):
         yield from _repeated(key, source)
         for prefix in dict.fromkeys(dataset_prefixes(source)):
@@ -83,7 +83,9 @@ def data_files(c: Any) -> Iterator[Finding]:
             if facts:
                 tokenizer = facts["tokenizer"]
                 frame = tokenizer.get("bos"), tokenizer.get("eod")
-                prepared = Prepared(prefix, facts["vocab_size"], tokenizer["name"], tokenizer["fingerprint"], frame)
+                prepared = PreparedDataset(
+                    prefix, facts["vocab_size"], tokenizer["name"], tokenizer["fingerprint"], frame
+                )
                 yield from _mismatches(key, prepared, first or prepared, d.tokenizer, c.model.vocab_size)
                 first = first or prepared
     if d.tokenizer and d.tokenizer not in TOKENIZERS.cards and not is_readable_file(d.tokenizer):
@@ -148,7 +150,7 @@ def _repeated(key: str, source: str | Blend | None) -> Iterator[Finding]:
 
 
 def _mismatches(
-    key: str, prepared: Prepared, first: Prepared, tokenizer: str | None, vocab_size: int
+    key: str, prepared: PreparedDataset, first: PreparedDataset, tokenizer: str | None, vocab_size: int
 ) -> Iterator[Finding]:
     """Compare a dataset with the run's vocabulary and tokenizer, and with the first dataset."""
     if prepared.vocab_size > vocab_size:
@@ -165,7 +167,7 @@ def _mismatches(
         yield Finding(key, message, "prepare one dataset again, with the same --eod and --add-bos")
 
 
-def _frame(prepared: Prepared) -> str:
+def _frame(prepared: PreparedDataset) -> str:
     bos, eod = prepared.frame
     return f"end with token {eod}" if bos is None else f"begin with token {bos} and end with token {eod}"
 

@@ -68,7 +68,7 @@ def handling_stops(handler: Callable[[int, FrameType | None], object]) -> Iterat
 
 
 @contextlib.contextmanager
-def without_collection() -> Iterator[None]:
+def without_gc() -> Iterator[None]:
     """Disable garbage collection in the block: scanning millions of live objects takes up to a third of the time."""
     enabled = gc.isenabled()
     gc.disable()

@@ -32,7 +32,7 @@ from megascale.launch.namespaces import (
 INTERFACE = "eth0"
 """Name of the link inside a host."""
 
-MOST_HOSTS = 250  # addresses of a /24
+MAX_HOSTS = 250  # addresses of a /24
 
 _SUBNET = "10.77.0"  # shared by all testbeds: their switches are not connected
 
@@ -89,8 +89,8 @@ class Testbed:
     __test__ = False  # pytest takes a class of this name for tests
 
     def __init__(self, hosts: int, link: HostLink, cores: float | None = None) -> None:
-        if not 1 <= hosts <= MOST_HOSTS:
-            raise TestbedError(f"a testbed of {hosts} hosts", hint=f"1 to {MOST_HOSTS}")
+        if not 1 <= hosts <= MAX_HOSTS:
+            raise TestbedError(f"a testbed of {hosts} hosts", hint=f"1 to {MAX_HOSTS}")
         self.hosts: tuple[Host, ...] = ()
         self.link = link
         self._size = hosts

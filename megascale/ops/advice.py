@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megascale.catalog.backends import AUTO, BACKENDS, is_multi_pass, unmet_requirement
-from megascale.ops.core_attention import kernel_outdated
+from megascale.ops.core_attention import torch_attention_outdated
 from megascale.ops.library import FLASH3
 from megascale.ops.select import BackendChoice, NotByDefault, OpContext, select_backend
 
@@ -43,4 +43,4 @@ def _faster_backends(choice: BackendChoice, context: OpContext) -> list[str]:
 
 def _is_outdated(choice: BackendChoice, context: OpContext) -> bool:
     """Return True for torch's attention if newer kernels are faster: with windows, or with an outdated kernel."""
-    return choice.backend == "torch" and (any(context.model.windows) or kernel_outdated(context))
+    return choice.backend == "torch" and (any(context.model.windows) or torch_attention_outdated(context))

@@ -25,7 +25,7 @@ from megascale.catalog.layers import ACTIVATIONS, NORMS
 from megascale.device import Device
 from megascale.ops.activation import Activate
 from megascale.ops.library import TRITON
-from megascale.ops.norm import AddNormalize, Normalize, behind_sum, other_norm_asked, widened
+from megascale.ops.norm import AddNormalize, Normalize, compose_add_norm, other_norm_requested, widened
 from megascale.ops.select import BackendError, NotByDefault, OpContext
 
 RECOMPILE_LIMIT = 128
@@ -120,11 +120,11 @@ class CompiledAddNorm:
 
     def unsupported_reason(self, context: OpContext) -> str | None:
         not_default = _not_by_default(context, context.model.norm, one_kernel=())
-        return compile_unsupported_reason(context.device) or not_default or other_norm_asked(context, "compile")
+        return compile_unsupported_reason(context.device) or not_default or other_norm_requested(context, "compile")
 
     def build(self, context: OpContext) -> AddNormalize:
         name = context.model.norm
-        return compile_function(behind_sum(_NORMS.get(name) or NORMS[name].load()))
+        return compile_function(compose_add_norm(_NORMS.get(name) or NORMS[name].load()))
 
 
 class CompiledActivation:

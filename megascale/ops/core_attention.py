@@ -5,7 +5,7 @@
 A soft cap c replaces the scores S = scale q k^T by c tanh(S / c) (Gemma 2).
 
 `TorchAttention`, `causal_attention`, `sliding_attention`, `visible`: torch's implementation. The rest tells which
-kernels suit a GPU: `half_precision_unsupported`, `not_by_default`, `kernel_outdated`, `surpassed`.
+kernels suit a GPU: `half_precision_unsupported`, `not_by_default`, `torch_attention_outdated`, `is_outdated_kernel`.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ def half_precision_unsupported(context: OpContext) -> str | None:
 def not_by_default(context: OpContext, newer: bool) -> NotByDefault | None:
     """Say why auto prefers torch's attention. `newer`: the backend has kernels written for this GPU generation."""
     model = context.model
-    if any(model.windows) or model.attention_softcap or (newer and kernel_outdated(context)):
+    if any(model.windows) or model.attention_softcap or (newer and torch_attention_outdated(context)):
         return None
     return NotByDefault("no layer has a window, and torch's kernels are as fast without windows")
 
 
-def kernel_outdated(context: OpContext) -> bool:
+def torch_attention_outdated(context: OpContext) -> bool:
     """Return True if torch's kernel for full attention was written for an older GPU generation."""
     m = context.model
     kernel = context.device.attention_kernel(context.dtype, m.head_dim, m.num_kv_heads != m.num_heads)
-    return surpassed(kernel, context.device.capability)
+    return is_outdated_kernel(kernel, context.device.capability)
 
 
-def surpassed(kernel: str, capability: tuple[int, int]) -> bool:
+def is_outdated_kernel(kernel: str, capability: tuple[int, int]) -> bool:
     """Return True if newer kernels are about twice as fast as torch's: on Hopper and data-center Blackwell, for all
     kernels but cuDNN's, since torch includes FlashAttention-2 (Shah et al. 2024).
     """

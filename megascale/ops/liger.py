@@ -10,7 +10,7 @@ from torch import Tensor
 from megascale.catalog.layers import NORMS
 from megascale.ops.activation import Activate
 from megascale.ops.library import LIGER
-from megascale.ops.norm import AddNormalize, Normalize, other_norm_asked
+from megascale.ops.norm import AddNormalize, Normalize, other_norm_requested
 from megascale.ops.select import OpContext
 
 
@@ -39,7 +39,7 @@ class LigerAddNorm:
     """LigerFusedAddRMSNormFunction."""
 
     def unsupported_reason(self, context: OpContext) -> str | None:
-        return LIGER.unsupported_reason(context) or other_norm_asked(context, "liger")
+        return LIGER.unsupported_reason(context) or other_norm_requested(context, "liger")
 
     def build(self, context: OpContext) -> AddNormalize:
         from liger_kernel.ops import LigerFusedAddRMSNormFunction

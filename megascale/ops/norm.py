@@ -31,10 +31,10 @@ class TorchAddNorm(OpBackend):
     """A residual addition, then the selected backend of `norm`."""
 
     def build(self, context: OpContext) -> AddNormalize:
-        return behind_sum(build_op("norm", context))
+        return compose_add_norm(build_op("norm", context))
 
 
-def behind_sum(normalize: Normalize) -> AddNormalize:
+def compose_add_norm(normalize: Normalize) -> AddNormalize:
     """Combine a residual addition and a norm in one function."""
 
     def add_normalize(
@@ -46,7 +46,7 @@ def behind_sum(normalize: Normalize) -> AddNormalize:
     return add_normalize
 
 
-def other_norm_asked(context: OpContext, name: str) -> NotByDefault | None:
+def other_norm_requested(context: OpContext, name: str) -> NotByDefault | None:
     """Decline `add_norm` under auto if `backends.norm` requests a different backend."""
     requested = context.backends.norm
     return None if requested in (AUTO, name) else NotByDefault(f"backends.norm is {requested}")

@@ -1,7 +1,7 @@
 """Selection of a backend for each operation: the requested backend, or under auto the first able to run.
 
-`OpContext`, `OpBackend`: the question and the interface. `unsupported_reason`, `select_backend`, `serving`: the choice.
-`build_op`: the operation. `NotByDefault`, `BackendChoice`, `BackendError`: answers.
+`OpContext`, `OpBackend`: the question and the interface. `unsupported_reason`, `select_backend`, `selected_backends`:
+the choice. `build_op`: the operation. `NotByDefault`, `BackendChoice`, `BackendError`: answers.
 """
 
 from __future__ import annotations
@@ -131,6 +131,6 @@ def build_op(operation: str, context: OpContext) -> Any:
     return BACKENDS[operation][select_backend(operation, context).backend].load()().build(context)
 
 
-def serving(context: OpContext) -> dict[str, str]:
+def selected_backends(context: OpContext) -> dict[str, str]:
     """Return the backend of every operation in the model."""
     return {operation: select_backend(operation, context).backend for operation in filter(context.uses, BACKENDS)}

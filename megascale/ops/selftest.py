@@ -31,13 +31,13 @@ ZERO = 1e-12
 
 TOKENS, SAMPLES = 128, 2
 
-ATTENDED = 384
+WINDOW_TOKENS = 384
 """Sequence length for sliding windows: several blocks, some of them skipped by kernels."""
 
 RATE = 0.1
 """Learning rate and weight decay."""
 
-CLIPPED = 0.25
+CLIP_COEFFICIENT = 0.25
 """Clipping coefficient given to element-wise rules."""
 
 
@@ -147,7 +147,7 @@ def _random(*shapes: tuple[int, ...]) -> list[Tensor]:
 def _attention(context: OpContext) -> list[Tensor]:
     m = context.model
     heads = [n // context.tp for n in (m.num_heads, m.num_kv_heads, m.num_kv_heads)]
-    tokens = min(ATTENDED if any(m.windows) else TOKENS, m.seq_length)
+    tokens = min(WINDOW_TOKENS if any(m.windows) else TOKENS, m.seq_length)
     return _random(*((SAMPLES, n, tokens, m.head_dim) for n in heads))
 
 
@@ -278,7 +278,7 @@ def _update(rule: type[Any], context: OpContext, leaves: list[Tensor]) -> list[T
         segments.append(Segment(weight.clone(), grad.clone(), state, is_matrix=is_matrix, weight_decay=is_matrix))
     updated = rule(segments, OptimizerConfig(name=context.optimizer, lr=RATE, weight_decay=RATE))
     no_skip = torch.zeros((), device=before[0].device)
-    factor = torch.full_like(no_skip, CLIPPED, dtype=torch.float64)
+    factor = torch.full_like(no_skip, CLIP_COEFFICIENT, dtype=torch.float64)
     for step in (1, 2):
         for segment, grad in zip(segments, grads, strict=True):
             segment.grad.copy_(grad * step)

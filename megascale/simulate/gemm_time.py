@@ -10,7 +10,7 @@ from megascale.simulate.profiles import AttentionShares, Hardware, Measured, Sta
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.75), (64, 64, 0.55))
 """Rows, columns and relative speed of a multiprocessor's tiles: small tiles read more operand bytes per FLOP."""
 
-UNKNOWN = AttentionShares(forward=0.35, backward=0.35)  # for a device whose profile has no shares
+DEFAULT_ATTENTION_SHARES = AttentionShares(forward=0.35, backward=0.35)  # for a device whose profile has no shares
 RAMP = 192  # elements of the inner dimension lost to a tile's prologue and epilogue: k takes as long as k + RAMP
 
 MASK = 1
@@ -67,7 +67,7 @@ class KernelTimes:
                 for way in (core.attention_forward, core.attention_backward)
             ]
             return flops * costs[0], back * flops * costs[1]
-        shares = self.hardware.device.attention_shares(self.stack.attention) or UNKNOWN
+        shares = self.hardware.device.attention_shares(self.stack.attention) or DEFAULT_ATTENTION_SHARES
         seconds = flops / self.hardware.device.peak_of(self.dtype) * self.stack.attained.slowdown
         return seconds / shares.forward, back * seconds / shares.backward
 

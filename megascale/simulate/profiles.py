@@ -38,8 +38,8 @@ Generation = Annotated[str, Field(pattern="^20[0-9][0-9]$")]
 Kernel = Literal["unfused", "flash1", "triton", "flash2", "flash3"]
 
 THIS_MACHINE = "this"  # name of this machine's hardware profile, written by `megascale bench profile`
-SCALE = 256  # most devices of a job without a loss with scale
-SCALE_LOSS = 0.018  # share of a step per doubling beyond SCALE, fitted on published steps of 257 to 1,024 devices
+LARGE_JOB = 256  # most devices of a job without a loss with scale
+SCALE_LOSS = 0.018  # share of a step per doubling beyond LARGE_JOB, fitted on published steps of 257 to 1,024 devices
 
 FP8_RATES = {"row": 0.70, "block": 0.87}
 """FP8 GEMM rates by granularity, relative to tensor-wise. Llama 3 8B on H100 takes 12% longer row-wise (6,424 and 7,186
@@ -183,7 +183,7 @@ class Cost(Section):
     slowdown: Positive = Field(1.0, description="factor of all compute times")
     passes: Positive = Field(1.2, description="memory traffic of element-wise operations, relative to fused ones")
     step_s: NotNegative = Field(0.05, description="fixed seconds of a step, such as data and logging")
-    scale_loss: Fraction = Field(SCALE_LOSS, description=f"share of a step per doubling of devices beyond {SCALE}")
+    scale_loss: Fraction = Field(SCALE_LOSS, description=f"share of a step per doubling of devices beyond {LARGE_JOB}")
 
 
 class MeasuredStack(Section):

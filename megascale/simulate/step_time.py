@@ -17,7 +17,7 @@ from megascale.simulate.event_simulator import Place, Simulation, StageTimes
 from megascale.simulate.extrapolate import Pipeline, pipeline_time
 from megascale.simulate.layer_time import LayerTimes, PassTimes, Seconds, chunk_times
 from megascale.simulate.link_time import Operation, Route, group_route, neighbour_route
-from megascale.simulate.profiles import SCALE, Hardware, Overlaps, Stack
+from megascale.simulate.profiles import LARGE_JOB, Hardware, Overlaps, Stack
 
 
 @dataclass(frozen=True)
@@ -209,5 +209,5 @@ class StepParts:
 
 
 def scale(world: int, stack: Stack) -> float:
-    """Return the factor of step time for large jobs, which grows with every doubling beyond `SCALE` devices."""
-    return 1 + stack.attained.scale_loss * max(0.0, math.log2(world / SCALE))
+    """Return the factor of step time for large jobs, which grows with every doubling beyond `LARGE_JOB` devices."""
+    return 1 + stack.attained.scale_loss * max(0.0, math.log2(world / LARGE_JOB))

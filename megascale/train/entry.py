@@ -30,7 +30,7 @@ from megascale.device import detect_device
 from megascale.launch import affinity
 from megascale.launch.failure import exit_status_of, is_peer_lost, write_error, write_stop
 from megascale.ops.advice import slow_backend_hint
-from megascale.ops.select import OpContext, serving
+from megascale.ops.select import OpContext, selected_backends
 from megascale.trace.writers import MetricsWriter
 from megascale.train.build import Run, build_mesh, build_rank_run
 from megascale.train.event_file import EventFile
@@ -162,7 +162,7 @@ def run_summary(run: Run, peak: Peak | None) -> str:
     shape = f"{tensor} x {pipeline} x dp {config.dp} (zero {p.zero})"
     step = f"a step is {config.batch.total} x {m.seq_length} tokens, {config.num_microbatches} micro-batches a rank"
     context = OpContext.from_config(config, run.device)
-    backends = ", ".join(f"{operation} {backend}" for operation, backend in serving(context).items())
+    backends = ", ".join(f"{operation} {backend}" for operation, backend in selected_backends(context).items())
     peak_text = f"{format_flops(peak.flops)} a rank ({peak.source})" if peak else ""
     lines = [
         f"{name}, {shape} = {config.world_size} ranks{threads}",

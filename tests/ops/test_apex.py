@@ -25,7 +25,7 @@ from tests.runs import GPT
 
 Lists = list[list[Tensor]]
 GO, SKIP = torch.zeros(()), torch.ones(())
-CLIPPED = torch.tensor(0.3, dtype=torch.float64)
+CLIP_COEFFICIENT = torch.tensor(0.3, dtype=torch.float64)
 
 
 def scalar(tensor: Tensor, dtype: torch.dtype) -> float:
@@ -147,7 +147,7 @@ def test_rules_equal_torchs(name: str, bias_correction: bool, weight_decay: floa
                 noise = torch.randn(len(part.grad), generator=torch.Generator().manual_seed(step))
                 part.grad.copy_(noise)
             if name == "adamw":
-                rule.step(lr, step, CLIPPED, skip)
+                rule.step(lr, step, CLIP_COEFFICIENT, skip)
             else:
                 rule.compute_updates(step, skip)
                 rule.apply_updates(lr, matrix_norms(parts), skip)
@@ -161,7 +161,7 @@ def test_rules_equal_torchs(name: str, bias_correction: bool, weight_decay: floa
 @pytest.mark.usefixtures("apex")
 def test_a_shard_may_be_empty() -> None:
     config = OptimizerConfig(lr=1e-2)
-    ApexAdamW([], config).step(1e-2, 1, CLIPPED, GO)
+    ApexAdamW([], config).step(1e-2, 1, CLIP_COEFFICIENT, GO)
     rule = ApexLamb([], config)
     rule.compute_updates(1, GO)
     rule.apply_updates(1e-2, torch.zeros(2, 0, dtype=torch.float64), GO)

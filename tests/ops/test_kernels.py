@@ -18,7 +18,7 @@ from megascale.config.backends import BackendsConfig
 from megascale.config.model import ModelConfig
 from megascale.core.errors import MegascaleError
 from megascale.device import Device, detect_device
-from megascale.ops.core_attention import Attend, causal_attention, surpassed
+from megascale.ops.core_attention import Attend, causal_attention, is_outdated_kernel
 from megascale.ops.flash import flash
 from megascale.ops.library import Library
 from megascale.ops.select import NotByDefault, OpContext, build_op, select_backend, unsupported_reason
@@ -234,7 +234,7 @@ def test_auto_prefers_newer_kernels_to_an_outdated_kernel_of_torch(
     ],
 )  # fmt: skip
 def test_which_kernels_are_surpassed(kernel: str, capability: tuple[int, int], expected: bool) -> None:
-    assert surpassed(kernel, capability) is expected
+    assert is_outdated_kernel(kernel, capability) is expected
 
 
 def test_the_kernel_of_torch_is_queried() -> None:

@@ -81,7 +81,7 @@ RECENT = Efficiency("hardware", "recent", 1.0, 0.10, 0.8, 1.25)
 FIRST_YEAR, RECENT_YEAR = 2021, 2025
 
 LOSS: Key = ("job", "", "scale_loss")
-"""Share of a step lost per doubling of the devices beyond `profiles.SCALE`, in every stack."""
+"""Share of a step lost per doubling of the devices beyond `profiles.LARGE_JOB`, in every stack."""
 
 SCALE_LOSS = Efficiency("job", "scale_loss", 0.01, 0.01, 0.0, 0.1)
 
@@ -104,7 +104,7 @@ class Profiles:
         ages = {(self._root["hardware", row.hardware], self._is_recent(row)) for row in rows}
         both = sorted(name for name, recent in ages if recent and (name, False) in ages)
         self.keys += [(("hardware", name, RECENT.name), RECENT) for name in both]
-        self.keys += [(LOSS, SCALE_LOSS)] if any(row.config.world_size > profiles.SCALE for row in rows) else []
+        self.keys += [(LOSS, SCALE_LOSS)] if any(row.config.world_size > profiles.LARGE_JOB for row in rows) else []
 
     def of(self, row: Row, values: Values) -> tuple[Hardware, Stack]:
         """Return a row's hardware and stack with fitted values."""
@@ -121,7 +121,7 @@ class Profiles:
         """Return True if a row depends on an efficiency."""
         kind, name, of = key
         if key == LOSS:
-            return profiles.SCALE < row.config.world_size <= LARGEST
+            return profiles.LARGE_JOB < row.config.world_size <= LARGEST
         if of == RECENT.name and not self._is_recent(row):
             return False
         return name in [self._root[kind, of] for of in ([row.hardware] if kind == "hardware" else row.stacks)]
