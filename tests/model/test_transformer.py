@@ -84,6 +84,13 @@ def test_a_stage_names_its_missing_input(model: dict[str, Any]) -> None:
         stage(None, micro_batch(tokens_of(0)))
 
 
+def test_zero_centered_gains_start_as_gains_of_one() -> None:
+    stages = [stage_of(FAMILIES["llama"] | {"norm": norm}) for norm in ("rmsnorm", "rmsnorm_1p")]
+    ones, zeros = (stage.head.norm.weight.unique().tolist() for stage in stages if stage.head is not None)
+    assert (ones, zeros) == ([1.0], [0.0])
+    assert torch.equal(*(logits(stage, tokens_of(0)) for stage in stages))
+
+
 @families
 def test_the_parallel_block_is_its_definition(model: dict[str, Any]) -> None:
     """Compare with x + attention(norm(x)) + mlp(norm(x)), from the modules of the serial block."""

@@ -19,7 +19,20 @@ from megascale.parallel.fp8_linear import CastStats
 from megascale.parallel.recompute import recomputation, recompute_in_backward
 from tests.marks import only_quick
 from tests.parallel.test_tp_overlap import Outcome, outcome
-from tests.runs import FAMILIES, GPT, LLAMA, build_run, builds, config_of, send_messages, settings, traffic_of
+from tests.runs import (
+    FAMILIES,
+    GEMMA2,
+    GPT,
+    LLAMA,
+    NEOX,
+    OLMO2,
+    build_run,
+    builds,
+    config_of,
+    send_messages,
+    settings,
+    traffic_of,
+)
 from tests.worlds import run_world
 
 EACH = ["attention", "norm", "activation"]
@@ -53,6 +66,9 @@ CASES = [
         "model__attention_softcap": 2.0,
         "train__precision": "bf16",
     },
+    {"model": GEMMA2, "model__dropout": 0.1, "train__precision": "fp32"},
+    {"model": OLMO2, "model__dropout": 0.1, "train__precision": "bf16"},
+    {"model": NEOX, "model__dropout": 0.1, "train__precision": "fp32"},
 ]
 FP8_MODEL = LLAMA | {"hidden_size": 256, "ffn_size": 512, "seq_length": 128, "num_layers": 3}
 
@@ -108,6 +124,9 @@ IN_FP8 = [
     *((recipe, {"model__block": "serial"}) for recipe in RECIPES.names()),
     ("tensorwise", {"model__block": "parallel", "parallel__tp": 2, "parallel__sp": True}),
     ("rowwise", {"model__block": "parallel", "parallel__tp": 2, "parallel__sp": True}),
+    ("tensorwise", {"model__block": "sandwich", "parallel__tp": 2, "parallel__sp": True}),
+    ("rowwise", {"model__block": "post_norm", "parallel__tp": 2, "parallel__sp": True}),
+    ("tensorwise", {"model__block": "parallel_two_norms", "parallel__tp": 2, "parallel__sp": True}),
     (
         "tensorwise",
         {

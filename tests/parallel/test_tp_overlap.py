@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megascale.catalog.layers import BLOCKS
 from megascale.comm.p2p_collectives import P2PTransport
 from megascale.comm.work import COMPLETED
 from megascale.config.run import RunConfig
@@ -107,7 +108,7 @@ def random_layout(chance: random.Random) -> dict[str, Any]:
     layout["parallel__sp"] = tp > 1 and chance.random() < 0.5
     layout["parallel__zero"] = chance.choice((0, 1, 2))
     layout["parallel__schedule"] = chance.choice(("gpipe", "1f1b")) if vpp == 1 else "interleaved_1f1b"
-    layout["model__block"] = chance.choice(("serial", "parallel"))
+    layout["model__block"] = chance.choice(BLOCKS.names())
     layout["model__num_layers"] = max(pp * vpp, 2)
     layout["overlap__bucket_bytes"] = chance.choice((1, 20_000, 1 << 30))
     layout["batch__global"] = dp * chance.randint(1, 5)
@@ -189,7 +190,7 @@ def traffic(rank: Rank, config: RunConfig) -> Any:
     return traffic_of(run, step=1)
 
 
-@pytest.mark.parametrize("block", ["serial", "parallel"])
+@pytest.mark.parametrize("block", only_quick(BLOCKS.names(), "serial", "parallel", "parallel_two_norms"))
 @pytest.mark.parametrize("sequence", only_quick([False, True], True))
 def test_pieces_move_the_same_bytes(sequence: bool, block: str, tmp_path: Path) -> None:
     layout = {"parallel__tp": 2, "parallel__sp": sequence, "model__block": block, "train__precision": "fp32"}

@@ -27,7 +27,7 @@ HARDWARE, STACK = profiles.hardware("h100"), profiles.stack("megascale")
 KEYS = ["model.num_layers=8", "parallel.pp=4", "parallel.vpp=1", "batch.global=16"]
 
 
-def sandwich(model: ModelConfig, layer: int) -> BlockSpec:
+def ended(model: ModelConfig, layer: int) -> BlockSpec:
     """A serial block with another norm after both branches."""
     return tuple(
         piece
@@ -37,10 +37,10 @@ def sandwich(model: ModelConfig, layer: int) -> BlockSpec:
 
 
 @pytest.fixture
-def sandwich_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sandwich.__globals__, "sandwich", sandwich)
-    card = Card("sandwich", "", "nowhere:Block", {"description": f"{__name__}:sandwich", "operations": ()})
-    monkeypatch.setitem(BLOCKS.cards, "sandwich", card)
+def ended_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ended.__globals__, "ended", ended)
+    card = Card("ended", "", "nowhere:Block", {"description": f"{__name__}:ended", "operations": ()})
+    monkeypatch.setitem(BLOCKS.cards, card.name, card)
 
 
 def config_of(*keys: str) -> RunConfig:
@@ -56,7 +56,7 @@ def of(config: RunConfig, recompute: RecomputePolicy = NO_RECOMPUTE, fp8: bool =
 
 
 def test_a_block_is_the_sum_of_its_parts() -> None:
-    for kind in ("serial", "parallel"):
+    for kind in BLOCKS.names():
         config = config_of(f"model.block={kind}", "model.window=512")
         layers, described = layers_of(config), block_spec(config.model, 0)
         total = sum((layers.part(part, False) for part in described), PassTimes())
@@ -64,8 +64,8 @@ def test_a_block_is_the_sum_of_its_parts() -> None:
         assert total.forward.total > 0 and total.backward.gemm == pytest.approx(2 * total.forward.gemm, rel=0.1)
 
 
-def test_a_new_kind_of_block_needs_only_a_description(sandwich_card: None) -> None:
-    serial, third = config_of(), config_of("model.block=sandwich")
+def test_a_new_kind_of_block_needs_only_a_description(ended_card: None) -> None:
+    serial, third = config_of(), config_of("model.block=ended")
     norm = layers_of(third).part(NormSpec("after"), False)
     ours, theirs = of(serial), of(third)
     assert theirs.forward.elementwise == pytest.approx(ours.forward.elementwise + 2 * norm.forward.elementwise)
@@ -75,14 +75,14 @@ def test_a_new_kind_of_block_needs_only_a_description(sandwich_card: None) -> No
         assert pair.forward.elementwise > chunk_times(serial, HARDWARE, STACK)[place].forward.elementwise
 
 
-def test_only_norms_before_column_parallel_layers_are_recomputed(sandwich_card: None) -> None:
+def test_only_norms_before_column_parallel_layers_are_recomputed(ended_card: None) -> None:
     recompute = RecomputePolicy(norm=True)
     recomputed = [of(config_of(f"model.block={kind}"), recompute).backward.recompute for kind in ("serial", "sandwich")]
     norm = layers_of(config_of()).part(NormSpec("any"), False).forward.elementwise
     assert recomputed == pytest.approx([2 * norm, 2 * norm])
 
 
-def test_full_recomputation_leaves_out_the_last_linear_layer(sandwich_card: None) -> None:
+def test_full_recomputation_leaves_out_the_last_linear_layer(ended_card: None) -> None:
     """A sandwich block recomputes also the last linear layer, for the norm after."""
     for kind, left_out in (("serial", True), ("sandwich", False)):
         config = config_of(f"model.block={kind}")

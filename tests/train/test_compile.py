@@ -11,14 +11,14 @@ from megascale.cli.main import main
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.ops.select import BackendError
-from tests.runs import FAMILIES, build_run, config_of, curve_of, settings, write_config
+from tests.runs import MODELS, build_run, config_of, curve_of, settings, write_config
 from tests.worlds import run_world
 
 Curve = list[tuple[float, float]]
 
 
 def config(family: str, folder: Path, **changes: Any) -> RunConfig:
-    tree = settings(FAMILIES[family], folder, train__precision="fp32", optimizer__lr=1e-3)
+    tree = settings(MODELS[family], folder, train__precision="fp32", optimizer__lr=1e-3)
     tree["train"]["compile"] = True
     for name, value in changes.items():
         section, _, key = name.partition("__")
@@ -63,6 +63,8 @@ def worst(curve: Curve, expected: Curve) -> float:
         # norms of q and of k are compiled apart from attention
         ("llama", {"model__qk_norm": "head", "model__attention_softcap": 2.0, "model__rotary_fraction": 0.5}, 6),
         ("llama", {"model__qk_norm": "full", "parallel__tp": 2}, 4),
+        ("gemma2", {"parallel__tp": 2, "parallel__sp": True}, 4),
+        ("olmo2", {}, 3),
     ],
     ids=str,
 )
@@ -96,13 +98,13 @@ def test_without_a_compiler_the_command_ends_with_status_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    tree = settings(FAMILIES["gpt"], tmp_path, train__compile=True, parallel__dp=2)
+    tree = settings(MODELS["gpt"], tmp_path, train__compile=True, parallel__dp=2)
     assert main(["train", str(write_config(tree, tmp_path / "run.toml"))]) == 2
     assert "train.compile: no C++ compiler: there is no no-such-compiler" in capfd.readouterr().err
 
 
 @pytest.mark.slow
 def test_a_backend_that_cannot_serve_ends_with_status_2(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    tree = settings(FAMILIES["gpt"], tmp_path, train__precision="fp32", backends__norm="apex", parallel__dp=2)
+    tree = settings(MODELS["gpt"], tmp_path, train__precision="fp32", backends__norm="apex", parallel__dp=2)
     assert main(["train", str(write_config(tree, tmp_path / "run.toml"))]) == 2
     assert "backends.norm = 'apex' cannot serve: apex: needs a GPU  -> backends.norm=auto" in capfd.readouterr().err

@@ -27,6 +27,12 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt": {},
     "llama fp32": {"train__precision": "fp32"},
     "gpt parallel block": {"model__block": "parallel"},
+    "gpt parallel two norms block": {"model__block": "parallel_two_norms"},
+    "llama post norm block": {"model__block": "post_norm"},
+    "llama sandwich block": {
+        "model__block": "sandwich", "model__norm": "rmsnorm_1p", "model__activation": "geglu",
+        "model__embedding_scale": 6.0, "model__logit_softcap": 30.0,
+    },
     "llama window": {"model__window": 4},
     "gpt recompute selective": {"train__recompute": "selective", "model__dropout": 0.1},
     "llama recompute selective": {"train__recompute": "selective"},
@@ -89,7 +95,7 @@ def step_and_evaluate(config: Any, rank: int) -> None:
         patch.object(FakeGPU, "copy_to_host", autospec=True, side_effect=FakeGPU.copy_to_host) as read,
     ):
         run = build_fake(config, rank)
-        assert all(block.attention._axis.gpu for stage in run.stages for block in stage.layers.values())
+        assert all(block.attention._tp.gpu for stage in run.stages for block in stage.layers.values())
         watch.crossings.clear()
         steps = 1 + bool(run.fp8_state.history.numel())
         for _ in range(steps):
