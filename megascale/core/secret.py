@@ -83,6 +83,17 @@ def _read_descriptor(env: Mapping[str, str]) -> bytes:
         raise ConfigError([Problem("environment", DESCRIPTOR_VARIABLE, message, hint)]) from None
 
 
+def _inherited_secret(descriptor: str) -> bytes:
+    try:
+        text = os.pread(int(descriptor), 1 << 10, 0)
+    except (ValueError, OverflowError, OSError):
+        text = b""
+    if len(text) < MIN_CHARACTERS:
+        message = f"{descriptor!r} is no descriptor of a secret, as megascale's launcher passes one"
+        raise ConfigError([Problem("environment", DESCRIPTOR_VARIABLE, message, f"unset {DESCRIPTOR_VARIABLE}")])
+    return text
+
+
 def secret_file(folder: Path) -> Path:
     """Return the file of this user's secret for jobs in `folder`."""
     return folder / SECRET_FILE.format(user=os.geteuid())

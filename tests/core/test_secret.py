@@ -77,6 +77,12 @@ def test_an_empty_file_is_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "0 bytes are no secret" in refusal(tmp_path)
 
 
+@pytest.mark.parametrize("descriptor", ["", "x", "-1", "999999", "9" * 30])
+def test_a_descriptor_of_no_secret_is_refused(descriptor: str) -> None:
+    with pytest.raises(ConfigError, match="is no descriptor of a secret"):
+        job_secret(None, {DESCRIPTOR_VARIABLE: descriptor})
+
+
 def test_a_secret_that_can_be_guessed_is_refused() -> None:
     with pytest.raises(ConfigError, match="8 characters; 32 or more are needed"):
         job_secret(None, {SECRET_VARIABLE: "password"})

@@ -98,25 +98,30 @@ def attack_job(folder: Path) -> Attacked:
         folder, GPT, parallel__tp=2, train__steps=1_000_000, train__precision="fp32", checkpoint__keep=2, **checkpoint
     )
     job = Job(config)
-    job.wait_for_step(5)
-    pids = descendants(job.process.pid)
-    listeners = listening(pids)
-    store = next(port for port, (_, command) in listeners.items() if "store_server" in command)
-    before = {pid: resident_bytes(pid) for pid in pids}
-    facts = {
-        "ports": list(listeners),
-        "pids": pids,
-        "store": store,
-        "flag": str(folder / "flags" / "ran"),
-        "memory": str(memory),
-        "run": str(job.folder),
-        "secret": str(secret_file(folder / "runs")),
-        "marks": [path.name for path in Path("/dev/shm").iterdir() if path.name not in shared_before] + ["megascale"],
-    }
-    assert any(memory.rglob("rank-*.?")), "no copies to read"
-    got = attack_as(NOBODY, facts)
-    assert "error" not in got, got["error"]
-    grown = {pid: resident_bytes(pid) - size for pid, size in before.items()}
+    try:
+        job.wait_for_step(5)
+        pids = descendants(job.process.pid)
+        listeners = listening(pids)
+        store = next(port for port, (_, command) in listeners.items() if "store_server" in command)
+        before = {pid: resident_bytes(pid) for pid in pids}
+        facts = {
+            "ports": list(listeners),
+            "pids": pids,
+            "store": store,
+            "flag": str(folder / "flags" / "ran"),
+            "memory": str(memory),
+            "run": str(job.folder),
+            "secret": str(secret_file(folder / "runs")),
+            "marks": [path.name for path in Path("/dev/shm").iterdir() if path.name not in shared_before]
+            + ["megascale"],
+        }
+        assert any(memory.rglob("rank-*.?")), "no copies to read"
+        got = attack_as(NOBODY, facts)
+        assert "error" not in got, got["error"]
+        grown = {pid: resident_bytes(pid) - size for pid, size in before.items()}
+    except BaseException:
+        job.kill()
+        raise
     return Attacked(job, got, listeners, grown, folder / "flags" / "ran")
 
 
