@@ -77,20 +77,11 @@ def _read_descriptor(env: Mapping[str, str]) -> bytes:
     hint = "unset the variable: megascale train sets it for its ranks"
     descriptor = whole_number(env, DESCRIPTOR_VARIABLE, hint=hint)
     try:
-        return os.pread(descriptor, 1 << 10, 0)
-    except OSError as error:
-        message = f"{descriptor} cannot be read: {error.strerror}"
-        raise ConfigError([Problem("environment", DESCRIPTOR_VARIABLE, message, hint)]) from None
-
-
-def _inherited_secret(descriptor: str) -> bytes:
-    try:
-        text = os.pread(int(descriptor), 1 << 10, 0)
-    except (ValueError, OverflowError, OSError):
-        text = b""
+        text, message = os.pread(descriptor, 1 << 10, 0), f"{descriptor} has no secret"
+    except (OSError, OverflowError) as error:
+        text, message = b"", f"{descriptor} cannot be read: {error}"
     if len(text) < MIN_CHARACTERS:
-        message = f"{descriptor!r} is no descriptor of a secret, as megascale's launcher passes one"
-        raise ConfigError([Problem("environment", DESCRIPTOR_VARIABLE, message, f"unset {DESCRIPTOR_VARIABLE}")])
+        raise ConfigError([Problem("environment", DESCRIPTOR_VARIABLE, message, hint)])
     return text
 
 

@@ -79,8 +79,13 @@ def test_an_empty_file_is_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("descriptor", ["", "x", "-1", "999999", "9" * 30])
 def test_a_descriptor_of_no_secret_is_refused(descriptor: str) -> None:
-    with pytest.raises(ConfigError, match="is no descriptor of a secret"):
+    with pytest.raises(ConfigError, match=DESCRIPTOR_VARIABLE):
         job_secret(None, {DESCRIPTOR_VARIABLE: descriptor})
+
+
+def test_nothing_is_no_secret() -> None:
+    with open(os.devnull) as file, pytest.raises(ConfigError, match="has no secret"):
+        job_secret(None, {DESCRIPTOR_VARIABLE: str(file.fileno())})
 
 
 def test_a_secret_that_can_be_guessed_is_refused() -> None:
