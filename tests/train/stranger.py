@@ -76,7 +76,7 @@ def attack(facts: dict[str, Any]) -> dict[str, Any]:
         "replaces the secret's file": denied(lambda: Path(facts["secret"]).unlink()),
         "writes into the run": denied(lambda: (Path(facts["run"]) / "config.toml").write_text("")),
         "writes a checkpoint": denied(lambda: (Path(facts["run"]) / "checkpoints/step-99999999").mkdir()),
-        "leaves a copy in memory": denied(lambda: (Path(facts["memory"]) / "rank-00000.a.json").write_text("{}")),
+        "leaves a copy in memory": denied(lambda: (Path(facts["copies"]) / "rank-00000.a.json").write_text("{}")),
     }
 
 

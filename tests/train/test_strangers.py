@@ -110,6 +110,7 @@ def attack_job(folder: Path) -> Attacked:
             "store": store,
             "flag": str(folder / "flags" / "ran"),
             "memory": str(memory),
+            "copies": str(next(memory.glob("megascale-*/*"))),
             "run": str(job.folder),
             "secret": str(secret_file(folder / "runs")),
             "marks": [path.name for path in Path("/dev/shm").iterdir() if path.name not in shared_before]
@@ -151,7 +152,7 @@ def test_a_stranger_gets_no_answer(attack: str, attacked: Attacked) -> None:
     [
         "reads environments", "reads memory", "lists descriptors", "opens the secret's descriptor",
         "writes to the writer's standard input", "signals", "reads the secret's file", "replaces the secret's file",
-        "writes into the run", "writes a checkpoint",
+        "writes into the run", "writes a checkpoint", "leaves a copy in memory",
     ],
 )  # fmt: skip
 def test_a_stranger_has_no_permission(attack: str, attacked: Attacked) -> None:
