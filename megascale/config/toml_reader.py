@@ -73,7 +73,7 @@ def apply_overrides(source: Source, overrides: Sequence[str], is_text: Callable[
         keys = [part.strip() for part in key.split(".")]
         if equals and all(keys):
             parsed = _parse_value(value.strip())
-            plain = is_text(".".join(keys)) and not isinstance(parsed, str | list)
+            plain = is_text(".".join(keys)) and not isinstance(parsed, str | list | dict)
             source.set(keys, value.strip() if plain else parsed)
         else:
             problems.append(Problem("command line", text, "not a setting", "write section.key=value"))

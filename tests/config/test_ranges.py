@@ -87,3 +87,12 @@ def test_floats_are_those_that_fp32_holds(key: str) -> None:
 def test_sizes_that_overflow_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(*overrides)
+
+
+def test_an_inline_table_on_the_command_line_is_a_table() -> None:
+    llama = GPT | {"position": "rope"}
+    tree = settings(llama, Path("runs"))
+    config = load_config_tree(tree, "test", ['model.rope_scaling={type = "linear", factor = 2.0}'])
+    assert config.model.rope_scaling is not None
+    with pytest.raises(ConfigError, match=r"model.rope_scaling: .*factor should be a number above 0"):
+        load_config_tree(tree, "test", ['model.rope_scaling={type = "linear", factor = nan}'])

@@ -261,7 +261,7 @@ def test_the_description_is_plain_json(prefix: Path) -> None:
         "vocab_size": 300,
         "tokens": 6,
         "documents": 3,
-        "tokenizer": {"name": "bytes", "fingerprint": "bytes", "eod": 256},
+        "tokenizer": {"name": "bytes", "fingerprint": "bytes", "eod": 256, "eod_origin": "fixed", "bos": None},
     }
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megascale.config.run import RunConfig
-from megascale.core.errors import DataError
+from megascale.core.errors import DataError, Exit
 from megascale.core.rank import Rank
 from tests.data.datasets import data_config, write_dataset
-from tests.jobs import curve, finish, job_config
+from tests.jobs import Job, curve, finish, job_config
 from tests.runs import GPT
 from tests.worlds import run_world
 
@@ -79,3 +81,30 @@ def test_a_small_dataset_is_repeated_while_training(tmp_path: Path, sources: str
     for layout in ("dp2", "pp2"):
         for (_, loss, norm), (_, expected, expected_norm) in zip(curves[layout], curves["alone"], strict=True):
             assert loss == pytest.approx(expected, rel=1e-10) and norm == pytest.approx(expected_norm, rel=1e-8)
+
+
+LAYOUTS = {"alone": {}, "tp2": {"parallel__tp": 2}, "pp2": {"parallel__pp": 2}, "dp2": {"parallel__dp": 2}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("token", [-1, 101])
+def test_every_layout_finds_a_token_outside_the_vocabulary(token: int, tmp_path: Path) -> None:
+    """One sample of the first step has the token, once as a token and once as a label."""
+    prefix = tmp_path / "set"
+    write_dataset(prefix, [8 * 16 + 1])
+    (tmp_path / "set.json").unlink()
+    ids = np.arange(8 * 16 + 1, dtype=np.int32) % 101
+    ids[100] = token
+    ids.tofile(tmp_path / "set.bin")
+    index = bytearray((tmp_path / "set.idx").read_bytes())
+    index[17] = 4  # i32
+    (tmp_path / "set.idx").write_bytes(index)
+    messages = {}
+    for name, layout in LAYOUTS.items():
+        (tmp_path / name).mkdir()
+        data = {"data__mock": False, "data__train": str(prefix), "data__split": [1.0, 0.0]}
+        status, _, err = Job(job_config(tmp_path / name, GPT, **data, **layout, train__seed=1)).end()
+        assert status == Exit.DATA, err
+        (messages[name],) = set(re.findall(r"sample \d+ of .*", err))
+    assert len(set(messages.values())) == 1, messages
+    assert f"has token {token}; model.vocab_size is 101  -> " in messages["alone"]
