@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import pytest
 from megascale.core.errors import CheckpointError
 from megascale.core.rank import Rank
 from tests.checkpoint.test_checkpoints import config_in, state_of
+from tests.marks import only_quick
 from tests.runs import FAMILIES, build_run, config_of, settings, write_config
 from tests.worlds import run_world
 
@@ -197,6 +199,44 @@ def test_the_copy_of_a_lost_host_comes_from_its_replica(tmp_path: Path, memory: 
     assert [state for state, *_ in after] == before
     remaining = [json.loads(path.read_text())["facts"]["progress"]["step"] for path in memory.rglob("*.json")]
     assert remaining == [3, 3, 3], "older copies are removed, replicas too"
+
+
+def lose_a_neighbour(rank: Rank, config: Any, during: bool) -> list[str]:
+    """Make four copies in memory, and kill rank 1's writer, which receives rank 0's, after the first copy, or `during`
+    the second. Returns the error of each copy, "" without.
+    """
+    from megascale.train.step import train_step
+
+    run, errors = build_run(rank, at(config, rank, True)), []
+    for step in range(1, 5):
+        train_step(run, run.train_loader.batch(run.progress.samples))
+        run.buffers.finish_param_gather()
+        run.checkpoints.save_to_memory(run.progress)
+        if during and step == 2 and rank.rank == 1:
+            os.kill(run.checkpoints.saver.writer_pid, signal.SIGKILL)
+        copied = run.checkpoints.wait_for_save()
+        errors.append(str(copied.error or ""))
+        if not during and step == 1 and rank.rank == 1:
+            os.kill(run.checkpoints.saver.writer_pid, signal.SIGKILL)
+    return errors
+
+
+@pytest.mark.parametrize("during", only_quick([False, True], False))
+def test_a_neighbour_that_comes_back_receives_copies_again(during: bool, tmp_path: Path, memory: Path) -> None:
+    """A copy under way is given up after `replication.TIMEOUT`, with the address of the host."""
+    config = config_with(
+        tmp_path, checkpoint__memory_dir=str(memory), checkpoint__replicate=True, parallel__dp=2, parallel__zero=1
+    )
+    first, second = run_world(2, lose_a_neighbour, config, during)
+    assert first == second, "every rank has the same outcome"
+    assert first[0] == first[2] == first[3] == ""
+    if during:
+        assert re.fullmatch(
+            r"rank 0: cannot write a copy to \S+: .*  -> is that host up, .*|.*has ended: signal 9", first[1]
+        )
+    else:
+        assert first[1] == ""
+    assert slots(memory / "host0", 1).keys() == slots(memory / "host1", 0).keys() == {3, 4}
 
 
 def swap_hosts(memory: Path) -> None:

@@ -41,10 +41,14 @@ PURPOSE = "receiver of copies"
 _NAME = re.compile(r"rank-\d{5,}\.[ab]")
 
 
+class ReplicationError(OSError):
+    """A copy has not arrived at another host; `filename` has its address."""
+
+
 def send_replica(path: str, to: tuple[str, int], secret: str) -> None:
     """Send the copy at `path` and its header to a receiver's (host, port). `secret`: the job's, in hexadecimal.
 
-    Raises: OSError with the receiver's address if it does not have all of the copy
+    Raises: ReplicationError if the receiver does not have all of the copy
     """
     file = Path(path)
     header = json.loads(file.with_name(f"{file.name}.json").read_bytes())

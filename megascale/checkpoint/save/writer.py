@@ -47,7 +47,8 @@ def main(parent_pid: int) -> None:
         try:
             answer = execute(**json.loads(line))
         except OSError as error:
-            answer = {"error": error.strerror or str(error), "what": error.filename}
+            to_host = isinstance(error, replication.ReplicationError)
+            answer = {"error": error.strerror or str(error), "what": error.filename, "to_host": to_host}
         print(json.dumps(answer), file=answers, flush=True)
 
 

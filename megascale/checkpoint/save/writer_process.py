@@ -16,6 +16,9 @@ from megascale.checkpoint.storage import WRITE_HINT
 from megascale.core.errors import CheckpointError
 from megascale.core.limits import os_error_hint
 
+HOST_HINT = "is that host up, with memory to spare, and the network to it?"
+"""Hint of a copy that another host has not received."""
+
 
 class WriterProcess:
     """A writer process that inherits `descriptors` and executes one order at a time.
@@ -73,7 +76,7 @@ class WriterProcess:
         answer: dict[str, Any] = json.loads(self._answer)
         if "error" in answer:
             what = f"cannot write {answer['what']}: {answer['error']}"
-            raise CheckpointError(what, hint=WRITE_HINT)
+            raise CheckpointError(what, hint=HOST_HINT if answer["to_host"] else WRITE_HINT)
         return answer
 
     def _start(self) -> None:
