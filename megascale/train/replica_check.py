@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megascale.train.build import Run
 
 CHUNK = 1 << 22
-"""Elements of a bucket that are converted to int64 at a time."""
+"""Elements of a bucket whose weighted bits are in memory at a time, as int64."""
 
 MULTIPLIER = -7046029254386353131
 """2^64 divided by the golden ratio, as i64: position times this number, made odd, weights an element."""
@@ -109,9 +109,9 @@ def checksum(values: Tensor) -> Tensor:
     bits = values.detach().view(_INTEGERS[values.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     for start in range(0, bits.numel(), CHUNK):
-        part = bits[start : start + CHUNK].long()
+        part = bits[start : start + CHUNK]
         positions = torch.arange(start, start + part.numel(), dtype=torch.int64, device=values.device)
-        total += part.mul_(positions.mul_(MULTIPLIER).bitwise_or_(1)).sum()
+        total += positions.mul_(MULTIPLIER).bitwise_or_(1).mul_(part).sum()
     return total
 
 
