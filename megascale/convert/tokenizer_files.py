@@ -43,10 +43,7 @@ def add_tokenizer(
     if keys and not wanted.tokenizer and not wanted.eod:  # the files of foreign weights stand as they are
         return keys | _add_eos(keys, folder, info.eod if info else None), missing
     if file is None:
-        bos_and_eos = (
-            {"bos_token_id": info.eod if info.bos is None else info.bos, "eos_token_id": info.eod} if info else {}
-        )
-        return keys | bos_and_eos, missing
+        return keys | (_ids(info) if info else {}), missing
     known = info.eod if info and info.fingerprint == fingerprint(file) else None
     try:
         tokenizer = _load(file, model, wanted.eod or known)
@@ -62,8 +59,12 @@ def add_tokenizer(
         return keys, [f"no eos_token_id included: {what}; give --eod TOKEN"]
     tokens = {"bos_token": tokenizer.bos, "eos_token": tokenizer.eod}
     _write_tokenizer_config(folder, model, {k: tokenizer.token(i) for k, i in tokens.items() if i is not None})
-    bos = tokenizer.eod if tokenizer.bos is None else tokenizer.bos
-    return {"bos_token_id": bos} | keys | _add_eos(keys, folder, tokenizer.eod), missing
+    return _ids(tokenizer) | keys | _add_eos(keys, folder, tokenizer.eod), missing
+
+
+def _ids(frame: TokenizerInfo | FileTokenizer) -> dict[str, int]:
+    """The ids that begin and end a text. Without a beginning of its own a document begins after the end of another."""
+    return {"bos_token_id": frame.eod if frame.bos is None else frame.bos, "eos_token_id": frame.eod}
 
 
 def data_tokenizer(source: Location) -> TokenizerInfo | None:

@@ -172,6 +172,24 @@ def test_published_configs_are_read_and_kept(tmp_path: Path, name: str) -> None:
     assert family_of_model(model, published["model_type"]).name == published["model_type"]
 
 
+PRESETS = {
+    "Llama-3.1-8B": "llama3.1-8b", "Mistral-Nemo-Base-2407": "mistral-nemo-12b", "Qwen2.5-7B": "qwen2.5-7b",
+    "Qwen3-0.6B": "qwen3-0.6b", "gemma-2-2b": "gemma2-2b", "gemma-3-1b-pt": "gemma3-1b",
+    "OLMo-2-1124-7B": "olmo2-7b", "pythia-160m": "pythia-160m",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_the_published_models(name: str) -> None:
+    """But for the sequence length, which a preset may have shorter."""
+    published, preset = (
+        read_model(PUBLISHED[name], "config.json"),
+        ModelConfig.model_validate({"preset": PRESETS[name]}),
+    )
+    length = {"seq_length": preset.seq_length, "preset": None}
+    assert published.model_copy(update=length) == preset.model_copy(update=length)
+
+
 def test_a_change_of_the_model_changes_the_keys_that_say_it(tmp_path: Path) -> None:
     """In a config.json of transformers 5 the rotary keys and windows are replaced together."""
     save_tiny("llama 3", tmp_path)
