@@ -285,7 +285,7 @@ def changed(folder: Path, **keys: Any) -> None:
 @pytest.mark.parametrize(
     ("family", "keys", "words"),
     [
-        ("llama", {"model_type": "qwen2"}, "model_type is 'qwen2'  -> a model of gpt2, llama, mistral"),
+        ("llama", {"model_type": "mamba"}, "model_type is 'mamba'  -> a model of gpt2, llama, mistral"),
         ("llama", {"model_type": ...}, "model_type is None"),
         ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type is 'longrope', not default or linear or"),
         ("llama", {"rope_scaling": {"type": "su"}}, "rope_type is 'su', not default or linear or"),
@@ -418,7 +418,11 @@ def test_a_dtype_in_which_an_element_overflows_is_refused(tmp_path: Path) -> Non
     [
         (
             lambda folder: (folder / WEIGHTS_FILE).rename(folder / "pytorch_model.bin"),
-            "has neither model.safetensors nor",
+            "has neither model.safetensors nor model.safetensors.index.json; pytorch_model.bin is a pickle",
+        ),
+        (
+            lambda folder: (folder / INDEX_FILE).write_text('{"weight_map": {"a": "b.safetensors"}}'),
+            "has model.safetensors, and model.safetensors.index.json, which names other files",
         ),
         (lambda folder: (folder / CONFIG_FILE).write_text("{"), "is not JSON"),
         (lambda folder: (folder / CONFIG_FILE).write_text("[]"), "is not a JSON object"),
