@@ -1,6 +1,7 @@
 """A save in progress on this rank (`SaveAttempt`) and its outcome (`SaveResult`).
 
-The manifest is written after every rank's files; a save without a manifest is none. If a rank fails, all files go.
+The first rank writes the manifest after the files of all ranks: a folder without a manifest is no checkpoint. If a rank
+fails, the files of all ranks are removed.
 """
 
 from __future__ import annotations

@@ -160,8 +160,8 @@ class CheckpointSaver:
     def complete(self, written: float, failed: float) -> SaveResult | None:
         """Complete or abort the save once every rank is done; `written` and `failed` are sums of `poll` over ranks.
 
-        Returns None while a writer is at work, and without a save in progress. Equal sums make all ranks take the same
-        branch: both are collective.
+        Returns None while a writer is at work, and without a save in progress. Completing and aborting are collective;
+        the sums are equal on all ranks, so all take the same branch.
         """
         attempt = self._attempt
         if attempt is None or written + failed < self._mesh.world.size:
