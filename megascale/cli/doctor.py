@@ -123,7 +123,7 @@ def check_operations(
 
 def slow_operations(configs: Iterable[RunConfig], device: Device) -> list[str]:
     """List a sentence for every operation with a faster backend that is not installed, without duplicates. A
-    configuration that no backend serves is skipped.
+    configuration without a backend is skipped.
     """
     from megascale.ops.advice import slow_backend_hint
     from megascale.ops.select import BackendError, OpContext
@@ -232,7 +232,7 @@ def table(reports: dict[str, list[OperationReport]]) -> list[str]:
 
 
 LEGEND = (
-    "serves: the backend that training uses; can: a backend that backends.OPERATION may select. The number is the "
+    "used: the backend that training uses; ok: a backend that backends.OPERATION may select. The number is the "
     "self-test's largest relative error on this device, of results and gradients or of optimizer steps, against the "
     "torch backend in fp64."
 )
@@ -241,7 +241,7 @@ LEGEND = (
 def _cell(verdict: BackendReport) -> str:
     if not verdict.supported:
         return "-"
-    word = "FAILS" if verdict.failed else "serves" if verdict.chosen else "can"
+    word = "FAILS" if verdict.failed else "used" if verdict.chosen else "ok"
     return word if verdict.difference is None else f"{word} {verdict.difference:.1e}"
 
 

@@ -52,9 +52,9 @@ def test_the_default_is_one_screen(tmp_path: Path) -> None:
         (first,) = [number for number, line in enumerate(lines) if line.startswith(f"{operation:<15}")]
         rows = [line[15:].split() for line in lines[first : first + len(registry.names())]]
         assert [row[0] for row in rows] == registry.names()
-        assert sum("serves" in row for row in rows) == 1
+        assert sum("used" in row for row in rows) == 1
     assert re.search(r"^norm +te +- +- +needs a GPU$", done.stdout, re.MULTILINE)
-    assert re.search(r"^ +torch +serves \d\.\de-0\d +serves \d\.\de-0\d$", done.stdout, re.MULTILINE)
+    assert re.search(r"^ +torch +used \d\.\de-0\d +used \d\.\de-0\d$", done.stdout, re.MULTILINE)
     assert "torch.compile cannot compile: no C++ compiler: there is no no-such-compiler" in done.stdout
     assert list(tmp_path.iterdir()) == []
 

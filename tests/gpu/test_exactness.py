@@ -71,7 +71,7 @@ def test_fp8_gemms_are_those_of_dequantized_factors(recipe: str, tmp_path: Path,
 def check(found: list[tuple[str, str, bool, float | None, str | None]], figure: Figure) -> None:
     for operation, backend, chosen, difference, _ in found:
         if difference is not None:
-            figure(f"{operation} {backend}{' (serves)' if chosen else ''}", difference)
+            figure(f"{operation} {backend}{' (used)' if chosen else ''}", difference)
     assert [each for each in found if each[4]] == []
     assert any(chosen for _, _, chosen, _, _ in found)
 
