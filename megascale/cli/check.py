@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Iterator
 
-from megascale.account.host_limits import limit_findings, memory_findings
 from megascale.account.memory import fullest_rank
 from megascale.account.parameters import parameter_count
 from megascale.cli.argument_types import positive_int
@@ -19,6 +18,7 @@ from megascale.config.toml_writer import to_toml
 from megascale.core.errors import ConfigError, Exit
 from megascale.core.units import format_bytes, format_count
 from megascale.data.identity import replaced_datasets
+from megascale.launch.host_limits import limit_findings, memory_findings
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
@@ -79,7 +79,10 @@ def host_warnings(config: RunConfig) -> Iterator[str]:
     several hosts.
     """
     ranks = min(config.world_size, 8)
-    for finding in (*limit_findings(config, ranks), *memory_findings(config, ranks)):
+    findings = list(limit_findings(config, ranks))
+    if config.checkpoint.memory_every:
+        findings += memory_findings(config, ranks, fullest_rank(config).optimizer)
+    for finding in findings:
         yield f"this host  {finding.key}: {finding.message}  -> {finding.hint}"
     if config.checkpoint.resume != "never":
         yield from replaced_datasets(config)

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from megascale.account.host_limits import limit_findings, wanted_open_files
 from megascale.cli.main import add_config_arguments
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
@@ -23,6 +22,7 @@ from megascale.core.process import die_with_parent
 from megascale.core.rank import STORE_VARIABLE, Rank, local_world_size, rank_from_environment
 from megascale.launch import environment, flight, local
 from megascale.launch.failure import write_end, write_error
+from megascale.launch.host_limits import limit_findings, wanted_open_files
 
 if TYPE_CHECKING:
     from megascale.train.resume import InitialWeights

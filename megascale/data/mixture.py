@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from megascale.account.host_limits import max_open_epochs
 from megascale.config.dataset_files import split_source
 from megascale.config.run import RunConfig, dataset_prefixes
 from megascale.core.errors import DataError
 from megascale.data.epochs import EpochDataset, SplitName, build_cached, megatron_datasets
 from megascale.data.open_epochs import OpenEpochs
+from megascale.launch.host_limits import max_open_epochs
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from megascale.account import host_limits
 from megascale.core.errors import DataError
 from megascale.data import mixture
 from megascale.data.mixture import Mixture
 from megascale.data.open_epochs import OpenEpochs
+from megascale.launch import host_limits
 from tests.data.datasets import data_config, write_dataset
 
 

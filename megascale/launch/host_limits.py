@@ -17,7 +17,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from megascale.account.memory import fullest_rank
 from megascale.config.finding import Finding
 from megascale.config.run import RunConfig, dataset_prefixes
 from megascale.core.limits import memory_map_limit, open_file_limits, process_limits
@@ -72,14 +71,14 @@ def limit_findings(config: RunConfig, ranks: int) -> Iterator[Finding]:
         yield Finding("processes", message, f"`ulimit -u {64 * (ranks + writers)}`, by root or the service manager")
 
 
-def memory_findings(config: RunConfig, ranks: int) -> Iterator[Finding]:
-    """Compare the free space of `checkpoint.memory_dir` with the copies of `ranks` ranks. A run that starts again has
-    its copies there already, so a lack is certain at the first start only.
+def memory_findings(config: RunConfig, ranks: int, state_bytes: int) -> Iterator[Finding]:
+    """Compare the free space of `checkpoint.memory_dir` with the copies of `ranks` ranks with `state_bytes` each. A run
+    that starts again has its copies there already, so a lack is certain at the first start only.
     """
     settings = config.checkpoint
     if not (settings.every and settings.memory_every):
         return
-    free, needed = _free_bytes(settings.memory_dir), MEMORY_COPIES * ranks * fullest_rank(config).optimizer
+    free, needed = _free_bytes(settings.memory_dir), MEMORY_COPIES * ranks * state_bytes
     if free is not None and free < needed:
         message = f"{settings.memory_dir} has {format_bytes(free)} free, copies of {ranks} ranks need up to "
         hint = "a larger file system (`mount -o remount,size=...`, `docker run --shm-size`), or fewer ranks on a host"

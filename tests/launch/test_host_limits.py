@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from megascale.account import host_limits
-from megascale.account.host_limits import (
+from megascale.config.run import RunConfig
+from megascale.launch import host_limits
+from megascale.launch.host_limits import (
     limit_findings,
     max_open_epochs,
     memory_findings,
     min_open_files,
     wanted_open_files,
 )
-from megascale.config.run import RunConfig
 from tests.runs import GPT, config_of, settings
 
 
@@ -85,8 +85,8 @@ def test_processes_are_counted_for_other_users_than_root(tmp_path: Path, monkeyp
 
 def test_copies_in_memory_that_do_not_fit_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = run_of(tmp_path, checkpoint__every=1, checkpoint__memory_every=1, checkpoint__memory_dir=str(tmp_path))
-    assert not list(memory_findings(config, 1))
+    assert not list(memory_findings(config, 1, 1000))
     monkeypatch.setattr(host_limits, "_free_bytes", lambda folder: 1 << 10)
-    [finding] = memory_findings(config, 2)
-    assert "has 1.00 KiB free, copies of 2 ranks need up to " in finding.message
-    assert not list(memory_findings(run_of(tmp_path, checkpoint__every=1), 2))
+    [finding] = memory_findings(config, 2, 1000)
+    assert "has 1.00 KiB free, copies of 2 ranks need up to 3.91 KiB" in finding.message
+    assert not list(memory_findings(run_of(tmp_path, checkpoint__every=1), 2, 1000))
