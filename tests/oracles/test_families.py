@@ -100,7 +100,7 @@ def test_steps_from_foreign_weights_are_equal_in_all_layouts(name: str, folders:
         config = config_of(settings(model, tmp_path / key, train__steps=STEPS, **resume, **layout), tmp_path)
         curves[key] = run_world(config.world_size, steps, config)[0]
     first = np.array(curves.pop("one process"))
-    assert len(first) == STEPS and first[-1, 0] < first[0, 0]
+    assert len(first) == STEPS and (first[:, 1] > 0).all()
     for key, curve in curves.items():
         np.testing.assert_allclose(np.array(curve), first, rtol=1e-10, err_msg=key)
 
