@@ -162,10 +162,14 @@ def _windows(pattern: tuple[int, ...], seq_length: int, num_layers: int) -> tupl
 
 
 def fill_defaults(keys: dict[str, Any]) -> dict[str, Any]:
-    """Add the keys of the preset and the derived sizes; drop head_dim and qkv_bias if equal to their defaults."""
+    """Add the keys of the preset and the derived sizes; drop head_dim and qkv_bias if equal to their defaults. A slice
+    of a preset has the windows of the preset's first layers.
+    """
     name = keys.get("preset")
     full = PRESETS.get(name if isinstance(name, str) else "", {}) | keys
-    hidden, heads = full.get("hidden_size"), full.get("num_heads")
+    hidden, heads, layers = full.get("hidden_size"), full.get("num_heads"), full.get("num_layers")
+    if "window" not in keys and isinstance(full.get("window"), list) and isinstance(layers, int) and layers > 0:
+        full["window"] = full["window"][:layers]
     if "num_kv_heads" not in full and isinstance(heads, int):
         full["num_kv_heads"] = heads
     if "ffn_size" not in full and isinstance(hidden, int):

@@ -131,6 +131,12 @@ def test_the_width_of_the_mlp_follows_the_activation(folder: Path, activation: s
     assert load_config(str(_write(folder, tree))).model.ffn_size == ffn
 
 
+def test_a_slice_of_a_preset_has_the_windows_of_its_layers(folder: Path) -> None:
+    settings_of_slice = settings({"preset": "gemma3-1b", "num_layers": 4}, Path("runs"))
+    model = load_config(str(_write(folder, settings_of_slice))).model
+    assert model.window == [512, 512, 512, 512]
+
+
 def test_a_size_beside_a_preset_wins(folder: Path) -> None:
     model = load_config(str(_write(folder, settings({"preset": "llama3-8b", "num_layers": 2}, Path("runs"))))).model
     assert (model.num_layers, model.ffn_size, model.num_kv_heads) == (2, 14_336, 8)
