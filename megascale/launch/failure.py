@@ -36,6 +36,7 @@ PEER_LOST_DELAY_S = 1.5
 """Seconds by which a rank with a lost peer delays its exit: torchrun and srun blame the first rank to exit."""
 
 _IN_ORDER = (Exit.OK, Exit.STOPPED)
+_STOPS = (Exit.STOPPED, Exit.INTERRUPTED)
 
 _PEER_LOST = (
     "connection closed by peer",
@@ -212,12 +213,15 @@ def main(logs: str, status: str, dump_folder: str = "", tasks: str = "0") -> Non
     records = _read_records(Path(logs))
     errors = [record for record in records.values() if record["what"]]
     causes = [error for error in errors if not error["peer_was_lost"]]
+    silent = [rank for rank in range(int(tasks)) if rank not in records]
+    if silent:  # srun sends the others a signal when a task ends
+        causes = [error for error in causes if error["exit_status"] not in _STOPS]
     for error in causes[:1]:
         print(f"megascale: rank {error['rank']} on {error['host']} failed: {error['what']}", file=sys.stderr)
         status = error["exit_status"]
     if not causes and status != "0" and dump_folder and (suspect := _find_suspect(Path(dump_folder))):
         print(f"megascale: {suspect}", file=sys.stderr)
-    elif not causes and errors and (silent := [rank for rank in range(int(tasks)) if rank not in records]):
+    elif not causes and errors and silent:
         what = "ended, or was stuck, without an error" if len(silent) == 1 else "ended, or were stuck, without an error"
         print(f"megascale: {format_ranks(silent)} {what}; other ranks then lost a rank", file=sys.stderr)
     print(status)

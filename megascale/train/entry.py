@@ -56,7 +56,8 @@ def run_rank(config: RunConfig, rank: Rank, open_weights: OpenWeights) -> int:
         status = _run(config, rank, stop, open_weights)
         init.shutdown_distributed()
     except (Exception, KeyboardInterrupt, SystemExit) as error:  # a library may call sys.exit
-        _exit_with_error(error, rank)
+        with stop.deferred():  # launchers end the other ranks by a signal, which is not the cause
+            _exit_with_error(error, rank)
     return status
 
 

@@ -42,12 +42,12 @@ class StopRequest:
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """In the block, a first signal only sets the flag: there is a step to finish and a state to save."""
+        """In the block, a first signal only sets the flag: there is a step to finish and a state to save. After an
+        error in the block too: the rank is ending, and has the error to report.
+        """
         self._deferred = True
-        try:
-            yield
-        finally:
-            self._deferred, self._when = False, "after the last step"
+        yield
+        self._deferred, self._when = False, "after the last step"
 
     def _listen(self, pipe: int) -> None:
         stops = set(stop_signals())

@@ -211,3 +211,14 @@ def test_the_report_for_slurm_names_the_ranks_that_said_nothing(
     main(str(tmp_path), "1", str(tmp_path), "4")
     silent = "megascale: ranks 1, 2 ended, or were stuck, without an error; other ranks then lost a rank\n"
     assert capsys.readouterr() == ("1\n", silent)
+
+
+def test_a_signal_by_which_srun_ends_a_rank_is_no_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    leave(tmp_path, 0, what="stopped by SIGTERM before the first step", exit_status=143)
+    leave(tmp_path, 1, what="stopped by SIGTERM before the first step", exit_status=143)
+    main(str(tmp_path), "143", str(tmp_path), "2")
+    out, err = capsys.readouterr()
+    assert out == "143\n" and err.startswith("megascale: rank 0 on h failed: stopped by SIGTERM")
+    main(str(tmp_path), "137", str(tmp_path), "3")
+    silent = "megascale: rank 2 ended, or was stuck, without an error; other ranks then lost a rank\n"
+    assert capsys.readouterr() == ("137\n", silent)

@@ -84,3 +84,18 @@ def first_signal(rank: Rank) -> tuple[bool, bool]:
 
 def test_the_first_signal_in_training_is_a_request() -> None:
     assert run_world(1, first_signal) == [(False, True)]
+
+
+def signal_after_an_error(rank: Rank) -> bool:
+    from megascale.train.stop import StopRequest
+
+    stop = StopRequest().install_handlers()
+    with pytest.raises(ValueError, match="of a step"), stop.deferred():
+        raise ValueError("of a step")
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.2)
+    return stop.requested
+
+
+def test_a_signal_does_not_end_a_rank_that_reports_an_error() -> None:
+    assert run_world(1, signal_after_an_error) == [True]
