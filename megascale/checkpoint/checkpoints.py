@@ -155,7 +155,8 @@ class Checkpoints:
         if not self._config.checkpoint.memory_every:
             invalidate_copies(Path(self._config.checkpoint.memory_dir), self._config.folder, self._mesh)
         if self._memory:
-            self._memory.keep_only_step(result.progress.step if result and self.resumed_from_memory else None)
+            step = result.progress.step if result and self.resumed_from_memory else None
+            self.warnings.extend(self._memory.keep_only_step(step))
             if self._memory.unreplicated_ranks:
                 count = f"{self._memory.unreplicated_ranks} of {self._mesh.world.size} ranks"
                 self.warnings.append(f"no second copies in memory of {count}: data parallelism has no other host")

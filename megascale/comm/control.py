@@ -156,7 +156,8 @@ class ControlChannel:
             if notice.waited_s - checked > self._liveness_check_s:
                 awaited = missing()
                 self._check(label, awaited, notice.waited_s)
-                if self._index < 2:  # one line for a group: of its first rank, or of the second if the first is missing
+                # one line for a group: of its first rank, or of the second if the first is missing
+                if awaited and self._index < 2:
                     notice.print_if_due(lambda ranks=awaited: f"{format_ranks(ranks)} at {label!r}")  # type: ignore[misc]
                 checked = notice.waited_s
 

@@ -39,6 +39,7 @@ class Group:
     `process_group` is None for the group of all ranks, for a direction of the pipeline (every pair of ranks has its
     own process group, `comm.p2p`), and for a group of one rank, which sends nothing. `transport` is None for the last
     two. `p2p_transport` sends collectives piece by piece; None where communication cannot overlap with compute.
+    `ring_problem`: why ranks of the same host send messages; "" with shared memory, and where it is out of place.
     `fault_hook` is called with the operation before it is issued and with "wait" before it is waited for: tests delay
     it or raise.
     """
@@ -50,6 +51,7 @@ class Group:
     recorder: Recorder = field(default_factory=Recorder)
     transport: Transport | None = None
     p2p_transport: P2PTransport | None = None
+    ring_problem: str = ""
     fault_hook: Callable[[str], None] | None = None
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -111,7 +113,21 @@ def open_mesh(
         else:
             open_process_group(PLACEHOLDER_GROUP, [rank], options)
     p2p = P2PCommunicator(up, down, start_p2p)
-    return Mesh(topology, rank, tp, dp, up, down, embedding, world, reductions, recorder, p2p, options.timeout)
+    mesh = Mesh(topology, rank, tp, dp, up, down, embedding, world, reductions, recorder, p2p, options.timeout)
+    if recorder.timer.synchronous:
+        _warn_without_rings(mesh)
+    return mesh
+
+
+def _warn_without_rings(mesh: Mesh) -> None:
+    """Say once for the job, on the first rank's stderr, that groups of one host have no shared memory."""
+    problems = [(group.name, group.ring_problem) for group in mesh.groups if group.ring_problem]
+    found = [problem for rank in mesh.world.control.gather(problems, "groups without a ring") or [] for problem in rank]
+    if found:
+        name, problem = found[0]
+        text = f"WARNING: group {name} has no shared memory ({problem}): its ranks send messages, which is slower"
+        with contextlib.suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
 
 
 def _open_channels(

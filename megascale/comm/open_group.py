@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -94,26 +95,27 @@ def open_transport(group: Group, slot_bytes: int, timeout: Timeout) -> None:
 
 def _open_ring(group: Group, slot_bytes: int) -> shared_memory.SharedMemoryTransport | None:
     """Open a shared-memory ring, allocated by the group's first rank; None on every rank if the ranks are on several
-    hosts or the memory is full.
+    hosts, or if a rank fails to, with `group.ring_problem` set.
     """
     key = shared_memory.host_key() if shared_memory.is_available() else str(group.index)
     processes = group.control.all_gather((key, os.getpid()), "shared memory")
     if len({host for host, _ in processes}) > 1:
         return None
-    path = None
-    if group.index == 0:
-        try:
-            path = shared_memory.allocate_ring(group.size, slot_bytes)
-        except OSError:
-            path = None
-    name = group.control.broadcast(path and str(path), "shared memory")
-    if name is None:
-        return None
     crowded = local_world_size(default=group.size) > usable_cores()
     spin = 5e-6 if crowded else 100e-6  # seconds; with more ranks than cores, let other ranks run
     pids = [pid for _, pid in processes]
-    ring = shared_memory.SharedMemoryTransport(Path(name), group.size, group.index, pids, slot_bytes, spin)
-    group.control.barrier("shared memory")
-    if path is not None:
-        path.unlink()
-    return ring
+    path, ring, problem = None, None, ""
+    with contextlib.ExitStack() as allocated:
+        if group.index == 0:
+            try:
+                path = str(allocated.enter_context(shared_memory.allocated_ring(group.size, slot_bytes)))
+            except OSError as error:
+                problem = error.strerror or str(error)
+        path = group.control.broadcast(path, "shared memory")
+        if path is not None:
+            try:
+                ring = shared_memory.SharedMemoryTransport(Path(path), group.size, group.index, pids, slot_bytes, spin)
+            except OSError as error:
+                problem = error.strerror or str(error)
+        group.ring_problem = next(filter(None, group.control.all_gather(problem, "shared memory")), "")
+    return None if group.ring_problem else ring

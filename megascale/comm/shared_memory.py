@@ -8,15 +8,15 @@ order, and all ranks get the same bits.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import mmap
 import os
 import platform
-import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +28,6 @@ from megascale.comm.work import TransportWork
 from megascale.core.errors import LostPeerError
 from megascale.core.process import process_exists
 
-SHM_FOLDER = Path("/dev/shm")
 RING_SLOTS = 4  # rounds that a rank may be ahead of the slowest rank
 CACHE_LINE_BYTES = 64  # distance of the counters: a cache line each
 
@@ -41,30 +40,34 @@ class _Timespec(ctypes.Structure):
 
 
 def is_available() -> bool:
-    """Return True if this machine supports the transport: Linux on x86-64, with /dev/shm."""
-    return platform.machine() in _SYS_FUTEX and SHM_FOLDER.is_dir()
+    """Return True if this machine supports the transport: Linux on x86-64."""
+    return platform.machine() in _SYS_FUTEX and hasattr(os, "memfd_create")
 
 
 def host_key() -> str:
-    """Return a key that is equal for processes of the same host. A network namespace counts as a host (a testbed)."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}/{SHM_FOLDER.stat().st_dev}"
-
-
-def allocate_ring(size: int, slot_bytes: int) -> Path:
-    """Allocate a ring for `size` ranks and return its path. Unlink the file once all ranks have opened it.
-
-    Raises: OSError if shared memory is full.
+    """Return a key that is equal for processes of the same host. A network namespace counts as a host (a testbed), and
+    so does a namespace of process ids (a container): ids mean nothing elsewhere.
     """
-    descriptor, name = tempfile.mkstemp(prefix="megascale-", dir=SHM_FOLDER)
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    network, processes = (Path(f"/proc/self/ns/{kind}").stat().st_ino for kind in ("net", "pid"))
+    return f"{boot}/{network}/{processes}"
+
+
+@contextlib.contextmanager
+def allocated_ring(size: int, slot_bytes: int) -> Iterator[Path]:
+    """Allocate a ring for `size` ranks; yield the path under which this user's processes open it during the block.
+
+    The memory has no name in a file system: no size of /dev/shm bounds it, and no end of a process leaves it behind.
+
+    Raises: OSError without enough memory.
+    """
+    descriptor = os.memfd_create("megascale-ring")
     try:
+        os.fchmod(descriptor, 0o600)
         os.posix_fallocate(descriptor, 0, _total(size, slot_bytes))
-    except OSError:
-        Path(name).unlink()
-        raise
+        yield Path(f"/proc/{os.getpid()}/fd/{descriptor}")
     finally:
         os.close(descriptor)
-    return Path(name)
 
 
 def _total(size: int, slot_bytes: int) -> int:
@@ -140,7 +143,10 @@ class _RingWork(TransportWork):
 
 
 class SharedMemoryTransport:
-    """The ring of a group. Operations complete in the order of their starts, which is the same on every rank."""
+    """The ring of a group. Operations complete in the order of their starts, which is the same on every rank.
+
+    Raises: OSError if `path` cannot be opened or mapped.
+    """
 
     def __init__(self, path: Path, size: int, index: int, pids: Sequence[int], slot_bytes: int, spin: float) -> None:
         with open(path, "r+b") as file:

@@ -20,8 +20,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from megascale.comm.store_messages import MAX_MESSAGE_BYTES, OK, PURPOSE, TIMED_OUT, pack, unpack
+from megascale.core.errors import MegascaleError
 from megascale.core.gate import Gate, raise_descriptor_limit
 from megascale.core.handshake import HEAD, NotAPeerError, Session
+from megascale.core.limits import os_error_hint
 from megascale.core.process import die_with_parent, stop_signals
 
 READ_BYTES = 1 << 16
@@ -228,10 +230,17 @@ _OPERATIONS: dict[bytes, Callable[..., list[bytes]]] = {
 
 
 def start_server(listener: socket.socket, secret: bytes) -> subprocess.Popen[bytes]:
-    """Start the process that serves the store at `listener`. It ends with this process, or with its standard input."""
+    """Start the process that serves the store at `listener`. It ends with this process, or with its standard input.
+
+    Raises: MegascaleError if it cannot be started
+    """
     descriptor = listener.fileno()
     command = [sys.executable, "-m", "megascale.comm.store_server", str(descriptor), str(os.getpid())]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[descriptor], start_new_session=True)
+    try:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[descriptor], start_new_session=True)
+    except OSError as error:
+        what = f"the process of the job's store cannot be started: {error.strerror}"
+        raise MegascaleError(what, hint=os_error_hint(error, "free memory on the host")) from None
     assert process.stdin is not None
     process.stdin.write(secret.hex().encode() + b"\n")
     process.stdin.flush()

@@ -26,6 +26,7 @@ from megascale.convert.families.family import ConfigKeys
 from megascale.convert.tensor_map import Place, assemble, model_tensors, read_region, tensor_map
 from megascale.core.errors import CheckpointError
 from megascale.core.files import write_text
+from megascale.core.limits import os_error_hint
 from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING
 
 CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -38,6 +39,8 @@ COMPARE_CHUNK_BYTES = 64 << 20
 
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth")
 """Weights in torch's pickles, which can run code when they are opened."""
+
+DAMAGED_HINT = "compare its size and checksum with the original: it may be incomplete, or another file"
 
 _UNQUANTIZED_HINT = f"the weights before quantization, in {', '.join(SAFETENSORS_DTYPES.values())}"
 
@@ -96,7 +99,7 @@ class PretrainedWeights:
             expected = place.stored_shape(self._shapes[ours])
             if shape != expected:
                 what = f"{name} has shape {list(shape)}, its config.json says {list(expected)}"
-                raise CheckpointError(what, hint="another download")
+                raise CheckpointError(what, hint="weights and config.json of one model")
             unchecked.discard(name)
         head = self._family.outer[HEAD]
         if self.model.tie_embeddings and head in unchecked:
@@ -163,7 +166,7 @@ class PretrainedWeights:
         for candidate in (name, bare):
             if candidate in self.files:
                 return candidate
-        raise CheckpointError(f"{self.folder} has no tensor {name}", hint="another download")
+        raise CheckpointError(f"{self.folder} has no tensor {name}", hint="weights and config.json of one model")
 
 
 def export_model(
@@ -228,12 +231,12 @@ def read_json(path: Path) -> ConfigKeys:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        hint = "a folder with config.json and safetensors"
+        hint = os_error_hint(error, "a folder with config.json and safetensors")
         raise CheckpointError(f"{path} cannot be read: {error.strerror}", hint=hint) from None
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}", hint="another download") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error}", hint=DAMAGED_HINT) from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} is not a JSON object", hint="another download")
+        raise CheckpointError(f"{path} is not a JSON object", hint=DAMAGED_HINT)
     return value
 
 
@@ -243,5 +246,8 @@ def _open_safetensors(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as file:
             yield file
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}", hint="another download") from None
+    except OSError as error:
+        hint = os_error_hint(error, "all files of the weights in one folder")
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}", hint=hint) from None
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}", hint=DAMAGED_HINT) from None

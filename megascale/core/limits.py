@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import resource
 import sys
 from pathlib import Path
@@ -28,9 +29,17 @@ HINTS = {
 """Hint for an error number, whatever the operation."""
 
 
+_NO_THREAD = ("can't start new thread", os.strerror(errno.EAGAIN))
+
+
 def os_error_hint(error: OSError, otherwise: str) -> str:
     """Return the hint for the number of `error`; `otherwise`, the operation's own hint, for a number without one."""
     return HINTS.get(error.errno or 0, otherwise)
+
+
+def lacks_threads(error: BaseException) -> bool:
+    """Return True if an error says that no thread could be started: Python and C++ have no type of their own for it."""
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_THREAD)
 
 
 def open_file_limits() -> tuple[int, int]:

@@ -100,7 +100,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} cannot be read: {error}", hint="another download, or remove the file") from None
+        raise DataError(f"{path} cannot be read: {error}", hint="correct or remove the file") from None
     if not isinstance(value, dict):
-        raise DataError(f"{path} is not a JSON object", hint="another download, or remove the file")
+        raise DataError(f"{path} is not a JSON object", hint="correct or remove the file")
     return value

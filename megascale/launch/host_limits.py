@@ -4,7 +4,7 @@
 |---|---|---|
 | open files | datasets; processes, each with a connection to the store of rank 0 | `ulimit -n` |
 | memory maps | datasets | `vm.max_map_count` |
-| processes | ranks on the host, each with a writer of checkpoints | `ulimit -u` |
+| processes | ranks on the host, each with threads and a writer of checkpoints | `ulimit -u` |
 | shared memory | state of the ranks on the host, if copies are kept in memory | size of the file system |
 
 An epoch of a dataset that is open has FILES_PER_EPOCH files in MAPS_PER_EPOCH maps: the index and the tokens of the
@@ -34,6 +34,9 @@ MIN_FILES, USUAL_FILES = 64, 256
 """Open files of a rank besides datasets and the store: at least (20 to 40 are measured on CPUs), and with room for the
 connections of a few groups, libraries and the files of a checkpoint."""
 
+RANK_THREADS = 8
+"""Threads of one of several ranks: at least (8 are measured on CPUs, most of them gloo's)."""
+
 MEMORY_COPIES = 2
 """Copies of its state that a rank has in memory: the last complete one, and the next."""
 
@@ -42,6 +45,14 @@ def min_open_files(config: RunConfig) -> int:
     """Open files that rank 0 of a resolved configuration needs at least."""
     splits = [min(EPOCHS_PER_DATASET * count, MIN_OPEN_EPOCHS) for count in _datasets_by_split(config)]
     return MIN_FILES + _store_connections(config) + FILES_PER_EPOCH * sum(splits)
+
+
+def min_processes(config: RunConfig, ranks: int) -> int:
+    """Processes and threads that `ranks` ranks of a resolved configuration on a host need at least."""
+    writers = ranks if config.checkpoint.every else 0
+    if config.world_size == 1:
+        return 1 + writers
+    return RANK_THREADS * ranks + writers + 1  # one of them has the store's process
 
 
 def wanted_open_files(config: RunConfig) -> int:
@@ -65,10 +76,9 @@ def limit_findings(config: RunConfig, ranks: int) -> Iterator[Finding]:
         message = f"a process on this host may open {files} files, a rank needs {needed} or more"
         yield Finding("open files", message, f"`ulimit -n {wanted_open_files(config)}`, by root or the service manager")
     _, processes = process_limits()
-    writers = ranks if config.checkpoint.every else 0
-    if processes < ranks + writers and os.geteuid() != 0:
-        message = f"a user of this host may have {processes} processes and threads, {ranks} ranks need more"
-        yield Finding("processes", message, f"`ulimit -u {64 * (ranks + writers)}`, by root or the service manager")
+    if processes < (needed := min_processes(config, ranks)) and os.geteuid() != 0:
+        message = f"a user of this host may have {processes} processes and threads, {ranks} ranks need {needed} or more"
+        yield Finding("processes", message, f"`ulimit -u {8 * needed}`, by root or the service manager")
 
 
 def memory_findings(config: RunConfig, ranks: int, state_bytes: int) -> Iterator[Finding]:

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from megascale.core.errors import ConfigError, Exit, Problem
+from megascale.core.errors import ConfigError, Exit, MegascaleError, Problem
+from megascale.core.limits import os_error_hint
 from megascale.core.network import LOOPBACK, has_loopback, listen
 from megascale.core.process import die_with_parent, handling_stops
 from megascale.core.rank import STORE_VARIABLE
@@ -50,7 +51,7 @@ def run_local_ranks(arguments: Sequence[str], world: int, logs: Path, dump_folde
     Rank 0 shares this terminal; the other ranks write to `logs`/rank-N.log. The first stop signal is forwarded, and the
     ranks finish their step and save; the second kills them. `dump_folder`: dumps of the flight recorder.
 
-    Raises: ConfigError on a host without a loopback interface.
+    Raises: ConfigError on a host without a loopback interface; MegascaleError if a rank cannot be started.
     """
     if not has_loopback():
         what = "the loopback interface is down, and the ranks need it"
@@ -64,7 +65,11 @@ def run_local_ranks(arguments: Sequence[str], world: int, logs: Path, dump_folde
         with listen(LOOPBACK) as listener, secret_descriptor(new_secret()) as secret:
             for rank in range(world):
                 if not forwarder.stop_requests:
-                    workers.append(_start(arguments, rank, world, listener, secret, logs))
+                    try:
+                        workers.append(_start(arguments, rank, world, listener, secret, logs))
+                    except OSError as error:
+                        _end(workers)
+                        raise _cannot_start(rank, world, error) from None
         if len(workers) < world:
             _end(workers)
             return _report_stop(forwarder)
@@ -101,6 +106,12 @@ def _start(
             preexec_fn=lambda: die_with_parent(parent),  # noqa: PLW1509  the launcher has no threads
         )
     return _Worker(rank, process, log)
+
+
+def _cannot_start(rank: int, world: int, error: OSError) -> MegascaleError:
+    what = f"rank {rank} of {world} cannot be started on {socket.gethostname()}: {error.strerror}"
+    hint = os_error_hint(error, "free memory on the host, or fewer ranks on it")
+    return MegascaleError(f"{what}{f': {error.filename}' if error.filename else ''}", hint=hint)
 
 
 class _SignalForwarder:
@@ -181,7 +192,8 @@ def _report(failure: Failure, workers: Sequence[_Worker]) -> str:
     lines = [f"megascale: rank {failure.rank} of {world} on {failure.host} failed{message}"]
     if log is not None:
         if failure.unexplained:
-            lines += [f"  | {line}" for line in log.read_text(errors="replace").splitlines()[-20:]]
+            text = log.read_text(encoding=sys.stderr.encoding, errors="replace")  # a rank's encoding is the launcher's
+            lines += [f"  | {line}" for line in text.splitlines()[-20:]]
         lines.append(f"its output: {log}")
     if world > 1:
         lines.append(f"the other {world - 1} rank{'s were' if world > 2 else ' was'} ended")

@@ -22,7 +22,7 @@ from megascale.config.run import RunConfig
 from megascale.config.toml_writer import to_toml
 from megascale.core.errors import ConfigError, Exit, LostPeerError, MegascaleError, Problem
 from megascale.core.files import write_text
-from megascale.core.limits import os_error_hint
+from megascale.core.limits import PROCESSES_HINT, lacks_threads, os_error_hint
 from megascale.core.rank import Rank
 from megascale.core.units import format_bytes, format_count, format_flops
 from megascale.data.identity import replaced_datasets, write_identities
@@ -57,7 +57,7 @@ def run_rank(config: RunConfig, rank: Rank, open_weights: OpenWeights) -> int:
         init.shutdown_distributed()
     except (Exception, KeyboardInterrupt, SystemExit) as error:  # a library may call sys.exit
         with stop.deferred():  # launchers end the other ranks by a signal, which is not the cause
-            _exit_with_error(error, rank)
+            _exit_with_error(_explain(error), rank)
     return status
 
 
@@ -66,6 +66,13 @@ def _report_stop(message: str, status: Exit, rank: Rank) -> None:
     with contextlib.suppress(OSError):
         if not write_stop(message, status, rank):
             print(f"{rank}: {message}", file=sys.stderr, flush=True)
+
+
+def _explain(error: BaseException) -> BaseException:
+    """Return the error of a missing thread with a hint, and every other error as it is."""
+    return (
+        MegascaleError(f"a thread cannot be started: {error}", hint=PROCESSES_HINT) if lacks_threads(error) else error
+    )
 
 
 def _exit_with_error(error: BaseException, rank: Rank) -> Never:
@@ -96,9 +103,10 @@ def _ask_store(question: Callable[[], str | None]) -> str:
         with contextlib.suppress(RuntimeError):
             answers.append(question() or "")
 
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(STORE_ANSWER_S)
+    with contextlib.suppress(RuntimeError):  # this process may have no thread left
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(STORE_ANSWER_S)
     return answers[0] if answers else ""
 
 

@@ -126,6 +126,44 @@ def test_a_run_resumes_from_the_last_step_in_memory(layout: dict[str, Any], tmp_
     assert all(header.keys() == {"run", "what", "facts", "sums"} for header in headers), "names on disk stay"
 
 
+def resume_on_a_full_file_system(rank: Rank, config: Any, full: str) -> tuple[int, list[str]] | str:
+    """Resume while files in the folder `full` cannot be written. Returns step and warnings, or the error."""
+    room = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"{full}/"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        room(descriptor)
+
+    os.fsync = fsync
+    run = None
+    try:
+        run = build_run(rank, config)
+        result = run.checkpoints.resume()
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        os.fsync = room
+    assert result is not None
+    run.progress = result.progress
+    run.checkpoints.save_to_memory(run.progress)
+    assert run.checkpoints.wait_for_save().error is None
+    return result.progress.step, run.checkpoints.warnings
+
+
+def test_a_start_without_space_for_the_ids_of_copies(tmp_path: Path, memory: Path) -> None:
+    """The state is there already: a full /dev/shm costs the copies, and the next ones count again."""
+    config = config_with(tmp_path, checkpoint__memory_dir=str(memory), parallel__tp=2)
+    run_world(2, train_and_exit, config, 3, 1)
+    for step, warnings in run_world(2, resume_on_a_full_file_system, config, str(memory)):
+        assert step == 3 and len(warnings) == 1, warnings
+        assert re.match("a copy in memory of step 3 was lost, .*rank-0000[01].[ab].json: No space left", warnings[0])
+    again = run_world(2, resume, config)
+    assert [place for _, _, place, _ in again] == ["memory"] * 2, [warnings for *_, warnings in again]
+    first, second = run_world(2, resume_on_a_full_file_system, config, config.observe.dir)
+    assert first == second and re.match(r"cannot write .*/\.memory: No space left .* -> free some space", first)
+
+
 def test_a_newer_checkpoint_on_storage_wins(tmp_path: Path, memory: Path) -> None:
     config = config_with(tmp_path, checkpoint__memory_dir=str(memory))
     run_world(1, train_and_exit, config, 2, 1)

@@ -224,9 +224,9 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
 
 def save_with_stopped_writer(rank: Rank, config: Any, errors: Path) -> str:
     """Save while rank 1's writer is stopped. Returns this rank's stderr."""
-    from megascale.checkpoint.save import attempt
+    from megascale.core import wait_notice
 
-    attempt.SLOW_WRITER_WARNING_S = 0.2
+    wait_notice.FIRST_S = wait_notice.NEXT_S = 0.2
     run = build_run(rank, config)
     if rank.rank == 1:
         stop_for(run.checkpoints.saver.writer_pid, 0.7)
@@ -235,11 +235,11 @@ def save_with_stopped_writer(rank: Rank, config: Any, errors: Path) -> str:
     return (errors / str(rank.rank)).read_text()
 
 
-def test_a_rank_that_waits_for_its_writer_warns(tmp_path: Path) -> None:
-    quiet, warnings = run_world(2, save_with_stopped_writer, config_in(tmp_path / "run", parallel__tp=2), tmp_path)
-    first, *_ = warnings.splitlines()
-    assert quiet == "" and len(warnings.splitlines()) >= 2
-    assert first.startswith("WARNING: rank 1 waits for its writer, process ")
+def test_a_rank_that_waits_for_its_writer_says_so(tmp_path: Path) -> None:
+    _, notices = run_world(2, save_with_stopped_writer, config_in(tmp_path / "run", parallel__tp=2), tmp_path)
+    first, *_ = notices.splitlines()
+    assert notices.count("its writer") >= 2
+    assert first.startswith("rank 1: has waited 0 s for its writer, process ")
     assert f"{tmp_path}/run/test/checkpoints/step-00000000 for 0 s" in first
 
 

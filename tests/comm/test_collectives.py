@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import re
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -155,36 +157,59 @@ def test_the_error_names_the_process() -> None:
     assert run_world(2, report_the_dead) == ["noticed", "noticed"]
 
 
-def without_shared_memory(rank: Rank) -> str:
-    """The transport of a group on a host whose shared memory is full."""
+def without_shared_memory(rank: Rank, fault: str) -> tuple[str, str]:
+    """Transport and notices of a mesh on a host without memory for a ring, or whose other ranks cannot open it."""
+    import contextlib
+    import io
+
     import torch
 
     from megascale.comm import shared_memory
     from megascale.comm.collectives import all_reduce
-    from megascale.comm.open_group import open_group
-    from megascale.trace.recorder import Recorder
+    from megascale.comm.mesh import open_mesh
+    from megascale.layout.topology import Topology
 
+    @contextlib.contextmanager
     def full(size: int, slot_bytes: int) -> Any:
         raise OSError(28, "No space left on device")
+        yield
 
-    shared_memory.allocate_ring = full
-    group = open_group("test", range(rank.world_size), rank.rank, Recorder(), slot_bytes=SLOT)
+    @contextlib.contextmanager
+    def hidden(size: int, slot_bytes: int) -> Any:
+        yield "/proc/1/fd/123456"
+
+    shared_memory.allocated_ring = {"full": full, "hidden": hidden}[fault]
+    with contextlib.redirect_stderr(io.StringIO()) as notices:
+        group = open_mesh(Topology(dp=rank.world_size), rank.rank, tied=False).dp
     tensor = torch.ones(3)
     all_reduce(group, tensor)
     assert tensor.tolist() == [2.0, 2.0, 2.0]
-    return type(group.transport).__name__
+    return type(group.transport).__name__, notices.getvalue()
 
 
-def test_full_shared_memory_is_done_without() -> None:
-    assert run_world(2, without_shared_memory) == ["P2PTransport", "P2PTransport"]
+@pytest.mark.parametrize(("fault", "why"), [("full", "No space left"), ("hidden", "No such file")])
+def test_a_job_without_shared_memory_says_so_once(fault: str, why: str) -> None:
+    transports, notices = zip(*run_world(2, without_shared_memory, fault), strict=True)
+    assert transports == ("P2PTransport", "P2PTransport")
+    assert notices[0].startswith(f"WARNING: group dp has no shared memory ({why}") and notices[0].count("\n") == 1
+    assert notices[1] == ""
 
 
-def test_nothing_is_left_in_shared_memory() -> None:
-    from megascale.comm.shared_memory import SHM_FOLDER
+def shared_names(rank: Rank) -> list[str]:
+    """Files in /dev/shm that this process has open or mapped, while a group has a ring."""
+    from megascale.comm import shared_memory
 
-    before = set(SHM_FOLDER.glob("megascale-*"))
-    run_world(2, exercise, "shared")
-    assert set(SHM_FOLDER.glob("megascale-*")) == before
+    group = open_by("shared", rank)
+    assert isinstance(group.transport, shared_memory.SharedMemoryTransport)
+    links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    maps = Path("/proc/self/maps").read_text()
+    assert "memfd:megascale-ring" in maps
+    return [link for link in links if link.startswith("/dev/shm")] + re.findall("/dev/shm/.*", maps)
+
+
+def test_rings_have_no_name_in_dev_shm() -> None:
+    """A rank that is ended while it opens a group leaves nothing, and a full or small /dev/shm does not matter."""
+    assert run_world(2, shared_names) == [[], []]
 
 
 def alone(rank: Rank) -> dict[str, int]:

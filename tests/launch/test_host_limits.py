@@ -74,11 +74,13 @@ def test_a_limit_below_the_least_need_is_found(tmp_path: Path, file_limit: objec
 
 def test_processes_are_counted_for_other_users_than_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = run_of(tmp_path, parallel__dp=8, checkpoint__every=1)
-    monkeypatch.setattr(host_limits, "process_limits", lambda: (10, 15))
+    monkeypatch.setattr(host_limits, "process_limits", lambda: (10, 8 * 8 + 8))
     monkeypatch.setattr(host_limits.os, "geteuid", lambda: 1000)
     [finding] = limit_findings(config, 8)
-    assert finding.message == "a user of this host may have 15 processes and threads, 8 ranks need more"
+    assert finding.message == "a user of this host may have 72 processes and threads, 8 ranks need 73 or more"
     assert not list(limit_findings(config, 7))
+    monkeypatch.setattr(host_limits, "process_limits", lambda: (2, 2))
+    assert not list(limit_findings(run_of(tmp_path, checkpoint__every=1), 1))
     monkeypatch.setattr(host_limits.os, "geteuid", lambda: 0)
     assert not list(limit_findings(config, 8))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -11,10 +12,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megascale.core.errors import Exit
+from megascale.core.errors import Exit, MegascaleError
 from megascale.launch import environment, flight, local
 from tests.jobs import Job, job_config, lives
 from tests.launch.dumps import Recorder
@@ -166,6 +168,56 @@ def with_planted(folder: Path, rank: int, error: str) -> dict[str, str]:
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(PLANT.format(rank=rank, error=error))
     return {"PYTHONPATH": f"{folder}{os.pathsep}{Path(__file__).parents[2]}"}  # and the tree under test
+
+
+def test_a_rank_that_cannot_be_started_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under a limit of processes."""
+    started: list[subprocess.Popen] = []
+
+    def popen(*args: Any, **kwargs: Any) -> subprocess.Popen:
+        if started:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        started.append(real(*args, **kwargs))
+        return started[0]
+
+    real = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    with pytest.raises(MegascaleError, match=r"rank 1 of 3 cannot be started on .*: Resource temp.* -> `ulimit -u`"):
+        local.run_local_ranks(["check", "/dev/zero"], 3, tmp_path / "logs")
+    assert started[0].returncode is not None
+
+
+LAST_WORDS = """
+import os
+if os.environ.get("RANK") == "1":
+    print("\u00dcbung", flush=True)
+    os._exit(5)
+"""
+
+
+def test_last_words_of_a_rank_are_read_as_they_were_written(tmp_path: Path) -> None:
+    """In the encoding of the locale, which ranks share with their launcher."""
+    (tmp_path / "sitecustomize.py").write_text(LAST_WORDS)
+    code = "import sys; from pathlib import Path; from megascale.launch.local import run_local_ranks\n"
+    code += "sys.exit(run_local_ranks(['--version'], 2, Path(sys.argv[1])))"
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    env = dict(os.environ, PYTHONIOENCODING="latin-1", PYTHONUTF8="1", PYTHONPATH=path)
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "logs")], env=env, stderr=subprocess.PIPE)
+    assert done.returncode == 5 and "  | Übung\n".encode("latin-1") in done.stderr, done.stderr
+
+
+@pytest.mark.slow
+def test_a_lack_of_threads_is_explained(tmp_path: Path) -> None:
+    """Also where the rank would need one to tell its peers."""
+    env = with_planted(tmp_path / "site", 0, "no_thread()")
+    with (tmp_path / "site" / "sitecustomize.py").open("a") as file:
+        file.write("    import threading\n")
+        file.write("    def no_thread(*args):\n")
+        file.write("        threading.Thread.start = no_thread\n")
+        file.write('        raise RuntimeError("can\'t start new thread")\n')
+    status, _, err = Job(job_config(tmp_path, GPT, **FOUR), env=env).end()
+    assert status == Exit.UNCLASSIFIED and "Traceback" not in err
+    assert re.search("rank 0 of 4 .*: a thread cannot be started: can't start new thread  -> `ulimit -u`", err), err
 
 
 @pytest.mark.slow

@@ -62,7 +62,7 @@ def attack(facts: dict[str, Any]) -> dict[str, Any]:
         "opens the secret's descriptor": [
             denied(lambda p=pid, n=number: Path(f"/proc/{p}/fd/{n}").read_bytes())
             for pid in pids
-            for number in range(16)
+            for number in range(64)  # also a ring of shared memory
         ],
         "writes to the writer's standard input": [
             denied(lambda p=pid: Path(f"/proc/{p}/fd/0").write_bytes(b"{}\n")) for pid in pids

@@ -88,23 +88,30 @@ class CopyFolder:
                 unusable.add(header.step)
         return usable, sorted(unusable)
 
-    def adopt(self, old_run: str, new_run: str, step: int | None, mapped: set[int], keep_others: bool) -> None:
-        """Make copies of `step` in `old_run` copies of `new_run`, and invalidate all others.
+    def adopt(self, old_run: str, new_run: str, step: int | None, mapped: set[int], keep_others: bool) -> str:
+        """Make copies of `step` in `old_run` copies of `new_run`, and invalidate all others. Returns why a copy of
+        `step` was lost, else "": without space for its header.
 
         `mapped`: ranks whose processes have the file mapped, so that only headers are removed. `keep_others`: also
         keep copies of other ranks.
         """
+        problem = ""
         for path in self.path.glob("rank-*.?"):
             is_mapped = int(path.stem.removeprefix("rank-")) in mapped
             header = _read_header(_header_path(path))
             of_step = header is not None and header.run in (old_run, new_run) and header.step == step
             if header is not None and of_step and (is_mapped or keep_others):
                 renamed = header.model_copy(update={"run": new_run})
-                write_text(_header_path(path), renamed.model_dump_json(by_alias=True))
+                try:
+                    write_text(_header_path(path), renamed.model_dump_json(by_alias=True))
+                except OSError as error:
+                    problem = f"{_header_path(path)}: {error.strerror}"
+                    _header_path(path).unlink(missing_ok=True)
             else:
                 _header_path(path).unlink(missing_ok=True)
                 if not is_mapped:
                     path.unlink(missing_ok=True)
+        return problem
 
     def remove_unused(self, rank: int) -> None:
         """Free the memory of a rank's slots without a complete copy."""

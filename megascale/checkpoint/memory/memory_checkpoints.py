@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megascale.checkpoint.collective_errors import on_first_rank
 from megascale.checkpoint.format import manifest
 from megascale.checkpoint.memory.common_steps import SlotsByHost, find_common_steps
 from megascale.checkpoint.memory.copies import CopyFolder, Header
@@ -24,6 +25,7 @@ from megascale.checkpoint.save.writer_process import WriterProcess
 from megascale.comm.mesh import Mesh
 from megascale.core.errors import CheckpointError
 from megascale.core.files import write_text
+from megascale.core.limits import os_error_hint
 
 TOKEN = ".memory"
 """File in a run's folder with two ids, a line each: of the folder, and of the last start.
@@ -31,6 +33,9 @@ TOKEN = ".memory"
 Copies belong to a folder and a start: a folder made anew is another run, and a later start may have gone back to
 earlier steps.
 """
+
+
+_LOST_WITH_TOKEN = "the copies in memory are lost with it, and checkpoints on storage stay"
 
 
 class MemoryCheckpoints:
@@ -41,15 +46,14 @@ class MemoryCheckpoints:
 
     Ranks on several hosts receive copies at `listeners`, from peers that know `secret`, the job's.
 
-    Raises: CheckpointError if the folder of the copies cannot be made
+    Raises: CheckpointError if the run's folder cannot be written, or the folder of the copies cannot be made
     """
 
     def __init__(self, parent: Path, run: Path, replicate: bool, mesh: Mesh, secret: bytes) -> None:
         self._mesh = mesh
         self._control = mesh.world.control
         self._token = run.resolve() / TOKEN
-        ids = _read_token(self._token) if mesh.rank == 0 else ("", "")
-        self._id, start = self._control.broadcast(ids, "ids of the run")
+        self._id, start = on_first_rank(mesh.world, lambda: _read_token(self._token), "ids of the run")
         self._secret = secret.hex()
         self._run = f"{self._id} {start}"
         self._folder = CopyFolder(parent, self._id, self._token)
@@ -122,20 +126,21 @@ class MemoryCheckpoints:
             problems.append(f"the copy of step {step} in memory is not used: {failures[0]}")
         return None, problems
 
-    def keep_only_step(self, step: int | None) -> None:
+    def keep_only_step(self, step: int | None) -> list[str]:
         """Begin a new start: on every host, copies of `step` become its copies, and all others are invalidated.
 
-        `step`: the step resumed from memory, or None.
+        `step`: the step resumed from memory, or None. Returns a warning if copies of `step` were lost.
+
+        Raises: CheckpointError on every rank if the run's folder cannot be written
         """
         start = self._control.broadcast(uuid.uuid4().hex, "the id of this start")
         new_run, here = f"{self._id} {start}", self._receivers[self._mesh.rank].memory
         local_ranks = {rank for rank, receiver in enumerate(self._receivers) if receiver.memory == here}
-        self._folder.adopt(self._run, new_run, step, local_ranks, keep_others=self._replicate)
-        self._control.barrier("valid copies")
-        if self._mesh.rank == 0:
-            write_text(self._token, f"{self._id}\n{start}\n")
-        self._control.barrier("the id of this start")  # a copy made before would not count
-        self._run = new_run
+        problem = self._folder.adopt(self._run, new_run, step, local_ranks, keep_others=self._replicate)
+        problems = [text for text in self._control.all_gather(problem, "valid copies") if text]
+        on_first_rank(self._mesh.world, lambda: _write_token(self._token, self._id, start), "the id of this start")
+        self._run = new_run  # a copy made before would not count
+        return [f"a copy in memory of step {step} was lost, {problems[0]}; the next copy is due"] if problems else []
 
     def remove_unused(self) -> None:
         """Free the memory of slots without a complete copy."""
@@ -171,13 +176,20 @@ class MemoryCheckpoints:
 
 
 def invalidate_copies(parent: Path, run: Path, mesh: Mesh) -> None:
-    """Invalidate and remove all copies of a run: a start without in-memory checkpoints may go back to earlier steps."""
+    """Invalidate and remove all copies of a run: a start without in-memory checkpoints may go back to earlier steps.
+
+    Raises: CheckpointError on every rank if the run's folder cannot be written
+    """
     token = run.resolve() / TOKEN
-    run_id = ""
-    if mesh.rank == 0 and token.exists():
+
+    def invalidate() -> str:
+        if not token.exists():
+            return ""
         run_id, _ = _read_token(token)
-        write_text(token, f"{run_id}\n{uuid.uuid4().hex}\n")
-    run_id = mesh.world.control.broadcast(run_id, "copies to invalidate")
+        _write_token(token, run_id, uuid.uuid4().hex)
+        return run_id
+
+    run_id = on_first_rank(mesh.world, invalidate, "copies to invalidate")
     if run_id:
         CopyFolder(parent, run_id, token).remove()
 
@@ -186,9 +198,23 @@ def _read_token(path: Path) -> tuple[str, str]:
     """Read (run id, start id) from the token file, and create it if absent.
 
     The path is part of the name of the copies' folder, so a copy of a run's folder has none of its copies.
+
+    Raises: CheckpointError
     """
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, f"{uuid.uuid4().hex}\n\n")
-    run_id, _, start_id = path.read_text(encoding="ascii").partition("\n")
+        _write_token(path, uuid.uuid4().hex, "")
+    try:
+        run_id, _, start_id = path.read_text(encoding="ascii").partition("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}", hint=f"remove it: {_LOST_WITH_TOKEN}") from None
     return run_id, start_id.strip()
+
+
+def _write_token(path: Path, run_id: str, start_id: str) -> None:
+    """Write the token file. Raises: CheckpointError"""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, f"{run_id}\n{start_id}\n")
+    except OSError as error:
+        what = f"cannot write {path}: {error.strerror}"
+        raise CheckpointError(what, hint=os_error_hint(error, "a folder that can be written")) from None

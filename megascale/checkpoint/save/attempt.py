@@ -7,7 +7,7 @@ fails, the files of all ranks are removed.
 from __future__ import annotations
 
 import contextlib
-import sys
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,9 +20,7 @@ from megascale.checkpoint.save.writer_process import WriterProcess
 from megascale.checkpoint.storage import Location
 from megascale.comm.mesh import Mesh
 from megascale.core.errors import CheckpointError
-
-SLOW_WRITER_WARNING_S = 60.0
-"""Period of the warning of a rank that waits for its writer, in seconds."""
+from megascale.core.wait_notice import WaitNotice
 
 
 @dataclass(frozen=True)
@@ -62,9 +60,11 @@ class SaveAttempt:
     def poll(self, writer: WriterProcess, *, wait: bool) -> tuple[float, float]:
         """Return this rank's (written, failed): 1.0 or 0.0, for a sum over ranks. `wait`: wait for the writer."""
         if self.reply is None and self.error is None:
+            # in place of a timeout: storage without an answer, such as a lost mount, blocks the writer forever
+            notice = WaitNotice(f"rank {self.mesh.rank}")
             try:
-                while (reply := writer.result(SLOW_WRITER_WARNING_S if wait else 0.0)) is None and wait:
-                    self._warn_slow_writer(writer.pid)
+                while (reply := writer.result(notice.due_in_s if wait else 0.0)) is None and wait:
+                    notice.print_if_due(functools.partial(self._describe_writer, writer.pid))
                 self.reply = reply
             except CheckpointError as error:
                 self.error = error
@@ -76,15 +76,9 @@ class SaveAttempt:
         write_s = time.monotonic() - self.started_at
         return SaveResult(self.path, self.facts.progress.step, self.waited_s, self.stalled_s, write_s, error)
 
-    def _warn_slow_writer(self, pid: int) -> None:
-        """Warn on stderr, in place of a timeout. Storage without an answer, such as a lost mount, blocks the writer in
-        the kernel forever.
-        """
-        print(
-            f"WARNING: rank {self.mesh.rank} waits for its writer, process {pid}, which has been writing "
-            f"{self.path or 'a copy'} for {time.monotonic() - self.started_at:.0f} s: does the storage answer?",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+    def _describe_writer(self, pid: int) -> str:
+        written = f"{self.path or 'a copy'} for {time.monotonic() - self.started_at:.0f} s"
+        return f"its writer, process {pid}, which has been writing {written}: does the storage answer?"
 
     def _commit(self) -> CheckpointError | None:
         """Gather the box locations and write the manifest on the first rank. Returns its error on every rank."""
