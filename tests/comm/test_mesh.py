@@ -32,6 +32,7 @@ def opened(topology: Topology, *, tied: bool, around: bool) -> list[list[tuple[s
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(open_module.dist, "new_group", new_group)
         patch.setattr(open_module.dist, "get_backend", lambda: "gloo")
+        patch.setattr(open_module.dist, "get_rank", lambda: 0)
         patch.setattr(mesh_module.Timeout, "register_group", lambda *_: None)
         for module in (mesh_module, open_module):
             patch.setattr(module, "open_transport", lambda *_: None)
