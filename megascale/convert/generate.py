@@ -60,7 +60,7 @@ def generate_text(
     Raises: CheckpointError, DataError; MegascaleError without transformers
     """
     try:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, GenerationConfig
         from transformers.utils.logging import disable_progress_bar
     except ImportError as error:
         raise MegascaleError(f"sampling needs transformers: {error}", hint="pip install transformers") from None
@@ -75,6 +75,7 @@ def generate_text(
         seq_length = pretrained.model.seq_length
         disable_progress_bar()
         model: Any = AutoModelForCausalLM.from_pretrained(folder)
+        model.generation_config = GenerationConfig()  # the file's penalties and top_p are not what the user asked for
         model.to(device)
     for prompt in prompts:
         yield _generate_one(model, frame, prompt, params, seq_length)

@@ -37,8 +37,8 @@ MAX_SHARD_BYTES = 2 << 30
 COMPARE_CHUNK_BYTES = 64 << 20
 """Bytes of two compared tensors that are in memory at a time, unless a single row is larger."""
 
-PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth")
-"""Weights in torch's pickles, which can run code when they are opened."""
+PICKLES = ("*.bin", "*.pth", "*.pt")
+"""Files of weights in torch's pickles, which can run code when they are opened."""
 
 DAMAGED_HINT = "compare its size and checksum with the original: it may be incomplete, or another file"
 
@@ -74,7 +74,7 @@ class PretrainedWeights:
                 raise CheckpointError(what, hint="remove the older of the two; transformers reads the former")
             return {name: self.folder / file for name, file in weight_map.items()}
         if not path.exists():
-            pickles = [name for name in PICKLES if (self.folder / name).exists()]
+            pickles = sorted(path.name for pattern in PICKLES for path in self.folder.glob(pattern))
             also = f"; {pickles[0]} is a pickle, which can run code, and is not opened" if pickles else ""
             hint = "convert it with transformers: from_pretrained(...).save_pretrained(...)"
             raise CheckpointError(f"{self.folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}{also}", hint=hint)

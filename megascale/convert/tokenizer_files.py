@@ -166,7 +166,7 @@ def _read_object(path: Location) -> dict[str, Any]:
     """
     try:
         value = json.loads(path.read()) if path.exists() else {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}", hint="another copy of the checkpoint") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} is not a JSON object", hint="another copy of the checkpoint")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megascale.checkpoint.storage import Location
 from megascale.config.model import ModelConfig
@@ -18,6 +19,7 @@ from megascale.convert.families.config_json import FAMILIES, family_of_model, fr
 from megascale.convert.families.gpt2 import GELUS
 from megascale.convert.huggingface import CONFIG_FILE, PretrainedWeights
 from megascale.core.errors import CheckpointError
+from megascale.ops.rope import layer_rope, rope_table
 from tests.convert.tiny import TINY, save_tiny
 
 
@@ -203,6 +205,50 @@ def test_a_change_of_the_model_changes_the_keys_that_say_it(tmp_path: Path) -> N
     assert AutoConfig.for_model(**other).rope_parameters["rope_theta"] == 7e5
 
 
+@pytest.mark.parametrize("name", TINY)
+def test_training_on_shorter_sequences_keeps_the_config(tmp_path: Path, name: str) -> None:
+    """Rotary positions reach as far as before, and a window longer than the sequences remains."""
+    save_tiny(name, tmp_path)
+    source = config_in(tmp_path)
+    model = read_model(source, "config.json")
+    assert make_config(model.model_copy(update={"seq_length": 4}), source) == source
+
+
+@pytest.mark.parametrize("scaling", [{}, {"original_seq_length": 8}, {"original_seq_length": 32}])
+def test_dynamic_rope_computes_the_same_at_the_length_of_training(tmp_path: Path, scaling: dict[str, Any]) -> None:
+    """transformers counts from max_position_embeddings, which is the original length, whatever the run's length."""
+    save_tiny("llama dynamic", tmp_path)
+    source = config_in(tmp_path)
+    keys = read_model(source, "config.json").model_dump(by_alias=True)
+    trained = ModelConfig.model_validate(keys | {"rope_scaling": {"type": "dynamic", "factor": 2.0} | scaling})
+    for given in ({}, source):
+        made = make_config(trained, given)
+        assert made["max_position_embeddings"] == scaling.get("original_seq_length", trained.seq_length)
+        theirs = LlamaRotaryEmbedding(AutoConfig.for_model(**made))
+        cos, _ = theirs(torch.zeros(1), torch.arange(trained.seq_length)[None])
+        ours, _ = rope_table(trained.seq_length, layer_rope(trained, 0), torch.float32, torch.device("cpu"))
+        torch.testing.assert_close(cos[0, :, : trained.head_dim // 2], ours[:, 0, 0])
+
+
+@pytest.mark.parametrize("keys", [{"sliding_window_pattern": 1}, {"layer_types": ["full_attention"] * 26}])
+def test_a_gemma_3_without_windows_has_no_local_base(keys: dict[str, Any], tmp_path: Path) -> None:
+    published = PUBLISHED["gemma-3-1b-pt"] | keys
+    model = read_model(published, "config.json")
+    assert model.local_rope_theta is None and not any(model.windows)
+    assert make_config(model, published) == published
+    assert computes_the_same(fresh_config(FAMILIES["gemma3_text"], model), published, tmp_path)
+
+
+def test_the_window_pattern_of_gemma_3_is_the_key_that_transformers_reads(tmp_path: Path) -> None:
+    """It writes `_sliding_window_pattern`, and reads `layer_types` or `sliding_window_pattern`."""
+    published = PUBLISHED["gemma-3-1b-pt"] | {"_sliding_window_pattern": 2}
+    del published["sliding_window_pattern"]
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(published))
+    theirs = [kind == "sliding_attention" for kind in AutoConfig.from_pretrained(tmp_path).layer_types]
+    model = read_model(published, "config.json")
+    assert [model.is_local(layer) for layer in range(model.num_layers)] == theirs
+
+
 def test_every_family_has_a_tiny_model() -> None:
     kinds = {kind.lower() for kind, _ in TINY.values()} | {"gpt2"}  # in tests/convert/test_conversion.py
     assert {name.replace("_", "") for name in FAMILIES} == kinds
@@ -230,6 +276,11 @@ def test_every_family_has_a_tiny_model() -> None:
         ),
         (PUBLISHED["pythia-160m"] | {"attention_bias": False}, "attention_bias is False, not True"),
         (PUBLISHED["pythia-160m"] | {"hidden_act": "relu"}, "hidden_act is 'relu', not"),
+        (PUBLISHED["pythia-160m"] | {"head_dim": 32}, "head_dim is 32, not hidden_size / num_attention_heads"),
+        (
+            PUBLISHED["Qwen3-0.6B"] | {"rope_parameters": {"full_attention": {"rope_theta": 7.0}}},
+            "rope_parameters differ by type of layer: full_attention",
+        ),
     ],
 )  # fmt: skip
 def test_what_cannot_be_trained_is_refused_by_name(keys: dict[str, Any], words: str) -> None:

@@ -120,17 +120,34 @@ def make_config(model: ModelConfig, source: ConfigKeys) -> ConfigKeys:
 
     Raises: CheckpointError if no architecture computes the model
     """
+    given = read_model(source, "config.json") if source.get("model_type") in FAMILIES else None
+    model = _with_reach(model, given)
     family = family_of_model(model, source.get("model_type"))
     made = fresh_config(family, model)
-    if source.get("model_type") != family.name:
+    if given is None or source["model_type"] != family.name:
         return {key: source[key] for key in source if key.endswith("_token_id")} | made
-    before = fresh_config(family, read_model(source, "config.json"))
+    before = fresh_config(family, given)
     changed = {key for key, value in made.items() if before[key] != value} | {"architectures"}
     for group in GROUPS:
         if changed.intersection(group):
             source = {key: value for key, value in source.items() if key not in group}
             changed.update(key for key in made if key in group)
     return source | {key: made[key] for key in made if key in changed}
+
+
+def _with_reach(model: ModelConfig, given: ModelConfig | None) -> ModelConfig:
+    """Replace `seq_length` by the length that config.json states. Training on shorter sequences does not shorten the
+    reach of rotary positions, that of the weights `given`; dynamic scaling counts from its original length.
+    """
+    if model.position != "rope":
+        return model
+    scaling = model.rope_scaling or {}
+    if scaling.get("type") == "dynamic":
+        length = scaling.get("original_seq_length", model.seq_length)
+        return model.model_copy(
+            update={"seq_length": length, "rope_scaling": scaling | {"original_seq_length": length}}
+        )
+    return model.model_copy(update={"seq_length": max(model.seq_length, given.seq_length if given else 0)})
 
 
 def fresh_config(family: Family, model: ModelConfig) -> ConfigKeys:

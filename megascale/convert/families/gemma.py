@@ -70,16 +70,18 @@ def _read_gemma3(config: ConfigKeys) -> ConfigKeys:
     if set(sliding) - {"rope_theta", "rope_type", "type"} or sliding.get("rope_type", "default") != "default":
         raise ValueError(f"the rope_parameters of {SLIDING} are scaled: {sliding!r}")
     full = full | (config.get("rope_scaling") or {})
-    pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6
-    keys = _read_attention(config, pattern) | read_scaling(config, full)
-    return keys | {
-        "rope_theta": float(full.get("rope_theta") or config.get("rope_theta") or 1e6),
-        "local_rope_theta": float(sliding.get("rope_theta") or config.get("rope_local_base_freq") or 1e4),
-    }
+    keys = _read_attention(config, config.get("sliding_window_pattern") or 6) | read_scaling(config, full)
+    local = float(sliding.get("rope_theta") or config.get("rope_local_base_freq") or 1e4)
+    return (
+        keys
+        | {"rope_theta": float(full.get("rope_theta") or config.get("rope_theta") or 1e6)}
+        | ({"local_rope_theta": local} if "window" in keys else {})
+    )
 
 
 def _write_gemma3(model: ModelConfig) -> ConfigKeys:
-    return write_rope(model) | _write_attention(model) | {"rope_local_base_freq": model.local_rope_theta}
+    local = {} if model.local_rope_theta is None else {"rope_local_base_freq": model.local_rope_theta}
+    return write_rope(model) | _write_attention(model) | local
 
 
 GEMMA2 = Family(

@@ -41,6 +41,10 @@ def _read(config: ConfigKeys) -> ConfigKeys:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     if hidden % heads:
         raise ValueError(f"hidden_size is {hidden!r}, not a multiple of num_attention_heads = {heads!r}")
+    if (
+        config.get("head_dim", hidden // heads) != hidden // heads
+    ):  # transformers rotates by it, and splits heads without
+        raise ValueError(f"head_dim is {config['head_dim']!r}, not hidden_size / num_attention_heads")
     rope = read_rope(config, theta_key="rotary_emb_base", fraction=("rotary_pct", 0.25))
     return rope | {
         "num_kv_heads": heads,
@@ -63,6 +67,6 @@ def _write(model: ModelConfig) -> ConfigKeys:
 FAMILY = Family(
     "gpt_neox", "GPTNeoXForCausalLM", {"norm": "layernorm", "position": "rope", "bias": True},
     KEYS, OUTER, "gpt_neox.layers", LAYER,
-    {"hidden_act": ("gelu", *GELUS), "attention_bias": (True,)},
+    {"hidden_act": tuple(dict.fromkeys(("gelu", *GELUS))), "attention_bias": (True,)},
     _read, _write, (".attention.bias", ".attention.masked_bias", ".attention.rotary_emb.inv_freq"),
 )  # fmt: skip

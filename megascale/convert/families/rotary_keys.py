@@ -37,10 +37,14 @@ def read_rope(
     """The `[model]` keys of rotary positions. `theta`: the family's default base, under `theta_key` in files of
     transformers 4. `fraction`: the family's key and default of the rotated share of a head; None for whole heads.
 
-    Raises: ValueError for an unsupported scaling
+    Raises: ValueError for an unsupported scaling, TypeError if the keys are no table
     """
-    groups = [config.get(key) or {} for key in ("rope_scaling", "rope_parameters")]  # the first takes precedence
-    keys: ConfigKeys = next(filter(None, groups), {})
+    name = next(filter(config.get, ("rope_scaling", "rope_parameters")), None)  # the first takes precedence
+    keys: ConfigKeys = config[name] if name else {}
+    if not isinstance(keys, dict):
+        raise TypeError(f"{name} is {keys!r}")
+    if nested := sorted(kind for kind, content in keys.items() if isinstance(content, dict)):
+        raise ValueError(f"rope_parameters differ by type of layer: {', '.join(nested)}")
     base = float(keys.get("rope_theta") or config.get(theta_key) or theta)
     return {"rope_theta": base} | read_scaling(config, keys) | _read_fraction(config, keys, fraction)
 
