@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -52,8 +53,8 @@ def test_temperature_0_decodes_greedily(checkpoint: Path, tmp_path: Path, capsys
     wanted = greedy(tmp_path / "hf", b"ab", 5).decode("utf-8", errors="replace") + "\n"
     plain = ("--prompt", "ab", "--temperature", "0", "--tokens", "5")
     assert written(capsys, checkpoint, *plain) == wanted
-    penalties = '{"repetition_penalty": 9.0, "no_repeat_ngram_size": 1, "max_length": 3, "num_beams": 3}'
-    (tmp_path / "hf" / "generation_config.json").write_text(penalties)  # for chats, not what the options say
+    settings = {"repetition_penalty": 1e-3, "suppress_tokens": [id for id in range(257) if id != 97]}
+    (tmp_path / "hf" / "generation_config.json").write_text(json.dumps(settings))  # for chats
     assert written(capsys, tmp_path / "hf", *plain, "--tokenizer", "bytes") == wanted
 
 
