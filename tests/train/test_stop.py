@@ -20,6 +20,7 @@ def ended_by(rank: Rank, wait: Callable[[], None], in_training: bool, numbers: l
 
     pid = os.fork()
     if pid == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
         stop = StopRequest().install_handlers(lambda message, status: None)
         if in_training:
             with stop.deferred():
@@ -73,6 +74,7 @@ def test_a_waiting_rank_hears_signals(
 def first_signal(rank: Rank) -> tuple[bool, bool]:
     from megascale.train.stop import StopRequest
 
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     stop = StopRequest().install_handlers()
     with stop.deferred():
         before = stop.requested
