@@ -9,9 +9,11 @@ import fcntl
 import os
 import socket
 import struct
+from collections.abc import Iterator
 
 from torch.distributed import Store
 
+from megascale.core.errors import Problem
 from megascale.core.network import LOOPBACK, address_toward, is_loopback
 from megascale.core.rank import rendezvous_endpoint
 
@@ -25,6 +27,15 @@ _KEY = "address of a host"
 def first_host() -> str:
     """Return the name or address of rank 0's host; loopback under megascale's launcher."""
     return (rendezvous_endpoint() or (LOOPBACK, 0))[0]
+
+
+def interface_problems() -> Iterator[Problem]:
+    """Find interfaces that this host lacks among those that the user has chosen for gloo, by names and commas."""
+    there = [name for _, name in socket.if_nameindex()]
+    for name in filter(None, os.environ.get(VARIABLE, "").split(",")):
+        if name not in there:
+            hint = f"one of {', '.join(there)}; unset it, and the interface that reaches rank 0's host is chosen"
+            yield Problem("environment", VARIABLE, f"this host has no interface {name!r}", hint)
 
 
 def publish_address(store: Store) -> None:

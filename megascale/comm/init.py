@@ -12,7 +12,7 @@ from torch.distributed import Store
 
 from megascale.comm import control
 from megascale.comm.agreement import Record, check_agreement
-from megascale.comm.gloo_interface import choose_gloo_interface, publish_address
+from megascale.comm.gloo_interface import choose_gloo_interface, interface_problems, publish_address
 from megascale.comm.lost_peer import opening_group
 from megascale.comm.nccl_options import environment_problems, nccl_options
 from megascale.comm.rendezvous import open_store
@@ -51,10 +51,12 @@ def init_distributed(
     create its communicator at the first use (`comm.warm_up`). `comm.mesh.open_mesh` works either way.
 
     Raises: ConfigError if no rendezvous address is set, if the host cannot be resolved, if this rank has not the job's
-    secret, or if an environment variable would make NCCL hang; HostsDisagreeError if the ranks' records differ;
-    LostPeerError for ranks that do not come.
+    secret, or if an environment variable would make NCCL hang or names no interface; HostsDisagreeError if the ranks'
+    records differ; LostPeerError for ranks that do not come.
     """
     problems = list(environment_problems(device.backend, pp, os.environ))
+    if device.backend == "gloo":
+        problems += interface_problems()
     if problems:
         raise ConfigError(problems)
     timeout = datetime.timedelta(seconds=launch.start_timeout_s)

@@ -17,6 +17,7 @@ HINTS = {
     errno.ENFILE: "this host has as many open files as fs.file-max of sysctl allows: close some, or raise it",
     errno.ENOMEM: "free some memory, or raise vm.max_map_count of sysctl if this process has that many memory maps",
     errno.EAGAIN: PROCESSES_HINT,
+    errno.EFBIG: "`ulimit -f` raises this process's limit of the size of files and of shared memory",
     errno.ENOSPC: "free some space or inodes there",
     errno.EDQUOT: "this user's or project's disk quota there is used up: free some space",
     errno.EROFS: "the file system is mounted read-only: give another folder",

@@ -177,7 +177,8 @@ def _failure_of(error: Mapping[str, Any]) -> Failure:
 
 def _describe_end(status: int) -> str:
     if status < 0:
-        return f"killed by {signal.Signals(-status).name}"
+        names = {number.value: number.name for number in signal.Signals}  # real-time signals have no names of their own
+        return f"killed by {names.get(-status, f'signal {-status}')}"
     return f"ended with status {status} and no error" + (", before the job's end" if status in _IN_ORDER else "")
 
 

@@ -62,6 +62,21 @@ def notices(delays: list[float], err: io.StringIO) -> str:
     return re.sub(r"waited \d+ s", "waited", err.getvalue())
 
 
+@pytest.mark.parametrize("names", ["lo", "lo,", ""])
+def test_interfaces_of_this_host_are_accepted(names: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(gloo_interface.VARIABLE, names)
+    assert not list(gloo_interface.interface_problems())
+
+
+def test_an_interface_that_the_host_lacks_is_refused_before_the_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megascale.comm import init
+    from megascale.device import detect_device
+
+    monkeypatch.setenv(gloo_interface.VARIABLE, "lo,nope")
+    with pytest.raises(ConfigError, match="GLOO_SOCKET_IFNAME: this host has no interface 'nope'  -> one of "):
+        init.init_distributed(Rank(0, 2, 0, "here"), detect_device(0))
+
+
 def test_a_wait_names_the_missing_rank(port: int) -> None:
     said = notices([0, 3.0, 0], io.StringIO())
     where = f"at 127.0.0.1:{port}; it is a rank by RANK=0 and WORLD_SIZE=3\n"

@@ -39,7 +39,7 @@ def test_limits_of_the_kernel_are_read(tmp_path: Path, monkeypatch: pytest.Monke
 
 HINTS = [(errno.EMFILE, "ulimit -n"), (errno.ENFILE, "fs.file-max"), (errno.ENOMEM, "vm.max_map_count"),
          (errno.EAGAIN, "ulimit -u"), (errno.ENOSPC, "inodes"), (errno.EDQUOT, "quota"), (errno.EROFS, "read-only"),
-         (errno.EACCES, "permissions")]  # fmt: skip
+         (errno.EACCES, "permissions"), (errno.EFBIG, "ulimit -f")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("number", "text"), HINTS)

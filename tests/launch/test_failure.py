@@ -77,6 +77,11 @@ def test_the_first_to_leave_in_silence_is_the_cause_whatever_its_status(
     assert (cause.rank, cause.exit_status, cause.message, cause.unexplained) == (1, exit_status, message, True)
 
 
+def test_a_signal_without_a_name_is_reported_by_its_number(tmp_path: Path) -> None:
+    """As a real-time signal."""
+    assert root_cause(tmp_path, ends(r1=-40)).message == "killed by signal 40"
+
+
 def test_an_error_before_a_silent_end(tmp_path: Path) -> None:
     leave(tmp_path, 2)
     assert root_cause(tmp_path, ends(r1=0, r2=1)).rank == 2
