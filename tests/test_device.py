@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megascale import device
+from megascale.core.errors import ConfigError
 from megascale.device import Device, DeviceError, detect_device
 
 PACKAGE = Path(device.__file__).parent
@@ -62,7 +63,8 @@ def test_cores_are_shared_among_the_ranks_of_a_host(monkeypatch: pytest.MonkeyPa
 
 def test_omp_num_threads_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     assert threads(monkeypatch, 8, LOCAL_WORLD_SIZE="8", OMP_NUM_THREADS="4") == 4
-    assert threads(monkeypatch, 8, OMP_NUM_THREADS="0") == 1
+    with pytest.raises(ConfigError, match="OMP_NUM_THREADS: 0 is not a number from 1"):
+        threads(monkeypatch, 8, OMP_NUM_THREADS="0")
 
 
 def test_a_rank_has_the_gpu_of_its_local_number(gpus: list[int]) -> None:
