@@ -34,6 +34,7 @@ def opened(topology: Topology, *, tied: bool, around: bool) -> list[list[tuple[s
         patch.setattr(open_module.dist, "get_backend", lambda: "gloo")
         patch.setattr(open_module.dist, "get_rank", lambda: 0)
         patch.setattr(mesh_module.Timeout, "register_group", lambda *_: None)
+        patch.setattr(mesh_module, "_warn_without_rings", lambda mesh: None)
         for module in (mesh_module, open_module):
             patch.setattr(module, "open_transport", lambda *_: None)
         for rank in range(topology.world_size):
