@@ -161,7 +161,10 @@ def test_a_full_disk(folder: Path) -> None:
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)),
     )
     assert done.returncode == 3
-    assert done.stderr == "out/set cannot be written: File too large  -> another --output\n"
+    assert (
+        done.stderr == "out/set cannot be written: File too large  -> `ulimit -f` raises "
+        "this process's limit of the size of files and of shared memory\n"
+    )
     assert list(Path("out").iterdir()) == []
 
 

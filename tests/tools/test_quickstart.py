@@ -48,7 +48,8 @@ def test_it_ends_with_a_text_that_the_model_wrote(made: tuple[Path, str]) -> Non
     """`megascale sample` continues a text of the corpus, with more than the prompt."""
     folder, out = made
     command = "$ python -m megascale sample runs/quickstart --prompt "
-    text = out[out.index(command) : out.index("\nquickstart: ")].partition("\n")[2]
+    start = out.index(command)
+    text = out[start : out.index("\nquickstart: ", start)].partition("\n")[2]
     assert text.startswith(PROMPT) and len(text.strip()) > len(PROMPT) + 20, text
     corpus = (folder / "data/quickstart/valid.jsonl").read_text()
     assert PROMPT in corpus, "the corpus has the prompt"
