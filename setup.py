@@ -24,9 +24,12 @@ setup(
     + [("share/megascale/configs", ["configs/errors.toml"])],
     install_requires=[
         "fsspec>=2024.6",
+        "grpcio>=1.60",
         "megatron-core>=0.16.1,<0.17",
         "numpy>=1.26",
         "packaging",
+        "psutil>=5.9",
+        "py-spy>=0.4",
         "pydantic>=2.9",
         "rich>=13.7",
         "safetensors>=0.4.5",
@@ -37,7 +40,7 @@ setup(
     ],
     extras_require={
         "plot": ["matplotlib>=3.9"],
-        "gpu": ["transformer-engine[pytorch]>=2.1,<2.21", "liger-kernel>=0.8.4,<0.9"],
+        "gpu": ["transformer-engine[pytorch]>=2.1,<2.21", "liger-kernel>=0.8.4,<0.9", "nvidia-ml-py>=12"],
         "dev": [
             "flask-cors>=4",  # of moto's server
             "hypothesis>=6.100",
@@ -47,6 +50,7 @@ setup(
             "mypy>=1.13",
             "pytest>=8.3",
             "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",
             "ruff>=0.8",
             "s3fs>=2024.6",
             "transformers>=4.48",

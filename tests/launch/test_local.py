@@ -188,10 +188,12 @@ def test_a_rank_that_cannot_be_started_ends_the_others(tmp_path: Path, monkeypat
 
 
 LAST_WORDS = """
-import os
+import os, time
 if os.environ.get("RANK") == "1":
     print("\u00dcbung", flush=True)
     os._exit(5)
+if os.environ.get("RANK") == "0":
+    time.sleep(60)  # until the launcher ends it: its own end would be a failure too
 """
 
 

@@ -1,0 +1,1 @@
+"""The scheduler port, and its adapters: what gives nodes to a job, and takes them back."""
