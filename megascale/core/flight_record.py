@@ -1,0 +1,231 @@
+"""The flight record of a rank: what the rank does now, and how far it is in each of its groups.
+
+Each rank writes its record into a small file in shared memory (`core.flight_writer`). Another process reads the file
+without the rank's help (`core.flight_reader`): while the rank is stopped, hangs in a collective or holds Python's lock,
+and after its end.
+
+- `FlightRecord`, `GroupState`, `FlightEvent`, `Wait`: a record as values; `to_dict` and `from_dict` are its JSON form
+- `flight_record_path`: the path of a rank's file
+
+The record of `torch.distributed`, which `launch.flight` reads, is another: a dump that a process writes at its end.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megascale.core import flight_layout as layout
+from megascale.core.errors import MegascaleError
+from megascale.core.flight_layout import Phase
+
+FLIGHT_RECORD_VARIABLE = "MEGASCALE_FLIGHT_RECORD"
+"""Environment variable of a rank: the path of its flight record. The launcher or agent sets it and removes the file."""
+
+ATTEMPT_VARIABLE = "MEGASCALE_ATTEMPT"
+"""Environment variable of a rank: the number of the job's present attempt, from 0."""
+
+SHARED_MEMORY = Path("/dev/shm")
+
+LAST_EVENTS = 16
+"""Events in the JSON form of a record, besides those in flight."""
+
+MAX_OPEN_EVENTS = 32
+"""Most events in flight in the JSON form of a record: the newest."""
+
+
+class FlightRecordError(MegascaleError):
+    """A file that is not, or not yet, a flight record."""
+
+
+@dataclass(frozen=True)
+class RankRuns:
+    """Ranks as runs (first, count, distance), in ascending order: the groups of a layout have one or few."""
+
+    runs: tuple[tuple[int, int, int], ...]
+
+    @classmethod
+    def from_ranks(cls, ranks: Sequence[int]) -> RankRuns:
+        """Describe ranks, whose order is lost."""
+        rest, runs = sorted(ranks), []
+        while rest:
+            distance = rest[1] - rest[0] if len(rest) > 1 else 1
+            count = 1
+            while count < len(rest) and rest[count] == rest[0] + count * distance:
+                count += 1
+            runs.append((rest[0], count, distance))
+            rest = rest[count:]
+        return cls(tuple(runs))
+
+    def __iter__(self) -> Iterator[int]:
+        return (first + index * distance for first, count, distance in self.runs for index in range(count))
+
+    def __len__(self) -> int:
+        return sum(count for _, count, _ in self.runs)
+
+    def __contains__(self, rank: object) -> bool:
+        return isinstance(rank, int) and any(
+            first <= rank < first + count * distance and (rank - first) % distance == 0
+            for first, count, distance in self.runs
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GroupState:
+    """How far a rank is in the collectives of a group, or in the messages of one direction to or from a peer.
+
+    `kind`: "collective", "send", "receive", or "control" for control data through the job's store. `ranks`: the group's
+    ranks; None if they do not fit into the record. `entered`, `issued` and `completed` are counts: with `issued` = 5
+    this rank has issued the sequence numbers 0 to 4. A communication is entered before its issue, and issued once the
+    transport has it. `completed` counts up to the newest communication known to have ended. `peer`: global rank, -1 for
+    collectives.
+    """
+
+    name: str
+    kind: str
+    ranks: RankRuns | None
+    entered: int
+    issued: int
+    completed: int
+    peer: int = -1
+
+    @property
+    def key(self) -> str:
+        """The state's key in `FlightRecord.groups`: 'dp', 'pp.up send 3', 'world control'."""
+        if self.kind == layout.COLLECTIVE:
+            return self.name
+        return f"{self.name} {self.kind}{f' {self.peer}' if self.peer >= 0 else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class FlightEvent:
+    """An action of compute (`kind` "action") or a communication. `group` is a key of `FlightRecord.groups`, and "" for
+    an action.
+
+    Times are ns of the host's monotonic clock: `issued_ns`, or the start of an action; `waiting_ns`, since when compute
+    waits, or 0; `ended_ns`, or 0 while in flight.
+    """
+
+    kind: str
+    name: str
+    group: str
+    sequence: int
+    peer: int
+    step: int
+    microbatch: int
+    chunk: int
+    issued_ns: int
+    waiting_ns: int
+    ended_ns: int
+    bytes: int = 0
+    part: str = ""
+    layer: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The present wait of a rank. `kind`: "issuing" a communication, "waiting" for its end, or for the "device".
+    `group`: a key of `FlightRecord.groups`; "" for the device.
+    """
+
+    kind: str
+    group: str
+    sequence: int
+    since_ns: int
+
+
+@dataclass(frozen=True)
+class FlightRecord:
+    """The state of a rank at a moment.
+
+    `start`: seconds since 1970. `progress`: writes so far; a rank that makes no progress writes nothing.
+    `heartbeat_ns`: last beat of the rank's heartbeat thread, which stands still in a stopped rank and in one whose code
+    holds Python's lock. `updated_ns`: last write. `read_ns`: the reader's time. All times in ns are of the host's
+    monotonic clock. `step`: the current step, or the last one. `step_time_s`: median of recent steps, 0 before the
+    first has ended. `open`: events in flight, `last`: the newest events; both oldest first.
+    """
+
+    run: str
+    rank: int
+    world: int
+    pid: int
+    attempt: int
+    start: float
+    progress: int
+    heartbeat_ns: int
+    updated_ns: int
+    read_ns: int
+    phase: Phase
+    phase_since_ns: int
+    step: int
+    step_time_s: float
+    totals: Mapping[str, float]
+    groups: Mapping[str, GroupState]
+    wait: Wait | None = None
+    open: tuple[FlightEvent, ...] = ()
+    last: tuple[FlightEvent, ...] = ()
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds without progress, when the record was read."""
+        return max(0, self.read_ns - self.updated_ns) / 1e9
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds without a heartbeat, when the record was read."""
+        return max(0, self.read_ns - self.heartbeat_ns) / 1e9
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form: lists in the order of the fields, to be short."""
+        plain = {name: getattr(self, name) for name in _PLAIN}
+        return plain | {
+            "totals": dict(self.totals),
+            "groups": [
+                [g.name, g.kind, g.ranks and g.ranks.runs, g.entered, g.issued, g.completed, g.peer]
+                for g in self.groups.values()
+            ],
+            "wait": self.wait and [getattr(self.wait, name) for name in Wait.__slots__],
+            "open": [_event_list(event) for event in self.open[-MAX_OPEN_EVENTS:]],
+            "last": [_event_list(event) for event in self.last[-LAST_EVENTS:]],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> FlightRecord:
+        """Return the record of a JSON form. Raises: FlightRecordError for anything else."""
+        try:
+            states = [_group_state(*fields) for fields in data["groups"]]
+            return cls(
+                **{name: data[name] for name in _PLAIN if name != "phase"},
+                phase=Phase(data["phase"]),
+                totals=dict(data["totals"]),
+                groups={state.key: state for state in states},
+                wait=Wait(*data["wait"]) if data["wait"] else None,
+                open=tuple(FlightEvent(*fields) for fields in data["open"]),
+                last=tuple(FlightEvent(*fields) for fields in data["last"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise FlightRecordError(f"not the JSON form of a flight record: {error}") from None
+
+
+_PLAIN = (
+    "run", "rank", "world", "pid", "attempt", "start", "progress", "heartbeat_ns", "updated_ns", "read_ns", "phase",
+    "phase_since_ns", "step", "step_time_s",
+)  # fmt: skip
+
+
+def _event_list(event: FlightEvent) -> list[Any]:
+    return [getattr(event, name) for name in FlightEvent.__slots__]
+
+
+def _group_state(name: str, kind: str, runs: Sequence[Sequence[int]] | None, *numbers: int) -> GroupState:
+    ranks = None if runs is None else RankRuns(tuple((first, count, distance) for first, count, distance in runs))
+    return GroupState(name, kind, ranks, *numbers)
+
+
+def flight_record_path(run: str, start_ns: int, rank: int) -> Path:
+    """Return the path of a rank's record in shared memory. `start_ns`: of the job's attempt, since 1970."""
+    name = "".join(char if char.isalnum() or char in "-_." else "_" for char in run)[:100]
+    return SHARED_MEMORY / f"megascale-{os.geteuid()}-{name}-{start_ns}-{rank:05d}.flight"
