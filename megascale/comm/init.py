@@ -14,7 +14,7 @@ from megascale.comm import control
 from megascale.comm.agreement import Record, check_agreement
 from megascale.comm.gloo_interface import choose_gloo_interface, interface_problems, publish_address
 from megascale.comm.lost_peer import opening_group
-from megascale.comm.nccl_options import environment_problems, nccl_options
+from megascale.comm.nccl_options import environment_problems, nccl_options, set_network_patience
 from megascale.comm.rendezvous import open_store
 from megascale.config.launch import LaunchConfig
 from megascale.config.nccl import NcclConfig
@@ -59,6 +59,7 @@ def init_distributed(
         problems += interface_problems()
     if problems:
         raise ConfigError(problems)
+    set_network_patience(device.backend, nccl, os.environ)
     timeout = datetime.timedelta(seconds=launch.start_timeout_s)
     backend = device.backend
     if rank.world_size == 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,15 @@ def nccl_options(backend: str, axis: str, nccl: NcclConfig) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options.config.min_ctas, options.config.max_ctas = ctas
     return options
+
+
+def set_network_patience(backend: str, nccl: NcclConfig, environ: MutableMapping[str, str]) -> None:
+    """Set timeout and retries of InfiniBand adapters before NCCL reads them, at the first communicator: a link that
+    flaps for seconds must not end a job (MegaScale, 3.6 and 6.3). Variables of the environment take precedence.
+    """
+    if backend == "nccl":
+        environ.setdefault("NCCL_IB_TIMEOUT", str(nccl.ib_timeout))
+        environ.setdefault("NCCL_IB_RETRY_CNT", str(nccl.ib_retry_count))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The section `[nccl]`: thread blocks of NCCL's communicators, by axis of parallelism."""
+"""The section `[nccl]`: thread blocks of NCCL's communicators by axis of parallelism, and patience with the network."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ Ctas = Annotated[list[Annotated[int, Field(ge=1, le=64)]], Field(min_length=2, m
 """Minimum and maximum of thread blocks per operation; NCCL has at most 64 channels of one block."""
 
 
+IB_TIMEOUT_UNIT_S = 4.096e-6
+"""The unit of an InfiniBand adapter's timeout (InfiniBand specification, local ACK timeout)."""
+
+
 class NcclConfig(Section):
-    """`[nccl]`: minimum and maximum of thread blocks (CTAs) per communicator; a block takes an SM from GEMMs."""
+    """`[nccl]`: thread blocks (CTAs) per communicator, each of which takes an SM from GEMMs; retries of adapters."""
 
     tp_ctas: Ctas = Field("auto", description="tensor parallelism; auto: NCCL's choice")
     dp_ctas: Ctas = Field([1, 16], description="data parallelism, and the gradients of a tied embedding")
@@ -22,6 +26,19 @@ class NcclConfig(Section):
         description="point-to-point messages between pipeline stages; a posted receive occupies its SMs while waiting",
     )
     world_ctas: Ctas = Field([1, 1], description="all-reduces of a few values over all ranks")
+
+    ib_timeout: Annotated[int, Field(ge=1, le=22)] = Field(
+        22,
+        description="an InfiniBand or RoCE adapter waits 4.096 us x 2^ib_timeout for an acknowledgement; 22: 17 s",
+    )
+    ib_retry_count: Annotated[int, Field(ge=0, le=7)] = Field(
+        7, description="retries of an adapter before NCCL fails; with the timeout, longer than a link flaps"
+    )
+
+    @property
+    def ib_patience_s(self) -> float:
+        """Seconds without an acknowledgement after which an adapter reports an error."""
+        return float((1 + self.ib_retry_count) * IB_TIMEOUT_UNIT_S * 2**self.ib_timeout)
 
     def ctas(self, axis: str) -> tuple[int, int] | None:
         """Minimum and maximum for an axis (`core.events.Event.axis`); None for NCCL's choice."""

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from megascale.catalog.tokenizers import TOKENIZERS
 from megascale.config.backends import BackendsConfig
+from megascale.config.fault import FaultConfig
 from megascale.config.fp8 import Fp8Config
 from megascale.config.launch import LaunchConfig
 from megascale.config.model import ModelConfig
@@ -54,6 +55,7 @@ class RunConfig(Section):
     observe: ObserveConfig = ObserveConfig()
     launch: LaunchConfig = LaunchConfig()
     nccl: NcclConfig = NcclConfig()
+    fault: FaultConfig = FaultConfig()
 
     @property
     def folder(self) -> Path:

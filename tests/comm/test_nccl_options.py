@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megascale.comm import init
-from megascale.comm.nccl_options import CONFLICTING_VARIABLES, environment_problems, nccl_options
+from megascale.comm.nccl_options import CONFLICTING_VARIABLES, environment_problems, nccl_options, set_network_patience
 from megascale.config.nccl import NcclConfig
 from megascale.core.errors import ConfigError, Exit
 from megascale.core.rank import Rank
@@ -51,6 +51,20 @@ def test_few_hardware_queues_are_refused_with_a_pipeline() -> None:
         assert names(2, {name: value}) == []
     (problem,) = environment_problems("nccl", 2, {name: "1"})
     assert problem.message.startswith("'1': fewer hardware queues") and problem.hint == f"unset {name}, or set it to 32"
+
+
+def test_adapters_retry_for_longer_than_a_link_flaps() -> None:
+    environ: dict[str, str] = {}
+    set_network_patience("nccl", NcclConfig(), environ)
+    assert environ == {"NCCL_IB_TIMEOUT": "22", "NCCL_IB_RETRY_CNT": "7"}
+    assert 137 < NcclConfig().ib_patience_s < 138
+    assert NcclConfig(ib_timeout=14, ib_retry_count=0).ib_patience_s == pytest.approx(0.0671, abs=1e-4)
+    own = {"NCCL_IB_TIMEOUT": "18"}
+    set_network_patience("nccl", NcclConfig(ib_retry_count=3), own)
+    assert own == {"NCCL_IB_TIMEOUT": "18", "NCCL_IB_RETRY_CNT": "3"}
+    nothing: dict[str, str] = {}
+    set_network_patience("gloo", NcclConfig(), nothing)
+    assert nothing == {}
 
 
 def test_the_queues_that_ranks_give_themselves_are_enough() -> None:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale.config.loading import check_rules, load_config
-from megascale.config.rules import RULES, divisors
+from megascale.config.loading import check_rules, load_config, load_config_tree
+from megascale.config.rules import RULES, divisors, launch_findings
 from megascale.core.errors import ConfigError
 from megascale.core.files import fingerprint
 from tests.data.datasets import write_dataset
@@ -34,6 +34,14 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         "timeouts",
         {"launch__timeout_s": 10.0, "launch__start_timeout_s": 60.0, "checkpoint__every": 1},
         {"launch.start_timeout_s": "60.0 s is no more than checkpoint.retry_timeout_s = 60.0"},
+    ),
+    ("fault_times", {"fault__hang_s": 0.1}, {"fault.hang_s": "0.1 s is no more than fault.poll_s = 0.25"}),
+    ("fault_times", {"fault__heartbeat_s": 6.0}, {"fault.node_lost_s": "6.0 s is no more than fault.heartbeat_s = 6"}),
+    ("fault_times", {"fault__flap_s": 30.0}, {"fault.node_lost_s": "6.0 s is no more than fault.flap_s = 30.0"}),
+    (
+        "fault_times",
+        {"fault__hang_s": 70.0},
+        {"fault.evaluation_hang_s": "60.0 s is less than fault.hang_s = 70.0"},
     ),
     ("nccl_ctas", {"nccl__dp_ctas": [4, 2]}, {"nccl.dp_ctas": "at least 4 and at most 2"}),
     (
@@ -455,3 +463,19 @@ def test_divisors(n: int, limit: int | None) -> None:
 
 def test_divisors_of_the_largest_size_take_no_time() -> None:
     assert len(divisors(2**40)) == 41
+
+
+def test_a_driver_needs_less_time_than_ranks_wait() -> None:
+    def broken(**changes: Any) -> list[str]:
+        config = load_config_tree(settings(GPT, Path("runs"), **changes), "test")
+        return [finding.key for finding in launch_findings(config)]
+
+    assert broken(checkpoint__every=1) == []
+    for changes, key in (
+        ({"launch__timeout_s": 60.0, "nccl__ib_timeout": 20}, "launch.timeout_s"),
+        ({"launch__start_timeout_s": 300.0, "launch__timeout_s": 300.0}, "launch.start_timeout_s"),
+        ({"checkpoint__every": 1, "fault__checkpoint_hang_s": 50.0}, "fault.checkpoint_hang_s"),
+        ({"nccl__ib_timeout": 17}, "nccl.ib_timeout"),
+        ({"nccl__ib_timeout": 22, "launch__timeout_s": 100.0}, "nccl.ib_timeout"),
+    ):
+        assert broken(**changes) == [key], changes

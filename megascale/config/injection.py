@@ -1,0 +1,242 @@
+"""The grammar of injected faults: `fault.inject`.
+
+    kill rank=2 step=5; stop rank=1 step=9 phase=backward; cut_link node=1 step=4 for_s=3
+    random mtbf_s=30 seed=1 kinds=kill,stop,hang
+
+Faults are separated by semicolons. A fault has a kind of `KINDS`, one target, and a step; every word must be known, so
+that no slip of a key injects a fault.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Target = Literal["rank", "node", "driver"]
+
+PHASES = (
+    "build", "load", "data", "forward", "send", "receive", "backward", "tp", "grad_reduce", "totals", "optimizer",
+    "param_gather", "evaluation", "snapshot", "write", "commit",
+)  # fmt: skip
+"""Moments of a rank at which a fault can strike; tp: a collective of tensor parallelism, totals: the all-reduce at the
+end of a step; snapshot, write and commit: a checkpoint, which a helper process may write.
+"""
+
+COLLECTIVES = ("tp", "grad_reduce", "totals", "param_gather")
+BEFORE_STEPS = ("build", "load")
+STORAGE = ("load", "data", "write", "commit")
+
+
+@dataclass(frozen=True)
+class FaultKind:
+    """A kind of fault: its target, its help, the phases in which it can strike and the default one, its options."""
+
+    target: Target
+    help: str
+    phase: str = ""
+    phases: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
+
+
+LENGTH = ("for_s",)
+
+KINDS: Mapping[str, FaultKind] = {
+    "kill": FaultKind("rank", "the rank is killed (SIGKILL)", "forward", PHASES),
+    "stop": FaultKind("rank", "the rank is stopped (SIGSTOP)", "forward", PHASES, LENGTH),
+    "slow": FaultKind(
+        "rank", "the rank sleeps delay_s in the phase, in `steps` steps", "forward", PHASES, ("steps",), ("delay_s",)
+    ),
+    "raise": FaultKind("rank", "the rank raises an error", "forward", PHASES),
+    "exit": FaultKind("rank", "the rank ends with `status`, without a word", "forward", PHASES, ("status",)),
+    "hang": FaultKind("rank", "the rank sleeps: in the data loader, in a collective, ...", "data", PHASES, LENGTH),
+    "hold_gil": FaultKind("rank", "the rank computes in C and holds Python's lock", "forward", PHASES, LENGTH),
+    "skip_collective": FaultKind("rank", "the rank leaves out a collective", "grad_reduce", COLLECTIVES),
+    "lose_message": FaultKind("rank", "a message to another stage counts as sent, and does not arrive", "send"),
+    "slow_storage": FaultKind("rank", "an access to storage does not return", "data", STORAGE, LENGTH),
+    "full_disk": FaultKind("rank", "a write of a checkpoint finds no space", "write", ("write", "commit")),
+    "nan": FaultKind("rank", "a weight of the rank becomes NaN", "data"),
+    "lose_node": FaultKind("node", "all processes of the node are killed, or its host is cut off, without a farewell"),
+    "stop_node": FaultKind("node", "all processes of the node are stopped", options=LENGTH),
+    "kill_agent": FaultKind("node", "the agent of the node is killed"),
+    "cut_link": FaultKind("node", "the node's link is cut, or the one to node `peer`", options=("for_s", "peer")),
+    "delay_link": FaultKind(
+        "node",
+        "the node's link delays by delay_s, or the one to node `peer`",
+        options=("for_s", "peer"),
+        required=("delay_s",),
+    ),
+    "fill_disk": FaultKind("node", "the disk of the run's folder is full on the node", options=LENGTH),
+    "kill_driver": FaultKind("driver", "the driver is killed"),
+}
+"""Kinds of faults by name. Ranks inject their own; the program that runs the test injects the others."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One injected fault. `rank`, `node`: the target, None for the driver; `peer`: the other node of a link.
+
+    `step`: strikes in this step, from 1, at the first moment of `phase`; 0 before the first step of an attempt.
+    `for_s`: its length, None for ever. `times`: how often it strikes over all attempts of the job.
+    """
+
+    kind: str
+    step: int
+    rank: int | None = None
+    node: int | None = None
+    peer: int | None = None
+    phase: str = ""
+    for_s: float | None = None
+    delay_s: float = 0.0
+    steps: int = 1
+    status: int = 1
+    times: int = 1
+
+    @property
+    def target(self) -> Target:
+        return KINDS[self.kind].target
+
+
+@dataclass(frozen=True)
+class RandomFaults:
+    """Faults of random `kinds` of ranks on random ranks, independent of one another.
+
+    The mean time between two is `mtbf_s` seconds, or `mtbf_steps` steps; the other is 0.
+    """
+
+    kinds: tuple[str, ...]
+    mtbf_s: float = 0.0
+    mtbf_steps: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Injection:
+    """The faults of `fault.inject`."""
+
+    faults: tuple[Fault, ...] = ()
+    random: RandomFaults | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.faults or self.random)
+
+
+class InjectionError(ValueError):
+    """A text that is no list of faults; says what is wrong and how to fix it."""
+
+
+def parse_injection(text: str) -> Injection:
+    """Parse `fault.inject`. Raises: InjectionError"""
+    faults, random = [], None
+    for part in filter(None, (part.strip() for part in text.split(";"))):
+        kind, *words = part.split()
+        values = _values(part, words)
+        if kind != "random":
+            faults.append(_fault(part, kind, values))
+        elif random is not None:
+            raise InjectionError(f"{part!r}: `random` is given twice")
+        else:
+            random = _random(part, values)
+    return Injection(tuple(faults), random)
+
+
+def _values(part: str, words: Sequence[str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not value:
+            raise InjectionError(f"{part!r}: {word!r} is not key=value")
+        if key in values:
+            raise InjectionError(f"{part!r}: {key} is given twice")
+        if (parse := _PARSERS.get(key)) is None:
+            raise InjectionError(f"{part!r}: no key {key!r}{_nearest(key, _PARSERS)}")
+        try:
+            values[key] = parse(value)
+        except ValueError:
+            raise InjectionError(f"{part!r}: {key}={value}: should be {_RANGES[parse]}") from None
+    return values
+
+
+def _fault(part: str, kind: str, values: dict[str, Any]) -> Fault:
+    if (facts := KINDS.get(kind)) is None:
+        raise InjectionError(f"{part!r}: no fault {kind!r}{_nearest(kind, KINDS)}")
+    target = () if facts.target == "driver" else (facts.target,)
+    known = {"step", "times", *target, *facts.options, *facts.required, *(("phase",) if facts.phases else ())}
+    if unknown := values.keys() - known:
+        raise InjectionError(f"{part!r}: {kind} has no {min(unknown)}, only {', '.join(sorted(known))}")
+    phase = values.setdefault("phase", facts.phase)
+    if facts.phases and phase not in facts.phases:
+        raise InjectionError(f"{part!r}: phase={phase}: should be one of {', '.join(facts.phases)}")
+    if phase in BEFORE_STEPS:
+        if values.setdefault("step", 0):
+            raise InjectionError(f"{part!r}: {phase} comes before the first step: without a step")
+    elif values.get("step") == 0:
+        raise InjectionError(f"{part!r}: step=0: should be a step from 1 on")
+    if missing := [key for key in (*target, "step", *facts.required) if key not in values]:
+        raise InjectionError(f"{part!r}: {kind} needs {missing[0]}=")
+    return Fault(kind, **values)
+
+
+def _random(part: str, values: dict[str, Any]) -> RandomFaults:
+    if unknown := values.keys() - {"mtbf_s", "mtbf_steps", "seed", "kinds"}:
+        raise InjectionError(f"{part!r}: random has no {min(unknown)}, only kinds, mtbf_s, mtbf_steps, seed")
+    if ("mtbf_s" in values) == ("mtbf_steps" in values):
+        raise InjectionError(f"{part!r}: random needs mtbf_s= or mtbf_steps=")
+    if "kinds" not in values:
+        raise InjectionError(f"{part!r}: random needs kinds=, such as kinds=kill,stop,hang")
+    for kind in values["kinds"]:
+        facts = KINDS.get(kind)
+        if facts is None or facts.target != "rank" or facts.required:
+            choices = [name for name, card in KINDS.items() if card.target == "rank" and not card.required]
+            raise InjectionError(f"{part!r}: kinds={kind}: should be of {', '.join(choices)}")
+    return RandomFaults(**values)
+
+
+def _nearest(word: str, words: Mapping[str, Any]) -> str:
+    found = difflib.get_close_matches(word, words, n=1)
+    return f"; did you mean {found[0]}?" if found else f", only {', '.join(words)}"
+
+
+def _whole(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > 9:
+        raise ValueError(text)
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if not (value := _whole(text)):
+        raise ValueError(text)
+    return value
+
+
+def _seconds(text: str) -> float:
+    if not 1e-3 <= (value := float(text)) <= 1e6:
+        raise ValueError(text)
+    return value
+
+
+def _status(text: str) -> int:
+    if (value := _whole(text)) > 255:
+        raise ValueError(text)
+    return value
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+_RANGES: Mapping[Callable[[str], Any], str] = {
+    _whole: "a whole number from 0 on",
+    _positive: "a whole number from 1 on",
+    _seconds: "a number from 0.001 to 1000000",
+    _status: "an exit status from 0 to 255",
+    _names: "names with commas",
+    str: "a phase",
+}
+_PARSERS: Mapping[str, Callable[[str], Any]] = {
+    "rank": _whole, "node": _whole, "peer": _whole, "step": _whole, "phase": str, "for_s": _seconds,
+    "delay_s": _seconds, "steps": _positive, "status": _status, "times": _positive, "mtbf_s": _seconds,
+    "mtbf_steps": _seconds, "seed": _whole, "kinds": _names,
+}  # fmt: skip
