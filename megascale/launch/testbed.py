@@ -173,6 +173,11 @@ class Testbed:
         self._processes.append(process)
         return process
 
+    def wrap_command(self, host: int, command: Sequence[str]) -> list[str]:
+        """Wrap a command so that the command and its children run on a host, wherever it is started."""
+        words = self._cpu_quotas[host].wrap_command(command) if self._cpu_quotas else list(command)
+        return [_program("nsenter", "util-linux"), f"--net={self.hosts[host].namespace}", *words]
+
     def host_environment(self, host: int) -> dict[str, str]:
         """Return the environment of a host: its index, the number of hosts, the first host's address, and settings that
         keep gloo and NCCL on the testbed's interface.
@@ -272,12 +277,12 @@ def _batch(program: str, namespace: int, lines: Sequence[str]) -> None:
         raise TestbedError(f"{program} {line}: {reason.splitlines()[0] if reason else 'failed'}", hint=hint)
 
 
-def _program(name: str) -> str:
-    """Return the path of a program of iproute2.
+def _program(name: str, package: str = "iproute2") -> str:
+    """Return the path of a program of a package.
 
     Raises: TestbedError
     """
     path = shutil.which(name, path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin")
     if path is None:
-        raise TestbedError(f"{name}: no such program", hint="install the package iproute2")
+        raise TestbedError(f"{name}: no such program", hint=f"install the package {package}")
     return path

@@ -1,0 +1,135 @@
+"""The local scheduler: a node is an agent and its processes on this host, or on a host of a testbed.
+
+A node is lost when all its processes are gone; a replacement is a new node, with a new name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from megascale.core.network import LOOPBACK
+from megascale.core.secret import DESCRIPTOR_VARIABLE, secret_descriptor
+from megascale.fault.scheduler.port import (
+    LAUNCH_VARIABLE,
+    NODE_VARIABLE,
+    AgentEnd,
+    AgentLaunch,
+    Node,
+    SchedulerError,
+)
+from megascale.fault.scheduler.processes import AgentProcesses
+from megascale.launch.testbed import Testbed
+
+STOP_GRACE_S = 10.0
+"""Seconds from SIGTERM to SIGKILL at the end of the job."""
+
+_DEATH_S = 10.0  # limit for the end of killed processes
+
+
+class LocalScheduler:
+    """`Scheduler` on this host: node0 to node{count-1} at first, and `extra` more on request (None: no limit).
+
+    `testbed`: an open testbed, whose host i is node i; its number of hosts limits the nodes.
+    """
+
+    def __init__(
+        self, count: int, agent: AgentLaunch, extra: int | None = None, testbed: Testbed | None = None
+    ) -> None:
+        self._agent = agent
+        self._testbed = testbed
+        self._most = count + extra if extra is not None else None
+        if testbed is not None:
+            self._most = min(len(testbed.hosts), self._most or len(testbed.hosts))
+            if count > len(testbed.hosts):
+                raise SchedulerError(f"{count} nodes on a testbed of {len(testbed.hosts)} hosts")
+        self.launch = secrets.token_hex(8)
+        self._processes = AgentProcesses()
+        self._held = {node.name: node for node in map(self._node, range(count))}
+        self._given = count
+        self._released: list[Node] = []
+        self._excluded: dict[str, float] = {}
+
+    async def nodes(self) -> Sequence[Node]:
+        return tuple(self._held.values())
+
+    async def start_agent(self, node: str) -> None:
+        self._check_held(node)
+        await self._kill(node)
+        command, extra = list(self._agent.command), {}
+        if self._testbed is not None:
+            host = _number(node)
+            command, extra = self._testbed.wrap_command(host, command), self._testbed.host_environment(host)
+        env = dict(os.environ) | extra | self._agent.variables(self._held[node]) | {LAUNCH_VARIABLE: self.launch}
+        with secret_descriptor(self._agent.secret) as secret:
+            env[DESCRIPTOR_VARIABLE] = str(secret)
+            self._processes.start(node, command, env, self._agent.log(self._held[node]), [secret])
+
+    async def next_end(self) -> AgentEnd:
+        return await self._processes.next_end()
+
+    async def exclude(self, node: str, reason: str, until: float | None) -> None:
+        self._excluded[node] = float("inf") if until is None else until
+
+    async def request(self, count: int) -> Sequence[Node]:
+        allowed = [node for node in self._released if self._excluded.get(node.name, 0) <= time.time()][:count]
+        for node in allowed:
+            self._released.remove(node)
+        limit = count - len(allowed) if self._most is None else min(count - len(allowed), self._most - self._given)
+        new = [*allowed, *map(self._node, range(self._given, self._given + limit))]
+        self._given += limit
+        self._held |= {node.name: node for node in new}
+        return tuple(new)
+
+    async def release(self, node: str) -> None:
+        self._check_held(node)
+        await self._kill(node)
+        self._released.append(self._held.pop(node))
+
+    async def stop(self, requeue: bool) -> None:
+        await self._processes.end_all(STOP_GRACE_S)
+        for node in self._held:
+            await self._kill(node)
+
+    def processes(self, node: str) -> list[int]:
+        """Return the processes of a node: its agent, ranks and their children."""
+        return node_processes(self.launch, node)
+
+    async def _kill(self, node: str) -> None:
+        await self._processes.end([node], 0)
+        deadline = time.monotonic() + _DEATH_S
+        while pids := self.processes(node):
+            if time.monotonic() > deadline:
+                raise SchedulerError(f"processes {pids} of node {node} do not end", hint="see /proc/PID/stack")
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            await asyncio.sleep(0.01)
+
+    def _check_held(self, node: str) -> None:
+        if node not in self._held:
+            raise SchedulerError(f"the job does not hold node {node}")
+
+    def _node(self, number: int) -> Node:
+        return Node(f"node{number}", self._testbed.hosts[number].address if self._testbed else LOOPBACK)
+
+
+def _number(node: str) -> int:
+    return int(node.removeprefix("node"))
+
+
+def node_processes(launch: str, node: str) -> list[int]:
+    """Return the processes of this host whose environment names the launch and the node."""
+    marks = {f"{LAUNCH_VARIABLE}={launch}".encode(), f"{NODE_VARIABLE}={node}".encode()}
+    found = []
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if marks <= set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")):
+                found.append(int(pid))
+    return sorted(found)

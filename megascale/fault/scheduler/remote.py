@@ -1,0 +1,129 @@
+"""A scheduler in another process: the driver calls the adapter of its supervisor over a socket pair.
+
+A line of JSON each way: `{"id": 1, "call": "release", "arguments": ["node3"]}`, answered by `{"id": 1, "result": ...}`
+or `{"id": 1, "error": message, "hint": hint}`. Calls overlap: `next_end` waits while others are answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict, is_dataclass
+from typing import Any
+
+from megascale.core.errors import MegascaleError
+from megascale.fault.scheduler.port import AgentEnd, Node, Scheduler, SchedulerError
+
+CALLS = ("nodes", "start_agent", "next_end", "exclude", "request", "release", "stop")
+
+
+async def serve(scheduler: Scheduler, connection: socket.socket) -> None:
+    """Answer the calls of a driver until it hangs up; its calls that still wait are cancelled."""
+    reader, writer = await asyncio.open_connection(sock=connection)
+    calls: set[asyncio.Task[None]] = set()
+    try:
+        while line := await reader.readline():
+            task = asyncio.create_task(_answer(scheduler, json.loads(line), writer))
+            calls.add(task)
+            task.add_done_callback(calls.discard)
+    except ConnectionError:
+        pass  # killed in the middle of a call
+    finally:
+        for task in calls:
+            task.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        writer.close()
+
+
+async def _answer(scheduler: Scheduler, call: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    try:
+        if call["call"] not in CALLS:
+            raise SchedulerError(f"no call of a scheduler: {call['call']}")
+        answer = {"result": _plain(await getattr(scheduler, call["call"])(*call["arguments"]))}
+    except MegascaleError as error:
+        answer = {"error": error.message, "hint": error.hint}
+    with contextlib.suppress(ConnectionError):
+        writer.write(json.dumps({"id": call["id"], **answer}).encode() + b"\n")
+        await writer.drain()
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return [_plain(each) for each in value] if isinstance(value, tuple | list) else value
+
+
+class SchedulerClient:
+    """`Scheduler` of the supervisor at the other end of a socket pair. Calls raise SchedulerError after its end.
+
+    An `AgentEnd` for a cancelled `next_end` is lost: keep a single call waiting.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._reading = asyncio.create_task(self._read(reader))
+
+    @classmethod
+    async def connect(cls, connection: socket.socket) -> SchedulerClient:
+        """Return the client at one end of a socket pair."""
+        return cls(*await asyncio.open_connection(sock=connection))
+
+    async def nodes(self) -> Sequence[Node]:
+        return [Node(**each) for each in await self._call("nodes")]
+
+    async def start_agent(self, node: str) -> None:
+        await self._call("start_agent", node)
+
+    async def next_end(self) -> AgentEnd:
+        end = await self._call("next_end")
+        return AgentEnd(end["node"], end["status"], tuple(end["last_lines"]))
+
+    async def exclude(self, node: str, reason: str, until: float | None) -> None:
+        await self._call("exclude", node, reason, until)
+
+    async def request(self, count: int) -> Sequence[Node]:
+        return [Node(**each) for each in await self._call("request", count)]
+
+    async def release(self, node: str) -> None:
+        await self._call("release", node)
+
+    async def stop(self, requeue: bool) -> None:
+        await self._call("stop", requeue)
+
+    async def close(self) -> None:
+        """Hang up."""
+        self._reading.cancel()
+        await asyncio.gather(self._reading, return_exceptions=True)
+        self._writer.close()
+
+    async def _call(self, name: str, *arguments: object) -> Any:
+        number = next(self._numbers)
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        self._writer.write(json.dumps({"id": number, "call": name, "arguments": arguments}).encode() + b"\n")
+        try:
+            if self._reading.done():
+                raise SchedulerError("the supervisor has ended")
+            return await answer
+        finally:
+            del self._waiting[number]
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        with contextlib.suppress(ConnectionError):
+            while line := await reader.readline():
+                message = json.loads(line)
+                answer = self._waiting.get(message["id"])  # None: its caller was cancelled
+                if answer is None or answer.done():
+                    continue
+                if "error" in message:
+                    answer.set_exception(SchedulerError(message["error"], hint=message["hint"]))
+                else:
+                    answer.set_result(message["result"])
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(SchedulerError("the supervisor has ended"))
