@@ -27,6 +27,7 @@ from torch import Tensor
 from megascale.comm.work import TransportWork
 from megascale.core.errors import LostPeerError
 from megascale.core.process import process_exists
+from megascale.core.rank import NODE_VARIABLE
 
 RING_SLOTS = 4  # rounds that a rank may be ahead of the slowest rank
 CACHE_LINE_BYTES = 64  # distance of the counters: a cache line each
@@ -46,11 +47,11 @@ def is_available() -> bool:
 
 def host_key() -> str:
     """Return a key that is equal for processes of the same host. A network namespace counts as a host (a testbed), and
-    so does a namespace of process ids (a container): ids mean nothing elsewhere.
+    so does a namespace of process ids (a container): ids mean nothing elsewhere. A node of `fault.scheduler` does, too.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     network, processes = (Path(f"/proc/self/ns/{kind}").stat().st_ino for kind in ("net", "pid"))
-    return f"{boot}/{network}/{processes}"
+    return f"{boot}/{network}/{processes}/{os.environ.get(NODE_VARIABLE, '')}"
 
 
 @contextlib.contextmanager

@@ -23,6 +23,11 @@ from megascale.core.errors import ConfigError, Problem
 STORE_VARIABLE = "MEGASCALE_STORE"
 """`host:port` of the store, set by megascale's launcher; on rank 0 `host:port:fd`, `fd` being the listening socket."""
 
+NODE_VARIABLE = "MEGASCALE_NODE"
+"""Name of the node, set by a scheduler adapter (`fault.scheduler`). Ranks of different nodes share no memory, even where
+nodes are groups of processes of a single host.
+"""
+
 MAX_RANKS_NAMED = 16
 """Most ranks that a message names."""
 

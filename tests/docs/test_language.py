@@ -147,8 +147,10 @@ SHARED = {
     "backends.py": "catalog: the cards; config: the section that selects among them",
     "check.py": "cli: the command; schedule: the proofs",
     "fp8.py": "config: the section; ops: quantization and GEMMs",
+    "local.py": "fault: nodes of this host; launch: ranks of this host",
     "plan.py": "cli: the command; search: the plan that it prints",
     "train.py": "cli: the command; config: the section",
+    "Node": "fault: a node of a job; simulate: the section [node] of a hardware profile",
     "Device": "device.py: the device of this process; simulate: the section [device] of a hardware profile",
 }
 """Names of two modules or classes, and why nobody takes one for the other."""

@@ -1,9 +1,11 @@
-"""A Slurm cluster of this one host: munged, slurmctld and slurmd with ports, keys and state of their own."""
+"""A Slurm cluster of this one host: munged, slurmctld and a slurmd for each node, with own ports, keys and state."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -18,17 +20,17 @@ CONF = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ctld_port}
-SlurmdPort={d_port}
 SlurmUser=root
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
 CredType=cred/munge
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool/%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
+SlurmdLogFile={folder}/slurmd-%n.log
+SlurmdTimeout={slurmd_timeout}
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
@@ -39,8 +41,8 @@ MpiDefault=none
 ReturnToService=2
 SlurmdParameters=config_overrides
 KillWait={kill_wait}
-NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} State=UNKNOWN
-PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP
+{nodes}
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 
@@ -54,10 +56,15 @@ def missing() -> str:
 
 
 class Slurm:
-    """The cluster while the context is open. `folder` holds all its files."""
+    """The cluster while the context is open. `folder` holds all its files. `nodes`: one, named as this host, or
+    several on this host, n0 to n{nodes-1}. `slurmd_timeout`: seconds until a silent node is down.
+    """
 
-    def __init__(self, folder: Path, kill_wait: int = 30) -> None:
+    def __init__(self, folder: Path, kill_wait: int = 30, nodes: int = 1, slurmd_timeout: int = 300) -> None:
         self.folder = folder
+        self.nodes = [f"n{number}" for number in range(nodes)] if nodes > 1 else [_host()]
+        self._slurmd_timeout = slurmd_timeout
+        self._slurmd: dict[str, subprocess.Popen] = {}
         self.env = dict(os.environ, SLURM_CONF=str(folder / "slurm.conf"), PATH=_path())
         self._kill_wait = kill_wait
         self._daemons: list[subprocess.Popen] = []
@@ -66,25 +73,30 @@ class Slurm:
         self.folder.mkdir(parents=True)
         for name in ("state", "spool"):
             (self.folder / name).mkdir()
-        host = socket.gethostname().partition(".")[0]
-        ctld_port, d_port = _free_ports(2)
-        names = {"host": host, "folder": self.folder, "ctld_port": ctld_port, "d_port": d_port, "cpus": CPUS}
-        (self.folder / "slurm.conf").write_text(CONF.format(**names, kill_wait=self._kill_wait))
+        ctld_port, *ports = _free_ports(1 + len(self.nodes))
+        node = "NodeName={} NodeHostname={} NodeAddr=127.0.0.1 Port={} CPUs={} State=UNKNOWN"
+        lines = [node.format(name, _host(), port, CPUS) for name, port in zip(self.nodes, ports, strict=True)]
+        values = {"host": _host(), "folder": self.folder, "ctld_port": ctld_port, "kill_wait": self._kill_wait}
+        values |= {"slurmd_timeout": self._slurmd_timeout, "nodes": "\n".join(lines)}
+        (self.folder / "slurm.conf").write_text(CONF.format(**values))
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
         try:
             self._start_munged(key)
             self._start("slurmctld", "-D", "-c")
-            self._start("slurmd", "-D", "-N", host)
-            self._wait(lambda: "idle" in self.ask("sinfo", "-h", "-o", "%t"), "the node is not idle")
+            for node in self.nodes:
+                self._slurmd[node] = self._start("slurmd", "-D", "-N", node)
+            self._wait(
+                lambda: self.ask("sinfo", "-h", "-N", "-o", "%t").split() == ["idle"] * len(self.nodes), "not idle"
+            )
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if len(self._daemons) == 3:
+        if len(self._slurmd) == len(self.nodes):
             for job in self.ask("squeue", "-h", "-o", "%A").split():
                 self.ask("scancel", "--full", "--signal=KILL", job)
             self._wait(lambda: not self.ask("squeue", "-h").strip(), "jobs outlive the cluster")
@@ -121,9 +133,37 @@ class Slurm:
         state = self.state(job)
         return state["JobState"], state["ExitCode"]
 
-    def _start(self, *command: str) -> None:
-        log = (self.folder / f"{command[0]}.out").open("wb")
+    def kill_node(self, node: str) -> None:
+        """Kill a node like a power cut: its slurmd, and the steps and tasks on it."""
+        self._slurmd[node].kill()
+        while pids := self.processes(node):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def restart_node(self, node: str) -> None:
+        """Start the slurmd of a killed node."""
+        self._slurmd[node].wait()
+        self._daemons.remove(self._slurmd[node])
+        self._slurmd[node] = self._start("slurmd", "-D", "-N", node)
+
+    def processes(self, node: str) -> list[int]:
+        """The processes of jobs on a node, and the slurmstepds over them."""
+        mark, found = f"SLURMD_NODENAME={node}".encode(), set()
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                variables = (folder / "environ").read_bytes().split(b"\0")
+                if mark in variables and f"SLURM_CONF={self.env['SLURM_CONF']}".encode() in variables:
+                    found.add(int(folder.name))
+                    parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                    if b"slurmstepd" in Path(f"/proc/{parent}/cmdline").read_bytes():
+                        found.add(parent)
+        return sorted(found)
+
+    def _start(self, *command: str) -> subprocess.Popen:
+        log = (self.folder / f"{command[0]}.out").open("ab")
         self._daemons.append(subprocess.Popen(command, env=self.env, stdout=log, stderr=log))
+        return self._daemons[-1]
 
     def _start_munged(self, key: Path) -> None:
         files = {
@@ -142,6 +182,10 @@ class Slurm:
     def _logs(self) -> str:
         logs = [*self.folder.glob("*.out"), *self.folder.glob("*.log")]
         return "\n".join(f"{log.name}: {log.read_text(errors='replace')[-2000:]}" for log in logs)
+
+
+def _host() -> str:
+    return socket.gethostname().partition(".")[0]
 
 
 def _path() -> str:

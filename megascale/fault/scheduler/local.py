@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megascale.core.network import LOOPBACK
+from megascale.core.rank import NODE_VARIABLE
 from megascale.core.secret import DESCRIPTOR_VARIABLE, secret_descriptor
 from megascale.fault.scheduler.port import (
     LAUNCH_VARIABLE,
-    NODE_VARIABLE,
     AgentEnd,
     AgentLaunch,
     Node,

@@ -14,10 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megascale.core.errors import Exit, MegascaleError
-
-NODE_VARIABLE = "MEGASCALE_NODE"
-"""Environment variable of an agent and its ranks: the node's name. Ranks of nodes with different names share no memory.
-"""
+from megascale.core.rank import NODE_VARIABLE
 
 ADDRESS_VARIABLE = "MEGASCALE_NODE_ADDRESS"
 """Environment variable of an agent: the name or address by which other nodes reach its node."""

@@ -7,8 +7,9 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megascale.core.process import die_with_parent
@@ -24,8 +25,7 @@ _LAST_BYTES = 16 << 10
 class _Child:
     process: subprocess.Popen
     log: Path
-    descriptor: int  # pidfd
-    ended: asyncio.Event
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
     expected: bool = False  # killed by this process: no `AgentEnd`
 
     def signal(self, number: int) -> None:
@@ -73,9 +73,8 @@ class AgentProcesses:
         except OSError as error:
             what = f"the agent of node {node} cannot be started: {error.strerror}: {error.filename}"
             raise SchedulerError(what) from None
-        child = _Child(process, log, os.pidfd_open(process.pid), asyncio.Event())
-        self._children[node] = child
-        asyncio.get_running_loop().add_reader(child.descriptor, self._on_end, node, child)
+        child = self._children[node] = _Child(process, log)
+        on_end(process, lambda: self._on_end(node, child))
 
     def signal(self, node: str, number: int) -> None:
         """Send a signal to the process group of a node's child."""
@@ -100,12 +99,33 @@ class AgentProcesses:
         return await self._ends.get()
 
     def _on_end(self, node: str, child: _Child) -> None:
-        asyncio.get_running_loop().remove_reader(child.descriptor)
-        os.close(child.descriptor)
-        status = child.process.wait()
         child.ended.set()
         if not child.expected:
-            self._ends.put_nowait(AgentEnd(node, status, last_lines(child.log)))
+            self._ends.put_nowait(AgentEnd(node, child.process.returncode, last_lines(child.log)))
+
+
+def on_end(process: subprocess.Popen, call: Callable[[], object]) -> None:
+    """Wait for a process in the event loop, then call `call`. asyncio's own watcher would use a thread."""
+    loop, descriptor = asyncio.get_running_loop(), os.pidfd_open(process.pid)
+
+    def ended() -> None:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+        process.wait()
+        call()
+
+    loop.add_reader(descriptor, ended)
+
+
+async def run(*command: str) -> tuple[int, str]:
+    """Run a command and return its exit status and output, errors included. Raises: OSError"""
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+        ended = asyncio.Event()
+        on_end(process, ended.set)
+        await ended.wait()
+        output.seek(0)
+        return process.returncode, output.read().decode(errors="replace").strip()
 
 
 async def _signal_and_wait(children: Sequence[_Child], number: int, seconds: float | None) -> None:
