@@ -24,8 +24,8 @@ STORE_VARIABLE = "MEGASCALE_STORE"
 """`host:port` of the store, set by megascale's launcher; on rank 0 `host:port:fd`, `fd` being the listening socket."""
 
 NODE_VARIABLE = "MEGASCALE_NODE"
-"""Name of the node, set by a scheduler adapter (`fault.scheduler`). Ranks of different nodes share no memory, even where
-nodes are groups of processes of a single host.
+"""Environment variable: name of the node, set by `fault.scheduler`. Ranks of different nodes share no memory, even if
+both nodes are processes of a single host.
 """
 
 MAX_RANKS_NAMED = 16
