@@ -175,10 +175,13 @@ class Start(_Checked):
 
 @dataclass(frozen=True)
 class Stop(_Checked):
-    """End the ranks of an attempt: SIGTERM, and SIGKILL after `grace_s` seconds; the answer is RanksEnded for all."""
+    """End the ranks of an attempt by SIGTERM, and by SIGKILL after `grace_s` seconds; the answer is RanksEnded for all.
+    `save`: the ranks may finish their step and save meanwhile; otherwise they end at once.
+    """
 
     attempt: int
     grace_s: float
+    save: bool = False
 
 
 @dataclass(frozen=True)

@@ -205,8 +205,10 @@ class DriverServer:
         hello = dict(context.invocation_metadata() or ()).get(_HELLO_KEY, b"")
         handshake = ServerHandshake(self._secret, PURPOSE)
         challenge = handshake.challenge(hello) if len(hello) == HELLO_BYTES else None
-        if challenge is None or self._unproved >= MOST_STRANGERS:
+        if challenge is None:
             await self._refuse(context)
+        if self._unproved >= MOST_STRANGERS:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "")
         self._unproved += 1
         proof: object = b""
         try:
