@@ -20,6 +20,7 @@ WITHOUT_TORCH = (
     "layout",
     "schedule",
     "launch",
+    "fault",
     "observe",
     "account",
     "simulate",

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 _SET_PDEATHSIG = 1  # of prctl(2)
+_PRCTL = ctypes.CDLL(None).prctl  # looked up here: a child of a process with threads must not load a library
 
 
 def process_exists(pid: int) -> bool:
@@ -81,6 +82,6 @@ def without_gc() -> Iterator[None]:
 
 def die_with_parent(parent_pid: int) -> None:
     """Ask the kernel to kill this process when its parent dies for any reason."""
-    ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)
+    _PRCTL(_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # the parent died before the call
         os.kill(os.getpid(), signal.SIGKILL)

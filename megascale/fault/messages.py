@@ -33,8 +33,10 @@ class _Checked:
 class RankStatus(_Checked):
     """The state of a rank's process, as its agent sees it.
 
-    `phase`, `step`, `progress`: of its flight record. `idle_s`: seconds since `progress` last changed. `state`: the
-    letter of /proc/PID/stat (R, S, D, T, Z), "" if unknown. `rss`: bytes.
+    From its flight record: `phase`, `step`, `progress`, `step_time_s` (of recent steps, 0 before the first has ended),
+    `idle_s` (seconds without progress), `silent_s` (seconds without a beat of the rank's heartbeat thread).
+    `first_step`: the first step of the attempt that the agent saw, -1 before. `state`: the letter of /proc/PID/stat
+    (R, S, D, T, Z), "" if unknown. `rss`: bytes.
     """
 
     rank: int
@@ -43,6 +45,9 @@ class RankStatus(_Checked):
     step: int = -1
     progress: int = 0
     idle_s: float = 0.0
+    silent_s: float = 0.0
+    step_time_s: float = 0.0
+    first_step: int = -1
     state: str = ""
     rss: int = 0
 

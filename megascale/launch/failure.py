@@ -127,20 +127,20 @@ def _write_record(
 
 
 @dataclass(frozen=True)
-class RankEnd:
+class ProcessEnd:
     """The end of a rank's process: its status, negative for a signal, and the time at which the launcher saw it."""
 
     status: int
     time: float
 
 
-def has_left_in_order(logs: Path, rank: int, end: RankEnd) -> bool:
+def has_left_in_order(logs: Path, rank: int, end: ProcessEnd) -> bool:
     """Return True if a rank has ended as it wrote before: in order, with this status."""
     record = _read_records(logs).get(rank)
     return record is not None and not record["what"] and record["exit_status"] == end.status
 
 
-def root_cause(logs: Path, ends: Mapping[int, RankEnd], dump_folder: Path | None = None) -> Failure:
+def root_cause(logs: Path, ends: Mapping[int, ProcessEnd], dump_folder: Path | None = None) -> Failure:
     """Return the failure that caused the other failures; if all ranks raised the same error, the lowest rank's.
 
     `ends`: the ends that the launcher has not caused, by rank. `dump_folder`: dumps of the flight recorder. A rank

@@ -11,21 +11,18 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from megascale.core.errors import ConfigError, Exit, MegascaleError, Problem
-from megascale.core.limits import os_error_hint
 from megascale.core.network import LOOPBACK, has_loopback, listen
-from megascale.core.process import die_with_parent, handling_stops
-from megascale.core.rank import STORE_VARIABLE
-from megascale.core.secret import DESCRIPTOR_VARIABLE, new_secret, secret_descriptor
-from megascale.launch.failure import ERROR_FILE, Failure, RankEnd, has_left_in_order, root_cause
+from megascale.core.process import handling_stops
+from megascale.core.secret import new_secret, secret_descriptor
+from megascale.launch.failure import Failure, ProcessEnd, has_left_in_order, root_cause
+from megascale.launch.workers import Launch, Worker, ending, remove_old_logs, signal_all
 
 SHUTDOWN_TIMEOUT_S = 10.0
 """Seconds that ranks have to end after a failure, before they are killed."""
@@ -36,13 +33,6 @@ ROOT_CAUSE_WINDOW_S = 1.0
 
 _POLL_S = 0.05
 _BY_SIGNAL = (-signal.SIGTERM, -signal.SIGKILL)
-
-
-@dataclass
-class _Worker:
-    rank: int
-    process: subprocess.Popen
-    log: Path | None
 
 
 def run_local_ranks(arguments: Sequence[str], world: int, logs: Path, dump_folder: Path | None = None) -> int:
@@ -56,68 +46,38 @@ def run_local_ranks(arguments: Sequence[str], world: int, logs: Path, dump_folde
     if not has_loopback():
         what = "the loopback interface is down, and the ranks need it"
         raise ConfigError([Problem(f"host {socket.gethostname()}", "", what, "ip link set lo up")])
-    logs.mkdir(parents=True, exist_ok=True)
-    for old_log in logs.glob("rank-*.*"):
-        old_log.unlink()
-    workers: list[_Worker] = []
+    remove_old_logs(logs)
+    workers: list[Worker] = []
     forwarder = _SignalForwarder(workers)
     with handling_stops(forwarder.forward):
         with listen(LOOPBACK) as listener, secret_descriptor(new_secret()) as secret:
+            store = ":".join(map(str, listener.getsockname()))
+            env = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
+            launch = Launch(arguments, world, range(world), store, secret, logs, env)
             for rank in range(world):
                 if not forwarder.stop_requests:
                     try:
-                        workers.append(_start(arguments, rank, world, listener, secret, logs))
-                    except OSError as error:
+                        workers.append(_start(launch, rank, listener))
+                    except MegascaleError:
                         _end(workers)
-                        raise _cannot_start(rank, world, error) from None
+                        raise
         if len(workers) < world:
             _end(workers)
             return _report_stop(forwarder)
         return _watch(workers, forwarder, logs, dump_folder)
 
 
-def _start(
-    arguments: Sequence[str], rank: int, world: int, listener: socket.socket, secret: int, logs: Path
-) -> _Worker:
-    address = ":".join(map(str, listener.getsockname()))
-    fd = listener.fileno()
-    env = dict(
-        os.environ,
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world),
-        LOCAL_WORLD_SIZE=str(world),
-    )
-    env[DESCRIPTOR_VARIABLE] = str(secret)
-    env[STORE_VARIABLE] = f"{address}:{fd}" if rank == 0 else address
-    env[ERROR_FILE] = str(logs / f"rank-{rank}.error.json")
-    env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    log = logs / f"rank-{rank}.log" if rank else None
-    parent = os.getpid()
-    with open(log, "wb") if log else contextlib.nullcontext() as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "megascale", *arguments],
-            env=env,
-            stdout=output,
-            stderr=subprocess.STDOUT if log else None,
-            pass_fds=[secret, fd] if rank == 0 else [secret],
-            start_new_session=True,  # Ctrl-C reaches the launcher only, which forwards a stop request
-            preexec_fn=lambda: die_with_parent(parent),  # noqa: PLW1509  the launcher has no threads
-        )
-    return _Worker(rank, process, log)
-
-
-def _cannot_start(rank: int, world: int, error: OSError) -> MegascaleError:
-    what = f"rank {rank} of {world} cannot be started on {socket.gethostname()}: {error.strerror}"
-    hint = os_error_hint(error, "free memory on the host, or fewer ranks on it")
-    return MegascaleError(f"{what}{f': {error.filename}' if error.filename else ''}", hint=hint)
+def _start(launch: Launch, rank: int, listener: socket.socket) -> Worker:
+    """Start a rank. Rank 0 has this process's terminal, and the socket of the job's store."""
+    if rank == 0:
+        return launch.start(rank, listener=listener)
+    return launch.start(rank, log=launch.logs / f"rank-{rank}.log")
 
 
 class _SignalForwarder:
     """Forwards stop signals to the ranks: the first as SIGTERM, the second as SIGKILL."""
 
-    def __init__(self, workers: Sequence[_Worker]) -> None:
+    def __init__(self, workers: Sequence[Worker]) -> None:
         self._workers = workers
         self.stop_requests = 0
         self._first: int | None = None
@@ -130,18 +90,18 @@ class _SignalForwarder:
     def forward(self, number: int, frame: FrameType | None) -> None:
         if self.stop_requests and number == signal.SIGHUP:  # shell and kernel may both send a SIGHUP
             return
-        _signal(self._workers, signal.SIGKILL if self.stop_requests else signal.SIGTERM)
+        signal_all(self._workers, signal.SIGKILL if self.stop_requests else signal.SIGTERM)
         self._first = self._first or number
         self.stop_requests += 1
 
 
-def _watch(workers: Sequence[_Worker], forwarder: _SignalForwarder, logs: Path, dump_folder: Path | None) -> int:
+def _watch(workers: Sequence[Worker], forwarder: _SignalForwarder, logs: Path, dump_folder: Path | None) -> int:
     """Wait for the end of all ranks, or for a failure; then end the other ranks and report the root cause.
 
     A rank that ends without having left the job in order is a failure, whatever its status: the others would wait for
     it, or fail next.
     """
-    ends: dict[int, RankEnd] = {}
+    ends: dict[int, ProcessEnd] = {}
     in_order: set[int] = set()
     while ends.keys() <= in_order or (forwarder.stop_requests and _all_stopped(ends)):
         if len(ends) == len(workers):
@@ -161,14 +121,14 @@ def _watch(workers: Sequence[_Worker], forwarder: _SignalForwarder, logs: Path, 
     return failure.exit_status
 
 
-def _add_new_ends(workers: Sequence[_Worker], ends: dict[int, RankEnd]) -> list[int]:
+def _add_new_ends(workers: Sequence[Worker], ends: dict[int, ProcessEnd]) -> list[int]:
     """Add the ranks that have ended since the last call to `ends`, and return them."""
-    new = [worker for worker in workers if worker.rank not in ends and worker.process.poll() is not None]
-    ends.update({worker.rank: RankEnd(worker.process.returncode, time.time()) for worker in new})
-    return [worker.rank for worker in new]
+    new = {worker.rank: end for worker in workers if worker.rank not in ends and (end := worker.ended())}
+    ends.update(new)
+    return list(new)
 
 
-def _all_stopped(ends: Mapping[int, RankEnd]) -> bool:
+def _all_stopped(ends: Mapping[int, ProcessEnd]) -> bool:
     return all(end.status in (Exit.OK, Exit.STOPPED, *_BY_SIGNAL) for end in ends.values())
 
 
@@ -184,7 +144,7 @@ def _print(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _report(failure: Failure, workers: Sequence[_Worker]) -> str:
+def _report(failure: Failure, workers: Sequence[Worker]) -> str:
     world = len(workers)
     log = workers[failure.rank].log
     shown = log is None and not failure.unexplained  # rank 0 has printed its error on this terminal
@@ -200,20 +160,6 @@ def _report(failure: Failure, workers: Sequence[_Worker]) -> str:
     return "\n".join(lines)
 
 
-def _end(workers: Sequence[_Worker]) -> None:
-    """End the running ranks: SIGTERM twice (the second does not wait for the step), then SIGKILL."""
-    for _ in range(2):
-        _signal(workers, signal.SIGTERM)
-        time.sleep(0.1)
-    deadline = time.monotonic() + SHUTDOWN_TIMEOUT_S
-    while any(w.process.poll() is None for w in workers) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    _signal(workers, signal.SIGKILL)
-    for worker in workers:
-        worker.process.wait()
-
-
-def _signal(workers: Sequence[_Worker], number: int) -> None:
-    for worker in workers:
-        if worker.process.poll() is None:
-            worker.process.send_signal(number)
+def _end(workers: Sequence[Worker]) -> None:
+    for pause in ending(workers, SHUTDOWN_TIMEOUT_S):
+        time.sleep(pause)

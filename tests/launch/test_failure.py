@@ -14,7 +14,7 @@ from megascale.core.rank import Rank
 from megascale.launch import flight
 from megascale.launch.failure import (
     ERROR_FILE,
-    RankEnd,
+    ProcessEnd,
     has_left_in_order,
     is_peer_lost,
     main,
@@ -38,10 +38,10 @@ def leave(logs: Path, rank: int, **record: Any) -> None:
     (logs / f"rank-{rank}.error.json").write_text(json.dumps(full | record))
 
 
-def ends(**by_rank: int | tuple[int, float]) -> dict[int, RankEnd]:
+def ends(**by_rank: int | tuple[int, float]) -> dict[int, ProcessEnd]:
     """Ends of ranks: status, or (status, time), by names such as r0; a rank's error file is of time 1 by default."""
     both = {int(name[1:]): value if isinstance(value, tuple) else (value, 2.0) for name, value in by_rank.items()}
-    return {rank: RankEnd(*value) for rank, value in both.items()}
+    return {rank: ProcessEnd(*value) for rank, value in both.items()}
 
 
 def test_the_first_own_error_wins(tmp_path: Path) -> None:
@@ -130,11 +130,11 @@ def test_an_error_is_written_with_its_status(tmp_path: Path, monkeypatch: pytest
 
 
 def test_an_end_in_order_is_written_with_its_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not has_left_in_order(tmp_path, 2, RankEnd(0, 1.0))
+    assert not has_left_in_order(tmp_path, 2, ProcessEnd(0, 1.0))
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "rank-%t.error.json"))
     write_end(Rank(2, 4, 2, "node7"), 143)
-    assert has_left_in_order(tmp_path, 2, RankEnd(143, 1.0))
-    assert not has_left_in_order(tmp_path, 2, RankEnd(-11, 1.0)), "it crashed as it ended"
+    assert has_left_in_order(tmp_path, 2, ProcessEnd(143, 1.0))
+    assert not has_left_in_order(tmp_path, 2, ProcessEnd(-11, 1.0)), "it crashed as it ended"
 
 
 def three_wait_for_the_third(folder: Path) -> None:
@@ -144,7 +144,7 @@ def three_wait_for_the_third(folder: Path) -> None:
         recorder.write(folder)
 
 
-ABORTED = {rank: RankEnd(-signal.SIGABRT, 2.0) for rank in (0, 1, 2)}
+ABORTED = {rank: ProcessEnd(-signal.SIGABRT, 2.0) for rank in (0, 1, 2)}
 
 
 def test_a_stuck_rank_before_those_whose_watchdogs_ended_them(tmp_path: Path) -> None:

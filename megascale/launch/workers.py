@@ -1,0 +1,152 @@
+"""Workers: the processes of the ranks that a launcher or an agent has started on this host.
+
+`Launch.start` starts a rank, whose process dies with its parent; `ending` ends ranks in bounded time. Whoever waits for
+ends polls `Worker.ended`, or waits for `Worker.process` in an event loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megascale.core.errors import MegascaleError
+from megascale.core.limits import os_error_hint
+from megascale.core.process import die_with_parent
+from megascale.core.rank import STORE_VARIABLE
+from megascale.core.secret import DESCRIPTOR_VARIABLE
+from megascale.launch.failure import ERROR_FILE, ProcessEnd
+
+KILL_S = 5.0
+"""Seconds in which a killed process must end. One in uninterruptible sleep, on a dead disk or file server, does not."""
+
+_POLL_S = 0.05
+_BETWEEN_SIGNALS_S = 0.1
+
+
+@dataclass
+class Worker:
+    """The process of a rank. `log`: the file of its output; None if it shares the terminal. `end`: once it was seen."""
+
+    rank: int
+    process: subprocess.Popen
+    log: Path | None
+    end: ProcessEnd | None = None
+
+    def ended(self) -> ProcessEnd | None:
+        """Return the end of the process, at the time at which it was first seen; None while the process runs."""
+        if self.end is None and self.process.poll() is not None:
+            self.end = ProcessEnd(self.process.returncode, time.time())
+        return self.end
+
+    def signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The ranks of a job on this host, as `python -m megascale ARGUMENTS`. `ranks`: in the order of their local ranks.
+
+    `store`: host:port of the job's store; `secret`: descriptor of the job's secret. `logs`: folder of the ranks' error
+    files, rank-N.error.json, and of their output, rank-N.log. `env`: further variables of all ranks.
+    """
+
+    arguments: Sequence[str]
+    world: int
+    ranks: Sequence[int]
+    store: str
+    secret: int
+    logs: Path
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def start(
+        self,
+        rank: int,
+        *,
+        listener: socket.socket | None = None,
+        log: Path | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> Worker:
+        """Start a rank. `listener`: on rank 0, the socket that listens at `store`. `log`: None for this process's own
+        output. `env`: further variables of the rank.
+
+        Raises: MegascaleError if it cannot be started
+        """
+        variables = os.environ | self._variables(rank, listener) | self.env | (env or {})
+        parent = os.getpid()
+        inherited = [self.secret] if listener is None else [self.secret, listener.fileno()]
+        try:
+            with open(log, "wb") if log else contextlib.nullcontext() as output:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "megascale", *self.arguments],
+                    env=variables,
+                    stdout=output,
+                    stderr=subprocess.STDOUT if log else None,
+                    pass_fds=inherited,
+                    start_new_session=True,  # Ctrl-C reaches the parent only, which decides
+                    preexec_fn=lambda: die_with_parent(parent),  # noqa: PLW1509  a call of the kernel, no lock
+                )
+        except OSError as error:
+            raise _cannot_start(rank, self.world, error) from None
+        return Worker(rank, process, log)
+
+    def _variables(self, rank: int, listener: socket.socket | None) -> dict[str, str]:
+        variables = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(self.ranks.index(rank)),
+            "WORLD_SIZE": str(self.world),
+            "LOCAL_WORLD_SIZE": str(len(self.ranks)),
+            DESCRIPTOR_VARIABLE: str(self.secret),
+            STORE_VARIABLE: self.store if listener is None else f"{self.store}:{listener.fileno()}",
+            ERROR_FILE: str(self.logs / f"rank-{rank}.error.json"),
+        }
+        return {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")} | variables
+
+
+def remove_old_logs(logs: Path) -> None:
+    """Make the folder of the ranks' logs, and remove those of earlier ranks."""
+    logs.mkdir(parents=True, exist_ok=True)
+    for old in logs.glob("rank-*.*"):
+        old.unlink()
+
+
+def _cannot_start(rank: int, world: int, error: OSError) -> MegascaleError:
+    what = f"rank {rank} of {world} cannot be started on {socket.gethostname()}: {error.strerror}"
+    hint = os_error_hint(error, "free memory on the host, or fewer ranks on it")
+    return MegascaleError(f"{what}{f': {error.filename}' if error.filename else ''}", hint=hint)
+
+
+def signal_all(workers: Sequence[Worker], number: int) -> None:
+    """Send a signal to the workers that run."""
+    for worker in workers:
+        worker.signal(number)
+
+
+def ending(workers: Sequence[Worker], grace_s: float, *, save: bool = False) -> Iterator[float]:
+    """End workers, step by step: yield the seconds to wait before the next step, and return when all have ended, or
+    KILL_S after they were killed.
+
+    SIGTERM twice, because the second does not wait for the step; with `save` once, and the ranks save and leave.
+    SIGKILL after `grace_s`.
+    """
+    for _ in range(1 if save else 2) if grace_s else ():
+        signal_all(workers, signal.SIGTERM)
+        yield min(grace_s, _BETWEEN_SIGNALS_S)
+    yield from _until_ended(workers, grace_s)
+    signal_all(workers, signal.SIGKILL)
+    yield from _until_ended(workers, KILL_S)
+
+
+def _until_ended(workers: Sequence[Worker], seconds: float) -> Iterator[float]:
+    deadline = time.monotonic() + seconds
+    while any(worker.ended() is None for worker in workers) and time.monotonic() < deadline:
+        yield _POLL_S
