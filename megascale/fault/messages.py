@@ -1,7 +1,7 @@
 """Messages between the driver of a job and the agents of its nodes: what each says, and its form on the wire.
 
     agent -> driver    Hello, Heartbeat, RanksEnded, StoreOpened, Records, Stacks, CheckDone
-    driver -> agent    OpenStore, Start, Stop, Collect, Check, Leave
+    driver -> agent    Welcome, OpenStore, Start, Stop, Collect, Check, Leave
 
 A message on the wire is the name of its class, a space and a JSON object of its fields. An unknown name or field, or a
 value of another type, is an error: both ends run the same version. The sender's node is not in the messages: the
@@ -154,6 +154,16 @@ class CheckDone(_Checked):
 
 
 @dataclass(frozen=True)
+class Welcome(_Checked):
+    """The answer to a Hello: the settings of `[fault]` that an agent needs. Without it an agent has their defaults."""
+
+    heartbeat_s: float
+    poll_s: float
+    agent_grace_s: float
+    stop_grace_s: float
+
+
+@dataclass(frozen=True)
 class OpenStore(_Checked):
     """Listen for an attempt's store, and answer StoreOpened. `reachable`: by other nodes; else on loopback."""
 
@@ -165,11 +175,12 @@ class OpenStore(_Checked):
 class Start(_Checked):
     """Start ranks of an attempt: `python -m megascale ARGUMENTS`.
 
-    `store`: host:port of the job's store. `logs`: folder of the attempt's logs. `env`: added to the agent's own
-    environment; it must hold no secret, because the ranks read the job's secret from a descriptor.
+    `run`: the run's name, in the names of flight records. `store`: host:port of the job's store. `logs`: folder of the
+    attempt's logs. `env`: added to the agent's own environment; no secret, which the ranks read from a descriptor.
     """
 
     attempt: int
+    run: str
     world: int
     ranks: tuple[int, ...]
     store: str
@@ -216,7 +227,7 @@ class Leave(_Checked):
 
 
 AgentMessage = Hello | Heartbeat | RanksEnded | StoreOpened | Records | Stacks | CheckDone
-DriverMessage = OpenStore | Start | Stop | Collect | Check | Leave
+DriverMessage = Welcome | OpenStore | Start | Stop | Collect | Check | Leave
 Message = AgentMessage | DriverMessage
 
 _CLASSES = {kind.__name__.encode(): kind for kind in get_args(Message)}

@@ -24,6 +24,7 @@ from megascale.fault.messages import (
     Start,
     Stop,
     StoreOpened,
+    Welcome,
     from_json,
     to_json,
 )
@@ -37,8 +38,9 @@ MESSAGES: tuple[Message, ...] = (
     Records(3, {8: {"step": 17, "groups": {"dp": [1, None]}}}, {8: "T"}),
     Stacks(3, {8: "Thread 1\n  main"}),
     CheckDone(4, "gemm", {"rate": [1.5, 2.5]}),
+    Welcome(1.0, 0.25, 300.0, 60.0),
     OpenStore(3),
-    Start(3, 16, (8, 9), "10.0.0.1:4000", ("train", "a.toml", "name=x y"), "/runs/logs", {"A": "b"}),
+    Start(3, "run", 16, (8, 9), "10.0.0.1:4000", ("train", "a.toml", "name=x y"), "/runs/logs", {"A": "b"}),
     Stop(3, 2.5),
     Collect(3, stacks=True, ranks=(8,)),
     Check(4, "gemm", {"size": 64}),
