@@ -230,27 +230,26 @@ AgentMessage = Hello | Heartbeat | RanksEnded | StoreOpened | Records | Stacks |
 DriverMessage = Welcome | OpenStore | Start | Stop | Collect | Check | Leave
 Message = AgentMessage | DriverMessage
 
-_CLASSES = {kind.__name__.encode(): kind for kind in get_args(Message)}
+_CLASSES: dict[bytes, type] = {kind.__name__.encode(): kind for kind in get_args(Message)}
 
 
 def to_json(message: Message) -> bytes:
     """Return the form of a message on the wire."""
-    kind = type(message)
+    kind: type = type(message)
     return kind.__name__.encode() + b" " + _adapter(kind).dump_json(message)
 
 
 def from_json(data: bytes) -> Message:
     """Return the message of bytes from the wire. Raises: MessageError"""
     name, _, body = data.partition(b" ")
-    kind = _CLASSES.get(name)
-    if kind is None:
+    if name not in _CLASSES:
         raise MessageError(f"a message of unknown kind {name[:40]!r}")
     try:
-        return _adapter(kind).validate_json(body)
+        return _adapter(_CLASSES[name]).validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
-        raise MessageError(f"a {kind.__name__} of unknown form: {where}: {first['msg']}") from None
+        raise MessageError(f"a {name.decode()} of unknown form: {where}: {first['msg']}") from None
 
 
 @functools.cache

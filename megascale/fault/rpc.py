@@ -174,12 +174,7 @@ class DriverServer:
     async def _serve(self, requests: object, context: Any) -> None:
         """Serve one call: admit, then read and write until either ends."""
         session = await self._admit(context)
-        try:
-            hello = open_sealed(session.received, await asyncio.wait_for(read(context), ADMISSION_S))
-            if not isinstance(hello, Hello):
-                raise MessageError(f"the first message is a {type(hello).__name__}, not a Hello")
-        except (NotAPeerError, MessageError, EOFError, TimeoutError) as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        hello = await _read_hello(context, session.received)
         node, peer = hello.node, _Peer(hello.started)
         if (earlier := self._peers.get(node)) is not None:
             if earlier.started > hello.started:
@@ -362,6 +357,18 @@ async def _prove(call: Any, handshake: ClientHandshake) -> Session:
     proof, session = handshake.answer(challenge)
     await call.write(proof)
     return session
+
+
+async def _read_hello(context: Any, seal: Seal) -> Hello:
+    """Return an admitted agent's first message; abort the call if it is anything else."""
+    try:
+        message = open_sealed(seal, await asyncio.wait_for(read(context), ADMISSION_S))
+        if not isinstance(message, Hello):
+            raise MessageError(f"the first message is a {type(message).__name__}, not a Hello")
+        return message
+    except (NotAPeerError, MessageError, EOFError, TimeoutError) as error:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        raise
 
 
 def _from_agent(message: Message) -> AgentMessage:

@@ -81,7 +81,7 @@ class Launch:
 
         Raises: MegascaleError if it cannot be started
         """
-        variables = os.environ | self._variables(rank, listener) | self.env | (env or {})
+        variables = {**os.environ, **self._variables(rank, listener), **self.env, **(env or {})}
         parent = os.getpid()
         inherited = [self.secret] if listener is None else [self.secret, listener.fileno()]
         try:
