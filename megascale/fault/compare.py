@@ -1,0 +1,107 @@
+"""Comparison of nodes: no threshold in absolute units, a node is judged by the other nodes' values of the same check.
+
+A value is low if it lies below the reference by more than `tolerance`, relatively, and by more than DEVIATIONS robust
+standard deviations: 1.4826 x the median absolute deviation of the others, or the check's usual `noise` if that is more.
+Two values have no spread, and are compared by `tolerance` alone.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+MAD_TO_SIGMA = 1.4826
+"""Standard deviation of a normal distribution, in median absolute deviations."""
+
+DEVIATIONS = 5.0
+"""Standard deviations beyond which a value is no noise: one false alarm in 3.5 million values that are normal."""
+
+TOLERANCE = 0.3
+"""Default share of the reference that a healthy node may lack."""
+
+UPPER_SHARE = 0.75
+"""Quantile of the rates of links that is their reference: a bad node slows its partners' links, too."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A value beside the reference of the other values. `low`: too far below; `ratio`: value over reference."""
+
+    value: float
+    reference: float
+    low: bool
+
+    @property
+    def ratio(self) -> float:
+        return self.value / self.reference if self.reference else 1.0
+
+
+def compare_high(values: Mapping[str, float], noise: float, tolerance: float = TOLERANCE) -> dict[str, Comparison]:
+    """Compare every value, of which higher is better, with the median of the others. A single value has none."""
+    compared = {}
+    for name, value in values.items():
+        others = [other for key, other in values.items() if key != name]
+        if not others:
+            continue
+        reference = statistics.median(others)
+        spread = max(MAD_TO_SIGMA * _mad(others, reference), noise * reference)
+        bound = max(tolerance * reference, DEVIATIONS * spread if len(others) > 1 else 0.0)
+        compared[name] = Comparison(value, reference, value < reference - min(bound, MOST_BOUND * reference))
+    return compared
+
+
+MOST_BOUND = 0.9
+"""Share of the reference that no healthy node lacks, however much the others' values differ."""
+
+
+def compare_same(values: Mapping[str, float], floor: float) -> dict[str, Comparison]:
+    """Compare every value with the median of all; `low` where it differs by more than `floor` and the spread."""
+    if len(values) < 2:
+        return {}
+    reference = statistics.median(values.values())
+    spread = MAD_TO_SIGMA * _mad(list(values.values()), reference)
+    bound = max(floor, DEVIATIONS * spread)
+    return {name: Comparison(value, reference, abs(value - reference) > bound) for name, value in values.items()}
+
+
+def compare_links(
+    rates: Mapping[tuple[str, str], float], noise: float, tolerance: float = TOLERANCE
+) -> dict[tuple[str, str], Comparison]:
+    """Compare the rates of links of one kind with their upper quartile. A single link has no reference."""
+    if len(rates) < 2:
+        return {}
+    reference = _quantile(list(rates.values()), UPPER_SHARE)
+    bound = max(tolerance, DEVIATIONS * noise) * reference
+    return {pair: Comparison(rate, reference, rate < reference - bound) for pair, rate in rates.items()}
+
+
+DigestVerdict = Literal["equal", "differs", "no majority"]
+
+
+def compare_digests(digests: Mapping[str, str]) -> dict[str, DigestVerdict]:
+    """Compare fingerprints of the same computation on nodes of the same kind: a minority is wrong. Without a majority,
+    such as with two nodes, a difference has no culprit.
+    """
+    counts = Counter(digests.values())
+    if len(counts) <= 1:
+        return dict.fromkeys(digests, "equal")
+    digest, count = counts.most_common(1)[0]
+    if 2 * count <= len(digests):
+        return dict.fromkeys(digests, "no majority")
+    return {node: "equal" if mine == digest else "differs" for node, mine in digests.items()}
+
+
+def _mad(values: Sequence[float], center: float) -> float:
+    return statistics.median(abs(value - center) for value in values)
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    """Return a quantile, interpolated as numpy does by default."""
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
