@@ -6,8 +6,10 @@ anywhere, as the weights that the run began with did.
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 
+from megascale.checkpoint.format import manifest
 from megascale.checkpoint.storage import Location
 from megascale.core.files import atomic_file
 
@@ -32,15 +34,22 @@ ALL = (*COMPANIONS, SOURCE_CONFIG, DATA_TOKENIZER)
 """Files beside the weights of a checkpoint."""
 
 
-def copy_companions(source: Location, target: Location, names: tuple[str, ...] = ALL) -> list[str]:
-    """Copy the files of `names` that `source` has into the existing folder `target`. Returns their names.
+def copy_companions(source: Location, target: Location, names: tuple[str, ...] = ALL) -> dict[str, manifest.StoredFile]:
+    """Copy the files of `names` that `source` has into the existing folder `target`. Returns sizes and checksums, which
+    are compared with those in the manifest of a checkpoint.
 
-    Raises: OSError
+    Raises: OSError; DamagedError if a checkpoint's file is not as written
     """
-    found = [name for name in names if (source / name).exists()]
-    for name in found:
-        (target / name).write((source / name).read())
-    return found
+    expected = manifest.read(source).files if (source / manifest.NAME).exists() else {}
+    copied = {}
+    for name in names:
+        if (source / name).exists():
+            data = (source / name).read()
+            copied[name] = manifest.StoredFile(bytes=len(data), crc32=zlib.crc32(data))
+            if expected.get(name, copied[name]) != copied[name]:
+                raise manifest.DamagedError(f"{source / name} is damaged: its size or CRC-32 does not match")
+            (target / name).write(data)
+    return copied
 
 
 def write_companion(folder: Path, name: str, data: bytes) -> None:

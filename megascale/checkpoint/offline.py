@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,7 @@ def verify(folder: Location, saved: manifest.Manifest) -> Iterator[str]:
     """
     unreadable: dict[str, str] = {}
     damaged = set()
+    of_tensors = {box.file for tensor in saved.tensors.values() for box in tensor.boxes}
     for name, file in saved.files.items():
         try:
             if _file_crc32(folder / name, file.bytes) != file.crc32:
@@ -82,7 +83,7 @@ def verify(folder: Location, saved: manifest.Manifest) -> Iterator[str]:
             unreadable[name] = error.message
     for name, what in unreadable.items():
         lost = sum(any(box.file == name for box in tensor.boxes) for tensor in saved.tensors.values())
-        yield f"{what}; {lost} tensors are in it"
+        yield f"{what}; {lost} tensors are in it" if name in of_tensors else what
     explained = set()
     for name, tensor in saved.tensors.items():
         files = {box.file for box in tensor.boxes}
@@ -93,7 +94,8 @@ def verify(folder: Location, saved: manifest.Manifest) -> Iterator[str]:
                 explained |= files
                 yield f"{name}: {error.message}"
     for name in sorted(damaged - explained):
-        yield f"{folder / name}: its size or CRC-32 does not match, though its tensors are intact"
+        though = ", though its tensors are intact" if name in of_tensors else ""
+        yield f"{folder / name}: its size or CRC-32 does not match{though}"
 
 
 def _file_crc32(path: Location, size: int) -> int | None:
@@ -115,8 +117,14 @@ def _file_crc32(path: Location, size: int) -> int | None:
     return checksum
 
 
-def write_weights(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], config: dict[str, Any]) -> None:
+def write_weights(
+    folder: Path,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    config: dict[str, Any],
+    companions: Mapping[str, manifest.StoredFile] | None = None,
+) -> None:
     """Write a checkpoint of weights alone, at step 0, into an existing folder. One file at a time is in memory.
+    `companions`: further files, which are there.
 
     Raises: CheckpointError, OSError
     """
@@ -130,7 +138,7 @@ def write_weights(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], con
         pending[WEIGHTS + name] = tensor
     stored |= _write_file(folder, pending, files)
     facts = manifest.Facts.for_run(Progress(), config, layout={})
-    made = manifest.Manifest(facts=facts, chunk=MIN_CHUNK_BYTES, files=files, tensors=stored)
+    made = manifest.Manifest(facts=facts, chunk=MIN_CHUNK_BYTES, files={**(companions or {}), **files}, tensors=stored)
     manifest.write(Location(str(folder)), made)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from megascale.account.memory import fullest_rank
 from megascale.account.parameters import parameter_count
 from megascale.cli.argument_types import positive_int
+from megascale.cli.initial_model import compare_initial_model
 from megascale.cli.main import add_config_arguments
 from megascale.config.dataset_files import document_range, read_dataset_files, split_source
 from megascale.config.loading import load_config
@@ -33,6 +34,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
     try:
         config = load_config(options.config, options.overrides, world_size=options.gpus)
+        changes = compare_initial_model(config)
     except ConfigError as error:
         if not options.json:
             raise
@@ -44,12 +46,12 @@ def run(options: argparse.Namespace) -> int:
         state = {"weights": rank.parameters, "gradients": rank.gradients, "optimizer": rank.optimizer}
         facts = {"ok": True, "processes": config.world_size, "state_bytes": {**state, "total": sum(state.values())}}
         facts |= {"activation_bytes": {"total": rank.activations}, "transient_bytes": rank.transient}
-        facts |= {"total_bytes": rank.total, "warnings": notes}
+        facts |= {"total_bytes": rank.total, "warnings": notes, "changes": changes}
         print(json.dumps({**facts, "config": config.model_dump(by_alias=True, mode="json")}))
     elif options.show:
         print(to_toml(config), end="")
     else:
-        print(summary(config))
+        print("\n".join([summary(config), *changes]))
     if not options.json:
         for note in notes:
             print(f"WARNING: {note}", file=sys.stderr)

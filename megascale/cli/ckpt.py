@@ -200,7 +200,7 @@ def _convert(options: argparse.Namespace) -> int:
     from megascale.checkpoint.format import manifest
     from megascale.checkpoint.storage import Location
     from megascale.convert import conversion
-    from megascale.convert.huggingface import CONFIG_FILE
+    from megascale.convert.config_file import CONFIG_FILE
 
     dtype = conversion.DTYPES.get(options.dtype)
     folder, warnings = Location(options.source).local_path, list[str]()

@@ -12,6 +12,7 @@ import megascale
 from megascale.cli.standard_streams import discard_unwritable_output, open_closed_streams
 from megascale.cli.text_encoding import escape_output, name_files_in_utf8
 from megascale.core.errors import Exit, MegascaleError
+from megascale.core.torch_import import torch_import_problem
 
 COMMANDS = {
     "check": "find every mistake of a configuration, without launching anything",
@@ -58,8 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output, such as head, has exited
         sys.stderr.close()
         return int(Exit.UNCLASSIFIED)
-    except OSError as error:
-        if not discard_unwritable_output():
+    except Exception as error:
+        if (problem := torch_import_problem(error)) is not None:
+            print(problem, file=sys.stderr)
+            return int(problem.exit_status)
+        if not (isinstance(error, OSError) and discard_unwritable_output()):
             raise
         print(f"megascale: the output cannot be written: {error.strerror}", file=sys.stderr)
         return int(Exit.UNCLASSIFIED)

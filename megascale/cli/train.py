@@ -20,6 +20,7 @@ from megascale.core.files import lock_folder
 from megascale.core.limits import os_error_hint, raise_soft_limits
 from megascale.core.process import die_with_parent
 from megascale.core.rank import STORE_VARIABLE, Rank, local_world_size, rank_from_environment
+from megascale.core.torch_import import torch_import_problem
 from megascale.launch import environment, flight, local
 from megascale.launch.failure import write_end, write_error
 from megascale.launch.host_limits import limit_findings, wanted_open_files
@@ -57,8 +58,12 @@ def run(options: argparse.Namespace) -> int:
             )
         if "TORCHELASTIC_RUN_ID" in os.environ:
             die_with_parent(os.getppid())  # a killed torchrun leaves its workers training
-        from megascale.train.entry import run_rank
-
+        try:
+            from megascale.train.entry import run_rank
+        except Exception as error:
+            if rank is not None and (problem := torch_import_problem(error)) is not None:
+                write_error(problem, rank)
+            raise
         rank = rank or Rank(0, 1, 0, socket.gethostname())
         status = run_rank(config, rank, open_weights)
         write_end(rank, status)

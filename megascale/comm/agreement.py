@@ -18,6 +18,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store
 
+from megascale.comm.store_messages import REFUSED_KEY
 from megascale.core.errors import HostsDisagreeError, LostPeerError
 from megascale.core.rank import Rank, format_ranks, rendezvous_endpoint
 from megascale.core.wait_notice import WaitNotice
@@ -159,13 +160,20 @@ def _wait(store: Any, rank: Rank, done: Callable[[], bool], missing: Callable[[]
     while not done():
         waited = notice.waited_s
         if waited > limit:
-            text = f"timed out waiting {waited:.0f} s for {format_ranks(missing())} at the start of the job"
+            awaited = f"{format_ranks(missing())} at the start of the job{_refusals(store, rank)}"
+            text = f"timed out waiting {waited:.0f} s for {awaited}"
             raise LostPeerError(text, peers=missing(), hint=_MISSING_HINT)
         if rank.rank == 0:
-            notice.print_if_due(lambda: f"{format_ranks(missing())}{_place(rank)}")
+            notice.print_if_due(lambda: f"{format_ranks(missing())}{_place(rank)}{_refusals(store, rank)}")
         elif rank.local_rank == 0:
             notice.print_if_due(lambda: f"the ranks for which rank 0 waits{_place(rank)}")
         time.sleep(min(max(_MIN_POLL_S, _POLL_S_PER_RANK * rank.world_size, waited / 8), _MAX_POLL_S))
+
+
+def _refusals(store: Any, rank: Rank) -> str:
+    """Say on rank 0 that the store has refused processes, which may be hosts with another secret; empty without any."""
+    job = store.underlying_store
+    return f"; {job.get(REFUSED_KEY).decode()}" if rank.rank == 0 and job.check([REFUSED_KEY]) else ""
 
 
 def _place(rank: Rank) -> str:

@@ -13,6 +13,9 @@ OK, TIMED_OUT = b"ok", b"timed out"
 PURPOSE = "job's store"
 """The purpose of the handshake."""
 
+REFUSED_KEY = "refused strangers"
+"""Key of the store: a text of connections that were refused; absent without any."""
+
 MAX_MESSAGE_BYTES = 64 << 20
 """Longest message in bytes."""
 

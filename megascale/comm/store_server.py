@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from megascale.comm.store_messages import MAX_MESSAGE_BYTES, OK, PURPOSE, TIMED_OUT, pack, unpack
+from megascale.comm.store_messages import MAX_MESSAGE_BYTES, OK, PURPOSE, REFUSED_KEY, TIMED_OUT, pack, unpack
 from megascale.core.errors import MegascaleError
 from megascale.core.gate import Gate, raise_descriptor_limit
 from megascale.core.handshake import HEAD, NotAPeerError, Session
@@ -55,7 +55,7 @@ class StoreServer:
         self._deadlines: list[tuple[float, int, int, _Rank]] = []  # a heap; the second item makes entries comparable
         self._entries = 0
         self._selector = selectors.DefaultSelector()
-        self._gate = Gate(listener, self._selector, secret, PURPOSE, self._admit)
+        self._gate = Gate(listener, self._selector, secret, PURPOSE, self._admit, self._note_refusal)
 
     def run(self, stop: int) -> None:
         """Serve until the descriptor `stop` ends."""
@@ -76,6 +76,12 @@ class StoreServer:
             if now > next_expiry:
                 self._gate.expire()
                 next_expiry = now + 1
+
+    def _note_refusal(self, count: int, address: str) -> None:
+        """Say in the store that strangers were refused, for rank 0, which may wait for a host with another secret."""
+        times = "once" if count == 1 else f"{count} times"
+        text = f"the store has refused a process without the job's secret {times}, last at {address}"
+        self._store(REFUSED_KEY.encode(), text.encode())
 
     def _admit(self, connection: socket.socket, session: Session) -> None:
         rank = _Rank(connection, session)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import shutil
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,14 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from megascale.checkpoint import offline
-from megascale.checkpoint.companions import COMPANIONS, SOURCE_CONFIG, copy_companions
+from megascale.checkpoint.companions import COMPANIONS, SOURCE_CONFIG, copy_companions, write_companion
 from megascale.checkpoint.format import manifest
 from megascale.checkpoint.format.state import WEIGHTS
 from megascale.checkpoint.storage import Location
 from megascale.config.model import ModelConfig
 from megascale.convert import tokenizer_files
-from megascale.convert.huggingface import CONFIG_FILE, PretrainedWeights, export_model
+from megascale.convert.config_file import CONFIG_FILE
+from megascale.convert.huggingface import PretrainedWeights, export_model
 from megascale.convert.tensor_map import model_tensors
 from megascale.core.errors import CheckpointError
 from megascale.core.files import atomic_folder
@@ -37,9 +38,11 @@ def from_huggingface(source: Path, output: Path, dtype: torch.dtype | None = Non
     pretrained.check_tensors()
     config: dict[str, Any] = {"model": pretrained.model.model_dump(mode="json", by_alias=True)}
     with atomic_folder(output) as folder:
-        copy_companions(Location(str(source)), Location(str(folder)), COMPANIONS)
-        shutil.copyfile(source / CONFIG_FILE, folder / SOURCE_CONFIG)
-        offline.write_weights(folder, _weights(pretrained, dtype), config)
+        copied = copy_companions(Location(str(source)), Location(str(folder)), COMPANIONS)
+        text = (source / CONFIG_FILE).read_bytes()
+        write_companion(folder, SOURCE_CONFIG, text)
+        copied[SOURCE_CONFIG] = manifest.StoredFile(bytes=len(text), crc32=zlib.crc32(text))
+        offline.write_weights(folder, _weights(pretrained, dtype), config, copied)
 
 
 def _weights(pretrained: PretrainedWeights, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:

@@ -21,7 +21,15 @@ from torch import Tensor
 
 from megascale.checkpoint.format.state import SAFETENSORS_DTYPES, Region
 from megascale.config.model import ModelConfig
-from megascale.convert.families.config_json import FAMILIES, family_of_config, make_config, read_model
+from megascale.convert.config_file import (
+    CONFIG_FILE,
+    DAMAGED_HINT,
+    UNQUANTIZED_HINT,
+    check_small_files,
+    read_json,
+    read_model_config,
+)
+from megascale.convert.families.config_json import FAMILIES, TEXT_ALONE_HINT, make_config
 from megascale.convert.families.family import ConfigKeys
 from megascale.convert.tensor_map import Place, assemble, model_tensors, read_region, tensor_map
 from megascale.core.errors import CheckpointError
@@ -29,7 +37,7 @@ from megascale.core.files import write_text
 from megascale.core.limits import os_error_hint
 from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING
 
-CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
+WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 MAX_SHARD_BYTES = 2 << 30
 """Bytes of weights per safetensors file. A larger tensor has a file of its own."""
@@ -40,9 +48,8 @@ COMPARE_CHUNK_BYTES = 64 << 20
 PICKLES = ("*.bin", "*.pth", "*.pt")
 """Files of weights in torch's pickles, which can run code when they are opened."""
 
-DAMAGED_HINT = "compare its size and checksum with the original: it may be incomplete, or another file"
-
-_UNQUANTIZED_HINT = f"the weights before quantization, in {', '.join(SAFETENSORS_DTYPES.values())}"
+TEXT_MODEL = "language_model."
+"""Part of the names of a text model's tensors in weights of text and other inputs."""
 
 
 class PretrainedWeights:
@@ -53,10 +60,8 @@ class PretrainedWeights:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.config = read_json(folder / CONFIG_FILE)
-        where = str(folder / CONFIG_FILE)
-        self._family = family_of_config(self.config, where)
-        self.model = read_model(self.config, where)
+        self.config, self.model = read_model_config(folder)
+        self._family = FAMILIES[self.config["model_type"]]
         self._places = tensor_map(self._family, self.model)
         self.tensors = model_tensors(self.model)
         self._shapes = {tensor.name: tensor.shape for tensor in self.tensors}
@@ -82,20 +87,18 @@ class PretrainedWeights:
             return dict.fromkeys(file.keys(), path)
 
     def check_tensors(self) -> None:
-        """Check the files against the model: its tensors and no more, with their shapes, in unquantized dtypes.
+        """Check the files against the model: its tensors and no more, with their shapes, in unquantized dtypes; and the
+        small files beside them.
 
         Raises: CheckpointError
         """
-        if quantized := self.config.get("quantization_config"):
-            method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
-            what = f"{self.folder / CONFIG_FILE}: the weights are quantized, by quant_method {method!r}"
-            raise CheckpointError(what, hint=_UNQUANTIZED_HINT)
+        check_small_files(self.folder)
         unchecked = set(self.files)
         for ours, place in self._places.items():
             name = self._stored_name(place.name)
             shape, dtype = self._shape_and_dtype(name)
             if dtype not in SAFETENSORS_DTYPES.values():
-                raise CheckpointError(f"{self.files[name]}: {name} is stored as {dtype}", hint=_UNQUANTIZED_HINT)
+                raise CheckpointError(f"{self.files[name]}: {name} is stored as {dtype}", hint=UNQUANTIZED_HINT)
             expected = place.stored_shape(self._shapes[ours])
             if shape != expected:
                 what = f"{name} has shape {list(shape)}, its config.json says {list(expected)}"
@@ -166,7 +169,10 @@ class PretrainedWeights:
         for candidate in (name, bare):
             if candidate in self.files:
                 return candidate
-        raise CheckpointError(f"{self.folder} has no tensor {name}", hint="weights and config.json of one model")
+        hint = "weights and config.json of one model"
+        if any(TEXT_MODEL in stored for stored in self.files):
+            hint = f"tensors are named {TEXT_MODEL}..., as in a model of text and other inputs: {TEXT_ALONE_HINT}"
+        raise CheckpointError(f"{self.folder} has no tensor {name}", hint=hint)
 
 
 def export_model(
@@ -221,23 +227,6 @@ def _files(places: dict[str, Place], model: ModelConfig, dtype: torch.dtype) -> 
 
 def _is_name(file: Any) -> bool:
     return isinstance(file, str) and Path(file).name == file
-
-
-def read_json(path: Path) -> ConfigKeys:
-    """Read a JSON object from a file.
-
-    Raises: CheckpointError
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        hint = os_error_hint(error, "a folder with config.json and safetensors")
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}", hint=hint) from None
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}", hint=DAMAGED_HINT) from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} is not a JSON object", hint=DAMAGED_HINT)
-    return value
 
 
 @contextmanager

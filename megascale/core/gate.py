@@ -27,6 +27,9 @@ MOST_STRANGERS = 256
 Admit = Callable[[socket.socket, Session], None]
 """Function (connection, seals): take over an admitted, non-blocking connection."""
 
+Refused = Callable[[int, str], None]
+"""Function (refused so far, address): called for each stranger who sent something."""
+
 
 @dataclass
 class _Stranger:
@@ -42,18 +45,26 @@ class _Stranger:
 
 class Gate:
     """Admits connections at `listener` that prove to know `secret`. `purpose`: of the handshake, and for messages.
+    `refused`: hears of strangers.
 
     The server's loop calls `key.data()` for each ready key of `selector`, and `expire` about once a second.
     """
 
     def __init__(
-        self, listener: socket.socket, selector: selectors.BaseSelector, secret: bytes, purpose: str, admit: Admit
+        self,
+        listener: socket.socket,
+        selector: selectors.BaseSelector,
+        secret: bytes,
+        purpose: str,
+        admit: Admit,
+        refused: Refused = lambda count, address: None,
     ) -> None:
         self._listener = listener
         self._selector = selector
         self._new_handshake = functools.partial(ServerHandshake, secret, purpose)
         self._purpose = purpose
         self._admit = admit
+        self._tell_refused = refused
         self._strangers: dict[socket.socket, _Stranger] = {}  # the oldest first
         self._refused = 0
         listener.setblocking(False)
@@ -120,6 +131,7 @@ class Gate:
         """Close a stranger's connection. Name one who sent something: the first, and then ever fewer."""
         if message or stranger.data:
             self._refused += 1
+            self._tell_refused(self._refused, stranger.address)
             if self._refused in (1, 10, 100) or self._refused % 1000 == 0:
                 count = f" ({self._refused} so far)" if self._refused > 1 else ""
                 text = f"a process at {stranger.address} without the job's secret was refused at the {self._purpose}"

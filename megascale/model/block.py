@@ -98,15 +98,11 @@ class ParallelBlock(nn.Module):
 
     def forward(self, x_sbh: Tensor, batch: MicroBatch, compute_output: bool = True) -> Tensor:
         """Map x [s, b, h] to [s, b, h]. Without `compute_output` only the result's shape and gradients are valid."""
-        attention, mlp, tp = self.attention, self.mlp, self._tp
-        columns, label = [attention.qkv.params, mlp.up.params], Label.for_layer(self._index, "qkv and up")
-        qkv, inner = column_parallel_linears(self.norm(x_sbh), columns, tp, label, self.norm.recompute_norm(x_sbh))
-        branches = [attention.core_attention(qkv, batch), mlp.activate(inner)]
-        rows, label = [attention.out.params, mlp.down.params], Label.for_layer(self._index, "out and down")
-        return x_sbh + self._drop(
-            row_parallel_linears(branches, rows, tp, label, [None, mlp.recompute_activation(inner)], compute_output),
-            batch,
-        )
+        columns, label = [self.attention.qkv.params, self.mlp.up.params], Label.for_layer(self._index, "qkv and up")
+        recompute_norm = self.norm.recompute_norm(x_sbh)
+        qkv, inner = column_parallel_linears(self.norm(x_sbh), columns, self._tp, label, recompute_norm)
+        heads = self.attention.core_attention(qkv, batch)
+        return x_sbh + self._drop(_sum_branches(self, heads, inner, compute_output), batch)
 
 
 class ParallelTwoNormsBlock(nn.Module):
@@ -128,11 +124,19 @@ class ParallelTwoNormsBlock(nn.Module):
 
     def forward(self, x_sbh: Tensor, batch: MicroBatch, compute_output: bool = True) -> Tensor:
         """Map x [s, b, h] to [s, b, h]. Without `compute_output` only the result's shape and gradients are valid."""
-        attention, mlp = self.attention, self.mlp
-        qkv = attention.project(self.attention_norm(x_sbh), self.attention_norm.recompute_norm(x_sbh))
-        heads = attention.core_attention(qkv, batch)
-        inner = mlp.project(self.mlp_norm(x_sbh), self.mlp_norm.recompute_norm(x_sbh))
-        inputs, rows = [heads, mlp.activate(inner)], [attention.out.params, mlp.down.params]
-        recompute_inputs, label = [None, mlp.recompute_activation(inner)], Label.for_layer(self._index, "out and down")
-        branches = row_parallel_linears(inputs, rows, self._tp, label, recompute_inputs, compute_output)
-        return x_sbh + self._drop(branches, batch)
+        qkv = self.attention.project(self.attention_norm(x_sbh), self.attention_norm.recompute_norm(x_sbh))
+        heads = self.attention.core_attention(qkv, batch)
+        inner = self.mlp.project(self.mlp_norm(x_sbh), self.mlp_norm.recompute_norm(x_sbh))
+        return x_sbh + self._drop(_sum_branches(self, heads, inner, compute_output), batch)
+
+
+def _sum_branches(
+    block: ParallelBlock | ParallelTwoNormsBlock, heads: Tensor, inner: Tensor, compute_output: bool
+) -> Tensor:
+    """The sum of both branches, by one reduction: of `heads`, the attention of all heads of this rank, and `inner`, the
+    MLP before its activation.
+    """
+    attention, mlp = block.attention, block.mlp
+    inputs, rows = [heads, mlp.activate(inner)], [attention.out.params, mlp.down.params]
+    recompute_inputs, label = [None, mlp.recompute_activation(inner)], Label.for_layer(block._index, "out and down")
+    return row_parallel_linears(inputs, rows, block._tp, label, recompute_inputs, compute_output)

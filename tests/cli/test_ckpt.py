@@ -16,6 +16,7 @@ from megascale.cli.ckpt import _verify
 from megascale.cli.main import main
 from megascale.core.errors import CheckpointError
 from megascale.core.rank import Rank
+from tests.convert.tiny import save_tiny
 from tests.runs import LLAMA, build_run, config_of, settings
 from tests.worlds import run_world
 
@@ -105,6 +106,22 @@ def test_verify_finds_every_damage(run: Path, capsys: pytest.CaptureFixture[str]
     assert "a checkpoint's folder, or a run's" in asked(capsys, "show", path / "manifest.json", status=4)
 
 
+def test_the_files_that_go_along_are_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_tiny("llama 3", tmp_path / "hf")
+    (tmp_path / "hf" / "tokenizer_config.json").write_text("{}")
+    asked(capsys, "convert", tmp_path / "hf", tmp_path / "ours")
+    assert "in 4 files match" in asked(capsys, "verify", tmp_path / "ours")
+    file = tmp_path / "ours" / "tokenizer_config.json"
+    file.write_text("[]")
+    line, _ = asked(capsys, "verify", tmp_path / "ours", status=4).splitlines()
+    assert line == f"{file}: its size or CRC-32 does not match"
+    told = asked(capsys, "convert", tmp_path / "ours", tmp_path / "again", status=4)
+    assert f"{file} is damaged: its size or CRC-32 does not match" in told and not (tmp_path / "again").exists()
+    file.unlink()
+    line, _ = asked(capsys, "verify", tmp_path / "ours", status=4).splitlines()
+    assert line == f"{file} cannot be read: No such file or directory"
+
+
 @pytest.mark.parametrize("name", ["manifest.json", "rank-00001-000.safetensors"])
 def test_an_unreadable_file_is_not_called_damaged(run: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from megascale.checkpoint.storage import Location
@@ -136,7 +153,7 @@ def test_convert_goes_both_ways(run: Path, tmp_path: Path, capsys: pytest.Captur
     assert json.loads((tmp_path / "hf/config.json").read_text())["torch_dtype"] == "bfloat16"
     asked(capsys, "convert", tmp_path / "hf", tmp_path / "ours")
     assert (
-        asked(capsys, "verify", tmp_path / "ours") == f"{tmp_path}/ours: 39 tensors in 1 file match their checksums\n"
+        asked(capsys, "verify", tmp_path / "ours") == f"{tmp_path}/ours: 39 tensors in 2 files match their checksums\n"
     )
     assert f"cannot convert into {tmp_path}/hf: File exists" in asked(capsys, "convert", run, tmp_path / "hf", status=4)
     with pytest.raises(SystemExit):

@@ -17,8 +17,10 @@ import pytest
 
 from megascale.comm import gloo_interface, rendezvous
 from megascale.comm.agreement import check_agreement
+from megascale.comm.store import JobStore
 from megascale.core import wait_notice
 from megascale.core.errors import ConfigError, LostPeerError
+from megascale.core.handshake import NotAPeerError
 from megascale.core.network import LOOPBACK, listen
 from megascale.core.rank import Rank
 from megascale.core.secret import job_secret
@@ -87,6 +89,23 @@ def test_a_wait_names_the_missing_rank(port: int) -> None:
 def test_a_wait_for_the_store_names_rank_0_and_its_address(port: int) -> None:
     said = notices([1.0, 0], io.StringIO())
     assert f"rank 1 of 2 on here: has waited for rank 0, which opens the job's store at 127.0.0.1:{port}\n" in said
+
+
+def test_a_wait_says_that_the_store_refused_processes(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host with another secret leaves; rank 0 waits on, because whoever connects must not end a job."""
+
+    def stranger() -> None:
+        time.sleep(0.5)
+        with contextlib.suppress(NotAPeerError):
+            JobStore((LOOPBACK, port), b"x" * 32, timedelta(seconds=10))
+
+    monkeypatch.setattr(wait_notice, "NEXT_S", 0.5)
+    thread = threading.Thread(target=stranger)
+    thread.start()
+    said = notices([0, 4.0], io.StringIO())
+    thread.join()
+    refused = r"; the store has refused a process without the job's secret \d times, last at 127.0.0.1:\d+\n"
+    assert re.search(rf"rank 0 of 2 on here: has waited for rank 1, at 127.*{refused}", said), said
 
 
 def test_a_wait_ends_after_the_timeout(port: int) -> None:

@@ -25,9 +25,10 @@ from megascale.checkpoint.format.state import global_tensors
 from megascale.checkpoint.storage import Location
 from megascale.config.model import ModelConfig
 from megascale.convert import huggingface
+from megascale.convert.config_file import CONFIG_FILE
 from megascale.convert.conversion import from_huggingface, to_huggingface
 from megascale.convert.families.config_json import read_model
-from megascale.convert.huggingface import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, PretrainedWeights
+from megascale.convert.huggingface import INDEX_FILE, WEIGHTS_FILE, PretrainedWeights
 from megascale.convert.tensor_map import model_tensors
 from megascale.core.errors import CheckpointError, DataError
 from megascale.core.rank import Rank
@@ -312,8 +313,10 @@ def changed(folder: Path, **keys: Any) -> None:
         (
             "llama",
             {"quantization_config": {"quant_method": "fp8"}},
-            "the weights are quantized, by quant_method 'fp8'",
+            "the weights are quantized, it has quantization_config, by quant_method 'fp8'",
         ),
+        ("llama", {"compression_config": {"format": "int"}}, "the weights are quantized, it has compression_config"),
+        ("llama", {"quantization": {"bits": 4}}, "the weights are quantized, it has quantization"),
         ("llama", {"tie_word_embeddings": True}, "true, but lm_head.weight is not equal to model.embed_tokens.weight"),
         ("llama", {"vocab_size": 102}, "model.embed_tokens.weight has shape [101, 32], its config.json says [102, 32]"),
         ("llama", {"num_hidden_layers": 5}, "has no tensor model.layers.4.input_layernorm.weight"),
@@ -438,6 +441,14 @@ def test_a_dtype_in_which_an_element_overflows_is_refused(tmp_path: Path) -> Non
             "no map of weights to files",
         ),
         (lambda folder: (folder / INDEX_FILE).write_text('{"weight_map": 3}'), "no map of weights to files"),
+        (lambda folder: (folder / "generation_config.json").write_text("{"), "generation_config.json is not JSON"),
+        (lambda folder: (folder / "tokenizer_config.json").write_text("[]"), "tokenizer_config.json is not a JSON"),
+        (
+            lambda folder: save_file(
+                {f"language_model.{key}": value for key, value in weights_in(folder).items()}, folder / WEIGHTS_FILE
+            ),
+            "has no tensor model.embed_tokens.weight  -> tensors are named language_model..., as in a model of text",
+        ),
     ],
 )
 def test_a_damaged_folder_is_named(tmp_path: Path, damage: Any, words: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megascale.checkpoint.storage import Location
 from megascale.config.model import ModelConfig
+from megascale.convert.config_file import CONFIG_FILE
 from megascale.convert.conversion import from_huggingface, to_huggingface
 from megascale.convert.families.config_json import FAMILIES, family_of_model, fresh_config, make_config, read_model
 from megascale.convert.families.gpt2 import GELUS
-from megascale.convert.huggingface import CONFIG_FILE, PretrainedWeights
+from megascale.convert.huggingface import PretrainedWeights
 from megascale.core.errors import CheckpointError
 from megascale.ops.rope import layer_rope, rope_table
 from tests.convert.tiny import TINY, save_tiny
@@ -228,6 +230,46 @@ def test_dynamic_rope_computes_the_same_at_the_length_of_training(tmp_path: Path
         cos, _ = theirs(torch.zeros(1), torch.arange(trained.seq_length)[None])
         ours, _ = rope_table(trained.seq_length, layer_rope(trained, 0), torch.float32, torch.device("cpu"))
         torch.testing.assert_close(cos[0, :, : trained.head_dim // 2], ours[:, 0, 0])
+
+
+PLAIN = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 9}
+
+
+@pytest.mark.parametrize("keys", [{}, {"num_key_value_heads": None}, {"num_key_value_heads": 2}], ids=str)
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "olmo2", "phi3", "gemma2", "gemma3_text"])
+def test_key_value_heads_are_those_of_transformers(name: str, keys: dict[str, Any]) -> None:
+    """A missing key has a default, which differs by family; null stands for as many as heads where it is allowed."""
+    keys = PLAIN | {"num_attention_heads": 64, "hidden_size": 512} | keys
+    if None not in keys.values() or name not in ("mistral", "gemma2", "gemma3_text"):
+        theirs = AutoConfig.for_model(name, **keys).num_key_value_heads
+        assert read_model({"model_type": name} | keys, "config.json").num_kv_heads == theirs
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "original_max_position_embeddings": 8}
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rope_parameters": YARN | {"factor": None}},
+        {"rope_scaling": {"type": "yarn", "factor": None, "original_max_position_embeddings": 16}},
+        {"rope_parameters": YARN | {"factor": 4.0}, "original_max_position_embeddings": 16},
+        {"rope_parameters": YARN | {"factor": None}, "original_max_position_embeddings": 16},
+        {"rope_parameters": LLAMA3, "original_max_position_embeddings": 16},
+        {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 8}, "original_max_position_embeddings": 16},
+    ],
+    ids=str,
+)
+def test_lengths_and_factors_of_scaled_rope_are_those_of_transformers(keys: dict[str, Any]) -> None:
+    """A factor of null is the ratio of the lengths; an original length beside the table takes precedence."""
+    source = {"model_type": "llama", "max_position_embeddings": 32} | PLAIN | keys
+    model = read_model(copy.deepcopy(source), "config.json")
+    theirs = LlamaRotaryEmbedding(AutoConfig.for_model(**copy.deepcopy(source)))
+    cos, _ = theirs(torch.zeros(1), torch.arange(32)[None])
+    ours, _ = rope_table(32, layer_rope(model, 0), torch.float32, torch.device("cpu"))
+    torch.testing.assert_close(cos[0, :, : model.head_dim // 2], ours[:, 0, 0])
+    assert make_config(model, source) == source | {"architectures": ["LlamaForCausalLM"]}
 
 
 @pytest.mark.parametrize("keys", [{"sliding_window_pattern": 1}, {"layer_types": ["full_attention"] * 26}])

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from checkpoint_rank import PEER, Record, Task, configuration
 from peer_run import Failure, output, progress
-from peer_systems import OURS, ROOT, Layout, Size
+from peer_systems import OURS, ROOT, Layout, Size, on_this_host
 from peer_table import pipes
 from peers import QUIET, processor
 
@@ -112,7 +112,7 @@ def measure_layout(task: Task, other: Layout, seconds: float) -> Record | Failur
 def run_world(task: Task, seconds: float) -> Record | Failure:
     """Run a job for at most `seconds`, and parse the output of rank 0."""
     world = Layout.parse(task.layout).world
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)] if world > 1 else []
+    launcher = ["-m", "torch.distributed.run", *on_this_host(world)] if world > 1 else []
     script = [str(SCRIPT), json.dumps(asdict(task))]
     out = output([sys.executable, "-W", "ignore", *launcher, *script], seconds, task.folder)
     if isinstance(out, Failure):

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megascale.core.network import LOOPBACK, listen
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 
@@ -152,7 +154,17 @@ def command(
         return cluster.around(launcher, script, layout.world)
     if system.launches:
         return [str(python), "-W", "ignore", *script]
-    return [*launcher, "--standalone", "--nproc-per-node", str(layout.world), *script]
+    return [*launcher, *on_this_host(layout.world), *script]
+
+
+def on_this_host(world: int) -> list[str]:
+    """Return torchrun's arguments for ranks of one host. Not --standalone: that rendezvous unpickles what any user of
+    the host may write into its store.
+    """
+    with listen(LOOPBACK) as listener:
+        port = listener.getsockname()[1]
+    place = ["--rdzv-backend", "static", "--master-addr", LOOPBACK, "--master-port", str(port)]
+    return ["--nnodes", "1", *place, "--local-addr", LOOPBACK, "--nproc-per-node", str(world)]
 
 
 def check_command(family: str, task: Task, python: Path) -> list[str]:

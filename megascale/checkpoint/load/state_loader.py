@@ -18,14 +18,11 @@ from megascale.comm.collectives import all_gather
 from megascale.comm.mesh import Mesh
 from megascale.comm.totals import broadcast_bytes, sum_over_job
 from megascale.config.model import ModelConfig
+from megascale.config.same_model import SAME_MODEL_HINT, model_differences
 from megascale.core.errors import CheckpointError
 from megascale.device import Device
 from megascale.parallel.fp8_linear import Fp8State
 from megascale.parallel.optimizer_shard import OptimizerShard
-
-MODEL_KEYS = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "vocab_size", "norm", "activation",
-            "position", "bias", "qkv_bias", "tie_embeddings", "block", "head_dim", "qk_norm")  # fmt: skip
-"""Keys of `[model]` that must be equal in a checkpoint and in the run that loads it."""
 
 
 class StateLoader:
@@ -34,7 +31,7 @@ class StateLoader:
     def __init__(
         self, model: ModelConfig, shards: Sequence[OptimizerShard], fp8_state: Fp8State, mesh: Mesh, device: Device
     ) -> None:
-        self._model = {key: getattr(model, key) for key in MODEL_KEYS}
+        self._model = model
         self._shards = shards
         self._fp8_state = fp8_state
         self._mesh = mesh
@@ -78,18 +75,8 @@ class StateLoader:
 
         Raises: CheckpointError with the keys that differ
         """
-        there = {key: saved.get(key) for key in MODEL_KEYS}
-        if there["head_dim"] is None and there["hidden_size"] and there["num_heads"]:
-            there["head_dim"] = there["hidden_size"] // there["num_heads"]
-        if there["qkv_bias"] is None:
-            there["qkv_bias"] = there["bias"]
-        there["qk_norm"] = there["qk_norm"] or "none"
-        different = [
-            f"{key} {there[key]} there, {here} here" for key, here in self._model.items() if there[key] != here
-        ]
-        if different:
-            what = f"{path} is of another model: {'; '.join(different)}"
-            raise CheckpointError(what, hint="[model] as there, or another name or checkpoint.resume for this run")
+        if different := model_differences(saved, self._model):
+            raise CheckpointError(f"{path} is of another model: {different}", hint=SAME_MODEL_HINT)
 
     def restore_history_flag(self) -> None:
         """Mark the FP8 history as present, after a load from memory."""

@@ -44,6 +44,7 @@ class SaveAttempt:
     """A save in progress on this rank. Once the writer is done, `reply` or `error` is set.
 
     `path`, `plan`: of a save to storage; None for an in-memory copy. `waited_s`, `stalled_s`: as in `SaveResult`.
+    `companions`: on the first rank, the files that are in the folder already.
     """
 
     mesh: Mesh
@@ -52,6 +53,7 @@ class SaveAttempt:
     path: Location | None
     plan: WritePlan | None
     waited_s: float
+    companions: Mapping[str, manifest.StoredFile]
     stalled_s: float = 0.0
     started_at: float = field(default_factory=time.monotonic)
     reply: Mapping[str, Any] | None = None
@@ -100,7 +102,7 @@ class SaveAttempt:
         """
         assert self.path is not None and self.plan is not None
         try:
-            manifest.write(self.path, self.plan.build_manifest(self.facts, ranks))
+            manifest.write(self.path, self.plan.build_manifest(self.facts, ranks, self.companions))
         except CheckpointError:
             _remove_files(self.path)
             raise

@@ -36,6 +36,9 @@ from megascale.core.errors import CheckpointError
 from megascale.core.limits import os_error_hint
 from megascale.device import Device
 
+_NewFolder = tuple[Location, dict[str, manifest.StoredFile]]
+"""The folder of a checkpoint, and the companions in it."""
+
 
 class CheckpointSaver:
     """Saves `state`, whose pieces are parts of `flat_tensors`. All methods except `poll` are collective.
@@ -104,15 +107,16 @@ class CheckpointSaver:
         slot = self._memory.next_slot() if self._memory else 0
         self._slots[slot].copy_from_tensors()
         path = self._share_folder(folder, new_folder) if folder is not None else None
+        companions = new_folder.result()[1] if new_folder else {}
         if path is not None:
             # The plan holds for every save and slot: all slots have the same offsets.
             self._plan = self._plan or make_write_plan(self._state, self._slots[0], self._file_bytes, self._mesh)
         plan = None if path is None else self._plan
-        self._attempt = attempt = SaveAttempt(self._mesh, facts, slot, path, plan, waited_s)
+        self._attempt = attempt = SaveAttempt(self._mesh, facts, slot, path, plan, waited_s, companions)
         self._writer.submit(**self._writer_tasks(attempt))
         attempt.stalled_s = time.monotonic() - start
 
-    def _share_folder(self, folder: Location, new_folder: Future[Location] | None) -> Location:
+    def _share_folder(self, folder: Location, new_folder: Future[_NewFolder] | None) -> Location:
         """Return the folder that the first rank has made; `new_folder`: its future there, None on other ranks.
 
         Raises: CheckpointError on every rank if the folder could not be made
@@ -121,7 +125,7 @@ class CheckpointSaver:
         def name() -> str:
             assert new_folder is not None, "the first rank makes it"
             try:
-                return new_folder.result().name
+                return new_folder.result()[0].name
             except OSError as error:
                 what = f"rank 0: cannot make {error.filename}: {error.strerror or error}"
                 raise CheckpointError(what, hint=os_error_hint(error, WRITE_HINT)) from None
@@ -205,9 +209,8 @@ def _hash_layout(state: Mapping[str, GlobalTensor], snapshot: Snapshot) -> str:
     return hashlib.sha256(json.dumps([snapshot.size, offsets]).encode()).hexdigest()
 
 
-def _make_folder(folder: Location, step: int, companions: Path) -> Location:
+def _make_folder(folder: Location, step: int, companions: Path) -> _NewFolder:
     """Make the folder of a checkpoint, with copies of the run's companions."""
     path = folders.fresh_folder(folder, step)
     path.make_folder()
-    copy_companions(Location(str(companions)), path)
-    return path
+    return path, copy_companions(Location(str(companions)), path)

@@ -44,12 +44,14 @@ class WritePlan:
         files = {entry[0]: name for name, entries in self.files.items() for entry in entries}
         return {key: {"file": files[key], "start": boxes[key][0], "sums": boxes[key][1]} for key in self.keys}
 
-    def build_manifest(self, facts: manifest.Facts, ranks: Sequence[Any]) -> manifest.Manifest:
+    def build_manifest(
+        self, facts: manifest.Facts, ranks: Sequence[Any], companions: Mapping[str, manifest.StoredFile]
+    ) -> manifest.Manifest:
         """Build the manifest on the first rank; `ranks` holds, by rank, the box locations and the files."""
         assert self.metadata is not None, "the first rank has it"
         locations = {key: location for boxes, _ in ranks for key, location in boxes.items()}
         files = {name: manifest.StoredFile(**file) for _, files in ranks for name, file in files.items()}
-        return build_manifest(facts, self.metadata, locations, files, self.chunk)
+        return build_manifest(facts, self.metadata, locations, {**companions, **files}, self.chunk)
 
 
 def make_write_plan(state: Mapping[str, GlobalTensor], snapshot: Snapshot, file_bytes: int, mesh: Mesh) -> WritePlan:

@@ -37,6 +37,8 @@ FAMILIES = {
 GROUPS = (ROPE_KEYS, WINDOW_KEYS)
 """Keys of config.json that change together."""
 
+TEXT_ALONE_HINT = "its text model alone, saved with transformers as a causal language model"
+
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 IGNORED = {"preset", "dropout", "window"}
@@ -58,8 +60,7 @@ def family_of_config(config: ConfigKeys, where: str) -> Family:
     if any(config.get(key) for key in EXPERT_KEYS):
         raise CheckpointError(f"{what}, a mixture of experts", hint=f"a dense model of {', '.join(FAMILIES)}")
     if isinstance(config.get("text_config"), dict):
-        hint = "its text model alone, saved with transformers as a causal language model"
-        raise CheckpointError(f"{what}, a model of text and other inputs", hint=hint)
+        raise CheckpointError(f"{what}, a model of text and other inputs", hint=TEXT_ALONE_HINT)
     raise CheckpointError(what, hint=f"a model of {', '.join(FAMILIES)}")
 
 

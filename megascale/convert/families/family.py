@@ -20,13 +20,14 @@ REQUIRED = object()
 
 @dataclass(frozen=True)
 class Key:
-    """A key of config.json with the value of a `[model]` key. `default`: for a missing key or null, a value or the name
-    of another key of config.json as `Same`; `size`: the value must be above 0.
+    """A key of config.json with the value of a `[model]` key. `default`: for a missing key, a value or the name of
+    another key of config.json as `Same`; `null`: likewise for null, if not None. `size`: the value must be above 0.
     """
 
     name: str
     default: Any = REQUIRED
     size: bool = False
+    null: Any = None
 
 
 @dataclass(frozen=True)
@@ -97,9 +98,10 @@ def value(config: ConfigKeys, key: Key) -> Any:
     """
     found = config.get(key.name)
     if found is None:
-        if key.default is REQUIRED:
+        default = key.null if key.null is not None and key.name in config else key.default
+        if default is REQUIRED:
             raise KeyError(key.name)
-        return config[key.default.name] if isinstance(key.default, Same) else key.default
+        return config[default.name] if isinstance(default, Same) else default
     if key.size and isinstance(found, int | float) and found <= 0:
         raise SizeError(f"{key.name} is {found!r}, not above 0")
     return found

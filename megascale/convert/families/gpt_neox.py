@@ -5,22 +5,13 @@ from __future__ import annotations
 from megascale.config.model import ModelConfig
 from megascale.convert.families.family import ConfigKeys, Family, Fused, Key
 from megascale.convert.families.gpt2 import GELUS, hf_gelu
+from megascale.convert.families.llama import SIZES
 from megascale.convert.families.rotary_keys import read_rope, write_rope
 
 BLOCKS = {True: "parallel_two_norms", False: "serial"}
 """`use_parallel_residual` -> `model.block`."""
 
-KEYS = {
-    "num_layers": Key("num_hidden_layers", size=True),
-    "hidden_size": Key("hidden_size", size=True),
-    "num_heads": Key("num_attention_heads", size=True),
-    "ffn_size": Key("intermediate_size", size=True),
-    "vocab_size": Key("vocab_size", size=True),
-    "seq_length": Key("max_position_embeddings", 2048, size=True),
-    "norm_eps": Key("layer_norm_eps", 1e-5),
-    "tie_embeddings": Key("tie_word_embeddings", False),
-    "init_std": Key("initializer_range", 0.02),
-}
+KEYS = SIZES | {"norm_eps": Key("layer_norm_eps", 1e-5)}
 OUTER = {
     "embedding.token.weight": "gpt_neox.embed_in.weight",
     "final_norm.weight": "gpt_neox.final_layer_norm.weight",

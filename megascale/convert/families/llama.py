@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megascale.config.model import ModelConfig
 from megascale.convert.families.family import ConfigKeys, Family, Key, Same
 from megascale.convert.families.rotary_keys import read_rope, write_rope
 from megascale.convert.families.window_keys import read_one_window, write_one_window
 
+
+def kv_heads(missing: Any) -> Key:
+    """`num_key_value_heads`; null stands for as many as heads. `missing`: the family's default of a missing key."""
+    return Key("num_key_value_heads", missing, size=True, null=Same("num_attention_heads"))
+
+
 LLAMA = {"block": "serial", "norm": "rmsnorm", "position": "rope", "activation": "swiglu"}
-KEYS = {
+SIZES = {
     "num_layers": Key("num_hidden_layers", size=True),
     "hidden_size": Key("hidden_size", size=True),
     "num_heads": Key("num_attention_heads", size=True),
-    "num_kv_heads": Key("num_key_value_heads", Same("num_attention_heads"), size=True),
     "ffn_size": Key("intermediate_size", size=True),
     "vocab_size": Key("vocab_size", size=True),
     "seq_length": Key("max_position_embeddings", 2048, size=True),
-    "norm_eps": Key("rms_norm_eps", 1e-6),
     "tie_embeddings": Key("tie_word_embeddings", False),
     "init_std": Key("initializer_range", 0.02),
 }
+"""Keys of all families but GPT-2."""
+
+KEYS = SIZES | {"num_kv_heads": kv_heads(Same("num_attention_heads")), "norm_eps": Key("rms_norm_eps", 1e-6)}
 OUTER = {
     "embedding.token.weight": "model.embed_tokens.weight",
     "final_norm.weight": "model.norm.weight",
@@ -79,7 +88,8 @@ FAMILY = Family(
     {"hidden_act": ("silu",)}, _read_llama, _write_llama, ROTARY_BUFFERS,
 )  # fmt: skip
 MISTRAL = Family(
-    "mistral", "MistralForCausalLM", LLAMA | {"bias": False}, KEYS, OUTER, "model.layers", LAYER,
+    "mistral", "MistralForCausalLM", LLAMA | {"bias": False},
+    KEYS | {"num_kv_heads": kv_heads(8)}, OUTER, "model.layers", LAYER,
     {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
     _read_mistral, _write_mistral, ROTARY_BUFFERS,
 )  # fmt: skip

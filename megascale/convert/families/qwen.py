@@ -10,15 +10,14 @@ from megascale.convert.families.llama import (
     LLAMA,
     OUTER,
     ROTARY_BUFFERS,
+    kv_heads,
     read_head_dim,
     write_head_dim,
 )
 from megascale.convert.families.rotary_keys import read_rope, write_rope
 from megascale.convert.families.window_keys import FULL, SLIDING, read_windows, write_layer_types
 
-QWEN_KEYS = KEYS | {"seq_length": Key("max_position_embeddings", 32_768, size=True)}
-QWEN2_KEYS = QWEN_KEYS | {"num_kv_heads": Key("num_key_value_heads", 32, size=True)}
-QWEN3_KEYS = QWEN2_KEYS
+QWEN_KEYS = KEYS | {"num_kv_heads": kv_heads(32), "seq_length": Key("max_position_embeddings", 32_768, size=True)}
 QWEN3_LAYER = LAYER | {"self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm"}
 QWEN3_HEAD_DIM = 128
 """The head_dim of a Qwen3 whose config.json has none."""
@@ -58,11 +57,11 @@ def _write_qwen3(model: ModelConfig) -> ConfigKeys:
 
 QWEN2 = Family(
     "qwen2", "Qwen2ForCausalLM", LLAMA | {"bias": False, "qkv_bias": True},
-    QWEN2_KEYS, OUTER, "model.layers", LAYER, {"hidden_act": ("silu",)},
+    QWEN_KEYS, OUTER, "model.layers", LAYER, {"hidden_act": ("silu",)},
     _read_qwen2, _write_qwen2, ROTARY_BUFFERS,
 )  # fmt: skip
 QWEN3 = Family(
     "qwen3", "Qwen3ForCausalLM", LLAMA | {"bias": False, "qk_norm": "head"},
-    QWEN3_KEYS, OUTER, "model.layers", QWEN3_LAYER, {"hidden_act": ("silu",), "attention_bias": (False,)},
+    QWEN_KEYS, OUTER, "model.layers", QWEN3_LAYER, {"hidden_act": ("silu",), "attention_bias": (False,)},
     _read_qwen3, _write_qwen3, ROTARY_BUFFERS,
 )  # fmt: skip

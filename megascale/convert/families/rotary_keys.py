@@ -24,7 +24,7 @@ SCALINGS: dict[str, dict[str, str]] = {
 """Type of scaling -> key of `model.rope_scaling` -> key of Hugging Face."""
 
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq", "partial_rotary_factor",
-             "rotary_pct", "rotary_emb_base")  # fmt: skip
+             "rotary_pct", "rotary_emb_base", ORIGINAL)  # fmt: skip
 """Keys of config.json that together describe the rotary positions."""
 
 
@@ -45,6 +45,8 @@ def read_rope(
         raise TypeError(f"{name} is {keys!r}")
     if nested := sorted(kind for kind, content in keys.items() if isinstance(content, dict)):
         raise ValueError(f"rope_parameters differ by type of layer: {', '.join(nested)}")
+    if (original := config.get(ORIGINAL)) is not None:  # takes precedence over that of the table
+        keys = keys | {ORIGINAL: original}
     base = float(keys.get("rope_theta") or config.get(theta_key) or theta)
     return {"rope_theta": base} | read_scaling(config, keys) | _read_fraction(config, keys, fraction)
 
@@ -74,7 +76,9 @@ def read_scaling(config: ConfigKeys, keys: ConfigKeys) -> ConfigKeys:
         if (number := keys.get(theirs)) is not None and (number or ours == "truncate"):  # 0 stands for none
             scaling[ours] = number
     if kind != "linear":
-        scaling.setdefault("original_seq_length", config.get("max_position_embeddings"))
+        original = scaling.setdefault("original_seq_length", config.get("max_position_embeddings"))
+        if kind == "yarn" and "factor" in keys and keys["factor"] is None:
+            scaling["factor"] = config["max_position_embeddings"] / original
     return {"rope_scaling": scaling}
 
 

@@ -1,0 +1,68 @@
+"""The model of the weights that a run would begin with or resume from, compared with `[model]` before the start."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megascale.config.run import HF_PREFIX, RunConfig
+from megascale.config.same_model import SAME_MODEL_HINT, model_differences
+from megascale.config.toml_writer import config_changes
+from megascale.convert.config_file import read_model_config
+from megascale.core.errors import CheckpointError, ConfigError, Problem
+from megascale.core.files import absolute_path
+
+
+def compare_initial_model(config: RunConfig) -> list[str]:
+    """Compare `[model]` with that of the run's newest checkpoint, or else of `checkpoint.resume`, on local storage.
+
+    Returns changes with which training starts, such as another rope_theta. A checkpoint that cannot be read is left to
+    training, which may pass it over.
+    Raises: ConfigError for another model, and for foreign weights of an unsupported one
+    """
+    resume = config.checkpoint.resume
+    if resume == "never":
+        return []
+    newest = next(_newest_checkpoints(Path(config.checkpoint_folder)), None)
+    try:
+        if newest is None and resume.startswith(HF_PREFIX):
+            folder = absolute_path(resume.removeprefix(HF_PREFIX))
+            model = read_model_config(folder)[1].model_dump(mode="json", by_alias=True, exclude={"preset"})
+            return _compare(config, folder, {"model": model})
+    except CheckpointError as error:
+        raise _problem(error.message, error.hint) from None
+    if newest is None and resume != "auto":
+        newest = next(_newest_checkpoints(Path(resume)), None)
+    saved = _saved_config(newest) if newest else None
+    return _compare(config, newest, saved) if newest and saved else []
+
+
+def _compare(config: RunConfig, place: Path, saved: dict[str, Any]) -> list[str]:
+    if different := model_differences(saved["model"], config.model):
+        raise _problem(f"{place} is of another model: {different}", SAME_MODEL_HINT)
+    return [f"differs from {place}: {text}" for text in config_changes(saved, config)]
+
+
+def _problem(message: str, hint: str) -> ConfigError:
+    return ConfigError([Problem("checkpoint.resume", "", message, hint)])
+
+
+def _newest_checkpoints(folder: Path) -> Iterator[Path]:
+    """Folders of complete checkpoints, the newest first: `folder` itself, those of a run, and those in `folder`."""
+    if (folder / "manifest.json").is_file():
+        yield folder
+    for parent in (folder / "checkpoints", folder):
+        yield from (path.parent for path in sorted(parent.glob("step-*/manifest.json"), reverse=True))
+
+
+def _saved_config(checkpoint: Path) -> dict[str, Any] | None:
+    """The configuration in a manifest; None if it cannot be read."""
+    try:
+        text = (checkpoint / "manifest.json").read_text(encoding="utf-8")
+        config = json.loads(text)["manifest"]["facts"]["config"]
+        sections = {section: keys for section, keys in config.items() if isinstance(keys, dict)}
+        return sections if "model" in sections else None
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
