@@ -13,8 +13,7 @@ from megascale.config.launch import LaunchConfig
 from megascale.core.network import listen_as
 from megascale.core.rank import STORE_VARIABLE, Rank, rank_from_environment
 from megascale.device import Device, detect_device
-from megascale.fault.checks.endpoint import EndpointClient
-from megascale.fault.checks.secret import check_secret
+from megascale.fault.checks.endpoint import EndpointClient, check_secret
 
 START_S = 30.0
 """Seconds in which all ranks of the group must come."""
@@ -28,7 +27,7 @@ def rank_group(arguments: Mapping[str, Any]) -> Iterator[tuple[Rank, Device]]:
     posts the address of the store under `key`, unused before.
     """
     rank = rank_from_environment()
-    assert rank is not None, "fault.checks.process sets the variables of a rank"
+    assert rank is not None, "fault.checks.runner sets the variables of a rank"
     if (group := arguments.get("group")) is not None and rank.world_size > 1:
         os.environ[STORE_VARIABLE] = _store(rank, group, arguments)
     device = detect_device(rank.local_rank)

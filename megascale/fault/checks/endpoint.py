@@ -22,11 +22,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from megascale.core.gate import Gate
 from megascale.core.handshake import Session, connect, receive_message
+from megascale.core.secret import job_secret
 from megascale.fault.checks.transfer import BLOCK_BYTES, receive_for, send_until_answer
 
 PURPOSE = "endpoint of the checks"
@@ -111,6 +113,15 @@ class Endpoint:
         with self._new_post:
             there = self._new_post.wait_for(lambda: key in self._posted, FETCH_S)
             return {"value": self._posted[key]} if there else {"error": f"{key} was not posted in {FETCH_S:.0f} s"}
+
+
+def check_secret(arguments: Mapping[str, Any]) -> bytes:
+    """Return the job's secret, from the environment or from the file in `secret_folder` (`core.secret`).
+
+    Raises: ConfigError
+    """
+    folder = arguments.get("secret_folder")
+    return job_secret(Path(folder) if folder else None)
 
 
 def _discard(connection: socket.socket) -> None:

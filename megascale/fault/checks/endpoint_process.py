@@ -9,9 +9,8 @@ import sys
 
 from megascale.core.network import listen_as
 from megascale.core.process import die_with_parent
-from megascale.fault.checks.endpoint import Endpoint
-from megascale.fault.checks.process import read_request
-from megascale.fault.checks.secret import check_secret
+from megascale.fault.checks.endpoint import Endpoint, check_secret
+from megascale.fault.checks.runner import read_request
 
 ENDPOINT_S = 600.0
 """Seconds after which an endpoint that nobody ends does so itself."""

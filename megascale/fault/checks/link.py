@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from megascale.fault.checks.endpoint import EndpointClient
+from megascale.fault.checks.endpoint import EndpointClient, check_secret
 from megascale.fault.checks.result import CheckResult
-from megascale.fault.checks.secret import check_secret
 
 LINK_S = 0.2
 """Seconds of a measurement in one direction."""

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from megascale.fault.checks.endpoint import EndpointClient
+from megascale.fault.checks.endpoint import EndpointClient, check_secret
 from megascale.fault.checks.result import CheckResult
-from megascale.fault.checks.secret import check_secret
 
 REACH_S = 3.0
 """Seconds in which an endpoint must answer."""

@@ -32,13 +32,13 @@ CHECKS = Registry(
         _card(
             "limits",
             "limits of the operating system: open files, memory maps, processes, shared memory",
-            "megascale.fault.checks.limits:check_limits",
+            "megascale.fault.checks.node_limits:check_limits",
             unit="limits too low", better="zero",
         ),
         _card(
             "memory",
             "bandwidth of copies in host memory, compared with their source",
-            "megascale.fault.checks.memory:check_memory",
+            "megascale.fault.checks.host_memory:check_memory",
             unit="byte/s", noise=0.08,
         ),
         _card(
@@ -62,7 +62,7 @@ CHECKS = Registry(
         _card(
             "clock",
             "offset of the clock from a reference node's",
-            "megascale.fault.checks.clock:check_clock",
+            "megascale.fault.checks.clock_offset:check_clock",
             unit="s", better="same", floor=0.1,
         ),
         _card(
@@ -74,7 +74,7 @@ CHECKS = Registry(
         _card(
             "gemm",
             "GEMM rate of the device",
-            "megascale.bench.checks.gemm:check_gemm",
+            "megascale.bench.checks.device_gemm:check_gemm",
             unit="FLOP/s", runs_on="device", noise=0.03,
         ),
         _card(
@@ -98,13 +98,13 @@ CHECKS = Registry(
         _card(
             "all_to_all",
             "bandwidth of an all-to-all among the ranks of a group, and its result",
-            "megascale.bench.checks.collectives:check_all_to_all",
+            "megascale.bench.checks.group_bandwidth:check_all_to_all",
             unit="byte/s", runs_on="group", noise=0.05, min_ranks=2,
         ),
         _card(
             "all_reduce",
             "bus bandwidth of an all-reduce among the ranks of a group, and its result",
-            "megascale.bench.checks.collectives:check_all_reduce",
+            "megascale.bench.checks.group_bandwidth:check_all_reduce",
             unit="byte/s", runs_on="group", noise=0.05, min_ranks=2,
         ),
     ],

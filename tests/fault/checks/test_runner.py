@@ -12,8 +12,8 @@ import pytest
 
 from megascale.core.registry import Card
 from megascale.core.secret import SECRET_VARIABLE, new_secret
-from megascale.fault.checks.process import run_check
 from megascale.fault.checks.result import CheckError, CheckResult
+from megascale.fault.checks.runner import run_check
 from megascale.fault.checks.table import CHECK_SETS, CHECKS
 from tests.jobs import lives
 
@@ -106,7 +106,7 @@ def test_a_check_ends_with_its_caller(plugin: dict[str, str], tmp_path: Path) ->
     code = f"""
 import asyncio, os, pathlib
 from megascale.core.registry import Card
-from megascale.fault.checks.process import run_check
+from megascale.fault.checks.runner import run_check
 async def main():
     check = asyncio.ensure_future(run_check("hang", {{"pid_file": {str(pid_file)!r}}}, 100))
     while not (pathlib.Path({str(pid_file)!r}).exists() and pathlib.Path({str(pid_file)!r}).read_text()):

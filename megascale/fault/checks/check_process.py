@@ -12,8 +12,8 @@ from typing import Any
 
 from megascale.core.process import die_with_parent
 from megascale.core.registry import Card
-from megascale.fault.checks.process import read_request
 from megascale.fault.checks.result import CheckResult
+from megascale.fault.checks.runner import read_request
 from megascale.fault.checks.table import checks_named
 
 

@@ -1,7 +1,7 @@
 """The processes of a node's checks: a check that hangs, crashes or imports torch leaves the caller as it was.
 
-    caller (agent, doctor)  --stdin: CheckRequest as JSON-->  python -m megascale.fault.checks  (one per rank or device)
-                            <--stdout: a CheckResult a line-
+    caller: agent or doctor  --  stdin: a CheckRequest as JSON  -->   check_process, one per rank or device
+                             <-- stdout: a CheckResult a line   --
 
 Processes inherit the job's secret with the environment, and end with the caller.
 """
@@ -23,9 +23,8 @@ from typing import Any
 from megascale.core.network import LOOPBACK, listen
 from megascale.core.rank import STORE_VARIABLE
 from megascale.core.secret import DESCRIPTOR_VARIABLE, SECRET_VARIABLE, new_secret
-from megascale.fault.checks.endpoint import EndpointClient
+from megascale.fault.checks.endpoint import EndpointClient, check_secret
 from megascale.fault.checks.result import CheckError, CheckResult
-from megascale.fault.checks.secret import check_secret
 from megascale.fault.checks.table import checks_named
 
 RANK_VARIABLES = (
@@ -198,7 +197,7 @@ def secret_descriptors(env: Mapping[str, str]) -> list[int]:
 
 
 async def start_process(
-    env: Mapping[str, str], descriptors: Sequence[int], module: str = "megascale.fault.checks"
+    env: Mapping[str, str], descriptors: Sequence[int], module: str = "megascale.fault.checks.check_process"
 ) -> asyncio.subprocess.Process:
     """Start a process that reads a CheckRequest."""
     return await asyncio.create_subprocess_exec(

@@ -6,9 +6,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from megascale.fault.checks.endpoint import EndpointClient
+from megascale.fault.checks.endpoint import EndpointClient, check_secret
 from megascale.fault.checks.result import CheckResult
-from megascale.fault.checks.secret import check_secret
 
 ROUND_TRIPS = 8
 
