@@ -21,6 +21,7 @@ from calibration.fit import EFFICIENCIES, FIRST_YEAR, LOSS, RECENT, RECENT_YEAR,
 from calibration.rows import MANY, ROWS, Row, goals, read
 
 from megascale.account.flops import mfu
+from megascale.config import profile_files
 from megascale.core.files import write_text
 from megascale.simulate import profiles
 
@@ -53,7 +54,7 @@ def main() -> None:
     left_out = fit.left_out()
     for kind in ("hardware", "stacks"):
         write_profiles(kind, fit.values)
-    write_text(profiles.path_of("", "errors"), "\n".join(error_file(rows, left_out)) + "\n")
+    write_text(profile_files.path_of("", "errors"), "\n".join(error_file(rows, left_out)) + "\n")
     fitted = {row.line: fit.known.predicted(row, fit.values) for row in rows}
     page = list(report(rows, fitted, left_out))
     write_page("\n".join(page))
@@ -71,7 +72,7 @@ def as_written(rows: Sequence[Row]) -> dict[int, float]:
 def write_profiles(kind: str, values: Values) -> None:
     """Write the fitted values to the end of every profile's file."""
     for name in sorted({name for of, name, _ in values if of == kind}):
-        path = profiles.path_of(kind, name)
+        path = profile_files.path_of(kind, name)
         attained = {
             key: f"{value:.3g}" for (of, profile, key), value in values.items() if (of, profile) == (kind, name)
         }

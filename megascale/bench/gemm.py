@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megascale.account.peaks import Peak, stated_peak
 from megascale.bench.quartiles import Quartiles, intervals
+from megascale.catalog.accelerators import Peak, stated_peak
 from megascale.config.model import ModelConfig
 from megascale.core.units import format_flops
 from megascale.device import Device, is_out_of_memory

@@ -13,8 +13,8 @@ from typing import Any
 
 from megascale.account.flops import TokenFlops, hardware_flops, head_flops, mfu, token_flops
 from megascale.account.parameters import parameter_count
-from megascale.account.peaks import Peak
 from megascale.bench.quartiles import Quartiles
+from megascale.catalog.accelerators import Peak
 from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
 from megascale.core.units import format_bytes, format_count, format_flops

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 from megascale.bench.overlap import print_progress
 from megascale.bench.profile_writer import write_profile
 from megascale.cli.argument_types import at_least, positive_int
+from megascale.config.profile_files import THIS_MACHINE, path_of
 from megascale.core.errors import ConfigError, Problem
 from megascale.core.files import write_text
 from megascale.core.process import die_with_parent, usable_cores
 from megascale.core.rank import Rank, rank_from_environment
 from megascale.launch import local
 from megascale.launch.failure import write_end, write_error
-from megascale.simulate.profiles import THIS_MACHINE, path_of
 
 if TYPE_CHECKING:
     from megascale.device import Device

@@ -166,7 +166,7 @@ def _peak(device: Device, precision: str) -> dict[str, Any]:
     """Peak FLOP/s: the vendor's for a GPU (None if unknown), for a CPU a measured GEMM rate and its dtype."""
     import torch
 
-    from megascale.account.peaks import stated_peak
+    from megascale.catalog.accelerators import stated_peak
     from megascale.catalog.precisions import PRECISIONS
     from megascale.ops.gemm_rate import gemm_rate
 

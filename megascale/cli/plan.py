@@ -18,6 +18,7 @@ from rich.console import Console
 from megascale.cli.argument_types import positive_float, positive_int, positive_ints
 from megascale.cli.main import add_config_arguments
 from megascale.config.loading import load_config
+from megascale.config.profile_files import profile_names
 from megascale.config.run import RunConfig
 from megascale.config.section import AUTO
 from megascale.config.toml_reader import read_toml
@@ -44,9 +45,9 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--gpus", type=positive_int, metavar="N", help="number of devices (default: the fewest that the layout needs)"
     )
-    names = f"one of {', '.join(profiles.names('hardware'))}, a FILE.toml, or this (the profile of bench profile)"
+    names = f"one of {', '.join(profile_names('hardware'))}, a FILE.toml, or this (the profile of bench profile)"
     sub.add_argument("--hardware", metavar="NAME", required=True, help=names)
-    names = f"one of {', '.join(profiles.names('stacks'))}, or a FILE.toml (default: megascale)"
+    names = f"one of {', '.join(profile_names('stacks'))}, or a FILE.toml (default: megascale)"
     sub.add_argument("--stack", metavar="NAME", default="megascale", help=names)
     exact = "dry-run the stages with the highest peak memory: exact memory, FLOPs and communication"
     sub.add_argument("--exact", action="store_true", help=exact)

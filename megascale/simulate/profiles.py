@@ -6,22 +6,18 @@ its fixed time. Other values are stated or usual. `configs/errors.toml` has the 
 
 from __future__ import annotations
 
-import os
-import sysconfig
 from collections.abc import Mapping
 from functools import lru_cache
-from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from megascale.account.memory import WeightStorage
-from megascale.account.peaks import ACCELERATORS
+from megascale.catalog.accelerators import ACCELERATORS
+from megascale.config.profile_files import load_profile, path_of
 from megascale.config.section import Count, Section
-from megascale.config.section_file import read_section
 from megascale.config.toml_reader import read_toml
 from megascale.core.errors import ConfigError, Problem
-from megascale.core.registry import closest_name
 
 Positive = Annotated[float, Field(gt=0)]
 Rate = Annotated[float, Field(ge=1e6)]
@@ -32,12 +28,10 @@ Whole = BeforeValidator(lambda value: int(value) if isinstance(value, float) and
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-Profile = TypeVar("Profile", "Hardware", "Stack")
 ACCELERATORS_BY_NAME = {accelerator.name: accelerator for accelerator in ACCELERATORS}
 Generation = Annotated[str, Field(pattern="^20[0-9][0-9]$")]
 Kernel = Literal["unfused", "flash1", "triton", "flash2", "flash3"]
 
-THIS_MACHINE = "this"  # name of this machine's hardware profile, written by `megascale bench profile`
 LARGE_JOB = 256  # most devices of a job without a loss with scale
 SCALE_LOSS = 0.018  # share of a step per doubling beyond LARGE_JOB, fitted on published steps of 257 to 1,024 devices
 
@@ -87,7 +81,7 @@ class Device(Section):
     reserve: Annotated[int, Whole] = Field(3 << 30, ge=0, description="bytes of driver, NCCL and fragmentation")
     bandwidth: Rate = Field(description="bytes/s of memory")
     units: Count = Field(description="multiprocessors: GEMM tiles in parallel")
-    accelerator: Annotated[str, AfterValidator(_known)] | None = Field(None, description="a name of account/peaks.py")
+    accelerator: Annotated[str, AfterValidator(_known)] | None = Field(None, description="of catalog/accelerators.py")
     peak: dict[Format, Rate] = Field({}, description="FLOP/s by dtype, in place of the accelerator's")
     clock: Share = Field(1.0, description="share of the peak's clock, for devices with a power limit")
     attention: dict[Kernel, AttentionShares] = Field({}, description="attained shares of the 16-bit peak, by kernel")
@@ -230,12 +224,12 @@ class Stack(MeasuredStack):
 
 def hardware(name: str) -> Hardware:
     """Read a hardware profile: a name in `configs/hardware`, a file, or `this`. Raises: ConfigError."""
-    return _load(name, "hardware", "--hardware", Hardware)
+    return load_profile(name, "hardware", "--hardware", Hardware)
 
 
 def stack(name: str) -> Stack:
     """Read a stack profile: a name in `configs/stacks`, or a file. Raises: ConfigError."""
-    return _load(name, "stacks", "--stack", Stack)
+    return load_profile(name, "stacks", "--stack", Stack)
 
 
 def stack_on(hardware: Hardware, name: str) -> Stack:
@@ -255,38 +249,6 @@ def measured(hardware: Hardware, stack: Stack) -> bool:
     return bool(hardware.stack) or stack.name in _errors()["measured"].get(hardware.name, [])
 
 
-def names(folder: str) -> list[str]:
-    """List the profiles in a folder of `configs`."""
-    return sorted(path.stem for path in (_configs() / folder).glob("*.toml"))
-
-
-def path_of(folder: str, name: str) -> Path:
-    """Return the path of a profile; `this` machine's is in the user's configuration folder."""
-    if (folder, name) == ("hardware", THIS_MACHINE):
-        home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-        return Path(home) / "megascale" / "hardware" / f"{THIS_MACHINE}.toml"
-    return Path(name) if name.endswith(".toml") else _configs() / folder / f"{name}.toml"
-
-
-def _configs() -> Path:
-    """Return the folder of profiles, in the repository or the installation."""
-    repository = Path(__file__).parents[2] / "configs"
-    return repository if repository.is_dir() else Path(sysconfig.get_path("data")) / "share/megascale/configs"
-
-
 @lru_cache(1)
 def _errors() -> dict[str, Any]:
-    return read_toml(str(_configs() / "errors.toml")).tree
-
-
-def _load(name: str, folder: str, option: str, profile: type[Profile]) -> Profile:
-    path = path_of(folder, name)
-    if path.is_file() or name.endswith(".toml"):
-        return read_section(str(path), profile, name=path.stem)
-    if (folder, name) == ("hardware", THIS_MACHINE):
-        hint = "`megascale bench profile` measures it"
-        raise ConfigError([Problem(str(path), "", "this machine has not been measured", hint)])
-    known, close = names(folder), closest_name(name, names(folder))
-    alike = [known_name for known_name in known if known_name.startswith(name)] or ([close] if close else known)
-    hint = f"did you mean '{alike[0]}'?" if len(alike) == 1 else f"one of {', '.join(alike)}, or a file of your own"
-    raise ConfigError([Problem("command line", option, f"there is no profile '{name}'", hint)])
+    return read_toml(str(path_of("", "errors"))).tree

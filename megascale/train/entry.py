@@ -15,7 +15,7 @@ import torch
 
 from megascale.account.memory import rank_memory
 from megascale.account.parameters import parameter_count
-from megascale.account.peaks import Peak
+from megascale.catalog.accelerators import Peak
 from megascale.comm import init
 from megascale.comm.control import announce_exit, describe_lost
 from megascale.config.run import RunConfig

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megascale.account.peaks import Peak, stated_peak
+from megascale.catalog.accelerators import Peak, stated_peak
 from megascale.comm.mesh import Mesh
 from megascale.comm.totals import sum_over_job
 from megascale.device import Device

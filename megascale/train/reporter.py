@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megascale.account.flops import hardware_flops, mfu, token_flops
-from megascale.account.peaks import Peak
+from megascale.catalog.accelerators import Peak
 from megascale.config.run import RunConfig
 from megascale.device import Device
 from megascale.parallel.fp8_linear import CastStats

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from megascale.account.flops import hardware_flops, head_flops, mfu, token_flops
-from megascale.account.peaks import ACCELERATORS, find_accelerator, stated_peak
+from megascale.catalog.accelerators import ACCELERATORS, find_accelerator, stated_peak
 from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank

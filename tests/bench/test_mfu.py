@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from megascale.account.flops import token_flops
-from megascale.account.peaks import Peak, stated_peak
 from megascale.bench.mfu import (
     CONVENTIONS,
     DeviceSetup,
@@ -22,6 +21,7 @@ from megascale.bench.mfu import (
     table,
 )
 from megascale.bench.quartiles import Quartiles
+from megascale.catalog.accelerators import Peak, stated_peak
 from megascale.catalog.presets import PRESETS
 from megascale.cli.bench import _mfu_config
 from megascale.cli.main import main

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from megascale.config.profile_files import path_of, profile_names
 from megascale.core.errors import ConfigError
 from megascale.simulate import profiles
 
 
-@pytest.mark.parametrize("name", profiles.names("hardware"))
+@pytest.mark.parametrize("name", profile_names("hardware"))
 def test_hardware(name: str) -> None:
     cluster = profiles.hardware(name)
     assert cluster.name == name
@@ -19,7 +20,7 @@ def test_hardware(name: str) -> None:
     assert cluster.node.bandwidth > cluster.network.bandwidth / cluster.node.devices
 
 
-@pytest.mark.parametrize("name", profiles.names("stacks"))
+@pytest.mark.parametrize("name", profile_names("stacks"))
 def test_stacks(name: str) -> None:
     assert profiles.stack(name).name == name
 
@@ -62,7 +63,7 @@ def test_mistakes_are_reported_with_their_place(tmp_path: Path) -> None:
 
 def test_rates_in_other_units_and_unknown_dtypes_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "own.toml"
-    base = profiles.path_of("hardware", "h100").resolve()
+    base = path_of("hardware", "h100").resolve()
     path.write_text(f'extends = "{base}"\n[device]\nbandwidth = 3350\npeak = {{ bf17 = 1e15 }}\n')
     with pytest.raises(ConfigError) as caught:
         profiles.hardware(str(path))
@@ -73,7 +74,7 @@ def test_rates_in_other_units_and_unknown_dtypes_are_refused(tmp_path: Path) -> 
 
 def test_bytes_in_exponent_notation(tmp_path: Path) -> None:
     path = tmp_path / "own.toml"
-    path.write_text(f'extends = "{profiles.path_of("hardware", "h100").resolve()}"\n[device]\nmemory = 90e9\n')
+    path.write_text(f'extends = "{path_of("hardware", "h100").resolve()}"\n[device]\nmemory = 90e9\n')
     assert profiles.hardware(str(path)).device.memory == 90_000_000_000
 
 
@@ -89,7 +90,7 @@ def test_bf16_without_a_peak_takes_the_peak_of_fp16() -> None:
 @pytest.mark.parametrize("wrong", ["memory = 2_000_000_000", "peak = { bf16 = 989 }"])
 def test_values_in_other_units_are_refused(wrong: str, tmp_path: Path) -> None:
     path = tmp_path / "own.toml"
-    base = profiles.path_of("hardware", "h100").resolve()
+    base = path_of("hardware", "h100").resolve()
     path.write_text(f'extends = "{base}"\n[device]\n{wrong}\n')
     with pytest.raises(ConfigError, match="device"):
         profiles.hardware(str(path))
@@ -114,7 +115,7 @@ def test_wrong_values_of_a_stack_are_refused(wrong: str, message: str, tmp_path:
 
 def test_gemm_shares_by_year(tmp_path: Path) -> None:
     path = tmp_path / "own.toml"
-    base = profiles.path_of("hardware", "h100").resolve()
+    base = path_of("hardware", "h100").resolve()
     path.write_text(f'extends = "{base}"\n[attained]\ngemm = {{ 2021 = 0.6, 2025 = 0.7 }}\n')
     attained = profiles.hardware(str(path)).attained
     assert [attained.gemm_share(year) for year in (2019, 2022, 2026)] == [0.6, 0.6, 0.7]
@@ -136,6 +137,6 @@ def test_expected_errors_by_accelerator_and_measured_pairs() -> None:
 
 def test_errors_name_existing_profiles() -> None:
     read = profiles._errors()
-    assert set(read["measured"]) <= set(profiles.names("hardware"))
-    assert {stack for stacks in read["measured"].values() for stack in stacks} <= set(profiles.names("stacks"))
+    assert set(read["measured"]) <= set(profile_names("hardware"))
+    assert {stack for stacks in read["measured"].values() for stack in stacks} <= set(profile_names("stacks"))
     assert set(read["error"]) <= set(profiles.ACCELERATORS_BY_NAME)

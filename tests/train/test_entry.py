@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megascale.account.memory import state_bytes
-from megascale.account.peaks import Peak
+from megascale.catalog.accelerators import Peak
 from megascale.core.errors import Exit
 from megascale.core.rank import Rank
 from megascale.device import Device

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megascale.account.peaks import Peak
+from megascale.catalog.accelerators import Peak
 from megascale.comm.mesh import single_process_mesh
 from megascale.core.rank import Rank
 from megascale.device import Device

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megascale.account.flops import hardware_flops, token_flops
-from megascale.account.peaks import Peak
+from megascale.catalog.accelerators import Peak
 from megascale.checkpoint.format.state import Progress
 from megascale.checkpoint.save.saver import SaveResult
 from megascale.core.errors import CheckpointError

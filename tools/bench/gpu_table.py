@@ -11,7 +11,7 @@ from peer_systems import OURS
 from peer_table import pipes
 
 from megascale.account.flops import mfu
-from megascale.account.peaks import Peak, stated_peak
+from megascale.catalog.accelerators import Peak, stated_peak
 from megascale.core.units import GIB, format_flops
 
 MARKS = "<!-- gpu: begin -->", "<!-- gpu: end -->"

@@ -13,19 +13,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
+from typing import TypeVar
 
 import numpy as np
 
 from calibration import ablation
 from calibration.rows import Row
+from megascale.config import profile_files
 from megascale.simulate import profiles
-from megascale.simulate.profiles import Hardware, Profile, Stack
+from megascale.simulate.profiles import Hardware, Stack
 from megascale.simulate.step_time import StepParts
 
 Key = tuple[str, str, str]
 """'hardware' or 'stacks', the profile's name, and the efficiency's."""
 
 Values = Mapping[Key, float]
+
+Profile = TypeVar("Profile", Hardware, Stack)
 
 SHARED = 0.04
 """Standard deviation of the error shared by a source's rows."""
@@ -144,7 +148,7 @@ class Profiles:
 
 def root(kind: str, name: str) -> str:
     """Return the profile at the end of the chain of `extends`, or `name` itself."""
-    while base := tomllib.loads(profiles.path_of(kind, name).read_text(encoding="utf-8")).get("extends"):
+    while base := tomllib.loads(profile_files.path_of(kind, name).read_text(encoding="utf-8")).get("extends"):
         name = Path(base).stem
     return name
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megascale.account.peaks import ACCELERATORS, find_accelerator, stated_peak
+from megascale.catalog.accelerators import ACCELERATORS, find_accelerator, stated_peak
 
 # (driver's name, dtype): dense TFLOP/s of the data sheet. NVIDIA states Hopper and Blackwell with sparsity, twice the
 # dense rate. An MI250X is two devices, with a rank on 191.5 of the stated 383.
