@@ -17,6 +17,7 @@ from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError, Problem
 from megascale.core.files import lock_folder
+from megascale.core.flight_writer import flight_record_of_rank
 from megascale.core.limits import os_error_hint, raise_soft_limits
 from megascale.core.process import die_with_parent
 from megascale.core.rank import STORE_VARIABLE, Rank, local_world_size, rank_from_environment
@@ -58,15 +59,16 @@ def run(options: argparse.Namespace) -> int:
             )
         if "TORCHELASTIC_RUN_ID" in os.environ:
             die_with_parent(os.getppid())  # a killed torchrun leaves its workers training
+        place = rank or Rank(0, 1, 0, socket.gethostname())
+        flight_record = flight_record_of_rank(config.name, place)  # before torch, whose import takes seconds
         try:
             from megascale.train.entry import run_rank
         except Exception as error:
             if rank is not None and (problem := torch_import_problem(error)) is not None:
                 write_error(problem, rank)
             raise
-        rank = rank or Rank(0, 1, 0, socket.gethostname())
-        status = run_rank(config, rank, open_weights)
-        write_end(rank, status)
+        status = run_rank(config, place, open_weights, flight_record)
+        write_end(place, status)
         return status
 
 

@@ -54,6 +54,10 @@ class Group:
     ring_problem: str = ""
     fault_hook: Callable[[str], None] | None = None
 
+    def __post_init__(self) -> None:
+        if self.size > 1:
+            self.recorder.flight.open_group(self.name, self.ranks)
+
     @property
     def size(self) -> int:
         return len(self.ranks)
@@ -65,7 +69,7 @@ class Group:
     @cached_property
     def control(self) -> ControlChannel:
         """The channel for control data among the group's ranks, outside of steps."""
-        return ControlChannel(self.name, self.ranks, self.index)
+        return ControlChannel(self.name, self.ranks, self.index, self.recorder.flight)
 
     def issue(
         self,
@@ -87,6 +91,7 @@ class Group:
             if (lost := self.lost_peer_error(error, operation, label, peer)) is None:
                 raise
             raise lost from error
+        self.recorder.flight.issued(record.flight)
         work = TrackedWork(self, started if wait else started.in_background(), record, start)
         if wait:
             work.wait(record.issue)
@@ -125,6 +130,7 @@ class TrackedWork:
         start = recorder.mark() if since is None else since
         if self._group.fault_hook is not None:
             self._group.fault_hook("wait")
+        recorder.flight.begin_wait(self._record.flight)
         try:
             self._pending.wait()
         except RuntimeError as error:
@@ -132,7 +138,7 @@ class TrackedWork:
             if (lost := self._group.lost_peer_error(error, record.name, record.label, record.peer)) is None:
                 raise
             raise lost from error
-        self._close(recorder.record_wait(self._record, start))
+        self._close(recorder.record_wait(self._record, start), known=False)
 
     def is_completed(self) -> bool:
         """Return True if the communication is known to have ended, without waiting."""
@@ -141,14 +147,13 @@ class TrackedWork:
         ended = self._pending.completed_at
         if ended is None or self._group.recorder.timer.seconds(ended) is None:
             return False
-        self._close(ended)
+        self._close(ended, known=True)
         return True
 
-    def _close(self, end: Mark) -> None:
+    def _close(self, end: Mark, *, known: bool) -> None:
         assert self._pending is not None
-        known = self._pending.completed_at
-        self._record.end = end if known is None else known
-        self._record.closed = True
+        completed_at = self._pending.completed_at
+        self._group.recorder.close(self._record, end if completed_at is None else completed_at, known=known)
         self._pending = self._owner = None
 
 

@@ -131,7 +131,8 @@ def _record_fused(group: Group, operation: str, label: LabelLike, nbytes: int) -
         group.axis, group.name, operation, Label.from_part(label).with_suffix("fused"), nbytes
     )
     yield
-    record.end, record.closed = group.recorder.mark(), True
+    group.recorder.flight.issued(record.flight)
+    group.recorder.close(record, group.recorder.mark(), known=False)
 
 
 def _name(group: Group) -> str:

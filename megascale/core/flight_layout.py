@@ -66,6 +66,8 @@ COLLECTIVE, SEND, RECEIVE, CONTROL = "collective", "send", "receive", "control"
 GROUP_KINDS = (COLLECTIVE, SEND, RECEIVE, CONTROL)
 """Kinds of a row: collectives of a group, messages to or from a peer, control data through the job's store."""
 
+MESSAGE_KINDS = frozenset({SEND, RECEIVE})
+
 NO_WAIT, ISSUING, WAITING, DEVICE = range(4)
 """Kinds of the present wait: none, a communication being issued, the end of a communication, the device."""
 

@@ -22,9 +22,12 @@ from pathlib import Path
 from statistics import median
 
 from megascale.core import flight_layout as layout
+from megascale.core.env_numbers import whole_number
 from megascale.core.flight_layout import COLLECTIVE, EVENT, EVENTS, EVENTS_OFFSET, PHASES, WORD, Phase
+from megascale.core.flight_record import ATTEMPT_VARIABLE, FLIGHT_RECORD_VARIABLE
 from megascale.core.flight_tables import FlightTables
 from megascale.core.label import Label
+from megascale.core.rank import Rank
 
 HEARTBEAT_S = 0.25
 """Seconds between beats of the heartbeat thread."""
@@ -192,6 +195,11 @@ class FlightRecordWriter:
         words[_UPDATED] = now
         self._version = words[_VERSION] = self._version + 1
 
+    def end_wait(self) -> None:
+        """Note that this rank no longer waits, although the communication may be in flight on the device."""
+        self._words[_WAIT_KIND] = _NO_WAIT
+        self.advance()
+
     @contextlib.contextmanager
     def device_wait(self) -> Iterator[None]:
         """Note that this rank waits for its device in a `with` block."""
@@ -199,8 +207,7 @@ class FlightRecordWriter:
         self._words[_WAIT_KIND] = layout.DEVICE
         self.advance()
         yield
-        self._words[_WAIT_KIND] = _NO_WAIT
-        self.advance()
+        self.end_wait()
 
     def begin_action(self, name: str, place: Place) -> int:
         """Note the start of an action of compute. Returns the number of its event."""
@@ -258,6 +265,13 @@ def open_flight_record(identity: FlightIdentity, path: Path | None) -> FlightRec
     writer = FlightRecordWriter(identity, memory)
     start_heartbeat(writer)
     return writer
+
+
+def flight_record_of_rank(run: str, rank: Rank, env: Mapping[str, str] = os.environ) -> FlightRecordWriter:
+    """Begin the record of a rank of a launcher or agent, which set the path of its file in the environment."""
+    path = env.get(FLIGHT_RECORD_VARIABLE)
+    identity = FlightIdentity(run, rank.rank, rank.world_size, whole_number(env, ATTEMPT_VARIABLE))
+    return open_flight_record(identity, Path(path) if path else None)
 
 
 def _map_new_file(path: Path) -> mmap.mmap:

@@ -5,7 +5,8 @@
 - `profiler_range`: a named range in torch's profiler
 
 Recording never waits for the device: moments are marks, resolved to seconds once the device has passed them. A ring
-holds the newest records.
+holds the newest records. The recorder also keeps the rank's flight record (`core.flight_writer`), which other processes
+read while the rank runs.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import Any, Literal
 import torch
 
 from megascale.core.events import COMPUTE, Event
+from megascale.core.flight_layout import COLLECTIVE, MESSAGE_KINDS
+from megascale.core.flight_writer import FlightRecordWriter, Handle
 from megascale.core.label import Label, LabelLike
 from megascale.device import HostTimer, Mark, Timer
 
@@ -58,13 +61,15 @@ class Traffic:
 class EventRecord:
     """An action or communication in flight, with the fields of `core.events.Event`.
 
-    `end` is None until known; a `closed` record is complete.
+    `end` is None until known; a `closed` record is complete. `flight`: a communication in the flight record.
     """
 
     __slots__ = (
-        "axis", "bytes", "chunk", "closed", "end", "group", "issue", "label", "microbatch", "name", "peer", "sequence",
-        "step", "waits",
+        "axis", "bytes", "chunk", "closed", "end", "flight", "group", "issue", "label", "microbatch", "name", "peer",
+        "sequence", "step", "waits",
     )  # fmt: skip
+
+    flight: Handle
 
     def __init__(self, axis: str, name: str, label: Label, issue: Mark) -> None:
         self.axis = axis
@@ -82,15 +87,23 @@ class EventRecord:
 class Recorder:
     """The event log. Records are in the order of their issue.
 
-    `step`: the current step, from 1; 0 outside of steps, where records do not count as traffic. With `enabled` False
-    nothing is recorded or marked.
+    `flight` is this rank's flight record. With `enabled` False nothing else is recorded or marked, and the flight
+    record has no actions.
     """
 
-    def __init__(self, timer: Timer | None = None, capacity: int = RING_CAPACITY, *, enabled: bool = True) -> None:
+    def __init__(
+        self,
+        timer: Timer | None = None,
+        capacity: int = RING_CAPACITY,
+        *,
+        enabled: bool = True,
+        flight: FlightRecordWriter | None = None,
+    ) -> None:
         self.timer = timer or HostTimer()
         self.mark: Callable[[], Mark] = self.timer.mark if enabled else lambda: 0.0
-        self._null_record = None if enabled else EventRecord("", "", Label(), 0.0)  # returned for every communication
-        self.step = 0
+        self.flight = flight or FlightRecordWriter()
+        self._enabled = enabled
+        self._step = 0
         self.dropped = 0
         self._current_scope = (-1, -1)
         self._ring: deque[EventRecord] = deque(maxlen=capacity)
@@ -98,15 +111,26 @@ class Recorder:
         self._sequences: defaultdict[str, int] = defaultdict(int)
         self._traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
 
+    @property
+    def step(self) -> int:
+        """The current step, from 1; 0 outside of steps, where records do not count as traffic."""
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._step = step
+        if step:
+            self.flight.begin_step(step)
+
     def action(self, name: str, chunk: int = -1, microbatch: int = -1) -> AbstractContextManager[None]:
         """Record a `with` block as a named action of compute, on a model chunk and micro-batch. Communication inside
         gets the same chunk and micro-batch.
         """
-        return _NULL_CONTEXT if self._null_record is not None else ActionScope(self, name, chunk, microbatch)
+        return ActionScope(self, name, chunk, microbatch) if self._enabled else _NULL_CONTEXT
 
     def scope(self, chunk: int, microbatch: int = -1) -> AbstractContextManager[None]:
         """Set the chunk and micro-batch of communication in a `with` block, without an action of compute."""
-        return _NULL_CONTEXT if self._null_record is not None else Scope(self, chunk, microbatch)
+        return Scope(self, chunk, microbatch) if self._enabled else _NULL_CONTEXT
 
     def memory_kind(self, kind: MemoryKind) -> AbstractContextManager[None]:
         """Mark the tensors of a `with` block as of this kind, for `dryrun.resource_counter`."""
@@ -116,26 +140,37 @@ class Recorder:
         self, axis: str, group: str, name: str, label: LabelLike, nbytes: int, peer: int = -1
     ) -> EventRecord:
         """Record a communication, just before its issue."""
-        if self._null_record is not None:
-            return self._null_record
-        record = self._add(EventRecord(axis, name, Label.from_part(label), self.mark()))
+        label, kind = Label.from_part(label), name if name in MESSAGE_KINDS else COLLECTIVE
+        record = EventRecord(axis, name, label, self.mark())
+        record.flight = self.flight.enter(group, name, label, nbytes, peer, (self._step, *self._current_scope), kind)
         record.group, record.bytes, record.peer = group, nbytes, peer
+        if not self._enabled:
+            return record
+        self._add(record)
         record.sequence = self._sequences[group]
         self._sequences[group] += 1
-        if self.step:
+        if self._step:
             self._traffic[axis].calls += 1
             self._traffic[axis].bytes += nbytes
         return record
 
     def record_wait(self, record: EventRecord, start: Mark) -> Mark:
         """Record a wait of compute for a communication, from `start` to the present. Returns the end of the wait."""
-        if self._null_record is not None:
+        if not self._enabled:
             return start
         end = self.mark()
         record.waits.append((start, end))
         if self.timer.synchronous and record.step:
             self._traffic[record.axis].exposed_s += end - start  # type: ignore[operator]
         return end
+
+    def close(self, record: EventRecord, end: Mark, *, known: bool) -> None:
+        """Close the record of a communication that ends at `end`. `known`: the device has passed this mark."""
+        record.end, record.closed = end, True
+        if known or self.timer.synchronous or not self._enabled:
+            self.flight.complete(record.flight)
+        else:  # `_resolve` completes it
+            self.flight.end_wait()
 
     def take_traffic(self) -> dict[str, Traffic]:
         """Return the traffic by axis since the last call. On a GPU a wait counts once the device has passed its end."""
@@ -152,7 +187,7 @@ class Recorder:
         return [_to_event(record, ends) for record in self._ring if record.closed and isinstance(record.issue, float)]
 
     def _add(self, record: EventRecord) -> EventRecord:
-        record.step = self.step
+        record.step = self._step
         record.chunk, record.microbatch = self._current_scope
         self.dropped += len(self._ring) == self._ring.maxlen
         self._ring.append(record)
@@ -190,6 +225,8 @@ class Recorder:
             times.append(seconds)
         record.end, record.issue = times[:2]
         record.waits = list(zip(times[2::2], times[3::2], strict=True))
+        if record.axis != COMPUTE:
+            self.flight.complete(record.flight)
         if record.axis != COMPUTE and record.step:
             self._traffic[record.axis].exposed_s += sum(b - a for a, b in zip(times[2::2], times[3::2], strict=True))
         return True
@@ -231,7 +268,7 @@ class Scope(AbstractContextManager[None]):
 class ActionScope(Scope):
     """A `with` block that is a named action of compute, in the event log and in torch's profiler."""
 
-    __slots__ = ("_name", "_range", "_record")
+    __slots__ = ("_flight_event", "_name", "_range", "_record")
 
     def __init__(self, recorder: Recorder, name: str, chunk: int, microbatch: int) -> None:
         super().__init__(recorder, chunk, microbatch)
@@ -241,10 +278,13 @@ class ActionScope(Scope):
         super().__enter__()
         self._range = profiler_range(self._name)
         self._range.__enter__()
-        self._record = self._recorder._add(EventRecord(COMPUTE, self._name, Label(), self._recorder.mark()))
+        recorder = self._recorder
+        self._record = recorder._add(EventRecord(COMPUTE, self._name, Label(), recorder.mark()))
+        self._flight_event = recorder.flight.begin_action(self._name, (recorder._step, *self._scope))
 
     def __exit__(self, *_: object) -> None:
         self._record.end = self._recorder.mark()
         self._record.closed = True
+        self._recorder.flight.end_action(self._flight_event)
         self._range.__exit__(None, None, None)
         super().__exit__()

@@ -18,6 +18,7 @@ from megascale.comm.mesh import Mesh, open_mesh
 from megascale.comm.warm_up import warm_up
 from megascale.config.run import RunConfig
 from megascale.core.errors import DataError
+from megascale.core.flight_writer import FlightRecordWriter
 from megascale.core.rank import Rank
 from megascale.data.loader import BatchShape, Loader, SampleSource
 from megascale.data.mixture import SplitName, build_mixture
@@ -80,10 +81,12 @@ class Run:
     origin: Origin = Origin()
 
 
-def build_mesh(config: RunConfig, rank: Rank, device: Device) -> Mesh:
-    """Open and warm up this rank's process groups. Requires `comm.init.init_distributed`."""
+def build_mesh(config: RunConfig, rank: Rank, device: Device, flight: FlightRecordWriter | None = None) -> Mesh:
+    """Open and warm up this rank's process groups. Requires `comm.init.init_distributed`. `flight`: this rank's flight
+    record.
+    """
     p = config.parallel
-    recorder = Recorder(device.timer(), enabled=config.observe.record)
+    recorder = Recorder(device.timer(), enabled=config.observe.record, flight=flight)
     mesh = open_mesh(
         topology_of(config),
         rank.rank,

@@ -22,6 +22,8 @@ from megascale.config.run import RunConfig
 from megascale.config.toml_writer import to_toml
 from megascale.core.errors import ConfigError, Exit, LostPeerError, MegascaleError, Problem
 from megascale.core.files import write_text
+from megascale.core.flight_layout import Phase
+from megascale.core.flight_writer import FlightRecordWriter
 from megascale.core.limits import PROCESSES_HINT, lacks_threads, os_error_hint
 from megascale.core.rank import Rank
 from megascale.core.units import format_bytes, format_count, format_flops
@@ -45,15 +47,16 @@ STORE_ANSWER_S = 2.0
 """Seconds that a failing rank waits for the job's store."""
 
 
-def run_rank(config: RunConfig, rank: Rank, open_weights: OpenWeights) -> int:
-    """Run this rank to the end and return the exit status.
+def run_rank(config: RunConfig, rank: Rank, open_weights: OpenWeights, flight: FlightRecordWriter) -> int:
+    """Run this rank to the end and return the exit status. `flight`: this rank's flight record.
 
     `open_weights` opens the folder of `checkpoint.resume = "hf:..."`. On an error the process exits at once, because an
     orderly shutdown of process groups would wait for ranks that wait for this rank.
     """
     stop = StopRequest().install_handlers(lambda message, status: _report_stop(message, status, rank))
     try:
-        status = _run(config, rank, stop, open_weights)
+        status = _run(config, rank, stop, open_weights, flight)
+        flight.set_phase(Phase.DONE)
         init.shutdown_distributed()
     except (Exception, KeyboardInterrupt, SystemExit) as error:  # a library may call sys.exit
         with stop.deferred():  # launchers end the other ranks by a signal, which is not the cause
@@ -110,15 +113,22 @@ def _ask_store(question: Callable[[], str | None]) -> str:
     return answers[0] if answers else ""
 
 
-def _run(config: RunConfig, rank: Rank, stop: StopRequest, open_weights: OpenWeights) -> Exit:
+def _run(
+    config: RunConfig, rank: Rank, stop: StopRequest, open_weights: OpenWeights, flight: FlightRecordWriter
+) -> Exit:
+    flight.set_phase(Phase.RENDEZVOUS)
     device = detect_device(rank.local_rank)
     affinity.bind_to_local_cores(device.pci_address)
     record = rank_record(config, rank, device) if rank.world_size > 1 else None
     folder = Path(config.observe.dir)
     init.init_distributed(rank, device, config.launch, config.nccl, pp=config.parallel.pp, record=record, folder=folder)
     is_rank_0 = rank.rank == 0
-    run = build_rank_run(config, build_mesh(config, rank, device), device, stop)
+    flight.set_phase(Phase.GROUPS)
+    mesh = build_mesh(config, rank, device, flight)
+    flight.set_phase(Phase.BUILD)
+    run = build_rank_run(config, mesh, device, stop)
     peak = find_peak_flops(run)
+    flight.set_phase(Phase.LOAD)
     resumed = load_initial_state(run, open_weights)
     replaced = replaced_datasets(config) if is_rank_0 and run.progress.step else []
     writers = _prepare_folder(config, run.progress.step) if is_rank_0 else []

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from megascale.checkpoint.save.attempt import SaveResult
 from megascale.core.errors import CheckpointError, DivergenceError, Exit, NoLossTokensError, ReplicasDifferError
+from megascale.core.flight_layout import Phase
 from megascale.train.build import Run
 from megascale.train.evaluate import evaluate
 from megascale.train.finite_check import check_state_finite
@@ -21,10 +22,14 @@ MIN_REPORTED_WAIT_S = 0.005
 
 def train(run: Run, reporter: Reporter) -> Exit:
     """Train until the last step or a stop request on any rank. Returns the exit status."""
+    flight = run.mesh.recorder.flight
+    flight.set_phase(Phase.DATA)
     run.train_loader.prepare_indices(run.progress.samples)
     run.mesh.world.control.barrier("the first step")  # the first step reads indices that rank 0 writes
     if run.valid_loader is not None and run.progress.step == 0:
-        reporter.write(evaluate(run))
+        with flight.phase(Phase.EVALUATION):
+            reporter.write(evaluate(run))
+    flight.set_phase(Phase.STEP)
     with run.stop.deferred():
         return _train_and_save(run, reporter)
 
@@ -32,11 +37,13 @@ def train(run: Run, reporter: Reporter) -> Exit:
 def _train_and_save(run: Run, reporter: Reporter) -> Exit:
     settings, steps = run.config.train, run.config.train.steps
     stopping, first_step = False, run.progress.step + 1
-    replicas = ReplicaCheck()
+    replicas, flight = ReplicaCheck(), run.mesh.recorder.flight
     with ScheduledGC() as collection, _finish_save_on_error(run, reporter):
         while run.progress.step < steps and not stopping:
             reporter.start_step()
-            result = train_step(run, run.train_loader.batch(run.progress.samples))
+            with flight.phase(Phase.DATA):
+                batch = run.train_loader.batch(run.progress.samples)
+            result = train_step(run, batch)
             reporter.end_step(result)
             step, stopping = run.progress.step, result.stop
             if step == first_step:
@@ -46,11 +53,14 @@ def _train_and_save(run: Run, reporter: Reporter) -> Exit:
             if is_logged_step(settings, step):
                 reporter.write_step(result, run.progress, run.fp8_state.take_cast_stats())
             if run.valid_loader is not None and (step % settings.eval_every == 0 or step == steps):
-                reporter.write(evaluate(run))
-            _report_save(run, reporter, run.checkpoints.complete_save(result.ranks_written, result.ranks_failed))
-            if step < steps:
-                _start_save(run, reporter)
-            collection.collect_if_due(step)
+                with flight.phase(Phase.EVALUATION):
+                    reporter.write(evaluate(run))
+            with flight.phase(Phase.CHECKPOINT):
+                _report_save(run, reporter, run.checkpoints.complete_save(result.ranks_written, result.ranks_failed))
+                if step < steps:
+                    _start_save(run, reporter)
+            with flight.phase(Phase.GC):
+                collection.collect_if_due(step)
     run.buffers.finish_param_gather()
     run.pipeline.finish_sends()
     if run.config.checkpoint.every:
@@ -99,6 +109,7 @@ def save_final(run: Run, reporter: Reporter) -> None:
 
     Raises: CheckpointError if the save fails, DivergenceError if the state is not finite.
     """
+    run.mesh.recorder.flight.set_phase(Phase.CHECKPOINT)
     _report_save(run, reporter, run.checkpoints.wait_for_save())
     check_state_finite(run)
     _report_save(run, reporter, run.checkpoints.save(run.progress))

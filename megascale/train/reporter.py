@@ -59,7 +59,10 @@ class Reporter:
         self._started = time.perf_counter()
 
     def end_step(self, result: StepResult) -> None:
-        self._seconds += time.perf_counter() - self._started
+        seconds = time.perf_counter() - self._started
+        totals = {"loss": result.loss, "grad_norm": result.grad_norm, "loss_tokens": result.loss_tokens}
+        self._recorder.flight.end_step(seconds, totals)
+        self._seconds += seconds
         self._steps += 1
         self._loss_tokens += result.loss_tokens
         self._recorder.resolve_marks()

@@ -21,6 +21,7 @@ from megascale.comm.mesh import Mesh
 from megascale.comm.totals import sum_over_job
 from megascale.config.train import TrainConfig
 from megascale.core.errors import NoLossTokensError
+from megascale.core.flight_layout import Phase
 from megascale.device import Mark
 from megascale.parallel.microbatch import StepBatch
 from megascale.train.finite_check import check_step_finite
@@ -78,10 +79,13 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
             run.optimizer.update_shard(index, clipping, norms, lr, step)
         if index == 0:  # before the all-gather overwrites a bad weight; the device is busy meanwhile
             _work_before_read(run, read_mark)
-            _check_totals(run, read_totals())
+            with recorder.flight.device_wait():
+                totals = read_totals()
+            _check_totals(run, totals)
         run.buffers.start_param_gather(bucket)  # overlaps the next update and the next batch's loading
     recorder.step = 0  # events between steps belong to step 0
-    total, tokens, stops, written, failed, norm, _ = read_totals()
+    with recorder.flight.device_wait():
+        total, tokens, stops, written, failed, norm, _ = read_totals()
     run.progress.step = step
     run.progress.samples += run.config.batch.total
     run.progress.tokens += int(tokens)
@@ -118,7 +122,8 @@ def _work_before_read(run: Run, until: Mark) -> None:
     if recorder.timer.synchronous:
         return
     if step < run.config.train.steps:
-        run.train_loader.prefetch(run.progress.samples + run.config.batch.total)
+        with recorder.flight.phase(Phase.DATA):
+            run.train_loader.prefetch(run.progress.samples + run.config.batch.total)
     while recorder.has_backlog(until):
         run.pipeline.release_sent()
         time.sleep(POLL_INTERVAL_S)
