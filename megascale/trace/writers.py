@@ -15,9 +15,9 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from megascale.core.append_file import AppendFile
 from megascale.core.files import write_text
 from megascale.core.units import format_count, format_duration
-from megascale.trace.append_file import AppendFile
 from megascale.trace.metrics import EvaluationMetrics, MetricsRecord, StepMetrics, as_json, scalars
 
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascale.trace import append_file
-from megascale.trace.append_file import AppendFile
+from megascale.core import append_file
+from megascale.core.append_file import AppendFile
 from megascale.trace.metrics import EvaluationMetrics
 from megascale.trace.outages import Outages
 from megascale.trace.writers import JsonLinesWriter, TensorBoardWriter

@@ -1,0 +1,113 @@
+"""One attempt of a job: where its ranks run, how they end, and what is known about a fault until its verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from megascale.core.flight_record import FlightRecord, FlightRecordError
+from megascale.fault.classify import (
+    Finding,
+    Verdict,
+    classify_ends,
+    classify_hang,
+    classify_lost_node,
+    is_cascade,
+)
+from megascale.fault.messages import RankEnd, RankStatus
+from megascale.fault.roster import Roster, node_by_rank
+from megascale.fault.watch import ProgressWatch
+
+HangVerdict = Callable[[Mapping[int, FlightRecord], Mapping[int, str]], Verdict]
+"""`observe.hang.hang_verdict`: flight records and states of processes, by rank, to a verdict."""
+
+
+@dataclass(frozen=True)
+class LostNode:
+    """A node whose agent is gone or silent. `since`: its last message."""
+
+    node: str
+    reason: str
+    since: float
+
+
+@dataclass
+class Attempt:
+    """`placement`: ranks by node. `ends`: of its ranks, by rank. `lost`: lost nodes, by node. `answered`: nodes that
+    have answered Collect, with `records`, `states` and `stacks` by rank.
+    """
+
+    number: int
+    placement: Mapping[str, tuple[int, ...]]
+    watch: ProgressWatch
+    ends: dict[int, RankEnd] = field(default_factory=dict)
+    lost: dict[str, LostNode] = field(default_factory=dict)
+    stuck: set[str] = field(default_factory=set)
+    answered: set[str] = field(default_factory=set)
+    records: dict[int, FlightRecord] = field(default_factory=dict)
+    states: dict[int, str] = field(default_factory=dict)
+    stacks: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return sum(map(len, self.placement.values()))
+
+    @property
+    def node_of(self) -> dict[int, str]:
+        """The node of each rank."""
+        return node_by_rank(self.placement)
+
+    @property
+    def failed(self) -> bool:
+        """True once a rank has ended out of order, or a node is lost."""
+        return bool(self.lost) or any(not end.in_order for end in self.ends.values())
+
+    @property
+    def has_cause(self) -> bool:
+        """True once a rank has ended out of order on its own account."""
+        return any(not end.in_order and not is_cascade(end) for end in self.ends.values())
+
+    @property
+    def has_left_in_order(self) -> bool:
+        """True once every rank has left the job in order."""
+        return len(self.ends) == self.world and all(end.in_order for end in self.ends.values())
+
+    def is_free(self, node: str) -> bool:
+        """Return True if no rank of this attempt runs on a node any more, or the node is lost."""
+        return node in self.lost or all(rank in self.ends for rank in self.placement.get(node, ()))
+
+    def statuses(self, roster: Roster) -> list[RankStatus]:
+        """Return the last statuses of the ranks that run."""
+        members = [roster.members[node] for node in self.placement if node in roster.members]
+        return [s for member in members for s in member.statuses.values() if s.rank not in self.ends]
+
+    def add_records(self, node: str, records: Mapping[int, dict], states: Mapping[int, str]) -> None:
+        """Take a node's answer to Collect. An unreadable record counts as absent."""
+        self.answered.add(node)
+        self.states.update(states)
+        for rank, values in records.items():
+            try:
+                self.records[rank] = FlightRecord.from_dict(values)
+            except FlightRecordError:
+                continue
+
+    def forget_answers(self) -> None:
+        """Drop the answers to an earlier Collect."""
+        for answers in (self.answered, self.records, self.states, self.stacks):
+            answers.clear()
+
+    def finding(self) -> Finding:
+        """Return what the ends of ranks and the loss of nodes say. A cause that is older than the loss comes first."""
+        causes = [end.time for end in self.ends.values() if not end.in_order and not is_cascade(end)]
+        lost = min(self.lost.values(), key=lambda lost: lost.since, default=None)
+        if lost is not None and not (causes and min(causes) < lost.since):
+            followers = [rank for rank, end in self.ends.items() if not end.in_order]
+            ranks = self.placement.get(lost.node, ())
+            followers += [rank for node in self.lost if node != lost.node for rank in self.placement.get(node, ())]
+            return classify_lost_node(lost.node, lost.reason, lost.since, ranks, followers)
+        return classify_ends(self.ends, self.node_of)
+
+    def hang_finding(self, verdict: Verdict) -> Finding:
+        """Return the finding about a hang of this attempt."""
+        return classify_hang(verdict, self.watch.moved, self.node_of, tuple(self.records), self.stacks)

@@ -1,0 +1,212 @@
+"""What happened: the ends of ranks, lost nodes, or the verdict about a hang, as a class, a culprit and evidence.
+
+The first cause is reported once. A rank that only lost a peer, or that another rank's failure aborted, is a follower;
+so is every rank that the driver stopped itself.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from megascale.core.errors import Exit
+from megascale.core.rank import format_ranks
+from megascale.fault.incidents import Culprit, IncidentClass
+from megascale.fault.messages import RankEnd
+
+CODE_ERRORS = frozenset({
+    "ArithmeticError", "AssertionError", "AttributeError", "ImportError", "IndexError", "KeyError", "LookupError",
+    "ModuleNotFoundError", "NameError", "NotImplementedError", "RecursionError", "SyntaxError", "TypeError",
+    "UnboundLocalError", "UnicodeDecodeError", "ZeroDivisionError",
+})  # fmt: skip
+"""Errors of code, which no other node mends: ByteRobust rolls the code back for them, and evicts no node."""
+
+MEMORY_PATTERNS = frozenset({"linux_oom_kill", "host_oom", "cuda_oom"})
+NODE_PATTERNS = frozenset({"gpu_hardware_fault", "gpu_lost", "gpu_ecc", "disk_failure"})
+STORAGE_PATTERNS = frozenset({"disk_full", "storage_error", "io_error"})
+CASCADE_PATTERNS = frozenset({"nccl_cascade", "nccl_watchdog", "peer_lost"})
+"""Names of `fault.observations`: they say what the output shows, never who is to blame."""
+
+_RAISED = {
+    Exit.CONFIG: "config",
+    Exit.DATA: "data",
+    Exit.CHECKPOINT: "checkpoint",
+    Exit.DO_NOT_REQUEUE: "diverged",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A fault before its verdict. `since`: its time in Unix seconds; `permanent`: a restart would fail in the same way;
+    `memory`: a want of memory; `group_ranks`: ranks of the culprit's group.
+    """
+
+    class_: IncidentClass
+    what: str
+    culprit: Culprit
+    since: float
+    signature: str
+    evidence: tuple[str, ...] = ()
+    hint: str = ""
+    followers: tuple[int, ...] = ()
+    permanent: bool = False
+    memory: bool = False
+
+
+class Verdict(Protocol):
+    """The verdict about a hang (`observe.hang`)."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+    @property
+    def group(self) -> str: ...
+    @property
+    def evidence(self) -> tuple[str, ...]: ...
+    @property
+    def confident(self) -> bool: ...
+
+
+def is_cascade(end: RankEnd) -> bool:
+    """Return True for the end of a rank as a consequence of another end."""
+    aborted = end.status == -signal.SIGABRT and not CASCADE_PATTERNS.isdisjoint(end.patterns)
+    return end.stopped or end.peer_lost or aborted
+
+
+def classify_ends(ends: Mapping[int, RankEnd], node_of: Mapping[int, str]) -> Finding:
+    """Return the finding about the ends of ranks, none of them on a lost node. `node_of`: node by rank."""
+    failed = [end for end in ends.values() if not end.in_order]
+    causes = sorted((end for end in failed if not is_cascade(end)), key=lambda end: (end.time, end.rank))
+    if not causes:
+        return _classify_lost_peers([end for end in failed if not end.stopped], node_of)
+    first = causes[0]
+    same = tuple(sorted(end.rank for end in causes if end.error == first.error and end.status == first.status))
+    ranks = same if first.error else (first.rank,)
+    culprit = Culprit(ranks, _nodes(ranks, node_of))
+    followers = tuple(sorted(end.rank for end in failed if end.rank not in ranks))
+    return _classify_end(first, culprit, followers)
+
+
+def _classify_end(end: RankEnd, culprit: Culprit, followers: tuple[int, ...]) -> Finding:
+    kind = end.error_kind or (f"status {end.status}" if end.status >= 0 else _signal_name(end.status))
+    what, hint = f"{culprit} {_describe_end(end)}", ""
+    patterns = set(end.patterns)
+    class_: IncidentClass = "process" if end.error is None else "software"
+    memory = not patterns.isdisjoint(MEMORY_PATTERNS) or end.error_kind in ("OutOfMemoryError", "MemoryError")
+    permanent = end.error_kind in CODE_ERRORS
+    if permanent:
+        hint = "mend the code: no restart changes this error"
+    if not patterns.isdisjoint(NODE_PATTERNS):
+        class_, permanent = "node", False
+    elif not patterns.isdisjoint(STORAGE_PATTERNS) or end.status == -signal.SIGBUS:
+        class_, hint = "storage", "see the space and the health of the file system; a mapped file may have been cut"
+    raised = _RAISED.get(Exit(end.exit_status)) if end.exit_status in list(Exit) else None
+    if raised == "diverged":
+        class_, permanent, hint = "divergence", True, "see the steps before in metrics.jsonl; resume from a checkpoint"
+    elif raised == "data":
+        class_, permanent, hint = "data", True, "mend the data, then launch the job once more"
+    elif raised == "config":
+        class_, permanent, hint = "software", True, "mend the configuration, then launch the job once more"
+    elif raised == "checkpoint":
+        class_ = "storage"
+    evidence = (*(f"its output shows {name}" for name in sorted(patterns)), *end.last_lines[-1:] * (end.error is None))
+    signature = f"{class_}: {kind} of {format_ranks(culprit.ranks)}" if class_ == "process" else f"{class_}: {kind}"
+    return Finding(
+        class_, what, culprit, end.time, signature, evidence, hint, followers, permanent=permanent, memory=memory
+    )
+
+
+def _describe_end(end: RankEnd) -> str:
+    if end.error:
+        kind = f"{end.error_kind}: " if end.error_kind and not end.error.startswith(end.error_kind) else ""
+        return f"failed: {kind}{end.error.strip().splitlines()[-1]}"
+    if end.status < 0:
+        memory = " for want of memory" if not MEMORY_PATTERNS.isdisjoint(end.patterns) else ""
+        return f"was killed by {_signal_name(end.status)}{memory}"
+    return f"ended with status {end.status} and no error, before the job's end"
+
+
+def _signal_name(status: int) -> str:
+    names = {number.value: number.name for number in signal.Signals}  # real-time signals have no names of their own
+    return names.get(-status, f"signal {-status}")
+
+
+def _classify_lost_peers(ends: Sequence[RankEnd], node_of: Mapping[int, str]) -> Finding:
+    """Return the finding about ranks that only lost peers, while all agents answer: a partial network."""
+    links = Counter(
+        frozenset((node_of[end.rank], node_of[peer]))
+        for end in ends
+        for peer in end.peers
+        if peer in node_of and node_of[peer] != node_of[end.rank]
+    )
+    named = Counter(node for link in links for node in link)
+    most = [node for node, count in named.items() if count == max(named.values())]
+    nodes = tuple(sorted(most if len(most) == 1 else named))
+    ranks = tuple(sorted(end.rank for end in ends))
+    since = min((end.time for end in ends), default=0.0)
+    if not links:
+        what = f"{format_ranks(ranks)} lost a peer, and no rank failed before" if ranks else "the ranks ended"
+        return Finding("unknown", what, Culprit(), since, "unknown: lost peers", _errors(ends), followers=ranks)
+    pairs = "; ".join(" and ".join(sorted(link)) for link, _ in links.most_common(3))
+    what = f"nodes {pairs} do not reach each other, and all reach the driver"
+    hint = "see the links of these nodes: megascale doctor --nodes"
+    signature = f"network: {' '.join(nodes)}"
+    return Finding("network", what, Culprit((), nodes), since, signature, _errors(ends), hint, followers=ranks)
+
+
+def _errors(ends: Sequence[RankEnd]) -> tuple[str, ...]:
+    first = min(ends, key=lambda end: end.time, default=None)
+    return (f"rank {first.rank}: {first.error.splitlines()[0]}",) if first and first.error else ()
+
+
+def classify_lost_node(
+    node: str, reason: str, since: float, ranks: Sequence[int], followers: Sequence[int] = ()
+) -> Finding:
+    """Return the finding about a node that the driver has lost, with all its ranks."""
+    what = f"node {node} was lost: {reason}"
+    return Finding(
+        "node", what, Culprit(tuple(ranks), (node,)), since, f"node: {node}", followers=tuple(sorted(followers))
+    )
+
+
+_HANG_CLASS: Mapping[str, IncidentClass] = {"storage": "storage", "network": "network"}
+
+_HANG_WORDS = {
+    "stopped": "is stopped (SIGSTOP, a debugger or a frozen container)",
+    "spinning": "computes and makes no progress",
+    "storage": "waits for storage",
+    "data": "hangs in its data loader",
+    "collective": "did not join a collective in which others wait",
+    "network": "waits for a message that was sent",
+}
+
+
+def classify_hang(
+    verdict: Verdict, since: float, node_of: Mapping[int, str], waiting: Sequence[int], stacks: Mapping[int, str]
+) -> Finding:
+    """Return the finding about a job without progress. `waiting`: its ranks; `stacks`: by rank, of the culprits."""
+    ranks = tuple(verdict.ranks)
+    culprit = Culprit(ranks, _nodes(ranks, node_of), verdict.group)
+    class_ = _HANG_CLASS.get(verdict.kind, "hang")
+    words = _HANG_WORDS.get(verdict.kind, "makes no progress")
+    what = f"{culprit} {words}" if verdict.confident and ranks else f"the job hangs, and the culprit is among {culprit}"
+    if not ranks:
+        what = "the job hangs, and no rank differs from the others"
+    tops = tuple(f"rank {rank} in {frame}" for rank, stack in stacks.items() if (frame := innermost_frame(stack)))
+    followers = tuple(sorted(set(waiting) - set(ranks)))
+    signature = f"{class_}: {verdict.kind} of {format_ranks(ranks) if ranks else verdict.group}"
+    return Finding(class_, what, culprit, since, signature, (*verdict.evidence, *tops[:2]), followers=followers)
+
+
+def innermost_frame(stack: str) -> str:
+    """Return the innermost frame of a stack by py-spy, "" if it has none."""
+    lines = [line.strip() for line in stack.splitlines() if line.startswith((" ", "\t")) and "(" in line]
+    return lines[0] if lines else ""
+
+
+def _nodes(ranks: Sequence[int], node_of: Mapping[int, str]) -> tuple[str, ...]:
+    return tuple(sorted({node_of[rank] for rank in ranks if rank in node_of}))

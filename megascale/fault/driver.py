@@ -1,0 +1,164 @@
+"""The driver of a job: connects the state machine (`fault.job`) to agents, scheduler, log of incidents and clock.
+
+A driver is a process of its own, started by the supervisor of `megascale launch` (`fault.supervisor`). It may be killed
+at any time: agents go on training, and the supervisor starts another driver, which reads the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+
+from megascale.core.errors import MegascaleError
+from megascale.core.process import stop_signals
+from megascale.fault.commands import Command, Exclude, Finish, Log, Request, Say, Send, StartAgent
+from megascale.fault.incidents import IncidentLog
+from megascale.fault.job import Job
+from megascale.fault.rpc import Disconnected, DriverServer
+from megascale.fault.scheduler.port import Scheduler
+
+TICK_S = 0.2
+"""Seconds between looks at deadlines."""
+
+PAUSE_S = 2.0
+"""A driver that was not scheduled for so long has heard nobody, and takes nobody for lost."""
+
+
+class Clock:
+    """Unix seconds that never go back, whatever is done to the host's clock."""
+
+    def __init__(self) -> None:
+        self._offset = time.time() - time.monotonic()
+
+    def now(self) -> float:
+        """Return the time."""
+        return time.monotonic() + self._offset
+
+
+class Driver:
+    """The driver of `job`. `status`: of the job, once it has ended."""
+
+    def __init__(self, job: Job, server: DriverServer, scheduler: Scheduler, log: IncidentLog, clock: Clock) -> None:
+        self._job = job
+        self._server = server
+        self._scheduler = scheduler
+        self._log = log
+        self._clock = clock
+        self._log_fails = False
+        self._calls: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
+        self.status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def run(self, *, start_agents: bool) -> int:
+        """Drive the job to its end, and return its exit status. `start_agents`: no earlier driver has started them."""
+        loop = asyncio.get_running_loop()
+        for number in stop_signals():
+            loop.add_signal_handler(number, lambda: self.perform(self._job.request_stop(self._clock.now())))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals())
+        self._calls.put_nowait(functools.partial(self._hold_nodes, start_agents))
+        parts: Sequence[Coroutine] = (self._receive(), self._tick(), self._call_scheduler(), self._watch_agents())
+        tasks = [asyncio.ensure_future(part) for part in parts]
+        try:
+            await asyncio.wait([self.status, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    task.result()  # raises what ended it
+            status = await self.status
+            await asyncio.sleep(0)  # agents are told to leave
+            return status
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def perform(self, commands: Sequence[Command]) -> None:
+        """Carry out commands, in order."""
+        for command in commands:
+            match command:
+                case Log():
+                    self._append(command)
+                case Say():
+                    say(command.text)
+                case Send():
+                    self._server.send(command.node, command.message)
+                case Finish():
+                    if not self.status.done():
+                        self.status.set_result(command.status)
+                case _:
+                    self._calls.put_nowait(functools.partial(self._ask_scheduler, command))
+
+    def _append(self, command: Log) -> None:
+        try:
+            self._log.append(command.event)
+        except OSError as error:  # the job is more important than its log, which is written once it can be
+            if not self._log_fails:
+                say(f"WARNING: the log of incidents cannot be written: {error.strerror or error}")
+        self._log_fails = bool(self._log.pending)
+
+    async def _receive(self) -> None:
+        async for node, message in self._server:
+            now = self._clock.now()
+            if isinstance(message, Disconnected):
+                self.perform(self._job.disconnected(node, now))
+            else:
+                self.perform(self._job.receive(node, message, now))
+
+    async def _tick(self) -> None:
+        last = self._clock.now()
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = self._clock.now()
+            if now - last > PAUSE_S:
+                self._job.forgive(now - last)
+            last = now
+            self.perform(self._job.tick(now))
+
+    async def _call_scheduler(self) -> None:
+        while True:
+            call = await self._calls.get()
+            try:
+                await call()
+            except MegascaleError as error:
+                say(str(error))
+
+    async def _ask_scheduler(self, command: Command) -> None:
+        match command:
+            case StartAgent():
+                await self._scheduler.start_agent(command.node)
+            case Exclude():
+                await self._scheduler.exclude(command.node, command.reason, command.until)
+                await self._scheduler.release(command.node)
+            case Request():
+                nodes = await self._scheduler.request(command.count)
+                if len(nodes) < command.count:
+                    say(f"the scheduler gave {len(nodes)} of {command.count} nodes that were asked for")
+                await self._start([node.name for node in nodes])
+
+    async def _hold_nodes(self, start_agents: bool) -> None:
+        names = [node.name for node in await self._scheduler.nodes()]
+        if start_agents:
+            await self._start(names)
+        else:
+            self.perform(self._job.expect(names, self._clock.now()))
+
+    async def _start(self, names: Sequence[str]) -> None:
+        self.perform(self._job.expect(names, self._clock.now()))
+        for name in names:
+            await self._scheduler.start_agent(name)
+
+    async def _watch_agents(self) -> None:
+        while True:
+            end = await self._scheduler.next_end()
+            how = f"killed by signal {-end.status}" if end.status < 0 else f"status {end.status}"
+            more = f": {end.last_lines[-1]}" if end.last_lines else ""
+            self.perform(self._job.agent_ended(end.node, f"its agent ended, {how}{more}", self._clock.now()))
+
+
+def say(text: str) -> None:
+    """Print a line for people, if the terminal is still there."""
+    with contextlib.suppress(OSError):
+        print(f"megascale: {text}", file=sys.stderr, flush=True)

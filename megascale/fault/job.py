@@ -1,0 +1,221 @@
+"""The state machine of a job that survives faults: messages and times in, commands out.
+
+    gather -> open -> run -> (settle | collect) -> stop -> gather -> ...
+    takeover -> run                                                      a new driver; agents went on training
+
+- gather: wait until every place of the job has an idle node; open: rank 0's node opens the job's store
+- run: ranks train; settle: a rank ended or a node is lost, the first cause may be still on its way
+- collect: no rank makes progress, flight records and stacks are on their way; stop: the attempt's ranks are ended
+
+The machine has no clock and no connections, so the driver and a simulation of months run the same code. Whatever must
+outlive the process is in the history, each event of which is logged before it is acted upon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megascale.config.fault import FaultConfig
+from megascale.fault import stages
+from megascale.fault.attempt import Attempt, HangVerdict, LostNode
+from megascale.fault.classify import Verdict
+from megascale.fault.commands import Command, Log, Say, Send, StartAgent
+from megascale.fault.incidents import Incident, JobHistory
+from megascale.fault.messages import (
+    AgentMessage,
+    Heartbeat,
+    Hello,
+    Leave,
+    RanksEnded,
+    Records,
+    Stacks,
+    Stop,
+    StoreOpened,
+    Welcome,
+)
+from megascale.fault.roster import Roster
+from megascale.fault.stages import JOIN_S, Stage
+
+START_S = 5.0
+"""Seconds after an order to start ranks in which a heartbeat without ranks may be older than the order."""
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """What the job runs. `run`: its name; `arguments`: of its ranks; `logs`: folder of the ranks' logs; `takeover`: an
+    earlier driver of this launch may have left an attempt running; `requestable`, `revivable`: see `Reserve`.
+    """
+
+    run: str
+    nodes: int
+    world: int
+    arguments: tuple[str, ...]
+    logs: str
+    takeover: bool = False
+    requestable: bool = False
+    revivable: bool = True
+
+
+class Job:
+    """A job. Every event returns the commands to carry out, in order; times are Unix seconds and never go back.
+
+    `places`: the nodes that ranks fill, in order, None where a node is wanted; `pending`: the incident whose action
+    follows the end of the attempt; `deadline`: of the present stage; `next_look`: time of the next look for a hang.
+    """
+
+    def __init__(
+        self, plan: JobPlan, settings: FaultConfig, history: JobHistory, hang_verdict: HangVerdict, now: float
+    ) -> None:
+        self.plan = plan
+        self.settings = settings
+        self.history = history
+        self.hang_verdict = hang_verdict
+        self.roster = Roster(node for node, until in history.excluded.items() if until > now)
+        self.places: list[str | None] = [None] * plan.nodes
+        self.attempt: Attempt | None = None
+        self.stage = Stage.GATHER
+        self.deadline = now + JOIN_S
+        self.pending: Incident | None = None
+        self.verdict: Verdict | None = None
+        self.waiting_since: float | None = None
+        self.stop_requests = 0
+        self.next_look = 0.0
+        self.commands: list[Command] = []
+        if plan.takeover:
+            stages.begin_takeover(self, now)
+
+    # events
+
+    def expect(self, names: Sequence[str], now: float) -> list[Command]:
+        """The scheduler holds these nodes for the job."""
+        self.roster.expect([name for name in names if name not in self.roster.excluded])
+        return self._advance(now)
+
+    def receive(self, node: str, message: AgentMessage, now: float) -> list[Command]:
+        """An agent sent a message."""
+        if isinstance(message, Hello):
+            self._join(message, now)
+        elif (member := self.roster.members.get(node)) is not None:
+            member.heard, member.connected = now, True
+            self._take(node, message, now)
+        return self._advance(now)
+
+    def disconnected(self, node: str, now: float) -> list[Command]:
+        """The connection of an agent was lost; the agent may connect again."""
+        if node in self.roster.members:
+            self.roster.members[node].connected = False
+        return self._advance(now)
+
+    def agent_ended(self, node: str, reason: str, now: float) -> list[Command]:
+        """The process of a node's agent has ended, and its ranks with it."""
+        if node not in self.roster.members:
+            self.do(Say(f"the agent of {node} ended before it joined: {reason}"))
+        self.lose(node, reason, now, since=now)
+        return self._advance(now)
+
+    def tick(self, now: float) -> list[Command]:
+        """Time has passed."""
+        for node in self.roster.silent(now, self.settings.node_lost_s):
+            self.lose(node, f"no heartbeat for {now - self.roster.members[node].heard:.1f} s", now)
+        return self._advance(now)
+
+    def forgive(self, seconds: float) -> None:
+        """The driver heard nobody for so long, through no fault of the nodes."""
+        for member in self.roster.members.values():
+            member.heard += seconds
+        if self.attempt is not None:
+            self.attempt.watch.moved += seconds
+
+    def request_stop(self, now: float) -> list[Command]:
+        """Stop the job: the first request lets the ranks finish their step and save, the second kills them."""
+        self.stop_requests += 1
+        stages.take_stop_request(self, now)
+        return self._advance(now)
+
+    # what stages use
+
+    def do(self, *commands: Command) -> None:
+        """Add commands."""
+        self.commands += commands
+
+    def log(self, event: Mapping[str, Any]) -> None:
+        """Apply an event to the history, and log it."""
+        self.history.apply(event)
+        self.do(Log(event))
+
+    def enter(self, stage: Stage, deadline: float) -> None:
+        """Enter a stage."""
+        self.stage, self.deadline = stage, deadline
+
+    def lose(self, node: str, reason: str, now: float, since: float | None = None) -> None:
+        """Take a node for lost, with the ranks on it. `since`: time of the loss, by default of the last message."""
+        member = self.roster.members.get(node)
+        if member is None:
+            return
+        self.roster.lose(node)
+        if self._runs_ranks(node):
+            assert self.attempt is not None
+            self.attempt.lost[node] = LostNode(node, reason, min(member.heard, now) if since is None else since)
+        elif self.stage != Stage.DONE:
+            self.do(Say(f"idle node {node} was lost: {reason}"))
+            self.do(*([StartAgent(node)] if self.plan.revivable and node not in self.roster.excluded else []))
+
+    def _runs_ranks(self, node: str) -> bool:
+        """Return True if ranks of the attempt should run on a node."""
+        attempt = self.attempt
+        started = self.stage not in (Stage.GATHER, Stage.DONE)
+        return started and attempt is not None and node in attempt.placement and not attempt.is_free(node)
+
+    def _join(self, hello: Hello, now: float) -> None:
+        if hello.node in self.roster.excluded:
+            self.do(Send(hello.node, Leave(f"node {hello.node} was replaced")))
+            return
+        settings = self.settings
+        times = settings.heartbeat_s, settings.poll_s, settings.agent_grace_s, settings.stop_grace_s
+        self.do(Send(hello.node, Welcome(*times)))
+        heard = self.roster.members[hello.node].heard if hello.node in self.roster.members else now
+        self.roster.join(hello, now)
+        current = self.attempt.number if self.attempt is not None else None
+        if hello.attempt is not None and hello.attempt != current:
+            self.do(Send(hello.node, Stop(hello.attempt, 0.0)))
+        if hello.attempt != current and self.stage not in (Stage.TAKEOVER, Stage.OPEN) and self._runs_ranks(hello.node):
+            assert self.attempt is not None
+            self.attempt.lost[hello.node] = LostNode(hello.node, "its agent was started once more", heard)
+
+    def _take(self, node: str, message: AgentMessage, now: float) -> None:
+        """Take a message of a joined node into the state."""
+        attempt, member = self.attempt, self.roster.members[node]
+        current = attempt is not None and getattr(message, "attempt", None) == attempt.number
+        if isinstance(message, Heartbeat):
+            if message.ranks or now - member.started > START_S:
+                member.attempt = message.attempt if message.ranks else None
+            member.statuses = {status.rank: status for status in message.ranks}
+        if attempt is not None and current:
+            self._take_of_attempt(attempt, node, message, now)
+        if isinstance(message, RanksEnded) and (attempt is None or not current or attempt.is_free(node)):
+            member.attempt = None
+
+    def _take_of_attempt(self, attempt: Attempt, node: str, message: AgentMessage, now: float) -> None:
+        match message:
+            case Heartbeat():
+                attempt.watch.beat(message.ranks, now)
+            case RanksEnded():
+                attempt.ends.update({end.rank: end for end in message.ends})
+                attempt.stuck |= {node} if message.stuck else set()
+            case StoreOpened():
+                stages.start_ranks(self, message.address, now)
+            case Records():
+                attempt.add_records(node, message.records, message.states)
+            case Stacks():
+                attempt.stacks.update(message.stacks)
+
+    def _advance(self, now: float) -> list[Command]:
+        """Let the stages act until nothing changes, and return the commands since the last event."""
+        before = None
+        while before != (self.stage, self.deadline):
+            before = (self.stage, self.deadline)
+            stages.ACT[self.stage](self, now)
+        commands, self.commands = self.commands, []
+        return commands

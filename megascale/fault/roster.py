@@ -1,0 +1,81 @@
+"""The nodes of a job: joined, lost, excluded, in use by the present attempt, or idle as spares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megascale.fault.messages import Hello, RankStatus
+
+
+@dataclass
+class Member:
+    """A node whose agent has joined.
+
+    `heard`: time of its last message; `started`: of the last order to start ranks. `attempt`: the attempt of its ranks,
+    None for an idle node; `statuses`: of its ranks, by rank.
+    """
+
+    hello: Hello
+    heard: float
+    started: float = 0.0
+    connected: bool = True
+    attempt: int | None = None
+    statuses: dict[int, RankStatus] = field(default_factory=dict)
+
+
+class Roster:
+    """Nodes by name. `order`: names in which ranks fill nodes, as the scheduler gives them."""
+
+    def __init__(self, excluded: Iterable[str] = ()) -> None:
+        self.members: dict[str, Member] = {}
+        self.order: list[str] = []
+        self.excluded = set(excluded)
+
+    def expect(self, names: Sequence[str]) -> None:
+        """Add nodes that the job holds; their agents may join."""
+        self.order += [name for name in names if name not in self.order]
+
+    def join(self, hello: Hello, now: float) -> Member:
+        """Add or renew a node."""
+        member = Member(hello, now, attempt=hello.attempt if hello.ranks else None)
+        self.members[hello.node] = member
+        self.expect([hello.node])
+        return member
+
+    def lose(self, node: str) -> None:
+        """Forget a node until its agent joins again."""
+        self.members.pop(node, None)
+
+    def exclude(self, node: str) -> None:
+        """Forget a node for good."""
+        self.lose(node)
+        self.excluded.add(node)
+        self.order = [name for name in self.order if name != node]
+
+    def spares(self, used: Iterable[str]) -> list[str]:
+        """Return idle connected nodes, in order."""
+        taken = self.excluded.union(used)
+        return [name for name in self.order if name not in taken and self.is_idle(name)]
+
+    def is_idle(self, node: str) -> bool:
+        """Return True for a connected node without ranks."""
+        member = self.members.get(node)
+        return member is not None and member.connected and member.attempt is None and not member.hello.observer
+
+    def silent(self, now: float, limit_s: float) -> list[str]:
+        """Return nodes that have sent nothing for longer than a limit."""
+        return [name for name, member in self.members.items() if now - member.heard > limit_s]
+
+
+def place_ranks(nodes: Sequence[str], world: int) -> dict[str, tuple[int, ...]]:
+    """Return the ranks of each node, which fill the nodes in order. Raises: ValueError if they do not divide"""
+    if not nodes or world % len(nodes):
+        raise ValueError(f"{world} ranks on {len(nodes)} nodes")
+    each = world // len(nodes)
+    return {node: tuple(range(place * each, (place + 1) * each)) for place, node in enumerate(nodes)}
+
+
+def node_by_rank(placement: Mapping[str, Sequence[int]]) -> dict[int, str]:
+    """Return the node of each rank."""
+    return {rank: node for node, ranks in placement.items() for rank in ranks}

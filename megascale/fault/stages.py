@@ -1,0 +1,297 @@
+"""The stages of a job (`fault.job`): each function acts on the job when something has changed, or time has passed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from megascale.core.errors import Exit
+from megascale.fault import verdicts
+from megascale.fault.attempt import Attempt
+from megascale.fault.commands import Exclude, Finish, Request, Say, Send, StartAgent
+from megascale.fault.messages import Collect, Leave, OpenStore, Start, Stop
+from megascale.fault.roster import place_ranks
+from megascale.fault.watch import ProgressWatch
+
+if TYPE_CHECKING:
+    from megascale.fault.job import Job
+
+SETTLE_S = 0.5
+"""Seconds after a failure in which an earlier failure may become known."""
+
+RECONNECT_S = 2.0
+"""Seconds that an agent whose ranks other ranks have lost has to connect again."""
+
+REJOIN_S = 8.0
+"""Seconds that a new driver waits for the agents of a running attempt."""
+
+JOIN_S = 60.0
+"""Seconds that an agent has to start and join."""
+
+OPEN_S = 20.0
+"""Seconds that rank 0's node has to open the job's store."""
+
+KILL_S = 10.0
+"""Seconds beyond their grace in which a node must end its ranks."""
+
+MOST_STACKS = 4
+"""Most culprits whose stacks are collected."""
+
+
+class Stage(StrEnum):
+    """What the job does now."""
+
+    TAKEOVER = "takeover"
+    GATHER = "gather"
+    OPEN = "open"
+    RUN = "run"
+    SETTLE = "settle"
+    COLLECT = "collect"
+    STOP = "stop"
+    DONE = "done"
+
+
+def begin_takeover(job: Job, now: float) -> None:
+    """Take over from a driver that died: its attempt may still run, or its last decision may wait to be carried out."""
+    history = job.history
+    if not history.nodes:
+        return
+    job.places = [*history.nodes]
+    job.attempt = Attempt(history.attempt, place_ranks(history.nodes, job.plan.world), ProgressWatch(job.settings, now))
+    job.pending = verdicts.undone_decision(history)
+    job.enter(Stage.TAKEOVER, now + REJOIN_S)
+
+
+def takeover(job: Job, now: float) -> None:
+    """Wait for the agents of the attempt; go on if all of them run it, else end it and start another."""
+    attempt = _attempt(job)
+    joined = [node for node in attempt.placement if node in job.roster.members]
+    if len(joined) == len(attempt.placement):
+        job.deadline = min(job.deadline, now + SETTLE_S)  # what has ended since follows each Hello
+    if now < job.deadline:
+        return
+    for node in set(attempt.placement).difference(joined):
+        attempt.lost[node] = verdicts.never_joined(node, now)
+    running = [node for node in joined if job.roster.members[node].attempt == attempt.number or attempt.is_free(node)]
+    job.do(
+        Say(f"a new driver takes over: {len(running)} of {len(attempt.placement)} nodes run attempt {attempt.number}")
+    )
+    if job.pending is None and len(running) == len(attempt.placement):
+        job.enter(Stage.RUN, math.inf)
+    elif job.pending is None and attempt.lost:
+        job.enter(Stage.SETTLE, now)
+    else:
+        stop_attempt(job, now, job.settings.end_grace_s)
+
+
+def gather(job: Job, now: float) -> None:
+    """Fill every place with an idle node, then begin an attempt."""
+    roster = job.roster
+    first = [name for name in roster.order if name not in roster.excluded][: job.plan.nodes]
+    if job.history.attempt < 0 and job.places.count(None) == len(job.places):
+        if len(first) == len(job.places) and all(map(roster.is_idle, first)):
+            job.places = [*first]  # else a node that joins late would be a spare, and the ranks out of order
+        elif now < job.deadline:
+            return
+    idle = roster.spares(node for node in job.places if node)
+    job.places = [node or (idle.pop(0) if idle else None) for node in job.places]
+    if all(node and roster.is_idle(node) for node in job.places):
+        begin_attempt(job, now)
+    elif now >= job.deadline:
+        missing = next((node for node in job.places if node and not roster.is_idle(node)), None)
+        job.attempt = None
+        verdicts.conclude(job, verdicts.missing_node(missing, now), now)
+
+
+def begin_attempt(job: Job, now: float) -> None:
+    """Begin an attempt: rank 0's node opens the job's store."""
+    nodes = [node for node in job.places if node]
+    number = job.history.attempt + 1
+    job.log({"event": "attempt", "time": now, "attempt": number, "nodes": nodes, "world": job.plan.world})
+    placement = place_ranks(nodes, job.plan.world)
+    job.attempt = Attempt(number, placement, ProgressWatch(job.settings, now))
+    spares = job.roster.spares(nodes)
+    more = f"; spare: {', '.join(spares)}" if spares else ""
+    job.do(Say(f"attempt {number}: {job.plan.world} ranks on {', '.join(nodes)}{more}"))
+    job.do(Send(nodes[0], OpenStore(number, reachable=len(nodes) > 1)))
+    job.enter(Stage.OPEN, now + OPEN_S)
+
+
+def open_store(job: Job, now: float) -> None:
+    """Wait for the store; `start_ranks` follows."""
+    attempt = _attempt(job)
+    if now >= job.deadline:
+        job.lose(next(iter(attempt.placement)), f"it did not open the job's store within {OPEN_S:.0f} s", now)
+    if attempt.lost:
+        job.enter(Stage.SETTLE, now)
+
+
+def start_ranks(job: Job, store: str, now: float) -> None:
+    """Start all ranks of the attempt, whose store listens."""
+    attempt = _attempt(job)
+    if job.stage != Stage.OPEN:
+        return
+    plan, logs = job.plan, f"{job.plan.logs}/attempt-{attempt.number}"
+    for node, ranks in attempt.placement.items():
+        member = job.roster.members[node]
+        member.attempt, member.started = attempt.number, now
+        job.do(Send(node, Start(attempt.number, plan.run, plan.world, ranks, store, plan.arguments, logs, {})))
+    attempt.watch = ProgressWatch(job.settings, now)
+    job.enter(Stage.RUN, math.inf)
+
+
+def run(job: Job, now: float) -> None:
+    """Watch the ranks: their end, a failure, a hang, and the first step after an incident."""
+    attempt = _attempt(job)
+    if attempt.has_left_in_order:
+        finish(job, max(end.status for end in attempt.ends.values()), now)
+    elif attempt.failed:
+        job.enter(Stage.SETTLE, math.inf)
+    elif now >= job.next_look and attempt.watch.hangs(attempt.statuses(job.roster), now):
+        attempt.forget_answers()
+        job.verdict = None
+        job.do(*(Send(node, Collect(attempt.number)) for node in attempt.placement))
+        job.enter(Stage.COLLECT, now + job.settings.evidence_s)
+    else:
+        verdicts.note_progress(job, now)
+
+
+def settle(job: Job, now: float) -> None:
+    """Wait for the first cause of a failure: ranks that lost a peer may end before the lost peer is known."""
+    attempt, settings = _attempt(job), job.settings
+    if attempt.has_cause or attempt.lost:
+        limit = now + SETTLE_S
+    else:
+        limit = now + settings.node_lost_s + settings.heartbeat_s
+        for node in attempt.placement:
+            member = job.roster.members.get(node)
+            if member and not member.connected and now - member.heard > RECONNECT_S:
+                job.lose(node, "its connection was lost, and its ranks were lost by others", now)
+                limit = now + SETTLE_S
+    job.deadline = min(job.deadline, limit)
+    if now >= job.deadline:
+        verdicts.conclude(job, attempt.finding(), now)
+
+
+def collect(job: Job, now: float) -> None:
+    """Wait for the flight records, reach a verdict, then wait for the culprits' stacks."""
+    attempt, settings = _attempt(job), job.settings
+    if attempt.failed:
+        job.enter(Stage.SETTLE, math.inf)
+    elif attempt.watch.idle_s(now) < settings.hang_s:
+        job.enter(Stage.RUN, math.inf)
+    elif verdicts.has_silent_node(job, now):
+        return  # a lost node explains it all: `tick` decides
+    elif job.verdict is None:
+        if now < job.deadline and len(attempt.answered) < len(attempt.placement):
+            return
+        job.verdict = job.hang_verdict(attempt.records, attempt.states)
+        if verdicts.waits_for_network(job, now):
+            job.next_look = now + settings.heartbeat_s
+            job.enter(Stage.RUN, math.inf)
+            return
+        culprits = [rank for rank in job.verdict.ranks if rank in attempt.node_of][:MOST_STACKS]
+        for node in {attempt.node_of[rank] for rank in culprits} if settings.stacks else ():
+            ranks = tuple(rank for rank in culprits if attempt.node_of[rank] == node)
+            job.do(Send(node, Collect(attempt.number, stacks=True, ranks=ranks)))
+        job.deadline = now + (settings.evidence_s / 2 if settings.stacks and culprits else 0.0)
+    elif now >= job.deadline or attempt.stacks.keys() >= set(job.verdict.ranks[:MOST_STACKS]):
+        verdicts.conclude(job, attempt.hang_finding(job.verdict), now)
+
+
+def stop_attempt(job: Job, now: float, grace_s: float, *, save: bool = False) -> None:
+    """End the ranks of the attempt. `save`: they may finish their step and save."""
+    attempt = job.attempt
+    for node in attempt.placement if attempt is not None else ():
+        if attempt is not None and node in job.roster.members and not attempt.is_free(node):
+            job.do(Send(node, Stop(attempt.number, grace_s, save)))
+    job.enter(Stage.STOP, now + grace_s + KILL_S)
+
+
+def stop(job: Job, now: float) -> None:
+    """Wait until no rank of the attempt runs, then carry out the decision. A node whose ranks do not end is lost."""
+    attempt = job.attempt
+    members = job.roster.members
+    running = [node for node in attempt.placement if not attempt.is_free(node)] if attempt is not None else []
+    running = [node for node in running if node in members and members[node].attempt is not None]
+    late = running if now >= job.deadline else [node for node in running if attempt and node in attempt.stuck]
+    for node in late:
+        reason = "its ranks cannot be ended"
+        job.lose(node, reason, now)
+        exclude(job, node, reason, now)
+    if set(running) <= set(late):
+        carry_out(job, now)
+
+
+def carry_out(job: Job, now: float) -> None:
+    """Carry out the decision about the last incident, or the user's request to stop."""
+    attempt, incident = job.attempt, job.pending
+    job.pending = None
+    if job.stop_requests:
+        ends = attempt.ends.values() if attempt is not None else ()
+        finish(job, Exit.OK if ends and all(end.in_order and end.status == 0 for end in ends) else Exit.STOPPED, now)
+        return
+    if incident is not None and incident.action.kind == "stop":
+        finish(job, incident.action.status, now)
+        return
+    action = incident.action if incident is not None else None
+    if action is not None and action.kind in ("replace", "replace_group"):
+        for node in action.nodes:
+            exclude(job, node, incident.what if incident else "", now)
+    wanted = job.places.count(None) - len(job.roster.spares(node for node in job.places if node))
+    if wanted > 0:
+        job.do(Request(wanted))
+    lost = [node for node in job.places if node and node not in job.roster.members]
+    job.do(*(StartAgent(node) for node in lost))
+    job.enter(Stage.GATHER, now + max(JOIN_S, action.wait_s if action else 0.0))
+
+
+def exclude(job: Job, node: str, reason: str, now: float) -> None:
+    """Take a node out of the job."""
+    until = now + job.settings.exclude_s
+    if node in job.roster.members:
+        job.do(Send(node, Leave(f"node {node} is replaced: {reason}")))
+    job.roster.exclude(node)
+    job.places = [None if place == node else place for place in job.places]
+    job.log({"event": "excluded", "time": now, "node": node, "reason": reason, "until": until})
+    job.do(Exclude(node, reason, until))
+
+
+def take_stop_request(job: Job, now: float) -> None:
+    """End the job at its user's request."""
+    if job.stage in (Stage.GATHER, Stage.OPEN):
+        finish(job, Exit.STOPPED, now)
+    elif job.stage != Stage.DONE:
+        grace = job.settings.stop_grace_s if job.stop_requests == 1 else 0.0
+        job.do(Say("stopping: the ranks finish their step and save" if grace else "stopping at once"))
+        stop_attempt(job, now, grace, save=job.stop_requests == 1)
+
+
+def finish(job: Job, status: int, now: float) -> None:
+    """End the job with an exit status; all agents leave."""
+    job.log({"event": "ended", "time": now, "status": int(status), "step": verdicts.completed_step(job)})
+    job.do(*(Send(node, Leave("the job has ended")) for node in job.roster.members), Finish(int(status)))
+    job.enter(Stage.DONE, math.inf)
+
+
+def done(job: Job, now: float) -> None:
+    """Nothing follows."""
+
+
+def _attempt(job: Job) -> Attempt:
+    assert job.attempt is not None  # in every stage after `gather`
+    return job.attempt
+
+
+ACT: Mapping[Stage, Callable[[Job, float], None]] = {
+    Stage.TAKEOVER: takeover,
+    Stage.GATHER: gather,
+    Stage.OPEN: open_store,
+    Stage.RUN: run,
+    Stage.SETTLE: settle,
+    Stage.COLLECT: collect,
+    Stage.STOP: stop,
+    Stage.DONE: done,
+}

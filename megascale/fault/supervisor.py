@@ -1,0 +1,150 @@
+"""The supervisor: the process of `megascale launch`, parent of the driver and, through a scheduler, of all agents.
+
+It decides nothing. It holds what must outlive a driver: the lock of the run's folder, the driver's port, the job's
+secret and the agents. A driver that dies is started again; stop signals are passed on; rank 0's output is shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megascale.core.errors import Exit
+from megascale.core.process import die_with_parent, stop_signals
+from megascale.core.secret import DESCRIPTOR_VARIABLE, new_secret, secret_descriptor
+from megascale.fault.driver import say
+from megascale.fault.incidents import LOG_FILE, JobHistory, read_history
+from megascale.fault.output import follow_rank_0
+from megascale.fault.rpc import reserve_port
+from megascale.fault.scheduler.adapters import ADAPTERS
+from megascale.fault.scheduler.port import AgentLaunch, Scheduler
+from megascale.fault.scheduler.remote import serve
+
+CRASHES, CRASHES_S = 5, 60.0
+"""Deaths of drivers within so many seconds after which the job is given up."""
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """What `megascale launch` starts. `arguments`: of the driver's subcommand; `folder`: of the run."""
+
+    folder: Path
+    arguments: tuple[str, ...]
+    nodes: int
+    scheduler: str
+
+
+@dataclass
+class _Signals:
+    """Stop signals so far, each passed on to the driver. They are blocked in a new driver until it handles them."""
+
+    driver: subprocess.Popen | None = None
+    received: list[int] = field(default_factory=list)
+
+    def receive(self, number: int) -> None:
+        self.received.append(number)
+        self.pass_on()
+
+    def pass_on(self) -> None:
+        if self.driver is not None and self.driver.poll() is None:
+            self.driver.send_signal(signal.SIGTERM)
+
+
+async def supervise(plan: LaunchPlan) -> int:
+    """Run a job to its end, through the deaths of drivers, and return its exit status. The caller holds the lock of the
+    run's folder.
+
+    Raises: SchedulerError, MegascaleError for an unreadable log
+    """
+    adapter = ADAPTERS[plan.scheduler]
+    before = read_history(plan.folder / LOG_FILE)
+    secret, host = new_secret(), adapter.driver_host()
+    signals, loop = _Signals(), asyncio.get_running_loop()
+    for number in stop_signals():
+        loop.add_signal_handler(number, signals.receive, number)
+    with reserve_port(host) as reserved, secret_descriptor(secret) as descriptor:
+        address = f"{host}:{reserved.getsockname()[1]}"
+        scheduler = adapter.open(plan.nodes, AgentLaunch(address, secret, plan.folder / "logs"))
+        output = asyncio.ensure_future(follow_rank_0(plan.folder / "logs", before.attempt + 1, sys.stdout))
+        try:
+            arguments = (*plan.arguments, "--listen", address)
+            history = await _keep_driver(plan.folder / LOG_FILE, arguments, descriptor, scheduler, signals)
+        finally:
+            await scheduler.stop(requeue=False)
+            output.cancel()
+            await asyncio.gather(output, return_exceptions=True)
+    if history.ended == Exit.STOPPED and signals.received[:1] == [signal.SIGINT] and not history.step:
+        return Exit.INTERRUPTED
+    return Exit.UNCLASSIFIED if history.ended is None else history.ended
+
+
+async def _keep_driver(
+    log: Path, arguments: Sequence[str], secret: int, scheduler: Scheduler, signals: _Signals
+) -> JobHistory:
+    """Keep a driver alive until the job has ended, and return what the log says then."""
+    deaths: deque[float] = deque(maxlen=CRASHES)
+    role = "--first"
+    while True:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            driver = _start_driver([*arguments, role], theirs.fileno(), secret)
+        serving = asyncio.ensure_future(serve(scheduler, ours))
+        signals.driver = driver
+        if signals.received:
+            signals.pass_on()
+        status = await _end_of(driver)
+        await serving  # the driver has hung up
+        history = read_history(log)
+        if history.ended is not None and history.drivers:
+            return history
+        deaths.append(time.monotonic())
+        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        if len(deaths) == CRASHES and deaths[-1] - deaths[0] < CRASHES_S:
+            say(f"the driver {how}, {CRASHES} times in a row: giving up")
+            return history
+        say(f"the driver {how}; a new one takes over, and the ranks go on")
+        role = "--takeover" if history.drivers else "--first"
+
+
+def _start_driver(arguments: Sequence[str], scheduler: int, secret: int) -> subprocess.Popen:
+    """Start a driver, with stop signals blocked."""
+    parent = os.getpid()
+
+    def prepare() -> None:
+        die_with_parent(parent)
+        signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
+
+    return subprocess.Popen(
+        [sys.executable, "-m", "megascale", "driver", *arguments, "--scheduler-descriptor", str(scheduler)],
+        env=os.environ | {DESCRIPTOR_VARIABLE: str(secret)},
+        stdin=subprocess.DEVNULL,
+        pass_fds=[scheduler, secret],
+        start_new_session=True,  # Ctrl-C reaches the supervisor alone
+        preexec_fn=prepare,  # noqa: PLW1509  calls of the kernel, no lock
+    )
+
+
+async def _end_of(process: subprocess.Popen) -> int:
+    """Wait for the end of a child process, without a thread."""
+    ended, loop = asyncio.Event(), asyncio.get_running_loop()
+    descriptor = os.pidfd_open(process.pid)
+    try:
+        loop.add_reader(descriptor, ended.set)
+        await ended.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+        with contextlib.suppress(ProcessLookupError):
+            if process.poll() is None:
+                process.kill()
+    return process.wait()

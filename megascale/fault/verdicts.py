@@ -1,0 +1,116 @@
+"""Verdicts of a job (`fault.job`): from a finding to an incident with its action, and to the first step after it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megascale.fault import stages
+from megascale.fault.attempt import LostNode
+from megascale.fault.classify import Finding, classify_lost_node
+from megascale.fault.commands import Say
+from megascale.fault.incidents import Action, Culprit, Incident, JobHistory, describe, describe_recovery
+from megascale.fault.policy import RESTARTS, Reserve, decide
+
+if TYPE_CHECKING:
+    from megascale.fault.job import Job
+
+
+def conclude(job: Job, finding: Finding, now: float) -> None:
+    """Reach the verdict about a fault: log and print the incident, and end the attempt."""
+    reserve = Reserve(
+        len(job.roster.spares(node for node in job.places if node)), job.plan.requestable, job.plan.revivable
+    )
+    step = completed_step(job)
+    action = decide(finding, step, now, list(job.history.incidents.values()), job.settings, reserve)
+    job.pending = record(job, finding, action, now)
+    stages.stop_attempt(job, now, job.settings.end_grace_s)
+
+
+def record(job: Job, finding: Finding, action: Action, now: float) -> Incident:
+    """Log and print an incident."""
+    incident = Incident(
+        job.history.next_id(),
+        finding.class_,
+        finding.what,
+        finding.culprit,
+        finding.evidence,
+        finding.hint,
+        finding.signature,
+        job.history.attempt,
+        completed_step(job),
+        min(finding.since, now) or now,
+        now,
+        finding.followers,
+        action,
+    )
+    job.log({"event": "incident", "time": now, "incident": incident.to_dict()})
+    job.do(Say(describe(incident)))
+    return incident
+
+
+def completed_step(job: Job) -> int:
+    """Return the last completed step: in the present attempt, or before it if this one has not trained yet."""
+    if job.attempt is None or not job.attempt.watch.step:
+        return job.history.step
+    return job.attempt.watch.step - 1
+
+
+def note_progress(job: Job, now: float) -> None:
+    """Log the recovery from incidents once the attempt has completed a step, and the end of a wait for the network."""
+    assert job.attempt is not None
+    watch = job.attempt.watch
+    if job.waiting_since is not None and watch.idle_s(now) < job.settings.hang_s:
+        waited = [i.id for i in job.history.incidents.values() if i.action.kind == "wait" and i.recovered is None]
+        step = completed_step(job)
+        job.log({"event": "recovered", "time": now, "incidents": waited, "resumed_step": step, "steps_lost": 0})
+        job.do(Say("training continues: the network is back, nothing was restarted"))
+        job.waiting_since = None
+    awaiting = job.history.open
+    if not awaiting or not watch.has_new_step:
+        return
+    resumed = watch.first_step - 1
+    lost = max(0, max(incident.step for incident in awaiting) - resumed)
+    ids = [incident.id for incident in awaiting]
+    job.log({"event": "recovered", "time": now, "incidents": ids, "resumed_step": resumed, "steps_lost": lost})
+    job.do(*(Say(describe_recovery(job.history.incidents[id_])) for id_ in ids))
+
+
+def undone_decision(history: JobHistory) -> Incident | None:
+    """Return the last incident if no attempt has followed its decision."""
+    last = history.incidents.get(max(history.incidents, default=0))
+    if last is None or last.attempt != history.attempt or last.action.kind not in (*RESTARTS, "stop"):
+        return None
+    return last
+
+
+def has_silent_node(job: Job, now: float) -> bool:
+    """Return True if a node of the attempt has missed two heartbeats."""
+    assert job.attempt is not None
+    limit = 2 * job.settings.heartbeat_s
+    members = [job.roster.members.get(node) for node in job.attempt.placement]
+    return any(member is None or not member.connected or now - member.heard > limit for member in members)
+
+
+def waits_for_network(job: Job, now: float) -> bool:
+    """Return True while a network in doubt has time to recover: links that flap heal without a restart."""
+    assert job.attempt is not None
+    verdict, wait = job.verdict, job.settings.flap_s
+    if verdict is None or verdict.kind != "network":
+        return False
+    if job.waiting_since is None:
+        job.waiting_since = now
+        reason = f"network, waiting up to {wait:g} s for a link that flaps"
+        record(job, job.attempt.hang_finding(verdict), Action("wait", reason, wait_s=wait), now)
+    return now - job.waiting_since < wait
+
+
+def never_joined(node: str, now: float) -> LostNode:
+    """Return the loss of a node that has not joined a new driver."""
+    return LostNode(node, f"its agent has not joined the new driver within {stages.REJOIN_S:.0f} s", now)
+
+
+def missing_node(node: str | None, now: float) -> Finding:
+    """Return the finding about a node that did not join in time; None: no node came for a place of the job."""
+    if node is None:
+        return Finding("node", "no node came for the place of a lost one", Culprit(), now, "node: missing")
+    return classify_lost_node(node, "its agent did not join in time", now, ())

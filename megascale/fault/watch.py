@@ -1,0 +1,65 @@
+"""Progress of an attempt: its steps, and a hang as the absence of progress on every rank for too long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megascale.config.fault import FaultConfig
+from megascale.core.flight_layout import Phase
+from megascale.fault.messages import RankStatus
+
+STOPPED_STATES = ("T", "t")
+"""Letters of /proc/PID/stat: stopped by a signal, or by a debugger."""
+
+_STARTING = (Phase.IMPORT, Phase.RENDEZVOUS, Phase.GROUPS, Phase.BUILD, Phase.LOAD)
+
+
+class ProgressWatch:
+    """What the heartbeats of an attempt say of its progress, at constant cost for each rank's status.
+
+    `step`: the current step, from 1, or 0 before the first; `first_step`: the first of this attempt; `moved`: time of
+    the last progress of any rank.
+    """
+
+    def __init__(self, settings: FaultConfig, now: float) -> None:
+        self._settings = settings
+        self.moved = now
+        self.step = self.first_step = 0
+
+    @property
+    def has_new_step(self) -> bool:
+        """True once a step of this attempt has been completed."""
+        return 0 < self.first_step < self.step
+
+    def beat(self, statuses: Iterable[RankStatus], now: float) -> None:
+        """Take the statuses of a node's ranks, which a heartbeat at `now` has brought."""
+        for status in statuses:
+            self.moved = max(self.moved, now - status.idle_s)
+            if status.step > 0 and status.phase not in _STARTING:
+                self.step = max(self.step, status.step)
+                first = status.first_step if status.first_step > 0 else status.step
+                self.first_step = first if not self.first_step else min(self.first_step, first)
+
+    def idle_s(self, now: float) -> float:
+        """Return the seconds without progress on any rank."""
+        return now - self.moved
+
+    def hangs(self, statuses: Iterable[RankStatus], now: float) -> bool:
+        """Return True if no rank has made progress for longer than its phase explains. `statuses`: of all ranks."""
+        idle = self.idle_s(now)
+        if idle < self._settings.hang_s:
+            return False
+        bounds = [(self._bound_s(status), status.state in STOPPED_STATES) for status in statuses]
+        if any(stopped and idle >= bound for bound, stopped in bounds):
+            return True
+        return bool(bounds) and idle >= max(bound for bound, _ in bounds)
+
+    def _bound_s(self, status: RankStatus) -> float:
+        settings = self._settings
+        if status.phase == Phase.EVALUATION:
+            return max(settings.hang_s, settings.evaluation_hang_s)
+        if status.phase in (Phase.CHECKPOINT, Phase.DONE):
+            return max(settings.hang_s, settings.checkpoint_hang_s)
+        if not self.has_new_step or status.phase in _STARTING or not status.phase:
+            return max(settings.hang_s, settings.start_hang_s)
+        return max(settings.hang_s, settings.hang_step_times * status.step_time_s)

@@ -1,0 +1,268 @@
+"""The state machine of a job, on simulated nodes: every fault ends in training, or in a status that says why not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megascale.config.fault import FaultConfig
+from megascale.core.errors import Exit
+from megascale.fault.commands import Finish, Send
+from megascale.fault.incidents import JobHistory
+from megascale.fault.job import Job, JobPlan
+from megascale.fault.messages import Heartbeat, Hello, RankEnd, RanksEnded, RankStatus, Start, Stop, StoreOpened
+from megascale.fault.simulation import HangVerdict, Simulation
+
+PLAN = JobPlan("run", 4, 16, ("train",), "/logs")
+
+
+def simulation(spares: int = 1, more_nodes: int = 0, plan: JobPlan = PLAN, **settings: Any) -> Simulation:
+    sim = Simulation(plan, FaultConfig(node_lost_s=1e6, **settings), spares, more_nodes=more_nodes)
+    sim.run(1000.0)
+    assert sim.trains
+    assert sim.steps > 80
+    return sim
+
+
+def recovers(sim: Simulation, seconds: float = 300.0) -> Any:
+    """Run until the job trains again; return the last incident."""
+    before = sim.steps
+    sim.run(sim.now + seconds)
+    assert sim.status is None, sim.said[-1]
+    assert sim.trains
+    assert sim.steps > before
+    incident = list(sim.job.history.incidents.values())[-1]
+    assert incident.recovered is not None
+    return incident
+
+
+def test_a_killed_rank_is_restarted_in_place_then_its_node_is_replaced() -> None:
+    sim = simulation()
+    sim.fail_rank(5)
+    first = recovers(sim)
+    assert (first.class_, first.culprit.ranks, first.culprit.nodes) == ("process", (5,), ("node1",))
+    assert first.action.kind == "restart"
+    assert first.verdict_s < 2
+    sim.fail_rank(6)
+    second = recovers(sim)
+    assert (second.action.kind, second.action.nodes) == ("replace", ("node1",))
+    assert sim.job.history.nodes == ("node0", "node4", "node2", "node3"), (
+        "the spare takes the place, ranks stay in order"
+    )
+
+
+def test_a_lost_node_is_replaced_by_a_spare_and_the_next_by_the_scheduler() -> None:
+    sim = simulation(spares=1, more_nodes=1, plan=JobPlan("run", 4, 16, (), "/logs", requestable=True, revivable=False))
+    sim.lose_node("node2")
+    assert recovers(sim).culprit.nodes == ("node2",)
+    sim.lose_node("node0")
+    assert recovers(sim, 900.0).action.wait_s > 0
+    assert sim.job.history.nodes == ("node5", "node1", "node4", "node3")
+    sim.lose_node("node1")
+    sim.run(sim.now + 2000)
+    assert sim.status == Exit.DO_NOT_REQUEUE, "no node is left"
+
+
+def test_an_agent_that_ended_is_started_again_without_a_spare() -> None:
+    sim = simulation(spares=0)
+    sim.lose_node("node2")
+    assert recovers(sim).action.kind == "restart"
+    assert sim.job.history.nodes == ("node0", "node1", "node2", "node3")
+
+
+def test_two_nodes_at_once_are_one_incident() -> None:
+    sim = simulation(spares=2)
+    sim.lose_node("node1")
+    sim.lose_node("node3")
+    recovers(sim)
+    assert len(sim.job.history.incidents) == 1
+    assert sim.job.history.nodes[0] == "node0"
+
+
+def test_a_hang_names_its_rank() -> None:
+    sim = simulation()
+    sim.hang(HangVerdict("stopped", (9,), "dp", ("state T",)), 31.0)
+    incident = recovers(sim)
+    assert (incident.class_, incident.culprit.ranks, incident.culprit.nodes) == ("hang", (9,), ("node2",))
+
+
+def test_a_network_in_doubt_gets_time_and_a_flap_restarts_nothing() -> None:
+    sim = simulation(flap_s=20.0)
+    sim.hang(HangVerdict("network", (9,), "pp"), 31.0)
+    sim.run(sim.now + 32.0)
+    incident = list(sim.job.history.incidents.values())[-1]
+    assert (incident.action.kind, incident.class_) == ("wait", "network")
+    assert sim.job.attempt is not None
+    status = RankStatus(0, 1, "step", 200, 2, 0.0)
+    sim.job.receive("node0", Heartbeat(sim.now, 0, (status,)), sim.now)
+    sim.job.tick(sim.now + 1)
+    assert sim.job.history.attempt == 0
+    assert list(sim.job.history.incidents.values())[-1].recovered
+
+
+def test_the_same_step_that_fails_the_same_way_stops_the_job() -> None:
+    sim = simulation(spares=3)
+    sim.fail_rank(5)
+    sim.on_start = lambda: sim.fail_rank(5)
+    sim.run(sim.now + 5000)
+    assert sim.status == Exit.DO_NOT_REQUEUE
+    assert len(sim.job.history.incidents) == 3
+    assert "in this way 3 times" in sim.said[-1][1]
+
+
+def test_a_run_that_diverged_is_not_restarted() -> None:
+    sim = simulation()
+    end = RankEnd(0, 93, sim.now, error="loss is nan", error_kind="DivergenceError", exit_status=93)
+    sim.fail_rank(0, end)
+    sim.run(sim.now + 100)
+    assert sim.status == Exit.DO_NOT_REQUEUE
+    assert [incident.class_ for incident in sim.job.history.incidents.values()] == ["divergence"]
+
+
+class Cluster:
+    """A job of two nodes with one rank each, driven message by message."""
+
+    def __init__(self, history: JobHistory | None = None, *, takeover: bool = False) -> None:
+        plan = JobPlan("run", 2, 2, ("train",), "/logs", takeover=takeover)
+        self.job = Job(plan, FaultConfig(), history or JobHistory(), lambda records, states: HangVerdict(), 0.0)
+        self.now = 0.0
+
+    def send(self, node: str, message: Any, after: float = 0.0) -> list[Any]:
+        self.now += after
+        return self.job.receive(node, message, self.now)
+
+    def tick(self, after: float) -> list[Any]:
+        self.now += after
+        return self.job.tick(self.now)
+
+    def start(self) -> Cluster:
+        self.job.expect(["a", "b"], 0.0)
+        self.send("b", Hello("b", "b", "b", 1))
+        assert not any(isinstance(c, Finish) for c in self.send("a", Hello("a", "a", "a", 1)))
+        sent = self.send("a", StoreOpened(0, "a:1"))
+        assert [(c.node, c.message.ranks) for c in sent] == [("a", (0,)), ("b", (1,))]
+        self.beat("step", 1)
+        return self
+
+    def beat(self, phase: str, step: int, idle: float = 0.0, attempt: int = 0, nodes: str = "ab") -> list[Any]:
+        commands = []
+        for node in nodes:
+            rank = "ab".index(node)
+            commands += self.send(node, Heartbeat(self.now, attempt, (RankStatus(rank, 1, phase, step, step, idle),)))
+        return commands
+
+
+def test_ranks_fill_nodes_in_the_schedulers_order_not_as_they_join() -> None:
+    assert list(Cluster().start().job.attempt.placement) == ["a", "b"]
+
+
+def test_the_job_ends_when_all_ranks_have_left_in_order() -> None:
+    cluster = Cluster().start()
+    cluster.send("a", RanksEnded(0, (RankEnd(0, 0, 1.0, in_order=True),)))
+    commands = cluster.send("b", RanksEnded(0, (RankEnd(1, 0, 1.0, in_order=True),)))
+    assert Finish(0) in commands
+    assert cluster.job.history.ended == 0
+
+
+def test_a_silent_node_is_lost_and_a_driver_that_slept_blames_nobody() -> None:
+    cluster = Cluster().start()
+    cluster.tick(5.0)
+    cluster.job.forgive(60.0)
+    cluster.tick(60.0)
+    assert cluster.job.attempt.lost == {}
+    cluster.beat("step", 2, nodes="a")
+    cluster.tick(4.0)
+    assert list(cluster.job.attempt.lost) == ["b"]
+    cluster.tick(1.0)
+    assert cluster.job.history.incidents[1].class_ == "node"
+
+
+def test_slow_phases_have_longer_bounds() -> None:
+    for phase, bound in (("step", 4.0), ("checkpoint", 120.0), ("evaluation", 60.0), ("load", 300.0)):
+        cluster = Cluster().start()
+        cluster.beat("step", 2)
+        cluster.now += bound - 0.5
+        cluster.beat(phase, 2, idle=bound - 0.5)
+        assert cluster.job.stage == "run", phase
+        cluster.now += 1.0
+        cluster.beat(phase, 2, idle=bound + 0.5)
+        assert cluster.job.stage == "collect", phase
+
+
+def test_the_first_step_may_take_as_long_as_the_start() -> None:
+    cluster = Cluster().start()
+    cluster.beat("step", 1, idle=100.0)
+    assert cluster.job.stage == "run"
+
+
+def test_a_stop_lets_ranks_save_and_a_second_kills_them() -> None:
+    cluster = Cluster().start()
+    stops = [c.message for c in cluster.job.request_stop(1.0) if isinstance(c, Send)]
+    assert stops == [Stop(0, FaultConfig().stop_grace_s, save=True)] * 2
+    stops = [c.message for c in cluster.job.request_stop(2.0) if isinstance(c, Send)]
+    assert stops == [Stop(0, 0.0)] * 2
+    for rank, node in enumerate("ab"):
+        commands = cluster.send(node, RanksEnded(0, (RankEnd(rank, 143, 3.0, in_order=True, stopped=True),)))
+    assert Finish(143) in commands
+
+
+def history_of(cluster: Cluster) -> JobHistory:
+    """Return what a new driver reads."""
+    return cluster.job.history
+
+
+def test_a_new_driver_takes_over_a_running_attempt() -> None:
+    new = Cluster(history_of(Cluster().start()), takeover=True)
+    for rank, node in enumerate("ab"):
+        commands = new.send(node, Hello(node, node, node, 1, attempt=0, ranks=(rank,)))
+        assert not any(isinstance(c, Send) and isinstance(c.message, Start | Stop) for c in commands)
+    new.tick(1.0)
+    assert new.job.stage == "run"
+    assert new.job.history.attempt == 0
+
+
+def test_a_new_driver_hears_of_a_rank_that_ended_meanwhile() -> None:
+    new = Cluster(history_of(Cluster().start()), takeover=True)
+    new.send("a", Hello("a", "a", "a", 1, attempt=0, ranks=(0,)))
+    new.send("b", Hello("b", "b", "b", 1, attempt=0, ranks=()))
+    new.send("b", RanksEnded(0, (RankEnd(1, -9, 1.0),)))
+    new.tick(1.0)
+    new.tick(1.0)
+    assert new.job.history.incidents[1].culprit.ranks == (1,)
+
+
+def test_a_new_driver_carries_out_the_last_decision() -> None:
+    old = Cluster().start()
+    old.send("b", RanksEnded(0, (RankEnd(1, -9, 1.0),)))
+    old.tick(1.0)
+    assert old.job.stage == "stop"
+    new = Cluster(old.job.history, takeover=True)
+    new.send("a", Hello("a", "a", "a", 1, attempt=0, ranks=(0,)))
+    commands = new.send("b", Hello("b", "b", "b", 1)) + new.tick(1.0)
+    assert [c.node for c in commands if isinstance(c, Send) and isinstance(c.message, Stop)] == ["a", "b"]
+    new.send("a", RanksEnded(0, (RankEnd(0, -9, 3.0, stopped=True),)))
+    assert new.job.history.attempt == 1
+    assert len(new.job.history.incidents) == 1
+
+
+def test_an_agent_that_was_partitioned_away_is_told_to_end_its_old_ranks() -> None:
+    cluster = Cluster().start()
+    commands = cluster.send("c", Hello("c", "c", "c", 1, attempt=7, ranks=(1,)))
+    assert Send("c", Stop(7, 0.0)) in commands
+
+
+def test_a_node_whose_ranks_cannot_be_ended_leaves_the_job() -> None:
+    cluster = Cluster().start()
+    cluster.send("a", RanksEnded(0, (RankEnd(0, -9, 1.0),)))
+    cluster.tick(1.0)
+    cluster.send("b", RanksEnded(0, (), stuck=(1,)))
+    assert "b" in cluster.job.history.excluded
+
+
+@pytest.mark.parametrize("spares", [0, 1])
+def test_the_loss_of_an_idle_node_disturbs_nobody(spares: int) -> None:
+    cluster = Cluster().start()
+    cluster.send("c", Hello("c", "c", "c", 1))
+    cluster.job.agent_ended("c", "status 1", cluster.now)
+    assert cluster.job.stage == "run"
