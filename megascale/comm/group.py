@@ -4,6 +4,7 @@ event log, and lets a test delay it or make it fail.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,7 +16,7 @@ from torch import Tensor
 from megascale.comm.control import ControlChannel
 from megascale.comm.lost_peer import lost_peer_error
 from megascale.comm.p2p_collectives import P2PTransport
-from megascale.comm.work import TransportWork
+from megascale.comm.work import LostWork, TransportWork
 from megascale.core.errors import LostPeerError
 from megascale.core.label import Label, LabelLike
 from megascale.device import Mark
@@ -32,6 +33,17 @@ class Transport(Protocol):
     def reduce_scatter(self, out: Tensor, full: Tensor) -> TransportWork: ...
 
 
+@dataclass(frozen=True)
+class CommunicationFault:
+    """An injected fault of a communication: the rank leaves it out, its data are lost on the way, or `strike` is called
+    after the rank has entered it.
+    """
+
+    left_out: bool = False
+    lost: bool = False
+    strike: Callable[[], None] = lambda: None
+
+
 @dataclass
 class Group:
     """The global `ranks` of a group, and this rank's `index` among them. The name begins with the parallelism axis.
@@ -40,8 +52,8 @@ class Group:
     own process group, `comm.p2p`), and for a group of one rank, which sends nothing. `transport` is None for the last
     two. `p2p_transport` sends collectives piece by piece; None where communication cannot overlap with compute.
     `ring_problem`: why ranks of the same host send messages; "" with shared memory, and where it is out of place.
-    `fault_hook` is called with the operation before it is issued and with "wait" before it is waited for: tests delay
-    it or raise.
+    `fault_hook` is called with operation and label before an issue, and with "wait" before a wait: tests delay it,
+    raise, or return a fault of the communication.
     """
 
     name: str
@@ -52,7 +64,7 @@ class Group:
     transport: Transport | None = None
     p2p_transport: P2PTransport | None = None
     ring_problem: str = ""
-    fault_hook: Callable[[str], None] | None = None
+    fault_hook: Callable[[str, LabelLike], CommunicationFault | None] | None = None
 
     def __post_init__(self) -> None:
         if self.size > 1:
@@ -82,9 +94,13 @@ class Group:
         peer: int = -1,
     ) -> TrackedWork:
         """Issue a communication, and with `wait` wait for its end. `nbytes`: bytes of the full tensor."""
+        fault = self.fault_hook(operation, label) if self.fault_hook is not None else None
+        if fault is not None and fault.left_out:
+            return TrackedWork(self, None, EventRecord(self.axis, operation, Label.from_part(label), 0.0), None)
         record = self.recorder.record_communication(self.axis, self.name, operation, label, nbytes, peer)
-        if self.fault_hook is not None:
-            self.fault_hook(operation)
+        if fault is not None:
+            fault.strike()
+            start = functools.partial(LostWork, record.issue) if fault.lost else start
         try:
             started = start()
         except RuntimeError as error:
@@ -116,10 +132,10 @@ class TrackedWork:
 
     __slots__ = ("_group", "_owner", "_pending", "_record")
 
-    def __init__(self, group: Group, pending: TransportWork, record: EventRecord, owner: object) -> None:
+    def __init__(self, group: Group, pending: TransportWork | None, record: EventRecord, owner: object) -> None:
         self._group = group
         self._owner = owner
-        self._pending: TransportWork | None = pending
+        self._pending = pending
         self._record = record
 
     def wait(self, since: Mark | None = None) -> None:
@@ -129,7 +145,7 @@ class TrackedWork:
         recorder = self._group.recorder
         start = recorder.mark() if since is None else since
         if self._group.fault_hook is not None:
-            self._group.fault_hook("wait")
+            self._group.fault_hook("wait", self._record.label)
         recorder.flight.begin_wait(self._record.flight)
         try:
             self._pending.wait()

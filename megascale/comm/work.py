@@ -42,5 +42,20 @@ class _Done(TransportWork):
 COMPLETED: TransportWork = _Done()
 """The work of a group of one rank: nothing to wait for."""
 
+
+class LostWork(TransportWork):
+    """A communication that counts as complete at once, and sends nothing: an injected fault."""
+
+    def __init__(self, completed_at: Mark) -> None:
+        self._completed_at = completed_at
+
+    @property
+    def completed_at(self) -> Mark | None:
+        return self._completed_at
+
+    def wait(self) -> None:
+        return None
+
+
 WrapWork = Callable[[Sequence[dist.Work | None], Callable[[], None] | None], TransportWork]
 """Function (works of torch.distributed, callback at their end or None): return a `TransportWork`."""

@@ -24,7 +24,7 @@ PHASES = (
 end of a step; snapshot, write and commit: a checkpoint, which a helper process may write.
 """
 
-COLLECTIVES = ("tp", "grad_reduce", "totals", "param_gather")
+COLLECTIVES = ("tp", "grad_reduce", "totals")
 BEFORE_STEPS = ("build", "load")
 STORAGE = ("load", "data", "write", "commit")
 
@@ -53,7 +53,9 @@ KINDS: Mapping[str, FaultKind] = {
     "exit": FaultKind("rank", "the rank ends with `status`, without a word", "forward", PHASES, ("status",)),
     "hang": FaultKind("rank", "the rank sleeps: in the data loader, in a collective, ...", "data", PHASES, LENGTH),
     "hold_gil": FaultKind("rank", "the rank computes in C and holds Python's lock", "forward", PHASES, LENGTH),
-    "skip_collective": FaultKind("rank", "the rank leaves out a collective", "grad_reduce", COLLECTIVES),
+    "skip_collective": FaultKind(
+        "rank", "the rank leaves out its collectives of the phase", "grad_reduce", COLLECTIVES
+    ),
     "lose_message": FaultKind("rank", "a message to another stage counts as sent, and does not arrive", "send"),
     "slow_storage": FaultKind("rank", "an access to storage does not return", "data", STORAGE, LENGTH),
     "full_disk": FaultKind("rank", "a write of a checkpoint finds no space", "write", ("write", "commit")),

@@ -14,6 +14,7 @@ from megascale.catalog.recipes import RECIPES
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config import stored
 from megascale.config.finding import Finding, Rule
+from megascale.config.injection import parse_injection
 from megascale.config.run import RunConfig, model_parallel_size
 
 
@@ -369,7 +370,10 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
 
 
 def world_findings(c: RunConfig, world_size: int) -> Iterator[Finding]:
-    """Check the layout and the batch against the number of processes."""
+    """Check the layout, the batch and injected faults against the number of processes."""
+    for fault in parse_injection(c.fault.inject).faults:
+        if fault.rank is not None and fault.rank >= world_size:
+            yield Finding("fault.inject", f"there is no rank {fault.rank}", f"a rank from 0 to {world_size - 1}")
     p, replica = c.parallel, model_parallel_size(c.parallel)
     shape = f"tp {p.tp} x cp {p.cp} x pp {p.pp}"
     micro_batches, uneven = divmod(c.batch.total, c.batch.micro)

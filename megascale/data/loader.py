@@ -12,7 +12,7 @@ Every rank therefore knows the samples of every other rank, and no layout change
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -55,7 +55,7 @@ class BatchShape:
 
 class Loader:
     """Loads the batches of a split on data-parallel rank `rank`. `samples` is None on ranks between the first and the
-    last pipeline stage, whose micro-batches carry no tokens.
+    last pipeline stage, whose micro-batches carry no tokens. `fault_hook`: called before a batch is read.
     """
 
     def __init__(
@@ -75,12 +75,15 @@ class Loader:
         self._seed = seed
         self._device = device
         self._prefetched: tuple[int, StepBatch] | None = None
+        self.fault_hook: Callable[[], None] | None = None
 
     def batch(self, consumed_samples: int) -> StepBatch:
         """The batch of the step that follows `consumed_samples` samples of the run."""
         prefetched, self._prefetched = self._prefetched, None
         if prefetched is not None and prefetched[0] == consumed_samples:
             return prefetched[1]
+        if self.fault_hook is not None:
+            self.fault_hook()
         self.prepare_indices(consumed_samples)
         parts = [self._micro_batch(consumed_samples, index) for index in range(self._shape.num_microbatches)]
         return StepBatch([micro_batch for micro_batch, _ in parts], sum(loss_tokens for _, loss_tokens in parts))

@@ -88,7 +88,7 @@ class Recorder:
     """The event log. Records are in the order of their issue.
 
     `flight` is this rank's flight record. With `enabled` False nothing else is recorded or marked, and the flight
-    record has no actions.
+    record has no actions. `on_action`: called with the name of an action before it, by injected faults.
     """
 
     def __init__(
@@ -105,6 +105,7 @@ class Recorder:
         self._enabled = enabled
         self._step = 0
         self.dropped = 0
+        self.on_action: Callable[[str], None] | None = None
         self._current_scope = (-1, -1)
         self._ring: deque[EventRecord] = deque(maxlen=capacity)
         self._unresolved: deque[EventRecord] = deque()  # records with marks that are not seconds yet
@@ -126,6 +127,8 @@ class Recorder:
         """Record a `with` block as a named action of compute, on a model chunk and micro-batch. Communication inside
         gets the same chunk and micro-batch.
         """
+        if self.on_action is not None:
+            self.on_action(name)
         return ActionScope(self, name, chunk, microbatch) if self._enabled else _NULL_CONTEXT
 
     def scope(self, chunk: int, microbatch: int = -1) -> AbstractContextManager[None]:

@@ -36,6 +36,7 @@ from megascale.ops.select import OpContext, selected_backends
 from megascale.trace.writers import MetricsWriter
 from megascale.train.build import Run, build_mesh, build_rank_run
 from megascale.train.event_file import EventFile
+from megascale.train.fault_injection import fault_injection
 from megascale.train.loop import save_final, train
 from megascale.train.peak_flops import find_peak_flops
 from megascale.train.rank_record import rank_record
@@ -123,12 +124,18 @@ def _run(
     folder = Path(config.observe.dir)
     init.init_distributed(rank, device, config.launch, config.nccl, pp=config.parallel.pp, record=record, folder=folder)
     is_rank_0 = rank.rank == 0
+    injection = fault_injection(config, rank)
     flight.set_phase(Phase.GROUPS)
     mesh = build_mesh(config, rank, device, flight)
     flight.set_phase(Phase.BUILD)
+    if injection is not None:
+        injection.reach("build")
     run = build_rank_run(config, mesh, device, stop)
     peak = find_peak_flops(run)
     flight.set_phase(Phase.LOAD)
+    if injection is not None:
+        injection.attach(run)
+        injection.reach("load")
     resumed = load_initial_state(run, open_weights)
     replaced = replaced_datasets(config) if is_rank_0 and run.progress.step else []
     writers = _prepare_folder(config, run.progress.step) if is_rank_0 else []
@@ -137,6 +144,8 @@ def _run(
         if is_rank_0 and run.progress.step:
             reporter.load_history(config.folder)
         reporter.write_message(run_summary(run, peak))
+        if injection is not None:
+            reporter.write_message(f"WARNING: this run injects faults: {config.fault.inject}")
         if resumed:
             reporter.write_message(resumed)
         for text in replaced:

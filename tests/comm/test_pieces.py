@@ -28,7 +28,7 @@ def open_group(rank: Rank, seed: int) -> Any:
     send_messages(group)
     chance = random.Random(f"{seed} {rank.rank}")
 
-    def delay(operation: str) -> None:
+    def delay(operation: str, label: object) -> None:
         if chance.random() < 0.3:
             time.sleep(chance.expovariate(1 / 1e-3))
 

@@ -76,3 +76,5 @@ def test_a_configuration_says_what_is_wrong_with_its_faults() -> None:
     assert load_config_tree(tree, "test").fault.inject == ""
     with pytest.raises(ConfigError, match=r"fault.inject: .*no fault 'kil'; did you mean kill\?"):
         load_config_tree(tree, "test", ["fault.inject=kil rank=1 step=2"])
+    with pytest.raises(ConfigError, match=r"fault.inject: there is no rank 2  -> a rank from 0 to 1"):
+        load_config_tree(tree, "test", ["fault.inject=kill rank=2 step=2"], 2)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,8 @@ class CheckpointSaver:
     """Saves `state`, whose pieces are parts of `flat_tensors`. All methods except `poll` are collective.
 
     With `memory`, snapshots are in-memory checkpoints: two slots, used in turn, that outlive the process. `companions`:
-    a folder of files that go along with each checkpoint.
+    a folder of files that go along with each checkpoint. `fault_hook`: called with "snapshot" before the copy, "write"
+    before the writer's order, and "commit" before the end of the save.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class CheckpointSaver:
         self._layout_hash = _hash_layout(self._state, self._slots[0])
         self._plan: WritePlan | None = None
         self._attempt: SaveAttempt | None = None
+        self.fault_hook: Callable[[str], None] = lambda moment: None
 
     @property
     def writer_pid(self) -> int:
@@ -101,6 +103,7 @@ class CheckpointSaver:
         """
         start = time.monotonic()
         assert self._attempt is None, "a save is in progress"
+        self.fault_hook("snapshot")
         new_folder = None
         if folder is not None and self._mesh.rank == 0:
             new_folder = self._mkdir_thread.submit(_make_folder, folder, facts.progress.step, self._companions)
@@ -113,6 +116,7 @@ class CheckpointSaver:
             self._plan = self._plan or make_write_plan(self._state, self._slots[0], self._file_bytes, self._mesh)
         plan = None if path is None else self._plan
         self._attempt = attempt = SaveAttempt(self._mesh, facts, slot, path, plan, waited_s, companions)
+        self.fault_hook("write")
         self._writer.submit(**self._writer_tasks(attempt))
         attempt.stalled_s = time.monotonic() - start
 
@@ -171,6 +175,7 @@ class CheckpointSaver:
         if attempt is None or written + failed < self._mesh.world.size:
             return None
         self._attempt = None
+        self.fault_hook("commit")
         saved = attempt.finish(failed=bool(failed))
         if saved.error is None and self._memory:  # after a failed write the next save overwrites the copy
             self._memory.mark_complete(attempt.slot)

@@ -1,0 +1,131 @@
+"""The moments of a rank at which injected faults strike (`fault.inject`), and the faults that need the run's objects.
+
+Without `fault.inject` nothing is attached. A fault of the phase `write` strikes the process that writes checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import resource
+import signal
+from functools import partial
+from typing import TYPE_CHECKING
+
+from megascale.comm.group import CommunicationFault, Group
+from megascale.config.injection import Fault, parse_injection
+from megascale.config.run import RunConfig
+from megascale.core.label import Label, LabelLike
+from megascale.core.rank import Rank
+from megascale.fault.inject import Injector, describe, stop_process, strike
+
+if TYPE_CHECKING:
+    from megascale.train.build import Run
+
+ACTION_PHASES = {"F": "forward", "B": "backward", "update": "optimizer"}
+"""Phases by the names of a step's actions."""
+
+
+class FaultInjection:
+    """Asks this rank's `Injector` at every moment, and lets faults strike."""
+
+    def __init__(self, injector: Injector) -> None:
+        self._injector = injector
+        self._run: Run | None = None
+        self._file_limits: dict[int, tuple[int, int]] = {}
+
+    def reach(self, phase: str, step: int = 0) -> None:
+        """Let a fault of this moment strike."""
+        if (fault := self._injector.strikes(phase, step)) is None:
+            return
+        if fault.kind == "nan":
+            self._spoil_weights()
+        elif phase == "write" and fault.kind in ("kill", "stop", "hang", "hold_gil", "slow_storage", "full_disk"):
+            self._strike_writer(fault)
+        else:
+            strike(fault, describe(fault))
+
+    def find(self, phase: str) -> Fault | None:
+        """Return the fault of this phase, which the caller lets strike, if a step is under way."""
+        assert self._run is not None
+        return self._injector.strikes(phase, step) if (step := self._run.mesh.recorder.step) else None
+
+    def attach(self, run: Run) -> None:
+        """Attach to the run's groups, actions, loaders and saver."""
+        self._run = run
+        for group in run.mesh.groups:
+            group.fault_hook = _GroupMoments(self, group)
+        run.mesh.recorder.on_action = self._before_action
+        run.train_loader.fault_hook = self._before_batch
+        if run.checkpoints.saver is not None:
+            run.checkpoints.saver.fault_hook = self._reach_in_save
+
+    def _before_batch(self) -> None:
+        assert self._run is not None
+        self.reach("data", self._run.progress.step + 1)
+
+    def _before_action(self, name: str) -> None:
+        assert self._run is not None
+        if name == "F" and not self._run.mesh.recorder.step:
+            self.reach("evaluation", self._run.progress.step)
+        elif name in ACTION_PHASES and (step := self._run.mesh.recorder.step):
+            self.reach(ACTION_PHASES[name], step)
+
+    def _reach_in_save(self, moment: str) -> None:
+        assert self._run is not None
+        if moment == "commit":  # the writer has answered
+            for pid, limits in self._file_limits.items():
+                with contextlib.suppress(ProcessLookupError):
+                    resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
+            self._file_limits.clear()
+        self.reach(moment, self._run.progress.step)
+
+    def _spoil_weights(self) -> None:
+        assert self._run is not None
+        self._run.buffers.finish_param_gather()  # the all-gather in flight would overwrite it
+        self._run.buffers.buckets[0].weights.fill_(math.nan)
+
+    def _strike_writer(self, fault: Fault) -> None:
+        assert self._run is not None and self._run.checkpoints.saver is not None
+        pid = self._run.checkpoints.saver.writer_pid
+        if fault.kind == "kill":
+            os.kill(pid, signal.SIGKILL)
+        elif fault.kind == "full_disk":
+            limits = self._file_limits[pid] = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, limits[1]))
+        else:
+            stop_process(pid, fault.for_s)
+
+
+class _GroupMoments:
+    """The `fault_hook` of a group."""
+
+    def __init__(self, injection: FaultInjection, group: Group) -> None:
+        self._injection = injection
+        self._axis = group.axis
+
+    def __call__(self, operation: str, label: LabelLike) -> CommunicationFault | None:
+        if operation == "wait" or not (phase := self._phase(operation, label)):
+            return None
+        if (fault := self._injection.find(phase)) is None:
+            return None
+        if fault.kind in ("skip_collective", "lose_message"):
+            return CommunicationFault(left_out=fault.kind == "skip_collective", lost=fault.kind == "lose_message")
+        return CommunicationFault(strike=partial(strike, fault, describe(fault)))
+
+    def _phase(self, operation: str, label: LabelLike) -> str:
+        if operation in ("send", "receive") or self._axis == "tp":
+            return operation if self._axis == "pp" else self._axis
+        if Label.from_part(label).text() == "totals":
+            return "totals"
+        if self._axis in ("dp", "tied"):
+            return "param_gather" if operation == "all_gather" else "grad_reduce"
+        return ""
+
+
+def fault_injection(config: RunConfig, rank: Rank) -> FaultInjection | None:
+    """Return the injection of `fault.inject`; None, as always in training proper, without."""
+    if not (injection := parse_injection(config.fault.inject)):
+        return None
+    return FaultInjection(Injector(injection, rank.rank, rank.world_size, config.folder))
