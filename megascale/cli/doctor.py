@@ -1,4 +1,6 @@
-"""`megascale doctor`: this machine's hardware and software, the backend of every operation, and self-tests."""
+"""`megascale doctor`: this machine's hardware and software, the backend of every operation, and self-tests; with
+`--nodes` the nodes of a job (`cli.doctor_nodes`).
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import megascale
+from megascale.cli import doctor_nodes
 from megascale.config.loading import load_config, load_config_tree
 from megascale.config.run import RunConfig
 from megascale.core.errors import Exit
@@ -66,10 +69,15 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("overrides", metavar="key=value", nargs="*", help="override a setting, as section.key=value")
     sub.add_argument("--json", action="store_true", help="print one JSON object")
+    doctor_nodes.add_arguments(sub)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the subcommand and return its exit status: 1 if a self-test fails or a requested backend cannot serve."""
+    """Run the subcommand and return its exit status: 1 if a self-test fails, if a requested backend cannot serve, or
+    with `--nodes` for a bad node or link.
+    """
+    if options.nodes is not None:
+        return doctor_nodes.run_nodes(options)
     configs = configs_to_check(options.config, options.overrides)
     from rich.console import Console
 

@@ -17,6 +17,7 @@ A connection for take or give serves that request only.
 from __future__ import annotations
 
 import json
+import os
 import selectors
 import socket
 import sys
@@ -116,12 +117,12 @@ class Endpoint:
 
 
 def check_secret(arguments: Mapping[str, Any]) -> bytes:
-    """Return the job's secret, from the environment or from the file in `secret_folder` (`core.secret`).
+    """Return the job's secret, from the environment, with `env` added, or from the file in `secret_folder`.
 
     Raises: ConfigError
     """
     folder = arguments.get("secret_folder")
-    return job_secret(Path(folder) if folder else None)
+    return job_secret(Path(folder) if folder else None, dict(os.environ) | arguments.get("env", {}))
 
 
 def _discard(connection: socket.socket) -> None:

@@ -1,0 +1,223 @@
+"""`megascale doctor --nodes`: checks of the nodes of a job, and a table that compares them.
+
+Under torchrun or srun the first rank of every host takes part, and rank 0 says to the others through the job's store
+which check to run. Without a launcher the nodes are processes of this host, which take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from megascale.cli.argument_types import at_least
+from megascale.core.errors import ConfigError, Exit, Problem
+from megascale.core.network import LOOPBACK
+from megascale.core.rank import Rank, rank_from_environment
+from megascale.core.secret import SECRET_VARIABLE, new_secret
+from megascale.core.units import format_bytes, format_flops
+from megascale.fault.checks.result import CheckResult
+from megascale.fault.checks.runner import run_check
+from megascale.fault.diagnose import FULL, Diagnosis, DiagnosisPlan, diagnose
+from megascale.fault.node_runs import NodePlace
+from megascale.fault.node_verdicts import NodeVerdict
+
+if TYPE_CHECKING:
+    from megascale.comm.store import JobStore
+
+LONG_TABLE = 16
+"""Nodes above which the table has only checks with a finding, and one line for the others of a check."""
+
+START_S = 120.0
+"""Seconds in which the ranks of all hosts must come."""
+
+IDLE_S = 3600.0
+"""Longest time without a request after which a host gives up."""
+
+_POLL_S = 0.05
+
+
+def add_arguments(sub: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `--nodes`."""
+    sub.add_argument(
+        "--nodes", type=at_least(1, "a diagnosis needs a node"), nargs="?", const=0, metavar="N",
+        help="check the nodes of a job instead: the hosts of torchrun or srun, or N nodes that are processes here",
+    )  # fmt: skip
+    sub.add_argument(
+        "--checks", choices=("quick", "full"), default="quick", help="with --nodes: seconds, or up to a minute per node"
+    )
+
+
+def run_nodes(options: argparse.Namespace) -> int:
+    """Diagnose the nodes and return the exit status: 1 for a finding."""
+    plan = FULL if options.checks == "full" else DiagnosisPlan()
+    rank = rank_from_environment()
+    if rank is None:
+        if not options.nodes:
+            hint = "--nodes N for N processes of this host, or start it with torchrun or srun"
+            raise ConfigError([Problem("command line", "--nodes", "no launcher has started this process", hint)])
+        diagnosis = asyncio.run(_diagnose_processes(options.nodes, plan))
+    elif (from_launcher := _diagnose_hosts(rank, plan)) is None:
+        return Exit.OK
+    else:
+        diagnosis = from_launcher
+    print(json.dumps(as_json(diagnosis)) if options.json else "\n".join(table(diagnosis)))
+    return Exit.OK if diagnosis.ok else Exit.UNCLASSIFIED
+
+
+async def _diagnose_processes(count: int, plan: DiagnosisPlan) -> Diagnosis:
+    """Diagnose `count` nodes that are processes of this host."""
+    secret = os.environ.get(SECRET_VARIABLE) or new_secret()
+
+    async def run(node: str, name: str, arguments: Mapping[str, Any], timeout_s: float) -> CheckResult:
+        env = {"MEGASCALE_NODE": node, SECRET_VARIABLE: secret}
+        return await run_check(name, {**arguments, "env": env}, timeout_s)
+
+    places = [NodePlace(f"node{index}", LOOPBACK) for index in range(count)]
+    return await diagnose(places, run, replace(plan, at_once=False))
+
+
+def _diagnose_hosts(rank: Rank, plan: DiagnosisPlan) -> Diagnosis | None:
+    """Take part as a rank of a launcher; return the diagnosis on rank 0."""
+    import datetime
+
+    from megascale.comm.rendezvous import open_store
+    from megascale.core.secret import job_secret
+
+    store = open_store(rank, job_secret(None), datetime.timedelta(seconds=START_S))
+    store.set(f"rank/{rank.rank}", json.dumps([rank.host, _address(), rank.local_rank]))
+    told = [json.loads(text) for text in store.multi_get([f"rank/{other}" for other in range(rank.world_size)])]
+    hosts = {index: str(host) for index, (host, _, local_rank) in enumerate(told) if local_rank == 0}
+    slots = max(local_rank for _, _, local_rank in told) + 1
+    try:
+        if rank.rank == 0:
+            names = _unique_names(hosts)
+            places = [NodePlace(names[index], str(told[index][1]), slots) for index in hosts]
+            return asyncio.run(_direct(store, {names[index]: index for index in hosts}, places, plan))
+        if rank.local_rank == 0:
+            asyncio.run(_obey(store, rank.rank))
+        return None
+    finally:
+        _leave_together(store, rank)
+
+
+def _unique_names(hosts: Mapping[int, str]) -> dict[int, str]:
+    """Name nodes by their hosts; containers and testbeds may have several of one name."""
+    several = {name for name in hosts.values() if list(hosts.values()).count(name) > 1}
+    return {index: f"{name}#{index}" if name in several else name for index, name in hosts.items()}
+
+
+def _address() -> str:
+    """Return the address of this host toward rank 0."""
+    from megascale.core.network import address_toward
+    from megascale.core.rank import rendezvous_endpoint
+
+    endpoint = rendezvous_endpoint()
+    return address_toward(endpoint[0]) if endpoint else LOOPBACK
+
+
+async def _direct(
+    store: JobStore, ranks: Mapping[str, int], places: Sequence[NodePlace], plan: DiagnosisPlan
+) -> Diagnosis:
+    """Diagnose from rank 0: requests and results are values in the store."""
+    sent = dict.fromkeys(ranks, 0)
+
+    async def run(node: str, name: str, arguments: Mapping[str, Any], timeout_s: float) -> CheckResult:
+        if ranks[node] == 0:
+            return await run_check(name, arguments, timeout_s)
+        number, sent[node] = sent[node], sent[node] + 1
+        store.set(f"do/{ranks[node]}/{number}", json.dumps([name, dict(arguments), timeout_s]))
+        answer = await _value(store, f"done/{ranks[node]}/{number}", timeout_s + START_S)
+        if answer is None:
+            return CheckResult(name, problem=f"the host did not answer within {timeout_s + START_S:.0f} s")
+        return CheckResult.from_dict(json.loads(answer))
+
+    try:
+        return await diagnose(places, run, plan)
+    finally:
+        for node, number in sent.items():
+            store.set(f"do/{ranks[node]}/{number}", "null")
+
+
+async def _obey(store: JobStore, rank: int) -> None:
+    """Run the checks that rank 0 asks for, until it has no more."""
+    number = 0
+    while (text := await _value(store, f"do/{rank}/{number}", IDLE_S)) is not None:
+        if (request := json.loads(text)) is None:
+            return
+        name, arguments, timeout_s = request
+        result = await run_check(name, arguments, timeout_s)
+        store.set(f"done/{rank}/{number}", json.dumps(result.to_dict()))
+        number += 1
+
+
+async def _value(store: JobStore, key: str, timeout_s: float) -> bytes | None:
+    """Return the value of a key once it is set, without keeping other requests waiting; None after `timeout_s`."""
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    while not store.check([key]):
+        if asyncio.get_running_loop().time() > deadline:
+            return None
+        await asyncio.sleep(_POLL_S)
+    return store.get(key)
+
+
+def _leave_together(store: JobStore, rank: Rank) -> None:
+    """Keep rank 0, which has the store, until all ranks are done."""
+    store.set(f"left/{rank.rank}", "")
+    if rank.rank == 0:
+        store.wait([f"left/{other}" for other in range(rank.world_size)])
+
+
+def table(diagnosis: Diagnosis) -> list[str]:
+    """Format the verdicts, one line each, and the findings below."""
+    width = max((len(verdict.node) for verdict in diagnosis.verdicts), default=4) + 2
+    nodes = {verdict.node for verdict in diagnosis.verdicts}
+    lines = [f"{'node':<{width}}{'check':<13}{'value':>14}  {'other nodes':>14}  {'seconds':>7}  verdict"]
+    for name in dict.fromkeys(verdict.check for verdict in diagnosis.verdicts):
+        some = [verdict for verdict in diagnosis.verdicts if verdict.check == name]
+        shown = some if len(nodes) <= LONG_TABLE else [verdict for verdict in some if verdict.kind not in _QUIET]
+        lines += [_line(verdict, width) for verdict in shown]
+        if len(shown) < len(some):
+            lines.append(f"{'others':<{width}}{name:<13}{len(some) - len(shown)} nodes ok")
+    lines.append("")
+    lines += [f"bad node {node}: {'; '.join(reasons)}" for node, reasons in diagnosis.bad_nodes.items()]
+    lines += [f"bad link {a} - {b}: {reason}" for (a, b), reason in diagnosis.bad_links.items()]
+    lines += [f"undecided: {text}" for text in diagnosis.undecided]
+    verdict = "no finding" if diagnosis.ok else "see docs/diagnose.md for what to do"
+    return [*lines, f"{len(nodes)} nodes in {diagnosis.duration_s:.0f} s: {verdict}"]
+
+
+_QUIET = ("ok", "skipped", "alone")
+
+
+def _line(verdict: NodeVerdict, width: int) -> str:
+    value, reference = (_with_unit(number, verdict.unit) for number in (verdict.value, verdict.reference))
+    reason = f": {verdict.reason}" if verdict.kind not in ("ok", "alone") else ""
+    seconds = f"{verdict.duration_s:7.1f}" if verdict.duration_s else ""
+    return (
+        f"{verdict.node:<{width}}{verdict.check:<13}{value:>14}  {reference:>14}  {seconds:>7}  {verdict.kind}{reason}"
+    )
+
+
+def _with_unit(value: float | None, unit: str) -> str:
+    if value is None:
+        return "-"
+    formats = {"byte/s": lambda: f"{format_bytes(value)}/s", "FLOP/s": lambda: format_flops(value)}
+    formats["s"] = lambda: f"{value * 1e3:.2f} ms"
+    return formats.get(unit, lambda: f"{value:g}")()
+
+
+def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
+    """Return the diagnosis as JSON values."""
+    return {
+        "ok": diagnosis.ok,
+        "seconds": diagnosis.duration_s,
+        "bad_nodes": {node: list(reasons) for node, reasons in diagnosis.bad_nodes.items()},
+        "bad_links": [{"nodes": list(pair), "reason": reason} for pair, reason in diagnosis.bad_links.items()],
+        "undecided": list(diagnosis.undecided),
+        "verdicts": [asdict(verdict) for verdict in diagnosis.verdicts],
+    }
