@@ -16,7 +16,7 @@ from megascale.ops.cross_entropy import CrossEntropy
 from megascale.ops.norm import AddNormalize, Normalize
 from megascale.ops.rope import Rotate
 from megascale.ops.select import OpContext, build_op
-from megascale.parallel.gemm_precision import NATIVE_PRECISION, GemmPrecision
+from megascale.parallel.linear_gemms import HIGH_PRECISION_GEMMS, LinearGemms
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.recompute import Recomputation, recomputation
 from megascale.parallel.tp_overlap import LinearParams, TensorParallel
@@ -54,15 +54,15 @@ class Operators:
 
 @dataclass(frozen=True)
 class LayerContext:
-    """The arguments common to all modules: model configuration, parameters of this rank, tp group, operators, GEMM
-    precision by layer name, and recomputation policy.
+    """The arguments common to all modules: model configuration, parameters of this rank, tp group, operators, GEMMs
+    of a linear layer by its name, and recomputation policy.
     """
 
     model: ModelConfig
     parameters: Parameters
     tp: TensorParallel
     operators: Operators
-    gemm_precision: Callable[[str], GemmPrecision] = lambda layer: NATIVE_PRECISION
+    linear_gemms: Callable[[str], LinearGemms] = lambda layer: HIGH_PRECISION_GEMMS
     recompute: RecomputePolicy = NO_RECOMPUTE
 
 
@@ -73,11 +73,11 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = context.parameters[f"{name}.weight"]
         self.bias = context.parameters.get(f"{name}.bias")
-        self._gemm_precision = context.gemm_precision(name)
+        self._gemms = context.linear_gemms(name)
 
     @property
     def params(self) -> LinearParams:
-        return LinearParams(self.weight, self.bias, self._gemm_precision)
+        return LinearParams(self.weight, self.bias, self._gemms)
 
 
 class Norm(nn.Module):
@@ -106,5 +106,5 @@ class Norm(nn.Module):
 
 def residual_dropout(x_sbh: Tensor, batch: MicroBatch, place: str, context: LayerContext) -> Tensor:
     """Apply dropout to a residual tensor [s, b, h], sharded along s with sequence parallelism."""
-    first = context.tp.index * x_sbh.shape[0] if context.tp.sharded else 0
+    first = context.tp.index * x_sbh.shape[0] if context.tp.activations_sharded else 0
     return batch.dropout.hidden_dropout(x_sbh, place, first, context.model.seq_length)

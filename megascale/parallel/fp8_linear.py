@@ -12,7 +12,7 @@ backward, and transposed for wgrad. With finer scales the high-precision tensor 
 for wgrad. Weights are quantized once per step, not once per micro-batch.
 
 `Recipe` names the choices of a recipe, `Fp8State` holds amax statistics and history of the whole model, `Fp8Gemms` are
-the GEMMs of one layer, and `gemm_precision_of` returns them, or the native precision for a layer that is not FP8.
+the GEMMs of one layer, and `build_linear_gemms` returns them, or high-precision GEMMs for a layer that is not FP8.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from megascale.ops.fp8 import (
     cast_stats,
     cast_to_fp8,
 )
-from megascale.parallel.gemm_precision import NATIVE_PRECISION, GemmPrecision, Operand, OperandName
 from megascale.parallel.grad_accumulation import accumulate_grad
+from megascale.parallel.linear_gemms import HIGH_PRECISION_GEMMS, LinearGemms, Operand, OperandName
 from megascale.parallel.tp_overlap import TensorParallel
 from megascale.trace.recorder import profiler_range
 
@@ -178,7 +178,7 @@ class _QuantizedWeight:
 
 @dataclass
 class Fp8Gemms:
-    """The FP8 GEMMs of one layer, a `gemm_precision.GemmPrecision`.
+    """The FP8 GEMMs of one layer, an implementation of `linear_gemms.LinearGemms`.
 
     `state`: of the whole model. `shard_dim`: the dimension of the weight that tp shards: 0 column-parallel, 1
     row-parallel. `static_scales`: by operand. The operands `input`, `weight` and `gradient` are X, W and dY.
@@ -189,7 +189,7 @@ class Fp8Gemms:
     tp: TensorParallel
     shard_dim: int
     static_scales: Mapping[str, float]
-    chunked_wgrad: bool = False  # a scale of wgrad can cover all tokens
+    wgrad_in_pieces: bool = False  # a scale of wgrad can cover all tokens
     _weight: _QuantizedWeight = field(default_factory=_QuantizedWeight)
 
     def input_operand(self, x: Tensor) -> Operand:
@@ -203,7 +203,7 @@ class Fp8Gemms:
 
         A shard along s is cast without transpose: wgrad transposes the all-gathered operand.
         """
-        along_s = self.tp.sharded and not rows_split
+        along_s = self.tp.activations_sharded and not rows_split
         return self._cast(name, x, sharded=rows_split or along_s, rows_split=rows_split, with_transpose=not along_s)
 
     def before_all_gather(self, grad: Tensor) -> Operand:
@@ -219,7 +219,7 @@ class Fp8Gemms:
     def weight_for_dgrad(self, weight: Tensor) -> Operand:
         return self._quantized_weights(weight)[1]
 
-    def saved_for_wgrad(self, x: Tensor, operand: Operand) -> Operand:
+    def wgrad_source(self, x: Tensor, operand: Operand) -> Operand:
         if self._granularity is not ScaleGranularity.TENSOR:
             return x
         assert isinstance(operand, Quantized), "the operand comes from `input_operand` or `grad_operand`"
@@ -334,9 +334,9 @@ class Fp8Gemms:
         return torch.where(amax.isfinite(), scale, math.nan)  # NaN propagates; an infinity would saturate
 
 
-def gemm_precision_of(name: str, scaling: Fp8State, tp: TensorParallel) -> GemmPrecision:
-    """Return the GEMM precision of the linear layer of this name: FP8 with the state `scaling`, or native."""
-    parameter = scaling.weights.get(f"{name}.weight")
+def build_linear_gemms(name: str, state: Fp8State, tp: TensorParallel) -> LinearGemms:
+    """Return the GEMMs of the linear layer of this name: in FP8 if the layer is an FP8 layer, else high-precision."""
+    parameter = state.weights.get(f"{name}.weight")
     if parameter is None:
-        return NATIVE_PRECISION
-    return Fp8Gemms(name, scaling, tp, parameter.sharding["tp"], scaling.static_scales(parameter))
+        return HIGH_PRECISION_GEMMS
+    return Fp8Gemms(name, state, tp, parameter.sharding["tp"], state.static_scales(parameter))

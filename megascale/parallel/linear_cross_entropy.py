@@ -24,8 +24,8 @@ from megascale.comm.collectives import all_reduce, labelled_pieces
 from megascale.core.label import FORWARD, Label
 from megascale.layout.loss import loss_chunks
 from megascale.ops.cross_entropy import CrossEntropy, Targets
-from megascale.parallel.gemm_precision import GemmWeight
 from megascale.parallel.grad_accumulation import accumulate_wgrad
+from megascale.parallel.linear_gemms import WeightOperand
 from megascale.parallel.tp_overlap import TensorParallel, all_gather_matmul
 from megascale.parallel.vocabulary import VocabularyRange
 
@@ -85,7 +85,7 @@ class _LossOptions:
         self, x: Tensor, weight: Tensor, targets: Targets, label: Label
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the loss of a chunk of x, the gradient of the chunk, and the weight's gradient, as `loss` does."""
-        full, (logits,) = all_gather_matmul(x, [GemmWeight(weight)], self.tp, label, x.dtype)
+        full, (logits,) = all_gather_matmul(x, [WeightOperand(weight)], self.tp, label, x.dtype)
         assert isinstance(full, Tensor), "the head is not FP8"
         reduce = partial(all_reduce, self.tp.group)
         loss, grad = self.cross_entropy(logits.flatten(0, 1), targets, reduce, self.compute_grad)
@@ -98,7 +98,7 @@ class _LossOptions:
         return loss, grad_x, wgrad
 
     def _tokens(self, values_sb: Tensor, rows: slice) -> Tensor:
-        shards = self.tp.size if self.tp.sharded else 1
+        shards = self.tp.size if self.tp.activations_sharded else 1
         return values_sb.unflatten(0, (shards, -1))[:, rows].reshape(-1)
 
 

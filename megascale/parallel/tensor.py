@@ -3,24 +3,25 @@ parallelism (sp), which shards the activations between them along the sequence (
 
 Weights are [n, k] as in torch, Y = X W^T + b; wgrad sums over all s * b tokens. sum_i: sum over the tp ranks i.
 
-    column-parallel, rank i: rows i of W as W_i [n / tp, k], b_i [n / tp]     without sp    with sp
+    column-parallel, rank i: row block i of W as W_i [n / tp, k], b_i [n / tp] without sp    with sp
     forward  Y_i  = X W_i^T + b_i         [s, b, n / tp]                      -             all-gather of X first
     dgrad    dX   = sum_i dY_i W_i        [s, b, k]                           all-reduce    reduce-scatter
     wgrad    dW_i = dY_i^T X              [n / tp, k]                         -             all-gather of X first
 
-    row-parallel, rank i: columns i of W as W_i [n, k / tp], b [n]            without sp    with sp
+    row-parallel, rank i: column block i of W as W_i [n, k / tp], b [n]        without sp    with sp
     forward  Y    = sum_i X_i W_i^T + b   [s, b, n]                           all-reduce    reduce-scatter
     dgrad    dX_i = dY W_i                [s, b, k / tp]                      -             all-gather of dY first
     wgrad    dW_i = dY^T X_i              [n, k / tp]                         -             reuses the dY of dgrad
 
 Activations are [s, b, h], which keeps sequence shards contiguous. With sp a column-parallel layer saves its shard of X
 and all-gathers the shard a second time for wgrad. A layer can also recompute its input from a saved tensor
-(`parallel.recompute`). Overlap: a forward's collective, and the all-gather of dY, with the GEMMs on their own pieces
-(`parallel.tp_overlap`); in a column-parallel backward the all-gather of X with dgrad, the reduction of dX with wgrad.
+(`parallel.recompute`). Overlap: the forward collectives and the all-gather of dY are split into pieces that overlap the
+GEMMs of other pieces (`parallel.tp_overlap`); in a column-parallel backward the all-gather of X overlaps dgrad, and the
+reduction of dX overlaps wgrad.
 
 `column_parallel_linear` and `row_parallel_linear` apply one layer; `column_parallel_linears` and `row_parallel_linears`
-apply layers that share their collectives. `LinearParams`: a layer's weight, bias and GEMM precision. `TensorParallel`:
-the tp group and its communication settings.
+apply layers that share their collectives. `LinearParams`: a layer's weight, bias and GEMMs. `TensorParallel`: the tp
+group and its communication settings.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from torch import Tensor
 
 from megascale.core.label import Label, LabelLike
 from megascale.ops.fp8 import Quantized
-from megascale.parallel.gemm_precision import GemmPrecision, GemmWeight, Operand, flatten_tokens
 from megascale.parallel.grad_accumulation import accumulate_bias_grad
+from megascale.parallel.linear_gemms import LinearGemms, Operand, WeightOperand, flatten_tokens
 from megascale.parallel.recompute import Recomputation
 from megascale.parallel.tp_overlap import LinearParams, TensorParallel, all_gather_matmul, matmul_reduce_scatter
 
@@ -47,7 +48,8 @@ def column_parallel_linear(
     """Compute Y_i = X W_i^T + b_i for weight [n / tp, k] and bias [n / tp]: result [s, b, n / tp].
 
     x is [s, b, k], or [s / tp, b, k] with sequence parallelism. `label` names the collectives in the event log.
-    Saved for backward: x, or with `recompute_input` its source; in FP8 with a scale per tensor always the FP8 operand.
+    Saved for backward: x, or with `recompute_input` the tensor from which backward recomputes x. With per-tensor FP8
+    scales the FP8 operand is always saved instead.
     """
     return column_parallel_linears(x, [layer], tp, label, recompute_input)[0]
 
@@ -57,9 +59,9 @@ def column_parallel_linears(
     recompute_input: Recomputation | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Apply several column-parallel layers to x with one all-gather of x and one reduction of its gradient."""
-    precisions = [layer.precision for layer in layers]
+    gemms = [layer.gemms for layer in layers]
     tensors = [t for layer in layers for t in (layer.weight, layer.bias)]
-    return _ColumnParallel.apply(tp, Label.from_part(label), precisions, recompute_input, x, *tensors)
+    return _ColumnParallel.apply(tp, Label.from_part(label), gemms, recompute_input, x, *tensors)
 
 
 def row_parallel_linear(
@@ -69,8 +71,8 @@ def row_parallel_linear(
     """Compute Y = sum over i of X_i W_i^T, + b, for x [s, b, k / tp], weight [n, k / tp] and bias [n].
 
     The result is [s, b, n], or [s / tp, b, n] with sequence parallelism. x is saved as in `column_parallel_linear`.
-    Without `compute_output` the forward GEMM is skipped, and the result is zeros with the right shape and gradients:
-    recomputation in backward (`recompute_in_backward`) needs only the tensors that the layers save.
+    Without `compute_output` the forward GEMM is skipped, and the result is a zero placeholder that stays connected to
+    autograd: recomputation in backward (`recompute_in_backward`) needs only the tensors that the layers save.
     """
     return row_parallel_linears([x], [layer], tp, label, [recompute_input], compute_output)
 
@@ -80,52 +82,54 @@ def row_parallel_linears(
     recompute_inputs: Sequence[Recomputation | None] | None = None, compute_output: bool = True,
 ) -> Tensor:  # fmt: skip
     """Sum the outputs of several row-parallel layers, one input per layer, with one reduction over the tp ranks."""
-    options = [layer.precision for layer in layers], recompute_inputs or [None] * len(inputs), compute_output
+    gemms = [layer.gemms for layer in layers]
+    recompute_inputs = recompute_inputs or [None] * len(inputs)
     tensors = [t for layer in layers for t in (layer.weight, layer.bias)]
-    return _RowParallel.apply(tp, Label.from_part(label), options, *inputs, *tensors)
+    return _RowParallel.apply(tp, Label.from_part(label), gemms, recompute_inputs, compute_output, *inputs, *tensors)
 
 
 class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tp: TensorParallel, label: Label, precisions: Sequence[GemmPrecision],
+        ctx: Any, tp: TensorParallel, label: Label, gemms: Sequence[LinearGemms],
         recompute_input: Recomputation | None, x: Tensor, *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        ctx.tp, ctx.label, ctx.precisions = tp, label, precisions
+        ctx.tp, ctx.label, ctx.gemms = tp, label, gemms
         weights, biases = _weights_and_biases(tensors)
-        operand = precisions[0].input_operand(x)  # all layers quantize x alike: once is enough
-        gemm_weights = [
-            GemmWeight(p.weight_for_forward(w), bias, p) for p, w, bias in zip(precisions, weights, biases, strict=True)
+        operand = gemms[0].input_operand(x)  # all layers quantize x alike: once is enough
+        weight_operands = [
+            WeightOperand(g.weight_for_forward(w), bias, g) for g, w, bias in zip(gemms, weights, biases, strict=True)
         ]
-        _, outputs = all_gather_matmul(operand, gemm_weights, tp, label, x.dtype)
-        _save_for_wgrad(ctx, [precisions[0].saved_for_wgrad(x, operand)], [recompute_input], tensors)
+        _, outputs = all_gather_matmul(operand, weight_operands, tp, label, x.dtype)
+        _save_for_wgrad(ctx, [gemms[0].wgrad_source(x, operand)], [recompute_input], tensors)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (restore_input,), tensors = _saved_operands(ctx)
-        x = restore_input()  # the all-gather needs x: no recomputation overlaps it
+        x = restore_input()  # before the all-gather of x: a recomputation of x does not overlap a collective
         tp: TensorParallel = ctx.tp
         weights, biases = _weights_and_biases(tensors)
         grads = tuple(grad.contiguous() for grad in grads)
-        # Quantized before the all-gather starts, because quantization may all-reduce an amax.
-        grad_operands = [p.grad_operand(grad) for p, grad in zip(ctx.precisions, grads, strict=True)]
+        # Quantized before the all-gather starts: quantization may all-reduce an amax, which would queue behind the
+        # all-gather on the same communicator.
+        grad_operands = [g.grad_operand(grad) for g, grad in zip(ctx.gemms, grads, strict=True)]
         # Without sp, full_x is x.
         full_x, gathering = tp.gather_operand(x, ctx.label.for_backward("wgrad input"), wait=not tp.overlap)
-        # dgrad, while x is gathered
-        dgrad_weights = [p.weight_for_dgrad(weight) for p, weight in zip(ctx.precisions, weights, strict=True)]
-        grad_x = ctx.precisions[0].gemm(grad_operands[0], dgrad_weights[0], None, grads[0].dtype)
-        for p, grad_operand, weight in zip(ctx.precisions[1:], grad_operands[1:], dgrad_weights[1:], strict=True):
-            p.gemm_out(grad_x, grad_operand, weight, add=True)
+        # dgrad, while x is all-gathered
+        dgrad_weights = [g.weight_for_dgrad(weight) for g, weight in zip(ctx.gemms, weights, strict=True)]
+        grad_x = ctx.gemms[0].gemm(grad_operands[0], dgrad_weights[0], None, grads[0].dtype)
+        for g, grad_operand, weight in zip(ctx.gemms[1:], grad_operands[1:], dgrad_weights[1:], strict=True):
+            g.gemm_out(grad_x, grad_operand, weight, add=True)
         # All-reduce, or reduce-scatter with sp.
         grad_x, reducing = tp.reduce(grad_x, ctx.label.for_backward("gradient"), wait=not tp.overlap)
         gathering.wait()
         # wgrad, while grad_x is reduced
-        x_operand = ctx.precisions[0].operand_for_wgrad("input", full_x)
+        x_operand = ctx.gemms[0].operand_for_wgrad("input", full_x)
         param_grads: list[Tensor | None] = []
-        for p, operand, grad, weight, bias in zip(ctx.precisions, grad_operands, grads, weights, biases, strict=True):
-            saved = p.saved_for_wgrad(grad, operand)
-            param_grads.append(p.accumulate_wgrad(weight, p.operand_for_wgrad("gradient", saved), x_operand))
+        for g, operand, grad, weight, bias in zip(ctx.gemms, grad_operands, grads, weights, biases, strict=True):
+            source = g.wgrad_source(grad, operand)
+            param_grads.append(g.accumulate_wgrad(weight, g.operand_for_wgrad("gradient", source), x_operand))
             param_grads.append(accumulate_bias_grad(bias, flatten_tokens(grad)) if bias is not None else None)
         reducing.wait()
         return None, None, None, None, grad_x, *param_grads
@@ -133,22 +137,24 @@ class _ColumnParallel(torch.autograd.Function):
 
 class _RowParallel(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tp: TensorParallel, label: Label, options: tuple[Any, ...], *tensors: Tensor) -> Tensor:
-        precisions, recompute_inputs, compute_output = options
-        ctx.tp, ctx.label, ctx.precisions = tp, label, precisions
-        inputs, params = tensors[: len(precisions)], tensors[len(precisions) :]
+    def forward(
+        ctx: Any, tp: TensorParallel, label: Label, gemms: Sequence[LinearGemms],
+        recompute_inputs: Sequence[Recomputation | None], compute_output: bool, *tensors: Tensor,
+    ) -> Tensor:  # fmt: skip
+        ctx.tp, ctx.label, ctx.gemms = tp, label, gemms
+        inputs, params = tensors[: len(gemms)], tensors[len(gemms) :]
         weights, biases = _weights_and_biases(params)
-        operands = [p.input_operand(x) for p, x in zip(precisions, inputs, strict=True)]
-        saved = [p.saved_for_wgrad(x, operand) for p, x, operand in zip(precisions, inputs, operands, strict=True)]
-        _save_for_wgrad(ctx, saved, recompute_inputs, params)
+        operands = [g.input_operand(x) for g, x in zip(gemms, inputs, strict=True)]
+        sources = [g.wgrad_source(x, operand) for g, x, operand in zip(gemms, inputs, operands, strict=True)]
+        _save_for_wgrad(ctx, sources, recompute_inputs, params)
         if not compute_output:
             seq, batch, _ = inputs[0].shape
-            seq //= tp.size if tp.sharded else 1
+            seq //= tp.size if tp.activations_sharded else 1
             return inputs[0].new_zeros(()).expand(seq, batch, weights[0].shape[0])
-        gemm_weights = [
-            GemmWeight(p.weight_for_forward(weight), None, p) for p, weight in zip(precisions, weights, strict=True)
+        weight_operands = [
+            WeightOperand(g.weight_for_forward(weight), None, g) for g, weight in zip(gemms, weights, strict=True)
         ]
-        out = matmul_reduce_scatter(operands, gemm_weights, tp, label, inputs[0].dtype)
+        out = matmul_reduce_scatter(operands, weight_operands, tp, label, inputs[0].dtype)
         for bias in biases:  # added once, after the reduction
             if bias is not None:
                 out += bias
@@ -157,29 +163,29 @@ class _RowParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         tp: TensorParallel = ctx.tp
-        precisions: Sequence[GemmPrecision] = ctx.precisions
+        gemms: Sequence[LinearGemms] = ctx.gemms
         restore_inputs, tensors = _saved_operands(ctx)
         weights, biases = _weights_and_biases(tensors)
         grad, inputs = grads[0].contiguous(), list[Operand]()
         weight_grads: list[Tensor | None] = [None] * len(weights)
-        first = precisions[0]  # all layers have the same output gradient
+        first = gemms[0]  # all layers have the same output gradient
 
         def accumulate_wgrads(full_grad: Operand, rows: slice) -> None:
-            if not inputs:  # restored at the first call, which for a chunked wgrad comes during the all-gather
+            if not inputs:  # restored at the first call: for a wgrad in pieces, during the all-gather
                 inputs.extend(restore() for restore in restore_inputs)
-            all_rows = rows == slice(0, full_grad.shape[0])
-            grad_operand = first.operand_for_wgrad("gradient", full_grad if all_rows else full_grad[rows])
-            for i, (p, x, weight) in enumerate(zip(precisions, inputs, weights, strict=True)):
-                x_operand = p.operand_for_wgrad("input", x if all_rows else x[rows])
-                wgrad, total = p.accumulate_wgrad(weight, grad_operand, x_operand), weight_grads[i]
+            is_full = rows == slice(0, full_grad.shape[0])
+            grad_operand = first.operand_for_wgrad("gradient", full_grad if is_full else full_grad[rows])
+            for i, (g, x, weight) in enumerate(zip(gemms, inputs, weights, strict=True)):
+                x_operand = g.operand_for_wgrad("input", x if is_full else x[rows])
+                wgrad, total = g.accumulate_wgrad(weight, grad_operand, x_operand), weight_grads[i]
                 if wgrad is not None:  # None: accumulated in main_grad
                     weight_grads[i] = wgrad if total is None else total + wgrad
 
         dgrad_weights = [
-            GemmWeight(p.weight_for_dgrad(weight), None, p) for p, weight in zip(precisions, weights, strict=True)
+            WeightOperand(g.weight_for_dgrad(weight), None, g) for g, weight in zip(gemms, weights, strict=True)
         ]
         # Called by `all_gather_matmul` for rows of dY that are complete: this rank's rows first, or all rows at once.
-        on_rows = accumulate_wgrads if first.chunked_wgrad else None
+        on_rows = accumulate_wgrads if first.wgrad_in_pieces else None
         grad_shard = first.before_all_gather(grad)
         full_grad, input_grads = all_gather_matmul(
             grad_shard,
@@ -196,7 +202,7 @@ class _RowParallel(torch.autograd.Function):
         # With sp a bias's gradient covers this rank's tokens; `Bucket.reduce_partial_grads` sums over tp.
         for weight_grad, bias in zip(weight_grads, biases, strict=True):
             param_grads += [weight_grad, accumulate_bias_grad(bias, flatten_tokens(grad)) if bias is not None else None]
-        return None, None, None, *input_grads, *param_grads
+        return None, None, None, None, None, *input_grads, *param_grads
 
 
 def _save_for_wgrad(

@@ -1,14 +1,18 @@
 """Overlap of tensor-parallel collectives with the GEMMs beside them (MegaScale 3.2, figure 3).
 
-`all_gather_matmul` computes this rank's own rows at once and the other rows in pieces, as the pieces arrive.
-`matmul_reduce_scatter` computes in pieces, the rows of other ranks first, and sends a piece during the next GEMM:
+With sequence parallelism `all_gather_matmul` computes this rank's own rows at once and the other rows in pieces, as the
+pieces arrive. `matmul_reduce_scatter` computes in pieces, the rows of other ranks first, and sends a piece during the
+next GEMM:
 
     all_gather_matmul      compute  | own rows | piece 1 | piece 2 |
                            receive  | piece 1  | piece 2 |
     matmul_reduce_scatter  compute  | piece 1  | piece 2 | own rows |
                            send                | piece 1 | piece 2  |
 
-The bytes sent are those of one collective. A collective is not cut into pieces where cutting has no benefit: if the
+Without sequence parallelism activations are replicated: `all_gather_matmul` is a GEMM without communication, and
+`matmul_reduce_scatter` all-reduces its pieces.
+
+The bytes sent are those of one collective. A collective is not split into pieces where this has no benefit: if the
 transport makes no progress while this rank computes (shared memory), or if the GEMM of a piece would have too few rows
 for a GPU (`layout.pieces`). `TensorParallel` holds the tp group and these choices, `LinearParams` a layer's parameters.
 """
@@ -36,18 +40,18 @@ from megascale.comm.work import COMPLETED, Work
 from megascale.core.label import Label
 from megascale.layout.pieces import MAX_GPU_P2P_RANKS, MAX_PIECES, MIN_GPU_GEMM_ROWS, MIN_PIECE_BYTES, max_pieces
 from megascale.ops.fp8 import Quantized, ScaleGranularity
-from megascale.parallel.gemm_precision import NATIVE_PRECISION, GemmPrecision, GemmWeight, Operand
+from megascale.parallel.linear_gemms import HIGH_PRECISION_GEMMS, LinearGemms, Operand, WeightOperand
 
-SCALES_ALIGNED = 4
-"""Scales in 16 bytes. cuBLAS wants the row scales of a GEMM aligned to 16 bytes."""
+SCALE_ALIGNMENT = 4
+"""cuBLAS requires the fp32 row scales of a GEMM to be a multiple of 16 bytes, which is this number of scales."""
 
 
 class LinearParams(NamedTuple):
-    """This rank's weight [n, k], sharded in one dimension, bias [n], and GEMM precision of a linear layer."""
+    """Weight [n, k], sharded in one dimension, and bias [n] of a linear layer on this rank, and the layer's GEMMs."""
 
     weight: Tensor
     bias: Tensor | None = None
-    precision: GemmPrecision = NATIVE_PRECISION
+    gemms: LinearGemms = HIGH_PRECISION_GEMMS
 
 
 @dataclass(frozen=True)
@@ -73,13 +77,13 @@ class TensorParallel:
         return self.group.index
 
     @property
-    def sharded(self) -> bool:
-        """True if a rank holds only a shard of the activations between layers."""
+    def activations_sharded(self) -> bool:
+        """True if a rank holds a shard [s / tp, b, h] of the activations between layers (sequence parallelism)."""
         return self.sequence_parallel and self.size > 1
 
     def gather(self, x: Tensor, label: Label, *, wait: bool = True) -> tuple[Tensor, Work]:
         """All-gather x [s / size, ...] along dimension 0; return x itself if activations are not sharded."""
-        if not self.sharded:
+        if not self.activations_sharded:
             return x, COMPLETED
         full = x.new_empty(x.shape[0] * self.size, *x.shape[1:])
         return full, all_gather(self.group, full, x.contiguous(), label=label, wait=wait)
@@ -95,8 +99,10 @@ class TensorParallel:
 
     def gather_operand(self, x: Operand, label: Label, *, wait: bool = True) -> tuple[Operand, Work]:
         """`gather` for a GEMM operand. An FP8 operand is gathered as bytes, after its scales if scales are per row."""
-        if isinstance(x, Tensor) or not self.sharded:
-            return (x, COMPLETED) if isinstance(x, Quantized) else self.gather(x, label, wait=wait)
+        if isinstance(x, Tensor):
+            return self.gather(x, label, wait=wait)
+        if not self.activations_sharded:
+            return x, COMPLETED
         scale = self.gather_scale(x, label)
         data, gathering = self.gather(x.data.view(torch.uint8), label, wait=wait)
         return Quantized(data.view(x.data.dtype), scale, x.granularity), gathering
@@ -107,59 +113,61 @@ class TensorParallel:
             return x.scale
         return self.gather(x.scale, label.with_suffix("scales"))[0]
 
-    def use_symmetric_memory(self, inputs: Sequence[Operand], weights: Iterable[Operand], rows: int) -> bool:
+    def can_use_symmetric_memory(self, inputs: Sequence[Operand], weights: Iterable[Operand], rows: int) -> bool:
         """True if torch's fused operators can run these GEMMs, with `rows` rows per rank.
 
         The operators take a single input, and operands without scales or with scales of equal granularity, per tensor
         or per row.
         """
-        if not (self.symmetric_memory and self.sharded and self.overlap) or len(inputs) > 1 or rows < MIN_GPU_GEMM_ROWS:
+        if not (self.symmetric_memory and self.activations_sharded and self.overlap):
             return False
-        scalings = {operand.granularity if isinstance(operand, Quantized) else None for operand in (*inputs, *weights)}
-        if scalings == {None}:
+        if len(inputs) > 1 or rows < MIN_GPU_GEMM_ROWS:
+            return False
+        granularities = {x.granularity if isinstance(x, Quantized) else None for x in (*inputs, *weights)}
+        if granularities == {None}:
             return True
-        aligned = rows % SCALES_ALIGNED == 0
+        aligned = rows % SCALE_ALIGNMENT == 0
         return symmetric_memory.has_scaled_matmul() and (
-            scalings == {ScaleGranularity.TENSOR} or (scalings == {ScaleGranularity.ROW} and aligned)
+            granularities == {ScaleGranularity.TENSOR} or (granularities == {ScaleGranularity.ROW} and aligned)
         )
 
     def num_pieces(self, shard: Operand) -> int:
-        """Return the number of pieces for a rank's shard [s, b, k] of a collective; 0 for a single collective."""
+        """Return the number of pieces into which the communication of `shard` [s, b, k] is split; 0: one collective."""
         if not self.overlap or self.group.p2p_transport is None:
             return 0
         pieces = max(1, min(MAX_PIECES, shard.nbytes // MIN_PIECE_BYTES))
         if not self.gpu:
             return pieces
         # Pieces of sharded activations are p2p messages to every rank; otherwise each piece is an all-reduce.
-        if self.sharded and self.size > MAX_GPU_P2P_RANKS:
+        if self.activations_sharded and self.size > MAX_GPU_P2P_RANKS:
             return 0
         return min(pieces, max_pieces(*shard.shape[:2]))
 
 
 def all_gather_matmul(
-    shard: Operand, layers: Sequence[GemmWeight], tp: TensorParallel, label: Label, dtype: torch.dtype,
+    shard: Operand, weights: Sequence[WeightOperand], tp: TensorParallel, label: Label, dtype: torch.dtype,
     on_rows: Callable[[Operand, slice], None] | None = None,
     after_all_gather: Callable[[Operand], Operand] = lambda x: x,
 ) -> tuple[Operand, list[Tensor]]:  # fmt: skip
-    """All-gather the shard [s / tp, b, k] into X, and compute X W^T + b for several layers, in `dtype`.
+    """All-gather `shard` into X with sequence parallelism (X is `shard` without), and compute X W^T + b per weight.
 
-    Returns X and the outputs [s, b, n]. Without sharded activations X is the shard. `on_rows(X, rows)` is called when
-    rows of X are complete: once for all rows, or first for this rank's own rows, during communication, and then for the
-    remaining rows. `after_all_gather` turns gathered rows into a GEMM operand.
+    shard is [s / tp, b, k], or [s, b, k] without sequence parallelism. Returns X and the outputs [s, b, n] in `dtype`.
+    `on_rows(X, rows)` is called when rows of X are complete: once for all rows, or first for this rank's own rows,
+    during communication, and then for the remaining rows. `after_all_gather` turns gathered rows into a GEMM operand.
     """
     on_rows = on_rows or (lambda full, rows: None)
-    pieces = tp.num_pieces(shard) if tp.sharded else 0
-    weights = [layer.weight for layer in layers]
-    if tp.use_symmetric_memory([shard], weights, shard.shape[:-1].numel()):
-        full, outputs = _symmetric_all_gather_matmul(shard, weights, tp, label, dtype)
-        pairs = zip(outputs, layers, strict=True)
+    pieces = tp.num_pieces(shard) if tp.activations_sharded else 0
+    operands = [weight.operand for weight in weights]
+    if tp.can_use_symmetric_memory([shard], operands, shard.shape[:-1].numel()):
+        full, outputs = _symmetric_all_gather_matmul(shard, operands, tp, label, dtype)
+        pairs = zip(outputs, weights, strict=True)
         outputs = [out if bias is None else out.add_(bias) for out, (_, bias, _) in pairs]
     elif not pieces:
         full, _ = tp.gather_operand(shard, label)
-        operand = after_all_gather(full)
-        outputs = [precision.gemm(operand, weight, bias, dtype) for weight, bias, precision in layers]
+        x = after_all_gather(full)
+        outputs = [gemms.gemm(x, weight, bias, dtype) for weight, bias, gemms in weights]
     else:
-        return _all_gather_matmul_pieces(shard, layers, tp, label, pieces, dtype, on_rows, after_all_gather)
+        return _all_gather_matmul_pieces(shard, weights, tp, label, pieces, dtype, on_rows, after_all_gather)
     on_rows(full, slice(0, full.shape[0]))
     return full, outputs
 
@@ -182,7 +190,7 @@ def _scaled_matrix(weight: Quantized) -> symmetric_memory.ScaledMatrix:
 
 
 def _all_gather_matmul_pieces(
-    shard: Operand, layers: Sequence[GemmWeight], tp: TensorParallel, label: Label, pieces: int, dtype: torch.dtype,
+    shard: Operand, weights: Sequence[WeightOperand], tp: TensorParallel, label: Label, pieces: int, dtype: torch.dtype,
     on_rows: Callable[[Operand, slice], None], after_all_gather: Callable[[Operand], Operand],
 ) -> tuple[Operand, list[Tensor]]:  # fmt: skip
     n = shard.shape[0]
@@ -191,13 +199,13 @@ def _all_gather_matmul_pieces(
     full: Operand = received
     if isinstance(shard, Quantized):
         full = Quantized(received.view(shard.data.dtype), tp.gather_scale(shard, label), shard.granularity)
-    outputs = [received.new_empty(*full.shape[:-1], weight.shape[0], dtype=dtype) for weight, _, _ in layers]
-    for number, (ready, pending) in enumerate(all_gather_pieces(tp.group, received, sent, pieces, label=label)):
-        pending.wait()
-        for rows in ready:
-            operand = after_all_gather(full[rows])
-            for out, (weight, bias, precision) in zip(outputs, layers, strict=True):
-                precision.gemm_out(out[rows], operand, weight, bias)
+    outputs = [received.new_empty(*full.shape[:-1], weight.shape[0], dtype=dtype) for weight, _, _ in weights]
+    for number, (row_ranges, work) in enumerate(all_gather_pieces(tp.group, received, sent, pieces, label=label)):
+        work.wait()
+        for rows in row_ranges:
+            x = after_all_gather(full[rows])
+            for out, (weight, bias, gemms) in zip(outputs, weights, strict=True):
+                gemms.gemm_out(out[rows], x, weight, bias)
         if number == 0:  # this rank's own rows
             on_rows(full, slice(n * tp.index, n * (tp.index + 1)))
     for rows in (slice(0, n * tp.index), slice(n * (tp.index + 1), n * tp.size)):
@@ -207,21 +215,22 @@ def _all_gather_matmul_pieces(
 
 
 def matmul_reduce_scatter(
-    inputs: Sequence[Operand], layers: Sequence[GemmWeight], tp: TensorParallel, label: Label, dtype: torch.dtype
+    inputs: Sequence[Operand], weights: Sequence[WeightOperand], tp: TensorParallel, label: Label, dtype: torch.dtype
 ) -> Tensor:
-    """Compute the sum over layers and tp ranks of X W^T, for inputs [s, b, k] and weights [n, k], in `dtype`.
+    """Compute X W^T and reduce-scatter the sum over tp with sequence parallelism; all-reduce without.
 
-    The result is [s, b, n], or this rank's shard [s / tp, b, n] with sequence parallelism. Biases are left to the
-    caller: added here, every rank would contribute its copy.
+    Several inputs [s, b, k] and weights [n, k]: the sum of their GEMMs is reduced once. The result, in `dtype`, is this
+    rank's shard [s / tp, b, n], or [s, b, n] without sequence parallelism. Biases are left to the caller: added here,
+    every rank would contribute its copy.
     """
-    x, matrix = inputs[0], layers[0].weight
-    if tp.use_symmetric_memory(inputs, [layer.weight for layer in layers], x.shape[:-1].numel() // tp.size):
-        return _symmetric_matmul_reduce_scatter(x, matrix, tp, label, dtype)
-    full = x.new_empty(*x.shape[:-1], matrix.shape[0], dtype=dtype)
+    x, weight = inputs[0], weights[0].operand
+    if tp.can_use_symmetric_memory(inputs, [w.operand for w in weights], x.shape[:-1].numel() // tp.size):
+        return _symmetric_matmul_reduce_scatter(x, weight, tp, label, dtype)
+    full = x.new_empty(*x.shape[:-1], weight.shape[0], dtype=dtype)
 
     def compute_rows(rows: slice) -> None:
-        for number, (x, (weight, _, precision)) in enumerate(zip(inputs, layers, strict=True)):
-            precision.gemm_out(full[rows], x[rows], weight, add=number > 0)
+        for number, (layer_input, (operand, _, gemms)) in enumerate(zip(inputs, weights, strict=True)):
+            gemms.gemm_out(full[rows], layer_input[rows], operand, add=number > 0)
 
     shard = full[: full.shape[0] // tp.size]
     pieces = tp.num_pieces(shard if tp.sequence_parallel else full)

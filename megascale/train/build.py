@@ -34,7 +34,7 @@ from megascale.ops.select import OpContext
 from megascale.ops.wgrad import Wgrad
 from megascale.optim.lr import learning_rate
 from megascale.optim.sharded import ShardedOptimizer
-from megascale.parallel.fp8_linear import Fp8State, gemm_precision_of
+from megascale.parallel.fp8_linear import Fp8State, build_linear_gemms
 from megascale.parallel.param_and_grad_buffers import ParamAndGradBuffers
 from megascale.parallel.pipeline import Boundary, PipelineExecutor
 from megascale.parallel.tp_overlap import TensorParallel
@@ -182,12 +182,12 @@ def build_stages(
 ) -> list[Stage]:
     """Build the modules of this rank's model chunks over the weights in `buffers`."""
     layout, stages = stages_of(config), []
-    gemm_precision = partial(gemm_precision_of, scaling=fp8_state, tp=tp)
+    linear_gemms = partial(build_linear_gemms, state=fp8_state, tp=tp)
     for chunk in range(config.parallel.vpp):
         index = layout.index(mesh.coord.pp, chunk)
         first, last = index == 0, index == layout.count - 1
         recompute = recompute_policy(config.train, chunk)
-        context = LayerContext(config.model, buffers.parameters(chunk), tp, operators, gemm_precision, recompute)
+        context = LayerContext(config.model, buffers.parameters(chunk), tp, operators, linear_gemms, recompute)
         stages.append(Stage(context, layout.layers(index), first, last, buffers.bucket_boundary(chunk)))
     return stages
 

@@ -21,7 +21,7 @@ from megascale.model.modules import Linear
 from megascale.ops import fp8
 from megascale.ops.fp8 import Fp8Kernels, Quantized, ScaleGranularity, scaled_matmul
 from megascale.parallel import tp_overlap
-from megascale.parallel.fp8_linear import Fp8Gemms, Fp8State, gemm_precision_of
+from megascale.parallel.fp8_linear import Fp8Gemms, Fp8State, build_linear_gemms
 from megascale.parallel.tensor import column_parallel_linear, row_parallel_linear
 from megascale.parallel.tp_overlap import LinearParams, TensorParallel
 from tests.fused import serve_on_cpus
@@ -65,21 +65,21 @@ def casts(rank: Rank, config: RunConfig, layer: str, sequence: bool) -> list[Arr
     group = open_mesh(Topology(tp=tp), rank.rank, tied=False)
     axis = TensorParallel(group.tp, sequence)
     scaling = Fp8State(config, group, torch.device("cpu"))
-    precision = gemm_precision_of(f"layers.1.{layer}", scaling, axis)
-    assert isinstance(precision, Fp8Gemms)
+    gemms = build_linear_gemms(f"layers.1.{layer}", scaling, axis)
+    assert isinstance(gemms, Fp8Gemms)
     x, weight, grad = operands(layer)
-    column = precision.shard_dim == 0
-    part = weight.chunk(tp, precision.shard_dim)[rank.rank].contiguous()
+    column = gemms.shard_dim == 0
+    part = weight.chunk(tp, gemms.shard_dim)[rank.rank].contiguous()
     here = lambda t, cut: t.chunk(tp, cut)[rank.rank].contiguous()  # noqa: E731
     if column:
         x, grad = here(x, 0) if sequence else x, here(grad, 2)
     else:
         x, grad = here(x, 2), here(grad, 0) if sequence else grad
     results = [
-        precision.input_operand(x),
-        precision.weight_for_forward(part),
-        precision.weight_for_dgrad(part),
-        precision.grad_operand(grad),
+        gemms.input_operand(x),
+        gemms.weight_for_forward(part),
+        gemms.weight_for_dgrad(part),
+        gemms.grad_operand(grad),
     ]
     assert all(isinstance(each, Quantized) for each in results)
     return [each.dequantize().numpy() for each in results if isinstance(each, Quantized)]
@@ -276,7 +276,7 @@ def cast_bytes(rank: Rank, config: RunConfig) -> int:
     run = build_run(rank, config)
     curve_of(run, 1)
     layers = [module for stage in run.stages for module in stage.modules() if isinstance(module, Linear)]
-    made = [layer.params.precision._weight for layer in layers if isinstance(layer.params.precision, Fp8Gemms)]
+    made = [layer.params.gemms._weight for layer in layers if isinstance(layer.params.gemms, Fp8Gemms)]
     return sum(cast.data.nbytes for weight in made for cast in (weight.rowwise, weight.columnwise) if cast is not None)
 
 
@@ -444,7 +444,7 @@ def two_layers(rank: Rank, config: RunConfig, mesh: Mesh, axis: TensorParallel) 
         x.requires_grad_()
         weight.requires_grad_()
         bias = torch.ones(len(weight), dtype=torch.bfloat16)
-        layer = LinearParams(weight, bias, gemm_precision_of(f"layers.1.{name}", scaling, axis))
+        layer = LinearParams(weight, bias, build_linear_gemms(f"layers.1.{name}", scaling, axis))
         out = linear(x, layer, axis)
         out.backward(grad)
         assert x.grad is not None and weight.grad is not None

@@ -229,6 +229,7 @@ def test_no_piece_on_a_gpu_has_a_small_gemm(rows: int, batch: int, size: int, se
 
 def test_fused_operators_need_many_rows() -> None:
     import torch
+    import torch.distributed._symmetric_memory  # registers the fused operators
 
     from megascale.comm.group import Group
     from megascale.ops.fp8 import Quantized, ScaleGranularity
@@ -241,13 +242,13 @@ def test_fused_operators_need_many_rows() -> None:
         for granularity in (ScaleGranularity.TENSOR, ScaleGranularity.ROW, ScaleGranularity.BLOCK_1D)
     )
     for x, weight, rows in ((plain, plain, 512), (plain, plain, 513), (one, one, 513), (each, each, 516)):
-        assert axis.use_symmetric_memory([x], [weight, weight], rows)
+        assert axis.can_use_symmetric_memory([x], [weight, weight], rows)
     for x, weight, rows in (
         (plain, plain, 511), (one, one, 511), (each, each, 513), (plain, each, 512), (blocks, blocks, 512),
         (one, each, 512),
     ):  # fmt: skip
-        assert not axis.use_symmetric_memory([x], [weight], rows)
-    assert not axis.use_symmetric_memory([plain, plain], [plain, plain], 512)
+        assert not axis.can_use_symmetric_memory([x], [weight], rows)
+    assert not axis.can_use_symmetric_memory([plain, plain], [plain, plain], 512)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +276,7 @@ def rows_of_gemms(rank: Rank, sequence: bool, tokens: int) -> list[Any]:
     from megascale.comm.mesh import open_mesh
     from megascale.layout.topology import Topology
     from megascale.parallel import tp_overlap
-    from megascale.parallel.gemm_precision import NativePrecision
+    from megascale.parallel.linear_gemms import HighPrecisionGemms
     from megascale.parallel.tensor import column_parallel_linear, row_parallel_linear
 
     tp_overlap.MIN_PIECE_BYTES = 512
@@ -290,7 +291,7 @@ def rows_of_gemms(rank: Rank, sequence: bool, tokens: int) -> list[Any]:
     ):
         rows = list[int]()
 
-        class Counting(NativePrecision):
+        class Counting(HighPrecisionGemms):
             def gemm(self, x: Any, *more: Any) -> Any:
                 rows.append(x.shape[0])  # noqa: B023
                 return super().gemm(x, *more)

@@ -1,10 +1,11 @@
-"""GEMM precision of linear layers: the parameters' own dtype (`NativePrecision`), or FP8 (`parallel.fp8_linear`).
+"""The GEMMs of a linear layer, in the parameters' own dtype (`HighPrecisionGemms`), or FP8 (`parallel.fp8_linear`).
 
-For one layer, Y = X W^T + b with X [s, b, k] and W [n, k], tokens flattened in wgrad:
+For Y = X W^T + b with X [s, b, k] and W [n, k], tokens flattened in wgrad:
 
-    forward  Y  = X W^T     input_operand(X), weight_for_forward(W)                     gemm, gemm_out
-    dgrad    dX = dY W      grad_operand(dY), weight_for_dgrad(W)                       gemm, gemm_out
-    wgrad    dW = dY^T X    operand_for_wgrad of dY and of saved_for_wgrad(X)           accumulate_wgrad
+    GEMM                    operands                                                       method
+    forward  Y  = X W^T     input_operand(X), weight_for_forward(W)                        gemm, gemm_out
+    dgrad    dX = dY W      grad_operand(dY), weight_for_dgrad(W)                          gemm, gemm_out
+    wgrad    dW = dY^T X    operand_for_wgrad of wgrad_source(dY) and of wgrad_source(X)   accumulate_wgrad
 """
 
 from __future__ import annotations
@@ -25,19 +26,22 @@ OperandName = Literal["input", "gradient"]
 """The operands with a token dimension: the input X, and the output gradient dY."""
 
 
-class GemmPrecision(Protocol):
-    """Conversion of a linear layer's operands for the three GEMMs, and the GEMMs.
+class LinearGemms(Protocol):
+    """The three GEMMs of one linear layer, and the conversion (quantization) of their operands.
 
-    `chunked_wgrad`: wgrad may be computed for a part of the tokens at a time.
+    `wgrad_in_pieces`: wgrad may be computed for a part of the tokens at a time.
     """
 
-    chunked_wgrad: bool
+    wgrad_in_pieces: bool
 
     def input_operand(self, x: Tensor) -> Operand:
         """Convert an input [s, b, k] for the forward GEMM, before any all-gather."""
 
-    def saved_for_wgrad(self, x: Tensor, operand: Operand) -> Operand:
-        """Return the tensor to save for wgrad: x or its operand (or an output gradient and its operand)."""
+    def wgrad_source(self, x: Tensor, operand: Operand) -> Operand:
+        """Return the tensor from which wgrad makes its operand: x, or x's `operand` of the first GEMM.
+
+        x is an input, whose source is saved for backward, or an output gradient.
+        """
 
     def grad_operand(self, grad: Tensor) -> Operand:
         """Convert an output gradient [s, b, n] for dgrad."""
@@ -55,7 +59,7 @@ class GemmPrecision(Protocol):
         """Convert the transpose of the weight, [k, n]."""
 
     def gemm(self, x: Operand, weight: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Compute x [..., k] weight^T [k, n] + bias [n]: [..., n] in `dtype`, which unquantized operands have."""
+        """Compute x [..., k] weight^T [k, n] + bias [n]: [..., n] in `dtype`; unquantized operands already have it."""
 
     def gemm_out(
         self, out: Tensor, x: Operand, weight: Operand, bias: Tensor | None = None, *, add: bool = False
@@ -63,7 +67,7 @@ class GemmPrecision(Protocol):
         """Write x weight^T + bias into out [..., n], or add x weight^T to out with `add`."""
 
     def operand_for_wgrad(self, name: OperandName, x: Operand) -> Operand:
-        """Convert the input or output gradient for wgrad, from the tensor itself or from its saved form."""
+        """Convert an input or output gradient for wgrad; x is its `wgrad_source`."""
 
     def accumulate_wgrad(self, weight: Tensor, grad: Operand, x: Operand) -> Tensor | None:
         """Add grad^T x, summed over tokens, to the weight's gradient; both operands come from `operand_for_wgrad`.
@@ -72,15 +76,15 @@ class GemmPrecision(Protocol):
         """
 
 
-class NativePrecision:
-    """GEMMs in the dtype of the tensors, without conversion."""
+class HighPrecisionGemms:
+    """GEMMs in the dtype of the tensors (bf16, fp32, fp64), without conversion."""
 
-    chunked_wgrad = True
+    wgrad_in_pieces = True
 
     def input_operand(self, x: Tensor) -> Operand:
         return x
 
-    def saved_for_wgrad(self, x: Tensor, operand: Operand) -> Operand:
+    def wgrad_source(self, x: Tensor, operand: Operand) -> Operand:
         return x
 
     def grad_operand(self, grad: Tensor) -> Operand:
@@ -122,15 +126,18 @@ class NativePrecision:
         return accumulate_wgrad(weight, flatten_tokens(grad), flatten_tokens(x))
 
 
-NATIVE_PRECISION = NativePrecision()
+HIGH_PRECISION_GEMMS = HighPrecisionGemms()
 
 
-class GemmWeight(NamedTuple):
-    """A weight operand [n, k], a bias [n], and the precision of their GEMM."""
+class WeightOperand(NamedTuple):
+    """A weight converted for one GEMM x operand^T + bias: W [n, k] in forward, W^T [k, n] in dgrad.
 
-    weight: Operand
+    `LinearParams` holds the parameters from which forward and dgrad make their weight operands.
+    """
+
+    operand: Operand
     bias: Tensor | None = None
-    precision: GemmPrecision = NATIVE_PRECISION
+    gemms: LinearGemms = HIGH_PRECISION_GEMMS
 
 
 def flatten_tokens(x: Tensor) -> Tensor:
