@@ -1,16 +1,18 @@
 """Pipeline executor: runs one rank's list of actions (`schedule.ir`), in their order.
 
-    F               wait for the activation and all-gather its shards over tp, run the chunk's forward, save its input
-                    and its output's autograd edge
-    B               wait for the output gradient and all-gather its shards, run the chunk's backward
+    F               wait for the activation and, only without sp, all-gather its shards over tp; run the chunk's
+                    forward; save its input and its output's autograd edge
+    B               wait for the output gradient and, only without sp, all-gather its shards; run the chunk's backward
     SEND_F, SEND_B  send the output of F to the next virtual stage, the input gradient of B to the previous stage
     RECV_F, RECV_B  post a receive; the F or B that consumes the message waits for it
-    GATHER          wait for the all-gather, started after the last update, of the chunk's first buckets of parameters
-    REDUCE          start the reduction of the first buckets' gradients over data parallelism; the next buckets wait for
-                    all-gathers and start reductions inside F and B (`parallel.param_and_grad_buffers`)
+    WAIT_PARAMS     wait for the all-gather of the chunk's first buckets, started by `train_step` after their update
+    REDUCE          start the reduction of the first buckets' gradients over the data-parallel group
+
+For the remaining buckets of a chunk, autograd functions in F and B wait for the all-gathers and start the reductions
+(bucket boundaries, `parallel.param_and_grad_buffers`).
 
 Chunk c on rank r of p ranks is virtual stage c p + r. Sends never block: the executor releases completed sends after
-every action, and the caller waits for the rest by `finish_sends` after the last step. An exception leaves messages in
+every action, and the caller waits for the rest with `finish_sends` after the last step. An exception leaves messages in
 flight: the executor cannot run again.
 """
 
@@ -41,12 +43,12 @@ class Batch(Protocol):
 
 
 @dataclass(frozen=True)
-class Boundary:
-    """The activation between two stages: on this rank [s, b, h], or [s / tp, b, h] with sequence parallelism.
+class P2PActivationSpec:
+    """Format of the activations, and of their gradients, that stages send: `shape`, `dtype`, and split over `tp`.
 
-    Without sequence parallelism the tp ranks hold replicas: a rank sends 1 / tp of the activation, and the receivers
-    all-gather the shards (the scatter/gather optimization, Narayanan et al. 2021, 4.1). With sequence parallelism
-    `shape` is already this rank's part, which a rank sends as a whole, and `tp` is a single-rank group.
+    Without sequence parallelism `shape` is [s, b, h], and the tp ranks hold replicas: a rank sends 1 / tp of the
+    activation, and the receivers all-gather the shards (the scatter/gather optimization, Narayanan et al. 2021, 4.1).
+    With sequence parallelism a rank sends all of its shard, `shape` [s / tp, b, h], and `tp` is a single-rank group.
     """
 
     shape: tuple[int, int, int]
@@ -63,7 +65,7 @@ class Boundary:
         return full.contiguous().view(self.tp.size, -1)[self.tp.index]
 
     def gather_full(self, shard: Tensor, label: Label) -> Tensor:
-        """All-gather the received shards into the activation."""
+        """All-gather the received shards into the activation [s, b, h]; with a single-rank group only reshape."""
         if self.tp.size > 1:
             full = shard.new_empty(self.tp.size * shard.numel())  # flat: gloo requires this
             all_gather(self.tp, full, shard, label=label)
@@ -75,19 +77,19 @@ class PipelineExecutor:
     """Runs schedules on this rank's stages, a stage per model chunk."""
 
     def __init__(
-        self, stages: Sequence[nn.Module], buffers: ParamAndGradBuffers, mesh: Mesh, boundary: Boundary,
-        loss_dtype: torch.dtype,
+        self, stages: Sequence[nn.Module], buffers: ParamAndGradBuffers, mesh: Mesh,
+        p2p_spec: P2PActivationSpec, loss_dtype: torch.dtype,
     ) -> None:  # fmt: skip
         self.stages = stages
         self.buffers = buffers
         self.channels = mesh.p2p  # messages between the pipeline's ranks
         self.recorder = mesh.recorder
-        self.boundary = boundary
+        self.p2p_spec = p2p_spec
         self.loss_dtype = loss_dtype
         self._pending_sends: list[tuple[TrackedWork, Tensor]] = []
 
     def send(self, tensor: Tensor, target: int, label: Label) -> None:
-        """Start to send a tensor to pipeline rank `target`, and hold the tensor until the send completes."""
+        """Post an async send to pipeline rank `target`, and hold the tensor until the send completes."""
         self._pending_sends.append((self.channels.send(tensor, target, label=label), tensor))
 
     def finish_sends(self) -> None:
@@ -97,7 +99,7 @@ class PipelineExecutor:
         self._pending_sends.clear()
 
     def release_sent(self) -> None:
-        """Free tensors whose send has completed. Also resolves some marks of the event log, while the device works."""
+        """Free tensors whose send has completed. Also reads the elapsed time of finished device events, for the log."""
         self._pending_sends = [(send, tensor) for send, tensor in self._pending_sends if not send.is_completed()]
         self.recorder.resolve_oldest_marks()
 
@@ -107,20 +109,20 @@ class PipelineExecutor:
 
     def loss_scalar(self, value: float) -> Tensor:
         """Create a scalar for a loss or its gradient."""
-        return torch.full((), value, dtype=self.loss_dtype, device=self.boundary.device)
+        return torch.full((), value, dtype=self.loss_dtype, device=self.p2p_spec.device)
 
-    def run_actions(self, order: RankSchedule, batch: Batch) -> Tensor:
-        """Run the actions of one training step, or of one evaluation if there are no backwards.
+    def run_actions(self, actions: RankSchedule, batch: Batch) -> Tensor:
+        """Run the actions of one training step, or of one evaluation: forward-only if no action is a B.
 
         Returns the summed loss of this rank's micro-batches, a scalar; zero on ranks without the last stage.
         """
-        training = any(action.kind is Kind.B for action in order)
+        training = any(action.kind is Kind.B for action in actions)
         with torch.set_grad_enabled(training):
-            return _Execution(self, batch, training).run_actions(order)
+            return _Execution(self, batch, training).run_actions(actions)
 
 
 class _Execution:
-    """State of one run of an order."""
+    """State of one run of a list of actions."""
 
     def __init__(self, pipeline: PipelineExecutor, batch: Batch, training: bool) -> None:
         self._p = pipeline
@@ -134,29 +136,29 @@ class _Execution:
         self._saved: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
         self._loss = pipeline.loss_scalar(0.0)
 
-    def run_actions(self, order: RankSchedule) -> Tensor:
-        # A REDUCE has the chunk and micro-batch of the backward before it.
-        reduced = {action[1:] for action in order if action.kind is Kind.REDUCE}
+    def run_actions(self, actions: RankSchedule) -> Tensor:
+        # The backwards that a REDUCE follows: a REDUCE has the chunk and micro-batch of its backward.
+        last_backwards = {action[1:] for action in actions if action.kind is Kind.REDUCE}
         recorder = self._p.recorder
-        for action in order:
-            place = action[1:]  # chunk, micro-batch
-            match action.kind:  # recorder.action logs an event, recorder.scope only places the communication inside
+        for action in actions:
+            key = action[1:]  # chunk, micro-batch
+            match action.kind:  # recorder.action logs an event; recorder.scope only tags the collectives inside
                 case Kind.F:
-                    with recorder.action("F", *place):
+                    with recorder.action("F", *key):
                         self._forward(action)
                 case Kind.B:
-                    with recorder.action("B", *place):
-                        self._backward(action, before_reduction=place in reduced)
+                    with recorder.action("B", *key):
+                        self._backward(action, is_last=key in last_backwards)
                 case Kind.SEND_F | Kind.SEND_B:
-                    with recorder.scope(*place):
+                    with recorder.scope(*key):
                         self._send(action)
                 case Kind.RECV_F | Kind.RECV_B:
-                    with recorder.scope(*place):
+                    with recorder.scope(*key):
                         self._receive(action)
-                case Kind.GATHER:
+                case Kind.WAIT_PARAMS:
                     self._p.buffers.wait_params(action.chunk)
                 case Kind.REDUCE:
-                    with recorder.scope(*place):
+                    with recorder.scope(*key):
                         self._p.buffers.start_chunk_reduction(action.chunk)
             self._p.release_sent()
         return self._loss
@@ -164,42 +166,43 @@ class _Execution:
     def _forward(self, action: Action) -> None:
         key = (action.chunk, action.microbatch)
         x = self._wait_received(Kind.F, action)
-        gives_loss = self._p.virtual_stage(action.chunk) == self._last_stage
+        is_last_stage = self._p.virtual_stage(action.chunk) == self._last_stage
         if x is not None and self._training:
             x.requires_grad_()
-        if gives_loss and self._training:
+        if is_last_stage and self._training:
             self._p.buffers.prepare_loss(action.chunk)
         out = self._p.stages[action.chunk](x, self._batch.micro_batch(action.microbatch))
-        if gives_loss:
+        if is_last_stage:  # its output is the loss
             self._loss += out.detach()
         else:
             self._to_send[Kind.F, *key] = out.detach()
         if self._training:  # backward needs only the output's edge; a sent output is freed when its send completes
             self._saved[key] = (x, get_gradient_edge(out))
 
-    def _backward(self, action: Action, *, before_reduction: bool) -> None:
+    def _backward(self, action: Action, *, is_last: bool) -> None:
+        """Run a backward. `is_last`: the chunk's last before a reduction of its gradients."""
         key = (action.chunk, action.microbatch)
         grad = self._wait_received(Kind.B, action)
         if grad is None:  # the last stage: its output is the loss
             grad = self._p.loss_scalar(1.0)
         x, edge = self._saved.pop(key)
-        self._p.buffers.prepare_backward(action.chunk, last=before_reduction)
+        self._p.buffers.prepare_backward(action.chunk, last=is_last)
         torch.autograd.backward((edge,), (grad,))
         if x is not None:
-            assert x.grad is not None
+            assert x.grad is not None, "the chunk's output depends on its input"
             self._to_send[Kind.B, *key] = x.grad
 
     def _send(self, action: Action) -> None:
         forward = action.kind is Kind.SEND_F
         tensor = self._to_send.pop((Kind.F if forward else Kind.B, action.chunk, action.microbatch))
         stage = self._p.virtual_stage(action.chunk) + (1 if forward else -1)
-        self._p.send(self._p.boundary.local_shard(tensor), stage % self._p.channels.size, _label(forward, stage))
+        self._p.send(self._p.p2p_spec.local_shard(tensor), stage % self._p.channels.size, _label(forward, stage))
 
     def _receive(self, action: Action) -> None:
         forward = action.kind is Kind.RECV_F
         stage = self._p.virtual_stage(action.chunk)
         source = (stage - (1 if forward else -1)) % self._p.channels.size
-        out = self._p.boundary.receive_buffer()
+        out = self._p.p2p_spec.receive_buffer()
         receive = self._p.channels.receive(out, source, label=_label(forward, stage))
         self._receiving[Kind.F if forward else Kind.B, action.chunk, action.microbatch] = (receive, out)
 
@@ -207,11 +210,11 @@ class _Execution:
         """Wait for the activation or gradient that another rank sends for an action; None without such a neighbour."""
         key, stage = (kind, action.chunk, action.microbatch), self._p.virtual_stage(action.chunk)
         if key not in self._receiving:
-            assert stage == (0 if kind is Kind.F else self._last_stage), "only an end of the pipeline has no neighbour"
+            assert stage == (0 if kind is Kind.F else self._last_stage), f"no RECV was posted for {action}"
             return None
         receive, shard = self._receiving.pop(key)
         receive.wait()
-        return self._p.boundary.gather_full(shard, _label(kind is Kind.F, stage))
+        return self._p.p2p_spec.gather_full(shard, _label(kind is Kind.F, stage))
 
 
 def _label(forward: bool, stage: int) -> Label:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Kind(enum.StrEnum):
-    """Kinds of actions. SEND and RECV move a boundary activation (F) or its gradient (B)."""
+    """Kinds of actions. SEND and RECV move an activation between stages (F) or its gradient (B)."""
 
     F = "F"
     B = "B"
@@ -20,16 +20,16 @@ class Kind(enum.StrEnum):
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
-    GATHER = "GATHER"  # wait for the all-gather of the chunk's weights
-    REDUCE = "REDUCE"  # reduce the chunk's accumulated gradients over data parallelism
+    WAIT_PARAMS = "WAIT_PARAMS"  # wait for the all-gather of the chunk's weights
+    REDUCE = "REDUCE"  # start the data-parallel reduction of the chunk's accumulated gradients
 
 
 class Action(NamedTuple):
     """An action of a rank on a model chunk and a micro-batch.
 
     SEND_F sends the output of (chunk, microbatch) to the next virtual stage, RECV_F receives its input; SEND_B sends
-    the gradient of its input to the previous stage, RECV_B receives the gradient of its output. GATHER and REDUCE apply
-    to the whole chunk; their micro-batch is that of the neighbouring forward or backward.
+    the gradient of its input to the previous stage, RECV_B receives the gradient of its output. WAIT_PARAMS and REDUCE
+    apply to the whole chunk; their micro-batch is that of the forward after or the backward before them.
     """
 
     kind: Kind

@@ -1,7 +1,7 @@
 """Lowering: adds sends, receives, weight all-gathers and gradient reductions to a compute schedule.
 
     1F1B, p = 2, m = 2, rank 0   F0 F1 B0 B1
-    lowered with lookahead 1     GATHER F0 SEND_F0 RECV_B0 F1 SEND_F1 RECV_B1 B0 B1 REDUCE
+    lowered with lookahead 1     WAIT_PARAMS F0 SEND_F0 RECV_B0 F1 SEND_F1 RECV_B1 B0 B1 REDUCE
 
 Messages between two ranks form a channel per direction and arrive in send order. Receives are posted in the order of
 the sender, known here for all ranks, without tags or handshakes.
@@ -58,7 +58,7 @@ def lower_rank(
         lowered += posts[index]
         if action.kind is Kind.F and action.chunk not in gathered:
             gathered.add(action.chunk)
-            lowered.append(Action(Kind.GATHER, action.chunk, action.microbatch))
+            lowered.append(Action(Kind.WAIT_PARAMS, action.chunk, action.microbatch))
         lowered.append(action)
         kind, chunk, microbatch = action
         if p > 1 and 0 <= chunk * p + rank + (1 if kind is Kind.F else -1) < stages:  # another stage needs the result

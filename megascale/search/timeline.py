@@ -13,7 +13,7 @@ from megascale.search.plan import Plan
 from megascale.simulate.event_simulator import Span
 from megascale.simulate.step_time import simulate_spans
 
-NAMES = {Kind.SEND_F: "send", Kind.SEND_B: "send", Kind.GATHER: "all_gather", Kind.REDUCE: "reduce_scatter"}
+NAMES = {Kind.SEND_F: "send", Kind.SEND_B: "send", Kind.WAIT_PARAMS: "all_gather", Kind.REDUCE: "reduce_scatter"}
 
 
 def events(plan: Plan) -> Iterator[RankEvents]:

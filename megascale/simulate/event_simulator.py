@@ -157,7 +157,7 @@ class _Rank:
             # a forward waits for the first bucket, and computes while later buckets arrive
             gathered[chunk] = self.until - min(taken, self.times.forward[self.rank, chunk]) * self._overlap(chunk)
             waited = None if self.overlaps.dp else (start, self.until)
-            self.spans.append(Span(self.rank, "dp", Action(Kind.GATHER, chunk, 0), start, self.until, waited))
+            self.spans.append(Span(self.rank, "dp", Action(Kind.WAIT_PARAMS, chunk, 0), start, self.until, waited))
         return gathered
 
     def _reduce(self, action: Action, now: float) -> float:

@@ -36,7 +36,7 @@ from megascale.optim.lr import learning_rate
 from megascale.optim.sharded import ShardedOptimizer
 from megascale.parallel.fp8_linear import Fp8State, build_linear_gemms
 from megascale.parallel.param_and_grad_buffers import ParamAndGradBuffers
-from megascale.parallel.pipeline import Boundary, PipelineExecutor
+from megascale.parallel.pipeline import P2PActivationSpec, PipelineExecutor
 from megascale.parallel.tp_overlap import TensorParallel
 from megascale.schedule.ir import RankSchedule, build_schedule, forwards_only
 from megascale.schedule.lower import RECV_LOOKAHEAD, lower_rank
@@ -218,8 +218,8 @@ def build_pipeline(
     m = config.model
     rows = m.seq_length // mesh.tp.size if config.parallel.sp else m.seq_length
     tp = single_rank_group("tp") if config.parallel.sp else mesh.tp
-    boundary = Boundary((rows, config.batch.micro, m.hidden_size), dtypes[0], device, tp)
-    return PipelineExecutor(stages, buffers, mesh, boundary, dtypes[1])
+    p2p_spec = P2PActivationSpec((rows, config.batch.micro, m.hidden_size), dtypes[0], device, tp)
+    return PipelineExecutor(stages, buffers, mesh, p2p_spec, dtypes[1])
 
 
 def build_loaders(config: RunConfig, mesh: Mesh, device: Device) -> tuple[Loader, Loader | None, int]:

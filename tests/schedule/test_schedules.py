@@ -93,8 +93,8 @@ def test_gathers_and_reductions_stand_where_they_must(each: bool, p: int, v: int
         for chunk in range(v):
             chunk_actions = [action for action in order if action.chunk == chunk]
             kinds = [action.kind for action in chunk_actions]
-            assert kinds.count(Kind.GATHER) == 1
-            assert kinds.index(Kind.GATHER) < kinds.index(Kind.F)
+            assert kinds.count(Kind.WAIT_PARAMS) == 1
+            assert kinds.index(Kind.WAIT_PARAMS) < kinds.index(Kind.F)
             last_backward = len(kinds) - 1 - kinds[::-1].index(Kind.B)
             reductions = [index for index, kind in enumerate(kinds) if kind is Kind.REDUCE]
             assert len(reductions) == (m if each else 1)

@@ -142,9 +142,11 @@ def test_a_step_communicates_as_its_lowered_schedule(name: str, p: int, v: int, 
             for span in recorded.spans
             if span.rank == rank and (span.row == COMPUTE or span.action.kind not in WORK)
         ]
-        gathers = {span.action.chunk: span for span in spans if span.action.kind is Kind.GATHER}
+        gathers = {span.action.chunk: span for span in spans if span.action.kind is Kind.WAIT_PARAMS}
         expected = [action for action in order if action.kind not in (Kind.RECV_F, Kind.RECV_B)]
-        assert [span.action for span in spans] == sorted(expected, key=lambda action: action.kind is not Kind.GATHER)
+        assert [span.action for span in spans] == sorted(
+            expected, key=lambda action: action.kind is not Kind.WAIT_PARAMS
+        )
         for span in spans:
             assert span.action.kind is not Kind.F or gathers[span.action.chunk].end <= span.start
 
