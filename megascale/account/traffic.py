@@ -210,9 +210,9 @@ def _gradients(config: RunConfig, coord: Coord) -> Iterator[CommOp]:
         if ranks > 1 and p.zero:
             yield CommOp("dp", "all_gather", compute * bucket.numel, "weights")
         start, stop = bucket.summed_over_tp(p.sp)
-        norms = min(stop, high) - max(start, low)
-        if p.tp > 1 and norms > 0:
-            yield CommOp("tp", "all_reduce", wide * norms, "norms")
+        partial = min(stop, high) - max(start, low)
+        if p.tp > 1 and partial > 0:
+            yield CommOp("tp", "all_reduce", wide * partial, "partial gradients")
         if shares_embedding(config) and [slot.parameter.name for slot in bucket.slots] == [TOKEN_EMBEDDING]:
             yield CommOp("tied", "all_reduce", wide * (high - low), "embedding")
 

@@ -1,22 +1,30 @@
-"""Parameter and gradient buffers: contiguous buckets, reduced, sharded and all-gathered over data parallelism.
+"""Parameter and gradient buffers: contiguous buckets, reduced, sharded and all-gathered over the data-parallel group.
 
-A model chunk has one bucket, or several if the chunk is large (MegaScale 3.2). The last backward before a reduction of
-gradients is that of the step's last micro-batch, with zero = 2 of each micro-batch. ZeRO (Rajbhandari et al. 2020):
+A model chunk has one bucket, or several if the chunk is large (MegaScale 3.2). Gradients are reduced once per step,
+after the last micro-batch's backward; with zero = 2 after every micro-batch's. ZeRO (Rajbhandari et al. 2020):
 
     zero  after the last backward      updated by a rank    before the next forward   gradient memory
     0     all-reduce of gradients      all parameters       -                         full
     1     reduce-scatter of gradients  its shard            all-gather of parameters  full
-    2     as 1, after every backward   its shard            all-gather of parameters  shard; full for the chunk in
-                                                                                      backward and the chunk reduced
+    2     as 1, after every backward   its shard            all-gather of parameters  shard; full for the chunks in
+                                                                                      backward and being reduced
 
-Calls in a step: `train_step` calls `reset_grads`; the pipeline executor `wait_params` before a chunk's forward,
-`prepare_loss` and `prepare_backward`, and after a last backward `start_chunk_reduction`; a `bucket_boundary` in that
-backward `grads_ready`; `train_step` again `finish_reductions` and, bucket by bucket after the update,
-`start_param_gather`. Reductions and all-gathers run in the background with `overlap`.
+Calls in a step. A "last" backward is the last of a chunk before a reduction:
 
-Gradients are sums over tokens, divided once, by the global token count, during clipping. Parameters' gradients are not
-zeroed at the beginning of a step: the first contribution overwrites (`parallel.grad_accumulation`), and a gradient
-without contributions is zeroed before its reduction. Padding is zeroed when a buffer is allocated, and stays zero.
+    train_step        begin_step             before the first action
+    executor          wait_params            before a chunk's first forward
+    executor          prepare_loss           before a forward that ends in the loss
+    executor          prepare_backward       before every backward
+    bucket boundary   grads_ready            in a last backward, when it leaves the modules of a bucket group
+    executor          start_chunk_reduction  after a last backward
+    train_step        finish_reductions      after the last action
+    train_step        start_param_gather     after the update of a bucket
+
+Reductions and all-gathers run in the background with `overlap`.
+
+Gradients are sums over tokens, divided once, by the global token count, during clipping. Main gradients are not zeroed
+at the beginning of a step: the first contribution overwrites (`parallel.grad_accumulation`), and a gradient without
+contributions is zeroed before its reduction. Padding is zeroed when a buffer is allocated, and stays zero.
 """
 
 from __future__ import annotations
@@ -48,22 +56,22 @@ class Bucket:
     - `tied`: the bucket is the token embedding alone, which the first and last pipeline stages share.
     - `counts_in_norm`: this rank's copy enters the global norm; False for the second copy of a tied embedding.
 
-    `formats`: (compute, accumulation) dtypes. `place`: (chunk, suffix of the bucket's name in the chunk).
+    `dtypes`: (compute, accumulation). `place`: (chunk, suffix of the bucket's name in the chunk).
     """
 
     def __init__(
-        self, parameters: Sequence[ParamSpec], mesh: Mesh, zero: int, formats: tuple[torch.dtype, torch.dtype],
+        self, parameters: Sequence[ParamSpec], mesh: Mesh, zero: int, dtypes: tuple[torch.dtype, torch.dtype],
         device: torch.device, place: tuple[int, str], wgrad: Wgrad,
     ) -> None:  # fmt: skip
         self.chunk = place[0]
         self.label = "chunk {}{}".format(*place)  # its name in the event log
         self.first_module = module_of(parameters[0].name)
-        compute, self._accumulate = formats
+        compute, self._accumulate = dtypes
         layout = self.layout = layouts.pack(parameters, mesh.topology)
         tied = self.tied = [p.name for p in parameters] == [TOKEN_EMBEDDING]
         self.zero = zero
         self.counts_in_norm = not tied or mesh.tied.index == 0
-        self.group = mesh.get_group(*layout.axes)  # data parallelism: dp, and cp
+        self.group = mesh.get_group(*layout.axes)  # the data-parallel group: dp, and cp
         self._tp = mesh.tp
         self._tied_group = mesh.tied if tied else single_rank_group("tied")
         self.weights = torch.zeros(layout.numel, dtype=compute, device=device)
@@ -75,9 +83,8 @@ class Bucket:
             parameter.accumulation = Accumulation(wgrad)  # type: ignore[attr-defined]
             parameter.register_post_accumulate_grad_hook(_accumulate_into_bucket)
         self._full_grad: Tensor | None = None
-        self._grad_begun = False  # with zero = 2: `grad` holds a reduction of this step
-        # The reduction in flight, and with zero = 2 its result.
-        self._reduction: tuple[Work, Tensor | None] = (COMPLETED, None)
+        self._has_reduced_grad = False  # with zero = 2: `grad` holds a reduction of this step
+        self._reduction: tuple[Work, Tensor | None] = (COMPLETED, None)  # in flight, and with zero = 2 its result
         self._gathering: Work = COMPLETED
         self._finite = torch.ones((), dtype=torch.bool, device=device)  # the result of `_check_local_grad`
         if zero == 2:
@@ -100,15 +107,15 @@ class Bucket:
             "gradients": (self.grad if self._full_grad is None else self._full_grad).nbytes,
         }
 
-    def reset_grads(self) -> None:
-        """Begin a step: the next contributions overwrite the gradients of the last step."""
+    def begin_step(self) -> None:
+        """Begin a step: its first contributions overwrite the gradients of the last step."""
         self._restart_accumulation()
-        self._grad_begun = False
+        self._has_reduced_grad = False
         if self._checks_local_grad:
             self._finite.fill_(True)
 
     def allocate_full_grad(self) -> None:
-        """Allocate a full gradient that lives until the next reduction, if missing; for zero = 2."""
+        """With zero = 2, allocate the full gradient buffer unless it exists; the next reduction frees it."""
         if self._full_grad is None:
             with self.group.recorder.memory_kind("gradients"):
                 full = torch.empty(self.layout.numel, dtype=self._accumulate, device=self.weights.device)
@@ -118,7 +125,7 @@ class Bucket:
             self._restart_accumulation()
 
     def start_reduction(self) -> None:
-        """Start the reduction over data parallelism of the gradients accumulated since the last reduction."""
+        """Start the data-parallel reduction of the gradients accumulated since the last reduction."""
         full = self._full_grad
         assert full is not None, "a backward comes before a reduction"
         for parameter in self.parameters.values():
@@ -126,7 +133,7 @@ class Bucket:
                 parameter.main_grad.zero_()  # type: ignore[attr-defined]
         if self._checks_local_grad:
             self._check_local_grad(full)
-        self.finish_reduction()  # a bucket has one reduction in flight at most
+        self.finish_reduction()  # at most one reduction in flight
         if self.zero == 0:
             self._reduction = (all_reduce(self.group, full, label=self.label, wait=False), None)
         elif self.zero == 1:  # in place: `grad` is a view of `full`
@@ -138,31 +145,30 @@ class Bucket:
             self._reduction = (reduce_scatter(self.group, shard, full, label=self.label, wait=False), shard)
 
     def finish_reduction(self) -> None:
-        """Wait for the reduction in flight, if any: on a GPU the stream waits, not the host. With zero = 2, add its
-        result to `grad`.
-        """
+        """Wait for a reduction in flight (on a GPU the stream waits, not the host). With zero = 2, add it to `grad`."""
         pending, shard = self._reduction
         self._reduction = (COMPLETED, None)
         pending.wait()
-        if shard is not None and self._grad_begun:
+        if shard is not None and self._has_reduced_grad:
             self.grad += shard
         elif shard is not None:
             self.grad.copy_(shard)
-            self._grad_begun = True
+            self._has_reduced_grad = True
 
     def reduce_partial_grads(self, *, sequence: bool) -> None:
-        """All-reduce gradients that are still partial after the reduction over data parallelism.
+        """All-reduce gradients that are still partial after the data-parallel reduction.
 
-        With sequence parallelism, parameters replicated over tp (norms, row-parallel biases) have gradients of this
-        rank's tokens only, and norms of heads those of this rank's heads: summed over tp. A tied embedding is summed
-        over the first and last pipeline stages.
+        With sequence parallelism, gradients of parameters replicated over tp (norms, row-parallel biases) cover only
+        this rank's tokens. QK-norm gradients always cover only this rank's heads. Both are summed over tp. A tied
+        embedding is summed over the first and last pipeline stages.
         """
         if self._tp.size > 1:
             edges = self.layout.summed_over_tp(sequence)
             low, high = (min(max(edge, self.shard[0]), self.shard[1]) for edge in edges)
             if low < high:
-                all_reduce(self._tp, self.grad[low - self.shard[0] : high - self.shard[0]], label=f"{self.label} norms")
-        all_reduce(self._tied_group, self.grad, label=self.label)  # nothing on a single rank: not a tied embedding
+                partial = self.grad[low - self.shard[0] : high - self.shard[0]]
+                all_reduce(self._tp, partial, label=f"{self.label} partial gradients")
+        all_reduce(self._tied_group, self.grad, label=self.label)  # no-op for an untied bucket: a single-rank group
 
     def start_param_gather(self) -> None:
         """Start the all-gather of the updated weights, with zero >= 1."""
@@ -176,12 +182,14 @@ class Bucket:
         self._gathering = COMPLETED
 
     def local_grad_finite(self) -> bool:
-        """True if this rank's gradient before the reduction was finite, as far as known. The host waits for the device.
+        """False if this rank's gradient before the reduction was certainly not finite. The host waits for the device.
 
-        ZeRO-1: outside this rank's shard the local gradient survives the reduction; inside, only the sum does. A sum
-        that is not finite, while no other rank reports its own gradient, is therefore caused by this rank.
+        True proves nothing where the local gradient was not read: matrices with `checks_vectors_only`; with zero = 1
+        this rank's shard, in which the sum over ranks has replaced the local gradient. A non-finite sum in the shard,
+        while no other rank reports a non-finite gradient, is therefore caused by this rank.
         """
-        if self.zero == 1 and self._full_grad is not None:
+        if self.zero == 1:
+            assert self._full_grad is not None, "with zero = 1 the full gradient is always allocated"
             low, high = self.shard
             return all(bool(grad.isfinite().all()) for grad in (self._full_grad[:low], self._full_grad[high:]))
         return bool(self._finite)
@@ -193,7 +201,7 @@ class Bucket:
 
     @property
     def _checks_local_grad(self) -> bool:
-        """True if the reduction overwrites or frees the local gradient, which must then be checked before."""
+        """True if the reduction overwrites or frees the local gradient: it must be checked before the reduction."""
         return self.zero != 1 and self.group.size > 1
 
     @property
@@ -206,8 +214,9 @@ class Bucket:
         """Check the local gradient for non-finite elements before its reduction.
 
         With zero = 0 the full gradient is read, once per step. With zero = 2 a full pass per micro-batch would be slow:
-        vectors (norms and biases) suffice, because a non-finite gradient reaches them in backward; a bucket without
-        vectors is read in full. Finite elements whose sum overflows count as non-finite.
+        only vectors (norms and biases) are read, or the full gradient of a bucket without vectors. A non-finite output
+        gradient reaches the vectors in backward; an overflow in a wgrad GEMM or its accumulation does not, and shows in
+        the reduced gradient only. Finite elements whose sum overflows count as non-finite.
         """
         for low, high in self._vectors if self.checks_vectors_only else [(0, self.layout.numel)]:
             self._finite &= full[low:high].sum().isfinite()
@@ -240,18 +249,17 @@ def _accumulate_into_bucket(parameter: Tensor) -> None:
 class ParamAndGradBuffers:
     """The buckets of this rank's model chunks (`layout.chunks.chunk_buckets`), and their overlap with compute.
 
-    A forward waits for a bucket's all-gather at the first module of the bucket; the last backward starts the bucket's
-    reduction when it leaves that module. For the first bucket of a chunk the executor calls `wait_params` and
-    `start_chunk_reduction`; for the next buckets a `bucket_boundary` inside the chunk does both. Backward runs right to
-    left:
+    In Megatron-LM a bucket is a slice of a buffer; here a bucket has two buffers of its own, weights and gradients.
+    A bucket group: the buckets of a chunk with the same first module. The executor waits for the first group and
+    launches its reduction, a bucket boundary inside the chunk does so for a later group. Backward runs right to left:
 
-        forward  -->  wait_params            [modules of bucket 0]  boundary: wait for bucket 1  [modules of bucket 1]
-        backward <--  start_chunk_reduction  [modules of bucket 0]  boundary: reduce bucket 1    [modules of bucket 1]
+        forward  -->  wait_params            [modules of group 0]  boundary: wait for group 1  [modules of group 1]
+        backward <--  start_chunk_reduction  [modules of group 0]  boundary: reduce group 1    [modules of group 1]
     """
 
     def __init__(
         self, chunks: Sequence[Sequence[Sequence[ParamSpec]]], mesh: Mesh, *, zero: int, sequence: bool, overlap: bool,
-        formats: tuple[torch.dtype, torch.dtype], device: torch.device, wgrad: Wgrad = torch_wgrad,
+        dtypes: tuple[torch.dtype, torch.dtype], device: torch.device, wgrad: Wgrad = torch_wgrad,
     ) -> None:  # fmt: skip
         self._zero = zero
         self._sequence = sequence
@@ -260,12 +268,12 @@ class ParamAndGradBuffers:
         self._in_reduction: deque[Bucket] = deque()  # buckets with a reduction in flight, the oldest first
         self.chunks = [
             [
-                Bucket(parameters, mesh, zero, formats, device, (chunk, f".{i}" if len(buckets) > 1 else ""), wgrad)
+                Bucket(parameters, mesh, zero, dtypes, device, (chunk, f".{i}" if len(buckets) > 1 else ""), wgrad)
                 for i, parameters in enumerate(buckets)
             ]
             for chunk, buckets in enumerate(chunks)
         ]
-        # By chunk: the buckets that a forward needs from a module on.
+        # By chunk: module name -> the bucket group that the module is the first to use.
         self._by_first_module = [_group_by_first_module(buckets) for buckets in self.chunks]
 
     @property
@@ -276,22 +284,23 @@ class ParamAndGradBuffers:
         """The parameters of a chunk by name."""
         return {name: p for bucket in self.chunks[chunk] for name, p in bucket.parameters.items()}
 
-    def reset_grads(self) -> None:
-        """Begin a step: the next contributions overwrite all gradients."""
+    def begin_step(self) -> None:
+        """Begin a step: its first contributions overwrite the gradients of the last step."""
         for bucket in self.buckets:
-            bucket.reset_grads()
+            bucket.begin_step()
 
     def wait_params(self, chunk: int) -> None:
-        """Wait for the all-gathered weights of a chunk's first bucket, before a forward of the chunk."""
+        """Wait for the all-gather of the weights of a chunk's first bucket group, before a forward of the chunk."""
         for bucket in next(iter(self._by_first_module[chunk].values()), ()):
             bucket.finish_param_gather()
 
-    def bucket_boundary(self, chunk: int) -> Callable[[str, Tensor], Tensor]:
+    def make_bucket_boundary(self, chunk: int) -> Callable[[str, Tensor], Tensor]:
         """Return boundary(module, x) -> x, for the chunk's forward to call with the name and the input of a module.
 
-        Where a bucket begins, the boundary waits for the bucket's weights, and its backward calls `grads_ready`.
+        At the first module of a bucket group the boundary waits for the group's weights, and its backward calls
+        `grads_ready`. Elsewhere, and for the first group of the chunk, it does nothing.
         """
-        boundaries = dict(list(self._by_first_module[chunk].items())[1:])  # the executor handles the first
+        boundaries = dict(list(self._by_first_module[chunk].items())[1:])  # the executor handles the first group
 
         def boundary(module: str, x: Tensor) -> Tensor:
             return _BucketBoundary.apply(x, self, boundaries[module]) if module in boundaries else x
@@ -299,28 +308,26 @@ class ParamAndGradBuffers:
         return boundary
 
     def prepare_loss(self, chunk: int) -> None:
-        """Prepare for a forward that ends in the loss: with zero = 2, allocate the full gradient of the head's bucket,
-        because the fused loss accumulates the head's wgrad in forward (`parallel.linear_cross_entropy`).
+        """With zero = 2, allocate the full gradient of the head's bucket, before a forward that ends in the loss: the
+        fused loss accumulates the head's wgrad in forward (`parallel.linear_cross_entropy`).
         """
         if self._zero == 2:
             names = {name: bucket for bucket in self.chunks[chunk] for name in bucket.parameters}
             self._allocate_full_grads([names.get(HEAD) or names[TOKEN_EMBEDDING]])
 
     def prepare_backward(self, chunk: int, *, last: bool) -> None:
-        """Prepare for a backward of a chunk, the `last` before a reduction or not: with zero = 2, allocate the chunk's
-        full gradients.
-        """
+        """With zero = 2, allocate the chunk's full gradients. `last`: the chunk's last backward before a reduction."""
         self._last_backward = last
         if self._zero == 2:
             self._allocate_full_grads(self.chunks[chunk])
 
     def grads_ready(self, buckets: Sequence[Bucket]) -> None:
-        """Start to reduce buckets whose modules the current backward has left, if the backward is the last."""
+        """Launch the reduction of buckets whose modules the current backward has left, if it is a last backward."""
         if self._last_backward:
             self._start_reductions(buckets)
 
     def start_chunk_reduction(self, chunk: int) -> None:
-        """Start to reduce a chunk's first buckets, after the last backward; `grads_ready` has started the others."""
+        """Launch the reduction of a chunk's first bucket group, after a last backward."""
         self._start_reductions(next(iter(self._by_first_module[chunk].values()), ()))
 
     def finish_reductions(self) -> Iterator[Bucket]:
@@ -328,8 +335,8 @@ class ParamAndGradBuffers:
 
         A tied embedding comes last, because its sum waits for the other end of the pipeline.
         """
-        reduced = [bucket for bucket in self.buckets if bucket not in self._in_reduction]  # all, without overlap
-        order = sorted([*self._in_reduction, *reduced], key=lambda bucket: bucket.tied)
+        finished = [bucket for bucket in self.buckets if bucket not in self._in_reduction]  # without overlap: all
+        order = sorted([*self._in_reduction, *finished], key=lambda bucket: bucket.tied)
         self._in_reduction.clear()
         for bucket in order:
             bucket.finish_reduction()
@@ -358,7 +365,7 @@ class ParamAndGradBuffers:
     def _start_reductions(self, buckets: Sequence[Bucket]) -> None:
         for bucket in buckets:
             bucket.start_reduction()
-            if bucket in self._in_reduction:  # since an earlier micro-batch; start_reduction has finished that one
+            if bucket in self._in_reduction:  # queued by an earlier micro-batch; start_reduction has waited for it
                 self._in_reduction.remove(bucket)
             self._in_reduction.append(bucket)
         while self._in_reduction and not self._overlap:
@@ -366,7 +373,7 @@ class ParamAndGradBuffers:
 
 
 class _BucketBoundary(torch.autograd.Function):
-    """The identity, where the modules of `buckets` begin inside a chunk."""
+    """The identity, before the first module of a bucket group inside a chunk."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, buffers: ParamAndGradBuffers, buckets: Sequence[Bucket]) -> Tensor:
@@ -383,10 +390,10 @@ class _BucketBoundary(torch.autograd.Function):
 
 
 def _group_by_first_module(buckets: Sequence[Bucket]) -> dict[str, list[Bucket]]:
-    """Group the buckets of a chunk by their first module, in network order."""
+    """Return the bucket groups of a chunk by their first module, in network order."""
     groups: dict[str, list[Bucket]] = {}
     for bucket in buckets:
         # A tied embedding after other buckets is the last stage's copy, the weight of the head.
-        first = "head" if bucket.tied and groups else bucket.first_module
+        first = module_of(HEAD) if bucket.tied and groups else bucket.first_module
         groups.setdefault(first, []).append(bucket)
     return groups

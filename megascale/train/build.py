@@ -159,7 +159,7 @@ def build_buffers(
         zero=config.parallel.zero,
         sequence=config.parallel.sp,
         overlap=config.overlap.dp,
-        formats=dtypes,
+        dtypes=dtypes,
         device=device,
         wgrad=wgrad,
     )
@@ -188,7 +188,7 @@ def build_stages(
         first, last = index == 0, index == layout.count - 1
         recompute = recompute_policy(config.train, chunk)
         context = LayerContext(config.model, buffers.parameters(chunk), tp, operators, linear_gemms, recompute)
-        stages.append(Stage(context, layout.layers(index), first, last, buffers.bucket_boundary(chunk)))
+        stages.append(Stage(context, layout.layers(index), first, last, buffers.make_bucket_boundary(chunk)))
     return stages
 
 

@@ -58,7 +58,7 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
     """
     recorder, step = run.mesh.recorder, run.progress.step + 1
     recorder.step = step
-    run.buffers.reset_grads()
+    run.buffers.begin_step()
     run.fp8_state.begin_step(collect_stats=run.config.fp8.monitor and is_logged_step(run.config.train, step))
     loss = run.pipeline.run_actions(run.train_order, batch)  # sum over this rank's tokens
     run.fp8_state.update_history()

@@ -223,7 +223,7 @@ def decayed(rank: Rank, config: Any) -> tuple[set[str], set[str]]:
         for name, parameter in bucket.parameters.items():
             parameter.data.add_(1.0)
             before[name] = parameter.detach().clone()
-    run.buffers.reset_grads()
+    run.buffers.begin_step()
     unclipped = run.optimizer.compute_clipping(*torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64))
     for index in range(len(run.buffers.buckets)):
         run.optimizer.update_shard(index, unclipped, None, 0.1, 1)

@@ -83,7 +83,7 @@ def clipped(run: Any) -> tuple[float, float, float, float]:
     from megascale.train.step import reduce_totals
 
     batch = run.train_loader.batch(0)
-    run.buffers.reset_grads()
+    run.buffers.begin_step()
     loss = run.pipeline.run_actions(run.train_order, batch)
     list(run.buffers.finish_reductions())
     tokens = float(reduce_totals(run.mesh, loss, batch.loss_tokens)[1])

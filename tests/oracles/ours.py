@@ -123,7 +123,7 @@ def _on_rank(rank: Rank, config: RunConfig, weights: Arrays) -> tuple[Array | No
 
     shape = BatchShape(SAMPLES, config.batch.micro, config.dp)
     batch = Loader(Batch(), shape, 0, dropout=0.0, seed=0, device=run.device.torch_device).batch(0)
-    run.buffers.reset_grads()
+    run.buffers.begin_step()
     loss = float(reduce_totals(run.mesh, run.pipeline.run_actions(run.train_order, batch), batch.loss_tokens)[0])
     list(run.buffers.finish_reductions())
 

@@ -161,7 +161,7 @@ def distance(actual: Array, expected: Array) -> float:
 
 def first_gradients(rank: Rank, config: RunConfig) -> dict[str, Array]:
     run = build_run(rank, config)
-    run.buffers.reset_grads()
+    run.buffers.begin_step()
     run.fp8_state.begin_step(collect_stats=False)
     run.pipeline.run_actions(run.train_order, run.train_loader.batch(0))
     buckets = list(run.buffers.finish_reductions())

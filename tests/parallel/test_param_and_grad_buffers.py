@@ -21,7 +21,7 @@ Numbers = dict[str, np.ndarray]
 
 def backward(run: Any, batch: Any) -> None:
     """Run a step's backwards: gradients are sums over the job, not divided yet."""
-    run.buffers.reset_grads()
+    run.buffers.begin_step()
     run.pipeline.run_actions(run.train_order, batch)
     list(run.buffers.finish_reductions())
 
@@ -104,7 +104,7 @@ def repeated(rank: Rank, config: RunConfig) -> tuple[Numbers, Numbers]:
     run = build_run(rank, config)
     micro_batch, results = run.train_loader.batch(0).micro_batch(0), []
     for times in (1, 65):
-        run.buffers.reset_grads()
+        run.buffers.begin_step()
         for _ in range(times):
             run.buffers.prepare_backward(0, last=False)
             run.stages[0](None, micro_batch).backward()

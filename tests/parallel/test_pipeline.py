@@ -91,7 +91,7 @@ def executed(rank: Rank, configs: list[RunConfig]) -> list[dict[str, Any]]:
     for run in builds(rank, configs):
         counts = {"alive": 0, "peak": 0}
         run.pipeline.stages = [Watched(stage, counts) for stage in run.stages]
-        run.buffers.reset_grads()
+        run.buffers.begin_step()
         loss = float(run.pipeline.run_actions(run.train_order, run.train_loader.batch(0)))
         list(run.buffers.finish_reductions())
         results.append({"loss": loss, **counts, "embedding": embedding_gradient(run)})

@@ -157,7 +157,7 @@ def test_cast_statistics_are_equal_with_recomputation(tmp_path: Path) -> None:
 def cast_stats_of_runs(rank: Rank, configs: list[RunConfig]) -> list[dict[str, CastStats]]:
     results = []
     for run in builds(rank, configs):
-        run.buffers.reset_grads()
+        run.buffers.begin_step()
         run.fp8_state.begin_step(collect_stats=True)
         run.pipeline.run_actions(run.train_order, run.train_loader.batch(0))
         results.append(run.fp8_state.take_cast_stats())

@@ -40,7 +40,7 @@ def on_meta(config: RunConfig) -> tuple[Stage, ParamAndGradBuffers]:
         zero=config.parallel.zero,
         sequence=False,
         overlap=True,
-        formats=run_dtypes(config),
+        dtypes=run_dtypes(config),
         device=device,
     )
     context = OpContext(config.model, config.backends, torch.bfloat16, detect_device(allow_gpu=False))
