@@ -67,4 +67,8 @@ else
     hosts=(--nnodes "$NNODES" --node-rank "${NODE_RANK:-0}"
         --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
 fi
+# Each start of the ranks opens a store of its own, at a fresh port. In torchrun's store, which outlives a restart, they
+# would read what the start before has written.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
+
 exec "$PYTHON" -m torch.distributed.run "${hosts[@]}" --nproc-per-node "$NPROC" -m megascale train "$@"

@@ -159,7 +159,7 @@ class Checkpoints:
             self.warnings.extend(self._memory.keep_only_step(step))
             if self._memory.unreplicated_ranks:
                 count = f"{self._memory.unreplicated_ranks} of {self._mesh.world.size} ranks"
-                self.warnings.append(f"no second copies in memory of {count}: data parallelism has no other host")
+                self.warnings.append(f"no second copies in memory of {count}: the job has no other host")
         if self.saver and self._saved_step is not None:  # an intact checkpoint is there: free space for the next save
             self.prune()
         return result

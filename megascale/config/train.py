@@ -119,9 +119,7 @@ class CheckpointConfig(Section):
         "needs host memory for twice the state; 0: none",
     )
     memory_dir: FilePath = Field("/dev/shm", description="folder of the copies in memory, on a memory file system")
-    replicate: bool = Field(
-        False, description="also send every copy to the next data-parallel host, to survive the loss of a host"
-    )
+    replicate: bool = Field(False, description="also send every copy to another host, to survive the loss of a host")
     dir: FilePath | None = Field(
         None,
         description="parent of the folder of checkpoints, which has the run's name: a path, or a URL of an fsspec file "

@@ -212,7 +212,7 @@ def test_another_layout_and_another_run_load_from_storage(tmp_path: Path, memory
 def test_a_run_on_one_host_warns_of_missing_replicas(tmp_path: Path, memory: Path) -> None:
     wanted = {"checkpoint__memory_dir": str(memory), "checkpoint__replicate": True}
     config = config_with(tmp_path, **wanted, parallel__dp=2)
-    expected = ["no second copies in memory of 2 of 2 ranks: data parallelism has no other host"]
+    expected = ["no second copies in memory of 2 of 2 ranks: the job has no other host"]
     assert [warnings for *_, warnings in run_world(2, resume, config)] == [expected] * 2
 
 
@@ -237,6 +237,19 @@ def test_the_copy_of_a_lost_host_comes_from_its_replica(tmp_path: Path, memory: 
     assert [state for state, *_ in after] == before
     remaining = [json.loads(path.read_text())["facts"]["progress"]["step"] for path in memory.rglob("*.json")]
     assert remaining == [3, 3, 3], "older copies are removed, replicas too"
+
+
+@pytest.mark.slow
+def test_the_copies_of_a_lost_group_come_from_other_groups(tmp_path: Path, memory: Path) -> None:
+    config = config_with(
+        tmp_path, checkpoint__memory_dir=str(memory), checkpoint__replicate=True, parallel__dp=2, parallel__pp=2
+    )
+    before = run_world(4, train_and_exit, config, 3, 1, True)
+    for host in ("host0", "host1"):  # the dp group of the first stage
+        shutil.rmtree(memory / host)
+    after = run_world(4, resume, config, True)
+    assert [(step, place) for _, step, place, _ in after] == [(3, "memory")] * 4
+    assert [state for state, *_ in after] == before
 
 
 def lose_a_neighbour(rank: Rank, config: Any, during: bool) -> list[str]:

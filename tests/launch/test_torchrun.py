@@ -129,6 +129,22 @@ def test_a_killed_rank_is_the_root_cause(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_killed_ranks_are_restarted(tmp_path: Path) -> None:
+    """Five of five: torchrun restarts all ranks, and the run goes on from its newest checkpoint."""
+    steps = TWO | {"train__steps": 40, "checkpoint__every": 2}
+    expected = curve(finish(job_config(tmp_path / "undisturbed", GPT, **steps)))
+    job = Torchrun(job_config(tmp_path / "killed", GPT, **steps), env={"NPROC": "2", "PET_MAX_RESTARTS": "5"})
+    for restart in range(5):
+        job.wait_for_step(4 + 6 * restart)
+        os.kill(job.ranks()[restart % 2], signal.SIGKILL)
+        time.sleep(1.0)  # the other rank ends
+    status, _, err = job.end()
+    assert status == Exit.OK, err
+    last = {record["step"]: record for record in job.steps()}
+    assert curve(list(last.values())) == expected
+
+
+@pytest.mark.slow
 def test_ranks_die_with_torchrun(tmp_path: Path) -> None:
     job = Torchrun(job_config(tmp_path, GPT, **TWO, train__steps=100_000), env={"NPROC": "2"})
     job.wait_for_step(1)

@@ -1,6 +1,8 @@
 """Files of in-memory copies on a host (`CopyFolder`): per rank two slots, each a copy and a `Header` with checksums.
 
 MEMORY_DIR/megascale-UID/RUN_KEY/rank-00000.a   rank-00000.a.json   rank-00000.b   ...
+
+Nodes of `fault.scheduler` have a folder each, RUN_KEY/node-NAME, even where several are processes of a single host.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, Field, ValidationError
@@ -20,6 +22,7 @@ from megascale.checkpoint.format import manifest
 from megascale.core.errors import CheckpointError
 from megascale.core.files import write_text
 from megascale.core.limits import os_error_hint
+from megascale.core.rank import NODE_VARIABLE
 
 SLOTS = "ab"
 
@@ -43,15 +46,18 @@ class Header(BaseModel):
 
 
 class CopyFolder:
-    """The folder of a run's copies on this host, for this user alone. `token`: file of the run's ids."""
+    """The folder of a run's copies on this node, for this user alone. `token`: file of the run's ids."""
 
-    def __init__(self, parent: Path, run_id: str, token: Path) -> None:
+    def __init__(self, parent: Path, run_id: str, token: Path, env: Mapping[str, str] = os.environ) -> None:
         key = hashlib.sha256(f"{run_id} {token}".encode()).hexdigest()[:16]
-        self.path = parent / f"megascale-{os.geteuid()}" / key
+        self._of_user = parent / f"megascale-{os.geteuid()}"
+        self._of_run = self._of_user / key
+        node = env.get(NODE_VARIABLE)
+        self.path = self._of_run / f"node-{re.sub(r'[^A-Za-z0-9.-]', '_', node)}" if node else self._of_run
 
     def create(self) -> None:
         """Make the folder. Raises: CheckpointError"""
-        for folder in (self.path.parent, self.path):
+        for folder in dict.fromkeys((self._of_user, self._of_run, self.path)):
             _make_private_folder(folder)
 
     def copy_path(self, rank: int, slot: int) -> Path:
@@ -119,14 +125,14 @@ class CopyFolder:
             if not self.header_path(rank, slot).exists():
                 self.copy_path(rank, slot).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # not empty: copies of another rank or run
-            self.path.rmdir()
-            self.path.parent.rmdir()
+            for folder in dict.fromkeys((self.path, self._of_run, self._of_user)):
+                folder.rmdir()
 
     def remove(self) -> None:
-        """Remove all copies of the run."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Remove all copies of the run on this host, also those of lost nodes."""
+        shutil.rmtree(self._of_run, ignore_errors=True)
         with contextlib.suppress(OSError):  # not empty: copies of another run
-            self.path.parent.rmdir()
+            self._of_user.rmdir()
 
 
 def _make_private_folder(folder: Path) -> Path:

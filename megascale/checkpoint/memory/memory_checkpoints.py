@@ -18,7 +18,8 @@ from megascale.checkpoint.collective_errors import on_first_rank
 from megascale.checkpoint.format import manifest
 from megascale.checkpoint.memory.common_steps import SlotsByHost, find_common_steps
 from megascale.checkpoint.memory.copies import CopyFolder, Header
-from megascale.checkpoint.memory.receivers import open_receivers, replica_rank
+from megascale.checkpoint.memory.placement import replica_ranks
+from megascale.checkpoint.memory.receivers import open_receivers
 from megascale.checkpoint.memory.replication import COPY_BLOCK_BYTES
 from megascale.checkpoint.save.snapshot import Snapshot
 from megascale.checkpoint.save.writer_process import WriterProcess
@@ -59,7 +60,8 @@ class MemoryCheckpoints:
         self._folder = CopyFolder(parent, self._id, self._token)
         self._folder.create()
         self._receivers, self._listener = open_receivers(mesh, self._folder.path)
-        self.replica_rank = replica_rank(mesh, self._receivers) if replicate else None
+        hosts = [receiver.memory for receiver in self._receivers]
+        self.replica_rank = replica_ranks(mesh.topology, hosts)[mesh.rank] if replicate else None
         unreplicated = replicate and self.replica_rank is None
         self.unreplicated_ranks = sum(self._control.all_gather(unreplicated, "replicas"))
         self._replicate = replicate

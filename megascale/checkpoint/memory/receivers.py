@@ -1,9 +1,8 @@
-"""Receivers of copies: where every rank receives, and the memory of its host (`open_receivers`, `replica_rank`)."""
+"""Receivers of copies: where every rank receives, and the memory of its host (`open_receivers`)."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,10 +40,3 @@ def open_receivers(mesh: Mesh, folder: Path) -> tuple[list[Receiver], socket.soc
     addresses = control.all_gather((here, listener.getsockname()[1]), "ports")
     each = zip(addresses, memories, strict=True)
     return [Receiver(address, port, memory) for (address, port), memory in each], listener
-
-
-def replica_rank(mesh: Mesh, receivers: Sequence[Receiver]) -> int | None:
-    """Return the next data-parallel rank on another host; None without one."""
-    ranks, index = mesh.dp.ranks, mesh.dp.index
-    next_ranks = [ranks[(index + distance) % len(ranks)] for distance in range(1, len(ranks))]
-    return next((rank for rank in next_ranks if receivers[rank].memory != receivers[mesh.rank].memory), None)

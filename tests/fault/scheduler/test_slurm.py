@@ -12,8 +12,10 @@ import pytest
 from megascale.fault.scheduler.port import AgentLaunch, Node, SchedulerError
 from megascale.fault.scheduler.slurm import SlurmScheduler, allocation_nodes, this_node
 from tests.launch.slurm import Slurm, missing
+from tests.marks import only_quick
 
 ROOT = Path(__file__).parents[3]
+SCRIPT = ROOT / "launch" / "slurm_fault.sbatch"
 SECONDS = 60
 
 
@@ -111,3 +113,84 @@ def test_outside_of_an_allocation(tmp_path: Path) -> None:
     assert this_node(nodes, {"SLURMD_NODENAME": "n1"}).name == "n1" and this_node(nodes, {}).name == "n0"
     with pytest.raises(SchedulerError, match="3 nodes of an allocation of 2"):
         SlurmScheduler(3, AgentLaunch("n0:1", "5" * 64, tmp_path), nodes)
+
+
+class Chain:
+    """Jobs of launch/slurm_fault.sbatch; in place of python a program that ends with the next of `statuses`."""
+
+    PROGRAM = """#!/bin/bash
+number=$(ls attempt-* 2>/dev/null | wc -l)
+echo "$SLURM_JOB_ID $SLURM_JOB_NUM_NODES $*" > attempt-$number
+trap 'echo saved; exit 143' TERM
+status=$(sed -n "$((number + 1))p" statuses)
+if [ "$status" = wait ]; then sleep 1000 & wait; fi
+exit "$status"
+"""
+
+    def __init__(self, slurm: Slurm, folder: Path, *statuses: object, options: tuple[str, ...] = ()) -> None:
+        self.slurm, self.folder, self.name = slurm, folder, folder.name[:30]
+        (folder / "runs").mkdir()
+        (folder / "statuses").write_text("\n".join(map(str, statuses)))
+        program = folder / "python"
+        program.write_text(self.PROGRAM)
+        program.chmod(0o755)
+        words = ["--nodes=2", "--time=5", f"--job-name={self.name}", *options, str(SCRIPT), "a.toml", "--spares", "1"]
+        self.first = slurm.submit(*words, folder=folder, env={"PYTHON": str(program)})
+
+    def attempts(self) -> list[list[str]]:
+        return [path.read_text().split() for path in sorted(self.folder.glob("attempt-*"))]
+
+    def output(self) -> str:
+        return "".join(path.read_text() for path in sorted((self.folder / "runs").glob("*.out")))
+
+    def waiting(self) -> list[str]:
+        return self.slurm.ask("squeue", "-h", "-n", self.name, "-o", "%A").split()
+
+    def end(self) -> None:
+        wait_for(lambda: not self.waiting(), self.output)
+
+
+@pytest.mark.slow
+def test_the_chain_ends_with_success(slurm: Slurm, tmp_path: Path) -> None:
+    chain = Chain(slurm, tmp_path, 1, 143, 0)
+    chain.end()
+    attempts = chain.attempts()
+    assert len({job for job, *_ in attempts}) == len(attempts) == 3
+    rest = "2 -m megascale launch a.toml --spares 1 --scheduler slurm"
+    assert [" ".join(words) for _, *words in attempts] == [rest] * 3, chain.output()
+    assert "ended with status 143" in chain.output()
+
+
+@pytest.mark.parametrize("status", only_quick([2, 93], 93))
+def test_the_chain_ends_with_an_error_that_would_recur(slurm: Slurm, tmp_path: Path, status: int) -> None:
+    chain = Chain(slurm, tmp_path, status, 0)
+    chain.end()
+    assert len(chain.attempts()) == 1
+    assert f"ended with status {status}" in chain.output()
+
+
+@pytest.mark.slow
+def test_the_successor_takes_over_when_the_job_is_lost(slurm: Slurm, tmp_path: Path) -> None:
+    chain = Chain(slurm, tmp_path, "wait", 0)
+    wait_for(chain.attempts, chain.output)
+    assert len(chain.waiting()) == 2
+    slurm.ask("scancel", "--batch", "--signal=KILL", chain.first)
+    chain.end()
+    assert len(chain.attempts()) == 2
+
+
+@pytest.mark.slow
+def test_the_run_saves_before_the_time_limit_and_the_successor_goes_on(slurm: Slurm, tmp_path: Path) -> None:
+    chain = Chain(slurm, tmp_path, "wait", 0)
+    wait_for(chain.attempts, chain.output)
+    slurm.ask("scancel", "--batch", "--signal=TERM", chain.first)  # what --signal=B:TERM@120 sends
+    chain.end()
+    assert "saved" in chain.output() and "ended with status 143" in chain.output()
+    assert len(chain.attempts()) == 2
+
+
+@pytest.mark.slow
+def test_a_chain_has_an_end(slurm: Slurm, tmp_path: Path) -> None:
+    chain = Chain(slurm, tmp_path, *[1] * 5, options=("--export=ALL,MEGASCALE_CHAIN=1",))
+    chain.end()
+    assert len(chain.attempts()) == 2

@@ -1,0 +1,51 @@
+"""Fewer data-parallel ranks for the next attempt of a job that has lost a node and has no spare (`fault.shrink`).
+
+The global batch stays, so a rank runs more micro-batches, and the loss curve is the same to rounding. Checkpoints on
+storage load in any layout; copies in memory do not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megascale.config.loading import check_rules
+from megascale.config.rules import world_findings
+from megascale.config.run import RunConfig, model_parallel_size
+from megascale.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class SmallerLayout:
+    """The layout of the next attempt. `nodes`: nodes with ranks; `overrides`: further `key=value` arguments."""
+
+    dp: int
+    world_size: int
+    nodes: int
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        return (f"parallel.dp={self.dp}",)
+
+
+def smaller_layout(config: RunConfig, ranks_per_node: int, nodes: int) -> SmallerLayout | None:
+    """Return the layout with the most data-parallel ranks that fits `nodes` nodes; None if no layout does.
+
+    `config`: resolved, with the dp of the last attempt. Nodes are filled with `ranks_per_node` ranks; a job smaller
+    than a node runs on one. The rest of the layout is unchanged, and dp must be legal with the global batch.
+    """
+    replica = model_parallel_size(config.parallel)
+    for dp in range(min(config.dp - 1, nodes * ranks_per_node // replica), 0, -1):
+        world_size = replica * dp
+        fills_nodes = world_size % ranks_per_node == 0 or world_size < ranks_per_node
+        if fills_nodes and _is_legal(config, dp):
+            return SmallerLayout(dp, world_size, -(-world_size // ranks_per_node))
+    return None
+
+
+def _is_legal(config: RunConfig, dp: int) -> bool:
+    smaller = config.model_copy(update={"parallel": config.parallel.model_copy(update={"dp": dp})})
+    try:
+        check_rules(smaller, "fault.shrink")
+    except ConfigError:
+        return False
+    return not list(world_findings(smaller, smaller.world_size))
