@@ -94,5 +94,7 @@ def _sizes(topology: Topology) -> tuple[int, int, int]:
 
 def _displacements(topology: Topology) -> list[tuple[int, int, int]]:
     """Return displacements (pp, data, tp) to try, short ones first: 0 and powers of two along every axis."""
-    axes = [[0, *(1 << bit for bit in range((size - 1).bit_length()))] for size in _sizes(topology)]
-    return sorted((shift for shift in itertools.product(*axes) if any(shift)), key=lambda shift: (sum(shift), shift))
+    pp, data, tp = ([0, *(1 << bit for bit in range((size - 1).bit_length()))] for size in _sizes(topology))
+    return sorted(
+        (shift for shift in itertools.product(pp, data, tp) if any(shift)), key=lambda each: (sum(each), each)
+    )
