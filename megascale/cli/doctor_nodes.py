@@ -23,7 +23,7 @@ from megascale.core.units import format_bytes, format_flops
 from megascale.fault.checks.result import CheckResult
 from megascale.fault.checks.runner import run_check
 from megascale.fault.diagnose import FULL, Diagnosis, DiagnosisPlan, diagnose
-from megascale.fault.node_runs import NodePlace
+from megascale.fault.node_runs import CheckedNode
 from megascale.fault.node_verdicts import NodeVerdict
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ async def _diagnose_processes(count: int, plan: DiagnosisPlan) -> Diagnosis:
         env = {"MEGASCALE_NODE": node, SECRET_VARIABLE: secret}
         return await run_check(name, {**arguments, "env": env}, timeout_s)
 
-    places = [NodePlace(f"node{index}", LOOPBACK) for index in range(count)]
+    places = [CheckedNode(f"node{index}", LOOPBACK) for index in range(count)]
     return await diagnose(places, run, replace(plan, at_once=False))
 
 
@@ -96,7 +96,7 @@ def _diagnose_hosts(rank: Rank, plan: DiagnosisPlan) -> Diagnosis | None:
     try:
         if rank.rank == 0:
             names = _unique_names(hosts)
-            places = [NodePlace(names[index], str(told[index][1]), slots) for index in hosts]
+            places = [CheckedNode(names[index], str(told[index][1]), slots) for index in hosts]
             return asyncio.run(_direct(store, {names[index]: index for index in hosts}, places, plan))
         if rank.local_rank == 0:
             asyncio.run(_obey(store, rank.rank))
@@ -121,7 +121,7 @@ def _address() -> str:
 
 
 async def _direct(
-    store: JobStore, ranks: Mapping[str, int], places: Sequence[NodePlace], plan: DiagnosisPlan
+    store: JobStore, ranks: Mapping[str, int], places: Sequence[CheckedNode], plan: DiagnosisPlan
 ) -> Diagnosis:
     """Diagnose from rank 0: requests and results are values in the store."""
     sent = dict.fromkeys(ranks, 0)

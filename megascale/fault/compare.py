@@ -2,7 +2,6 @@
 
 A value is low if it lies below the reference by more than `tolerance`, relatively, and by more than DEVIATIONS robust
 standard deviations: 1.4826 x the median absolute deviation of the others, or the check's usual `noise` if that is more.
-Two values have no spread, and are compared by `tolerance` alone.
 """
 
 from __future__ import annotations
@@ -21,6 +20,12 @@ DEVIATIONS = 5.0
 
 TOLERANCE = 0.3
 """Default share of the reference that a healthy node may lack."""
+
+MOST_BOUND = 0.9
+"""Share of the reference that no healthy node lacks, however much the others' values differ."""
+
+MANY = 32
+"""Nodes above which a node's own value does not change the median."""
 
 UPPER_SHARE = 0.75
 """Quantile of the rates of links that is their reference: a bad node slows its partners' links, too."""
@@ -41,20 +46,22 @@ class Comparison:
 
 def compare_high(values: Mapping[str, float], noise: float, tolerance: float = TOLERANCE) -> dict[str, Comparison]:
     """Compare every value, of which higher is better, with the median of the others. A single value has none."""
+    if len(values) < 2:
+        return {}
+    of_all = _reference(list(values.values()), noise, tolerance)
     compared = {}
     for name, value in values.items():
-        others = [other for key, other in values.items() if key != name]
-        if not others:
-            continue
-        reference = statistics.median(others)
-        spread = max(MAD_TO_SIGMA * _mad(others, reference), noise * reference)
-        bound = max(tolerance * reference, DEVIATIONS * spread if len(others) > 1 else 0.0)
-        compared[name] = Comparison(value, reference, value < reference - min(bound, MOST_BOUND * reference))
+        others = [other for key, other in values.items() if key != name] if len(values) <= MANY else []
+        reference, bound = _reference(others, noise, tolerance) if others else of_all
+        compared[name] = Comparison(value, reference, value < reference - bound)
     return compared
 
 
-MOST_BOUND = 0.9
-"""Share of the reference that no healthy node lacks, however much the others' values differ."""
+def _reference(values: Sequence[float], noise: float, tolerance: float) -> tuple[float, float]:
+    """Return the median, and how far below a healthy value may lie."""
+    reference = statistics.median(values)
+    spread = max(MAD_TO_SIGMA * _mad(values, reference), noise * reference)
+    return reference, min(max(tolerance * reference, DEVIATIONS * spread), MOST_BOUND * reference)
 
 
 def compare_same(values: Mapping[str, float], floor: float) -> dict[str, Comparison]:

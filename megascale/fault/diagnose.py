@@ -21,7 +21,7 @@ from megascale.fault.checks.result import CheckResult
 from megascale.fault.checks.runner import run_check as run_check
 from megascale.fault.checks.table import CHECKS
 from megascale.fault.compare import TOLERANCE
-from megascale.fault.node_runs import NodePlace, NodeRuns, RunOnNode
+from megascale.fault.node_runs import CheckedNode, NodeRuns, RunOnNode
 from megascale.fault.node_verdicts import Kind, NodeVerdict, judge, judge_check
 from megascale.fault.pair_rounds import PairRounds
 
@@ -69,7 +69,7 @@ class Diagnosis:
         return not (self.bad_nodes or self.bad_links or self.undecided)
 
 
-async def diagnose(nodes: Sequence[NodePlace], run: RunOnNode, plan: DiagnosisPlan = DiagnosisPlan()) -> Diagnosis:
+async def diagnose(nodes: Sequence[CheckedNode], run: RunOnNode, plan: DiagnosisPlan = DiagnosisPlan()) -> Diagnosis:
     """Diagnose `nodes`, in the order of their places in the network."""
     start = time.monotonic()
     session = _Session(NodeRuns(nodes, run, plan.arguments, plan.timeout_s, at_once=plan.at_once), plan)
@@ -156,8 +156,8 @@ class _Session:
             reason = f"slow with {', '.join(rounds.slow_partners(node))}" if bad else ""
             unit = str(CHECKS[name].facts["unit"])
             self._verdicts.append(NodeVerdict(node, name, "low" if bad else "ok", unit, best, reference, reason))
-        for pair in culprits.links:
-            self._links[pair] = f"{name}: {rounds.describe(pair)}"
+        for a, b in culprits.links:
+            self._links[min(a, b), max(a, b)] = f"{name}: {rounds.describe((a, b))}"
         self._undecided += [f"{a} - {b}: {name}: {rounds.describe((a, b))}" for a, b in culprits.undecided]
 
     def diagnosis(self, duration_s: float) -> Diagnosis:

@@ -16,7 +16,7 @@ RunOnNode = Callable[[str, str, Mapping[str, Any], float], Awaitable[CheckResult
 
 
 @dataclass(frozen=True)
-class NodePlace:
+class CheckedNode:
     """A node under diagnosis. `host`: name or address by which other nodes reach it; `slots`: devices or ranks."""
 
     node: str
@@ -29,7 +29,7 @@ class NodeRuns:
 
     def __init__(
         self,
-        nodes: Sequence[NodePlace],
+        nodes: Sequence[CheckedNode],
         run: RunOnNode,
         arguments: Mapping[str, Any],
         timeout_s: float,

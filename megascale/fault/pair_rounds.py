@@ -99,6 +99,7 @@ class PairRounds:
 
     def describe(self, pair: Pair) -> str:
         """Say how slow a pair is."""
+        pair = pair if pair in self._rates else (pair[1], pair[0])
         if error := self._errors.get(pair):
             return error
         reference = self.reference() or 0.0

@@ -1,0 +1,104 @@
+"""Checks of devices: a wrong GEMM, a wrong sum and a wrong weight are seen to the bit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from megascale.bench.checks import device_gemm, known_gemm, tiny_step
+from megascale.bench.checks.known_gemm import PRIME, wrong_elements
+from megascale.core.secret import SECRET_VARIABLE, new_secret
+from megascale.fault.checks.result import CheckResult
+from megascale.fault.checks.runner import run_check
+from megascale.layout.topology import topology_of
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("blocks", [1, 7, 20])
+def test_a_right_gemm_has_no_wrong_element(dtype: torch.dtype, blocks: int) -> None:
+    assert wrong_elements(torch.mm, blocks, dtype, CPU) == 0
+
+
+def flip(bit: int) -> Callable[[Tensor, Tensor], Tensor]:
+    def matmul(a: Tensor, b: Tensor) -> Tensor:
+        out = torch.mm(a, b)
+        out.view(torch.int32 if out.dtype == torch.float32 else torch.int16)[3, 5] ^= 1 << bit
+        return out
+
+    return matmul
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, 31), (torch.bfloat16, 15)])
+def test_any_flipped_bit_of_a_gemm_is_seen(dtype: torch.dtype, bits: int) -> None:
+    for bit in range(bits):
+        assert wrong_elements(flip(bit), 4, dtype, CPU) == 1
+
+
+def test_one_wrong_operand_spoils_a_column() -> None:
+    def matmul(a: Tensor, b: Tensor) -> Tensor:
+        b = b.clone()
+        b[2, 4] += 1
+        return torch.mm(a, b)
+
+    wrong = wrong_elements(matmul, 2, torch.float32, CPU)
+    assert 2 * PRIME >= wrong >= 2 * PRIME - 2  # rows whose element of `a` is zero stay right
+
+
+def test_the_check_names_the_wrong_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_gemm, "CPU_BLOCKS", 4)
+    right = known_gemm.check_known_gemm({"known_gemm_s": 0.0})
+    assert (right.value, right.problem, right.details["gemms"]) == (0.0, "", 2)
+    mm = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b: mm(a, b) * 0 - 1)
+    wrong = known_gemm.check_known_gemm({"known_gemm_s": 0.0})
+    assert wrong.value == 2 * (4 * PRIME) ** 2
+    assert "elements of 2 GEMMs have wrong bits" in wrong.problem
+
+
+def test_the_gemm_rate_has_its_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_gemm, "CPU_SIZE", 64)
+    measured = device_gemm.check_gemm({"gemm_s": 0.01})
+    assert measured.value is not None and measured.value > 0
+    assert measured.details["shape"] == "64x64x64"
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"), [(1, (1, 1, 1)), (2, (2, 1, 1)), (4, (2, 1, 2)), (6, (2, 3, 1)), (8, (2, 2, 2))]
+)
+def test_the_tiny_step_splits_the_model_over_all_slots(world: int, layout: tuple[int, int, int]) -> None:
+    config = tiny_step.tiny_config(world, "fp32")
+    topology = topology_of(config)
+    assert (topology.tp, topology.dp, topology.pp) == layout
+
+
+def run(name: str, slots: int) -> CheckResult:
+    return asyncio.run(run_check(name, {"slots": slots}, 120.0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_tiny_step_is_the_same_to_the_bit_each_time(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET_VARIABLE, new_secret())
+    first, second = (run("tiny_step", slots) for _ in range(2))
+    assert first.problem == second.problem == ""
+    assert first.digest == second.digest
+    assert len(first.digest.split()) == slots
+    assert tiny_step.REPEATED not in first.digest
+    assert first.platform == second.platform
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["all_to_all", "all_reduce"])
+def test_collectives_among_the_slots_of_a_node(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SECRET_VARIABLE, raising=False)  # a node alone needs none
+    result = run(name, 2)
+    assert result.problem == ""
+    assert result.value is not None and result.value > 0
+    assert len(result.details["devices"]) == 2
+    assert run(name, 1).skipped == "1 rank"
