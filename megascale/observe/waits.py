@@ -1,0 +1,177 @@
+"""The wait graph of a job, from the flight records of its ranks: which ranks each rank waits for.
+
+A rank waits in a *place*: a collective or control call of a group, or a message, with its sequence number. It waits for
+those members of the group that are missing in the place, in this order:
+
+1. members that have not entered it;
+2. members that have entered it and have not issued it: stuck in between;
+3. members that have issued it, do not wait in it and have not completed it: a collective of several rounds needs them.
+
+If none is missing, the data themselves are: they were sent, or should have been, and have not arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from megascale.core.flight_layout import CONTROL, PHASES, RECEIVE, SEND, Phase
+from megascale.core.flight_record import FlightRecord, GroupState, RankRuns
+
+_ORDER = {phase: index for index, phase in enumerate(PHASES)}
+_JOINING = (Phase.RENDEZVOUS, Phase.GROUPS)
+"""Phases in which a rank waits for ranks that are not as far, and no group tells of it."""
+
+
+class Place(NamedTuple):
+    """A communication that ranks wait in. `key`: of the group in their flight records. `members`: the group's ranks, or
+    the waiting rank and its peer.
+    """
+
+    key: str
+    members: RankRuns
+    sequence: int
+
+    @property
+    def is_message(self) -> bool:
+        return f" {SEND}" in self.key or f" {RECEIVE}" in self.key
+
+    @property
+    def is_control(self) -> bool:
+        return self.key.endswith(CONTROL)
+
+
+@dataclass
+class WaitGraph:
+    """The waits of a job's ranks for each other.
+
+    `places`: by waiting rank. `waiting`: the ranks that wait in a place, `missing`: those that the place waits for.
+    `on_phase`, `on_device`: the ranks that a rank in no place waits for, while it joins or leaves the job, or waits for
+    its device. `stuck`: ranks that issue what nobody else is missing in, so that they wait for no rank.
+    """
+
+    records: Mapping[int, FlightRecord]
+    places: dict[int, Place] = field(default_factory=dict)
+    waiting: dict[Place, list[int]] = field(default_factory=dict)
+    missing: dict[Place, tuple[int, ...]] = field(default_factory=dict)
+    stuck: set[int] = field(default_factory=set)
+    on_phase: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    on_device: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def waits_for(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that a rank waits for; empty if it waits for none."""
+        if rank in self.places:
+            return () if rank in self.stuck else self.missing[self.places[rank]]
+        return self.on_phase.get(rank, ()) or self.on_device.get(rank, ())
+
+    def waits(self, rank: int) -> bool:
+        """Return True if a rank waits, be it for a rank or for data."""
+        return (rank in self.places and rank not in self.stuck) or rank in self.on_phase or rank in self.on_device
+
+    def awaited(self) -> set[int]:
+        """Return the ranks that others wait for."""
+        found: set[int] = set()
+        for missing in (*self.missing.values(), *self.on_phase.values(), *self.on_device.values()):
+            found.update(missing)
+        return found
+
+
+def wait_graph(records: Mapping[int, FlightRecord]) -> WaitGraph:
+    """Return the wait graph of the ranks with a record. Ranks without one count as missing wherever they belong."""
+    graph = WaitGraph(records)
+    for rank, record in records.items():
+        if (place := _place(rank, record)) is not None:
+            graph.places[rank] = place
+            graph.waiting.setdefault(place, []).append(rank)
+    for place, waiting in graph.waiting.items():
+        graph.missing[place] = missing = _missing_in(place, waiting, records)
+        if set(missing) <= set(waiting):
+            graph.stuck.update(rank for rank in waiting if is_issuing(records[rank]))
+    _add_phases(graph)
+    _add_devices(graph)
+    return graph
+
+
+def is_issuing(record: FlightRecord) -> bool:
+    """Return True if a rank has entered a communication and not issued it."""
+    return record.wait is not None and record.wait.kind == "issuing"
+
+
+def _place(rank: int, record: FlightRecord) -> Place | None:
+    wait = record.wait
+    state = record.groups.get(wait.group) if wait is not None else None
+    if wait is None or state is None:
+        return None
+    members = RankRuns.from_ranks((rank, state.peer)) if state.peer >= 0 else state.ranks
+    return Place(wait.group, members or RankRuns(()), wait.sequence)
+
+
+def _missing_in(place: Place, waiting: Sequence[int], records: Mapping[int, FlightRecord]) -> tuple[int, ...]:
+    """Return the missing ranks of a place, by the order of the module's list."""
+    if place.is_message:
+        return _missing_peer(place, waiting[0], records)
+    states = {rank: _state(records, rank, place.key) for rank in place.members}
+    if absent := tuple(rank for rank, state in states.items() if state is None or state.entered <= place.sequence):
+        return absent
+    known = {rank: state for rank, state in states.items() if state is not None}
+    if unissued := tuple(rank for rank, state in known.items() if state.issued <= place.sequence):
+        return unissued
+    here = set(waiting)
+    return tuple(rank for rank, state in known.items() if state.completed <= place.sequence and rank not in here)
+
+
+def _missing_peer(place: Place, rank: int, records: Mapping[int, FlightRecord]) -> tuple[int, ...]:
+    """Return the peer of a message if it has not issued its side."""
+    state = records[rank].groups[place.key]
+    side = f"{state.name} {RECEIVE if state.kind == SEND else SEND} {rank}"
+    peer = _state(records, state.peer, side)
+    return (state.peer,) if peer is None or peer.issued <= place.sequence else ()
+
+
+def _state(records: Mapping[int, FlightRecord], rank: int, key: str) -> GroupState | None:
+    record = records.get(rank)
+    return record.groups.get(key) if record is not None else None
+
+
+def _add_phases(graph: WaitGraph) -> None:
+    """Ranks that join the job wait for ranks that are not as far; ranks that are done, for the others."""
+    records = graph.records
+    if not records:
+        return
+    world = next(iter(records.values())).world
+    absent = tuple(rank for rank in range(world) if rank not in records)
+    by_phase: dict[Phase, list[int]] = {}
+    for rank, record in records.items():
+        by_phase.setdefault(record.phase, []).append(rank)
+    for phase in (*_JOINING, Phase.DONE):
+        behind = [rank for other, ranks in by_phase.items() if _ORDER[other] < _ORDER[phase] for rank in ranks]
+        for rank in by_phase.get(phase, ()):
+            if rank not in graph.places and (behind or absent):
+                graph.on_phase[rank] = (*absent, *behind)
+
+
+def _add_devices(graph: WaitGraph) -> None:
+    """A rank that waits for its device waits for the ranks that have not issued what the device is at."""
+    waiting = [rank for rank, record in graph.records.items() if record.wait and record.wait.kind == "device"]
+    behind: dict[tuple[str, RankRuns], tuple[int, ...]] = {}
+    for rank in waiting:
+        found: set[int] = set()
+        for key, state in graph.records[rank].groups.items():
+            if state.issued <= state.completed or state.kind == CONTROL:
+                continue
+            if state.peer >= 0:
+                place = Place(key, RankRuns.from_ranks((rank, state.peer)), state.issued - 1)
+                found.update(_missing_peer(place, rank, graph.records))
+            elif state.ranks is not None:
+                if (key, state.ranks) not in behind:
+                    behind[key, state.ranks] = _behind(key, state.ranks, graph.records)
+                found.update(behind[key, state.ranks])
+        graph.on_device[rank] = tuple(sorted(found - {rank}))
+
+
+def _behind(key: str, ranks: RankRuns, records: Mapping[int, FlightRecord]) -> tuple[int, ...]:
+    """Return the ranks of a group that have issued less than another one."""
+    issued = {rank: state.issued if (state := _state(records, rank, key)) else 0 for rank in ranks}
+    most = max(issued.values())
+    return tuple(rank for rank, count in issued.items() if count < most)
