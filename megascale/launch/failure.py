@@ -88,13 +88,16 @@ def write_error(error: BaseException, rank: Rank, explain: Callable[[], str] = s
     peer_lost = is_peer_lost(error)
     peers = list(error.peers) if isinstance(error, LostPeerError) else []
     _write_record(rank, text, exit_status_of(error), peer_was_lost=peer_lost, peers=peers)
+    said = f"{rank}: {text}"
     if peer_lost:
         until = time.monotonic() + PEER_LOST_DELAY_S
-        text += explain()
+        explanation = explain()
+        text += explanation
+        # torchrun's summary calls the first rank that failed the root cause, and never one that ended with status 0
+        said = f"the cause: {explanation.lstrip('; ') or 'another rank'}. {rank}: lost another rank: {text}"
         time.sleep(max(0.0, until - time.monotonic()))
     if path := os.environ.get(TORCHRUN_ERROR_FILE):
-        message = f"{rank}: {'lost another rank: ' if peer_lost else ''}{text}"
-        torchrun_error = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}
+        torchrun_error = {"message": {"message": said, "extraInfo": {"timestamp": str(int(time.time()))}}}
         write_text(Path(path), json.dumps(torchrun_error))
     return text
 
