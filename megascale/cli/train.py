@@ -16,7 +16,7 @@ from megascale.cli.main import add_config_arguments
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError, Problem
-from megascale.core.files import lock_folder
+from megascale.core.files import foreign_owner, lock_folder
 from megascale.core.flight_writer import flight_record_of_rank
 from megascale.core.limits import os_error_hint, raise_soft_limits
 from megascale.core.process import die_with_parent
@@ -133,6 +133,10 @@ def lock_run_folder(config: RunConfig) -> contextlib.ExitStack:
 
 def _lock(folder: Path, key: str) -> IO[str]:
     with _explain_os_error(folder, key):
+        folder.mkdir(parents=True, exist_ok=True)
+        if (owner := foreign_owner(folder)) is not None:
+            message = f"belongs to user {owner}, who could replace what this job writes there"
+            raise ConfigError([Problem(str(folder), key, message, "another name or folder, or give it to this user")])
         return lock_folder(folder, f"process {os.getpid()} on {socket.gethostname()}")
 
 

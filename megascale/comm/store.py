@@ -109,7 +109,9 @@ class JobStore(dist.Store):
         except (EOFError, OSError) as error:
             if isinstance(error, NotAPeerError):
                 raise
-            text = f"connection closed by peer: the job's store at {self._address} ({error})"
+            what = "does not answer" if isinstance(error, TimeoutError) else "has ended"
+            text = f"connection closed by peer: the process of the job's store, which rank 0 started, {what}"
+            text += f" ({self._address}: {error})"
             raise dist.DistNetworkError(text) from None
         return unpack(content)
 

@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -83,6 +84,20 @@ def sync_folder(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def foreign_owner(folder: Path) -> int | None:
+    """The user who owns a folder, or a link to it, and is neither this process's user nor root; None without one. What
+    this process writes may belong to another user by its file system, as with root on NFS.
+
+    Raises: OSError
+    """
+    owners = {folder.lstat().st_uid, folder.stat().st_uid} - {os.geteuid(), 0}
+    if not owners:
+        return None
+    with tempfile.TemporaryFile(dir=folder) as file:
+        owners.discard(os.fstat(file.fileno()).st_uid)
+    return max(owners, default=None)
 
 
 LOCK_FILE = ".lock"
