@@ -21,7 +21,7 @@ from pathlib import Path
 
 from megascale.core.errors import Exit
 from megascale.core.process import die_with_parent, stop_signals
-from megascale.core.secret import DESCRIPTOR_VARIABLE, new_secret, secret_descriptor
+from megascale.core.secret import DESCRIPTOR_VARIABLE, SECRET_VARIABLE, new_secret, secret_descriptor
 from megascale.fault.driver import say
 from megascale.fault.incidents import LOG_FILE, JobHistory, read_history
 from megascale.fault.output import follow_rank_0
@@ -29,6 +29,9 @@ from megascale.fault.rpc import reserve_port
 from megascale.fault.scheduler.adapters import ADAPTERS
 from megascale.fault.scheduler.port import AgentLaunch, Scheduler
 from megascale.fault.scheduler.remote import serve
+
+FINAL = (Exit.OK, Exit.CONFIG, Exit.DATA, Exit.CHECKPOINT, Exit.DO_NOT_REQUEUE)
+"""Exit statuses after which the scheduler is not to start the job again: done, or an error that would recur."""
 
 CRASHES, CRASHES_S = 5, 60.0
 """Deaths of drivers within so many seconds after which the job is given up."""
@@ -68,19 +71,22 @@ async def supervise(plan: LaunchPlan) -> int:
     """
     adapter = ADAPTERS[plan.scheduler]
     before = read_history(plan.folder / LOG_FILE)
-    secret, host = new_secret(), adapter.driver_host()
+    secret = os.environ.get(SECRET_VARIABLE) or new_secret()
+    host, port = adapter.driver_endpoint()
     signals, loop = _Signals(), asyncio.get_running_loop()
     for number in stop_signals():
         loop.add_signal_handler(number, signals.receive, number)
-    with reserve_port(host) as reserved, secret_descriptor(secret) as descriptor:
+    with reserve_port(host, port) as reserved, secret_descriptor(secret) as descriptor:
         address = f"{host}:{reserved.getsockname()[1]}"
         scheduler = adapter.open(plan.nodes, AgentLaunch(address, secret, plan.folder / "logs"))
+        requeue = True
         output = asyncio.ensure_future(follow_rank_0(plan.folder / "logs", before.attempt + 1, sys.stdout))
         try:
             arguments = (*plan.arguments, "--listen", address)
             history = await _keep_driver(plan.folder / LOG_FILE, arguments, descriptor, scheduler, signals)
+            requeue = history.ended not in FINAL
         finally:
-            await scheduler.stop(requeue=False)
+            await scheduler.stop(requeue)
             output.cancel()
             await asyncio.gather(output, return_exceptions=True)
     if history.ended == Exit.STOPPED and signals.received[:1] == [signal.SIGINT] and not history.step:

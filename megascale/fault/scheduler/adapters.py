@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megascale.core.network import LOOPBACK
+from megascale.fault.scheduler.jobset import PodScheduler, driver_endpoint
 from megascale.fault.scheduler.local import LocalScheduler
 from megascale.fault.scheduler.port import AgentLaunch, Scheduler
 from megascale.fault.scheduler.slurm import SlurmScheduler, allocation_nodes, this_node
@@ -13,12 +14,16 @@ from megascale.fault.scheduler.slurm import SlurmScheduler, allocation_nodes, th
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter. `driver_host`: the name or address of this process's node, at which agents reach the driver; `open`:
-    the scheduler of a job with a number of nodes, spares included. Both raise SchedulerError.
+    """An adapter. `driver_endpoint`: the name or address of this process's node, at which agents reach the driver, and
+    the port, 0 for any; `open`: the scheduler of a job with a number of nodes, spares included. Both raise
+    SchedulerError. `revivable`: an agent can be started again on a lost node; `requestable`: `request` may give further
+    nodes.
     """
 
-    driver_host: Callable[[], str]
+    driver_endpoint: Callable[[], tuple[str, int]]
     open: Callable[[int, AgentLaunch], Scheduler]
+    revivable: bool
+    requestable: bool
 
 
 def _open_slurm(count: int, agent: AgentLaunch) -> SlurmScheduler:
@@ -26,6 +31,9 @@ def _open_slurm(count: int, agent: AgentLaunch) -> SlurmScheduler:
 
 
 ADAPTERS = {
-    "local": Adapter(lambda: LOOPBACK, LocalScheduler),
-    "slurm": Adapter(lambda: this_node(allocation_nodes()).address, _open_slurm),
+    "local": Adapter(lambda: (LOOPBACK, 0), LocalScheduler, revivable=True, requestable=False),
+    "slurm": Adapter(
+        lambda: (this_node(allocation_nodes()).address, 0), _open_slurm, revivable=False, requestable=True
+    ),
+    "jobset": Adapter(driver_endpoint, lambda count, agent: PodScheduler(), revivable=False, requestable=False),
 }
