@@ -165,6 +165,15 @@ def gather_weights(run: Any) -> None:
     run.buffers.finish_param_gather()
 
 
+def total_of(run: Any, part: Any) -> float:
+    """Sum a total over micro-batches, such as the loss, over all ranks."""
+    from megascale.train.step_totals import StepTotals
+
+    totals = StepTotals(run.mesh, run.device.torch_device)
+    totals.add_per_microbatch(total=part)
+    return float(totals.reduce()["total"])
+
+
 def curve_of(run: Any, steps: int) -> list[tuple[float, float]]:
     """Train a built run for `steps` steps and return (loss, gradient norm) of each."""
     from megascale.train.step import train_step

@@ -32,7 +32,7 @@ from megascale.device import Device, detect_device, is_out_of_memory
 from megascale.ops.select import OpContext, selected_backends
 from megascale.train.build import Run, build_mesh, build_rank_run
 from megascale.train.peak_flops import find_peak_flops
-from megascale.train.scheduled_gc import ScheduledGC
+from megascale.train.scheduled_gc import without_automatic_gc
 from megascale.train.step import train_step
 from megascale.train.stop import StopRequest
 
@@ -136,7 +136,7 @@ class _Bench:
         """Time steps, then profile further steps."""
         run = self.build_run(config)
         self.log(f"{self.steps.total} steps, the last {self.steps.profiled} of them under the profiler")
-        with ScheduledGC():
+        with without_automatic_gc():
             times, losses = time_steps(run, self.steps.warm_up + self.steps.timed)
             timed = times[self.steps.warm_up :]
             shares = profile_steps(run, self.steps.profiled, Quartiles.from_values(timed).median)

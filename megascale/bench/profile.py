@@ -38,7 +38,7 @@ from megascale.simulate import profiles
 from megascale.simulate.profiles import Hardware
 from megascale.simulate.step_time import estimate
 from megascale.train.build import Run, build_mesh, build_rank_run
-from megascale.train.scheduled_gc import ScheduledGC
+from megascale.train.scheduled_gc import without_automatic_gc
 from megascale.train.step import train_step
 from megascale.train.stop import StopRequest
 
@@ -160,7 +160,7 @@ def measure_oversubscribed(device: Device, rank: Rank) -> OversubscribedSteps:
         )
     seconds: list[float] = []
     local_seconds: list[float] = []
-    with ScheduledGC():
+    with without_automatic_gc():
         for _ in range(WARM_UP + OVERSUBSCRIBED_ROUNDS):
             device_barrier(run.mesh, device.torch_device)
             start = time.perf_counter()
@@ -278,7 +278,7 @@ def _steps(case: ModelCase, name: str, device: Device) -> list[Measurement]:
     """Time training steps in seconds of this process's processor time."""
     with tempfile.TemporaryDirectory() as folder:
         run = build_rank_run(_config(case, name, folder), single_process_mesh(), device, StopRequest())
-    with ScheduledGC():
+    with without_automatic_gc():
         seconds = [_step_cpu_seconds(run) for _ in range(WARM_UP + ROUNDS)]
     return [Measurement((), tuple(seconds[WARM_UP:]))]
 

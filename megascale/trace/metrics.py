@@ -1,4 +1,4 @@
-"""Metrics records: a logged step (`StepMetrics`) or an evaluation (`EvaluationMetrics`)."""
+"""Metrics records: a logged step (`StepMetrics`), an evaluation (`EvaluationMetrics`), or an alert (`Alert`)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,21 @@ class EvaluationMetrics:
     valid_tokens: int
 
 
-MetricsRecord = StepMetrics | EvaluationMetrics
+@dataclass(frozen=True)
+class Alert:
+    """An alert after `step`: `alert` names a metric whose `value` is far above `recent`, its recent median."""
+
+    step: int
+    alert: str
+    value: float
+    recent: float
+
+    def __str__(self) -> str:
+        times = self.value / self.recent
+        return f"{self.alert} {self.value:.4g} is {times:.3g} times its recent median {self.recent:.4g}"
+
+
+MetricsRecord = StepMetrics | EvaluationMetrics | Alert
 
 
 def as_json(record: MetricsRecord) -> dict[str, Any]:
@@ -56,6 +70,8 @@ def as_json(record: MetricsRecord) -> dict[str, Any]:
 
 def scalars(record: MetricsRecord) -> dict[str, float]:
     """Return the record's numbers in a flat dictionary, with keys such as communication/tp/bytes."""
+    if isinstance(record, Alert):
+        return {"step": record.step, record.alert: record.value}
     values: dict[str, float] = {}
     for key, value in as_json(record).items():
         if isinstance(value, dict):

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from megascale.core.append_file import AppendFile
 from megascale.core.files import write_text
 from megascale.core.units import format_count, format_duration
-from megascale.trace.metrics import EvaluationMetrics, MetricsRecord, StepMetrics, as_json, scalars
+from megascale.trace.metrics import Alert, EvaluationMetrics, MetricsRecord, StepMetrics, as_json, scalars
 
 
 class MetricsWriter(Protocol):
@@ -68,6 +68,9 @@ def _step(line: str) -> float:
         return math.inf
 
 
+_TENSORBOARD_PREFIXES = {StepMetrics: "train", EvaluationMetrics: "valid", Alert: "alert"}
+
+
 class TensorBoardWriter(MetricsWriter):
     """Writer of a TensorBoard event file, with the `tensorboard` package's records: torch's wrapper takes seconds to
     import, and the thread of `tensorboard`'s own writer ends for good at the first error.
@@ -97,7 +100,7 @@ class TensorBoardWriter(MetricsWriter):
     def write(self, record: MetricsRecord) -> None:
         values_by_name = scalars(record)
         step = int(values_by_name.pop("step"))
-        prefix = "valid" if isinstance(record, EvaluationMetrics) else "train"
+        prefix = _TENSORBOARD_PREFIXES[type(record)]
         values = [
             self._summary.Value(tag=f"{prefix}/{name.removeprefix('valid_')}", simple_value=value)
             for name, value in values_by_name.items()
@@ -143,6 +146,8 @@ class TerminalWriter:
 
 def format_record(record: MetricsRecord, steps: int) -> str:
     """Format a record as a line. `steps`: steps of the whole run."""
+    if isinstance(record, Alert):
+        return f"WARNING: step {record.step}: {record}"
     step = f"step {record.step:,}/{steps:,}"
     if isinstance(record, EvaluationMetrics):
         return f"{step}  validation loss {record.valid_loss:.4f}"

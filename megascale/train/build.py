@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -42,6 +42,7 @@ from megascale.schedule.ir import RankSchedule, build_schedule, forwards_only
 from megascale.schedule.lower import RECV_LOOKAHEAD, lower_rank
 from megascale.schedule.precedence import Precedence
 from megascale.trace.recorder import Recorder
+from megascale.train.hooks import Hooks
 from megascale.train.stop import StopRequest
 
 Dtypes = tuple[torch.dtype, torch.dtype]
@@ -58,7 +59,10 @@ class Origin:
 
 @dataclass
 class Run:
-    """All objects of a run on one rank. A resume replaces `progress` and `origin`; other state is loaded in place."""
+    """All objects of a run on one rank. A resume replaces `progress` and `origin`; other state is loaded in place.
+
+    `hooks`: those of plug-ins before training, all hooks in training.
+    """
 
     config: RunConfig
     device: Device
@@ -79,6 +83,7 @@ class Run:
     progress: Progress
     stop: StopRequest
     origin: Origin = Origin()
+    hooks: Hooks = field(default_factory=Hooks)
 
 
 def build_mesh(config: RunConfig, rank: Rank, device: Device, flight: FlightRecordWriter | None = None) -> Mesh:

@@ -37,11 +37,12 @@ from megascale.trace.writers import MetricsWriter
 from megascale.train.build import Run, build_mesh, build_rank_run
 from megascale.train.event_file import EventFile
 from megascale.train.fault_injection import fault_injection
-from megascale.train.loop import save_final, train
+from megascale.train.loop import train
 from megascale.train.peak_flops import find_peak_flops
 from megascale.train.rank_record import rank_record
 from megascale.train.reporter import Reporter, open_writers
 from megascale.train.resume import OpenWeights, load_initial_state
+from megascale.train.saves import Saves
 from megascale.train.stop import StopRequest
 
 STORE_ANSWER_S = 2.0
@@ -153,7 +154,7 @@ def _run(
         if run.progress.step >= config.train.steps:
             if run.checkpoints.resumed_from_memory:
                 with stop.deferred():
-                    save_final(run, reporter)
+                    Saves(reporter).save_final(run)
             else:
                 run.checkpoints.drop_memory_copies()
             reporter.write_message(f"all {config.train.steps} steps are done: raise train.steps to continue")

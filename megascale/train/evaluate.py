@@ -1,4 +1,4 @@
-"""Evaluation: the loss on validation data."""
+"""Evaluation: the loss on validation data, and the hook that evaluates when due."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megascale.core.flight_layout import Phase
 from megascale.trace.metrics import EvaluationMetrics
-from megascale.train.step import check_loss_tokens, reduce_totals
+from megascale.train.hooks import Hook
+from megascale.train.step import check_loss_tokens
+from megascale.train.step_totals import StepTotals
 
 if TYPE_CHECKING:
     from megascale.train.build import Run
+    from megascale.train.reporter import Reporter
+    from megascale.train.step import StepResult
 
 
 def evaluate(run: Run) -> EvaluationMetrics:
@@ -23,6 +28,31 @@ def evaluate(run: Run) -> EvaluationMetrics:
         loss += run.pipeline.run_actions(run.valid_order, batch)
         tokens += batch.loss_tokens
         run.mesh.recorder.resolve_marks()  # bounds the number of open marks, which hold CUDA events
-    total, count = run.device.copy_to_host(reduce_totals(run.mesh, loss, tokens))()
+    totals = StepTotals(run.mesh, loss.device)
+    totals.add_per_microbatch(loss=loss, tokens=tokens)
+    sums = totals.reduce()
+    total, count = run.device.copy_to_host(torch.stack([sums["loss"], sums["tokens"]]))()
     check_loss_tokens(count)
     return EvaluationMetrics(run.progress.step, total / count, int(count))
+
+
+class Evaluations(Hook):
+    """Evaluates before the first step of a run, every `train.eval_every` steps, and after the last step."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        self._reporter = reporter
+
+    def run_begins(self, run: Run) -> None:
+        if run.valid_loader is not None and run.progress.step == 0:
+            self._evaluate(run)
+
+    def step_ends(self, run: Run, result: StepResult) -> None:
+        settings, step = run.config.train, run.progress.step
+        if run.valid_loader is not None and (step % settings.eval_every == 0 or step == settings.steps):
+            self._evaluate(run)
+
+    def _evaluate(self, run: Run) -> None:
+        with run.mesh.recorder.flight.phase(Phase.EVALUATION):
+            metrics = evaluate(run)
+            self._reporter.write(metrics)
+        run.hooks.evaluation_ends(run, metrics)

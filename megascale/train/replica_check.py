@@ -20,9 +20,11 @@ from megascale.comm.collectives import all_reduce
 from megascale.comm.group import Group
 from megascale.comm.totals import sum_over_job
 from megascale.core.errors import ReplicasDifferError
+from megascale.train.hooks import Hook
 
 if TYPE_CHECKING:
     from megascale.train.build import Run
+    from megascale.train.step import StepResult
 
 CHUNK = 1 << 22
 """Elements of a bucket whose weighted bits are in memory at a time, as int64."""
@@ -45,11 +47,16 @@ class Copy:
     parts: tuple[tuple[str, int, int], ...]
 
 
-class ReplicaCheck:
-    """The check of `train.check_replicas`; remembers the last step at which all replicas were equal."""
+class ReplicaCheck(Hook):
+    """The check every `train.check_replicas` steps; remembers the last step at which all replicas were equal."""
 
     def __init__(self) -> None:
         self._equal_at: int | None = None
+
+    def step_ends(self, run: Run, result: StepResult) -> None:
+        every = run.config.train.check_replicas
+        if every and run.progress.step % every == 0:
+            self.check(run)
 
     def check(self, run: Run) -> None:
         """Compare all replicas. A collective of all ranks, between steps.

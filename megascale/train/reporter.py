@@ -19,9 +19,12 @@ from megascale.trace.outages import Outages
 from megascale.trace.recorder import Recorder
 from megascale.trace.writers import JsonLinesWriter, MetricsWriter, TensorBoardWriter, TerminalWriter
 from megascale.train.cast_monitor import CastMonitor
+from megascale.train.hooks import Hook
+from megascale.train.step import is_logged_step
 
 if TYPE_CHECKING:
     from megascale.checkpoint.format.state import Progress
+    from megascale.train.build import Run
     from megascale.train.step import StepResult
 
 METRICS_FILE = "metrics.jsonl"
@@ -124,6 +127,17 @@ class Reporter:
                 writer.close()
             except OSError as error:
                 self.write_message(f"WARNING: {writer.name} lacks its last records: {error.strerror or error}")
+
+
+class StepRecords(Hook):
+    """Writes the metrics of logged steps."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        self._reporter = reporter
+
+    def step_ends(self, run: Run, result: StepResult) -> None:
+        if is_logged_step(run.config.train, run.progress.step):
+            self._reporter.write_step(result, run.progress, run.fp8_state.take_cast_stats())
 
 
 def open_writers(config: RunConfig, resumed_step: int) -> list[MetricsWriter]:

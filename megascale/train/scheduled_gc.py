@@ -6,26 +6,51 @@ irregular collections as a cause of the decay of MFU over a run (section 6.3).
 
 from __future__ import annotations
 
+import contextlib
 import gc
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megascale.core.flight_layout import Phase
+from megascale.train.hooks import Hook
+
+if TYPE_CHECKING:
+    from megascale.train.build import Run
+    from megascale.train.step import StepResult
 
 COLLECT_EVERY = 100
 """Steps between collections."""
 
 
-class ScheduledGC:
-    """A context manager that replaces automatic collection by `collect_if_due`."""
-
-    def __enter__(self) -> ScheduledGC:
-        gc.collect()
-        gc.freeze()  # the run's objects live to the end; later collections skip them
-        gc.disable()
-        return self
-
-    def collect_if_due(self, step: int) -> None:
-        """Collect every COLLECT_EVERY steps."""
-        if step % COLLECT_EVERY == 0:
-            gc.collect()
-
-    def __exit__(self, *exc: object) -> None:
+@contextlib.contextmanager
+def without_automatic_gc() -> Iterator[None]:
+    """Switch automatic collection off in a `with` block."""
+    gc.collect()
+    gc.freeze()  # the objects of now live to the end; collections in the block skip them
+    gc.disable()
+    try:
+        yield
+    finally:
         gc.enable()
         gc.unfreeze()
+
+
+class ScheduledGC(Hook):
+    """Replaces automatic collection by a collection every COLLECT_EVERY steps."""
+
+    def __init__(self) -> None:
+        self._automatic_off = contextlib.ExitStack()
+
+    def run_begins(self, run: Run) -> None:
+        self._automatic_off.enter_context(without_automatic_gc())
+
+    def step_ends(self, run: Run, result: StepResult) -> None:
+        if run.progress.step % COLLECT_EVERY == 0:
+            with run.mesh.recorder.flight.phase(Phase.GC):
+                gc.collect()
+
+    def run_ends(self, run: Run) -> None:
+        self._automatic_off.close()
+
+    def run_fails(self, run: Run, error: BaseException) -> None:
+        self._automatic_off.close()

@@ -10,21 +10,20 @@ A step that is not finite raises before the first parameter all-gather, and the 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from megascale.comm.mesh import Mesh
-from megascale.comm.totals import sum_over_job
 from megascale.config.train import TrainConfig
 from megascale.core.errors import NoLossTokensError
 from megascale.core.flight_layout import Phase
 from megascale.device import Mark
 from megascale.parallel.microbatch import StepBatch
 from megascale.train.finite_check import check_step_finite
+from megascale.train.step_totals import StepTotals
 
 if TYPE_CHECKING:
     from megascale.train.build import Run
@@ -37,21 +36,25 @@ POLL_INTERVAL_S = 1e-4
 class StepResult:
     """Results of a step, equal on all ranks.
 
-    `loss`: mean per token. `grad_norm`: norm of the mean gradient before clipping. `stop`: a rank has a stop request.
-    `ranks_written`, `ranks_failed`: ranks that have completed or failed their part of the save in progress.
+    `loss`: mean per token. `grad_norm`: norm of the mean gradient before clipping. `totals`: sums over all ranks by
+    name, such as "stops", the ranks with a stop request, "ranks_written" and "ranks_failed", the ranks that have
+    completed or failed their part of the save in progress, and the totals of hooks.
     """
 
     loss: float
     grad_norm: float
     loss_tokens: int
     lr: float
-    stop: bool
-    ranks_written: float = 0.0
-    ranks_failed: float = 0.0
+    totals: Mapping[str, float]
+
+    @property
+    def stop(self) -> bool:
+        """True if a rank has a stop request."""
+        return self.totals["stops"] > 0
 
 
 def train_step(run: Run, batch: StepBatch) -> StepResult:
-    """Train on one global batch. The host waits for the device once, to read seven values during the update.
+    """Train on one global batch. The host waits for the device once, to read the totals during the update.
 
     Raises, on every rank and before any update: DivergenceError if the loss or a gradient is not finite,
     NoLossTokensError if no label of the batch counts in the loss.
@@ -67,11 +70,10 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
             (run.optimizer.local_sq_norm(bucket) for bucket in run.buffers.finish_reductions()),
             loss.new_zeros(()).double(),
         )
-    sums = reduce_totals(
-        run.mesh, loss, batch.loss_tokens, float(run.stop.requested), *run.checkpoints.poll_save(), sq_norm
-    )
-    clipping = run.optimizer.compute_clipping(sums[5], tokens=sums[1], loss=sums[0])
-    lr, read_totals = run.lr(step), run.device.copy_to_host(torch.stack([*sums[:5], clipping.norm, loss.double()]))
+    sums = _local_totals(run, batch, loss, sq_norm).reduce()
+    clipping = run.optimizer.compute_clipping(sums.pop("sq_norm"), tokens=sums["tokens"], loss=sums["loss"])
+    on_device = sums | {"grad_norm": clipping.norm, "local_loss": loss.double()}
+    lr, read_values = run.lr(step), run.device.copy_to_host(torch.stack([*on_device.values()]))
     read_mark = recorder.mark()
     norms = run.optimizer.compute_updates(clipping, step)  # parameter norms, for LAMB; None for AdamW
     for index, bucket in enumerate(run.buffers.buckets):  # in the order of the next forward
@@ -80,16 +82,16 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
         if index == 0:  # before the all-gather overwrites a bad weight; the device is busy meanwhile
             _work_before_read(run, read_mark)
             with recorder.flight.device_wait():
-                totals = read_totals()
-            _check_totals(run, totals)
+                totals = dict(zip(on_device, read_values(), strict=True))
+            check_loss_tokens(totals["tokens"])
+            check_step_finite(run, totals["local_loss"], totals["loss"], totals["grad_norm"])
         run.buffers.start_param_gather(bucket)  # overlaps the next update and the next batch's loading
     recorder.step = 0  # events between steps belong to step 0
-    with recorder.flight.device_wait():
-        total, tokens, stops, written, failed, norm, _ = read_totals()
+    tokens = totals["tokens"]
     run.progress.step = step
     run.progress.samples += run.config.batch.total
     run.progress.tokens += int(tokens)
-    return StepResult(total / tokens, norm, int(tokens), lr, stops > 0, written, failed)
+    return StepResult(totals["loss"] / tokens, totals["grad_norm"], int(tokens), lr, totals)
 
 
 def is_logged_step(settings: TrainConfig, step: int) -> bool:
@@ -97,20 +99,13 @@ def is_logged_step(settings: TrainConfig, step: int) -> bool:
     return step % settings.log_every == 0 or step in (1, settings.steps)
 
 
-def reduce_totals(mesh: Mesh, loss: Tensor, tokens: int, *extra: float | Tensor) -> Tensor:
-    """All-reduce loss, tokens and `extra` values over the job in fp64 on the device. Returns [2 + len(extra)].
-
-    Loss and tokens count once per micro-batch, on tp rank 0 of the last pipeline stage; `extra` on every rank.
-    """
-    has_loss = mesh.coord.pp == mesh.topology.pp - 1 and mesh.coord.tp == 0
-    values = torch.zeros(2 + len(extra), dtype=torch.float64, device=loss.device)
-    for place, value in zip(values, (loss if has_loss else 0.0, tokens if has_loss else 0.0, *extra), strict=True):
-        if isinstance(value, Tensor):
-            place.copy_(value)
-        else:
-            place.fill_(value)  # `values[index] = value` would copy from the host and wait for the device
-    sum_over_job(mesh, values, label="totals")
-    return values
+def _local_totals(run: Run, batch: StepBatch, loss: Tensor, sq_norm: Tensor) -> StepTotals:
+    """Return this rank's parts of the totals of a step."""
+    totals, (written, failed) = StepTotals(run.mesh, loss.device), run.checkpoints.poll_save()
+    totals.add_per_microbatch(loss=loss, tokens=batch.loss_tokens)
+    totals.add(stops=float(run.stop.requested), ranks_written=written, ranks_failed=failed, sq_norm=sq_norm)
+    run.hooks.add_totals(run, totals)
+    return totals
 
 
 def _work_before_read(run: Run, until: Mark) -> None:
@@ -127,13 +122,6 @@ def _work_before_read(run: Run, until: Mark) -> None:
     while recorder.has_backlog(until):
         run.pipeline.release_sent()
         time.sleep(POLL_INTERVAL_S)
-
-
-def _check_totals(run: Run, values: Sequence[float]) -> None:
-    """Check `values` = (total loss, tokens, ..., gradient norm, this rank's part of the loss)."""
-    total, tokens, *_, norm, local_loss = values
-    check_loss_tokens(tokens)
-    check_step_finite(run, local_loss, total, norm)
 
 
 def check_loss_tokens(tokens: float) -> None:

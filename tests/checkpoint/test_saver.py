@@ -52,7 +52,7 @@ def save_while_training(rank: Rank, config: Any) -> tuple[dict[str, list[Any]], 
         if rank.rank == 0 and run.progress.step == 3:
             assert not complete_checkpoints(run.checkpoints.folder)
             os.kill(run.checkpoints.saver.writer_pid, signal.SIGCONT)
-        if saved := run.checkpoints.complete_save(result.ranks_written, result.ranks_failed):
+        if saved := run.checkpoints.complete_save(result.totals["ranks_written"], result.totals["ranks_failed"]):
             assert saved.error is None and saved.step == 1 and saved.path.name == "step-00000001"
             reported = run.progress.step
     run.buffers.finish_param_gather()
@@ -94,7 +94,7 @@ def writer_dies(rank: Rank, config: Any) -> tuple[str, list[str]]:
     saved = None
     while saved is None:
         result = step(run)
-        saved = run.checkpoints.complete_save(result.ranks_written, result.ranks_failed)
+        saved = run.checkpoints.complete_save(result.totals["ranks_written"], result.totals["ranks_failed"])
     assert run.checkpoints.save(run.progress) is not None
     run.buffers.finish_param_gather()
     return str(saved.error), run.checkpoints.folder.list_names()

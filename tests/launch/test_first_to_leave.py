@@ -25,10 +25,10 @@ LEAVE = """
 import os, sys
 if os.environ.get("RANK") == "{rank}":
     import megascale.train.scheduled_gc as gc
-    def leave(self, step):
-        if step == 3:
+    def leave(self, run, result):
+        if run.progress.step == 3:
             {how}
-    gc.ScheduledGC.collect_if_due = leave
+    gc.ScheduledGC.step_ends = leave
 """
 
 

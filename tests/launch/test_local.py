@@ -156,10 +156,10 @@ PLANT = """
 import os
 if os.environ.get("RANK") == "{rank}":
     import megascale.train.scheduled_gc as gc
-    def planted(self, step):
-        if step == 3:
+    def planted(self, run, result):
+        if run.progress.step == 3:
             raise {error}
-    gc.ScheduledGC.collect_if_due = planted
+    gc.ScheduledGC.step_ends = planted
 """
 
 

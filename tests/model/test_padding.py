@@ -12,9 +12,9 @@ import torch
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.layout import tensors
-from megascale.train.step import reduce_totals, train_step
+from megascale.train.step import train_step
 from tests.marks import only_quick
-from tests.runs import FAMILIES, build_run, config_of, settings
+from tests.runs import FAMILIES, build_run, config_of, settings, total_of
 from tests.worlds import run_world
 
 STEPS = 4
@@ -47,9 +47,7 @@ def train(rank: Rank, config: RunConfig, multiple: int) -> tuple[list[tuple[floa
             rows.fill_(1e3 if garbage else 0.0)
         batch = run.train_loader.batch(run.progress.samples)
         with torch.no_grad():
-            losses.append(
-                float(reduce_totals(run.mesh, run.pipeline.run_actions(run.valid_order, batch), batch.loss_tokens)[0])
-            )
+            losses.append(total_of(run, run.pipeline.run_actions(run.valid_order, batch)))
     return curve, sum(len(rows) for rows in padding), zero, losses
 
 

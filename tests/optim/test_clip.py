@@ -15,7 +15,7 @@ from megascale.comm.totals import max_over_job
 from megascale.core.rank import Rank
 from megascale.layout.topology import Coord, Topology, topology_of
 from megascale.optim.norms import ROW, sum_of_squares
-from tests.runs import FAMILIES, GPT, LLAMA, build_run, config_of, given, scale_and_clip, settings
+from tests.runs import FAMILIES, GPT, LLAMA, build_run, config_of, given, scale_and_clip, settings, total_of
 from tests.worlds import run_world
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -80,13 +80,12 @@ def norms(rank: Rank, configs: list[Any]) -> list[tuple[float, float, float, flo
 
 
 def clipped(run: Any) -> tuple[float, float, float, float]:
-    from megascale.train.step import reduce_totals
 
     batch = run.train_loader.batch(0)
     run.buffers.begin_step()
-    loss = run.pipeline.run_actions(run.train_order, batch)
+    run.pipeline.run_actions(run.train_order, batch)
     list(run.buffers.finish_reductions())
-    tokens = float(reduce_totals(run.mesh, loss, batch.loss_tokens)[1])
+    tokens = total_of(run, batch.loss_tokens)
     run.optimizer._clip = 0.0
     norm = scale_and_clip(run, tokens)
     before = [shard.bucket.grad.clone() for shard in run.optimizer.shards]

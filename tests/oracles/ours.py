@@ -17,8 +17,7 @@ from megascale.data.loader import BatchShape, Loader
 from megascale.data.mixture import Sample
 from megascale.layout.tensors import ParamSpec, TensorSpec, all_params
 from megascale.train.build import Run
-from megascale.train.step import reduce_totals
-from tests.runs import GPT, LLAMA, build_run, config_of, settings
+from tests.runs import GPT, LLAMA, build_run, config_of, settings, total_of
 from tests.worlds import run_world
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -124,7 +123,7 @@ def _on_rank(rank: Rank, config: RunConfig, weights: Arrays) -> tuple[Array | No
     shape = BatchShape(SAMPLES, config.batch.micro, config.dp)
     batch = Loader(Batch(), shape, 0, dropout=0.0, seed=0, device=run.device.torch_device).batch(0)
     run.buffers.begin_step()
-    loss = float(reduce_totals(run.mesh, run.pipeline.run_actions(run.train_order, batch), batch.loss_tokens)[0])
+    loss = total_of(run, run.pipeline.run_actions(run.train_order, batch))
     list(run.buffers.finish_reductions())
 
     found = []

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import gc
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from megascale.core.errors import CheckpointError, Exit
+from megascale.core.flight_writer import FlightRecordWriter
 from megascale.core.rank import Rank
+from megascale.train.hooks import Hook
 from megascale.train.scheduled_gc import COLLECT_EVERY, ScheduledGC
-from tests.runs import LLAMA, build_run, config_of, settings
+from tests.runs import LLAMA, build_run, config_of, settings, train_curve
 from tests.worlds import run_world
 
 SIZES = LLAMA | {"num_layers": 2}
@@ -115,18 +119,110 @@ def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(tmp_path: Path
     assert len(warnings) == 2 and log[-1] == "saved /step-00000007"
 
 
+class Steps:
+    """A run as far as the collection looks at it."""
+
+    def __init__(self) -> None:
+        self.progress, self.mesh = self, self
+        self.recorder = self
+        self.flight, self.step = FlightRecordWriter(), 0
+
+
 def test_garbage_is_collected_only_at_fixed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     collected: list[int] = []
     monkeypatch.setattr(gc, "collect", lambda: collected.append(1))
-    with ScheduledGC() as collection:
-        assert not gc.isenabled() and len(collected) == 1
-        for step in range(1, 2 * COLLECT_EVERY + 1):
-            collection.collect_if_due(step)
-        assert len(collected) == 3
+    collection, run = ScheduledGC(), cast(Any, Steps())
+    collection.run_begins(run)
+    assert not gc.isenabled() and len(collected) == 1
+    for run.step in range(1, 2 * COLLECT_EVERY + 1):
+        collection.step_ends(run, cast(Any, None))
+    assert len(collected) == 3
+    collection.run_ends(run)
     assert gc.isenabled() and gc.get_freeze_count() == 0
 
 
-def test_automatic_collection_is_restored_after_an_error() -> None:
-    with pytest.raises(KeyError), ScheduledGC():
-        raise KeyError
-    assert gc.isenabled()
+class Fails(Hook):
+    """Fails at a moment; notes the moments of the run."""
+
+    def __init__(self, moment: str) -> None:
+        self.moments: list[str] = []
+        for name in (
+            "run_begins",
+            "step_begins",
+            "step_ends",
+            "evaluation_ends",
+            "save_starts",
+            "save_ends",
+            "run_ends",
+        ):
+            setattr(self, name, partial(self._reach, name, fails=name == moment))
+
+    def _reach(self, name: str, run: Any, *_: Any, fails: bool) -> None:
+        self.moments.append(f"{name} {run.progress.step}")
+        if fails:
+            raise KeyError(name)
+
+    def run_fails(self, run: Any, error: BaseException) -> None:
+        self.moments.append(f"{type(error).__name__} {run.progress.step}")
+
+
+def moments(rank: Rank, config: Any, failing: str) -> tuple[list[str], bool]:
+    """Train with a hook of a plug-in. Returns its moments, and True if automatic collection is on again."""
+    from megascale.train.loop import train
+    from megascale.train.reporter import Reporter
+
+    run, hook = build_run(rank, config), Fails(failing)
+    run.hooks.add(hook)
+    with suppress(KeyError):
+        train(run, Reporter(config, run.device, None, [], run.mesh.recorder))
+    return hook.moments, gc.isenabled()
+
+
+def test_hooks_act_at_their_moments(tmp_path: Path) -> None:
+    changes = {"train__steps": 3, "train__eval_every": 2, "train__eval_steps": 1, "checkpoint__every": 2}
+    config = config_of(settings(SIZES, tmp_path, train__precision="fp32", checkpoint__async=False, **changes), tmp_path)
+    begin = ["evaluation_ends 0", "run_begins 0", "step_begins 0", "step_ends 1"]
+    expected = [
+        *begin, "step_begins 1", "evaluation_ends 2", "save_starts 2", "save_ends 2", "step_ends 2", "step_begins 2",
+        "evaluation_ends 3", "step_ends 3", "save_starts 3", "save_ends 3", "run_ends 3",
+    ]  # fmt: skip
+    assert run_world(1, moments, config, "") == [(expected, True)]
+    failing = config_of(settings(SIZES, tmp_path / "failing", train__precision="fp32", **changes), tmp_path)
+    assert run_world(1, moments, failing, "step_ends") == [([*begin, "KeyError 1"], True)]
+
+
+class Counts(Hook):
+    """A plug-in with a total of its own."""
+
+    def __init__(self, part: float, name: str = "sevens") -> None:
+        self._part, self._name = part, name
+        self.sums: list[float] = []
+
+    def add_totals(self, run: Any, totals: Any) -> None:
+        totals.add(**{self._name: self._part})
+
+    def step_ends(self, run: Any, result: Any) -> None:
+        self.sums.append(result.totals[self._name])
+
+
+def counted(rank: Rank, config: Any) -> tuple[list[float], list[float], str]:
+    from megascale.train.step import train_step
+
+    run, hook = build_run(rank, config), Counts(7.0 + rank.rank)
+    run.hooks.add(hook)
+    losses = []
+    for _ in range(2):
+        result = train_step(run, run.train_loader.batch(run.progress.samples))
+        run.hooks.step_ends(run, result)
+        losses.append(result.loss)
+    run.hooks.add(Counts(1.0, "loss"))
+    with pytest.raises(ValueError, match="there is a total named 'loss' already") as error:
+        train_step(run, run.train_loader.batch(run.progress.samples))
+    return hook.sums, losses, str(error.value)
+
+
+def test_a_plug_in_adds_a_total(tmp_path: Path) -> None:
+    config = configured(tmp_path, parallel__pp=2)
+    (first, losses, _), second = run_world(2, counted, config)
+    assert first == second[0] == [15.0, 15.0], "every rank gets the sum over the ranks"
+    assert losses == second[1] == [loss for loss, _ in run_world(2, train_curve, config, 2)[0]]

@@ -216,15 +216,16 @@ def faulty_steps(_: Rank, config: Any) -> dict[str, str]:
     import torch
 
     from megascale.train import step
+    from megascale.train.step_totals import StepTotals
     from tests.fakegpu import FakeGPU, build_fake, open_device, watched
 
     open_device()
 
-    def reduce_totals(mesh: Any, loss: Any, tokens: int, *extra: Any) -> Any:
-        values = torch.zeros(2 + len(extra), dtype=torch.float64, device=loss.device)
-        for index, value in enumerate((loss, tokens, *extra)):
+    def reduce(totals: StepTotals) -> Any:
+        values = torch.zeros(len(totals._parts), dtype=torch.float64, device=totals._device)
+        for index, value in enumerate(totals._parts.values()):
             values[index] = value
-        return values
+        return dict(zip(totals._parts, values, strict=True))
 
     def read_with_wait(device: Any, values: Any) -> Any:
         return lambda: [1 + x for x in values.tolist()]
@@ -244,7 +245,7 @@ def faulty_steps(_: Rank, config: Any) -> dict[str, str]:
 
     return {
         "none": planted(),
-        "totals": planted(patch.object(step, "reduce_totals", reduce_totals)),
+        "totals": planted(patch.object(StepTotals, "reduce", reduce)),
         "not pinned": planted(patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor)),
         "read": planted(patch.object(FakeGPU, "copy_to_host", read_with_wait)),
         "read in a backward": planted(hook=lambda grad: grad * grad.sum().item()),

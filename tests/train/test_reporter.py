@@ -21,8 +21,8 @@ from megascale.trace.metrics import EvaluationMetrics, MetricsRecord, StepMetric
 from megascale.trace.recorder import Recorder
 from megascale.trace.writers import format_record
 from megascale.train import reporter
-from megascale.train.loop import _report_copy
 from megascale.train.reporter import Reporter, open_writers
+from megascale.train.saves import Saves
 from megascale.train.step import StepResult
 from tests.runs import GPT, LLAMA, config_of, settings
 
@@ -62,7 +62,7 @@ def records(config: Any, peak: Peak | None, monkeypatch: pytest.MonkeyPatch) -> 
     metrics, progress = Reporter(config, CPU, peak, [listener], Recorder()), Progress()
     for step in range(1, 5):
         metrics.start_step()
-        result = StepResult(loss=1 / step, grad_norm=2.0 * step, loss_tokens=10 * step, lr=step * 1e-3, stop=False)
+        result = StepResult(loss=1 / step, grad_norm=2.0 * step, loss_tokens=10 * step, lr=step * 1e-3, totals={})
         metrics.end_step(result)
         progress.step, progress.samples, progress.tokens = step, 8 * step, progress.tokens + result.loss_tokens
         if step != 2:
@@ -219,7 +219,7 @@ def test_copies_in_memory_that_fail_for_a_while_have_one_warning(tmp_path: Path)
     lost = CheckpointError("rank 1: cannot write a copy to host-b: Connection refused")
     for step in range(1, 7):
         saved = SaveResult(None, step, 0.0, 0.0, 0.0, lost if 2 <= step <= 4 else None)
-        _report_copy(reporter, saved)
+        Saves(reporter).report_copy(saved)
     assert listener.messages == [
         f"WARNING: no copy in memory of step 2: {lost}; tried again at every copy",
         "copies in memory are made again from step 5 on; 3 are missing",

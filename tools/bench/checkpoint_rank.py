@@ -35,7 +35,7 @@ from megascale.core.rank import Rank, rank_from_environment
 from megascale.device import detect_device
 from megascale.train.build import Run, build_mesh, build_rank_run
 from megascale.train.finite_check import check_state_finite
-from megascale.train.scheduled_gc import ScheduledGC
+from megascale.train.scheduled_gc import without_automatic_gc
 from megascale.train.step import StepResult, train_step
 from megascale.train.stop import StopRequest
 
@@ -134,7 +134,7 @@ def saves(run: Run, task: Task, watch: Stopwatch) -> Record:
     """Run all turns of saves. Return the state bytes per rank, the load by other processes, and the last checkpoint."""
     saver = Saver(run, Path(task.folder), watch)
     run.train_loader.prepare_indices(0)
-    with ScheduledGC():
+    with without_automatic_gc():
         saver.turn()
         watch.seconds.clear()
         start, busy, job = time.monotonic(), busy_seconds(), saver.cpu_seconds()
@@ -200,7 +200,7 @@ class Saver:
             result = watch.time(f"{OURS} step", self._step)
             self._run.mesh.world.control.barrier("step")
             start = time.perf_counter()
-            saved = checkpoints.complete_save(result.ranks_written, result.ranks_failed)
+            saved = checkpoints.complete_save(result.totals["ranks_written"], result.totals["ranks_failed"])
             passed = time.perf_counter() - start
         if saved.error is not None:
             raise saved.error

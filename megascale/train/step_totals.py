@@ -1,0 +1,50 @@
+"""The totals of a step or of an evaluation: named sums over all ranks, in one all-reduce of a few fp64 values.
+
+totals = StepTotals(mesh, device)
+totals.add_per_microbatch(loss=loss, tokens=batch.loss_tokens)
+totals.add(stops=1.0)
+sums = totals.reduce()           # {"loss": ..., "tokens": ..., "stops": ...}, scalars on the device
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megascale.comm.mesh import Mesh
+from megascale.comm.totals import sum_over_job
+
+Total = float | Tensor
+"""This rank's part of a total: a number, or a scalar on the run's device."""
+
+
+class StepTotals:
+    """This rank's parts of the totals. All ranks add the same names in the same order."""
+
+    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+        self._mesh = mesh
+        self._device = device
+        self._parts: dict[str, Total] = {}
+
+    def add(self, **parts: Total) -> None:
+        """Add totals to which every rank has a part. Raises: ValueError for a name that is taken"""
+        if taken := parts.keys() & self._parts.keys():
+            raise ValueError(f"there is a total named {min(taken)!r} already")
+        self._parts |= parts
+
+    def add_per_microbatch(self, **parts: Total) -> None:
+        """Add totals over micro-batches, which count once: on tp rank 0 of the last pipeline stage."""
+        coord = self._mesh.coord
+        counts = coord.pp == self._mesh.topology.pp - 1 and coord.tp == 0
+        self.add(**(parts if counts else dict.fromkeys(parts, 0.0)))
+
+    def reduce(self) -> dict[str, Tensor]:
+        """All-reduce the totals over the job. The sums have the same bits on all ranks; the host does not wait."""
+        values = torch.zeros(len(self._parts), dtype=torch.float64, device=self._device)
+        for place, part in zip(values, self._parts.values(), strict=True):
+            if isinstance(part, Tensor):
+                place.copy_(part)
+            else:
+                place.fill_(part)  # `values[index] = part` would copy from the host and wait for the device
+        sum_over_job(self._mesh, values, label="totals")
+        return dict(zip(self._parts, values, strict=True))
