@@ -49,7 +49,7 @@ _LONGEST_NAME = 63 - len("-agent-0-99999-abcde")  # of a pod
 
 @dataclass(frozen=True)
 class JobSetPlan:
-    """What a manifest depends on. `run`: its name; `image`: has megascale for the program `python`; `arguments`: of
+    """Values of a manifest. `run`: its name; `image`: has megascale for the program `python`; `arguments`: of
     `megascale launch` in the driver's pod, with the nodes; `claim`: name of a volume claim that all pods mount at
     `mount`, for the configuration, the data and the run; `grace_s`: seconds to save after a request to stop.
     """
