@@ -83,7 +83,18 @@ class EpochDataset:
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         epoch, within = divmod(int(index), self.samples_per_epoch)
-        return self._epoch(epoch)[within]
+        opened = self._epoch(epoch)
+        try:
+            sample: dict[str, torch.Tensor] = opened[within]
+        except (IndexError, ValueError) as error:
+            raise self._changed(index, str(error)) from None
+        if not bool(sample["loss_mask"].all()):  # megatron-core pads samples of documents that are too short
+            raise self._changed(index, "its documents are too short")
+        return sample
+
+    def _changed(self, index: int, what: str) -> DataError:
+        hint = "files of a dataset, and of data.cache, must stay as they are while a run reads them"
+        return DataError(f"sample {index} of {self._prefix} is not as its index says: {what}", hint=hint)
 
     def prepare_indices(self, start: int, stop: int) -> None:
         """Write the missing indices of samples [start, stop) on rank 0; do nothing on other ranks."""

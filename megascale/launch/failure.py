@@ -37,6 +37,7 @@ PEER_LOST_DELAY_S = 1.5
 
 _IN_ORDER = (Exit.OK, Exit.STOPPED)
 _STOPS = (Exit.STOPPED, Exit.INTERRUPTED)
+_REPORTED = (Exit.CONFIG, Exit.DATA, Exit.CHECKPOINT, Exit.DO_NOT_REQUEUE)
 
 _PEER_LOST = (
     "connection closed by peer",
@@ -180,8 +181,12 @@ def _failure_of(error: Mapping[str, Any]) -> Failure:
 
 def _describe_end(status: int) -> str:
     if status < 0:
+        if status == -signal.SIGBUS:
+            return "killed by SIGBUS: a file that it maps, such as a dataset, was cut short, or /dev/shm is full"
         names = {number.value: number.name for number in signal.Signals}  # real-time signals have no names of their own
         return f"killed by {names.get(-status, f'signal {-status}')}"
+    if status in _REPORTED:  # its file could not be written, as on a full disk
+        return f"ended with status {status}; its output says why"
     return f"ended with status {status} and no error" + (", before the job's end" if status in _IN_ORDER else "")
 
 

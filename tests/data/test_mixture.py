@@ -316,3 +316,19 @@ def test_a_small_dataset_repeated_ten_thousand_times_opens_few_files(tmp_path: P
     now = len(list(Path("/proc/self/fd").iterdir())) + len(Path("/proc/self/maps").read_text().splitlines())
     assert now < opened + 40
     assert len(list((tmp_path / "cache").iterdir())) > written + 100
+
+
+@pytest.mark.parametrize("kind", ["idx", "document_index.npy"])
+def test_files_that_change_under_a_run_are_named(kind: str, tmp_path: Path) -> None:
+    """They are mapped: a page that a cut has left reads as zeros."""
+    write_dataset(tmp_path / "set", LENGTHS)
+    samples = Mixture(data_config(tmp_path, tmp_path / "set"), "train", 24)
+    path = next(tmp_path.rglob(f"*{kind}"))
+    with open(path, "r+b") as file:
+        size = file.seek(0, 2)
+        head = 34 if kind == "idx" else 128
+        file.seek(head)
+        file.write(bytes(size - head))
+    with pytest.raises(DataError, match=rf"sample \d+ of {tmp_path}/set is not as its index says: ") as raised:
+        rows(samples, range(24))
+    assert "must stay as they are while a run reads them" in raised.value.hint

@@ -62,6 +62,8 @@ def test_a_killed_rank_before_those_that_lost_it(tmp_path: Path) -> None:
     ("status", "exit_status", "message"),
     [
         (7, 7, "ended with status 7 and no error"),
+        (2, 2, "ended with status 2; its output says why"),
+        (-7, 1, "killed by SIGBUS: a file that it maps, such as a dataset, was cut short, or /dev/shm is full"),
         (0, 1, "ended with status 0 and no error, before the job's end"),
         (143, 143, "ended with status 143 and no error, before the job's end"),
         (-9, 1, "killed by SIGKILL"),
