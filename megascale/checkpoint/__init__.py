@@ -1,4 +1,4 @@
-"""Checkpoints: named global tensors cut into boxes, so that any layout reads a checkpoint of any other.
+"""Checkpoints: named global tensors cut into shards, so that any layout reads a checkpoint of any other.
 
 - save: `Checkpoints.save`, and in the background `start_save`, `poll_save`, `complete_save` (`checkpoints.py`); two
   stages, a copy to shared memory and a writer process (`save/`)

@@ -42,18 +42,26 @@ class Checkpoints:
         self._config = config
         self._config_json = config.model_dump(by_alias=True, mode="json")
         self._mesh = mesh
-        self._memory: MemoryCheckpoints | None = None
+        self._memory_checkpoints: MemoryCheckpoints | None = None
         self.saver: CheckpointSaver | None = None
         settings = config.checkpoint
         if settings.every and settings.memory_every:
             secret = job_secret(Path(config.observe.dir)) if mesh.world.size > 1 else b""
-            self._memory = MemoryCheckpoints(Path(settings.memory_dir), config.folder, settings.replicate, mesh, secret)
+            self._memory_checkpoints = MemoryCheckpoints(
+                Path(settings.memory_dir), config.folder, settings.replicate, mesh, secret
+            )
         if settings.every:
             flat_tensors = [tensor for shard in shards for tensor in (shard.master, *shard.state.values())]
             flat_tensors.append(fp8_state.history)
             state = global_tensors(shards, mesh) | fp8_history_tensors(fp8_state)
             self.saver = CheckpointSaver(
-                state, flat_tensors, settings.file_bytes, self._memory, config.folder / companions.FOLDER, mesh, device
+                state,
+                flat_tensors,
+                settings.file_bytes,
+                self._memory_checkpoints,
+                config.folder / companions.FOLDER,
+                mesh,
+                device,
             )
         self.folder = Location(config.checkpoint_folder, settings.retry_timeout_s)
         self._loader = StateLoader(config.model, shards, fp8_state, mesh, device)
@@ -125,8 +133,8 @@ class Checkpoints:
 
     def drop_memory_copies(self) -> None:
         """Remove the in-memory copies: the run is over, and its last checkpoint on storage."""
-        if self._memory:
-            self._memory.remove_copies()
+        if self._memory_checkpoints:
+            self._memory_checkpoints.remove_copies()
 
     def prune(self) -> None:
         """Start to delete, on rank 0, checkpoints outside `checkpoint.keep` and `keep_every`.
@@ -154,11 +162,11 @@ class Checkpoints:
             self._mark_saved(result.progress.step)
         if not self._config.checkpoint.memory_every:
             invalidate_copies(Path(self._config.checkpoint.memory_dir), self._config.folder, self._mesh)
-        if self._memory:
+        if self._memory_checkpoints:
             step = result.progress.step if result and self.resumed_from_memory else None
-            self.warnings.extend(self._memory.keep_only_step(step))
-            if self._memory.unreplicated_ranks:
-                count = f"{self._memory.unreplicated_ranks} of {self._mesh.world.size} ranks"
+            self.warnings.extend(self._memory_checkpoints.keep_only_step(step))
+            if self._memory_checkpoints.unreplicated_ranks:
+                count = f"{self._memory_checkpoints.unreplicated_ranks} of {self._mesh.world.size} ranks"
                 self.warnings.append(f"no second copies in memory of {count}: the job has no other host")
         if self.saver and self._saved_step is not None:  # an intact checkpoint is there: free space for the next save
             self.prune()

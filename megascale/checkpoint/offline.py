@@ -12,7 +12,7 @@ import torch
 
 from megascale.checkpoint.folders import complete_checkpoints
 from megascale.checkpoint.format import manifest
-from megascale.checkpoint.format.safetensors_file import MIN_CHUNK_BYTES, SafetensorsFile, TensorEntry
+from megascale.checkpoint.format.safetensors_file import MIN_CHECKSUM_BLOCK_BYTES, SafetensorsFile, TensorEntry
 from megascale.checkpoint.format.state import SAFETENSORS_DTYPES, WEIGHTS, Progress, slices
 from megascale.checkpoint.load.reader import MAX_READ_BYTES, CheckpointReader, ReadRequest
 from megascale.checkpoint.storage import Location
@@ -58,12 +58,12 @@ def read_tensor(folder: Location, saved: manifest.Manifest, name: str) -> torch.
     Raises: DamagedError if a part of it is missing or fails its checksum
     """
     tensor = saved.tensors[name]
-    if sum(math.prod(box.size) for box in tensor.boxes) != math.prod(tensor.shape):
+    if sum(math.prod(shard.size) for shard in tensor.shards) != math.prod(tensor.shape):
         raise manifest.DamagedError(f"{folder} holds only a part of {name}")
     data = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
-    requests = [ReadRequest(name, box, [((0,) * len(box.size), box.size)]) for box in tensor.boxes]
+    requests = [ReadRequest(name, shard, [((0,) * len(shard.size), shard.size)]) for shard in tensor.shards]
     for request, (part,) in CheckpointReader(folder, saved).read_parts(requests):
-        data[slices(request.box.offset, request.box.size)] = part
+        data[slices(request.shard.offset, request.shard.size)] = part
     return data
 
 
@@ -74,7 +74,7 @@ def verify(folder: Location, saved: manifest.Manifest) -> Iterator[str]:
     """
     unreadable: dict[str, str] = {}
     damaged = set()
-    of_tensors = {box.file for tensor in saved.tensors.values() for box in tensor.boxes}
+    of_tensors = {shard.file for tensor in saved.tensors.values() for shard in tensor.shards}
     for name, file in saved.files.items():
         try:
             if _file_crc32(folder / name, file.bytes) != file.crc32:
@@ -82,11 +82,11 @@ def verify(folder: Location, saved: manifest.Manifest) -> Iterator[str]:
         except manifest.DamagedError as error:
             unreadable[name] = error.message
     for name, what in unreadable.items():
-        lost = sum(any(box.file == name for box in tensor.boxes) for tensor in saved.tensors.values())
+        lost = sum(any(shard.file == name for shard in tensor.shards) for tensor in saved.tensors.values())
         yield f"{what}; {lost} tensors are in it" if name in of_tensors else what
     explained = set()
     for name, tensor in saved.tensors.items():
-        files = {box.file for box in tensor.boxes}
+        files = {shard.file for shard in tensor.shards}
         if not files & unreadable.keys() and (files & damaged or not files <= saved.files.keys()):
             try:
                 read_tensor(folder, saved, name)
@@ -138,7 +138,8 @@ def write_weights(
         pending[WEIGHTS + name] = tensor
     stored |= _write_file(folder, pending, files)
     facts = manifest.Facts.for_run(Progress(), config, layout={})
-    made = manifest.Manifest(facts=facts, chunk=MIN_CHUNK_BYTES, files={**(companions or {}), **files}, tensors=stored)
+    files = {**(companions or {}), **files}
+    made = manifest.Manifest(facts=facts, chunk=MIN_CHECKSUM_BLOCK_BYTES, files=files, tensors=stored)
     manifest.write(Location(str(folder)), made)
 
 
@@ -151,12 +152,12 @@ def _write_file(
     for key, tensor in tensors.items():
         data = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
         entries.append(TensorEntry(key, SAFETENSORS_DTYPES[tensor.dtype], list(tensor.shape), data))
-    file = SafetensorsFile(entries, MIN_CHUNK_BYTES)
+    file = SafetensorsFile(entries, MIN_CHECKSUM_BLOCK_BYTES)
     Location(str(folder / name)).write_chunks(file.iter_bytes)
     files[name] = manifest.StoredFile(bytes=file.size, crc32=file.crc32)
     stored = {}
     for key, tensor in tensors.items():
-        shape, (start, sums) = tuple(tensor.shape), file.boxes[key]
-        box = manifest.StoredBox(offset=(0,) * len(shape), size=shape, file=name, start=start, sums=tuple(sums))
-        stored[key] = manifest.StoredTensor.from_torch(shape, tensor.dtype, (box,))
+        shape, (start, sums) = tuple(tensor.shape), file.locations[key]
+        shard = manifest.StoredShard(offset=(0,) * len(shape), size=shape, file=name, start=start, sums=tuple(sums))
+        stored[key] = manifest.StoredTensor.from_torch(shape, tensor.dtype, (shard,))
     return stored

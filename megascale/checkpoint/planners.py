@@ -1,7 +1,7 @@
 """Planners of torch.distributed.checkpoint over `GlobalTensor`s, and the manifest of a finished plan.
 
-torch's planners assign every replicated piece to one rank, balance the bytes, prove that the pieces of a tensor fill
-it without overlap, and find the stored boxes that a box to load meets. This module describes our pieces to them.
+torch's planners assign every replicated shard to one rank, balance the bytes, prove that the shards of a tensor fill
+it without overlap, and find the stored shards that a shard to load intersects. This module describes our shards.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from megascale.core.errors import CheckpointError
 
 GlobalTensors = Mapping[str, GlobalTensor]
 
-PieceDescriptions = Sequence[Any]
-"""A rank's pieces as JSON: name, dtype and shape of a tensor, and offset and size of its pieces."""
+ShardDescriptions = Sequence[Any]
+"""A rank's shards as JSON: name, dtype and shape of a tensor, and offset and size of its shards."""
 
 
-def describe_pieces(state: GlobalTensors) -> PieceDescriptions:
-    """Describe the pieces on this rank."""
+def describe_shards(state: GlobalTensors) -> ShardDescriptions:
+    """Describe the shards on this rank."""
     return [
-        (name, str(tensor.dtype).removeprefix("torch."), tensor.shape, [(p.offset, p.size) for p in tensor.pieces])
+        (name, str(tensor.dtype).removeprefix("torch."), tensor.shape, [(p.offset, p.size) for p in tensor.shards])
         for name, tensor in state.items()
     ]
 
 
-def full_save_plan(descriptions: PieceDescriptions) -> SavePlan:
-    """Return the plan of a rank that writes all of its pieces."""
+def full_save_plan(descriptions: ShardDescriptions) -> SavePlan:
+    """Return the plan of a rank that writes all of its shards."""
     items = []
-    for name, dtype, shape, pieces in descriptions:
+    for name, dtype, shape, shards in descriptions:
         properties = TensorProperties(dtype=getattr(torch, dtype))
-        for offset, size in pieces:
+        for offset, size in shards:
             data = TensorWriteData(_chunk(offset, size), properties, torch.Size(shape))
             items.append(WriteItem(MetadataIndex(name, offset), WriteItemType.SHARD, tensor_data=data))
     return SavePlan(items)
 
 
-def box_key(name: str, offset: Sequence[int]) -> str:
-    """Return the key of a box in its safetensors file."""
+def shard_key(name: str, offset: Sequence[int]) -> str:
+    """Return the key of a shard in its safetensors file."""
     return f"{name}@{','.join(map(str, offset))}"
 
 
@@ -69,20 +69,20 @@ def build_manifest(
     metadata: Metadata,
     locations: Mapping[str, Mapping[str, Any]],
     files: dict[str, manifest.StoredFile],
-    chunk: int,
+    checksum_block_bytes: int,
 ) -> manifest.Manifest:
-    """Build the manifest; `locations` gives file, first byte and checksums of every box by `box_key`."""
+    """Build the manifest; `locations` gives file, first byte and checksums of every shard by `shard_key`."""
     tensors = {}
     for name, tensor in metadata.state_dict_metadata.items():
         assert isinstance(tensor, TensorStorageMetadata)
-        boxes = tuple(
-            manifest.StoredBox(
-                offset=tuple(box.offsets), size=tuple(box.sizes), **locations[box_key(name, box.offsets)]
+        shards = tuple(
+            manifest.StoredShard(
+                offset=tuple(shard.offsets), size=tuple(shard.sizes), **locations[shard_key(name, shard.offsets)]
             )
-            for box in tensor.chunks
+            for shard in tensor.chunks
         )
-        tensors[name] = manifest.StoredTensor.from_torch(tensor.size, tensor.properties.dtype, boxes)
-    return manifest.Manifest(facts=facts, chunk=chunk, files=files, tensors=tensors)
+        tensors[name] = manifest.StoredTensor.from_torch(tensor.size, tensor.properties.dtype, shards)
+    return manifest.Manifest(facts=facts, chunk=checksum_block_bytes, files=files, tensors=tensors)
 
 
 def _name_and_offset(item: WriteItem) -> tuple[str, Any]:
@@ -94,11 +94,11 @@ def _chunk(offset: Sequence[int], size: Sequence[int]) -> ChunkStorageMetadata:
 
 
 def _data_by_offset(state: GlobalTensors) -> dict[tuple[str, torch.Size], torch.Tensor]:
-    return {(name, torch.Size(p.offset)): p.data for name, tensor in state.items() for p in tensor.pieces}
+    return {(name, torch.Size(p.offset)): p.data for name, tensor in state.items() for p in tensor.shards}
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Plans the pieces that this rank writes."""
+    """Plans the shards that this rank writes."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -111,11 +111,11 @@ class SavePlanner(DefaultSavePlanner):
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
-        self.plan = full_save_plan(describe_pieces(self._state))
+        self.plan = full_save_plan(describe_shards(self._state))
         return self.plan
 
-    def assign_writes(self, ranks: Sequence[PieceDescriptions]) -> tuple[list[list[int]], Metadata]:
-        """Assign every piece to one rank: item indices in a rank's own plan, by rank; and the metadata of all."""
+    def assign_writes(self, ranks: Sequence[ShardDescriptions]) -> tuple[list[list[int]], Metadata]:
+        """Assign every shard to one rank: item indices in a rank's own plan, by rank; and the metadata of all."""
         local = [full_save_plan(descriptions) for descriptions in ranks]
         assigned, metadata = self.create_global_plan(local)
         indices = [{_name_and_offset(item): index for index, item in enumerate(plan.items)} for plan in local]
@@ -127,12 +127,12 @@ class SavePlanner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         offset = write_item.index.offset
-        assert offset is not None, "every piece has an offset"
+        assert offset is not None, "every shard has an offset"
         return self._data[write_item.index.fqn, offset]
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Plans the stored boxes of the checkpoint at `path` that fill this rank's pieces.
+    """Plans the stored shards of the checkpoint at `path` that fill this rank's shards.
 
     Raises: CheckpointError for a missing tensor or another shape, DamagedError for a tensor stored in part
     """
@@ -161,9 +161,9 @@ class LoadPlanner(DefaultLoadPlanner):
                     hint="resume with the [model] section of the run that saved it",
                 )
             items = create_read_items_for_chunk_list(
-                name, stored, [_chunk(piece.offset, piece.size) for piece in tensor.pieces]
+                name, stored, [_chunk(shard.offset, shard.size) for shard in tensor.shards]
             )
-            numel = sum(math.prod(piece.size) for piece in tensor.pieces)
+            numel = sum(math.prod(shard.size) for shard in tensor.shards)
             if sum(math.prod(item.lengths) for item in items) != numel:
                 raise manifest.DamagedError(f"{self._path} holds only a part of {name}")
             plan += items
@@ -171,7 +171,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         offset = read_item.dest_index.offset
-        assert offset is not None, "every piece has an offset"
+        assert offset is not None, "every shard has an offset"
         return self._data[read_item.dest_index.fqn, offset][slices(read_item.dest_offsets, read_item.lengths)]
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:

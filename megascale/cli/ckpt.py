@@ -109,10 +109,10 @@ def _show(options: argparse.Namespace) -> int:
     ]
     if options.tensors:
         lines += [
-            f"{name}  {tensor.dtype} {list(tensor.shape)} in {len(tensor.boxes)} boxes"
+            f"{name}  {tensor.dtype} {list(tensor.shape)} in {len(tensor.shards)} shards"
             for name, tensor in saved.tensors.items()
         ]
-    _say(options, {"path": str(path)} | saved.model_dump(mode="json"), lines)
+    _say(options, {"path": str(path)} | saved.model_dump(mode="json", by_alias=True), lines)
     return Exit.OK
 
 

@@ -2,8 +2,8 @@
 
 An optimizer shard is a contiguous range of a buffer, and starts and ends anywhere inside a parameter. A range of a
 flattened d-dimensional box is at most 2 d - 1 boxes: in a matrix of 4 columns, elements [2, 13) are boxes of (1, 2)
-at (0, 2), (2, 4) at (1, 0) and (1, 1) at (3, 0). Checkpoints store boxes by global offset: a run of any layout can load
-a checkpoint of any other layout.
+at (0, 2), (2, 4) at (1, 0) and (1, 1) at (3, 0). Checkpoints store a box as a shard with its global offset: a
+run of any layout can load a checkpoint of any other layout.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def _check_finite(run: Run, place: Callable[[str], str]) -> None:
 
     def check() -> None:
         for name, tensor in global_tensors(run.optimizer.shards, run.mesh).items():
-            if not all(bool(all_finite(piece.data)) for piece in tensor.pieces):
+            if not all(bool(all_finite(shard.data)) for shard in tensor.shards):
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 what = f"{place(name)} has a value that is not finite in {dtype}; nothing was trained"
                 raise CheckpointError(what, hint="find out what wrote it, or begin with other weights")

@@ -41,12 +41,12 @@ def config_in(folder: Path, family: str = "gpt", **layout: Any) -> Any:
 
 
 def state_of(run: Any) -> dict[str, list[Any]]:
-    """Copy this rank's state: (offset, size, bytes) of every piece, by name."""
+    """Copy this rank's state: (offset, size, bytes) of every shard, by name."""
     from megascale.checkpoint.format.state import global_tensors
 
     tensors = global_tensors(run.optimizer.shards, run.mesh)
     return {
-        name: [(p.offset, p.size, p.data.clone().view(-1).numpy().tobytes()) for p in tensor.pieces]
+        name: [(p.offset, p.size, p.data.clone().view(-1).numpy().tobytes()) for p in tensor.shards]
         for name, tensor in tensors.items()
     }
 
@@ -79,13 +79,13 @@ def load(rank: Rank, config: Any) -> tuple[dict[str, list[Any]], dict[str, int],
 
 
 def assemble(states: list[dict[str, list[Any]]]) -> dict[str, Any]:
-    """Assemble global tensors from the pieces of all ranks; replicas must agree bit by bit."""
+    """Assemble global tensors from the shards of all ranks; replicas must agree bit by bit."""
     import numpy as np
 
     tensors: dict[str, Any] = {}
     for state in states:
-        for name, pieces in state.items():
-            for offset, size, data in pieces:
+        for name, shards in state.items():
+            for offset, size, data in shards:
                 end = tuple(o + n for o, n in zip(offset, size, strict=True))
                 old = tensors.get(name)
                 shape = end if old is None else tuple(max(a, b) for a, b in zip(end, old.shape, strict=True))
@@ -166,7 +166,7 @@ def edit(folder: Path, change: Any) -> None:
     from megascale.checkpoint.storage import Location
 
     place = Location(str(folder))
-    content = manifest.read(place).model_dump(mode="json")
+    content = manifest.read(place).model_dump(mode="json", by_alias=True)
     change(content)
     manifest.write(place, manifest.Manifest.model_validate_json(json.dumps(content)))
 

@@ -233,11 +233,11 @@ def test_a_rank_reads_only_the_chunks_that_it_needs(tmp_path: Path) -> None:
     offline.write_weights(tmp_path, [("wide", tensor)], {})
     folder = Location(str(tmp_path))
     saved = manifest.read(folder)
-    (box,) = saved.tensors["weights.wide"].boxes
+    (shard,) = saved.tensors["weights.wide"].shards
 
     def read(*parts: Any) -> tuple[list[Any], int]:
         reader = CheckpointReader(folder, saved)
-        ((_, found),) = reader.read_parts([ReadRequest("weights.wide", box, parts)])
+        ((_, found),) = reader.read_parts([ReadRequest("weights.wide", shard, parts)])
         return found, reader.bytes_read
 
     for first, count, size in ((0, 1, 4 << 20), (1, 2, 8 << 20), (2, 1, 4 << 20)):

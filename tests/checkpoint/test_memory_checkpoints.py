@@ -502,8 +502,8 @@ def test_a_hundred_strangers_cost_a_receiver_no_memory(tmp_path: Path) -> None:
 def listens(rank: Rank, config: Any, apart: bool) -> list[int]:
     """The descriptors at which this rank's writer receives copies."""
     run = build_run(rank, at(config, rank, apart))
-    assert run.checkpoints._memory is not None
-    return run.checkpoints._memory.listeners
+    assert run.checkpoints._memory_checkpoints is not None
+    return run.checkpoints._memory_checkpoints.listeners
 
 
 def test_nothing_listens_for_copies_on_a_single_host(tmp_path: Path, memory: Path) -> None:

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from megascale.checkpoint.format import crc
 from megascale.checkpoint.format.safetensors_file import (
     MAX_CHECKSUMS,
-    MIN_CHUNK_BYTES,
+    MIN_CHECKSUM_BLOCK_BYTES,
     SafetensorsFile,
     TensorEntry,
-    checksum_chunk_bytes,
+    checksum_block_bytes,
 )
 
 
@@ -27,11 +27,11 @@ def test_crc32_of_joined_bytes(first: bytes, second: bytes) -> None:
 
 @given(st.integers(0, 1 << 50))
 def test_chunks_are_few_and_small(size: int) -> None:
-    chunk = checksum_chunk_bytes(size)
+    chunk = checksum_block_bytes(size)
     assert (
         chunk & (chunk - 1) == 0
-        and chunk >= MIN_CHUNK_BYTES
-        and (chunk == MIN_CHUNK_BYTES or MAX_CHECKSUMS // 2 <= size / chunk <= MAX_CHECKSUMS)
+        and chunk >= MIN_CHECKSUM_BLOCK_BYTES
+        and (chunk == MIN_CHECKSUM_BLOCK_BYTES or MAX_CHECKSUMS // 2 <= size / chunk <= MAX_CHECKSUMS)
     )
 
 
@@ -43,13 +43,13 @@ def test_safetensors_loads_the_file(tmp_path: Path) -> None:
             TensorEntry(name, dtypes[name], list(t.shape), t.view(-1).view(torch.uint8).numpy().data)
             for name, t in tensors.items()
         ],
-        chunk=16,
+        checksum_block_bytes=16,
     )
     data = b"".join(bytes(part) for part in file.iter_bytes())
     (tmp_path / "file").write_bytes(data)
     found = load_file(tmp_path / "file")
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
     assert file.size == len(data) and file.crc32 == zlib.crc32(data)
-    start, sums = file.boxes["a"]
+    start, sums = file.locations["a"]
     assert sums == [zlib.crc32(data[at : at + 16]) for at in range(start, start + 48, 16)]
-    assert file.boxes["b"][1] == [zlib.crc32(data[file.boxes["b"][0] :][:10])] and file.boxes["c"][1] == []
+    assert file.locations["b"][1] == [zlib.crc32(data[file.locations["b"][0] :][:10])] and file.locations["c"][1] == []

@@ -74,9 +74,9 @@ def test_files_hold_the_state_at_the_save(tmp_path: Path, layout: dict[str, Any]
     made = manifest.read(path)
     for name, tensor in made.tensors.items():
         found = offline.read_tensor(path, made, name)
-        pieces = [piece for state, _ in ranks for piece in state.get(name, [])]
+        shards = [shard for state, _ in ranks for shard in state.get(name, [])]
         covered = torch.zeros(tensor.shape, dtype=torch.bool)
-        for offset, size, numbers in pieces:
+        for offset, size, numbers in shards:
             box = tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
             assert found[box].contiguous().numpy().tobytes() == numbers, name
             covered[box] = True
@@ -131,14 +131,14 @@ import sys
 from megascale.checkpoint.save import writer
 write = writer.write_files
 def loud(**words):
-    print("a line that is no answer", flush=True)
+    print("a line that is no response", flush=True)
     return write(**words)
 writer.write_files = loud
 writer.main(int(sys.argv[-1]))
 """
 
 
-def test_prints_of_a_library_are_not_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prints_of_a_library_are_not_responses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from megascale.checkpoint.save.writer_process import WriterProcess
 
     python = tmp_path / "python"
@@ -149,11 +149,16 @@ def test_prints_of_a_library_are_not_answers(tmp_path: Path, monkeypatch: pytest
     os.write(memory, b"0" * 64)
     writer = WriterProcess([memory])
     files = {"a.safetensors": [["a@0", "F32", [16], 0, 64]]}
-    arguments = {"memory": f"/proc/self/fd/{memory}", "folder": str(tmp_path), "retry_s": 0.0, "chunk": 1024}
-    writer.submit(write=arguments | {"files": files})
-    answer = writer.result(math.inf)
+    arguments = {
+        "snapshot_path": f"/proc/self/fd/{memory}",
+        "folder": str(tmp_path),
+        "retry_s": 0.0,
+        "checksum_block_bytes": 1024,
+    }
+    writer.submit({"write_files": arguments | {"files": files}})
+    response = writer.response(math.inf)
     os.kill(writer.pid, signal.SIGKILL)
-    assert answer is not None and answer["files"].keys() == files.keys()
+    assert response is not None and response["files"].keys() == files.keys()
 
 
 def second_save_fails(rank: Rank, config: Any) -> list[str]:

@@ -130,7 +130,7 @@ def masters(run: Any) -> list[Piece]:
     """This rank's shard of the master weights."""
     pieces = []
     for name, tensor in global_tensors(run.optimizer.shards, run.mesh).items():
-        for piece in tensor.pieces if name.startswith(WEIGHT) else []:
+        for piece in tensor.shards if name.startswith(WEIGHT) else []:
             box = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.size, strict=True))
             pieces.append((name.removeprefix(WEIGHT), box, piece.data.numpy().copy()))
     return pieces

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint, in JSON: facts of the run, files, and the place of every box of every tensor.
+"""The manifest of a checkpoint, in JSON: facts of the run, files, and the location of every shard of every tensor.
 
 The manifest is renamed into place last: a folder with a manifest is complete. The file also holds the CRC-32 of the
 manifest's text.
@@ -47,10 +47,10 @@ FileName = Annotated[str, Field(pattern=r"^[\w.-]+$")]
 """Name of a file in the checkpoint's own folder."""
 
 
-class StoredBox(_FrozenModel):
-    """A box of a tensor: offset and size in elements, its file, and the first byte of its elements in the file.
+class StoredShard(_FrozenModel):
+    """A shard of a tensor: offset and size in elements, its file, and the first byte of its elements in the file.
 
-    `sums`: the CRC-32 of every `Manifest.chunk` bytes; the last chunk may be shorter.
+    `sums`: the CRC-32 of every checksum block; the last block may be shorter.
     """
 
     offset: tuple[int, ...]
@@ -68,27 +68,29 @@ class StoredFile(_FrozenModel):
 
 
 class StoredTensor(_FrozenModel):
-    """Shape, torch dtype and boxes of a tensor."""
+    """Shape, torch dtype and shards of a tensor; the shards are `boxes` in JSON."""
 
     shape: tuple[int, ...]
     dtype: Literal["float64", "float32", "bfloat16", "float16", "int64", "int32", "uint8"]
-    boxes: tuple[StoredBox, ...]
+    shards: tuple[StoredShard, ...] = Field(alias="boxes")
 
     @model_validator(mode="after")
-    def _boxes_lie_within_shape(self) -> StoredTensor:
-        for box in self.boxes:
-            sides = zip(box.offset, box.size, self.shape, strict=False)
-            if not len(box.offset) == len(box.size) == len(self.shape) or box.start < 0:
-                raise ValueError(f"a box of {len(box.size)} dimensions at byte {box.start} of shape {list(self.shape)}")
+    def _shards_lie_within_shape(self) -> StoredTensor:
+        for shard in self.shards:
+            sides = zip(shard.offset, shard.size, self.shape, strict=False)
+            if not len(shard.offset) == len(shard.size) == len(self.shape) or shard.start < 0:
+                raise ValueError(
+                    f"a shard of {len(shard.size)} dimensions at byte {shard.start}, shape {list(self.shape)}"
+                )
             if any(offset < 0 or size < 0 or offset + size > dim_size for offset, size, dim_size in sides):
-                raise ValueError(f"a box beyond shape {list(self.shape)}: {list(box.size)} at {list(box.offset)}")
+                raise ValueError(f"a shard beyond shape {list(self.shape)}: {list(shard.size)} at {list(shard.offset)}")
         return self
 
     @classmethod
-    def from_torch(cls, shape: Sequence[int], dtype: torch.dtype, boxes: tuple[StoredBox, ...]) -> StoredTensor:
+    def from_torch(cls, shape: Sequence[int], dtype: torch.dtype, shards: tuple[StoredShard, ...]) -> StoredTensor:
         """Describe a tensor of a torch dtype."""
         name: Any = str(dtype).removeprefix("torch.")
-        return cls(shape=tuple(shape), dtype=name, boxes=boxes)
+        return cls(shape=tuple(shape), dtype=name, boxes=shards)
 
 
 class Facts(_FrozenModel):
@@ -109,10 +111,13 @@ class Facts(_FrozenModel):
 
 
 class Manifest(_FrozenModel):
-    """Facts of the run, size of a checksum chunk [bytes], files by name and tensors by global name."""
+    """Facts of the run, files by name, and tensors by global name.
+
+    `checksum_block_bytes`, `chunk` in JSON: a shard has a checksum for every block of this size.
+    """
 
     facts: Facts
-    chunk: Annotated[int, Field(gt=0)]
+    checksum_block_bytes: int = Field(alias="chunk", gt=0)
     files: dict[FileName, StoredFile]
     tensors: dict[str, StoredTensor]
 
@@ -122,7 +127,7 @@ def write(folder: Location, manifest: Manifest) -> None:
 
     Raises: CheckpointError if writing fails
     """
-    body = manifest.model_dump_json().encode()
+    body = manifest.model_dump_json(by_alias=True).encode()
     try:
         (folder / NAME).write(_BEFORE % (FORMAT, _sum(FORMAT, body)) + body + _AFTER)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A safetensors file as a stream of bytes, with a CRC-32 of the file and of every chunk of its tensors."""
+"""A safetensors file as a stream of bytes, with a CRC-32 of the file and of every block of its tensors."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 
 from megascale.checkpoint.format import crc
 
-MIN_CHUNK_BYTES = 256 << 10
-"""Smallest checksum chunk. A reader of a part of a tensor reads and checks whole chunks."""
+MIN_CHECKSUM_BLOCK_BYTES = 256 << 10
+"""Smallest checksum block. A reader of a part of a tensor reads and checks whole blocks."""
 
 MAX_CHECKSUMS = 1 << 20
-"""Approximate limit of checksums in a manifest: a larger checkpoint has larger chunks."""
+"""Approximate limit of checksums in a manifest: a larger checkpoint has larger blocks."""
 
 
-def checksum_chunk_bytes(size: int) -> int:
-    """Return the checksum chunk in bytes, a power of two, for a checkpoint of `size` bytes."""
-    return max(MIN_CHUNK_BYTES, 1 << (size // MAX_CHECKSUMS).bit_length())
+def checksum_block_bytes(size: int) -> int:
+    """Return the size of a checksum block in bytes, a power of two, for a checkpoint of `size` bytes."""
+    return max(MIN_CHECKSUM_BLOCK_BYTES, 1 << (size // MAX_CHECKSUMS).bit_length())
 
 
 @dataclass(frozen=True)
@@ -33,28 +33,28 @@ class TensorEntry:
 
 @dataclass
 class SafetensorsFile:
-    """A file of `entries` with a checksum for every `chunk` bytes of a tensor.
+    """A file of `entries` with a checksum for every `checksum_block_bytes` of a tensor.
 
-    Once `iter_bytes` is exhausted, `size` [bytes] and `crc32` describe the file, and `boxes` maps the key of an entry
-    to its first byte in the file and the CRC-32s of its chunks.
+    Once `iter_bytes` is exhausted, `size` [bytes] and `crc32` describe the file, and `locations` maps the key of an
+    entry to its first byte in the file and the CRC-32s of its blocks.
     """
 
     entries: Sequence[TensorEntry]
-    chunk: int
+    checksum_block_bytes: int
     size: int = 0
     crc32: int = 0
-    boxes: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
+    locations: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
 
     def iter_bytes(self) -> Iterator[bytes | memoryview]:
         """Yield the bytes of the file, from the beginning."""
         header = self._header()
-        self.size, self.crc32, self.boxes = len(header), zlib.crc32(header), {}
+        self.size, self.crc32, self.locations = len(header), zlib.crc32(header), {}
         yield header
         for entry in self.entries:
             sums: list[int] = []
-            self.boxes[entry.key] = self.size, sums
-            for at in range(0, len(entry.data), self.chunk):
-                part = entry.data[at : at + self.chunk]
+            self.locations[entry.key] = self.size, sums
+            for at in range(0, len(entry.data), self.checksum_block_bytes):
+                part = entry.data[at : at + self.checksum_block_bytes]
                 sums.append(zlib.crc32(part))
                 self.crc32 = crc.crc32_combine(self.crc32, sums[-1], len(part))
                 self.size += len(part)

@@ -1,4 +1,4 @@
-"""The state of a run as named global tensors, and the boxes of them that this rank holds.
+"""The state of a run as named global tensors, and the shards of them that this rank holds.
 
 Saved are the master weights (`weights.NAME`), the optimizer state (`STATE.NAME`, such as `exp_avg.NAME`) and the amax
 history of FP8 scaling (`fp8_history.OPERAND`). Learning rate, dropout and sample order are functions of `Progress`.
@@ -41,8 +41,11 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class TensorPiece:
-    """A box of a global tensor; `data` [size] is a view of this rank's memory."""
+class TensorShard:
+    """A rectangular shard of a global tensor (a chunk in torch.distributed.checkpoint): `data` [size] at `offset`.
+
+    `data` is a view of this rank's memory.
+    """
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
@@ -51,25 +54,25 @@ class TensorPiece:
 
 @dataclass
 class GlobalTensor:
-    """Global shape and dtype of a named tensor, and the pieces of the tensor on this rank."""
+    """Global shape and dtype of a named tensor, and the shards of the tensor on this rank."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: list[TensorPiece]
+    shards: list[TensorShard]
 
 
-def global_tensors(shards: Sequence[OptimizerShard], mesh: Mesh) -> dict[str, GlobalTensor]:
+def global_tensors(optimizer_shards: Sequence[OptimizerShard], mesh: Mesh) -> dict[str, GlobalTensor]:
     """Return views of the tensors that this rank saves and loads, by global name.
 
     Where a bucket is replicated over data parallelism, every replica has a share of the bucket.
     """
     tensors: dict[str, GlobalTensor] = {}
-    for shard in shards:
-        state = {f"{name}.": flat for name, flat in shard.state.items()}
-        for kind, flat in ({WEIGHTS: shard.master} | state).items():
-            for name, shape, piece in _pieces(shard, flat, mesh):
+    for optimizer_shard in optimizer_shards:
+        state = {f"{name}.": flat for name, flat in optimizer_shard.state.items()}
+        for kind, flat in ({WEIGHTS: optimizer_shard.master} | state).items():
+            for name, shape, shard in _tensor_shards(optimizer_shard, flat, mesh):
                 tensor = tensors.setdefault(kind + name, GlobalTensor(shape, flat.dtype, []))
-                tensor.pieces.append(piece)
+                tensor.shards.append(shard)
     return tensors
 
 
@@ -79,35 +82,36 @@ def fp8_history_tensors(fp8_state: Fp8State) -> dict[str, GlobalTensor]:
     for name, row in zip(fp8_state.names, fp8_state.history, strict=True):
         if row.numel():
             shape = tuple(row.shape)
-            tensors[f"fp8_history.{name}"] = GlobalTensor(shape, row.dtype, [TensorPiece((0,), shape, row)])
+            tensors[f"fp8_history.{name}"] = GlobalTensor(shape, row.dtype, [TensorShard((0,), shape, row)])
     return tensors
 
 
-def split_pieces(state: Mapping[str, GlobalTensor], max_bytes: int) -> dict[str, GlobalTensor]:
-    """Split pieces along dimension 0 into at most `max_bytes` each; a larger row stays in one piece."""
+def split_shards(state: Mapping[str, GlobalTensor], max_bytes: int) -> dict[str, GlobalTensor]:
+    """Split shards along dimension 0 into at most `max_bytes` each; a larger row stays in one shard."""
     split = {}
     for name, tensor in state.items():
-        pieces = [part for piece in tensor.pieces for part in _rows(piece, max_bytes)]
-        split[name] = GlobalTensor(tensor.shape, tensor.dtype, pieces)
+        shards = [part for shard in tensor.shards for part in _split_rows(shard, max_bytes)]
+        split[name] = GlobalTensor(tensor.shape, tensor.dtype, shards)
     return split
 
 
-def _rows(piece: TensorPiece, max_bytes: int) -> Iterator[TensorPiece]:
-    count, *rest = piece.size
-    rows = max(1, max_bytes // max(1, piece.data.nbytes // count))
+def _split_rows(shard: TensorShard, max_bytes: int) -> Iterator[TensorShard]:
+    count, *rest = shard.size
+    rows = max(1, max_bytes // max(1, shard.data.nbytes // count))
     for first in range(0, count, rows):
-        data = piece.data[first : first + rows]
-        yield TensorPiece((piece.offset[0] + first, *piece.offset[1:]), (len(data), *rest), data)
+        data = shard.data[first : first + rows]
+        yield TensorShard((shard.offset[0] + first, *shard.offset[1:]), (len(data), *rest), data)
 
 
-def _pieces(
-    shard: OptimizerShard, flat: torch.Tensor, mesh: Mesh
-) -> Iterator[tuple[str, tuple[int, ...], TensorPiece]]:
-    """Yield name, global shape and piece for every box in the flat memory of a shard."""
-    layout, shard_start = shard.bucket.layout, shard.bucket.shard[0]
-    for slot, low, high in layout.param_ranges(*layout.shard_range(shard.bucket.group.index)):
+def _tensor_shards(
+    optimizer_shard: OptimizerShard, flat: torch.Tensor, mesh: Mesh
+) -> Iterator[tuple[str, tuple[int, ...], TensorShard]]:
+    """Yield name, global shape and shard of every tensor with elements in the flat memory of an optimizer shard."""
+    bucket = optimizer_shard.bucket
+    layout, shard_start = bucket.layout, bucket.shard[0]
+    for slot, low, high in layout.param_ranges(*layout.shard_range(bucket.group.index)):
         shapes = {tensor.name: tensor.shape for tensor in slot.parameter.parts}
         for box in boxes(slot.parameter, mesh.topology, mesh.coord, low - slot.start, high - slot.start):
             start = slot.start + box.start - shard_start
             data = flat[start : start + torch.Size(box.size).numel()].view(box.size)
-            yield box.name, shapes[box.name], TensorPiece(box.offset, box.size, data)
+            yield box.name, shapes[box.name], TensorShard(box.offset, box.size, data)

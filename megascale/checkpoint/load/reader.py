@@ -1,4 +1,4 @@
-"""Reading stored boxes: only the bytes that a layout needs, checked in chunks against their CRC-32."""
+"""Reading stored shards: only the bytes that a layout needs, checked in blocks against their CRC-32."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ from torch.futures import Future
 from megascale.checkpoint.collective_errors import OtherRankError
 from megascale.checkpoint.format import manifest
 from megascale.checkpoint.format.state import Region
-from megascale.checkpoint.planners import box_key
+from megascale.checkpoint.planners import shard_key
 from megascale.checkpoint.storage import Location
 from megascale.comm.collectives import all_gather
 from megascale.comm.group import Group, single_rank_group
 
 MAX_READ_BYTES = 64 << 20
-"""Largest read, except for a larger box."""
+"""Largest read, except for a larger shard."""
 
 
 class ReadRequest(NamedTuple):
-    """Parts of a stored box of tensor `name`, as regions of the box."""
+    """Parts of a stored shard of tensor `name`, as regions of the shard."""
 
     name: str
-    box: manifest.StoredBox
+    shard: manifest.StoredShard
     parts: Sequence[Region]
 
 
 @dataclass(frozen=True)
 class _ReadSpan:
-    """Bytes [start, stop) of a file, in whole checksum chunks, that cover the parts of a request.
+    """Bytes [start, stop) of a file, in whole checksum blocks, that cover the parts of a request.
 
-    `sums`: CRC-32 of the chunks. `dtype` and `strides` are the box's, `part_starts` the first element of the parts
-    within the box.
+    `sums`: CRC-32 of the blocks. `dtype` and `strides` are the shard's, `part_starts` the first element of the parts
+    within the shard.
     """
 
     request: ReadRequest
@@ -63,7 +63,7 @@ class _ReadSpan:
     @property
     def byte_range(self) -> tuple[str, int, int]:
         """File, start and stop."""
-        return self.request.box.file, self.start, self.stop
+        return self.request.shard.file, self.start, self.stop
 
 
 class CheckpointReader(StorageReader):
@@ -90,15 +90,15 @@ class CheckpointReader(StorageReader):
         storage = {}
         for name, tensor in self._saved.tensors.items():
             chunks = []
-            for index, box in enumerate(tensor.boxes):
-                chunks.append(ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size)))
-                storage[MetadataIndex(name, box.offset, index)] = box
+            for index, shard in enumerate(tensor.shards):
+                chunks.append(ChunkStorageMetadata(torch.Size(shard.offset), torch.Size(shard.size)))
+                storage[MetadataIndex(name, shard.offset, index)] = shard
             properties = TensorProperties(dtype=getattr(torch, tensor.dtype))
             tensors[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
         return Metadata(tensors, storage_data=storage)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._storage: dict[MetadataIndex, manifest.StoredBox] = metadata.storage_data
+        self._storage: dict[MetadataIndex, manifest.StoredShard] = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -111,11 +111,11 @@ class CheckpointReader(StorageReader):
         for item in plan.items:
             items[item.storage_index.fqn, self._storage[item.storage_index]].append(item)
         requests = [
-            ReadRequest(name, box, [(tuple(item.storage_offsets), tuple(item.lengths)) for item in box_items])
-            for (name, box), box_items in items.items()
+            ReadRequest(name, shard, [(tuple(item.storage_offsets), tuple(item.lengths)) for item in shard_items])
+            for (name, shard), shard_items in items.items()
         ]
         for request, parts in self.read_parts(requests):
-            for item, part in zip(items[request.name, request.box], parts, strict=True):
+            for item, part in zip(items[request.name, request.shard], parts, strict=True):
                 planner.resolve_tensor(item).copy_(part)
         future: Future[None] = Future()
         future.set_result(None)
@@ -134,20 +134,22 @@ class CheckpointReader(StorageReader):
         for read, group_spans in ((self._read_range_shared, shared), (self._read_range, local)):
             for run in _adjacent(group_spans):
                 first = run[0].start
-                data = read(self._path / run[0].request.box.file, first, run[-1].stop)
+                data = read(self._path / run[0].request.shard.file, first, run[-1].stop)
                 for span in run:
                     yield span.request, self._parts(span, data[span.start - first : span.stop - first])
 
     def _span(self, request: ReadRequest) -> _ReadSpan:
-        """Return the chunks from the first to the last requested element."""
-        box, chunk = request.box, self._saved.chunk
+        """Return the checksum blocks from the first to the last requested element."""
+        shard, block = request.shard, self._saved.checksum_block_bytes
         dtype = getattr(torch, self._saved.tensors[request.name].dtype)
-        strides = [math.prod(box.size[dim + 1 :]) for dim in range(len(box.size))]
+        strides = [math.prod(shard.size[dim + 1 :]) for dim in range(len(shard.size))]
         starts = [_element(offset, strides) for offset, _ in request.parts]
         last = max(_element([o + n - 1 for o, n in zip(*part, strict=True)], strides) for part in request.parts)
-        low, high = min(starts) * dtype.itemsize // chunk, last * dtype.itemsize // chunk + 1
-        end = min(high * chunk, math.prod(box.size) * dtype.itemsize)
-        return _ReadSpan(request, box.start + low * chunk, box.start + end, box.sums[low:high], dtype, strides, starts)
+        low, high = min(starts) * dtype.itemsize // block, last * dtype.itemsize // block + 1
+        end = min(high * block, math.prod(shard.size) * dtype.itemsize)
+        return _ReadSpan(
+            request, shard.start + low * block, shard.start + end, shard.sums[low:high], dtype, strides, starts
+        )
 
     def _read_range(self, path: Location, start: int, stop: int) -> torch.Tensor:
         data = torch.empty(stop - start, dtype=torch.uint8)
@@ -183,14 +185,14 @@ class CheckpointReader(StorageReader):
 
     def _parts(self, span: _ReadSpan, data: torch.Tensor) -> list[torch.Tensor]:
         """Check the CRC-32s of a span and return views of the requested parts."""
-        box = span.request.box
-        if tuple(zlib.crc32(chunk.numpy()) for chunk in data.split(self._saved.chunk)) != span.sums:
-            key = box_key(span.request.name, box.offset)
-            raise manifest.DamagedError(f"{self._path / box.file}: the CRC-32 of {key} does not match")
+        shard = span.request.shard
+        if tuple(zlib.crc32(block.numpy()) for block in data.split(self._saved.checksum_block_bytes)) != span.sums:
+            key = shard_key(span.request.name, shard.offset)
+            raise manifest.DamagedError(f"{self._path / shard.file}: the CRC-32 of {key} does not match")
         if data.storage_offset() % span.dtype.itemsize:
             data = data.clone()
         elements = data.view(span.dtype)
-        base = elements.storage_offset() - (span.start - box.start) // span.dtype.itemsize
+        base = elements.storage_offset() - (span.start - shard.start) // span.dtype.itemsize
         return [
             elements.as_strided(size, span.strides, base + start)
             for start, (_, size) in zip(span.part_starts, span.request.parts, strict=True)
@@ -205,7 +207,7 @@ def _adjacent(spans: Iterable[_ReadSpan]) -> Iterator[list[_ReadSpan]]:
     """Group adjacent spans into reads of at most `MAX_READ_BYTES`."""
     run: list[_ReadSpan] = []
     for span in spans:
-        adjacent = run and run[-1].byte_range[::2] == (span.request.box.file, span.start)
+        adjacent = run and run[-1].byte_range[::2] == (span.request.shard.file, span.start)
         if run and not (adjacent and span.stop - run[0].start <= MAX_READ_BYTES):
             yield run
             run = []

@@ -66,8 +66,8 @@ class StateLoader:
         self.check_same_model(name, model)
         for tensor_name, tensor in global_tensors(self._shards, self._mesh).items():
             if tensor_name.startswith(WEIGHTS):
-                for piece in tensor.pieces:
-                    piece.data.copy_(read(tensor_name.removeprefix(WEIGHTS), (piece.offset, piece.size)))
+                for shard in tensor.shards:
+                    shard.data.copy_(read(tensor_name.removeprefix(WEIGHTS), (shard.offset, shard.size)))
         self._all_gather_state()
 
     def check_same_model(self, path: Location | str, saved: Mapping[str, Any]) -> None:

@@ -33,7 +33,7 @@ _COPY = re.compile(r"rank-(\d+)\.([ab])")
 
 
 class Header(BaseModel):
-    """Header of a copy: ids of run and start, hash of the layout (`what` on disk), and the CRC-32 of every block."""
+    """Header of a copy: ids of run and start, hash of the layout (`what` on disk), CRC-32 of every checksum block."""
 
     run: str
     layout_hash: str = Field(alias="what")

@@ -162,8 +162,8 @@ class MemoryCheckpoints:
             if holder == self._mesh.rank:
                 copy = self._folder.copy_path(rank, holders[holder][rank][step])
                 try:
-                    writer.submit(send=self.sender_args(copy, rank))
-                    writer.result(math.inf)
+                    writer.submit({"send_replica": self.sender_args(copy, rank)})
+                    writer.response(math.inf)
                 except CheckpointError as error:
                     problem = error.message
         self._control.barrier(f"the copies of step {step}")  # all copies have arrived

@@ -27,7 +27,7 @@ from megascale.core.gate import Gate, raise_descriptor_limit
 from megascale.core.handshake import Session
 
 COPY_BLOCK_BYTES = 4 << 20
-"""Bytes of a copy per checksum, and per read from the network."""
+"""Bytes of a copy's checksum block, and of a read from the network."""
 
 MAX_REQUEST_BYTES = 16 << 20
 """Most bytes of a request, all of them but the copy's own."""
@@ -59,12 +59,12 @@ def send_replica(path: str, to: tuple[str, int], secret: str) -> None:
             connection.settimeout(TIMEOUT)
             connection.sendall(session.sent.seal(json.dumps(request).encode()))
             connection.sendfile(source)
-            answer = handshake.receive_message(connection, session, MAX_REQUEST_BYTES).decode()
+            response = handshake.receive_message(connection, session, MAX_REQUEST_BYTES).decode()
     except (OSError, EOFError) as error:
         number, text = (error.errno or 0, error.strerror) if isinstance(error, OSError) else (0, "it hung up")
         raise OSError(number, text or str(error), f"a copy to {to[0]}:{to[1]}") from None
-    if answer:
-        raise OSError(0, answer, f"a copy to {to[0]}:{to[1]}")
+    if response:
+        raise OSError(0, response, f"a copy to {to[0]}:{to[1]}")
 
 
 def serve_replicas(listener: int, folder: str, secret: str) -> None:
@@ -88,18 +88,18 @@ def _serve(listener: int, folder: Path, secret: bytes) -> None:
 
 
 def _receive_copy(connection: socket.socket, session: Session, folder: Path) -> None:
-    """Receive a copy, and answer. A sender that has hung up gets no answer."""
+    """Receive a copy and send the response, none to a sender that has hung up."""
     with connection, contextlib.suppress(OSError):
         connection.settimeout(TIMEOUT)
         try:
             request = json.loads(handshake.receive_message(connection, session, MAX_REQUEST_BYTES))
             _receive(folder, request, connection)
-            answer = ""
+            response = ""
         except OSError as error:
-            answer = error.strerror or str(error)
+            response = error.strerror or str(error)
         except (EOFError, ValueError, LookupError, TypeError) as error:
-            answer = f"no copy: {error}"
-        connection.sendall(session.sent.seal(answer.encode()))
+            response = f"no copy: {error}"
+        connection.sendall(session.sent.seal(response.encode()))
 
 
 def _receive(folder: Path, request: dict[str, Any], source: socket.socket) -> None:

@@ -1,7 +1,7 @@
 """A save in progress on this rank (`SaveAttempt`) and its outcome (`SaveResult`).
 
-The first rank writes the manifest after the files of all ranks: a folder without a manifest is no checkpoint. If a rank
-fails, the files of all ranks are removed.
+Rank 0 writes the manifest after the files of all ranks: a folder without a manifest is no checkpoint. If a rank fails,
+the files of all ranks are removed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from megascale.core.wait_notice import WaitNotice
 class SaveResult:
     """The outcome of a save; `error` if it failed, and then the removal of its files was attempted.
 
-    `path`: None for an in-memory copy. In seconds: `waited_s`, for which training waited for the end of the previous
-    save; `stalled_s`, for which it paused for the copy; `write_s`, from the copy to the end of the save.
+    `path`: None for an in-memory copy. In seconds: `waited_s`, training waited for the end of the previous save;
+    `stalled_s`, training paused for the copy; `write_s`, from the copy to the end of the save.
     """
 
     path: Location | None
@@ -41,7 +41,7 @@ class SaveResult:
 
 @dataclass
 class SaveAttempt:
-    """A save in progress on this rank. Once the writer is done, `reply` or `error` is set.
+    """A save in progress on this rank. Once the writer is done, `response` or `error` is set.
 
     `path`, `plan`: of a save to storage; None for an in-memory copy. `waited_s`, `stalled_s`: as in `SaveResult`.
     `companions`: on the first rank, the files that are in the folder already.
@@ -56,21 +56,21 @@ class SaveAttempt:
     companions: Mapping[str, manifest.StoredFile]
     stalled_s: float = 0.0
     started_at: float = field(default_factory=time.monotonic)
-    reply: Mapping[str, Any] | None = None
+    response: Mapping[str, Any] | None = None
     error: CheckpointError | None = None
 
     def poll(self, writer: WriterProcess, *, wait: bool) -> tuple[float, float]:
         """Return this rank's (written, failed): 1.0 or 0.0, for a sum over ranks. `wait`: wait for the writer."""
-        if self.reply is None and self.error is None:
-            # in place of a timeout: storage without an answer, such as a lost mount, blocks the writer forever
+        if self.response is None and self.error is None:
+            # in place of a timeout: unresponsive storage, such as a lost mount, blocks the writer forever
             notice = WaitNotice(f"rank {self.mesh.rank}")
             try:
-                while (reply := writer.result(notice.due_in_s if wait else 0.0)) is None and wait:
+                while (response := writer.response(notice.due_in_s if wait else 0.0)) is None and wait:
                     notice.print_if_due(functools.partial(self._describe_writer, writer.pid))
-                self.reply = reply
+                self.response = response
             except CheckpointError as error:
                 self.error = error
-        return float(self.reply is not None), float(self.error is not None)
+        return float(self.response is not None), float(self.error is not None)
 
     def finish(self, *, failed: bool) -> SaveResult:
         """Write the manifest, or if a rank has `failed` remove the files. Collective, once every rank is done."""
@@ -80,15 +80,15 @@ class SaveAttempt:
 
     def _describe_writer(self, pid: int) -> str:
         written = f"{self.path or 'a copy'} for {time.monotonic() - self.started_at:.0f} s"
-        return f"its writer, process {pid}, which has been writing {written}: does the storage answer?"
+        return f"its writer, process {pid}, which has been writing {written}: is the storage responsive?"
 
     def _commit(self) -> CheckpointError | None:
-        """Gather the box locations and write the manifest on the first rank. Returns its error on every rank."""
+        """Gather the shard locations and write the manifest on rank 0. Returns its error on every rank."""
         if self.path is None:
             return None
-        assert self.plan is not None and self.reply is not None
-        local_files = self.plan.box_locations(self.reply["boxes"]), self.reply["files"]
-        ranks = self.mesh.world.control.gather(local_files, "the written boxes")
+        assert self.plan is not None and self.response is not None
+        local_files = self.plan.shard_locations(self.response["locations"]), self.response["files"]
+        ranks = self.mesh.world.control.gather(local_files, "the written shards")
         try:
             on_first_rank(self.mesh.world, lambda: self._write_manifest(ranks or []), "the manifest")
         except CheckpointError as error:

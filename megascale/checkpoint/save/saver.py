@@ -1,10 +1,10 @@
-"""Saving in two stages (MegaScale, section 4): copy the state and train on, while a writer process stores the copy.
+"""Asynchronous saving (MegaScale, section 4): copy the state to host memory, and train on while a process writes it.
 
     rank     train | copy | train ......................... | manifest | train
     writer                  write files, compute checksums
 
-Each step's all-reduce of totals also carries `poll()`: all ranks learn in the same step that all writers are done, and
-`complete` the save together.
+The per-step all-reduce of metrics also sums the results of `poll`: all ranks learn in the same step that all writers
+are done, and call `complete` together.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from megascale.checkpoint import folders
 from megascale.checkpoint.collective_errors import on_all_ranks, on_first_rank
 from megascale.checkpoint.companions import copy_companions
 from megascale.checkpoint.format import manifest
-from megascale.checkpoint.format.state import GlobalTensor, split_pieces
+from megascale.checkpoint.format.state import GlobalTensor, split_shards
 from megascale.checkpoint.memory.copies import SLOTS
 from megascale.checkpoint.memory.memory_checkpoints import MemoryCheckpoints
 from megascale.checkpoint.save.attempt import SaveAttempt, SaveResult
 from megascale.checkpoint.save.snapshot import Snapshot
-from megascale.checkpoint.save.write_plan import BOX_BYTES, HEADER_BYTES, WritePlan, make_write_plan
+from megascale.checkpoint.save.write_plan import HEADER_BYTES, MAX_SHARD_BYTES, WritePlan, make_write_plan
 from megascale.checkpoint.save.writer_process import WriterProcess
 from megascale.checkpoint.storage import WRITE_HINT, Location
 from megascale.comm.mesh import Mesh
@@ -41,11 +41,13 @@ _NewFolder = tuple[Location, dict[str, manifest.StoredFile]]
 
 
 class CheckpointSaver:
-    """Saves `state`, whose pieces are parts of `flat_tensors`. All methods except `poll` are collective.
+    """Saves `state`: `start` a save, `poll` in every step, and `complete` with the sums of `poll` over ranks.
 
-    With `memory`, snapshots are in-memory checkpoints: two slots, used in turn, that outlive the process. `companions`:
-    a folder of files that go along with each checkpoint. `fault_hook`: called with "snapshot" before the copy, "write"
-    before the writer's order, and "commit" before the end of the save.
+    The shards of `state` are parts of `flat_tensors`. All methods except `poll` are collective; `complete` communicates
+    only once the sums say that every rank is done. With `memory_checkpoints`, snapshots are in-memory checkpoints: two
+    slots, used in turn, that outlive the process. `companions`: a folder of files, such as a tokenizer, to copy into
+    each checkpoint. `fault_hook`: called with "snapshot" before the copy, "write" before the writer's request, and
+    "commit" before the end of the save.
     """
 
     def __init__(
@@ -53,16 +55,16 @@ class CheckpointSaver:
         state: Mapping[str, GlobalTensor],
         flat_tensors: Sequence[Tensor],
         file_bytes: int,
-        memory: MemoryCheckpoints | None,
+        memory_checkpoints: MemoryCheckpoints | None,
         companions: Path,
         mesh: Mesh,
         device: Device,
     ) -> None:
         self._mesh = mesh
         self._companions = companions
-        self._state = split_pieces(state, min(BOX_BYTES, file_bytes - HEADER_BYTES))
+        self._state = split_shards(state, min(MAX_SHARD_BYTES, file_bytes - HEADER_BYTES))
         self._file_bytes = file_bytes
-        self._memory = memory
+        self._memory_checkpoints = memory = memory_checkpoints
         if memory is None:
             self._slots = [Snapshot(flat_tensors, device)]
             self._writer = WriterProcess([self._slots[0].descriptor])
@@ -96,10 +98,11 @@ class CheckpointSaver:
     def start(self, folder: Location | None, facts: manifest.Facts, waited_s: float = 0.0) -> None:
         """Copy the state, and let the writer store the copy in a new folder within `folder`.
 
-        The first rank makes the folder in a thread, during the copy. Without `folder` the copy stays in memory.
-        `waited_s`: seconds of waiting for the previous save, for the result.
+        Rank 0 creates the folder in a thread, during the copy. Without `folder` the copy stays in memory. `facts`: the
+        run's configuration and progress, for the manifest. `waited_s`: seconds of waiting for the previous save,
+        reported in `SaveResult`.
 
-        Raises: CheckpointError on every rank if the folder cannot be made
+        Raises: CheckpointError on every rank if the folder cannot be created
         """
         start = time.monotonic()
         assert self._attempt is None, "a save is in progress"
@@ -107,7 +110,7 @@ class CheckpointSaver:
         new_folder = None
         if folder is not None and self._mesh.rank == 0:
             new_folder = self._mkdir_thread.submit(_make_folder, folder, facts.progress.step, self._companions)
-        slot = self._memory.next_slot() if self._memory else 0
+        slot = self._memory_checkpoints.next_slot() if self._memory_checkpoints else 0
         self._slots[slot].copy_from_tensors()
         path = self._share_folder(folder, new_folder) if folder is not None else None
         companions = new_folder.result()[1] if new_folder else {}
@@ -117,17 +120,17 @@ class CheckpointSaver:
         plan = None if path is None else self._plan
         self._attempt = attempt = SaveAttempt(self._mesh, facts, slot, path, plan, waited_s, companions)
         self.fault_hook("write")
-        self._writer.submit(**self._writer_tasks(attempt))
+        self._writer.submit(self._writer_request(attempt))
         attempt.stalled_s = time.monotonic() - start
 
     def _share_folder(self, folder: Location, new_folder: Future[_NewFolder] | None) -> Location:
-        """Return the folder that the first rank has made; `new_folder`: its future there, None on other ranks.
+        """Return the folder that rank 0 has created. `new_folder`: its future on rank 0, None on other ranks.
 
-        Raises: CheckpointError on every rank if the folder could not be made
+        Raises: CheckpointError on every rank if the folder could not be created
         """
 
         def name() -> str:
-            assert new_folder is not None, "the first rank makes it"
+            assert new_folder is not None, "rank 0 creates it"
             try:
                 return new_folder.result()[0].name
             except OSError as error:
@@ -136,32 +139,42 @@ class CheckpointSaver:
 
         return folder / on_first_rank(self._mesh.world, name, "the folder of a checkpoint")
 
-    def _writer_tasks(self, attempt: SaveAttempt) -> dict[str, dict[str, Any]]:
-        """Return the writer's tasks. With memory, `keep` makes the copy a valid in-memory checkpoint. A save to storage
-        adds `write`, for the files; an in-memory save adds `send`, for a replica on another host.
+    def _writer_request(self, attempt: SaveAttempt) -> dict[str, dict[str, Any]]:
+        """Return the request to the writer (`writer.execute`).
+
+        With memory checkpoints `write_copy_header` makes the copy a valid in-memory checkpoint. A save to storage adds
+        `write_files`; an in-memory save adds `send_replica`, which sends this rank's copy to another host.
         """
-        memory, copy = self._memory, self._slots[attempt.slot].path
-        tasks: dict[str, dict[str, Any]] = {}
+        memory, snapshot_path = self._memory_checkpoints, self._slots[attempt.slot].path
+        request: dict[str, dict[str, Any]] = {}
         if memory:
-            header = memory.header_fields(self._layout_hash, attempt.facts)
-            tasks["keep"] = {"memory": copy, "path": str(memory.header_path(attempt.slot)), "header": header}
+            request["write_copy_header"] = {
+                "snapshot_path": snapshot_path,
+                "path": str(memory.header_path(attempt.slot)),
+                "header": memory.header_fields(self._layout_hash, attempt.facts),
+            }
         if attempt.path is not None and attempt.plan is not None:
-            target = {"folder": attempt.path.url, "retry_s": attempt.path.retry_s}
-            tasks["write"] = {"memory": copy, "chunk": attempt.plan.chunk, "files": attempt.plan.files} | target
+            request["write_files"] = {
+                "snapshot_path": snapshot_path,
+                "folder": attempt.path.url,
+                "retry_s": attempt.path.retry_s,
+                "checksum_block_bytes": attempt.plan.checksum_block_bytes,
+                "files": attempt.plan.files,
+            }
         elif memory and memory.replica_rank is not None:
-            tasks["send"] = memory.sender_args(memory.copy_path(attempt.slot), memory.replica_rank)  # of this rank
-        return tasks
+            request["send_replica"] = memory.sender_args(memory.copy_path(attempt.slot), memory.replica_rank)
+        return request
 
     def load_from_memory(self, min_step: int) -> tuple[manifest.Facts | None, list[str]]:
         """Load the newest in-memory checkpoint of step `min_step` or later. Returns its facts or None, and warnings."""
-        if self._memory is None:
+        if self._memory_checkpoints is None:
             return None, []
-        return self._memory.load_newest(self._slots, self._layout_hash, self._writer, min_step)
+        return self._memory_checkpoints.load_newest(self._slots, self._layout_hash, self._writer, min_step)
 
     def poll(self, *, wait: bool = False) -> tuple[float, float]:
         """Return this rank's (written, failed) of the save in progress: 1.0 or 0.0, for a sum over ranks.
 
-        `written`: all tasks of the writer are done, also of an in-memory save. `wait`: wait for the end.
+        `written`: the writer has served the request, including for in-memory saves. `wait`: block until then.
         """
         return self._attempt.poll(self._writer, wait=wait) if self._attempt else (0.0, 0.0)
 
@@ -177,8 +190,8 @@ class CheckpointSaver:
         self._attempt = None
         self.fault_hook("commit")
         saved = attempt.finish(failed=bool(failed))
-        if saved.error is None and self._memory:  # after a failed write the next save overwrites the copy
-            self._memory.mark_complete(attempt.slot)
+        if saved.error is None and self._memory_checkpoints:  # a slot that is not marked is reused by the next save
+            self._memory_checkpoints.mark_complete(attempt.slot)
         return saved
 
     def wait(self) -> SaveResult | None:
@@ -206,16 +219,16 @@ def _allocate_slots(tensors: Sequence[Tensor], memory: MemoryCheckpoints, mesh: 
 
 
 def _hash_layout(state: Mapping[str, GlobalTensor], snapshot: Snapshot) -> str:
-    """Hash the boxes of a snapshot and their offsets: equal hashes mean equal layout."""
+    """Hash the shards in a snapshot and their offsets: equal hashes mean equal layout."""
     offsets = {
-        name: [[*piece.offset, *piece.size, snapshot.offset_of(piece.data)] for piece in tensor.pieces]
+        name: [[*shard.offset, *shard.size, snapshot.offset_of(shard.data)] for shard in tensor.shards]
         for name, tensor in state.items()
     }
     return hashlib.sha256(json.dumps([snapshot.size, offsets]).encode()).hexdigest()
 
 
 def _make_folder(folder: Location, step: int, companions: Path) -> _NewFolder:
-    """Make the folder of a checkpoint, with copies of the run's companions."""
+    """Create the folder of a checkpoint, with copies of the run's companion files."""
     path = folders.fresh_folder(folder, step)
     path.make_folder()
     return path, copy_companions(Location(str(companions)), path)

@@ -19,7 +19,7 @@ ALIGNMENT = 64
 
 
 class Snapshot:
-    """Shared memory of `size` bytes for copies of flat, contiguous `tensors`, allocated and touched once, then reused.
+    """Shared memory of `size` bytes for copies of flat, contiguous `tensors`, pre-faulted and pinned once, then reused.
 
     `file`: a path in an in-memory file system, for a snapshot that outlives this process; a file of the right size
     keeps its contents. `path`: how a process that inherited `descriptor` opens the memory.
@@ -79,6 +79,6 @@ def _allocate(file: Path | None, size: int) -> int:
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
         what = f"no memory for a copy of {size} bytes of state{f' in {file}' if file else ''}: {error.strerror}"
-        hint = os_error_hint(error, "hosts with more memory")
-        raise CheckpointError(what, hint=f"checkpoint.memory_every=0 or every=0, or {hint}") from None
+        hint = os_error_hint(error, "use hosts with more memory")
+        raise CheckpointError(what, hint=f"set checkpoint.memory_every=0 or every=0; or {hint}") from None
     return descriptor

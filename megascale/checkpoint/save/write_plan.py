@@ -1,4 +1,4 @@
-"""The write plan: the boxes and files that this rank writes in every save."""
+"""The write plan: the tensor shards and files that this rank writes in every save."""
 
 from __future__ import annotations
 
@@ -11,76 +11,77 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 
 from megascale.checkpoint.format import manifest
-from megascale.checkpoint.format.safetensors_file import checksum_chunk_bytes
+from megascale.checkpoint.format.safetensors_file import checksum_block_bytes
 from megascale.checkpoint.format.state import SAFETENSORS_DTYPES, GlobalTensor
-from megascale.checkpoint.planners import SavePlanner, box_key, build_manifest, describe_pieces, total_bytes
+from megascale.checkpoint.planners import SavePlanner, build_manifest, describe_shards, shard_key, total_bytes
 from megascale.checkpoint.save.snapshot import Snapshot
 from megascale.comm.mesh import Mesh
 
 ENTRY_BYTES = 192
-"""Upper bound of a box's entry in a file's header, without its key."""
+"""Upper bound of a shard's entry in a file's header, without its key."""
 
 HEADER_BYTES = 4 << 10
-"""Upper bound of the header of a file with one box."""
+"""Upper bound of the header of a file with one shard."""
 
-BOX_BYTES = 64 << 20
-"""Largest stored box, except for a larger row: the memory that a reader needs beside its state."""
+MAX_SHARD_BYTES = 64 << 20
+"""Largest stored shard, except for a larger row: the memory that a reader needs beside its state."""
 
 
 @dataclass(frozen=True)
 class WritePlan:
-    """Keys of the boxes that this rank writes, checksum chunk [bytes], and the entries of its files by file name.
+    """Keys of the shards that this rank writes, and the entries of its files by file name, for `writer.write_files`.
 
-    `files` is what `writer.write_files` takes. `metadata`: on the first rank, the tensors that all ranks write.
+    `checksum_block_bytes`: bytes per checksum. `tensor_metadata`: on rank 0, torch's metadata of all tensors.
     """
 
     keys: Sequence[str]
-    chunk: int
+    checksum_block_bytes: int
     files: dict[str, list[list[Any]]]
-    metadata: Metadata | None
+    tensor_metadata: Metadata | None
 
-    def box_locations(self, boxes: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Return file, first byte and checksums by key, from the writer's answer."""
+    def shard_locations(self, locations: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Return file, first byte and checksums by key, from the `locations` of the writer's response."""
         files = {entry[0]: name for name, entries in self.files.items() for entry in entries}
-        return {key: {"file": files[key], "start": boxes[key][0], "sums": boxes[key][1]} for key in self.keys}
+        return {key: {"file": files[key], "start": locations[key][0], "sums": locations[key][1]} for key in self.keys}
 
     def build_manifest(
         self, facts: manifest.Facts, ranks: Sequence[Any], companions: Mapping[str, manifest.StoredFile]
     ) -> manifest.Manifest:
-        """Build the manifest on the first rank; `ranks` holds, by rank, the box locations and the files."""
-        assert self.metadata is not None, "the first rank has it"
-        locations = {key: location for boxes, _ in ranks for key, location in boxes.items()}
+        """Build the manifest on rank 0; `ranks` holds, by rank, the shard locations and the files."""
+        assert self.tensor_metadata is not None, "rank 0 has it"
+        locations = {key: location for of_rank, _ in ranks for key, location in of_rank.items()}
         files = {name: manifest.StoredFile(**file) for _, files in ranks for name, file in files.items()}
-        return build_manifest(facts, self.metadata, locations, {**companions, **files}, self.chunk)
+        files = {**companions, **files}
+        return build_manifest(facts, self.tensor_metadata, locations, files, self.checksum_block_bytes)
 
 
 def make_write_plan(state: Mapping[str, GlobalTensor], snapshot: Snapshot, file_bytes: int, mesh: Mesh) -> WritePlan:
-    """Plan the writes of all ranks together. The plan depends on the layout alone, and serves every save."""
+    """Plan the writes of all ranks. Collective. The plan depends on the layout alone, and serves every save."""
     planner = SavePlanner()
     planner.set_up_planner(state, is_coordinator=mesh.rank == 0)
     control, local = mesh.world.control, planner.create_local_plan()
-    ranks = control.gather(describe_pieces(state), "the plan of checkpoints")
+    ranks = control.gather(describe_shards(state), "the plan of checkpoints")
     metadata, shares = None, None
     if ranks is not None:
         writes, metadata = planner.assign_writes(ranks)
-        shares = [(indices, checksum_chunk_bytes(total_bytes(metadata))) for indices in writes]
-    indices, chunk = control.scatter(shares, "the plan of checkpoints")
+        shares = [(indices, checksum_block_bytes(total_bytes(metadata))) for indices in writes]
+    indices, block_bytes = control.scatter(shares, "the plan of checkpoints")
     items = [local.items[index] for index in indices]
     files = _files([(_key(item), planner.resolve_data(item)) for item in items], snapshot, file_bytes, mesh.rank)
-    return WritePlan([_key(item) for item in items], chunk, files, metadata)
+    return WritePlan([_key(item) for item in items], block_bytes, files, metadata)
 
 
 def _key(item: WriteItem) -> str:
-    return box_key(item.index.fqn, item.index.offset or ())
+    return shard_key(item.index.fqn, item.index.offset or ())
 
 
 def _files(
-    boxes: Sequence[tuple[str, Tensor]], snapshot: Snapshot, file_bytes: int, rank: int
+    shards: Sequence[tuple[str, Tensor]], snapshot: Snapshot, file_bytes: int, rank: int
 ) -> dict[str, list[list[Any]]]:
-    """Distribute boxes over files of at most `file_bytes`; a larger box has a file to itself."""
+    """Distribute shards over files of at most `file_bytes`; a larger shard has a file to itself."""
     files: dict[str, list[list[Any]]] = {}
     free_bytes = 0
-    for key, data in boxes:
+    for key, data in shards:
         size = data.nbytes + len(key) + ENTRY_BYTES
         if not files or size > free_bytes:
             name = f"rank-{rank:05d}-{len(files):03d}.safetensors"

@@ -2,8 +2,8 @@
 
 The process imports no torch: it starts in a tenth of a second and takes a few megabytes. Protocol, in lines of JSON:
 
-    stdin    first line: null, or the arguments of `replication.serve_replicas`; then orders, the arguments of `execute`
-    stdout   one answer for every order
+    stdin    first line: null, or the arguments of `replication.serve_replicas`; then requests
+    stdout   one response for every request
 
 The process ends with its standard input.
 """
@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,56 +28,53 @@ from megascale.core.files import write_text
 from megascale.core.process import die_with_parent, stop_signals
 
 NICE = 10
-"""Niceness: computing processes go first."""
+"""Niceness: training processes have priority."""
 
 StoredEntry = tuple[str, str, list[int], int, int]
-"""Key, dtype, shape, byte offset in the snapshot, and bytes."""
+"""Key, dtype, shape, byte offset in the snapshot, and size in bytes."""
 
 
 def main(parent_pid: int) -> None:
-    """Serve orders until the parent process exits; without the parent an unfinished checkpoint is useless."""
+    """Serve requests until the parent process exits; without the parent an unfinished checkpoint is useless."""
     die_with_parent(parent_pid)
     for number in stop_signals():
         signal.signal(number, signal.SIG_IGN)  # the rank handles these, and then waits for its writer
     os.nice(NICE)
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a storage library's prints must not mix with the answers
+    responses = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a storage library's prints must not mix with the responses
     if receiver_args := json.loads(sys.stdin.readline()):
         replication.serve_replicas(**receiver_args)
     for line in sys.stdin:
         try:
-            answer = execute(**json.loads(line))
+            response = execute(json.loads(line))
         except OSError as error:
-            to_host = isinstance(error, replication.ReplicationError)
-            answer = {"error": error.strerror or str(error), "what": error.filename, "to_host": to_host}
-        print(json.dumps(answer), file=answers, flush=True)
+            is_replication = isinstance(error, replication.ReplicationError)
+            response = {"error": error.strerror or str(error), "path": error.filename, "replication": is_replication}
+        print(json.dumps(response), file=responses, flush=True)
 
 
-def execute(
-    keep: dict[str, Any] | None = None,
-    send: dict[str, Any] | None = None,
-    write: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Execute an order: `write_copy_header(**keep)`, `write_files(**write)` and `send_replica(**send)`, if given.
+def execute(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Call the functions that a request names, with the arguments in the request; return their response.
 
-    Files are written even if the in-memory copy fails.
+    A request has up to three keys: `write_copy_header`, `write_files`, `send_replica`. Files are written even if the
+    header of the in-memory copy cannot be written.
 
     Raises: OSError with the file or the peer
     """
-    answer: dict[str, Any] = {}
-    if keep:
-        with contextlib.suppress(OSError) if write else contextlib.nullcontext():
-            write_copy_header(**keep)
-    if write:
-        answer |= write_files(**write)
-    if send:
-        replication.send_replica(**send)
-    return answer
+    response: dict[str, Any] = {}
+    if arguments := request.get("write_copy_header"):
+        with contextlib.suppress(OSError) if "write_files" in request else contextlib.nullcontext():
+            write_copy_header(**arguments)
+    if arguments := request.get("write_files"):
+        response |= write_files(**arguments)
+    if arguments := request.get("send_replica"):
+        replication.send_replica(**arguments)
+    return response
 
 
-def write_copy_header(memory: str, path: str, header: dict[str, Any]) -> None:
-    """Write the header of an in-memory copy to `path`, with the CRC-32 of every block of the copy."""
-    data = _map_memory(memory)
+def write_copy_header(snapshot_path: str, path: str, header: dict[str, Any]) -> None:
+    """Write the header of an in-memory copy to `path`, with the CRC-32 of every checksum block of the copy."""
+    data = _map_snapshot(snapshot_path)
     sums = [
         zlib.crc32(data[at : at + replication.COPY_BLOCK_BYTES])
         for at in range(0, len(data), replication.COPY_BLOCK_BYTES)
@@ -88,25 +86,25 @@ def write_copy_header(memory: str, path: str, header: dict[str, Any]) -> None:
 
 
 def write_files(
-    memory: str, folder: str, retry_s: float, chunk: int, files: dict[str, list[StoredEntry]]
+    snapshot_path: str, folder: str, retry_s: float, checksum_block_bytes: int, files: dict[str, list[StoredEntry]]
 ) -> dict[str, Any]:
-    """Write parts of a snapshot as safetensors files with a checksum for every `chunk` bytes.
+    """Write the tensor shards in a snapshot as safetensors files with a checksum for every `checksum_block_bytes`.
 
-    Returns `files`, size and CRC-32 by file name, and `boxes`, first byte and chunk checksums by key.
+    Returns `files`, size and CRC-32 by file name, and `locations`, first byte and checksums by key.
     """
-    written: dict[str, Any] = {"files": {}, "boxes": {}}
-    data = _map_memory(memory)
+    written: dict[str, Any] = {"files": {}, "locations": {}}
+    data = _map_snapshot(snapshot_path)
     for name, stored in files.items():
         entries = [TensorEntry(key, dtype, shape, data[at : at + size]) for key, dtype, shape, at, size in stored]
-        file = SafetensorsFile(entries, chunk)
+        file = SafetensorsFile(entries, checksum_block_bytes)
         (Location(folder, retry_s) / name).write_chunks(file.iter_bytes)
         written["files"][name] = {"bytes": file.size, "crc32": file.crc32}
-        written["boxes"] |= file.boxes
+        written["locations"] |= file.locations
     return written
 
 
-def _map_memory(memory: str) -> memoryview:
-    with open(memory, "rb") as source:
+def _map_snapshot(path: str) -> memoryview:
+    with open(path, "rb") as source:
         return memoryview(mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ))
 
 

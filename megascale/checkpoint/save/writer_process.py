@@ -17,11 +17,11 @@ from megascale.core.errors import CheckpointError
 from megascale.core.limits import os_error_hint
 
 HOST_HINT = "is that host up, with memory to spare, and the network to it?"
-"""Hint of a copy that another host has not received."""
+"""Hint for an in-memory copy that another host has not received."""
 
 
 class WriterProcess:
-    """A writer process that inherits `descriptors` and executes one order at a time.
+    """A writer process that inherits `descriptors` and serves one request at a time.
 
     With `receiver_args`, the arguments of `replication.serve_replicas`, it also receives replicas of other ranks. The
     process has its own session: signals to the job's ranks do not reach the writer, which ends with this process.
@@ -31,7 +31,7 @@ class WriterProcess:
         self._descriptors = tuple(descriptors)
         self._receiver_args = receiver_args
         self._process: subprocess.Popen[bytes] | None = None
-        self._answer = b""
+        self._response = b""
         self._start_error: OSError | None = None
         try:
             self._start()
@@ -44,40 +44,40 @@ class WriterProcess:
         assert self._process is not None
         return self._process.pid
 
-    def submit(self, **tasks: Mapping[str, Any] | None) -> None:
-        """Send an order, the arguments of `writer.execute`, to the writer; restart an exited writer first.
+    def submit(self, request: Mapping[str, Any]) -> None:
+        """Send a request of `writer.execute` to the writer; restart an exited writer first.
 
-        Errors are raised by `result`.
+        Errors are raised by `response`.
         """
-        self._answer, self._start_error = b"", None
+        self._response, self._start_error = b"", None
         try:
             if self._process is None or self._process.poll() is not None:
                 self._start()
         except OSError as error:
             self._start_error = error
             return
-        with contextlib.suppress(BrokenPipeError):  # the writer has exited: `result` says how
-            self._send(tasks)
+        with contextlib.suppress(BrokenPipeError):  # the writer has exited: `response` says how
+            self._send(request)
 
-    def result(self, wait_s: float = 0.0) -> dict[str, Any] | None:
-        """Return the answer to the order; None if there is none after `wait_s` seconds.
+    def response(self, wait_s: float = 0.0) -> dict[str, Any] | None:
+        """Return the response to the request; None if there is none after `wait_s` seconds.
 
-        Raises: CheckpointError if the order failed, or the writer exited or could not be started
+        Raises: CheckpointError if the request failed, or the writer exited or could not be started
         """
         if self._start_error:
             raise _cannot_start(self._start_error)
-        while not self._answer.endswith(b"\n"):
+        while not self._response.endswith(b"\n"):
             part = self._read(wait_s)
             if part is None:
                 return None
             if not part:
                 raise CheckpointError(f"the process that writes checkpoints has ended: {self._exit_reason()}")
-            self._answer += part
-        answer: dict[str, Any] = json.loads(self._answer)
-        if "error" in answer:
-            what = f"cannot write {answer['what']}: {answer['error']}"
-            raise CheckpointError(what, hint=HOST_HINT if answer["to_host"] else WRITE_HINT)
-        return answer
+            self._response += part
+        response: dict[str, Any] = json.loads(self._response)
+        if "error" in response:
+            what = f"cannot write {response['path']}: {response['error']}"
+            raise CheckpointError(what, hint=HOST_HINT if response["replication"] else WRITE_HINT)
+        return response
 
     def _start(self) -> None:
         self._process = subprocess.Popen(
