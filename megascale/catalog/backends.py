@@ -139,13 +139,11 @@ _CARDS = {
         _card(
             "te",
             "Transformer Engine's FP8 GEMMs and casts",
-            "te_linear:TELinear",
+            "te_linear:TEFp8",
             granularities=("tensor", "block"),
         ),
-        _card(
-            "compile", "torch's FP8 GEMMs; casts by torch.compile", "fp8:CompiledLinear", granularities=GRANULARITIES
-        ),
-        _card("torch", "torch's FP8 GEMMs; casts by torch's operators", "fp8:TorchLinear", multi_pass=GRANULARITIES),
+        _card("compile", "torch's FP8 GEMMs; casts by torch.compile", "fp8:CompiledFp8", granularities=GRANULARITIES),
+        _card("torch", "torch's FP8 GEMMs; casts by torch's operators", "fp8:TorchFp8", multi_pass=GRANULARITIES),
     ],
     "attention": [
         _card("flash", "flash-attn (Dao 2023)", "flash:FlashAttention", attention_softcap=True, **_FLASH_FACTS),

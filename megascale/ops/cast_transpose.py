@@ -16,23 +16,23 @@ FORMATS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
 def cast_transpose(
-    x: Tensor, factor: Tensor, largest: float, dtype: torch.dtype, rows: bool = True
+    x: Tensor, factor: Tensor, fp8_max: float, dtype: torch.dtype, rowwise: bool = True
 ) -> tuple[Tensor | None, Tensor]:
     """Implement `fp8.CastTranspose`."""
     (m, k), x, factor = x.shape, x.contiguous(), factor.contiguous()
-    data = torch.empty(m, k, dtype=dtype, device=x.device) if rows else None
+    data = torch.empty(m, k, dtype=dtype, device=x.device) if rowwise else None
     transposed = torch.empty(k, m, dtype=dtype, device=x.device)
     grid = triton.cdiv(m, ROWS), triton.cdiv(k, COLUMNS)
     _cast_transpose[grid](
         x, factor, transposed if data is None else data, transposed, m, k, m // factor.shape[0], k // factor.shape[1],
-        factor.shape[1], largest, FORMATS[dtype], rows, factor.numel() == 1, ROWS, COLUMNS,
+        factor.shape[1], fp8_max, FORMATS[dtype], rowwise, factor.numel() == 1, ROWS, COLUMNS,
     )  # fmt: skip
     return data, transposed
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _cast_transpose(  # noqa: PLR0913
-    x: Any, factor: Any, data: Any, transposed: Any, m: Any, k: Any, high: Any, wide: Any, factors: Any, largest: Any,
+    x: Any, factor: Any, data: Any, transposed: Any, m: Any, k: Any, high: Any, wide: Any, factors: Any, fp8_max: Any,
     fp8: tl.constexpr, rowwise: tl.constexpr, one_factor: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Cast a tile of x [m, k]. A factor covers `high` rows and `wide` columns; `factors`: row length of `factor`."""
@@ -45,7 +45,7 @@ def _cast_transpose(  # noqa: PLR0913
     else:
         index = (row // high) * factors + column // wide
         scaled = tile * tl.load(factor + index, mask=inside, other=0.0)
-    cast = tl.clamp(scaled, -largest, largest, propagate_nan=tl.PropagateNan.ALL).to(fp8)
+    cast = tl.clamp(scaled, -fp8_max, fp8_max, propagate_nan=tl.PropagateNan.ALL).to(fp8)
     if rowwise:
         tl.store(data + row * k + column, cast, mask=inside)
     tl.store(transposed + tl.trans(column) * m + tl.trans(row), tl.trans(cast), mask=tl.trans(inside))

@@ -1,6 +1,9 @@
-"""FP8 linear layers on one device: quantization, its statistics, and GEMMs of quantized matrices.
+"""FP8 quantization and GEMM kernels on one device.
 
-    scale = amax(|x|) / fp8 max     data = cast(x / scale)     x ~ data * scale     a [m, k], b [n, k] -> a b^T [m, n]
+    scale = amax(|x|) / fp8_max     data = cast(x * factor), factor = 1 / scale     x ~ data * scale
+    a [m, k], b [n, k] -> a b^T [m, n]
+
+`scale` dequantizes, as in `torch._scaled_mm`. Transformer Engine names it `scale_inv`, and names `factor` `scale`.
 
 E4M3 has 3 mantissa bits and reaches 448; E5M2 has 2 and reaches 57,344 (Micikevicius et al. 2022). A scale covers a
 tensor, a row, or a block of 128 elements. FP8 tensor cores require k, the dimension of the sum, to be contiguous in
@@ -8,7 +11,7 @@ both operands; scales of rows and blocks therefore lie along k.
 
 `Fp8Format`, `ScaleGranularity`, `Quantized`, `TransposedOnly`: formats and quantized matrices.
 `amax`, `amax_to_scale`, `scale_and_cast`, `cast_transpose`, `cast_to_fp8`, `cast_stats`: quantization.
-`scaled_matmul`: the GEMM. `Fp8Kernels`, `TorchLinear`, `CompiledLinear`: the functions that a backend may replace.
+`scaled_matmul`: the GEMM. `Fp8Kernels`: the functions that a backend may replace. `TorchFp8`, `CompiledFp8`: backends.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from megascale.ops.select import NotByDefault, OpContext
 BLOCK = 128
 """Elements along a side of a block with a common scale (DeepSeek-V3, 3.3)."""
 
-SMALLEST = 2.0**-126
+MIN_SCALE = 2.0**-126
 """The smallest scale: fp32's smallest normal number."""
 
 
@@ -62,7 +65,7 @@ class Quantized:
 
     `scale`, fp32, by granularity: TENSOR [], ROW [..., 1], BLOCK_1D [..., k / BLOCK], BLOCK_2D [m / BLOCK, k / BLOCK].
     `use_fast_accum`: as a GEMM's second operand, let tensor cores accumulate in fewer bits than fp32, the fastest mode.
-    `transposed`: data of the transpose [k, m], if the cast wrote both layouts.
+    `transposed`: data of the transpose [k, m] (columnwise data), if the cast wrote both layouts.
     """
 
     data: Tensor
@@ -112,66 +115,74 @@ class Quantized:
 
 
 class TransposedOnly(Quantized):
-    """A matrix [rows, k] stored as its transpose only: `data` [k, rows]."""
+    """A matrix [rows, k] of which only the transpose is stored: `data`, and so `shape`, is [k, rows].
+
+    `t()` returns the transpose as a GEMM operand; all else that reads rows does not apply.
+    """
 
     def t(self) -> Quantized:
         return Quantized(self.data, self.scale, self.granularity)
 
 
-def _scale_groups(x: Tensor, grain: ScaleGranularity) -> Tensor:
-    """View x [..., k] with separate dimensions for the elements of a block."""
-    if grain is ScaleGranularity.BLOCK_2D:
-        x = x.unflatten(0, (-1, BLOCK))
-    return x.unflatten(-1, (-1, BLOCK)) if grain in (ScaleGranularity.BLOCK_1D, ScaleGranularity.BLOCK_2D) else x
+def _scale_groups(x: Tensor, granularity: ScaleGranularity) -> Tensor:
+    """Split block dimensions out of x: BLOCK_1D [..., k / BLOCK, BLOCK], BLOCK_2D [m / BLOCK, BLOCK, k / BLOCK, BLOCK].
+
+    x [..., k] is unchanged for TENSOR and ROW.
+    """
+    if granularity is ScaleGranularity.BLOCK_1D:
+        return x.unflatten(-1, (-1, BLOCK))
+    if granularity is ScaleGranularity.BLOCK_2D:
+        return x.unflatten(0, (-1, BLOCK)).unflatten(-1, (-1, BLOCK))
+    return x
 
 
-def _broadcast_scale(scale: Tensor, grain: ScaleGranularity) -> Tensor:
+def _broadcast_scale(scale: Tensor, granularity: ScaleGranularity) -> Tensor:
     """View scales in a shape broadcastable to `_scale_groups`."""
-    if grain is ScaleGranularity.BLOCK_2D:
+    if granularity is ScaleGranularity.BLOCK_2D:
         return scale[:, None, :, None]
-    return scale.unsqueeze(-1) if grain is ScaleGranularity.BLOCK_1D else scale
+    return scale.unsqueeze(-1) if granularity is ScaleGranularity.BLOCK_1D else scale
 
 
 def amax(x: Tensor, granularity: ScaleGranularity) -> Tensor:
     """Return max |x| by granularity, in fp32 and the shape of `Quantized.scale`. NaN and infinity propagate."""
     magnitude = x.abs()
     if granularity is ScaleGranularity.TENSOR:
-        largest = magnitude.amax()
+        result = magnitude.amax()
     elif granularity is ScaleGranularity.ROW:
-        largest = magnitude.amax(-1, keepdim=True)
+        result = magnitude.amax(-1, keepdim=True)
     else:
-        largest = _scale_groups(magnitude, granularity).amax(-1 if granularity is ScaleGranularity.BLOCK_1D else (1, 3))
-    return largest.float()
+        result = _scale_groups(magnitude, granularity).amax(-1 if granularity is ScaleGranularity.BLOCK_1D else (1, 3))
+    return result.float()
 
 
-def amax_to_scale(largest: Tensor, fp8_format: Fp8Format) -> Tensor:
-    """Return the scale largest / fp8 max, at least SMALLEST to keep its inverse finite, and 1 for zeros.
+def amax_to_scale(amaxes: Tensor, fp8_format: Fp8Format) -> Tensor:
+    """Return the scale amax / fp8_max, at least MIN_SCALE to keep its inverse finite, and 1 for zeros.
 
-    A NaN or infinite `largest` gives a scale, and hence GEMMs, with NaN or infinity.
+    A NaN or infinite amax gives a scale, and hence GEMMs, with NaN or infinity.
     """
-    return torch.where(largest == 0, 1.0, (largest / fp8_format.max_value).clamp(min=SMALLEST))
+    return torch.where(amaxes == 0, 1.0, (amaxes / fp8_format.max_value).clamp(min=MIN_SCALE))
 
 
-def scale_and_cast(x: Tensor, factor: Tensor, largest: float, dtype: torch.dtype) -> Tensor:
-    """Cast x * factor to an FP8 `dtype`, clamped to +-`largest`; `factor` broadcasts to x."""
-    return (x.float() * factor).clamp(-largest, largest).to(dtype)
+def scale_and_cast(x: Tensor, factor: Tensor, fp8_max: float, dtype: torch.dtype) -> Tensor:
+    """Cast x * factor to an FP8 `dtype`, clamped to +-`fp8_max`; `factor`, 1 / scale, broadcasts to x."""
+    return (x.float() * factor).clamp(-fp8_max, fp8_max).to(dtype)
 
 
 def cast_transpose(
-    x: Tensor, factor: Tensor, largest: float, dtype: torch.dtype, rows: bool = True
+    x: Tensor, factor: Tensor, fp8_max: float, dtype: torch.dtype, rowwise: bool = True
 ) -> tuple[Tensor | None, Tensor]:
     """Implement `CastTranspose` with torch's operators: a pass for the cast and a pass for the transpose."""
-    (m, k), (high, wide) = x.shape, factor.shape
-    parts = x.reshape(high, m // high, wide, k // wide)
-    data = scale_and_cast(parts, factor[:, None, :, None], largest, dtype).view(m, k)
-    return data if rows else None, data.t().contiguous()
+    (m, k), (row_blocks, column_blocks) = x.shape, factor.shape
+    blocks = x.reshape(row_blocks, m // row_blocks, column_blocks, k // column_blocks)
+    data = scale_and_cast(blocks, factor[:, None, :, None], fp8_max, dtype).view(m, k)
+    return data if rowwise else None, data.t().contiguous()
 
 
 def scaled_matmul(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     """Return a b^T for a [..., m, k] and b [n, k]: [..., m, n] in bf16 or fp32, accumulated in fp32."""
     rows = a.data.reshape(-1, a.shape[-1])
     if a.granularity is ScaleGranularity.BLOCK_1D:
-        out = _by_blocks(rows, b, a.scale.reshape(rows.shape[0], -1), dtype)
+        out = _blockwise_mm(rows, b, a.scale.reshape(rows.shape[0], -1), dtype)
     elif ScaleGranularity.TENSOR is a.granularity is b.granularity and not rows.is_cpu:
         out = _scaled_mm(rows, b.data, a.scale, b.scale, dtype, b.use_fast_accum)
     else:  # on CPUs torch's GEMM with tensor scales is a loop, a thousand times slower than with row scales
@@ -182,27 +193,26 @@ def scaled_matmul(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
 def _scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, fast: bool = False
 ) -> Tensor:
-    """Call `torch._scaled_mm` with scales of tensors ([], []), rows ([m, 1], [1, n]) or blocks (`_by_blocks`)."""
+    """Call `torch._scaled_mm` with scales of tensors ([], []), rows ([m, 1], [1, n]) or blocks (`_blockwise_mm`)."""
     return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast)
 
 
-def _by_blocks(a: Tensor, b: Quantized, scale_a: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply with scales of blocks; `scale_a` [m, k / BLOCK]."""
-    aligned = a.shape[0] % 4 == 0 and (
-        b.granularity is ScaleGranularity.BLOCK_1D or b.scale.shape[1] % 4 == 0
-    )  # to 16 bytes, for cuBLAS
-    multiply = _block_by_block if a.is_cpu or not aligned else _blocks_at_once
+def _blockwise_mm(a: Tensor, b: Quantized, scale_a: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply with block scales; `scale_a` [m, k / BLOCK]."""
+    # cuBLAS requires the rows of scales to be aligned to 16 bytes.
+    aligned = a.shape[0] % 4 == 0 and (b.granularity is ScaleGranularity.BLOCK_1D or b.scale.shape[1] % 4 == 0)
+    multiply = _blockwise_mm_fallback if a.is_cpu or not aligned else _blockwise_mm_cublas
     return multiply(a, b, scale_a, dtype)
 
 
-def _blocks_at_once(a: Tensor, b: Quantized, scale_a: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply in one cuBLAS call, which takes 1D block scales with k outermost and 2D block scales row-major."""
+def _blockwise_mm_cublas(a: Tensor, b: Quantized, scale_a: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply in one cuBLAS call, which takes 1D block scales outer-dim-major and 2D block scales row-major."""
     scale_b = b.scale.t() if b.granularity is ScaleGranularity.BLOCK_2D else b.scale.t().contiguous()
     return _scaled_mm(a, b.data, scale_a.t().contiguous().t(), scale_b, dtype)
 
 
-def _block_by_block(a: Tensor, b: Quantized, scale_a: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum a GEMM per block of k in fp32."""
+def _blockwise_mm_fallback(a: Tensor, b: Quantized, scale_a: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply with a GEMM per block of k, and sum the results in fp32."""
     scale_b = b.scale.repeat_interleave(BLOCK, 0) if b.granularity is ScaleGranularity.BLOCK_2D else b.scale
     total: Tensor | None = None
     for block in range(a.shape[1] // BLOCK):
@@ -224,7 +234,7 @@ ScaleAndCast = Callable[[Tensor, Tensor, float, torch.dtype], Tensor]
 
 CastTranspose = Callable[[Tensor, Tensor, float, torch.dtype, bool], tuple[Tensor | None, Tensor]]
 """`scale_and_cast` of x [m, k] and of its transpose in one pass. factor [m', k'] has an element for every m/m' x k/k'
-part of x. Returns [m, k], or None if the last argument is False, and [k, m].
+block of x. Returns rowwise data [m, k], or None if the last argument is False, and columnwise data [k, m].
 """
 
 ScaledMatmul = Callable[[Quantized, Quantized, torch.dtype], Tensor]
@@ -258,8 +268,8 @@ class Fp8Kernels:
         return Quantized(transposed, x.scale, x.granularity)
 
 
-class TorchLinear:
-    """Unfused torch operators."""
+class TorchFp8:
+    """The backend `torch`: unfused torch operators."""
 
     def unsupported_reason(self, context: OpContext) -> str | None:
         return _unsupported_reason(context)
@@ -268,8 +278,8 @@ class TorchLinear:
         return Fp8Kernels()
 
 
-class CompiledLinear:
-    """Kernels by torch.compile for amax and cast, and on a GPU a Triton kernel that casts and transposes."""
+class CompiledFp8:
+    """The backend `compile`: torch.compile for amax and cast; on a GPU a Triton kernel casts and transposes."""
 
     def unsupported_reason(self, context: OpContext) -> str | None:
         slow = NotByDefault("compiling delays the first step on a CPU") if context.device.is_cpu else None
@@ -311,16 +321,17 @@ def cast_to_fp8(
 
     `with_transpose`: write the transpose too, if `kernels` do so in the same pass.
     """
-    how = fp8_format.max_value, fp8_format.dtype
+    fp8_max, dtype = fp8_format.max_value, fp8_format.dtype
     cast_both = kernels.cast_transpose
     if cast_both and x.dim() == 2 and x.stride(1) != 1:
-        _, data = cast_both(x.t(), _matrix(1.0 / scale).t(), *how, False)
+        _, data = cast_both(x.t(), _matrix(1.0 / scale).t(), fp8_max, dtype, False)
         return Quantized(data, scale, granularity)
     if cast_both and with_transpose and granularity in (ScaleGranularity.TENSOR, ScaleGranularity.BLOCK_2D):
-        rows, transposed = cast_both(x.reshape(-1, x.shape[-1]), _matrix(1.0 / scale), *how, True)
+        rows, transposed = cast_both(x.reshape(-1, x.shape[-1]), _matrix(1.0 / scale), fp8_max, dtype, True)
         assert rows is not None
         return Quantized(rows.view(x.shape), scale, granularity, transposed=transposed)
-    data = kernels.scale_and_cast(_scale_groups(x, granularity), _broadcast_scale(1.0 / scale, granularity), *how)
+    factor = _broadcast_scale(1.0 / scale, granularity)
+    data = kernels.scale_and_cast(_scale_groups(x, granularity), factor, fp8_max, dtype)
     return Quantized(data.view(x.shape), scale, granularity)
 
 
@@ -330,8 +341,8 @@ def _matrix(scale: Tensor) -> Tensor:
 
 
 def cast_stats(x: Tensor, quantized: Quantized, fp8_format: Fp8Format) -> Tensor:
-    """Count elements saturated (beyond the maximum by more than rounding), flushed to zero, and in total: f32 [3]."""
+    """Count elements saturated (beyond fp8_max by more than rounding), underflowed to zero, and in total: f32 [3]."""
     bound = _broadcast_scale(quantized.scale, quantized.granularity) * (fp8_format.max_value * (1 + 2**-8))
     saturated = (_scale_groups(x.abs(), quantized.granularity) > bound).sum()
-    flushed = ((x != 0) & (quantized.data.float() == 0)).sum()
-    return torch.stack([saturated, flushed, torch.full_like(flushed, x.numel())]).float()
+    underflowed = ((x != 0) & (quantized.data.float() == 0)).sum()
+    return torch.stack([saturated, underflowed, torch.full_like(underflowed, x.numel())]).float()

@@ -222,12 +222,12 @@ def _multiply(kernels: Any, context: OpContext, leaves: list[Tensor]) -> list[Te
     """Return the casts of a recipe's linear layers, with transposes, and under FP8 two GEMMs: output and wgrad."""
     x, weight = leaves
     facts = RECIPES[context.recipe or "tensorwise"].facts
-    grain, grad_format = ScaleGranularity(facts["granularity"]), Fp8Format[facts["grad_format"].upper()]
-    weight_grain = ScaleGranularity.BLOCK_2D if grain is ScaleGranularity.BLOCK_1D else grain
+    granularity, grad_format = ScaleGranularity(facts["granularity"]), Fp8Format[facts["grad_format"].upper()]
+    weight_granularity = ScaleGranularity.BLOCK_2D if granularity is ScaleGranularity.BLOCK_1D else granularity
 
-    def quantize(x: Tensor, fp8_format: Fp8Format, grain: ScaleGranularity) -> Quantized:
-        scale = amax_to_scale(kernels.amax(x, grain), fp8_format)
-        return cast_to_fp8(x, scale, fp8_format, grain, kernels, with_transpose=True)
+    def quantize(x: Tensor, fp8_format: Fp8Format, granularity: ScaleGranularity) -> Quantized:
+        scale = amax_to_scale(kernels.amax(x, granularity), fp8_format)
+        return cast_to_fp8(x, scale, fp8_format, granularity, kernels, with_transpose=True)
 
     def matmul(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
         if context.dtype == torch.float64:
@@ -235,15 +235,15 @@ def _multiply(kernels: Any, context: OpContext, leaves: list[Tensor]) -> list[Te
         return kernels.scaled_matmul(a, b, dtype)
 
     e4m3 = Fp8Format.E4M3
-    forward = quantize(x, e4m3, grain), quantize(weight, e4m3, weight_grain)
-    backward = quantize(x, grad_format, grain), quantize(weight, e4m3, grain)
-    by_row = weight_grain is ScaleGranularity.ROW
-    weight_t = quantize(kernels.transpose_for_cast(weight), e4m3, grain) if by_row else forward[1].t()
-    x_t = quantize(kernels.transpose_for_cast(x), grad_format, grain)
+    forward = quantize(x, e4m3, granularity), quantize(weight, e4m3, weight_granularity)
+    backward = quantize(x, grad_format, granularity), quantize(weight, e4m3, granularity)
+    by_row = weight_granularity is ScaleGranularity.ROW
+    weight_t = quantize(kernels.transpose_for_cast(weight), e4m3, granularity) if by_row else forward[1].t()
+    x_t = quantize(kernels.transpose_for_cast(x), grad_format, granularity)
     casts = [operand.dequantize() for operand in (*forward, *backward, weight_t, x_t)]
     if context.recipe is None:
         return casts
-    wide = torch.float32 if grain is ScaleGranularity.TENSOR else context.dtype
+    wide = torch.float32 if granularity is ScaleGranularity.TENSOR else context.dtype
     return [*casts, matmul(*forward, context.dtype), matmul(*backward, wide)]
 
 

@@ -1,4 +1,4 @@
-"""FP8 linear layers by Transformer Engine: casts by `tex.quantize` with tensor scales, and GEMMs by `general_gemm`
+"""FP8 by Transformer Engine: casts by `tex.quantize` with tensor scales, and GEMMs by `general_gemm`
 (cuBLAS) with tensor or block scales, called as by Transformer Engine's own modules.
 
 Scales come from `ops.fp8.amax`. Transformer Engine's amax kernels skip NaN, and its block quantizer gives a block with
@@ -19,7 +19,7 @@ from megascale.catalog.recipes import RECIPES
 from megascale.ops import compiled
 from megascale.ops.fp8 import (
     CastTranspose,
-    CompiledLinear,
+    CompiledFp8,
     Fp8Kernels,
     Quantized,
     ScaleAndCast,
@@ -38,7 +38,7 @@ ROWS = 8
 """The row count of a GEMM's first operand is a multiple: demanded by cuBLAS for blocks, by TE's modules otherwise."""
 
 
-class TELinear:
+class TEFp8:
     """TE's casts with tensor scales and GEMMs with tensor or block scales; the rest by torch.compile, or by torch."""
 
     def unsupported_reason(self, context: OpContext) -> str | None:
@@ -46,7 +46,7 @@ class TELinear:
 
     def build(self, context: OpContext) -> Fp8Kernels:
         possible = compiled.compile_unsupported_reason(context.device) is None
-        fallback = CompiledLinear().build(context) if possible else Fp8Kernels()
+        fallback = CompiledFp8().build(context) if possible else Fp8Kernels()
         cast = te_scale_and_cast(fallback.scale_and_cast, context.device.torch_device)
         cast_both = te_cast_transpose(fallback.cast_transpose, context.device.torch_device)
         return Fp8Kernels(fallback.amax, cast, te_scaled_matmul(), cast_both)
@@ -57,22 +57,21 @@ def _unsupported_reason(context: OpContext) -> str | None:
     from transformer_engine.pytorch import is_fp8_available, is_fp8_block_scaling_available
 
     assert context.recipe is not None
-    grain = ScaleGranularity(RECIPES[context.recipe].facts["granularity"])
-    if grain is ScaleGranularity.BLOCK_1D and context.device.capability[0] > 9:
+    granularity = ScaleGranularity(RECIPES[context.recipe].facts["granularity"])
+    if granularity is ScaleGranularity.BLOCK_1D and context.device.capability[0] > 9:
         return "supports block scales as powers of two only on this GPU"  # it would convert to MXFP8
-    supported, reason = (is_fp8_block_scaling_available if grain is ScaleGranularity.BLOCK_1D else is_fp8_available)(
-        return_reason=True
-    )
+    is_available = is_fp8_block_scaling_available if granularity is ScaleGranularity.BLOCK_1D else is_fp8_available
+    supported, reason = is_available(return_reason=True)
     return None if supported else reason
 
 
 def te_scale_and_cast(fallback: ScaleAndCast, device: torch.device) -> ScaleAndCast:
-    """Return `fp8.scale_and_cast` with a TE kernel for a single factor, and `fallback` for several."""
+    """Return `fp8.scale_and_cast` with a TE kernel for a single factor (TE's `scale`), and `fallback` for several."""
     quantize = _quantize_on(device)
 
-    def cast(x: Tensor, factor: Tensor, largest: float, dtype: torch.dtype) -> Tensor:
+    def cast(x: Tensor, factor: Tensor, fp8_max: float, dtype: torch.dtype) -> Tensor:
         if factor.numel() > 1:
-            return fallback(x, factor, largest, dtype)
+            return fallback(x, factor, fp8_max, dtype)
         return quantize(x, factor, dtype, False)._data.view(dtype)
 
     return cast
@@ -83,10 +82,10 @@ def te_cast_transpose(fallback: CastTranspose | None, device: torch.device) -> C
     quantize, fallback = _quantize_on(device), fallback or cast_transpose
 
     def cast_both(
-        x: Tensor, factor: Tensor, largest: float, dtype: torch.dtype, rows: bool
+        x: Tensor, factor: Tensor, fp8_max: float, dtype: torch.dtype, rowwise: bool
     ) -> tuple[Tensor | None, Tensor]:
-        if factor.numel() > 1 or not rows:
-            return fallback(x, factor, largest, dtype, rows)
+        if factor.numel() > 1 or not rowwise:
+            return fallback(x, factor, fp8_max, dtype, rowwise)
         quantized = quantize(x, factor, dtype, True)
         data = quantized._data
         # from Blackwell on TE's GEMMs take any layout, and its casts write no transpose

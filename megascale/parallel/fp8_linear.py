@@ -1,4 +1,4 @@
-"""FP8 linear layers, whose scales do not depend on tp and sp: ranks with elements of a common scale share their amax.
+"""FP8 linear layers. amax is max-reduced over tp: scales are the same for any tp and sp.
 
 All three GEMMs of a layer take FP8 operands (`ops.fp8`); scales of rows or blocks lie along the contracted dimension:
 
@@ -51,12 +51,12 @@ from megascale.trace.recorder import profiler_range
 
 @dataclass(frozen=True)
 class Recipe:
-    """An FP8 recipe of `catalog.recipes`: granularity of scales, their source `scale` ("current", "delayed" or
-    "static"), and the format of gradients.
+    """An FP8 recipe of `catalog.recipes`: granularity of scales, `scaling` ("current", "delayed" or "static"), and the
+    format of gradients.
     """
 
     granularity: ScaleGranularity
-    scale: str
+    scaling: str
     grad_format: Fp8Format
 
     @classmethod
@@ -99,7 +99,7 @@ class Fp8State:
         self._index = {name: index for index, name in enumerate(self.names)}
         self._amax = torch.zeros(len(self.names), device=device)
         self._cast_counts = torch.zeros(len(self.names), 3, device=device)  # saturated, underflowed, all elements
-        steps = config.fp8.history if self.recipe.scale == "delayed" else 0
+        steps = config.fp8.history if self.recipe.scaling == "delayed" else 0
         self.history = torch.zeros(len(self.names), steps, device=device)
         self.has_history = False
         self.weight_version = 0
@@ -108,14 +108,14 @@ class Fp8State:
     @property
     def current_scaling(self) -> bool:
         """True if scales come from the tensor being quantized; with delayed scaling only until there is a history."""
-        return self.recipe.scale == "current" or (self.recipe.scale == "delayed" and not self.has_history)
+        return self.recipe.scaling == "current" or (self.recipe.scaling == "delayed" and not self.has_history)
 
     def static_scales(self, parameter: ParamSpec) -> dict[str, float]:
         """Return static scales that bring the operands of a layer to unit size.
 
         Inputs of column-parallel layers come from norms, at unit size; row-parallel inputs are taken as of unit size.
-        Weights start at their initial standard deviation. The gradient of a sum of losses is about 1 at the logits, and
-        passes at least two weights, the head's and the last of the block: hence init_std^2, a factor per weight.
+        Weights start at their initial standard deviation. dY is the gradient of the logits, about 1 if losses are
+        summed, times at least two weights of std init_std: the head's, and the last of the block.
         """
         return {"input": 1.0, "weight": parameter.parts[0].std, "gradient": self._init_std**2}
 
@@ -148,7 +148,8 @@ class Fp8State:
             max_over_job(self._mesh, self._amax, label="fp8 amax")
         stats = zip(self.names, self._amax.tolist(), self._cast_counts.tolist(), strict=True)
         return {
-            name: CastStats(amax, high / max(total, 1), low / max(total, 1)) for name, amax, (high, low, total) in stats
+            name: CastStats(amax, saturated / max(total, 1), underflowed / max(total, 1))
+            for name, amax, (saturated, underflowed, total) in stats
         }
 
     def record_amax(self, name: str, amax: Tensor) -> None:
@@ -189,29 +190,32 @@ class Fp8Gemms:
     tp: TensorParallel
     shard_dim: int
     static_scales: Mapping[str, float]
-    wgrad_in_pieces: bool = False  # a scale of wgrad can cover all tokens
+    wgrad_in_pieces: bool = False  # a scale of a wgrad operand can cover all tokens
     _weight: _QuantizedWeight = field(default_factory=_QuantizedWeight)
 
     def input_operand(self, x: Tensor) -> Operand:
-        return self._cast_tokens("input", x, rows_split=self.shard_dim == 1)
+        return self._cast_tokens("input", x, contracted_dim_sharded=self.shard_dim == 1)
 
     def grad_operand(self, grad: Tensor) -> Operand:
-        return self._cast_tokens("gradient", grad, rows_split=self.shard_dim == 0)
+        return self._cast_tokens("gradient", grad, contracted_dim_sharded=self.shard_dim == 0)
 
-    def _cast_tokens(self, name: OperandName, x: Tensor, *, rows_split: bool) -> Quantized:
-        """Quantize X or dY. tp splits its rows (k or n), or s with sequence parallelism, or replicates the operand.
+    def _cast_tokens(self, name: OperandName, x: Tensor, *, contracted_dim_sharded: bool) -> Quantized:
+        """Quantize X [s, b, k] or dY [s, b, n]. tp shards k or n; or s with sequence parallelism; or nothing.
 
-        A shard along s is cast without transpose: wgrad transposes the all-gathered operand.
+        An operand sharded along s is cast without transpose: wgrad transposes the all-gathered operand.
         """
-        along_s = self.tp.activations_sharded and not rows_split
-        return self._cast(name, x, sharded=rows_split or along_s, rows_split=rows_split, with_transpose=not along_s)
+        s_sharded = self.tp.activations_sharded and not contracted_dim_sharded
+        return self._cast(
+            name, x, sharded=contracted_dim_sharded or s_sharded, contracted_dim_sharded=contracted_dim_sharded,
+            with_transpose=not s_sharded,
+        )  # fmt: skip
 
     def before_all_gather(self, grad: Tensor) -> Operand:
         # With finer scales wgrad quantizes the gathered gradient a second time, along the tokens.
         return self.grad_operand(grad) if self._granularity is ScaleGranularity.TENSOR else grad
 
     def after_all_gather(self, grad: Operand) -> Operand:
-        return grad if isinstance(grad, Quantized) else self._cast("gradient", grad, sharded=False, rows_split=False)
+        return grad if isinstance(grad, Quantized) else self._cast("gradient", grad)
 
     def weight_for_forward(self, weight: Tensor) -> Operand:
         return self._quantized_weights(weight)[0]
@@ -248,11 +252,12 @@ class Fp8Gemms:
         if isinstance(x, Quantized):
             return self.state.kernels.transpose(x)
         transposed = self.state.kernels.transpose_for_cast(x.reshape(-1, x.shape[-1]))  # for scales along the tokens
-        return self._cast(name, transposed, sharded=False, rows_split=False, skip_stats=True)
+        return self._cast(name, transposed, skip_stats=True)
 
     def accumulate_wgrad(self, weight: Tensor, grad: Operand, x: Operand) -> Tensor | None:
         assert isinstance(grad, Quantized) and isinstance(x, Quantized), "both come from `operand_for_wgrad`"
-        # On some GPUs torch's FP8 GEMM with row scales has bf16 results only.
+        # torch's FP8 GEMM with row scales returns fp32 on some GPUs only: bf16 on all of them, and wgrad is rounded to
+        # bf16 before the addition to main_grad.
         fp32 = self._granularity is not ScaleGranularity.ROW or weight.is_cpu
         return accumulate_grad(weight, self._gemm(grad, x, torch.float32 if fp32 else torch.bfloat16))
 
@@ -279,27 +284,29 @@ class Fp8Gemms:
             weights = ScaleGranularity.BLOCK_2D if self._granularity is ScaleGranularity.BLOCK_1D else self._granularity
             sharded = self.tp.size > 1
             rowwise = self._cast(
-                "weight", weight, sharded=sharded, rows_split=sharded and self.shard_dim == 1,
+                "weight", weight, sharded=sharded, contracted_dim_sharded=sharded and self.shard_dim == 1,
                 granularity=weights, with_transpose=True,
             )  # fmt: skip
-            # In forward alone: accurate enough for outputs, which are not accumulated over micro-batches.
+            # Transformer Engine's default: fast accumulation in forward; dgrad and wgrad, which are more sensitive,
+            # accumulate in fp32.
             rowwise = replace(rowwise, use_fast_accum=True)
             if weights is ScaleGranularity.ROW:
                 transposed = self.state.kernels.transpose_for_cast(weight)
                 columnwise = self._cast(
-                    "weight", transposed, sharded=sharded, rows_split=sharded and self.shard_dim == 0, skip_stats=True
-                )
+                    "weight", transposed, sharded=sharded, contracted_dim_sharded=sharded and self.shard_dim == 0,
+                    skip_stats=True,
+                )  # fmt: skip
             else:
                 columnwise = rowwise.t()
             return rowwise, columnwise
 
     def _cast(
-        self, operand: str, x: Tensor, *, sharded: bool, rows_split: bool,
+        self, operand: str, x: Tensor, *, sharded: bool = False, contracted_dim_sharded: bool = False,
         granularity: ScaleGranularity | None = None, skip_stats: bool = False, with_transpose: bool = False,
     ) -> Quantized:  # fmt: skip
         """Quantize x to FP8.
 
-        `sharded`: x is a tp shard of the operand; `rows_split`: tp splits every row (the contracted dimension).
+        `sharded`: x is a tp shard of the operand; `contracted_dim_sharded`: a shard along the contracted dimension.
         `skip_stats`: the operand is already in this step's statistics, from the cast of its transpose.
         `with_transpose`: this rank needs the transpose too.
         """
@@ -307,10 +314,11 @@ class Fp8Gemms:
         fp8_format = state.recipe.grad_format if operand == "gradient" else Fp8Format.E4M3
         with profiler_range("quantize"):
             amax = state.kernels.amax(x, granularity)
-        # A block lies within a shard.
+        # A block never spans ranks: the sides of shards are multiples of 128 (the recipe's alignment).
         scale_spans_ranks = (
-            sharded if granularity is ScaleGranularity.TENSOR else rows_split and granularity is ScaleGranularity.ROW
-        )
+            sharded if granularity is ScaleGranularity.TENSOR
+            else contracted_dim_sharded and granularity is ScaleGranularity.ROW
+        )  # fmt: skip
         if scale_spans_ranks and state.current_scaling:  # an amax history is already over all ranks
             operand_label = state.labels[name]
             label = operand_label.for_backward("amax") if operand == "gradient" else operand_label.with_suffix("amax")
@@ -327,7 +335,7 @@ class Fp8Gemms:
     def _scale(self, name: str, operand: str, amax: Tensor, fp8_format: Fp8Format) -> Tensor:
         if self.state.current_scaling:
             return amax_to_scale(amax, fp8_format)
-        if self.state.recipe.scale == "delayed":
+        if self.state.recipe.scaling == "delayed":
             scale = amax_to_scale(self.state.history_amax(name), fp8_format)
         else:
             scale = torch.full_like(amax, self.static_scales[operand])

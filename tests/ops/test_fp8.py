@@ -18,7 +18,7 @@ from megascale.ops.fp8 import (
     Fp8Format,
     Quantized,
     ScaleGranularity,
-    TorchLinear,
+    TorchFp8,
     amax,
     amax_to_scale,
     cast_stats,
@@ -146,7 +146,7 @@ def test_a_gpu_multiplies_all_blocks_in_one_call(grain: ScaleGranularity, monkey
     a, b = quantize(normal(M, 4 * BLOCK), ScaleGranularity.BLOCK_1D), quantize(normal(N, 4 * BLOCK, seed=1), grain)
     expected = scaled_matmul(a, b, torch.float32)
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
-    actual = fp8._blocks_at_once(a.data, b, a.scale, torch.float32)
+    actual = fp8._blockwise_mm_cublas(a.data, b, a.scale, torch.float32)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4)
 
 
@@ -186,7 +186,7 @@ def test_support_by_gpu_cuda_and_recipe(
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(Device, "capability", capability)
-    reason = TorchLinear().unsupported_reason(replace(setting(torch.bfloat16, GPU), recipe=recipe))
+    reason = TorchFp8().unsupported_reason(replace(setting(torch.bfloat16, GPU), recipe=recipe))
     assert (reason is None) == supported, reason
 
 

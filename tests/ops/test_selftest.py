@@ -16,7 +16,7 @@ from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.catalog.recipes import RECIPES
 from megascale.config.loading import load_config
 from megascale.core.registry import Card, Registry
-from megascale.ops.fp8 import Fp8Kernels, Quantized, TorchLinear, scaled_matmul
+from megascale.ops.fp8 import Fp8Kernels, Quantized, TorchFp8, scaled_matmul
 from megascale.ops.norm import rms_norm
 from megascale.ops.optimizer import TorchOptimizer
 from megascale.ops.select import NotByDefault, OpContext
@@ -89,7 +89,7 @@ def transposed_matmul(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     return scaled_matmul(b, a, dtype).reshape(a.shape[0], b.shape[0])
 
 
-class WrongGemm(TorchLinear):
+class WrongGemm(TorchFp8):
     """A column-major result read as row-major."""
 
     def build(self, context: OpContext) -> Fp8Kernels:
@@ -196,7 +196,7 @@ def test_fp8_gemms_are_tested(recipe: str, dtype: torch.dtype) -> None:
 
 
 def test_a_wrong_fp8_gemm_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    bodies = {"it": "tests.ops.test_selftest:WrongGemm", "torch": "megascale.ops.fp8:TorchLinear"}
+    bodies = {"it": "tests.ops.test_selftest:WrongGemm", "torch": "megascale.ops.fp8:TorchFp8"}
     cards = [Card(name, "", body) for name, body in bodies.items()]
     monkeypatch.setitem(BACKENDS, "linear", Registry("linear backend", "none", cards))
     wrong, right = check_backends("linear", fp8_context("tensorwise")).verdicts

@@ -22,7 +22,7 @@ from megascale.ops import fp8, library
 from megascale.ops.fp8 import BLOCK, Fp8Format, Fp8Kernels, Quantized, ScaleGranularity, amax_to_scale, cast_to_fp8
 from megascale.ops.select import OpContext, select_backend, unsupported_reason
 from megascale.ops.selftest import TOLERANCES, difference
-from megascale.ops.te_linear import TE_GEMM, TELinear, te_scaled_matmul
+from megascale.ops.te_linear import TE_GEMM, TEFp8, te_scaled_matmul
 from tests.ops.settings import GPU, setting
 
 M, K, N = 256, 640, 384  # five blocks of k: 2D block scales are padded to eight
@@ -167,7 +167,7 @@ def of(recipe: str | None, dtype: torch.dtype = torch.bfloat16, device: Device |
 
 
 def kernels() -> Fp8Kernels:
-    return TELinear().build(of("tensorwise"))
+    return TEFp8().build(of("tensorwise"))
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
