@@ -38,7 +38,7 @@ class LinearGemms(Protocol):
         """Convert an input [s, b, k] for the forward GEMM, before any all-gather."""
 
     def wgrad_source(self, x: Tensor, operand: Operand) -> Operand:
-        """Return the tensor from which wgrad makes its operand: x, or x's `operand` of the first GEMM.
+        """Return the tensor from which wgrad makes its operand: x, or `operand`, which is x converted for another GEMM.
 
         x is an input, whose source is saved for backward, or an output gradient.
         """

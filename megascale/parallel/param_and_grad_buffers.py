@@ -9,7 +9,7 @@ after the last micro-batch's backward; with zero = 2 after every micro-batch's. 
     2     as 1, after every backward   its shard            all-gather of parameters  shard; full for the chunks in
                                                                                       backward and being reduced
 
-Calls in a step. A "last" backward is the last of a chunk before a reduction:
+Calls in a step: caller, call, when. A "last" backward is the last of a chunk before a reduction:
 
     train_step        begin_step             before the first action
     executor          wait_params            before a chunk's first forward

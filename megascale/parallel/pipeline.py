@@ -129,8 +129,9 @@ class _Execution:
         self._batch = batch
         self._training = training
         self._last_stage = pipeline.channels.size * len(pipeline.stages) - 1
-        # By (F or B, chunk, micro-batch): the receive posted for the action, and the output that waits for its SEND.
+        # By (F or B, chunk, micro-batch): the receive posted for the action, and its buffer.
         self._receiving: dict[tuple[Kind, int, int], tuple[TrackedWork, Tensor]] = {}
+        # By (F or B, chunk, micro-batch): the action's output, until its SEND.
         self._to_send: dict[tuple[Kind, int, int], Tensor] = {}
         # By (chunk, micro-batch), from F to B: the chunk's input, and the autograd edge of its output.
         self._saved: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}

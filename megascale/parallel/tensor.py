@@ -106,7 +106,7 @@ class _ColumnParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (restore_input,), tensors = _saved_operands(ctx)
+        (restore_input,), tensors = _saved_sources(ctx)
         x = restore_input()  # before the all-gather of x: a recomputation of x does not overlap a collective
         tp: TensorParallel = ctx.tp
         weights, biases = _weights_and_biases(tensors)
@@ -164,7 +164,7 @@ class _RowParallel(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         tp: TensorParallel = ctx.tp
         gemms: Sequence[LinearGemms] = ctx.gemms
-        restore_inputs, tensors = _saved_operands(ctx)
+        restore_inputs, tensors = _saved_sources(ctx)
         weights, biases = _weights_and_biases(tensors)
         grad, inputs = grads[0].contiguous(), list[Operand]()
         weight_grads: list[Tensor | None] = [None] * len(weights)
@@ -206,17 +206,17 @@ class _RowParallel(torch.autograd.Function):
 
 
 def _save_for_wgrad(
-    ctx: Any, operands: Sequence[Operand], recompute_inputs: Sequence[Recomputation | None],
+    ctx: Any, sources: Sequence[Operand], recompute_inputs: Sequence[Recomputation | None],
     params: Sequence[Tensor | None],
 ) -> None:  # fmt: skip
-    """Save the wgrad operands and the parameters for backward.
+    """Save the inputs' wgrad sources (`LinearGemms.wgrad_source`) and the parameters for backward.
 
-    For an operand with a `Recomputation`, the tensor from which backward recomputes the operand is saved instead. FP8
-    operands are always saved: recomputation would include another cast.
+    For a source with a `Recomputation`, the tensor from which backward recomputes the source is saved instead. FP8
+    sources are always saved: recomputation would include another cast.
     """
     saved: list[Tensor | None] = []
-    ctx.restore = []  # (constructor of an FP8 operand, recompute function), both None for a plain tensor
-    for x, recompute in zip(operands, recompute_inputs, strict=True):
+    ctx.restore = []  # (constructor of an FP8 source, recompute function), both None for a plain tensor
+    for x, recompute in zip(sources, recompute_inputs, strict=True):
         if isinstance(x, Quantized):
             saved += [x.data, x.scale]
             ctx.restore.append((partial(type(x), granularity=x.granularity), None))
@@ -226,16 +226,16 @@ def _save_for_wgrad(
     ctx.save_for_backward(*saved, *params)
 
 
-def _saved_operands(ctx: Any) -> tuple[list[Callable[[], Operand]], Sequence[Tensor | None]]:
-    """Return a function per operand that restores or recomputes the operand, and the saved parameters."""
+def _saved_sources(ctx: Any) -> tuple[list[Callable[[], Operand]], Sequence[Tensor | None]]:
+    """Return a function per source that restores or recomputes the source, and the saved parameters."""
     saved, count = ctx.saved_tensors, 2 * len(ctx.restore)
     restore: list[Callable[[], Operand]] = []
     for i, (construct, recompute) in enumerate(ctx.restore):
-        restore.append(partial(_restore_operand, saved[2 * i], saved[2 * i + 1], construct, recompute))
+        restore.append(partial(_restore_source, saved[2 * i], saved[2 * i + 1], construct, recompute))
     return restore, saved[count:]
 
 
-def _restore_operand(
+def _restore_source(
     data: Tensor, scale: Tensor | None, construct: Callable[..., Quantized] | None,
     recompute: Callable[[Tensor], Tensor] | None,
 ) -> Operand:  # fmt: skip

@@ -43,7 +43,7 @@ from megascale.ops.fp8 import Quantized, ScaleGranularity
 from megascale.parallel.linear_gemms import HIGH_PRECISION_GEMMS, LinearGemms, Operand, WeightOperand
 
 SCALE_ALIGNMENT = 4
-"""cuBLAS requires the fp32 row scales of a GEMM to be a multiple of 16 bytes, which is this number of scales."""
+"""Row scales in 16 bytes: cuBLAS requires the fp32 row scales of a GEMM to be aligned to 16 bytes."""
 
 
 class LinearParams(NamedTuple):
@@ -98,7 +98,7 @@ class TensorParallel:
         return shard, reduce_scatter(self.group, shard, x, label=label, wait=wait)
 
     def gather_operand(self, x: Operand, label: Label, *, wait: bool = True) -> tuple[Operand, Work]:
-        """`gather` for a GEMM operand. An FP8 operand is gathered as bytes, after its scales if scales are per row."""
+        """`gather` for a GEMM operand. FP8 data is gathered as bytes, after its scales unless these are per tensor."""
         if isinstance(x, Tensor):
             return self.gather(x, label, wait=wait)
         if not self.activations_sharded:
@@ -108,7 +108,7 @@ class TensorParallel:
         return Quantized(data.view(x.data.dtype), scale, x.granularity), gathering
 
     def gather_scale(self, x: Quantized, label: Label) -> Tensor:
-        """Return the scales of the gathered x."""
+        """Return the scales of the gathered x: a per-tensor scale is equal on all ranks, others are all-gathered."""
         if x.granularity is ScaleGranularity.TENSOR:
             return x.scale
         return self.gather(x.scale, label.with_suffix("scales"))[0]
@@ -165,7 +165,7 @@ def all_gather_matmul(
     elif not pieces:
         full, _ = tp.gather_operand(shard, label)
         x = after_all_gather(full)
-        outputs = [gemms.gemm(x, weight, bias, dtype) for weight, bias, gemms in weights]
+        outputs = [gemms.gemm(x, operand, bias, dtype) for operand, bias, gemms in weights]
     else:
         return _all_gather_matmul_pieces(shard, weights, tp, label, pieces, dtype, on_rows, after_all_gather)
     on_rows(full, slice(0, full.shape[0]))
@@ -199,13 +199,13 @@ def _all_gather_matmul_pieces(
     full: Operand = received
     if isinstance(shard, Quantized):
         full = Quantized(received.view(shard.data.dtype), tp.gather_scale(shard, label), shard.granularity)
-    outputs = [received.new_empty(*full.shape[:-1], weight.shape[0], dtype=dtype) for weight, _, _ in weights]
+    outputs = [received.new_empty(*full.shape[:-1], operand.shape[0], dtype=dtype) for operand, _, _ in weights]
     for number, (row_ranges, work) in enumerate(all_gather_pieces(tp.group, received, sent, pieces, label=label)):
         work.wait()
         for rows in row_ranges:
             x = after_all_gather(full[rows])
-            for out, (weight, bias, gemms) in zip(outputs, weights, strict=True):
-                gemms.gemm_out(out[rows], x, weight, bias)
+            for out, (operand, bias, gemms) in zip(outputs, weights, strict=True):
+                gemms.gemm_out(out[rows], x, operand, bias)
         if number == 0:  # this rank's own rows
             on_rows(full, slice(n * tp.index, n * (tp.index + 1)))
     for rows in (slice(0, n * tp.index), slice(n * (tp.index + 1), n * tp.size)):

@@ -64,16 +64,15 @@ class CheckpointSaver:
         self._companions = companions
         self._state = split_shards(state, min(MAX_SHARD_BYTES, file_bytes - HEADER_BYTES))
         self._file_bytes = file_bytes
-        self._memory_checkpoints = memory = memory_checkpoints
-        if memory is None:
+        self._memory_checkpoints = memory_checkpoints
+        if memory_checkpoints is None:
             self._slots = [Snapshot(flat_tensors, device)]
             self._writer = WriterProcess([self._slots[0].descriptor])
         else:
-            self._slots = _allocate_slots(flat_tensors, memory, mesh, device)
+            self._slots = _allocate_slots(flat_tensors, memory_checkpoints, mesh, device)
             # The writer also receives replicas of other ranks' copies: on the socket of `receiver_args`.
-            self._writer = WriterProcess(
-                [*memory.listeners, *(slot.descriptor for slot in self._slots)], memory.receiver_args
-            )
+            descriptors = [*memory_checkpoints.listeners, *(slot.descriptor for slot in self._slots)]
+            self._writer = WriterProcess(descriptors, memory_checkpoints.receiver_args)
         self._mkdir_thread = ThreadPoolExecutor(1, "checkpoint-mkdir")
         self._layout_hash = _hash_layout(self._state, self._slots[0])
         self._plan: WritePlan | None = None
