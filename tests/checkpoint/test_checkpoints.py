@@ -243,17 +243,17 @@ def test_an_incomplete_tensor_is_refused(copy: tuple[Any, Path]) -> None:
 
 
 @pytest.mark.parametrize("where", [{"offset": [0, -1]}, {"size": [1, 10**9]}, {"size": [8]}, {"start": -8}], ids=str)
-def test_an_impossible_box_is_refused(where: dict[str, Any], copy: tuple[Any, Path]) -> None:
+def test_an_impossible_shard_is_refused(where: dict[str, Any], copy: tuple[Any, Path]) -> None:
     config, folder = copy
 
     def misplace(content: dict[str, Any]) -> None:
         content["tensors"]["weights.layers.1.mlp.up.weight"]["boxes"][0] |= where
 
-    with pytest.raises(ValidationError, match="a box"):
+    with pytest.raises(ValidationError, match="a shard"):
         edit(folder, misplace)
     rewrite(folder, misplace)
     text = damage_error(config)
-    assert f"{folder}/manifest.json is damaged: tensors.weights.layers.1.mlp.up.weight: Value error, a box" in text
+    assert f"{folder}/manifest.json is damaged: tensors.weights.layers.1.mlp.up.weight: Value error, a shard" in text
 
 
 def test_another_model_is_refused_by_name(copy: tuple[Any, Path]) -> None:
