@@ -29,6 +29,8 @@ from megascale.fault.node_verdicts import NodeVerdict
 if TYPE_CHECKING:
     from megascale.comm.store import JobStore
 
+PLANS = {"quick": DiagnosisPlan(), "full": FULL, "paths": DiagnosisPlan(checks="", all_links=True)}
+
 LONG_TABLE = 16
 """Nodes above which the table has only checks with a finding, and one line for the others of a check."""
 
@@ -48,13 +50,14 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
         help="check the nodes of a job instead: the hosts of torchrun or srun, or N nodes that are processes here",
     )  # fmt: skip
     sub.add_argument(
-        "--checks", choices=("quick", "full"), default="quick", help="with --nodes: seconds, or up to a minute per node"
-    )
+        "--checks", choices=PLANS, default="quick",
+        help="with --nodes: quick takes seconds, full up to a minute a node; paths: only connections between nodes",
+    )  # fmt: skip
 
 
 def run_nodes(options: argparse.Namespace) -> int:
     """Diagnose the nodes and return the exit status: 1 for a finding."""
-    plan = FULL if options.checks == "full" else DiagnosisPlan()
+    plan = PLANS[options.checks]
     rank = rank_from_environment()
     if rank is None:
         if not options.nodes:

@@ -80,6 +80,39 @@ async def diagnose(nodes: Sequence[CheckedNode], run: RunOnNode, plan: Diagnosis
     return session.diagnosis(time.monotonic() - start)
 
 
+async def check_joining(
+    node: CheckedNode,
+    run: RunOnNode,
+    known: Mapping[str, Sequence[CheckResult]],
+    plan: DiagnosisPlan = DiagnosisPlan(),
+) -> tuple[list[CheckResult], list[NodeVerdict]]:
+    """Check a node that joins a job; return its results, and the verdicts that keep it out.
+
+    `known`: results of the job's nodes when they joined, for comparison; the first node of a job has none.
+    """
+    nodes = NodeRuns([node], run, plan.arguments, plan.timeout_s, at_once=plan.at_once)
+    results = await _check_alone(nodes, plan, {name: some for name, some in known.items() if name != node.node})
+    verdicts = judge(results, plan.tolerance)
+    return results[node.node], [verdict for verdict in verdicts if verdict.node == node.node and verdict.bad]
+
+
+async def _check_alone(
+    nodes: NodeRuns, plan: DiagnosisPlan, known: Mapping[str, Sequence[CheckResult]]
+) -> dict[str, list[CheckResult]]:
+    """Check every node alone; measure low values again, of which the best counts. Returns results by node, with `known`
+    ones.
+    """
+    answers = await nodes.run_on_all(plan.checks)
+    results = {node: list(some) for node, some in known.items()}
+    results |= {node: list(answer.flat) for node, answer in answers.items()}
+    for _ in range(plan.repeats):
+        low = [one for one in judge(results, plan.tolerance) if one.kind == "low" and one.node in answers]
+        for name in dict.fromkeys(verdict.check for verdict in low):
+            for node, new in (await nodes.run_on([one.node for one in low if one.check == name], name)).items():
+                results[node] = [_better(old, new) if old.name == name else old for old in results[node]]
+    return results
+
+
 class _Session:
     """A running diagnosis: the findings so far."""
 
@@ -91,16 +124,8 @@ class _Session:
         self._undecided: list[str] = []
 
     async def check_each(self) -> None:
-        """Check every node alone, and measure low values again: the best of a node's values counts."""
-        answers = await self._nodes.run_on_all(self._plan.checks)
-        results = {node: list(answer.flat) for node, answer in answers.items()}
-        for _ in range(self._plan.repeats):
-            low = [verdict for verdict in judge(results, self._plan.tolerance) if verdict.kind == "low"]
-            for name in dict.fromkeys(verdict.check for verdict in low):
-                nodes = [verdict.node for verdict in low if verdict.check == name]
-                for node, new in (await self._nodes.run_on(nodes, name)).items():
-                    results[node] = [_better(old, new) if old.name == name else old for old in results[node]]
-        self._verdicts += judge(results, self._plan.tolerance)
+        """Check every node alone."""
+        self._verdicts += judge(await _check_alone(self._nodes, self._plan, {}), self._plan.tolerance)
 
     async def check_together(self) -> None:
         """Check the paths between the nodes."""
@@ -157,7 +182,7 @@ class _Session:
             unit = str(CHECKS[name].facts["unit"])
             self._verdicts.append(NodeVerdict(node, name, "low" if bad else "ok", unit, best, reference, reason))
         for a, b in culprits.links:
-            self._links[min(a, b), max(a, b)] = f"{name}: {rounds.describe((a, b))}"
+            self._links.setdefault((min(a, b), max(a, b)), f"{name}: {rounds.describe((a, b))}")
         self._undecided += [f"{a} - {b}: {name}: {rounds.describe((a, b))}" for a, b in culprits.undecided]
 
     def diagnosis(self, duration_s: float) -> Diagnosis:

@@ -11,7 +11,7 @@ import pytest
 
 from megascale.fault.checks.result import CheckResult
 from megascale.fault.checks.table import checks_named
-from megascale.fault.diagnose import FULL, Diagnosis, DiagnosisPlan, diagnose
+from megascale.fault.diagnose import FULL, Diagnosis, DiagnosisPlan, check_joining, diagnose
 from megascale.fault.messages import Check, CheckDone
 from megascale.fault.node_runs import CheckedNode
 from megascale.fault.remote_checks import RemoteChecks
@@ -119,6 +119,20 @@ def test_a_value_that_is_low_once_names_nobody() -> None:
     fleet.slow = {("n1", "memory"): 0.3}
     once = DiagnosisPlan(pairs=(), repeats=0)
     assert asyncio.run(diagnose(fleet.nodes[1:] + fleet.nodes[:1], slow_once, once)).bad_nodes.keys() == {"n1"}
+
+
+def test_a_joining_node_is_compared_with_the_job_s() -> None:
+    fleet = Fleet(4)
+    fleet.slow = {("n3", "memory"): 0.3}
+    known: dict[str, list[CheckResult]] = {}
+    for node in fleet.nodes:
+        results, bad = asyncio.run(check_joining(node, fleet.run, known))
+        assert [verdict.check for verdict in bad] == (["memory"] if node.node == "n3" else [])
+        if not bad:
+            known[node.node] = results
+    fleet.problems = {("n0", "disk"): "OSError: no space"}
+    _, bad = asyncio.run(check_joining(fleet.nodes[0], fleet.run, {}))
+    assert [(verdict.kind, verdict.reason) for verdict in bad] == [("failed", "OSError: no space")]
 
 
 def test_corrupt_nodes_are_named_by_their_digest() -> None:
