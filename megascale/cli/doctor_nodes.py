@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from megascale.cli.argument_types import at_least
 from megascale.core.errors import ConfigError, Exit, Problem
 from megascale.core.network import LOOPBACK
-from megascale.core.rank import Rank, rank_from_environment
+from megascale.core.rank import NODE_VARIABLE, Rank, rank_from_environment
 from megascale.core.secret import SECRET_VARIABLE, new_secret
 from megascale.core.units import format_bytes, format_flops
 from megascale.fault.checks.result import CheckResult
@@ -77,7 +77,7 @@ async def _diagnose_processes(count: int, plan: DiagnosisPlan) -> Diagnosis:
     secret = os.environ.get(SECRET_VARIABLE) or new_secret()
 
     async def run(node: str, name: str, arguments: Mapping[str, Any], timeout_s: float) -> CheckResult:
-        env = {"MEGASCALE_NODE": node, SECRET_VARIABLE: secret}
+        env = {NODE_VARIABLE: node, SECRET_VARIABLE: secret}
         return await run_check(name, {**arguments, "env": env}, timeout_s)
 
     places = [CheckedNode(f"node{index}", LOOPBACK) for index in range(count)]

@@ -12,7 +12,7 @@ The caller passes `run`, which runs a check on a node: the driver sends Check to
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,37 +80,42 @@ async def diagnose(nodes: Sequence[CheckedNode], run: RunOnNode, plan: Diagnosis
     return session.diagnosis(time.monotonic() - start)
 
 
+Others = Callable[[Sequence[CheckResult]], Awaitable[Mapping[str, Sequence[CheckResult]]]]
+"""Function (results of a node): results of the other nodes, by node."""
+
+
 async def check_joining(
-    node: CheckedNode,
-    run: RunOnNode,
-    known: Mapping[str, Sequence[CheckResult]],
-    plan: DiagnosisPlan = DiagnosisPlan(),
+    node: CheckedNode, run: RunOnNode, others: Others, plan: DiagnosisPlan = DiagnosisPlan()
 ) -> tuple[list[CheckResult], list[NodeVerdict]]:
     """Check a node that joins a job; return its results, and the verdicts that keep it out.
 
-    `known`: results of the job's nodes when they joined, for comparison; the first node of a job has none.
+    `others` is asked once the node's own results are there; the first node of a job has none to compare with.
     """
     nodes = NodeRuns([node], run, plan.arguments, plan.timeout_s, at_once=plan.at_once)
-    results = await _check_alone(nodes, plan, {name: some for name, some in known.items() if name != node.node})
+    results = await _check_alone(nodes, plan)
+    known = await others(results[node.node])
+    results = await _measure_low_again(nodes, plan, {**known, **results}, results)
     verdicts = judge(results, plan.tolerance)
     return results[node.node], [verdict for verdict in verdicts if verdict.node == node.node and verdict.bad]
 
 
-async def _check_alone(
-    nodes: NodeRuns, plan: DiagnosisPlan, known: Mapping[str, Sequence[CheckResult]]
-) -> dict[str, list[CheckResult]]:
-    """Check every node alone; measure low values again, of which the best counts. Returns results by node, with `known`
-    ones.
-    """
+async def _check_alone(nodes: NodeRuns, plan: DiagnosisPlan) -> dict[str, list[CheckResult]]:
+    """Check every node alone; return the results of single checks."""
     answers = await nodes.run_on_all(plan.checks)
-    results = {node: list(some) for node, some in known.items()}
-    results |= {node: list(answer.flat) for node, answer in answers.items()}
+    return {node: list(answer.flat) for node, answer in answers.items()}
+
+
+async def _measure_low_again(
+    nodes: NodeRuns, plan: DiagnosisPlan, results: Mapping[str, Sequence[CheckResult]], of: Iterable[str]
+) -> dict[str, list[CheckResult]]:
+    """Measure low values of the nodes `of` again, of which the best counts; return all results."""
+    best, measured = {node: list(some) for node, some in results.items()}, set(of)
     for _ in range(plan.repeats):
-        low = [one for one in judge(results, plan.tolerance) if one.kind == "low" and one.node in answers]
+        low = [one for one in judge(best, plan.tolerance) if one.kind == "low" and one.node in measured]
         for name in dict.fromkeys(verdict.check for verdict in low):
             for node, new in (await nodes.run_on([one.node for one in low if one.check == name], name)).items():
-                results[node] = [_better(old, new) if old.name == name else old for old in results[node]]
-    return results
+                best[node] = [_better(old, new) if old.name == name else old for old in best[node]]
+    return best
 
 
 class _Session:
@@ -125,7 +130,9 @@ class _Session:
 
     async def check_each(self) -> None:
         """Check every node alone."""
-        self._verdicts += judge(await _check_alone(self._nodes, self._plan, {}), self._plan.tolerance)
+        results = await _check_alone(self._nodes, self._plan)
+        results = await _measure_low_again(self._nodes, self._plan, results, results)
+        self._verdicts += judge(results, self._plan.tolerance)
 
     async def check_together(self) -> None:
         """Check the paths between the nodes."""

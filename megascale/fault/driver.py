@@ -17,8 +17,11 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from megascale.core.errors import MegascaleError
 from megascale.core.process import stop_signals
 from megascale.fault.commands import Command, Exclude, Finish, Log, Request, Say, Send, StartAgent
-from megascale.fault.incidents import IncidentLog
+from megascale.fault.incidents import Incident, IncidentLog
 from megascale.fault.job import Job
+from megascale.fault.messages import CheckDone, Hello
+from megascale.fault.node_gate import NodeGate, nodes_to_check
+from megascale.fault.remote_checks import RemoteChecks
 from megascale.fault.rpc import Disconnected, DriverServer
 from megascale.fault.scheduler.port import Scheduler
 
@@ -50,6 +53,11 @@ class Driver:
         self._log = log
         self._clock = clock
         self._log_fails = False
+        self._checks = RemoteChecks(server.send)
+        settings = job.settings
+        self._gate = NodeGate(self._checks, settings.check_timeout_s, settings.check_tolerance)
+        self._at_gate: dict[str, Hello] = {}
+        self._examinations: set[asyncio.Task[None]] = set()
         self._calls: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         self.status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
@@ -71,6 +79,7 @@ class Driver:
             await asyncio.sleep(0)  # agents are told to leave
             return status
         finally:
+            tasks += self._examinations
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -81,6 +90,7 @@ class Driver:
             match command:
                 case Log():
                     self._append(command)
+                    self._check_suspects(command)
                 case Say():
                     say(command.text)
                 case Send():
@@ -103,9 +113,48 @@ class Driver:
         async for node, message in self._server:
             now = self._clock.now()
             if isinstance(message, Disconnected):
+                self._at_gate.pop(node, None)
+                self._checks.lose(node)
                 self.perform(self._job.disconnected(node, now))
+            elif isinstance(message, CheckDone):
+                self._checks.receive(node, message)
+            elif isinstance(message, Hello) and self._must_check(message):
+                self._examine(message)
             else:
                 self.perform(self._job.receive(node, message, now))
+
+    def _must_check(self, hello: Hello) -> bool:
+        """Return True for a node that wants to join and runs no ranks."""
+        known = hello.node in self._job.roster.members or hello.node in self._job.roster.excluded
+        return self._job.settings.check_nodes and hello.attempt is None and not hello.observer and not known
+
+    def _check_suspects(self, command: Log) -> None:
+        """Check the nodes of an incident while their ranks are ended, before ranks start there again."""
+        attempt, members = self._job.attempt, self._job.roster.members
+        if not self._job.settings.check_nodes or command.event["event"] != "incident" or attempt is None:
+            return
+        running = [node for node in attempt.placement if node in members and members[node].connected]
+        suspects = nodes_to_check(Incident.from_dict(command.event["incident"]), running)
+        self._job.hold(suspects)
+        for node in suspects:
+            self._examine(members[node].hello)
+
+    def _examine(self, hello: Hello) -> None:
+        """Check a node, whose agent joins or runs ranks again if the node is good."""
+        self._at_gate[hello.node] = hello
+        task = asyncio.ensure_future(self._finish_examination(hello))
+        self._examinations.add(task)
+        task.add_done_callback(self._examinations.discard)
+
+    async def _finish_examination(self, hello: Hello) -> None:
+        reason = await self._gate.examine(hello)
+        if self._at_gate.get(hello.node) is not hello:
+            return  # the agent was lost, or has begun anew
+        del self._at_gate[hello.node]
+        now, joined = self._clock.now(), hello.node in self._job.roster.members
+        if not reason and not joined:
+            self.perform(self._job.receive(hello.node, hello, now))
+        self.perform(self._job.checked(hello.node, reason, now))
 
     async def _tick(self) -> None:
         last = self._clock.now()

@@ -21,7 +21,7 @@ from megascale.config.fault import FaultConfig
 from megascale.fault import stages
 from megascale.fault.attempt import Attempt, HangVerdict, LostNode
 from megascale.fault.classify import Verdict
-from megascale.fault.commands import Command, Log, Say, Send, StartAgent
+from megascale.fault.commands import Command, Log, Request, Say, Send, StartAgent
 from megascale.fault.incidents import Incident, JobHistory
 from megascale.fault.messages import (
     AgentMessage,
@@ -127,6 +127,23 @@ class Job:
             member.heard += seconds
         if self.attempt is not None:
             self.attempt.watch.moved += seconds
+
+    def hold(self, nodes: Sequence[str]) -> None:
+        """These nodes start no ranks until their checks are done."""
+        for node in nodes:
+            self.roster.members[node].held = True
+
+    def checked(self, node: str, reason: str, now: float) -> list[Command]:
+        """The checks of a node are done; `reason`: why it runs no ranks of this job, "" for a good node."""
+        if node in self.roster.members:
+            self.roster.members[node].held = False
+        if reason:
+            self.do(Say(f"node {node} failed its checks: {reason}"))
+            if node not in self.roster.members:
+                self.do(Send(node, Leave(f"it failed its checks: {reason}")))
+            stages.exclude(self, node, f"it failed its checks: {reason}", now)
+            self.do(Request(1))
+        return self._advance(now)
 
     def request_stop(self, now: float) -> list[Command]:
         """Stop the job: the first request lets the ranks finish their step and save, the second kills them."""

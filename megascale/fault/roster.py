@@ -13,7 +13,7 @@ class Member:
     """A node whose agent has joined.
 
     `heard`: time of its last message; `started`: of the last order to start ranks. `attempt`: the attempt of its ranks,
-    None for an idle node; `statuses`: of its ranks, by rank.
+    None for an idle node; `statuses`: of its ranks, by rank. `held`: its node is being checked, and starts no ranks.
     """
 
     hello: Hello
@@ -21,6 +21,7 @@ class Member:
     started: float = 0.0
     connected: bool = True
     attempt: int | None = None
+    held: bool = False
     statuses: dict[int, RankStatus] = field(default_factory=dict)
 
 
@@ -61,7 +62,9 @@ class Roster:
     def is_idle(self, node: str) -> bool:
         """Return True for a connected node without ranks."""
         member = self.members.get(node)
-        return member is not None and member.connected and member.attempt is None and not member.hello.observer
+        if member is None or member.held or member.hello.observer:
+            return False
+        return member.connected and member.attempt is None
 
     def silent(self, now: float, limit_s: float) -> list[str]:
         """Return nodes that have sent nothing for longer than a limit."""

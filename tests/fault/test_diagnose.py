@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -125,13 +125,17 @@ def test_a_joining_node_is_compared_with_the_job_s() -> None:
     fleet = Fleet(4)
     fleet.slow = {("n3", "memory"): 0.3}
     known: dict[str, list[CheckResult]] = {}
+
+    async def others(results: Sequence[CheckResult]) -> Mapping[str, Sequence[CheckResult]]:
+        return known
+
     for node in fleet.nodes:
-        results, bad = asyncio.run(check_joining(node, fleet.run, known))
+        results, bad = asyncio.run(check_joining(node, fleet.run, others))
         assert [verdict.check for verdict in bad] == (["memory"] if node.node == "n3" else [])
         if not bad:
             known[node.node] = results
     fleet.problems = {("n0", "disk"): "OSError: no space"}
-    _, bad = asyncio.run(check_joining(fleet.nodes[0], fleet.run, {}))
+    _, bad = asyncio.run(check_joining(fleet.nodes[0], fleet.run, others))
     assert [(verdict.kind, verdict.reason) for verdict in bad] == [("failed", "OSError: no space")]
 
 

@@ -14,6 +14,7 @@ A card's target is a function (arguments) -> CheckResult. Facts:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from megascale.core.registry import Card, Registry
@@ -110,13 +111,20 @@ CHECKS = Registry(
     ],
 )  # fmt: skip
 
+GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")
+"""Devices of the drivers of NVIDIA's and AMD's GPUs."""
+
+_HOST = ("limits", "memory", "disk", "loopback")
+_DEVICE = ("known_gemm", "gemm", "device_copy")
+
 CHECK_SETS = {
-    "quick": ("limits", "memory", "disk", "loopback", "known_gemm", "gemm", "device_copy"),
-    "full": (
-        "limits", "memory", "disk", "loopback", "known_gemm", "gemm", "device_copy", "tiny_step", "all_to_all",
-    ),
-}  # fmt: skip
-"""Checks of a node alone: "quick" takes seconds, before a node joins a job; "full" at most FULL_S, after a fault."""
+    "join": (*_HOST, *(_DEVICE if any(Path(name).exists() for name in GPU_FILES) else ())),
+    "quick": (*_HOST, *_DEVICE),
+    "full": (*_HOST, *_DEVICE, "tiny_step", "all_to_all"),
+}
+"""Checks of a node alone: "join" before a node joins a job, of devices only if these are GPUs; "quick" takes seconds,
+"full" at most FULL_S.
+"""
 
 FULL_S = 60.0
 """Longest time of the set "full", in seconds on each node."""

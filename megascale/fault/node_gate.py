@@ -1,0 +1,78 @@
+"""Checks of a job's nodes by the driver: each before it joins, and the nodes of a fault before ranks start there again.
+
+The set "join" takes about a second on a host without GPUs. A node fails by a wrong or impossible result, or by a value
+that is low beside those of the nodes that have joined before. Nodes that share a host with another are not compared:
+they take the host's cores from each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+
+from megascale.fault.checks.result import CheckResult
+from megascale.fault.diagnose import DiagnosisPlan, check_joining
+from megascale.fault.incidents import Incident
+from megascale.fault.messages import Hello
+from megascale.fault.node_runs import CheckedNode
+from megascale.fault.remote_checks import RemoteChecks
+
+LATE_S = 2.0
+"""Seconds that a node, once measured, waits for others at most, beyond the time of its own checks."""
+
+SUSPECTED = ("hang", "network", "node", "storage", "unknown")
+"""Classes of incidents after which nodes are checked before ranks start on them again: those that hardware causes."""
+
+
+class NodeGate:
+    """Checks nodes through `checks`, and remembers the results of good ones."""
+
+    def __init__(self, checks: RemoteChecks, timeout_s: float, tolerance: float) -> None:
+        self._checks = checks
+        self._plan = DiagnosisPlan(checks="join", timeout_s=timeout_s, tolerance=tolerance)
+        self._results: dict[str, tuple[str, Sequence[CheckResult]]] = {}
+        self._measuring: dict[str, asyncio.Event] = {}
+
+    async def examine(self, hello: Hello) -> str:
+        """Check a node; return why it must not run ranks, "" for a good node."""
+        start, measured = time.monotonic(), asyncio.Event()
+        self._measuring[hello.node] = measured
+
+        async def others(results: Sequence[CheckResult]) -> Mapping[str, Sequence[CheckResult]]:
+            self._results[hello.node] = hello.host, results
+            measured.set()
+            await self._wait_for_others(time.monotonic() - start + LATE_S)
+            return self._others(hello)
+
+        node = CheckedNode(hello.node, hello.address, hello.slots)
+        try:
+            results, bad = await check_joining(node, self._checks.run, others, self._plan)
+        finally:
+            measured.set()
+        self._results[hello.node] = hello.host, results
+        if bad:
+            del self._results[hello.node]
+        return "; ".join(f"{verdict.check}: {verdict.reason}" for verdict in bad)
+
+    async def _wait_for_others(self, timeout_s: float) -> None:
+        """Wait until the nodes that are being measured have results: the first nodes of a job join at the same time."""
+        pending = [event.wait() for event in self._measuring.values() if not event.is_set()]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await asyncio.gather(*pending)
+
+    def _others(self, hello: Hello) -> dict[str, Sequence[CheckResult]]:
+        """Return the results to compare a node with."""
+        others = {node: known for node, known in self._results.items() if node != hello.node}
+        if any(host == hello.host for host, _ in others.values()):
+            return {}
+        return {node: results for node, (_, results) in others.items()}
+
+
+def nodes_to_check(incident: Incident, running: Sequence[str]) -> Sequence[str]:
+    """Return the nodes that an incident puts in doubt and that run ranks again: its culprits', or all of `running`."""
+    if incident.action.kind != "restart" or incident.class_ not in SUSPECTED:
+        return ()
+    return [node for node in running if not incident.culprit.nodes or node in incident.culprit.nodes]

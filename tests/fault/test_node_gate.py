@@ -1,0 +1,155 @@
+"""Nodes are checked before they join a job, and after a fault: a real driver, connections and log, simulated nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megascale.config.fault import FaultConfig
+from megascale.core.network import LOOPBACK
+from megascale.fault.checks.result import CheckResult
+from megascale.fault.driver import Clock, Driver
+from megascale.fault.incidents import Action, Culprit, Incident, IncidentLog, JobHistory, read_events
+from megascale.fault.job import Job, JobPlan
+from megascale.fault.messages import (
+    Check,
+    CheckDone,
+    DriverMessage,
+    Hello,
+    Leave,
+    OpenStore,
+    RanksEnded,
+    Start,
+    Stop,
+    StoreOpened,
+)
+from megascale.fault.node_gate import nodes_to_check
+from megascale.fault.rpc import AgentChannel, DriverServer
+from megascale.fault.scheduler.port import AgentEnd, Node
+
+SECRET = secrets.token_bytes(32)
+
+
+class Cluster:
+    """A scheduler whose nodes have agents without processes. `memory`: value of that check by node."""
+
+    def __init__(self, count: int, memory: dict[str, float], hosts: int = 1_000) -> None:
+        self.names = [f"n{index}" for index in range(count)]
+        self.memory = memory
+        self.hosts = hosts
+        self.received: dict[str, list[DriverMessage]] = {name: [] for name in self.names}
+        self.excluded: list[str] = []
+        self.asked = 0
+        self.server: DriverServer | None = None
+        self._tasks: list[asyncio.Future[Any]] = []
+
+    async def nodes(self) -> list[Node]:
+        return [Node(name, LOOPBACK) for name in self.names]
+
+    async def start_agent(self, node: str) -> None:
+        self._tasks.append(asyncio.ensure_future(self._agent(node)))
+
+    async def exclude(self, node: str, reason: str, until: float) -> None:
+        self.excluded.append(node)
+
+    async def release(self, node: str) -> None:
+        pass
+
+    async def request(self, count: int) -> list[Node]:
+        self.asked += count
+        return []
+
+    async def next_end(self) -> AgentEnd:
+        await asyncio.Future()
+        raise AssertionError("unreachable")
+
+    async def _agent(self, node: str) -> None:
+        assert self.server is not None
+        host = f"host{self.names.index(node) % self.hosts}"
+        async with AgentChannel(
+            self.server.address, SECRET, lambda: [Hello(node, host, LOOPBACK, 2, started=1.0)]
+        ) as agent:
+            async for message in agent:
+                self.received[node].append(message)
+                if isinstance(message, Check):
+                    await asyncio.sleep(0.3)  # all nodes are measured at the same time
+                    agent.send(self._check(node, message))
+                elif isinstance(message, OpenStore):
+                    agent.send(StoreOpened(message.attempt, f"{LOOPBACK}:1"))
+                elif isinstance(message, Stop):
+                    agent.send(RanksEnded(message.attempt, ()))
+                elif isinstance(message, Leave):
+                    return
+
+    def _check(self, node: str, order: Check) -> CheckDone:
+        parts = (CheckResult("limits", value=0.0), CheckResult("memory", value=self.memory.get(node, 1e9)))
+        result = next((one for one in parts if one.name == order.name), CheckResult("join", parts=parts))
+        return CheckDone(order.id, order.name, result.to_dict())
+
+    def orders(self, kind: type[DriverMessage]) -> list[str]:
+        return [node for node in self.names if any(isinstance(one, kind) for one in self.received[node])]
+
+
+def drive(cluster: Cluster, folder: Path, until: Callable[[Job], bool], **settings: Any) -> Job:
+    """Drive a job of two nodes with four ranks until a condition holds."""
+    job_settings = FaultConfig(**settings)
+
+    async def play() -> Job:
+        clock = Clock()
+        plan = JobPlan("run", 2, 4, ("train",), str(folder))
+        job = Job(plan, job_settings, JobHistory(), lambda records, states: None, clock.now())  # type: ignore[arg-type, return-value]
+        log = IncidentLog(folder / "incidents.jsonl")
+        async with DriverServer(SECRET) as server:
+            cluster.server = server
+            driver = Driver(job, server, cluster, log, clock)  # type: ignore[arg-type]
+            task = asyncio.ensure_future(driver.run(start_agents=True))
+            async with asyncio.timeout(30):
+                while not until(job):
+                    assert not task.done(), task
+                    await asyncio.sleep(0.02)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        return job
+
+    return asyncio.run(play())
+
+
+def test_a_slow_node_does_not_join_and_a_spare_takes_its_place(tmp_path: Path) -> None:
+    cluster = Cluster(4, {"n1": 0.2e9})
+    job = drive(cluster, tmp_path, lambda job: len(cluster.orders(Start)) == 2 and bool(cluster.excluded))
+    assert cluster.excluded == ["n1"]
+    assert cluster.orders(Leave) == ["n1"]
+    assert "n1" not in cluster.orders(Start)
+    assert "n1" in job.roster.excluded
+    (event,) = [event for _, event in read_events(tmp_path / "incidents.jsonl") if event["event"] == "excluded"]
+    assert event["node"] == "n1"
+    assert event["reason"] == "it failed its checks: memory: 20% of the other nodes' median"
+    names = [one.name for one in cluster.received["n1"] if isinstance(one, Check)]
+    assert names == ["join", "memory", "memory"]  # a low value is measured again
+
+
+def test_nodes_of_a_shared_host_are_not_compared(tmp_path: Path) -> None:
+    cluster = Cluster(2, {"n1": 0.2e9}, hosts=1)
+    drive(cluster, tmp_path, lambda job: cluster.orders(Start) == ["n0", "n1"])
+    assert cluster.orders(Check) == ["n0", "n1"]
+
+
+def test_without_checks_nodes_join_at_once(tmp_path: Path) -> None:
+    cluster = Cluster(2, {"n1": 0.2e9})
+    drive(cluster, tmp_path, lambda job: cluster.orders(Start) == ["n0", "n1"], check_nodes=False)
+    assert cluster.orders(Check) == []
+
+
+def test_which_incidents_put_which_nodes_in_doubt() -> None:
+    def incident(class_: Any, kind: Any, *nodes: str) -> Incident:
+        return Incident(1, class_, "", Culprit(nodes=nodes), (), "", "", 0, 0, 0.0, 0.0, action=Action(kind))
+
+    running = ["a", "b"]
+    assert nodes_to_check(incident("hang", "restart", "b"), running) == ["b"]
+    assert nodes_to_check(incident("network", "restart"), running) == ["a", "b"]
+    assert not nodes_to_check(incident("hang", "replace", "b"), running)  # it leaves the job
+    assert not nodes_to_check(incident("software", "restart", "b"), running)
+    assert not nodes_to_check(incident("hang", "restart", "c"), running)
