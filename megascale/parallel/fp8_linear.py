@@ -7,7 +7,7 @@ All three GEMMs of a layer take FP8 operands (`ops.fp8`); scales of rows or bloc
     wgrad    dW = dY^T X   contracts t       dY^T [n, t], X^T [k, t]
 
 A scale is computed from the amax of the elements that share the scale; if tp shards them, from the amax over the tp
-ranks. With a scale per tensor the same FP8 bytes serve rowwise and transposed: they are all-gathered and saved for
+ranks. With a scale per tensor the same FP8 bytes serve rowwise and columnwise: they are all-gathered and saved for
 backward, and transposed for wgrad. With finer scales the high-precision tensor is saved, and quantized a second time
 for wgrad. Weights are quantized once per step, not once per micro-batch.
 
@@ -280,17 +280,18 @@ class Fp8Gemms:
     def _quantize_weight(self, weight: Tensor) -> tuple[Quantized, Quantized]:
         """Quantize a weight [n, k] for forward, and its transpose [k, n] for dgrad."""
         with self.tp.group.recorder.memory_kind("parameters"):
-            # Square blocks serve rowwise and transposed.
-            weights = ScaleGranularity.BLOCK_2D if self._granularity is ScaleGranularity.BLOCK_1D else self._granularity
+            granularity = self._granularity
+            if granularity is ScaleGranularity.BLOCK_1D:
+                granularity = ScaleGranularity.BLOCK_2D  # serves rowwise and columnwise
             sharded = self.tp.size > 1
             rowwise = self._cast(
                 "weight", weight, sharded=sharded, contracted_dim_sharded=sharded and self.shard_dim == 1,
-                granularity=weights, with_transpose=True,
+                granularity=granularity, with_transpose=True,
             )  # fmt: skip
             # Transformer Engine's default: fast accumulation in forward; dgrad and wgrad, which are more sensitive,
             # accumulate in fp32.
             rowwise = replace(rowwise, use_fast_accum=True)
-            if weights is ScaleGranularity.ROW:
+            if granularity is ScaleGranularity.ROW:
                 transposed = self.state.kernels.transpose_for_cast(weight)
                 columnwise = self._cast(
                     "weight", transposed, sharded=sharded, contracted_dim_sharded=sharded and self.shard_dim == 0,

@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 from megascale.checkpoint import offline
 from megascale.checkpoint.folders import complete_checkpoints
 from megascale.checkpoint.storage import Location
+from megascale.core.errors import CheckpointError
 from megascale.core.rank import Rank
 from tests.checkpoint.test_checkpoints import config_in, state_of
 from tests.runs import build_run
@@ -159,6 +161,22 @@ def test_prints_of_a_library_are_not_responses(tmp_path: Path, monkeypatch: pyte
     response = writer.response(math.inf)
     os.kill(writer.pid, signal.SIGKILL)
     assert response is not None and response["files"].keys() == files.keys()
+
+
+def test_a_copy_that_has_not_arrived_has_a_hint_of_its_own(tmp_path: Path) -> None:
+    from megascale.checkpoint.save.writer_process import HOST_HINT, WriterProcess
+
+    (tmp_path / "rank-00000.a").write_bytes(b"0" * 64)
+    (tmp_path / "rank-00000.a.json").write_text("{}")
+    with socket.socket() as unused:  # bound, but not listening
+        unused.bind(("127.0.0.1", 0))
+        arguments = {"path": str(tmp_path / "rank-00000.a"), "to": unused.getsockname(), "secret": "00" * 32}
+        writer = WriterProcess([])
+        writer.submit({"send_replica": arguments})
+        with pytest.raises(CheckpointError, match=r"a copy to 127\.0\.0\.1:\d+: Connection refused") as caught:
+            writer.response(math.inf)
+    os.kill(writer.pid, signal.SIGKILL)
+    assert caught.value.hint == HOST_HINT
 
 
 def second_save_fails(rank: Rank, config: Any) -> list[str]:

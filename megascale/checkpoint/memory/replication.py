@@ -62,9 +62,9 @@ def send_replica(path: str, to: tuple[str, int], secret: str) -> None:
             response = handshake.receive_message(connection, session, MAX_REQUEST_BYTES).decode()
     except (OSError, EOFError) as error:
         number, text = (error.errno or 0, error.strerror) if isinstance(error, OSError) else (0, "it hung up")
-        raise OSError(number, text or str(error), f"a copy to {to[0]}:{to[1]}") from None
+        raise ReplicationError(number, text or str(error), f"a copy to {to[0]}:{to[1]}") from None
     if response:
-        raise OSError(0, response, f"a copy to {to[0]}:{to[1]}")
+        raise ReplicationError(0, response, f"a copy to {to[0]}:{to[1]}")
 
 
 def serve_replicas(listener: int, folder: str, secret: str) -> None:
