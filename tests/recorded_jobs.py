@@ -36,7 +36,7 @@ class RecordedJob:
             port = listener.getsockname()[1]
         common = dict(os.environ, OMP_NUM_THREADS="1", WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
         common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), SECRET_VARIABLE: new_secret()}
-        common |= {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(folder / "site"), **(env or {})}
+        common |= {"GLOO_SOCKET_IFNAME": "lo"}
         self.ranks = [
             subprocess.Popen(
                 [sys.executable, "-m", "megascale", "train", str(config)],
@@ -82,6 +82,6 @@ class RecordedJob:
             signal.sigtimedwait([], 0.1)
         raise AssertionError(f"no such records: {self.records()}")
 
-    def wait_for_hang(self, seconds: float = 3.0) -> dict[int, FlightRecord]:
-        """Return the records once no rank has made progress for `seconds`."""
-        return self.wait_for(lambda records: all(record.idle_s > seconds for record in records.values()))
+    def wait_for_hang(self, after_step: int = 1, seconds: float = 3.0) -> dict[int, FlightRecord]:
+        """Return the records once all ranks are in a step or beyond it, and none has made progress for `seconds`."""
+        return self.wait_for(lambda records: all(r.step >= after_step and r.idle_s > seconds for r in records.values()))
