@@ -29,6 +29,7 @@ class RecordedJob:
     ) -> None:
         self.world = world
         self.paths = [folder / f"rank-{rank}.flight" for rank in range(world)]
+        self.logs = [folder / f"rank-{rank}.log" for rank in range(world)]
         (folder / "site").mkdir(parents=True)
         (folder / "site" / "sitecustomize.py").write_text(site)
         with socket.socket() as listener:
@@ -42,7 +43,7 @@ class RecordedJob:
                 [sys.executable, "-m", "megascale", "train", str(config)],
                 env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank), FLIGHT_RECORD_VARIABLE: str(path)},
                 stdout=subprocess.DEVNULL,
-                stderr=(folder / f"rank-{rank}.log").open("wb"),
+                stderr=self.logs[rank].open("wb"),
             )
             for rank, path in enumerate(self.paths)
         ]
@@ -79,6 +80,8 @@ class RecordedJob:
             records = self.records()
             if len(records) == self.world and condition(records):
                 return records
+            ended = [rank for rank, process in enumerate(self.ranks) if process.poll() is not None]
+            assert not ended, f"ranks {ended} have ended: {self.logs[ended[0]].read_text()[-2000:]}"
             signal.sigtimedwait([], 0.1)
         raise AssertionError(f"no such records: {self.records()}")
 

@@ -8,7 +8,7 @@ import dataclasses
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError, Problem
 from megascale.core.files import foreign_owner, lock_folder
+from megascale.core.flight_record import FlightRecord
 from megascale.core.flight_writer import flight_record_of_rank
 from megascale.core.limits import os_error_hint, raise_soft_limits
 from megascale.core.process import die_with_parent
@@ -25,6 +26,7 @@ from megascale.core.torch_import import torch_import_problem
 from megascale.launch import environment, flight, local
 from megascale.launch.failure import write_end, write_error
 from megascale.launch.host_limits import limit_findings, wanted_open_files
+from megascale.observe.hang import hang_verdict
 
 if TYPE_CHECKING:
     from megascale.train.resume import InitialWeights
@@ -54,8 +56,9 @@ def run(options: argparse.Namespace) -> int:
             if warning := environment.warn_of_idle_hosts(config.world_size):
                 print(warning, file=sys.stderr)
             arguments = ["train", options.config, *options.overrides]
+            folder = config.folder
             return local.run_local_ranks(
-                arguments, config.world_size, config.folder / "logs", config.folder / flight.DUMP_FOLDER
+                arguments, config.world_size, folder / "logs", folder / flight.DUMP_FOLDER, find_hung
             )
         if "TORCHELASTIC_RUN_ID" in os.environ:
             die_with_parent(os.getppid())  # a killed torchrun leaves its workers training
@@ -70,6 +73,12 @@ def run(options: argparse.Namespace) -> int:
         status = run_rank(config, place, open_weights, flight_record)
         write_end(place, status)
         return status
+
+
+def find_hung(records: Mapping[int, FlightRecord], states: Mapping[int, str]) -> tuple[int, str] | None:
+    """Return the rank that hangs and the evidence; None if the flight records name no single rank."""
+    verdict = hang_verdict(records, states)
+    return (verdict.ranks[0], f"{verdict.kind}: {'; '.join(verdict.evidence)}") if verdict.confident else None
 
 
 def _load_config(options: argparse.Namespace, rank: Rank | None) -> RunConfig:

@@ -27,12 +27,17 @@ def process_exists(pid: int) -> bool:
     except PermissionError:
         return True
     try:
-        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        return state.rpartition(")")[2].split()[0] != "Z"
+        return process_state(pid) != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
     except OSError:  # no /proc
         return True
+
+
+def process_state(pid: int) -> str:
+    """Return the letter of a process's state in /proc, such as "T" for stopped. Raises: OSError without the process"""
+    stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    return stat.rpartition(")")[2].split()[0]
 
 
 def usable_cores() -> int:

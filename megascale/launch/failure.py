@@ -17,7 +17,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +57,16 @@ _PEER_LOST = (
 
 @dataclass(frozen=True)
 class Failure:
-    """The failure of a rank. `unexplained`: the rank did not say how it ended."""
+    """The failure of a rank. `unexplained`: the rank did not say how it ended. `peer_was_lost`: all that is known is
+    that ranks lost another rank.
+    """
 
     rank: int
     host: str
     message: str
     exit_status: int
     unexplained: bool = False
+    peer_was_lost: bool = False
 
 
 def exit_status_of(error: BaseException) -> int:
@@ -168,9 +171,9 @@ def root_cause(logs: Path, ends: Mapping[int, ProcessEnd], dump_folder: Path | N
         return Failure(rank, host, _describe_end(ends[rank].status), status, unexplained=True)
     if (stuck := _stuck_rank(errors, records)) is not None:
         message = f"does not answer: {errors[0]['what']}"
-        return Failure(stuck, host, message, Exit.UNCLASSIFIED, unexplained=True)
+        return Failure(stuck, host, message, Exit.UNCLASSIFIED, unexplained=True, peer_was_lost=True)
     if errors:
-        return _failure_of(errors[0])
+        return replace(_failure_of(errors[0]), peer_was_lost=True)
     rank = next((rank for rank, end in ends.items() if end.status), min(ends))
     return Failure(rank, host, _describe_end(ends[rank].status), Exit.UNCLASSIFIED, unexplained=True)
 

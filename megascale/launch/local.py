@@ -13,13 +13,16 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
 from megascale.core.errors import ConfigError, Exit, MegascaleError, Problem
+from megascale.core.flight_files import flight_record_files, read_flight_records
+from megascale.core.flight_record import FLIGHT_RECORD_VARIABLE, FlightRecord
 from megascale.core.network import LOOPBACK, has_loopback, listen
-from megascale.core.process import handling_stops
+from megascale.core.process import handling_stops, process_state
 from megascale.core.secret import new_secret, secret_descriptor
 from megascale.launch.failure import Failure, ProcessEnd, has_left_in_order, root_cause
 from megascale.launch.workers import Launch, Worker, ending, remove_old_logs, signal_all
@@ -35,11 +38,22 @@ _POLL_S = 0.05
 _BY_SIGNAL = (-signal.SIGTERM, -signal.SIGKILL)
 
 
-def run_local_ranks(arguments: Sequence[str], world: int, logs: Path, dump_folder: Path | None = None) -> int:
+FindHung = Callable[[Mapping[int, FlightRecord], Mapping[int, str]], tuple[int, str] | None]
+"""Function (flight records, states of the processes that run): return the rank that hangs and the reason, or None."""
+
+
+def run_local_ranks(
+    arguments: Sequence[str],
+    world: int,
+    logs: Path,
+    dump_folder: Path | None = None,
+    find_hung: FindHung | None = None,
+) -> int:
     """Run `python -m megascale ARGUMENTS` as `world` ranks on this host and return the exit status of the job.
 
     Rank 0 shares this terminal; the other ranks write to `logs`/rank-N.log. The first stop signal is forwarded, and the
-    ranks finish their step and save; the second kills them. `dump_folder`: dumps of the flight recorder.
+    ranks finish their step and save; the second kills them. `dump_folder`: dumps of torch's flight recorder.
+    `find_hung`: asked for the rank that others wait for in vain, when they end by their timeout.
 
     Raises: ConfigError on a host without a loopback interface; MegascaleError if a rank cannot be started.
     """
@@ -49,7 +63,7 @@ def run_local_ranks(arguments: Sequence[str], world: int, logs: Path, dump_folde
     remove_old_logs(logs)
     workers: list[Worker] = []
     forwarder = _SignalForwarder(workers)
-    with handling_stops(forwarder.forward):
+    with handling_stops(forwarder.forward), flight_record_files(logs.parent.name, range(world)) as records:
         with listen(LOOPBACK) as listener, secret_descriptor(new_secret()) as secret:
             store = ":".join(map(str, listener.getsockname()))
             env = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
@@ -57,21 +71,44 @@ def run_local_ranks(arguments: Sequence[str], world: int, logs: Path, dump_folde
             for rank in range(world):
                 if not forwarder.stop_requests:
                     try:
-                        workers.append(_start(launch, rank, listener))
+                        workers.append(_start(launch, rank, listener, records[rank]))
                     except MegascaleError:
                         _end(workers)
                         raise
         if len(workers) < world:
             _end(workers)
             return _report_stop(forwarder)
-        return _watch(workers, forwarder, logs, dump_folder)
+        failure = _watch(workers, forwarder, logs, dump_folder)
+        if isinstance(failure, int):
+            return failure
+        if failure.peer_was_lost and find_hung is not None:
+            failure = _explain_hang(failure, workers, records, find_hung)
+        _end(workers)
+        _print(_report(failure, workers))
+        return failure.exit_status
 
 
-def _start(launch: Launch, rank: int, listener: socket.socket) -> Worker:
+def _start(launch: Launch, rank: int, listener: socket.socket, record: Path) -> Worker:
     """Start a rank. Rank 0 has this process's terminal, and the socket of the job's store."""
+    env = {FLIGHT_RECORD_VARIABLE: str(record)}
     if rank == 0:
-        return launch.start(rank, listener=listener)
-    return launch.start(rank, log=launch.logs / f"rank-{rank}.log")
+        return launch.start(rank, listener=listener, env=env)
+    return launch.start(rank, log=launch.logs / f"rank-{rank}.log", env=env)
+
+
+def _explain_hang(
+    failure: Failure, workers: Sequence[Worker], records: Mapping[int, Path], find_hung: FindHung
+) -> Failure:
+    """Return the failure of the rank that hangs, by the flight records; `failure` if they do not tell."""
+    states = {}
+    for worker in workers:
+        if worker.ended() is None:
+            with contextlib.suppress(OSError):
+                states[worker.rank] = process_state(worker.process.pid)
+    hung = find_hung(read_flight_records(records), states)
+    if hung is None:
+        return failure
+    return replace(failure, rank=hung[0], host=os.uname().nodename, message=hung[1], unexplained=True)
 
 
 class _SignalForwarder:
@@ -95,8 +132,11 @@ class _SignalForwarder:
         self.stop_requests += 1
 
 
-def _watch(workers: Sequence[Worker], forwarder: _SignalForwarder, logs: Path, dump_folder: Path | None) -> int:
-    """Wait for the end of all ranks, or for a failure; then end the other ranks and report the root cause.
+def _watch(
+    workers: Sequence[Worker], forwarder: _SignalForwarder, logs: Path, dump_folder: Path | None
+) -> int | Failure:
+    """Wait for the end of all ranks, or for a failure. Returns the job's exit status, or the root cause while other
+    ranks still run.
 
     A rank that ends without having left the job in order is a failure, whatever its status: the others would wait for
     it, or fail next.
@@ -113,12 +153,11 @@ def _watch(workers: Sequence[Worker], forwarder: _SignalForwarder, logs: Path, d
         time.sleep(_POLL_S)
         _add_new_ends(workers, ends)
     stopped = forwarder.stop_requests and any(end.status in _BY_SIGNAL for end in ends.values())
-    failure = root_cause(logs, ends, dump_folder)  # before `_end`, whose signals make the others write how they ended
-    _end(workers)
+    failure = root_cause(logs, ends, dump_folder)  # before signals make the others write how they ended
     if stopped:
+        _end(workers)
         return _report_stop(forwarder)
-    _print(_report(failure, workers))
-    return failure.exit_status
+    return failure
 
 
 def _add_new_ends(workers: Sequence[Worker], ends: dict[int, ProcessEnd]) -> list[int]:

@@ -45,6 +45,7 @@ class Saves(Hook):
 
         Raises: CheckpointError if the save fails, DivergenceError if the state is not finite.
         """
+        run.mesh.recorder.flight.set_phase(Phase.CHECKPOINT)
         self._report(run, run.checkpoints.wait_for_save())
         check_state_finite(run)
         run.hooks.save_starts(run, run.progress.step)

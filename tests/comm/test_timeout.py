@@ -112,3 +112,5 @@ def test_a_job_ends_whose_rank_is_stuck_in_training(tmp_path: Path) -> None:
     status, _, err = job.end()
     assert 2 < time.monotonic() - start < 60
     assert status == Exit.UNCLASSIFIED and "timed out waiting" in err.lower()
+    named = [line for line in err.splitlines() if line.startswith("megascale: rank 2 of 4 on ")]
+    assert named and "stopped: rank 2 is in phase step" in named[0], err
