@@ -29,6 +29,9 @@ from megascale.launch import flight
 ERROR_FILE = "MEGASCALE_ERROR_FILE"
 """Environment variable: path of the file in which this rank says how it ended; `%t` stands for the rank."""
 
+ERROR_FILE_NAME = "rank-{}.error.json"
+"""Name of that file in the launcher's folder of logs."""
+
 TORCHRUN_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Environment variable: path of torchrun's error file, in torchrun's format, for torchrun's summary."""
 
@@ -91,7 +94,8 @@ def write_error(error: BaseException, rank: Rank, explain: Callable[[], str] = s
     text = str(error) if ours else "".join(traceback.format_exception_only(error)).strip()
     peer_lost = is_peer_lost(error)
     peers = list(error.peers) if isinstance(error, LostPeerError) else []
-    _write_record(rank, text, exit_status_of(error), peer_was_lost=peer_lost, peers=peers)
+    kind = type(error).__name__
+    _write_record(rank, text, exit_status_of(error), kind=kind, peer_was_lost=peer_lost, peers=peers)
     said = f"{rank}: {text}"
     if peer_lost:
         until = time.monotonic() + PEER_LOST_DELAY_S
@@ -118,7 +122,7 @@ def write_end(rank: Rank, status: int) -> None:
 
 
 def _write_record(
-    rank: Rank, what: str, status: int, *, peer_was_lost: bool = False, peers: Sequence[int] = ()
+    rank: Rank, what: str, status: int, *, kind: str = "", peer_was_lost: bool = False, peers: Sequence[int] = ()
 ) -> None:
     if path := os.environ.get(ERROR_FILE):
         record = {
@@ -126,6 +130,7 @@ def _write_record(
             "rank": rank.rank,
             "host": rank.host,
             "what": what,
+            "kind": kind,
             "exit_status": status,
             "peer_was_lost": peer_was_lost,
             "peers": list(peers),
@@ -141,9 +146,19 @@ class ProcessEnd:
     time: float
 
 
+def read_record(logs: Path, rank: int) -> dict[str, Any] | None:
+    """Return what a rank wrote of its end: `time`, `rank`, `host`, `what` (the error, "" for an end in order), `kind`
+    (the error's class), `exit_status`, `peer_was_lost`, `peers`; None if it wrote nothing.
+    """
+    try:
+        return json.loads((logs / ERROR_FILE_NAME.format(rank)).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+
+
 def has_left_in_order(logs: Path, rank: int, end: ProcessEnd) -> bool:
     """Return True if a rank has ended as it wrote before: in order, with this status."""
-    record = _read_records(logs).get(rank)
+    record = read_record(logs, rank)
     return record is not None and not record["what"] and record["exit_status"] == end.status
 
 
@@ -212,7 +227,7 @@ def _find_suspect(dumps: Path) -> flight.Suspect | None:
 
 def _read_records(logs: Path) -> dict[int, dict[str, Any]]:
     """Read the ranks' files by rank, the earliest first."""
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in logs.glob("rank-*.error.json")]
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in logs.glob(ERROR_FILE_NAME.format("*"))]
     return {record["rank"]: record for record in sorted(records, key=lambda record: record["time"])}
 
 

@@ -22,7 +22,7 @@ from megascale.core.limits import os_error_hint
 from megascale.core.process import die_with_parent
 from megascale.core.rank import STORE_VARIABLE
 from megascale.core.secret import DESCRIPTOR_VARIABLE
-from megascale.launch.failure import ERROR_FILE, ProcessEnd
+from megascale.launch.failure import ERROR_FILE, ERROR_FILE_NAME, ProcessEnd
 
 KILL_S = 5.0
 """Seconds in which a killed process must end. One in uninterruptible sleep, on a dead disk or file server, does not."""
@@ -107,7 +107,7 @@ class Launch:
             "LOCAL_WORLD_SIZE": str(len(self.ranks)),
             DESCRIPTOR_VARIABLE: str(self.secret),
             STORE_VARIABLE: self.store if listener is None else f"{self.store}:{listener.fileno()}",
-            ERROR_FILE: str(self.logs / f"rank-{rank}.error.json"),
+            ERROR_FILE: str(self.logs / ERROR_FILE_NAME.format(rank)),
         }
         return {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")} | variables
 

@@ -1,0 +1,148 @@
+"""Observations in the output of a rank: a table of patterns, each with the name of what it shows.
+
+An observation says what was seen, never who is to blame: a rank that prints an NCCL error has most often lost a peer.
+The names of common ones follow NVIDIA's Resiliency Extension.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+LAST_LINES = 20
+"""Lines of a rank's output that are reported."""
+
+MAX_LINE_CHARACTERS = 500
+
+_TAIL_BYTES = 64 << 10
+"""Bytes at the end of a log in which observations are looked for."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """A pattern of a line, and what it shows. `name`: for policies; `what`: for people."""
+
+    name: str
+    what: str
+    pattern: re.Pattern[str]
+
+
+def _seen(name: str, what: str, *patterns: str) -> Observation:
+    return Observation(name, what, re.compile("|".join(f"(?:{pattern})" for pattern in patterns)))
+
+
+def _xid(*numbers: int) -> str:
+    """Return the pattern of errors by these numbers that NVIDIA's kernel driver logs."""
+    return rf"\bXid \([^)]*\): (?:{'|'.join(map(str, numbers))})\b"
+
+
+OBSERVATIONS = (
+    _seen("cuda_oom", "the GPU's memory was full", r"CUDA out of memory", r"torch\.(cuda\.)?OutOfMemoryError",
+          r"CUDA_ERROR_OUT_OF_MEMORY", r"CUBLAS_STATUS_ALLOC_FAILED"),
+    _seen("host_oom", "the host's memory was full", r"\bMemoryError\b", r"std::bad_alloc", r"Cannot allocate memory",
+          r"DefaultCPUAllocator: can't allocate memory"),
+    _seen("linux_oom_kill", "the kernel killed a process for its memory", r"[Oo]ut of memory: Killed process",
+          r"oom-kill:", r"oom_kill event", r"Memory cgroup out of memory"),
+    _seen("gpu_ecc", "a GPU's memory had an error that its code could not correct", r"uncorrectable ECC",
+          r"double.bit ECC", r"CUDA_ERROR_ECC_UNCORRECTABLE", _xid(48, 63, 64, 94, 95)),
+    _seen("gpu_lost", "a GPU has fallen off the bus", r"GPU has fallen off the bus", _xid(79),
+          r"GPU is lost", r"CUDA_ERROR_DEVICE_UNAVAILABLE", r"no CUDA-capable device is detected"),
+    _seen("gpu_hardware_fault", "a GPU reported a fault of its hardware or driver",
+          r"unspecified launch failure", r"CUDA_ERROR_LAUNCH_FAILED", r"[Hh]ardware stack error",
+          r"CUDA_ERROR_HARDWARE_STACK_ERROR", r"NVLink.*(?:fatal|error)",
+          _xid(61, 62, 69, 74, 109, 119, 120, 121, 140, 143, 158)),
+    _seen("gpu_illegal_access", "a kernel read or wrote outside of its memory", r"illegal memory access",
+          r"CUDA_ERROR_ILLEGAL_ADDRESS", r"misaligned address", _xid(13, 31)),
+    _seen("cuda_assert", "an assertion on the GPU failed", r"device-side assert triggered", r"CUDA_KERNEL_ASSERT"),
+    _seen("cuda_error", "a call of CUDA failed", r"CUDA error:", r"CUDA_ERROR_", r"CUBLAS_STATUS_", r"CUDNN_STATUS_"),
+    _seen("nccl_watchdog", "NCCL's watchdog gave up a collective", r"Watchdog caught collective operation timeout",
+          r"watchdog thread terminated", r"ProcessGroupNCCL'?s watchdog"),
+    _seen("nccl_network", "NCCL lost a connection of the network", r"NCCL WARN NET/IB.*(?:error|failed)",
+          r"ibv_poll_cq.*error", r"NET/IB : Got completion .* error", r"transport retry counter exceeded",
+          r"vendor err 129"),
+    _seen("nccl_cascade", "a communicator ended because of an error elsewhere", r"NCCL communicator was aborted",
+          r"ncclRemoteError", r"remote process exited or there was a network error", r"ncclInternalError",
+          r"NCCL error"),
+    _seen("peer_lost", "another process closed its connection", r"[Cc]onnection (?:closed|reset) by peer",
+          r"[Cc]onnection refused", r"[Bb]roken pipe", r"timed out waiting \d+ s for", r"\bLostPeerError\b"),
+    _seen("collective_timeout", "a collective took longer than its timeout",
+          r"[Tt]imed out waiting \d+ms for (?:recv|send)", r"collective operation timeout", r"[Ww]ait timeout after"),
+    _seen("gloo_mismatch", "two ranks gave a collective tensors of different sizes", r"gloo::EnforceNotMet"),
+    _seen("disk_full", "a file system was full", r"No space left on device", r"\bENOSPC\b", r"Disk quota exceeded",
+          r"unexpected pos \d+ vs \d+"),
+    _seen("io_error", "a read or write failed", r"Input/output error", r"\bEIO\b", r"Stale file handle",
+          r"Remote I/O error"),
+    _seen("storage_error", "a file system or object store did not answer", r"Transport endpoint is not connected",
+          r"Read-only file system", r"SlowDown", r"ServiceUnavailable", r"EndpointConnectionError",
+          r"server .* not responding"),
+    _seen("disk_failure", "a disk reported a fault", r"blk_update_request: .*error", r"Buffer I/O error",
+          r"EXT4-fs error", r"XFS .*(?:corruption|I/O error)", r"nvme.*(?:reset|timeout|failed)"),
+    _seen("bus_error", "a mapped file was shorter than its map, or /dev/shm was full", r"\bBus error\b", r"\bSIGBUS\b"),
+    _seen("segmentation_fault", "native code read or wrote outside of its memory", r"Segmentation fault",
+          r"\bSIGSEGV\b"),
+    _seen("native_abort", "native code ended the process", r"terminate called", r"Fatal Python error: Aborted",
+          r"double free or corruption", r"malloc\(\): "),
+    _seen("not_finite", "a loss, gradient or weight was not finite", r"\bDivergenceError\b", r"is not finite"),
+    _seen("too_many_files", "a limit of open files was reached", r"Too many open files"),
+    _seen("no_thread", "a limit of processes or threads was reached", r"can't start new thread",
+          r"Resource temporarily unavailable"),
+    _seen("import_failed", "a module or library could not be loaded", r"\bModuleNotFoundError\b", r"\bImportError\b",
+          r"cannot open shared object file"),
+)  # fmt: skip
+"""All observations. Several may hold for one line."""
+
+_ERROR = re.compile(r"^(?:[\w.]+\.)?([A-Z]\w*(?:Error|Exception|Interrupt|Exit|Warning))(?::|$)")
+"""The last line of a traceback: the class of the error, and its message."""
+
+
+def observe(lines: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of the observations in lines of output, in the order of the table; the class of the last error
+    of Python is added as `python:CLASS`.
+    """
+    text = list(lines)
+    found = [seen.name for seen in OBSERVATIONS if any(seen.pattern.search(line) for line in text)]
+    errors = [match[1] for line in text if (match := _ERROR.match(line))]
+    return tuple(found + [f"python:{error}" for error in errors[-1:]])
+
+
+def read_tail(log: Path) -> list[str]:
+    """Return the lines at the end of a log, each cut to MAX_LINE_CHARACTERS; none if it cannot be read."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            text = file.read(_TAIL_BYTES).decode(errors="replace")
+    except OSError:
+        return []
+    return [line[:MAX_LINE_CHARACTERS] for line in text.splitlines()]
+
+
+def oom_kills(pid: int | str = "self", proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Count the processes that the kernel has killed for their memory in the control group of a process, or on the host
+    if the group has no count. A rise explains a SIGKILL that nobody sent.
+    """
+    for path in _oom_files(pid, proc, cgroups):
+        try:
+            counts = dict(line.split() for line in path.read_text(encoding="ascii").splitlines())
+            return int(counts["oom_kill"])
+        except (OSError, ValueError, KeyError):
+            continue
+    return 0
+
+
+def _oom_files(pid: int | str, proc: Path, cgroups: Path) -> Iterator[Path]:
+    """Files with a line "oom_kill COUNT": of the control group (version 2, then 1), then of the host."""
+    try:
+        lines = (proc / str(pid) / "cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if not controllers:
+            yield cgroups / group.lstrip("/") / "memory.events"
+        elif "memory" in controllers.split(","):
+            yield cgroups / "memory" / group.lstrip("/") / "memory.oom_control"
+            yield cgroups / "memory" / "memory.oom_control"  # in a container the path is the host's
+    yield proc / "vmstat"
