@@ -26,6 +26,9 @@ COMMANDS = {
     "trace": "merge the event logs of a run's ranks into one timeline for Perfetto",
 }
 
+HIDDEN_COMMANDS = ("agent",)
+"""Commands that other commands start."""
+
 
 def parser(command: str | None = None) -> argparse.ArgumentParser:
     """Build the argument parser. Only the subcommand `command` is imported and declares arguments."""
@@ -36,6 +39,8 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
         sub = subparsers.add_parser(name, help=help_line, description=help_line[0].upper() + help_line[1:] + ".")
         if name == command:
             importlib.import_module(f"megascale.cli.{name}").add_arguments(sub)
+    if command in HIDDEN_COMMANDS:
+        importlib.import_module(f"megascale.cli.{command}").add_arguments(subparsers.add_parser(command))
     return top
 
 

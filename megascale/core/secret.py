@@ -54,6 +54,22 @@ def secret_descriptor(secret: str) -> Iterator[int]:
         os.close(descriptor)
 
 
+def inheritable_secret(env: Mapping[str, str] = os.environ) -> int:
+    """Return a descriptor from which child processes read the secret of this process: the one that it inherited, or one
+    with the text of MEGASCALE_JOB_SECRET.
+
+    Raises: ConfigError without a secret
+    """
+    if DESCRIPTOR_VARIABLE in env:
+        _read_descriptor(env)
+        return int(env[DESCRIPTOR_VARIABLE])
+    if SECRET_VARIABLE not in env:
+        raise ConfigError([Problem("environment", SECRET_VARIABLE, "not set", MAKE_HINT)])
+    descriptor = os.memfd_create("megascale-secret")
+    os.write(descriptor, os.fsencode(env[SECRET_VARIABLE]))
+    return descriptor
+
+
 def job_secret(folder: Path | None, env: Mapping[str, str] = os.environ) -> bytes:
     """Return the key, 32 bytes, that follows from the job's secret. `folder`: the folder of the user's runs.
 

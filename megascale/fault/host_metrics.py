@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from megascale.fault.observations import oom_kills
+from megascale.fault.observations import OomKills
 
 INFINIBAND = Path("/sys/class/infiniband")
 """Ports of RDMA network cards, as PORT/ports/NUMBER/counters."""
@@ -56,7 +56,7 @@ def _host_metrics() -> Iterator[tuple[str, float]]:
     yield "memory.total", float(memory.total)
     yield "memory.available", float(memory.available)
     yield "memory.swapped_in", float(swap.sin)
-    yield "memory.oom_kills", float(oom_kills())
+    yield "memory.oom_kills", float(OomKills(os.getpid()).count)
     if (disk := psutil.disk_io_counters()) is not None:
         yield "disk.read", float(disk.read_bytes)
         yield "disk.written", float(disk.write_bytes)

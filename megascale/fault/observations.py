@@ -119,26 +119,52 @@ def read_tail(log: Path) -> list[str]:
     return [line[:MAX_LINE_CHARACTERS] for line in text.splitlines()]
 
 
-def oom_kills(pid: int | str = "self", proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Count the processes that the kernel has killed for their memory in the control group of a process, or on the host
+class OomKills:
+    """Counts processes that the kernel has killed for their memory in the control group of a process, or on the host
     if the group has no count. A rise explains a SIGKILL that nobody sent.
     """
-    for path in _oom_files(pid, proc, cgroups):
+
+    def __init__(self, pid: int, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
+        self._pid, self._proc, self._cgroups = pid, proc, cgroups
+        self._groups = ""
+        self._file: Path | None = None
+        self.follow()
+
+    def follow(self) -> None:
+        """Count anew if the process was moved to another group. The count of its last group outlives the process."""
         try:
-            counts = dict(line.split() for line in path.read_text(encoding="ascii").splitlines())
-            return int(counts["oom_kill"])
-        except (OSError, ValueError, KeyError):
-            continue
-    return 0
+            groups = (self._proc / str(self._pid) / "cgroup").read_text(encoding="utf-8")
+        except OSError:
+            groups = ""
+        if groups == self._groups and self._file is not None:
+            return
+        if groups or self._file is None:
+            files = _oom_files(groups, self._proc, self._cgroups)
+            self._groups = groups
+            self._file = next((path for path in files if _oom_count(path) is not None), None)
+            self._before = self.count
+
+    @property
+    def count(self) -> int:
+        """The processes killed so far."""
+        return (_oom_count(self._file) or 0) if self._file is not None else 0
+
+    def have_risen(self) -> bool:
+        """Return True if the kernel has killed a process since the process was first seen in its group."""
+        return self.count > self._before
 
 
-def _oom_files(pid: int | str, proc: Path, cgroups: Path) -> Iterator[Path]:
-    """Files with a line "oom_kill COUNT": of the control group (version 2, then 1), then of the host."""
+def _oom_count(path: Path) -> int | None:
     try:
-        lines = (proc / str(pid) / "cgroup").read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="ascii").splitlines()
     except OSError:
-        lines = []
-    for line in lines:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
+
+
+def _oom_files(groups: str, proc: Path, cgroups: Path) -> Iterator[Path]:
+    """Files with a line "oom_kill COUNT": of the control group (version 2, then 1), then of the host."""
+    for line in groups.splitlines():
         _, controllers, group = line.split(":", 2)
         if not controllers:
             yield cgroups / group.lstrip("/") / "memory.events"

@@ -1,0 +1,69 @@
+"""`megascale agent`: the agent of a node, started by the scheduler adapters of `megascale launch`, not by people.
+
+Its node, the driver's address and the job's secret come by the environment, never on a command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from megascale.core.env_numbers import whole_number
+from megascale.core.errors import ConfigError, Problem
+from megascale.core.limits import raise_soft_limits
+from megascale.core.process import usable_cores
+from megascale.core.rank import NODE_VARIABLE
+from megascale.core.secret import inheritable_secret, job_secret
+from megascale.fault.node_place import NodePlace
+from megascale.fault.scheduler.port import ADDRESS_VARIABLE, DRIVER_VARIABLE
+
+SLOTS_VARIABLE = "MEGASCALE_NODE_SLOTS"
+"""Environment variable of an agent: ranks that its node can run; by default one for each usable core."""
+
+OPEN_FILES = 1 << 16
+
+GRPC_DEFAULTS = {
+    "GRPC_ENABLE_FORK_SUPPORT": "0",  # the children of an agent are other programs
+    "GRPC_VERBOSITY": "ERROR",
+}
+"""Environment variables of gRPC."""
+
+
+def add_arguments(sub: argparse.ArgumentParser) -> None:
+    """Declare the subcommand's arguments."""
+    sub.add_argument(
+        "--observe",
+        metavar="FOLDER",
+        type=Path,
+        help="only watch the ranks of the run in FOLDER that torchrun or srun has started on this host",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the subcommand and return its exit status."""
+    os.environ.update(GRPC_DEFAULTS | os.environ)
+    from megascale.fault.agent import Agent, leave_process  # imports gRPC, which reads these variables
+    from megascale.fault.observed_ranks import ObservedRanks
+    from megascale.fault.streams import tls_from_environment
+
+    place = place_from_environment(os.environ)
+    secret, descriptor = job_secret(None), inheritable_secret()
+    raise_soft_limits(OPEN_FILES)
+    observed = None if options.observe is None else functools.partial(ObservedRanks, options.observe.absolute())
+    status = asyncio.run(Agent(place, secret, descriptor, tls_from_environment(), observed).run())
+    leave_process(status)
+    return status
+
+
+def place_from_environment(env: Mapping[str, str]) -> NodePlace:
+    """Read the node of this agent. Raises: ConfigError"""
+    missing = [name for name in (NODE_VARIABLE, ADDRESS_VARIABLE, DRIVER_VARIABLE) if not env.get(name)]
+    if missing:
+        hint = "`megascale launch` starts the agents"
+        raise ConfigError([Problem("environment", name, "not set", hint) for name in missing])
+    slots = whole_number(env, SLOTS_VARIABLE, usable_cores(), least=1)
+    return NodePlace(env[NODE_VARIABLE], env[ADDRESS_VARIABLE], env[DRIVER_VARIABLE], slots)

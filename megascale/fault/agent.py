@@ -1,0 +1,256 @@
+"""The agent of a node: parent of its ranks, which it starts, watches and ends at the driver's order.
+
+The agent decides nothing. It reports ends of ranks at once and their states every second; it answers with flight
+records, stacks and results of checks. Its ranks die with it. If the driver is lost the ranks go on training, and the
+agent connects to the next driver and says what it runs; after `fault.agent_grace_s` without one it ends its ranks,
+which save, and itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+from megascale.config.fault import FaultConfig
+from megascale.core.errors import Exit, MegascaleError
+from megascale.core.handshake import NotAPeerError
+from megascale.core.process import stop_signals
+from megascale.fault.answers import check_node, read_records, take_stacks
+from megascale.fault.host_metrics import HostMetrics
+from megascale.fault.messages import (
+    AgentMessage,
+    Check,
+    Collect,
+    DriverMessage,
+    Heartbeat,
+    Hello,
+    Leave,
+    OpenStore,
+    RankEnd,
+    RanksEnded,
+    Start,
+    Stop,
+    Welcome,
+)
+from megascale.fault.node_place import NodePlace
+from megascale.fault.node_ranks import NodeRanks
+from megascale.fault.ranks import Ranks
+from megascale.fault.rpc import AgentChannel
+from megascale.fault.store_listener import StoreListener
+from megascale.fault.streams import Tls
+from megascale.fault.threads import call_in_thread
+
+METRICS_S = 5.0
+"""Seconds between samples of the host's metrics, and seconds that a sample may take."""
+
+LOST_DRIVER_GRACE_S = 60.0
+"""Seconds that the ranks have to save when no driver has come back."""
+
+
+class Agent:
+    """The agent of a node. `secret`: the key of the job; `secret_descriptor`: from which ranks read the secret.
+
+    `observed`: ranks of another launcher, which this agent only watches.
+    """
+
+    def __init__(
+        self,
+        place: NodePlace,
+        secret: bytes,
+        secret_descriptor: int,
+        tls: Tls | None = None,
+        observed: Callable[[Callable[[RankEnd], None]], Ranks] | None = None,
+    ) -> None:
+        self._place = place
+        self._settings = FaultConfig()
+        self._secret_descriptor = secret_descriptor
+        self._channel = AgentChannel(place.driver, secret, self._greeting, tls)
+        self._started = time.time()
+        self._ranks: Ranks | None = observed(self._report_end) if observed else None
+        self._observes = observed is not None
+        self._store = StoreListener(place.address)
+        self._metrics = HostMetrics(Path.cwd())
+        self._host: dict[str, float] = {}
+        self._beat_now = asyncio.Event()
+        self._stop_requests = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> int:
+        """Serve until the driver lets the agent leave, a signal ends it, or the driver stays away; return the exit
+        status.
+
+        Raises: MegascaleError if the driver has another secret
+        """
+        loop = asyncio.get_running_loop()
+        self._leaving: asyncio.Future[int] = loop.create_future()
+        for number in stop_signals():
+            loop.add_signal_handler(number, self._take_signal)
+        try:
+            async with self._channel:
+                for job in (self._serve(), self._send_beats(), self._watch_ranks(), self._sample_metrics()):
+                    self._spawn(job)
+                return await self._leaving
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            if self._ranks is not None:
+                if not self._observes:
+                    await self._ranks.stop(0)
+                self._ranks.close()
+            self._store.close()
+
+    def _spawn(self, job: Coroutine[Any, Any, None]) -> None:
+        """Run a job beside the others; its failure ends the agent."""
+        task = asyncio.ensure_future(job)
+        self._tasks.add(task)
+        task.add_done_callback(self._take_end)
+
+    def _take_end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not self._leaving.done():
+            self._leaving.set_exception(error)
+
+    def _greeting(self) -> list[AgentMessage]:
+        """Return the first messages of a connection: what this agent runs, and what an earlier driver may have missed."""
+        place, ranks = self._place, self._ranks
+        attempt, running = (None, ()) if ranks is None else (ranks.attempt, ranks.running)
+        said: list[AgentMessage] = [
+            Hello(
+                place.node, socket.gethostname(), place.address, place.slots, attempt, running,
+                observer=self._observes, started=self._started,
+            )
+        ]  # fmt: skip
+        if (opened := self._store.opened) is not None:
+            said.append(opened)
+        if ranks is not None and ranks.ends:
+            said.append(RanksEnded(ranks.attempt, tuple(ranks.ends.values())))
+        return said
+
+    async def _serve(self) -> None:
+        try:
+            async for message in self._channel:
+                await self._take(message)
+        except NotAPeerError as error:
+            what = f"the driver at {self._place.driver}: {error}"
+            raise MegascaleError(what, hint="give all agents the secret of the job's supervisor") from None
+
+    async def _take(self, message: DriverMessage) -> None:
+        match message:
+            case Welcome():
+                self._settings = self._settings.model_copy(update=vars(message))
+            case OpenStore() if not self._observes:
+                self._store.open(message)
+                if (opened := self._store.opened) is not None:
+                    self._channel.send(opened)
+            case Start() if not self._observes:
+                await self._start(message)
+            case Stop():
+                self._spawn(self._stop(message))
+            case Collect():
+                self._spawn(self._collect(message))
+            case Check():
+                self._spawn(self._check(message))
+            case Leave():
+                self._spawn(self._leave(f"told to leave: {message.reason}", Exit.OK, 0.0))
+            case _:
+                _say(f"an observer takes no {type(message).__name__}")
+
+    async def _start(self, order: Start) -> None:
+        """Start an attempt. Ranks of an earlier one are killed before: a place never has two owners."""
+        if self._ranks is not None:
+            if self._ranks.attempt >= order.attempt:
+                self._report_ends()
+                return
+            await self._ranks.stop(0)
+            self._ranks.close()
+        ranks = self._ranks = NodeRanks(order, self._place.node, self._secret_descriptor, self._report_end)
+        ranks.start(self._store.socket_of(order.attempt))
+        self._store.close()
+        self._beat_now.set()
+
+    async def _stop(self, order: Stop) -> None:
+        ranks = self._ranks
+        if ranks is None or ranks.attempt != order.attempt or self._observes:
+            self._channel.send(RanksEnded(order.attempt, ()))
+            return
+        self._report_ends(stuck=await ranks.stop(order.grace_s, save=order.save))
+
+    def _report_end(self, end: RankEnd) -> None:
+        if self._ranks is not None:
+            self._channel.send(RanksEnded(self._ranks.attempt, (end,)))
+            self._beat_now.set()
+
+    def _report_ends(self, stuck: Sequence[int] = ()) -> None:
+        if self._ranks is not None:
+            self._channel.send(RanksEnded(self._ranks.attempt, tuple(self._ranks.ends.values()), tuple(stuck)))
+
+    async def _collect(self, order: Collect) -> None:
+        self._channel.send(read_records(self._ranks, order))
+        if order.stacks:
+            self._channel.send(await take_stacks(self._ranks, order))
+
+    async def _check(self, order: Check) -> None:
+        self._channel.send(await check_node(order, self._place.slots))
+
+    async def _send_beats(self) -> None:
+        """Send heartbeats, at once when a rank starts or ends."""
+        while True:
+            ranks = self._ranks
+            attempt, statuses = (None, ()) if ranks is None else (ranks.attempt, ranks.statuses())
+            host, self._host = self._host or None, {}
+            self._channel.send(Heartbeat(time.time(), attempt if statuses else None, statuses, host))
+            self._beat_now.clear()
+            try:
+                await asyncio.wait_for(self._beat_now.wait(), self._settings.heartbeat_s)
+            except TimeoutError:
+                continue
+
+    async def _watch_ranks(self) -> None:
+        """Read the flight records, and watch for a driver that stays away."""
+        while True:
+            if self._ranks is not None:
+                self._ranks.poll()
+            if self._channel.lost_s > self._settings.agent_grace_s:
+                lost = f"no driver at {self._place.driver} for {self._channel.lost_s:.0f} s"
+                await self._leave(lost, Exit.UNCLASSIFIED, LOST_DRIVER_GRACE_S)
+                return
+            await asyncio.sleep(self._settings.poll_s)
+
+    async def _sample_metrics(self) -> None:
+        while True:
+            try:
+                self._host = await call_in_thread(self._metrics.sample, METRICS_S)
+            except (TimeoutError, RuntimeError, OSError) as error:
+                _say(f"no metrics of the host: {str(error) or type(error).__name__}")
+            await asyncio.sleep(METRICS_S)
+
+    def _take_signal(self) -> None:
+        """Stop on a signal: at the first the ranks may save, the second kills them."""
+        self._stop_requests += 1
+        grace_s = self._settings.stop_grace_s if self._stop_requests == 1 else 0.0
+        self._spawn(self._leave("stopped by a signal", Exit.STOPPED, grace_s))
+
+    async def _leave(self, reason: str, status: int, grace_s: float) -> None:
+        _say(reason)
+        if self._ranks is not None and not self._observes:
+            self._report_ends(stuck=await self._ranks.stop(grace_s, save=grace_s > 0))
+        if not self._leaving.done():
+            self._leaving.set_result(int(status))
+
+
+def _say(text: str) -> None:
+    print(f"megascale agent: {text}", file=sys.stderr, flush=True)
+
+
+def leave_process(status: int) -> None:
+    """End this process at once, whatever its threads wait for: a call to a sick device may never return."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

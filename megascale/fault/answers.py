@@ -1,0 +1,54 @@
+"""Answers of an agent to the driver's questions about its node: flight records, stacks, results of checks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from megascale.core.errors import MegascaleError
+from megascale.fault.checks.process import run_check
+from megascale.fault.messages import Check, CheckDone, Collect, Records, Stacks
+from megascale.fault.process_states import STACK_S, process_state, stack_of
+from megascale.fault.ranks import Ranks
+from megascale.fault.threads import call_in_thread
+
+STACKS_AT_ONCE = 2
+"""Stacks that are taken at the same time: each takes a core for a moment."""
+
+
+def read_records(ranks: Ranks | None, order: Collect) -> Records:
+    """Return the flight records of ranks, and the states of their processes; none of another attempt."""
+    if ranks is None or ranks.attempt != order.attempt:
+        return Records(order.attempt, {}, {})
+    states = {rank: process_state(pid).state for rank, pid in ranks.processes(order.ranks).items()}
+    records = {rank: record.to_dict() for rank, record in ranks.records(order.ranks).items()}
+    return Records(order.attempt, records, states)
+
+
+async def take_stacks(ranks: Ranks | None, order: Collect) -> Stacks:
+    """Return the stacks of running ranks, or why there are none."""
+    if ranks is None or ranks.attempt != order.attempt:
+        return Stacks(order.attempt, {})
+    return Stacks(order.attempt, await _stacks(ranks.processes(order.ranks)))
+
+
+async def _stacks(pids: Mapping[int, int]) -> dict[int, str]:
+    turns = asyncio.Semaphore(STACKS_AT_ONCE)
+
+    async def take(pid: int) -> str:
+        async with turns:
+            try:
+                return await call_in_thread(lambda: stack_of(pid), 2 * STACK_S)
+            except (TimeoutError, RuntimeError) as error:
+                return f"no stack of process {pid}: {str(error) or 'py-spy does not answer'}"
+
+    return dict(zip(pids, await asyncio.gather(*map(take, pids.values())), strict=True))
+
+
+async def check_node(order: Check, slots: int) -> CheckDone:
+    """Run a check of this node. `slots`: ranks that the node can run."""
+    try:
+        result = await run_check(order.name, {"slots": slots, **order.arguments}, order.timeout_s)
+    except (MegascaleError, OSError, RuntimeError) as error:
+        return CheckDone(order.id, order.name, {}, str(error))
+    return CheckDone(order.id, order.name, result.to_dict())

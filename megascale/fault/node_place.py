@@ -1,0 +1,17 @@
+"""The place of an agent in a job: its node, and where the driver is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class NodePlace:
+    """The node of an agent. `address`: where other nodes reach it; `driver`: host:port of the driver; `slots`: ranks
+    that it can run.
+    """
+
+    node: str
+    address: str
+    driver: str
+    slots: int

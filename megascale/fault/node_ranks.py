@@ -1,0 +1,170 @@
+"""The ranks of one attempt on a node: started, watched without their help, and ended in bounded time by their agent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megascale.core.errors import MegascaleError
+from megascale.core.flight_reader import read_flight_record
+from megascale.core.flight_record import (
+    ATTEMPT_VARIABLE,
+    FLIGHT_RECORD_VARIABLE,
+    FlightRecord,
+    FlightRecordError,
+    flight_record_path,
+)
+from megascale.core.network import is_loopback
+from megascale.core.rank import NODE_VARIABLE
+from megascale.fault.messages import RankEnd, RankStatus, Start
+from megascale.fault.observations import OomKills
+from megascale.fault.rank_ends import describe_end, failed_start
+from megascale.fault.ranks import call_at_end, rank_status
+from megascale.launch.failure import ERROR_FILE_NAME
+from megascale.launch.workers import Launch, Worker, ending
+
+LOG_NAME = "rank-{}.log"
+"""Name of the file of a rank's output, in the attempt's folder of logs."""
+
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+@dataclass
+class _LocalRank:
+    """A rank that was started. `record`: the head of its flight record when it was last read; `first_step`: the first
+    step seen in it.
+    """
+
+    worker: Worker
+    record_path: Path
+    oom_kills: OomKills
+    started: float
+    record: FlightRecord | None = None
+    first_step: int = -1
+
+
+class NodeRanks:
+    """The ranks of `order` on node `node`. `secret`: descriptor of the job's secret. `on_end` is called in the event
+    loop with each end, as soon as the process has ended.
+    """
+
+    def __init__(self, order: Start, node: str, secret: int, on_end: Callable[[RankEnd], None]) -> None:
+        self.attempt = order.attempt
+        self.ends: dict[int, RankEnd] = {}
+        self._order = order
+        self._node = node
+        self._logs = Path(order.logs)
+        self._secret = secret
+        self._on_end = on_end
+        self._ranks: dict[int, _LocalRank] = {}
+        self._stopped = False
+
+    def start(self, listener: socket.socket | None) -> None:
+        """Start the ranks. `listener`: the socket of the job's store, for rank 0. A rank that cannot be started has
+        ended, with the error.
+        """
+        order = self._order
+        remove_flight_records(order.run, self._node)
+        env = {NODE_VARIABLE: self._node, ATTEMPT_VARIABLE: str(order.attempt), **order.env}
+        if is_loopback(order.store.rpartition(":")[0]):
+            env.setdefault(GLOO_INTERFACE, os.environ.get(GLOO_INTERFACE, "lo"))
+        launch = Launch(order.arguments, order.world, order.ranks, order.store, self._secret, self._logs, env)
+        start_ns = time.time_ns()
+        for rank in order.ranks:
+            path = flight_record_path(_records_name(order.run, self._node), start_ns, rank)
+            try:
+                worker = self._start(launch, rank, path, listener if rank == 0 else None)
+            except MegascaleError as error:
+                self._add_end(failed_start(rank, error))
+                continue
+            self._ranks[rank] = _LocalRank(worker, path, OomKills(worker.process.pid), time.monotonic())
+            call_at_end(worker.process.pid, functools.partial(self._look_for_end, rank))
+
+    def _start(self, launch: Launch, rank: int, record: Path, listener: socket.socket | None) -> Worker:
+        try:
+            self._logs.mkdir(parents=True, exist_ok=True)
+            (self._logs / ERROR_FILE_NAME.format(rank)).unlink(missing_ok=True)
+        except OSError as error:
+            raise MegascaleError(f"the folder of logs cannot be used: {error}", hint="see the file system") from None
+        env = {FLIGHT_RECORD_VARIABLE: str(record)}
+        return launch.start(rank, listener=listener, log=self._logs / LOG_NAME.format(rank), env=env)
+
+    def _look_for_end(self, rank: int) -> None:
+        local = self._ranks[rank]
+        if rank in self.ends or (end := local.worker.ended()) is None:
+            return
+        oom_killed = local.oom_kills.have_risen()
+        log = local.worker.log
+        self._add_end(describe_end(rank, end, self._logs, log, oom_killed=oom_killed, stopped=self._stopped))
+
+    def _add_end(self, end: RankEnd) -> None:
+        self.ends[end.rank] = end
+        self._on_end(end)
+
+    @property
+    def running(self) -> tuple[int, ...]:
+        """The ranks whose processes have not ended."""
+        return tuple(rank for rank in self._ranks if rank not in self.ends)
+
+    def poll(self) -> None:
+        """Read the heads of the flight records of the running ranks."""
+        for rank in self.running:
+            local = self._ranks[rank]
+            self._look_for_end(rank)
+            local.oom_kills.follow()
+            with contextlib.suppress(FlightRecordError, OSError):
+                record = local.record = read_flight_record(local.record_path, head_only=True)
+                if local.first_step < 0 and record.step > 0:
+                    local.first_step = record.step
+
+    def statuses(self) -> tuple[RankStatus, ...]:
+        """Return the states of the running ranks, as of the last `poll`."""
+        found = ((rank, self._ranks[rank]) for rank in self.running)
+        return tuple(
+            rank_status(rank, one.worker.process.pid, one.record, one.first_step, one.started) for rank, one in found
+        )
+
+    def records(self, ranks: Sequence[int] | None = None) -> dict[int, FlightRecord]:
+        """Read the flight records of ranks, by default of all, also of those that have ended."""
+        found = {}
+        for rank in self._ranks if ranks is None else ranks:
+            with contextlib.suppress(FlightRecordError, OSError, KeyError):
+                found[rank] = read_flight_record(self._ranks[rank].record_path)
+        return found
+
+    def processes(self, ranks: Sequence[int] | None = None) -> dict[int, int]:
+        """Return the process ids of running ranks, by default of all."""
+        wanted = self.running if ranks is None else [rank for rank in ranks if rank in self.running]
+        return {rank: self._ranks[rank].worker.process.pid for rank in wanted}
+
+    async def stop(self, grace_s: float, *, save: bool = False) -> tuple[int, ...]:
+        """End the ranks within `grace_s` seconds, and return those that do not end even when killed."""
+        self._stopped = True
+        for pause in ending([local.worker for local in self._ranks.values()], grace_s, save=save):
+            await asyncio.sleep(pause)
+        for rank in self._ranks:
+            self._look_for_end(rank)
+        return self.running
+
+    def close(self) -> None:
+        """Remove the flight records."""
+        for local in self._ranks.values():
+            local.record_path.unlink(missing_ok=True)
+
+
+def _records_name(run: str, node: str) -> str:
+    return f"{run}@{node}"
+
+
+def remove_flight_records(run: str, node: str) -> None:
+    """Remove the flight records that ranks of earlier attempts have left on this node."""
+    pattern = flight_record_path(_records_name(run, node), 0, 0)
+    for path in pattern.parent.glob(pattern.name.replace("-0-00000.", "-*-*.")):
+        path.unlink(missing_ok=True)

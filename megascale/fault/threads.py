@@ -1,0 +1,41 @@
+"""Calls that may never return, such as those to a sick GPU or file server, beside an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+async def call_in_thread(function: Callable[[], T], timeout_s: float) -> T:
+    """Return what `function` returns in a thread of its own, which keeps no process from ending.
+
+    Raises: TimeoutError; RuntimeError without a thread; whatever `function` raises
+    """
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[T] = loop.create_future()
+
+    def run() -> None:
+        value, error = None, None
+        try:
+            value = function()
+        except Exception as raised:
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
+            loop.call_soon_threadsafe(_set, result, value, error)
+
+    threading.Thread(target=run, name=getattr(function, "__name__", "call"), daemon=True).start()
+    return await asyncio.wait_for(result, timeout_s)
+
+
+def _set(result: asyncio.Future, value: object, error: Exception | None) -> None:
+    if result.done():
+        return
+    if error is not None:
+        result.set_exception(error)
+    else:
+        result.set_result(value)

@@ -1,0 +1,330 @@
+"""The agent of a node, against a scripted driver: real processes on loopback."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megascale.core.errors import Exit
+from megascale.core.flight_record import FlightRecord, flight_record_path
+from megascale.core.network import LOOPBACK
+from megascale.core.secret import new_secret
+from megascale.fault.messages import (
+    Check,
+    CheckDone,
+    Collect,
+    Heartbeat,
+    Hello,
+    Leave,
+    OpenStore,
+    RanksEnded,
+    Records,
+    Stacks,
+    Start,
+    Stop,
+    Welcome,
+)
+from megascale.fault.rpc import Disconnected, reserve_port
+from tests.fault.nodes import Node, driver, gone, node, rank_environment, run, within
+from tests.jobs import lives
+
+
+def flight_records(name: str = "run@n0") -> list[Path]:
+    """The flight records of ranks on a node."""
+    pattern = flight_record_path(name, 0, 0)
+    return sorted(pattern.parent.glob(pattern.name.replace("-0-00000.", "-*-*.")))
+
+
+def test_ranks_are_started_watched_and_a_killed_one_is_reported_at_once(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with node(tmp_path) as (ours, agent):
+            pids = await ours.start(tmp_path)
+            os.kill(pids[1], signal.SIGKILL)
+            killed = time.time()
+            end = (await ours.end_of(1))[1]
+            assert (end.status, end.error, end.in_order, end.stopped) == (-signal.SIGKILL, None, False, False)
+            assert end.last_lines == ("rank 1 prints",)
+            assert 0 <= end.time - killed < 1
+            beat = await ours.until(Heartbeat, lambda beat: len(beat.ranks) == 1)
+            status = beat.ranks[0]
+            assert (status.rank, status.pid, status.phase, beat.attempt) == (0, pids[0], "step", 1)
+            assert status.progress > 0
+            assert status.rss > 1 << 20
+            assert status.first_step > 0
+            environment = ast.literal_eval((tmp_path / "environment-0").read_text())
+            expected = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+            expected |= {"MEGASCALE_NODE": "n0", "MEGASCALE_ATTEMPT": "1", "GREETING": "hi"}
+            assert {name: environment.get(name) for name in expected} == expected
+            agent.tell(0, "end")
+            assert (await ours.end_of(0))[0].in_order
+            assert len(flight_records()) == 2, "they outlive the ranks"
+            ours.send(Leave("the job has ended"))
+            assert await agent.ended() == Exit.OK
+            assert not flight_records()
+
+    run(test)
+
+
+def test_a_stopped_rank_shows_and_no_rank_outlives_its_stop(tmp_path: Path) -> None:
+    """Rank 1 is stopped, and rank 2 heeds no SIGTERM."""
+
+    async def test() -> None:
+        async with node(tmp_path) as (ours, agent):
+            agent.tell(2, "deaf")
+            pids = await ours.start(tmp_path, (0, 1, 2))
+            os.kill(pids[1], signal.SIGSTOP)
+            beat = await ours.until(Heartbeat, lambda beat: any(status.idle_s > 1 for status in beat.ranks))
+            states = {status.rank: (status.state, status.silent_s > 0.7) for status in beat.ranks}
+            assert states[1] == ("T", True)
+            assert states[0][0] in "SR"
+            ours.send(Collect(1, stacks=True, ranks=(1,)))
+            records = await ours.until(Records)
+            assert records.states == {1: "T"}
+            record = FlightRecord.from_dict(records.records[1])
+            assert (record.rank, record.pid, record.phase) == (1, pids[1], "step")
+            stacks = await ours.until(Stacks)
+            assert "sitecustomize" in stacks.stacks[1], stacks
+            ours.send(Collect(7))
+            assert await ours.until(Records) == Records(7, {}, {})
+            ours.send(Stop(1, 0.5))
+            start = time.monotonic()
+            ended = await ours.until(RanksEnded, lambda message: len(message.ends) == 3)
+            assert time.monotonic() - start < 10
+            assert {end.rank: (end.status, end.stopped) for end in ended.ends} == {
+                0: (143, True),
+                1: (-signal.SIGKILL, True),
+                2: (-signal.SIGKILL, True),
+            }
+            assert not any(map(lives, pids.values()))
+
+    run(test)
+
+
+def test_ranks_die_with_their_agent(tmp_path: Path) -> None:
+    """A killed agent leaves flight records; the next agent of the node removes them."""
+
+    async def test() -> None:
+        async with node(tmp_path) as (ours, agent):
+            pids = await ours.start(tmp_path)
+            agent.kill()
+            assert await gone(list(pids.values())) < 1
+            await ours.until(Disconnected)
+            left = flight_records()
+            assert len(left) == 2
+            second = Node(tmp_path, ours.server.address, agent.secret)
+            try:
+                assert (await ours.until(Hello)).attempt is None
+                await ours.start(tmp_path, attempt=2)
+                assert not set(left) & set(flight_records())
+                ours.send(Leave("done"))
+                await second.ended()
+                assert not flight_records()
+            finally:
+                second.kill()
+
+    run(test)
+
+
+def test_ranks_outlive_a_driver_and_the_next_one_takes_over(tmp_path: Path) -> None:
+    """What happened meanwhile is said again; without a third driver the ranks save and leave."""
+    secret = new_secret()
+
+    async def test() -> None:
+        with reserve_port() as reserved:
+            port = reserved.getsockname()[1]
+            async with driver(secret, port) as first:
+                agent = Node(tmp_path, first.server.address, secret)
+                await first.until(Hello)
+                pids = await first.start(tmp_path, (0, 1, 2))
+            try:
+                os.kill(pids[2], signal.SIGKILL)
+                await gone([pids[2]])
+                async with driver(secret, port) as second:
+                    hello = await second.until(Hello)
+                    assert (hello.attempt, hello.ranks) == (1, (0, 1))
+                    assert (await second.end_of(2))[2].status == -signal.SIGKILL
+                    before = await second.until(Heartbeat, lambda beat: len(beat.ranks) == 2)
+                    after = await second.until(Heartbeat)
+                    assert [status.pid for status in after.ranks] == [pids[0], pids[1]]
+                    assert all(a.step > b.step for a, b in zip(after.ranks, before.ranks, strict=True))
+                    second.send(Welcome(0.1, 0.05, 0.5, 5.0))
+                    await second.until(Heartbeat)
+                assert await agent.ended() == Exit.UNCLASSIFIED
+                assert "no driver at" in agent.log.read_text()
+                ends = {rank: (tmp_path / f"logs/attempt-1/rank-{rank}.error.json").read_text() for rank in (0, 1)}
+                assert all('"exit_status": 143' in end for end in ends.values())
+            finally:
+                agent.kill()
+
+    run(test)
+
+
+def test_the_last_words_of_a_rank_are_reported(tmp_path: Path) -> None:
+    """An error of its own, a lost peer, and a line of its output that a pattern knows."""
+
+    async def test() -> None:
+        async with node(tmp_path) as (ours, agent):
+            await ours.start(tmp_path, (0, 1, 2))
+            for rank, what in enumerate(("raise", "lose", "full")):
+                agent.tell(rank, what)
+            ends = await ours.end_of(0, 1, 2)
+            said = {rank: (end.status, end.error_kind, end.peer_lost, end.peers) for rank, end in ends.items()}
+            assert said[0] == (1, "ValueError", False, ())
+            assert said[1] == (1, "LostPeerError", True, (1,))
+            assert said[2] == (4, "", False, ())
+            assert ends[0].error == "ValueError: a bad value"
+            assert ends[0].patterns == ("python:ValueError",)
+            assert ends[2].patterns == ("disk_full", "python:OSError")
+
+    run(test)
+
+
+def test_a_new_attempt_ends_the_earlier_one(tmp_path: Path) -> None:
+    """An order that arrives again, or late, starts nothing; a rank that cannot be started has ended with the reason."""
+
+    async def test() -> None:
+        async with node(tmp_path) as (ours, _):
+            first = await ours.start(tmp_path)
+            second = await ours.start(tmp_path, attempt=2)
+            assert not set(first.values()) & set(second.values())
+            assert not any(map(lives, first.values()))
+            order = ("run", 2, (0, 1), f"{LOOPBACK}:1", ("--version",))
+            for attempt in (1, 2):
+                ours.send(Start(attempt, *order, str(tmp_path / "logs"), {}))
+            beat = await ours.until(Heartbeat)
+            beat = await ours.until(Heartbeat)
+            assert {status.rank: status.pid for status in beat.ranks} == second
+            ours.send(Stop(1, 0.0))
+            assert (await ours.until(RanksEnded, lambda message: message.attempt == 1)).ends == ()
+            (tmp_path / "file").touch()
+            ours.send(Start(3, *order, str(tmp_path / "file"), {}))
+            ends = await ours.end_of(0, 1, attempt=3)
+            assert "the folder of logs cannot be used" in str(ends[0].error)
+            assert not any(map(lives, second.values()))
+
+    run(test)
+
+
+def test_a_signal_to_the_agent_lets_the_ranks_save(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with node(tmp_path) as (ours, agent):
+            beat = await ours.until(Heartbeat, lambda beat: beat.host)
+            assert beat.host is not None
+            assert {"cpu.percent", "memory.available", "disk.shm.free", "clock.offset_s"} <= beat.host.keys()
+            ours.send(Check(5, "limits", {}))
+            done = await ours.until(CheckDone)
+            assert (done.id, done.name, done.error) == (5, "limits", "")
+            assert done.result["name"] == "limits"
+            ours.send(Check(6, "weather", {}))
+            assert "weather" in (await ours.until(CheckDone)).error
+            pids = await ours.start(tmp_path)
+            agent.process.send_signal(signal.SIGTERM)
+            ends = await ours.end_of(0, 1)
+            assert all((end.status, end.in_order, end.stopped) == (143, True, True) for end in ends.values())
+            assert await agent.ended() == Exit.STOPPED
+            assert not any(map(lives, pids.values()))
+            assert not flight_records()
+
+    run(test)
+
+
+def test_the_secret_shows_nowhere_and_another_one_is_refused(tmp_path: Path) -> None:
+    secret = new_secret()
+
+    async def test() -> None:
+        async with driver(secret) as ours:
+            stranger = Node(tmp_path, ours.server.address, new_secret(), "n1")
+            agent = Node(tmp_path, ours.server.address, secret)
+            try:
+                await ours.until(Hello)
+                pids = await ours.start(tmp_path)
+                for pid in (agent.process.pid, *pids.values()):
+                    for name in ("cmdline", "environ"):
+                        assert secret.encode() not in Path(f"/proc/{pid}/{name}").read_bytes()
+                assert await stranger.ended() == Exit.UNCLASSIFIED
+                assert "it has another secret than this process" in stranger.log.read_text()
+                assert ours.server.refused == 1
+                ours.send(Leave("done"))
+                await agent.ended()
+            finally:
+                agent.kill()
+                stranger.kill()
+
+    run(test)
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(written) > 5
+    assert not [path for path in written if secret in path.read_text(errors="replace")]
+
+
+def test_an_agent_without_a_node_or_secret_says_what_is_missing() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "megascale", "agent"],
+        env={name: value for name, value in os.environ.items() if not name.startswith("MEGASCALE")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == Exit.CONFIG
+    for name in ("MEGASCALE_NODE:", "MEGASCALE_NODE_ADDRESS:", "MEGASCALE_DRIVER:"):
+        assert f"{name} not set" in done.stderr
+
+
+def test_an_observer_watches_ranks_of_another_launcher(tmp_path: Path) -> None:
+    """It reports states and ends, and starts and ends nothing."""
+
+    async def test() -> None:
+        name = f"observed-{os.getpid()}"
+        ranks = []
+        async with node(tmp_path, arguments=f"--observe {tmp_path / name}") as (ours, agent):
+            try:
+                for rank in range(2):
+                    env = rank_environment(tmp_path, name, rank, logs=tmp_path / name / "logs")
+                    ranks.append(subprocess.Popen([sys.executable, "-c", ""], env=env, stdout=subprocess.DEVNULL))
+                assert await ours.training() == {rank: process.pid for rank, process in enumerate(ranks)}
+                ours.send(OpenStore(1))
+                ours.send(Stop(0, 0.0))
+                assert (await ours.until(RanksEnded)).ends == ()
+                ranks[1].send_signal(signal.SIGSTOP)
+                beat = await ours.until(Heartbeat, lambda beat: any(status.state == "T" for status in beat.ranks))
+                assert {status.rank for status in beat.ranks if status.state == "T"} == {1}
+                ranks[1].send_signal(signal.SIGKILL)
+                end = (await ours.end_of(1))[1]
+                assert (end.in_order, end.patterns) == (False, ("status_unknown",))
+                agent.tell(0, "raise")
+                end = (await ours.end_of(0))[0]
+                assert (end.status, end.error_kind) == (1, "ValueError")
+                assert "an observer takes no OpenStore" in agent.log.read_text()
+                ours.send(Leave("done"))
+                assert await agent.ended() == Exit.OK
+            finally:
+                for process in ranks:
+                    process.kill()
+                    process.wait()
+        assert not flight_records(name)
+
+    run(test)
+
+
+@pytest.mark.parametrize("signals", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_deaf_rank_is_killed_by_the_second_signal(signals: int, tmp_path: Path) -> None:
+    async def test() -> None:
+        async with node(tmp_path) as (ours, agent):
+            agent.tell(0, "deaf")
+            pids = await ours.start(tmp_path, (0,))
+            ours.send(Welcome(1.0, 0.25, 300.0, 1.0 if signals == 1 else 300.0))
+            await asyncio.sleep(0.3)
+            for _ in range(signals):
+                agent.process.send_signal(signal.SIGTERM)
+                await asyncio.sleep(0.1)
+            assert await within(agent.ended()) == Exit.STOPPED
+            assert not lives(pids[0])
+
+    run(test)
