@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 
 from megascale.core.errors import MegascaleError
-from megascale.fault.checks.process import run_check
+from megascale.fault.checks.runner import run_check
 from megascale.fault.messages import Check, CheckDone, Collect, Records, Stacks
 from megascale.fault.process_states import STACK_S, process_state, stack_of
 from megascale.fault.ranks import Ranks

@@ -143,6 +143,7 @@ def test_a_name_means_one_thing() -> None:
 
 
 SHARED = {
+    "agent.py": "cli: the command; fault: the agent that it runs",
     "__init__.py": "every folder has one",
     "backends.py": "catalog: the cards; config: the section that selects among them",
     "check.py": "cli: the command; schedule: the proofs",
