@@ -118,7 +118,7 @@ class Agent:
             self._leaving.set_exception(error)
 
     def _greeting(self) -> list[AgentMessage]:
-        """Return the first messages of a connection: what this agent runs, and what an earlier driver may have missed."""
+        """Return the first messages of a connection: what runs here, and what an earlier driver may have missed."""
         place, ranks = self._place, self._ranks
         attempt, running = (None, ()) if ranks is None else (ranks.attempt, ranks.running)
         said: list[AgentMessage] = [
