@@ -87,6 +87,7 @@ def test_hosts_with_different_secrets_are_named(tmp_path: Path) -> None:
     assert re.search(r"the job's store at 127.0.0.1:\d+  it hung up: it has another secret than this process", err), err
     _, _, err = hosts[0].end()
     assert "without the job's secret was refused at the job's store" in err
+    assert "for rank 1 at the start of the job; the store has refused a process without the job's secret" in err
     assert not hosts[0].steps()
 
 

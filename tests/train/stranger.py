@@ -10,12 +10,16 @@ import os
 import pickle
 import socket
 import struct
+import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 CONNECTIONS = 100
+CROWD_S = 150
+"""Most seconds of a crowd."""
 
 
 def attack_as(user: int, facts: dict[str, Any]) -> dict[str, Any]:
@@ -128,6 +132,33 @@ def crowd(port: int) -> str:
             received += connection.recv(1 << 16)
         connection.close()
     return received.hex()
+
+
+def crowd_as(user: int, ports: Path) -> int:
+    """Fork a process of another user that connects to the ports in the file `ports`, again and again, and says
+    something there, until the file is gone. Returns its pid.
+    """
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            os.setgroups([])
+            os.setresgid(user, user, user)
+            os.setresuid(user, user, user)
+            _crowd_ports(ports)
+        os._exit(0)
+    return child
+
+
+def _crowd_ports(ports: Path) -> None:
+    words = (bytes(128), tcp_store_set("init/rank", b"1"), b"GET / HTTP/1.1\r\n\r\n", struct.pack("<QQ", 2**62, 1) * 8)
+    connections: deque[socket.socket] = deque(maxlen=8 * CONNECTIONS)  # the oldest end as they are collected
+    deadline = time.monotonic() + CROWD_S
+    while ports.exists() and time.monotonic() < deadline:
+        for port in json.loads(ports.read_text()):
+            with contextlib.suppress(OSError):
+                connections.append(socket.create_connection(("127.0.0.1", port), 0.5))
+                connections[-1].settimeout(0.2)
+                connections[-1].sendall(words[len(connections) % len(words)])
 
 
 def denied(attempt: Callable[[], object]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import tempfile
@@ -14,10 +16,11 @@ from typing import Any
 import pytest
 
 from megascale.core.errors import Exit
+from megascale.core.files import write_text
 from megascale.core.secret import job_secret, secret_file
 from tests.jobs import Job, job_config
 from tests.runs import GPT
-from tests.train.stranger import attack_as
+from tests.train.stranger import attack_as, crowd_as
 
 NOBODY = 65534
 RUN_HERE = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
@@ -176,6 +179,27 @@ def test_no_command_line_has_a_secret(attacked: Attacked) -> None:
 
 def test_strangers_cost_no_memory(attacked: Attacked) -> None:
     assert max(attacked.grown.values()) < MEMORY_BYTES, attacked.grown
+
+
+def test_a_job_starts_among_strangers_at_every_port() -> None:
+    """Also at those of gloo, which ask for no secret."""
+    with tempfile.TemporaryDirectory(prefix="strangers-") as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        write_text(ports := folder / "ports", "[]")
+        job = Job(job_config(folder, GPT, parallel__tp=2, train__steps=1_000_000, train__precision="fp32"))
+        crowd = crowd_as(NOBODY, ports)
+        try:
+            while job.process.poll() is None and len(job.steps()) < 8:
+                with contextlib.suppress(OSError):  # a process has ended meanwhile
+                    write_text(ports, json.dumps(list(listening(descendants(job.process.pid)))))
+        finally:
+            ports.unlink()
+            os.waitpid(crowd, 0)
+        job.signal(signal.SIGTERM)
+        status, _, err = job.end()
+    assert status == Exit.STOPPED, err
+    assert "without the job's secret was refused at the job's store" in err
 
 
 def test_the_job_has_trained_on_and_ends_in_order(attacked: Attacked) -> None:
