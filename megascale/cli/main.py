@@ -18,6 +18,7 @@ COMMANDS = {
     "check": "find every mistake of a configuration, without launching anything",
     "plan": "estimate memory, step time and MFU of a run before a device is booked",
     "train": "train as a rank of torchrun or srun, or launch the ranks on this host",
+    "launch": "train with a driver, agents and spare nodes: a job that survives faults",
     "doctor": "describe this machine and the backend of each operation, and test the backends",
     "bench": "measure GEMMs, links, training steps and overlap on this machine",
     "data": "prepare and inspect token datasets",
@@ -26,7 +27,7 @@ COMMANDS = {
     "trace": "merge the event logs of a run's ranks into one timeline for Perfetto",
 }
 
-HIDDEN_COMMANDS = ("agent",)
+HIDDEN_COMMANDS = ("agent", "driver")
 """Commands that other commands start."""
 
 

@@ -110,4 +110,8 @@ class Attempt:
 
     def hang_finding(self, verdict: Verdict) -> Finding:
         """Return the finding about a hang of this attempt."""
-        return classify_hang(verdict, self.watch.moved, self.node_of, tuple(self.records), self.stacks)
+        doubted: tuple[int, ...] = ()
+        if not verdict.ranks:
+            groups = (record.groups.get(verdict.group) for record in self.records.values())
+            doubted = next((tuple(group.ranks) for group in groups if group is not None and group.ranks), ())
+        return classify_hang(verdict, self.watch.moved, self.node_of, tuple(self.records), self.stacks, doubted)

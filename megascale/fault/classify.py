@@ -1,4 +1,4 @@
-"""What happened: the ends of ranks, lost nodes, or the verdict about a hang, as a class, a culprit and evidence.
+"""Classification of faults: ends of ranks, lost nodes and verdicts about hangs, as class, culprit and evidence.
 
 The first cause is reported once. A rank that only lost a peer, or that another rank's failure aborted, is a follower;
 so is every rank that the driver stopped itself.
@@ -22,12 +22,12 @@ CODE_ERRORS = frozenset({
     "ModuleNotFoundError", "NameError", "NotImplementedError", "RecursionError", "SyntaxError", "TypeError",
     "UnboundLocalError", "UnicodeDecodeError", "ZeroDivisionError",
 })  # fmt: skip
-"""Errors of code, which no other node mends: ByteRobust rolls the code back for them, and evicts no node."""
+"""Errors of code, which occur on every node: ByteRobust rolls the code back for them, and evicts no node."""
 
 MEMORY_PATTERNS = frozenset({"linux_oom_kill", "host_oom", "cuda_oom"})
 NODE_PATTERNS = frozenset({"gpu_hardware_fault", "gpu_lost", "gpu_ecc", "disk_failure"})
-STORAGE_PATTERNS = frozenset({"disk_full", "storage_error", "io_error"})
-CASCADE_PATTERNS = frozenset({"nccl_cascade", "nccl_watchdog", "peer_lost"})
+STORAGE_PATTERNS = frozenset({"disk_full", "storage_error", "io_error", "bus_error"})
+CASCADE_PATTERNS = frozenset({"nccl_cascade", "nccl_watchdog", "collective_timeout", "peer_lost"})
 """Names of `fault.observations`: they say what the output shows, never who is to blame."""
 
 _RAISED = {
@@ -99,7 +99,7 @@ def _classify_end(end: RankEnd, culprit: Culprit, followers: tuple[int, ...]) ->
     memory = not patterns.isdisjoint(MEMORY_PATTERNS) or end.error_kind in ("OutOfMemoryError", "MemoryError")
     permanent = end.error_kind in CODE_ERRORS
     if permanent:
-        hint = "mend the code: no restart changes this error"
+        hint = "fix the code: no restart changes this error"
     if not patterns.isdisjoint(NODE_PATTERNS):
         class_, permanent = "node", False
     elif not patterns.isdisjoint(STORAGE_PATTERNS) or end.status == -signal.SIGBUS:
@@ -108,9 +108,9 @@ def _classify_end(end: RankEnd, culprit: Culprit, followers: tuple[int, ...]) ->
     if raised == "diverged":
         class_, permanent, hint = "divergence", True, "see the steps before in metrics.jsonl; resume from a checkpoint"
     elif raised == "data":
-        class_, permanent, hint = "data", True, "mend the data, then launch the job once more"
+        class_, permanent, hint = "data", True, "fix the data, then launch the job once more"
     elif raised == "config":
-        class_, permanent, hint = "software", True, "mend the configuration, then launch the job once more"
+        class_, permanent, hint = "software", True, "fix the configuration, then launch the job once more"
     elif raised == "checkpoint":
         class_ = "storage"
     evidence = (*(f"its output shows {name}" for name in sorted(patterns)), *end.last_lines[-1:] * (end.error is None))
@@ -180,22 +180,33 @@ _HANG_WORDS = {
     "spinning": "computes and makes no progress",
     "storage": "waits for storage",
     "data": "hangs in its data loader",
+    "dead": "has ended",
     "collective": "did not join a collective in which others wait",
+    "divergence": "makes other calls than the rest",
+    "device": "waits for its device",
     "network": "waits for a message that was sent",
 }
 
 
 def classify_hang(
-    verdict: Verdict, since: float, node_of: Mapping[int, str], waiting: Sequence[int], stacks: Mapping[int, str]
+    verdict: Verdict,
+    since: float,
+    node_of: Mapping[int, str],
+    waiting: Sequence[int],
+    stacks: Mapping[int, str],
+    doubted: Sequence[int] = (),
 ) -> Finding:
-    """Return the finding about a job without progress. `waiting`: its ranks; `stacks`: by rank, of the culprits."""
+    """Return the finding about a job without progress. `waiting`: its ranks; `stacks`: by rank, of the culprits;
+    `doubted`: ranks of the group in which a verdict without a culprit sees the fault.
+    """
     ranks = tuple(verdict.ranks)
-    culprit = Culprit(ranks, _nodes(ranks, node_of), verdict.group)
+    culprit = Culprit(ranks, _nodes(ranks or doubted, node_of), verdict.group)
     class_ = _HANG_CLASS.get(verdict.kind, "hang")
     words = _HANG_WORDS.get(verdict.kind, "makes no progress")
     what = f"{culprit} {words}" if verdict.confident and ranks else f"the job hangs, and the culprit is among {culprit}"
     if not ranks:
-        what = "the job hangs, and no rank differs from the others"
+        where = f" in group {verdict.group}" if verdict.group else ""
+        what = f"the job hangs{where}, and no rank differs from the others"
     tops = tuple(f"rank {rank} in {frame}" for rank, stack in stacks.items() if (frame := innermost_frame(stack)))
     followers = tuple(sorted(set(waiting) - set(ranks)))
     signature = f"{class_}: {verdict.kind} of {format_ranks(ranks) if ranks else verdict.group}"

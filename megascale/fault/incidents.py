@@ -30,6 +30,9 @@ IncidentClass = Literal[
 - unknown: none of these can be shown; alert: a loss or a gradient norm above its recent band, nothing was done
 """
 
+EVIDENCE_SHOWN = 3
+"""Observations in the line for people; the log has all."""
+
 ActionKind = Literal["restart", "replace", "replace_group", "shrink", "stop", "alert", "wait"]
 """Actions: restart the ranks in place; replace nodes by spares; replace all nodes of a parallel group; restart with
 fewer replicas; stop the job; only report; wait for the network to recover.
@@ -58,7 +61,7 @@ class Culprit:
 
 @dataclass(frozen=True)
 class Action:
-    """What the driver does about an incident. `nodes`: nodes that leave the job; `status`: exit status of a stop;
+    """The driver's answer to an incident. `nodes`: nodes that leave the job; `status`: exit status of a stop;
     `wait_s`: longest wait.
     """
 
@@ -73,7 +76,7 @@ class Action:
 class Incident:
     """One fault: what happened, to whom, since when, the verdict, the action, and the recovery.
 
-    - `what`: a clause about the culprit; `evidence`: observations; `hint`: how a person mends the cause
+    - `what`: a clause about the culprit; `evidence`: observations; `hint`: how a person fixes the cause
     - `signature`: equal for failures of the same way; `step`: last step that the job had completed
     - `since`, `verdict`, `recovered`: times of the fault, of the decision and of the first new step, in Unix seconds
     - `followers`: ranks whose failures are consequences, folded into this incident
@@ -132,8 +135,10 @@ class Incident:
 def describe(incident: Incident) -> str:
     """Return the line about an incident for people: what happened, evidence, action."""
     seen = f"noticed after {incident.verdict_s:.1f} s"
-    followers = f"; {format_ranks(incident.followers)} failed as a consequence" if incident.followers else ""
-    evidence = f" [{'; '.join(incident.evidence)}]" if incident.evidence else ""
+    verb = "waits" if incident.class_ in ("hang", "storage") else "failed as a consequence"
+    verb = "wait" if verb == "waits" and len(incident.followers) > 1 else verb
+    followers = f"; {format_ranks(incident.followers)} {verb}" if incident.followers else ""
+    evidence = f" [{'; '.join(incident.evidence[:EVIDENCE_SHOWN])}]" if incident.evidence else ""
     head = f"incident {incident.id} ({incident.class_}) after step {incident.step}: {incident.what}, {seen}"
     hint = f"  -> {incident.hint}" if incident.hint else ""
     return f"{head}{followers}{evidence}; {incident.action.reason}{hint}".replace("\n", " ")
@@ -149,15 +154,17 @@ def describe_recovery(incident: Incident) -> str:
 
 @dataclass
 class JobHistory:
-    """What the log says: the nodes of the last attempt by place, excluded nodes, and all incidents.
+    """The content of the log: the nodes of the last attempt by place, excluded nodes, and all incidents.
 
-    `excluded`: by node, the end of the exclusion in Unix seconds. `step`: the last step known to be completed, at the
-    end of an attempt or in an incident. `launched`: start of `megascale launch`; `ended`: the job's status.
+    `overrides`: settings of a layout that has shrunk. `excluded`: by node, the end of the exclusion in Unix seconds.
+    `step`: the last step known to be completed, at the end of an attempt or in an incident. `launched`: start of
+    `megascale launch`; `ended`: the job's status.
     """
 
     attempt: int = -1
     nodes: tuple[str, ...] = ()
     world: int = 0
+    overrides: tuple[str, ...] = ()
     excluded: dict[str, float] = field(default_factory=dict)
     incidents: dict[int, Incident] = field(default_factory=dict)
     step: int = 0
@@ -187,7 +194,8 @@ def _awaits_step(incident: Incident) -> bool:
 
 
 def _apply_launch(history: JobHistory, event: Mapping[str, Any]) -> None:
-    history.launched, history.drivers, history.ended, history.nodes = event["time"], 0, None, ()
+    history.launched, history.drivers, history.ended = event["time"], 0, None
+    history.nodes, history.overrides = (), ()
     if event["scheduler"] == "local":
         history.excluded.clear()  # its nodes are named anew in each launch
 
@@ -198,6 +206,7 @@ def _apply_driver(history: JobHistory, event: Mapping[str, Any]) -> None:
 
 def _apply_attempt(history: JobHistory, event: Mapping[str, Any]) -> None:
     history.attempt, history.nodes, history.world = event["attempt"], tuple(event["nodes"]), event["world"]
+    history.overrides = tuple(event["overrides"])
 
 
 def _apply_incident(history: JobHistory, event: Mapping[str, Any]) -> None:

@@ -13,8 +13,8 @@ outlive the process is in the history, each event of which is logged before it i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megascale.config.fault import FaultConfig
@@ -36,7 +36,8 @@ from megascale.fault.messages import (
     Welcome,
 )
 from megascale.fault.roster import Roster
-from megascale.fault.stages import JOIN_S, Stage
+from megascale.fault.shrink import SmallerLayout
+from megascale.fault.stages import Stage
 
 START_S = 5.0
 """Seconds after an order to start ranks in which a heartbeat without ranks may be older than the order."""
@@ -44,8 +45,9 @@ START_S = 5.0
 
 @dataclass(frozen=True)
 class JobPlan:
-    """What the job runs. `run`: its name; `arguments`: of its ranks; `logs`: folder of the ranks' logs; `takeover`: an
+    """The ranks of a job. `run`: its name; `arguments`: of its ranks; `logs`: folder of the ranks' logs; `takeover`: an
     earlier driver of this launch may have left an attempt running; `requestable`, `revivable`: see `Reserve`.
+    `overrides`: further arguments of a layout that has shrunk; `smaller`: the layout for a number of nodes.
     """
 
     run: str
@@ -56,27 +58,42 @@ class JobPlan:
     takeover: bool = False
     requestable: bool = False
     revivable: bool = True
+    overrides: tuple[str, ...] = ()
+    smaller: Callable[[int], SmallerLayout | None] = lambda nodes: None
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """The layout in the log."""
+        return {"world": self.world, "overrides": list(self.overrides)}
+
+    def resumed(self, history: JobHistory) -> JobPlan:
+        """Return the plan with the layout of an earlier driver of this launch."""
+        if not history.overrides:
+            return self
+        return replace(self, nodes=len(history.nodes), world=history.world, overrides=history.overrides)
 
 
 class Job:
     """A job. Every event returns the commands to carry out, in order; times are Unix seconds and never go back.
 
     `places`: the nodes that ranks fill, in order, None where a node is wanted; `pending`: the incident whose action
-    follows the end of the attempt; `deadline`: of the present stage; `next_look`: time of the next look for a hang.
+    follows the end of the attempt. `begun`: start of this driver; `deadline`: of the stage; `next_look`: time of
+    the next look for a hang.
     """
 
     def __init__(
         self, plan: JobPlan, settings: FaultConfig, history: JobHistory, hang_verdict: HangVerdict, now: float
     ) -> None:
-        self.plan = plan
+        self.plan = plan.resumed(history)
         self.settings = settings
         self.history = history
         self.hang_verdict = hang_verdict
         self.roster = Roster(node for node, until in history.excluded.items() if until > now)
-        self.places: list[str | None] = [None] * plan.nodes
+        self.places: list[str | None] = [None] * self.plan.nodes
         self.attempt: Attempt | None = None
         self.stage = Stage.GATHER
-        self.deadline = now + JOIN_S
+        self.begun = now
+        self.deadline = now + settings.replacement_wait_s
         self.pending: Incident | None = None
         self.verdict: Verdict | None = None
         self.waiting_since: float | None = None
@@ -111,7 +128,8 @@ class Job:
     def agent_ended(self, node: str, reason: str, now: float) -> list[Command]:
         """The process of a node's agent has ended, and its ranks with it."""
         if node not in self.roster.members:
-            self.do(Say(f"the agent of {node} ended before it joined: {reason}"))
+            self.roster.failed.add(node)
+            self.do(Say(f"node {node} cannot be used: before it joined, {reason}"))
         self.lose(node, reason, now, since=now)
         return self._advance(now)
 
@@ -179,6 +197,14 @@ class Job:
             self.do(Say(f"idle node {node} was lost: {reason}"))
             self.do(*([StartAgent(node)] if self.plan.revivable and node not in self.roster.excluded else []))
 
+    def shrink(self, lost: Sequence[str]) -> None:
+        """Go on without nodes, in a smaller layout."""
+        kept = [node for node in self.places if node and node not in lost]
+        layout = self.plan.smaller(len(kept))
+        assert layout is not None  # `decide` has asked
+        self.plan = replace(self.plan, nodes=layout.nodes, world=layout.world_size, overrides=layout.overrides)
+        self.places = [*kept[: layout.nodes]]
+
     def _runs_ranks(self, node: str) -> bool:
         """Return True if ranks of the attempt should run on a node."""
         attempt = self.attempt
@@ -211,8 +237,10 @@ class Job:
             member.statuses = {status.rank: status for status in message.ranks}
         if attempt is not None and current:
             self._take_of_attempt(attempt, node, message, now)
-        if isinstance(message, RanksEnded) and (attempt is None or not current or attempt.is_free(node)):
-            member.attempt = None
+        if isinstance(message, RanksEnded) and not message.stuck:
+            runs_none = not message.ends  # of an attempt that the agent does not know
+            if attempt is None or not current or runs_none or attempt.is_free(node):
+                member.attempt = None
 
     def _take_of_attempt(self, attempt: Attempt, node: str, message: AgentMessage, now: float) -> None:
         match message:

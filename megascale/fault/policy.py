@@ -55,7 +55,7 @@ def decide(
         if alerts >= settings.network_alerts and len(finding.culprit.nodes) == 1:
             return _replace(finding.culprit.nodes, settings, reserve)
         return _restart(f"fault {alerts} of the network")
-    if finding.class_ == "unknown" or not finding.culprit.nodes or len(finding.culprit.ranks) != 1:
+    if finding.class_ == "unknown" or not finding.culprit.ranks or len(finding.culprit.nodes) != 1:
         return _without_culprit(finding, step, restarts, settings, reserve)
     earlier = _count(restarts, finding.culprit.nodes, now - settings.node_window_s)
     if earlier < settings.restarts_in_place:

@@ -26,12 +26,15 @@ class Member:
 
 
 class Roster:
-    """Nodes by name. `order`: names in which ranks fill nodes, as the scheduler gives them."""
+    """Nodes by name. `order`: names in which ranks fill nodes, as the scheduler gives them; `failed`: nodes whose
+    agents have ended before they joined.
+    """
 
     def __init__(self, excluded: Iterable[str] = ()) -> None:
         self.members: dict[str, Member] = {}
         self.order: list[str] = []
         self.excluded = set(excluded)
+        self.failed: set[str] = set()
 
     def expect(self, names: Sequence[str]) -> None:
         """Add nodes that the job holds; their agents may join."""
@@ -39,6 +42,7 @@ class Roster:
 
     def join(self, hello: Hello, now: float) -> Member:
         """Add or renew a node."""
+        self.failed.discard(hello.node)
         member = Member(hello, now, attempt=hello.attempt if hello.ranks else None)
         self.members[hello.node] = member
         self.expect([hello.node])

@@ -38,7 +38,7 @@ from megascale.fault.messages import (
 @dataclass(frozen=True)
 class Timing:
     """Seconds: of a step, from the start of ranks to their first step, of an agent's start, of a node's arrival on
-    request, of a message, and of the end of ranks by order.
+    request, of a message, and of the end of ranks by order; `refill_s`: until a new spare follows an excluded node.
     """
 
     step_s: float = 10.0
@@ -47,6 +47,7 @@ class Timing:
     request_s: float = 300.0
     message_s: float = 0.01
     end_s: float = 1.0
+    refill_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Simulation:
     """A job of `plan` on simulated nodes.
 
     `now`: simulated time, from 0; `steps`: completed steps of the job, counted once; `verdict`: of the next hang;
-    `said`: lines for people; `spares_used`: nodes that took the place of another.
+    `said`: lines for people; `excluded`: nodes that others have replaced.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Simulation:
         self.status: int | None = None
         self.verdict: Verdict = HangVerdict()
         self.said: list[tuple[float, str]] = []
+        self.excluded: list[str] = []
         self.nodes: dict[str, _Node] = {}
         self.on_start: Callable[[], None] = lambda: None
         self.lose_steps = 0
@@ -121,15 +123,18 @@ class Simulation:
 
     # faults
 
-    def fail_rank(self, rank: int, end: RankEnd | None = None) -> None:
-        """End a rank out of order; by default it is killed. The other ranks lose it."""
-        node = self._node_of(rank)
-        if node is None or node.attempt is None or rank in node.ended:
-            return
-        self._pause()
-        node.ended.add(rank)
-        end = end or RankEnd(rank, -9, self.now)
-        self._send(node.name, RanksEnded(node.attempt, (end,)))
+    def fail_rank(self, rank: int) -> None:
+        """Kill a rank."""
+        self.end_ranks([RankEnd(rank, -9, self.now)])
+
+    def end_ranks(self, ends: Sequence[RankEnd]) -> None:
+        """End ranks out of order."""
+        for end in ends:
+            node = self._node_of(end.rank)
+            if node is not None and node.attempt is not None and end.rank not in node.ended:
+                self._pause()
+                node.ended.add(end.rank)
+                self._send(node.name, RanksEnded(node.attempt, (end,)))
 
     def lose_node(self, name: str) -> None:
         """Lose a node: its agent ends with all its ranks."""
@@ -162,6 +167,9 @@ class Simulation:
                     self.at(self.now + self.timing.agent_s, functools.partial(self._join, command.node))
                 case Exclude():
                     self.nodes[command.node].alive = False
+                    self.excluded.append(command.node)
+                    if self.timing.refill_s is not None:
+                        self.at(self.now + self.timing.refill_s, functools.partial(self._expect, 1))
                 case Request():
                     count = min(command.count, self._more_nodes)
                     self._more_nodes -= count
@@ -244,6 +252,8 @@ class Simulation:
     def _tick(self, epoch: int) -> None:
         """Let time pass for the driver until the fault is dealt with."""
         if epoch == self._epoch and self.status is None:
+            for name, member in self.job.roster.members.items():
+                member.heard = self.now if self.nodes[name].alive else member.heard  # its heartbeats
             self._perform(self.job.tick(self.now))
             self.at(self.now + 0.5, lambda: self._tick(epoch))
 

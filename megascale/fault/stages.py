@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from megascale.core.errors import Exit
-from megascale.fault import verdicts
+from megascale.fault import decisions
 from megascale.fault.attempt import Attempt
 from megascale.fault.commands import Exclude, Finish, Request, Say, Send, StartAgent
 from megascale.fault.messages import Collect, Leave, OpenStore, Start, Stop
@@ -41,7 +41,7 @@ MOST_STACKS = 4
 
 
 class Stage(StrEnum):
-    """What the job does now."""
+    """The present occupation of a job."""
 
     TAKEOVER = "takeover"
     GATHER = "gather"
@@ -60,7 +60,7 @@ def begin_takeover(job: Job, now: float) -> None:
         return
     job.places = [*history.nodes]
     job.attempt = Attempt(history.attempt, place_ranks(history.nodes, job.plan.world), ProgressWatch(job.settings, now))
-    job.pending = verdicts.undone_decision(history)
+    job.pending = decisions.undone_decision(history)
     job.enter(Stage.TAKEOVER, now + REJOIN_S)
 
 
@@ -73,7 +73,7 @@ def takeover(job: Job, now: float) -> None:
     if now < job.deadline:
         return
     for node in set(attempt.placement).difference(joined):
-        attempt.lost[node] = verdicts.never_joined(node, now)
+        attempt.lost[node] = decisions.never_joined(node, now)
     running = [node for node in joined if job.roster.members[node].attempt == attempt.number or attempt.is_free(node)]
     job.do(
         Say(f"a new driver takes over: {len(running)} of {len(attempt.placement)} nodes run attempt {attempt.number}")
@@ -89,27 +89,29 @@ def takeover(job: Job, now: float) -> None:
 def gather(job: Job, now: float) -> None:
     """Fill every place with an idle node, then begin an attempt."""
     roster = job.roster
-    first = [name for name in roster.order if name not in roster.excluded][: job.plan.nodes]
-    if job.history.attempt < 0 and job.places.count(None) == len(job.places):
+    possible = [name for name in roster.order if name not in roster.excluded | roster.failed]
+    if roster.failed and len(possible) < job.plan.nodes and not job.plan.requestable:
+        job.deadline = now  # no use waiting
+    if job.history.attempt < 0 and job.places.count(None) == len(job.places) and now < job.begun + JOIN_S:
+        first = possible[: job.plan.nodes]
         if len(first) == len(job.places) and all(map(roster.is_idle, first)):
             job.places = [*first]  # else a node that joins late would be a spare, and the ranks out of order
-        elif now < job.deadline:
-            return
-    idle = roster.spares(node for node in job.places if node)
-    job.places = [node or (idle.pop(0) if idle else None) for node in job.places]
+    else:
+        idle = roster.spares(node for node in job.places if node)
+        job.places = [node or (idle.pop(0) if idle else None) for node in job.places]
     if all(node and roster.is_idle(node) for node in job.places):
         begin_attempt(job, now)
     elif now >= job.deadline:
         missing = next((node for node in job.places if node and not roster.is_idle(node)), None)
         job.attempt = None
-        verdicts.conclude(job, verdicts.missing_node(missing, now), now)
+        decisions.conclude(job, decisions.missing_node(missing, now), now)
 
 
 def begin_attempt(job: Job, now: float) -> None:
     """Begin an attempt: rank 0's node opens the job's store."""
     nodes = [node for node in job.places if node]
     number = job.history.attempt + 1
-    job.log({"event": "attempt", "time": now, "attempt": number, "nodes": nodes, "world": job.plan.world})
+    job.log({"event": "attempt", "time": now, "attempt": number, "nodes": nodes, **job.plan.layout})
     placement = place_ranks(nodes, job.plan.world)
     job.attempt = Attempt(number, placement, ProgressWatch(job.settings, now))
     spares = job.roster.spares(nodes)
@@ -134,10 +136,11 @@ def start_ranks(job: Job, store: str, now: float) -> None:
     if job.stage != Stage.OPEN:
         return
     plan, logs = job.plan, f"{job.plan.logs}/attempt-{attempt.number}"
+    arguments = (*plan.arguments, *plan.overrides)
     for node, ranks in attempt.placement.items():
         member = job.roster.members[node]
         member.attempt, member.started = attempt.number, now
-        job.do(Send(node, Start(attempt.number, plan.run, plan.world, ranks, store, plan.arguments, logs, {})))
+        job.do(Send(node, Start(attempt.number, plan.run, plan.world, ranks, store, arguments, logs, {})))
     attempt.watch = ProgressWatch(job.settings, now)
     job.enter(Stage.RUN, math.inf)
 
@@ -155,7 +158,7 @@ def run(job: Job, now: float) -> None:
         job.do(*(Send(node, Collect(attempt.number)) for node in attempt.placement))
         job.enter(Stage.COLLECT, now + job.settings.evidence_s)
     else:
-        verdicts.note_progress(job, now)
+        decisions.note_progress(job, now)
 
 
 def settle(job: Job, now: float) -> None:
@@ -172,7 +175,7 @@ def settle(job: Job, now: float) -> None:
                 limit = now + SETTLE_S
     job.deadline = min(job.deadline, limit)
     if now >= job.deadline:
-        verdicts.conclude(job, attempt.finding(), now)
+        decisions.conclude(job, attempt.finding(), now)
 
 
 def collect(job: Job, now: float) -> None:
@@ -182,13 +185,13 @@ def collect(job: Job, now: float) -> None:
         job.enter(Stage.SETTLE, math.inf)
     elif attempt.watch.idle_s(now) < settings.hang_s:
         job.enter(Stage.RUN, math.inf)
-    elif verdicts.has_silent_node(job, now):
+    elif decisions.has_silent_node(job, now):
         return  # a lost node explains it all: `tick` decides
     elif job.verdict is None:
         if now < job.deadline and len(attempt.answered) < len(attempt.placement):
             return
         job.verdict = job.hang_verdict(attempt.records, attempt.states)
-        if verdicts.waits_for_network(job, now):
+        if decisions.waits_for_network(job, now):
             job.next_look = now + settings.heartbeat_s
             job.enter(Stage.RUN, math.inf)
             return
@@ -198,7 +201,7 @@ def collect(job: Job, now: float) -> None:
             job.do(Send(node, Collect(attempt.number, stacks=True, ranks=ranks)))
         job.deadline = now + (settings.evidence_s / 2 if settings.stacks and culprits else 0.0)
     elif now >= job.deadline or attempt.stacks.keys() >= set(job.verdict.ranks[:MOST_STACKS]):
-        verdicts.conclude(job, attempt.hang_finding(job.verdict), now)
+        decisions.conclude(job, attempt.hang_finding(job.verdict), now)
 
 
 def stop_attempt(job: Job, now: float, grace_s: float, *, save: bool = False) -> None:
@@ -240,6 +243,8 @@ def carry_out(job: Job, now: float) -> None:
     if action is not None and action.kind in ("replace", "replace_group"):
         for node in action.nodes:
             exclude(job, node, incident.what if incident else "", now)
+    if action is not None and action.kind == "shrink":
+        job.shrink(action.nodes)
     wanted = job.places.count(None) - len(job.roster.spares(node for node in job.places if node))
     if wanted > 0:
         job.do(Request(wanted))
@@ -271,7 +276,7 @@ def take_stop_request(job: Job, now: float) -> None:
 
 def finish(job: Job, status: int, now: float) -> None:
     """End the job with an exit status; all agents leave."""
-    job.log({"event": "ended", "time": now, "status": int(status), "step": verdicts.completed_step(job)})
+    job.log({"event": "ended", "time": now, "status": int(status), "step": decisions.completed_step(job)})
     job.do(*(Send(node, Leave("the job has ended")) for node in job.roster.members), Finish(int(status)))
     job.enter(Stage.DONE, math.inf)
 

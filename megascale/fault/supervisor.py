@@ -34,12 +34,12 @@ FINAL = (Exit.OK, Exit.CONFIG, Exit.DATA, Exit.CHECKPOINT, Exit.DO_NOT_REQUEUE)
 """Exit statuses after which the scheduler is not to start the job again: done, or an error that would recur."""
 
 CRASHES, CRASHES_S = 5, 60.0
-"""Deaths of drivers within so many seconds after which the job is given up."""
+"""Deaths of drivers, and the seconds in which they count together: the job is given up then."""
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """What `megascale launch` starts. `arguments`: of the driver's subcommand; `folder`: of the run."""
+    """The order of `megascale launch`. `arguments`: of the driver's subcommand; `folder`: of the run."""
 
     folder: Path
     arguments: tuple[str, ...]

@@ -15,7 +15,7 @@ _STARTING = (Phase.IMPORT, Phase.RENDEZVOUS, Phase.GROUPS, Phase.BUILD, Phase.LO
 
 
 class ProgressWatch:
-    """What the heartbeats of an attempt say of its progress, at constant cost for each rank's status.
+    """Progress of an attempt as its heartbeats show it, at constant cost for each rank's status.
 
     `step`: the current step, from 1, or 0 before the first; `first_step`: the first of this attempt; `moved`: time of
     the last progress of any rank.

@@ -28,10 +28,10 @@ INCIDENT = Incident(
 EVENTS: list[dict[str, Any]] = [
     {"event": "launch", "time": 90.0, "run": "r", "nodes": 2, "world": 4, "scheduler": "slurm"},
     {"event": "driver", "time": 90.0},
-    {"event": "attempt", "time": 91.0, "attempt": 0, "nodes": ["node0", "node1"], "world": 4},
+    {"event": "attempt", "time": 91.0, "attempt": 0, "nodes": ["node0", "node1"], "world": 4, "overrides": []},
     {"event": "incident", "time": 100.6, "incident": INCIDENT.to_dict()},
     {"event": "excluded", "time": 101.0, "node": "node1", "reason": "lost", "until": 500.0},
-    {"event": "attempt", "time": 102.0, "attempt": 1, "nodes": ["node0", "node2"], "world": 4},
+    {"event": "attempt", "time": 102.0, "attempt": 1, "nodes": ["node0", "node2"], "world": 4, "overrides": []},
     {"event": "recovered", "time": 106.6, "incidents": [1], "resumed_step": 16, "steps_lost": 1},
 ]
 

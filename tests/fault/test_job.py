@@ -18,7 +18,7 @@ PLAN = JobPlan("run", 4, 16, ("train",), "/logs")
 
 
 def simulation(spares: int = 1, more_nodes: int = 0, plan: JobPlan = PLAN, **settings: Any) -> Simulation:
-    sim = Simulation(plan, FaultConfig(node_lost_s=1e6, **settings), spares, more_nodes=more_nodes)
+    sim = Simulation(plan, FaultConfig(**settings), spares, more_nodes=more_nodes)
     sim.run(1000.0)
     assert sim.trains
     assert sim.steps > 80
@@ -113,8 +113,7 @@ def test_the_same_step_that_fails_the_same_way_stops_the_job() -> None:
 
 def test_a_run_that_diverged_is_not_restarted() -> None:
     sim = simulation()
-    end = RankEnd(0, 93, sim.now, error="loss is nan", error_kind="DivergenceError", exit_status=93)
-    sim.fail_rank(0, end)
+    sim.end_ranks([RankEnd(0, 93, sim.now, error="loss is nan", error_kind="DivergenceError", exit_status=93)])
     sim.run(sim.now + 100)
     assert sim.status == Exit.DO_NOT_REQUEUE
     assert [incident.class_ for incident in sim.job.history.incidents.values()] == ["divergence"]

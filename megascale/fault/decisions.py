@@ -17,8 +17,12 @@ if TYPE_CHECKING:
 
 def conclude(job: Job, finding: Finding, now: float) -> None:
     """Reach the verdict about a fault: log and print the incident, and end the attempt."""
+    kept = [node for node in job.places if node and node not in finding.culprit.nodes]
     reserve = Reserve(
-        len(job.roster.spares(node for node in job.places if node)), job.plan.requestable, job.plan.revivable
+        len(job.roster.spares(node for node in job.places if node)),
+        job.plan.requestable,
+        job.plan.revivable,
+        shrinkable=job.settings.shrink and job.plan.smaller(len(kept)) is not None,
     )
     step = completed_step(job)
     action = decide(finding, step, now, list(job.history.incidents.values()), job.settings, reserve)
@@ -52,7 +56,7 @@ def completed_step(job: Job) -> int:
     """Return the last completed step: in the present attempt, or before it if this one has not trained yet."""
     if job.attempt is None or not job.attempt.watch.step:
         return job.history.step
-    return job.attempt.watch.step - 1
+    return job.attempt.watch.step - (0 if job.attempt.has_left_in_order else 1)
 
 
 def note_progress(job: Job, now: float) -> None:

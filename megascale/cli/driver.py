@@ -1,0 +1,72 @@
+"""`megascale driver`: the driver of a job, which `megascale launch` starts, and starts again when it dies."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import socket
+
+from megascale.cli.main import add_config_arguments
+from megascale.config.loading import load_config
+from megascale.config.run import RunConfig
+from megascale.core.secret import job_secret
+
+
+def add_arguments(sub: argparse.ArgumentParser) -> None:
+    """Declare the subcommand's arguments."""
+    add_config_arguments(sub)
+    sub.add_argument("--nodes", type=int, required=True, help="nodes that train")
+    sub.add_argument("--scheduler", required=True, help="name of the scheduler's adapter")
+    sub.add_argument("--listen", required=True, help="host:port for the agents")
+    sub.add_argument("--scheduler-descriptor", type=int, required=True, help="socket to the supervisor's scheduler")
+    role = sub.add_mutually_exclusive_group(required=True)
+    role.add_argument("--first", action="store_true", help="no driver of this launch has run")
+    role.add_argument("--takeover", action="store_true", help="an earlier driver of this launch has died")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the subcommand and return its exit status."""
+    config = load_config(options.config, options.overrides)
+    return asyncio.run(_drive(options, config))
+
+
+async def _drive(options: argparse.Namespace, config: RunConfig) -> int:
+    from megascale.fault.driver import Clock, Driver
+    from megascale.fault.incidents import LOG_FILE, IncidentLog, read_history
+    from megascale.fault.job import Job, JobPlan
+    from megascale.fault.rpc import DriverServer
+    from megascale.fault.scheduler.adapters import ADAPTERS
+    from megascale.fault.scheduler.remote import SchedulerClient
+    from megascale.fault.shrink import smaller_layout
+    from megascale.observe.hang import hang_verdict
+
+    host, _, port = options.listen.rpartition(":")
+    log, clock = IncidentLog(config.folder / LOG_FILE), Clock()
+    history = read_history(config.folder / LOG_FILE)
+    now = clock.now()
+    events: list[dict[str, object]] = [{"event": "driver", "time": now}]
+    if options.first:
+        size = {"nodes": options.nodes, "world": config.world_size, "scheduler": options.scheduler}
+        events.insert(0, {"event": "launch", "time": now, "run": config.name, **size})
+    for event in events:
+        history.apply(event)
+        log.append(event)
+    arguments = ("train", options.config, *options.overrides)
+    adapter, per_node = ADAPTERS[options.scheduler], config.world_size // options.nodes
+    plan = JobPlan(
+        config.name,
+        options.nodes,
+        config.world_size,
+        arguments,
+        str(config.folder / "logs"),
+        takeover=options.takeover,
+        requestable=adapter.requestable,
+        revivable=adapter.revivable,
+        smaller=lambda nodes: smaller_layout(config, per_node, nodes),
+    )
+    job = Job(plan, config.fault, history, hang_verdict, now)
+    scheduler = await SchedulerClient.connect(socket.socket(fileno=options.scheduler_descriptor))
+    async with DriverServer(job_secret(None), host, int(port)) as server:
+        status = await Driver(job, server, scheduler, log, clock).run(start_agents=options.first)
+        await scheduler.close()
+    return status

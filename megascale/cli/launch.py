@@ -1,0 +1,95 @@
+"""`megascale launch`: a job that survives faults, with a driver, an agent on each node, and spare nodes."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from megascale.cli.argument_types import non_negative_int, positive_int
+from megascale.cli.main import add_config_arguments
+from megascale.cli.train import lock_run_folder, raise_limits
+from megascale.config.loading import load_config
+from megascale.config.run import RunConfig
+from megascale.core.errors import ConfigError, Exit, Problem
+from megascale.core.files import atomic_file
+from megascale.launch import environment
+
+
+def add_arguments(sub: argparse.ArgumentParser) -> None:
+    """Declare the subcommand's arguments."""
+    add_config_arguments(sub)
+    sub.add_argument("--nodes", type=positive_int, required=True, metavar="N", help="nodes with ranks, as many on each")
+    sub.add_argument(
+        "--spares", type=non_negative_int, default=0, metavar="K", help="further nodes that wait to replace others (0)"
+    )
+    sub.add_argument(
+        "--scheduler",
+        default="local",
+        metavar="NAME",
+        help="source of nodes: local (processes of this host), slurm (an allocation) or jobset (Kubernetes)",
+    )
+    manifest = sub.add_argument_group("manifest for --scheduler jobset, instead of a launch")
+    manifest.add_argument("--output", type=Path, metavar="FILE", help="write the manifest to FILE")
+    manifest.add_argument("--image", help="container image with megascale")
+    manifest.add_argument("--claim", metavar="CLAIM=PATH", help="volume claim with the data and runs, mounted at PATH")
+    manifest.add_argument("--gpus-per-node", type=non_negative_int, default=0, metavar="GPUS", help="GPUs of a pod (0)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the subcommand and return its exit status."""
+    from megascale.fault.scheduler.adapters import ADAPTERS
+    from megascale.fault.supervisor import LaunchPlan, supervise
+
+    config = load_config(options.config, options.overrides)
+    if problems := list(_problems(options, config, tuple(ADAPTERS))):
+        raise ConfigError(problems)
+    if options.output:
+        return _write_manifest(options, config)
+    environment.set_defaults(config.folder if config.world_size > 1 else None)
+    raise_limits(config, config.world_size if options.scheduler == "local" else config.world_size // options.nodes)
+    if not config.checkpoint.every:
+        print("WARNING: checkpoint.every = 0: every restart begins at step 0", file=sys.stderr)
+    size = ["--nodes", str(options.nodes), "--scheduler", options.scheduler]
+    arguments = (options.config, *options.overrides, *size)
+    with lock_run_folder(config):
+        plan = LaunchPlan(config.folder, arguments, options.nodes + options.spares, options.scheduler)
+        return asyncio.run(supervise(plan))
+
+
+def _write_manifest(options: argparse.Namespace, config: RunConfig) -> int:
+    from megascale.core.secret import new_secret
+    from megascale.fault.scheduler.jobset import JobSetPlan, manifest
+
+    claim, _, mount = options.claim.partition("=")
+    arguments = [options.config, *options.overrides, "--nodes", str(options.nodes), "--spares", str(options.spares)]
+    plan = JobSetPlan(
+        config.name, options.image, options.nodes, options.spares, arguments, claim, mount, new_secret(),
+        options.gpus_per_node,
+    )  # fmt: skip
+    with atomic_file(options.output, "w") as file:
+        os.fchmod(file.fileno(), 0o600)  # it holds the job's secret
+        file.write(manifest(plan))
+    print(f"wrote {options.output}: kubectl apply -f {options.output}")
+    return Exit.OK
+
+
+def _problems(options: argparse.Namespace, config: RunConfig, adapters: tuple[str, ...]) -> Iterator[Problem]:
+    world, nodes = config.world_size, options.nodes
+    if world % nodes:
+        divisors = ", ".join(str(n) for n in range(1, world + 1) if not world % n)
+        what = f"{world} ranks do not divide over {nodes} nodes"
+        yield Problem("command line", "--nodes", what, f"one of {divisors}")
+    if options.scheduler not in adapters:
+        hint = f"one of {', '.join(adapters)}"
+        yield Problem("command line", "--scheduler", f"no scheduler {options.scheduler!r}", hint)
+    if options.output and options.scheduler != "jobset":
+        yield Problem("command line", "--output", "a manifest is for --scheduler jobset", "add --scheduler jobset")
+    if options.output and not options.image:
+        yield Problem("command line", "--image", "a manifest needs a container image", "--image IMAGE")
+    if options.output and not all((options.claim or "").partition("=")):
+        hint = "--claim CLAIM=/work"
+        yield Problem("command line", "--claim", "a manifest needs a volume claim and where to mount it", hint)
