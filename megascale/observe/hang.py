@@ -7,7 +7,7 @@
 | is stopped (state T) or has ended (Z) | stopped, dead |
 | has no record | unknown |
 | reads its data; a checkpoint, or waits for a disk (state D) | data; storage |
-| computes (state R), or its heartbeat stands still: code holds Python's lock | spinning |
+| computes (state R), or has no heartbeat: code holds Python's lock | spinning |
 | is in no collective, or stuck before its issue | collective |
 | waits for data that all others have sent | network |
 
@@ -91,7 +91,7 @@ def _kind(record: FlightRecord | None, state: str) -> VerdictKind:
     """Return the kind of a rank that waits for no rank."""
     if record is None:
         return "unknown"
-    locked = record.silent_s > SILENT_S and state in ("", _RUNNING)
+    locked = record.silent_s > SILENT_S and state != _DISK
     if record.phase is Phase.DATA and not locked:
         return "data"
     if (record.phase in _STORAGE_PHASES and not locked) or state == _DISK:
