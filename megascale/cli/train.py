@@ -17,8 +17,8 @@ from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError, Problem
 from megascale.core.files import foreign_owner, lock_folder
+from megascale.core.flight_files import flight_record_of_rank
 from megascale.core.flight_record import FlightRecord
-from megascale.core.flight_writer import flight_record_of_rank
 from megascale.core.limits import os_error_hint, raise_soft_limits
 from megascale.core.process import die_with_parent
 from megascale.core.rank import STORE_VARIABLE, Rank, local_world_size, rank_from_environment
@@ -63,7 +63,8 @@ def run(options: argparse.Namespace) -> int:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             die_with_parent(os.getppid())  # a killed torchrun leaves its workers training
         place = rank or Rank(0, 1, 0, socket.gethostname())
-        flight_record = flight_record_of_rank(config.name, place)  # before torch, whose import takes seconds
+        # before torch, whose import takes seconds
+        flight_record = held.enter_context(flight_record_of_rank(config.folder.name, place))
         try:
             from megascale.train.entry import run_rank
         except Exception as error:

@@ -1,15 +1,31 @@
-"""The files of flight records on a host: their paths, and their removal by the program that starts the ranks."""
+"""The files of flight records on a host: who makes them, and who removes them.
+
+- `flight_record_files`: for the ranks that a launcher starts
+- `flight_record_of_rank`: for this process
+- `read_flight_records`: from outside
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from megascale.core.env_numbers import whole_number
 from megascale.core.flight_reader import read_flight_record
-from megascale.core.flight_record import FlightRecord, FlightRecordError, flight_record_path
+from megascale.core.flight_record import (
+    ATTEMPT_VARIABLE,
+    FLIGHT_RECORD_VARIABLE,
+    SHARED_MEMORY,
+    FlightRecord,
+    FlightRecordError,
+    flight_record_path,
+)
+from megascale.core.flight_writer import FlightIdentity, FlightRecordWriter, open_flight_record
 from megascale.core.process import process_exists
+from megascale.core.rank import Rank
 
 
 @contextlib.contextmanager
@@ -26,6 +42,24 @@ def flight_record_files(run: str, ranks: Iterable[int]) -> Iterator[dict[int, Pa
         for path in paths.values():
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def flight_record_of_rank(run: str, rank: Rank, env: Mapping[str, str] = os.environ) -> Iterator[FlightRecordWriter]:
+    """Begin this process's record, in the file that its launcher or agent names in the environment.
+
+    Under another launcher (torchrun, srun) the rank names the file itself, removes it at its end in order, and leaves
+    it after an error, for others to read; the next rank of the run on this host removes it.
+    """
+    named = env.get(FLIGHT_RECORD_VARIABLE)
+    path = Path(named) if named else None
+    if path is None and SHARED_MEMORY.is_dir():
+        remove_left_records(run)
+        path = flight_record_path(run, time.time_ns(), rank.rank)
+    identity = FlightIdentity(run, rank.rank, rank.world_size, whole_number(env, ATTEMPT_VARIABLE))
+    yield open_flight_record(identity, path)
+    if path is not None and not named:
+        path.unlink(missing_ok=True)
 
 
 def remove_left_records(run: str) -> None:

@@ -1,7 +1,7 @@
 """The writer of a rank's flight record: plain stores into shared memory, no system call, about a microsecond each.
 
 - `FlightRecordWriter`: the rank's record
-- `open_flight_record`: its file, whose path the launcher or agent sets in the environment
+- `open_flight_record`: its file
 
 One thread writes at a time, the rank's; only `beat` may be called from another thread. A reader recognizes a copy cut
 by a write at its version: odd while a write is under way, and another one after it.
@@ -22,12 +22,9 @@ from pathlib import Path
 from statistics import median
 
 from megascale.core import flight_layout as layout
-from megascale.core.env_numbers import whole_number
 from megascale.core.flight_layout import COLLECTIVE, EVENT, EVENTS, EVENTS_OFFSET, PHASES, WORD, Phase
-from megascale.core.flight_record import ATTEMPT_VARIABLE, FLIGHT_RECORD_VARIABLE
 from megascale.core.flight_tables import FlightTables
 from megascale.core.label import Label
-from megascale.core.rank import Rank
 
 HEARTBEAT_S = 0.25
 """Seconds between beats of the heartbeat thread."""
@@ -265,13 +262,6 @@ def open_flight_record(identity: FlightIdentity, path: Path | None) -> FlightRec
     writer = FlightRecordWriter(identity, memory)
     start_heartbeat(writer)
     return writer
-
-
-def flight_record_of_rank(run: str, rank: Rank, env: Mapping[str, str] = os.environ) -> FlightRecordWriter:
-    """Begin the record of a rank of a launcher or agent, which set the path of its file in the environment."""
-    path = env.get(FLIGHT_RECORD_VARIABLE)
-    identity = FlightIdentity(run, rank.rank, rank.world_size, whole_number(env, ATTEMPT_VARIABLE))
-    return open_flight_record(identity, Path(path) if path else None)
 
 
 def _map_new_file(path: Path) -> mmap.mmap:

@@ -170,8 +170,8 @@ def _describe_action(event: FlightEvent | None) -> str:
 
 
 def _describe_place(place: Place, graph: WaitGraph) -> str:
-    waiting = graph.waiting[place]
     missing = graph.missing[place]
+    waiting = [rank for rank in graph.waiting[place] if rank not in graph.stuck] or graph.waiting[place]
     verb = "wait" if len(waiting) > 1 else "waits"
     text = f"{format_ranks(sorted(waiting))} {verb} in {_name(place, graph)}"
     return f"{text} for {format_ranks(sorted(missing))}" if missing else text

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from megascale.core import flight_record
-from megascale.core.flight_files import flight_record_files, read_flight_records
+from megascale.core import flight_files, flight_record
+from megascale.core.flight_files import flight_record_files, flight_record_of_rank, read_flight_records
+from megascale.core.flight_reader import read_flight_record
+from megascale.core.flight_record import ATTEMPT_VARIABLE, FLIGHT_RECORD_VARIABLE
 from megascale.core.flight_writer import FlightIdentity, open_flight_record
+from megascale.core.rank import Rank
 
 
 @pytest.fixture
@@ -50,3 +53,22 @@ def test_files_of_running_ranks_stay(shared_memory: Path) -> None:
         open_flight_record(FlightIdentity("a run"), paths[0])
         with flight_record_files("a run", [0]):
             assert paths[0].exists()
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_rank_without_a_launcher_removes_its_own_file(
+    shared_memory: Path, monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
+    monkeypatch.setattr(flight_files, "SHARED_MEMORY", shared_memory)
+    env = {FLIGHT_RECORD_VARIABLE: str(shared_memory / "named"), ATTEMPT_VARIABLE: "4"} if named else {}
+    with flight_record_of_rank("a run", Rank(1, 2, 1, "host"), env):
+        [path] = shared_memory.iterdir()
+        record = read_flight_record(path)
+    assert (record.rank, record.world, record.attempt) == (1, 2, 4 if named else 0)
+    assert path.exists() == named
+
+
+def test_a_rank_that_fails_leaves_its_file(shared_memory: Path) -> None:
+    with pytest.raises(ZeroDivisionError), flight_record_of_rank("a run", Rank(1, 2, 1, "host"), {}):
+        raise ZeroDivisionError
+    assert len(list(shared_memory.iterdir())) == 1

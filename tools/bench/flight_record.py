@@ -16,8 +16,8 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -129,11 +129,13 @@ class NoRecord(FlightRecordWriter):
     def set_phase(self, phase: Phase) -> None:
         pass
 
-    def phase(self, phase: Phase) -> AbstractContextManager[None]:
-        return nullcontext()
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        yield
 
-    def device_wait(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    @contextmanager
+    def device_wait(self) -> Iterator[None]:
+        yield
 
     def begin_step(self, step: int) -> None:
         pass
