@@ -10,7 +10,7 @@ from typing import Any
 from megascale.config.run import HF_PREFIX, RunConfig
 from megascale.config.same_model import SAME_MODEL_HINT, model_differences
 from megascale.config.toml_writer import config_changes
-from megascale.convert.config_file import read_model_config
+from megascale.convert.config_file import check_small_files, read_model_config
 from megascale.core.errors import CheckpointError, ConfigError, Problem
 from megascale.core.files import absolute_path
 
@@ -30,6 +30,7 @@ def compare_initial_model(config: RunConfig) -> list[str]:
         if newest is None and resume.startswith(HF_PREFIX):
             folder = absolute_path(resume.removeprefix(HF_PREFIX))
             model = read_model_config(folder)[1].model_dump(mode="json", by_alias=True, exclude={"preset"})
+            check_small_files(folder)
             return _compare(config, folder, {"model": model})
     except CheckpointError as error:
         raise _problem(error.message, error.hint) from None

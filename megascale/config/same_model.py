@@ -17,8 +17,9 @@ MODEL_KEYS = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_siz
 def model_differences(saved: Mapping[str, Any], model: ModelConfig) -> str:
     """List the `MODEL_KEYS` that differ between a saved `[model]` section and this run's; empty if none does."""
     there = {key: saved.get(key) for key in MODEL_KEYS}
-    if there["head_dim"] is None and there["hidden_size"] and there["num_heads"]:
-        there["head_dim"] = there["hidden_size"] // there["num_heads"]
+    hidden, heads = there["hidden_size"], there["num_heads"]
+    if there["head_dim"] is None and isinstance(hidden, int) and isinstance(heads, int) and heads:
+        there["head_dim"] = hidden // heads
     if there["qkv_bias"] is None:
         there["qkv_bias"] = there["bias"]
     there["qk_norm"] = there["qk_norm"] or "none"

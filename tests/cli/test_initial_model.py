@@ -74,6 +74,14 @@ def test_other_weights_are_refused_before_the_start(
     assert words.partition("  ->")[0] in report["problems"][0]["message"]
 
 
+def test_files_beside_the_weights_are_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = weights(tmp_path / "hf")
+    (folder / "generation_config.json").write_text("{")
+    assert f"{folder}/generation_config.json is not JSON" in checked(
+        tmp_path, capsys, f"checkpoint.resume=hf:{folder}", status=2
+    )
+
+
 def checkpoint(folder: Path, **keys: Any) -> Path:
     folder.mkdir(parents=True)
     offline.write_weights(folder, [("a", torch.zeros(1))], {"model": HERE | keys, "optimizer": {"lr": 1.0}})
@@ -85,6 +93,9 @@ def test_the_checkpoint_of_another_model_is_refused(tmp_path: Path, capsys: pyte
     given = checkpoint(tmp_path / "given" / "checkpoints" / "step-00000007", num_layers=2)
     resume = f"checkpoint.resume={tmp_path / 'given'}"
     assert f"{given} is of another model: num_layers 2 there, 4 here" in checked(tmp_path, capsys, resume, status=2)
+    odd = checkpoint(tmp_path / "odd", num_heads="many", hidden_size=None)
+    said = checked(tmp_path, capsys, f"checkpoint.resume={odd}", status=2)
+    assert "hidden_size None there, 32 here; num_heads many there" in said
     own = tmp_path / "test" / "checkpoints"
     checkpoint(own / "step-00000009", num_layers=3)
     checkpoint(own / "step-00000010")
