@@ -7,11 +7,12 @@ import importlib
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import megascale
 from megascale.cli.standard_streams import discard_unwritable_output, open_closed_streams
 from megascale.cli.text_encoding import escape_output, name_files_in_utf8
-from megascale.core.errors import Exit, MegascaleError
+from megascale.core.errors import ConfigError, Exit, MegascaleError, Problem
 from megascale.core.torch_import import torch_import_problem
 
 COMMANDS = {
@@ -58,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = next((word for word in words if not word.startswith("-")), None)
     try:
         options = _parse(parser(command), words)
+        _check_current_folder()
         return int(importlib.import_module(f"megascale.cli.{options.command}").run(options))
     except MegascaleError as error:
         print(error, file=sys.stderr)
@@ -73,6 +75,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"megascale: the output cannot be written: {error.strerror}", file=sys.stderr)
         return int(Exit.UNCLASSIFIED)
+
+
+def _check_current_folder() -> None:
+    """Check that the current folder is there: without it torch's libraries end the process as they are loaded.
+
+    Raises: ConfigError
+    """
+    try:
+        Path.cwd()
+    except OSError as error:
+        what = f"the current folder cannot be used: {error.strerror}"
+        raise ConfigError([Problem("environment", "", what, "cd to another folder")]) from None
 
 
 def _parse(top: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 import megascale
 from megascale.cli.main import COMMANDS, main
-from megascale.core.errors import DataError
+from megascale.core.errors import DataError, Exit
 from tests.runs import GPT, settings, write_config
 
 HEAVY = ("torch", "numpy", "rich", "tokenizers", "megatron")
@@ -132,3 +133,14 @@ def test_an_unknown_option_is_no_setting(config: str, capsys: pytest.CaptureFixt
         main(["check", config, "train.steps=3", "--train.steps=3"])
     assert caught.value.code == 2
     assert "unrecognized arguments: --train.steps=3" in capsys.readouterr().err
+
+
+def test_a_current_folder_that_was_removed_is_named(tmp_path: Path) -> None:
+    """MKL would end the process with a line of its own as torch loads it."""
+    command = f'cd "{tmp_path}/gone" && rmdir "{tmp_path}/gone" && "{sys.executable}" -m megascale doctor'
+    (tmp_path / "gone").mkdir()
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(["bash", "-c", command], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == Exit.CONFIG
+    what = "environment  the current folder cannot be used: No such file or directory  -> cd to another folder"
+    assert done.stderr.splitlines()[-2:] == [what, "1 problem; nothing was launched"], done.stderr
