@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,13 @@ from torch import Tensor
 
 from megascale.bench.checks import device_gemm, known_gemm, tiny_step
 from megascale.bench.checks.known_gemm import PRIME, wrong_elements
+from megascale.core.rank import Rank
 from megascale.core.secret import SECRET_VARIABLE, new_secret
+from megascale.device import Device
 from megascale.fault.checks.result import CheckResult
 from megascale.fault.checks.runner import run_check
 from megascale.layout.topology import topology_of
+from tests.worlds import run_world
 
 CPU = torch.device("cpu")
 
@@ -75,6 +79,30 @@ def test_the_tiny_step_splits_the_model_over_all_slots(world: int, layout: tuple
     config = tiny_step.tiny_config(world, "fp32")
     topology = topology_of(config)
     assert (topology.tp, topology.dp, topology.pp) == layout
+
+
+def digests(rank: Rank) -> list[str]:
+    """Train the tiny steps three times on a rank; the third time the lowest bit of a weight flips between the steps."""
+    train = tiny_step.time_steps
+
+    def corrupted(run: Any, count: int) -> Any:
+        first = train(run, 1)
+        bucket = run.buffers.buckets[0]
+        bucket.finish_param_gather()
+        bucket.weights.view(torch.int32)[5] ^= 1
+        rest = train(run, count - 1)
+        return first[0] + rest[0], first[1] + rest[1]
+
+    config = tiny_step.tiny_config(rank.world_size, "fp32")
+    right = [tiny_step.train_and_digest(config, rank, Device(CPU, "gloo")) for _ in range(2)]
+    tiny_step.time_steps = corrupted  # type: ignore[assignment]
+    return [*right, tiny_step.train_and_digest(config, rank, Device(CPU, "gloo"))]
+
+
+@pytest.mark.slow
+def test_a_weight_that_flips_its_lowest_bit_changes_the_digest() -> None:
+    (first, second, wrong), _ = run_world(2, digests)
+    assert first == second != wrong
 
 
 def run(name: str, slots: int) -> CheckResult:

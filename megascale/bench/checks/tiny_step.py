@@ -71,7 +71,7 @@ def check_tiny_step(arguments: Mapping[str, Any]) -> CheckResult:
     torch.use_deterministic_algorithms(True, warn_only=True)
     with rank_group(arguments) as (rank, device):
         config = tiny_config(rank.world_size, "fp32" if device.is_cpu else "bf16")
-        digests = [_train(config, rank, device) for _ in range(2)]
+        digests = [train_and_digest(config, rank, device) for _ in range(2)]
     digest = digests[0] if digests[0] == digests[1] else REPEATED
     kind = f"{torch.backends.cpu.get_cpu_capability()}" if device.is_cpu else ".".join(map(str, device.capability))
     platform = f"{device.name} {kind}, torch {torch.__version__}, {rank.world_size} ranks"
@@ -88,7 +88,8 @@ def tiny_config(world: int, precision: str) -> RunConfig:
     return load_config_tree(tomllib.loads(TINY), "the tiny step", [*layout, *batch], world)
 
 
-def _train(config: RunConfig, rank: Rank, device: Device) -> str:
+def train_and_digest(config: RunConfig, rank: Rank, device: Device) -> str:
+    """Train from the initial weights on a rank of an initialised job; return the fingerprint of this rank."""
     run = build_rank_run(config, build_mesh(config, rank, device), device, StopRequest())
     _, losses = time_steps(run, STEPS)
     return weights_digest(run, losses)
