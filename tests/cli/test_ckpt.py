@@ -79,7 +79,7 @@ def test_show_describes_a_checkpoint(run: Path, capsys: pytest.CaptureFixture[st
     assert "progress    step 2, 16 samples, 256 tokens" in report
     assert "weights     39 tensors" in report and "exp_avg_sq  39 tensors" in report
     every = asked(capsys, "show", run, "--tensors")
-    assert "weights.layers.0.attention.q.weight  float32 [32, 32] in 2 boxes" in every
+    assert "weights.layers.0.attention.q.weight  float32 [32, 32] in 2 shards" in every
     plain = json.loads(asked(capsys, "show", run / "checkpoints/step-00000001", "--json"))
     assert plain["facts"]["progress"] == {"step": 1, "samples": 8, "tokens": 128}
 
