@@ -62,6 +62,7 @@ async def _drive(options: argparse.Namespace, config: RunConfig) -> int:
         takeover=options.takeover,
         requestable=adapter.requestable,
         revivable=adapter.revivable,
+        checks=config.fault.check_nodes,
         smaller=lambda nodes: smaller_layout(config, per_node, nodes),
     )
     job = Job(plan, config.fault, history, hang_verdict, now)

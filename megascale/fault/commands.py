@@ -55,6 +55,17 @@ class Request:
 
 
 @dataclass(frozen=True)
+class CheckNodes:
+    """Check nodes that an incident puts in doubt. `paths`: which of them reach each other, else each alone; `report`:
+    only print the findings, because ranks run; else each node is held until `Job.checked` has its verdict.
+    """
+
+    nodes: tuple[str, ...]
+    paths: bool
+    report: bool
+
+
+@dataclass(frozen=True)
 class Finish:
     """End the job with an exit status. `requeue`: the scheduler may start it once more."""
 
@@ -62,4 +73,4 @@ class Finish:
     requeue: bool = False
 
 
-Command = Send | Log | Say | StartAgent | Exclude | Request | Finish
+Command = Send | Log | Say | StartAgent | Exclude | Request | CheckNodes | Finish

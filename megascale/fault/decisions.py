@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megascale.fault import stages
 from megascale.fault.attempt import LostNode
 from megascale.fault.classify import Finding, classify_lost_node
-from megascale.fault.commands import Say
+from megascale.fault.commands import CheckNodes, Say
 from megascale.fault.incidents import Action, Culprit, Incident, JobHistory, describe, describe_recovery
 from megascale.fault.policy import RESTARTS, Reserve, decide
 
 if TYPE_CHECKING:
     from megascale.fault.job import Job
+
+SUSPECTED = ("hang", "network", "node", "storage", "unknown")
+"""Classes of incidents that hardware causes: nodes are checked before ranks start on them again."""
 
 
 def conclude(job: Job, finding: Finding, now: float) -> None:
@@ -49,7 +53,29 @@ def record(job: Job, finding: Finding, action: Action, now: float) -> Incident:
     )
     job.log({"event": "incident", "time": now, "incident": incident.to_dict()})
     job.do(Say(describe(incident)))
+    if job.plan.checks:
+        check_nodes(job, incident)
     return incident
+
+
+def check_nodes(job: Job, incident: Incident) -> None:
+    """Order checks of the nodes that an incident puts in doubt; those that run ranks again are held meanwhile."""
+    members, attempt = job.roster.members, job.attempt
+    placement = attempt.placement if attempt is not None else ()
+    running = [node for node in placement if node in members and members[node].connected]
+    nodes, paths = tuple(nodes_in_doubt(incident, running)), incident.class_ == "network"
+    if nodes:
+        report = incident.action.kind == "wait"
+        job.hold(() if report else nodes)
+        job.do(CheckNodes(nodes, paths, report))
+
+
+def nodes_in_doubt(incident: Incident, running: Sequence[str]) -> Sequence[str]:
+    """Return nodes to check: all of `running` after a fault of the network, else the culprits, or all without any."""
+    if incident.action.kind not in ("restart", "wait") or incident.class_ not in SUSPECTED:
+        return ()
+    culprits = () if incident.class_ == "network" else incident.culprit.nodes
+    return [node for node in running if not culprits or node in culprits]
 
 
 def completed_step(job: Job) -> int:

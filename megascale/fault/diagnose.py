@@ -33,12 +33,13 @@ class DiagnosisPlan:
     """The extent of a diagnosis.
 
     - `checks`: the set or check of every node alone, "" for none; `repeats`: further measurements of a low value
-    - `pairs`: checks by pairs, of "link" and "all_reduce"; `all_links`: of all pairs, not only neighbours
+    - `paths`: reach and clocks; `pairs`: then "link" and "all_reduce" by pairs, with `all_links` not only of neighbours
     - `at_once`: nodes have hosts of their own; otherwise they take turns. `timeout_s`: of a node's checks
     - `arguments`: of all checks
     """
 
     checks: str = "quick"
+    paths: bool = True
     pairs: tuple[str, ...] = ("link",)
     all_links: bool = False
     repeats: int = 2
@@ -75,7 +76,7 @@ async def diagnose(nodes: Sequence[CheckedNode], run: RunOnNode, plan: Diagnosis
     session = _Session(NodeRuns(nodes, run, plan.arguments, plan.timeout_s, at_once=plan.at_once), plan)
     if plan.checks:
         await session.check_each()
-    if plan.pairs and len(nodes) > 1:
+    if plan.paths and len(nodes) > 1:
         await session.check_together()
     return session.diagnosis(time.monotonic() - start)
 

@@ -13,14 +13,15 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
 
 from megascale.core.errors import MegascaleError
 from megascale.core.process import stop_signals
-from megascale.fault.commands import Command, Exclude, Finish, Log, Request, Say, Send, StartAgent
-from megascale.fault.incidents import Incident, IncidentLog
+from megascale.fault.commands import CheckNodes, Command, Exclude, Finish, Log, Request, Say, Send, StartAgent
+from megascale.fault.incidents import IncidentLog
 from megascale.fault.job import Job
 from megascale.fault.messages import CheckDone, Hello
-from megascale.fault.node_gate import NodeGate, nodes_to_check
+from megascale.fault.node_gate import NodeGate
 from megascale.fault.remote_checks import RemoteChecks
 from megascale.fault.rpc import Disconnected, DriverServer
 from megascale.fault.scheduler.port import Scheduler
@@ -90,7 +91,8 @@ class Driver:
             match command:
                 case Log():
                     self._append(command)
-                    self._check_suspects(command)
+                case CheckNodes():
+                    self._check_nodes(command)
                 case Say():
                     say(command.text)
                 case Send():
@@ -126,25 +128,36 @@ class Driver:
     def _must_check(self, hello: Hello) -> bool:
         """Return True for a node that wants to join and runs no ranks."""
         known = hello.node in self._job.roster.members or hello.node in self._job.roster.excluded
-        return self._job.settings.check_nodes and hello.attempt is None and not hello.observer and not known
+        return self._job.plan.checks and hello.attempt is None and not hello.observer and not known
 
-    def _check_suspects(self, command: Log) -> None:
-        """Check the nodes of an incident while their ranks are ended, before ranks start there again."""
-        attempt, members = self._job.attempt, self._job.roster.members
-        if not self._job.settings.check_nodes or command.event["event"] != "incident" or attempt is None:
-            return
-        running = [node for node in attempt.placement if node in members and members[node].connected]
-        suspects = nodes_to_check(Incident.from_dict(command.event["incident"]), running)
-        self._job.hold(suspects)
-        for node in suspects:
-            self._examine(members[node].hello)
+    def _check_nodes(self, command: CheckNodes) -> None:
+        """Check nodes after an incident."""
+        members = self._job.roster.members
+        hellos = [members[node].hello for node in command.nodes if node in members]
+        if command.paths:
+            self._begin(self._examine_paths(hellos, command.report))
+        elif not command.report:
+            for hello in hellos:
+                self._examine(hello)
+
+    def _begin(self, examination: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(examination)
+        self._examinations.add(task)
+        task.add_done_callback(self._examinations.discard)
 
     def _examine(self, hello: Hello) -> None:
         """Check a node, whose agent joins or runs ranks again if the node is good."""
         self._at_gate[hello.node] = hello
-        task = asyncio.ensure_future(self._finish_examination(hello))
-        self._examinations.add(task)
-        task.add_done_callback(self._examinations.discard)
+        self._begin(self._finish_examination(hello))
+
+    async def _examine_paths(self, hellos: Sequence[Hello], report: bool) -> None:
+        """Check which nodes reach each other; a node that is not reached leaves the job, unless this is a `report`."""
+        nodes, links = await self._gate.examine_paths(hellos)
+        self.perform([Say(f"link {link}: {reason}") for link, reason in links.items()])
+        if report:
+            self.perform([Say(f"node {node}: {reason}") for node, reason in nodes.items()])
+        for hello in hellos if not report else ():
+            self.perform(self._job.checked(hello.node, nodes.get(hello.node, ""), self._clock.now()))
 
     async def _finish_examination(self, hello: Hello) -> None:
         reason = await self._gate.examine(hello)

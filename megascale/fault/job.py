@@ -46,7 +46,8 @@ START_S = 5.0
 @dataclass(frozen=True)
 class JobPlan:
     """The ranks of a job. `run`: its name; `arguments`: of its ranks; `logs`: folder of the ranks' logs; `takeover`: an
-    earlier driver of this launch may have left an attempt running; `requestable`, `revivable`: see `Reserve`.
+    earlier driver of this launch may have left an attempt running; `requestable`, `revivable`: see `Reserve`; `checks`:
+    nodes are checked before they join, and after a fault.
     `overrides`: further arguments of a layout that has shrunk; `smaller`: the layout for a number of nodes.
     """
 
@@ -58,6 +59,7 @@ class JobPlan:
     takeover: bool = False
     requestable: bool = False
     revivable: bool = True
+    checks: bool = False
     overrides: tuple[str, ...] = ()
     smaller: Callable[[int], SmallerLayout | None] = lambda nodes: None
 
@@ -155,7 +157,7 @@ class Job:
         """The checks of a node are done; `reason`: why it runs no ranks of this job, "" for a good node."""
         if node in self.roster.members:
             self.roster.members[node].held = False
-        if reason:
+        if reason and not self._runs_ranks(node):
             self.do(Say(f"node {node} failed its checks: {reason}"))
             if node not in self.roster.members:
                 self.do(Send(node, Leave(f"it failed its checks: {reason}")))

@@ -1,4 +1,5 @@
-"""Checks of a job's nodes by the driver: each before it joins, and the nodes of a fault before ranks start there again.
+"""Checks of a job's nodes by the driver: each before it joins, and the nodes of a fault before ranks start there again;
+after a fault of the network, the paths between all nodes.
 
 The set "join" takes about a second on a host without GPUs. A node fails by a wrong or impossible result, or by a value
 that is low beside those of the nodes that have joined before. Nodes that share a host with another are not compared:
@@ -13,17 +14,13 @@ import time
 from collections.abc import Mapping, Sequence
 
 from megascale.fault.checks.result import CheckResult
-from megascale.fault.diagnose import DiagnosisPlan, check_joining
-from megascale.fault.incidents import Incident
+from megascale.fault.diagnose import DiagnosisPlan, check_joining, diagnose
 from megascale.fault.messages import Hello
 from megascale.fault.node_runs import CheckedNode
 from megascale.fault.remote_checks import RemoteChecks
 
 LATE_S = 2.0
 """Seconds that a node, once measured, waits for others at most, beyond the time of its own checks."""
-
-SUSPECTED = ("hang", "network", "node", "storage", "unknown")
-"""Classes of incidents after which nodes are checked before ranks start on them again: those that hardware causes."""
 
 
 class NodeGate:
@@ -32,6 +29,7 @@ class NodeGate:
     def __init__(self, checks: RemoteChecks, timeout_s: float, tolerance: float) -> None:
         self._checks = checks
         self._plan = DiagnosisPlan(checks="join", timeout_s=timeout_s, tolerance=tolerance)
+        self._paths_plan = DiagnosisPlan(checks="", pairs=(), timeout_s=timeout_s)
         self._results: dict[str, tuple[str, Sequence[CheckResult]]] = {}
         self._measuring: dict[str, asyncio.Event] = {}
 
@@ -46,7 +44,7 @@ class NodeGate:
             await self._wait_for_others(time.monotonic() - start + LATE_S)
             return self._others(hello)
 
-        node = CheckedNode(hello.node, hello.address, hello.slots)
+        node = _checked_node(hello)
         try:
             results, bad = await check_joining(node, self._checks.run, others, self._plan)
         finally:
@@ -55,6 +53,12 @@ class NodeGate:
         if bad:
             del self._results[hello.node]
         return "; ".join(f"{verdict.check}: {verdict.reason}" for verdict in bad)
+
+    async def examine_paths(self, hellos: Sequence[Hello]) -> tuple[dict[str, str], dict[str, str]]:
+        """Check which nodes reach each other; return reasons by bad node, and by bad link between other nodes."""
+        found = await diagnose([_checked_node(hello) for hello in hellos], self._checks.run, self._paths_plan)
+        nodes = {verdict.node: verdict.reason for verdict in found.verdicts if verdict.check == "reach" and verdict.bad}
+        return nodes, {f"{a} - {b}": reason for (a, b), reason in found.bad_links.items()}
 
     async def _wait_for_others(self, timeout_s: float) -> None:
         """Wait until the nodes that are being measured have results: the first nodes of a job join at the same time."""
@@ -71,8 +75,5 @@ class NodeGate:
         return {node: results for node, (_, results) in others.items()}
 
 
-def nodes_to_check(incident: Incident, running: Sequence[str]) -> Sequence[str]:
-    """Return the nodes that an incident puts in doubt and that run ranks again: its culprits', or all of `running`."""
-    if incident.action.kind != "restart" or incident.class_ not in SUSPECTED:
-        return ()
-    return [node for node in running if not incident.culprit.nodes or node in incident.culprit.nodes]
+def _checked_node(hello: Hello) -> CheckedNode:
+    return CheckedNode(hello.node, hello.address, hello.slots)

@@ -113,11 +113,11 @@ def test_a_value_that_is_low_once_names_nobody() -> None:
         seen.append((node, name))
         return result
 
-    plan = DiagnosisPlan(pairs=())
+    plan = DiagnosisPlan(paths=False)
     assert asyncio.run(diagnose(fleet.nodes[1:] + fleet.nodes[:1], slow_once, plan)).ok
     assert seen == [("n1", "quick"), ("n2", "quick"), ("n3", "quick"), ("n0", "quick"), ("n1", "memory")]
     fleet.slow = {("n1", "memory"): 0.3}
-    once = DiagnosisPlan(pairs=(), repeats=0)
+    once = DiagnosisPlan(paths=False, repeats=0)
     assert asyncio.run(diagnose(fleet.nodes[1:] + fleet.nodes[:1], slow_once, once)).bad_nodes.keys() == {"n1"}
 
 

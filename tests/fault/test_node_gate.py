@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
+import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 from megascale.config.fault import FaultConfig
 from megascale.core.network import LOOPBACK
 from megascale.fault.checks.result import CheckResult
+from megascale.fault.classify import Finding
+from megascale.fault.decisions import nodes_in_doubt, record
 from megascale.fault.driver import Clock, Driver
 from megascale.fault.incidents import Action, Culprit, Incident, IncidentLog, JobHistory, read_events
 from megascale.fault.job import Job, JobPlan
@@ -26,9 +29,9 @@ from megascale.fault.messages import (
     Stop,
     StoreOpened,
 )
-from megascale.fault.node_gate import nodes_to_check
 from megascale.fault.rpc import AgentChannel, DriverServer
 from megascale.fault.scheduler.port import AgentEnd, Node
+from megascale.fault.stages import stop_attempt
 
 SECRET = secrets.token_bytes(32)
 
@@ -44,6 +47,7 @@ class Cluster:
         self.excluded: list[str] = []
         self.asked = 0
         self.server: DriverServer | None = None
+        self.cut: set[str] = set()
         self._tasks: list[asyncio.Future[Any]] = []
 
     async def nodes(self) -> list[Node]:
@@ -85,6 +89,11 @@ class Cluster:
                     return
 
     def _check(self, node: str, order: Check) -> CheckDone:
+        if order.name == "open_endpoint":
+            return CheckDone(order.id, order.name, CheckResult("", details={"address": f"{node}:1"}).to_dict())
+        if order.name == "reach":
+            lost = {peer: "timed out" for peer in order.arguments["peers"] if {node, peer} & self.cut}
+            return CheckDone(order.id, order.name, CheckResult("reach", details={"unreached": lost}).to_dict())
         parts = (CheckResult("limits", value=0.0), CheckResult("memory", value=self.memory.get(node, 1e9)))
         result = next((one for one in parts if one.name == order.name), CheckResult("join", parts=parts))
         return CheckDone(order.id, order.name, result.to_dict())
@@ -93,20 +102,27 @@ class Cluster:
         return [node for node in self.names if any(isinstance(one, kind) for one in self.received[node])]
 
 
-def drive(cluster: Cluster, folder: Path, until: Callable[[Job], bool], **settings: Any) -> Job:
-    """Drive a job of two nodes with four ranks until a condition holds."""
-    job_settings = FaultConfig(**settings)
+async def nothing(driver: Driver, job: Job) -> None:
+    """No fault."""
+
+
+def drive(
+    cluster: Cluster, folder: Path, until: Callable[[Job], bool],
+    fault: Callable[[Driver, Job], Awaitable[None]] = nothing, nodes: int = 2, checks: bool = True,
+) -> Job:  # fmt: skip
+    """Drive a job of two ranks on each node until a condition holds, with a fault meanwhile."""
 
     async def play() -> Job:
         clock = Clock()
-        plan = JobPlan("run", 2, 4, ("train",), str(folder))
-        job = Job(plan, job_settings, JobHistory(), lambda records, states: None, clock.now())  # type: ignore[arg-type, return-value]
+        plan = JobPlan("run", nodes, 2 * nodes, ("train",), str(folder), checks=checks)
+        job = Job(plan, FaultConfig(), JobHistory(), lambda records, states: None, clock.now())  # type: ignore[arg-type, return-value]
         log = IncidentLog(folder / "incidents.jsonl")
         async with DriverServer(SECRET) as server:
             cluster.server = server
             driver = Driver(job, server, cluster, log, clock)  # type: ignore[arg-type]
             task = asyncio.ensure_future(driver.run(start_agents=True))
             async with asyncio.timeout(30):
+                await fault(driver, job)
                 while not until(job):
                     assert not task.done(), task
                     await asyncio.sleep(0.02)
@@ -137,9 +153,25 @@ def test_nodes_of_a_shared_host_are_not_compared(tmp_path: Path) -> None:
     assert cluster.orders(Check) == ["n0", "n1"]
 
 
+def test_after_a_fault_of_the_network_the_node_that_none_reaches_leaves(tmp_path: Path) -> None:
+    cluster = Cluster(4, {})
+
+    async def cut(driver: Driver, job: Job) -> None:
+        while job.stage != "run":
+            await asyncio.sleep(0.02)
+        cluster.cut = {"n1"}
+        record(job, Finding("network", "no progress", Culprit(), 1.0, "network: hang"), Action("restart"), 2.0)
+        stop_attempt(job, time.time(), 0.1)
+        driver.perform(job.tick(time.time()))
+
+    job = drive(cluster, tmp_path, lambda job: cluster.excluded != [] and job.history.attempt == 1, cut, nodes=3)
+    assert cluster.excluded == ["n1"]
+    assert sorted(job.history.nodes) == ["n0", "n2", "n3"]
+
+
 def test_without_checks_nodes_join_at_once(tmp_path: Path) -> None:
     cluster = Cluster(2, {"n1": 0.2e9})
-    drive(cluster, tmp_path, lambda job: cluster.orders(Start) == ["n0", "n1"], check_nodes=False)
+    drive(cluster, tmp_path, lambda job: cluster.orders(Start) == ["n0", "n1"], checks=False)
     assert cluster.orders(Check) == []
 
 
@@ -148,8 +180,10 @@ def test_which_incidents_put_which_nodes_in_doubt() -> None:
         return Incident(1, class_, "", Culprit(nodes=nodes), (), "", "", 0, 0, 0.0, 0.0, action=Action(kind))
 
     running = ["a", "b"]
-    assert nodes_to_check(incident("hang", "restart", "b"), running) == ["b"]
-    assert nodes_to_check(incident("network", "restart"), running) == ["a", "b"]
-    assert not nodes_to_check(incident("hang", "replace", "b"), running)  # it leaves the job
-    assert not nodes_to_check(incident("software", "restart", "b"), running)
-    assert not nodes_to_check(incident("hang", "restart", "c"), running)
+    assert nodes_in_doubt(incident("hang", "restart", "b"), running) == ["b"]
+    assert nodes_in_doubt(incident("network", "restart", "b"), running) == ["a", "b"]
+    assert nodes_in_doubt(incident("network", "wait", "b"), running) == ["a", "b"]
+    assert nodes_in_doubt(incident("unknown", "restart"), running) == ["a", "b"]
+    assert not nodes_in_doubt(incident("hang", "replace", "b"), running)  # it leaves the job
+    assert not nodes_in_doubt(incident("software", "restart", "b"), running)
+    assert not nodes_in_doubt(incident("hang", "restart", "c"), running)
