@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megascale.core.flight_record import FlightRecord, FlightRecordError
@@ -33,13 +33,18 @@ class LostNode:
 
 @dataclass
 class Attempt:
-    """`placement`: ranks by node. `ends`: of its ranks, by rank. `lost`: lost nodes, by node. `answered`: nodes that
-    have answered Collect, with `records`, `states` and `stacks` by rank.
+    """State of an attempt.
+
+    `placement`: ranks by node; `busy`: nodes with ranks that have not ended. `ends`: of its ranks, by rank; `lost`:
+    lost nodes, by node. `noted`: its first new step is in the log. `answered`: nodes that have answered Collect, with
+    `records`, `states` and `stacks` by rank.
     """
 
     number: int
     placement: Mapping[str, tuple[int, ...]]
     watch: ProgressWatch
+    busy: set[str] = field(default_factory=set)
+    noted: bool = False
     ends: dict[int, RankEnd] = field(default_factory=dict)
     lost: dict[str, LostNode] = field(default_factory=dict)
     stuck: set[str] = field(default_factory=set)
@@ -47,6 +52,9 @@ class Attempt:
     records: dict[int, FlightRecord] = field(default_factory=dict)
     states: dict[int, str] = field(default_factory=dict)
     stacks: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.busy = set(self.placement)
 
     @property
     def world(self) -> int:
@@ -75,7 +83,18 @@ class Attempt:
 
     def is_free(self, node: str) -> bool:
         """Return True if no rank of this attempt runs on a node any more, or the node is lost."""
-        return node in self.lost or all(rank in self.ends for rank in self.placement.get(node, ()))
+        return node not in self.busy
+
+    def add_ends(self, node: str, ends: Sequence[RankEnd]) -> None:
+        """Take ends of a node's ranks, any number of times."""
+        self.ends.update({end.rank: end for end in ends})
+        if all(rank in self.ends for rank in self.placement.get(node, ())):
+            self.busy.discard(node)
+
+    def lose(self, lost: LostNode) -> None:
+        """Take a node for lost."""
+        self.lost[lost.node] = lost
+        self.busy.discard(lost.node)
 
     def statuses(self, roster: Roster) -> list[RankStatus]:
         """Return the last statuses of the ranks that run."""

@@ -95,8 +95,11 @@ def note_progress(job: Job, now: float) -> None:
         job.log({"event": "recovered", "time": now, "incidents": waited, "resumed_step": step, "steps_lost": 0})
         job.do(Say("training continues: the network is back, nothing was restarted"))
         job.waiting_since = None
+    if not watch.has_new_step or job.attempt.noted:
+        return
+    job.attempt.noted = True
     awaiting = job.history.open
-    if not awaiting or not watch.has_new_step:
+    if not awaiting:
         return
     resumed = watch.first_step - 1
     lost = max(0, max(incident.step for incident in awaiting) - resumed)

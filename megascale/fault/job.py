@@ -80,7 +80,7 @@ class Job:
 
     `places`: the nodes that ranks fill, in order, None where a node is wanted; `pending`: the incident whose action
     follows the end of the attempt. `begun`: start of this driver; `deadline`: of the stage; `next_look`: time of
-    the next look for a hang.
+    the next look for a hang; `heartbeats`: a count of all.
     """
 
     def __init__(
@@ -101,6 +101,7 @@ class Job:
         self.waiting_since: float | None = None
         self.stop_requests = 0
         self.next_look = 0.0
+        self.heartbeats = 0
         self.commands: list[Command] = []
         if plan.takeover:
             stages.begin_takeover(self, now)
@@ -194,7 +195,7 @@ class Job:
         self.roster.lose(node)
         if self._runs_ranks(node):
             assert self.attempt is not None
-            self.attempt.lost[node] = LostNode(node, reason, min(member.heard, now) if since is None else since)
+            self.attempt.lose(LostNode(node, reason, min(member.heard, now) if since is None else since))
         elif self.stage != Stage.DONE:
             self.do(Say(f"idle node {node} was lost: {reason}"))
             self.do(*([StartAgent(node)] if self.plan.revivable and node not in self.roster.excluded else []))
@@ -227,13 +228,14 @@ class Job:
             self.do(Send(hello.node, Stop(hello.attempt, 0.0)))
         if hello.attempt != current and self.stage not in (Stage.TAKEOVER, Stage.OPEN) and self._runs_ranks(hello.node):
             assert self.attempt is not None
-            self.attempt.lost[hello.node] = LostNode(hello.node, "its agent was started once more", heard)
+            self.attempt.lose(LostNode(hello.node, "its agent was started once more", heard))
 
     def _take(self, node: str, message: AgentMessage, now: float) -> None:
         """Take a message of a joined node into the state."""
         attempt, member = self.attempt, self.roster.members[node]
         current = attempt is not None and getattr(message, "attempt", None) == attempt.number
         if isinstance(message, Heartbeat):
+            self.heartbeats += 1
             if message.ranks or now - member.started > START_S:
                 member.attempt = message.attempt if message.ranks else None
             member.statuses = {status.rank: status for status in message.ranks}
@@ -249,7 +251,7 @@ class Job:
             case Heartbeat():
                 attempt.watch.beat(message.ranks, now)
             case RanksEnded():
-                attempt.ends.update({end.rank: end for end in message.ends})
+                attempt.add_ends(node, message.ends)
                 attempt.stuck |= {node} if message.stuck else set()
             case StoreOpened():
                 stages.start_ranks(self, message.address, now)

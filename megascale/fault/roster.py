@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 from megascale.fault.messages import Hello, RankStatus
 
+MOST_NAMED = 8
+"""Most nodes that a message names."""
+
 
 @dataclass
 class Member:
@@ -73,6 +76,12 @@ class Roster:
     def silent(self, now: float, limit_s: float) -> list[str]:
         """Return nodes that have sent nothing for longer than a limit."""
         return [name for name, member in self.members.items() if now - member.heard > limit_s]
+
+
+def format_nodes(names: Sequence[str]) -> str:
+    """Return "a, b and 7 more"."""
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more
 
 
 def place_ranks(nodes: Sequence[str], world: int) -> dict[str, tuple[int, ...]]:

@@ -34,6 +34,9 @@ from megascale.fault.messages import (
     StoreOpened,
 )
 
+TICK_S = 0.5
+"""Seconds between looks of the driver at deadlines, while a fault is dealt with."""
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -97,6 +100,7 @@ class Simulation:
         self._numbers = itertools.count()
         self._node_numbers = itertools.count()
         self._epoch = 0
+        self._ticking = -1
         self._running_since: float | None = None
         self._hung = False
         self.job = Job(plan, settings, JobHistory(), self._hang_verdict, self.now)
@@ -209,10 +213,9 @@ class Simulation:
                 if 0 in message.ranks:
                     self._begin(message.attempt)
             case Stop():
-                ends = tuple(RankEnd(r, -9, self.now, stopped=True) for r in node.ranks if r not in node.ended)
                 node.attempt, node.ended = None, set(node.ranks)
                 self._pause()
-                self._later(node.name, RanksEnded(message.attempt, ends), self.timing.end_s)
+                self._later(node.name, RanksEnded(message.attempt, ()), self.timing.end_s)
             case Collect():
                 self._later(node.name, Records(message.attempt, {}, {}), self.timing.message_s)
 
@@ -247,7 +250,7 @@ class Simulation:
                 for rank in (node.ranks if node.attempt is not None else ())
             )
             self._send(node.name, Heartbeat(self.now, node.attempt, statuses))
-        self._tick(epoch)
+        self._begin_ticks()
 
     def _tick(self, epoch: int) -> None:
         """Let time pass for the driver until the fault is dealt with."""
@@ -255,15 +258,20 @@ class Simulation:
             for name, member in self.job.roster.members.items():
                 member.heard = self.now if self.nodes[name].alive else member.heard  # its heartbeats
             self._perform(self.job.tick(self.now))
-            self.at(self.now + 0.5, lambda: self._tick(epoch))
+            self.at(self.now + TICK_S, functools.partial(self._tick, epoch))
 
     def _pause(self) -> None:
         """Training stops: the steps so far count, and the driver is told the time until it goes on."""
         if self._running_since is not None:
             self._beat(self.job.history.attempt, 0, 0.0)
         self._running_since = None
-        epoch = self._epoch
-        self.at(self.now + 0.5, lambda: self._tick(epoch))
+        self._begin_ticks()
+
+    def _begin_ticks(self) -> None:
+        """Let time pass for the driver, in one chain of events."""
+        if self._ticking != self._epoch:
+            self._ticking = self._epoch
+            self.at(self.now + TICK_S, functools.partial(self._tick, self._epoch))
 
     def _count_steps(self) -> None:
         if self._running_since is not None and not self._hung:

@@ -12,7 +12,7 @@ from megascale.fault import decisions
 from megascale.fault.attempt import Attempt
 from megascale.fault.commands import Exclude, Finish, Request, Say, Send, StartAgent
 from megascale.fault.messages import Collect, Leave, OpenStore, Start, Stop
-from megascale.fault.roster import place_ranks
+from megascale.fault.roster import Member, format_nodes, place_ranks
 from megascale.fault.watch import ProgressWatch
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def takeover(job: Job, now: float) -> None:
     if now < job.deadline:
         return
     for node in set(attempt.placement).difference(joined):
-        attempt.lost[node] = decisions.never_joined(node, now)
+        attempt.lose(decisions.never_joined(node, now))
     running = [node for node in joined if job.roster.members[node].attempt == attempt.number or attempt.is_free(node)]
     job.do(
         Say(f"a new driver takes over: {len(running)} of {len(attempt.placement)} nodes run attempt {attempt.number}")
@@ -115,8 +115,8 @@ def begin_attempt(job: Job, now: float) -> None:
     placement = place_ranks(nodes, job.plan.world)
     job.attempt = Attempt(number, placement, ProgressWatch(job.settings, now))
     spares = job.roster.spares(nodes)
-    more = f"; spare: {', '.join(spares)}" if spares else ""
-    job.do(Say(f"attempt {number}: {job.plan.world} ranks on {', '.join(nodes)}{more}"))
+    more = f"; spare: {format_nodes(spares)}" if spares else ""
+    job.do(Say(f"attempt {number}: {job.plan.world} ranks on {format_nodes(nodes)}{more}"))
     job.do(Send(nodes[0], OpenStore(number, reachable=len(nodes) > 1)))
     job.enter(Stage.OPEN, now + OPEN_S)
 
@@ -152,12 +152,12 @@ def run(job: Job, now: float) -> None:
         finish(job, max(end.status for end in attempt.ends.values()), now)
     elif attempt.failed:
         job.enter(Stage.SETTLE, math.inf)
-    elif now >= job.next_look and attempt.watch.hangs(attempt.statuses(job.roster), now):
+    elif now >= job.next_look and attempt.watch.is_idle(now) and attempt.watch.hangs(attempt.statuses(job.roster), now):
         attempt.forget_answers()
         job.verdict = None
         job.do(*(Send(node, Collect(attempt.number)) for node in attempt.placement))
         job.enter(Stage.COLLECT, now + job.settings.evidence_s)
-    else:
+    elif not attempt.noted or job.waiting_since is not None:
         decisions.note_progress(job, now)
 
 
@@ -185,11 +185,11 @@ def collect(job: Job, now: float) -> None:
         job.enter(Stage.SETTLE, math.inf)
     elif attempt.watch.idle_s(now) < settings.hang_s:
         job.enter(Stage.RUN, math.inf)
-    elif decisions.has_silent_node(job, now):
-        return  # a lost node explains it all: `tick` decides
     elif job.verdict is None:
         if now < job.deadline and len(attempt.answered) < len(attempt.placement):
             return
+        if decisions.has_silent_node(job, now):
+            return  # a lost node explains it all: `tick` decides
         job.verdict = job.hang_verdict(attempt.records, attempt.states)
         if decisions.waits_for_network(job, now):
             job.next_look = now + settings.heartbeat_s
@@ -215,17 +215,21 @@ def stop_attempt(job: Job, now: float, grace_s: float, *, save: bool = False) ->
 
 def stop(job: Job, now: float) -> None:
     """Wait until no rank of the attempt runs, then carry out the decision. A node whose ranks do not end is lost."""
-    attempt = job.attempt
-    members = job.roster.members
-    running = [node for node in attempt.placement if not attempt.is_free(node)] if attempt is not None else []
-    running = [node for node in running if node in members and members[node].attempt is not None]
-    late = running if now >= job.deadline else [node for node in running if attempt and node in attempt.stuck]
-    for node in late:
+    attempt, members = job.attempt, job.roster.members
+    running = (node for node in (attempt.busy if attempt is not None else ()) if runs_ranks(members.get(node)))
+    if attempt is not None and (now >= job.deadline or attempt.stuck):
         reason = "its ranks cannot be ended"
-        job.lose(node, reason, now)
-        exclude(job, node, reason, now)
-    if set(running) <= set(late):
+        for node in [node for node in running if now >= job.deadline or node in attempt.stuck]:
+            job.lose(node, reason, now)
+            exclude(job, node, reason, now)
+        running = (node for node in attempt.busy if runs_ranks(members.get(node)))
+    if next(running, None) is None:  # no list: every node's answer calls this function
         carry_out(job, now)
+
+
+def runs_ranks(member: Member | None) -> bool:
+    """Return True for a joined node that has ranks of any attempt."""
+    return member is not None and member.attempt is not None
 
 
 def carry_out(job: Job, now: float) -> None:

@@ -44,10 +44,14 @@ class ProgressWatch:
         """Return the seconds without progress on any rank."""
         return now - self.moved
 
+    def is_idle(self, now: float) -> bool:
+        """Return True if no rank has made progress for `fault.hang_s`: `hangs` knows whether that is too long."""
+        return self.idle_s(now) >= self._settings.hang_s
+
     def hangs(self, statuses: Iterable[RankStatus], now: float) -> bool:
         """Return True if no rank has made progress for longer than its phase explains. `statuses`: of all ranks."""
         idle = self.idle_s(now)
-        if idle < self._settings.hang_s:
+        if not self.is_idle(now):
             return False
         bounds = [(self._bound_s(status), status.state in STOPPED_STATES) for status in statuses]
         if any(stopped and idle >= bound for bound, stopped in bounds):
