@@ -1,0 +1,105 @@
+"""launch/slurm_fault.sbatch on a real cluster: nodes of an allocation are lost while a job trains."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fault.scheduler.test_slurm import SCRIPT
+from tests.jobs import curve, finish, job_config
+from tests.launch.slurm import Slurm, missing
+from tests.runs import GPT
+
+pytestmark = pytest.mark.slow
+
+SECONDS = 300
+TWO = {
+    "parallel__dp": 2, "parallel__zero": 1, "train__precision": "fp32", "train__steps": 60,
+    "checkpoint__every": 10, "checkpoint__memory_every": 1, "checkpoint__replicate": True,
+}  # fmt: skip
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Iterator[Slurm]:
+    if reason := missing():
+        pytest.skip(reason)
+    with Slurm(tmp_path / "cluster", nodes=4, slurmd_timeout=10) as cluster:
+        yield cluster
+
+
+class Training:
+    """A job of two nodes and a spare, in an allocation of three."""
+
+    def __init__(self, slurm: Slurm, folder: Path) -> None:
+        self.slurm = slurm
+        self.folder = folder / "job"
+        config = job_config(self.folder, GPT, **TWO, checkpoint__memory_dir=str(folder / "memory"))
+        words = ["--nodes=3", "--time=30", "--job-name=training", str(SCRIPT), config.name, "--nodes", "2"]
+        env = {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+        self.first = slurm.submit(*words, "--spares", "1", folder=self.folder, env=env)
+
+    def output(self) -> str:
+        texts = sorted((self.folder / "runs").glob("slurm-*.out")), sorted((self.folder / "runs").rglob("agent-*.log"))
+        return "\n".join(f"{path.name}: {path.read_text()}" for paths in texts for path in paths)
+
+    def steps(self) -> list[dict[str, Any]]:
+        path = self.folder / "runs" / "test" / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [record for line in lines if line.endswith("}") and "loss" in (record := json.loads(line))]
+
+    def incidents(self) -> list[dict[str, Any]]:
+        path = self.folder / "runs" / "test" / "incidents.jsonl"
+        events = [json.loads(line) for line in path.read_text().splitlines()]
+        return [event["incident"] for event in events if event["event"] == "incident"]
+
+    def wait_for(self, done: Callable[[], object]) -> None:
+        deadline = time.monotonic() + SECONDS
+        while not done():
+            assert time.monotonic() < deadline, self.output()
+            time.sleep(0.1)
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait_for(lambda: any(record["step"] >= step for record in self.steps()))
+
+    def wait_for_end(self) -> None:
+        """Return when neither the job nor a successor is queued or runs."""
+        self.wait_for(lambda: not self.slurm.ask("squeue", "-h", "-n", "training").strip())
+
+
+def undisturbed(tmp_path: Path) -> list[tuple[int, float, float]]:
+    quiet = {key: value for key, value in TWO.items() if key != "checkpoint__replicate"}
+    return curve(finish(job_config(tmp_path / "undisturbed", GPT, **quiet, checkpoint__memory_dir=str(tmp_path / "m"))))
+
+
+def test_a_dead_node_is_replaced_and_the_job_goes_on(slurm: Slurm, tmp_path: Path) -> None:
+    (tmp_path / "job" / "runs").mkdir(parents=True)
+    expected = undisturbed(tmp_path)
+    job = Training(slurm, tmp_path)
+    job.wait_for_step(15)
+    slurm.kill_node("n1")
+    job.wait_for(lambda: slurm.state(job.first).get("JobState") != "RUNNING" or curve(job.steps()) == expected)
+    slurm.restart_node("n1")
+    assert slurm.end(job.first, SECONDS) == ("COMPLETED", "0:0"), job.output()
+    assert curve(job.steps()) == expected
+    (incident,) = job.incidents()
+    assert (incident["class"], incident["culprit"]["nodes"], incident["action"]["kind"]) == ("node", ["n1"], "replace")
+    assert incident["steps_lost"] is None or incident["steps_lost"] <= 1
+    job.wait_for_end()
+    assert "takes over when this one is lost" in job.output()
+
+
+def test_the_successor_goes_on_when_the_first_node_is_lost(slurm: Slurm, tmp_path: Path) -> None:
+    (tmp_path / "job" / "runs").mkdir(parents=True)
+    expected = undisturbed(tmp_path)
+    job = Training(slurm, tmp_path)
+    job.wait_for_step(15)
+    slurm.kill_node("n0")
+    job.wait_for_end()
+    assert curve(job.steps()) == expected, job.output()
+    assert slurm.state(job.first)["JobState"] == "NODE_FAIL"
