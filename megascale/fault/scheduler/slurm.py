@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from megascale.core.secret import SECRET_VARIABLE
 from megascale.fault.scheduler.port import AgentEnd, AgentLaunch, Node, SchedulerError
@@ -29,6 +30,8 @@ RELEASE_GRACE_S = 5.0
 
 STOP_GRACE_S = 35.0
 """Seconds that Slurm has to kill the steps at the end of the job: longer than Slurm's KillWait, 30 s by default."""
+
+_SLURM_LINES = ("srun: ", "slurmstepd: ", "slurmstepd-")
 
 # One step on one node: a failure of another node or step does not end it, it shares what the job has there, and the
 # ranks bind themselves to cores.
@@ -99,7 +102,9 @@ class SlurmScheduler:
 
     async def next_end(self) -> AgentEnd:
         """Wait for the end of a step: after the loss of a node for Slurm's SlurmdTimeout, and with status 0."""
-        return await self._processes.next_end()
+        end = await self._processes.next_end()
+        of_agent = tuple(line for line in end.last_lines if not line.startswith(_SLURM_LINES))
+        return replace(end, last_lines=of_agent or end.last_lines)
 
     async def exclude(self, node: str, reason: str, until: float | None) -> None:
         self._excluded[node] = float("inf") if until is None else until

@@ -73,12 +73,14 @@ class Training:
 
 
 def undisturbed(tmp_path: Path) -> list[tuple[int, float, float]]:
-    quiet = {key: value for key, value in TWO.items() if key != "checkpoint__replicate"}
-    return curve(finish(job_config(tmp_path / "undisturbed", GPT, **quiet, checkpoint__memory_dir=str(tmp_path / "m"))))
+    """The loss curve without driver, faults and copies in memory."""
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "job" / "runs").mkdir(parents=True)
+    plain = {name: value for name, value in TWO.items() if not name.startswith("checkpoint")}
+    return curve(finish(job_config(tmp_path / "undisturbed", GPT, **plain)))
 
 
 def test_a_dead_node_is_replaced_and_the_job_goes_on(slurm: Slurm, tmp_path: Path) -> None:
-    (tmp_path / "job" / "runs").mkdir(parents=True)
     expected = undisturbed(tmp_path)
     job = Training(slurm, tmp_path)
     job.wait_for_step(15)
@@ -95,7 +97,6 @@ def test_a_dead_node_is_replaced_and_the_job_goes_on(slurm: Slurm, tmp_path: Pat
 
 
 def test_the_successor_goes_on_when_the_first_node_is_lost(slurm: Slurm, tmp_path: Path) -> None:
-    (tmp_path / "job" / "runs").mkdir(parents=True)
     expected = undisturbed(tmp_path)
     job = Training(slurm, tmp_path)
     job.wait_for_step(15)
