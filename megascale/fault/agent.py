@@ -42,6 +42,7 @@ from megascale.fault.node_place import NodePlace
 from megascale.fault.node_ranks import NodeRanks
 from megascale.fault.ranks import Ranks
 from megascale.fault.rpc import AgentChannel
+from megascale.fault.scheduler.port import DRIVER_LOST
 from megascale.fault.store_listener import StoreListener
 from megascale.fault.streams import Tls
 from megascale.fault.threads import call_in_thread
@@ -219,7 +220,7 @@ class Agent:
                 self._ranks.poll()
             if self._channel.lost_s > self._settings.agent_grace_s:
                 lost = f"no driver at {self._place.driver} for {self._channel.lost_s:.0f} s"
-                await self._leave(lost, Exit.UNCLASSIFIED, LOST_DRIVER_GRACE_S)
+                await self._leave(lost, DRIVER_LOST, LOST_DRIVER_GRACE_S)
                 return
             await asyncio.sleep(self._settings.poll_s)
 

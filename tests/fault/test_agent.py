@@ -33,6 +33,7 @@ from megascale.fault.messages import (
     Welcome,
 )
 from megascale.fault.rpc import Disconnected, reserve_port
+from megascale.fault.scheduler.port import DRIVER_LOST
 from tests.fault.nodes import Node, driver, gone, node, rank_environment, run, within
 from tests.jobs import lives
 
@@ -157,7 +158,7 @@ def test_ranks_outlive_a_driver_and_the_next_one_takes_over(tmp_path: Path) -> N
                     assert all(a.step > b.step for a, b in zip(after.ranks, before.ranks, strict=True))
                     second.send(Welcome(0.1, 0.05, 0.5, 5.0))
                     await second.until(Heartbeat)
-                assert await agent.ended() == Exit.UNCLASSIFIED
+                assert await agent.ended() == DRIVER_LOST
                 assert "no driver at" in agent.log.read_text()
                 ends = {rank: (tmp_path / f"logs/attempt-1/rank-{rank}.error.json").read_text() for rank in (0, 1)}
                 assert all('"exit_status": 143' in end for end in ends.values())

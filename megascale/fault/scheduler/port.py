@@ -25,6 +25,9 @@ DRIVER_VARIABLE = "MEGASCALE_DRIVER"
 LAUNCH_VARIABLE = "MEGASCALE_LAUNCH"
 """Environment variable of all processes of a launch: a random id."""
 
+DRIVER_LOST = 75
+"""Exit status of an agent whose driver stayed away for `fault.agent_grace_s`; EX_TEMPFAIL of sysexits.h."""
+
 AGENT_COMMAND = (sys.executable, "-m", "megascale", "agent")
 
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from megascale.core.secret import SECRET_VARIABLE
-from megascale.fault.scheduler.port import AgentEnd, AgentLaunch, Node, SchedulerError
+from megascale.fault.scheduler.port import DRIVER_LOST, AgentEnd, AgentLaunch, Node, SchedulerError
 from megascale.fault.scheduler.processes import AgentProcesses, run
 
 SUCCESSOR_VARIABLE = "MEGASCALE_SUCCESSOR"
@@ -27,6 +27,9 @@ DRAIN_VARIABLE = "MEGASCALE_SLURM_DRAIN"
 
 RELEASE_GRACE_S = 5.0
 """Seconds that Slurm has to kill a step; then only its client is killed, because the node does not answer."""
+
+LOOK_S = 15
+"""Seconds between looks of an agent without a driver at the nodes of the job."""
 
 STOP_GRACE_S = 35.0
 """Seconds that Slurm has to kill the steps at the end of the job: longer than Slurm's KillWait, 30 s by default."""
@@ -71,6 +74,25 @@ def _ask(*command: str) -> str:
     return result.stdout
 
 
+# With --no-kill an allocation outlives the node of its batch script, where driver and supervisor run, until the time
+# limit. Agents that have lost the driver for good cancel the job as soon as Slurm has removed that node from it, and the
+# successor starts. $0 is the node.
+_STEP_SCRIPT = f"""
+trap stop=1 TERM
+"$@"
+status=$?
+while [ "$status" = {DRIVER_LOST} ] && [ -z "$stop" ]; do
+    if held=$(squeue --noheader --jobs "$SLURM_JOB_ID" --nodelist "$0" --format %A) && [ -z "$held" ]; then
+        echo "megascale: the node of the driver, $0, is lost: job $SLURM_JOB_ID is cancelled" >&2
+        scancel "$SLURM_JOB_ID"
+        break
+    fi
+    sleep {LOOK_S}
+done
+exit "$status"
+"""
+
+
 class SlurmScheduler:
     """`Scheduler` in an allocation: its first `count` nodes, and further nodes on request.
 
@@ -97,7 +119,7 @@ class SlurmScheduler:
         self._check_held(node)
         await self._processes.end([node], RELEASE_GRACE_S)
         env = self._env | self._agent.variables(self._held[node]) | {SECRET_VARIABLE: self._agent.secret}
-        command = ["srun", *_STEP, f"--nodelist={node}", *self._agent.command]
+        command = ["srun", *_STEP, f"--nodelist={node}", *self.step_command()]
         self._processes.start(node, command, env, self._agent.log(self._held[node]))
 
     async def next_end(self) -> AgentEnd:
@@ -132,6 +154,12 @@ class SlurmScheduler:
         successor = self._env.get(SUCCESSOR_VARIABLE)
         if successor and not requeue:
             await run("scancel", successor)
+
+    def step_command(self) -> list[str]:
+        """Return the command of a step. In the shell of salloc the driver is on no node of the job."""
+        if driver := self._env.get("SLURMD_NODENAME"):
+            return ["sh", "-c", _STEP_SCRIPT, driver, *self._agent.command]
+        return list(self._agent.command)
 
     def _check_held(self, node: str) -> None:
         if node not in self._held:

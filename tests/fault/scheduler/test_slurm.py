@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -9,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megascale.fault.scheduler.port import AgentLaunch, Node, SchedulerError
+from megascale.fault.scheduler.port import DRIVER_LOST, AgentLaunch, Node, SchedulerError
 from megascale.fault.scheduler.slurm import SlurmScheduler, allocation_nodes, this_node
 from tests.launch.slurm import Slurm, missing
 from tests.marks import only_quick
@@ -30,7 +33,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 DRIVER = """
 import asyncio, os, sys
 from pathlib import Path
-from megascale.fault.scheduler.port import AgentLaunch
+from megascale.fault.scheduler.port import DRIVER_LOST, AgentLaunch
 from megascale.fault.scheduler.slurm import SlurmScheduler, allocation_nodes, this_node
 
 AGENT = '''
@@ -194,3 +197,28 @@ def test_a_chain_has_an_end(slurm: Slurm, tmp_path: Path) -> None:
     chain = Chain(slurm, tmp_path, *[1] * 5, options=("--export=ALL,MEGASCALE_CHAIN=1",))
     chain.end()
     assert len(chain.attempts()) == 2
+
+
+@pytest.mark.parametrize(
+    ("status", "held", "cancelled"),
+    [(DRIVER_LOST, "", True), (1, "", False), (0, "", False), (DRIVER_LOST, "7", False)],
+)
+def test_an_agent_without_a_driver_cancels_a_job_without_its_first_node(
+    tmp_path: Path, status: int, held: str, cancelled: bool
+) -> None:
+    programs = {"squeue": f'echo "$*" >> asked; printf "{held}"', "scancel": "echo $* > cancelled"}
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    node = Node("n1", "n1")
+    env = {"SLURMD_NODENAME": "n0", "SLURM_JOB_ID": "7", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    agent = AgentLaunch("n0:1", "5" * 64, tmp_path, ["sh", "-c", f"exit {status}"])
+    command = SlurmScheduler(1, agent, [node], env).step_command()
+    with subprocess.Popen(command, env=env, cwd=tmp_path) as step:
+        if status == DRIVER_LOST:
+            wait_for((tmp_path / "asked").exists, str)
+            assert "--jobs 7 --nodelist n0" in (tmp_path / "asked").read_text()
+        if held:
+            step.kill()  # it would look again
+        assert step.wait() == (-signal.SIGKILL if held else status)
+    assert (tmp_path / "cancelled").exists() == cancelled
