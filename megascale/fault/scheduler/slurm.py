@@ -75,8 +75,8 @@ def _ask(*command: str) -> str:
 
 
 # With --no-kill an allocation outlives the node of its batch script, where driver and supervisor run, until the time
-# limit. Agents that have lost the driver for good cancel the job as soon as Slurm has removed that node from it, and the
-# successor starts. $0 is the node.
+# limit. Agents that have lost the driver for good cancel the job as soon as Slurm has removed that node from it, and
+# the successor starts. $0 is the node.
 _STEP_SCRIPT = f"""
 trap stop=1 TERM
 "$@"

@@ -214,11 +214,11 @@ def test_an_agent_without_a_driver_cancels_a_job_without_its_first_node(
     env = {"SLURMD_NODENAME": "n0", "SLURM_JOB_ID": "7", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     agent = AgentLaunch("n0:1", "5" * 64, tmp_path, ["sh", "-c", f"exit {status}"])
     command = SlurmScheduler(1, agent, [node], env).step_command()
-    with subprocess.Popen(command, env=env, cwd=tmp_path) as step:
+    with subprocess.Popen(command, env=env, cwd=tmp_path, start_new_session=True) as step:
         if status == DRIVER_LOST:
             wait_for((tmp_path / "asked").exists, str)
             assert "--jobs 7 --nodelist n0" in (tmp_path / "asked").read_text()
         if held:
-            step.kill()  # it would look again
+            os.killpg(step.pid, signal.SIGKILL)  # it would look again
         assert step.wait() == (-signal.SIGKILL if held else status)
     assert (tmp_path / "cancelled").exists() == cancelled
