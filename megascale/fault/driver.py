@@ -24,7 +24,7 @@ from megascale.fault.messages import CheckDone, Hello
 from megascale.fault.node_gate import NodeGate
 from megascale.fault.remote_checks import RemoteChecks
 from megascale.fault.rpc import Disconnected, DriverServer
-from megascale.fault.scheduler.port import Scheduler
+from megascale.fault.scheduler.port import Scheduler, SchedulerError
 
 TICK_S = 0.2
 """Seconds between looks at deadlines."""
@@ -195,10 +195,13 @@ class Driver:
                 await self._scheduler.exclude(command.node, command.reason, command.until)
                 await self._scheduler.release(command.node)
             case Request():
-                nodes = await self._scheduler.request(command.count)
-                if len(nodes) < command.count:
-                    say(f"the scheduler gave {len(nodes)} of {command.count} nodes that were asked for")
-                await self._start([node.name for node in nodes])
+                try:
+                    nodes = await self._scheduler.request(command.count)
+                except SchedulerError as error:
+                    say(str(error))
+                    self.perform(self._job.refused(self._clock.now()))
+                else:
+                    await self._start([node.name for node in nodes])
 
     async def _hold_nodes(self, start_agents: bool) -> None:
         names = [node.name for node in await self._scheduler.nodes()]

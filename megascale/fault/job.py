@@ -166,6 +166,11 @@ class Job:
             self.do(Request(1))
         return self._advance(now)
 
+    def refused(self, now: float) -> list[Command]:
+        """The scheduler has no further node."""
+        self.plan = replace(self.plan, requestable=False)
+        return self._advance(now)
+
     def request_stop(self, now: float) -> list[Command]:
         """Stop the job: the first request lets the ranks finish their step and save, the second kills them."""
         self.stop_requests += 1

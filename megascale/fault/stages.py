@@ -90,7 +90,8 @@ def gather(job: Job, now: float) -> None:
     """Fill every place with an idle node, then begin an attempt."""
     roster = job.roster
     possible = [name for name in roster.order if name not in roster.excluded | roster.failed]
-    if roster.failed and len(possible) < job.plan.nodes and not job.plan.requestable:
+    known = roster.failed or (job.history.attempt >= 0 and roster.order)
+    if known and len(possible) < job.plan.nodes and not job.plan.requestable:
         job.deadline = now  # no use waiting
     if job.history.attempt < 0 and job.places.count(None) == len(job.places) and now < job.begun + JOIN_S:
         first = possible[: job.plan.nodes]

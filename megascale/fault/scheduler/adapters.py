@@ -16,8 +16,8 @@ from megascale.fault.scheduler.slurm import SlurmScheduler, allocation_nodes, th
 class Adapter:
     """An adapter. `driver_endpoint`: the name or address of this process's node, at which agents reach the driver, and
     the port, 0 for any; `open`: the scheduler of a job with a number of nodes, spares included. Both raise
-    SchedulerError. `revivable`: an agent can be started again on a lost node; `requestable`: `request` may give further
-    nodes.
+    SchedulerError. `revivable`: an agent can be started again on a lost node; `requestable`: further nodes may
+    come.
     """
 
     driver_endpoint: Callable[[], tuple[str, int]]
@@ -35,5 +35,5 @@ ADAPTERS = {
     "slurm": Adapter(
         lambda: (this_node(allocation_nodes()).address, 0), _open_slurm, revivable=False, requestable=True
     ),
-    "jobset": Adapter(driver_endpoint, lambda count, agent: PodScheduler(), revivable=False, requestable=False),
+    "jobset": Adapter(driver_endpoint, lambda count, agent: PodScheduler(), revivable=False, requestable=True),
 }

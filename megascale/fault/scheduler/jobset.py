@@ -238,6 +238,7 @@ class PodScheduler:
         """Do nothing: the driver turns the node away. To keep pods off it, cordon the node."""
 
     async def request(self, count: int) -> Sequence[Node]:
+        """Return no node: a replacement joins by itself."""
         return ()
 
     async def release(self, node: str) -> None:

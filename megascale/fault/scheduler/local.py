@@ -82,6 +82,8 @@ class LocalScheduler:
         for node in allowed:
             self._released.remove(node)
         limit = count - len(allowed) if self._most is None else min(count - len(allowed), self._most - self._given)
+        if not allowed and not limit:
+            raise SchedulerError("there is no further node")
         new = [*allowed, *map(self._node, range(self._given, self._given + limit))]
         self._given += limit
         self._held |= {node.name: node for node in new}

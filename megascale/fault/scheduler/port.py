@@ -96,7 +96,9 @@ class Scheduler(Protocol):
         """
 
     async def request(self, count: int) -> Sequence[Node]:
-        """Ask for further nodes; returns up to `count` that the job now holds, without agents."""
+        """Ask for further nodes; returns up to `count` that the job now holds, without agents, or none where nodes join
+        by themselves. Raises: SchedulerError if there is no further node
+        """
 
     async def release(self, node: str) -> None:
         """Kill everything that the job runs on a node, as far as the node is reachable, and give the node back."""

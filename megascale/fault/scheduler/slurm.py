@@ -139,6 +139,8 @@ class SlurmScheduler:
 
     async def request(self, count: int) -> Sequence[Node]:
         new = [node for node in self._others if self._excluded.get(node.name, 0) <= time.time()][:count]
+        if not new:
+            raise SchedulerError("the allocation has no further node")
         for node in new:
             self._others.remove(node)
             self._held[node.name] = node

@@ -109,7 +109,8 @@ def test_an_excluded_node_comes_back_after_its_time_only(tmp_path: Path) -> None
     async def use(scheduler: LocalScheduler) -> None:
         await scheduler.exclude("node0", "slow", time.time() + 0.3)
         await scheduler.release("node0")
-        assert not await scheduler.request(5)
+        with pytest.raises(SchedulerError, match="no further node"):
+            await scheduler.request(5)
         await asyncio.sleep(0.3)
         assert [node.name for node in await scheduler.request(5)] == ["node0"]
 

@@ -34,15 +34,15 @@ def slurm(tmp_path: Path) -> Iterator[Slurm]:
 
 
 class Training:
-    """A job of two nodes and a spare, in an allocation of three."""
+    """A job of two nodes, and of spares, in an allocation of all of them."""
 
-    def __init__(self, slurm: Slurm, folder: Path) -> None:
+    def __init__(self, slurm: Slurm, folder: Path, spares: int = 1, **overrides: object) -> None:
         self.slurm = slurm
         self.folder = folder / "job"
-        config = job_config(self.folder, GPT, **TWO, checkpoint__memory_dir=str(folder / "memory"))
-        words = ["--nodes=3", "--time=30", "--job-name=training", str(SCRIPT), config.name, "--nodes", "2"]
+        config = job_config(self.folder, GPT, **TWO, **overrides, checkpoint__memory_dir=str(folder / "memory"))
+        words = [f"--nodes={2 + spares}", "--time=30", "--job-name=training", str(SCRIPT), config.name, "--nodes", "2"]
         env = {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-        self.first = slurm.submit(*words, "--spares", "1", folder=self.folder, env=env)
+        self.first = slurm.submit(*words, "--spares", str(spares), folder=self.folder, env=env)
 
     def output(self) -> str:
         texts = sorted((self.folder / "runs").glob("slurm-*.out")), sorted((self.folder / "runs").rglob("agent-*.log"))
@@ -94,6 +94,20 @@ def test_a_dead_node_is_replaced_and_the_job_goes_on(slurm: Slurm, tmp_path: Pat
     assert incident["steps_lost"] is None or incident["steps_lost"] <= 1
     job.wait_for_end()
     assert "takes over when this one is lost" in job.output()
+
+
+def test_without_a_spare_the_job_goes_on_with_fewer_ranks(slurm: Slurm, tmp_path: Path) -> None:
+    expected = undisturbed(tmp_path)
+    job = Training(slurm, tmp_path, spares=0, fault__shrink=True)
+    job.wait_for_step(15)
+    slurm.kill_node("n1")
+    job.wait_for(lambda: slurm.state(job.first).get("JobState") != "RUNNING" or len(job.steps()) == len(expected))
+    slurm.restart_node("n1")
+    assert slurm.end(job.first, SECONDS) == ("COMPLETED", "0:0"), job.output()
+    for ours, theirs in zip(curve(job.steps()), expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+    assert job.incidents()[-1]["action"]["kind"] == "shrink", job.incidents()
+    job.wait_for_end()
 
 
 def test_the_successor_goes_on_when_the_first_node_is_lost(slurm: Slurm, tmp_path: Path) -> None:
