@@ -245,6 +245,22 @@ def test_key_value_heads_are_those_of_transformers(name: str, keys: dict[str, An
         assert read_model({"model_type": name} | keys, "config.json").num_kv_heads == theirs
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_null_is_read_as_transformers_reads_it(name: str) -> None:
+    """Of each key whose null it accepts."""
+    plain = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 9} if name == "gpt2" else PLAIN
+    accepted = 0
+    for ours, key in FAMILIES[name].keys.items():
+        keys = {"n_positions": 64} | plain | {key.name: None}
+        try:
+            theirs = getattr(AutoConfig.for_model(name, **keys), key.name)
+        except Exception:  # of many types
+            continue
+        assert getattr(read_model({"model_type": name} | keys, "config.json"), ours) == theirs
+        accepted += 1
+    assert accepted or name in ("mistral", "gemma2", "gemma3_text", "gpt2", "gpt_neox")
+
+
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "original_max_position_embeddings": 8}
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -304,6 +320,7 @@ def test_every_family_has_a_tiny_model() -> None:
         ({"model_type": "deepseek_v3", "n_routed_experts": 256}, "model_type is 'deepseek_v3', a mixture of experts"),
         ({"model_type": "gemma3", "text_config": {}}, "model_type is 'gemma3', a model of text and other inputs"),
         ({"model_type": "mamba"}, "model_type is 'mamba'  -> a model of gpt2, llama,"),
+        (PUBLISHED["Qwen3-0.6B"] | {"rope_theta": 10**400}, "a value of the wrong type: int too large to convert"),
         (PUBLISHED["Phi-3-mini-4k-instruct"] | {"rope_scaling": {"type": "longrope"}}, "rope_type is 'longrope'"),
         (PUBLISHED["Phi-3-mini-4k-instruct"] | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "is 'linear'"),
         (PUBLISHED["Qwen2.5-7B"] | {"layer_types": ["chunked_attention"] * 28}, "layer_types has 'chunked_attention'"),

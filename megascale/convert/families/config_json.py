@@ -79,7 +79,7 @@ def read_model(config: ConfigKeys, where: str) -> ModelConfig:
         raise CheckpointError(f"{where}: {first['input']!r} as {key}: {first['msg']}", hint=hint) from None
     except SizeError as error:
         raise CheckpointError(f"{where}: {error}", hint=hint) from None
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else f"a value of the wrong type: {error}"
         raise CheckpointError(f"{where}: {what}", hint=hint) from None
     except ValueError as error:
