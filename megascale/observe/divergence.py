@@ -16,7 +16,7 @@ from typing import NamedTuple
 from megascale.core.flight_layout import CONTROL, RECEIVE, SEND
 from megascale.core.flight_record import FlightEvent, FlightRecord
 from megascale.core.rank import format_ranks
-from megascale.observe.waits import Place, WaitGraph
+from megascale.observe.waits import WaitGraph, WaitPlace
 
 MOST_PAIRS = 64
 """Most pairs (W, M) of a place that are compared."""
@@ -126,7 +126,7 @@ def _contradictions(graph: WaitGraph) -> tuple[list[int], list[str]]:
     return culprits, [reasons[rank] for rank in culprits[:2]]
 
 
-def _has_been(witness: int, place: Place, waiting: int, absent: int, graph: WaitGraph) -> bool:
+def _has_been(witness: int, place: WaitPlace, waiting: int, absent: int, graph: WaitGraph) -> bool:
     """Return True if a witness has entered its own place A, as `absent` should have."""
     state = graph.records[waiting].groups[place.key]
     key = place.key
@@ -157,14 +157,14 @@ def _distance(rank: int, peer: int) -> int:
     return peer - rank if peer >= 0 else 0
 
 
-def _left_out(rank: int, place: Place, other: Place, witnesses: Sequence[int]) -> str:
+def _left_out(rank: int, place: WaitPlace, other: WaitPlace, witnesses: Sequence[int]) -> str:
     return (
         f"rank {rank} reached {other.key} {other.sequence} without {place.key} {place.sequence}, "
         f"which {format_ranks(sorted(witnesses))} entered before"
     )
 
 
-def _too_early(rank: int, place: Place, other: Place, witnesses: Sequence[int]) -> str:
+def _too_early(rank: int, place: WaitPlace, other: WaitPlace, witnesses: Sequence[int]) -> str:
     return (
         f"rank {rank} is in {place.key} {place.sequence}, which {format_ranks(sorted(witnesses))} in "
         f"{other.key} {other.sequence} did not enter before"

@@ -25,7 +25,7 @@ from megascale.core.flight_layout import Phase
 from megascale.core.flight_record import FlightEvent, FlightRecord
 from megascale.core.rank import format_ranks
 from megascale.observe.divergence import divergent_ranks
-from megascale.observe.waits import Place, WaitGraph, is_issuing, wait_graph
+from megascale.observe.waits import WaitGraph, WaitPlace, is_issuing, wait_graph
 
 VerdictKind = Literal[
     "stopped", "dead", "spinning", "storage", "data", "collective", "network", "divergence", "device", "unknown"
@@ -120,13 +120,13 @@ def _idle_s(graph: WaitGraph, rank: int) -> float:
     return record.idle_s if record is not None else float("inf")
 
 
-def _place_waited_in(culprits: Sequence[int], graph: WaitGraph) -> Place | None:
+def _place_waited_in(culprits: Sequence[int], graph: WaitGraph) -> WaitPlace | None:
     """Return the place of the first culprit in which most ranks wait."""
     places = [place for place, missing in graph.missing.items() if culprits and culprits[0] in missing]
     return max(places, key=lambda place: (len(graph.waiting[place]), place.key), default=None)
 
 
-def _lost_data(lost: Sequence[Place], graph: WaitGraph, states: Mapping[int, str]) -> Verdict:
+def _lost_data(lost: Sequence[WaitPlace], graph: WaitGraph, states: Mapping[int, str]) -> Verdict:
     """Return the verdict about places that every member has issued: the ranks that wait for data, and their peers."""
     place = max(lost, key=lambda place: max(_idle_s(graph, rank) for rank in graph.waiting[place]))
     ranks = sorted(place.members if place.is_message else graph.waiting[place])
@@ -169,7 +169,7 @@ def _describe_action(event: FlightEvent | None) -> str:
     return f", {'after' if event.ended_ns else 'in'} {event.name}{where}"
 
 
-def _describe_place(place: Place, graph: WaitGraph) -> str:
+def _describe_place(place: WaitPlace, graph: WaitGraph) -> str:
     missing = graph.missing[place]
     waiting = [rank for rank in graph.waiting[place] if rank not in graph.stuck] or graph.waiting[place]
     verb = "wait" if len(waiting) > 1 else "waits"
@@ -177,7 +177,7 @@ def _describe_place(place: Place, graph: WaitGraph) -> str:
     return f"{text} for {format_ranks(sorted(missing))}" if missing else text
 
 
-def _name(place: Place, graph: WaitGraph) -> str:
+def _name(place: WaitPlace, graph: WaitGraph) -> str:
     """Describe a place: 'all_reduce 41 "grads" of group dp'."""
     record = graph.records[graph.waiting[place][0]]
     events = [e for e in record.last if e.group == place.key and e.sequence == place.sequence]

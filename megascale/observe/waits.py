@@ -24,7 +24,7 @@ _JOINING = (Phase.RENDEZVOUS, Phase.GROUPS)
 """Phases in which a rank waits for ranks that are not as far, and no group tells of it."""
 
 
-class Place(NamedTuple):
+class WaitPlace(NamedTuple):
     """A communication that ranks wait in. `key`: of the group in their flight records. `members`: the group's ranks, or
     the waiting rank and its peer.
     """
@@ -52,9 +52,9 @@ class WaitGraph:
     """
 
     records: Mapping[int, FlightRecord]
-    places: dict[int, Place] = field(default_factory=dict)
-    waiting: dict[Place, list[int]] = field(default_factory=dict)
-    missing: dict[Place, tuple[int, ...]] = field(default_factory=dict)
+    places: dict[int, WaitPlace] = field(default_factory=dict)
+    waiting: dict[WaitPlace, list[int]] = field(default_factory=dict)
+    missing: dict[WaitPlace, tuple[int, ...]] = field(default_factory=dict)
     stuck: set[int] = field(default_factory=set)
     on_phase: dict[int, tuple[int, ...]] = field(default_factory=dict)
     on_device: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -98,16 +98,16 @@ def is_issuing(record: FlightRecord) -> bool:
     return record.wait is not None and record.wait.kind == "issuing"
 
 
-def _place(rank: int, record: FlightRecord) -> Place | None:
+def _place(rank: int, record: FlightRecord) -> WaitPlace | None:
     wait = record.wait
     state = record.groups.get(wait.group) if wait is not None else None
     if wait is None or state is None:
         return None
     members = RankRuns.from_ranks((rank, state.peer)) if state.peer >= 0 else state.ranks
-    return Place(wait.group, members or RankRuns(()), wait.sequence)
+    return WaitPlace(wait.group, members or RankRuns(()), wait.sequence)
 
 
-def _missing_in(place: Place, waiting: Sequence[int], records: Mapping[int, FlightRecord]) -> tuple[int, ...]:
+def _missing_in(place: WaitPlace, waiting: Sequence[int], records: Mapping[int, FlightRecord]) -> tuple[int, ...]:
     """Return the missing ranks of a place, by the order of the module's list."""
     if place.is_message:
         return _missing_peer(place, waiting[0], records)
@@ -121,7 +121,7 @@ def _missing_in(place: Place, waiting: Sequence[int], records: Mapping[int, Flig
     return tuple(rank for rank, state in known.items() if state.completed <= place.sequence and rank not in here)
 
 
-def _missing_peer(place: Place, rank: int, records: Mapping[int, FlightRecord]) -> tuple[int, ...]:
+def _missing_peer(place: WaitPlace, rank: int, records: Mapping[int, FlightRecord]) -> tuple[int, ...]:
     """Return the peer of a message if it has not issued its side."""
     state = records[rank].groups[place.key]
     side = f"{state.name} {RECEIVE if state.kind == SEND else SEND} {rank}"
@@ -161,7 +161,7 @@ def _add_devices(graph: WaitGraph) -> None:
             if state.issued <= state.completed or state.kind == CONTROL:
                 continue
             if state.peer >= 0:
-                place = Place(key, RankRuns.from_ranks((rank, state.peer)), state.issued - 1)
+                place = WaitPlace(key, RankRuns.from_ranks((rank, state.peer)), state.issued - 1)
                 found.update(_missing_peer(place, rank, graph.records))
             elif state.ranks is not None:
                 if (key, state.ranks) not in behind:

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from megascale.cli.main import COMMANDS, main
+from megascale.core.flight_files import flight_record_of_rank
+from megascale.core.rank import Rank
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -81,11 +83,21 @@ def test_the_step_that_is_shown_is_the_one_that_runs() -> None:
 
 
 def test_every_python_block_is_run_or_compared() -> None:
-    """The step above is compared with the source; tests/docs/test_extending.py runs the examples of docs/extending."""
+    """The step above is compared with the source, the script below is run; tests/docs/test_extending.py runs the
+    examples of docs/extending.
+    """
     pages = [page for page in PAGES if "```python" in page.read_text(encoding="utf-8")]
     assert {page.relative_to(ROOT).as_posix() for page in pages if page.parent.name != "extending"} == {
-        "docs/architecture.md"
+        "docs/architecture.md",
+        "docs/trace.md",
     }
+
+
+def test_the_script_that_reads_flight_records(capsys: pytest.CaptureFixture[str]) -> None:
+    (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/trace.md").read_text(), re.DOTALL)
+    with flight_record_of_rank("a run of the documents", Rank(54321, 54322, 0, "host"), {}):
+        exec(script, {})
+    assert re.search(r"^54321 import 0 \d+\.\d s None$", capsys.readouterr().out, re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
