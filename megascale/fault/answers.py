@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from megascale.core.errors import MegascaleError
 from megascale.fault.checks.runner import run_check
 from megascale.fault.messages import Check, CheckDone, Collect, Records, Stacks
-from megascale.fault.process_states import STACK_S, process_state, stack_of
-from megascale.fault.ranks import Ranks
+from megascale.fault.ranks import Ranks, process_facts
+from megascale.fault.stacks import STACK_S, stack_of
 from megascale.fault.threads import call_in_thread
 
 STACKS_AT_ONCE = 2
@@ -20,7 +20,7 @@ def read_records(ranks: Ranks | None, order: Collect) -> Records:
     """Return the flight records of ranks, and the states of their processes; none of another attempt."""
     if ranks is None or ranks.attempt != order.attempt:
         return Records(order.attempt, {}, {})
-    states = {rank: process_state(pid).state for rank, pid in ranks.processes(order.ranks).items()}
+    states = {rank: process_facts(pid)[0] for rank, pid in ranks.processes(order.ranks).items()}
     records = {rank: record.to_dict() for rank, record in ranks.records(order.ranks).items()}
     return Records(order.attempt, records, states)
 

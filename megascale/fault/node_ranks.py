@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megascale.core.errors import MegascaleError
+from megascale.core.flight_files import remove_left_records
 from megascale.core.flight_reader import read_flight_record
 from megascale.core.flight_record import (
     ATTEMPT_VARIABLE,
@@ -71,14 +72,14 @@ class NodeRanks:
         ended, with the error.
         """
         order = self._order
-        remove_flight_records(order.run, self._node)
+        remove_left_records(records_name(order.run, self._node))
         env = {NODE_VARIABLE: self._node, ATTEMPT_VARIABLE: str(order.attempt), **order.env}
         if is_loopback(order.store.rpartition(":")[0]):
             env.setdefault(GLOO_INTERFACE, os.environ.get(GLOO_INTERFACE, "lo"))
         launch = Launch(order.arguments, order.world, order.ranks, order.store, self._secret, self._logs, env)
         start_ns = time.time_ns()
         for rank in order.ranks:
-            path = flight_record_path(_records_name(order.run, self._node), start_ns, rank)
+            path = flight_record_path(records_name(order.run, self._node), start_ns, rank)
             try:
                 worker = self._start(launch, rank, path, listener if rank == 0 else None)
             except MegascaleError as error:
@@ -159,12 +160,6 @@ class NodeRanks:
             local.record_path.unlink(missing_ok=True)
 
 
-def _records_name(run: str, node: str) -> str:
+def records_name(run: str, node: str) -> str:
+    """Return the name of a run's flight records on a node: several nodes may share a host."""
     return f"{run}@{node}"
-
-
-def remove_flight_records(run: str, node: str) -> None:
-    """Remove the flight records that ranks of earlier attempts have left on this node."""
-    pattern = flight_record_path(_records_name(run, node), 0, 0)
-    for path in pattern.parent.glob(pattern.name.replace("-0-00000.", "-*-*.")):
-        path.unlink(missing_ok=True)

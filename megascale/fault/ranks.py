@@ -6,11 +6,14 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from megascale.core.flight_record import FlightRecord
+from megascale.core.process import process_state
 from megascale.fault.messages import RankEnd, RankStatus
-from megascale.fault.process_states import process_state
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Ranks(Protocol):
@@ -46,9 +49,9 @@ def rank_status(rank: int, pid: int, record: FlightRecord | None, first_step: in
     """Return the state of a rank. `record`: the head of its flight record, None before it has begun; `started`: of the
     host's monotonic clock.
     """
-    process, now = process_state(pid), time.monotonic()
+    (state, rss), now = process_facts(pid), time.monotonic()
     if record is None:
-        return RankStatus(rank, pid, idle_s=now - started, state=process.state, rss=process.rss)
+        return RankStatus(rank, pid, idle_s=now - started, state=state, rss=rss)
     return RankStatus(
         rank,
         pid,
@@ -59,9 +62,18 @@ def rank_status(rank: int, pid: int, record: FlightRecord | None, first_step: in
         silent_s=max(0.0, now - record.heartbeat_ns / 1e9),
         step_time_s=record.step_time_s,
         first_step=first_step,
-        state=process.state,
-        rss=process.rss,
+        state=state,
+        rss=rss,
     )
+
+
+def process_facts(pid: int) -> tuple[str, int]:
+    """Return the letter of a process's state and its resident bytes; "" and 0 for a process that is gone."""
+    try:
+        pages = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]
+        return process_state(pid), int(pages) * _PAGE_BYTES
+    except OSError:
+        return "", 0
 
 
 def call_at_end(pid: int, ended: Callable[[], None]) -> None:

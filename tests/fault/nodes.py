@@ -13,11 +13,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megascale.core.flight_files import remove_left_records
 from megascale.core.flight_record import flight_record_path
 from megascale.core.network import LOOPBACK
 from megascale.core.secret import DESCRIPTOR_VARIABLE, SECRET_VARIABLE, job_secret, new_secret, secret_descriptor
 from megascale.fault.messages import AgentMessage, Heartbeat, Hello, OpenStore, RankEnd, RanksEnded, Start, StoreOpened
-from megascale.fault.node_ranks import remove_flight_records
+from megascale.fault.node_ranks import records_name
 from megascale.fault.rpc import Disconnected, DriverServer
 from tests.jobs import heed_signals, lives
 
@@ -215,7 +216,14 @@ async def node(folder: Path, **env: str) -> AsyncIterator[tuple[Driver, Node]]:
             yield ours, agent
         finally:
             agent.kill()
-            remove_flight_records("run", agent.name)
+            while flight_records(name := records_name("run", agent.name)):
+                remove_left_records(name)
+
+
+def flight_records(name: str = "run@n0") -> list[Path]:
+    """The flight records of the ranks of a node."""
+    pattern = flight_record_path(name, 0, 0)
+    return sorted(pattern.parent.glob(pattern.name.replace("-0-00000.", "-*-*.")))
 
 
 def key_of(secret: str) -> bytes:

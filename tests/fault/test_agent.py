@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megascale.core.errors import Exit
-from megascale.core.flight_record import FlightRecord, flight_record_path
+from megascale.core.flight_record import FlightRecord
 from megascale.core.network import LOOPBACK
 from megascale.core.secret import new_secret
 from megascale.fault.messages import (
@@ -34,14 +34,8 @@ from megascale.fault.messages import (
 )
 from megascale.fault.rpc import Disconnected, reserve_port
 from megascale.fault.scheduler.port import DRIVER_LOST
-from tests.fault.nodes import Node, driver, gone, node, rank_environment, run, within
+from tests.fault.nodes import Node, driver, flight_records, gone, node, rank_environment, run, within
 from tests.jobs import lives
-
-
-def flight_records(name: str = "run@n0") -> list[Path]:
-    """The flight records of ranks on a node."""
-    pattern = flight_record_path(name, 0, 0)
-    return sorted(pattern.parent.glob(pattern.name.replace("-0-00000.", "-*-*.")))
 
 
 def test_ranks_are_started_watched_and_a_killed_one_is_reported_at_once(tmp_path: Path) -> None:

@@ -1,46 +1,16 @@
-"""The state of a process as the kernel shows it, also of one that is stopped or hung; and its stack, by py-spy."""
+"""Stacks of processes by py-spy, also of one that is stopped, hangs or holds Python's lock."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 STACK_S = 5.0
 """Seconds in which py-spy must return the stack of a process."""
 
 MAX_STACK_CHARACTERS = 20_000
-
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_STOPPED = ("T", "t")
-
-
-@dataclass(frozen=True)
-class ProcessState:
-    """`state`: R (runs), S (sleeps), D (waits for a disk or file server), T or t (stopped), Z (has ended); "" for a
-    process that is gone. `rss`: bytes.
-    """
-
-    state: str = ""
-    rss: int = 0
-
-    @property
-    def is_stopped(self) -> bool:
-        """True for a process stopped by a signal or a debugger."""
-        return self.state in _STOPPED
-
-
-def process_state(pid: int) -> ProcessState:
-    """Return the state of a process's main thread."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ProcessState()
-    fields = text.rpartition(")")[2].split()
-    return ProcessState(fields[0], int(fields[21]) * _PAGE_BYTES)
 
 
 def stack_of(pid: int, timeout_s: float = STACK_S) -> str:

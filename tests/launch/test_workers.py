@@ -1,0 +1,108 @@
+"""Workers: ranks that die with their parent, and that end in bounded time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megascale.core.errors import MegascaleError
+from megascale.core.secret import new_secret, secret_descriptor
+from megascale.launch import workers
+from megascale.launch.workers import Launch, Worker, ending
+from tests.jobs import lives
+
+DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+PLAIN = "import time; print('up', flush=True); time.sleep(600)"
+
+
+def worker(code: str) -> Worker:
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    return Worker(0, process, None)
+
+
+def end(*some: Worker, grace_s: float, save: bool = False) -> float:
+    start = time.monotonic()
+    for pause in ending(some, grace_s, save=save):
+        time.sleep(pause)
+    return time.monotonic() - start
+
+
+def test_a_worker_that_heeds_sigterm_is_not_waited_for() -> None:
+    plain = worker(PLAIN)
+    assert end(plain, grace_s=60) < 30
+    ended = plain.ended()
+    assert ended is not None and ended.status == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("stop", [False, True], ids=["deaf", "stopped"])
+def test_a_worker_that_does_not_is_killed_after_the_grace(stop: bool) -> None:
+    deaf = worker(DEAF)
+    if stop:
+        deaf.signal(signal.SIGSTOP)
+    assert end(deaf, grace_s=0.3) >= 0.3
+    ended = deaf.ended()
+    assert ended is not None and ended.status == -signal.SIGKILL
+
+
+def test_the_end_of_a_worker_that_even_sigkill_does_not_end_is_not_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of one in uninterruptible sleep."""
+    monkeypatch.setattr(workers, "KILL_S", 0.2)
+    plain = worker(PLAIN)
+    monkeypatch.setattr(plain.process, "send_signal", lambda number: None)
+    assert end(plain, grace_s=0) < 30
+    assert plain.ended() is None
+    os.kill(plain.process.pid, signal.SIGKILL)
+    plain.process.wait()
+
+
+def test_saving_workers_get_one_sigterm() -> None:
+    code = "import signal, sys, time; n = []; signal.signal(signal.SIGTERM, lambda *_: n.append(1))\n"
+    code += "print('up', flush=True); time.sleep(1); sys.exit(10 + len(n))"
+    for save, signals in ((True, 1), (False, 2)):
+        saving = worker(code)
+        end(saving, grace_s=60, save=save)
+        ended = saving.ended()
+        assert ended is not None and ended.status == 10 + signals
+
+
+PARENT = """
+import sys, time
+from pathlib import Path
+from megascale.core.secret import new_secret, secret_descriptor
+from megascale.launch.workers import Launch
+with secret_descriptor(new_secret()) as secret:
+    launch = Launch(["--version"], 1, [0], "127.0.0.1:1", secret, Path(sys.argv[1]))
+    print(launch.start(0, log=Path(sys.argv[1]) / "log").process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_worker_dies_with_its_parent(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import os, time\nif 'RANK' in os.environ: time.sleep(600)")
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])]))
+    command = [sys.executable, "-c", PARENT, str(tmp_path)]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert lives(pid)
+        parent.kill()
+    deadline = time.monotonic() + 10
+    while lives(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_rank_that_cannot_be_started_says_so(tmp_path: Path) -> None:
+    with secret_descriptor(new_secret()) as secret:
+        launch = Launch(["--version"], 4, [2, 3], "127.0.0.1:1", secret, tmp_path)
+        with pytest.raises(MegascaleError, match=r"rank 3 of 4 cannot be started on .*: No such file"):
+            launch.start(3, log=tmp_path / "absent" / "log")
