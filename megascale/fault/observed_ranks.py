@@ -43,6 +43,7 @@ class ObservedRanks:
     def __init__(self, folder: Path, on_end: Callable[[RankEnd], None]) -> None:
         self.attempt = 0
         self.ends: dict[int, RankEnd] = {}
+        self._run = folder.name
         self._logs = folder / "logs"
         self._on_end = on_end
         self._ranks: dict[int, _Observed] = {}
@@ -73,6 +74,8 @@ class ObservedRanks:
         try:
             record = read_flight_record(path, head_only=True)
         except (FlightRecordError, OSError):
+            return
+        if record.run != self._run:  # the pattern of "a" holds for "a-b"
             return
         earlier = self._ranks.get(record.rank)
         if not process_exists(record.pid) or (earlier is not None and earlier.record.start > record.start):

@@ -39,7 +39,7 @@ if "RANK" in os.environ and "MEGASCALE_FLIGHT_RECORD" in os.environ:
     rank = rank_from_environment()
     folder = Path(os.environ["TOLD"])
     record = open_flight_record(
-        FlightIdentity("run", rank.rank, rank.world_size, int(os.environ["MEGASCALE_ATTEMPT"])),
+        FlightIdentity(os.environ.get("RUN", "run"), rank.rank, rank.world_size, int(os.environ["MEGASCALE_ATTEMPT"])),
         Path(os.environ["MEGASCALE_FLIGHT_RECORD"]),
     )
     asked = []
@@ -132,6 +132,7 @@ def rank_environment(folder: Path, run: str, rank: int, logs: Path) -> dict[str,
     return planted(folder) | {
         "RANK": str(rank),
         "WORLD_SIZE": "2",
+        "RUN": run,
         "MEGASCALE_ATTEMPT": "0",
         "MEGASCALE_FLIGHT_RECORD": str(flight_record_path(run, time.time_ns(), rank)),
         "MEGASCALE_ERROR_FILE": str(logs / "rank-%t.error.json"),
