@@ -31,6 +31,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def _drive(options: argparse.Namespace, config: RunConfig) -> int:
+    from megascale.fault.alerts import METRICS_FILE, AlertReader
     from megascale.fault.driver import Clock, Driver
     from megascale.fault.incidents import LOG_FILE, IncidentLog, read_history
     from megascale.fault.job import Job, JobPlan
@@ -68,6 +69,7 @@ async def _drive(options: argparse.Namespace, config: RunConfig) -> int:
     job = Job(plan, config.fault, history, hang_verdict, now)
     scheduler = await SchedulerClient.connect(socket.socket(fileno=options.scheduler_descriptor))
     async with DriverServer(job_secret(None), host, int(port)) as server:
-        status = await Driver(job, server, scheduler, log, clock).run(start_agents=options.first)
+        alerts = AlertReader(config.folder / METRICS_FILE)
+        status = await Driver(job, server, scheduler, log, clock, alerts).run(start_agents=options.first)
         await scheduler.close()
     return status

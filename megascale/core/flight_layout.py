@@ -24,8 +24,8 @@ WORD = 8
 (
     MAGIC_WORD, FORMAT_WORD, RANK, WORLD, PID, ATTEMPT, START, VERSION, HEARTBEAT, UPDATED, PHASE, PHASE_SINCE, STEP,
     STEP_TIME, EVENT_COUNT, GROUP_COUNT, STRING_COUNT, TOTAL_COUNT, WAIT_GROUP, WAIT_SEQUENCE, WAIT_SINCE, WAIT_KIND,
-    STEP_SINCE,
-) = range(23)  # fmt: skip
+    STEP_SINCE, FIRST_STEP,
+) = range(24)  # fmt: skip
 """Places of the header's numbers. VERSION is odd while the writer writes; times are ns of the host's monotonic clock,
 START ns since 1970.
 """

@@ -144,8 +144,9 @@ class FlightRecord:
     `start`: seconds since 1970. `progress`: writes so far; a rank that makes no progress writes nothing.
     `heartbeat_ns`: last beat of the rank's heartbeat thread, which stands still in a stopped rank and in one whose code
     holds Python's lock. `updated_ns`: last write. `read_ns`: the reader's time. All times in ns are of the host's
-    monotonic clock. `step`: the current step, or the last one. `step_time_s`: median of recent steps, 0 before the
-    first has ended. `open`: events in flight, `last`: the newest events; both oldest first.
+    monotonic clock. `step`: the current step, or the last one; `first_step`: the first of this process, 0 before.
+    `step_time_s`: median of recent steps, 0 before the first has ended. `open`: events in flight, `last`: the newest
+    events; both oldest first.
     """
 
     run: str
@@ -167,6 +168,7 @@ class FlightRecord:
     wait: Wait | None = None
     open: tuple[FlightEvent, ...] = ()
     last: tuple[FlightEvent, ...] = ()
+    first_step: int = 0
 
     @property
     def idle_s(self) -> float:
@@ -212,7 +214,7 @@ class FlightRecord:
 
 _PLAIN = (
     "run", "rank", "world", "pid", "attempt", "start", "progress", "heartbeat_ns", "updated_ns", "read_ns", "phase",
-    "phase_since_ns", "step", "step_time_s",
+    "phase_since_ns", "step", "first_step", "step_time_s",
 )  # fmt: skip
 
 

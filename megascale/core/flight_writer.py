@@ -110,6 +110,7 @@ class FlightRecordWriter:
     def begin_step(self, step: int) -> None:
         """Set the current step, from 1."""
         self._words[layout.STEP] = step
+        self._words[layout.FIRST_STEP] = self._words[layout.FIRST_STEP] or step
         self._words[layout.STEP_SINCE] = _now()
         self.advance()
 

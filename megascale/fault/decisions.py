@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -76,6 +77,22 @@ def nodes_in_doubt(incident: Incident, running: Sequence[str]) -> Sequence[str]:
         return ()
     culprits = () if incident.class_ == "network" else incident.culprit.nodes
     return [node for node in running if not culprits or node in culprits]
+
+
+def alert(job: Job, metric: str, value: float, recent: float, now: float) -> None:
+    """Log and print an alert about a metric."""
+    what = f"{metric} {value:.4g} is {value / recent:.3g} times its recent median {recent:.4g}"
+    hint = "a restart changes nothing; see the data of this step if it does not heal"
+    finding = Finding("alert", what, Culprit(), now, f"alert: {metric}", hint=hint)
+    record(job, finding, Action("alert", "nothing is done"), now)
+
+
+def summary(job: Job) -> str:
+    """Describe the incidents of this launch."""
+    mine = [incident for incident in job.history.incidents.values() if incident.since >= job.history.launched]
+    kinds = Counter(incident.action.kind.replace("_", " ") for incident in mine)
+    actions = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+    return f"{len(mine)} incident{'s' if len(mine) != 1 else ''} ({actions}), {job.history.attempt + 1} attempts"
 
 
 def completed_step(job: Job) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 
 from megascale.core.errors import MegascaleError
 from megascale.core.process import stop_signals
+from megascale.fault.alerts import AlertReader
 from megascale.fault.commands import CheckNodes, Command, Exclude, Finish, Log, Request, Say, Send, StartAgent
 from megascale.fault.incidents import IncidentLog
 from megascale.fault.job import Job
@@ -47,12 +48,21 @@ class Clock:
 class Driver:
     """The driver of `job`. `status`: of the job, once it has ended."""
 
-    def __init__(self, job: Job, server: DriverServer, scheduler: Scheduler, log: IncidentLog, clock: Clock) -> None:
+    def __init__(
+        self,
+        job: Job,
+        server: DriverServer,
+        scheduler: Scheduler,
+        log: IncidentLog,
+        clock: Clock,
+        alerts: AlertReader | None = None,
+    ) -> None:
         self._job = job
         self._server = server
         self._scheduler = scheduler
         self._log = log
         self._clock = clock
+        self._alerts = alerts
         self._log_fails = False
         self._checks = RemoteChecks(server.send)
         settings = job.settings
@@ -178,6 +188,8 @@ class Driver:
                 self._job.forgive(now - last)
             last = now
             self.perform(self._job.tick(now))
+            for alert in self._alerts.new() if self._alerts is not None else ():
+                self.perform(self._job.alert(alert["alert"], alert["value"], alert["recent"], now))
 
     async def _call_scheduler(self) -> None:
         while True:

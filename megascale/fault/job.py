@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megascale.config.fault import FaultConfig
-from megascale.fault import stages
+from megascale.fault import decisions, stages
 from megascale.fault.attempt import Attempt, HangVerdict, LostNode
 from megascale.fault.classify import Verdict
 from megascale.fault.commands import Command, Log, Request, Say, Send, StartAgent
@@ -169,6 +169,11 @@ class Job:
     def refused(self, now: float) -> list[Command]:
         """The scheduler has no further node."""
         self.plan = replace(self.plan, requestable=False)
+        return self._advance(now)
+
+    def alert(self, metric: str, value: float, recent: float, now: float) -> list[Command]:
+        """A metric is far above its recent median."""
+        decisions.alert(self, metric, value, recent, now)
         return self._advance(now)
 
     def request_stop(self, now: float) -> list[Command]:

@@ -35,7 +35,7 @@ class RankStatus(_Checked):
 
     From its flight record: `phase`, `step`, `progress`, `step_time_s` (of recent steps, 0 before the first has ended),
     `idle_s` (seconds without progress), `silent_s` (seconds without a beat of the rank's heartbeat thread).
-    `first_step`: the first step of the attempt that the agent saw, -1 before. `state`: the letter of /proc/PID/stat
+    `first_step`: the first step of the attempt, 0 before. `state`: the letter of /proc/PID/stat
     (R, S, D, T, Z), "" if unknown. `rss`: bytes.
     """
 
@@ -47,7 +47,7 @@ class RankStatus(_Checked):
     idle_s: float = 0.0
     silent_s: float = 0.0
     step_time_s: float = 0.0
-    first_step: int = -1
+    first_step: int = 0
     state: str = ""
     rss: int = 0
 

@@ -39,16 +39,13 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 @dataclass
 class _LocalRank:
-    """A rank that was started. `record`: the head of its flight record when it was last read; `first_step`: the first
-    step seen in it.
-    """
+    """A rank that was started. `record`: the head of its flight record when it was last read."""
 
     worker: Worker
     record_path: Path
     oom_kills: OomKills
     started: float
     record: FlightRecord | None = None
-    first_step: int = -1
 
 
 class NodeRanks:
@@ -121,16 +118,12 @@ class NodeRanks:
             self._look_for_end(rank)
             local.oom_kills.follow()
             with contextlib.suppress(FlightRecordError, OSError):
-                record = local.record = read_flight_record(local.record_path, head_only=True)
-                if local.first_step < 0 and record.step > 0:
-                    local.first_step = record.step
+                local.record = read_flight_record(local.record_path, head_only=True)
 
     def statuses(self) -> tuple[RankStatus, ...]:
         """Return the states of the running ranks, as of the last `poll`."""
         found = ((rank, self._ranks[rank]) for rank in self.running)
-        return tuple(
-            rank_status(rank, one.worker.process.pid, one.record, one.first_step, one.started) for rank, one in found
-        )
+        return tuple(rank_status(rank, one.worker.process.pid, one.record, one.started) for rank, one in found)
 
     def records(self, ranks: Sequence[int] | None = None) -> dict[int, FlightRecord]:
         """Read the flight records of ranks, by default of all, also of those that have ended."""

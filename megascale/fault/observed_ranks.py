@@ -30,7 +30,6 @@ STATUS_UNKNOWN = "status_unknown"
 class _Observed:
     path: Path
     record: FlightRecord
-    first_step: int
     found: float
 
 
@@ -64,8 +63,6 @@ class ObservedRanks:
             observed = self._ranks[rank]
             with contextlib.suppress(FlightRecordError, OSError):
                 observed.record = read_flight_record(observed.path, head_only=True)
-            if observed.first_step < 0 and observed.record.step > 0:
-                observed.first_step = observed.record.step
             if not process_exists(observed.record.pid):
                 self._end(rank, observed)
 
@@ -84,7 +81,7 @@ class ObservedRanks:
             self.attempt += 1
             self._ranks = {rank: self._ranks[rank] for rank in self.running}
             self.ends = {}
-        observed = self._ranks[record.rank] = _Observed(path, record, -1, time.monotonic())
+        observed = self._ranks[record.rank] = _Observed(path, record, time.monotonic())
         with contextlib.suppress(ProcessLookupError):
             call_at_end(record.pid, lambda: self._end(record.rank, observed))
 
@@ -104,7 +101,7 @@ class ObservedRanks:
     def statuses(self) -> tuple[RankStatus, ...]:
         """Return the states of the running ranks, as of the last `poll`."""
         found = ((rank, self._ranks[rank]) for rank in self.running)
-        return tuple(rank_status(rank, one.record.pid, one.record, one.first_step, one.found) for rank, one in found)
+        return tuple(rank_status(rank, one.record.pid, one.record, one.found) for rank, one in found)
 
     def records(self, ranks: Sequence[int] | None = None) -> dict[int, FlightRecord]:
         """Read the flight records of ranks, by default of all."""

@@ -45,7 +45,7 @@ class Ranks(Protocol):
         """Remove what the ranks leave behind in shared memory."""
 
 
-def rank_status(rank: int, pid: int, record: FlightRecord | None, first_step: int, started: float) -> RankStatus:
+def rank_status(rank: int, pid: int, record: FlightRecord | None, started: float) -> RankStatus:
     """Return the state of a rank. `record`: the head of its flight record, None before it has begun; `started`: of the
     host's monotonic clock.
     """
@@ -61,7 +61,7 @@ def rank_status(rank: int, pid: int, record: FlightRecord | None, first_step: in
         idle_s=max(0.0, now - record.updated_ns / 1e9),
         silent_s=max(0.0, now - record.heartbeat_ns / 1e9),
         step_time_s=record.step_time_s,
-        first_step=first_step,
+        first_step=record.first_step,
         state=state,
         rss=rss,
     )

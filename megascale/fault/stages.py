@@ -282,6 +282,8 @@ def take_stop_request(job: Job, now: float) -> None:
 def finish(job: Job, status: int, now: float) -> None:
     """End the job with an exit status; all agents leave."""
     job.log({"event": "ended", "time": now, "status": int(status), "step": decisions.completed_step(job)})
+    if job.history.incidents:
+        job.do(Say(f"the job has ended with status {int(status)}: {decisions.summary(job)}"))
     job.do(*(Send(node, Leave("the job has ended")) for node in job.roster.members), Finish(int(status)))
     job.enter(Stage.DONE, math.inf)
 

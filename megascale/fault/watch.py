@@ -37,7 +37,7 @@ class ProgressWatch:
             self.moved = max(self.moved, now - status.idle_s)
             if status.step > 0 and status.phase not in _STARTING:
                 self.step = max(self.step, status.step)
-                first = status.first_step if status.first_step > 0 else status.step
+                first = status.first_step or status.step
                 self.first_step = first if not self.first_step else min(self.first_step, first)
 
     def idle_s(self, now: float) -> float:
