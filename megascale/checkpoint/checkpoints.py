@@ -13,7 +13,7 @@ from torch import Tensor
 from megascale.checkpoint import companions
 from megascale.checkpoint.folders import Pruner
 from megascale.checkpoint.format import manifest
-from megascale.checkpoint.format.state import Progress, Region, fp8_history_tensors, global_tensors
+from megascale.checkpoint.format.state import Progress, Region
 from megascale.checkpoint.load.resumer import Resumer, ResumeResult, write_saved_marker
 from megascale.checkpoint.load.state_loader import StateLoader
 from megascale.checkpoint.memory.memory_checkpoints import MemoryCheckpoints, invalidate_copies
@@ -25,20 +25,17 @@ from megascale.config.run import RunConfig
 from megascale.config.toml_writer import config_changes
 from megascale.core.secret import job_secret
 from megascale.device import Device
-from megascale.parallel.fp8_linear import Fp8State
-from megascale.parallel.optimizer_shard import OptimizerShard
+from megascale.parallel.stateful import Stateful
 
 
 class Checkpoints:
-    """The checkpoints of one run. All ranks call all methods but `poll_save` together.
+    """The checkpoints of one run with the state of its `parts`. All ranks call all methods but `poll_save` together.
 
     `warnings`: checkpoints that `resume` passed over, and why. `resumed_from_memory`: True if the state came from
     in-memory copies, so that storage may not have it.
     """
 
-    def __init__(
-        self, config: RunConfig, mesh: Mesh, shards: Sequence[OptimizerShard], fp8_state: Fp8State, device: Device
-    ) -> None:
+    def __init__(self, config: RunConfig, mesh: Mesh, parts: Sequence[Stateful], device: Device) -> None:
         self._config = config
         self._config_json = config.model_dump(by_alias=True, mode="json")
         self._mesh = mesh
@@ -51,9 +48,8 @@ class Checkpoints:
                 Path(settings.memory_dir), config.folder, settings.replicate, mesh, secret
             )
         if settings.every:
-            flat_tensors = [tensor for shard in shards for tensor in (shard.master, *shard.state.values())]
-            flat_tensors.append(fp8_state.history)
-            state = global_tensors(shards, mesh) | fp8_history_tensors(fp8_state)
+            flat_tensors = [tensor for part in parts for tensor in part.flat_tensors()]
+            state = {name: tensor for part in parts for name, tensor in part.global_tensors().items()}
             self.saver = CheckpointSaver(
                 state,
                 flat_tensors,
@@ -64,7 +60,7 @@ class Checkpoints:
                 device,
             )
         self.folder = Location(config.checkpoint_folder, settings.retry_timeout_s)
-        self._loader = StateLoader(config.model, shards, fp8_state, mesh, device)
+        self._loader = StateLoader(config.model, parts, mesh, device)
         self._resumer = Resumer(config, self.folder, self._loader, self.saver, mesh)
         self._pruner = Pruner(self.folder, settings.keep, settings.keep_every)
         self._saved_step: int | None = None

@@ -13,11 +13,12 @@ import torch
 from megascale.checkpoint.folders import complete_checkpoints
 from megascale.checkpoint.format import manifest
 from megascale.checkpoint.format.safetensors_file import MIN_CHECKSUM_BLOCK_BYTES, SafetensorsFile, TensorEntry
-from megascale.checkpoint.format.state import SAFETENSORS_DTYPES, WEIGHTS, Progress, slices
+from megascale.checkpoint.format.state import SAFETENSORS_DTYPES, Progress, slices
 from megascale.checkpoint.load.reader import MAX_READ_BYTES, CheckpointReader, ReadRequest
 from megascale.checkpoint.storage import Location
 from megascale.core.errors import CheckpointError
 from megascale.core.limits import os_error_hint
+from megascale.parallel.stateful import WEIGHTS
 
 FILE_BYTES = 2 << 30
 """Bytes of tensors in one file; a larger tensor has a file to itself."""

@@ -24,9 +24,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, T
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megascale.checkpoint.format import manifest
-from megascale.checkpoint.format.state import GlobalTensor, slices
+from megascale.checkpoint.format.state import slices
 from megascale.checkpoint.storage import Location
 from megascale.core.errors import CheckpointError
+from megascale.parallel.stateful import GlobalTensor
 
 GlobalTensors = Mapping[str, GlobalTensor]
 

@@ -5,7 +5,7 @@ reduced bucket -> local_sq_norm | all-reduce | compute_clipping | compute_update
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from megascale.catalog.optimizers import OPTIMIZERS
+from megascale.comm.collectives import all_gather
 from megascale.comm.mesh import Mesh
 from megascale.config.train import OptimizerConfig
 from megascale.layout import buckets as layouts
 from megascale.ops.optimizer import Segment
 from megascale.optim.norms import ParameterNorms, sum_of_squares
-from megascale.parallel.optimizer_shard import OptimizerShard
+from megascale.parallel.optimizer_shard import OptimizerShard, global_tensors
 from megascale.parallel.param_and_grad_buffers import Bucket
+from megascale.parallel.stateful import GlobalTensor
 
 
 class ShardedOptimizer:
@@ -91,6 +93,27 @@ class ShardedOptimizer:
             assert norms is not None, "`compute_updates` comes first"
             rule.apply_updates(lr, self._norms.for_shard(norms, index), clipping.skip)
         shard.publish()
+
+    def global_tensors(self) -> dict[str, GlobalTensor]:
+        """Return master weights (`weights.NAME`) and state (`exp_avg.NAME`, ...); see `parallel.stateful.Stateful`."""
+        return global_tensors(self.shards, self._mesh)
+
+    def flat_tensors(self) -> list[Tensor]:
+        return [tensor for shard in self.shards for tensor in (shard.master, *shard.state.values())]
+
+    def begin_load(self, saved: Mapping[str, Sequence[int]]) -> dict[str, GlobalTensor]:
+        return self.global_tensors()  # all of it must be saved
+
+    def end_load(self) -> None:
+        """All-gather replicated buckets (`zero = 0`), which their data-parallel replicas have read in shares."""
+        for shard in self.shards:
+            if not shard.bucket.zero:
+                share = slice(*shard.bucket.layout.shard_range(shard.bucket.group.index))
+                for flat in (shard.master, *shard.state.values()):
+                    all_gather(shard.bucket.group, flat, flat[share])
+
+    def end_restore(self) -> None:
+        return None
 
     def copy_masters_to_weights(self) -> None:
         """Round master weights into this rank's shards of the weights, after a checkpoint was loaded."""

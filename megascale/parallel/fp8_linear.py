@@ -18,7 +18,7 @@ the GEMMs of one layer, and `build_linear_gemms` returns them, or high-precision
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -45,6 +45,7 @@ from megascale.ops.fp8 import (
 )
 from megascale.parallel.grad_accumulation import accumulate_grad
 from megascale.parallel.linear_gemms import HIGH_PRECISION_GEMMS, LinearGemms, Operand, OperandName
+from megascale.parallel.stateful import GlobalTensor, TensorShard
 from megascale.parallel.tp_overlap import TensorParallel
 from megascale.trace.recorder import profiler_range
 
@@ -151,6 +152,34 @@ class Fp8State:
             name: CastStats(amax, saturated / max(total, 1), underflowed / max(total, 1))
             for name, amax, (saturated, underflowed, total) in stats
         }
+
+    def global_tensors(self) -> dict[str, GlobalTensor]:
+        """Return the amax history [steps] of each operand (`fp8_history.OPERAND`), all of it on each rank; see
+        `parallel.stateful.Stateful`.
+        """
+        rows = zip(self.names, self.history, strict=True) if self.history.numel() else ()
+        shape = tuple(self.history.shape[1:])
+        return {
+            f"fp8_history.{name}": GlobalTensor(shape, row.dtype, [TensorShard((0,), shape, row)]) for name, row in rows
+        }
+
+    def flat_tensors(self) -> list[Tensor]:
+        return [self.history]
+
+    def begin_load(self, saved: Mapping[str, Sequence[int]]) -> dict[str, GlobalTensor]:
+        """Have the first rank read the history if all of it is saved; otherwise begin a new history."""
+        history = self.global_tensors()
+        complete = all(tuple(saved.get(name, ())) == tensor.shape for name, tensor in history.items())
+        self.has_history = bool(history) and complete
+        self.history.zero_()
+        return history if self.has_history and self._mesh.rank == 0 else {}
+
+    def end_load(self) -> None:
+        if self.has_history:  # zero but on the first rank
+            sum_over_job(self._mesh, self.history)
+
+    def end_restore(self) -> None:
+        self.has_history = bool(self.history.numel())
 
     def record_amax(self, name: str, amax: Tensor) -> None:
         """Update an operand's amax of this step with the amax of a cast, an element per scale."""

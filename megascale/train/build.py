@@ -140,7 +140,7 @@ def build_rank_run(
         valid_loader=valid,
         valid_batches=valid_batches,
         lr=learning_rate(config.optimizer, config.train.steps),
-        checkpoints=Checkpoints(config, mesh, optimizer.shards, fp8_state, device),
+        checkpoints=Checkpoints(config, mesh, [optimizer, fp8_state], device),
         progress=Progress(),
         stop=stop,
     )

@@ -9,11 +9,12 @@ from typing import Protocol
 from torch import Tensor
 
 from megascale.checkpoint.collective_errors import on_all_ranks
-from megascale.checkpoint.format.state import WEIGHTS, Region, global_tensors
+from megascale.checkpoint.format.state import Region
 from megascale.config.model import ModelConfig
 from megascale.config.run import HF_PREFIX
 from megascale.core.errors import CheckpointError
 from megascale.core.units import format_count
+from megascale.parallel.stateful import WEIGHTS
 from megascale.train.build import Origin, Run
 from megascale.train.finite_check import all_finite
 from megascale.train.weight_companions import keep_companions
@@ -83,7 +84,7 @@ def _check_finite(run: Run, place: Callable[[str], str]) -> None:
     """
 
     def check() -> None:
-        for name, tensor in global_tensors(run.optimizer.shards, run.mesh).items():
+        for name, tensor in run.optimizer.global_tensors().items():
             if not all(bool(all_finite(shard.data)) for shard in tensor.shards):
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 what = f"{place(name)} has a value that is not finite in {dtype}; nothing was trained"

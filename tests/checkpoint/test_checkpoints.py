@@ -42,9 +42,7 @@ def config_in(folder: Path, family: str = "gpt", **layout: Any) -> Any:
 
 def state_of(run: Any) -> dict[str, list[Any]]:
     """Copy this rank's state: (offset, size, bytes) of every shard, by name."""
-    from megascale.checkpoint.format.state import global_tensors
-
-    tensors = global_tensors(run.optimizer.shards, run.mesh)
+    tensors = run.optimizer.global_tensors()
     return {
         name: [(p.offset, p.size, p.data.clone().view(-1).numpy().tobytes()) for p in tensor.shards]
         for name, tensor in tensors.items()

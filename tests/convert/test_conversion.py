@@ -20,8 +20,6 @@ from transformers import LlamaConfig
 
 from megascale.checkpoint import offline
 from megascale.checkpoint.format import manifest
-from megascale.checkpoint.format.state import WEIGHTS as WEIGHT
-from megascale.checkpoint.format.state import global_tensors
 from megascale.checkpoint.storage import Location
 from megascale.config.model import ModelConfig
 from megascale.convert import huggingface
@@ -32,6 +30,7 @@ from megascale.convert.huggingface import INDEX_FILE, WEIGHTS_FILE, PretrainedWe
 from megascale.convert.tensor_map import model_tensors
 from megascale.core.errors import CheckpointError, DataError
 from megascale.core.rank import Rank
+from megascale.parallel.stateful import WEIGHTS as WEIGHT
 from tests.oracles.ours import MODELS, Array, Arrays, Piece, join
 from tests.oracles.test_transformers import build, ours_from_gpt2, ours_from_llama
 from tests.runs import FAMILIES, GPT, LLAMA, build_run, config_of, settings
@@ -129,7 +128,7 @@ def trained(rank: Rank, config: Any) -> tuple[Arrays, Array, Array]:
 def masters(run: Any) -> list[Piece]:
     """This rank's shard of the master weights."""
     pieces = []
-    for name, tensor in global_tensors(run.optimizer.shards, run.mesh).items():
+    for name, tensor in run.optimizer.global_tensors().items():
         for piece in tensor.shards if name.startswith(WEIGHT) else []:
             box = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.size, strict=True))
             pieces.append((name.removeprefix(WEIGHT), box, piece.data.numpy().copy()))

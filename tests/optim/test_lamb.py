@@ -228,7 +228,6 @@ def outcomes(rank: Rank, configs: list[Any], unplugged: Sequence[str] = (), nudg
 
 
 def outcome(run: Any) -> Outcome:
-    from megascale.checkpoint.format.state import global_tensors
     from megascale.train.step import train_step
 
     optimizer, norms_by_step = run.optimizer, []
@@ -243,9 +242,9 @@ def outcome(run: Any) -> Outcome:
     run.buffers.finish_param_gather()
     names = [s.parameter.name for b in run.buffers.buckets for s in b.layout.slots if s.parameter.is_matrix]
     norms = dict(zip(names, norms_by_step[-1].T.tolist(), strict=True))
-    tensors = global_tensors(optimizer.shards, run.mesh).items()
+    tensors = optimizer.global_tensors().items()
     pieces = {
-        name.removeprefix("weights."): (tuple(t.shape), [(p.offset, p.data.clone().numpy()) for p in t.pieces])
+        name.removeprefix("weights."): (tuple(t.shape), [(p.offset, p.data.clone().numpy()) for p in t.shards])
         for name, t in tensors
         if name.startswith("weights.")
     }

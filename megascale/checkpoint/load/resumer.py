@@ -82,7 +82,7 @@ class Resumer:
         if facts is None:
             return None
         self._loader.check_same_model("the copy in memory", facts.config.get("model", {}))
-        self._loader.restore_history_flag()
+        self._loader.end_restore()
         return ResumeResult(facts.progress, None, config_changes(facts.config, self._config), 0)
 
     def _load_if_intact(self, path: Location) -> ResumeResult | None:

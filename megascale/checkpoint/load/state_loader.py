@@ -1,4 +1,4 @@
-"""Loading of a checkpoint, or another project's weights, into this rank's shards."""
+"""Loading of a checkpoint, or another project's weights, into the parts of a run."""
 
 from __future__ import annotations
 
@@ -10,30 +10,25 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from megascale.checkpoint.collective_errors import on_all_ranks, on_first_rank
 from megascale.checkpoint.format import manifest
-from megascale.checkpoint.format.state import WEIGHTS, GlobalTensor, Region, fp8_history_tensors, global_tensors
+from megascale.checkpoint.format.state import Region
 from megascale.checkpoint.load.reader import CheckpointReader
 from megascale.checkpoint.planners import LoadPlanner
 from megascale.checkpoint.storage import Location
-from megascale.comm.collectives import all_gather
 from megascale.comm.mesh import Mesh
-from megascale.comm.totals import broadcast_bytes, sum_over_job
+from megascale.comm.totals import broadcast_bytes
 from megascale.config.model import ModelConfig
 from megascale.config.same_model import SAME_MODEL_HINT, model_differences
 from megascale.core.errors import CheckpointError
 from megascale.device import Device
-from megascale.parallel.fp8_linear import Fp8State
-from megascale.parallel.optimizer_shard import OptimizerShard
+from megascale.parallel.stateful import WEIGHTS, GlobalTensor, Stateful
 
 
 class StateLoader:
-    """Loads state into `shards` and the FP8 history; all ranks call the methods together."""
+    """Loads state into the `parts` of a run; all ranks call the methods together."""
 
-    def __init__(
-        self, model: ModelConfig, shards: Sequence[OptimizerShard], fp8_state: Fp8State, mesh: Mesh, device: Device
-    ) -> None:
+    def __init__(self, model: ModelConfig, parts: Sequence[Stateful], mesh: Mesh, device: Device) -> None:
         self._model = model
-        self._shards = shards
-        self._fp8_state = fp8_state
+        self._parts = parts
         self._mesh = mesh
         self._device = device
 
@@ -55,7 +50,7 @@ class StateLoader:
 
         plan = on_all_ranks(self._mesh.world, make_plan, f"the plan of {path}")
         on_all_ranks(self._mesh.world, lambda: reader.read_data(plan, planner), f"reading {path}")
-        self._all_gather_state()
+        self._end_load()
         return saved, sum(self._mesh.world.control.all_gather(reader.bytes_read, f"bytes of {path}"))
 
     def load_weights(self, name: str, model: Mapping[str, Any], read: Callable[[str, Region], Tensor]) -> None:
@@ -64,11 +59,12 @@ class StateLoader:
         Raises: CheckpointError if `model`, from `name`, is another model
         """
         self.check_same_model(name, model)
-        for tensor_name, tensor in global_tensors(self._shards, self._mesh).items():
-            if tensor_name.startswith(WEIGHTS):
-                for shard in tensor.shards:
-                    shard.data.copy_(read(tensor_name.removeprefix(WEIGHTS), (shard.offset, shard.size)))
-        self._all_gather_state()
+        for part in self._parts:
+            for tensor_name, tensor in part.global_tensors().items():
+                if tensor_name.startswith(WEIGHTS):
+                    for shard in tensor.shards:
+                        shard.data.copy_(read(tensor_name.removeprefix(WEIGHTS), (shard.offset, shard.size)))
+        self._end_load()
 
     def check_same_model(self, path: Location | str, saved: Mapping[str, Any]) -> None:
         """Compare `MODEL_KEYS` of a saved `[model]` section with this run's.
@@ -78,9 +74,10 @@ class StateLoader:
         if different := model_differences(saved, self._model):
             raise CheckpointError(f"{path} is of another model: {different}", hint=SAME_MODEL_HINT)
 
-    def restore_history_flag(self) -> None:
-        """Mark the FP8 history as present, after a load from memory."""
-        self._fp8_state.has_history = bool(fp8_history_tensors(self._fp8_state))
+    def end_restore(self) -> None:
+        """Let all parts know of a load from memory."""
+        for part in self._parts:
+            part.end_restore()
 
     def _read_manifest(self, path: Location) -> manifest.Manifest:
         """Read the manifest on the first rank and broadcast it."""
@@ -88,32 +85,14 @@ class StateLoader:
         on_first_rank(self._mesh.world, lambda: text.append(manifest.read_text(path)), f"the manifest of {path}")
         return manifest.parse(path, broadcast_bytes(self._mesh, b"".join(text), self._device.torch_device))
 
-    def _all_gather_state(self) -> None:
-        """Complete the state on every rank.
-
-        A replicated bucket (`zero = 0`) was read in shares by its data-parallel replicas; the FP8 history was read by
-        the first rank, and is zero on the rest.
-        """
-        for shard in self._shards:
-            if not shard.bucket.zero:
-                share = slice(*shard.bucket.layout.shard_range(shard.bucket.group.index))
-                for flat in (shard.master, *shard.state.values()):
-                    all_gather(shard.bucket.group, flat, flat[share])
-        if self._fp8_state.has_history:
-            sum_over_job(self._mesh, self._fp8_state.history)
+    def _end_load(self) -> None:
+        for part in self._parts:
+            part.end_load()
 
     def _tensors_to_load(self, saved: manifest.Manifest) -> dict[str, GlobalTensor]:
         """Return the tensors that this rank reads: weights alone if the checkpoint holds no more."""
-        tensors = global_tensors(self._shards, self._mesh)
-        if saved.facts.progress.step == 0 and all(name.startswith(WEIGHTS) for name in saved.tensors):
+        shapes = {name: tensor.shape for name, tensor in saved.tensors.items()}
+        tensors = {name: tensor for part in self._parts for name, tensor in part.begin_load(shapes).items()}
+        if saved.facts.progress.step == 0 and all(name.startswith(WEIGHTS) for name in shapes):
             return {name: tensor for name, tensor in tensors.items() if name.startswith(WEIGHTS)}
-        return tensors | self._history_to_load(saved.tensors)
-
-    def _history_to_load(self, saved: Mapping[str, manifest.StoredTensor]) -> dict[str, GlobalTensor]:
-        """Return the FP8 history on the first rank if the checkpoint has all of it; otherwise start a new history."""
-        history = fp8_history_tensors(self._fp8_state)
-        shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
-        complete = all(shapes.get(name) == tensor.shape for name, tensor in history.items())
-        self._fp8_state.has_history = bool(history) and complete
-        self._fp8_state.history.zero_()
-        return history if self._fp8_state.has_history and self._mesh.rank == 0 else {}
+        return tensors

@@ -23,7 +23,7 @@ from megascale.checkpoint import folders
 from megascale.checkpoint.collective_errors import on_all_ranks, on_first_rank
 from megascale.checkpoint.companions import copy_companions
 from megascale.checkpoint.format import manifest
-from megascale.checkpoint.format.state import GlobalTensor, split_shards
+from megascale.checkpoint.format.state import split_shards
 from megascale.checkpoint.memory.copies import SLOTS
 from megascale.checkpoint.memory.memory_checkpoints import MemoryCheckpoints
 from megascale.checkpoint.save.attempt import SaveAttempt, SaveResult
@@ -35,6 +35,7 @@ from megascale.comm.mesh import Mesh
 from megascale.core.errors import CheckpointError
 from megascale.core.limits import os_error_hint
 from megascale.device import Device
+from megascale.parallel.stateful import GlobalTensor
 
 _NewFolder = tuple[Location, dict[str, manifest.StoredFile]]
 """The folder of a checkpoint, and the companions in it."""

@@ -12,10 +12,11 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from megascale.checkpoint.format import manifest
 from megascale.checkpoint.format.safetensors_file import checksum_block_bytes
-from megascale.checkpoint.format.state import SAFETENSORS_DTYPES, GlobalTensor
+from megascale.checkpoint.format.state import SAFETENSORS_DTYPES
 from megascale.checkpoint.planners import SavePlanner, build_manifest, describe_shards, shard_key, total_bytes
 from megascale.checkpoint.save.snapshot import Snapshot
 from megascale.comm.mesh import Mesh
+from megascale.parallel.stateful import GlobalTensor
 
 ENTRY_BYTES = 192
 """Upper bound of a shard's entry in a file's header, without its key."""

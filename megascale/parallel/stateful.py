@@ -1,0 +1,55 @@
+"""`Stateful`: a part of a run that changes in training and is saved, as named global tensors of any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+WEIGHTS = "weights."
+"""Prefix of the names of weights."""
+
+
+@dataclass(frozen=True)
+class TensorShard:
+    """A rectangular shard of a global tensor (a chunk in torch.distributed.checkpoint): `data` [size] at `offset`.
+
+    `data` is a view of this rank's memory.
+    """
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    data: Tensor
+
+
+@dataclass
+class GlobalTensor:
+    """Global shape and dtype of a named tensor, and the shards of the tensor on this rank."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    shards: list[TensorShard]
+
+
+class Stateful(Protocol):
+    """A part of a run with state. The shards of all ranks together cover each global tensor; ranks may have copies."""
+
+    def global_tensors(self) -> dict[str, GlobalTensor]:
+        """Return views of the tensors that this rank saves, by global name."""
+
+    def flat_tensors(self) -> list[Tensor]:
+        """Return the contiguous tensors that hold all of the shards: the memory that a snapshot copies."""
+
+    def begin_load(self, saved: Mapping[str, Sequence[int]]) -> dict[str, GlobalTensor]:
+        """Return the tensors that this rank reads of a checkpoint with the tensors `saved` (shapes by name). State that
+        is none of the model's may begin afresh where it is not saved.
+        """
+
+    def end_load(self) -> None:
+        """Complete the state on every rank after the reads. A collective of all ranks."""
+
+    def end_restore(self) -> None:
+        """Take note that each rank's flat tensors have been copied back, from copies in memory."""
