@@ -71,4 +71,4 @@ fi
 # would read what the start before has written.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
 
-exec "$PYTHON" -m torch.distributed.run "${hosts[@]}" --nproc-per-node "$NPROC" -m megascale train "$@"
+exec "$PYTHON" "$(dirname "$0")/torchrun.py" "${hosts[@]}" --nproc-per-node "$NPROC" -m megascale train "$@"

@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 
 from megascale.account.parameters import parameter_count
 from megascale.catalog.presets import PRESETS
+from megascale.config.injection import KINDS, PHASES
 from megascale.config.loading import sections
 from megascale.config.model import DERIVED_FROM, ModelConfig
 from megascale.config.section import Choice, Section
@@ -67,6 +68,25 @@ Keys derived from other keys (`parallel.dp = "auto"`, the schedule, `decay_steps
 processes: under torchrun or srun the job's, otherwise the fewest that the layout needs (`megascale check --gpus N` sets
 another number). `megascale check --show` prints the resolved configuration with all keys and absolute paths. A run
 stores the resolved configuration as `config.toml` in its folder; training from that file gives the same run.
+"""
+
+INJECTION = f"""\
+#### Injected faults
+
+`fault.inject` is a test of a job's recovery: faults, separated by semicolons, each of which strikes once over all
+restarts of the run. `RUN/injected.jsonl` has a line for each, written just before. Without the key nothing is injected.
+
+```
+kill rank=2 step=5; stop rank=1 step=9 phase=grad_reduce; cut_link node=1 step=4 for_s=3
+random mtbf_s=30 seed=1 kinds=kill,stop,hang
+```
+
+- `step` counts from 1. Phases: {", ".join(PHASES)}. `build` and `load` come before the first step and have no step.
+  Faults of the phase `write` strike the process that writes checkpoints.
+- `for_s` is a length in seconds (for ever without), `times=2` lets a fault strike in two attempts.
+- `random` draws kinds of faults of ranks, ranks and phases with a seed, at a mean time `mtbf_s` in seconds or
+  `mtbf_steps` in steps. Those due while the job is down are left out.
+- Ranks inject their own faults. Those of nodes and of the driver are for the program that runs the test.
 """
 
 # Megatron-LM's flags and their keys; without a note the key takes the flag's value
@@ -157,6 +177,8 @@ def page() -> str:
     parts = [INTRODUCTION, "## Keys\n", *top_keys()]
     for name, section in sections().items():
         parts += section_part(name, section)
+        if name == "fault":
+            parts += injected_faults()
     return "\n".join([*parts, *presets(), *megatron()])
 
 
@@ -193,6 +215,17 @@ def section_part(name: str, section: type[Section]) -> list[str]:
     if choices:
         lines += rendered(["key", "choice", "what it is"], choices)
     return lines
+
+
+def injected_faults() -> list[str]:
+    """Tabulate the kinds of `fault.inject`."""
+    rows = []
+    for name, kind in KINDS.items():
+        target = [f"`{kind.target}=N`"] if kind.target != "driver" else []
+        keys = [*target, "`step=N`", *(f"`{key}=`" for key in kind.required), *(f"[`{key}=`]" for key in kind.options)]
+        phases = "any" if kind.phases == PHASES else ", ".join(kind.phases)
+        rows.append([f"`{name}`", kind.help, " ".join(keys), f"{phases} ({kind.phase})" if phases else ""])
+    return [INJECTION, *rendered(["kind", "what it does", "keys", "phases (default)"], rows)]
 
 
 def registry_of(field: FieldInfo) -> Choice | None:

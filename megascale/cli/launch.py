@@ -13,6 +13,7 @@ from megascale.cli.argument_types import non_negative_int, positive_int
 from megascale.cli.main import add_config_arguments
 from megascale.cli.train import lock_run_folder, raise_limits
 from megascale.config.loading import load_config
+from megascale.config.rules import launch_findings
 from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError, Exit, Problem
 from megascale.core.files import atomic_file
@@ -83,6 +84,8 @@ def _problems(options: argparse.Namespace, config: RunConfig, adapters: tuple[st
         divisors = ", ".join(str(n) for n in range(1, world + 1) if not world % n)
         what = f"{world} ranks do not divide over {nodes} nodes"
         yield Problem("command line", "--nodes", what, f"one of {divisors}")
+    for finding in launch_findings(config):
+        yield Problem("configuration", finding.key, finding.message, finding.hint)
     if options.scheduler not in adapters:
         hint = f"one of {', '.join(adapters)}"
         yield Problem("command line", "--scheduler", f"no scheduler {options.scheduler!r}", hint)

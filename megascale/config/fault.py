@@ -107,5 +107,5 @@ class FaultConfig(Section):
     # injection
     inject: Annotated[str, AfterValidator(_valid_injection)] = Field(
         "",
-        description='faults to inject, for a test: "kill rank=2 step=5; stop rank=1 step=9"; docs/fault-tolerance.md',
+        description="[faults to inject](#injected-faults), for a test; none unless asked for",
     )

@@ -111,7 +111,7 @@ def test_a_ranks_own_error_comes_first_and_is_the_root_cause(tmp_path: Path) -> 
     env = with_planted(tmp_path / "site", 1, "ValueError('planted in rank one')")
     status, _, err = Torchrun(job_config(tmp_path, GPT, **TWO, train__steps=1000), env=env | {"NPROC": "2"}).end()
     host = socket.gethostname()
-    assert status == Exit.UNCLASSIFIED  # torchrun's own
+    assert status == Exit.UNCLASSIFIED
     assert err.startswith(f"rank 1 of 2 on {host}:\nTraceback"), err
     cause = err[err.index("Root Cause") :]
     assert f"rank 1 of 2 on {host}: ValueError: planted in rank one" in cause
