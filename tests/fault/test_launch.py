@@ -33,6 +33,8 @@ def test_impossible_launches_are_refused(tmp_path: Path, capsys: pytest.CaptureF
     assert "4 ranks do not divide over 3 nodes  -> one of 1, 2, 4" in capsys.readouterr().err
     assert main(["launch", config, "--nodes", "2", "--scheduler", "cron"]) == Exit.CONFIG
     assert "no scheduler 'cron'" in capsys.readouterr().err
+    assert main(["launch", config, "launch.timeout_s=8", "--nodes", "2"]) == Exit.CONFIG
+    assert "launch.timeout_s: 8.0 s: ranks would give up before the verdict" in capsys.readouterr().err
 
 
 @pytest.mark.slow
