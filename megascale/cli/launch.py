@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -69,7 +70,7 @@ def _write_manifest(options: argparse.Namespace, config: RunConfig) -> int:
     arguments = [options.config, *options.overrides, "--nodes", str(options.nodes), "--spares", str(options.spares)]
     plan = JobSetPlan(
         config.name, options.image, options.nodes, options.spares, arguments, claim, mount, new_secret(),
-        options.gpus_per_node,
+        options.gpus_per_node, math.ceil(config.fault.stop_grace_s + config.fault.end_grace_s) + 30,
     )  # fmt: skip
     with atomic_file(options.output, "w") as file:
         os.fchmod(file.fileno(), 0o600)  # it holds the job's secret

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megascale.core.network import LOOPBACK
 from megascale.fault.scheduler.jobset import PodScheduler, driver_endpoint
-from megascale.fault.scheduler.local import LocalScheduler
+from megascale.fault.scheduler.local import LocalScheduler, hosts_from_environment
 from megascale.fault.scheduler.port import AgentLaunch, Scheduler
 from megascale.fault.scheduler.slurm import SlurmScheduler, allocation_nodes, this_node
 
@@ -30,8 +30,15 @@ def _open_slurm(count: int, agent: AgentLaunch) -> SlurmScheduler:
     return SlurmScheduler(count, agent, allocation_nodes())
 
 
+def _open_testbed(count: int, agent: AgentLaunch) -> LocalScheduler:
+    return LocalScheduler(count, agent, hosts=hosts_from_environment())
+
+
 ADAPTERS = {
     "local": Adapter(lambda: (LOOPBACK, 0), LocalScheduler, revivable=True, requestable=False),
+    "testbed": Adapter(
+        lambda: (hosts_from_environment()[0].address, 0), _open_testbed, revivable=False, requestable=True
+    ),
     "slurm": Adapter(
         lambda: (this_node(allocation_nodes()).address, 0), _open_slurm, revivable=False, requestable=True
     ),

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import secrets
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from megascale.core.network import LOOPBACK
@@ -33,22 +35,53 @@ STOP_GRACE_S = 10.0
 _DEATH_S = 10.0  # limit for the end of killed processes
 
 
+TESTBED_VARIABLE = "MEGASCALE_TESTBED"
+"""Environment variable of `megascale launch --scheduler testbed`, which runs on the first host of an open testbed: the
+hosts, in JSON.
+"""
+
+
+@dataclass(frozen=True)
+class NodeHost:
+    """The host of a node. `prefix`: words before a command to run it there; `environment`: further variables."""
+
+    address: str
+    prefix: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def export_testbed(testbed: Testbed) -> dict[str, str]:
+    """Return the environment in which `megascale launch` uses the hosts of an open testbed as nodes."""
+    hosts = [
+        NodeHost(host.address, testbed.wrap_command(host.index, ()), testbed.host_environment(host.index))
+        for host in testbed.hosts
+    ]
+    return {TESTBED_VARIABLE: json.dumps([asdict(host) for host in hosts])}
+
+
+def hosts_from_environment(env: Mapping[str, str] = os.environ) -> list[NodeHost]:
+    """Return the hosts of the open testbed. Raises: SchedulerError without one"""
+    if TESTBED_VARIABLE not in env:
+        raise SchedulerError(f"{TESTBED_VARIABLE} is not set", hint="--scheduler local, or open a testbed first")
+    return [NodeHost(**each) for each in json.loads(env[TESTBED_VARIABLE])]
+
+
 class LocalScheduler:
     """`Scheduler` on this host: node0 to node{count-1} at first, and `extra` more on request (None: no limit).
 
-    `testbed`: an open testbed, whose host i is node i; its number of hosts limits the nodes.
+    `hosts`: of a testbed, host i for node i; their number limits the nodes.
     """
 
     def __init__(
-        self, count: int, agent: AgentLaunch, extra: int | None = None, testbed: Testbed | None = None
+        self, count: int, agent: AgentLaunch, extra: int | None = None, hosts: Sequence[NodeHost] | None = None
     ) -> None:
         self._agent = agent
-        self._testbed = testbed
+        self._hosts = hosts
         self._most = count + extra if extra is not None else None
-        if testbed is not None:
-            self._most = min(len(testbed.hosts), self._most or len(testbed.hosts))
-            if count > len(testbed.hosts):
-                raise SchedulerError(f"{count} nodes on a testbed of {len(testbed.hosts)} hosts")
+        if hosts is not None:
+            self._most = min(len(hosts), self._most or len(hosts))
+            if count > len(hosts):
+                raise SchedulerError(f"{count} nodes on a testbed of {len(hosts)} hosts")
         self.launch = secrets.token_hex(8)
         self._processes = AgentProcesses()
         self._held = {node.name: node for node in map(self._node, range(count))}
@@ -62,11 +95,10 @@ class LocalScheduler:
     async def start_agent(self, node: str) -> None:
         self._check_held(node)
         await self._kill(node)
-        command, extra = list(self._agent.command), {}
-        if self._testbed is not None:
-            host = _number(node)
-            command, extra = self._testbed.wrap_command(host, command), self._testbed.host_environment(host)
-        env = dict(os.environ) | extra | self._agent.variables(self._held[node]) | {LAUNCH_VARIABLE: self.launch}
+        host = self._host(int(node.removeprefix("node")))
+        command = [*host.prefix, *self._agent.command]
+        env = dict(os.environ) | dict(host.environment) | self._agent.variables(self._held[node])
+        env[LAUNCH_VARIABLE] = self.launch
         with secret_descriptor(self._agent.secret) as secret:
             env[DESCRIPTOR_VARIABLE] = str(secret)
             self._processes.start(node, command, env, self._agent.log(self._held[node]), [secret])
@@ -119,11 +151,10 @@ class LocalScheduler:
             raise SchedulerError(f"the job does not hold node {node}")
 
     def _node(self, number: int) -> Node:
-        return Node(f"node{number}", self._testbed.hosts[number].address if self._testbed else LOOPBACK)
+        return Node(f"node{number}", self._host(number).address)
 
-
-def _number(node: str) -> int:
-    return int(node.removeprefix("node"))
+    def _host(self, number: int) -> NodeHost:
+        return NodeHost(LOOPBACK) if self._hosts is None else self._hosts[number]
 
 
 def node_processes(launch: str, node: str) -> list[int]:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import stat
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from megascale.cli.main import main
 from megascale.core.errors import Exit
 from megascale.fault.scheduler.adapters import ADAPTERS
 from megascale.fault.scheduler.jobset import JobSetPlan, PodScheduler, driver_endpoint, manifest
 from megascale.fault.scheduler.port import SchedulerError
 from tests.fault.scheduler.jobset_schema import JOBSET, SECRET, mistakes, webhook_mistakes
+from tests.jobs import job_config
+from tests.runs import GPT
 
 PLAN = JobSetPlan(
     "llama-7b", "registry/megascale:1", 4, 1, ["a.toml", "name=x: y", "--nodes", "4", "--spares", "1"], "runs", "/work",
@@ -72,6 +77,23 @@ def test_a_pod_for_the_driver_and_one_for_each_node_and_spare() -> None:
     reference = variables["MEGASCALE_JOB_SECRET"]["valueFrom"]["secretKeyRef"]
     assert reference["name"] == secret["metadata"]["name"] and secret["stringData"] == {reference["key"]: "5" * 64}
     assert "5" * 64 not in str(jobset)
+
+
+def test_the_command_writes_a_manifest_that_only_its_owner_can_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, output = job_config(tmp_path, GPT, parallel__dp=4, fault__stop_grace_s=90), tmp_path / "manifest.yaml"
+    words = ["launch", str(config), "train.steps=7", "--nodes", "2", "--spares", "1", "--scheduler", "jobset"]
+    assert main([*words, "--image", "i:1", "--claim", "runs=/work", "--output", str(output)]) == Exit.OK
+    assert "kubectl apply" in capsys.readouterr().out
+    assert stat.S_IMODE(output.stat().st_mode) == 0o600
+    secret, jobset = yaml.safe_load_all(output.read_text())
+    assert not [*mistakes(secret, SECRET), *mistakes(jobset, JOBSET), *webhook_mistakes(jobset)]
+    driver = pods(jobset)["driver"]
+    assert driver["containers"][0]["command"][3:6] == ["launch", str(config), "train.steps=7"]
+    assert driver["terminationGracePeriodSeconds"] > 90, "time to save"
+    assert main([*words, "--output", str(output)]) == Exit.CONFIG
+    assert "--image" in capsys.readouterr().err
 
 
 def test_errors_that_would_recur_fail_the_job_set() -> None:

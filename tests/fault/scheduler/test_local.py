@@ -15,7 +15,12 @@ from pathlib import Path
 import pytest
 
 from megascale.core.process import process_exists
-from megascale.fault.scheduler.local import LocalScheduler, node_processes
+from megascale.fault.scheduler.local import (
+    LocalScheduler,
+    export_testbed,
+    hosts_from_environment,
+    node_processes,
+)
 from megascale.fault.scheduler.port import AgentLaunch, Scheduler, SchedulerError
 from megascale.fault.scheduler.remote import SchedulerClient, serve
 from megascale.launch.testbed import HostLink, Testbed
@@ -149,7 +154,8 @@ time.sleep(600)
 
     async def body() -> None:
         with Testbed(2, HostLink()) as testbed:
-            scheduler = LocalScheduler(1, launch(tmp_path, program), testbed=testbed)
+            hosts = hosts_from_environment(export_testbed(testbed))
+            scheduler = LocalScheduler(1, launch(tmp_path, program), hosts=hosts)
             await stopped_after(scheduler, use(scheduler))
 
     async def use(scheduler: LocalScheduler) -> None:
