@@ -15,7 +15,7 @@ from torch.distributed import Store
 
 from megascale.core.errors import Problem
 from megascale.core.network import LOOPBACK, address_toward, is_loopback
-from megascale.core.rank import rendezvous_endpoint
+from megascale.core.rank import launcher_store, rendezvous_endpoint
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
 
@@ -25,8 +25,8 @@ _KEY = "address of a host"
 
 
 def first_host() -> str:
-    """Return the name or address of rank 0's host; loopback under megascale's launcher."""
-    return (rendezvous_endpoint() or (LOOPBACK, 0))[0]
+    """Return the name or address of rank 0's host: the store's under megascale's launcher and its agents."""
+    return (launcher_store() or rendezvous_endpoint() or (LOOPBACK, 0))[0]
 
 
 def interface_problems() -> Iterator[Problem]:

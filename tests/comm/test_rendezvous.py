@@ -208,3 +208,13 @@ def test_the_interface_that_gloo_listens_on(
 def test_the_interface_of_an_address() -> None:
     assert gloo_interface._interface_of(LOOPBACK) == "lo"
     assert gloo_interface._interface_of("192.0.2.1") is None
+
+
+def test_the_store_of_an_agent_is_on_the_first_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "n7")  # an agent's own step
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.setenv("SLURM_STEP_ID", "2")
+    monkeypatch.delenv("MEGASCALE_STORE", raising=False)
+    assert gloo_interface.first_host() == "n7"
+    monkeypatch.setenv("MEGASCALE_STORE", "10.1.2.3:4000")
+    assert gloo_interface.first_host() == "10.1.2.3"

@@ -53,10 +53,14 @@ class Training:
         lines = path.read_text().splitlines() if path.exists() else []
         return [record for line in lines if line.endswith("}") and "loss" in (record := json.loads(line))]
 
-    def incidents(self) -> list[dict[str, Any]]:
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """The events of a kind in the log of incidents."""
         path = self.folder / "runs" / "test" / "incidents.jsonl"
         events = [json.loads(line) for line in path.read_text().splitlines()]
-        return [event["incident"] for event in events if event["event"] == "incident"]
+        return [event for event in events if event["event"] == kind]
+
+    def incidents(self) -> list[dict[str, Any]]:
+        return [event["incident"] for event in self.events("incident")]
 
     def wait_for(self, done: Callable[[], object]) -> None:
         deadline = time.monotonic() + SECONDS
@@ -91,7 +95,8 @@ def test_a_dead_node_is_replaced_and_the_job_goes_on(slurm: Slurm, tmp_path: Pat
     assert curve(job.steps()) == expected
     (incident,) = job.incidents()
     assert (incident["class"], incident["culprit"]["nodes"], incident["action"]["kind"]) == ("node", ["n1"], "replace")
-    assert incident["steps_lost"] is None or incident["steps_lost"] <= 1
+    (recovered,) = job.events("recovered")
+    assert recovered["steps_lost"] <= 1, "from replicas of the copies in memory"
     job.wait_for_end()
     assert "takes over when this one is lost" in job.output()
 

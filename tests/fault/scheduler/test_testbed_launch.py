@@ -54,3 +54,5 @@ def test_a_host_without_a_link_is_replaced(tmp_path: Path) -> None:
     incidents = [event["incident"] for event in events if event["event"] == "incident"]
     assert [incident["culprit"]["nodes"] for incident in incidents] == [["node1"]], incidents
     assert incidents[0]["action"]["kind"] == "replace"
+    (recovered,) = [event for event in events if event["event"] == "recovered"]
+    assert recovered["steps_lost"] <= 1, "from replicas of the copies in memory"
