@@ -11,7 +11,7 @@ from typing import Any
 
 from megascale.bench import mfu, overlap
 from megascale.catalog.presets import PRESETS
-from megascale.cli import bench_ranks
+from megascale.cli import bench_faults, bench_ranks
 from megascale.cli.argument_types import at_least, non_negative_int, positive_int
 from megascale.config.loading import check_rules, load_config, load_config_tree
 from megascale.config.model import ModelConfig
@@ -29,12 +29,13 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     bench_ranks.add_links(benchmarks)
     _add_overlap(benchmarks)
     bench_ranks.add_profile(benchmarks)
+    bench_faults.add_faults(benchmarks)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
     environment.set_defaults()
-    ranks = {"links": bench_ranks.run_links, "profile": bench_ranks.run_profile}
+    ranks = {"links": bench_ranks.run_links, "profile": bench_ranks.run_profile, "faults": bench_faults.run_faults}
     if options.benchmark in ranks:
         return ranks[options.benchmark](options)
     benchmark = {"mfu": run_mfu, "gemm": run_gemm, "overlap": run_overlap}[options.benchmark]

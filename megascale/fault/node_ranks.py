@@ -23,6 +23,7 @@ from megascale.core.flight_record import (
     flight_record_path,
 )
 from megascale.core.network import is_loopback
+from megascale.core.process import process_exists
 from megascale.core.rank import NODE_VARIABLE
 from megascale.fault.messages import RankEnd, RankStatus, Start
 from megascale.fault.observations import OomKills
@@ -156,3 +157,12 @@ class NodeRanks:
 def records_name(run: str, node: str) -> str:
     """Return the name of a run's flight records on a node: several nodes may share a host."""
     return f"{run}@{node}"
+
+
+def remove_lost_records(run: str) -> None:
+    """Remove the flight records of ended ranks of all nodes on this host: a lost node has not removed its own."""
+    pattern = flight_record_path(records_name(run, ""), 0, 0)
+    for path in pattern.parent.glob(pattern.name.replace("-0-00000.", "*.")):
+        with contextlib.suppress(OSError, FlightRecordError):
+            if not process_exists(read_flight_record(path).pid):
+                path.unlink()

@@ -24,6 +24,7 @@ from megascale.core.process import die_with_parent, stop_signals
 from megascale.core.secret import DESCRIPTOR_VARIABLE, SECRET_VARIABLE, new_secret, secret_descriptor
 from megascale.fault.driver import say
 from megascale.fault.incidents import LOG_FILE, JobHistory, read_history
+from megascale.fault.node_ranks import remove_lost_records
 from megascale.fault.output import follow_rank_0
 from megascale.fault.rpc import reserve_port
 from megascale.fault.scheduler.adapters import ADAPTERS
@@ -87,6 +88,7 @@ async def supervise(plan: LaunchPlan) -> int:
             requeue = history.ended not in FINAL
         finally:
             await scheduler.stop(requeue)
+            remove_lost_records(plan.folder.name)
             output.cancel()
             await asyncio.gather(output, return_exceptions=True)
     if history.ended == Exit.STOPPED and signals.received[:1] == [signal.SIGINT] and not history.step:

@@ -1,0 +1,154 @@
+"""The cases of `megascale bench faults`: a fault, and what must come of it.
+
+The numbers in `reference` are those of the catalogue in docs/fault-tolerance.md. A job of the benchmark has two ranks a
+node in tp 2 x pp 2 x dp 2 (4 nodes): rank r is on node r // 2, and tp peers share a node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megascale.core.errors import Exit
+
+RANKS_PER_NODE = 2
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What must come of a fault. `classes`: classes of the first incident, any of them, empty for no incident;
+    `ranks`, `nodes`: its culprit, None where none can be named; `actions`: any of them; `status`: of the job.
+    """
+
+    classes: tuple[str, ...] = ()
+    ranks: tuple[int, ...] | None = None
+    nodes: tuple[str, ...] | None = None
+    actions: tuple[str, ...] = ("restart",)
+    status: int = Exit.OK
+
+
+@dataclass(frozen=True)
+class FaultCase:
+    """A case. `inject`: `fault.inject` of the job; `settings`: further overrides; `spares`: of the job. `most_lost`:
+    most steps that may be computed twice. `same_curve`: the loss of every step equals the undisturbed run's.
+    """
+
+    name: str
+    reference: str
+    title: str
+    inject: str
+    expected: Expected
+    spares: int = 0
+    settings: tuple[str, ...] = field(default=())
+    most_lost: int = 1
+    same_curve: bool = True
+
+
+def rank_case(
+    name: str, reference: str, title: str, fault: str, rank: int, *classes: str, step: int = 6, lost: int = 1
+) -> FaultCase:
+    """Return a case of a fault of one rank, which must be named, and restarted in place."""
+    kind, _, options = fault.partition(" ")
+    inject = f"{kind} rank={rank} step={step} {options}".strip()
+    return FaultCase(name, reference, title, inject, Expected(classes, ranks=(rank,)), most_lost=lost)
+
+
+def node_case(name: str, reference: str, title: str, fault: str, expected: Expected, spares: int = 0) -> FaultCase:
+    """Return a case of a fault of node 2."""
+    return FaultCase(name, reference, title, f"{fault} node=2 step=6", expected, spares)
+
+
+STOP = Expected(("divergence",), None, actions=("stop",), status=Exit.DO_NOT_REQUEUE)
+LOST = Expected(("node",), nodes=("node2",), actions=("replace",))
+REVIVED = Expected(("node",), nodes=("node2",), actions=("restart", "replace"))
+KEEP_CHECKPOINTS = ("checkpoint.every=4", "checkpoint.keep=2")
+
+CASES = (
+    rank_case("killed in forward", "A1", "SIGKILL of a rank in forward", "kill phase=forward", 2, "process"),
+    rank_case("killed in backward", "A1", "SIGKILL of a rank in backward", "kill phase=backward", 5, "process"),
+    rank_case("killed in optimizer", "A1", "SIGKILL of a rank in the optimizer", "kill phase=optimizer", 0, "process"),
+    rank_case("killed in data", "A1", "SIGKILL of a rank in the data loader", "kill phase=data", 7, "process"),
+    rank_case("killed in tp", "A2", "SIGKILL of a rank in a tensor-parallel collective", "kill phase=tp", 3, "process"),
+    rank_case(
+        "killed in reduction", "A2", "SIGKILL of a rank in a reduction", "kill phase=grad_reduce", 4, "process"
+    ),
+    rank_case("killed in totals", "A2", "SIGKILL in the step's all-reduce", "kill phase=totals", 1, "process"),
+    rank_case("killed in receive", "A2", "SIGKILL of a rank that receives", "kill phase=receive", 6, "process"),
+    rank_case("killed in send", "A2", "SIGKILL of a rank that sends", "kill phase=send", 2, "process"),
+    rank_case("stopped in forward", "A3", "SIGSTOP of a rank in forward", "stop phase=forward", 3, "hang"),
+    rank_case("stopped in backward", "A3", "SIGSTOP of a rank in backward", "stop phase=backward", 6, "hang"),
+    rank_case("stopped in receive", "A3", "SIGSTOP of a rank that receives", "stop phase=receive", 4, "hang"),
+    rank_case("stopped in totals", "A3", "SIGSTOP in the step's all-reduce", "stop phase=totals", 1, "hang"),
+    rank_case("stuck in forward", "A4", "a rank sleeps for ever in forward", "hang phase=forward", 5, "hang"),
+    rank_case("stuck loader", "E4", "a rank hangs in the data loader", "hang phase=data", 0, "hang", "data"),
+    rank_case("stuck reduction", "A4", "a rank never enters a reduction", "hang phase=grad_reduce", 7, "hang"),
+    rank_case("GIL held", "A4", "a rank holds Python's lock", "hold_gil phase=forward", 2, "hang"),
+    rank_case("GIL held in backward", "A4", "a rank holds Python's lock", "hold_gil phase=backward", 4, "hang"),
+    rank_case("skipped reduction", "C6", "a rank leaves out a gradient reduction", "skip_collective", 3, "hang"),
+    rank_case(
+        "skipped tp", "C6", "a rank leaves out a tensor-parallel collective", "skip_collective phase=tp", 6, "hang",
+        "process", "software",
+    ),
+    rank_case("lost message", "B5", "a message to the next stage is lost", "lose_message", 1, "hang", "network"),
+    rank_case("slow storage", "D7", "a read of data does not return", "slow_storage", 4, "hang", "storage", "data"),
+    rank_case("raises", "A7", "a rank raises an error", "raise phase=forward", 5, "software"),
+    rank_case("raises in backward", "A7", "a rank raises an error", "raise phase=backward", 0, "software"),
+    rank_case("exits", "A5", "a rank ends without a word, status 7", "exit status=7", 3, "process"),
+    rank_case("exits with 0", "A5", "a library ends a rank, status 0", "exit status=0", 6, "process"),
+    node_case("agent killed", "A8", "SIGKILL of an agent, whose ranks die with it", "kill_agent", REVIVED),
+    node_case("node lost, spare", "A10", "a node's processes are gone; a spare", "lose_node", LOST, spares=1),
+    node_case("node lost", "A11", "a node's processes are gone; no spare", "lose_node", REVIVED),
+    node_case("node stopped", "A10", "a node's processes are stopped; a spare", "stop_node", LOST, spares=1),
+    FaultCase("driver killed", "A14", "SIGKILL of the driver: training goes on", "kill_driver step=6", Expected()),
+    FaultCase(
+        "driver and rank killed", "A14", "SIGKILL of driver and rank in one step",
+        "kill_driver step=6; kill rank=2 step=6",
+        Expected(("process",), (2,)),
+    ),
+    FaultCase(
+        "same step", "A12", "a rank dies in the same step, every time", "kill rank=1 step=6 times=9",
+        Expected(("process",), (1,), status=Exit.DO_NOT_REQUEUE), settings=("fault.restarts_in_place=5",),
+        same_curve=False,
+    ),
+    FaultCase(
+        "killed in recovery", "A13", "a second rank dies while the job loads",
+        "kill rank=2 step=6; kill rank=5 phase=load",
+        Expected(("process",)),
+    ),
+    FaultCase(
+        "two ranks killed", "A1", "two ranks of two nodes die in one step", "kill rank=2 step=6; kill rank=5 step=6",
+        Expected(("process",)),
+    ),
+    FaultCase(
+        "NaN", "C4", "a weight becomes NaN: never a success, no checkpoint", "nan rank=2 step=6", STOP,
+        settings=KEEP_CHECKPOINTS, same_curve=False,
+    ),
+    FaultCase(
+        "killed while saving", "D1", "SIGKILL of a rank while it writes a checkpoint", "kill rank=3 step=8 phase=write",
+        Expected(("process", "storage")), settings=KEEP_CHECKPOINTS,
+    ),
+    FaultCase(
+        "killed before the commit", "D2", "SIGKILL of rank 0 before the commit", "kill rank=0 step=8 phase=commit",
+        Expected(("process",), (0,)), settings=KEEP_CHECKPOINTS,
+    ),
+    FaultCase(
+        "disk full", "D5", "a checkpoint finds no space: training goes on", "full_disk rank=1 step=8", Expected(),
+        settings=KEEP_CHECKPOINTS,
+    ),
+    FaultCase(
+        "no copies in memory", "D14", "a node is lost, copies in memory off: the newest checkpoint",
+        "lose_node node=2 step=7", LOST, spares=1,
+        settings=("checkpoint.memory_every=0", "checkpoint.every=4", "checkpoint.keep=2"), most_lost=4,
+    ),
+    FaultCase(
+        "shrink", "A11", "a node is lost, no spare, the scheduler has none: dp shrinks", "lose_node node=2 step=6",
+        Expected(("node",), nodes=("node2",), actions=("shrink",)), settings=("fault.shrink=true",), same_curve=False,
+    ),
+    FaultCase(
+        "slow rank", "F1", "a rank sleeps 0.3 s in four steps: no restart", "slow rank=4 step=5 delay_s=0.3 steps=4",
+        Expected(),
+    ),
+    FaultCase(
+        "short stop", "B3", "a rank stands still for 2 s, as at a flap: no restart", "stop rank=3 step=6 for_s=2",
+        Expected(),
+    ),
+)  # fmt: skip

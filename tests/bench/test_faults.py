@@ -1,0 +1,94 @@
+"""`megascale bench faults`: its cases, its judgement of a job, and one case from end to end."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megascale.bench.fault_cases import CASES, Expected, FaultCase
+from megascale.bench.faults import JobResult, judge, summary, table
+from megascale.cli.main import main
+from megascale.config.injection import parse_injection
+from megascale.core.errors import Exit
+from megascale.fault.incidents import Action, Culprit, Incident, JobHistory
+
+CASE = FaultCase("killed", "A1", "SIGKILL of a rank", "kill rank=2 step=6", Expected(("process",), (2,)))
+INCIDENT = Incident(
+    1, "process", "rank 2 was killed", Culprit((2,), ("node1",)), (), "", "", 0, 5, 10.0, 11.0, (),
+    Action("restart"), 20.0, 5, 0,
+)  # fmt: skip
+CURVE = [(1, 2.0), (2, 1.5)]
+
+
+def job(*incidents: Incident, **changes: object) -> JobResult:
+    history = JobHistory(incidents={incident.id: incident for incident in incidents})
+    return replace(JobResult(0, history, CURVE, 10.0, 30.0, ""), **changes)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_case_is_a_fault_that_can_be_injected(case: FaultCase) -> None:
+    assert parse_injection(case.inject)
+    assert set(case.expected.actions) <= {"restart", "replace", "replace_group", "shrink", "stop", "wait"}
+
+
+def test_names_of_cases_are_unique_and_there_are_forty() -> None:
+    assert len({case.name for case in CASES}) == len(CASES) >= 40
+
+
+def test_a_job_as_expected_has_no_problem() -> None:
+    assert judge(CASE, job(INCIDENT), CURVE).problems == ()
+
+
+@pytest.mark.parametrize(
+    ("result", "problem"),
+    [
+        (job(INCIDENT, status=1), "exit status 1 instead of 0"),
+        (job(INCIDENT, injected=None), "the fault did not strike"),
+        (job(INCIDENT, curve=[(1, 2.0), (2, 1.6)]), "the losses differ"),
+        (job(INCIDENT, curve=[(1, 2.0)]), "the losses differ"),
+        (job(INCIDENT, left_behind=("process 7",)), "left behind: process 7"),
+        (job(), "no incident"),
+        (job(replace(INCIDENT, class_="hang")), "class hang instead of process"),
+        (job(replace(INCIDENT, culprit=Culprit((3,)))), "culprit: ranks (3,) instead of (2,)"),
+        (job(replace(INCIDENT, action=Action("shrink"))), "action shrink instead of restart"),
+        (job(replace(INCIDENT, steps_lost=2)), "2 steps lost, at most 1 expected"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_every_deviation_is_a_problem(result: JobResult, problem: str) -> None:
+    (found,) = judge(CASE, result, CURVE).problems
+    assert found.startswith(problem)
+
+
+def test_the_table_shows_times_from_the_injected_fault() -> None:
+    result = judge(CASE, job(INCIDENT), CURVE)
+    *_, row = table([result])
+    assert row == "| A1 | SIGKILL of a rank | process | rank 2 on node1 | restart | 1.0 | 9.0 | 0 | yes |"
+    assert summary([result]).startswith("1 of 1 cases as expected; verdict: median 1.0 s")
+
+
+def test_an_unknown_case_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "faults", "kiled in forward"]) == Exit.CONFIG
+    assert "there is no case 'kiled in forward'  -> did you mean 'killed in forward'?" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_cases_go_as_expected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["killed in forward", "stopped in forward", "node lost, spare", "driver killed", "NaN"]
+    status = main(["bench", "faults", *names, "--output", str(tmp_path), "--json"])
+    results = json.loads(capsys.readouterr().out)["cases"]
+    assert [result["problems"] for result in results] == [[]] * len(names)
+    assert status == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_soak_of_ten_minutes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(["bench", "faults", "--soak", "600", "--every", "60", "--output", str(tmp_path), "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert (status, result["same_curve"], result["left_behind"]) == (0, True, [])
+    assert result["faults"] >= 3
+    assert result["attributed"] >= 0.9 * result["faults"]
