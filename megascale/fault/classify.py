@@ -113,7 +113,10 @@ def _classify_end(end: RankEnd, culprit: Culprit, followers: tuple[int, ...]) ->
         class_, permanent, hint = "software", True, "fix the configuration, then launch the job once more"
     elif raised == "checkpoint":
         class_ = "storage"
-    evidence = (*(f"its output shows {name}" for name in sorted(patterns)), *end.last_lines[-1:] * (end.error is None))
+    evidence = (
+        *(f"its output shows {name}" for name in sorted(patterns) if ":" not in name),
+        *end.last_lines[-1:] * (end.error is None),
+    )
     signature = f"{class_}: {kind} of {format_ranks(culprit.ranks)}" if class_ == "process" else f"{class_}: {kind}"
     return Finding(
         class_, what, culprit, end.time, signature, evidence, hint, followers, permanent=permanent, memory=memory
@@ -122,7 +125,7 @@ def _classify_end(end: RankEnd, culprit: Culprit, followers: tuple[int, ...]) ->
 
 def _describe_end(end: RankEnd) -> str:
     if end.error:
-        kind = f"{end.error_kind}: " if end.error_kind and not end.error.startswith(end.error_kind) else ""
+        kind = f"{end.error_kind}: " if end.error_kind not in end.error else ""
         return f"failed: {kind}{end.error.strip().splitlines()[-1]}"
     if end.status < 0:
         memory = " for want of memory" if not MEMORY_PATTERNS.isdisjoint(end.patterns) else ""

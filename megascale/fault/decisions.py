@@ -112,14 +112,15 @@ def note_progress(job: Job, now: float) -> None:
         job.log({"event": "recovered", "time": now, "incidents": waited, "resumed_step": step, "steps_lost": 0})
         job.do(Say("training continues: the network is back, nothing was restarted"))
         job.waiting_since = None
-    if not watch.has_new_step or job.attempt.noted:
+    if job.attempt.noted or not (watch.has_new_step or job.attempt.has_left_in_order):
         return
     job.attempt.noted = True
     awaiting = job.history.open
     if not awaiting:
         return
-    resumed = watch.first_step - 1
-    lost = max(0, max(incident.step for incident in awaiting) - resumed)
+    known = watch.first_step > 0  # else the attempt has ended between two heartbeats
+    resumed = watch.first_step - 1 if known else None
+    lost = max(0, max(incident.step for incident in awaiting) - watch.first_step + 1) if known else None
     ids = [incident.id for incident in awaiting]
     job.log({"event": "recovered", "time": now, "incidents": ids, "resumed_step": resumed, "steps_lost": lost})
     job.do(*(Say(describe_recovery(job.history.incidents[id_])) for id_ in ids))

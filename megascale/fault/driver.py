@@ -8,27 +8,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import signal
-import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from megascale.core.errors import MegascaleError
 from megascale.core.process import stop_signals
 from megascale.fault.alerts import AlertReader
-from megascale.fault.commands import CheckNodes, Command, Exclude, Finish, Log, Request, Say, Send, StartAgent
+from megascale.fault.commands import CheckNodes, Command, Finish, Log, Say, Send
 from megascale.fault.incidents import IncidentLog
 from megascale.fault.job import Job
 from megascale.fault.messages import CheckDone, Hello
 from megascale.fault.node_gate import NodeGate
 from megascale.fault.remote_checks import RemoteChecks
 from megascale.fault.rpc import Disconnected, DriverServer
-from megascale.fault.scheduler.port import Scheduler, SchedulerError
+from megascale.fault.say import say
+from megascale.fault.scheduler.port import Scheduler
+from megascale.fault.scheduler_calls import SchedulerCalls
 
 TICK_S = 0.2
 """Seconds between looks at deadlines."""
+
+LEAVE_S = 1.0
+"""Seconds that agents have to leave at the end of the job."""
 
 PAUSE_S = 2.0
 """A driver that was not scheduled for so long has heard nobody, and takes nobody for lost."""
@@ -59,7 +61,7 @@ class Driver:
     ) -> None:
         self._job = job
         self._server = server
-        self._scheduler = scheduler
+        self._calls = SchedulerCalls(scheduler, job, clock.now, self.perform)
         self._log = log
         self._clock = clock
         self._alerts = alerts
@@ -69,7 +71,6 @@ class Driver:
         self._gate = NodeGate(self._checks, settings.check_timeout_s, settings.check_tolerance)
         self._at_gate: dict[str, Hello] = {}
         self._examinations: set[asyncio.Task[None]] = set()
-        self._calls: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         self.status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def run(self, *, start_agents: bool) -> int:
@@ -78,8 +79,8 @@ class Driver:
         for number in stop_signals():
             loop.add_signal_handler(number, lambda: self.perform(self._job.request_stop(self._clock.now())))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals())
-        self._calls.put_nowait(functools.partial(self._hold_nodes, start_agents))
-        parts: Sequence[Coroutine] = (self._receive(), self._tick(), self._call_scheduler(), self._watch_agents())
+        calls = self._calls
+        parts: Sequence[Coroutine] = (self._receive(), self._tick(), calls.run(start_agents), calls.watch_agents())
         tasks = [asyncio.ensure_future(part) for part in parts]
         try:
             await asyncio.wait([self.status, *tasks], return_when=asyncio.FIRST_COMPLETED)
@@ -87,13 +88,20 @@ class Driver:
                 if task.done():
                     task.result()  # raises what ended it
             status = await self.status
-            await asyncio.sleep(0)  # agents are told to leave
+            await self._let_agents_leave()
             return status
         finally:
             tasks += self._examinations
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _let_agents_leave(self) -> None:
+        """Wait until the agents have taken their last message, and are gone."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_S):
+                while self._server.agents:
+                    await asyncio.sleep(0.02)
 
     def perform(self, commands: Sequence[Command]) -> None:
         """Carry out commands, in order."""
@@ -111,7 +119,7 @@ class Driver:
                     if not self.status.done():
                         self.status.set_result(command.status)
                 case _:
-                    self._calls.put_nowait(functools.partial(self._ask_scheduler, command))
+                    self._calls.put(command)
 
     def _append(self, command: Log) -> None:
         try:
@@ -190,52 +198,3 @@ class Driver:
             self.perform(self._job.tick(now))
             for alert in self._alerts.new() if self._alerts is not None else ():
                 self.perform(self._job.alert(alert["alert"], alert["value"], alert["recent"], now))
-
-    async def _call_scheduler(self) -> None:
-        while True:
-            call = await self._calls.get()
-            try:
-                await call()
-            except MegascaleError as error:
-                say(str(error))
-
-    async def _ask_scheduler(self, command: Command) -> None:
-        match command:
-            case StartAgent():
-                await self._scheduler.start_agent(command.node)
-            case Exclude():
-                await self._scheduler.exclude(command.node, command.reason, command.until)
-                await self._scheduler.release(command.node)
-            case Request():
-                try:
-                    nodes = await self._scheduler.request(command.count)
-                except SchedulerError as error:
-                    say(str(error))
-                    self.perform(self._job.refused(self._clock.now()))
-                else:
-                    await self._start([node.name for node in nodes])
-
-    async def _hold_nodes(self, start_agents: bool) -> None:
-        names = [node.name for node in await self._scheduler.nodes()]
-        if start_agents:
-            await self._start(names)
-        else:
-            self.perform(self._job.expect(names, self._clock.now()))
-
-    async def _start(self, names: Sequence[str]) -> None:
-        self.perform(self._job.expect(names, self._clock.now()))
-        for name in names:
-            await self._scheduler.start_agent(name)
-
-    async def _watch_agents(self) -> None:
-        while True:
-            end = await self._scheduler.next_end()
-            how = f"killed by signal {-end.status}" if end.status < 0 else f"status {end.status}"
-            more = f": {end.last_lines[-1]}" if end.last_lines else ""
-            self.perform(self._job.agent_ended(end.node, f"its agent ended, {how}{more}", self._clock.now()))
-
-
-def say(text: str) -> None:
-    """Print a line for people, if the terminal is still there."""
-    with contextlib.suppress(OSError):
-        print(f"megascale: {text}", file=sys.stderr, flush=True)

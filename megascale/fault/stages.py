@@ -150,6 +150,7 @@ def run(job: Job, now: float) -> None:
     """Watch the ranks: their end, a failure, a hang, and the first step after an incident."""
     attempt = _attempt(job)
     if attempt.has_left_in_order:
+        decisions.note_progress(job, now)
         finish(job, max(end.status for end in attempt.ends.values()), now)
     elif attempt.failed:
         job.enter(Stage.SETTLE, math.inf)

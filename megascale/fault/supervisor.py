@@ -22,11 +22,11 @@ from pathlib import Path
 from megascale.core.errors import Exit
 from megascale.core.process import die_with_parent, stop_signals
 from megascale.core.secret import DESCRIPTOR_VARIABLE, SECRET_VARIABLE, new_secret, secret_descriptor
-from megascale.fault.driver import say
 from megascale.fault.incidents import LOG_FILE, JobHistory, read_history
 from megascale.fault.node_ranks import remove_lost_records
 from megascale.fault.output import follow_rank_0
 from megascale.fault.rpc import reserve_port
+from megascale.fault.say import say
 from megascale.fault.scheduler.adapters import ADAPTERS
 from megascale.fault.scheduler.port import AgentLaunch, Scheduler
 from megascale.fault.scheduler.remote import serve

@@ -164,6 +164,21 @@ def test_the_job_ends_when_all_ranks_have_left_in_order() -> None:
     assert cluster.job.history.ended == 0
 
 
+def test_a_job_that_ends_right_after_a_restart_has_recovered() -> None:
+    cluster = Cluster().start()
+    cluster.send("a", RanksEnded(0, (RankEnd(0, -9, 1.0),)))
+    cluster.tick(1.0)
+    cluster.send("a", RanksEnded(0, (RankEnd(0, -9, 1.0),)))
+    cluster.send("b", RanksEnded(0, (RankEnd(1, -9, 1.0, stopped=True),)))
+    cluster.send("a", StoreOpened(1, "a:1"))
+    for rank, node in enumerate("ab"):
+        cluster.send(node, RanksEnded(1, (RankEnd(rank, 0, 2.0, in_order=True),)))
+    incident = cluster.job.history.incidents[1]
+    assert cluster.job.history.ended == 0
+    assert incident.recovered is not None
+    assert incident.steps_lost is None
+
+
 def test_a_silent_node_is_lost_and_a_driver_that_slept_blames_nobody() -> None:
     cluster = Cluster().start()
     cluster.tick(5.0)

@@ -1,0 +1,82 @@
+"""The driver's calls of the scheduler, one after another beside the job: a slow scheduler delays no decision."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from megascale.core.errors import MegascaleError
+from megascale.fault.commands import Command, Exclude, Request, StartAgent
+from megascale.fault.job import Job
+from megascale.fault.say import say
+from megascale.fault.scheduler.port import Scheduler, SchedulerError
+
+
+class SchedulerCalls:
+    """Carries out the commands of `job` that concern the scheduler, and tells the job the results.
+
+    `now`: the driver's clock; `perform`: carries out the commands with which the job answers.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        job: Job,
+        now: Callable[[], float],
+        perform: Callable[[Sequence[Command]], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._job = job
+        self._now = now
+        self._perform = perform
+        self._commands: asyncio.Queue[Command] = asyncio.Queue()
+
+    def put(self, command: Command) -> None:
+        """Carry out a command, after those before."""
+        self._commands.put_nowait(command)
+
+    async def run(self, start_agents: bool) -> None:
+        """Serve for ever. `start_agents`: of the nodes that the scheduler holds now."""
+        names = [node.name for node in await self._scheduler.nodes()]
+        self._perform(self._job.expect(names, self._now()))
+        if start_agents:
+            await self._start(names)
+        while True:
+            command = await self._commands.get()
+            try:
+                await self._carry_out(command)
+            except MegascaleError as error:
+                say(str(error))
+
+    async def watch_agents(self) -> None:
+        """Tell the job of ends of agents, for ever."""
+        while True:
+            end = await self._scheduler.next_end()
+            how = f"killed by signal {-end.status}" if end.status < 0 else f"status {end.status}"
+            more = f": {end.last_lines[-1]}" if end.last_lines else ""
+            self._perform(self._job.agent_ended(end.node, f"its agent ended, {how}{more}", self._now()))
+
+    async def _carry_out(self, command: Command) -> None:
+        match command:
+            case StartAgent():
+                await self._start([command.node])
+            case Exclude():
+                await self._scheduler.exclude(command.node, command.reason, command.until)
+                await self._scheduler.release(command.node)
+            case Request():
+                try:
+                    nodes = await self._scheduler.request(command.count)
+                except SchedulerError as error:
+                    say(str(error))
+                    self._perform(self._job.refused(self._now()))
+                else:
+                    names = [node.name for node in nodes]
+                    self._perform(self._job.expect(names, self._now()))
+                    await self._start(names)
+
+    async def _start(self, names: Sequence[str]) -> None:
+        for name in names:
+            try:
+                await self._scheduler.start_agent(name)
+            except SchedulerError as error:
+                self._perform(self._job.agent_ended(name, str(error), self._now()))
