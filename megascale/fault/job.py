@@ -208,7 +208,16 @@ class Job:
             self.attempt.lose(LostNode(node, reason, min(member.heard, now) if since is None else since))
         elif self.stage != Stage.DONE:
             self.do(Say(f"idle node {node} was lost: {reason}"))
-            self.do(*([StartAgent(node)] if self.plan.revivable and node not in self.roster.excluded else []))
+            if self.plan.revivable and node not in self.roster.excluded:
+                self.do(StartAgent(node))
+            elif node in self.places and self.stage == Stage.GATHER:
+                self.places = [None if place == node else place for place in self.places]
+                self.do(*([Request(1)] if self.plan.requestable and not self.roster.spares(self.used) else []))
+
+    @property
+    def used(self) -> list[str]:
+        """The nodes that have a place."""
+        return [node for node in self.places if node]
 
     def shrink(self, lost: Sequence[str]) -> None:
         """Go on without nodes, in a smaller layout."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ from megascale.core.errors import Exit
 from megascale.fault import decisions
 from megascale.fault.attempt import Attempt
 from megascale.fault.commands import Exclude, Finish, Request, Say, Send, StartAgent
-from megascale.fault.messages import Collect, Leave, OpenStore, Start, Stop
+from megascale.fault.messages import Collect, Leave, OpenStore, RankEnd, Start, Stop
 from megascale.fault.roster import Member, format_nodes, place_ranks
 from megascale.fault.watch import ProgressWatch
 
@@ -38,6 +38,9 @@ KILL_S = 10.0
 
 MOST_STACKS = 4
 """Most culprits whose stacks are collected."""
+
+
+_STOPS = (Exit.STOPPED, Exit.INTERRUPTED)
 
 
 class Stage(StrEnum):
@@ -239,8 +242,7 @@ def carry_out(job: Job, now: float) -> None:
     attempt, incident = job.attempt, job.pending
     job.pending = None
     if job.stop_requests:
-        ends = attempt.ends.values() if attempt is not None else ()
-        finish(job, Exit.OK if ends and all(end.in_order and end.status == 0 for end in ends) else Exit.STOPPED, now)
+        finish(job, _status_of_stop(list(attempt.ends.values()) if attempt is not None else []), now)
         return
     if incident is not None and incident.action.kind == "stop":
         finish(job, incident.action.status, now)
@@ -257,6 +259,14 @@ def carry_out(job: Job, now: float) -> None:
     lost = [node for node in job.places if node and node not in job.roster.members]
     job.do(*(StartAgent(node) for node in lost))
     job.enter(Stage.GATHER, now + max(JOIN_S, action.wait_s if action else 0.0))
+
+
+def _status_of_stop(ends: Sequence[RankEnd]) -> int:
+    """Return the status of a job that was asked to stop: an error of its own, such as a failed save, goes first."""
+    errors = [end.exit_status for end in ends if end.error and not end.peer_lost and end.exit_status not in _STOPS]
+    if errors:
+        return max(status or Exit.UNCLASSIFIED for status in errors)
+    return Exit.OK if ends and all(end.in_order and end.status == 0 for end in ends) else Exit.STOPPED
 
 
 def exclude(job: Job, node: str, reason: str, now: float) -> None:

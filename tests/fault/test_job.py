@@ -12,6 +12,7 @@ from megascale.fault.commands import Finish, Send
 from megascale.fault.incidents import JobHistory
 from megascale.fault.job import Job, JobPlan
 from megascale.fault.messages import Heartbeat, Hello, RankEnd, RanksEnded, RankStatus, Start, Stop, StoreOpened
+from megascale.fault.shrink import SmallerLayout
 from megascale.fault.simulation import HangVerdict, Simulation
 
 PLAN = JobPlan("run", 4, 16, ("train",), "/logs")
@@ -221,6 +222,30 @@ def test_a_stop_lets_ranks_save_and_a_second_kills_them() -> None:
     assert Finish(143) in commands
 
 
+def test_a_save_that_fails_at_a_stop_is_the_status() -> None:
+    cluster = Cluster().start()
+    cluster.job.request_stop(1.0)
+    cluster.send("a", RanksEnded(0, (RankEnd(0, 4, 2.0, error="disk full", exit_status=4, stopped=True),)))
+    commands = cluster.send("b", RanksEnded(0, (RankEnd(1, 143, 2.0, in_order=True, stopped=True),)))
+    assert Finish(4) in commands
+
+
+def test_a_node_that_is_lost_while_the_job_gathers_is_replaced_at_once() -> None:
+    plan = JobPlan("run", 2, 2, ("train",), "/logs", revivable=False)
+    job = Job(plan, FaultConfig(), JobHistory(), lambda records, states: HangVerdict(), 0.0)
+    job.expect(["a", "b"], 0.0)
+    for node in "abc":
+        job.receive(node, Hello(node, node, node, 1), 0.0)
+    job.receive("a", StoreOpened(0, "a:1"), 0.0)
+    job.receive("a", RanksEnded(0, (RankEnd(0, -9, 1.0),)), 1.0)
+    job.tick(2.0)
+    job.roster.members["b"].held = True  # its checks take their time
+    job.receive("b", RanksEnded(0, (RankEnd(1, -9, 2.0, stopped=True),)), 2.0)
+    assert job.stage == "gather"
+    job.agent_ended("b", "killed", 3.0)
+    assert job.history.nodes == ("a", "c")
+
+
 def history_of(cluster: Cluster) -> JobHistory:
     """Return what a new driver reads."""
     return cluster.job.history
@@ -280,3 +305,23 @@ def test_the_loss_of_an_idle_node_disturbs_nobody(spares: int) -> None:
     cluster.send("c", Hello("c", "c", "c", 1))
     cluster.job.agent_ended("c", "status 1", cluster.now)
     assert cluster.job.stage == "run"
+
+
+def test_without_a_spare_the_layout_shrinks_and_a_new_driver_knows_it() -> None:
+    smaller = lambda nodes: SmallerLayout(nodes, nodes, nodes)  # noqa: E731
+    plan = JobPlan("run", 3, 3, ("train", "parallel.dp=3"), "/logs", revivable=False, smaller=smaller)
+    job = Job(plan, FaultConfig(shrink=True), JobHistory(), lambda records, states: HangVerdict(), 0.0)
+    job.expect(["a", "b", "c"], 0.0)
+    for node in "abc":
+        job.receive(node, Hello(node, node, node, 1), 0.0)
+    job.receive("a", StoreOpened(0, "a:1"), 0.0)
+    job.agent_ended("b", "killed", 1.0)
+    job.tick(2.0)
+    assert job.history.incidents[1].action.kind == "shrink"
+    for rank, node in ((0, "a"), (2, "c")):
+        job.receive(node, RanksEnded(0, (RankEnd(rank, -9, 2.0, stopped=True),)), 2.0)
+    started = [c.message for c in job.receive("a", StoreOpened(1, "a:2"), 3.0) if isinstance(c, Send)]
+    assert [(order.ranks, order.world) for order in started] == [((0,), 2), ((1,), 2)]
+    assert started[0].arguments == ("train", "parallel.dp=3", "parallel.dp=2")
+    new = Job(plan, FaultConfig(), job.history, lambda records, states: HangVerdict(), 4.0)
+    assert (new.plan.nodes, new.plan.world, new.plan.overrides) == (2, 2, ("parallel.dp=2",))
