@@ -39,6 +39,7 @@ async def _drive(options: argparse.Namespace, config: RunConfig) -> int:
     from megascale.fault.scheduler.adapters import ADAPTERS
     from megascale.fault.scheduler.remote import SchedulerClient
     from megascale.fault.shrink import smaller_layout
+    from megascale.fault.streams import tls_from_environment
     from megascale.observe.hang import hang_verdict
 
     host, _, port = options.listen.rpartition(":")
@@ -68,7 +69,7 @@ async def _drive(options: argparse.Namespace, config: RunConfig) -> int:
     )
     job = Job(plan, config.fault, history, hang_verdict, now)
     scheduler = await SchedulerClient.connect(socket.socket(fileno=options.scheduler_descriptor))
-    async with DriverServer(job_secret(None), host, int(port)) as server:
+    async with DriverServer(job_secret(None), host, int(port), tls_from_environment()) as server:
         alerts = AlertReader(config.folder / METRICS_FILE)
         status = await Driver(job, server, scheduler, log, clock, alerts).run(start_agents=options.first)
         await scheduler.close()
