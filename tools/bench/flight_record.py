@@ -169,6 +169,7 @@ def rank_main(layout: Layout, steps: int) -> None:
     """Train with the record on and off in turn; rank 0 prints the times of all steps as one line of JSON."""
     from megascale.device import detect_device
     from megascale.train.build import build_mesh, build_rank_run
+    from megascale.train.scheduled_gc import without_automatic_gc
     from megascale.train.step import train_step
     from megascale.train.stop import StopRequest
 
@@ -181,17 +182,18 @@ def rank_main(layout: Layout, steps: int) -> None:
     run = build_rank_run(config, build_mesh(config, rank, device, on), device, StopRequest())
     times: dict[str, list[float]] = {"on": [], "off": []}
     writes = 0
-    for step in range(-4, 4 * -(-steps // 4)):
-        recorded = ON_OFF[step % 4]
-        run.mesh.recorder.flight = on if recorded else off
-        before, start = on.writes, time.process_time()
-        batch = run.train_loader.batch(run.progress.samples)
-        train_step(run, batch)
-        run.buffers.finish_param_gather()  # no communication crosses the end of the step
-        run.pipeline.finish_sends()
-        if step >= 0:
-            times["on" if recorded else "off"].append(time.process_time() - start)
-            writes = max(writes, on.writes - before)
+    with without_automatic_gc():  # as in training: a collection would count in whichever step it hits
+        for step in range(-4, 4 * -(-steps // 4)):
+            recorded = ON_OFF[step % 4]
+            run.mesh.recorder.flight = on if recorded else off
+            before, start = on.writes, time.process_time()
+            batch = run.train_loader.batch(run.progress.samples)
+            train_step(run, batch)
+            run.buffers.finish_param_gather()  # no communication crosses the end of the step
+            run.pipeline.finish_sends()
+            if step >= 0:
+                times["on" if recorded else "off"].append(time.process_time() - start)
+                writes = max(writes, on.writes - before)
     found = run.mesh.world.control.gather({"times": times, "writes": writes}, "times")
     if rank.rank == 0:
         print(json.dumps(found), flush=True)
