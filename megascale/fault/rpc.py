@@ -58,6 +58,11 @@ INBOX_MESSAGES = 8192
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 3.0
 """Seconds between an agent's attempts to connect: doubled from the first to the longest, and varied by half."""
 
+_LOST = (
+    grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError, EOFError, MessageError, TimeoutError, OSError,
+)  # fmt: skip
+"""Errors of a connection that ends: gRPC raises InvalidStateError for a call that the other end has finished."""
+
 _METHOD = "/megascale.Driver/Connect"
 _HELLO_KEY = "megascale-hello-bin"
 
@@ -254,7 +259,7 @@ class AgentChannel:
         self._greeting = greeting
         self._tls = tls
         self._outbox: asyncio.Queue[AgentMessage] | None = None
-        self._inbox: asyncio.Queue[DriverMessage | NotAPeerError] = asyncio.Queue(OUTBOX_MESSAGES)
+        self._inbox: asyncio.Queue[DriverMessage | Exception] = asyncio.Queue(OUTBOX_MESSAGES)
         self._lost_at = time.monotonic()
         self.connections = 0
 
@@ -281,7 +286,7 @@ class AgentChannel:
 
     async def __anext__(self) -> DriverMessage:
         message = await self._inbox.get()
-        if isinstance(message, NotAPeerError):
+        if isinstance(message, Exception):
             raise message
         return message
 
@@ -309,8 +314,11 @@ class AgentChannel:
                 if not self.connections:
                     await self._inbox.put(error)
                     return
-            except (grpc.aio.AioRpcError, EOFError, MessageError, TimeoutError):
-                pass  # the driver is lost for now: `lost_s` says since when
+            except _LOST:
+                pass  # `lost_s` says since when
+            except Exception as error:  # a bug: whoever iterates gets it
+                await self._inbox.put(error)
+                return
             pause = FIRST_PAUSE_S if self.connections > before else min(2 * pause, LONGEST_PAUSE_S)
             await asyncio.sleep(pause * random.uniform(0.5, 1.5))
 
