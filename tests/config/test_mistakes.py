@@ -105,7 +105,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("mock = true", "mock = true\n[launch]\ntimeout_s = 0.9", "run.toml:17  launch.timeout_s: 0.9: should be greater than or equal to 1  -> timeout_s: timeout in training and evaluation from the second step on, in seconds; on GPUs, set several times the step time, because the host runs ahead"),
     ("mock = true", "mock = true\n[launch]\nstart_timeout_s = 0.9", "run.toml:17  launch.start_timeout_s: 0.9: should be greater than or equal to 1  -> start_timeout_s: timeout until the end of the first step (rendezvous, indexing of data, loading of a checkpoint, compilation), and in waits for checkpoints, in seconds; at least timeout_s"),
     ("mock = true", 'mock = true\n[paralel]\ntp = 2', "run.toml:16  paralel: there is no key 'paralel'  -> did you mean 'parallel'?"),
-    ("mock = true", 'mock = true\n[odd]\n"a\\nb" = 2', "run.toml:16  odd: there is no key 'odd'  -> known keys: name, model, parallel, overlap, batch, train, optimizer, fp8, backends, data, checkpoint, observe, launch, nccl"),
+    ("mock = true", 'mock = true\n[odd]\n"a\\nb" = 2', "run.toml:16  odd: there is no key 'odd'  -> known keys: name, model, parallel, overlap, batch, train, optimizer, fp8, backends, data, checkpoint, observe, launch, nccl, fault"),
     ('name = "good"', 'name = "a/b"', "run.toml:1  name: 'a/b' cannot name a folder  -> letters, digits, '.', '_' and '-', at most 128"),
     ('name = "good"', f'name = "{"n" * 200}"', f"run.toml:1  name: '{'n' * 76}... cannot name a folder  -> letters, digits, '.', '_' and '-', at most 128"),
     ('name = "good"\n', "", 'run.toml  name: missing  -> name = "my-run" at the top of the file'),
