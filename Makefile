@@ -4,7 +4,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all test-gpu lint format docs bench bench-gpu clean
+.PHONY: help install quickstart test test-all test-gpu lint format docs chaos bench bench-gpu clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -42,6 +42,9 @@ format: install ## put the code into the house style
 
 docs: install ## write the generated pages of docs/
 	$(BIN)/python tools/config_reference.py
+
+chaos: install ## kill, hang and slow ranks of the quickstart's model: two minutes
+	$(BIN)/python tools/chaos.py
 
 bench: install ## speed beside the peers, on this machine
 	$(BIN)/python tools/bench/peers.py

@@ -15,7 +15,7 @@ RANKS_PER_NODE = 2
 
 @dataclass(frozen=True)
 class Expected:
-    """What must come of a fault. `classes`: classes of the first incident, any of them, empty for no incident;
+    """The expected outcome of a fault. `classes`: classes of the first incident, any of them, empty for no incident;
     `ranks`, `nodes`: its culprit, None where none can be named; `actions`: any of them; `status`: of the job.
     """
 

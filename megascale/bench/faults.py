@@ -68,7 +68,7 @@ tensorboard = false
 
 @dataclass(frozen=True)
 class JobResult:
-    """What a job left: its exit status, the log of incidents, (step, loss), and processes and files of /dev/shm."""
+    """A job that has ended: exit status, log of incidents, (step, loss), processes and files of /dev/shm left."""
 
     status: int
     history: JobHistory
