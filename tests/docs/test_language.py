@@ -145,14 +145,24 @@ def test_a_name_means_one_thing() -> None:
 SHARED = {
     "agent.py": "cli: the command; fault: the agent that it runs",
     "__init__.py": "every folder has one",
+    "attempt.py": "checkpoint: a save in progress; fault: one start of a job's ranks",
     "backends.py": "catalog: the cards; config: the section that selects among them",
     "check.py": "cli: the command; schedule: the proofs",
+    "driver.py": "cli: the hidden command; fault: the driver of a job",
     "fp8.py": "config: the section; ops: quantization and GEMMs",
+    "launch.py": "cli: the command; config: the section",
     "local.py": "fault: nodes of this host; launch: ranks of this host",
     "plan.py": "cli: the command; search: the plan that it prints",
+    "replay.py": "dryrun: costs of equal modules; fault: published failures in simulated time",
+    "stages.py": "fault: stages of a job; layout: pipeline stages",
     "train.py": "cli: the command; config: the section",
+    "Finding": "config: a broken rule; fault: a fault with its culprit",
     "Node": "fault: a node of a job; simulate: the section [node] of a hardware profile",
+    "Action": "fault: what the driver does about an incident; schedule: an action of a pipeline schedule",
     "Device": "device.py: the device of this process; simulate: the section [device] of a hardware profile",
+    "Simulation": "fault: a job in simulated time; simulate: a step",
+    "Stage": "fault: a stage of a job; model: a pipeline stage",
+    "Verdict": "observe: about a hang; fault: the protocol by which the driver reads it",
 }
 """Names of two modules or classes, and why nobody takes one for the other."""
 
