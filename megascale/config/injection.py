@@ -58,7 +58,7 @@ KINDS: Mapping[str, FaultKind] = {
     ),
     "lose_message": FaultKind("rank", "a message to another stage counts as sent, and does not arrive", "send"),
     "slow_storage": FaultKind("rank", "an access to storage does not return", "data", STORAGE, LENGTH),
-    "full_disk": FaultKind("rank", "a write of a checkpoint finds no space", "write"),
+    "full_disk": FaultKind("rank", "a write of a checkpoint finds no space", "write", ("write",)),
     "nan": FaultKind("rank", "a weight of the rank becomes NaN", "data"),
     "lose_node": FaultKind("node", "all processes of the node are killed, or its host is cut off, without a farewell"),
     "stop_node": FaultKind("node", "all processes of the node are stopped", options=LENGTH),

@@ -53,7 +53,7 @@ def test_every_kind_has_an_example() -> None:
         ("kill node=1 step=2", "kill has no node"),
         ("kill rank=1 step=2 phase=lunch", "phase=lunch: should be one of build, "),
         ("lose_message rank=1 step=2 phase=forward", "lose_message has no phase"),
-        ("full_disk rank=1 step=2 phase=forward", "full_disk has no phase"),
+        ("full_disk rank=1 step=2 phase=forward", "should be one of write"),
         ("hang rank=1 step=2 phase=load", "load comes before the first step"),
         ("slow rank=1 step=2", "slow needs delay_s="),
         ("stop rank=1 step=2 for_s=nan", "should be a number from 0.001"),
