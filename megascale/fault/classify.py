@@ -187,8 +187,11 @@ _HANG_WORDS = {
     "collective": "did not join a collective in which others wait",
     "divergence": "makes other calls than the rest",
     "device": "waits for its device",
-    "network": "waits for a message that was sent",
+    "network": "waits for data that other ranks have sent",
 }
+
+
+_PLURALS = {"is": "are", "has": "have", "computes": "compute", "waits": "wait", "hangs": "hang", "makes": "make"}
 
 
 def classify_hang(
@@ -206,13 +209,17 @@ def classify_hang(
     culprit = Culprit(ranks, _nodes(ranks or doubted, node_of), verdict.group)
     class_ = _HANG_CLASS.get(verdict.kind, "hang")
     words = _HANG_WORDS.get(verdict.kind, "makes no progress")
+    if len(ranks) > 1:
+        verb, _, rest = words.partition(" ")
+        words = f"{_PLURALS.get(verb, verb)} {rest}"
     what = f"{culprit} {words}" if verdict.confident and ranks else f"the job hangs, and the culprit is among {culprit}"
     if not ranks:
         where = f" in group {verdict.group}" if verdict.group else ""
         what = f"the job hangs{where}, and no rank differs from the others"
     tops = tuple(f"rank {rank} in {frame}" for rank, stack in stacks.items() if (frame := innermost_frame(stack)))
     followers = tuple(sorted(set(waiting) - set(ranks)))
-    signature = f"{class_}: {verdict.kind} of {format_ranks(ranks) if ranks else verdict.group}"
+    kind = verdict.kind if class_ == "hang" else "waiting"
+    signature = f"{class_}: {kind} of {format_ranks(ranks) if ranks else verdict.group}"
     return Finding(class_, what, culprit, since, signature, (*verdict.evidence, *tops[:2]), followers=followers)
 
 

@@ -31,6 +31,7 @@ def conclude(job: Job, finding: Finding, now: float) -> None:
     )
     step = completed_step(job)
     action = decide(finding, step, now, list(job.history.incidents.values()), job.settings, reserve)
+    job.waiting_since = None
     job.pending = record(job, finding, action, now)
     stages.stop_attempt(job, now, job.settings.end_grace_s)
 
@@ -92,7 +93,9 @@ def summary(job: Job) -> str:
     mine = [incident for incident in job.history.incidents.values() if incident.since >= job.history.launched]
     kinds = Counter(incident.action.kind.replace("_", " ") for incident in mine)
     actions = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-    return f"{len(mine)} incident{'s' if len(mine) != 1 else ''} ({actions}), {job.history.attempt + 1} attempts"
+    return (
+        f"{len(mine)} incident{'s' if len(mine) != 1 else ''} ({actions}), the last attempt was {job.history.attempt}"
+    )
 
 
 def completed_step(job: Job) -> int:
@@ -107,7 +110,7 @@ def note_progress(job: Job, now: float) -> None:
     assert job.attempt is not None
     watch = job.attempt.watch
     if job.waiting_since is not None and watch.idle_s(now) < job.settings.hang_s:
-        waited = [i.id for i in job.history.incidents.values() if i.action.kind == "wait" and i.recovered is None]
+        waited = [i.id for i in job.history.incidents.values() if i.action.kind == "wait"][-1:]
         step = completed_step(job)
         job.log({"event": "recovered", "time": now, "incidents": waited, "resumed_step": step, "steps_lost": 0})
         job.do(Say("training continues: the network is back, nothing was restarted"))

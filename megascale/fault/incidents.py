@@ -30,6 +30,9 @@ IncidentClass = Literal[
 - unknown: none of these can be shown; alert: a loss or a gradient norm above its recent band, nothing was done
 """
 
+HANGS = ("hang: ", "storage: waiting", "network: waiting")
+"""Beginnings of the signatures of incidents without progress, in which other ranks wait and have not failed."""
+
 EVIDENCE_SHOWN = 3
 """Observations in the line for people; the log has all."""
 
@@ -135,7 +138,7 @@ class Incident:
 def describe(incident: Incident) -> str:
     """Return the line about an incident for people: what happened, evidence, action."""
     seen = f"noticed after {incident.verdict_s:.1f} s"
-    verb = "waits" if incident.class_ in ("hang", "storage") else "failed as a consequence"
+    verb = "waits" if incident.signature.startswith(HANGS) else "failed as a consequence"
     verb = "wait" if verb == "waits" and len(incident.followers) > 1 else verb
     followers = f"; {format_ranks(incident.followers)} {verb}" if incident.followers else ""
     evidence = f" [{'; '.join(incident.evidence[:EVIDENCE_SHOWN])}]" if incident.evidence else ""

@@ -95,3 +95,9 @@ def test_a_hang_has_the_innermost_frame_as_evidence() -> None:
     assert (found.class_, found.culprit.nodes) == ("hang", ("b",))
     assert found.evidence == ("state T", "rank 3 in sleep (inject.py:4)")
     assert found.followers == (0, 1, 2, 4, 5)
+
+
+def test_several_ranks_wait_for_data() -> None:
+    found = classify_hang(HangVerdict("network", (0, 2), "pp"), 1.0, NODES, (0, 1, 2), {})
+    assert found.what == "ranks 0, 2 on a, b wait for data that other ranks have sent"
+    assert (found.class_, found.signature) == ("network", "network: waiting of ranks 0, 2")

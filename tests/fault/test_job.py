@@ -102,6 +102,15 @@ def test_a_network_in_doubt_gets_time_and_a_flap_restarts_nothing() -> None:
     assert list(sim.job.history.incidents.values())[-1].recovered
 
 
+def test_a_network_that_does_not_recover_is_restarted() -> None:
+    sim = simulation(flap_s=2.0)
+    sim.hang(HangVerdict("network", (9,), "pp"), 31.0)
+    recovers(sim)
+    kinds = [incident.action.kind for incident in sim.job.history.incidents.values()]
+    assert kinds == ["wait", "restart"]
+    assert not any("the network is back" in line for _, line in sim.said)
+
+
 def test_the_same_step_that_fails_the_same_way_stops_the_job() -> None:
     sim = simulation(spares=3)
     sim.fail_rank(5)
