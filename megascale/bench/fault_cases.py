@@ -88,7 +88,10 @@ CASES = (
         "skipped tp", "C6", "a rank leaves out a tensor-parallel collective", "skip_collective phase=tp", 6, "hang",
         "process", "software",
     ),
-    rank_case("lost message", "B5", "a message to the next stage is lost", "lose_message", 1, "hang", "network"),
+    FaultCase(
+        "lost message", "B5", "a message to the next stage is lost: both ends are named", "lose_message rank=1 step=6",
+        Expected(("network",), (1, 5), actions=("wait", "restart")),
+    ),
     rank_case("slow storage", "D7", "a read of data does not return", "slow_storage", 4, "hang", "storage", "data"),
     rank_case("raises", "A7", "a rank raises an error", "raise phase=forward", 5, "software"),
     rank_case("raises in backward", "A7", "a rank raises an error", "raise phase=backward", 0, "software"),
@@ -123,8 +126,12 @@ CASES = (
         settings=KEEP_CHECKPOINTS, same_curve=False,
     ),
     FaultCase(
-        "killed while saving", "D1", "SIGKILL of a rank while it writes a checkpoint", "kill rank=3 step=8 phase=write",
-        Expected(("process", "storage")), settings=KEEP_CHECKPOINTS,
+        "writer killed", "D1", "SIGKILL of a checkpoint writer: training goes on", "kill rank=3 step=8 phase=write",
+        Expected(), settings=KEEP_CHECKPOINTS,
+    ),
+    FaultCase(
+        "killed in snapshot", "D1", "SIGKILL of a rank while it copies its state", "kill rank=3 step=8 phase=snapshot",
+        Expected(("process",), (3,)), settings=KEEP_CHECKPOINTS,
     ),
     FaultCase(
         "killed before the commit", "D2", "SIGKILL of rank 0 before the commit", "kill rank=0 step=8 phase=commit",
@@ -138,10 +145,6 @@ CASES = (
         "no copies in memory", "D14", "a node is lost, copies in memory off: the newest checkpoint",
         "lose_node node=2 step=7", LOST, spares=1,
         settings=("checkpoint.memory_every=0", "checkpoint.every=4", "checkpoint.keep=2"), most_lost=4,
-    ),
-    FaultCase(
-        "shrink", "A11", "a node is lost, no spare, the scheduler has none: dp shrinks", "lose_node node=2 step=6",
-        Expected(("node",), nodes=("node2",), actions=("shrink",)), settings=("fault.shrink=true",), same_curve=False,
     ),
     FaultCase(
         "slow rank", "F1", "a rank sleeps 0.3 s in four steps: no restart", "slow rank=4 step=5 delay_s=0.3 steps=4",
