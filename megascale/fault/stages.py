@@ -28,7 +28,7 @@ REJOIN_S = 8.0
 """Seconds that a new driver waits for the agents of a running attempt."""
 
 JOIN_S = 60.0
-"""Seconds that an agent has to start and join."""
+"""Seconds that an agent has to start and join, besides the time of its checks."""
 
 OPEN_S = 20.0
 """Seconds that rank 0's node has to open the job's store."""
@@ -96,7 +96,7 @@ def gather(job: Job, now: float) -> None:
     known = roster.failed or (job.history.attempt >= 0 and roster.order)
     if known and len(possible) < job.plan.nodes and not job.plan.requestable:
         job.deadline = now  # no use waiting
-    if job.history.attempt < 0 and job.places.count(None) == len(job.places) and now < job.begun + JOIN_S:
+    if job.history.attempt < 0 and job.places.count(None) == len(job.places) and now < job.begun + _join_s(job):
         first = possible[: job.plan.nodes]
         if len(first) == len(job.places) and all(map(roster.is_idle, first)):
             job.places = [*first]  # else a node that joins late would be a spare, and the ranks out of order
@@ -258,7 +258,12 @@ def carry_out(job: Job, now: float) -> None:
         job.do(Request(wanted))
     lost = [node for node in job.places if node and node not in job.roster.members]
     job.do(*(StartAgent(node) for node in lost))
-    job.enter(Stage.GATHER, now + max(JOIN_S, action.wait_s if action else 0.0))
+    job.enter(Stage.GATHER, now + max(_join_s(job), action.wait_s if action else 0.0))
+
+
+def _join_s(job: Job) -> float:
+    """Return the seconds that an agent has to join, checks included."""
+    return JOIN_S + (job.settings.check_timeout_s if job.plan.checks else 0.0)
 
 
 def _status_of_stop(ends: Sequence[RankEnd]) -> int:
