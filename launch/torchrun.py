@@ -13,10 +13,11 @@ from torch.distributed.run import main
 
 
 def run() -> int:
-    """Run torchrun with the arguments of this process. Returns the exit status; torchrun has reported the failure."""
+    """Run torchrun with the arguments of this process. Returns the exit status."""
     try:
         main()
     except ChildFailedError as error:
+        print(error, file=sys.stderr, flush=True)  # the summary, with the root cause
         _, first = error.get_first_failure()
         return first.exitcode if first.exitcode > 0 else 1  # negative: ended by a signal
     return 0

@@ -171,7 +171,7 @@ class PretrainedWeights:
                 return candidate
         hint = "weights and config.json of one model"
         if any(TEXT_MODEL in stored for stored in self.files):
-            hint = f"tensors are named {TEXT_MODEL}..., as in a model of text and other inputs: {TEXT_ALONE_HINT}"
+            hint = f"tensors are named {TEXT_MODEL}NAME, as in a model of text and other inputs: {TEXT_ALONE_HINT}"
         raise CheckpointError(f"{self.folder} has no tensor {name}", hint=hint)
 
 

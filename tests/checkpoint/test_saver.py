@@ -163,6 +163,7 @@ def test_prints_of_a_library_are_not_responses(tmp_path: Path, monkeypatch: pyte
     assert response is not None and response["files"].keys() == files.keys()
 
 
+@pytest.mark.slow  # a host has a minute to come back
 def test_a_copy_that_has_not_arrived_has_a_hint_of_its_own(tmp_path: Path) -> None:
     from megascale.checkpoint.save.writer_process import HOST_HINT, WriterProcess
 

@@ -172,6 +172,7 @@ def test_an_address_that_a_stranger_wrote_into_torchruns_store_is_refused(
 
 
 def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "RETRY_S", 1.0)
     with listen(LOOPBACK) as taken:
         monkeypatch.setenv("MASTER_ADDR", LOOPBACK)
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))

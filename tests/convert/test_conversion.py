@@ -446,7 +446,7 @@ def test_a_dtype_in_which_an_element_overflows_is_refused(tmp_path: Path) -> Non
             lambda folder: save_file(
                 {f"language_model.{key}": value for key, value in weights_in(folder).items()}, folder / WEIGHTS_FILE
             ),
-            "has no tensor model.embed_tokens.weight  -> tensors are named language_model..., as in a model of text",
+            "has no tensor model.embed_tokens.weight  -> tensors are named language_model.NAME, as in a model of text",
         ),
     ],
 )
