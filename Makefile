@@ -21,10 +21,10 @@ quickstart: install ## train a GPT on real text in 3D parallelism on this machin
 	$(BIN)/python tools/quickstart.py
 
 test: install ## the tests, a quarter of an hour at most; JOBS=N at a time (2)
-	$(BIN)/python -m pytest -n $(or $(JOBS),2) --dist worksteal
+	$(BIN)/python -m pytest -n $(or $(JOBS),2) --dist loadfile
 
 test-all: install ## the tests, the slow ones too
-	$(BIN)/python -m pytest -n $(or $(JOBS),2) --dist worksteal
+	$(BIN)/python -m pytest -n $(or $(JOBS),2) --dist loadfile
 	$(BIN)/python -m pytest -m slow # one at a time: clusters, testbeds and limits of the whole host
 
 test-gpu: install ## what only GPUs show: a table and a file to send; GPUS=2, GPUS=8 for several
