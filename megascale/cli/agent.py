@@ -9,11 +9,12 @@ import argparse
 import asyncio
 import functools
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from megascale.core.env_numbers import whole_number
-from megascale.core.errors import ConfigError, Problem
+from megascale.core.errors import ConfigError, MegascaleError, Problem
 from megascale.core.limits import raise_soft_limits
 from megascale.core.process import usable_cores
 from megascale.core.rank import NODE_VARIABLE
@@ -54,8 +55,12 @@ def run(options: argparse.Namespace) -> int:
     secret, descriptor = job_secret(None), inheritable_secret()
     raise_soft_limits(OPEN_FILES)
     observed = None if options.observe is None else functools.partial(ObservedRanks, options.observe.absolute())
-    status = asyncio.run(Agent(place, secret, descriptor, tls_from_environment(), observed).run())
-    leave_process(status)
+    try:
+        status = asyncio.run(Agent(place, secret, descriptor, tls_from_environment(), observed).run())
+    except MegascaleError as error:
+        print(error, file=sys.stderr)
+        status = int(error.exit_status)
+    leave_process(status)  # also after an error: gRPC may abort a process that ends in order
     return status
 
 
