@@ -43,7 +43,7 @@ format: install ## put the code into the house style
 docs: install ## write the generated pages of docs/
 	$(BIN)/python tools/config_reference.py
 
-chaos: install ## kill, hang and slow ranks of the quickstart's model: two minutes
+chaos: install ## kill, hang and slow ranks of the quickstart's model, and watch it go on
 	$(BIN)/python tools/chaos.py
 
 bench: install ## speed beside the peers, on this machine

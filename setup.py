@@ -42,6 +42,7 @@ setup(
         "plot": ["matplotlib>=3.9"],
         "gpu": ["transformer-engine[pytorch]>=2.1,<2.21", "liger-kernel>=0.8.4,<0.9", "nvidia-ml-py>=12"],
         "dev": [
+            "cryptography>=42",  # certificates of TLS
             "flask-cors>=4",  # of moto's server
             "hypothesis>=6.100",
             "import-linter>=2.1",

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale.bench.fault_cases import RANKS_PER_NODE, FaultCase
-from megascale.bench.outside_faults import OutsideFaults, job_processes, loss_curve
+from megascale.bench.outside_faults import RUN_VARIABLE, OutsideFaults, job_processes, loss_curve
 from megascale.core.process import die_with_parent
 from megascale.fault.incidents import LOG_FILE, Incident, JobHistory, read_history
 from megascale.fault.inject import INJECTED_FILE
@@ -31,9 +31,6 @@ STEPS = 14
 
 LIMIT_S = 600.0
 """Longest time of a case's job, in seconds."""
-
-RUN_VARIABLE = "MEGASCALE_FAULTS_RUN"
-"""Environment variable that marks the processes of a job: the folder of its run."""
 
 MODEL = """
 [model]
@@ -144,13 +141,13 @@ def run_job(
             command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=env,
             start_new_session=True, preexec_fn=lambda: die_with_parent(parent),  # noqa: PLW1509
         )  # fmt: skip
-        outside = OutsideFaults(inject, launcher.pid, run)
+        outside = OutsideFaults(inject, run)
         outside.start()
         try:
-            status = _wait(launcher, stop_s)
+            status = _wait(launcher, run, stop_s)
         finally:
             outside.end()
-    left = [f"process {pid}" for pid in _processes_of(run)]
+    left = [f"process {pid}" for pid in job_processes(run)]
     left += [f"/dev/shm/{file}" for file in set(os.listdir("/dev/shm")) - shared if run.name in file]
     output = (folder / f"{name}.log").read_text(encoding="utf-8", errors="replace")
     history, curve = read_history(run / LOG_FILE), loss_curve(run)
@@ -256,17 +253,7 @@ def injected_faults(run: Path) -> Iterator[dict[str, Any]]:
             yield record
 
 
-def _processes_of(run: Path) -> list[int]:
-    """Return the processes of a run's job, by the variable that all of them inherit."""
-    mark, found = f"{RUN_VARIABLE}={run}".encode(), []
-    for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
-        with contextlib.suppress(OSError):
-            if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                found.append(pid)
-    return found
-
-
-def _wait(launcher: subprocess.Popen[bytes], stop_s: float) -> int:
+def _wait(launcher: subprocess.Popen[bytes], run: Path, stop_s: float) -> int:
     """Return the exit status. A job that does not end in time is asked to stop, and then killed."""
     if stop_s < math.inf:
         try:
@@ -276,11 +263,7 @@ def _wait(launcher: subprocess.Popen[bytes], stop_s: float) -> int:
     try:
         return launcher.wait(LIMIT_S)
     except subprocess.TimeoutExpired:
-        return _kill(launcher)
-
-
-def _kill(launcher: subprocess.Popen[bytes]) -> int:
-    for pid in [*job_processes(launcher.pid), launcher.pid]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    return launcher.wait()
+        for pid in job_processes(run):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return launcher.wait()

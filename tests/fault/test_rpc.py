@@ -211,24 +211,30 @@ ATTACKS: dict[str, Callable[[Session], list[bytes]]] = {
 }
 
 
+@contextlib.asynccontextmanager
+async def joined(server: DriverServer) -> AsyncIterator[tuple[Any, Session]]:
+    """A call that has proved the secret and said hello, and its seals."""
+    handshake = ClientHandshake(SECRET, rpc.PURPOSE)
+    async with call(server, handshake.hello) as stream:
+        proof, session = handshake.answer(await soon(stream.read()))
+        await stream.write(proof)
+        await stream.write(session.sent.seal(to_json(hello())))
+        yield stream, session
+
+
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_bad_message_ends_the_connection(attack: str) -> None:
     async def test() -> None:
-        async with DriverServer(SECRET) as server:
-            handshake = ClientHandshake(SECRET, rpc.PURPOSE)
-            async with call(server, handshake.hello) as stream:
-                proof, session = handshake.answer(await soon(stream.read()))
-                await stream.write(proof)
-                await stream.write(session.sent.seal(to_json(hello())))
-                assert await soon(anext(server)) == ("n0", hello())
-                with contextlib.suppress(grpc.aio.AioRpcError):
-                    for message in ATTACKS[attack](session):
-                        await stream.write(message)
-                if attack == "replayed":
-                    assert await soon(anext(server)) == ("n0", Heartbeat(1.0))
-                _, notice = await soon(anext(server))
-                assert isinstance(notice, Disconnected), notice
-                assert not server.agents
+        async with DriverServer(SECRET) as server, joined(server) as (stream, session):
+            assert await soon(anext(server)) == ("n0", hello())
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                for message in ATTACKS[attack](session):
+                    await stream.write(message)
+            if attack == "replayed":
+                assert await soon(anext(server)) == ("n0", Heartbeat(1.0))
+            _, notice = await soon(anext(server))
+            assert isinstance(notice, Disconnected), notice
+            assert not server.agents
 
     run(test)
 
@@ -262,20 +268,15 @@ def test_an_agent_that_takes_no_messages_is_disconnected(monkeypatch: pytest.Mon
     monkeypatch.setattr(rpc, "OUTBOX_MESSAGES", 4)
 
     async def test() -> None:
-        async with DriverServer(SECRET) as server:
-            handshake = ClientHandshake(SECRET, rpc.PURPOSE)
-            async with call(server, handshake.hello) as stream:
-                proof, session = handshake.answer(await soon(stream.read()))
-                await stream.write(proof)
-                await stream.write(session.sent.seal(to_json(hello())))
-                await soon(anext(server))
-                sent = 0
-                while server.send("n0", Leave("x" * 100_000)):
-                    sent += 1
-                    assert sent < 10_000
-                    await asyncio.sleep(0)
-                _, notice = await soon(anext(server))
-                assert isinstance(notice, Disconnected)
+        async with DriverServer(SECRET) as server, joined(server) as (stream, session):
+            await soon(anext(server))
+            sent = 0
+            while server.send("n0", Leave("x" * 100_000)):
+                sent += 1
+                assert sent < 10_000
+                await asyncio.sleep(0)
+            _, notice = await soon(anext(server))
+            assert isinstance(notice, Disconnected)
 
     run(test)
 
