@@ -268,7 +268,7 @@ def test_an_agent_that_takes_no_messages_is_disconnected(monkeypatch: pytest.Mon
     monkeypatch.setattr(rpc, "OUTBOX_MESSAGES", 4)
 
     async def test() -> None:
-        async with DriverServer(SECRET) as server, joined(server) as (stream, session):
+        async with DriverServer(SECRET) as server, joined(server):
             await soon(anext(server))
             sent = 0
             while server.send("n0", Leave("x" * 100_000)):
