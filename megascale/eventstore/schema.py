@@ -1,0 +1,113 @@
+"""The tables of a run's event store, and their columns.
+
+A table is a set of Parquet files in RUN/events, one for each node and interval. Times are ns since 1970 on rank 0's
+clock, durations ns, sizes bytes. Text columns are dictionary-encoded.
+
+- `TABLES`: all tables by name, each a tuple of `Column`
+- `TAGS`: what a step may contain besides training, in the column `tags` of `steps`
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+ColumnType = Literal["int8", "int16", "int32", "int64", "float64", "text"]
+
+HOST_AXIS = "host"
+"""The axis of what the host does beside compute and communication: `data`, `gc`, `evaluation`, `checkpoint`."""
+
+STEP_AXIS = "step"
+"""The axis of a whole step: the row of `step_parts` with its duration."""
+
+TAGS = ("first step", "gc", "evaluation", "checkpoint", "data", "restart")
+"""Tags of a step, joined by commas: parts of its time that are not those of an ordinary step."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column: name, type, and meaning with unit."""
+
+    name: str
+    type: ColumnType
+    meaning: str
+
+
+_WHO = (
+    Column("attempt", "int16", "attempt of the job, from 0"),
+    Column("rank", "int32", "global rank"),
+)
+
+_PART = (
+    Column("step", "int32", "step, from 1; 0 outside of steps"),
+    Column("axis", "text", "compute, an axis of parallelism (tp, cp, dp, pp, tied, world), host, or step"),
+    Column("name", "text", "action (F, B, update, ...), collective, send, receive, or activity of the host"),
+)
+
+TABLES: dict[str, tuple[Column, ...]] = {
+    "events": (
+        *_WHO,
+        *_PART,
+        Column("part", "text", "tensor or operation that the communication carries, such as qkv"),
+        Column("layer", "int16", "transformer layer; -1: none"),
+        Column("stage", "int16", "virtual pipeline stage that receives a message; -1: none"),
+        Column("direction", "text", "forward, backward, or empty"),
+        Column("chunk", "int16", "model chunk of the rank; -1: none"),
+        Column("microbatch", "int32", "micro-batch; -1: none"),
+        Column("group", "text", "communicator; empty for compute"),
+        Column("sequence", "int64", "number of the communication in its group; -1 for compute"),
+        Column("peer", "int32", "global rank at the other end of a message; -1: none"),
+        Column("bytes", "int64", "bytes of the full tensor"),
+        Column("issue_ns", "int64", "when the host issued it"),
+        Column("start_ns", "int64", "when it started"),
+        Column("end_ns", "int64", "when it ended"),
+        Column("exposed_ns", "int64", "time in which compute waited for the communication"),
+    ),
+    "step_parts": (
+        *_WHO,
+        *_PART,
+        Column("chunk", "int16", "model chunk of the rank; -1: none"),
+        Column("count", "int32", "events"),
+        Column("total_ns", "int64", "sum of their durations"),
+        Column("max_ns", "int64", "longest duration"),
+        Column("exposed_ns", "int64", "sum of their exposed times"),
+        Column("bytes", "int64", "sum of their bytes"),
+        Column("last_issue_ns", "int64", "when the last of them was issued"),
+    ),
+    "steps": (
+        *_WHO,
+        Column("step", "int32", "step, from 1"),
+        Column("start_ns", "int64", "when the step's batch was asked for"),
+        Column("end_ns", "int64", "when the step ended, evaluations and saves after it included"),
+        Column("train_ns", "int64", "time of the step without evaluations and saves"),
+        Column("tags", "text", "tags joined by commas; empty for an ordinary step"),
+        Column("loss", "float64", "mean loss of the step"),
+        Column("grad_norm", "float64", "norm of the gradients before clipping"),
+        Column("tokens", "int64", "tokens that all ranks processed in the step"),
+        Column("flops", "float64", "model FLOPs of the step, over all ranks, full-attention convention"),
+        Column("peak_memory_bytes", "int64", "peak memory of the rank's device so far"),
+        Column("events_lost", "int64", "events of the step that were overwritten before they were read"),
+    ),
+    "ranks": (
+        *_WHO,
+        Column("world", "int32", "ranks of the attempt"),
+        Column("node", "text", "node, as the scheduler or the launcher names it"),
+        Column("host", "text", "host name"),
+        Column("pid", "int32", "process"),
+        *(Column(axis, "int32", f"index on the {axis} axis") for axis in ("tp", "cp", "dp", "pp")),
+        Column("peak_flops", "float64", "peak FLOP/s of the rank's device; 0: unknown"),
+        Column("start_ns", "int64", "start of the process"),
+    ),
+    "host_metrics": (
+        Column("node", "text", "node"),
+        Column("time_ns", "int64", "time of the sample"),
+        Column("metric", "text", "name, such as cpu_share"),
+        Column("value", "float64", "value, in the unit that the name ends with"),
+    ),
+    "states": (
+        *_WHO,
+        Column("time_ns", "int64", "when the record was read"),
+        Column("record", "text", "the rank's flight record, as JSON (core.flight_record.FlightRecord.to_dict)"),
+    ),
+}
+"""Columns by table."""
