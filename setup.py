@@ -23,13 +23,16 @@ setup(
     ]
     + [("share/megascale/configs", ["configs/errors.toml"])],
     install_requires=[
+        "duckdb>=1.1",
         "fsspec>=2024.6",
         "grpcio>=1.60",
         "megatron-core>=0.16.1,<0.17",
         "numpy>=1.26",
         "packaging",
+        "prometheus-client>=0.20",
         "psutil>=5.9",
         "py-spy>=0.4",
+        "pyarrow>=17",
         "pydantic>=2.9",
         "rich>=13.7",
         "safetensors>=0.4.5",
@@ -39,21 +42,29 @@ setup(
         "torch>=2.7",
     ],
     extras_require={
+        "dashboard": ["dash>=2.18", "plotly>=5.24"],
+        "otel": ["opentelemetry-sdk>=1.27", "opentelemetry-exporter-otlp-proto-http>=1.27"],
         "plot": ["matplotlib>=3.9"],
         "gpu": ["transformer-engine[pytorch]>=2.1,<2.21", "liger-kernel>=0.8.4,<0.9", "nvidia-ml-py>=12"],
         "dev": [
             "cryptography>=42",  # certificates of TLS
+            "dash>=2.18",
             "flask-cors>=4",  # of moto's server
+            "grafana-foundation-sdk>=1769699998!10",  # Grafana dashboards as code
             "hypothesis>=6.100",
             "import-linter>=2.1",
             "matplotlib>=3.9",
             "moto[s3]>=5.0",
             "mypy>=1.13",
+            "opentelemetry-exporter-otlp-proto-http>=1.27",
+            "opentelemetry-sdk>=1.27",
+            "plotly>=5.24",
             "pytest>=8.3",
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
             "ruff>=0.8",
             "s3fs>=2024.6",
+            "selenium>=4.25",  # drives Chromium in the dashboard's tests
             "transformers>=4.48",
         ],
     },
