@@ -61,7 +61,7 @@ TABLES: dict[str, tuple[Column, ...]] = {
         Column("issue_ns", "int64", "when the host issued it"),
         Column("start_ns", "int64", "when it started"),
         Column("end_ns", "int64", "when it ended"),
-        Column("exposed_ns", "int64", "time in which compute waited for the communication"),
+        Column("exposed_ns", "int64", "wait of compute for the communication; of an action: the waits inside it"),
     ),
     "step_parts": (
         *_WHO,
@@ -70,7 +70,7 @@ TABLES: dict[str, tuple[Column, ...]] = {
         Column("count", "int32", "events"),
         Column("total_ns", "int64", "sum of their durations"),
         Column("max_ns", "int64", "longest duration"),
-        Column("exposed_ns", "int64", "sum of their exposed times"),
+        Column("exposed_ns", "int64", "sum of their exposed times; of an action: the waits inside it"),
         Column("bytes", "int64", "sum of their bytes"),
         Column("last_issue_ns", "int64", "when the last of them was issued"),
     ),
