@@ -25,6 +25,7 @@ WITHOUT_TORCH = (
     "account",
     "simulate",
     "search",
+    "eventstore",
 )
 COMMANDS = tuple(f"megascale.cli.{name}" for name in ("main", "check", "train", "bench", "data", "trace", "doctor"))
 KERNELS = {"megascale.ops.cast_transpose": "triton"}

@@ -19,11 +19,11 @@ from megascale.checkpoint.load.state_loader import StateLoader
 from megascale.checkpoint.memory.memory_checkpoints import MemoryCheckpoints, invalidate_copies
 from megascale.checkpoint.save.attempt import SaveResult
 from megascale.checkpoint.save.saver import CheckpointSaver
-from megascale.checkpoint.storage import Location
 from megascale.comm.mesh import Mesh
 from megascale.config.run import RunConfig
 from megascale.config.toml_writer import config_changes
 from megascale.core.secret import job_secret
+from megascale.core.storage import Location
 from megascale.device import Device
 from megascale.parallel.stateful import Stateful
 

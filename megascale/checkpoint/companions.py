@@ -10,8 +10,8 @@ import zlib
 from pathlib import Path
 
 from megascale.checkpoint.format import manifest
-from megascale.checkpoint.storage import Location
 from megascale.core.files import atomic_file
+from megascale.core.storage import Location
 
 FOLDER = "companions"
 """The folder of companions in a run's folder."""

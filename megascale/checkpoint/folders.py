@@ -14,9 +14,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from megascale.checkpoint.format import manifest
-from megascale.checkpoint.storage import Location
 from megascale.core.errors import CheckpointError
 from megascale.core.limits import os_error_hint
+from megascale.core.storage import Location
 
 _FOLDER = re.compile(r"step-(\d+)(?:\.(\d+))?")
 

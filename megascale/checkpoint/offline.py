@@ -15,9 +15,9 @@ from megascale.checkpoint.format import manifest
 from megascale.checkpoint.format.safetensors_file import MIN_CHECKSUM_BLOCK_BYTES, SafetensorsFile, TensorEntry
 from megascale.checkpoint.format.state import SAFETENSORS_DTYPES, Progress, slices
 from megascale.checkpoint.load.reader import MAX_READ_BYTES, CheckpointReader, ReadRequest
-from megascale.checkpoint.storage import Location
 from megascale.core.errors import CheckpointError
 from megascale.core.limits import os_error_hint
+from megascale.core.storage import Location
 from megascale.parallel.stateful import WEIGHTS
 
 FILE_BYTES = 2 << 30

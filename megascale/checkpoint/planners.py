@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megascale.checkpoint.format import manifest
 from megascale.checkpoint.format.state import slices
-from megascale.checkpoint.storage import Location
 from megascale.core.errors import CheckpointError
+from megascale.core.storage import Location
 from megascale.parallel.stateful import GlobalTensor
 
 GlobalTensors = Mapping[str, GlobalTensor]

@@ -15,7 +15,7 @@ from megascale.core.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from megascale.checkpoint.format import manifest
-    from megascale.checkpoint.storage import Location
+    from megascale.core.storage import Location
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
@@ -62,7 +62,7 @@ def _say(options: argparse.Namespace, facts: dict[str, Any], lines: list[str]) -
 def _list(options: argparse.Namespace) -> int:
     from megascale.checkpoint import folders
     from megascale.checkpoint.format import manifest
-    from megascale.checkpoint.storage import Location
+    from megascale.core.storage import Location
 
     run = Location(options.run)
     folder = run / "checkpoints" if (run / "checkpoints").is_folder() else run
@@ -119,7 +119,7 @@ def _show(options: argparse.Namespace) -> int:
 def _verify(options: argparse.Namespace) -> int:
     from megascale.checkpoint import offline
     from megascale.checkpoint.format import manifest
-    from megascale.checkpoint.storage import Location
+    from megascale.core.storage import Location
 
     path = offline.find_checkpoint(Location(options.checkpoint))
     try:
@@ -183,9 +183,9 @@ def _tensors_differ(
 
 
 def _model(options: argparse.Namespace) -> int:
-    from megascale.checkpoint.storage import Location
     from megascale.config.toml_writer import section_to_toml
     from megascale.convert.conversion import read_model_section
+    from megascale.core.storage import Location
 
     text = section_to_toml("model", read_model_section(Location(options.source)))
     if options.output is None:
@@ -198,9 +198,9 @@ def _model(options: argparse.Namespace) -> int:
 def _convert(options: argparse.Namespace) -> int:
     from megascale.checkpoint import offline
     from megascale.checkpoint.format import manifest
-    from megascale.checkpoint.storage import Location
     from megascale.convert import conversion
     from megascale.convert.config_file import CONFIG_FILE
+    from megascale.core.storage import Location
 
     dtype = conversion.DTYPES.get(options.dtype)
     folder, warnings = Location(options.source).local_path, list[str]()
@@ -235,7 +235,7 @@ def _file(text: str) -> Path:
 def _open_checkpoint(path: str) -> tuple[Location, manifest.Manifest]:
     from megascale.checkpoint import offline
     from megascale.checkpoint.format import manifest
-    from megascale.checkpoint.storage import Location
+    from megascale.core.storage import Location
 
     location = offline.find_checkpoint(Location(path))
     return location, manifest.read(location)

@@ -31,8 +31,8 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
-    from megascale.checkpoint.storage import Location
     from megascale.convert.generate import SamplingParams, WantedTokenizer, find_weights, generate_text
+    from megascale.core.storage import Location
     from megascale.device import detect_device
 
     params = SamplingParams(options.tokens, options.temperature, options.top_k, options.seed)

@@ -165,6 +165,6 @@ def _explain_os_error(folder: Path, key: str) -> Iterator[None]:
 
 
 def _local(url: str) -> Path | None:
-    from megascale.checkpoint.storage import Location
+    from megascale.core.storage import Location
 
     return Location(url).local_path

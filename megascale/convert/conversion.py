@@ -15,7 +15,6 @@ from torch import Tensor
 from megascale.checkpoint import offline
 from megascale.checkpoint.companions import COMPANIONS, SOURCE_CONFIG, copy_companions, write_companion
 from megascale.checkpoint.format import manifest
-from megascale.checkpoint.storage import Location
 from megascale.config.model import ModelConfig
 from megascale.convert import tokenizer_files
 from megascale.convert.config_file import CONFIG_FILE
@@ -23,6 +22,7 @@ from megascale.convert.huggingface import PretrainedWeights, export_model
 from megascale.convert.tensor_map import model_tensors
 from megascale.core.errors import CheckpointError
 from megascale.core.files import atomic_folder
+from megascale.core.storage import Location
 from megascale.parallel.stateful import WEIGHTS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -13,13 +13,13 @@ import torch
 from megascale.catalog.tokenizers import TOKENIZERS
 from megascale.checkpoint import offline
 from megascale.checkpoint.format import manifest
-from megascale.checkpoint.storage import Location
 from megascale.convert.config_file import CONFIG_FILE
 from megascale.convert.conversion import to_huggingface
 from megascale.convert.huggingface import PretrainedWeights
 from megascale.convert.tokenizer_files import data_tokenizer, eos_ids
 from megascale.core.errors import CheckpointError, MegascaleError
 from megascale.core.files import fingerprint
+from megascale.core.storage import Location
 from megascale.data.indexed_dataset import TokenizerInfo
 from megascale.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from megascale.catalog.tokenizers import TOKENIZERS
 from megascale.checkpoint.companions import DATA_TOKENIZER, SOURCE_CONFIG, TOKENIZER_FILES
-from megascale.checkpoint.storage import Location
 from megascale.config.model import ModelConfig
 from megascale.core.errors import CheckpointError, DataError
 from megascale.core.files import fingerprint, write_text
+from megascale.core.storage import Location
 from megascale.data.indexed_dataset import TokenizerInfo
 from megascale.data.tokenizer import FileTokenizer
 

@@ -54,7 +54,7 @@ TABLES: dict[str, tuple[Column, ...]] = {
         Column("direction", "text", "forward, backward, or empty"),
         Column("chunk", "int16", "model chunk of the rank; -1: none"),
         Column("microbatch", "int32", "micro-batch; -1: none"),
-        Column("group", "text", "communicator; empty for compute"),
+        Column("group_name", "text", "communicator; empty for compute"),
         Column("sequence", "int64", "number of the communication in its group; -1 for compute"),
         Column("peer", "int32", "global rank at the other end of a message; -1: none"),
         Column("bytes", "int64", "bytes of the full tensor"),

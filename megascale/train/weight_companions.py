@@ -7,10 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megascale.checkpoint import companions
-from megascale.checkpoint.storage import WRITE_HINT, Location
 from megascale.config.run import HF_PREFIX, RunConfig, dataset_prefixes
 from megascale.core.errors import CheckpointError
 from megascale.core.files import fingerprint, is_readable_file
+from megascale.core.storage import WRITE_HINT, Location
 from megascale.data.indexed_dataset import TokenizerInfo, read_info
 
 

@@ -161,7 +161,7 @@ def damage_error(config: Any) -> str:
 def edit(folder: Path, change: Any) -> None:
     """Change a manifest, with a matching CRC-32."""
     from megascale.checkpoint.format import manifest
-    from megascale.checkpoint.storage import Location
+    from megascale.core.storage import Location
 
     place = Location(str(folder))
     content = manifest.read(place).model_dump(mode="json", by_alias=True)
@@ -280,7 +280,7 @@ def test_a_used_folder_is_never_written_to(copy: tuple[Any, Path]) -> None:
     again = folder.with_name("step-00000002.1")
     assert (again / "manifest.json").is_file()
     from megascale.checkpoint.folders import complete_checkpoints
-    from megascale.checkpoint.storage import Location
+    from megascale.core.storage import Location
 
     found = complete_checkpoints(Location(str(folder.parent)))
     assert [stored.path.local_path for stored in found] == [folder, again]
@@ -389,7 +389,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_on_every_rank(tmp_path: Path) 
 
 def test_only_the_link_to_a_checkpoint_elsewhere_is_removed(tmp_path: Path) -> None:
     from megascale.checkpoint.folders import complete_checkpoints, prune, remove_unfinished
-    from megascale.checkpoint.storage import Location
+    from megascale.core.storage import Location
 
     folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
     for place in (folder / "step-2", elsewhere / "full", elsewhere / "empty"):
@@ -420,7 +420,7 @@ def test_only_the_link_to_a_checkpoint_elsewhere_is_removed(tmp_path: Path) -> N
 )
 def test_prune_keeps_the_newest_and_every_nth_step(tmp_path: Path, keep: int, every: int, kept: list[int]) -> None:
     from megascale.checkpoint.folders import complete_checkpoints, prune
-    from megascale.checkpoint.storage import Location
+    from megascale.core.storage import Location
 
     for step in range(10, 70, 10):
         place = tmp_path / f"step-{step:08d}"
@@ -434,8 +434,8 @@ def test_prune_keeps_the_newest_and_every_nth_step(tmp_path: Path, keep: int, ev
 
 def test_a_failed_deletion_does_not_stop_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from megascale.checkpoint.folders import complete_checkpoints, prune
-    from megascale.checkpoint.storage import Location
     from megascale.core.errors import CheckpointError
+    from megascale.core.storage import Location
 
     for step in range(1, 5):
         (tmp_path / f"step-{step}").mkdir()

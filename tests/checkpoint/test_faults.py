@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 
 from megascale.checkpoint.format import manifest
-from megascale.checkpoint.storage import Location
 from megascale.cli.main import main
 from megascale.core.errors import Exit
+from megascale.core.storage import Location
 from tests.checkpoint.faults import ENDS, KilledRun, complete, config_in, in_progress, poll, start, step_of, writers
 from tests.jobs import Job, curve, finish
 

@@ -9,8 +9,8 @@ import pytest
 from megascale.checkpoint import offline
 from megascale.checkpoint.folders import name_warning
 from megascale.checkpoint.format import manifest
-from megascale.checkpoint.storage import Location
 from megascale.core.errors import CheckpointError
+from megascale.core.storage import Location
 
 
 @pytest.mark.parametrize("name", ["step-00000007", "step-7.2", "backup"])

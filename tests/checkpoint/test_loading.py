@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megascale.checkpoint.format import manifest
-from megascale.checkpoint.storage import Location
 from megascale.core.rank import Rank
+from megascale.core.storage import Location
 from tests.checkpoint.test_checkpoints import config_in, save_after
 from tests.runs import build_run
 from tests.worlds import run_world

@@ -14,7 +14,7 @@ import torch
 
 from megascale.checkpoint import offline
 from megascale.checkpoint.format import manifest
-from megascale.checkpoint.storage import Location
+from megascale.core.storage import Location
 from tests.runs import LLAMA, settings, write_config
 
 KEYS = {"aws_access_key_id": "key", "aws_secret_access_key": "key", "region_name": "us-east-1"}

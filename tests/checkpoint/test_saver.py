@@ -17,9 +17,9 @@ import pytest
 
 from megascale.checkpoint import offline
 from megascale.checkpoint.folders import complete_checkpoints
-from megascale.checkpoint.storage import Location
 from megascale.core.errors import CheckpointError
 from megascale.core.rank import Rank
+from megascale.core.storage import Location
 from tests.checkpoint.test_checkpoints import config_in, state_of
 from tests.runs import build_run
 from tests.worlds import run_world

@@ -124,7 +124,7 @@ def test_the_files_that_go_along_are_verified(tmp_path: Path, capsys: pytest.Cap
 
 @pytest.mark.parametrize("name", ["manifest.json", "rank-00001-000.safetensors"])
 def test_an_unreadable_file_is_not_called_damaged(run: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megascale.checkpoint.storage import Location
+    from megascale.core.storage import Location
 
     file, read, read_into = run / "checkpoints/step-00000002" / name, Location.read, Location.read_into
 

@@ -20,7 +20,6 @@ from transformers import LlamaConfig
 
 from megascale.checkpoint import offline
 from megascale.checkpoint.format import manifest
-from megascale.checkpoint.storage import Location
 from megascale.config.model import ModelConfig
 from megascale.convert import huggingface
 from megascale.convert.config_file import CONFIG_FILE
@@ -30,6 +29,7 @@ from megascale.convert.huggingface import INDEX_FILE, WEIGHTS_FILE, PretrainedWe
 from megascale.convert.tensor_map import model_tensors
 from megascale.core.errors import CheckpointError, DataError
 from megascale.core.rank import Rank
+from megascale.core.storage import Location
 from megascale.parallel.stateful import WEIGHTS as WEIGHT
 from tests.oracles.ours import MODELS, Array, Arrays, Piece, join
 from tests.oracles.test_transformers import build, ours_from_gpt2, ours_from_llama
@@ -496,7 +496,7 @@ import resource, sys
 from pathlib import Path
 import torch
 from megascale.checkpoint import offline
-from megascale.checkpoint.storage import Location
+from megascale.core.storage import Location
 from megascale.convert import conversion, huggingface
 conversion.DTYPES
 import safetensors.torch

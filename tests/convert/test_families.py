@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from megascale.checkpoint.storage import Location
 from megascale.config.model import ModelConfig
 from megascale.convert.config_file import CONFIG_FILE
 from megascale.convert.conversion import from_huggingface, to_huggingface
@@ -21,6 +20,7 @@ from megascale.convert.families.config_json import FAMILIES, family_of_model, fr
 from megascale.convert.families.gpt2 import GELUS
 from megascale.convert.huggingface import PretrainedWeights
 from megascale.core.errors import CheckpointError
+from megascale.core.storage import Location
 from megascale.ops.rope import layer_rope, rope_table
 from tests.convert.tiny import TINY, save_tiny
 

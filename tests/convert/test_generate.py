@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megascale.checkpoint import offline
-from megascale.checkpoint.storage import Location
 from megascale.cli.main import main
 from megascale.config.model import ModelConfig
 from megascale.convert.conversion import to_huggingface
 from megascale.convert.tensor_map import model_tensors
+from megascale.core.storage import Location
 from tests.runs import LLAMA
 
 BYTES = LLAMA | {"vocab_size": 257, "seq_length": 32}

@@ -26,12 +26,12 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from megascale.checkpoint.folders import complete_checkpoints
 from megascale.checkpoint.format import manifest
 from megascale.checkpoint.save.attempt import SaveResult
-from megascale.checkpoint.storage import Location
 from megascale.comm import init
 from megascale.comm.group import Group
 from megascale.config.loading import load_config_tree
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank, rank_from_environment
+from megascale.core.storage import Location
 from megascale.device import detect_device
 from megascale.train.build import Run, build_mesh, build_rank_run
 from megascale.train.finite_check import check_state_finite

@@ -20,9 +20,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 import megascale
 from megascale.checkpoint.format.state import Progress
-from megascale.checkpoint.storage import WRITE_HINT, Location
 from megascale.core.errors import CheckpointError
 from megascale.core.limits import os_error_hint
+from megascale.core.storage import WRITE_HINT, Location
 
 NAME = "manifest.json"
 FORMAT = 2

@@ -11,13 +11,13 @@ from megascale.checkpoint.format import manifest
 from megascale.checkpoint.format.state import Progress
 from megascale.checkpoint.load.state_loader import StateLoader
 from megascale.checkpoint.save.saver import CheckpointSaver
-from megascale.checkpoint.storage import Location
 from megascale.comm.mesh import Mesh
 from megascale.config.run import HF_PREFIX, RunConfig
 from megascale.config.toml_writer import config_changes
 from megascale.core.errors import CheckpointError
 from megascale.core.files import write_text
 from megascale.core.limits import os_error_hint
+from megascale.core.storage import Location
 
 SAVED_MARKER = ".saved"
 """File in a run's folder that names the folder of its checkpoints, once there was one. If all are missing at the next

@@ -13,12 +13,12 @@ from megascale.checkpoint.format import manifest
 from megascale.checkpoint.format.state import Region
 from megascale.checkpoint.load.reader import CheckpointReader
 from megascale.checkpoint.planners import LoadPlanner
-from megascale.checkpoint.storage import Location
 from megascale.comm.mesh import Mesh
 from megascale.comm.totals import broadcast_bytes
 from megascale.config.model import ModelConfig
 from megascale.config.same_model import SAME_MODEL_HINT, model_differences
 from megascale.core.errors import CheckpointError
+from megascale.core.storage import Location
 from megascale.device import Device
 from megascale.parallel.stateful import WEIGHTS, GlobalTensor, Stateful
 

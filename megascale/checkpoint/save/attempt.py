@@ -17,9 +17,9 @@ from megascale.checkpoint.collective_errors import on_first_rank
 from megascale.checkpoint.format import manifest
 from megascale.checkpoint.save.write_plan import WritePlan
 from megascale.checkpoint.save.writer_process import WriterProcess
-from megascale.checkpoint.storage import Location
 from megascale.comm.mesh import Mesh
 from megascale.core.errors import CheckpointError
+from megascale.core.storage import Location
 from megascale.core.wait_notice import WaitNotice
 
 

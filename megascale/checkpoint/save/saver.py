@@ -30,10 +30,10 @@ from megascale.checkpoint.save.attempt import SaveAttempt, SaveResult
 from megascale.checkpoint.save.snapshot import Snapshot
 from megascale.checkpoint.save.write_plan import HEADER_BYTES, MAX_SHARD_BYTES, WritePlan, make_write_plan
 from megascale.checkpoint.save.writer_process import WriterProcess
-from megascale.checkpoint.storage import WRITE_HINT, Location
 from megascale.comm.mesh import Mesh
 from megascale.core.errors import CheckpointError
 from megascale.core.limits import os_error_hint
+from megascale.core.storage import WRITE_HINT, Location
 from megascale.device import Device
 from megascale.parallel.stateful import GlobalTensor
 

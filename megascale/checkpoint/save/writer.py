@@ -23,9 +23,9 @@ from typing import Any
 
 from megascale.checkpoint.format.safetensors_file import SafetensorsFile, TensorEntry
 from megascale.checkpoint.memory import replication
-from megascale.checkpoint.storage import Location
 from megascale.core.files import write_text
 from megascale.core.process import die_with_parent, stop_signals
+from megascale.core.storage import Location
 
 NICE = 10
 """Niceness: training processes have priority."""

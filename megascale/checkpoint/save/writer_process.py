@@ -12,9 +12,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megascale.checkpoint.storage import WRITE_HINT
 from megascale.core.errors import CheckpointError
 from megascale.core.limits import os_error_hint
+from megascale.core.storage import WRITE_HINT
 
 HOST_HINT = "is that host up, with memory to spare, and the network to it?"
 """Hint for an in-memory copy that another host has not received."""

@@ -11,8 +11,8 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from megascale.checkpoint import storage
-from megascale.checkpoint.storage import Location
+from megascale.core import storage
+from megascale.core.storage import Location
 
 
 class Flaky(MemoryFileSystem):

@@ -1,0 +1,123 @@
+"""Queries of a run's event store with DuckDB: a view for each table of `eventstore.schema`.
+
+- `open_store`: a connection that reads the store's files, and no others; it writes none
+- `fetch`: the columns of a query as numpy arrays
+- `store_of`: where the store of a run is
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megascale.core.errors import Exit, MegascaleError
+from megascale.core.storage import Location
+from megascale.eventstore.schema import TABLES, ColumnType
+from megascale.eventstore.table_files import STORE_FOLDER, arrow_schema, list_files
+
+if TYPE_CHECKING:
+    import duckdb
+    import numpy as np
+
+SQL_TYPES: dict[ColumnType, str] = {
+    "int8": "TINYINT", "int16": "SMALLINT", "int32": "INTEGER", "int64": "BIGINT", "float64": "DOUBLE",
+    "text": "VARCHAR",
+}  # fmt: skip
+
+_STORE_TABLES = TABLES.keys() - {STORE_FOLDER}
+"""Tables whose folders are in no run's folder: a store's own folder has the name of one of its tables."""
+
+
+class StoreError(MegascaleError):
+    """A run without an event store, or a query that cannot be answered."""
+
+    exit_status = Exit.CONFIG
+
+
+def store_of(run: str | Path) -> Location:
+    """Find the event store of a run, by the run's folder or by the store itself: a local path or a URL of fsspec.
+
+    Raises: StoreError if there is none
+    """
+    given = Location(str(run), retry_s=0)
+    try:
+        for place in (_configured_store(given), given / STORE_FOLDER, given):
+            if place is not None and _STORE_TABLES & set(place.list_names()):
+                return place
+    except OSError as error:
+        raise StoreError(f"{run}: cannot be read: {error.strerror or error}", hint="check path and access") from None
+    if not given.exists():
+        raise StoreError(f"{run}: no such folder", hint="give a run's folder: observe.dir/name of its configuration")
+    hint = "a run writes one unless observe.store or observe.record is false; the first rows come with its first steps"
+    raise StoreError(f"{run}: no event store", hint=hint)
+
+
+def _configured_store(run: Location) -> Location | None:
+    """Return the store that the configuration in a local run's folder names; None without one."""
+    if run.local_path is None or not (file := run.local_path / "config.toml").is_file():
+        return None
+    try:
+        config = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError):
+        return None
+    parent = config.get("observe", {}).get("store_dir")
+    return Location(f"{parent}/{config['name']}", retry_s=0) if parent and "name" in config else None
+
+
+def open_store(run: str | Path) -> duckdb.DuckDBPyConnection:
+    """Open the event store of a run: a view for each table, over the files that there are now. A table without files is
+    an empty view.
+
+    Raises: StoreError
+    """
+    import duckdb
+
+    store = store_of(run)
+    connection = duckdb.connect(config={"autoload_known_extensions": False, "temp_directory": ""})
+    paths: list[str] = []
+    for table in TABLES:
+        try:
+            found = [str(store / file.path) for file in list_files(store, table)]
+        except OSError as error:
+            raise StoreError(f"{store}: cannot be read: {error.strerror}", hint="check path and access") from None
+        _make_view(connection, store, table, found)
+        paths += found
+    local = store.local_path is not None  # a remote store's files are read by pyarrow
+    connection.execute("SET allowed_paths = " + _literals(paths if local else []))
+    connection.execute("SET enable_external_access = false")
+    connection.execute("SET lock_configuration = true")
+    return connection
+
+
+def _make_view(connection: duckdb.DuckDBPyConnection, store: Location, table: str, paths: Sequence[str]) -> None:
+    if not paths:
+        columns = ", ".join(f"NULL::{SQL_TYPES[column.type]} AS {column.name}" for column in TABLES[table])
+        connection.execute(f"CREATE VIEW {table} AS SELECT {columns} WHERE false")
+    elif store.local_path is not None:
+        connection.execute(f"CREATE VIEW {table} AS FROM read_parquet({_literals(paths)})")
+    else:
+        import pyarrow.dataset
+        from fsspec.core import url_to_fs
+
+        fs, _ = url_to_fs(str(store))
+        inside = [fs._strip_protocol(path) for path in paths]
+        rows = pyarrow.dataset.dataset(inside, schema=arrow_schema(table), filesystem=fs, format="parquet")
+        connection.register(table, rows)
+
+
+def _literals(texts: Sequence[str]) -> str:
+    return "[" + ", ".join("'" + text.replace("'", "''") + "'" for text in texts) + "]"
+
+
+def fetch(connection: duckdb.DuckDBPyConnection, sql: str, parameters: Sequence[Any] = ()) -> dict[str, np.ndarray]:
+    """Return the columns of a query by name: numbers as arrays of their type, text as arrays of str; NULL is nan in
+    floats, and masked in other columns.
+    """
+    import numpy as np
+
+    columns = connection.execute(sql, list(parameters)).fetchnumpy()
+    return {
+        name: np.ma.filled(column, np.nan) if column.dtype.kind == "f" else column for name, column in columns.items()
+    }

@@ -1,0 +1,90 @@
+"""A run's store in DuckDB: views of all tables, and no way to another file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import duckdb
+import numpy as np
+import pytest
+
+from megascale.core.storage import Location
+from megascale.eventstore.query import StoreError, fetch, open_store
+from megascale.eventstore.schema import TABLES
+from megascale.eventstore.table_files import TableFile, write_rows
+from tests.eventstore.tables import rows
+
+
+@pytest.fixture(params=["folder", "url"])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A run with a store, in a folder with a difficult name, or elsewhere."""
+    if request.param == "folder":
+        return str(tmp_path / "it's [a] run")
+    return f"memory://{tmp_path.name}"
+
+
+def write(run: str, table: str, start: int, end: int, node: str = "n", **columns: object) -> None:
+    count = max((len(v) for v in columns.values() if isinstance(v, list)), default=1)
+    file = TableFile(table, node, 0, start, end)
+    write_rows(Location(f"{run}/events"), file, rows(table, count, **columns))
+
+
+def test_a_query_sees_the_rows_of_all_nodes_once(run: str) -> None:
+    write(run, "step_parts", 1, 2, rank=[0, 1], total_ns=[5, 6], name="F")
+    write(run, "step_parts", 2, 3, rank=[0, 1], total_ns=[7, 8], name="B")
+    write(run, "step_parts", 1, 3, rank=[0, 1, 0, 1], total_ns=[5, 6, 7, 8], name=["F", "F", "B", "B"])
+    write(run, "step_parts", 1, 2, node="m", rank=[2], total_ns=[9], name="F")
+    found = fetch(open_store(run), "SELECT rank, sum(total_ns) AS ns FROM step_parts GROUP BY rank ORDER BY rank")
+    assert found["rank"].tolist() == [0, 1, 2]
+    assert found["ns"].tolist() == [12, 14, 9]
+    named = fetch(open_store(run), "SELECT name FROM step_parts WHERE rank = ? ORDER BY name", [0])
+    assert named["name"].tolist() == ["B", "F"]
+
+
+def test_tables_without_files_are_empty_and_have_their_columns(run: str) -> None:
+    write(run, "steps", 1, 2, loss=[float("nan")])
+    store = open_store(run)
+    for table, columns in TABLES.items():
+        found = fetch(store, f"SELECT * FROM {table}")
+        assert list(found) == [column.name for column in columns]
+        assert {len(column) for column in found.values()} == {1 if table == "steps" else 0}
+    assert np.isnan(fetch(store, "SELECT loss FROM steps")["loss"]).all()
+
+
+def test_the_store_may_be_elsewhere(tmp_path: Path) -> None:
+    write_rows(Location(f"{tmp_path}/stores/mine"), TableFile("steps", "n", 0, 1, 2), rows("steps", step=7))
+    run = tmp_path / "runs" / "mine"
+    run.mkdir(parents=True)
+    (run / "config.toml").write_text(f'name = "mine"\n[observe]\nstore_dir = "{tmp_path}/stores"\n')
+    assert fetch(open_store(run), "SELECT step FROM steps")["step"].tolist() == [7]
+
+
+def test_a_run_without_a_store(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="no such folder"):
+        open_store(tmp_path / "nothing")
+    (tmp_path / "events").mkdir()
+    (tmp_path / "events" / "rank-00000.jsonl").touch()
+    with pytest.raises(StoreError, match="no event store"):
+        open_store(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "COPY (SELECT 1) TO '{folder}/x.csv'",
+        "COPY (SELECT 1) TO '{folder}/events/steps/x.parquet' (FORMAT parquet)",
+        "SELECT * FROM read_text('{folder}/secret')",
+        "SELECT * FROM glob('{folder}/*')",
+        "ATTACH '{folder}/x.db'",
+        "SET enable_external_access = true",
+        "SET allowed_paths = ['{folder}/secret']",
+        "INSTALL httpfs",
+        "INSERT INTO steps SELECT * FROM steps",
+    ],
+)
+def test_a_query_reaches_no_other_file(sql: str, run: str, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    write(run, "steps", 1, 2)
+    with pytest.raises(duckdb.Error):
+        open_store(run).execute(sql.format(folder=run if "://" not in run and "secret" not in sql else tmp_path))
+    assert not list(tmp_path.rglob("x.*"))
