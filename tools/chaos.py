@@ -16,14 +16,14 @@ from megascale.fault.incidents import LOG_FILE, Incident, read_history
 ROOT = Path(__file__).parents[1]
 
 FAULTS = (
-    "slow rank=1 step=4 delay_s=0.5 steps=3",
-    "kill rank=3 step=10 phase=backward",
-    "hang rank=0 step=18 phase=data",
-    "stop rank=2 step=26",
+    "slow rank=1 step=3 delay_s=0.5 steps=2",
+    "kill rank=3 step=6 phase=backward",
+    "hang rank=0 step=9 phase=data",
+    "stop rank=2 step=12",
 )
 """The injected faults, as in `fault.inject`."""
 
-STEPS = 32
+STEPS = 15
 
 
 def main() -> int:

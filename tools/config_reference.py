@@ -85,8 +85,10 @@ random mtbf_s=30 seed=1 kinds=kill,stop,hang
   Faults of the phase `write` strike the process that writes checkpoints.
 - `for_s` is a length in seconds (for ever without), `times=2` lets a fault strike in two attempts.
 - `random` draws kinds of faults of ranks, ranks and phases with a seed, at a mean time `mtbf_s` in seconds or
-  `mtbf_steps` in steps. Those due while the job is down are left out.
-- Ranks inject their own faults. Those of nodes and of the driver are for the program that runs the test.
+  `mtbf_steps` in steps; `apart` is the least time between two. Those due while the job is down are left out.
+- `flip_weight` and `flip_gradient` flip bit `bit` of one value of the rank's own shard.
+- Ranks inject their own faults. Those of nodes, links and the driver are for the program that runs the test:
+  `megascale bench faults`, with links on the hosts of a testbed.
 """
 
 # Megatron-LM's flags and their keys; without a note the key takes the flag's value

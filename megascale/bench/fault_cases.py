@@ -6,7 +6,7 @@ node in tp 2 x pp 2 x dp 2 (4 nodes): rank r is on node r // 2, and tp peers sha
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megascale.core.errors import Exit
 
@@ -17,6 +17,7 @@ RANKS_PER_NODE = 2
 class Expected:
     """The expected outcome of a fault. `classes`: classes of the first incident, any of them, empty for no incident;
     `ranks`, `nodes`: its culprit, None where none can be named; `actions`: any of them; `status`: of the job.
+    `unseen`: there may be no incident.
     """
 
     classes: tuple[str, ...] = ()
@@ -24,12 +25,14 @@ class Expected:
     nodes: tuple[str, ...] | None = None
     actions: tuple[str, ...] = ("restart",)
     status: int = Exit.OK
+    unseen: bool = False
 
 
 @dataclass(frozen=True)
 class FaultCase:
     """A case. `inject`: `fault.inject` of the job; `settings`: further overrides; `spares`: of the job. `most_lost`:
-    most steps that may be computed twice. `same_curve`: the loss of every step equals the undisturbed run's.
+    most steps that may be computed twice. `same_curve`: the loss of every step equals the undisturbed run's. `testbed`:
+    the nodes are hosts of a testbed, joined by links.
     """
 
     name: str
@@ -41,6 +44,7 @@ class FaultCase:
     settings: tuple[str, ...] = field(default=())
     most_lost: int = 1
     same_curve: bool = True
+    testbed: bool = False
 
 
 def rank_case(
@@ -57,9 +61,17 @@ def node_case(name: str, reference: str, title: str, fault: str, expected: Expec
     return FaultCase(name, reference, title, f"{fault} node=2 step=6", expected, spares)
 
 
+def link_case(name: str, reference: str, title: str, inject: str, expected: Expected, spares: int = 0) -> FaultCase:
+    """Return a case of a fault of a link."""
+    return FaultCase(name, reference, title, inject, expected, spares, testbed=True)
+
+
 STOP = Expected(("divergence",), None, actions=("stop",), status=Exit.DO_NOT_REQUEUE)
 LOST = Expected(("node",), nodes=("node2",), actions=("replace",))
 REVIVED = Expected(("node",), nodes=("node2",), actions=("restart", "replace"))
+FLAP = Expected(("network",), actions=("wait",), unseen=True)
+PAIR = Expected(("network",), nodes=("node1", "node3"), actions=("wait", "restart", "replace"))
+FOUR_REPLICAS = ("parallel.pp=1", "parallel.dp=4", "parallel.zero=0", "train.check_replicas=1")
 KEEP_CHECKPOINTS = ("checkpoint.every=4", "checkpoint.keep=2")
 
 CASES = (
@@ -101,6 +113,10 @@ CASES = (
     node_case("node lost, spare", "A10", "a node's processes are gone; a spare", "lose_node", LOST, spares=1),
     node_case("node lost", "A11", "a node's processes are gone; no spare", "lose_node", REVIVED),
     node_case("node stopped", "A10", "a node's processes are stopped; a spare", "stop_node", LOST, spares=1),
+    FaultCase(
+        "store lost", "B8", "SIGKILL of rank 0's agent, and of the job's store with it", "kill_agent node=0 step=6",
+        Expected(("node",), nodes=("node0",), actions=("restart", "replace")),
+    ),
     FaultCase("driver killed", "A14", "SIGKILL of the driver: training goes on", "kill_driver step=6", Expected()),
     FaultCase(
         "driver and rank killed", "A14", "SIGKILL of driver and rank in one step",
@@ -124,6 +140,15 @@ CASES = (
     FaultCase(
         "NaN", "C4", "a weight becomes NaN: never a success, no checkpoint", "nan rank=2 step=6", STOP,
         settings=KEEP_CHECKPOINTS, same_curve=False,
+    ),
+    FaultCase(
+        "weight flipped", "C2", "a bit of a weight flips on one of four replicas", "flip_weight rank=3 step=6 bit=20",
+        replace(STOP, ranks=(3,)), settings=FOUR_REPLICAS, same_curve=False,
+    ),
+    FaultCase(
+        "gradient flipped", "C2", "a bit of a reduced gradient flips on one of four replicas",
+        "flip_gradient rank=6 step=6 bit=20",
+        replace(STOP, ranks=(6,)), settings=FOUR_REPLICAS, same_curve=False,
     ),
     FaultCase(
         "writer killed", "D1", "SIGKILL of a checkpoint writer: training goes on", "kill rank=3 step=8 phase=write",
@@ -153,5 +178,32 @@ CASES = (
     FaultCase(
         "short stop", "B3", "a rank stands still for 2 s, as at a flap: no restart", "stop rank=3 step=6 for_s=2",
         Expected(),
+    ),
+    node_case("node throttled", "F1", "a node has 0.5 of a core: no restart", "throttle_cpu cores=0.5", Expected()),
+    link_case("link cut", "B1", "a node's link is cut; a spare", "cut_link node=2 step=6", LOST, spares=1),
+    link_case("link flaps", "B3", "a node's link is cut for 3 s: no restart", "cut_link node=2 step=6 for_s=3", FLAP),
+    link_case(
+        "pair flaps", "B3", "two nodes lose each other for 3 s: no restart", "cut_link node=1 peer=3 step=6 for_s=3",
+        FLAP,
+    ),
+    link_case(
+        "pair cut", "B1", "two nodes lose each other, and reach all others; a spare", "cut_link node=1 peer=3 step=6",
+        PAIR, spares=1,
+    ),
+    link_case(
+        "one way", "B2", "what a node sends to another is lost; a spare", "mute_link node=1 peer=3 step=6", PAIR,
+        spares=1,
+    ),
+    link_case(
+        "link throttled", "B4", "a node's link has 20 Mbit/s: no restart", "throttle_link node=2 step=6 mbit=20",
+        Expected(),
+    ),
+    link_case(
+        "link delayed", "B6", "a node's link delays by 20 ms: no restart", "delay_link node=2 step=6 delay_s=0.02",
+        Expected(),
+    ),
+    link_case(
+        "connections reset", "B7", "all connections of a node are reset", "reset_link node=2 step=6",
+        Expected(("network", "unknown", "software")),
     ),
 )  # fmt: skip

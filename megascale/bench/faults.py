@@ -6,74 +6,22 @@ must equal those of a job without faults, and nothing may be left behind.
 
 from __future__ import annotations
 
-import contextlib
-import json
-import math
-import os
-import signal
 import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megascale.bench.fault_cases import RANKS_PER_NODE, FaultCase
-from megascale.bench.outside_faults import RUN_VARIABLE, OutsideFaults, job_processes, loss_curve
-from megascale.core.process import die_with_parent
-from megascale.fault.incidents import LOG_FILE, Incident, JobHistory, read_history
-from megascale.fault.inject import INJECTED_FILE
+from megascale.bench.fault_cases import Expected, FaultCase
+from megascale.bench.fault_jobs import JobResult, run_job
+from megascale.config.injection import parse_injection
+from megascale.fault.incidents import Incident
+from megascale.launch.cpu_quota import CpuQuotaError
+from megascale.launch.testbed import HostLink, Testbed, TestbedError
 
 STEPS = 14
 """Steps of a case's job."""
-
-LIMIT_S = 600.0
-"""Longest time of a case's job, in seconds."""
-
-MODEL = """
-[model]
-num_layers = 4
-hidden_size = 64
-num_heads = 4
-vocab_size = 512
-seq_length = 64
-[parallel]
-tp = 2
-pp = 2
-[batch]
-micro = 1
-global = 8
-[train]
-precision = "fp32"
-log_every = 1
-[optimizer]
-lr = 1e-3
-warmup_steps = 2
-[data]
-mock = true
-[checkpoint]
-every = 1000
-memory_every = 1
-replicate = true
-[observe]
-tensorboard = false
-"""
-"""The configuration of the jobs, without name, folder and number of steps."""
-
-
-@dataclass(frozen=True)
-class JobResult:
-    """A job that has ended: exit status, log of incidents, (step, loss), processes and files of /dev/shm left."""
-
-    status: int
-    history: JobHistory
-    curve: list[tuple[int, float]]
-    injected: float | None
-    seconds: float
-    output: str
-    left_behind: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,8 +34,8 @@ class CaseResult:
 
     @property
     def incident(self) -> Incident | None:
-        """The first incident that is no alert."""
-        return next((one for one in self.job.history.incidents.values() if one.action.kind != "alert"), None)
+        """The first incident."""
+        return next(iter(self.job.incidents), None)
 
     @property
     def verdict_s(self) -> float | None:
@@ -96,9 +44,24 @@ class CaseResult:
             return None
         return self.incident.verdict - self.job.injected
 
+    @property
+    def new_step_s(self) -> float | None:
+        """Seconds from the first verdict to the first new step, over further incidents before that step."""
+        recovered = min((one.recovered for one in self.job.incidents if one.recovered), default=None)
+        return None if recovered is None or self.incident is None else recovered - self.incident.verdict
+
+    @property
+    def steps_lost(self) -> int | None:
+        """Most steps that an incident lost."""
+        return max((one.steps_lost for one in self.job.incidents if one.steps_lost is not None), default=None)
+
+    @property
+    def actions(self) -> str:
+        """The actions, in order, each once."""
+        return ", then ".join(dict.fromkeys(one.action.kind.replace("_", " ") for one in self.job.incidents))
+
     def to_dict(self) -> dict[str, Any]:
         """Return the result as JSON values."""
-        incident = self.incident
         return {
             "case": self.case.name,
             "reference": self.case.reference,
@@ -106,61 +69,30 @@ class CaseResult:
             "inject": self.case.inject,
             "status": self.job.status,
             "seconds": round(self.job.seconds, 1),
+            "load": self.job.load,
             "verdict_s": self.verdict_s,
-            "recovery_s": incident.recovery_s if incident else None,
-            "steps_lost": incident.steps_lost if incident else None,
+            "new_step_s": self.new_step_s,
+            "steps_lost": self.steps_lost,
             "incidents": [one.to_dict() for one in self.job.history.incidents.values()],
             "problems": list(self.problems),
         }
 
 
-def run_job(
-    folder: Path,
-    name: str,
-    nodes: int,
-    *settings: str,
-    spares: int = 0,
-    inject: str = "",
-    stop_s: float = math.inf,
-) -> JobResult:
-    """Run `megascale launch` with faults, to its end or to SIGTERM after `stop_s` seconds. `settings`: overrides.
-
-    A job that has not ended after LIMIT_S further seconds is killed.
-    """
-    config = folder / "faults.toml"
-    config.write_text(MODEL, encoding="utf-8")
-    run = folder / name
-    shared = set(os.listdir("/dev/shm"))
-    command = [sys.executable, "-m", "megascale", "launch", str(config), f"name={name}", f"observe.dir={folder}"]
-    command += [f"parallel.dp={nodes * RANKS_PER_NODE // 4}", *settings, f"fault.inject={inject}"]
-    command += ["--nodes", str(nodes), "--spares", str(spares)]
-    env = os.environ | {"OMP_NUM_THREADS": "1", RUN_VARIABLE: str(run)}
-    parent, started = os.getpid(), time.monotonic()
-    with open(folder / f"{name}.log", "wb") as log:
-        launcher = subprocess.Popen(
-            command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=env,
-            start_new_session=True, preexec_fn=lambda: die_with_parent(parent),  # noqa: PLW1509
-        )  # fmt: skip
-        outside = OutsideFaults(inject, run)
-        outside.start()
-        try:
-            status = _wait(launcher, run, stop_s)
-        finally:
-            outside.end()
-    left = [f"process {pid}" for pid in job_processes(run)]
-    left += [f"/dev/shm/{file}" for file in set(os.listdir("/dev/shm")) - shared if run.name in file]
-    output = (folder / f"{name}.log").read_text(encoding="utf-8", errors="replace")
-    history, curve = read_history(run / LOG_FILE), loss_curve(run)
-    injected = min((fault["time"] for fault in injected_faults(run)), default=None)
-    return JobResult(status, history, curve, injected, time.monotonic() - started, output, tuple(left))
-
-
 def run_case(case: FaultCase, folder: Path, nodes: int, undisturbed: Sequence[tuple[int, float]]) -> CaseResult:
-    """Run a case, and compare with what is expected. `undisturbed`: losses of a job without faults."""
+    """Run a case, and compare with what is expected. `undisturbed`: losses of a job without faults.
+
+    Raises: TestbedError or CpuQuotaError for a case that cannot run here
+    """
     name = case.name.replace(" ", "-").replace(",", "")
-    steps = f"train.steps={STEPS}"
-    job = run_job(folder, name, nodes, steps, *case.settings, spares=case.spares, inject=case.inject)
-    return judge(case, job, undisturbed)
+    run = partial(run_job, folder, name, nodes, f"train.steps={STEPS}", *case.settings, spares=case.spares)
+    if not case.testbed:
+        return judge(case, run(inject=case.inject), undisturbed)
+    with Testbed(nodes + case.spares, HostLink()) as testbed:
+        for fault in parse_injection(case.inject).faults:
+            if fault.delay_s:
+                testbed.set_link(HostLink(delay_s=fault.delay_s))  # a trial: not every kernel can
+                testbed.set_link(HostLink())
+        return judge(case, run(inject=case.inject, testbed=testbed), undisturbed)
 
 
 def judge(case: FaultCase, job: JobResult, undisturbed: Sequence[tuple[int, float]]) -> CaseResult:
@@ -177,10 +109,12 @@ def _problems(result: CaseResult, undisturbed: Sequence[tuple[int, float]]) -> I
     if case.same_curve and job.curve != list(undisturbed):
         yield "the losses differ from those of the undisturbed run"
     yield from (f"left behind: {what}" for what in job.left_behind)
-    if incident is None and expected.classes:
+    if (result.steps_lost or 0) > case.most_lost:
+        yield f"{result.steps_lost} steps lost, at most {case.most_lost} expected"
+    if incident is None and expected.classes and not expected.unseen:
         yield "no incident"
     if incident is not None:
-        yield from _problems_of_incident(case, incident, [*job.history.incidents.values()][-1].action.kind)
+        yield from _problems_of_incident(case, incident, job.incidents[-1].action.kind)
 
 
 def _problems_of_incident(case: FaultCase, incident: Incident, last_action: str) -> Iterable[str]:
@@ -196,23 +130,27 @@ def _problems_of_incident(case: FaultCase, incident: Incident, last_action: str)
         yield f"culprit: nodes {incident.culprit.nodes} instead of {expected.nodes}"
     if {incident.action.kind, last_action}.isdisjoint(expected.actions):
         yield f"action {incident.action.kind} instead of {' or '.join(expected.actions)}"
-    if incident.steps_lost is not None and incident.steps_lost > case.most_lost:
-        yield f"{incident.steps_lost} steps lost, at most {case.most_lost} expected"
 
 
 def table(results: Sequence[CaseResult]) -> Iterable[str]:
     """Return the results as lines of a Markdown table."""
-    yield "| case | fault | class | culprit | action | verdict, s | first new step, s | steps lost | as expected |"
-    yield "|---|---|---|---|---|---|---|---|---|"
+    yield (
+        "| case | fault | class | culprit | action | verdict, s | first new step, s | steps lost | losses | load "
+        "| as expected |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|---|---|"
     for result in results:
-        incident = result.incident
+        incident, job = result.incident, result.job
+        went_on = "training went on" if not job.status else "the job ended"
         cells = [result.case.reference, result.case.title]
         if incident is None:
-            cells += ["none", "", "none", "", "", ""]
+            cells += ["no incident", "none", went_on, "no verdict", "no restart", "0"]
         else:
-            lost = "" if incident.steps_lost is None else str(incident.steps_lost)
-            cells += [incident.class_, str(incident.culprit), incident.action.kind, _seconds(result.verdict_s)]
-            cells += [_seconds(incident.recovery_s), lost]
+            missing = went_on if job.status else "no restart"
+            lost = missing if result.steps_lost is None else str(result.steps_lost)
+            cells += [incident.class_, str(incident.culprit), result.actions, _seconds(result.verdict_s)]
+            cells += [_seconds(result.new_step_s) or missing, lost]
+        cells += ["equal" if result.case.same_curve else "not compared", f"{job.load:.0f}"]
         yield f"| {' | '.join(cells)} | {'; '.join(result.problems) or 'yes'} |"
 
 
@@ -220,50 +158,42 @@ def summary(results: Sequence[CaseResult]) -> str:
     """Return a line: cases as expected, and the medians and maxima of the times."""
     good = sum(not result.problems for result in results)
     verdicts = [result.verdict_s for result in results if result.verdict_s is not None]
-    recoveries = [result.incident.recovery_s for result in results if result.incident and result.incident.recovery_s]
+    new_steps = [result.new_step_s for result in results if result.new_step_s is not None]
     text = f"{good} of {len(results)} cases as expected"
-    for name, times in (("verdict", verdicts), ("first new step after the verdict", recoveries)):
+    for name, times in (("verdict", verdicts), ("first new step after the verdict", new_steps)):
         if times:
             text += f"; {name}: median {statistics.median(times):.1f} s, at most {max(times):.1f} s"
     return text
 
 
-def run_cases(cases: Sequence[FaultCase], folder: Path, nodes: int, report: Callable[[str], None]) -> list[CaseResult]:
-    """Run a job without faults, then the cases, one after another. `report`: gets a line about each."""
-    undisturbed = run_job(folder, "undisturbed", nodes, f"train.steps={STEPS}")
-    report(f"undisturbed: status {undisturbed.status}, {undisturbed.seconds:.0f} s, {len(undisturbed.curve)} steps")
-    results = []
+def run_cases(
+    cases: Sequence[FaultCase], folder: Path, nodes: int, report: Callable[[str], None]
+) -> tuple[list[CaseResult], dict[str, str]]:
+    """Run a job without faults, then the cases, one after another. `report`: gets a line about each.
+
+    Returns the results, and why cases were left out, by name.
+    """
+    results: list[CaseResult] = []
+    left_out: dict[str, str] = {}
+    curves: dict[bool, Sequence[tuple[int, float]]] = {}
     for case in cases:
-        result = run_case(case, folder, nodes, undisturbed.curve)
+        try:
+            if case.testbed not in curves:
+                name = "undisturbed on a testbed" if case.testbed else "undisturbed"
+                calm = run_case(FaultCase(name, "", "", "", Expected(), testbed=case.testbed), folder, nodes, ())
+                curves[case.testbed] = calm.job.curve
+                report(f"{name}: status {calm.job.status}, {calm.job.seconds:.0f} s, {len(calm.job.curve)} steps")
+            result = run_case(case, folder, nodes, curves[case.testbed])
+        except (TestbedError, CpuQuotaError) as error:
+            left_out[case.name] = str(error).replace("\n", " ")
+            report(f"{case.name}: left out: {left_out[case.name]}")
+            continue
         results.append(result)
         what = "; ".join(result.problems) or "as expected"
-        report(f"{case.name}: {what} (verdict {_seconds(result.verdict_s)} s, job {result.job.seconds:.0f} s)")
-    return results
+        verdict = f"verdict {_seconds(result.verdict_s)} s, " if result.verdict_s is not None else ""
+        report(f"{case.name}: {what} ({verdict}job {result.job.seconds:.0f} s, load {result.job.load:.0f})")
+    return results, left_out
 
 
 def _seconds(value: float | None) -> str:
     return "" if value is None else f"{value:.1f}"
-
-
-def injected_faults(run: Path) -> Iterator[dict[str, Any]]:
-    """Yield the faults that struck a run, with their times in Unix seconds."""
-    path = run / INJECTED_FILE
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        if "fault" in (record := json.loads(line)):
-            yield record
-
-
-def _wait(launcher: subprocess.Popen[bytes], run: Path, stop_s: float) -> int:
-    """Return the exit status. A job that does not end in time is asked to stop, and then killed."""
-    if stop_s < math.inf:
-        try:
-            return launcher.wait(stop_s)
-        except subprocess.TimeoutExpired:
-            launcher.terminate()
-    try:
-        return launcher.wait(LIMIT_S)
-    except subprocess.TimeoutExpired:
-        for pid in job_processes(run):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        return launcher.wait()

@@ -1,6 +1,7 @@
-"""Faults of nodes and of the driver, which strike a running `megascale launch` from outside.
+"""Faults of nodes, links and the driver, which strike a running `megascale launch` from outside.
 
-All processes of a job inherit a variable that names the run's folder; those of a node also have its name.
+All processes of a job inherit a variable that names the run's folder; those of a node also have its name. Links need a
+testbed, whose host i is node i.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ import json
 import os
 import signal
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from megascale.bench.link_faults import LINK_FAULTS, link_fault
 from megascale.config.injection import Fault, parse_injection
 from megascale.core.rank import NODE_VARIABLE
 from megascale.fault.inject import InjectionLog, PlannedFault, describe, faults_of_target
+from megascale.launch.cpu_quota import CpuQuota
+from megascale.launch.testbed import Testbed
 
 RUN_VARIABLE = "MEGASCALE_FAULTS_RUN"
 """Environment variable that marks the processes of a job: the folder of its run."""
@@ -29,10 +32,12 @@ class OutsideFaults(threading.Thread):
     `folder`. A fault strikes once the run has finished the step before.
     """
 
-    def __init__(self, text: str, folder: Path) -> None:
+    def __init__(self, text: str, folder: Path, testbed: Testbed | None = None) -> None:
         super().__init__(daemon=True)
         self._injection = parse_injection(text)
         self._folder = folder
+        self._testbed = testbed
+        self._lasting: list[Callable[[], object]] = []
         self._ended = threading.Event()
 
     def run(self) -> None:
@@ -47,33 +52,51 @@ class OutsideFaults(threading.Thread):
                 if self._ended.wait(POLL_S):
                     return
             InjectionLog(self._folder).add(PlannedFault(describe(fault), fault), "", fault.step)
-            strike_from_outside(fault, self._folder)
+            self._strike(fault)
+
+    def _strike(self, fault: Fault) -> None:
+        if fault.kind in LINK_FAULTS and self._testbed is not None:
+            strike, heal = link_fault(fault, self._testbed)
+        else:
+            strike, heal = process_fault(fault, self._folder)
+        strike()
+        if fault.for_s is None:
+            self._lasting.append(heal)
+        else:
+            self._ended.wait(fault.for_s)
+            heal()
 
     def end(self) -> None:
-        """Stop waiting for steps, and end the thread."""
+        """Stop waiting for steps, end the thread, and end the faults that last."""
         self._ended.set()
         self.join()
+        for heal in self._lasting:
+            heal()
 
     def _remaining(self, target: str) -> list[Fault]:
         return faults_of_target(self._injection, target, self._folder)
 
 
-def strike_from_outside(fault: Fault, run: Path) -> None:
-    """Let a fault of a node or of the driver strike the job. Raises: ValueError for a kind that needs a network"""
+def process_fault(fault: Fault, run: Path) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Return two calls, the fault and its end, for a fault of the processes of a node, or of the driver.
+
+    Raises: ValueError for a kind that needs a testbed
+    """
     node = f"node{fault.node}"
+    nothing = lambda: None  # noqa: E731
     match fault.kind:
         case "kill_driver":
-            _signal(job_processes(run, command="driver"), signal.SIGKILL)
+            return lambda: _signal(job_processes(run, command="driver"), signal.SIGKILL), nothing
         case "kill_agent":
-            _signal(job_processes(run, node, command="agent"), signal.SIGKILL)
+            return lambda: _signal(job_processes(run, node, command="agent"), signal.SIGKILL), nothing
         case "lose_node":
-            _signal(job_processes(run, node), signal.SIGKILL)
+            return lambda: _signal(job_processes(run, node), signal.SIGKILL), nothing
         case "stop_node":
             stopped = job_processes(run, node)
-            _signal(stopped, signal.SIGSTOP)
-            if fault.for_s is not None:
-                time.sleep(fault.for_s)
-                _signal(stopped, signal.SIGCONT)
+            return lambda: _signal(stopped, signal.SIGSTOP), lambda: _signal(stopped, signal.SIGCONT)
+        case "throttle_cpu":
+            quota = CpuQuota(f"megascale-{os.getpid()}-{node}", fault.cores)
+            return lambda: quota.limit(job_processes(run, node)), quota.lift
         case _:
             raise ValueError(f"{fault.kind} needs hosts of a testbed")
 

@@ -12,6 +12,7 @@ from typing import Any
 from megascale.bench import faults, soak
 from megascale.bench.fault_cases import CASES, FaultCase
 from megascale.cli.argument_types import positive_int
+from megascale.config.injection import InjectionError, parse_injection
 from megascale.core.errors import ConfigError, Exit, Problem
 from megascale.core.files import write_text
 from megascale.core.registry import closest_name
@@ -26,6 +27,9 @@ def add_faults(benchmarks: Any) -> None:
     one.add_argument("--nodes", type=positive_int, default=4, metavar="N", help="nodes of two ranks (default: 4)")
     one.add_argument("--soak", type=positive_int, metavar="S", help="one job of S seconds with faults at random times")
     one.add_argument("--every", type=positive_int, default=30, metavar="S", help="mean time between faults of a soak")
+    one.add_argument("--faults", type=positive_int, metavar="N", help="end a soak after N faults")
+    help_line = f"kinds of the faults of a soak (default: {','.join(soak.KINDS)})"
+    one.add_argument("--kinds", type=_kinds, default=soak.KINDS, metavar="KIND,...", help=help_line)
     one.add_argument("--seed", type=int, default=1, metavar="N", help="of the faults of a soak (default: 1)")
     one.add_argument("--output", type=Path, metavar="FOLDER", help="keep the runs in this folder")
     one.add_argument("--markdown", type=Path, metavar="FILE", help="write the table to this file")
@@ -43,15 +47,31 @@ def run_faults(options: argparse.Namespace) -> int:
         folder = (options.output or Path(scratch)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         if options.soak:
-            result = soak.run_soak(folder, options.nodes, options.soak, options.every, options.seed)
+            plan = soak.SoakPlan(options.soak, options.every, options.seed, options.kinds, options.faults)
+            result = soak.run_soak(folder, options.nodes, plan)
+            if options.markdown:
+                write_text(options.markdown, "\n".join(result.lines()) + "\n")
             print(json.dumps(result.to_dict()) if options.json else "\n".join(result.lines()))
             return Exit.OK if result.good else Exit.UNCLASSIFIED
-        results = faults.run_cases(cases, folder, options.nodes, lambda line: print(line, file=sys.stderr, flush=True))
+        results, left_out = faults.run_cases(
+            cases, folder, options.nodes, lambda line: print(line, file=sys.stderr, flush=True)
+        )
     lines = [*faults.table(results), "", faults.summary(results)]
+    lines += [f"{name} was left out: {reason}" for name, reason in left_out.items()]
     if options.markdown:
         write_text(options.markdown, "\n".join(lines) + "\n")
-    print(json.dumps({"cases": [result.to_dict() for result in results]}) if options.json else "\n".join(lines))
+    report = {"cases": [result.to_dict() for result in results], "left_out": left_out}
+    print(json.dumps(report) if options.json else "\n".join(lines))
     return Exit.UNCLASSIFIED if any(result.problems for result in results) else Exit.OK
+
+
+def _kinds(text: str) -> tuple[str, ...]:
+    try:
+        injection = parse_injection(f"random mtbf_s=1 kinds={text}")
+    except InjectionError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    assert injection.random is not None
+    return injection.random.kinds
 
 
 def _case(name: str) -> FaultCase:

@@ -60,15 +60,22 @@ KINDS: Mapping[str, FaultKind] = {
     "slow_storage": FaultKind("rank", "an access to storage does not return", "data", STORAGE, LENGTH),
     "full_disk": FaultKind("rank", "a write of a checkpoint finds no space", "write", ("write",)),
     "nan": FaultKind("rank", "a weight of the rank becomes NaN", "data"),
+    "flip_weight": FaultKind("rank", "bit `bit` of a weight of the rank flips", "data", options=("bit",)),
+    "flip_gradient": FaultKind(
+        "rank", "bit `bit` of a gradient of the rank flips, after the reduction", "optimizer", options=("bit",)
+    ),
     "lose_node": FaultKind("node", "all processes of the node are killed, or its host is cut off, without a farewell"),
     "stop_node": FaultKind("node", "all processes of the node are stopped", options=LENGTH),
     "kill_agent": FaultKind("node", "the agent of the node is killed"),
     "cut_link": FaultKind("node", "the node's link is cut, or the one to node `peer`", options=("for_s", "peer")),
-    "delay_link": FaultKind(
-        "node",
-        "the node's link delays by delay_s, or the one to node `peer`",
-        options=("for_s", "peer"),
-        required=("delay_s",),
+    "mute_link": FaultKind(
+        "node", "what the node sends is lost, to all or to node `peer`, and it hears all", options=("for_s", "peer")
+    ),
+    "reset_link": FaultKind("node", "the node's connections are reset, or those to node `peer`", options=("peer",)),
+    "throttle_link": FaultKind("node", "the node's link has `mbit` Mbit/s", options=LENGTH, required=("mbit",)),
+    "delay_link": FaultKind("node", "the node's link delays by delay_s", options=LENGTH, required=("delay_s",)),
+    "throttle_cpu": FaultKind(
+        "node", "the node's processes have the time of `cores` cores", options=LENGTH, required=("cores",)
     ),
     "fill_disk": FaultKind("node", "the disk of the run's folder is full on the node", options=LENGTH),
     "kill_driver": FaultKind("driver", "the driver is killed"),
@@ -81,7 +88,8 @@ class Fault:
     """One injected fault. `rank`, `node`: the target, None for the driver; `peer`: the other node of a link.
 
     `step`: strikes in this step, from 1, at the first moment of `phase`; 0 before the first step of an attempt.
-    `for_s`: its length, None for ever. `times`: how often it strikes over all attempts of the job.
+    `for_s`: its length, None for ever. `times`: how often it strikes over all attempts of the job. `bit`: the bit that
+    flips, from 0, the lowest.
     """
 
     kind: str
@@ -92,6 +100,9 @@ class Fault:
     phase: str = ""
     for_s: float | None = None
     delay_s: float = 0.0
+    mbit: float = 0.0
+    cores: float = 0.0
+    bit: int = 0
     steps: int = 1
     status: int = 1
     times: int = 1
@@ -105,13 +116,15 @@ class Fault:
 class RandomFaults:
     """Faults of random `kinds` of ranks on random ranks, independent of one another.
 
-    The mean time between two is `mtbf_s` seconds, or `mtbf_steps` steps; the other is 0.
+    The mean time between two is `mtbf_s` seconds, or `mtbf_steps` steps; the other is 0. `apart`: the least time, in
+    the same unit.
     """
 
     kinds: tuple[str, ...]
     mtbf_s: float = 0.0
     mtbf_steps: float = 0.0
     seed: int = 0
+    apart: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -182,10 +195,12 @@ def _fault(part: str, kind: str, values: dict[str, Any]) -> Fault:
 
 
 def _random(part: str, values: dict[str, Any]) -> RandomFaults:
-    if unknown := values.keys() - {"mtbf_s", "mtbf_steps", "seed", "kinds"}:
-        raise InjectionError(f"{part!r}: random has no {min(unknown)}, only kinds, mtbf_s, mtbf_steps, seed")
+    if unknown := values.keys() - {"mtbf_s", "mtbf_steps", "apart", "seed", "kinds"}:
+        raise InjectionError(f"{part!r}: random has no {min(unknown)}, only apart, kinds, mtbf_s, mtbf_steps, seed")
     if ("mtbf_s" in values) == ("mtbf_steps" in values):
         raise InjectionError(f"{part!r}: random needs mtbf_s= or mtbf_steps=")
+    if values.get("apart", 0.0) >= values.get("mtbf_s", values.get("mtbf_steps")):
+        raise InjectionError(f"{part!r}: apart should be less than the mean")
     if "kinds" not in values:
         raise InjectionError(f"{part!r}: random needs kinds=, such as kinds=kill,stop,hang")
     for kind in values["kinds"]:
@@ -225,6 +240,12 @@ def _status(text: str) -> int:
     return value
 
 
+def _bit(text: str) -> int:
+    if (value := _whole(text)) > 63:
+        raise ValueError(text)
+    return value
+
+
 def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
 
@@ -234,11 +255,13 @@ _RANGES: Mapping[Callable[[str], Any], str] = {
     _positive: "a whole number from 1 on",
     _seconds: "a number from 0.001 to 1000000",
     _status: "an exit status from 0 to 255",
+    _bit: "a bit from 0 to 63",
     _names: "names with commas",
     str: "a phase",
 }
 _PARSERS: Mapping[str, Callable[[str], Any]] = {
     "rank": _whole, "node": _whole, "peer": _whole, "step": _whole, "phase": str, "for_s": _seconds,
     "delay_s": _seconds, "steps": _positive, "status": _status, "times": _positive, "mtbf_s": _seconds,
-    "mtbf_steps": _seconds, "seed": _whole, "kinds": _names,
+    "mtbf_steps": _seconds, "apart": _seconds, "seed": _whole, "kinds": _names, "bit": _bit, "mbit": _seconds,
+    "cores": _seconds,
 }  # fmt: skip

@@ -96,13 +96,19 @@ class LostPeerError(MegascaleError, RuntimeError):
         self.peers = tuple(peers)
 
 
-class DivergenceError(MegascaleError):
+class SpoiledStateError(MegascaleError):
+    """Weights, loss or gradients are wrong on the `ranks` named, as far as they are known; raised on every rank."""
+
+    exit_status = Exit.DO_NOT_REQUEUE
+
+    def __init__(self, message: str, *, ranks: Sequence[int] = (), hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.ranks = tuple(ranks)
+
+
+class DivergenceError(SpoiledStateError):
     """The loss, a gradient or a weight is not finite: a restart would fail in the same step."""
 
-    exit_status = Exit.DO_NOT_REQUEUE
 
-
-class ReplicasDifferError(MegascaleError):
+class ReplicasDifferError(SpoiledStateError):
     """Replicas of a parameter have drifted apart: a restart from the same state would train on two models."""
-
-    exit_status = Exit.DO_NOT_REQUEUE

@@ -85,7 +85,7 @@ def classify_ends(ends: Mapping[int, RankEnd], node_of: Mapping[int, str]) -> Fi
         return _classify_lost_peers([end for end in failed if not end.stopped], node_of)
     first = causes[0]
     same = tuple(sorted(end.rank for end in causes if end.error == first.error and end.status == first.status))
-    ranks = same if first.error else (first.rank,)
+    ranks = first.named or (same if first.error else (first.rank,))
     culprit = Culprit(ranks, _nodes(ranks, node_of))
     followers = tuple(sorted(end.rank for end in failed if end.rank not in ranks))
     return _classify_end(first, culprit, followers)

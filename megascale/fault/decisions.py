@@ -80,6 +80,22 @@ def nodes_in_doubt(incident: Incident, running: Sequence[str]) -> Sequence[str]:
     return [node for node in running if not culprits or node in culprits]
 
 
+def ends_to_replace(job: Job, links: Sequence[tuple[str, str]], others: int = 0) -> dict[str, str]:
+    """Return nodes without which no link of `links` is used, and why they leave the job: for each link one of its ends,
+    since nobody knows which is at fault. None if spares do not suffice, with `others` nodes that leave anyway.
+    """
+    reasons: dict[str, str] = {}
+    left = list(links)
+    while left:
+        count = Counter(node for link in left for node in link)
+        node = max(count, key=lambda node: (count[node], job.places.index(node) if node in job.places else -1))
+        peers = sorted(set().union(*(link for link in left if node in link)) - {node})
+        reasons[node] = f"its path to {', '.join(peers)} does not work, and a spare takes its place"
+        left = [link for link in left if node not in link]
+    suffices = job.plan.requestable or len(reasons) + others <= len(job.roster.spares(job.used))
+    return reasons if suffices else {}
+
+
 def alert(job: Job, metric: str, value: float, recent: float, now: float) -> None:
     """Log and print an alert about a metric."""
     what = f"{metric} {value:.4g} is {value / recent:.3g} times its recent median {recent:.4g}"

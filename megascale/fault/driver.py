@@ -16,6 +16,7 @@ from typing import Any
 from megascale.core.process import stop_signals
 from megascale.fault.alerts import AlertReader
 from megascale.fault.commands import CheckNodes, Command, Finish, Log, Say, Send
+from megascale.fault.decisions import ends_to_replace
 from megascale.fault.incidents import IncidentLog
 from megascale.fault.job import Job
 from megascale.fault.messages import CheckDone, Hello
@@ -169,13 +170,16 @@ class Driver:
         self._begin(self._finish_examination(hello))
 
     async def _examine_paths(self, hellos: Sequence[Hello], report: bool) -> None:
-        """Check which nodes reach each other; a node that is not reached leaves the job, unless this is a `report`."""
+        """Check which nodes reach each other. Unless this is a `report`, a node that is not reached leaves the job, and
+        an end of a bad link if there is a spare.
+        """
         nodes, links = await self._gate.examine_paths(hellos)
-        self.perform([Say(f"link {link}: {reason}") for link, reason in links.items()])
-        if report:
-            self.perform([Say(f"node {node}: {reason}") for node, reason in nodes.items()])
+        found = {f"link {a} - {b}": reason for (a, b), reason in links.items()}
+        found |= {f"node {node}": reason for node, reason in nodes.items()}
+        self.perform([Say(f"{what}: {reason}") for what, reason in found.items()])
+        reasons = nodes | ends_to_replace(self._job, list(links), len(nodes))
         for hello in hellos if not report else ():
-            self.perform(self._job.checked(hello.node, nodes.get(hello.node, ""), self._clock.now()))
+            self.perform(self._job.checked(hello.node, reasons.get(hello.node, ""), self._clock.now()))
 
     async def _finish_examination(self, hello: Hello) -> None:
         reason = await self._gate.examine(hello)

@@ -134,7 +134,8 @@ def random_faults(settings: RandomFaults, world: int, began: float) -> Iterator[
     number = 0
     while True:
         number += 1
-        at += draw.expovariate(1 / (settings.mtbf_s or settings.mtbf_steps))
+        mean = settings.mtbf_s or settings.mtbf_steps
+        at += settings.apart + draw.expovariate(1 / (mean - settings.apart))
         kind, rank, phase = draw.choice(settings.kinds), draw.randrange(world), draw.choice(RANDOM_PHASES)
         if KINDS[kind].phases != PHASES:
             phase = KINDS[kind].phase
@@ -155,9 +156,24 @@ def faults_of_target(injection: Injection, target: str, folder: Path) -> list[Fa
 
 def describe(fault: Fault) -> str:
     """Return a fault as its text in the configuration, with its phase and without defaults."""
-    default = Fault(fault.kind, fault.step)
-    keys = ("rank", "node", "peer", "step", "phase", "for_s", "delay_s", "steps", "status", "times")
-    words = [f"{key}={getattr(fault, key):g}" if key in ("for_s", "delay_s") else f"{key}={getattr(fault, key)}"
+    kind = KINDS[fault.kind]
+    default = Fault(fault.kind, fault.step, phase="" if kind.phases else kind.phase)
+    keys = (
+        "rank",
+        "node",
+        "peer",
+        "step",
+        "phase",
+        "for_s",
+        "delay_s",
+        "mbit",
+        "cores",
+        "bit",
+        "steps",
+        "status",
+        "times",
+    )
+    words = [f"{key}={value:g}" if isinstance(value := getattr(fault, key), float) else f"{key}={value}"
              for key in keys if key == "step" or getattr(fault, key) != getattr(default, key)]  # fmt: skip
     return " ".join([fault.kind, *words])
 

@@ -80,7 +80,7 @@ class Job:
 
     `places`: the nodes that ranks fill, in order, None where a node is wanted; `pending`: the incident whose action
     follows the end of the attempt. `begun`: start of this driver; `deadline`: of the stage; `next_look`: time of
-    the next look for a hang; `heartbeats`: a count of all.
+    the next look for a hang; `heartbeats`: a count of all. `unfit`: why nodes leave once their ranks have ended.
     """
 
     def __init__(
@@ -102,6 +102,7 @@ class Job:
         self.stop_requests = 0
         self.next_look = 0.0
         self.heartbeats = 0
+        self.unfit: dict[str, str] = {}
         self.commands: list[Command] = []
         if plan.takeover:
             stages.begin_takeover(self, now)
@@ -156,13 +157,13 @@ class Job:
 
     def checked(self, node: str, reason: str, now: float) -> list[Command]:
         """The checks of a node are done; `reason`: why it runs no ranks of this job, "" for a good node."""
+        if reason and self.stage == Stage.STOP and self._runs_ranks(node):
+            self.unfit[node] = reason  # it leaves when its ranks have ended
+            return self._advance(now)
         if node in self.roster.members:
             self.roster.members[node].held = False
         if reason and not self._runs_ranks(node):
-            self.do(Say(f"node {node} failed its checks: {reason}"))
-            if node not in self.roster.members:
-                self.do(Send(node, Leave(f"it failed its checks: {reason}")))
-            stages.exclude(self, node, f"it failed its checks: {reason}", now)
+            self.leave_out(node, reason, now)
             self.do(Request(1))
         return self._advance(now)
 
@@ -218,6 +219,13 @@ class Job:
     def used(self) -> list[str]:
         """The nodes that have a place."""
         return [node for node in self.places if node]
+
+    def leave_out(self, node: str, reason: str, now: float) -> None:
+        """Take out a node that failed its checks."""
+        self.do(Say(f"node {node} failed its checks: {reason}"))
+        if node not in self.roster.members:
+            self.do(Send(node, Leave(f"it failed its checks: {reason}")))
+        stages.exclude(self, node, f"it failed its checks: {reason}", now)
 
     def shrink(self, lost: Sequence[str]) -> None:
         """Go on without nodes, in a smaller layout."""

@@ -58,8 +58,9 @@ class RankEnd(_Checked):
 
     `status`: exit status, negative for a signal. `time`: seconds since the epoch. From the rank's error file, where it
     wrote one: `error`, `error_kind` (the name of the exception's class), `peer_lost` (it only lost another rank),
-    `exit_status` and `in_order` (it left the job as it wrote). `last_lines`: of its output. `patterns`: names of the
-    observations in its output (`fault.observations`). `stopped`: the agent had sent a signal before, by order.
+    `named` (ranks whose state the error calls wrong), `exit_status` and `in_order` (it left the job as it wrote).
+    `last_lines`: of its output. `patterns`: names of the observations in its output (`fault.observations`). `stopped`:
+    the agent had sent a signal before, by order.
     """
 
     rank: int
@@ -69,6 +70,7 @@ class RankEnd(_Checked):
     error_kind: str = ""
     peer_lost: bool = False
     peers: tuple[int, ...] = ()
+    named: tuple[int, ...] = ()
     exit_status: int | None = None
     in_order: bool = False
     last_lines: tuple[str, ...] = ()

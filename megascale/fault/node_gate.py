@@ -54,11 +54,11 @@ class NodeGate:
             del self._results[hello.node]
         return "; ".join(f"{verdict.check}: {verdict.reason}" for verdict in bad)
 
-    async def examine_paths(self, hellos: Sequence[Hello]) -> tuple[dict[str, str], dict[str, str]]:
+    async def examine_paths(self, hellos: Sequence[Hello]) -> tuple[dict[str, str], Mapping[tuple[str, str], str]]:
         """Check which nodes reach each other; return reasons by bad node, and by bad link between other nodes."""
         found = await diagnose([_checked_node(hello) for hello in hellos], self._checks.run, self._paths_plan)
         nodes = {verdict.node: verdict.reason for verdict in found.verdicts if verdict.check == "reach" and verdict.bad}
-        return nodes, {f"{a} - {b}": reason for (a, b), reason in found.bad_links.items()}
+        return nodes, found.bad_links
 
     async def _wait_for_others(self, timeout_s: float) -> None:
         """Wait until the nodes that are being measured have results: the first nodes of a job join at the same time."""

@@ -38,6 +38,7 @@ def describe_end(
         error_kind=record["kind"],
         peer_lost=record["peer_was_lost"],
         peers=tuple(record["peers"]),
+        named=tuple(record["named"]),
         exit_status=record["exit_status"],
         in_order=not record["what"] and record["exit_status"] == end.status,
         last_lines=last_lines,

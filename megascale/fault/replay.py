@@ -41,19 +41,19 @@ PERSON_S = 3_600.0
 RECURRENCE_S = 120.0
 """Mean seconds of training until a fault that persists on a node strikes again."""
 
-NAMED = 0.95
-"""Share of hangs in which the verdict names the right rank; in the others a random one."""
-
 
 @dataclass(frozen=True)
 class ReplayPlan:
-    """A job of `gpus` for `days`. `spares`: None for `spare_nodes`; `refill_s`: until a spare replaces a used one."""
+    """A job of `gpus` for `days`. `spares`: None for `spare_nodes`; `refill_s`: until a spare replaces a used one;
+    `named`: share of hangs in which the verdict names the right rank, in the others a random one.
+    """
 
     gpus: int
     days: float = 54.0
     spares: int | None = None
     step_s: float = 10.0
     refill_s: float = 3_600.0
+    named: float = 0.95
     seed: int = 1
 
 
@@ -201,7 +201,7 @@ class Replay:
             case "node":
                 sim.lose_node(node)
             case "hang":
-                named = rank if self._random.random() < NAMED else self._random.randrange(self._plan.gpus)
+                named = rank if self._random.random() < self._plan.named else self._random.randrange(self._plan.gpus)
                 bound = max(self._settings.hang_s, self._settings.hang_step_times * self._plan.step_s)
                 sim.hang(HangVerdict("collective", (named,), "dp", (name,)), bound + self._settings.heartbeat_s)
             case "network":

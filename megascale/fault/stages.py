@@ -251,6 +251,9 @@ def carry_out(job: Job, now: float) -> None:
     if action is not None and action.kind in ("replace", "replace_group"):
         for node in action.nodes:
             exclude(job, node, incident.what if incident else "", now)
+    for node in [node for node in job.unfit if node in job.roster.members]:
+        job.leave_out(node, job.unfit[node], now)
+    job.unfit.clear()
     if action is not None and action.kind == "shrink":
         job.shrink(action.nodes)
     wanted = job.places.count(None) - len(job.roster.spares(node for node in job.places if node))

@@ -6,6 +6,7 @@ for another host, and hides communication as in no real cluster.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Sequence
@@ -54,6 +55,21 @@ class CpuQuota:
     def wrap_command(self, command: Sequence[str]) -> list[str]:
         """Wrap a command so that the command and its children run under the quota."""
         return ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self.cgroup / "cgroup.procs"), *command]
+
+    def limit(self, pids: Sequence[int]) -> None:
+        """Let running processes join, with the children that they start from now on."""
+        _move(pids, self.cgroup)
+
+    def lift(self) -> None:
+        """Remove the quota; its processes run on without one."""
+        _move([int(pid) for pid in (self.cgroup / "cgroup.procs").read_text().split()], self.cgroup.parent)
+        remove_cgroup(self.cgroup)
+
+
+def _move(pids: Sequence[int], cgroup: Path) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            (cgroup / "cgroup.procs").write_text(str(pid))
 
 
 def remove_cgroup(folder: Path) -> None:

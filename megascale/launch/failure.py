@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megascale.core.errors import Exit, LostPeerError, MegascaleError
+from megascale.core.errors import Exit, LostPeerError, MegascaleError, SpoiledStateError
 from megascale.core.files import write_text
 from megascale.core.rank import Rank, format_ranks
 from megascale.launch import flight
@@ -94,8 +94,9 @@ def write_error(error: BaseException, rank: Rank, explain: Callable[[], str] = s
     text = str(error) if ours else "".join(traceback.format_exception_only(error)).strip()
     peer_lost = is_peer_lost(error)
     peers = list(error.peers) if isinstance(error, LostPeerError) else []
-    kind = type(error).__name__
-    _write_record(rank, text, exit_status_of(error), kind=kind, peer_was_lost=peer_lost, peers=peers)
+    named = list(error.ranks) if isinstance(error, SpoiledStateError) else []
+    record = {"kind": type(error).__name__, "peer_was_lost": peer_lost, "peers": peers, "named": named}
+    _write_record(rank, text, exit_status_of(error), record)
     said = f"{rank}: {text}"
     if peer_lost:
         until = time.monotonic() + PEER_LOST_DELAY_S
@@ -121,19 +122,18 @@ def write_end(rank: Rank, status: int) -> None:
     _write_record(rank, "", status)
 
 
-def _write_record(
-    rank: Rank, what: str, status: int, *, kind: str = "", peer_was_lost: bool = False, peers: Sequence[int] = ()
-) -> None:
+_NO_ERROR: Mapping[str, Any] = {"kind": "", "peer_was_lost": False, "peers": [], "named": []}
+
+
+def _write_record(rank: Rank, what: str, status: int, more: Mapping[str, Any] = _NO_ERROR) -> None:
     if path := os.environ.get(ERROR_FILE):
         record = {
             "time": time.time(),
             "rank": rank.rank,
             "host": rank.host,
             "what": what,
-            "kind": kind,
             "exit_status": status,
-            "peer_was_lost": peer_was_lost,
-            "peers": list(peers),
+            **more,
         }
         write_text(Path(path.replace("%t", str(rank.rank))), json.dumps(record))
 
@@ -148,7 +148,8 @@ class ProcessEnd:
 
 def read_record(logs: Path, rank: int) -> dict[str, Any] | None:
     """Return what a rank wrote of its end: `time`, `rank`, `host`, `what` (the error, "" for an end in order), `kind`
-    (the error's class), `exit_status`, `peer_was_lost`, `peers`; None if it wrote nothing.
+    (the error's class), `exit_status`, `peer_was_lost`, `peers`, `named` (ranks whose state the error calls wrong);
+    None if it wrote nothing.
     """
     try:
         return json.loads((logs / ERROR_FILE_NAME.format(rank)).read_text(encoding="utf-8"))

@@ -41,6 +41,8 @@ _BURST_S, _LEAST_BURST = 1e-3, 128 * 1024
 # Seconds and least bytes of the queue; more is dropped. As short as a TCP stream allows, because queues add delay.
 _QUEUE_S, _LEAST_QUEUE = 20e-3, 512 * 1024
 
+_NOBODY = "02:00:00:00:00:00"  # the address of no device
+
 _ABSENT = {
     "netem": "set no delay, or use a kernel with netem (CONFIG_NET_SCH_NETEM; modprobe sch_netem)",
     "tbf": "set no rate, or use a kernel with tbf (CONFIG_NET_SCH_TBF; modprobe sch_tbf)",
@@ -125,17 +127,27 @@ class Testbed:
     ) -> None:
         self._close()
 
-    def set_link(self, link: HostLink) -> None:
-        """Change all links of the open testbed, under running commands.
+    def set_link(self, link: HostLink, host: int | None = None) -> None:
+        """Change all links of the open testbed, or one host's, under running commands. `self.link` is that of all.
 
         Raises: TestbedError if the kernel does not support `link`; the links are then unchanged
         """
-        switch = self._namespaces[-1]
+        switch, hosts = self._namespaces[-1], self.hosts if host is None else [self.hosts[host]]
         _batch("tc", switch, _queue("lo", link.bits_per_second, link.delay_s))  # a trial, on an unused device
-        for host in self.hosts:
-            _batch("tc", self._namespaces[host.index], _queue(INTERFACE, link.bits_per_second, link.delay_s))
-        _batch("tc", switch, [line for host in self.hosts for line in _queue(_port(host), link.bits_per_second, 0.0)])
-        self.link = link
+        for each in hosts:
+            _batch("tc", self._namespaces[each.index], _queue(INTERFACE, link.bits_per_second, link.delay_s))
+        _batch("tc", switch, [line for each in hosts for line in _queue(_port(each), link.bits_per_second, 0.0)])
+        self.link = link if host is None else self.link
+
+    def connect(self, host: int, *, up: bool) -> None:
+        """Cut a host's link at the switch, or connect it again, under running commands."""
+        _batch("ip", self._namespaces[-1], [f"link set {_port(self.hosts[host])} {'up' if up else 'down'}"])
+
+    def reach(self, host: int, peers: Sequence[int], *, reaches: bool) -> None:
+        """Lose all that a host sends to others, or deliver it again, under running commands."""
+        places = [f"{self.hosts[peer].address} dev {INTERFACE}" for peer in peers]
+        lost = [f"neigh replace {place} lladdr {_NOBODY} nud permanent" for place in places]
+        _batch("ip", self._namespaces[host], [f"neigh del {place}" for place in places] if reaches else lost)
 
     def call_on_host(self, host: int, call: Callable[[], T]) -> T:
         """Call `call` on a host and return its result. Sockets and processes made by `call` stay on the host."""

@@ -13,6 +13,9 @@ import signal
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
 from megascale.comm.group import CommunicationFault, Group
 from megascale.config.injection import Fault, parse_injection
 from megascale.config.run import RunConfig
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 
 ACTION_PHASES = {"F": "forward", "B": "backward", "update": "optimizer"}
 """Phases by the names of a step's actions."""
+
+_INTEGERS = {16: torch.int16, 32: torch.int32, 64: torch.int64}
 
 
 class FaultInjection:
@@ -39,8 +44,8 @@ class FaultInjection:
         """Let a fault of this moment strike."""
         if (fault := self._injector.strikes(phase, step)) is None:
             return
-        if fault.kind == "nan":
-            self._spoil_weights()
+        if fault.kind in ("nan", "flip_weight", "flip_gradient"):
+            self._spoil(fault)
         elif phase == "write" and fault.kind in ("kill", "stop", "hang", "hold_gil", "slow_storage", "full_disk"):
             self._strike_writer(fault)
         else:
@@ -81,10 +86,18 @@ class FaultInjection:
             self._file_limits.clear()
         self.reach(moment, self._run.progress.step)
 
-    def _spoil_weights(self) -> None:
+    def _spoil(self, fault: Fault) -> None:
+        """Spoil a value of the first bucket: on this rank's own shard, which no all-gather overwrites."""
         assert self._run is not None
+        bucket = self._run.buffers.buckets[0]
+        if fault.kind == "flip_gradient":
+            flip_bit(bucket.grad, fault.bit)
+            return
         self._run.buffers.finish_param_gather()  # the all-gather in flight would overwrite it
-        self._run.buffers.buckets[0].weights.fill_(math.nan)
+        if fault.kind == "nan":
+            bucket.weights.fill_(math.nan)
+        else:
+            flip_bit(bucket.shard_weights, fault.bit)
 
     def _strike_writer(self, fault: Fault) -> None:
         assert self._run is not None and self._run.checkpoints.saver is not None
@@ -96,6 +109,14 @@ class FaultInjection:
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, limits[1]))
         else:
             stop_process(pid, fault.for_s)
+
+
+def flip_bit(values: Tensor, bit: int) -> None:
+    """Flip a bit of the middle element of a flat tensor; of the bits that its dtype has, counted round."""
+    size = 8 * values.element_size()
+    whole = values.view(_INTEGERS[size])
+    bit %= size
+    whole[whole.numel() // 2] ^= (1 << bit) - (1 << size if bit == size - 1 else 0)  # the sign bit is negative
 
 
 class _GroupMoments:

@@ -55,6 +55,7 @@ def check_step_finite(run: Run, local_loss: float, total_loss: float, norm: floa
     reports = [NonFiniteReport(**fields) for fields in reports_of_ranks]
     raise DivergenceError(
         f"step {run.progress.step + 1}: {_first_cause(reports, run.config.model)}; nothing was updated or saved",
+        ranks=[report.rank for report in reports if report.nonfinite_weights][:1],
         hint=f"lower optimizer.lr, or check the samples of this step; {known_state(run, run.progress.step + 1)}",
     )
 
@@ -74,6 +75,7 @@ def check_state_finite(run: Run) -> None:
     rank, name = next((rank, name) for rank, name in enumerate(names_of_ranks) if name)
     raise DivergenceError(
         f"step {run.progress.step}: {name} or its optimizer state is not finite on rank {rank}; nothing was saved",
+        ranks=[rank],
         hint=f"lower optimizer.lr; {known_state(run, run.progress.step)}",
     )
 

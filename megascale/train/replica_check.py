@@ -71,8 +71,10 @@ class ReplicaCheck(Hook):
         step = run.progress.step
         if total.item():
             equal = f"up to step {self._equal_at}, where they were equal" if self._equal_at else "before they differed"
+            text, ranks = _describe(run, copies)
             raise ReplicasDifferError(
-                f"step {step}: replicas differ, so this run is no longer one model:\n{_describe(run, copies)}",
+                f"step {step}: replicas differ, so this run is no longer one model:\n{text}",
+                ranks=ranks,
                 hint=f"test the memory of the hosts named; continue from a checkpoint of a step {equal}",
             )
         self._equal_at = step
@@ -139,8 +141,8 @@ def _differing(sums: Sequence[tuple[Group, Tensor]], device: torch.device) -> li
     return differ
 
 
-def _describe(run: Run, copies: Sequence[Copy]) -> str:
-    """Describe the parameters that differ, and the ranks that hold them; the same text on every rank."""
+def _describe(run: Run, copies: Sequence[Copy]) -> tuple[str, list[int]]:
+    """Describe the parameters that differ, and return the ranks that hold them; the same on every rank."""
     found = [
         [copy.group.name, list(copy.group.ranks), name, str(values.item())]
         for copy, name, values in _differing_parts(copies, run.device.torch_device)
@@ -148,7 +150,8 @@ def _describe(run: Run, copies: Sequence[Copy]) -> str:
     report = {"host": socket.gethostname(), "found": found[:MAX_NAMED]}
     control = run.mesh.world.control
     reports = control.gather(report, "replicas that differ")
-    return str(control.broadcast(None if reports is None else describe_reports(reports), "replicas that differ"))
+    text, ranks = control.broadcast(None if reports is None else describe_reports(reports), "replicas that differ")
+    return text, ranks
 
 
 def _differing_parts(copies: Sequence[Copy], device: torch.device) -> Iterator[tuple[Copy, str, Tensor]]:
@@ -158,28 +161,32 @@ def _differing_parts(copies: Sequence[Copy], device: torch.device) -> Iterator[t
     return (part for part, differs in zip(parts, differ, strict=True) if differs)
 
 
-def describe_reports(reports: Sequence[dict[str, Any]]) -> str:
-    """Describe reports of all ranks, in rank order: a line for each parameter and group."""
+def describe_reports(reports: Sequence[dict[str, Any]]) -> tuple[str, list[int]]:
+    """Describe reports of all ranks, in rank order: a line for each parameter and group. Returns text and odd ranks."""
     sums: dict[tuple[str, str, tuple[int, ...]], dict[int, str]] = defaultdict(dict)
     for rank, report in enumerate(reports):
         for group, ranks, name, total in report["found"]:
             sums[name, group, tuple(ranks)][rank] = total
+    hosts = [report["host"] for report in reports]
     lines = [
-        f"  {name}, a copy on each rank of {group}: {_odd_ones(by_rank, [report['host'] for report in reports])}"
+        f"  {name}, a copy on each rank of {group}: {_describe_odd_ones(by_rank, hosts)}"
         for (name, group, _), by_rank in sums.items()
     ]
     rest = [f"  and {len(lines) - MAX_NAMED} more"] if len(lines) > MAX_NAMED else []
-    return "\n".join([*lines[:MAX_NAMED], *rest]) or "  padding between parameters"
+    text = "\n".join([*lines[:MAX_NAMED], *rest]) or "  padding between parameters"
+    return text, sorted({rank for by_rank in sums.values() for rank in _odd_ones(by_rank)})
 
 
-def _odd_ones(by_rank: dict[int, str], hosts: Sequence[str]) -> str:
-    """Name the ranks outside the majority; without a majority all ranks, since nobody knows which is right."""
+def _odd_ones(by_rank: dict[int, str]) -> list[int]:
+    """Return the ranks outside the majority; without a majority all ranks, since nobody knows which is right."""
     (common, votes), *_ = Counter(by_rank.values()).most_common(1)
-    odd = [rank for rank, total in by_rank.items() if total != common]
-    if 2 * votes > len(by_rank):
-        others = f"{votes} other ranks are equal"
-    else:
-        odd, others = list(by_rank), "which is right is unknown"
+    return [rank for rank, total in by_rank.items() if total != common or 2 * votes <= len(by_rank)]
+
+
+def _describe_odd_ones(by_rank: dict[int, str], hosts: Sequence[str]) -> str:
+    odd = _odd_ones(by_rank)
+    equal = len(by_rank) - len(odd)
+    others = f"{equal} other ranks are equal" if equal else "which is right is unknown"
     named = ", ".join(f"rank {rank} ({hosts[rank]})" for rank in odd[:MAX_NAMED])
     more = f" and {len(odd) - MAX_NAMED} more" if len(odd) > MAX_NAMED else ""
     verb = "differ" if len(odd) > 1 else "differs"

@@ -27,6 +27,8 @@ def test_faults_by_rank_and_step() -> None:
 def test_random_faults() -> None:
     expected = Injection(random=RandomFaults(("kill", "stop"), mtbf_s=30.0, seed=7))
     assert parse_injection("random mtbf_s=30 seed=7 kinds=kill,stop") == expected
+    apart = parse_injection("random mtbf_steps=30 apart=20 kinds=kill").random
+    assert apart == RandomFaults(("kill",), mtbf_steps=30.0, apart=20.0)
 
 
 def test_every_kind_has_an_example() -> None:
@@ -62,6 +64,9 @@ def test_every_kind_has_an_example() -> None:
         ("random mtbf_s=5", "random needs kinds="),
         ("random mtbf_s=5 kinds=kill,lose_node", "kinds=lose_node: should be of kill, stop"),
         ("random mtbf_s=5 kinds=kill rank=2", "random has no rank"),
+        ("random mtbf_s=5 kinds=kill apart=5", "apart should be less than the mean"),
+        ("flip_weight rank=1 step=2 bit=64", "bit=64: should be a bit from 0 to 63"),
+        ("throttle_link node=1 step=2", "throttle_link needs mbit="),
         ("random mtbf_s=5 kinds=kill; random mtbf_s=5 kinds=stop", "`random` is given twice"),
     ],
 )

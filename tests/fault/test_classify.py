@@ -41,6 +41,13 @@ def test_the_earliest_of_several_causes_counts() -> None:
     assert (found.class_, found.culprit.ranks) == ("software", (1,))
 
 
+def test_ranks_that_an_error_names_are_the_culprits() -> None:
+    error = {"error": "replicas differ", "error_kind": "ReplicasDifferError", "exit_status": 93, "named": (3,)}
+    found = classify(*(ended(rank, 93, 1.0 + rank, **error) for rank in range(6)))
+    assert (found.class_, found.culprit.ranks, found.culprit.nodes) == ("divergence", (3,), ("b",))
+    assert found.followers == (0, 1, 2, 4, 5)
+
+
 def test_an_abort_by_the_watchdog_is_a_consequence() -> None:
     found = classify(ended(0, -signal.SIGABRT, 1.0, patterns=("nccl_watchdog",)), ended(5, -signal.SIGKILL, 2.0))
     assert found.culprit.ranks == (5,)

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 
 import pytest
@@ -91,6 +91,12 @@ def test_random_faults_by_time_leave_out_those_of_an_outage(tmp_path: Path, monk
     assert len(struck(again, inject.RANDOM_PHASES)) == 1
 
 
+def test_random_faults_are_apart() -> None:
+    drawn = [planned.due for planned in islice(random_faults(RandomFaults(("kill",), 10.0, apart=8.0), 4, 0.0), 500)]
+    gaps = [later - earlier for earlier, later in pairwise(drawn)]
+    assert min(gaps) >= 8.0 and 9.5 < drawn[-1] / len(drawn) < 10.5
+
+
 def test_faults_of_nodes_are_for_the_program_that_injects_them(tmp_path: Path) -> None:
     text = parse_injection("lose_node node=1 step=3; kill_driver step=2; kill rank=0 step=1")
     assert faults_of_target(text, "node", tmp_path) == [Fault("lose_node", 3, node=1)]
@@ -107,6 +113,8 @@ def test_a_description_is_the_text_of_the_fault() -> None:
         "kill_driver step=4",
         "slow rank=0 step=2 phase=data delay_s=0.1 steps=4",
         "exit rank=0 step=1 phase=tp status=7 times=3",
+        "throttle_link node=1 step=3 for_s=2.5 mbit=10",
+        "flip_weight rank=1 step=3 bit=30",
     ):
         fault = parse_injection(text).faults[0]
         assert describe(fault) == text and parse_injection(describe(fault)).faults[0] == fault

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,11 +10,13 @@ import pytest
 from megascale.config.fault import FaultConfig
 from megascale.core.errors import Exit
 from megascale.fault.commands import Finish, Send
+from megascale.fault.decisions import ends_to_replace
 from megascale.fault.incidents import JobHistory
 from megascale.fault.job import Job, JobPlan
 from megascale.fault.messages import Heartbeat, Hello, RankEnd, RanksEnded, RankStatus, Start, Stop, StoreOpened
 from megascale.fault.shrink import SmallerLayout
 from megascale.fault.simulation import HangVerdict, Simulation
+from megascale.fault.stages import Stage
 
 PLAN = JobPlan("run", 4, 16, ("train",), "/logs")
 
@@ -70,6 +73,27 @@ def test_an_agent_that_ended_is_started_again_without_a_spare() -> None:
     sim.lose_node("node2")
     assert recovers(sim).action.kind == "restart"
     assert sim.job.history.nodes == ("node0", "node1", "node2", "node3")
+
+
+def test_a_node_that_fails_its_checks_while_its_ranks_end_leaves_the_job() -> None:
+    sim = simulation(plan=replace(PLAN, checks=True))
+    sim.hang(HangVerdict("collective", (5,)), 5.0)
+    while sim.job.stage is not Stage.STOP:
+        sim.run(sim.now + 0.2)
+    sim._perform(sim.job.checked("node1", "memory: slow", sim.now))
+    assert recovers(sim).culprit.nodes == ("node1",)
+    assert sim.job.history.nodes == ("node0", "node4", "node2", "node3")
+    assert any("node node1 failed its checks: memory: slow" in line for _, line in sim.said)
+
+
+def test_of_each_bad_link_one_end_leaves_if_there_is_a_spare() -> None:
+    job = simulation(spares=1).job
+    assert list(ends_to_replace(job, [("node1", "node3")])) == ["node3"]
+    assert list(ends_to_replace(job, [("node1", "node3"), ("node0", "node1"), ("node1", "node2")])) == ["node1"]
+    assert "node1" in ends_to_replace(job, [("node1", "node3")])["node3"]
+    assert ends_to_replace(job, [("node1", "node3"), ("node0", "node2")]) == {}, "there is one spare"
+    assert ends_to_replace(job, [("node1", "node3")], others=1) == {}
+    assert ends_to_replace(job, []) == {}
 
 
 def test_two_nodes_at_once_are_one_incident() -> None:

@@ -34,6 +34,7 @@ def leave(logs: Path, rank: int, **record: Any) -> None:
         "exit_status": 1,
         "peer_was_lost": False,
         "peers": [],
+        "named": [],
     }
     (logs / f"rank-{rank}.error.json").write_text(json.dumps(full | record))
 

@@ -158,6 +158,31 @@ def test_a_standing_link_is_changed(bed: testbed.Testbed) -> None:
     assert 0.8 <= reached(bed, 20 * MBIT, (1, 2))[0] <= 1.05
 
 
+def test_one_hosts_link_is_cut_and_slowed(bed: testbed.Testbed) -> None:
+    """Both ends, each way: the whole link, what one host sends to another, and the link's rate."""
+
+    def hears(host: int, peer: int) -> bool:
+        ping = ["ping", "-c", "1", "-W", "1", bed.hosts[peer].address]
+        return not bed.call_on_host(host, lambda: subprocess.run(ping, capture_output=True, check=False)).returncode
+
+    assert hears(0, 1)
+    bed.connect(0, up=False)
+    assert not hears(0, 1) and not hears(1, 0)
+    bed.connect(0, up=True)
+    bed.reach(0, [1], reaches=False)
+    assert not hears(0, 1) and not hears(1, 0), "no answer comes"
+    if len(bed.hosts) > 2:
+        assert hears(0, 2) and hears(2, 1)
+    bed.reach(0, [1], reaches=True)
+    assert hears(0, 1)
+    bed.set_link(HostLink(50 * MBIT), 1)
+    assert bed.link.bits_per_second != 50 * MBIT
+    shown = ["tc", "qdisc", "show", "dev", "eth0"]
+    queues = [bed.call_on_host(host, lambda: subprocess.check_output(shown, text=True)) for host in (0, 1)]
+    assert ["50Mbit" in queue for queue in queues] == [False, True]
+    bed.set_link(bed.link)
+
+
 def test_a_delay_is_there_or_refused(bed: testbed.Testbed) -> None:
     """Many kernels lack netem."""
     bed.set_link(HostLink(100 * MBIT))

@@ -25,6 +25,9 @@ def test_replays_print_a_table_and_json() -> None:
     assert re.search(r"\| 256 \| \d+ \| \d+ \| \d+ \| \d+\.\d\d% \| ", run("fault_replay.py", *arguments))
     (result,) = json.loads(run("fault_replay.py", *arguments, "--json"))["llama3"]
     assert result["effective_share"] > 0.9
+    table = run("fault_replay.py", *arguments, "--sensitivity", "--seeds", "2")
+    assert re.search(r"\| 256 \| 80% of hang verdicts right \| \d+\.\d\d%", table)
+    assert re.search(r"\| 256 \| no spares \| \d+\.\d\d%", table)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megascale.config.injection import BEFORE_STEPS, PHASES
-from megascale.core.errors import DivergenceError, LostPeerError
+from megascale.core.errors import DivergenceError, LostPeerError, ReplicasDifferError
 from megascale.core.rank import Rank
 from tests.jobs import Job
 from tests.runs import GPT, build_run, config_of, settings, write_config
@@ -79,6 +79,16 @@ def test_a_weight_that_becomes_nan_is_named(tmp_path: Path) -> None:
     for error in run_world(2, error_of, config):
         assert isinstance(error, DivergenceError)
         assert "step 2: " in str(error) and "has a weight that is not finite on rank 1 " in str(error)
+        assert error.ranks == (1,)
+
+
+@pytest.mark.parametrize("kind", ["flip_weight", pytest.param("flip_gradient", marks=pytest.mark.slow)])
+def test_a_bit_that_flips_on_one_rank_is_found_there(kind: str, tmp_path: Path) -> None:
+    more = {"parallel__dp": 3, "parallel__zero": 0, "batch__global": 6, "train__steps": 3, "train__check_replicas": 1}
+    config = configured(tmp_path, 3, fault__inject=f"{kind} rank=1 step=2 bit=20", **more)
+    for error in run_world(3, error_of, config):
+        assert isinstance(error, ReplicasDifferError)
+        assert str(error).startswith("step 2: replicas differ") and error.ranks == (1,)
 
 
 LIMITS = {"launch__timeout_s": 1.0, "train__steps": 3}

@@ -99,7 +99,7 @@ def test_one_flipped_bit_is_named(layout: str, tmp_path: Path) -> None:
                 assert "continue from a checkpoint of a step up to step 2, where they were equal" in text
 
 
-def drift(rank: Rank, config: Any) -> str:
+def drift(rank: Rank, config: Any) -> tuple[str, tuple[int, ...]]:
     from megascale.core.errors import ReplicasDifferError
     from megascale.train.replica_check import ReplicaCheck
     from tests.runs import build_run
@@ -110,14 +110,14 @@ def drift(rank: Rank, config: Any) -> str:
     try:
         ReplicaCheck().check(run)
     except ReplicasDifferError as error:
-        return str(error)
-    return ""
+        return str(error), error.ranks
+    return "", ()
 
 
 def test_of_three_replicas_the_odd_one_is_named(tmp_path: Path) -> None:
     more = {"parallel__dp": 3, "parallel__zero": 0, "batch__global": 6, "train__precision": "fp32"}
-    texts = run_world(3, drift, config_of(settings(LLAMA, tmp_path, **more), tmp_path))
-    assert len(set(texts)) == 1
+    texts, ranks = zip(*run_world(3, drift, config_of(settings(LLAMA, tmp_path, **more), tmp_path)), strict=True)
+    assert len(set(texts)) == 1 and set(ranks) == {(2,)}
     assert "layers.1.mlp.down.weight, a copy on each rank of dp: rank 2 (" in texts[0]
     assert "differs; 2 other ranks are equal" in texts[0] and "rank 0" not in texts[0]
     assert texts[0].count("a copy on each rank") == 1, "no other parameter is named"
@@ -176,7 +176,8 @@ def test_the_order_of_elements_and_chunks_counts(monkeypatch: pytest.MonkeyPatch
 def test_many_parameters_are_counted() -> None:
     found = [["dp", [0, 1], f"layers.{n}", ""] for n in range(20)]
     reports = [{"host": "a", "found": [[*f[:3], str(rank)] for f in found]} for rank in (0, 1)]
-    text = describe_reports(reports)
+    text, ranks = describe_reports(reports)
+    assert ranks == [0, 1]
     assert text.count("rank 0 (a), rank 1 (a) differ; which is right is unknown") == 8 and "and 12 more" in text
 
 
