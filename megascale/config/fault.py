@@ -35,7 +35,9 @@ class FaultConfig(Section):
         3.0, description="a hang lasts at least this multiple of the recent step time"
     )
     start_hang_s: Seconds = Field(
-        300.0, description="bound instead of hang_s from the start of a rank to the end of its first step"
+        300.0,
+        description="bound instead of hang_s from the start of a rank to the end of its first step; in the first step "
+        "on nodes that have trained in this launch, ten times the first step then if that is shorter",
     )
     evaluation_hang_s: Seconds = Field(60.0, description="bound instead of hang_s in an evaluation")
     checkpoint_hang_s: Seconds = Field(

@@ -134,6 +134,8 @@ def note_progress(job: Job, now: float) -> None:
     if job.attempt.noted or not (watch.has_new_step or job.attempt.has_left_in_order):
         return
     job.attempt.noted = True
+    for node in job.attempt.placement if watch.first_step_took is not None else ():
+        job.first_steps[node] = max(job.first_steps.get(node, 0.0), watch.first_step_took or 0.0)
     awaiting = job.history.open
     if not awaiting:
         return

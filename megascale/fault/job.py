@@ -81,6 +81,7 @@ class Job:
     `places`: the nodes that ranks fill, in order, None where a node is wanted; `pending`: the incident whose action
     follows the end of the attempt. `begun`: start of this driver; `deadline`: of the stage; `next_look`: time of
     the next look for a hang; `heartbeats`: a count of all. `unfit`: why nodes leave once their ranks have ended.
+    `first_steps`: by node, seconds of its longest first step of an attempt.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class Job:
         self.next_look = 0.0
         self.heartbeats = 0
         self.unfit: dict[str, str] = {}
+        self.first_steps: dict[str, float] = {}
         self.commands: list[Command] = []
         if plan.takeover:
             stages.begin_takeover(self, now)
@@ -131,7 +133,7 @@ class Job:
 
     def agent_ended(self, node: str, reason: str, now: float) -> list[Command]:
         """The process of a node's agent has ended, and its ranks with it."""
-        if node not in self.roster.members:
+        if node not in self.roster.excluded.union(self.roster.members):
             self.roster.failed.add(node)
             self.do(Say(f"node {node} cannot be used: before it joined, {reason}"))
         self.lose(node, reason, now, since=now)

@@ -145,7 +145,8 @@ def start_ranks(job: Job, store: str, now: float) -> None:
         member = job.roster.members[node]
         member.attempt, member.started = attempt.number, now
         job.do(Send(node, Start(attempt.number, plan.run, plan.world, ranks, store, arguments, logs, {})))
-    attempt.watch = ProgressWatch(job.settings, now)
+    longest = max(job.first_steps.get(node, math.inf) for node in attempt.placement)
+    attempt.watch = ProgressWatch(job.settings, now, longest)
     job.enter(Stage.RUN, math.inf)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from megascale.config.fault import FaultConfig
@@ -11,6 +12,11 @@ from megascale.fault.messages import RankStatus
 STOPPED_STATES = ("T", "t")
 """Letters of /proc/PID/stat: stopped by a signal, or by a debugger."""
 
+FIRST_STEP_TIMES = 10
+"""A hang in the first step of an attempt lasts at least this multiple of the first step in earlier attempts: what the
+step imports, allocates and connects takes longer on a busy host.
+"""
+
 _STARTING = (Phase.IMPORT, Phase.RENDEZVOUS, Phase.GROUPS, Phase.BUILD, Phase.LOAD)
 
 
@@ -18,13 +24,19 @@ class ProgressWatch:
     """Progress of an attempt as its heartbeats show it, at constant cost for each rank's status.
 
     `step`: the current step, from 1, or 0 before the first; `first_step`: the first of this attempt; `moved`: time of
-    the last progress of any rank.
+    the last progress of any rank; `first_step_took`: seconds of the first step, once it is completed.
+
+    `first_step_s`: seconds of the longest first step of these nodes in earlier attempts; infinity if a node has trained
+    in none, and may have to compile.
     """
 
-    def __init__(self, settings: FaultConfig, now: float) -> None:
+    def __init__(self, settings: FaultConfig, now: float, first_step_s: float = math.inf) -> None:
         self._settings = settings
+        self._first_step_s = first_step_s
+        self._first_seen = now
         self.moved = now
         self.step = self.first_step = 0
+        self.first_step_took: float | None = None
 
     @property
     def has_new_step(self) -> bool:
@@ -38,7 +50,11 @@ class ProgressWatch:
             if status.step > 0 and status.phase not in _STARTING:
                 self.step = max(self.step, status.step)
                 first = status.first_step or status.step
+                self._first_seen = self._first_seen if self.first_step else now
                 self.first_step = first if not self.first_step else min(self.first_step, first)
+
+        if self.has_new_step and self.first_step_took is None:
+            self.first_step_took = now - self._first_seen
 
     def idle_s(self, now: float) -> float:
         """Return the seconds without progress on any rank."""
@@ -64,6 +80,9 @@ class ProgressWatch:
             return max(settings.hang_s, settings.evaluation_hang_s)
         if status.phase in (Phase.CHECKPOINT, Phase.DONE):
             return max(settings.hang_s, settings.checkpoint_hang_s)
-        if not self.has_new_step or status.phase in _STARTING or not status.phase:
+        if status.phase in _STARTING or not status.phase:
             return max(settings.hang_s, settings.start_hang_s)
+        if not self.has_new_step:
+            known_s = FIRST_STEP_TIMES * (self._first_step_s + settings.heartbeat_s)
+            return max(settings.hang_s, min(settings.start_hang_s, known_s))
         return max(settings.hang_s, settings.hang_step_times * status.step_time_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from megascale.fault.messages import Heartbeat, Hello, RankEnd, RanksEnded, Rank
 from megascale.fault.shrink import SmallerLayout
 from megascale.fault.simulation import HangVerdict, Simulation
 from megascale.fault.stages import Stage
+from megascale.fault.watch import ProgressWatch
 
 PLAN = JobPlan("run", 4, 16, ("train",), "/logs")
 
@@ -84,6 +86,9 @@ def test_a_node_that_fails_its_checks_while_its_ranks_end_leaves_the_job() -> No
     assert recovers(sim).culprit.nodes == ("node1",)
     assert sim.job.history.nodes == ("node0", "node4", "node2", "node3")
     assert any("node node1 failed its checks: memory: slow" in line for _, line in sim.said)
+    count = len(sim.said)
+    sim._perform(sim.job.agent_ended("node1", "it was told to leave", sim.now))
+    assert len(sim.said) == count, "no news"
 
 
 def test_of_each_bad_link_one_end_leaves_if_there_is_a_spare() -> None:
@@ -94,6 +99,32 @@ def test_of_each_bad_link_one_end_leaves_if_there_is_a_spare() -> None:
     assert ends_to_replace(job, [("node1", "node3"), ("node0", "node2")]) == {}, "there is one spare"
     assert ends_to_replace(job, [("node1", "node3")], others=1) == {}
     assert ends_to_replace(job, []) == {}
+
+
+def status(step: int, idle_s: float, first: int = 7) -> RankStatus:
+    return RankStatus(0, 1, "step", step, first, idle_s, 0.0, 0.5)
+
+
+@pytest.mark.parametrize(("known", "found_after"), [(math.inf, 300.0), (2.0, 30.0), (100.0, 300.0), (0.0, 10.0)])
+def test_a_hang_in_the_first_step_of_nodes_that_have_trained_is_found_sooner(known: float, found_after: float) -> None:
+    watch = ProgressWatch(FaultConfig(), 0.0, known)
+    watch.beat([status(7, 0.0)], 50.0)
+    assert not watch.hangs([status(7, found_after - 1)], 50.0 + found_after - 1)
+    assert watch.hangs([status(7, found_after)], 50.0 + found_after)
+    assert not watch.hangs([RankStatus(0, 1, "load", 0, 0, 299.0, 0.0, 0.5)], 349.0), "what comes before has no measure"
+    assert watch.first_step_took is None
+    watch.beat([status(8, 0.0)], 53.0)
+    assert watch.first_step_took == 3.0
+    assert watch.hangs([status(8, 4.0)], 57.0)
+
+
+def test_the_first_step_of_an_attempt_is_the_measure_of_the_next() -> None:
+    sim = simulation()
+    took = sim.job.attempt.watch.first_step_took  # type: ignore[union-attr]
+    assert took and sim.job.first_steps == dict.fromkeys(("node0", "node1", "node2", "node3"), took)
+    sim.lose_node("node2")
+    recovers(sim)
+    assert set(sim.job.first_steps) == {"node0", "node1", "node2", "node3", "node4"}
 
 
 def test_two_nodes_at_once_are_one_incident() -> None:
