@@ -162,8 +162,13 @@ def test_one_hosts_link_is_cut_and_slowed(bed: testbed.Testbed) -> None:
     """Both ends, each way: the whole link, what one host sends to another, and the link's rate."""
 
     def hears(host: int, peer: int) -> bool:
-        ping = ["ping", "-c", "1", "-W", "1", bed.hosts[peer].address]
-        return not bed.call_on_host(host, lambda: subprocess.run(ping, capture_output=True, check=False)).returncode
+        address = bed.hosts[peer].address
+        with bed.call_on_host(peer, lambda: socket.create_server((address, 0))) as listener:
+            try:
+                bed.call_on_host(host, lambda: socket.create_connection(listener.getsockname(), 2.0)).close()
+            except OSError:
+                return False
+            return True
 
     assert hears(0, 1)
     bed.connect(0, up=False)
