@@ -5,8 +5,10 @@ The format is megatron-core's (`data/indexed_dataset.py`). No numpy here: `megas
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,12 +30,16 @@ SplitName = Literal["train", "valid"]
 
 @dataclass(frozen=True)
 class DatasetFiles:
-    """Sizes of a dataset: documents and tokens. `dtype_code`: megatron-core's code of the tokens' dtype."""
+    """Sizes of a dataset: documents and tokens. `dtype_code`: megatron-core's code of the tokens' dtype. `bounds`: the
+    number of document bounds. `version`: of the index file, another after a change.
+    """
 
     prefix: str
     documents: int
     tokens: int
     dtype_code: int
+    bounds: int
+    version: str
 
     @property
     def token_bytes(self) -> int:
@@ -42,10 +48,13 @@ class DatasetFiles:
     def tokens_in(self, first: int, last: int) -> int:
         """Count the tokens of documents [first, last), from two entries of the index.
 
-        Raises: OSError
+        Raises: DataError
         """
-        with open(f"{self.prefix}.idx", "rb") as file:
-            starts = [self._start(file, document) for document in (first, last)]
+        try:
+            with open(f"{self.prefix}.idx", "rb") as file:
+                starts = [self._start(file, document) for document in (first, last)]
+        except OSError as error:
+            raise _unreadable(error, self.prefix) from None
         return (starts[1] - starts[0]) // self.token_bytes
 
     def _start(self, file: Any, document: int) -> int:
@@ -64,10 +73,12 @@ def read_dataset_files(prefix: str) -> DatasetFiles:
     """
     try:
         dataset = _read_index(prefix)
-        bin_bytes = Path(f"{prefix}.bin").stat().st_size
+        bin_bytes = _file_size(f"{prefix}.bin")
+    except FileNotFoundError as error:
+        hint = "a prefix is the path without .bin" if Path(prefix).is_file() else "`megascale data prepare` makes it"
+        raise DataError(f"there is no file {error.filename}", hint=hint) from None
     except OSError as error:
-        hint = os_error_hint(error, "check the files and their file system")
-        raise DataError(f"{error.filename or prefix} cannot be read: {error.strerror}", hint=hint) from None
+        raise _unreadable(error, prefix) from None
     if bin_bytes != dataset.tokens * dataset.token_bytes:
         what = f"{prefix}.bin has {bin_bytes} bytes, its index says {dataset.tokens * dataset.token_bytes}"
         raise DataError(what, hint=PREPARE_AGAIN_HINT)
@@ -122,7 +133,8 @@ def document_range(documents: int, fractions: tuple[float, float]) -> tuple[int,
 def _read_index(prefix: str) -> DatasetFiles:
     path = f"{prefix}.idx"
     with open(path, "rb") as file:
-        size, head = os.fstat(file.fileno()).st_size, file.read(HEADER.size)
+        facts, head = os.fstat(file.fileno()), file.read(HEADER.size)
+        size = facts.st_size
         if len(head) < HEADER.size:
             raise DataError(f"{path} is cut short: {size} bytes", hint=PREPARE_AGAIN_HINT)
         magic, version, code, n, bounds = HEADER.unpack(head)
@@ -137,7 +149,19 @@ def _read_index(prefix: str) -> DatasetFiles:
             raise DataError(what, hint=PREPARE_AGAIN_HINT)
         last = _number(file, HEADER.size + 4 * (n - 1), "<i") if n else 0
         end = (_number(file, HEADER.size + 12 * n - 8, "<q") if n else 0) + last * TOKEN_BYTES[code]
-    return DatasetFiles(prefix, n, end // TOKEN_BYTES[code], code)
+    return DatasetFiles(prefix, n, end // TOKEN_BYTES[code], code, bounds, f"{facts.st_mtime_ns}")
+
+
+def _unreadable(error: OSError, prefix: str) -> DataError:
+    hint = os_error_hint(error, "check the files and their file system")
+    return DataError(f"{error.filename or prefix} cannot be read: {error.strerror or error}", hint=hint)
+
+
+def _file_size(path: str) -> int:
+    facts = Path(path).stat()
+    if not stat.S_ISREG(facts.st_mode):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+    return facts.st_size
 
 
 def _number(file: Any, place: int, kind: str) -> int:

@@ -243,12 +243,9 @@ def batch(c: Any) -> Iterator[Finding]:
 MAX_MICROBATCHES = 2**20
 """Micro-batches of a rank in a step: a schedule lists every action of each."""
 
-MAX_BLENDED_SAMPLES = 2**34
-"""Samples of a run on a blend: megatron-core makes an index of 10 bytes for each in memory, here 160 GiB."""
-
 
 def counts(c: Any) -> Iterator[Finding]:
-    """Check that tokens of a micro-batch fit 31 bits, and micro-batches of a step and samples of a blend in memory."""
+    """Check that tokens of a micro-batch fit 31 bits, and micro-batches of a step in memory."""
     b, dp = c.batch, c.parallel.dp if isinstance(c.parallel.dp, int) else 1
     if b.micro * c.model.seq_length >= 2**31:
         message = f"{b.micro} sequences of {c.model.seq_length} tokens are over 2^31 tokens in a micro-batch"
@@ -256,9 +253,6 @@ def counts(c: Any) -> Iterator[Finding]:
     if b.total // (b.micro * dp) > MAX_MICROBATCHES:
         message = f"{b.total // (b.micro * dp)} micro-batches in a step of a rank, over {MAX_MICROBATCHES}"
         yield Finding("batch.global", message, "a smaller batch.global, or a larger batch.micro or parallel.dp")
-    if isinstance(c.data.train, list) and c.train.steps * b.total > MAX_BLENDED_SAMPLES:
-        message = f"{c.train.steps} steps of {b.total} are over {MAX_BLENDED_SAMPLES} samples of a blend"
-        yield Finding("train.steps", message, "fewer steps or a smaller batch.global, or a single dataset")
 
 
 def learning_rate(c: Any) -> Iterator[Finding]:

@@ -9,9 +9,12 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
+
+from megascale.core.wait_notice import WaitNotice
 
 UMASK = os.umask(0o077)  # reading the umask requires setting it
 os.umask(UMASK)
@@ -100,6 +103,9 @@ def foreign_owner(folder: Path) -> int | None:
     return max(owners, default=None)
 
 
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Error numbers of file systems without locks."""
+
 LOCK_FILE = ".lock"
 """Lock file of a folder. Its one line names the holder."""
 
@@ -120,11 +126,49 @@ def lock_folder(folder: Path, owner: str) -> IO[str]:
         file.close()
         raise BlockingIOError(error.errno, holder or "another process") from None
     except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+        if error.errno not in NO_LOCKS:
             raise
     with contextlib.suppress(OSError):  # the disk may be full; the lock is held without the line
         os.truncate(file.fileno(), 0)
         os.write(file.fileno(), f"{owner}\n".encode())
+    return file
+
+
+def build_once(path: Path, build: Callable[[], None]) -> None:
+    """Return when `path` exists, created by `build` in one of the processes that wait for it here. Processes on a file
+    system without locks may all build.
+
+    Raises: OSError, and what `build` raises; another process then builds.
+    """
+    notice = WaitNotice(f"process {os.getpid()}")
+    while not path.exists():
+        if lock := lock_to_build(path):
+            with lock:
+                if not path.exists():
+                    build()
+                Path(lock.name).unlink(missing_ok=True)
+            return
+        notice.print_if_due(lambda: f"{path}, which another process builds")
+        time.sleep(min(0.01 + notice.waited_s / 8, 1.0))
+
+
+def lock_to_build(path: Path) -> IO[bytes] | None:
+    """Lock the building of `path`, in its folder, until the returned file is closed here and in child processes that
+    have it; None if another process has the lock. Who has built removes the lock's file.
+
+    Raises: OSError
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = open(path.with_name(f".{path.name}.lock"), "ab")  # noqa: SIM115  the caller closes it
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            file.close()
+        if isinstance(error, BlockingIOError):
+            return None
+        if error.errno not in NO_LOCKS:
+            raise
     return file
 
 

@@ -1,11 +1,15 @@
-"""Index files of megatron-core's datasets, opened without pickles and checked before a dataset reads them.
+"""Epoch indices as files, built by one process and memory-mapped by all that share the folder.
 
-megatron-core loads them with `allow_pickle=True`, which runs code that a file names. Here a dataset is constructed
-without its indices, and is given arrays that are numbers of the expected dtype, shape, size and range.
+A file is a header, which says what the index is of, and the three arrays. Reading a file parses nothing: the header
+must equal, byte for byte, the one that this run would write, and the size must be that of the arrays. The order of
+samples is a function of the dataset, the seed and the epoch, so that a process that finds no file builds the same one.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,91 +18,124 @@ from typing import Any
 
 import numpy as np
 
+from megascale.config.dataset_files import read_dataset_files
+from megascale.core.errors import DataError
+from megascale.core.files import atomic_file, build_once
+from megascale.core.limits import os_error_hint
+from megascale.data.epoch_index import EpochIndex, IndexShape, build_epoch_index
+from megascale.data.indexed_dataset import IndexedDataset, map_dataset
+
+FORMAT = "megascale epoch index 1"
+
+ALIGNMENT = 64
+"""Bytes that the header and each array are padded to a multiple of."""
+
+MEMORY_ENTRIES = 1 << 16
+"""Documents and samples up to which an index is built in memory, in about a millisecond, rather than kept as a file: a
+small dataset may repeat thousands of times.
+"""
+
 
 @dataclass(frozen=True)
-class _IndexKind:
-    """Dtypes and dimensions of an index."""
+class IndexKey:
+    """An index: `dataset` (its prefix, size and time of change), epoch, and the `seed` of its shuffles."""
 
-    dtypes: tuple[type[np.generic], ...]
-    ndim: int = 1
+    dataset: Mapping[str, Any]
+    epoch: int
+    seed: int
+    shape: IndexShape
+
+    @property
+    def is_small(self) -> bool:
+        return self.shape.documents + self.shape.samples <= MEMORY_ENTRIES
+
+    @property
+    def header(self) -> bytes:
+        facts = {"format": FORMAT, **self.dataset, "epoch": self.epoch, "seed": self.seed, **vars(self.shape)}
+        text = json.dumps(facts, sort_keys=True).encode() + b"\n"
+        return text.ljust(_padded(len(text)))
+
+    @property
+    def file_name(self) -> str:
+        name = Path(str(self.dataset["prefix"])).name[:64]
+        return f"{name}-epoch{self.epoch}-{hashlib.sha256(self.header).hexdigest()[:20]}.index"
 
 
-_KINDS = {
-    "document_index": _IndexKind((np.int32,)),
-    "sample_index": _IndexKind((np.int32, np.int64), ndim=2),
-    "shuffle_index": _IndexKind((np.uint32, np.int64)),
-    "dataset_index": _IndexKind((np.int16,)),
-    "dataset_sample_index": _IndexKind((np.int64,)),
-}
-"""Indices of GPTDataset (the first three) and of BlendedDataset."""
+def open_index(folder: Path, key: IndexKey, files: IndexedDataset) -> EpochIndex:
+    """Memory-map the index of `key` in `folder`; build it first if no process has. Small indices are built in memory.
+    `files`: of the dataset.
 
-
-def load_indices(dataset: Any, *, check_ranges: bool) -> None:
-    """Load the indices of `dataset`, which has the paths alone (`defer_npy_index_mmap`). `check_ranges` reads all
-    entries once.
-
-    Raises: OSError; ValueError for a file that is not an index, is cut short, or has entries out of range.
+    Raises: DataError for a folder that cannot be written, a damaged file, and lack of memory.
     """
-    names = [name for name in _KINDS if hasattr(dataset, f"path_to_{name}")]
-    indices = {name: _open_array(Path(getattr(dataset, f"path_to_{name}")), _KINDS[name]) for name in names}
-    if "sample_index" in indices:
-        _check_samples(dataset, indices, check_ranges)
-    else:
-        _check_blend(dataset, indices, check_ranges)
-    for name, index in indices.items():
-        setattr(dataset, name, index)
-
-
-def _open_array(path: Path, kind: _IndexKind) -> np.memmap:
-    """Memory-map an array file. Python objects, which would be unpickled, are refused."""
-    facts = path.stat()
-    if not stat.S_ISREG(facts.st_mode):
-        raise ValueError(f"{path.name} is not a regular file")
+    path = folder / key.file_name
     try:
-        array = np.load(path, mmap_mode="r")
-    except (ValueError, EOFError, OverflowError, MemoryError, SyntaxError, TypeError) as error:
-        raise ValueError(f"{path.name} is no array of numbers: {error}".replace("\n", " ")) from None
-    if not isinstance(array, np.memmap):
-        raise ValueError(f"{path.name} is an archive, not an array")
-    if array.dtype not in [np.dtype(dtype) for dtype in kind.dtypes]:
-        expected = " or ".join(np.dtype(dtype).name for dtype in kind.dtypes)
-        raise ValueError(f"{path.name} has dtype {array.dtype}, not {expected}")
-    if array.ndim != kind.ndim or not array.flags.c_contiguous:
-        raise ValueError(f"{path.name} has shape {array.shape}, not {kind.ndim} dimensions in row-major order")
-    if array.offset + array.nbytes != facts.st_size:
-        raise ValueError(f"{path.name} has {facts.st_size} bytes, its header says {array.offset + array.nbytes}")
-    return array
+        if key.is_small:
+            return _build(key, files)
+        build_once(path, lambda: write_index(path, key, files))
+        return _map(path, key)
+    except OSError as error:
+        what = f"sample indices cannot be kept in {folder}: {error.strerror or error}"
+        raise DataError(what, hint=os_error_hint(error, "data.cache = another folder")) from None
+    except MemoryError as error:
+        raise DataError(f"sample indices do not fit in memory: {error}", hint="more memory") from None
+    except ValueError as error:
+        raise DataError(f"sample indices are damaged: {path} {error}", hint="remove that file") from None
 
 
-def _check_samples(dataset: Any, indices: Mapping[str, np.ndarray], check_ranges: bool) -> None:
-    """Check the indices of a GPTDataset against one another: document ids [d], (first document, first token) of each
-    sample [n + 1, 2], and the order of samples [n].
+def write_index(path: Path, key: IndexKey, files: IndexedDataset) -> None:
+    """Build an index and write its file, atomically.
+
+    Raises: DataError for a damaged dataset; OSError
     """
-    documents, samples, order = (indices[name] for name in ("document_index", "sample_index", "shuffle_index"))
-    if samples.shape[1] != 2 or not 0 < len(order) < len(samples) or len(documents) != len(dataset.indices):
-        raise ValueError(
-            f"{len(documents)} documents, {samples.shape} bounds of samples and {len(order)} samples do not belong to "
-            f"a dataset of {len(dataset.indices)} documents"
-        )
-    if check_ranges:
-        longest = int(dataset.dataset.sequence_lengths.max())
-        _check_range("document_index", documents, int(dataset.indices.min()), int(dataset.indices.max()) + 1)
-        _check_range("sample_index", samples[:, 0], 0, len(documents))
-        _check_range("sample_index", samples[:, 1], 0, longest + 1)
-        _check_range("shuffle_index", order, 0, len(samples) - 1)
+    index = _build(key, files)
+    with atomic_file(path) as file:
+        file.write(key.header)
+        for array in (index.documents, index.starts, index.order):
+            file.write(array)
+            file.write(bytes(_padded(array.nbytes) - array.nbytes))
 
 
-def _check_blend(dataset: Any, indices: Mapping[str, np.ndarray], check_ranges: bool) -> None:
-    """Check the indices of a BlendedDataset of n samples: the dataset of each sample [n], and its sample there [n]."""
-    datasets, samples = indices["dataset_index"], indices["dataset_sample_index"]
-    if not len(datasets) == len(samples) == dataset.size:
-        raise ValueError(f"{len(datasets)} datasets and {len(samples)} samples for a blend of {dataset.size}")
-    if check_ranges and dataset.size:
-        _check_range("dataset_index", datasets, 0, len(dataset.datasets))
-        _check_range("dataset_sample_index", samples, 0, dataset.size)
+def open_dataset_of(key: IndexKey) -> IndexedDataset:
+    """Open the dataset of an index."""
+    prefix = str(key.dataset["prefix"])
+    return map_dataset(prefix, read_dataset_files(prefix))
 
 
-def _check_range(name: str, values: np.ndarray, start: int, stop: int) -> None:
-    smallest, largest = int(values.min()), int(values.max())
-    if smallest < start or largest >= stop:
-        raise ValueError(f"the {name} has entries from {smallest} to {largest}; {start} to {stop - 1} are possible")
+def _build(key: IndexKey, files: IndexedDataset) -> EpochIndex:
+    files.check_places(key.shape.first, key.shape.last, key.shape.tokens)
+    return build_epoch_index(key.shape, files.lengths, key.seed)
+
+
+def _map(path: Path, key: IndexKey) -> EpochIndex:
+    """Raises: OSError; ValueError for a file that is not the index of `key`."""
+    places, size = _layout(key)
+    if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would block
+        raise ValueError("is not a regular file")
+    with open(path, "rb") as file:
+        found = os.fstat(file.fileno()).st_size
+        if found != size:
+            raise ValueError(f"has {found} bytes, not {size}")
+        if file.read(len(key.header)) != key.header:
+            raise ValueError("is the index of something else")
+        memory = np.memmap(file, mode="r")
+    documents, starts, order = (
+        memory[start : start + count * np.dtype(dtype).itemsize].view(dtype) for start, count, dtype in places
+    )
+    return EpochIndex(documents, starts.reshape(-1, 2), order)
+
+
+def _layout(key: IndexKey) -> tuple[list[tuple[int, int, type[np.generic]]], int]:
+    """The (first byte, entries, dtype) of each array, and the bytes of the file."""
+    shape, start, places = key.shape, len(key.header), []
+    for count, dtype in (
+        (shape.documents, np.int32),
+        (2 * shape.samples + 2, np.int32),
+        (shape.samples, shape.order_dtype),
+    ):
+        places.append((start, count, dtype))
+        start += _padded(count * np.dtype(dtype).itemsize)
+    return places, start
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

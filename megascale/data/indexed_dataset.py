@@ -6,7 +6,8 @@
                  a document is a sequence)
     PREFIX.json  ours: the sizes, and the tokenizer that made the dataset
 
-write_dataset, open_dataset: write and memory-map a dataset. IndexedDataset: its documents. DatasetInfo: PREFIX.json.
+write_dataset: write a dataset. open_dataset, map_dataset: memory-map one, and check all of its index, or nothing.
+IndexedDataset: its documents. DatasetInfo: PREFIX.json.
 """
 
 from __future__ import annotations
@@ -136,13 +137,15 @@ def _remove_leftovers(prefix: Path) -> None:
 
 @dataclass(frozen=True)
 class IndexedDataset:
-    """A memory-mapped dataset. `lengths` [n], in tokens, and `offsets` [n], in bytes, of its documents. `info` is None
-    for a dataset of another tool.
+    """A memory-mapped dataset. `lengths` [n], in tokens, and `offsets` [n], in bytes, of its documents; `ends` [n + 1],
+    the bounds of documents in sequences. `info` is None for a dataset of another tool.
     """
 
+    prefix: str
     tokens: np.ndarray
     lengths: np.ndarray
     offsets: np.ndarray
+    ends: np.ndarray
     info: DatasetInfo | None
 
     def __len__(self) -> int:
@@ -150,52 +153,66 @@ class IndexedDataset:
 
     def __getitem__(self, index: int) -> np.ndarray:
         """The token ids of a document."""
-        start = int(self.offsets[index]) // self.tokens.itemsize
-        return self.tokens[start : start + int(self.lengths[index])]
+        return self.read(index, 0, int(self.lengths[index]))
+
+    def read(self, document: int, start: int, stop: int) -> np.ndarray:
+        """The token ids [start, stop) of a document.
+
+        Raises: IndexError for tokens that are not there
+        """
+        length, first = int(self.lengths[document]), int(self.offsets[document]) // self.tokens.itemsize
+        part = self.tokens[first + start : first + stop]
+        if not 0 <= start <= stop <= length or first < 0 or len(part) != stop - start:
+            raise IndexError(f"tokens {start} to {stop} of document {document}, which has {length} at {first}")
+        return part
+
+    def check_places(self, first: int, last: int, tokens: int) -> None:
+        """Check the places of documents [first, last), which have `tokens` tokens, against the size of the tokens.
+
+        Raises: DataError
+        """
+        size, item = len(self.tokens) * self.tokens.itemsize, self.tokens.itemsize
+        lengths, offsets = self.lengths[first:last], self.offsets[first:last]
+        found = int(lengths.sum(dtype=np.int64))
+        if found != tokens:
+            what = f"{self.prefix}.idx is damaged: documents {first} to {last} have {found} tokens in {tokens} places"
+            raise DataError(what, hint=PREPARE_AGAIN_HINT)
+        outside = (lengths < 0) | (offsets < 0) | (offsets > size - lengths.astype(np.int64) * item)
+        if outside.any():
+            number = int(outside.argmax())
+            place = f"{lengths[number]} tokens at byte {offsets[number]}"
+            what = f"{self.prefix}.idx is damaged: document {first + number} has {place} of {size}"
+            raise DataError(what, hint=PREPARE_AGAIN_HINT)
 
 
-def open_dataset(prefix: Path) -> IndexedDataset:
-    """Open a dataset, and check its files against one another.
+def open_dataset(prefix: str | Path) -> IndexedDataset:
+    """Open a dataset, and check all of its index.
 
     Raises: DataError for files that are missing, damaged, cut short, or of different datasets.
     """
-    idx_path, bin_path = _file(prefix, ".idx"), _file(prefix, ".bin")
-    for path in (idx_path, bin_path):
-        if not path.is_file():
-            hint = "a prefix is the path without .bin" if prefix.is_file() else "`megascale data prepare` makes it"
-            raise DataError(f"there is no file {path}", hint=hint)
-    files = read_dataset_files(str(prefix))
+    dataset = map_dataset(prefix, read_dataset_files(str(prefix)))
+    if len(dataset.ends) and int(dataset.ends.min()) < 0:
+        what = f"{prefix}.idx is damaged: its documents do not end where its sequences do"
+        raise DataError(what, hint=PREPARE_AGAIN_HINT)
+    dataset.check_places(0, len(dataset), len(dataset.tokens))
+    return dataset
+
+
+def map_dataset(prefix: str | Path, files: DatasetFiles) -> IndexedDataset:
+    """Memory-map a dataset, of which `files` are checked, without reading its index.
+
+    Raises: DataError for files that cannot be read.
+    """
     try:
-        lengths, offsets = _map_index(idx_path, files)
-        tokens = _map_tokens(bin_path, files, lengths, offsets)
+        n, entries = files.documents, np.asarray(np.memmap(f"{prefix}.idx", mode="r"))[HEADER.itemsize :]
+        lengths, offsets, ends = np.split(entries[: 12 * n + 8 * files.bounds], [4 * n, 12 * n])
+        dtype = np.dtype(DTYPE_CODES[files.dtype_code]).newbyteorder("<")
+        tokens = np.asarray(np.memmap(f"{prefix}.bin", dtype, mode="r")) if files.tokens else np.empty(0, dtype)
     except OSError as error:
-        hint = os_error_hint(error, "check the files and their file system")
+        hint = os_error_hint(error, "the files of a dataset must stay in place while a run reads them")
         raise DataError(f"{prefix} cannot be read: {error.strerror or error}", hint=hint) from None
-    return IndexedDataset(tokens, lengths, offsets, read_info(prefix))
-
-
-def _map_index(path: Path, files: DatasetFiles) -> tuple[np.ndarray, np.ndarray]:
-    """Memory-map the index: i32 [n] lengths and i64 [n] offsets."""
-    n, entries = files.documents, np.memmap(path, mode="r")[HEADER.itemsize :]
-    lengths, offsets, ends = np.split(entries, [4 * n, 12 * n])
-    if int(ends.view("<i8").min()) < 0:
-        raise DataError(f"{path} is damaged: its documents do not end where its sequences do", hint=PREPARE_AGAIN_HINT)
-    return lengths.view("<i4"), offsets.view("<i8")
-
-
-def _map_tokens(path: Path, files: DatasetFiles, lengths: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """Memory-map the tokens of all documents, and check the place of each against their size."""
-    size, dtype = files.tokens * files.token_bytes, np.dtype(DTYPE_CODES[files.dtype_code]).newbyteorder("<")
-    needed = int(lengths.sum(dtype=np.int64)) * files.token_bytes
-    if size != needed:
-        raise DataError(f"{path} has {size} bytes, its index says {needed}", hint=PREPARE_AGAIN_HINT)
-    outside = (lengths < 0) | (offsets < 0) | (offsets > size - lengths.astype(np.int64) * files.token_bytes)
-    if outside.any():
-        number = int(outside.argmax())
-        place = f"{lengths[number]} tokens at byte {offsets[number]}"
-        message = f"{path.with_suffix('.idx')} is damaged: document {number} has {place} of {size}"
-        raise DataError(message, hint=PREPARE_AGAIN_HINT)
-    return np.memmap(path, dtype=dtype, mode="r") if size else np.empty(0, dtype)
+    numbers = (lengths.view("<i4"), offsets.view("<i8"), ends.view("<i8"))
+    return IndexedDataset(str(prefix), tokens, *numbers, read_info(Path(prefix)))
 
 
 def read_info(prefix: Path) -> DatasetInfo | None:

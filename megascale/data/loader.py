@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,11 +29,7 @@ from megascale.parallel.rng import Dropout
 class SampleSource(Protocol):
     """Samples by index, as a loader reads them: a Mixture or a MockMixture."""
 
-    num_samples: int
-
     def __getitem__(self, index: int) -> Sample: ...
-
-    def prepare_indices(self, start: int, stop: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,6 @@ class Loader:
             return prefetched[1]
         if self.fault_hook is not None:
             self.fault_hook()
-        self.prepare_indices(consumed_samples)
         parts = [self._micro_batch(consumed_samples, index) for index in range(self._shape.num_microbatches)]
         return StepBatch([micro_batch for micro_batch, _ in parts], sum(loss_tokens for _, loss_tokens in parts))
 
@@ -94,13 +90,6 @@ class Loader:
         """
         with suppress(Exception):
             self._prefetched = (consumed_samples, self.batch(consumed_samples))
-
-    def prepare_indices(self, consumed_samples: int) -> None:
-        """Have rank 0 write the indices of three steps: the step after `consumed_samples`, and two more. A rank may
-        prefetch step n + 1 once the all-reduce of step n - 1 is done; rank 0 wrote its indices at the start of n - 1.
-        """
-        if self._samples is not None:
-            self._samples.prepare_indices(consumed_samples, consumed_samples + 3 * self._shape.global_batch)
 
     def batches(self, count: int) -> Iterator[StepBatch]:
         """The first `count` batches of the split."""
@@ -116,13 +105,13 @@ class Loader:
         tokens, labels = self._to_device([s.tokens for s in samples]), self._to_device([s.labels for s in samples])
         if all(sample.mask is None for sample in samples):
             return MicroBatch(tokens, labels, None, dropout), labels.numel()
-        masks = [torch.ones_like(s.labels) if s.mask is None else s.mask for s in samples]
+        masks = [np.ones_like(s.labels) if s.mask is None else s.mask for s in samples]
         loss_tokens = sum(int(mask.sum()) for mask in masks)  # on the host: a sum on the device would synchronize
         return MicroBatch(tokens, labels, self._to_device(masks), dropout), loss_tokens
 
-    def _to_device(self, rows: list[Tensor]) -> Tensor:
+    def _to_device(self, rows: list[np.ndarray]) -> Tensor:
         """Stack rows [s] to [s, b] on the device."""
-        stacked = torch.stack(rows, 1)
+        stacked = torch.from_numpy(np.stack(rows, 1))
         if self._device.type == "cpu":
             return stacked
         return stacked.pin_memory().to(self._device, non_blocking=True)  # pageable memory would block the host

@@ -7,9 +7,8 @@
 | processes | ranks on the host, each with threads and a writer of checkpoints | `ulimit -u` |
 | shared memory | state of the ranks on the host, if copies are kept in memory | size of the file system |
 
-An epoch of a dataset that is open has FILES_PER_EPOCH files in MAPS_PER_EPOCH maps: the index and the tokens of the
-dataset (megatron-core holds the latter twice), and the three sample indices. Where a limit is low fewer epochs stay
-open, and samples of the others open theirs again.
+An epoch of a dataset that is open has FILES_PER_EPOCH files in as many maps: the index and the tokens of the dataset,
+and the sample index. Where a limit is low fewer epochs stay open, and samples of the others open theirs again.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from megascale.config.run import RunConfig, dataset_prefixes
 from megascale.core.limits import memory_map_limit, open_file_limits, process_limits
 from megascale.core.units import format_bytes
 
-FILES_PER_EPOCH, MAPS_PER_EPOCH = 6, 5
+FILES_PER_EPOCH = 3
 
 EPOCHS_PER_DATASET = 2
 """Open epochs of a dataset: a step that crosses the end of an epoch reads from two."""
@@ -65,8 +64,8 @@ def max_open_epochs(config: RunConfig, datasets: int) -> int:
     """Most epochs of a split's `datasets` that this process may hold open, by its limits."""
     splits = len(_datasets_by_split(config))
     files = open_file_limits()[0] - USUAL_FILES - _store_connections(config)
-    by_files, by_maps = files // FILES_PER_EPOCH, memory_map_limit() // 2 // MAPS_PER_EPOCH
-    return min(EPOCHS_PER_DATASET * datasets, max(MIN_OPEN_EPOCHS, min(by_files, by_maps) // splits))
+    most = min(files, memory_map_limit() // 2) // FILES_PER_EPOCH
+    return min(EPOCHS_PER_DATASET * datasets, max(MIN_OPEN_EPOCHS, most // splits))
 
 
 def limit_findings(config: RunConfig, ranks: int) -> Iterator[Finding]:

@@ -10,9 +10,9 @@ import math
 
 import torch
 
+from megascale.core.seeds import seed_of
 from megascale.layout.tensors import ParamSpec, TensorSpec
 from megascale.layout.topology import Coord, Topology
-from megascale.parallel.rng import seed_of
 
 BLOCK = 1 << 20
 """Elements of a block, rounded down to whole rows, at least one row."""

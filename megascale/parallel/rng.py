@@ -6,17 +6,12 @@ the layer; a rank slices its shard. Every layout therefore drops the same elemen
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-
-def seed_of(*key: object) -> int:
-    """Hash a key to a 63-bit seed, equal in every process."""
-    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+from megascale.core.seeds import seed_of
 
 
 class Dropout:

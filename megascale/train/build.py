@@ -21,7 +21,7 @@ from megascale.core.errors import DataError
 from megascale.core.flight_writer import FlightRecordWriter
 from megascale.core.rank import Rank
 from megascale.data.loader import BatchShape, Loader, SampleSource
-from megascale.data.mixture import SplitName, build_mixture
+from megascale.data.mixture import Mixture, SplitName, build_mixture
 from megascale.device import Device
 from megascale.layout.chunks import chunk_buckets, stages_of
 from megascale.layout.recompute_policy import recompute_policy
@@ -228,39 +228,37 @@ def build_pipeline(
 
 
 def build_loaders(config: RunConfig, mesh: Mesh, device: Device) -> tuple[Loader, Loader | None, int]:
-    """Build the loaders of training and validation data. Also returns the batches per evaluation."""
-    total = config.batch.total
-    train, _ = _loader(config, "train", config.train.steps * total, mesh, device, config.model.dropout)
-    if not config.train.eval_every:
-        return train, None, 0
-    valid, samples = _loader(config, "valid", config.train.eval_steps * total, mesh, device, dropout=0.0)
-    return train, valid, samples // total
+    """Build the loaders of training and validation data. Also returns the batches per evaluation.
 
-
-def _loader(
-    config: RunConfig, split: SplitName, wanted: int, mesh: Mesh, device: Device, dropout: float
-) -> tuple[Loader, int]:
-    """Build the loader of a split. Also returns the number of samples.
-
-    Rank 0 builds first and writes the index files for all ranks. Mock data have no index files, and `wanted` samples.
     Raises: DataError on rank 0 for unusable data.
     """
-    total = config.batch.total
+    train = _loader(config, "train", mesh, device, config.model.dropout)
+    if not config.train.eval_every:
+        return train, None, 0
+    return train, _loader(config, "valid", mesh, device, dropout=0.0), _evaluation_batches(config, mesh)
+
+
+def _loader(config: RunConfig, split: SplitName, mesh: Mesh, device: Device, dropout: float) -> Loader:
+    """Build the loader of a split. Rank 0 checks the data; the other ranks open what they read when they read it."""
     samples: SampleSource | None = None
+    if mesh.coord.pp in (0, mesh.topology.pp - 1):
+        samples = build_mixture(config, split, config.train.steps * config.batch.total if split == "train" else 0)
+    if mesh.rank == 0 and isinstance(samples, Mixture):
+        samples.check()
+    shape = BatchShape(config.batch.total, config.batch.micro, config.dp)
+    return Loader(samples, shape, mesh.coord.dp, dropout=dropout, seed=config.train.seed, device=device.torch_device)
+
+
+def _evaluation_batches(config: RunConfig, mesh: Mesh) -> int:
+    """Global batches of an evaluation, at most as many as the data has without repetition. Rank 0 reads their sizes."""
+    if config.data.mock:
+        return config.train.eval_steps
+    batches = 0
     if mesh.rank == 0:
-        samples = build_mixture(config, split, wanted)
-        if samples.num_samples < total:
-            raise DataError(
-                f"{samples.num_samples} samples to {'train' if split == 'train' else 'validate'} on are fewer than one "
-                f"global batch of {total}",
-                hint="more data, another data.split, or a smaller batch.global",
-            )
-    count = samples.num_samples if samples is not None else wanted
-    if not config.data.mock:
-        count = mesh.world.control.broadcast(count, f"samples of {split}")
-    if samples is None and mesh.coord.pp in (0, mesh.topology.pp - 1):
-        samples = build_mixture(config, split, wanted)
-    shape = BatchShape(total, config.batch.micro, config.dp)
-    return Loader(
-        samples, shape, mesh.coord.dp, dropout=dropout, seed=config.train.seed, device=device.torch_device
-    ), count
+        samples = Mixture(config, "valid").samples_without_repetition()
+        batches = min(config.train.eval_steps, samples // config.batch.total)
+        if batches == 0:
+            what = f"{samples} samples to validate on are fewer than one global batch of {config.batch.total}"
+            raise DataError(what, hint="more data, another data.split, or a smaller batch.global")
+    count: int = mesh.world.control.broadcast(batches, "batches of an evaluation")
+    return count

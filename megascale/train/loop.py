@@ -18,9 +18,6 @@ from megascale.train.step import train_step
 def train(run: Run, reporter: Reporter) -> Exit:
     """Train until the last step or a stop request on any rank. Returns the exit status."""
     flight = run.mesh.recorder.flight
-    flight.set_phase(Phase.DATA)
-    run.train_loader.prepare_indices(run.progress.samples)
-    run.mesh.world.control.barrier("the first step")  # the first step reads indices that rank 0 writes
     run.hooks = standard_hooks(run, reporter)
     try:
         run.hooks.run_begins(run)

@@ -72,7 +72,7 @@ def _versions() -> dict[str, str]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         **gpu_stack_versions(),
-        **{name: version(name) for name in ("megatron-core", "numpy")},
+        "numpy": version("numpy"),
         **{library.package: found for library in LIBRARIES if (found := library.version)},
     }
 

@@ -122,7 +122,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "format": (lambda p: patch(file(p, ".idx"), 17, b"\x06"), "not an index of megatron-core's format"),
     "count": (lambda p: patch(file(p, ".idx"), 18, number(2**63)), r"set\.idx has 102 bytes"),
     "longer index": (lambda p: patch(file(p, ".idx"), 102, b"more"), r"set\.idx has 106 bytes"),
-    "length": (lambda p: patch(file(p, ".idx"), 34, b"\x09"), r"set\.bin has 12 bytes, its index says 24"),
+    "length": (lambda p: patch(file(p, ".idx"), 34, b"\x09"), "documents 0 to 3 have 12 tokens in 6 places"),
     "last offset": (lambda p: patch(file(p, ".idx"), 34 + 12 + 16, number(2)), "has 12 bytes, its index says 6"),
     "bounds": (lambda p: patch(file(p, ".idx"), 102 - 8, number(9)), "documents do not end where its sequences do"),
     "shorter tokens": (lambda p: file(p, ".bin").write_bytes(b"\0\0\0"), r"set\.bin has 3 bytes, its index says 12"),

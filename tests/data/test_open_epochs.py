@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from itertools import chain
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megascale.core.errors import DataError
-from megascale.data import mixture
+from megascale.data import index_files, mixture
 from megascale.data.mixture import Mixture
 from megascale.data.open_epochs import OpenEpochs
 from megascale.launch import host_limits
@@ -34,49 +36,40 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-@pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize("split", ["train", "valid"])
 def test_a_blend_of_many_datasets_has_few_files_open(
     split: mixture.SplitName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """20 datasets of 2 samples in 8 open epochs give the same samples as in 40."""
+    monkeypatch.setattr(index_files, "MEMORY_ENTRIES", 0)
     monkeypatch.setattr(host_limits, "open_file_limits", lambda: (0, 0))
     blend = [(1.0, tmp_path / f"set{number}") for number in range(20)]
     for number, (_, prefix) in enumerate(blend):
         write_dataset(prefix, [5, 6, 6, 5, 6, 6], first=100 * number)
     config = data_config(tmp_path, blend, data__split=[1.0, 1.0], train__eval_every=1)
     before = open_files()
-    samples = Mixture(config, split, 100 if split == "train" else 40)
-    most = open_files()
-    samples.prepare_indices(0, samples.num_samples)
-    seen = []
-    for number in range(samples.num_samples):
+    samples = Mixture(config, split)
+    assert open_files() == before, "files are opened when they are read"
+    seen, most = [], 0
+    for number in range(40):
         seen.append(samples[number].labels.tolist())
         most = max(most, open_files())
-    assert most - before <= 6 * host_limits.MIN_OPEN_EPOCHS + 12  # 8 of megatron-core's own cache of index readers
+    assert 0 < most - before <= host_limits.FILES_PER_EPOCH * host_limits.MIN_OPEN_EPOCHS
     documents = {label // 100 for label in chain(*seen)}
     assert documents == set(range(20))
     monkeypatch.setattr(host_limits, "open_file_limits", lambda: (sys.maxsize, sys.maxsize))
-    unlimited = Mixture(config, split, samples.num_samples)
-    assert seen == [unlimited[number].labels.tolist() for number in range(samples.num_samples)]
+    unlimited = Mixture(config, split)
+    assert seen == [unlimited[number].labels.tolist() for number in range(40)]
 
 
-@pytest.mark.usefixtures("world_of_one")
 def test_too_many_open_files_name_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import errno
-
-    from megascale.data import epochs
-
     write_dataset(tmp_path / "set", [30, 30])
-    gpt = epochs.megatron_datasets("gpt_dataset").GPTDataset
+    samples = Mixture(data_config(tmp_path, tmp_path / "set"), "train")
+    samples.check()
 
-    def fail(*arguments: object) -> None:
+    def fail(*arguments: object, **options: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(gpt, "build_low_level_dataset", fail)
+    monkeypatch.setattr(np, "memmap", fail)
     with pytest.raises(DataError, match=r"set cannot be read: Too many open files  -> `ulimit -n`"):
-        Mixture(data_config(tmp_path, tmp_path / "set"), "train", 4)
-    monkeypatch.undo()
-    monkeypatch.setattr(gpt, "__init__", fail)
-    with pytest.raises(DataError, match=r"indices cannot be kept in .*: Too many open files  -> `ulimit -n`"):
-        Mixture(data_config(tmp_path, tmp_path / "set"), "train", 4)
+        samples[0]

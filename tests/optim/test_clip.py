@@ -59,7 +59,7 @@ def whole_batch(config: Any) -> Any:
     from megascale.data.mixture import build_mixture
 
     total = config.batch.total
-    samples = build_mixture(config, "train", config.train.steps * total)
+    samples = build_mixture(config, "train")
     shape = BatchShape(total, total, 1)
     loader = Loader(samples, shape, 0, dropout=0.0, seed=config.train.seed, device=torch.device("cpu"))
     return loader.batch(0).micro_batch(0)

@@ -166,7 +166,7 @@ def by_the_formula(config: Any) -> Reference:
         init_parameter(weight, parameter, Topology(), Coord(), config.train.seed)
         parameters[parameter.name] = nn.Parameter(weight)
     stage = Stage(given(config.model, parameters), range(config.model.num_layers), True, True)
-    samples = build_mixture(config, "train", STEPS * total)
+    samples = build_mixture(config, "train")
     loader = Loader(
         samples, BatchShape(total, total, 1), 0, dropout=0.0, seed=config.train.seed, device=torch.device("cpu")
     )

@@ -60,16 +60,11 @@ class Batch(Sequence[Sample]):
         self.mask[:, -1] = 0
         self.mask[1, 3:7] = 0
 
-    num_samples = SAMPLES
-
     def __len__(self) -> int:
         return SAMPLES
 
     def __getitem__(self, index: Any) -> Any:
-        return Sample(self.tokens[index], self.labels[index], self.mask[index])
-
-    def prepare_indices(self, start: int, stop: int) -> None:
-        return None
+        return Sample(self.tokens[index].numpy(), self.labels[index].numpy(), self.mask[index].numpy())
 
 
 class Result:

@@ -53,9 +53,6 @@ class Watched:
             raise DataError(f"sample {index} is bad")
         return self._samples[index]
 
-    def prepare_indices(self, start: int, stop: int) -> None:
-        self._samples.prepare_indices(start, stop)
-
 
 def on_a_device(rank: Rank, config: Any, lag: int = 0) -> Any:
     """A run whose recorder takes times from a lagging device."""

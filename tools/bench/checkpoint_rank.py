@@ -133,7 +133,6 @@ class Stopwatch:
 def saves(run: Run, task: Task, watch: Stopwatch) -> Record:
     """Run all turns of saves. Return the state bytes per rank, the load by other processes, and the last checkpoint."""
     saver = Saver(run, Path(task.folder), watch)
-    run.train_loader.prepare_indices(0)
     with without_automatic_gc():
         saver.turn()
         watch.seconds.clear()

@@ -39,18 +39,14 @@ class PeerSamples:
     """Tokens of the peers' scripts: sample i is row i % batch of step i // batch."""
 
     def __init__(self, size: Size, steps: int, seed: int) -> None:
-        self.num_samples = steps * size.global_batch
         self._rows = size.global_batch
         self._shape = (size.global_batch, size.seq + 1)
         self._vocab, self._seed = size.vocab, seed
         self._step = lru_cache(maxsize=1)(self._draw)
 
     def __getitem__(self, index: int) -> Sample:
-        ids = self._step(index // self._rows)[index % self._rows]
+        ids = self._step(index // self._rows)[index % self._rows].numpy()
         return Sample(ids[:-1], ids[1:], None)
-
-    def prepare_indices(self, start: int, stop: int) -> None:
-        return None
 
     def _draw(self, step: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(self._seed + step)
