@@ -35,7 +35,7 @@ LIMITS = ("fault.restarts_per_hour=100000", "fault.restarts_in_place=100000", "f
 
 
 @dataclass(frozen=True)
-class Verdict:
+class FaultVerdict:
     """The verdict about one fault. `class_`, `ranks`, `action`: of the first incident after the fault; `class_` is ""
     without one. `verdict_s`: from the fault to the verdict; `new_step_s`: from there to the first new step.
     """
@@ -71,7 +71,7 @@ class SoakResult:
 
     job: JobResult
     step_s: float
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[FaultVerdict, ...]
     same_curve: bool
     held: Mapping[str, tuple[float, float]]
 
@@ -160,7 +160,7 @@ def run_soak(folder: Path, nodes: int, plan: SoakPlan) -> SoakResult:
     return SoakResult(job, step_s, verdicts[: plan.faults], job.curve == undisturbed.curve, growth(watch.looks))
 
 
-def find_verdicts(faults: Sequence[Mapping[str, Any]], incidents: Sequence[Incident]) -> tuple[Verdict, ...]:
+def find_verdicts(faults: Sequence[Mapping[str, Any]], incidents: Sequence[Incident]) -> tuple[FaultVerdict, ...]:
     """Return the verdict about each fault of the log: that of the first incident after it, within ATTRIBUTION_S.
 
     The last fault is left out without an incident: the end of the soak came first.
@@ -170,19 +170,19 @@ def find_verdicts(faults: Sequence[Mapping[str, Any]], incidents: Sequence[Incid
         where = (fault["kind"], fault["phase"], fault["rank"], fault["step"])
         after = [one for one in incidents if 0 <= one.verdict - fault["time"] <= ATTRIBUTION_S]
         if not after:
-            verdicts.append(Verdict(*where))
+            verdicts.append(FaultVerdict(*where))
             continue
         first = min(after, key=lambda incident: incident.verdict)
         whole = min((one for one in after if one.recovered), key=lambda incident: incident.verdict, default=first)
         new_step_s = None if whole.recovered is None else whole.recovered - first.verdict
         verdict_s, ranks = first.verdict - fault["time"], first.culprit.ranks
         verdicts.append(
-            Verdict(*where, first.class_, ranks, whole.action.kind, verdict_s, new_step_s, whole.steps_lost)
+            FaultVerdict(*where, first.class_, ranks, whole.action.kind, verdict_s, new_step_s, whole.steps_lost)
         )
     return tuple(verdicts[:-1] if verdicts and not verdicts[-1].class_ else verdicts)
 
 
-def table(verdicts: Sequence[Verdict]) -> Iterator[str]:
+def table(verdicts: Sequence[FaultVerdict]) -> Iterator[str]:
     """Yield the lines of a Markdown table: by kind of fault, verdicts and times (median, most)."""
     yield "| fault | injected | names the rank | alone | classes | verdict, s | first new step, s | steps lost |"
     yield "|---|---|---|---|---|---|---|---|"

@@ -46,6 +46,8 @@ _PEER_LOST = (
     "connection closed by peer",
     "connection reset by peer",
     "connection refused",
+    "software caused connection abort",
+    "no route to host",
     "broken pipe",
     "timed out waiting",
     "application timeout caused pair closure",

@@ -109,6 +109,7 @@ def test_a_rank_that_does_not_answer_is_the_one_that_the_others_name(tmp_path: P
     [
         (RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:7342. This is typically caused by"), True),
         (RuntimeError("remote process exited: group rank 1, pid 7"), True),
+        (RuntimeError("[pair.cc:537] Read error [10.77.0.1]:23427: Software caused connection abort. This is"), True),
         (
             RuntimeError("[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE"),
             True,
