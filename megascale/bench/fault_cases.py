@@ -169,7 +169,7 @@ CASES = (
     FaultCase(
         "no copies in memory", "D14", "a node is lost, copies in memory off: the newest checkpoint",
         "lose_node node=2 step=7", LOST, spares=1,
-        settings=("checkpoint.memory_every=0", "checkpoint.every=4", "checkpoint.keep=2"), most_lost=4,
+        settings=("checkpoint.memory_every=0", "checkpoint.replicate=false", *KEEP_CHECKPOINTS), most_lost=4,
     ),
     FaultCase(
         "slow rank", "F1", "a rank sleeps 0.3 s in four steps: no restart", "slow rank=4 step=5 delay_s=0.3 steps=4",

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megascale.bench.fault_cases import CASES, Expected, FaultCase
-from megascale.bench.fault_jobs import JobResult
-from megascale.bench.faults import judge, summary, table
+from megascale.bench.fault_jobs import MODEL, JobResult
+from megascale.bench.faults import STEPS, judge, summary, table
 from megascale.cli.main import main
 from megascale.config.injection import parse_injection
+from megascale.config.loading import load_config_tree
 from megascale.core.errors import Exit
 from megascale.fault.incidents import Action, Culprit, Incident, JobHistory
 
@@ -33,6 +35,12 @@ def job(*incidents: Incident, **changes: object) -> JobResult:
 def test_every_case_is_a_fault_that_can_be_injected(case: FaultCase) -> None:
     assert parse_injection(case.inject)
     assert set(case.expected.actions) <= {"restart", "replace", "replace_group", "shrink", "stop", "wait"}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_case_has_a_configuration_that_is_accepted(case: FaultCase) -> None:
+    overrides = ["name=case", "parallel.dp=2", f"train.steps={STEPS}", *case.settings, f"fault.inject={case.inject}"]
+    assert load_config_tree(tomllib.loads(MODEL), "cases", overrides, 8).world_size == 8
 
 
 def test_names_of_cases_are_unique_and_there_are_forty() -> None:
