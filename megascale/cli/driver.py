@@ -9,6 +9,7 @@ import socket
 from megascale.cli.main import add_config_arguments
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
+from megascale.core.live_file import LIVE_FILE, LiveFile
 from megascale.core.secret import job_secret
 
 
@@ -35,6 +36,7 @@ async def _drive(options: argparse.Namespace, config: RunConfig) -> int:
     from megascale.fault.driver import Clock, Driver
     from megascale.fault.incidents import LOG_FILE, IncidentLog, read_history
     from megascale.fault.job import Job, JobPlan
+    from megascale.fault.live_job import LiveWriter
     from megascale.fault.rpc import DriverServer
     from megascale.fault.scheduler.adapters import ADAPTERS
     from megascale.fault.scheduler.remote import SchedulerClient
@@ -71,6 +73,8 @@ async def _drive(options: argparse.Namespace, config: RunConfig) -> int:
     scheduler = await SchedulerClient.connect(socket.socket(fileno=options.scheduler_descriptor))
     async with DriverServer(job_secret(None), host, int(port), tls_from_environment()) as server:
         alerts = AlertReader(config.folder / METRICS_FILE)
-        status = await Driver(job, server, scheduler, log, clock, alerts).run(start_agents=options.first)
+        live = LiveWriter(LiveFile(config.folder / LIVE_FILE))
+        driver = Driver(job, server, scheduler, log, clock, alerts, live)
+        status = await driver.run(start_agents=options.first)
         await scheduler.close()
     return status

@@ -19,6 +19,7 @@ from megascale.fault.commands import CheckNodes, Command, Finish, Log, Say, Send
 from megascale.fault.decisions import ends_to_replace
 from megascale.fault.incidents import IncidentLog
 from megascale.fault.job import Job
+from megascale.fault.live_job import LiveWriter
 from megascale.fault.messages import CheckDone, Hello
 from megascale.fault.node_gate import NodeGate
 from megascale.fault.remote_checks import RemoteChecks
@@ -59,6 +60,7 @@ class Driver:
         log: IncidentLog,
         clock: Clock,
         alerts: AlertReader | None = None,
+        live: LiveWriter | None = None,
     ) -> None:
         self._job = job
         self._server = server
@@ -66,6 +68,7 @@ class Driver:
         self._log = log
         self._clock = clock
         self._alerts = alerts
+        self._live = live
         self._log_fails = False
         self._checks = RemoteChecks(server.send)
         settings = job.settings
@@ -83,6 +86,8 @@ class Driver:
         calls = self._calls
         parts: Sequence[Coroutine] = (self._receive(), self._tick(), calls.run(start_agents), calls.watch_agents())
         tasks = [asyncio.ensure_future(part) for part in parts]
+        if self._live is not None:
+            tasks.append(asyncio.ensure_future(self._live.run(self._job, self._clock.now)))
         try:
             await asyncio.wait([self.status, *tasks], return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
@@ -90,6 +95,8 @@ class Driver:
                     task.result()  # raises what ended it
             status = await self.status
             await self._let_agents_leave()
+            if self._live is not None:
+                await self._live.finish(self._job, self._clock.now())
             return status
         finally:
             tasks += self._examinations

@@ -11,8 +11,9 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-async def call_in_thread(function: Callable[[], T], timeout_s: float) -> T:
-    """Return what `function` returns in a thread of its own, which keeps no process from ending.
+async def call_in_thread(function: Callable[[], T], timeout_s: float | None) -> T:
+    """Return what `function` returns in a thread of its own, which keeps no process from ending. `timeout_s`: None to
+    wait for as long as it takes.
 
     Raises: TimeoutError; RuntimeError without a thread; whatever `function` raises
     """

@@ -21,10 +21,12 @@ from types import FrameType
 from megascale.core.errors import ConfigError, Exit, MegascaleError, Problem
 from megascale.core.flight_files import flight_record_files, read_flight_records
 from megascale.core.flight_record import FLIGHT_RECORD_VARIABLE, FlightRecord
+from megascale.core.live_file import LIVE_FILE
 from megascale.core.network import LOOPBACK, has_loopback, listen
 from megascale.core.process import handling_stops, process_state
 from megascale.core.secret import new_secret, secret_descriptor
 from megascale.launch.failure import Failure, ProcessEnd, has_left_in_order, root_cause
+from megascale.launch.live_ranks import live_file
 from megascale.launch.workers import Launch, Worker, ending, remove_old_logs, signal_all
 
 SHUTDOWN_TIMEOUT_S = 10.0
@@ -78,12 +80,15 @@ def run_local_ranks(
         if len(workers) < world:
             _end(workers)
             return _report_stop(forwarder)
-        failure = _watch(workers, forwarder, logs, dump_folder)
-        if isinstance(failure, int):
-            return failure
-        if failure.peer_was_lost and find_hung is not None:
-            failure = _explain_hang(failure, workers, records, find_hung)
-        _end(workers)
+        with live_file(logs.parent / LIVE_FILE, workers, records, _print) as live:
+            failure = _watch(workers, forwarder, logs, dump_folder)
+            if isinstance(failure, int):
+                live.status = failure
+                return failure
+            if failure.peer_was_lost and find_hung is not None:
+                failure = _explain_hang(failure, workers, records, find_hung)
+            _end(workers)
+            live.status = failure.exit_status
         _print(_report(failure, workers))
         return failure.exit_status
 

@@ -1,0 +1,95 @@
+"""`megascale watch`: the live state of every rank of a run in the terminal, without torch."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from megascale.core.errors import Exit, MegascaleError
+from megascale.core.process import handling_stops
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from megascale.view.run_view import RunReader, RunView
+
+EVERY_S = 1.0
+"""Seconds between two frames."""
+
+LINES_OF_A_PIPE = 50
+"""Lines of a frame that goes to a file or a pipe."""
+
+
+def add_arguments(sub: argparse.ArgumentParser) -> None:
+    """Declare the subcommand's arguments."""
+    sub.add_argument("folder", metavar="RUN", type=Path, help="the run's folder")
+    sub.add_argument("--once", action="store_true", help="print one frame, as also where the output is no terminal")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the subcommand and return its exit status."""
+    from rich.console import Console
+
+    from megascale.view.run_view import RunReader
+
+    console, reader = Console(highlight=False), RunReader(options.folder)
+    if options.once or not console.is_terminal or console.is_dumb_terminal:
+        _print(console, reader.read())
+        return Exit.OK
+    try:
+        with handling_stops(_leave):
+            last = _follow(console, reader)
+    except KeyboardInterrupt:
+        return Exit.OK
+    _print(console, last)
+    return Exit.OK
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """End at a stop signal, with the terminal as it was."""
+    raise KeyboardInterrupt
+
+
+def _follow(console: Console, reader: RunReader) -> RunView:
+    """Show a frame each second until the run has ended, and return the last. Raises: MegascaleError at the first"""
+    from rich.console import Group
+    from rich.live import Live
+    from rich.text import Text
+
+    view = reader.read()
+    notes: list[Text] = []
+    with Live(console=console, screen=True, auto_refresh=False, redirect_stderr=False) as live:
+        while not view.has_ended:
+            live.update(Group(*_lines(console, view, console.height - len(notes)), *notes), refresh=True)
+            time.sleep(EVERY_S)
+            try:
+                view, notes = reader.read(), []
+            except MegascaleError as error:  # a file server was away: show what was known
+                notes = [Text(str(error), style="red", no_wrap=True, overflow="ellipsis")]
+    return view
+
+
+def _print(console: Console, view: RunView) -> None:
+    height = console.height - 1 if console.is_terminal else LINES_OF_A_PIPE
+    for line in _lines(console, view, height):
+        console.print(line, soft_wrap=True)
+
+
+def _lines(console: Console, view: RunView, height: int) -> list:
+    from megascale.view.frame import FrameSize, frame
+
+    size = FrameSize(console.width, height, has_blocks(console.encoding, os.environ))
+    return frame(view, (), (), size)
+
+
+def has_blocks(encoding: str, env: Mapping[str, str]) -> bool:
+    """Return True if the terminal shows block characters, as far as locale and encoding tell. In the C locale Python
+    writes UTF-8, which nobody has asked for.
+    """
+    named = next((env[name] for name in ("LC_ALL", "LC_CTYPE", "LANG") if env.get(name)), "C")
+    return "utf" in encoding.lower() and "utf" in named.lower()

@@ -1,0 +1,188 @@
+"""A picture of a run for a terminal: header, curves, the grid of ranks, the verdict and the last incidents.
+
+A frame needs neither colours nor any character beyond ASCII. It fits `width` x `height`; what there is no place for is
+counted.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.text import Text
+
+from megascale.core.rank import format_ranks
+from megascale.core.units import format_count, format_duration
+from megascale.fault.incidents import Incident, describe_recovery
+from megascale.view.rank_cells import CellGrid, CellRow, cell_grid
+from megascale.view.run_view import RunView
+from megascale.view.signs import BAD_STATES, SIGNS, gravest, idle_limit_s, letter_of
+from megascale.view.sparkline import ASCII_LEVELS, BLOCKS, sparkline
+
+LABEL = 12
+"""Characters of a curve's label, and of the label of a row of ranks."""
+
+VALUE = 14
+"""Characters of a curve's last value."""
+
+MOST_VERDICT_LINES = 6
+MOST_INCIDENTS = 4
+MIN_GRID_ROWS = 2
+
+_STATE_STYLES = {"runs": "bold green", "done": "bold green", "stopped": "bold"}
+
+
+@dataclass(frozen=True)
+class FrameSize:
+    """Characters and lines of a frame. `blocks`: draw curves with block characters, beyond ASCII."""
+
+    width: int = 80
+    height: int = 24
+    blocks: bool = True
+
+
+def frame(view: RunView, slowness: Sequence[float], findings: Sequence[str], size: FrameSize) -> list[Text]:
+    """Return the lines of a frame. `slowness`: by rank, excess over its peers' compute time, or empty; `findings`: the
+    gravest first.
+    """
+    head = [*_header(view, size.width), Text(), *_curves(view, size), Text()]
+    letters = _letters(view, slowness)
+    verdict = list(_verdict(view, findings, letters, size.width))
+    incidents = list(_incidents(view, size.width))
+    rest = size.height - len(head) - len(verdict) - 2  # heading and legend of the ranks
+    grid_rows = max(MIN_GRID_ROWS, rest - len(incidents))
+    ranks = list(_ranks(view, letters, grid_rows, size.width))
+    return [*head, *ranks, *verdict, *incidents][: max(size.height, 1)]
+
+
+def verdict_of(view: RunView, findings: Sequence[str], letters: Sequence[str] = ()) -> str:
+    """Return the verdict about a run in a line: why it stands still, what it recovers from, which ranks are in a bad
+    state, what was found, or what is known to be well. `letters`: of the ranks.
+    """
+    if view.standstill:
+        return view.standstill
+    if view.status is None and view.history.open:
+        incident = view.history.open[-1]
+        return f"recovers from incident {incident.id}: {incident.what}; {incident.action.reason}"
+    bad = {letter: [rank for rank, found in enumerate(letters) if found == letter] for letter in BAD_STATES}
+    if any(bad.values()):
+        return "; ".join(f"{SIGNS[letter].meaning}: {format_ranks(ranks, 8)}" for letter, ranks in bad.items() if ranks)
+    if findings:
+        more = f" (and {len(findings) - 1} more: megascale report)" if len(findings) > 1 else ""
+        return findings[0] + more
+    if not view.is_live:
+        return "nothing was found"
+    silent = [rank for rank, state in enumerate(view.states.ranks) if not state.phase]
+    return f"{format_ranks(silent, 8)} of {view.world} not begun" if silent else f"all {view.world} ranks make progress"
+
+
+def _header(view: RunView, width: int) -> Iterator[Text]:
+    style = _STATE_STYLES.get(view.state, "bold red" if view.standstill or view.status else "bold yellow")
+    left = Text(f"{view.name}  ", style="bold") + Text(view.state, style=style)
+    if view.attempt:
+        left.append(f", attempt {view.attempt}")
+    share = f" of {view.steps:,} ({view.step / view.steps:.0%})" if view.steps else ""
+    left_s = (view.steps - view.step) * view.step_time_s
+    left_text = f", {format_duration(left_s)} left" if view.is_live and math.isfinite(left_s) else ""
+    yield _sides(left, f"step {view.step:,}{share}{left_text}", width)
+    if view.model:
+        yield _cut(view.model, width)
+    yield _cut(view.layout, width)
+
+
+def _curves(view: RunView, size: FrameSize) -> Iterator[Text]:
+    last, nan = view.curves.last, math.nan
+    norm, speed, mfu = (last.get(name, nan) for name in ("grad_norm", "tokens_per_s", "mfu_full"))
+    rows = (
+        ("loss", "loss", f"{last.get('loss', nan):.4f}"),
+        ("grad norm", "grad_norm", f"{norm:.3g}"),
+        ("throughput", "tokens_per_s", f"{format_count(speed)} tok/s" if math.isfinite(speed) else ""),
+        ("MFU", "mfu_full", f"{mfu:.1%}" if math.isfinite(mfu) else "n/a"),
+    )
+    for label, metric, value in rows:
+        text = Text(f"{label:<{LABEL}}") + Text(f"{value if last else '-':<{VALUE}}", style="bold")
+        levels = BLOCKS if size.blocks else ASCII_LEVELS
+        text.append(sparkline(view.curves.values[metric], size.width - LABEL - VALUE, levels), style="cyan")
+        yield text
+
+
+def _letters(view: RunView, slowness: Sequence[float]) -> list[str]:
+    limit_s = idle_limit_s(view.step_time_s)
+    known = {rank: letter_of(state, _at(slowness, rank), limit_s) for rank, state in enumerate(view.states.ranks)}
+    return [known.get(rank, "?") if not view.states.stale else "?" for rank in range(view.world)]
+
+
+def _at(values: Sequence[float], rank: int) -> float:
+    return values[rank] if rank < len(values) else math.nan
+
+
+def _ranks(view: RunView, letters: Sequence[str], rows: int, width: int) -> Iterator[Text]:
+    grid = cell_grid(view.topology, width - LABEL, rows)
+    per_cell = (
+        "a cell is a rank" if grid.ranks_per_cell == 1 else f"a cell is {grid.ranks_per_cell} ranks, the worst shown"
+    )
+    age = f", {view.states.age_s:.0f} s ago" if view.is_live and view.states.age_s >= 2 else ""
+    yield _sides(Text("ranks", style="bold"), f"{per_cell}{age}", width)
+    for row in grid.rows:
+        yield _row(row, grid, letters)
+    yield _legend(letters, width)
+
+
+def _row(row: CellRow, grid: CellGrid, letters: Sequence[str]) -> Text:
+    text = Text(f"{row.label:<{LABEL}}")
+    for place, cell in enumerate(row.cells):
+        if grid.gap and place and place % grid.gap == 0:
+            text.append(" ")
+        letter = gravest(letters[cell.start : cell.stop])
+        text.append(letter, style=f"black on {SIGNS[letter].colour}")
+    return text
+
+
+def _legend(letters: Sequence[str], width: int) -> Text:
+    counts = Counter(letters)
+    parts = [f"{letter} {sign.meaning} {counts[letter]}" for letter, sign in SIGNS.items() if counts[letter]]
+    return _cut("  ".join(parts), width)
+
+
+def _verdict(view: RunView, findings: Sequence[str], letters: Sequence[str], width: int) -> Iterator[Text]:
+    text = verdict_of(view, findings, letters)
+    recovers = view.status is None and bool(view.history.open)
+    ill = bool(view.standstill or findings or recovers or set(BAD_STATES) & set(letters))
+    lines = textwrap.wrap(text, width - LABEL, max_lines=MOST_VERDICT_LINES, placeholder=" ...")
+    for number, line in enumerate(lines):
+        label = Text(f"{'' if number else 'verdict':<{LABEL}}", style="bold")
+        yield Text.assemble(label, Text(line, style="red" if ill else ""))
+
+
+def _incidents(view: RunView, width: int) -> Iterator[Text]:
+    incidents = view.incidents
+    if not incidents:
+        return
+    shown = incidents[-MOST_INCIDENTS:]
+    more = f" (the last {len(shown)} of {len(incidents)})" if len(incidents) > len(shown) else ""
+    yield Text(f"incidents{more}", style="bold")
+    for incident in shown:
+        yield _cut(incident_line(incident), width)
+
+
+def incident_line(incident: Incident) -> str:
+    """Return the line of an incident: time, step, what happened, what was done, how long it took."""
+    clock = time.strftime("%H:%M:%S", time.localtime(incident.since))
+    recovered = f"; {describe_recovery(incident).partition(': ')[2]}" if incident.recovered is not None else ""
+    return f"{clock} step {incident.step} {incident.class_}: {incident.what}; {incident.action.reason}{recovered}"
+
+
+def _sides(left: Text, right: str, width: int) -> Text:
+    """Return `left`, and `right` at the right edge."""
+    space = max(2, width - left.cell_len - len(right))
+    text = left + Text(" " * space + right)
+    text.truncate(width)
+    return text
+
+
+def _cut(text: str, width: int) -> Text:
+    return Text(text if len(text) <= width else f"{text[: width - 3]}...")

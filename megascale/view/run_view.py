@@ -1,0 +1,235 @@
+"""The model of a run that every face shares: what its folder says now. `RunReader` reads it again and again."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from megascale.account.parameters import parameter_count
+from megascale.config.fault import FaultConfig
+from megascale.config.run import RunConfig
+from megascale.core.errors import Exit, MegascaleError
+from megascale.core.flight_layout import Phase
+from megascale.core.live_file import LIVE_FILE
+from megascale.core.process import process_state
+from megascale.core.units import format_count
+from megascale.fault.alerts import METRICS_FILE
+from megascale.fault.classify import classify_hang
+from megascale.fault.incidents import LOG_FILE, Incident, JobHistory, read_history
+from megascale.layout.topology import Topology, topology_of
+from megascale.observe.hang import hang_verdict
+from megascale.view.curves import Curves, MetricsFile
+from megascale.view.rank_states import RankStates, RankStatesReader, local_records
+from megascale.view.signs import STARTING, idle_limit_s
+
+CONFIG_FILE = "config.toml"
+
+RUN_FILES = (CONFIG_FILE, METRICS_FILE, LOG_FILE, LIVE_FILE)
+"""Files any of which makes a folder a run's."""
+
+_STAGES = {
+    "takeover": "a new driver takes over", "gather": "waits for nodes", "open": "starts", "run": "runs",
+    "settle": "a rank has ended", "collect": "stands still", "stop": "ends an attempt", "done": "ends",
+}  # fmt: skip
+
+_ENDS = {int(Exit.OK): "done", int(Exit.STOPPED): "stopped", int(Exit.INTERRUPTED): "stopped"}
+
+
+class RunFolderError(MegascaleError):
+    """A folder that is not a run's, or a file in it that cannot be read."""
+
+    exit_status = Exit.CONFIG
+
+
+@dataclass(frozen=True)
+class RunView:
+    """A run at a moment. `config`: None before the run's first step. `history`: of incidents; empty without a driver.
+    `standstill`: why no rank makes progress, "" while one does.
+    """
+
+    folder: Path
+    config: RunConfig | None
+    curves: Curves
+    history: JobHistory
+    states: RankStates
+    standstill: str = ""
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return self.config.name if self.config is not None else self.folder.resolve().name
+
+    @cached_property
+    def topology(self) -> Topology:
+        """The topology; one data-parallel axis before the configuration is known."""
+        return topology_of(self.config) if self.config is not None else Topology(dp=max(1, len(self.states.ranks)))
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.topology.world_size
+
+    @cached_property
+    def model(self) -> str:
+        """The model in a few words."""
+        if self.config is None:
+            return ""
+        m = self.config.model
+        size = f"{format_count(parameter_count(m))} parameters in {self.config.train.precision}"
+        return f"{size}, {m.num_layers} layers of {m.hidden_size}, sequences of {m.seq_length}"
+
+    @property
+    def layout(self) -> str:
+        """The layout in a few words."""
+        t, vpp = self.topology, self.config.parallel.vpp if self.config is not None else 1
+        cp = f", cp {t.cp}" if t.cp > 1 else ""
+        virtual = f" (vpp {vpp})" if vpp > 1 else ""
+        return f"{self.world} rank{'s' if self.world > 1 else ''}: tp {t.tp}{cp}, pp {t.pp}{virtual}, dp {t.dp}"
+
+    @property
+    def step(self) -> int:
+        """The newest known step."""
+        return max(self.curves.last_step, self.states.step)
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run, 0 if unknown."""
+        return self.config.train.steps if self.config is not None else 0
+
+    @property
+    def attempt(self) -> int:
+        """The newest attempt, from 0."""
+        return max(0, self.history.attempt, self.states.attempt)
+
+    @property
+    def step_time_s(self) -> float:
+        """Seconds of recent steps; NaN before the first record."""
+        return self.curves.last.get("step_time_s", float("nan"))
+
+    @property
+    def incidents(self) -> list[Incident]:
+        """All incidents, the oldest first."""
+        return sorted(self.history.incidents.values(), key=lambda incident: incident.id)
+
+    @property
+    def status(self) -> int | None:
+        """The exit status of a job that has ended; None while it runs, and if nobody has said."""
+        if self.states.status is not None or self.states.source:
+            return self.states.status
+        return self.history.ended
+
+    @property
+    def is_live(self) -> bool:
+        """True if somebody says what the ranks do now."""
+        return bool(self.states.source) and self.states.status is None and not self.states.stale
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the job is known to have ended."""
+        return self.status is not None or self.state == "done"
+
+    @property
+    def state(self) -> str:
+        """The state of the job in words."""
+        if self.status is not None:
+            return _ENDS.get(self.status, f"failed with status {self.status}")
+        if self.states.stale:
+            return f"no sign of life for {self.states.age_s:.0f} s"
+        if not self.states.source:
+            return "done" if 0 < self.steps <= self.curves.last_step else "not running, or on other hosts"
+        if self.standstill:
+            return "stands still"
+        return _STAGES.get(self.states.stage, "runs")
+
+
+class RunReader:
+    """Reads the folder of a run; `read` costs little if little has changed. Raises: RunFolderError"""
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
+        if not any((folder / name).exists() for name in RUN_FILES):
+            problem = "no such folder" if not folder.exists() else f"not a run's folder: it has no {CONFIG_FILE}"
+            raise RunFolderError(
+                f"{folder}: {problem}", hint="give a run's folder: observe.dir/name of its configuration"
+            )
+        self.folder = folder
+        self._metrics = MetricsFile(folder / METRICS_FILE)
+        self._states = RankStatesReader(folder, clock)
+        self._config: RunConfig | None = None
+        self._config_version: tuple[int, int] | None = None
+        self._history = JobHistory()
+        self._history_version: tuple[int, int] | None = None
+
+    def read(self) -> RunView:
+        """Return what the folder says now. Raises: RunFolderError, MegascaleError for an unreadable log"""
+        try:
+            if (version := _version(self.folder / CONFIG_FILE)) != self._config_version:
+                self._config, self._config_version = read_run_config(self.folder), version
+            if (version := _version(self.folder / LOG_FILE)) != self._history_version:
+                self._history, self._history_version = read_history(self.folder / LOG_FILE), version
+            name = self._config.name if self._config is not None else self.folder.resolve().name
+            curves, states = self._metrics.read(), self._states.read(name)
+        except OSError as error:
+            message = f"{error.filename or self.folder}: cannot be read: {error.strerror}"
+            raise RunFolderError(message, hint="check its permissions") from None
+        except ValueError as error:
+            raise RunFolderError(str(error), hint="remove the file, or give another folder") from None
+        return RunView(
+            self.folder, self._config, curves, self._history, states, _standstill(states, self._config, name, curves)
+        )
+
+
+def read_run_config(folder: Path) -> RunConfig | None:
+    """Return the resolved configuration in a run's folder; None before its first step. The files that it names need not
+    be there. Raises: OSError; ValueError naming the file
+    """
+    path = folder / CONFIG_FILE
+    try:
+        return RunConfig.model_validate(tomllib.loads(path.read_text(encoding="utf-8"))).resolve(None)
+    except FileNotFoundError:
+        return None
+    except (ValidationError, ValueError) as error:
+        raise ValueError(f"{path}: not a run's configuration: {str(error).splitlines()[0]}") from None
+
+
+def _version(path: Path) -> tuple[int, int] | None:
+    try:
+        facts = path.stat()
+    except FileNotFoundError:
+        return None
+    return facts.st_mtime_ns, facts.st_size
+
+
+def _standstill(states: RankStates, config: RunConfig | None, run: str, curves: Curves) -> str:
+    """Return the reason why no rank makes progress, "" if one does; with the culprit if all ranks are on this host."""
+    limit_s = idle_limit_s(curves.last.get("step_time_s", 0.0))
+    slow = max(
+        (_slow_phase_s(rank.phase, config.fault if config else FaultConfig()) for rank in states.ranks), default=0
+    )
+    if not states.source or states.status is not None or states.stale or states.idle_s < max(limit_s, slow):
+        return ""
+    text = f"no rank has made progress for {states.idle_s} s"
+    records = local_records(run)
+    if len(records) < len(states.ranks):
+        return text
+    processes = {}
+    for rank, record in records.items():
+        with contextlib.suppress(OSError):
+            processes[rank] = process_state(record.pid)
+    finding = classify_hang(hang_verdict(records, processes), 0.0, {}, tuple(records), {})
+    return f"{text}: {finding.what} [{'; '.join(finding.evidence)}]"
+
+
+def _slow_phase_s(phase: str, settings: FaultConfig) -> float:
+    """Return the seconds that a phase other than a step may take without progress."""
+    if phase == Phase.EVALUATION:
+        return settings.evaluation_hang_s
+    if phase == Phase.CHECKPOINT:
+        return settings.checkpoint_hang_s
+    return settings.start_hang_s if phase in STARTING else 0.0

@@ -1,0 +1,86 @@
+"""The frame of `megascale watch`: within its size, in ASCII where asked, and saying what matters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megascale.core.live_file import LiveRank
+from megascale.fault.incidents import JobHistory
+from megascale.view import rank_states
+from megascale.view.curves import METRICS, Curves
+from megascale.view.frame import FrameSize, frame
+from megascale.view.rank_states import RankStates
+from megascale.view.run_view import RunReader, RunView
+from megascale.view.signs import SIGNS
+from tests.view.folders import incident, make_run, write_incidents, write_live
+
+
+@pytest.fixture(autouse=True)
+def no_records_of_this_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(rank_states, "SHARED_MEMORY", tmp_path / "shm")
+
+
+def text_of(view: RunView, slowness: tuple[float, ...] = (), findings: tuple[str, ...] = (), **size: int) -> str:
+    return "\n".join(line.plain for line in frame(view, slowness, findings, FrameSize(**size)))
+
+
+def view_of(folder: Path, ranks: list[LiveRank]) -> RunView:
+    write_live(folder, ranks)
+    return RunReader(folder).read()
+
+
+def test_a_healthy_run(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, steps=10, total=20)
+    lines = text_of(view_of(folder, [LiveRank("step", 10)] * 4)).splitlines()
+    assert lines[0].split() == ["test", "runs", "step", "10", "of", "20", "(50%),", "5s", "left"]
+    assert lines[4].split()[:2] == ["loss", "4.0000"]
+    assert lines[6].split()[:3] == ["throughput", "1.01k", "tok/s"]
+    assert lines[7].split()[:2] == ["MFU", "25.0%"]
+    assert [line.split() for line in lines[10:13]] == [["pp", "0", ".."], ["pp", "1", ".."], [".", "trains", "4"]]
+    assert lines[13].split(maxsplit=1) == ["verdict", "all 4 ranks make progress"]
+
+
+def test_the_state_and_the_slowness_of_ranks(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    view = view_of(folder, [LiveRank("step", 5), LiveRank("data", 5), LiveRank("step", 5, 70, 70, "T"), LiveRank()])
+    text = text_of(view, slowness=(0.12, 0.2, 0.5, float("nan")))
+    assert "pp 0        xd" in text
+    assert "pp 1        T?" in text
+    assert "T stopped 1  x 10% slower 1  ? unknown 1  d data 1" in text
+    assert "verdict     stopped: rank 2" in text
+
+
+def test_findings_and_incidents(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    view = view_of(folder, [LiveRank("step", 5)] * 4)
+    assert "verdict     rank 1 is slow (and 1 more: megascale report)" in text_of(view, (), ("rank 1 is slow", "and"))
+    write_incidents(folder, [incident(number) for number in range(1, 7)])
+    text = text_of(RunReader(folder).read(), height=40)
+    assert "recovers from incident 6: rank 1 was killed by SIGKILL" in " ".join(text.split())
+    assert "incidents (the last 4 of 6)" in text
+    assert text.count("step 7 process: rank 1 was killed by SIGKILL; restarting the ranks") == 4
+
+
+@pytest.mark.parametrize(("width", "height"), [(40, 10), (80, 24), (80, 60), (211, 50)])
+def test_a_frame_of_12288_ranks_fits(width: int, height: int, tmp_path: Path) -> None:
+    folder = make_run(
+        tmp_path, parallel__tp=4, parallel__pp=4, parallel__dp=768, model__vocab_size=128, batch__global=768
+    )
+    config = RunReader(folder).read().config
+    ranks = [LiveRank("step", 5)] * 12288
+    ranks[5000] = LiveRank("step", 5, 90, 90, "T")
+    curves = Curves(np.arange(3), {name: np.ones(3) for name in METRICS})
+    view = RunView(folder, config, curves, JobHistory(), RankStates(ranks, source="live file"))
+    lines = frame(view, (), (), FrameSize(width, height, blocks=False))
+    assert len(lines) <= height
+    assert all(line.cell_len <= width and line.plain.isascii() for line in lines)
+    if height > 20:
+        cells = "".join(line.plain[12:] for line in lines if line.plain[12:] and set(line.plain[12:]) <= set(".T"))
+        assert cells.count("T") == 1
+
+
+def test_no_two_signs_look_alike() -> None:
+    assert len({sign.colour for sign in SIGNS.values()}) == len({sign.meaning for sign in SIGNS.values()}) == len(SIGNS)

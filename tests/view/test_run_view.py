@@ -1,0 +1,126 @@
+"""The model of a run: what its folder says, at any moment of the run's life."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from megascale.core.errors import Exit
+from megascale.core.live_file import LIVE_FILE, LiveRank
+from megascale.view import rank_states
+from megascale.view.rank_states import STALE_S, RankStatesReader
+from megascale.view.run_view import RunFolderError, RunReader
+from tests.view.folders import RUNS, incident, make_run, write_incidents, write_live, write_metrics
+
+
+@pytest.fixture(autouse=True)
+def no_records_of_this_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(rank_states, "SHARED_MEMORY", tmp_path / "shm")
+
+
+def test_a_run_that_trains(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, steps=10, total=20)
+    write_live(folder, [LiveRank("step", 12)] * 4, stage="run")
+    view = RunReader(folder).read()
+    assert (view.name, view.state, view.step, view.steps, view.attempt) == ("test", "runs", 12, 20, 0)
+    assert (view.topology.tp, view.topology.pp, view.world) == (2, 2, 4)
+    assert view.layout == "4 ranks: tp 2, pp 2, dp 1"
+    assert view.model.startswith("54.62k parameters in fp64, 4 layers of 32")
+    assert view.is_live
+    assert not view.has_ended
+
+
+def test_a_run_before_its_first_step(tmp_path: Path) -> None:
+    """Neither configuration nor metrics are there before all ranks have joined."""
+    write_live(tmp_path, [LiveRank("import", 0)] * 8)
+    view = RunReader(tmp_path).read()
+    assert (view.name, view.world, view.steps, view.model) == (tmp_path.name, 8, 0, "")
+    assert view.state == "runs"
+
+
+@pytest.mark.parametrize(
+    ("status", "state"), [(Exit.OK, "done"), (Exit.STOPPED, "stopped"), (93, "failed with status 93")]
+)
+def test_a_run_that_has_ended(status: int, state: str, tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    write_live(folder, [LiveRank("done", 10)] * 4, status=int(status), age_s=1e6)
+    write_metrics(folder, [])
+    view = RunReader(folder).read()
+    assert view.has_ended is False, "metrics that are newer than the file are another job's"
+    write_live(folder, [LiveRank("done", 10)] * 4, status=int(status))
+    view = RunReader(folder).read()
+    assert (view.state, view.has_ended) == (state, True)
+
+
+def test_a_run_whose_live_file_nobody_writes_any_more(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    write_live(folder, [RUNS] * 4, age_s=100.0)
+    view = RunReader(folder).read()
+    assert view.state == "no sign of life for 100 s"
+    assert not view.is_live
+
+
+def test_a_file_that_advances_is_not_stale_whatever_the_writer_s_clock_says(tmp_path: Path) -> None:
+    now = [time.time()]
+    reader = RankStatesReader(tmp_path, lambda: now[0])
+    write_live(tmp_path, [RUNS], age_s=3600.0)
+    assert reader.read("test").stale
+    write_live(tmp_path, [RUNS], age_s=3598.0)
+    now[0] += 2.0
+    assert not reader.read("test").stale
+    now[0] += STALE_S + 2
+    found = reader.read("test")
+    assert (found.stale, round(found.age_s)) == (True, round(STALE_S + 2))
+
+
+def test_a_run_that_stands_still(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    write_live(folder, [LiveRank("step", 5, 50)] * 3 + [LiveRank("step", 5, 0)])
+    assert RunReader(folder).read().standstill == ""
+    write_live(folder, [LiveRank("step", 5, 50)] * 3 + [LiveRank("done", 5, 99)])
+    view = RunReader(folder).read()
+    assert view.standstill == "no rank has made progress for 50 s"
+    assert view.state == "stands still"
+
+
+@pytest.mark.parametrize(("phase", "seconds"), [("import", 299), ("checkpoint", 60), ("evaluation", 59)])
+def test_a_phase_that_takes_long_is_no_standstill(phase: str, seconds: int, tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    write_live(folder, [LiveRank("step", 5, seconds)] * 3 + [LiveRank(phase, 5, seconds)])
+    assert RunReader(folder).read().standstill == ""
+
+
+def test_a_run_with_a_driver_has_incidents_attempts_and_an_end(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    reader = RunReader(folder)
+    assert reader.read().incidents == []
+    write_incidents(folder, [incident(1), incident(2, step=9)])
+    view = reader.read()
+    assert [each.id for each in view.incidents] == [1, 2]
+    assert (view.attempt, view.status) == (2, None)
+    write_incidents(folder, [incident(1)], status=93)
+    assert reader.read().state == "failed with status 93"
+
+
+def test_a_finished_run_without_a_live_file(tmp_path: Path) -> None:
+    assert RunReader(make_run(tmp_path, steps=20, total=20)).read().has_ended
+    folder = make_run(tmp_path / "cut", steps=10, total=20)
+    view = RunReader(folder).read()
+    assert (view.state, view.has_ended) == ("not running, or on other hosts", False)
+
+
+def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match="no such folder"):
+        RunReader(tmp_path / "absent")
+    with pytest.raises(RunFolderError, match="not a run's folder"):
+        RunReader(tmp_path)
+    folder = make_run(tmp_path)
+    (folder / LIVE_FILE).write_text("{")
+    with pytest.raises(RunFolderError, match=r"live\.json: not a live file"):
+        RunReader(folder).read()
+    (folder / LIVE_FILE).unlink()
+    (folder / "config.toml").write_text("name = 3")
+    with pytest.raises(RunFolderError, match=r"config\.toml: not a run's configuration"):
+        RunReader(folder).read()
