@@ -27,7 +27,9 @@ WITHOUT_TORCH = (
     "search",
     "eventstore",
 )
-COMMANDS = tuple(f"megascale.cli.{name}" for name in ("main", "check", "train", "bench", "data", "trace", "doctor"))
+COMMANDS = tuple(
+    f"megascale.cli.{name}" for name in ("main", "check", "train", "bench", "data", "trace", "doctor", "watch")
+)
 KERNELS = {"megascale.ops.cast_transpose": "triton"}
 """Modules in the language of a library (Triton), imported only where the library is installed."""
 HEAVY = {"torch", "numpy", "tensorboard", "transformers", "megatron"}
@@ -69,6 +71,10 @@ def test_modules_below_the_line_do_not_import_torch(tmp_path: Path) -> None:
     names = modules(*WITHOUT_TORCH)
     assert {name.split(".")[1] for name in names} == set(WITHOUT_TORCH)
     assert not HEAVY & set(after_importing(names, tmp_path)["packages"])
+
+
+def test_what_people_look_at_does_without_torch(tmp_path: Path) -> None:
+    assert not {"torch", "megatron", "dash"} & set(after_importing(modules("view"), tmp_path)["packages"])
 
 
 @pytest.mark.parametrize("name", COMMANDS)

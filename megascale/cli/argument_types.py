@@ -1,10 +1,11 @@
-"""Types of numeric command-line arguments for argparse: integers and floats with a lower bound, and lists."""
+"""Types of command-line arguments for argparse: integers and floats with a lower bound, lists, and files to write."""
 
 from __future__ import annotations
 
 import argparse
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 
 def non_negative_int(text: str) -> int:
@@ -58,3 +59,22 @@ def positive_float(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
+
+
+def own_file(suffix: str, start: bytes) -> Callable[[str], Path]:
+    """Return an argument type: an output path that is new, or a file that this command wrote before. `start`: the first
+    bytes of such a file.
+    """
+
+    def path(text: str) -> Path:
+        if not text.endswith(suffix):
+            raise argparse.ArgumentTypeError(f"{text!r} does not end in {suffix}")
+        output = Path(text)
+        if output.is_file():
+            with open(output, "rb") as file:
+                found = file.read(len(start))
+            if found and found != start:
+                raise argparse.ArgumentTypeError(f"{text!r} exists and was not written by this command")
+        return output
+
+    return path

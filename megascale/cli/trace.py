@@ -7,11 +7,12 @@ import contextlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megascale.cli.argument_types import own_file
 from megascale.core.errors import Exit, MegascaleError
 from megascale.core.events import COMPUTE, RankEvents, event_file_name, read_events
 from megascale.core.process import exit_on_stop_signals, without_gc
@@ -24,10 +25,6 @@ MAX_TABLE_RANKS = 16
 
 MAX_SVG_RANKS = 8
 """Maximum number of ranks in a picture without --ranks."""
-
-
-FILE_STARTS = {".json": chrome_trace.FILE_START, ".svg": svg.FILE_START}
-"""First bytes of a file of each kind, to avoid overwriting a foreign file."""
 
 OUTSIDE_STEPS = 0
 """Step number of the events outside steps: incomplete by definition, but --steps may select 0."""
@@ -68,29 +65,12 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--steps", metavar="A:B", type=_steps, help=steps)
     sub.add_argument("--ranks", metavar="LIST", type=_ranks, help="ranks, such as 0,1,4-7 (default: all)")
     output = "the timeline (default: RUN_DIR/timeline.json)"
-    sub.add_argument("--output", metavar="FILE.json", type=_file(".json"), help=output)
+    sub.add_argument("--output", metavar="FILE.json", type=own_file(".json", chrome_trace.FILE_START), help=output)
     drawn = (
         f"also draw a picture (without --steps: of the last step; without --ranks: of {MAX_SVG_RANKS} ranks at most)"
     )
-    sub.add_argument("--svg", metavar="FILE.svg", type=_file(".svg"), help=drawn)
+    sub.add_argument("--svg", metavar="FILE.svg", type=own_file(".svg", svg.FILE_START), help=drawn)
     sub.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def _file(suffix: str) -> Callable[[str], Path]:
-    """Return an argument type: an output path that is new, or a file that this command wrote before."""
-
-    def path(text: str) -> Path:
-        if not text.endswith(suffix):
-            raise argparse.ArgumentTypeError(f"{text!r} does not end in {suffix}")
-        output = Path(text)
-        if output.is_file():
-            with open(output, "rb") as file:
-                start = file.read(len(FILE_STARTS[suffix]))
-            if start and start != FILE_STARTS[suffix]:
-                raise argparse.ArgumentTypeError(f"{text!r} exists and was not written by this command")
-        return output
-
-    return path
 
 
 def _steps(text: str) -> range:

@@ -1,1 +1,1 @@
-"""What people look at: the model of a run that its terminal, report and web page share, and their drawings."""
+"""The views of a run: one model of its folder, which terminal, report and web page share, and their drawings."""

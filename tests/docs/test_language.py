@@ -155,6 +155,7 @@ SHARED = {
     "plan.py": "cli: the command; search: the plan that it prints",
     "replay.py": "dryrun: costs of equal modules; fault: published failures in simulated time",
     "stages.py": "fault: stages of a job; layout: pipeline stages",
+    "watch.py": "cli: the command; fault: the progress of an attempt",
     "train.py": "cli: the command; config: the section",
     "Finding": "config: a broken rule; fault: a fault with its culprit",
     "Node": "fault: a node of a job; simulate: the section [node] of a hardware profile",
