@@ -1,0 +1,186 @@
+"""The delays of messages by sender and receiver, and the slow nodes and links that explain them (C4D, HPCA 2025).
+
+A message takes from the moment both sides have posted it until it has arrived. A cell of the matrix is the median of
+such delays; its peers are cells between the same pipeline stages. If all cells of a row are slow, the node is slow to
+send; of a column, to receive; a single slow cell is a link.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from megascale.observe.heatmap import MAD_TO_DEVIATION, MIN_SCORE, lower_median
+from megascale.observe.step_cube import Booleans, Columns, Floats, Integers, Places
+
+MIN_RATIO = 1.5
+"""Smallest ratio of a slow cell to its peers."""
+
+MIN_EXCESS_S = 50e-6
+"""Smallest excess of a slow cell: below, the clocks and the threads that note the end differ."""
+
+MIN_PEERS = 3
+"""Fewest cells between two stages that are compared among themselves; fewer are compared with all cells."""
+
+NOISE_FLOOR = 0.05
+"""Smallest deviation of a cell's median, as a share of the peers' median."""
+
+Edge = tuple[int, int]
+"""Sending and receiving unit: nodes, or ranks if all are on one node."""
+
+PathKind = Literal["send", "receive", "node", "link"]
+
+
+@dataclass(frozen=True)
+class SlowPath:
+    """A slow node or link. `units`: the node, or the two ends of the link; ranks if all ranks are on one node.
+
+    `kind` "send", "receive" or "node" (both), or "link"; `delay_s`, `peer_s`: median delay of its messages and of their
+    peers'. `per_step_s`: the excess of all messages of its slowest cell in a step, the most that a step can lose.
+    """
+
+    kind: PathKind
+    units: tuple[str, ...]
+    ranks: tuple[int, ...]
+    delay_s: float
+    peer_s: float
+    per_step_s: float
+
+    @property
+    def name(self) -> str:
+        """The culprit: 'node n3', or 'link n3 - n7'."""
+        return f"link {' - '.join(self.units)}" if self.kind == "link" else self.units[0]
+
+
+@dataclass(frozen=True)
+class DelayMatrix:
+    """Cells of ranks that send to each other: `sender`, `receiver` [C], their median `delay_s`, the `peer_s` of cells
+    between the same stages, the number of `messages` in a step, and whether the cell is `slow`.
+    """
+
+    sender: Integers
+    receiver: Integers
+    delay_s: Floats
+    peer_s: Floats
+    messages: Floats
+    slow: Booleans
+    culprits: tuple[SlowPath, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return lists and numbers; an element a cell."""
+        cells = {name: value.tolist() for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+        return cells | {"culprits": [asdict(culprit) for culprit in self.culprits]}
+
+
+def delay_matrix(events: Columns, places: Places) -> DelayMatrix:
+    """Return the delays of the messages in the table `events`. Messages of which one side is missing are left out."""
+    sender, receiver, step, delay = _messages(events)
+    known = (places.index(sender) >= 0) & (places.index(receiver) >= 0)
+    sender, receiver, step, delay = (column[known] for column in (sender, receiver, step, delay))
+    order = np.lexsort((delay, receiver, sender))
+    sender, receiver, delay = sender[order], receiver[order], delay[order]
+    starts = np.flatnonzero(np.append(True, np.diff(sender) + np.diff(receiver) * 1j != 0)) if len(order) else order
+    counts = np.diff(np.append(starts, len(order)))
+    cells = places.index(sender[starts]), places.index(receiver[starts])
+    median = delay[starts + (counts - 1) // 2]  # sorted by delay within a cell
+    peer_s, deviation = _compare(cells, median, places)
+    slow = (median - peer_s > np.maximum(MIN_SCORE * deviation, MIN_EXCESS_S)) & (median >= MIN_RATIO * peer_s)
+    messages = counts / max(1, len(np.unique(step)))
+    matrix = DelayMatrix(sender[starts], receiver[starts], median, peer_s, messages, slow, ())
+    return replace(matrix, culprits=tuple(_culprits(matrix, _Cells.from_places(*cells, places), places)))
+
+
+def _culprits(matrix: DelayMatrix, cells: _Cells, places: Places) -> Iterator[SlowPath]:
+    """Yield the nodes and links that explain the slow cells."""
+    for kind, ends, edges in _explain(cells.edges(matrix.slow)):
+        mine = matrix.slow & cells.among(edges)
+        ranks = np.unique(cells.ranks[mine][np.isin(cells.units[mine], ends)])
+        excess = ((matrix.delay_s - matrix.peer_s) * matrix.messages)[mine]
+        yield SlowPath(
+            kind, tuple(cells.names[end] for end in dict.fromkeys(ends)), tuple(map(int, places.rank[ranks])),
+            float(np.median(matrix.delay_s[mine])), float(np.median(matrix.peer_s[mine])), float(excess.max()),
+        )  # fmt: skip
+
+
+def _messages(events: Columns) -> tuple[Integers, Integers, Integers, Floats]:
+    """Return sender, receiver, step and delay in seconds of all messages of which both sides are known."""
+    name, peer = np.asarray(events["name"]), np.asarray(events["peer"])
+    receives = name == "receive"
+    at = np.flatnonzero((peer >= 0) & (receives | (name == "send")))
+    receives, rank, peer = receives[at], np.asarray(events["rank"])[at], peer[at]
+    sender, receiver = np.where(receives, peer, rank), np.where(receives, rank, peer)
+    forward = np.asarray(events["direction"])[at] == "forward"
+    keys = [np.asarray(events[key])[at] for key in ("attempt", "step", "stage", "microbatch", "layer")]
+    order = np.lexsort((receives, forward, *keys, receiver, sender))
+    keys = [column[order] for column in (sender, receiver, forward, *keys)]
+    receives, at = receives[order], at[order]
+    paired = ~receives[:-1] & receives[1:]
+    for column in keys:
+        paired &= column[:-1] == column[1:]
+    send, receive = at[:-1][paired], at[1:][paired]
+    posted = np.maximum(np.asarray(events["start_ns"])[send], np.asarray(events["start_ns"])[receive])
+    delay = np.maximum(0, np.asarray(events["end_ns"])[receive] - posted) / 1e9
+    return *(np.asarray(column)[:-1][paired] for column in (keys[0], keys[1], keys[4])), delay
+
+
+def _compare(cells: tuple[Integers, Integers], delay: Floats, places: Places) -> tuple[Floats, Floats]:
+    """Return the median delay of each cell's peers, and the deviation among them."""
+    stage, here = places.coords["pp"], places.node[cells[0]] == places.node[cells[1]]
+    role = (stage[cells[0]] * (int(stage.max(initial=0)) + 1) + stage[cells[1]]) * 2 + here
+    peer_s, deviation = np.empty_like(delay), np.empty_like(delay)
+    for code in np.unique(role):
+        mine = role == code
+        peers = mine if mine.sum() >= MIN_PEERS else here == here[mine][0]
+        peer_s[mine] = median = lower_median(delay[peers])
+        spread = MAD_TO_DEVIATION * lower_median(np.abs(delay[peers] - median))
+        deviation[mine] = max(float(spread), NOISE_FLOOR * float(median))
+    return peer_s, deviation
+
+
+class _Cells(NamedTuple):
+    """Cells with the positions of `ranks` [C, 2] and of `units` [C, 2], nodes or ranks with their `names`."""
+
+    ranks: Integers
+    units: Integers
+    names: list[str]
+
+    @classmethod
+    def from_places(cls, sender: Integers, receiver: Integers, places: Places) -> _Cells:
+        ranks, several = np.stack([sender, receiver], 1), len(places.nodes) > 1
+        names = [f"node {node}" for node in places.nodes] if several else [f"rank {rank}" for rank in places.rank]
+        return cls(ranks, places.node[ranks] if several else ranks, names)
+
+    def edges(self, slow: Booleans) -> dict[Edge, bool]:
+        """Return the pairs of units, and whether most cells of the pair are slow."""
+        pairs, cell = np.unique(self.units, axis=0, return_inverse=True)
+        share = np.bincount(cell.reshape(-1), slow, len(pairs)) / np.bincount(cell.reshape(-1), minlength=len(pairs))
+        return {(int(a), int(b)): bool(part > 0.5) for (a, b), part in zip(pairs, share, strict=True)}
+
+    def among(self, edges: set[Edge]) -> Booleans:
+        """Return which cells belong to some pairs of units."""
+        return np.array([(int(a), int(b)) in edges for a, b in self.units], bool)
+
+
+def _explain(edges: Mapping[Edge, bool]) -> Iterator[tuple[PathKind, Edge, set[Edge]]]:
+    """Yield the units all of whose edges to or from several others are slow, then the links of the remaining slow edges;
+    with the kind, the unit or both ends, and the edges.
+    """
+    slow = {edge for edge, is_slow in edges.items() if is_slow}
+    rest = set(slow)
+    for unit, _ in Counter(end for edge in slow for end in edge).most_common():
+        sides = [side for side in (0, 1) if _all_slow(edges, unit, side)]
+        chosen = {edge for edge in slow if any(edge[side] == unit for side in sides)}
+        if chosen & rest:
+            yield "node" if len(sides) == 2 else ("send", "receive")[sides[0]], (unit, unit), chosen
+            rest -= chosen
+    for ends in sorted({(min(edge), max(edge)) for edge in rest}):
+        yield "link", ends, rest & {ends, ends[::-1]}
+
+
+def _all_slow(edges: Mapping[Edge, bool], unit: int, side: int) -> bool:
+    mine = [is_slow for edge, is_slow in edges.items() if edge[side] == unit]
+    return len(mine) > 1 and all(mine)

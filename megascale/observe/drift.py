@@ -1,0 +1,216 @@
+"""What changed since the start of a run: the parts of a step that grew, since which step, and what it cost of the MFU.
+
+`change_points` cuts a series where its mean shifts (binary segmentation; the noise is the MAD of differences, which a
+shift does not touch). `drift` compares the last segment of every part with the first. `entry_spread` measures how far
+apart ranks enter the last reduction of gradients: the paper's MFU decay (6.3) shows there, with no part of the compute
+any longer, and ranks that are late in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from megascale.core.events import COMPUTE
+from megascale.eventstore.schema import HOST_AXIS
+from megascale.observe.heatmap import MAD_TO_DEVIATION, lower_median
+from megascale.observe.mfu_ledger import ACTIONS
+from megascale.observe.step_cube import OTHER, Floats, StepCube
+from megascale.observe.step_work import predict_seconds
+
+MIN_SHIFT = 6.0
+"""Smallest shift of a mean in standard errors: the largest of all cuts of a noisy series reaches 4."""
+
+MIN_SEGMENT = 8
+"""Fewest points of a segment."""
+
+POINTS = 400
+"""Most points of a series: longer runs are averaged over blocks of steps."""
+
+MIN_GROWTH = 0.02
+"""Smallest growth of a part, as a share of the step."""
+
+CORRELATED = 0.5
+"""Smallest correlation of the entries' spread with pauses that names them."""
+
+ONE_RANK = 0.5
+"""Share of the steps in which the same rank enters last, from which that rank is slow rather than ranks in turn."""
+
+
+@dataclass(frozen=True)
+class Growth:
+    """A part of a step that grew from `before_s` to `after_s`, means of the first and the last segment. `everywhere`: on
+    most ranks. `mfu_points`: the MFU that this costs now, as a share of 1; None if the peak is unknown.
+    """
+
+    part: str
+    since: int
+    before_s: float
+    after_s: float
+    everywhere: bool
+    mfu_points: float | None
+
+
+@dataclass(frozen=True)
+class EntrySpread:
+    """How far apart the ranks of a data-parallel group enter the last reduction of gradients, mean over groups.
+
+    `same_rank`: share of the steps in which the most frequent last rank of a group is last; `gc_correlation`: of the
+    spread with the pauses for garbage collection, None without any.
+    """
+
+    before_s: float
+    after_s: float
+    since: int
+    same_rank: float
+    gc_correlation: float | None
+
+    @property
+    def cause(self) -> str:
+        """The cause in plain words."""
+        if (self.gc_correlation or 0.0) >= CORRELATED:
+            return "pauses for garbage collection, on ranks in turn"
+        if self.same_rank >= ONE_RANK:
+            return "the same rank is last in most steps: it is slow"
+        return "ranks are late in turn: irregular work of their hosts"
+
+
+@dataclass(frozen=True)
+class Drift:
+    """`growths`: the largest first. `spread`: None if the entries do not spread. MFU and step time of the first and the
+    last segment of the step time.
+    """
+
+    growths: tuple[Growth, ...]
+    spread: EntrySpread | None
+    step_before_s: float
+    step_after_s: float
+    mfu_before: float | None
+    mfu_after: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all fields, and the cause of a spread."""
+        spread = asdict(self.spread) | {"cause": self.spread.cause} if self.spread else None
+        return asdict(self) | {"spread": spread}
+
+    def to_text(self) -> str:
+        """Return a line for each change."""
+        lines = [_growth_line(growth) for growth in self.growths]
+        if self.spread:
+            lines.append(
+                f"entries into the last gradient reduction spread from {self.spread.before_s * 1e3:.3g} to "
+                f"{self.spread.after_s * 1e3:.3g} ms since step {self.spread.since}: {self.spread.cause}"
+            )
+        if lines and self.mfu_before and self.mfu_after:
+            lines.insert(0, f"MFU went from {self.mfu_before:.1%} to {self.mfu_after:.1%}")
+        return "\n".join(lines) or "no part of a step has grown"
+
+
+def _growth_line(growth: Growth) -> str:
+    cost = "" if growth.mfu_points is None else f", {100 * growth.mfu_points:.1f} points of MFU"
+    where = "on most ranks" if growth.everywhere else "on some ranks"
+    return (
+        f"{growth.part} grew from {growth.before_s * 1e3:.4g} to {growth.after_s * 1e3:.4g} ms a step since step "
+        f"{growth.since}, {where}{cost}"
+    )
+
+
+def change_points(values: Floats, threshold: float = MIN_SHIFT) -> list[int]:
+    """Return the positions at which a new segment of a series begins, in ascending order."""
+    noise = MAD_TO_DEVIATION * float(np.median(np.abs(np.diff(values)))) / np.sqrt(2) if len(values) > 1 else 0.0
+    noise = max(noise, 1e-4 * float(np.abs(values).mean()) if len(values) else 0.0, 1e-12)
+    cuts: list[int] = []
+    open_segments = [(0, len(values))]
+    while open_segments:
+        start, stop = open_segments.pop()
+        size = stop - start
+        if size < 2 * MIN_SEGMENT:
+            continue
+        at = np.arange(MIN_SEGMENT, size - MIN_SEGMENT + 1)
+        sums = np.cumsum(values[start:stop])
+        left, right = sums[at - 1] / at, (sums[-1] - sums[at - 1]) / (size - at)
+        score = np.abs(left - right) * np.sqrt(at * (size - at) / size) / noise
+        if score.max() >= threshold:
+            cut = start + int(at[np.argmax(score)])
+            cuts.append(cut)
+            open_segments += [(start, cut), (cut, stop)]
+    return sorted(cuts)
+
+
+def drift(cube: StepCube, peak_flops: float = 0.0) -> Drift:
+    """Return what changed over a cube's warm steps. `peak_flops`: of all ranks together, 0 if unknown."""
+    cube = cube.take(cube.warm)
+    wall = cube.wall.mean(0, dtype=np.float64)
+    always = np.ones(len(wall), bool)
+    predicted = predict_seconds(cube.tokens, cube.flops, wall, always)
+    work = predicted / max(float(predicted.mean()), 1e-12) if len(wall) else predicted
+    blocks = np.array_split(np.arange(len(wall)), max(1, min(POINTS, len(wall))))
+    step_before, step_after, _ = _ends(_blocks(wall / work, blocks))
+    flops = float(cube.flops.mean()) if len(wall) else 0.0
+    mfus = [flops / (seconds * peak_flops) if peak_flops and seconds else None for seconds in (step_before, step_after)]
+    growths = []
+    for name, values in _series(cube):
+        before, after, since = _ends(_blocks(values.mean(0, dtype=np.float64) / work, blocks))
+        if since is None or after - before < MIN_GROWTH * step_before:
+            continue
+        typical = _blocks(lower_median(values) / work, blocks)
+        everywhere = typical[since:].mean() - typical[:since].mean() >= (after - before) / 2
+        points = None if mfus[1] is None else mfus[1] * (after - before) / max(step_after - (after - before), 1e-12)
+        growths.append(Growth(name, int(cube.steps[blocks[since][0]]), before, after, bool(everywhere), points))
+    growths.sort(key=lambda growth: growth.before_s - growth.after_s)
+    return Drift(tuple(growths), entry_spread(cube, step_before), step_before, step_after, mfus[0], mfus[1])
+
+
+def _series(cube: StepCube) -> Iterator[tuple[str, Floats]]:
+    """Yield the parts that are followed, with their times [R, S]."""
+    for group in dict.fromkeys(ACTIONS.values()):
+        names = [name for name, of in ACTIONS.items() if of == group]
+        yield group, cube.own_of(COMPUTE, *names)
+    for axis in cube.axes:
+        yield f"wait for {axis}", cube.wait_of(axis)
+    yield "data", cube.data
+    yield "gc", cube.own_of(HOST_AXIS, "gc")
+    yield OTHER, cube.other
+
+
+def _blocks(values: Floats, blocks: list) -> Floats:
+    return np.array([values[block].mean() for block in blocks])
+
+
+def _ends(values: Floats) -> tuple[float, float, int | None]:
+    """Return the means of the first and the last segment, and where the second begins; None without a change."""
+    if not len(values) or not np.isfinite(values).all():
+        return 0.0, 0.0, None
+    cuts = change_points(values)
+    if not cuts:
+        return float(values.mean()), float(values.mean()), None
+    return float(values[: cuts[0]].mean()), float(values[cuts[-1] :].mean()), cuts[0]
+
+
+def entry_spread(cube: StepCube, step_s: float) -> EntrySpread | None:
+    """Return how the entries into the last reduction of gradients spread, if they spread more than at the start by
+    MIN_GROWTH of the step.
+    """
+    known = (cube.entered_ns > 0).all(0)
+    entered, code = cube.entered_ns[:, known], cube.places.group_codes("dp")
+    order = np.argsort(code, kind="stable")
+    starts = np.flatnonzero(np.append(True, np.diff(code[order]) != 0))
+    sizes = np.diff(np.append(starts, len(order)))
+    if not known.any() or sizes.max() < 2:
+        return None
+    late = entered[order]
+    first, last = np.minimum.reduceat(late, starts), np.maximum.reduceat(late, starts)
+    spread = (last - first).mean(0) / 1e9
+    blocks = np.array_split(np.arange(len(spread)), max(1, min(POINTS, len(spread))))
+    before, after, since = _ends(_blocks(spread, blocks))
+    if since is None or after - before < MIN_GROWTH * step_s:
+        return None
+    is_last = late[:, blocks[since][0] :] == np.repeat(last, sizes, 0)[:, blocks[since][0] :]
+    same_rank = float(np.maximum.reduceat(is_last.mean(1), starts).mean())
+    pauses = cube.own_of(HOST_AXIS, "gc")[:, known].mean(0)
+    changes = np.diff(spread), np.diff(pauses)  # two series that grow are correlated anyway
+    correlation = float(np.corrcoef(*changes)[0, 1]) if pauses.std() > 0 else None
+    return EntrySpread(before, after, int(cube.steps[known][blocks[since][0]]), same_rank, correlation)

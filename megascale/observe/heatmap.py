@@ -1,0 +1,237 @@
+"""The heat map of a run: the time of each part of a step by rank, beside the rank's peers, and the outliers (paper, 5.1).
+
+Peers are the ranks of the same pipeline stage, which do the same work: stages with the embedding or the head, and
+uneven stages, are compared with themselves. Outliers are found in three sums: compute, data and host. A rank is an
+outlier if its mean over the window exceeds the peers' median by MIN_SCORE deviations, by MIN_RATIO, and by MIN_SHARE of
+the step, and if it also does in most blocks of the window (continuity). A node is one if most of its ranks are slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from megascale.core.events import COMPUTE
+from megascale.eventstore.schema import HOST_AXIS
+from megascale.observe.job_cost import Excess, job_costs
+from megascale.observe.step_cube import OTHER, Floats, Integers, Part, StepCube
+
+Kind = Literal["compute", "data", "host"]
+KINDS: tuple[Kind, ...] = ("compute", "data", "host")
+
+MIN_SCORE = 5.0
+"""Deviations beyond the median: of 12,288 healthy ranks with Gaussian noise none in 99.6% of all windows."""
+
+MIN_RATIO = 1.03
+"""Smallest ratio to the peers' median."""
+
+MIN_SHARE = 0.005
+"""Smallest excess, as a share of the step."""
+
+BLOCKS, PERSISTENT_BLOCKS = 5, 4
+"""Blocks of a window, and blocks in which an outlier shows at least half of the smallest excess."""
+
+MIN_STEPS = 10
+"""Fewest steps of a window."""
+
+MAD_TO_DEVIATION = 1.4826
+NOISE_FLOOR = 0.005
+"""Smallest deviation of a mean, as a share of the median: below, differences say nothing about a machine."""
+
+
+@dataclass(frozen=True)
+class Outlier:
+    """A rank or a node that takes longer than its peers. `node` is "" for a single rank.
+
+    `seconds`, `peer_s`: mean of a step, of the slowest rank and of its peers. `ratio`: of the culprit's median rank.
+    `score`: deviations beyond the median. `parts`: parts that are longer, the largest excess first, with their excess
+    in seconds. `cost_s`, `cost_share`: what the job loses in a step, in seconds and as a share (`job_cost`).
+    """
+
+    kind: Kind
+    ranks: tuple[int, ...]
+    node: str
+    seconds: float
+    peer_s: float
+    ratio: float
+    score: float
+    parts: tuple[tuple[str, float], ...]
+    cost_s: float = 0.0
+    cost_share: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """The culprit: 'node n3' or 'rank 5'."""
+        return f"node {self.node}" if self.node else f"rank {self.ranks[0]}"
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """Means of the ordinary steps of a window. `seconds`, `peer_s`, `score` [R, C]: by rank and column.
+
+    Columns are parts: actions by chunk and host activities with their own time, and by axis the wait for communication.
+    """
+
+    first_step: int
+    last_step: int
+    step_s: float
+    ranks: Integers
+    columns: tuple[str, ...]
+    seconds: Floats
+    peer_s: Floats
+    score: Floats
+    outliers: tuple[Outlier, ...]
+
+    @property
+    def ratio(self) -> Floats:
+        """Seconds over the peers' median, [R, C]; 1 where both are 0."""
+        return np.divide(self.seconds, self.peer_s, out=np.ones_like(self.seconds), where=self.peer_s > 0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return lists and numbers; a row a rank."""
+        arrays = {name: getattr(self, name).round(9).tolist() for name in ("seconds", "peer_s", "score")}
+        return vars(self) | arrays | {"ranks": self.ranks.tolist(), "outliers": [asdict(each) for each in self.outliers]}
+
+
+class Comparison(NamedTuple):
+    """Means of a window beside the peers' median, and the deviation of the mean, each [R, C]."""
+
+    seconds: Floats
+    peer_s: Floats
+    deviation: Floats
+
+    @property
+    def score(self) -> Floats:
+        return (self.seconds - self.peer_s) / self.deviation
+
+
+def heat_map(cube: StepCube, *, roles: Integers | None = None, continuity: int = PERSISTENT_BLOCKS) -> HeatMap:
+    """Compare all ranks over the ordinary steps of a window. `roles` [R]: equal codes for peers, by default the pipeline
+    stage. `continuity`: blocks in which an outlier shows.
+    """
+    roles = cube.places.codes("pp") if roles is None else roles
+    names, values = zip(*_columns(cube), strict=True)
+    shown = compare(cube, np.stack(values, 2), roles)
+    sums = np.stack([cube.compute, cube.data, np.maximum(cube.other, 0.0)], 2)
+    enough = len(cube.steps) >= MIN_STEPS
+    outliers = _find_outliers(cube, sums, roles, continuity) if enough else []
+    outliers = [replace(each, parts=_longer_parts(cube, each, names, shown)) for each in outliers]
+    first, last = (int(cube.steps[0]), int(cube.steps[-1])) if len(cube.steps) else (0, 0)
+    found = tuple(_with_costs(cube, outliers, sums, compare(cube, sums, roles)))
+    return HeatMap(first, last, cube.step_s, cube.places.rank, names, shown.seconds, shown.peer_s, shown.score, found)
+
+
+def _columns(cube: StepCube) -> Iterator[tuple[str, Floats]]:
+    settled = ("gc", "evaluation", "checkpoint")
+    for at, part in enumerate(cube.parts):
+        if part.axis in (COMPUTE, HOST_AXIS) and part.name not in settled:
+            yield str(part), cube.own[:, :, at]
+    yield str(Part(HOST_AXIS, OTHER)), cube.other
+    for axis in cube.axes:
+        yield f"{axis} wait", cube.wait_of(axis)
+
+
+def compare(cube: StepCube, values: Floats, roles: Integers) -> Comparison:
+    """Compare the means of `values` [R, S, C] with the medians of peers.
+
+    Of an even number of peers the lower median counts, so that of two ranks the slower one differs. The deviation is the
+    largest of: the MAD of the peers' means; a peer's standard error, from its steps; the noise floor.
+    """
+    seconds = cube.mean(values)
+    counts = np.maximum(1, cube.ordinary.sum(1))[:, None]
+    spread = np.sqrt(np.maximum(0.0, cube.mean(np.square(values, dtype=np.float64)) - seconds**2) / counts)
+    peer_s, mad = np.empty_like(seconds), np.empty_like(seconds)
+    for role in np.unique(roles):
+        mine = roles == role
+        peer_s[mine] = lower_median(seconds[mine])
+        mad[mine] = MAD_TO_DEVIATION * lower_median(np.abs(seconds[mine] - peer_s[mine]))
+        spread[mine] = lower_median(spread[mine])
+    floor = np.maximum(NOISE_FLOOR * np.abs(peer_s), 1e-4 * cube.step_s + 1e-12)
+    return Comparison(seconds, peer_s, np.maximum(np.maximum(mad, spread), floor))
+
+
+def lower_median(values: Floats) -> Floats:
+    middle = (len(values) - 1) // 2
+    return np.asarray(np.partition(values, middle, 0)[middle])
+
+
+def _find_outliers(cube: StepCube, sums: Floats, roles: Integers, continuity: int) -> list[Outlier]:
+    """Return outliers of `sums` [R, S, kind], without their parts and costs; a slow node in place of its ranks."""
+    whole = compare(cube, sums, roles)
+    least = np.maximum((MIN_RATIO - 1) * whole.peer_s, MIN_SHARE * cube.step_s)
+    excess = whole.seconds - whole.peer_s
+    shows = np.zeros(excess.shape, int)
+    for block in np.array_split(np.arange(len(cube.steps)), BLOCKS):
+        part = cube.take(block)
+        known = part.ordinary.any(1)[:, None]
+        seconds, peer_s, _ = compare(part, sums[:, block], roles)
+        shows += ~known | (seconds - peer_s >= least / 2)
+    slow = (whole.score >= MIN_SCORE) & (excess >= least) & (shows >= continuity)
+    found = []
+    for at, kind in enumerate(KINDS):
+        ranks = np.flatnonzero(slow[:, at])
+        for node, members in _slow_nodes(cube, excess[:, at] / np.maximum(whole.peer_s[:, at], least[:, at])):
+            middle = excess[members, at] >= least[members, at]
+            if middle.mean() > 0.5 and np.median(shows[members, at]) >= continuity:
+                found.append(_outlier(cube, kind, members, cube.places.nodes[node], _column(whole, at)))
+                ranks = np.setdiff1d(ranks, members)
+        found += [_outlier(cube, kind, np.array([rank]), "", _column(whole, at)) for rank in ranks]
+    return found
+
+
+def _column(values: Comparison, at: int) -> Comparison:
+    return Comparison(*(array[:, at] for array in values))
+
+
+def _slow_nodes(cube: StepCube, relative: Floats) -> Iterator[tuple[int, Integers]]:
+    """Yield the nodes of several ranks whose median rank is an outlier among all nodes, and their ranks' positions.
+    `relative` [R]: excess over the peers' median.
+    """
+    order = np.argsort(cube.places.node, kind="stable")
+    members = np.split(order, np.flatnonzero(np.diff(cube.places.node[order])) + 1)
+    several = [ranks for ranks in members if len(ranks) > 1]
+    if len(members) < 2 or not several:
+        return
+    medians = np.array([lower_median(relative[ranks]) for ranks in several])
+    middle = lower_median(medians)
+    deviation = max(MAD_TO_DEVIATION * float(lower_median(np.abs(medians - middle))), NOISE_FLOOR)
+    for ranks, median in zip(several, medians, strict=True):
+        if (median - middle) / deviation >= MIN_SCORE and median - middle >= MIN_RATIO - 1:
+            yield int(cube.places.node[ranks[0]]), ranks
+
+
+def _outlier(cube: StepCube, kind: Kind, members: Integers, node: str, values: Comparison) -> Outlier:
+    slowest = members[np.argmax(values.seconds[members] - values.peer_s[members])]
+    ratio = np.median(values.seconds[members] / np.maximum(values.peer_s[members], 1e-9))
+    return Outlier(
+        kind, tuple(map(int, cube.places.rank[members])), node, float(values.seconds[slowest]),
+        float(values.peer_s[slowest]), float(ratio), float(np.median(values.score[members])), (),
+    )  # fmt: skip
+
+
+def _longer_parts(
+    cube: StepCube, outlier: Outlier, names: tuple[str, ...], shown: Comparison
+) -> tuple[tuple[str, float], ...]:
+    """Return the parts of the outlier's kind that are longer than the peers', on the mean of its ranks."""
+    kinds = {str(part): "compute" if part.axis == COMPUTE else "data" for part in cube.parts if part.name != "gc"}
+    ranks = cube.places.index(np.array(outlier.ranks))
+    excess = (shown.seconds - shown.peer_s)[ranks].mean(0)
+    longer = [(name, float(more)) for name, more in zip(names, excess, strict=True)
+              if kinds.get(name, "host") == outlier.kind and more > 0 and not name.endswith(" wait")]  # fmt: skip
+    return tuple(sorted(longer, key=lambda part: -part[1])[:3])
+
+
+def _with_costs(cube: StepCube, outliers: list[Outlier], sums: Floats, values: Comparison) -> Iterator[Outlier]:
+    """Yield the outliers with their costs, the costliest first. Without its fault a rank is as fast as its peers."""
+    culprits = {}
+    for number, outlier in enumerate(outliers):
+        ranks, at = cube.places.index(np.array(outlier.ranks)), KINDS.index(outlier.kind)
+        share = 1 - values.peer_s[ranks, at] / np.maximum(values.seconds[ranks, at], 1e-12)
+        excess = np.maximum(0.0, share)[:, None] * sums[ranks, :, at]
+        culprits[str(number)] = Excess(ranks, excess, outlier.kind == "data")
+    costs = [*job_costs(cube, culprits).values()]
+    for cost, outlier in sorted(zip(costs, outliers, strict=True), key=lambda pair: -pair[0]):
+        yield replace(outlier, cost_s=cost, cost_share=cost / max(cube.step_s, 1e-12))

@@ -1,0 +1,183 @@
+"""Where each second of a run went, as a waterfall from the peak to the achieved MFU, beside what `plan` predicted.
+
+Times are measured, as means over ranks: own times of actions, waits for communication, activities of the host, and what
+lies between and outside of steps. They add up to the wall time. Forward and backward are whole: events do not tell
+GEMMs from attention. The waits of pp contain the bubble of the schedule; `bubble_s`, computed from the measured forwards
+and backwards, splits them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megascale.core.events import COMPUTE, OPTIMIZER_ACTIONS
+from megascale.eventstore.schema import HOST_AXIS
+from megascale.observe.step_cube import OTHER, Columns, StepCube
+
+FORWARD, BACKWARD, OPTIMIZER, BUBBLE = "forward", "backward", "optimizer", "bubble"
+BETWEEN, RESTARTS, LOST = "between steps", "restarts", "lost steps"
+ACTIONS = {"F": FORWARD, "B": BACKWARD} | dict.fromkeys(OPTIMIZER_ACTIONS, OPTIMIZER)
+
+PLANNED = {
+    OPTIMIZER: ("optimizer",), "tp": ("tp",), "pp": ("pp",), BUBBLE: ("bubble",), "dp": ("dp",),
+    OTHER: ("other", "scale", "cores"),
+}  # fmt: skip
+"""Causes of a plan (`simulate.step_time.Estimate`) by part of the ledger."""
+
+PLANNED_COMPUTE = ("gemm", "attention", "elementwise", "recompute", "host")
+"""Causes of a plan that are measured as forward and backward together."""
+
+MIN_SHOWN = 5e-4
+"""Smallest share of the time that the table shows."""
+
+
+class Level(NamedTuple):
+    """A bar of the waterfall: `points` of MFU, as a share of 1, and the MFU that is left after it."""
+
+    name: str
+    points: float
+    left: float
+
+
+@dataclass(frozen=True)
+class MfuLedger:
+    """The time of the steps `first_step` to `last_step`, as means over ranks: `wall_s`, and `seconds` by part.
+
+    `mfu`: achieved, full-attention convention; None if the peak is unknown. `plan`: as `train.plan_record` saved it.
+    """
+
+    first_step: int
+    last_step: int
+    steps: int
+    wall_s: float
+    seconds: Mapping[str, float]
+    mfu: float | None
+    plan: Mapping[str, Any]
+
+    @property
+    def waterfall(self) -> tuple[Level, ...]:
+        """Bars from the peak to the achieved MFU: parts that do not compute, then what compute loses below the peak."""
+        computing = (FORWARD, BACKWARD)
+        left, levels = 1.0, [Level("peak", 1.0, 1.0)]
+        for name, seconds in self.seconds.items():
+            if name not in computing:
+                left -= seconds / self.wall_s
+                levels.append(Level(name, -seconds / self.wall_s, left))
+        if self.mfu is not None:
+            levels.append(Level("compute below the peak", self.mfu - left, self.mfu))
+            levels.append(Level("achieved", self.mfu, self.mfu))
+        return tuple(levels)
+
+    def planned(self, part: str) -> float | None:
+        """Return the seconds of a step that the plan gives a part; None if it has no such part."""
+        causes = self.plan.get("causes", {})
+        return sum(causes.get(cause, 0.0) for cause in PLANNED[part]) if causes and part in PLANNED else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all fields and the waterfall."""
+        return asdict(self) | {"waterfall": [level._asdict() for level in self.waterfall]}
+
+    def to_text(self) -> str:
+        """Return the table."""
+        rows = [("part of the time", "s/step", "share", "MFU points", "plan s/step"), *self._rows()]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(width) if not at else cell.rjust(width) for at, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
+            for row in rows
+        ]  # fmt: skip
+        return "\n".join([*lines, *self._notes()])
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        per_step = self.wall_s / max(1, self.steps)
+        compute = sum(self.seconds.get(name, 0.0) for name in (FORWARD, BACKWARD))
+        causes = self.plan.get("causes", {})
+        modelled = sum(causes.get(cause, 0.0) for cause in PLANNED_COMPUTE) if causes else None
+        yield self._row("forward and backward", compute, modelled, "")
+        yield from (self._row(f"  {name}", self.seconds.get(name, 0.0), None, "") for name in (FORWARD, BACKWARD))
+        for level in self.waterfall[1:]:
+            seconds, planned = self.seconds.get(level.name), self.planned(level.name)
+            if seconds is not None and (abs(level.points) >= MIN_SHOWN or (planned or 0.0) >= MIN_SHOWN * per_step):
+                yield self._row(level.name, seconds, planned, f"{100 * level.points:.1f}")
+        step_s = self.plan.get("step_s")
+        yield "all", f"{per_step:.4g}", "100.0%", "", "" if step_s is None else f"{step_s:.4g}"
+        if self.mfu is not None:
+            (below, _), planned_mfu = self.waterfall[-2:], self.plan.get("mfu_full")
+            yield below.name, "", "", f"{100 * below.points:.1f}", ""
+            plan = "" if planned_mfu is None else f"{planned_mfu:.1%}"
+            yield "MFU achieved", "", "", f"{100 * self.mfu:.1f}", plan
+
+    def _row(self, name: str, seconds: float, planned: float | None, points: str) -> tuple[str, ...]:
+        plan = "" if planned is None else f"{planned:.4g}"
+        return name, f"{seconds / max(1, self.steps):.4g}", f"{seconds / self.wall_s:.1%}", points, plan
+
+    def _notes(self) -> Iterator[str]:
+        if reason := self.plan.get("reason"):
+            yield f"no plan: {reason}"
+        causes = {name: self.plan.get("causes", {}).get(name, 0.0) for name in PLANNED_COMPUTE}
+        if total := sum(causes.values()):
+            shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in causes.items() if seconds)
+            yield f"forward and backward by the plan's model, not measured: {shares}"
+        if BUBBLE in self.seconds:
+            yield "the bubble is computed from the measured forwards and backwards; pp has the rest of its waits"
+        if self.mfu is None:
+            yield "MFU n/a: the peak of the devices is not known"
+
+
+def mfu_ledger(
+    cube: StepCube, steps: Columns, peak_flops: float, *, bubble_s: float = 0.0, plan: Mapping[str, Any] | None = None
+) -> MfuLedger:
+    """Return the ledger of a cube's steps. `steps`: the table, with all attempts. `peak_flops`: of all ranks together.
+    `bubble_s`: of a step, computed from the measured forwards and backwards.
+    """
+    first, last = (int(cube.steps[0]), int(cube.steps[-1])) if len(cube.steps) else (0, -1)
+    whole = _wall_seconds(cube, steps, first, last)
+    seconds: dict[str, float] = dict.fromkeys((FORWARD, BACKWARD, OPTIMIZER), 0.0)
+    for at, part in enumerate(cube.parts):
+        if part.axis == COMPUTE:
+            name, values = ACTIONS.get(part.name, OTHER), cube.own[:, :, at]
+        else:
+            host = part.axis == HOST_AXIS
+            name, values = (part.name if host else part.axis), (cube.own if host else cube.wait)[:, :, at]
+        seconds[name] = seconds.get(name, 0.0) + float(values.sum(dtype=np.float64)) / max(1, len(cube.places.rank))
+    if bubble_s and "pp" in seconds:
+        bubble = min(seconds["pp"], bubble_s * len(cube.steps))
+        seconds |= {BUBBLE: bubble, "pp": seconds["pp"] - bubble}
+    inside = whole.pop("inside")
+    seconds[OTHER] = inside - sum(value for name, value in seconds.items() if name != OTHER)
+    wall = inside + sum(whole.values())
+    flops = float(cube.flops.sum())
+    mfu = flops / (wall * peak_flops) if peak_flops and wall else None
+    return MfuLedger(first, last, len(cube.steps), wall, seconds | whole, mfu, plan or {})
+
+
+def _wall_seconds(cube: StepCube, steps: Columns, first: int, last: int) -> dict[str, float]:
+    """Return the seconds inside of steps, between them, of restarts, and of steps that a later attempt ran again; means
+    over ranks.
+    """
+    number, rank = np.asarray(steps["step"]), cube.places.index(np.asarray(steps["rank"]))
+    mine = (number >= first) & (number <= last) & (rank >= 0)
+    number, rank, attempt, start, end = (
+        column[mine] for column in (number, rank, *(np.asarray(steps[name]) for name in ("attempt", "start_ns", "end_ns")))
+    )  # fmt: skip
+    if not len(number):
+        return {"inside": 0.0}
+    ranks = len(cube.places.rank)
+    begin, stop = np.full(ranks, np.iinfo(np.int64).max), np.zeros(ranks, np.int64)
+    np.minimum.at(begin, rank, start)
+    np.maximum.at(stop, rank, end)
+    seen = stop > 0
+    kept = np.zeros(int(number.max()) + 1, np.int64)
+    np.maximum.at(kept, number, attempt)
+    useful = attempt == kept[number]
+    inside, lost = (float((end - start)[rows].sum()) / 1e9 / seen.sum() for rows in (useful, ~useful))
+    attempts = np.unique(attempt)
+    ends = [int(end[attempt == each].max()) for each in attempts[:-1]]
+    begins = [int(start[attempt == each].min()) for each in attempts[1:]]
+    restarts = sum(max(0, later - earlier) for earlier, later in zip(ends, begins, strict=True)) / 1e9
+    gaps = float((stop - begin)[seen].mean()) / 1e9 - inside - lost
+    result = {"inside": inside, BETWEEN: max(0.0, gaps - restarts), RESTARTS: restarts, LOST: lost}
+    return {name: value for name, value in result.items() if value or name == "inside"}
