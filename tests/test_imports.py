@@ -32,7 +32,7 @@ COMMANDS = tuple(
 )
 KERNELS = {"megascale.ops.cast_transpose": "triton"}
 """Modules in the language of a library (Triton), imported only where the library is installed."""
-HEAVY = {"torch", "numpy", "tensorboard", "transformers", "megatron"}
+HEAVY = {"torch", "tensorboard", "transformers", "megatron", "pyarrow", "duckdb", "dash", "plotly"}
 
 
 def modules(*packages: str) -> list[str]:

@@ -26,6 +26,7 @@ COMMANDS = {
     "data": "prepare and inspect token datasets",
     "ckpt": "list, show, verify, compare and convert checkpoints",
     "sample": "generate text from a checkpoint",
+    "mfu": "show where a run's time went, from the peak to the achieved MFU, and what grew since its start",
     "trace": "merge the event logs of a run's ranks into one timeline for Perfetto",
 }
 

@@ -166,8 +166,8 @@ class _Cells(NamedTuple):
 
 
 def _explain(edges: Mapping[Edge, bool]) -> Iterator[tuple[PathKind, Edge, set[Edge]]]:
-    """Yield the units all of whose edges to or from several others are slow, then the links of the remaining slow edges;
-    with the kind, the unit or both ends, and the edges.
+    """Yield the units all of whose edges to or from several others are slow, then the links of the remaining slow
+    edges; with the kind, the unit or both ends, and the edges.
     """
     slow = {edge for edge, is_slow in edges.items() if is_slow}
     rest = set(slow)

@@ -1,4 +1,4 @@
-"""What changed since the start of a run: the parts of a step that grew, since which step, and what it cost of the MFU.
+"""Changes since the start of a run: the parts of a step that grew, since which step, and what it cost of the MFU.
 
 `change_points` cuts a series where its mean shifts (binary segmentation; the noise is the MAD of differences, which a
 shift does not touch). `drift` compares the last segment of every part with the first. `entry_spread` measures how far
@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from megascale.core.events import COMPUTE
-from megascale.eventstore.schema import HOST_AXIS
 from megascale.observe.heatmap import MAD_TO_DEVIATION, lower_median
 from megascale.observe.mfu_ledger import ACTIONS
 from megascale.observe.step_cube import OTHER, Floats, StepCube
@@ -36,14 +35,11 @@ MIN_GROWTH = 0.02
 CORRELATED = 0.5
 """Smallest correlation of the entries' spread with pauses that names them."""
 
-ONE_RANK = 0.5
-"""Share of the steps in which the same rank enters last, from which that rank is slow rather than ranks in turn."""
-
 
 @dataclass(frozen=True)
 class Growth:
-    """A part of a step that grew from `before_s` to `after_s`, means of the first and the last segment. `everywhere`: on
-    most ranks. `mfu_points`: the MFU that this costs now, as a share of 1; None if the peak is unknown.
+    """A part of a step that grew from `before_s` to `after_s`, means of the first and the last segment. `everywhere`:
+    on most ranks. `mfu_points`: the MFU that this costs now, as a share of 1; None if the peak is unknown.
     """
 
     part: str
@@ -58,14 +54,15 @@ class Growth:
 class EntrySpread:
     """How far apart the ranks of a data-parallel group enter the last reduction of gradients, mean over groups.
 
-    `same_rank`: share of the steps in which the most frequent last rank of a group is last; `gc_correlation`: of the
-    spread with the pauses for garbage collection, None without any.
+    `same_rank`: share of the steps in which the most frequent last rank of a group is last, `by_chance`: if all ranks
+    are last as often. `gc_correlation`: with the pauses for garbage collection, None without any.
     """
 
     before_s: float
     after_s: float
     since: int
     same_rank: float
+    by_chance: float
     gc_correlation: float | None
 
     @property
@@ -73,7 +70,7 @@ class EntrySpread:
         """The cause in plain words."""
         if (self.gc_correlation or 0.0) >= CORRELATED:
             return "pauses for garbage collection, on ranks in turn"
-        if self.same_rank >= ONE_RANK:
+        if self.same_rank >= (1 + self.by_chance) / 2:
             return "the same rank is last in most steps: it is slow"
         return "ranks are late in turn: irregular work of their hosts"
 
@@ -143,13 +140,15 @@ def change_points(values: Floats, threshold: float = MIN_SHIFT) -> list[int]:
 def drift(cube: StepCube, peak_flops: float = 0.0) -> Drift:
     """Return what changed over a cube's warm steps. `peak_flops`: of all ranks together, 0 if unknown."""
     cube = cube.take(cube.warm)
+    if not len(cube.steps):
+        return Drift((), None, 0.0, 0.0, None, None)
     wall = cube.wall.mean(0, dtype=np.float64)
     always = np.ones(len(wall), bool)
     predicted = predict_seconds(cube.tokens, cube.flops, wall, always)
-    work = predicted / max(float(predicted.mean()), 1e-12) if len(wall) else predicted
-    blocks = np.array_split(np.arange(len(wall)), max(1, min(POINTS, len(wall))))
+    work = predicted / max(float(predicted.mean()), 1e-12)
+    blocks = np.array_split(np.arange(len(wall)), min(POINTS, len(wall)))
     step_before, step_after, _ = _ends(_blocks(wall / work, blocks))
-    flops = float(cube.flops.mean()) if len(wall) else 0.0
+    flops = float(cube.flops.mean())
     mfus = [flops / (seconds * peak_flops) if peak_flops and seconds else None for seconds in (step_before, step_after)]
     growths = []
     for name, values in _series(cube):
@@ -172,7 +171,7 @@ def _series(cube: StepCube) -> Iterator[tuple[str, Floats]]:
     for axis in cube.axes:
         yield f"wait for {axis}", cube.wait_of(axis)
     yield "data", cube.data
-    yield "gc", cube.own_of(HOST_AXIS, "gc")
+    yield "gc", cube.gc
     yield OTHER, cube.other
 
 
@@ -182,8 +181,6 @@ def _blocks(values: Floats, blocks: list) -> Floats:
 
 def _ends(values: Floats) -> tuple[float, float, int | None]:
     """Return the means of the first and the last segment, and where the second begins; None without a change."""
-    if not len(values) or not np.isfinite(values).all():
-        return 0.0, 0.0, None
     cuts = change_points(values)
     if not cuts:
         return float(values.mean()), float(values.mean()), None
@@ -204,13 +201,27 @@ def entry_spread(cube: StepCube, step_s: float) -> EntrySpread | None:
     late = entered[order]
     first, last = np.minimum.reduceat(late, starts), np.maximum.reduceat(late, starts)
     spread = (last - first).mean(0) / 1e9
-    blocks = np.array_split(np.arange(len(spread)), max(1, min(POINTS, len(spread))))
+    blocks = np.array_split(np.arange(len(spread)), min(POINTS, len(spread)))
     before, after, since = _ends(_blocks(spread, blocks))
     if since is None or after - before < MIN_GROWTH * step_s:
         return None
     is_last = late[:, blocks[since][0] :] == np.repeat(last, sizes, 0)[:, blocks[since][0] :]
     same_rank = float(np.maximum.reduceat(is_last.mean(1), starts).mean())
-    pauses = cube.own_of(HOST_AXIS, "gc")[:, known].mean(0)
-    changes = np.diff(spread), np.diff(pauses)  # two series that grow are correlated anyway
-    correlation = float(np.corrcoef(*changes)[0, 1]) if pauses.std() > 0 else None
-    return EntrySpread(before, after, int(cube.steps[known][blocks[since][0]]), same_rank, correlation)
+    correlation = _correlation(spread, _pause_spread(cube)[known])
+    since_step = int(cube.steps[known][blocks[since][0]])
+    return EntrySpread(before, after, since_step, same_rank, 1 / float(sizes.mean()), correlation)
+
+
+def _pause_spread(cube: StepCube) -> Floats:
+    """Return by how much the pauses of replicas differ, [S]: the longest of each stage, added up."""
+    coords, shape = cube.places.coords, [int(cube.places.coords[axis].max()) + 1 for axis in ("cp", "dp", "pp")]
+    stages = np.zeros((*shape, len(cube.steps)))
+    np.maximum.at(stages, tuple(coords[axis] for axis in ("cp", "dp", "pp")), cube.gc)
+    pauses = stages.sum(2)
+    return np.asarray(pauses.max((0, 1)) - pauses.min((0, 1)))
+
+
+def _correlation(spread: Floats, pauses: Floats) -> float | None:
+    """Return the correlation of the changes of two series: two series that grow are correlated anyway."""
+    changes = np.diff(spread), np.diff(pauses)
+    return float(np.corrcoef(*changes)[0, 1]) if len(spread) > 2 and min(map(np.std, changes)) > 0 else None

@@ -1,4 +1,4 @@
-"""The heat map of a run: the time of each part of a step by rank, beside the rank's peers, and the outliers (paper, 5.1).
+"""The heat map of a run: the time of each part of a step by rank beside its peers, and the outliers (paper, 5.1).
 
 Peers are the ranks of the same pipeline stage, which do the same work: stages with the embedding or the head, and
 uneven stages, are compared with themselves. Outliers are found in three sums: compute, data and host. A rank is an
@@ -93,10 +93,12 @@ class HeatMap:
     def to_json(self) -> dict[str, Any]:
         """Return lists and numbers; a row a rank."""
         arrays = {name: getattr(self, name).round(9).tolist() for name in ("seconds", "peer_s", "score")}
-        return vars(self) | arrays | {"ranks": self.ranks.tolist(), "outliers": [asdict(each) for each in self.outliers]}
+        return (
+            vars(self) | arrays | {"ranks": self.ranks.tolist(), "outliers": [asdict(each) for each in self.outliers]}
+        )
 
 
-class Comparison(NamedTuple):
+class PeerComparison(NamedTuple):
     """Means of a window beside the peers' median, and the deviation of the mean, each [R, C]."""
 
     seconds: Floats
@@ -109,13 +111,13 @@ class Comparison(NamedTuple):
 
 
 def heat_map(cube: StepCube, *, roles: Integers | None = None, continuity: int = PERSISTENT_BLOCKS) -> HeatMap:
-    """Compare all ranks over the ordinary steps of a window. `roles` [R]: equal codes for peers, by default the pipeline
-    stage. `continuity`: blocks in which an outlier shows.
+    """Compare all ranks over the ordinary steps of a window. `roles` [R]: equal codes for peers, by default the stage.
+    `continuity`: blocks in which an outlier shows.
     """
     roles = cube.places.codes("pp") if roles is None else roles
     names, values = zip(*_columns(cube), strict=True)
     shown = compare(cube, np.stack(values, 2), roles)
-    sums = np.stack([cube.compute, cube.data, np.maximum(cube.other, 0.0)], 2)
+    sums = np.stack([cube.compute, cube.data, cube.other], 2)
     enough = len(cube.steps) >= MIN_STEPS
     outliers = _find_outliers(cube, sums, roles, continuity) if enough else []
     outliers = [replace(each, parts=_longer_parts(cube, each, names, shown)) for each in outliers]
@@ -134,11 +136,11 @@ def _columns(cube: StepCube) -> Iterator[tuple[str, Floats]]:
         yield f"{axis} wait", cube.wait_of(axis)
 
 
-def compare(cube: StepCube, values: Floats, roles: Integers) -> Comparison:
+def compare(cube: StepCube, values: Floats, roles: Integers) -> PeerComparison:
     """Compare the means of `values` [R, S, C] with the medians of peers.
 
-    Of an even number of peers the lower median counts, so that of two ranks the slower one differs. The deviation is the
-    largest of: the MAD of the peers' means; a peer's standard error, from its steps; the noise floor.
+    Of an even number of peers the lower median counts, so that of two ranks the slower one differs. The deviation is
+    the largest of: the MAD of the peers' means; a peer's standard error, from its steps; the noise floor.
     """
     seconds = cube.mean(values)
     counts = np.maximum(1, cube.ordinary.sum(1))[:, None]
@@ -150,10 +152,11 @@ def compare(cube: StepCube, values: Floats, roles: Integers) -> Comparison:
         mad[mine] = MAD_TO_DEVIATION * lower_median(np.abs(seconds[mine] - peer_s[mine]))
         spread[mine] = lower_median(spread[mine])
     floor = np.maximum(NOISE_FLOOR * np.abs(peer_s), 1e-4 * cube.step_s + 1e-12)
-    return Comparison(seconds, peer_s, np.maximum(np.maximum(mad, spread), floor))
+    return PeerComparison(seconds, peer_s, np.maximum(np.maximum(mad, spread), floor))
 
 
 def lower_median(values: Floats) -> Floats:
+    """Return the median over the first dimension; of an even number of values the lower one."""
     middle = (len(values) - 1) // 2
     return np.asarray(np.partition(values, middle, 0)[middle])
 
@@ -166,7 +169,7 @@ def _find_outliers(cube: StepCube, sums: Floats, roles: Integers, continuity: in
     shows = np.zeros(excess.shape, int)
     for block in np.array_split(np.arange(len(cube.steps)), BLOCKS):
         part = cube.take(block)
-        known = part.ordinary.any(1)[:, None]
+        known = part.ordinary.max(1, keepdims=True)
         seconds, peer_s, _ = compare(part, sums[:, block], roles)
         shows += ~known | (seconds - peer_s >= least / 2)
     slow = (whole.score >= MIN_SCORE) & (excess >= least) & (shows >= continuity)
@@ -182,8 +185,8 @@ def _find_outliers(cube: StepCube, sums: Floats, roles: Integers, continuity: in
     return found
 
 
-def _column(values: Comparison, at: int) -> Comparison:
-    return Comparison(*(array[:, at] for array in values))
+def _column(values: PeerComparison, at: int) -> PeerComparison:
+    return PeerComparison(*(array[:, at] for array in values))
 
 
 def _slow_nodes(cube: StepCube, relative: Floats) -> Iterator[tuple[int, Integers]]:
@@ -203,7 +206,7 @@ def _slow_nodes(cube: StepCube, relative: Floats) -> Iterator[tuple[int, Integer
             yield int(cube.places.node[ranks[0]]), ranks
 
 
-def _outlier(cube: StepCube, kind: Kind, members: Integers, node: str, values: Comparison) -> Outlier:
+def _outlier(cube: StepCube, kind: Kind, members: Integers, node: str, values: PeerComparison) -> Outlier:
     slowest = members[np.argmax(values.seconds[members] - values.peer_s[members])]
     ratio = np.median(values.seconds[members] / np.maximum(values.peer_s[members], 1e-9))
     return Outlier(
@@ -213,7 +216,7 @@ def _outlier(cube: StepCube, kind: Kind, members: Integers, node: str, values: C
 
 
 def _longer_parts(
-    cube: StepCube, outlier: Outlier, names: tuple[str, ...], shown: Comparison
+    cube: StepCube, outlier: Outlier, names: tuple[str, ...], shown: PeerComparison
 ) -> tuple[tuple[str, float], ...]:
     """Return the parts of the outlier's kind that are longer than the peers', on the mean of its ranks."""
     kinds = {str(part): "compute" if part.axis == COMPUTE else "data" for part in cube.parts if part.name != "gc"}
@@ -224,7 +227,7 @@ def _longer_parts(
     return tuple(sorted(longer, key=lambda part: -part[1])[:3])
 
 
-def _with_costs(cube: StepCube, outliers: list[Outlier], sums: Floats, values: Comparison) -> Iterator[Outlier]:
+def _with_costs(cube: StepCube, outliers: list[Outlier], sums: Floats, values: PeerComparison) -> Iterator[Outlier]:
     """Yield the outliers with their costs, the costliest first. Without its fault a rank is as fast as its peers."""
     culprits = {}
     for number, outlier in enumerate(outliers):

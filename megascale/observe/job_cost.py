@@ -32,11 +32,11 @@ class Excess(NamedTuple):
 
 
 def job_costs(cube: StepCube, culprits: Mapping[str, Excess], steps: Booleans | None = None) -> dict[str, float]:
-    """Return by culprit the mean seconds of a step that its excess costs the job. `steps` [S]: by default the steps that
-    are ordinary on some rank.
+    """Return by culprit the mean seconds of a step that its excess costs the job. `steps` [S]: the steps that count, by
+    default those that are ordinary on some rank.
     """
-    steps = cube.ordinary.any(0) if steps is None else steps
-    compute, data = np.maximum(cube.compute + cube.other, 0.0)[:, steps], cube.data[:, steps]
+    steps = cube.ordinary_steps if steps is None else steps
+    compute, data = (cube.compute + cube.other + cube.gc)[:, steps], cube.data[:, steps]
     stages = _Stages.from_cube(cube)
     seconds = stages.replica_seconds(compute, data)
     costs = dict.fromkeys(culprits, 0.0)
@@ -73,7 +73,10 @@ class _Stages(NamedTuple):
         slowest, reading = (np.maximum.reduceat(values[order], firsts) for values in (compute, data))
         p = int(stage.max()) + 1
         place = number[firsts], stage[firsts]
-        stages, first = np.zeros((number.max() + 1, p, compute.shape[1])), np.zeros((number.max() + 1, compute.shape[1]))
+        stages, first = (
+            np.zeros((number.max() + 1, p, compute.shape[1])),
+            np.zeros((number.max() + 1, compute.shape[1])),
+        )
         stages[place] = slowest
         first[place[0][place[1] == 0]] = reading[place[1] == 0]
         one = stages / self.forwards

@@ -1,9 +1,9 @@
 """Where each second of a run went, as a waterfall from the peak to the achieved MFU, beside what `plan` predicted.
 
-Times are measured, as means over ranks: own times of actions, waits for communication, activities of the host, and what
-lies between and outside of steps. They add up to the wall time. Forward and backward are whole: events do not tell
-GEMMs from attention. The waits of pp contain the bubble of the schedule; `bubble_s`, computed from the measured forwards
-and backwards, splits them.
+Times are measured, as means over ranks: own times of actions, waits for communication, activities of the host, and
+what lies outside of steps. They add up to the wall time. Forward and backward are whole: events do not tell GEMMs from
+attention. The bubble of the schedule, computed from the measured forwards and backwards, is taken out of the waits in
+which ranks spend it: of pp, and at the end of the pipeline of the step's totals and of dp.
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ PLANNED = {
     OPTIMIZER: ("optimizer",), "tp": ("tp",), "pp": ("pp",), BUBBLE: ("bubble",), "dp": ("dp",),
     OTHER: ("other", "scale", "cores"),
 }  # fmt: skip
-"""Causes of a plan (`simulate.step_time.Estimate`) by part of the ledger."""
+"""Causes of a plan (`simulate.step_time.Estimate`) by part of the breakdown."""
 
 PLANNED_COMPUTE = ("gemm", "attention", "elementwise", "recompute", "host")
 """Causes of a plan that are measured as forward and backward together."""
+
+BUBBLE_AXES = ("pp", "world", "dp")
+"""Axes in whose waits ranks spend the bubble, in the order in which it is taken out of them."""
 
 MIN_SHOWN = 5e-4
 """Smallest share of the time that the table shows."""
@@ -47,7 +50,8 @@ class Level(NamedTuple):
 class MfuLedger:
     """The time of the steps `first_step` to `last_step`, as means over ranks: `wall_s`, and `seconds` by part.
 
-    `mfu`: achieved, full-attention convention; None if the peak is unknown. `plan`: as `train.plan_record` saved it.
+    `mfu`: achieved, full-attention convention; None if the peak is unknown. `plan`: RUN/plan.json, what
+    `megascale plan --json` said at the run's start, or the `reason` why there is none.
     """
 
     first_step: int
@@ -74,7 +78,7 @@ class MfuLedger:
 
     def planned(self, part: str) -> float | None:
         """Return the seconds of a step that the plan gives a part; None if it has no such part."""
-        causes = self.plan.get("causes", {})
+        causes = self.plan.get("causes_s", {})
         return sum(causes.get(cause, 0.0) for cause in PLANNED[part]) if causes and part in PLANNED else None
 
     def to_json(self) -> dict[str, Any]:
@@ -84,17 +88,14 @@ class MfuLedger:
     def to_text(self) -> str:
         """Return the table."""
         rows = [("part of the time", "s/step", "share", "MFU points", "plan s/step"), *self._rows()]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) if not at else cell.rjust(width) for at, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
-            for row in rows
-        ]  # fmt: skip
-        return "\n".join([*lines, *self._notes()])
+        first, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        cells = [[name.ljust(first), *map(str.rjust, row, widths)] for name, *row in rows]
+        return "\n".join([*("  ".join(row).rstrip() for row in cells), *self._notes()])
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         per_step = self.wall_s / max(1, self.steps)
         compute = sum(self.seconds.get(name, 0.0) for name in (FORWARD, BACKWARD))
-        causes = self.plan.get("causes", {})
+        causes = self.plan.get("causes_s", {})
         modelled = sum(causes.get(cause, 0.0) for cause in PLANNED_COMPUTE) if causes else None
         yield self._row("forward and backward", compute, modelled, "")
         yield from (self._row(f"  {name}", self.seconds.get(name, 0.0), None, "") for name in (FORWARD, BACKWARD))
@@ -102,7 +103,7 @@ class MfuLedger:
             seconds, planned = self.seconds.get(level.name), self.planned(level.name)
             if seconds is not None and (abs(level.points) >= MIN_SHOWN or (planned or 0.0) >= MIN_SHOWN * per_step):
                 yield self._row(level.name, seconds, planned, f"{100 * level.points:.1f}")
-        step_s = self.plan.get("step_s")
+        step_s = self.plan.get("step_time_s")
         yield "all", f"{per_step:.4g}", "100.0%", "", "" if step_s is None else f"{step_s:.4g}"
         if self.mfu is not None:
             (below, _), planned_mfu = self.waterfall[-2:], self.plan.get("mfu_full")
@@ -117,12 +118,12 @@ class MfuLedger:
     def _notes(self) -> Iterator[str]:
         if reason := self.plan.get("reason"):
             yield f"no plan: {reason}"
-        causes = {name: self.plan.get("causes", {}).get(name, 0.0) for name in PLANNED_COMPUTE}
+        causes = {name: self.plan.get("causes_s", {}).get(name, 0.0) for name in PLANNED_COMPUTE}
         if total := sum(causes.values()):
             shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in causes.items() if seconds)
             yield f"forward and backward by the plan's model, not measured: {shares}"
         if BUBBLE in self.seconds:
-            yield "the bubble is computed from the measured forwards and backwards; pp has the rest of its waits"
+            yield "the bubble is computed from measured forwards and backwards, and taken out of waits"
         if self.mfu is None:
             yield "MFU n/a: the peak of the devices is not known"
 
@@ -130,7 +131,7 @@ class MfuLedger:
 def mfu_ledger(
     cube: StepCube, steps: Columns, peak_flops: float, *, bubble_s: float = 0.0, plan: Mapping[str, Any] | None = None
 ) -> MfuLedger:
-    """Return the ledger of a cube's steps. `steps`: the table, with all attempts. `peak_flops`: of all ranks together.
+    """Return the breakdown of a cube's steps. `steps`: the table, with all attempts. `peak_flops`: of all ranks.
     `bubble_s`: of a step, computed from the measured forwards and backwards.
     """
     first, last = (int(cube.steps[0]), int(cube.steps[-1])) if len(cube.steps) else (0, -1)
@@ -143,9 +144,11 @@ def mfu_ledger(
             host = part.axis == HOST_AXIS
             name, values = (part.name if host else part.axis), (cube.own if host else cube.wait)[:, :, at]
         seconds[name] = seconds.get(name, 0.0) + float(values.sum(dtype=np.float64)) / max(1, len(cube.places.rank))
-    if bubble_s and "pp" in seconds:
-        bubble = min(seconds["pp"], bubble_s * len(cube.steps))
-        seconds |= {BUBBLE: bubble, "pp": seconds["pp"] - bubble}
+    left = bubble_s * len(cube.steps)
+    for axis in BUBBLE_AXES if bubble_s else ():
+        taken = min(left, seconds.get(axis, 0.0))
+        seconds[axis], left = seconds.get(axis, 0.0) - taken, left - taken
+        seconds[BUBBLE] = seconds.get(BUBBLE, 0.0) + taken
     inside = whole.pop("inside")
     seconds[OTHER] = inside - sum(value for name, value in seconds.items() if name != OTHER)
     wall = inside + sum(whole.values())
@@ -160,9 +163,8 @@ def _wall_seconds(cube: StepCube, steps: Columns, first: int, last: int) -> dict
     """
     number, rank = np.asarray(steps["step"]), cube.places.index(np.asarray(steps["rank"]))
     mine = (number >= first) & (number <= last) & (rank >= 0)
-    number, rank, attempt, start, end = (
-        column[mine] for column in (number, rank, *(np.asarray(steps[name]) for name in ("attempt", "start_ns", "end_ns")))
-    )  # fmt: skip
+    columns = [number, rank, *(np.asarray(steps[name]) for name in ("attempt", "start_ns", "end_ns"))]
+    number, rank, attempt, start, end = (column[mine] for column in columns)
     if not len(number):
         return {"inside": 0.0}
     ranks = len(cube.places.rank)

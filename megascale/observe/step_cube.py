@@ -7,10 +7,11 @@ from a rank that waits for it. A step that several attempts have run counts in t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +20,10 @@ from megascale.core.events import COMPUTE
 from megascale.eventstore.schema import HOST_AXIS, STEP_AXIS
 from megascale.layout.topology import AXES, DATA_AXES
 
-Floats = npt.NDArray[np.floating]
-Integers = npt.NDArray[np.integer]
-Booleans = npt.NDArray[np.bool_]
-Columns = Mapping[str, npt.NDArray]
+Floats = npt.NDArray[Any]
+Integers = npt.NDArray[Any]
+Booleans = npt.NDArray[Any]
+Columns = Mapping[str, npt.NDArray[Any]]
 """A table's columns by name, as DuckDB's `fetchnumpy` returns them."""
 
 OTHER = "other"
@@ -61,15 +62,15 @@ class Places:
 
     @classmethod
     def from_table(cls, ranks: Columns) -> Places:
-        """Read the table `ranks`; of a rank with several attempts, the last."""
-        order = np.lexsort((ranks["attempt"], ranks["rank"]))
-        number = np.asarray(ranks["rank"])[order]
-        last = order[np.append(number[1:] != number[:-1], True)] if len(order) else order
+        """Read the ranks of the last attempt in the table `ranks`."""
+        attempt = np.asarray(ranks["attempt"])
+        last = np.flatnonzero(attempt == attempt.max(initial=0))
+        last = last[np.argsort(np.asarray(ranks["rank"])[last])]
         nodes, node = np.unique(np.asarray(ranks["node"])[last].astype(str), return_inverse=True)
         coords = {axis: np.asarray(ranks[axis])[last] for axis in AXES}
         return cls(np.asarray(ranks["rank"])[last], node, tuple(map(str, nodes)), coords)
 
-    def index(self, ranks: npt.NDArray) -> Integers:
+    def index(self, ranks: Integers) -> Integers:
         """Return the positions of `ranks`; -1 for unknown ranks."""
         position = np.searchsorted(self.rank, ranks).clip(max=max(0, len(self.rank) - 1))
         return np.where(self.rank[position] == ranks, position, -1) if len(self.rank) else position - 1
@@ -91,12 +92,11 @@ class Places:
 class StepCube:
     """Times of R ranks in S steps and P parts, in seconds.
 
-    `own` [R, S, P]: time of an action without the waits inside it, duration of a communication or a host activity.
-    `wait` [R, S, P]: time in which compute waited for a communication; 0 for other parts. `wall` [R, S]: the step,
-    without evaluations and saves after it; 0 where nothing is known. `ordinary` [R, S]: False for steps with settled
-    tags. `warm` [S]: False for first steps, of the run or of an attempt. `entered_ns` [R, S]: when the last reduction of gradients was issued, ns since 1970; 0 for none.
-    `bytes` [R, P]: mean bytes of a step. `tokens`, `flops` [S]: of the whole job. `forwards`: of a rank in a step, over
-    all chunks.
+    `own` [R, S, P]: of an action without the waits inside it, of a host activity without what the device hides, of a
+    communication its duration. `wait` [R, S, P]: time in which compute waited for a communication, else 0. `wall`
+    [R, S]: the step without evaluations and saves after it, 0 if unknown. `ordinary` [R, S]: no settled tags. `warm`
+    [S]: not the first step of an attempt. `entered_ns` [R, S]: issue of the last reduction of gradients, ns since 1970,
+    or 0. `bytes` [R, P]: mean of a step. `tokens`, `flops` [S]: of the job. `forwards`: of a rank in a step.
     """
 
     places: Places
@@ -138,20 +138,34 @@ class StepCube:
         part = np.array([parts.index(Part(*key)) if key[0] != STEP_AXIS else -1 for key in keys], np.int64)[code][at]
         at, rank, step, part = (column[part >= 0] for column in (at, rank, step, part))
         total, exposed = (np.asarray(step_parts[name])[at] / 1e9 for name in ("total_ns", "exposed_ns"))
-        compute = np.array([part.axis == COMPUTE for part in parts], bool)[part]
+        compute, host = (np.array([part.axis == axis for part in parts], bool)[part] for axis in (COMPUTE, HOST_AXIS))
         own, wait = np.zeros((*shape, len(parts)), np.float32), np.zeros((*shape, len(parts)), np.float32)
-        own[rank, step, part] = np.where(compute, total - exposed, total)
-        wait[rank, step, part] = np.where(compute, 0.0, exposed)
+        own[rank, step, part] = np.where(compute, total - exposed, np.where(host, exposed, total))
+        wait[rank, step, part] = np.where(compute | host, 0.0, exposed)
         entered = np.zeros(shape, np.int64)
         reduces = np.array([part.axis == "dp" and part.name in REDUCTIONS for part in parts], bool)[part]
         issued = np.asarray(step_parts["last_issue_ns"])[at][reduces]
         np.maximum.at(entered, (rank[reduces], step[reduces]), issued)
-        size = np.bincount(rank * len(parts) + part, np.asarray(step_parts["bytes"])[at], shape[0] * len(parts))
-        size = size.reshape(shape[0], len(parts)) / max(1, len(numbers))
+        cell = rank * len(parts) + part
+        size = np.bincount(cell, np.asarray(step_parts["bytes"])[at], shape[0] * len(parts)) / max(1, len(numbers))
         forward = [index for index, part in enumerate(parts) if part[:2] == (COMPUTE, "F")]
         counts = (np.asarray(step_parts["count"])[at][part == index] for index in forward)
         forwards = round(sum(float(np.median(count)) for count in counts))
-        return cls(places, numbers, parts, own, wait, wall, ordinary, warm, entered, size, tokens, flops, forwards)
+        return cls(
+            places,
+            numbers,
+            parts,
+            own,
+            wait,
+            wall,
+            ordinary,
+            warm,
+            entered,
+            size.reshape(shape[0], -1),
+            tokens,
+            flops,
+            forwards,
+        )
 
     def take(self, steps: slice | Booleans | Integers) -> StepCube:
         """Return the cube of some steps, by position."""
@@ -187,14 +201,24 @@ class StepCube:
         return self.own_of(HOST_AXIS, "data")
 
     @cached_property
+    def gc(self) -> Floats:
+        """Pauses for garbage collection, [R, S]."""
+        return self.own_of(HOST_AXIS, "gc")
+
+    @cached_property
     def other(self) -> Floats:
-        """Time of a step in no action, wait or reading of data, [R, S]: the host, or what was not recorded."""
-        return self.wall - self.compute - self.wait.sum(2) - self.data
+        """Time of a step in no action, wait, reading of data or pause, [R, S]: the host, or what was not recorded."""
+        return np.maximum(0.0, self.wall - self.compute - self.wait.sum(2) - self.data - self.gc)
 
     def mean(self, values: Floats) -> Floats:
         """Return means over ordinary steps of `values` [R, S, ...]; 0 for a rank without ordinary steps."""
         weight = self.ordinary.reshape(*self.ordinary.shape, *[1] * (values.ndim - 2))
         return np.asarray((values * weight).sum(1, dtype=np.float64) / np.maximum(1, weight.sum(1)))
+
+    @cached_property
+    def ordinary_steps(self) -> Booleans:
+        """Steps that are ordinary on some rank, [S]."""
+        return np.asarray(self.ordinary.any(0))
 
     @cached_property
     def step_s(self) -> float:
@@ -212,9 +236,15 @@ def _cells(table: Columns, places: Places, steps: Integers, attempt_of: Integers
     return at, rank[at], step[at]
 
 
-def _factorize(*columns: npt.NDArray) -> tuple[list[tuple], Integers]:
-    """Return the distinct rows of some columns, in the order of their first use, and each row's index among them."""
-    index: dict[tuple, int] = {}
-    rows: Sequence[tuple] = list(zip(*(np.asarray(column).tolist() for column in columns), strict=True))
-    code = np.fromiter((index.setdefault(row, len(index)) for row in rows), np.int64, len(rows))
-    return list(index), code
+def _factorize(*columns: npt.NDArray[Any]) -> tuple[list[tuple], Integers]:
+    """Return the distinct rows of some columns, and each row's index among them."""
+    code, values = np.zeros(len(columns[0]), np.int64), list[list]()
+    for column in columns:
+        values.append(sorted(set(column.tolist())))
+        index = {value: at for at, value in enumerate(values[-1])}
+        code = code * len(index) + np.fromiter(map(index.__getitem__, column.tolist()), np.int64, len(column))
+    rows = list(itertools.product(*values))
+    there = np.flatnonzero(np.bincount(code, minlength=len(rows)))
+    of_code = np.zeros(len(rows), np.int64)
+    of_code[there] = np.arange(len(there))
+    return [rows[at] for at in there], of_code[code]

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from megascale.core.rank import format_ranks
-from megascale.eventstore.schema import HOST_AXIS
 from megascale.layout.topology import AXES
 from megascale.observe.heatmap import KINDS, MAD_TO_DEVIATION, MIN_SCORE, Kind, Outlier, heat_map, lower_median
 from megascale.observe.job_cost import Excess, job_costs
@@ -104,7 +103,7 @@ def _evidence(cube: StepCube, outlier: Outlier, since: int) -> Iterator[str]:
     peers = int(np.isin(cube.places.coords["pp"], stage).sum()) - len(ranks)
     of = f"stage {stage[0]}" if len(stage) == 1 else f"its {len(stage)} stages"
     yield (
-        f"{outlier.name} {REASONS[outlier.kind]} than its {peers} peers of {of}: {outlier.seconds:.4g} s a step against "
+        f"{outlier.name} {REASONS[outlier.kind]} than its {peers} peers of {of}: {outlier.seconds:.4g} s a step, not "
         f"{outlier.peer_s:.4g} s, {outlier.score:.0f} deviations, since step {since}"
     )
     if outlier.node:
@@ -132,11 +131,11 @@ class GcPauses:
 
 def gc_pauses(cube: StepCube) -> GcPauses | None:
     """Return what pauses for garbage collection cost, if at least MIN_COST_SHARE of the steps' time."""
-    pauses = cube.own_of(HOST_AXIS, "gc")
+    pauses = cube.gc
     hit = np.flatnonzero(pauses.any(0))
     if not len(hit) or not cube.wall.any():
         return None
-    cost = job_costs(cube, {"gc": Excess(np.arange(len(pauses)), pauses)}, cube.wall.any(0))["gc"]
+    cost = job_costs(cube, {"gc": Excess(np.arange(len(pauses)), pauses)}, np.asarray(cube.wall.any(0)))["gc"]
     step_s = float(cube.wall[cube.wall > 0].mean())
     if cost < MIN_COST_SHARE * step_s:
         return None
@@ -171,8 +170,8 @@ class SlowGroup:
 def slow_groups(cube: StepCube) -> tuple[SlowGroup, ...]:
     """Return the groups with slow collectives, the costliest first.
 
-    A group's transfer is the shortest wait of its ranks, that of the last rank to enter, who waits for the network only.
-    Peers are the groups along the axis that carry as many bytes.
+    A group's transfer is the shortest wait of its ranks: the last one to enter waits for the network only. Peers are
+    the groups along the axis that carry as many bytes.
     """
     found: list[SlowGroup] = []
     for at, part in enumerate(cube.parts):
@@ -183,7 +182,7 @@ def slow_groups(cube: StepCube) -> tuple[SlowGroup, ...]:
             transfer = np.minimum.reduceat(cube.wait[order, :, at], starts)
             size = np.maximum.reduceat(cube.bytes[order, at], starts)
             members = np.split(cube.places.rank[order], starts[1:])
-            found += _compare_groups(cube, part, transfer[:, cube.ordinary.any(0)], size, members)
+            found += _compare_groups(cube, part, transfer[:, cube.ordinary_steps], size, members)
     return tuple(sorted(found, key=lambda group: -group.cost_s))
 
 
@@ -191,18 +190,16 @@ def _compare_groups(
     cube: StepCube, part: Part, transfer: Floats, size: Floats, members: list[Integers]
 ) -> Iterator[SlowGroup]:
     """Yield the slow groups of an operation. `transfer` [groups, S], `size` [groups] in bytes."""
-    if not transfer.size:
-        return
-    seconds = transfer.mean(1)
-    for group, mine in enumerate(seconds):
-        peers = np.flatnonzero(np.abs(size - size[group]) <= SAME_SIZE * size[group])
-        if len(peers) < MIN_GROUPS or not size[group]:
+    classes = np.rint(np.log(np.maximum(size, 1)) / np.log1p(SAME_SIZE))
+    for number in np.unique(classes[size > 0]):
+        peers = np.flatnonzero(classes == number)
+        if len(peers) < MIN_GROUPS or not transfer.shape[1]:
             continue
-        peer_s = float(lower_median(seconds[peers]))
-        spread = MAD_TO_DEVIATION * float(lower_median(np.abs(seconds[peers] - peer_s)))
-        cost = float(mine) - peer_s
-        persistent = np.mean(transfer[group] > (1 + MIN_GROUP_RATIO) / 2 * lower_median(transfer[peers])) >= PERSISTENT
-        if persistent and mine >= MIN_GROUP_RATIO * peer_s and cost >= max(
-            MIN_SCORE * spread, MIN_COST_SHARE * cube.step_s
-        ):
-            yield SlowGroup(part.axis, part.name, tuple(map(int, members[group])), float(mine), peer_s, cost)
+        seconds, typical = transfer[peers].mean(1), lower_median(transfer[peers])
+        peer_s = float(lower_median(seconds))
+        spread = MAD_TO_DEVIATION * float(lower_median(np.abs(seconds - peer_s)))
+        persistent = (transfer[peers] > (1 + MIN_GROUP_RATIO) / 2 * typical).mean(1) >= PERSISTENT
+        least = max(MIN_SCORE * spread, MIN_COST_SHARE * cube.step_s, (MIN_GROUP_RATIO - 1) * peer_s)
+        for at in np.flatnonzero(persistent & (seconds - peer_s >= least)):
+            ranks, mine = tuple(map(int, members[peers[at]])), float(seconds[at])
+            yield SlowGroup(part.axis, part.name, ranks, mine, peer_s, mine - peer_s)

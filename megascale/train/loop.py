@@ -7,6 +7,7 @@ from megascale.core.flight_layout import Phase
 from megascale.train.build import Run
 from megascale.train.evaluate import Evaluations
 from megascale.train.hooks import Hooks
+from megascale.train.plan_record import PlanRecord
 from megascale.train.replica_check import ReplicaCheck
 from megascale.train.reporter import Reporter, StepRecords
 from megascale.train.saves import Saves
@@ -45,6 +46,7 @@ def standard_hooks(run: Run, reporter: Reporter) -> Hooks:
             Evaluations(reporter),
             Saves(reporter),
             ScheduledGC(),
+            PlanRecord(),
             run.hooks,
         ]
     )

@@ -1,4 +1,4 @@
-"""The event store's tables of a synthetic job: a pipeline schedule whose ranks wait for each other, with injected faults.
+"""The event store's tables of a synthetic job: a pipeline schedule whose ranks wait for each other, with faults.
 
 Every step runs the compute schedule of all stages on vectors over steps and replicas: a rank of a tensor-parallel group
 waits for the slowest, a stage for its messages, a replica for the others' reductions, and everybody for the totals.
@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from megascale.core.storage import Location
 from megascale.eventstore.schema import TABLES
+from megascale.eventstore.table_files import STORE_FOLDER, TableFile, write_rows
 from megascale.layout.topology import AXES, Topology
 from megascale.observe.step_cube import StepCube
 from megascale.schedule.interleaved import interleaved_1f1b
@@ -44,7 +47,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Fault:
-    """An injected fault. `rank` or `node`: the culprit; `peer`: the other node of a link. `factor`: slowdown of compute,
+    """An injected fault. `rank` or `node`: the culprit; `peer`: the other node of a link. `factor`: slowdown of compute
     or of messages; `share`: seconds of data or gc, in forwards; `every`: mean steps between two. From step `since` on.
     """
 
@@ -118,7 +121,9 @@ class Fleet:
             if self.fault.kind == kind:
                 hits = self.draw.random(self.shape) < 1 / self.fault.every
                 hits[: self.fault.since] = False
-                values += hits * self._culprits() * self.fault.share * FORWARD_S * self.draw.uniform(0.7, 1.3, self.shape)
+                values += (
+                    hits * self._culprits() * self.fault.share * FORWARD_S * self.draw.uniform(0.7, 1.3, self.shape)
+                )
         late = decay * FORWARD_S * np.linspace(0, 1, s)[:, None, None, None]
         gc += np.abs(late * self.draw.standard_normal(self.shape))
         update = UPDATE_S * speed
@@ -138,7 +143,7 @@ class Fleet:
 
     def _run(self) -> None:
         """Run the schedule on vectors [S, dp], with times from the start of each step."""
-        s, p, d, x = self.shape
+        p = self.shape[1]
         chunks, m, times = self.layout.chunks, self.layout.microbatches, self.times
         orders = build_schedule(one_f_one_b if chunks == 1 else interleaved_1f1b, p, chunks, m)
         ready: dict[tuple[Kind, int, int], Floats] = {}
@@ -221,9 +226,9 @@ class Fleet:
             left = (end - updated)[:, stage]
             if d > 1:
                 self._add(("dp", "all_gather", 0), stage, total=left, exposed=left, count=1, size=1 << 27)
-            self._add(("host", "data", -1), stage, total=times.data[:, stage], exposed=0 * update, count=1)
+            self._add(("host", "data", -1), stage, total=times.data[:, stage], exposed=times.data[:, stage], count=1)
             if times.gc.any() and self.gc_recorded:
-                self._add(("host", "gc", -1), stage, total=times.gc[:, stage], exposed=0 * update, count=1)
+                self._add(("host", "gc", -1), stage, total=times.gc[:, stage], exposed=times.gc[:, stage], count=1)
         self.seconds = end[:, 0, 0, 0]
 
     def _add(
@@ -297,7 +302,7 @@ class Fleet:
             shared: dict[str, object] = {
                 "step": np.repeat(newest + 1, here.size // max(1, len(newest))), "axis": "pp", "part": "",
                 "layer": -1, "stage": virtual, "direction": "forward" if forward else "backward", "chunk": -1,
-                "microbatch": microbatch, "group": "pp", "sequence": 0, "bytes": 1 << 22,
+                "microbatch": microbatch, "group_name": "pp", "sequence": 0, "bytes": 1 << 22,
             }  # fmt: skip
             for name, rank, peer, issue in (("send", here, there, ends[0]), ("receive", there, here, ends[0] - 1000)):
                 row = shared | {"name": name, "rank": rank, "peer": peer, "issue_ns": issue, "start_ns": issue,
@@ -315,6 +320,13 @@ def _table(name: str, rows: int, values: Mapping[str, object]) -> dict[str, npt.
         ).astype(DTYPES.get(column.type, np.dtype(column.type) if column.type != "text" else object))
         for column in TABLES[name]
     }
+
+
+def write_store(fleet: Fleet, run: Path) -> None:
+    """Write a fleet's tables as the event store of a run."""
+    for table, columns in fleet.tables.items():
+        if len(columns["rank"]):
+            write_rows(Location(str(run / STORE_FOLDER)), TableFile(table, "n0", 0, 0, 1), columns)
 
 
 def cube_of(fleet: Fleet) -> StepCube:

@@ -77,7 +77,9 @@ def test_a_tensor_parallel_peer_waits_and_is_not_named() -> None:
     wait = found.seconds[:, found.columns.index("tp wait")]
     assert wait[21] == min(wait[20:24]) < min(wait[[20, 22, 23]]) / 2
     whole = cube.own[:, :, cube.select("compute", "F")].sum(2) + cube.wait_of("tp")
-    blind = replace(cube, own=np.concatenate([cube.own, whole[:, :, None] / 4], 2), parts=(*cube.parts, Part("compute", "x")))
+    blind = replace(
+        cube, own=np.concatenate([cube.own, whole[:, :, None] / 4], 2), parts=(*cube.parts, Part("compute", "x"))
+    )
     assert len(heat_map(blind).outliers) > 1  # with waits in its own time, the whole group looks slow
 
 

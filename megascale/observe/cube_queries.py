@@ -1,0 +1,82 @@
+"""Cubes of a run, read from its event store: the newest steps of all ranks, a sample of the whole run, and the means
+over ranks of every step.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megascale.eventstore.query import fetch
+from megascale.layout.topology import AXES
+from megascale.observe.step_cube import Columns, StepCube
+
+if TYPE_CHECKING:
+    import duckdb
+
+MAX_ROWS = 12_000_000
+"""Most rows of `step_parts` that a cube is made of: 50 steps of 12,288 ranks with 20 parts."""
+
+RECENT_STEPS = 500
+"""Most steps of a cube of all ranks."""
+
+SAMPLED_RANKS, SAMPLED_STEPS = 512, 2000
+"""Most ranks and steps of a sample of the whole run."""
+
+_MEASURES = ("count", "total_ns", "exposed_ns", "bytes", "last_issue_ns")
+
+
+def recent_cube(store: duckdb.DuckDBPyConnection, steps: int = RECENT_STEPS) -> StepCube:
+    """Read the newest steps of all ranks."""
+    rows = fetch(store, "SELECT count(*) AS rows, count(DISTINCT step) AS steps FROM step_parts WHERE step > 0")
+    per_step = int(rows["rows"][0]) / max(1, int(rows["steps"][0]))
+    count = max(1, min(steps, int(MAX_ROWS / max(1.0, per_step))))
+    return _read(store, f"step IN (SELECT DISTINCT step FROM steps ORDER BY step DESC LIMIT {count})", "true")
+
+
+def sampled_cube(store: duckdb.DuckDBPyConnection) -> StepCube:
+    """Read steps and ranks at equal distances over the whole run."""
+    sizes = fetch(store, "SELECT count(DISTINCT step) AS steps, count(DISTINCT rank) AS ranks FROM steps")
+    step_stride = -(-int(sizes["steps"][0]) // SAMPLED_STEPS) or 1
+    rank_stride = -(-int(sizes["ranks"][0]) // SAMPLED_RANKS) or 1
+    return _read(store, f"step % {step_stride} = 0", f"rank % {rank_stride} = 0")
+
+
+def _read(store: duckdb.DuckDBPyConnection, of_step: str, of_rank: str) -> StepCube:
+    """Read the steps and ranks that meet two conditions."""
+    distinct = "SELECT DISTINCT axis, name, chunk FROM step_parts"
+    parts = fetch(store, f"{distinct} ORDER BY ALL")
+    numbered = f"SELECT *, row_number() OVER (ORDER BY axis, name, chunk) - 1 AS part FROM ({distinct})"
+    columns = ", ".join(("attempt", "rank", "step", "part", *_MEASURES))
+    joined = f"step_parts JOIN ({numbered}) USING (axis, name, chunk)"
+    rows = fetch(store, f"SELECT {columns} FROM {joined} WHERE step > 0 AND {of_step} AND {of_rank}")
+    part = rows.pop("part")
+    step_parts = rows | {name: column[part] for name, column in parts.items()}  # a text for each row would fill memory
+    steps = fetch(store, f"SELECT * FROM steps WHERE {of_step} AND {of_rank}")
+    return StepCube.from_tables(step_parts, steps, fetch(store, f"SELECT * FROM ranks WHERE {of_rank}"))
+
+
+def mean_cube(store: duckdb.DuckDBPyConnection) -> tuple[StepCube, Columns]:
+    """Read the means over ranks of all steps: a cube of one rank, and the table `steps` of the same form."""
+    times = ", ".join(f"avg({name})::BIGINT AS {name}" for name in ("start_ns", "end_ns", "train_ns"))
+    others = ", ".join(f"max({name}) AS {name}" for name in ("tags", "tokens", "flops"))
+    steps = fetch(
+        store, f"SELECT attempt, 0 AS rank, step, {times}, {others} FROM steps GROUP BY attempt, step ORDER BY ALL"
+    )  # fmt: skip
+    sums = ", ".join(f"sum({name}) / ranks AS {name}" for name in _MEASURES)
+    keys = "attempt, step, axis, name, chunk"
+    ranks = "(SELECT attempt, step, count(*) AS ranks FROM steps GROUP BY attempt, step)"
+    step_parts = fetch(
+        store,
+        f"SELECT {keys}, 0 AS rank, {sums} FROM step_parts JOIN {ranks} USING (attempt, step) GROUP BY {keys}, ranks",
+    )
+    one = {"attempt": np.zeros(1, int), "rank": np.zeros(1, int), "node": np.array(["mean"], object)}
+    return StepCube.from_tables(step_parts, steps, one | dict.fromkeys(AXES, np.zeros(1, int))), steps
+
+
+def peak_flops(store: duckdb.DuckDBPyConnection) -> float:
+    """Return the peak FLOP/s of all ranks of the last attempt together; 0 if that of any rank is unknown."""
+    sums = fetch(store, "SELECT sum(peak_flops) AS peak, min(peak_flops) AS least FROM ranks "
+                 "WHERE attempt = (SELECT max(attempt) FROM ranks)")  # fmt: skip
+    return float(sums["peak"][0]) if float(np.nan_to_num(sums["least"][0])) > 0 else 0.0

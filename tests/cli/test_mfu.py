@@ -1,0 +1,70 @@
+"""`megascale mfu` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megascale.cli.main import main
+from megascale.config.toml_writer import to_toml
+from megascale.layout.topology import Topology
+from tests.observe.fleet import BACKWARD_S, FORWARD_S, Fault, Fleet, Layout, write_store
+from tests.runs import LLAMA, config_of, settings
+
+LAYOUT = Layout(Topology(tp=2, pp=2, dp=2), steps=60)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run's folder: two stages and 8 micro-batches, from step 30 on 30% slower."""
+    write_store(Fleet(LAYOUT, 1, Fault("job", factor=1.3, since=30)), tmp_path)
+    tree = settings(LLAMA, tmp_path, parallel__tp=2, parallel__pp=2, parallel__dp=2, batch__global=16)
+    (tmp_path / "config.toml").write_text(to_toml(config_of(tree, tmp_path)))
+    (tmp_path / "plan.json").write_text(json.dumps({"step_time_s": 0.3, "causes_s": {"gemm": 0.2, "bubble": 0.1}}))
+    return tmp_path
+
+
+def test_the_waterfall_and_the_drift(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["mfu", str(run)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    rows = {line.split("  ")[0]: line.split() for line in out.splitlines()}
+    assert out.startswith("steps 1 to 60")
+    assert rows["forward and backward"][-1] == "0.2"
+    assert rows["bubble"][-1] == "0.1"
+    assert "MFU went from" in out
+    assert "backward grew" in out
+
+
+def test_the_bubble_is_that_of_the_schedule(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["mfu", str(run), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    seconds = answer["breakdown"]["seconds"]
+    assert sum(seconds.values()) == pytest.approx(answer["breakdown"]["wall_s"])
+    first, last = 1.1 * (FORWARD_S + BACKWARD_S), 1.3 * (FORWARD_S + BACKWARD_S)
+    slower = (20 + 30 * 1.3) / 50  # in the newest 50 steps
+    ideal = slower * (8 * last + first - 8 * (first + last) / 2)
+    assert seconds["bubble"] / 60 == pytest.approx(ideal, rel=0.05)
+    assert seconds["pp"] == 0  # no message is slow
+    assert answer["drift"]["growths"][0]["part"] == "backward"
+
+
+def test_a_run_without_configuration_or_plan(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("config.toml", "plan.json"):
+        (run / name).unlink()
+    assert main(["mfu", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert "bubble" not in out
+    assert "no plan: " in out
+
+
+def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["mfu", str(tmp_path / "none")]) == 2
+    assert "no such folder" in capsys.readouterr().err
+    fleet = Fleet(LAYOUT, 1)
+    fleet.tables = {"ranks": fleet.tables["ranks"]}
+    write_store(fleet, tmp_path)
+    assert main(["mfu", str(tmp_path)]) == 2
+    assert "no complete step" in capsys.readouterr().err

@@ -1,0 +1,74 @@
+"""The delay matrix tells a slow node from a slow link, by the messages of the neighbours."""
+
+from __future__ import annotations
+
+import pytest
+
+from megascale.layout.topology import Topology
+from megascale.observe.delay_matrix import DelayMatrix, delay_matrix
+from megascale.observe.step_cube import Places
+from tests.observe.fleet import Fault, Fleet, Layout
+
+NODES_OF_4 = Layout(Topology(tp=4, pp=4, dp=4), node_ranks=4, steps=12)
+
+
+def matrix(layout: Layout, fault: Fault) -> DelayMatrix:
+    fleet = Fleet(layout, 1, fault)
+    return delay_matrix(fleet.tables["events"], Places.from_table(fleet.tables["ranks"]))
+
+
+@pytest.mark.parametrize("layout", [NODES_OF_4, Layout(Topology(tp=2, pp=4, dp=2), chunks=2, node_ranks=2, steps=12)])
+def test_healthy_links(layout: Layout) -> None:
+    found = matrix(layout, Fault())
+    assert not found.slow.any()
+    assert found.culprits == ()
+
+
+def test_a_slow_node() -> None:
+    (found,) = matrix(NODES_OF_4, Fault("link", node=5, factor=4)).culprits
+    assert (found.kind, found.name, found.ranks) == ("node", "node n0005", (20, 21, 22, 23))
+    assert found.delay_s == pytest.approx(4 * found.peer_s, rel=0.1)
+
+
+def test_a_slow_link() -> None:
+    (found,) = matrix(NODES_OF_4, Fault("link", node=5, peer=9, factor=4)).culprits
+    assert (found.kind, found.name) == ("link", "link node n0005 - node n0009")
+    assert found.per_step_s == pytest.approx(8 * 3 * 0.0004, rel=0.1)  # 8 micro-batches, 3 times longer
+
+
+def test_a_node_that_sends_slowly() -> None:
+    layout = NODES_OF_4
+    fleet = Fleet(layout, 2)
+    events = fleet.tables["events"]
+    node = events["rank"] // 4
+    receives = (events["name"] == "receive") & (events["peer"] // 4 == 6)
+    events["end_ns"][receives] += 2_000_000
+    (found,) = delay_matrix(events, Places.from_table(fleet.tables["ranks"])).culprits
+    assert (found.kind, found.name) == ("send", "node n0006")
+    assert set(node[receives].tolist()) == {2, 10}
+
+
+def test_ranks_of_one_node_are_told_apart() -> None:
+    layout = Layout(Topology(tp=1, pp=4, dp=2), node_ranks=8, steps=12)
+    fleet = Fleet(layout, 3)
+    events = fleet.tables["events"]
+    events["end_ns"][(events["name"] == "receive") & (events["rank"] == 4) & (events["peer"] == 2)] += 5_000_000
+    (found,) = delay_matrix(events, Places.from_table(fleet.tables["ranks"])).culprits
+    assert (found.kind, found.name, found.ranks) == ("link", "link rank 2 - rank 4", (2, 4))
+
+
+def test_a_message_of_one_side_is_left_out() -> None:
+    fleet = Fleet(NODES_OF_4, 4)
+    events = fleet.tables["events"]
+    kept = ~((events["name"] == "send") & (events["rank"] == 0))
+    found = delay_matrix({name: column[kept] for name, column in events.items()},
+                         Places.from_table(fleet.tables["ranks"]))  # fmt: skip
+    assert 0 not in found.sender
+    assert len(found.to_json()["delay_s"]) == len(found.sender) == 95
+
+
+def test_no_messages() -> None:
+    fleet = Fleet(Layout(Topology(dp=4), steps=12), 5)
+    places = Places.from_table(fleet.tables["ranks"])
+    empty = {name: column[:0] for name, column in Fleet(NODES_OF_4, 1).tables["events"].items()}
+    assert delay_matrix(empty, places).culprits == ()

@@ -1,0 +1,65 @@
+"""A run saves what was predicted for it, or why there is no prediction, and never waits for it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megascale.core.rank import Rank
+from megascale.train.plan_record import PlanRecord, profile_of
+from tests.runs import LLAMA, build_run, config_of, settings
+
+GIB = 2**30
+
+
+def test_profiles_by_device_and_memory() -> None:
+    assert profile_of("NVIDIA H100 80GB HBM3", 79 * GIB) == "h100"
+    assert profile_of("NVIDIA A100-SXM4-40GB", 39 * GIB) == "a100-40g"
+    assert profile_of("NVIDIA A100-SXM4-80GB", 79 * GIB) == "a100-80g"
+    assert profile_of("NVIDIA T4", 15 * GIB) is None
+
+
+def planned(folder: Path, seconds: float = 60.0) -> dict[str, Any]:
+    """Start a run's hook on this machine, and return the plan that it saves."""
+    from megascale.config.toml_writer import to_toml
+
+    config = config_of(settings(LLAMA, folder, train__precision="fp32"), folder)
+    config.folder.mkdir(parents=True)
+    (config.folder / "config.toml").write_text(to_toml(config))
+    run = build_run(Rank(0, 1, 0, "here"), config)
+    hook = PlanRecord()
+    hook.run_begins(run)
+    file, deadline = config.folder / "plan.json", time.monotonic() + seconds
+    while not file.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    hook.run_ends(run)
+    result: dict[str, Any] = json.loads(file.read_text())
+    return result
+
+
+def test_an_unknown_machine_has_no_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "none"))
+    assert "bench profile" in planned(tmp_path)["reason"]
+
+
+def test_a_known_machine_has_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    profile = tmp_path / "config" / "megascale" / "hardware" / "this.toml"
+    profile.parent.mkdir(parents=True)
+    profile.write_text(Path("configs/hardware/v100.toml").read_text())
+    plan = planned(tmp_path)
+    assert plan["step_time_s"] > 0
+    assert plan["causes_s"]["gemm"] > 0
+    assert sum(plan["causes_s"].values()) == pytest.approx(plan["step_time_s"])
+
+
+def test_a_plan_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    profile = tmp_path / "config" / "megascale" / "hardware" / "this.toml"
+    profile.parent.mkdir(parents=True)
+    profile.write_text("[device]\n")
+    assert str(profile) in planned(tmp_path)["reason"]
