@@ -7,7 +7,7 @@ import json
 import signal
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 from megascale.catalog.tokenizers import TOKENIZERS
@@ -17,7 +17,7 @@ from megascale.core.files import fingerprint
 from megascale.core.process import usable_cores
 from megascale.core.units import format_bytes, format_count
 from megascale.data import indexed_dataset
-from megascale.data.prepare import PrepareRequest, prepare_dataset
+from megascale.data.prepare import Prepared, PrepareRequest, prepare_dataset, progress_file
 from megascale.data.tokenizer import Tokenizer, load_tokenizer
 
 SHOWN_TOKENS = 80
@@ -27,25 +27,33 @@ SHOWN_TOKENS = 80
 def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
     verbs = sub.add_subparsers(dest="verb", metavar="VERB", required=True)
-    make = verbs.add_parser("prepare", help="tokenize text or .jsonl files to a token dataset (.bin, .idx, .json)")
-    kinds = "one document per line of a .jsonl, .ndjson or .json file; one document per file otherwise"
-    make.add_argument("inputs", metavar="INPUT", nargs="+", type=Path, help=kinds)
-    make.add_argument(
-        "--output", metavar="PREFIX", type=Path, required=True, help="path of the dataset, without suffix"
-    )
-    make.add_argument("--tokenizer", metavar="NAME|FILE", required=True, help="bytes, or the path of a tokenizer.json")
-    make.add_argument("--key", metavar="FIELD", default="text", help="JSON field with the text (default: text)")
-    make.add_argument("--eod", metavar="TOKEN", help="end-of-document token (default: as the tokenizer's files say)")
-    make.add_argument("--add-bos", action="store_true", help="begin documents with the beginning-of-text token")
-    make.add_argument(
-        "--workers", metavar="N", type=positive_int, default=usable_cores(), help="processes (default: one per core)"
-    )
-    make.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_prepare(verbs.add_parser("prepare", help="tokenize text, .jsonl or .parquet files to a token dataset"))
     look = verbs.add_parser("inspect", help="describe a token dataset and show some text")
     look.add_argument("prefix", metavar="PREFIX", type=Path)
     look.add_argument("--tokenizer", metavar="NAME|FILE", help="decodes the text (default: the dataset's tokenizer)")
     look.add_argument("--documents", metavar="N", type=int, default=2, help="documents to show (default: 2)")
     look.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _add_prepare(make: argparse.ArgumentParser) -> None:
+    kinds = (
+        "a document per line of .jsonl, .ndjson and .json, per row of .parquet, per file of any other; also .gz and "
+    )
+    kinds += ".zst of these, folders, patterns and URLs"
+    make.add_argument("inputs", metavar="INPUT", nargs="+", help=kinds)
+    make.add_argument(
+        "--output", metavar="PREFIX", type=Path, required=True, help="path of the dataset, without suffix"
+    )
+    make.add_argument("--tokenizer", metavar="NAME|FILE", required=True, help="bytes, or the path of a tokenizer.json")
+    key = "field or column with the text; a.b is the field b in a (default: text)"
+    make.add_argument("--key", metavar="FIELD", default="text", help=key)
+    make.add_argument("--eod", metavar="TOKEN", help="end-of-document token (default: as the tokenizer's files say)")
+    make.add_argument("--add-bos", action="store_true", help="begin documents with the beginning-of-text token")
+    make.add_argument("--skip-bad", action="store_true", help="skip and count what is no text")
+    make.add_argument(
+        "--workers", metavar="N", type=positive_int, default=usable_cores(), help="processes (default: one per core)"
+    )
+    make.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -57,34 +65,51 @@ def run(options: argparse.Namespace) -> int:
     try:
         return _prepare(options)
     except KeyboardInterrupt:
-        print("interrupted: nothing was written", file=sys.stderr)
+        kept = progress_file(options.output).exists()
+        print(f"interrupted: {'the same command continues' if kept else 'nothing was written'}", file=sys.stderr)
         return Exit.INTERRUPTED
 
 
 def _prepare(options: argparse.Namespace) -> int:
-    request = PrepareRequest(
-        options.inputs, options.output, options.tokenizer, options.key, options.eod, options.add_bos, options.workers
-    )
+    names = {field.name for field in fields(PrepareRequest)}
+    request = PrepareRequest(**{name: value for name, value in vars(options).items() if name in names})
     if options.json:
-        print(json.dumps(asdict(prepare_dataset(request))))
+        made = prepare_dataset(request, say=_say)
+        skipped = {reason: {"count": count, "first": first} for reason, (count, first) in made.skipped.items()}
+        facts = {**asdict(made), "skipped": skipped}
+        print(json.dumps(facts.pop("dataset") | facts))
         return Exit.OK
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    total = sum(path.stat().st_size for path in options.inputs if path.is_file())
     console = Console()
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=total)
-        info = prepare_dataset(request, lambda size: bar.advance(task, size))
-    print(
+        task = bar.add_task("")
+        made = prepare_dataset(request, lambda done, total: bar.update(task, completed=done, total=total), _say)
+    for line in _prepared_lines(options, made):
+        print(line)
+    return Exit.OK
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _prepared_lines(options: argparse.Namespace, made: Prepared) -> Iterator[str]:
+    """Yield the dataset's sizes, what ends its documents, and what was skipped."""
+    info, files = made.dataset, "" if made.files == 1 else f" in {made.files} files"
+    yield (
         f"{options.output}: {format_count(info.documents)} documents, {format_count(info.tokens)} tokens from "
-        f"{format_bytes(total)} of input, vocabulary {info.vocab_size}"
+        f"{format_bytes(made.bytes)} of input{files}, vocabulary {info.vocab_size}"
     )
     tokenizer = load_tokenizer(options.tokenizer, info.tokenizer.eod)
     begin = "" if info.tokenizer.bos is None else f"begin with {_shown(tokenizer, info.tokenizer.bos)}, and "
-    print(f"documents {begin}end with {_shown(tokenizer, info.tokenizer.eod)} ({info.tokenizer.eod_origin})")
-    return Exit.OK
+    yield f"documents {begin}end with {_shown(tokenizer, info.tokenizer.eod)} ({info.tokenizer.eod_origin})"
+    for reason, (count, first) in made.skipped.items():
+        yield f"skipped {count} {reason}, the first: {first}"
+    if made.ignored_files:
+        yield f"did not read {made.ignored_files} files of other kinds"
 
 
 def _shown(tokenizer: Tokenizer, id: int) -> str:

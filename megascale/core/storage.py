@@ -6,7 +6,7 @@ import errno
 import os
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -213,6 +213,12 @@ def _info(fs: Any, path: str) -> dict[str, Any]:
         return dict(fs.info(path))
     except (FileNotFoundError, NotADirectoryError):
         return {}
+
+
+def file_version(facts: Mapping[str, Any]) -> str:
+    """Return a text that differs after a change of a file, from fsspec's info of it; "" where nothing tells."""
+    keys = ("ETag", "etag", "md5Hash", "content_md5", "LastModified", "last_modified", "mtime", "updated", "created")
+    return next((str(facts[key]) for key in keys if facts.get(key)), "")
 
 
 def _as_os_error(error: Exception, url: str) -> OSError:

@@ -1,4 +1,4 @@
-"""megatron-core's indexed dataset format, written and read with numpy alone.
+"""megatron-core's indexed dataset format, read with numpy alone; `dataset_writer` writes it.
 
     PREFIX.bin   the tokens of all documents, concatenated
     PREFIX.idx   little-endian: 9 bytes of magic, u64 version 1, u8 code of the token dtype, u64 number of sequences n,
@@ -6,26 +6,21 @@
                  a document is a sequence)
     PREFIX.json  ours: the sizes, and the tokenizer that made the dataset
 
-write_dataset: write a dataset. open_dataset, map_dataset: memory-map one, and check all of its index, or nothing.
-IndexedDataset: its documents. DatasetInfo: PREFIX.json.
+open_dataset, map_dataset: memory-map a dataset, and check all of its index, or nothing. IndexedDataset: its documents.
+DatasetInfo: PREFIX.json.
 """
 
 from __future__ import annotations
 
 import json
-from array import array
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
-from megascale.config.dataset_files import MAGIC, PREPARE_AGAIN_HINT, DatasetFiles, read_dataset_files
+from megascale.config.dataset_files import PREPARE_AGAIN_HINT, DatasetFiles, read_dataset_files
 from megascale.core.errors import DataError
-from megascale.core.files import atomic_file
 from megascale.core.limits import os_error_hint
-from megascale.core.process import process_exists
 
 HEADER = np.dtype([("magic", "S9"), ("version", "<u8"), ("code", "u1"), ("sequences", "<u8"), ("bounds", "<u8")])
 DTYPE_CODES: dict[int, type[np.generic]] = {
@@ -59,80 +54,6 @@ class DatasetInfo:
     tokens: int
     documents: int
     tokenizer: TokenizerInfo
-
-
-def token_dtype(vocab_size: int) -> type[np.generic]:
-    """The dtype that megatron-core chooses for a vocabulary: u16 below 65,500 tokens, else i32."""
-    return np.uint16 if vocab_size < 65_500 else np.int32
-
-
-def write_dataset(prefix: Path, documents: Iterable[np.ndarray], origin: TokenizerInfo, vocab_size: int) -> DatasetInfo:
-    """Write a dataset of `documents` (arrays of token ids, eod included).
-
-    The files appear under their names once all data is on disk. An older dataset of the same prefix is replaced then,
-    and its files are never mixed with the new ones.
-
-    Raises: DataError if there is no document, a document cannot be stored, or the files cannot be written.
-    """
-    dtype = np.dtype(token_dtype(vocab_size)).newbyteorder("<")
-    bin_path, idx_path, json_path = (_file(prefix, ending) for ending in (".bin", ".idx", ".json"))
-    try:
-        _remove_leftovers(prefix)
-        # files are renamed in reverse order of opening: the description of a complete dataset comes last
-        with (
-            atomic_file(json_path, "w") as json_file,
-            atomic_file(idx_path) as idx_file,
-            atomic_file(bin_path) as bin_file,
-        ):
-            lengths = _write_tokens(bin_file, documents, dtype, vocab_size)
-            description = DatasetInfo(vocab_size, int(lengths.sum(dtype=np.int64)), len(lengths), origin)
-            idx_file.write(_index(lengths, dtype))
-            json_file.write(json.dumps(asdict(description), indent=1) + "\n")
-            for file in (bin_file, idx_file, json_file):
-                file.flush()  # a full disk shows here, while the old dataset is still complete
-            idx_path.unlink(missing_ok=True)
-            json_path.unlink(missing_ok=True)
-    except OSError as error:
-        hint = os_error_hint(error, "another --output")
-        raise DataError(f"{prefix} cannot be written: {error.strerror or error}", hint=hint) from None
-    return description
-
-
-def _write_tokens(file: IO, documents: Iterable[np.ndarray], dtype: np.dtype, vocab_size: int) -> np.ndarray:
-    """Write the tokens and return the document lengths, i32 [n]."""
-    lengths = array("i")
-    for number, ids in enumerate(documents):
-        try:
-            lengths.append(len(ids))
-        except OverflowError:
-            raise DataError(f"document {number} has {len(ids):,} tokens; 2,147,483,647 fit", hint="split it") from None
-        if len(ids) and int(ids.max()) >= vocab_size:
-            what = f"document {number} has token {ids.max()}, but the vocabulary has {vocab_size}"
-            raise DataError(what, hint="fix the tokenizer")
-        file.write(ids.astype(dtype, copy=False).tobytes())
-    if not lengths:
-        raise DataError("the input has no text", hint="check the files and --key")
-    return np.frombuffer(lengths, dtype=np.intc)
-
-
-def _index(lengths: np.ndarray, dtype: np.dtype) -> bytes:
-    n = len(lengths)
-    code = next(code for code, known in DTYPE_CODES.items() if np.dtype(known) == dtype.newbyteorder("="))
-    # numpy strips trailing zeros when it reads 'S9', but writes all nine bytes
-    header = np.array([(MAGIC, 1, code, n, n + 1)], dtype=HEADER)
-    offsets = np.zeros(n, dtype="<i8")
-    np.cumsum(lengths[:-1].astype("<i8") * dtype.itemsize, out=offsets[1:])
-    bounds = np.arange(n + 1, dtype="<i8")
-    return b"".join(part.tobytes() for part in (header, lengths.astype("<i4"), offsets, bounds))
-
-
-def _remove_leftovers(prefix: Path) -> None:
-    """Remove the temporary files that a killed writer of this prefix left: files whose process has ended."""
-    for ending in (".bin", ".idx", ".json"):
-        for path in prefix.parent.glob(f".{prefix.name}{ending}.*.tmp"):
-            owner = path.name.removesuffix(".tmp").rpartition(".")[2]
-            if owner.isdigit() and not process_exists(int(owner)):
-                path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

@@ -1,92 +1,146 @@
-"""Tokenization of text files to a dataset, in several processes.
+"""Preparation of a dataset: input files are read ahead, tokenized in chunks by workers, and appended in their order.
 
-Documents are read in order, tokenized in batches by worker processes, terminated by the end-of-document token, and
-written in the order of the input. No torch.
+A killed preparation continues: `.NAME.progress.json` beside the dataset says how far the files on disk go, and of which
+inputs and arguments. The result is the same to the byte, for any number of workers and of deaths.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
-import threading
+import hashlib
+import json
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
 from megascale.core.errors import DataError
-from megascale.core.limits import PROCESSES_HINT, os_error_hint
-from megascale.data.documents import read_documents
-from megascale.data.indexed_dataset import DatasetInfo, TokenizerInfo, write_dataset
+from megascale.core.files import write_text
+from megascale.core.limits import os_error_hint
+from megascale.data.chunk_encoder import (
+    EncodedChunks,
+    Encoding,
+    Skipped,
+    encode_here,
+    encode_in_workers,
+)
+from megascale.data.dataset_writer import DatasetWriter, explained_write, token_dtype
+from megascale.data.documents import BadDocumentError
+from megascale.data.indexed_dataset import DatasetInfo, TokenizerInfo
+from megascale.data.input_chunks import CHUNK_BYTES, PIECE_BYTES, Chunk, read_chunks
+from megascale.data.inputs import InputFile, find_inputs
+from megascale.data.read_ahead import read_ahead
 from megascale.data.tokenizer import Tokenizer, load_tokenizer
 
-BATCH_CHARACTERS = 1 << 18
-"""Characters of a batch for a worker. A document with more characters is a batch by itself."""
+SAVE_EVERY_S = 5.0
+"""Seconds between records of the progress, each after a flush to disk."""
 
-_worker_tokenizer: Tokenizer  # of a worker process, loaded once by `_start_worker`
+FILES_AHEAD, CHUNKS_AHEAD = 4, 8
+"""Files that are read at a time, and chunks of each that wait."""
 
 
 @dataclass(frozen=True)
 class PrepareRequest:
-    """The arguments of `megascale data prepare`. `key`: the JSON field that holds the text. `add_bos`: begin each
-    document with the tokenizer's beginning-of-text token.
+    """The arguments of `megascale data prepare`. `inputs`: paths, folders, patterns and URLs. `key`: the field or
+    column of the text. `add_bos`: begin each document with the tokenizer's beginning-of-text token. `skip_bad`: skip
+    what is no text.
     """
 
-    inputs: Sequence[Path]
+    inputs: Sequence[str]
     output: Path
     tokenizer: str
     key: str = "text"
     eod: str | None = None
     add_bos: bool = False
     workers: int = 1
+    skip_bad: bool = False
 
 
 @dataclass(frozen=True)
-class Frame:
-    """The ids that begin and end each document; `bos` is None for no beginning."""
+class PrepareState:
+    """How far a preparation is: `chunks` of file number `file` are written, the files on disk have `tokens` and
+    `documents`, and `open_tokens` of a document that has not ended. `plan`: digests of inputs and arguments, by name.
+    """
 
-    bos: int | None
-    eod: int
+    plan: dict[str, str]
+    file: int = 0
+    chunks: int = 0
+    tokens: int = 0
+    documents: int = 0
+    open_tokens: int = 0
+    skipped: Skipped = field(default_factory=Skipped)
 
 
-def prepare_dataset(request: PrepareRequest, progress: Callable[[int], None] = lambda size: None) -> DatasetInfo:
-    """Write `request.output`.bin, .idx and .json. `progress` is called for every document with its bytes of input.
+@dataclass(frozen=True)
+class Prepared:
+    """The result of a preparation: the dataset, the files and bytes that were read, what was skipped by reason (number,
+    and place of the first), the files of other kinds in the input's folders, and the documents that an earlier,
+    unfinished preparation had written.
+    """
 
-    Raises: DataError, naming file and line, for input that is not text, and for unreadable or unwritable files.
+    dataset: DatasetInfo
+    files: int
+    bytes: int
+    skipped: dict[str, tuple[int, str]]
+    ignored_files: int
+    continued_after: int
+
+
+def prepare_dataset(
+    request: PrepareRequest,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Prepared:
+    """Write `request.output`.bin, .idx and .json. `progress`: called with the bytes of input done, and of all. `say`:
+    called with a line for the user about an unfinished preparation.
+
+    Raises: DataError, naming file and line, for input that is not text, and for unreadable or unwritable files
     """
     tokenizer = load_tokenizer(request.tokenizer, request.eod)
-    _check_paths(request)
-    frame = Frame(_bos(tokenizer) if request.add_bos else None, tokenizer.eod)
-    origin = TokenizerInfo(tokenizer.name, tokenizer.fingerprint, tokenizer.eod, tokenizer.eod_origin, frame.bos)
-    with closing(_tokenized(request, tokenizer, frame, _batches(_texts(request, progress)))) as token_ids:
-        return write_dataset(request.output, token_ids, origin, tokenizer.vocab_size)
+    files, ignored = find_inputs(request.inputs)
+    _check_output(request, files)
+    encoding = Encoding(request.tokenizer, tokenizer.eod, _bos(request, tokenizer), request.key, request.skip_bad)
+    origin = TokenizerInfo(tokenizer.name, tokenizer.fingerprint, tokenizer.eod, tokenizer.eod_origin, encoding.bos)
+    begun = _begin(request.output, _plan(files, encoding, tokenizer), say)
+    dtype, total = token_dtype(tokenizer.vocab_size), sum(file.size for file in files)
+    with DatasetWriter(request.output, dtype, (begun.tokens, begun.documents)) as writer:
+        preparation = Preparation(files, encoding, writer, begun)
+        try:
+            preparation.run(tokenizer, request.workers, lambda done: progress(done, total))
+        except BadDocumentError:
+            preparation.discard()  # the input has to change, and then nothing of this can be used
+            raise
+        except BaseException:
+            with suppress(DataError):
+                preparation.save()
+            raise
+        if not writer.documents:
+            preparation.discard()
+        dataset = writer.commit(origin, tokenizer.vocab_size)
+        progress_file(request.output).unlink(missing_ok=True)
+    return Prepared(dataset, len(files), total, preparation.progress.skipped.by_reason, ignored, begun.documents)
 
 
-def _bos(tokenizer: Tokenizer) -> int:
-    """The beginning-of-text id.
+def _bos(request: PrepareRequest, tokenizer: Tokenizer) -> int | None:
+    """The id that begins each document, or None.
 
-    Raises: DataError if no file names one
+    Raises: DataError if it is asked for and no file names one
     """
-    if tokenizer.bos is None:
+    if request.add_bos and tokenizer.bos is None:
         raise DataError(f"{tokenizer.name} does not say which token begins a text", hint="leave out --add-bos")
-    return tokenizer.bos
+    return tokenizer.bos if request.add_bos else None
 
 
-def _check_paths(request: PrepareRequest) -> None:
-    """Refuse missing inputs, an unwritable output folder, and an output that would overwrite an input.
+def _check_output(request: PrepareRequest, files: Iterable[InputFile]) -> None:
+    """Refuse an unwritable output folder, and an output that would overwrite an input.
 
     Raises: DataError before hours of work are spent
     """
-    for path in request.inputs:
-        if not path.is_file():
-            what = "is a folder" if path.is_dir() else "is no file" if path.exists() else "does not exist"
-            raise DataError(f"{path} {what}", hint="give text or .jsonl files")
     output = request.output
     if output.name in ("", ".."):
         raise DataError(f"{output} is a folder", hint=f"add a name for the files: {output / 'NAME'}")
@@ -95,107 +149,137 @@ def _check_paths(request: PrepareRequest) -> None:
     except OSError as error:
         reason = f"the folder {output.parent} cannot be made: {error.strerror}"
         raise DataError(reason, hint=os_error_hint(error, "another --output")) from None
-    sources = {path.resolve() for path in (*request.inputs, Path(request.tokenizer))}
+    local = [file.name for file in files if "://" not in file.name]
+    sources = {Path(name).resolve() for name in (*local, request.tokenizer)}
     for ending in (".bin", ".idx", ".json"):
         target = output.with_name(output.name + ending)
         if target.resolve() in sources:
             raise DataError(f"{target} would be overwritten, but it is read", hint="another --output")
 
 
-def _texts(request: PrepareRequest, progress: Callable[[int], None]) -> Iterator[str]:
-    """The documents of all files in order."""
-    for path in request.inputs:
-        for text, size in read_documents(path, request.key):
-            yield text
-            progress(size)
+def _plan(files: Sequence[InputFile], encoding: Encoding, tokenizer: Tokenizer) -> dict[str, str]:
+    """Digests of what decides the result, by name."""
+    facts = {
+        "inputs": [asdict(file) for file in files],
+        "tokenizer": [tokenizer.fingerprint, tokenizer.vocab_size, encoding.eod, encoding.bos],
+        "--key": encoding.key,
+        "--skip-bad": encoding.skip_bad,
+        "sizes of chunks": [CHUNK_BYTES, PIECE_BYTES],
+    }
+    return {name: hashlib.sha256(json.dumps(fact).encode()).hexdigest()[:16] for name, fact in facts.items()}
 
 
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Group texts into lists of about BATCH_CHARACTERS characters."""
-    batch: list[str] = []
-    remaining = BATCH_CHARACTERS
-    for text in texts:
-        batch.append(text)
-        remaining -= len(text) + 1
-        if remaining <= 0:
-            yield batch
-            batch, remaining = [], BATCH_CHARACTERS
-    yield batch
-
-
-def _tokenized(
-    request: PrepareRequest, tokenizer: Tokenizer, frame: Frame, batches: Iterable[list[str]]
-) -> Generator[np.ndarray]:
-    """The token ids of all non-empty documents in order, encoded by this process or by workers."""
-    if request.workers == 1:
-        encoded: Iterable[list[np.ndarray]] = (_encode(tokenizer, frame, batch) for batch in batches)
-    else:
-        encoded = _in_workers(request, frame, batches)
-    for ids in encoded:
-        yield from ids
-
-
-def _in_workers(request: PrepareRequest, frame: Frame, batches: Iterable[list[str]]) -> Iterator[list[np.ndarray]]:
-    """Run `_encode` in worker processes, with a few batches in flight; results are in order."""
-    pool = ProcessPoolExecutor(
-        request.workers,
-        mp_context=multiprocessing.get_context("spawn"),  # the progress bar's thread makes a fork unsafe
-        initializer=_start_worker,
-        initargs=(request.tokenizer, frame.eod),
-    )
-    in_flight: deque[Future[list[np.ndarray]]] = deque()
+def _begin(output: Path, plan: dict[str, str], say: Callable[[str], None]) -> PrepareState:
+    """The progress of an unfinished preparation of the same plan; otherwise none, and `say` why."""
     try:
-        for batch in batches:
-            in_flight.append(_submit(pool, frame, batch))
-            if len(in_flight) > 4 * request.workers:
-                yield in_flight.popleft().result()
-        while in_flight:
-            yield in_flight.popleft().result()
-    except BrokenProcessPool:
-        what = "a worker process died: it was killed, perhaps because memory ran out, or could not start"
-        raise DataError(what, hint="fewer --workers, or more memory") from None
-    finally:
-        pool.shutdown(cancel_futures=True)
+        facts = json.loads(progress_file(output).read_text(encoding="utf-8"))
+        by_reason = facts.pop("skipped")["by_reason"]
+        skipped = Skipped({reason: (count, first) for reason, (count, first) in by_reason.items()})
+        found = PrepareState(**facts, skipped=skipped)
+    except FileNotFoundError:
+        return PrepareState(plan)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        say(f"starts anew: {progress_file(output)} cannot be read: {error!r}")
+        return PrepareState(plan)
+    if changed := [name for name in plan if found.plan.get(name) != plan[name]]:
+        say(f"starts anew: an unfinished preparation of {output} had other {', '.join(changed)}")
+        return PrepareState(plan)
+    say(f"continues after {found.documents} documents of an unfinished preparation")
+    return found
 
 
-def _submit(pool: ProcessPoolExecutor, frame: Frame, batch: list[str]) -> Future[list[np.ndarray]]:
-    """Submit a batch to the pool. SIGINT is blocked meanwhile: a worker that the pool starts inherits the mask, and
-    Ctrl-C reaches this process alone.
+class Preparation:
+    """Appends to `writer` what `progress` lacks. The progress is replaced as a whole after every task, so that it is
+    true at any interruption; tokens beyond it are cut off when the preparation continues.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        return pool.submit(_encode_in_worker, frame, batch)
-    except OSError as error:
-        what = f"a worker process cannot be started: {error.strerror or error}"
-        raise DataError(what, hint=f"fewer --workers; {os_error_hint(error, 'one works in this process')}") from None
-    except RuntimeError as error:  # "can't start new thread"
-        raise DataError(f"a worker cannot be started: {error}", hint=f"fewer --workers; {PROCESSES_HINT}") from None
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def __init__(
+        self, files: Sequence[InputFile], encoding: Encoding, writer: DatasetWriter, progress: PrepareState
+    ) -> None:
+        self.progress = progress
+        self._files = files
+        self._encoding = encoding
+        self._writer = writer
+        self._ends: deque[tuple[int, int, int]] = deque()
+        """File, chunks of it, and bytes of input, at the end of each task that is not yet written."""
+
+    def run(self, tokenizer: Tokenizer, workers: int, report: Callable[[int], None]) -> None:
+        """Write all chunks that remain. `report`: called with the bytes of input that are done."""
+        done, saved = sum(file.size for file in self._files[: self.progress.file]), time.monotonic()
+        tasks = self._tasks()
+        results = (
+            encode_here(self._encoding, tokenizer, tasks)
+            if workers == 1
+            else encode_in_workers(self._encoding, workers, tasks)
+        )
+        with closing(tasks), closing(results):
+            for encoded in results:
+                file, chunks, size = self._ends.popleft()
+                self.progress = self._append(encoded, file, chunks)
+                report(done := done + size)
+                if time.monotonic() - saved > SAVE_EVERY_S:
+                    self.save()
+                    saved = time.monotonic()
+
+    def save(self) -> None:
+        """Record the progress, once its data is on disk; without any, remove the files."""
+        if not self.progress.documents:
+            self.discard()
+            return
+        self._writer.flush()
+        with explained_write(self._writer.prefix):
+            write_text(progress_file(self._writer.prefix), json.dumps(asdict(self.progress)))
+
+    def discard(self) -> None:
+        """Remove the files and the progress."""
+        self._writer.discard()
+        progress_file(self._writer.prefix).unlink(missing_ok=True)
+
+    def _append(self, encoded: EncodedChunks, file: int, chunks: int) -> PrepareState:
+        lengths = list(encoded.lengths)
+        if encoded.continues:
+            lengths[0] += self.progress.open_tokens
+        open_tokens = lengths.pop() if encoded.open_end else 0
+        self._writer.append(encoded.tokens, np.array(lengths, dtype=np.int64))
+        return PrepareState(
+            self.progress.plan,
+            file,
+            chunks,
+            self._writer.tokens,
+            self._writer.documents,
+            open_tokens,
+            self.progress.skipped.joined(encoded.skipped),
+        )
+
+    def _tasks(self) -> Generator[list[Chunk]]:
+        """Group the chunks that remain to tasks of about CHUNK_BYTES."""
+        task, read, held = list[Chunk](), 0, 0
+        end = 0, 0
+        with closing(self._chunks()) as chunks:
+            for file, number, chunk in chunks:
+                task.append(chunk)
+                read, held, end = read + chunk.size, held + len(chunk.data), (file, number + 1)
+                if held >= CHUNK_BYTES:
+                    self._ends.append((*end, read))
+                    yield task
+                    task, read, held = [], 0, 0
+        if task:
+            self._ends.append((*end, read))
+            yield task
+
+    def _chunks(self) -> Generator[tuple[int, int, Chunk]]:
+        """Yield (file number, chunk number, chunk) for the chunks that remain."""
+        first_file, first_chunk = self.progress.file, self.progress.chunks
+
+        def read(file: int) -> Iterator[tuple[int, int, Chunk]]:
+            chunks = enumerate(read_chunks(self._files[file], self._encoding.key))
+            for number, chunk in islice(chunks, first_chunk if file == first_file else 0, None):
+                yield file, number, chunk
+
+        sources = (partial(read, file) for file in range(first_file, len(self._files)))
+        return read_ahead(sources, FILES_AHEAD, CHUNKS_AHEAD)
 
 
-def _start_worker(name: str, eod: int) -> None:
-    global _worker_tokenizer  # an initializer can hand its result to a worker only through a global
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # --workers sets the parallelism, with a thread per worker
-    _worker_tokenizer = load_tokenizer(name, eod)
-
-
-def _exit_with_parent() -> None:
-    """End this worker when its parent process is killed; otherwise the worker would wait on its queue forever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "a worker has a parent"
-    parent.join()
-    os._exit(1)
-
-
-def _encode_in_worker(frame: Frame, texts: list[str]) -> list[np.ndarray]:
-    return _encode(_worker_tokenizer, frame, texts)
-
-
-def _encode(tokenizer: Tokenizer, frame: Frame, texts: list[str]) -> list[np.ndarray]:
-    """The token ids (i32) of the non-empty texts, with bos, if any, before and eod after."""
-    start = np.array([] if frame.bos is None else [frame.bos], dtype=np.int32)
-    end = np.array([frame.eod], dtype=np.int32)
-    encoded = (np.asarray(ids, dtype=np.int32) for ids in tokenizer.encode(texts))
-    return [np.concatenate((start, ids, end)) for ids in encoded if len(ids)]
+def progress_file(output: Path) -> Path:
+    """The record of an unfinished preparation."""
+    return output.with_name(f".{output.name}.progress.json")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shlex
 import signal
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 
 from megascale.cli.main import main
-from megascale.data import indexed_dataset
+from megascale.data import dataset_writer
 from tests.data.datasets import ORIGIN
 from tests.data.test_tokenizer import byte_level
 from tests.jobs import heed_signals
@@ -49,7 +50,13 @@ REFUSED = {
     ("good.jsonl", "--output", "out/set", "--tokenizer", "bytes", "--key", "body"): "good.jsonl:1 has no field 'body'",
     ("empty.txt", "--output", "out/set", "--tokenizer", "bytes"): "the input has no text",
     ("good.jsonl", "none.txt", "--output", "out/set", "--tokenizer", "bytes"): "none.txt does not exist",
-    ("folder", "--output", "out/set", "--tokenizer", "bytes"): "folder is a folder",
+    (
+        "folder",
+        "--output",
+        "out/set",
+        "--tokenizer",
+        "bytes",
+    ): "folder has no file of .jsonl, .ndjson, .json",
     ("/dev/null", "--output", "out/set", "--tokenizer", "bytes"): "/dev/null is no file",
     ("good.jsonl", "--output", "good.jsonl/set", "--tokenizer", "bytes"): "the folder good.jsonl cannot be made",
     ("good.jsonl", "--output", ".", "--tokenizer", "bytes"): ". is a folder",
@@ -102,11 +109,28 @@ def test_json_is_one_object_and_nothing_else(folder: Path, capsys: pytest.Captur
     assert main(prepare("good.jsonl", "--output", "set", "--tokenizer", "bytes", "--json")) == 0
     out, err = capsys.readouterr()
     made = {"vocab_size": 257, "tokens": 13, "documents": 2, "tokenizer": vars(ORIGIN)}
-    assert (json.loads(out), out.count("\n"), err) == (made, 1, "")
+    read = {"files": 1, "bytes": 37, "skipped": {}, "ignored_files": 0, "continued_after": 0}
+    assert (json.loads(out), out.count("\n"), err) == (made | read, 1, "")
     assert main(["data", "inspect", "set", "--json"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out) == {"documents": 2, "tokens": 13, "format": "uint16", "made_with": made}
     assert (out.count("\n"), err) == (1, "")
+
+
+def test_what_was_skipped_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("folder/picture.png").touch()
+    Path("folder/good.jsonl").write_text(Path("good.jsonl").read_text() + '{"text": ""}\n')
+    arguments = prepare("bad.jsonl", "folder", "--output", "set", "--tokenizer", "bytes", "--skip-bad")
+    assert main(arguments) == 0
+    out, _ = capsys.readouterr()
+    assert out.startswith("set: 3 documents, 19 tokens from 80 B of input in 2 files, vocabulary 257\n")
+    assert "\nskipped 1 not a text, the first: bad.jsonl:2 has a number under 'text', not a text  -> " in out
+    assert "\nskipped 1 empty, the first: folder/good.jsonl:3\n" in out
+    assert out.endswith("\ndid not read 1 files of other kinds\n")
+    assert main([*arguments, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["skipped"]["empty"] == {"count": 1, "first": "folder/good.jsonl:3"}
+    assert (facts["files"], facts["ignored_files"]) == (2, 1)
 
 
 def test_a_custom_end_of_document_token_is_recorded(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,7 +159,7 @@ def test_a_missing_or_changed_tokenizer(
 
 
 def test_a_dataset_of_another_tool(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    indexed_dataset.write_dataset(Path("set"), [np.frombuffer(b"text", np.uint8)], ORIGIN, 300)
+    dataset_writer.write_dataset(Path("set"), [np.frombuffer(b"text", np.uint8)], ORIGIN, 300)
     Path("set.json").unlink()
     assert main(["data", "inspect", "set"]) == 0
     assert capsys.readouterr().out == (
@@ -179,7 +203,7 @@ def start(output: Path) -> subprocess.Popen[str]:
         start_new_session=True,
         preexec_fn=heed_signals,
     )
-    begun = output.with_name(f".{output.name}.bin.{process.pid}.tmp")
+    begun = output.with_name(f".{output.name}.bin.part")
     wait_for(lambda: begun.exists() and begun.stat().st_size > 0)
     return process
 
@@ -210,13 +234,18 @@ def test_killed_in_the_middle(folder: Path) -> None:
     assert sorted(path.name for path in output.parent.iterdir()) == ["set.bin", "set.idx", "set.json"]
 
 
-def test_interrupted_from_the_keyboard(folder: Path) -> None:
+def test_interrupted_from_the_keyboard(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     process = start(Path("out/set"))
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, err) == (130, "", "interrupted: nothing was written\n")
-    assert list(Path("out").iterdir()) == []
+    assert (process.returncode, out, err) == (130, "", "interrupted: the same command continues\n")
     wait_for(lambda: not alive(process.pid))
+    arguments = ["large.jsonl", "--output", "out/set", "--tokenizer", "bytes"]
+    assert main(prepare(*arguments)) == 0
+    assert re.search(r"^continues after \d+ documents of an unfinished", capsys.readouterr().err)
+    assert main(prepare(*arguments[:1], "--output", "whole", *arguments[3:])) == 0
+    for ending in (".bin", ".idx", ".json"):
+        assert Path(f"out/set{ending}").read_bytes() == Path(f"whole{ending}").read_bytes()
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from megascale.config.run import RunConfig
-from megascale.data import indexed_dataset
+from megascale.data import dataset_writer, indexed_dataset
 from tests.runs import GPT, config_of, settings
 
 VOCABULARY = 60_000
@@ -25,7 +25,7 @@ def write_dataset(prefix: Path, lengths: Sequence[int], first: int = 0) -> list[
     ends = np.cumsum([first, *lengths])
     documents = [np.arange(start, stop) for start, stop in pairwise(ends)]
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    indexed_dataset.write_dataset(prefix, documents, ORIGIN, VOCABULARY)
+    dataset_writer.write_dataset(prefix, documents, ORIGIN, VOCABULARY)
     return documents
 
 

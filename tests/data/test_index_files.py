@@ -16,7 +16,7 @@ import pytest
 
 from megascale.core.errors import DataError, Exit
 from megascale.core.files import lock_to_build
-from megascale.data import index_builder, index_files, indexed_dataset
+from megascale.data import dataset_writer, index_builder, index_files
 from megascale.data.epoch_index import EpochIndex
 from megascale.data.index_files import IndexKey
 from megascale.data.mixture import Mixture
@@ -233,7 +233,7 @@ def test_what_is_built_in_memory_is_what_is_built_as_a_file(samples: Mixture, tm
 
 @pytest.mark.slow
 def test_a_job_with_a_poisoned_index_ends_with_status_3(tmp_path: Path) -> None:
-    indexed_dataset.write_dataset(tmp_path / "a", [np.zeros(2, dtype=np.int32)] * 70_000, ORIGIN, 101)
+    dataset_writer.write_dataset(tmp_path / "a", [np.zeros(2, dtype=np.int32)] * 70_000, ORIGIN, 101)
     model = GPT | {"seq_length": 16}
     data = {"data__mock": False, "data__train": str(tmp_path / "a"), "data__split": [1.0, 0.0]}
     config = write_config(settings(model, tmp_path / "runs", **data, train__steps=3), tmp_path / "config.toml")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.core.errors import DataError
-from megascale.data import indexed_dataset
+from megascale.data import dataset_writer, indexed_dataset
 from tests.data.datasets import ORIGIN
 
 VOCABULARIES = st.sampled_from([300, 65_499, 65_500, 200_000])
@@ -36,7 +33,7 @@ def corpora(draw: st.DrawFn) -> tuple[int, list[np.ndarray]]:
 def prefix(tmp_path: Path) -> Path:
     """The prefix of a dataset of three documents and 6 tokens."""
     path = tmp_path / "set"
-    indexed_dataset.write_dataset(path, [np.array([1, 2, 3]), np.array([4]), np.array([5, 6])], ORIGIN, 300)
+    dataset_writer.write_dataset(path, [np.array([1, 2, 3]), np.array([4]), np.array([5, 6])], ORIGIN, 300)
     return path
 
 
@@ -48,7 +45,7 @@ def file(prefix: Path, ending: str) -> Path:
 def test_a_dataset_is_read_as_written(corpus: tuple[int, list[np.ndarray]]) -> None:
     vocabulary, documents = corpus
     with tempfile.TemporaryDirectory() as folder:
-        made = indexed_dataset.write_dataset(Path(folder) / "set", documents, ORIGIN, vocabulary)
+        made = dataset_writer.write_dataset(Path(folder) / "set", documents, ORIGIN, vocabulary)
         reader = indexed_dataset.open_dataset(Path(folder) / "set")
         assert [reader[i].tolist() for i in range(len(reader))] == [d.tolist() for d in documents]
     assert reader.info == made
@@ -62,7 +59,7 @@ def test_files_equal_those_of_megatron_core(corpus: tuple[int, list[np.ndarray]]
     vocabulary, documents = corpus
     with tempfile.TemporaryDirectory() as folder:
         ours, theirs = f"{folder}/ours", f"{folder}/theirs"
-        indexed_dataset.write_dataset(Path(ours), documents, ORIGIN, vocabulary)
+        dataset_writer.write_dataset(Path(ours), documents, ORIGIN, vocabulary)
         builder = IndexedDatasetBuilder(theirs + ".bin", dtype=DType.optimal_dtype(vocabulary))
         for document in documents:
             builder.add_document(torch.from_numpy(document), [len(document)])
@@ -170,7 +167,7 @@ def test_entries_out_of_range_are_refused(part: str, entry: int, value: int, pre
 
 def test_files_of_two_datasets_are_refused(prefix: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
-    indexed_dataset.write_dataset(other, [np.array([1, 2]), np.array([3, 4, 5, 6])], ORIGIN, 300)
+    dataset_writer.write_dataset(other, [np.array([1, 2]), np.array([3, 4, 5, 6])], ORIGIN, 300)
     file(other, ".idx").replace(file(prefix, ".idx"))
     with pytest.raises(DataError, match=r"set.json is of another dataset: 3 documents and 6 tokens, not 2 and 6"):
         indexed_dataset.open_dataset(prefix)
@@ -192,20 +189,20 @@ def test_a_path_with_its_ending_is_explained(prefix: Path) -> None:
 
 def test_a_dataset_without_documents_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="the input has no text"):
-        indexed_dataset.write_dataset(tmp_path / "set", [], ORIGIN, 300)
+        dataset_writer.write_dataset(tmp_path / "set", [], ORIGIN, 300)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_token_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="document 1 has token 300, but the vocabulary has 300"):
-        indexed_dataset.write_dataset(tmp_path / "set", [np.array([1]), np.array([2, 300])], ORIGIN, 300)
+        dataset_writer.write_dataset(tmp_path / "set", [np.array([1]), np.array([2, 300])], ORIGIN, 300)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_document_too_long_for_the_format_is_refused(tmp_path: Path) -> None:
     endless = np.broadcast_to(np.uint16(1), (2**31,))
     with pytest.raises(DataError, match="document 0 has 2,147,483,648 tokens"):
-        indexed_dataset.write_dataset(tmp_path / "set", [endless], ORIGIN, 300)
+        dataset_writer.write_dataset(tmp_path / "set", [endless], ORIGIN, 300)
 
 
 def test_a_failed_write_leaves_the_old_dataset(prefix: Path) -> None:
@@ -216,7 +213,7 @@ def test_a_failed_write_leaves_the_old_dataset(prefix: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        indexed_dataset.write_dataset(prefix, documents(), ORIGIN, 300)
+        dataset_writer.write_dataset(prefix, documents(), ORIGIN, 300)
     assert {path.name: path.read_bytes() for path in prefix.parent.iterdir()} == before
 
 
@@ -232,7 +229,7 @@ def test_a_death_between_renames_mixes_no_datasets(prefix: Path, renamed: int, m
 
     monkeypatch.setattr(Path, "replace", dying)
     with pytest.raises(DataError, match="cannot be written: Input/output error"):
-        indexed_dataset.write_dataset(prefix, [np.array([11, 12]), np.array([13, 14, 15, 16])], ORIGIN, 300)
+        dataset_writer.write_dataset(prefix, [np.array([11, 12]), np.array([13, 14, 15, 16])], ORIGIN, 300)
     monkeypatch.undo()
     if renamed < 2:
         with pytest.raises(DataError, match="there is no file"):
@@ -243,17 +240,31 @@ def test_a_death_between_renames_mixes_no_datasets(prefix: Path, renamed: int, m
         assert reader.info is None
 
 
-def test_the_next_writer_removes_the_files_of_a_killed_writer(prefix: Path) -> None:
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    folder = prefix.parent
-    leftovers = [folder / f".set.{end}.{dead.pid}.tmp" for end in ("bin", "idx", "json")]
-    unrelated = [folder / f".set.bin.{os.getppid()}.tmp", folder / f".set2.bin.{dead.pid}.tmp"]
-    for path in (*leftovers, *unrelated):
-        path.touch()
-    indexed_dataset.write_dataset(prefix, [np.array([1])], ORIGIN, 300)
-    assert not any(path.exists() for path in leftovers)
-    assert all(path.exists() for path in unrelated)
+def test_a_writer_continues_after_what_is_on_disk(tmp_path: Path) -> None:
+    def write(prefix: Path, writer: dataset_writer.DatasetWriter, numbers: range) -> None:
+        for number in numbers:
+            writer.append(np.arange(number), np.array([number]))
+
+    with dataset_writer.DatasetWriter(tmp_path / "set", np.uint16) as writer:
+        write(tmp_path / "set", writer, range(1, 5))
+        start = writer.flush()
+        write(tmp_path / "set", writer, range(9))  # lost: not part of what was recorded
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".set.bin.part", ".set.lengths.part"]
+    with dataset_writer.DatasetWriter(tmp_path / "set", np.uint16, start) as writer:
+        write(tmp_path / "set", writer, range(5, 9))
+        writer.commit(ORIGIN, 300)
+    dataset_writer.write_dataset(tmp_path / "whole", (np.arange(n) for n in range(1, 9)), ORIGIN, 300)
+    for ending in (".bin", ".idx", ".json"):
+        assert file(tmp_path / "set", ending).read_bytes() == file(tmp_path / "whole", ending).read_bytes()
+    with pytest.raises(DataError, match=r"\.set\.bin\.part has 0 bytes, not 200"):
+        dataset_writer.DatasetWriter(tmp_path / "set", np.uint16, (100, 3))
+
+
+def test_an_index_of_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, entries in (("one", 1 << 20), ("many", 3)):
+        monkeypatch.setattr(dataset_writer, "BLOCK_ENTRIES", entries)
+        dataset_writer.write_dataset(tmp_path / name, (np.arange(n) for n in range(1, 12)), ORIGIN, 300)
+    assert file(tmp_path / "one", ".idx").read_bytes() == file(tmp_path / "many", ".idx").read_bytes()
 
 
 def test_the_description_is_plain_json(prefix: Path) -> None:

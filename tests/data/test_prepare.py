@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from megascale.core.errors import DataError
-from megascale.data import indexed_dataset, prepare
-from megascale.data.prepare import PrepareRequest
+from megascale.data import dataset_writer, indexed_dataset, input_chunks, prepare
+from megascale.data.prepare import Prepared, PrepareRequest
 from tests.data.test_tokenizer import byte_level, words
 
 TEXTS = [f"document {number} " + "é" * (number % 7) for number in range(200)]
@@ -26,6 +26,12 @@ def lines(path: Path, texts: list[str]) -> Path:
     return path
 
 
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dozens of chunks and tasks."""
+    for module in (input_chunks, prepare):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 100)
+
+
 def texts_of(prefix: Path) -> list[str]:
     """The documents of a dataset of the byte tokenizer; every document must end in eod."""
     reader = indexed_dataset.open_dataset(prefix)
@@ -34,8 +40,13 @@ def texts_of(prefix: Path) -> list[str]:
     return [bytes(ids[:-1]).decode() for ids in documents]
 
 
+def run(inputs: list[Path], output: Path, **options: Any) -> Prepared:
+    names = [str(path) for path in inputs]
+    return prepare.prepare_dataset(PrepareRequest(names, output, **({"tokenizer": "bytes"} | options)))
+
+
 def make(inputs: list[Path], output: Path, **options: Any) -> indexed_dataset.DatasetInfo:
-    return prepare.prepare_dataset(PrepareRequest(inputs, output, **({"tokenizer": "bytes"} | options)))
+    return run(inputs, output, **options).dataset
 
 
 def digests(prefix: Path) -> list[str]:
@@ -48,21 +59,24 @@ def test_inputs_are_concatenated_without_empty_documents(tmp_path: Path) -> None
     whole.write_text("all of it\nas one\n")
     empty.touch()
     first, second = lines(tmp_path / "b.jsonl", ["one", "", "two"]), lines(tmp_path / "a.jsonl", ["", "three"])
-    read: list[int] = []
-    request = PrepareRequest([first, whole, empty, second, first], tmp_path / "made" / "here" / "set", "bytes")
-    made = prepare.prepare_dataset(request, read.append)
+    read: list[tuple[int, int]] = []
+    inputs, output = [first, whole, empty, second, first], tmp_path / "made" / "here" / "set"
+    request = PrepareRequest([str(path) for path in inputs], output, "bytes")
+    made = prepare.prepare_dataset(request, lambda done, total: read.append((done, total)))
     expected = ["one", "two", "all of it\nas one\n", "three", "one", "two"]
-    assert texts_of(request.output) == expected
-    assert made.documents == len(expected)
-    assert made.tokens == sum(len(text) + 1 for text in expected)
-    assert sum(read) == sum(path.stat().st_size for path in request.inputs)
+    assert texts_of(output) == expected
+    assert made.dataset.documents == len(expected)
+    assert made.dataset.tokens == sum(len(text) + 1 for text in expected)
+    size = sum(path.stat().st_size for path in inputs)
+    assert read[-1] == (size, size) and (made.bytes, made.files) == (size, 5)
+    assert made.skipped == {"empty": (4, f"{first}:2")}
 
 
 @pytest.mark.parametrize("kind", ["bytes", "file"])
 def test_any_number_of_workers_writes_the_same_files(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare, "BATCH_CHARACTERS", 100)  # dozens of batches
+    small_chunks(monkeypatch)
     tokenizer = tmp_path / "tokenizer.json"
     byte_level("<eod>").save(str(tokenizer))
     source = lines(tmp_path / "input.jsonl", TEXTS)
@@ -108,20 +122,22 @@ def test_a_huge_document(tmp_path: Path) -> None:
 
 
 def test_a_dead_worker_ends_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "BATCH_CHARACTERS", 100)
+    small_chunks(monkeypatch)
     read: list[int] = []
 
-    def progress(size: int) -> None:
-        read.append(size)
-        if len(read) == 50:
+    def progress(done: int, total: int) -> None:
+        read.append(done)
+        if len(read) == 20:
             for worker in multiprocessing.active_children():
                 assert worker.pid
                 os.kill(worker.pid, signal.SIGKILL)
 
-    request = PrepareRequest([lines(tmp_path / "in.jsonl", TEXTS)], tmp_path / "out" / "set", "bytes", workers=2)
-    with pytest.raises(DataError, match=r"a worker process died.*  -> fewer --workers"):
-        prepare.prepare_dataset(request, progress)
-    assert list((tmp_path / "out").iterdir()) == []
+    source, output = lines(tmp_path / "in.jsonl", TEXTS), tmp_path / "out" / "set"
+    with pytest.raises(DataError, match=r"a worker process died.*  -> the same command continues"):
+        prepare.prepare_dataset(PrepareRequest([str(source)], output, "bytes", workers=2), progress)
+    continued = run([source], output)
+    assert continued.continued_after > 0 and texts_of(output) == TEXTS
+    assert sorted(path.name for path in output.parent.iterdir()) == ["set.bin", "set.idx", "set.json"]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -152,3 +168,143 @@ def test_an_input_is_not_overwritten(tmp_path: Path, clash: str) -> None:
 def test_only_empty_documents_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="the input has no text  -> check the files and --key"):
         make([lines(tmp_path / "in.jsonl", ["", ""])], tmp_path / "set")
+
+
+def skipping(tmp_path: Path, workers: int) -> Prepared:
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": 5}\nnot JSON\n[]\n\n{"body": "x"}\n{"text": ""}\n')
+    (tmp_path / "b.txt").write_bytes(b"\xff")
+    (tmp_path / "c.jsonl").write_text('also no JSON\n{"text": "two"}\n')
+    paths = [tmp_path / name for name in ("a.jsonl", "b.txt", "c.jsonl")]
+    return run(paths, tmp_path / "set", skip_bad=True, workers=workers)
+
+
+def test_what_is_no_text_is_skipped_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_chunks(monkeypatch)
+    made = skipping(tmp_path, 2)
+    assert texts_of(tmp_path / "set") == ["one", "two"]
+    a = tmp_path / "a.jsonl"
+    assert {reason: count for reason, (count, _) in made.skipped.items()} == {
+        "not a text": 1, "not JSON": 2, "not an object": 1, "no field 'text'": 1, "empty": 1, "not UTF-8": 1,
+    }  # fmt: skip
+    assert made.skipped["not JSON"][1].startswith(f"{a}:3 is not a line of JSON: Expecting value")
+    assert (
+        made.skipped["not a text"][1] == f"{a}:2 has a number under 'text', not a text  -> --key FIELD, or fix the line"
+    )
+    assert made.skipped["empty"] == (1, f"{a}:7")
+    assert made == skipping(tmp_path, 1)
+
+
+# Deaths in the middle.
+
+SOURCES = ("in.jsonl", "long.txt", "more.jsonl")
+
+
+def sources(folder: Path) -> list[Path]:
+    """Lines, a text of many pieces, and lines again."""
+    lines(folder / "in.jsonl", TEXTS[:60])
+    (folder / "long.txt").write_text("".join(f"line {number}\n" for number in range(300)))
+    lines(folder / "more.jsonl", ["", *TEXTS[60:]])
+    return [folder / name for name in SOURCES]
+
+
+def die_after(inputs: list[Path], output: Path, saves: int, appends: int) -> None:
+    """Prepare in a child process that is killed at its n-th append after that many records of the progress."""
+    child = os.fork()
+    if child == 0:
+        counts = {"save": 0, "append": 0}
+        save, append = prepare.Preparation.save, dataset_writer.DatasetWriter.append
+
+        def saving(self: Any) -> None:
+            save(self)
+            counts["save"] += 1
+
+        def dying(self: Any, *arguments: Any) -> None:
+            append(self, *arguments)
+            counts["append"] += counts["save"] >= saves
+            if counts["append"] > appends:
+                self._bin.flush()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        prepare.Preparation.save, dataset_writer.DatasetWriter.append = saving, dying
+        try:
+            run(inputs, output)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+
+
+@pytest.mark.parametrize(("saves", "appends"), [(0, 0), (1, 0), (3, 2), (20, 0), (40, 5)])
+def test_a_killed_preparation_continues_to_the_same_bytes(
+    saves: int, appends: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_chunks(monkeypatch)
+    monkeypatch.setattr(input_chunks, "PIECE_BYTES", 128)
+    monkeypatch.setattr(prepare, "SAVE_EVERY_S", 0.0 if saves else 1000.0)
+    inputs, output, said = sources(tmp_path), tmp_path / "out" / "set", list[str]()
+    undisturbed = run(inputs, tmp_path / "whole")
+    die_after(inputs, output, saves, appends)
+    die_after(inputs, output, 1, 1) if saves else None
+    request = PrepareRequest([str(path) for path in inputs], output, "bytes", workers=1)
+    made = prepare.prepare_dataset(request, say=said.append)
+    assert digests(output) == digests(tmp_path / "whole")
+    assert (made.dataset, made.skipped) == (undisturbed.dataset, undisturbed.skipped)
+    assert sorted(path.name for path in output.parent.iterdir()) == ["set.bin", "set.idx", "set.json"]
+    if saves:
+        assert made.continued_after > 0
+        assert said == [f"continues after {made.continued_after} documents of an unfinished preparation"]
+    else:
+        assert said == [], "nothing had been recorded"
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [({"add_bos": True}, "tokenizer"), ({"key": "body"}, "--key"), ({"skip_bad": True}, "--skip-bad"), ({}, "inputs")],
+)
+def test_other_arguments_and_inputs_start_anew(
+    change: dict[str, Any], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_chunks(monkeypatch)
+    monkeypatch.setattr(prepare, "SAVE_EVERY_S", 0.0)
+    tokenizer, said = tmp_path / "tokenizer.json", list[str]()
+    byte_level("<eod>", "<bos>").save(str(tokenizer))
+    records = [json.dumps({"text": text, "body": text[::-1]}) for text in TEXTS]
+    source, output = tmp_path / "in.jsonl", tmp_path / "set"
+    source.write_text("\n".join(records))
+    options = {"tokenizer": str(tokenizer)}
+    with monkeypatch.context() as patch:
+        patch.setattr(dataset_writer.DatasetWriter, "commit", lambda *arguments: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run([source], output, **options)
+    assert prepare.progress_file(output).exists()
+    if not change:
+        source.write_text("\n".join(records[:50]))
+    request = PrepareRequest([str(source)], output, **(options | change))
+    made = prepare.prepare_dataset(request, say=said.append)
+    assert said == [f"starts anew: an unfinished preparation of {output} had other {named}"]
+    assert made.continued_after == 0
+    run([source], tmp_path / "fresh", **(options | change))
+    assert digests(output) == digests(tmp_path / "fresh")
+
+
+def test_two_processes_do_not_write_the_same_dataset(tmp_path: Path) -> None:
+    source = lines(tmp_path / "in.jsonl", TEXTS)
+    with (
+        dataset_writer.DatasetWriter(tmp_path / "set", np.uint16),
+        pytest.raises(DataError, match=r"another process writes \S+/set  -> wait for it"),
+    ):
+        run([source], tmp_path / "set")
+    assert run([source], tmp_path / "set").dataset.documents == len(TEXTS)
+
+
+def test_a_long_text_is_tokenized_in_pieces_by_any_number_of_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(input_chunks, "PIECE_BYTES", 200)
+    text = "".join(f"line {number} é\n" for number in range(500))
+    (tmp_path / "long.txt").write_text(text)
+    lines(tmp_path / "long.jsonl", [text, "short", text])
+    for workers in (1, 2):
+        run([tmp_path / "long.txt", tmp_path / "long.jsonl"], tmp_path / f"by{workers}", workers=workers)
+    assert texts_of(tmp_path / "by1") == [text, text, "short", text]
+    assert digests(tmp_path / "by1") == digests(tmp_path / "by2")

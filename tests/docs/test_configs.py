@@ -15,7 +15,7 @@ from megascale.catalog.presets import PRESETS
 from megascale.cli.main import main
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
-from megascale.data import indexed_dataset
+from megascale.data import dataset_writer, indexed_dataset
 from megascale.layout.chunks import fp8_layers
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +61,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir(parents=True)
     for name in ("train", "valid"):
         origin = indexed_dataset.TokenizerInfo("bytes", "bytes", 256)
-        indexed_dataset.write_dataset(folder / name, [np.zeros(100_000, np.int32)], origin, 257)
+        dataset_writer.write_dataset(folder / name, [np.zeros(100_000, np.int32)], origin, 257)
         (folder / f"{name}.json").unlink()
     (folder / "tokenizer.json").touch()
     return tmp_path

@@ -19,7 +19,7 @@ import pytest
 import megascale
 from megascale.core.errors import Exit
 from megascale.core.rank import Rank
-from megascale.data import indexed_dataset
+from megascale.data import dataset_writer
 from tests.data.datasets import ORIGIN
 from tests.jobs import heed_signals
 from tests.launch.test_torchrun import Torchrun, environment, free_port
@@ -78,7 +78,7 @@ def config(tmp_path: Path) -> Path:
     """A configuration for two ranks, with two datasets of equal size to choose from."""
     for number, name in enumerate("ab"):
         documents = [np.random.default_rng(number).integers(0, 101, 400) for _ in range(4)]
-        indexed_dataset.write_dataset(tmp_path / name, documents, ORIGIN, 101)
+        dataset_writer.write_dataset(tmp_path / name, documents, ORIGIN, 101)
     data = {"data__mock": False, "data__train": str(tmp_path / "a"), "data__split": [1.0, 0.0]}
     tree = settings(GPT, tmp_path / "runs", train__precision="fp32", **data)
     return write_config(tree, tmp_path / "config.toml")

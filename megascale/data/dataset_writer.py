@@ -1,0 +1,194 @@
+"""The files of a dataset while they are written: tokens and lengths are appended, and can be continued after a death.
+
+    .NAME.bin.part, .NAME.lengths.part    the tokens and the document lengths so far
+    .NAME.lock                            locked by the process that writes
+
+DatasetWriter: appends, and gives the files their names when all data is on disk. write_dataset: write documents.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from megascale.config.dataset_files import MAGIC
+from megascale.core.errors import DataError
+from megascale.core.files import lock_to_build, sync_folder
+from megascale.core.limits import os_error_hint
+from megascale.data.indexed_dataset import DTYPE_CODES, HEADER, DatasetInfo, TokenizerInfo
+
+MAX_LENGTH = 2**31 - 1
+"""Tokens of a document at most: its length is an i32."""
+
+BLOCK_ENTRIES = 1 << 20
+"""Entries of the index that are computed at once."""
+
+ENDINGS = (".bin", ".lengths", ".idx", ".json")
+"""Endings of the files that are written as `.NAME` + ending + `.part`."""
+
+
+def token_dtype(vocab_size: int) -> type[np.generic]:
+    """The dtype that megatron-core chooses for a vocabulary: u16 below 65,500 tokens, else i32."""
+    return np.uint16 if vocab_size < 65_500 else np.int32
+
+
+def write_dataset(prefix: Path, documents: Iterable[np.ndarray], origin: TokenizerInfo, vocab_size: int) -> DatasetInfo:
+    """Write a dataset of `documents` (arrays of token ids, eod included).
+
+    Raises: DataError if there is no document, a document cannot be stored, or the files cannot be written.
+    """
+    with DatasetWriter(prefix, token_dtype(vocab_size)) as writer:
+        try:
+            for ids in documents:
+                writer.append(ids, np.array([len(ids)], dtype=np.int64), vocab_size)
+            return writer.commit(origin, vocab_size)
+        except BaseException:
+            writer.discard()
+            raise
+
+
+class DatasetWriter:
+    """Writes the dataset `prefix`, from `start` = (tokens, documents) of an earlier writer on; keeps what is written if
+    it is left without `commit` or `discard`.
+
+    An older dataset of the same prefix is replaced at the end, and its files are never mixed with the new ones.
+    Every method raises DataError if a file cannot be written, and the constructor if another process writes the prefix.
+    """
+
+    def __init__(self, prefix: Path, dtype: type[np.generic], start: tuple[int, int] = (0, 0)) -> None:
+        self.prefix = prefix
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+        self.tokens, self.documents = start
+        with explained_write(self.prefix):
+            lock = lock_to_build(prefix)
+            if lock is None:
+                raise DataError(f"another process writes {prefix}", hint="wait for it, or another --output")
+            self._lock = lock
+            self._bin = _open_at(self._part(".bin"), self.tokens * self._dtype.itemsize)
+            self._lengths = _open_at(self._part(".lengths"), 4 * self.documents)
+
+    def __enter__(self) -> DatasetWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for file in (self._bin, self._lengths, self._lock):
+            with suppress(OSError):  # what a full disk has no space for was not flushed, and does not count
+                file.close()
+        Path(self._lock.name).unlink(missing_ok=True)
+
+    def append(self, tokens: np.ndarray, lengths: np.ndarray, vocab_size: int | None = None) -> None:
+        """Append tokens, and the lengths of the documents that end with them; `lengths` sum to the tokens since the
+        last document that ended. `vocab_size`: above the highest token.
+
+        Raises: DataError for a document or a token that cannot be stored
+        """
+        if len(lengths) and int(lengths.max()) > MAX_LENGTH:
+            number = int(lengths.argmax())
+            what = f"document {self.documents + number} has {lengths[number]:,} tokens; {MAX_LENGTH:,} fit"
+            raise DataError(what, hint="split it")
+        if vocab_size is not None and len(tokens) and int(tokens.max()) >= vocab_size:
+            what = f"document {self.documents} has token {tokens.max()}, but the vocabulary has {vocab_size}"
+            raise DataError(what, hint="fix the tokenizer")
+        with explained_write(self.prefix):
+            self._bin.write(np.ascontiguousarray(tokens, self._dtype).data)
+            self._lengths.write(lengths.astype("<i4").data)
+        self.tokens += len(tokens)
+        self.documents += len(lengths)
+
+    def flush(self) -> tuple[int, int]:
+        """Flush all data to disk; return the tokens and documents there, from which a later writer can continue."""
+        with explained_write(self.prefix):
+            for file in (self._bin, self._lengths):
+                file.flush()
+                os.fsync(file.fileno())
+        return self.tokens, self.documents
+
+    def commit(self, origin: TokenizerInfo | None, vocab_size: int) -> DatasetInfo:
+        """Give the files their names; without `origin`, the dataset has no PREFIX.json."""
+        if not self.documents:
+            raise DataError("the input has no text", hint="check the files and --key")
+        info = DatasetInfo(vocab_size, self.tokens, self.documents, origin or TokenizerInfo("", "", 0))
+        self.flush()
+        with explained_write(self.prefix):
+            self._write_index()
+            if origin is not None:
+                self._write(".json", [(json.dumps(asdict(info), indent=1) + "\n").encode()])
+            for ending in (".idx", ".json"):
+                self._final(ending).unlink(missing_ok=True)
+            for ending in (".bin", ".idx", ".json")[: 3 if origin else 2]:  # a complete dataset's description is last
+                self._part(ending).replace(self._final(ending))
+            self._part(".lengths").unlink()
+            sync_folder(self.prefix.parent)
+        return info
+
+    def discard(self) -> None:
+        """Remove what is written."""
+        for ending in ENDINGS:
+            self._part(ending).unlink(missing_ok=True)
+
+    def _write_index(self) -> None:
+        """Write the index from the lengths on disk, a block of entries at a time."""
+        n, item = self.documents, self._dtype.itemsize
+        code = next(code for code, known in DTYPE_CODES.items() if np.dtype(known) == self._dtype.newbyteorder("="))
+        # numpy strips trailing zeros when it reads 'S9', but writes all nine bytes
+        header = np.array([(MAGIC, 1, code, n, n + 1)], dtype=HEADER)
+        lengths = np.memmap(self._part(".lengths"), dtype="<i4", mode="r")
+        starts = range(0, n, BLOCK_ENTRIES)
+
+        def offsets() -> Iterable[np.ndarray]:
+            first = 0
+            for start in starts:
+                ends = np.cumsum(lengths[start : start + BLOCK_ENTRIES], dtype="<i8") * item + first
+                yield np.concatenate(([first], ends[:-1])).astype("<i8")
+                first = int(ends[-1])
+
+        bounds = (
+            np.arange(start, min(start + BLOCK_ENTRIES, n + 1), dtype="<i8") for start in range(0, n + 1, BLOCK_ENTRIES)
+        )
+        self._write(".idx", [header, *(lengths[s : s + BLOCK_ENTRIES] for s in starts)], offsets(), bounds)
+
+    def _write(self, ending: str, *parts: Iterable[Any]) -> None:
+        """Write a file of parts, which are bytes or arrays, and flush it to disk."""
+        with open(self._part(ending), "wb") as file:
+            for some in parts:
+                for part in some:
+                    file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _part(self, ending: str) -> Path:
+        return self.prefix.with_name(f".{self.prefix.name}{ending}.part")
+
+    def _final(self, ending: str) -> Path:
+        return self.prefix.with_name(self.prefix.name + ending)
+
+
+@contextmanager
+def explained_write(prefix: Path) -> Iterator[None]:
+    """Raise a DataError in place of an OSError: `prefix` cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        hint = os_error_hint(error, "another --output")
+        raise DataError(f"{prefix} cannot be written: {error.strerror or error}", hint=hint) from None
+
+
+def _open_at(path: Path, size: int) -> IO[bytes]:
+    """Open a file to append after its first `size` bytes.
+
+    Raises: DataError for a file that has fewer; OSError
+    """
+    file = open(path, "ab")  # noqa: SIM115  the writer closes it
+    found = file.tell()
+    if found < size:
+        file.close()
+        raise DataError(f"{path} has {found} bytes, not {size}", hint=f"remove {path} to start anew")
+    file.truncate(size)
+    return file
