@@ -17,6 +17,7 @@ from megascale.core.files import fingerprint
 from megascale.core.process import usable_cores
 from megascale.core.units import format_bytes, format_count
 from megascale.data import indexed_dataset
+from megascale.data.import_dataset import ImportRequest, import_dataset
 from megascale.data.prepare import Prepared, PrepareRequest, prepare_dataset, progress_file
 from megascale.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -28,6 +29,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
     verbs = sub.add_subparsers(dest="verb", metavar="VERB", required=True)
     _add_prepare(verbs.add_parser("prepare", help="tokenize text, .jsonl or .parquet files to a token dataset"))
+    _add_import(verbs.add_parser("import", help="convert token files of another project to a token dataset"))
     look = verbs.add_parser("inspect", help="describe a token dataset and show some text")
     look.add_argument("prefix", metavar="PREFIX", type=Path)
     look.add_argument("--tokenizer", metavar="NAME|FILE", help="decodes the text (default: the dataset's tokenizer)")
@@ -56,10 +58,28 @@ def _add_prepare(make: argparse.ArgumentParser) -> None:
     make.add_argument("--json", action="store_true", help="print one JSON object")
 
 
+def _add_import(make: argparse.ArgumentParser) -> None:
+    kinds = ".bin, .npy, .parquet or .arrow of tokens, a prefix of .bin and .idx, or a folder of LitData"
+    make.add_argument("inputs", metavar="INPUT", nargs="+", type=Path, help=kinds)
+    make.add_argument(
+        "--output", metavar="PREFIX", type=Path, required=True, help="path of the dataset, without suffix"
+    )
+    make.add_argument("--tokenizer", metavar="NAME|FILE", help="the tokenizer of the tokens, to record in the dataset")
+    eod = "id of the token that ends documents (default: the tokenizer's)"
+    make.add_argument("--eod", metavar="ID", type=int, help=eod)
+    make.add_argument("--dtype", choices=("uint8", "uint16", "uint32", "int32", "int64"), help="dtype of raw tokens")
+    make.add_argument(
+        "--key", metavar="COLUMN", default="input_ids", help="column of .parquet and .arrow (default: input_ids)"
+    )
+    make.add_argument("--json", action="store_true", help="print one JSON object")
+
+
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
     if options.verb == "inspect":
         return _inspect(options)
+    if options.verb == "import":
+        return _import(options)
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -89,6 +109,20 @@ def _prepare(options: argparse.Namespace) -> int:
         made = prepare_dataset(request, lambda done, total: bar.update(task, completed=done, total=total), _say)
     for line in _prepared_lines(options, made):
         print(line)
+    return Exit.OK
+
+
+def _import(options: argparse.Namespace) -> int:
+    names = {field.name for field in fields(ImportRequest)}
+    made = import_dataset(ImportRequest(**{name: value for name, value in vars(options).items() if name in names}))
+    info = made.dataset
+    if options.json:
+        print(json.dumps({"documents": info.documents, "tokens": info.tokens, "formats": made.formats}))
+        return Exit.OK
+    sizes = f"{format_count(info.documents)} documents, {format_count(info.tokens)} tokens"
+    print(f"{options.output}: {sizes} from {' and '.join(made.formats)}")
+    if options.tokenizer is None:
+        print("no tokenizer is recorded: `megascale check` cannot compare it with those of other datasets")
     return Exit.OK
 
 

@@ -138,18 +138,35 @@ def _read_index(prefix: str) -> DatasetFiles:
         if len(head) < HEADER.size:
             raise DataError(f"{path} is cut short: {size} bytes", hint=PREPARE_AGAIN_HINT)
         magic, version, code, n, bounds = HEADER.unpack(head)
-        if magic != MAGIC or version != 1 or code not in TOKEN_BYTES:
+        if magic.startswith(b"TNTIDX") or (magic == MAGIC and version != 1):
+            raise DataError(f"{path} is an index of another version", hint="`megascale data import` converts it")
+        if magic != MAGIC or code not in TOKEN_BYTES:
             raise DataError(f"{path} is not an index of megatron-core's format", hint=PREPARE_AGAIN_HINT)
         needed = HEADER.size + 12 * n + 8 * bounds
-        if size != needed:
+        if size not in (needed, needed + n):
             what = f"{path} has {size} bytes, for {n} documents it should have {needed}"
             raise DataError(what, hint=PREPARE_AGAIN_HINT)
-        if not bounds or _number(file, size - 8, "<q") != n:
+        _check_modes(path, file, needed, size)
+        if not bounds or _number(file, needed - 8, "<q") != n:
             what = f"{path} is damaged: its documents do not end where its sequences do"
             raise DataError(what, hint=PREPARE_AGAIN_HINT)
         last = _number(file, HEADER.size + 4 * (n - 1), "<i") if n else 0
         end = (_number(file, HEADER.size + 12 * n - 8, "<q") if n else 0) + last * TOKEN_BYTES[code]
     return DatasetFiles(prefix, n, end // TOKEN_BYTES[code], code, bounds, f"{facts.st_mtime_ns}")
+
+
+def _check_modes(path: str, file: Any, start: int, end: int) -> None:
+    """Check the modes of sequences, a byte each, if the file has them: 0 is text.
+
+    Raises: DataError
+    """
+    file.seek(start)
+    while start < end:
+        block = file.read(min(end - start, 1 << 20))
+        if not block or any(block):
+            what = f"{path} has sequences with a mode other than 0, which are no text"
+            raise DataError(what, hint="a dataset of text alone")
+        start += len(block)
 
 
 def _unreadable(error: OSError, prefix: str) -> DataError:
