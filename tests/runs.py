@@ -40,7 +40,7 @@ def settings(model: dict[str, Any], folder: Path, **overrides: Any) -> dict[str,
         "optimizer": {"lr": 1e-2, "warmup_steps": 2},
         "data": {"mock": True},
         "checkpoint": {"every": 0},
-        "observe": {"dir": str(folder), "tensorboard": False},
+        "observe": {"dir": str(folder), "tensorboard": False, "store": False},
     }
     for name, value in overrides.items():
         section, _, key = name.partition("__")

@@ -27,10 +27,11 @@ COMMANDS = {
     "ckpt": "list, show, verify, compare and convert checkpoints",
     "sample": "generate text from a checkpoint",
     "mfu": "show where a run's time went, from the peak to the achieved MFU, and what grew since its start",
+    "events": "query a run's event store: every event, step and state of every rank",
     "trace": "merge the event logs of a run's ranks into one timeline for Perfetto",
 }
 
-HIDDEN_COMMANDS = ("agent", "driver")
+HIDDEN_COMMANDS = ("agent", "collect", "driver")
 """Commands that other commands start."""
 
 

@@ -16,6 +16,8 @@ from megascale.cli.argument_types import own_file
 from megascale.core.errors import Exit, MegascaleError
 from megascale.core.events import COMPUTE, RankEvents, event_file_name, read_events
 from megascale.core.process import exit_on_stop_signals, without_gc
+from megascale.eventstore.query import StoreError
+from megascale.eventstore.rank_events import read_rank_events
 from megascale.observe import chrome_trace, svg
 from megascale.observe.chrome_trace import TraceStats
 from megascale.observe.summary import AxisCommunication, format_shares, mean_over_ranks, summarize
@@ -98,8 +100,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
     path = options.output or options.folder / "timeline.json"
     with exit_on_stop_signals(), without_gc():
-        files = select_files(rank_files(options.folder), options.ranks)
-        records = [read_rank_file(file, options.steps) for file in files]
+        records = read_records(options.folder, options.ranks, options.steps)
         check_one_job(records, options.folder)
         steps = select_steps(records, options.steps)
         ranks = [filter_steps(record.events, steps) for record in records]
@@ -132,22 +133,39 @@ def _writing(path: Path) -> Iterator[None]:
         raise TraceError(f"{path}: cannot be written: {error.strerror}", hint="give another file") from None
 
 
+def read_records(folder: Path, ranks: list[range] | None, steps: range | None) -> list[RankFile]:
+    """Read the events of the requested ranks and steps: from the event files, which ranks write at the end of a run,
+    and without any from the event store, which they fill meanwhile.
+
+    Raises: TraceError
+    """
+    files = rank_files(folder)
+    if files:
+        return [read_rank_file(file, steps) for file in select_files(files, ranks)]
+    try:
+        stored = read_rank_events(folder, lambda rank: ranks is None or any(rank in span for span in ranks), steps)
+    except StoreError:
+        stored = []
+    if not stored:
+        hint = "ranks write events when a run ends (observe.events), and into its event store before (observe.store)"
+        raise TraceError(f"{folder}: no events of {'the' if ranks else 'any'} chosen rank", hint=hint)
+    return [
+        RankFile(rank.events, frozenset(event.step for event in rank.events.events), rank.complete_steps)
+        for rank in stored
+    ]
+
+
 def rank_files(folder: Path) -> dict[int, Path]:
     """List the event files of a run's folder by rank, in ascending order.
 
-    Raises: TraceError if there is no file.
+    Raises: TraceError if there is no such folder.
     """
-    hint = "a run writes events when it ends, if observe.record and observe.events are set"
     if not folder.is_dir():
         problem = "not a folder" if folder.exists() else "no such folder"
         raise TraceError(f"{folder}: {problem}", hint="give a run's folder: observe.dir/name of its configuration")
     records = folder / "events"
-    if not records.is_dir():
-        raise TraceError(f"{records}: no such folder, so this run has no events", hint=hint)
     numbers = ((path, path.stem.removeprefix("rank-")) for path in records.glob(event_file_name("*")))
     files = {int(number): path for path, number in numbers if number.isdecimal()}
-    if not files:
-        raise TraceError(f"{records}: no event files, such as {event_file_name(0)}", hint=hint)
     return dict(sorted(files.items()))
 
 

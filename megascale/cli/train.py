@@ -12,17 +12,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from megascale.cli.collect import collector_process
 from megascale.cli.main import add_config_arguments
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError, Problem
 from megascale.core.files import foreign_owner, lock_folder
 from megascale.core.flight_files import flight_record_of_rank
-from megascale.core.flight_record import FlightRecord
+from megascale.core.flight_record import FLIGHT_RECORD_VARIABLE, FlightRecord
 from megascale.core.limits import os_error_hint, raise_soft_limits
 from megascale.core.process import die_with_parent
 from megascale.core.rank import STORE_VARIABLE, Rank, local_world_size, rank_from_environment
 from megascale.core.torch_import import torch_import_problem
+from megascale.eventstore.settings import open_ring_of_rank
 from megascale.launch import environment, flight, local
 from megascale.launch.failure import write_end, write_error
 from megascale.launch.host_limits import limit_findings, wanted_open_files
@@ -65,13 +67,16 @@ def run(options: argparse.Namespace) -> int:
         place = rank or Rank(0, 1, 0, socket.gethostname())
         # before torch, whose import takes seconds
         flight_record = held.enter_context(flight_record_of_rank(config.folder.name, place))
+        ring = open_ring_of_rank(config, place, flight_record)
+        if place.local_rank == 0 and config.observe.store and FLIGHT_RECORD_VARIABLE not in os.environ:
+            held.enter_context(collector_process(config.folder.name))  # else the launcher or agent collects
         try:
             from megascale.train.entry import run_rank
         except Exception as error:
             if rank is not None and (problem := torch_import_problem(error)) is not None:
                 write_error(problem, rank)
             raise
-        status = run_rank(config, place, open_weights, flight_record)
+        status = run_rank(config, place, open_weights, flight_record, ring)
         write_end(place, status)
         return status
 

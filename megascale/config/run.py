@@ -69,6 +69,12 @@ class RunConfig(Section):
         return str(self.folder / "checkpoints") if parent is None else f"{parent.rstrip('/')}/{self.name}"
 
     @property
+    def store_folder(self) -> str:
+        """The run's event store, a path or a URL."""
+        parent = self.observe.store_dir
+        return str(self.folder / "events") if parent is None else f"{parent.rstrip('/')}/{self.name}"
+
+    @property
     def dp(self) -> int:
         """Number of data-parallel ranks of a resolved configuration."""
         if not isinstance(self.parallel.dp, int):
@@ -102,13 +108,15 @@ class RunConfig(Section):
             prefix = HF_PREFIX if resume.startswith(HF_PREFIX) else ""
             resume = prefix + _absolute_or_url(resume.removeprefix(prefix))
         paths = {"resume": resume, "dir": self.checkpoint.dir and _absolute_or_url(self.checkpoint.dir)}
+        store_dir = self.observe.store_dir and _absolute_or_url(self.observe.store_dir)
+        folders = {"dir": str(Path(self.observe.dir).absolute()), "store_dir": store_dir}
         return self.model_copy(
             update={
                 "parallel": parallel,
                 "optimizer": optimizer,
                 "data": _absolute_data(self.data),
                 "checkpoint": self.checkpoint.model_copy(update=paths),
-                "observe": self.observe.model_copy(update={"dir": str(Path(self.observe.dir).absolute())}),
+                "observe": self.observe.model_copy(update=folders),
             }
         )
 

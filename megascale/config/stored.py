@@ -219,27 +219,25 @@ def memory(c: Any) -> Iterator[Finding]:
 
 def file_system(c: Any) -> Iterator[Finding]:
     """Check that a URL is complete, and that its file system is installed and visible to all processes."""
-    for key in ("dir", "resume"):
-        text = getattr(c.checkpoint, key)
-        if key == "resume" and text.startswith(HF_PREFIX):
-            continue  # a path
+    places = [("checkpoint.dir", c.checkpoint.dir), ("observe.store_dir", c.observe.store_dir)]
+    if not c.checkpoint.resume.startswith(HF_PREFIX):  # else a path
+        places.append(("checkpoint.resume", c.checkpoint.resume))
+    for key, text in places:
         protocol, separator, place = (text or "").partition("://")
         if separator and "::" in protocol:
-            hint = "the last URL of the chain"
-            yield Finding(f"checkpoint.{key}", f"{text} is a chain of file systems, which ranks do not share", hint)
+            yield Finding(
+                key, f"{text} is a chain of file systems, which ranks do not share", "the last URL of the chain"
+            )
         elif separator and place and protocol != "memory":
             try:
                 fsspec.get_filesystem_class(protocol)
             except (ImportError, ValueError) as error:
-                yield Finding(
-                    f"checkpoint.{key}", f"{protocol}: {error}", "install the package that fsspec names, or give a path"
-                )
+                yield Finding(key, f"{protocol}: {error}", "install the package that fsspec names, or give a path")
         elif separator and place:
-            hint = "a path, or checkpoint.memory_every for copies in memory"
-            yield Finding(f"checkpoint.{key}", f"{text} is visible to one process only", hint)
-        elif separator or (key == "dir" and (text == "" or re.match(r"[a-z0-9]+:/", text or ""))):
-            hint = "such as /data/runs or s3://bucket/runs"
-            yield Finding(f"checkpoint.{key}", f"{text!r} is neither a path nor a URL", hint)
+            memory = ", or checkpoint.memory_every for copies in memory" if key.startswith("checkpoint") else ""
+            yield Finding(key, f"{text} is visible to one process only", f"a path{memory}")
+        elif separator or (key.endswith("dir") and (text == "" or re.match(r"[a-z0-9]+:/", text or ""))):
+            yield Finding(key, f"{text!r} is neither a path nor a URL", "such as /data/runs or s3://bucket/runs")
 
 
 def retention(c: Any) -> Iterator[Finding]:
@@ -256,7 +254,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("data", "model", "train", "batch"), data_samples),
     (("checkpoint",), resume),
     (("checkpoint",), memory),
-    (("checkpoint",), file_system),
+    (("checkpoint", "observe"), file_system),
     (("checkpoint",), retention),
 )
 """(sections that the rule reads, rule), as in `config.rules`."""

@@ -145,3 +145,22 @@ class ObserveConfig(Section):
         True, description="record every action and communication with exposed time, for events and metrics"
     )
     events: bool = Field(True, description="write every rank's event file at the end of the run (`megascale trace`)")
+    store: bool = Field(True, description="keep every rank's events and steps in an event store (`megascale events`)")
+    store_dir: FilePath | None = Field(
+        None,
+        description="parent of the event store, a folder with the run's name: a path, or a URL of an fsspec file "
+        "system; default: the run's folder, which then has it in `events`",
+    )
+    store_interval_s: float = Field(
+        10.0, ge=1, le=3600, description="seconds between the files that a node writes into the event store"
+    )
+    store_bytes: int = Field(
+        2 << 30,
+        ge=1 << 20,
+        le=2**50,
+        description="maximum bytes that a node keeps in the event store, at least 1048576: single events go first, the "
+        "oldest before the others, then sums by step",
+    )
+    store_events_h: float = Field(
+        24.0, ge=0, le=87600, description="hours for which single events are kept; 0: only their sums by step"
+    )

@@ -28,6 +28,9 @@ MAX_TIME_S = 1e12
 COMPUTE = "compute"
 """The axis of compute actions."""
 
+HOST_AXIS = "host"
+"""The axis of what the host does beside compute and communication: `data`, `gc`, `evaluation`, `checkpoint`."""
+
 OPTIMIZER_ACTIONS = frozenset({"grad_norm", "compute_updates", "update"})
 """The optimizer's actions in a step: gradient norm, LAMB's first phase (update directions), and update."""
 

@@ -1,4 +1,4 @@
-"""The files of flight records on a host: who makes them, and who removes them.
+"""The files of flight records, and of the event rings beside them, on a host: who makes them, and who removes them.
 
 - `flight_record_files`: for the ranks that a launcher starts
 - `flight_record_of_rank`: for this process
@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from megascale.core.env_numbers import whole_number
+from megascale.core.event_ring import event_ring_path
+from megascale.core.event_ring_reader import EventRingError, EventRingReader
 from megascale.core.flight_reader import read_flight_record
 from megascale.core.flight_record import (
     ATTEMPT_VARIABLE,
@@ -40,8 +42,7 @@ def flight_record_files(run: str, ranks: Iterable[int]) -> Iterator[dict[int, Pa
         yield paths
     finally:
         for path in paths.values():
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
+            remove_record(path)
 
 
 @contextlib.contextmanager
@@ -49,7 +50,8 @@ def flight_record_of_rank(run: str, rank: Rank, env: Mapping[str, str] = os.envi
     """Begin this process's record, in the file that its launcher or agent names in the environment.
 
     Under another launcher (torchrun, srun) the rank names the file itself, removes it at its end in order, and leaves
-    it after an error, for others to read; the next rank of the run on this host removes it.
+    it after an error, for others to read; the next rank of the run on this host removes it. The event ring stays for
+    its collector in any case.
     """
     named = env.get(FLIGHT_RECORD_VARIABLE)
     path = Path(named) if named else None
@@ -62,12 +64,23 @@ def flight_record_of_rank(run: str, rank: Rank, env: Mapping[str, str] = os.envi
         path.unlink(missing_ok=True)
 
 
-def remove_left_records(run: str) -> None:
-    """Remove the records of a run of this name, on this host, whose processes have ended."""
+def remove_record(path: Path) -> None:
+    """Remove a flight record and the event ring beside it, as far as they are there."""
+    for file in (path, event_ring_path(path)):
+        with contextlib.suppress(OSError):
+            file.unlink(missing_ok=True)
+
+
+def remove_left_records(run: str, nodes: str = "") -> None:
+    """Remove the files of a run of this name, on this host, whose processes have ended. `nodes`: "*" for those of all
+    nodes of an agent, of which several may share a host.
+    """
     pattern = flight_record_path(run, 0, 0)
-    for path in pattern.parent.glob(pattern.name.replace("-0-00000.", "-*-*.")):
-        with contextlib.suppress(OSError, FlightRecordError):
-            if not process_exists(read_flight_record(path).pid):
+    for path in pattern.parent.glob(pattern.name.replace("-0-00000.flight", f"{nodes}-*-*.*")):
+        with contextlib.suppress(OSError, FlightRecordError, EventRingError):
+            ring = path == event_ring_path(path)
+            pid = EventRingReader(path).head.pid if ring else read_flight_record(path, head_only=True).pid
+            if not process_exists(pid):
                 path.unlink()
 
 

@@ -5,7 +5,6 @@ left out; no content raises but that of another kind of file.
 from __future__ import annotations
 
 import os
-import stat
 import struct
 import time
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from megascale.core import flight_layout as layout
 from megascale.core.flight_record import FlightEvent, FlightRecord, FlightRecordError, GroupState, RankRuns, Wait
+from megascale.core.shared_file import open_for_reading
 
 _HEADER = struct.Struct(f"<{layout.HEADER_BYTES // layout.WORD}q")
 _GROUP_NUMBERS = struct.Struct(f"<{layout.GROUP_NUMBERS}q")
@@ -37,10 +37,8 @@ def read_flight_record(path: Path, *, head_only: bool = False) -> FlightRecord:
 
 def _copy(path: Path) -> bytes:
     """Copy the file's content, if possible between two writes."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    descriptor = open_for_reading(path)
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise FlightRecordError(f"{path}: not a regular file")
         for _ in range(READ_ATTEMPTS):
             version = os.pread(descriptor, layout.WORD, layout.VERSION * layout.WORD)
             content = os.pread(descriptor, layout.FILE_BYTES, 0)

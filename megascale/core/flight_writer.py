@@ -25,6 +25,7 @@ from megascale.core import flight_layout as layout
 from megascale.core.flight_layout import COLLECTIVE, EVENT, EVENTS, EVENTS_OFFSET, PHASES, WORD, Phase
 from megascale.core.flight_tables import FlightTables
 from megascale.core.label import Label
+from megascale.core.shared_file import map_new_file
 
 HEARTBEAT_S = 0.25
 """Seconds between beats of the heartbeat thread."""
@@ -61,8 +62,10 @@ class FlightIdentity:
 
 class FlightRecordWriter:
     """The record of this process in `memory`, of `layout.FILE_BYTES` zero bytes; by default memory of its own, which no
-    other process reads.
+    other process reads. `path`: of its file.
     """
+
+    path: Path | None = None
 
     def __init__(self, identity: FlightIdentity = FlightIdentity(), memory: mmap.mmap | None = None) -> None:
         self._memory = memory if memory is not None else mmap.mmap(-1, layout.FILE_BYTES)
@@ -256,24 +259,11 @@ def open_flight_record(identity: FlightIdentity, path: Path | None) -> FlightRec
     if path is None:
         return FlightRecordWriter(identity)
     try:
-        memory = _map_new_file(path)
+        memory = map_new_file(path, layout.FILE_BYTES)
     except OSError as error:
         print(f"WARNING: no flight record {path}: {error.strerror or error}", file=sys.stderr)
         return FlightRecordWriter(identity)
     writer = FlightRecordWriter(identity, memory)
+    writer.path = path
     start_heartbeat(writer)
     return writer
-
-
-def _map_new_file(path: Path) -> mmap.mmap:
-    """Map a new file of zero bytes, which only this user reads. Raises: OSError, also if shared memory is full"""
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        os.posix_fallocate(descriptor, 0, layout.FILE_BYTES)  # writing beyond a full file system would be a SIGBUS
-        return mmap.mmap(descriptor, layout.FILE_BYTES)
-    except OSError:
-        path.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(descriptor)

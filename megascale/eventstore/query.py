@@ -1,7 +1,7 @@
 """Queries of a run's event store with DuckDB: a view for each table of `eventstore.schema`.
 
 - `open_store`: a connection that reads the store's files, and no others; it writes none
-- `fetch`: the columns of a query as numpy arrays
+- `fetch`: the columns of a query as numpy arrays; `answer`: the rows of a user's query, which must be a SELECT
 - `store_of`: where the store of a run is
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,22 +67,26 @@ def _configured_store(run: Location) -> Location | None:
     return Location(f"{parent}/{config['name']}", retry_s=0) if parent and "name" in config else None
 
 
-def open_store(run: str | Path) -> duckdb.DuckDBPyConnection:
+def open_store(run: str | Path, *, last_s: float | None = None) -> duckdb.DuckDBPyConnection:
     """Open the event store of a run: a view for each table, over the files that there are now. A table without files is
-    an empty view.
+    an empty view. `last_s`: only the files with the newest rows, of about so many seconds.
 
     Raises: StoreError
     """
     import duckdb
 
     store = store_of(run)
+    try:
+        files = {table: list_files(store, table) for table in TABLES}
+    except OSError as error:
+        raise StoreError(f"{store}: cannot be read: {error.strerror}", hint="check path and access") from None
+    since_ms = 0.0
+    if last_s is not None:
+        since_ms = max((file.end_ms for found in files.values() for file in found), default=0) - 1000 * last_s
     connection = duckdb.connect(config={"autoload_known_extensions": False, "temp_directory": ""})
     paths: list[str] = []
     for table in TABLES:
-        try:
-            found = [str(store / file.path) for file in list_files(store, table)]
-        except OSError as error:
-            raise StoreError(f"{store}: cannot be read: {error.strerror}", hint="check path and access") from None
+        found = [str(store / file.path) for file in files[table] if table == "ranks" or file.end_ms >= since_ms]
         _make_view(connection, store, table, found)
         paths += found
     local = store.local_path is not None  # a remote store's files are read by pyarrow
@@ -121,3 +126,28 @@ def fetch(connection: duckdb.DuckDBPyConnection, sql: str, parameters: Sequence[
     return {
         name: np.ma.filled(column, np.nan) if column.dtype.kind == "f" else column for name, column in columns.items()
     }
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The rows of a query, and the names of their columns."""
+
+    columns: list[str]
+    rows: list[tuple[Any, ...]]
+
+
+def answer(connection: duckdb.DuckDBPyConnection, sql: str) -> Answer:
+    """Return the rows of a user's query. Raises: StoreError if it is not one SELECT, or DuckDB refuses it"""
+    import duckdb
+
+    try:
+        statements = connection.extract_statements(sql)
+        if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
+            raise StoreError(
+                "the query is not a single SELECT", hint="the event store is only read; see --list for examples"
+            )
+        result = connection.execute(statements[0])
+        return Answer([column[0] for column in result.description], result.fetchall())
+    except duckdb.Error as error:
+        text = str(error).strip().partition("\n\nLINE")[0]
+        raise StoreError(f"the query failed: {text}", hint=f"tables: {', '.join(TABLES)}; see --schema") from None

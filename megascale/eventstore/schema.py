@@ -12,10 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-ColumnType = Literal["int8", "int16", "int32", "int64", "float64", "text"]
+from megascale.core.events import HOST_AXIS as HOST_AXIS
 
-HOST_AXIS = "host"
-"""The axis of what the host does beside compute and communication: `data`, `gc`, `evaluation`, `checkpoint`."""
+ColumnType = Literal["int8", "int16", "int32", "int64", "float64", "text"]
 
 STEP_AXIS = "step"
 """The axis of a whole step: the row of `step_parts` with its duration."""
@@ -111,3 +110,22 @@ TABLES: dict[str, tuple[Column, ...]] = {
     ),
 }
 """Columns by table."""
+
+TABLE_ROWS = {
+    "events": "an action, communication or activity of the host, as it was recorded",
+    "step_parts": "a rank's events of one step and kind, summed; a late event makes a second row",
+    "steps": "a step of a rank",
+    "ranks": "a rank in an attempt",
+    "host_metrics": "a metric of a node in a sample, by its agent",
+    "states": "what a rank did when its node last looked",
+}
+"""What a row of each table is."""
+
+
+def schema_page() -> str:
+    """Return the tables and their columns in Markdown."""
+    lines = []
+    for table, columns in TABLES.items():
+        lines += [f"**{table}**: a row is {TABLE_ROWS[table]}.", "", "| column | type | meaning |", "|---|---|---|"]
+        lines += [f"| `{column.name}` | {column.type} | {column.meaning} |" for column in columns] + [""]
+    return "\n".join(lines).rstrip()

@@ -10,7 +10,7 @@ written before their parts are removed, and readers count no row twice.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 STORE_FOLDER = "events"
 """Folder of the event store in a run's folder."""
+
+Columns = dict[str, Any]
+"""Columns of a table by name: arrays or lists of equal length, of text also dictionary arrays of pyarrow."""
 
 _NAME = re.compile(r"(?P<node>.+)\.(?P<attempt>\d+)\.(?P<start>\d+)-(?P<end>\d+)\.parquet")
 
@@ -73,9 +76,8 @@ def uncovered(files: Iterable[TableFile]) -> list[TableFile]:
     return kept
 
 
-def write_rows(store: Location, file: TableFile, columns: Mapping[str, Any]) -> int:
-    """Write rows, and return the bytes of the file. `columns`: arrays or lists of equal length by name, of text also
-    dictionary arrays of pyarrow.
+def write_rows(store: Location, file: TableFile, columns: Columns) -> int:
+    """Write rows, and return the bytes of the file.
 
     Raises: OSError; ValueError for other columns than the table's
     """
@@ -104,7 +106,7 @@ def write_table(store: Location, file: TableFile, rows: pa.Table) -> int:
     return len(data)
 
 
-def arrow_table(table: str, columns: Mapping[str, Any]) -> pa.Table:
+def arrow_table(table: str, columns: Columns) -> pa.Table:
     """Make a table of pyarrow in the schema of `table`. Raises: ValueError for other columns than the table's"""
     import pyarrow as pa
 

@@ -9,6 +9,7 @@ which save, and itself.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import sys
@@ -21,6 +22,7 @@ from megascale.config.fault import FaultConfig
 from megascale.core.errors import Exit, MegascaleError
 from megascale.core.handshake import NotAPeerError
 from megascale.core.process import stop_signals
+from megascale.eventstore.collector import FINISH_S, Collector, CollectorThread
 from megascale.fault.answers import check_node, read_records, take_stacks
 from megascale.fault.host_metrics import HostMetrics
 from megascale.fault.messages import (
@@ -50,6 +52,9 @@ from megascale.fault.threads import call_in_thread
 METRICS_S = 5.0
 """Seconds between samples of the host's metrics, and seconds that a sample may take."""
 
+COLLECTOR_S = FINISH_S + 1
+"""Seconds that the agent waits at most for the event store."""
+
 LOST_DRIVER_GRACE_S = 60.0
 """Seconds that the ranks have to save when no driver has come back."""
 
@@ -76,6 +81,7 @@ class Agent:
         self._ranks: Ranks | None = observed(self._report_end) if observed else None
         self._observes = observed is not None
         self._store = StoreListener(place.address)
+        self._collector: CollectorThread | None = None
         self._metrics = HostMetrics(Path.cwd())
         self._host: dict[str, float] = {}
         self._beat_now = asyncio.Event()
@@ -104,6 +110,7 @@ class Agent:
             if self._ranks is not None:
                 if not self._observes:
                     await self._ranks.stop(0)
+                await self._end_collector()
                 self._ranks.close()
             self._store.close()
 
@@ -170,11 +177,21 @@ class Agent:
                 self._report_ends()
                 return
             await self._ranks.stop(0)
+            await self._end_collector(wait=False)
             self._ranks.close()
         ranks = self._ranks = NodeRanks(order, self._place.node, self._secret_descriptor, self._report_end)
         ranks.start(self._store.socket_of(order.attempt))
+        self._collector = CollectorThread(Collector(ranks.record_paths, _say), _say)
         self._store.close()
         self._beat_now.set()
+
+    async def _end_collector(self, *, wait: bool = True) -> None:
+        """Have the collector read what the ranks have left, and with `wait` write it."""
+        if (collector := self._collector) is None:
+            return
+        self._collector = None
+        with contextlib.suppress(TimeoutError, RuntimeError):
+            await call_in_thread(collector.finish if wait else collector.drain, COLLECTOR_S)
 
     async def _stop(self, order: Stop) -> None:
         ranks = self._ranks
@@ -228,6 +245,8 @@ class Agent:
         while True:
             try:
                 self._host = await call_in_thread(self._metrics.sample, METRICS_S)
+                if self._collector is not None:
+                    self._collector.collector.add_host_metrics(self._host)
             except (TimeoutError, RuntimeError, OSError) as error:
                 _say(f"no metrics of the host: {str(error) or type(error).__name__}")
             await asyncio.sleep(METRICS_S)

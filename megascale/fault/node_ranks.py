@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megascale.core.errors import MegascaleError
-from megascale.core.flight_files import remove_left_records
+from megascale.core.flight_files import remove_left_records, remove_record
 from megascale.core.flight_reader import read_flight_record
 from megascale.core.flight_record import (
     ATTEMPT_VARIABLE,
@@ -23,7 +23,6 @@ from megascale.core.flight_record import (
     flight_record_path,
 )
 from megascale.core.network import is_loopback
-from megascale.core.process import process_exists
 from megascale.core.rank import NODE_VARIABLE
 from megascale.fault.messages import RankEnd, RankStatus, Start
 from megascale.fault.observations import OomKills
@@ -108,6 +107,11 @@ class NodeRanks:
         self._on_end(end)
 
     @property
+    def record_paths(self) -> dict[int, Path]:
+        """The paths of the flight records by rank."""
+        return {rank: local.record_path for rank, local in self._ranks.items()}
+
+    @property
     def running(self) -> tuple[int, ...]:
         """The ranks whose processes have not ended."""
         return tuple(rank for rank in self._ranks if rank not in self.ends)
@@ -151,7 +155,7 @@ class NodeRanks:
     def close(self) -> None:
         """Remove the flight records."""
         for local in self._ranks.values():
-            local.record_path.unlink(missing_ok=True)
+            remove_record(local.record_path)
 
 
 def records_name(run: str, node: str) -> str:
@@ -161,8 +165,4 @@ def records_name(run: str, node: str) -> str:
 
 def remove_lost_records(run: str) -> None:
     """Remove the flight records of ended ranks of all nodes on this host: a lost node has not removed its own."""
-    pattern = flight_record_path(records_name(run, ""), 0, 0)
-    for path in pattern.parent.glob(pattern.name.replace("-0-00000.", "*.")):
-        with contextlib.suppress(OSError, FlightRecordError):
-            if not process_exists(read_flight_record(path).pid):
-                path.unlink()
+    remove_left_records(records_name(run, ""), nodes="*")

@@ -25,6 +25,7 @@ from megascale.core.live_file import LIVE_FILE
 from megascale.core.network import LOOPBACK, has_loopback, listen
 from megascale.core.process import handling_stops, process_state
 from megascale.core.secret import new_secret, secret_descriptor
+from megascale.eventstore.collector import collecting
 from megascale.launch.failure import Failure, ProcessEnd, has_left_in_order, root_cause
 from megascale.launch.live_ranks import live_file
 from megascale.launch.workers import Launch, Worker, ending, remove_old_logs, signal_all
@@ -80,7 +81,11 @@ def run_local_ranks(
         if len(workers) < world:
             _end(workers)
             return _report_stop(forwarder)
-        with live_file(logs.parent / LIVE_FILE, workers, records, _print) as live:
+        # threads start after the last fork
+        with (
+            live_file(logs.parent / LIVE_FILE, workers, records, _print) as live,
+            collecting(records, _print),
+        ):
             failure = _watch(workers, forwarder, logs, dump_folder)
             if isinstance(failure, int):
                 live.status = failure
@@ -89,7 +94,7 @@ def run_local_ranks(
                 failure = _explain_hang(failure, workers, records, find_hung)
             _end(workers)
             live.status = failure.exit_status
-        _print(_report(failure, workers))
+            _print(_report(failure, workers))
         return failure.exit_status
 
 

@@ -5,22 +5,24 @@
 - `profiler_range`: a named range in torch's profiler
 
 Recording never waits for the device: moments are marks, resolved to seconds once the device has passed them. A ring
-holds the newest records. The recorder also keeps the rank's flight record (`core.flight_writer`), which other processes
-read while the rank runs.
+holds the newest records. Other processes read, while the rank runs, the flight record that the recorder keeps
+(`core.flight_writer`), and the event ring (`core.event_ring`), into which it writes every complete record.
 """
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict, deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from megascale.core.events import COMPUTE, Event
-from megascale.core.flight_layout import COLLECTIVE, MESSAGE_KINDS
+from megascale.core.event_ring import NO_COMMUNICATION, EventRing
+from megascale.core.events import COMPUTE, HOST_AXIS, Event
+from megascale.core.flight_layout import COLLECTIVE, MESSAGE_KINDS, Phase
 from megascale.core.flight_writer import FlightRecordWriter, Handle
 from megascale.core.label import Label, LabelLike
 from megascale.device import HostTimer, Mark, Timer
@@ -40,6 +42,9 @@ RING_CAPACITY = 1 << 15
 MAX_MARKS_AT_ONCE = 32
 """Most records that `resolve_oldest_marks` resolves while a step is issued: 0.1 ms."""
 
+
+MIN_ACTIVITY_S = 1e-4
+"""Shortest activity of the host that the event ring gets, in seconds."""
 
 MemoryKind = Literal["parameters", "gradients", "optimizer", "activations", "logits", "buffers"]
 """The purpose of a tensor."""
@@ -61,7 +66,8 @@ class Traffic:
 class EventRecord:
     """An action or communication in flight, with the fields of `core.events.Event`.
 
-    `end` is None until known; a `closed` record is complete. `flight`: a communication in the flight record.
+    `end` is None until known; a `closed` record is complete. `flight`: a communication in the flight record. `waits` of
+    an action: those inside it.
     """
 
     __slots__ = (
@@ -87,8 +93,10 @@ class EventRecord:
 class Recorder:
     """The event log. Records are in the order of their issue.
 
-    `flight` is this rank's flight record. With `enabled` False nothing else is recorded or marked, and the flight
-    record has no actions. `on_action`: called with the name of an action before it, by injected faults.
+    `flight` is this rank's flight record, `ring` its event ring, if any. With `enabled` False no action and no
+    communication is recorded or marked, and the flight record has no actions. `window`: the step whose time an activity
+    of the host takes, from its batch to the next one's; 0 before the first. `on_action`: called with the name of an
+    action before it, by injected faults.
     """
 
     def __init__(
@@ -98,19 +106,24 @@ class Recorder:
         *,
         enabled: bool = True,
         flight: FlightRecordWriter | None = None,
+        ring: EventRing | None = None,
     ) -> None:
         self.timer = timer or HostTimer()
         self.mark: Callable[[], Mark] = self.timer.mark if enabled else lambda: 0.0
         self.flight = flight or FlightRecordWriter()
+        self.ring = ring
         self._enabled = enabled
-        self._step = 0
+        self._step = self.window = 0
         self.dropped = 0
         self.on_action: Callable[[str], None] | None = None
         self._current_scope = (-1, -1)
+        self._action: EventRecord | None = None  # the current one
         self._ring: deque[EventRecord] = deque(maxlen=capacity)
         self._unresolved: deque[EventRecord] = deque()  # records with marks that are not seconds yet
         self._sequences: defaultdict[str, int] = defaultdict(int)
         self._traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
+        self._channel_ends: dict[Channel, float] = {}
+        self._activities: defaultdict[str, float] = defaultdict(float)
 
     @property
     def step(self) -> int:
@@ -134,6 +147,29 @@ class Recorder:
     def scope(self, chunk: int, microbatch: int = -1) -> AbstractContextManager[None]:
         """Set the chunk and micro-batch of communication in a `with` block, without an action of compute."""
         return Scope(self, chunk, microbatch) if self._enabled else _NULL_CONTEXT
+
+    @contextmanager
+    def activity(self, phase: Phase, *, hidden: bool = False) -> Iterator[None]:
+        """Record a `with` block as an activity of the host, and as a phase. `hidden`: the device works."""
+        with self.flight.phase(phase):
+            start = time.perf_counter()
+            yield
+            self.record_activity(phase, start, time.perf_counter(), hidden=hidden)
+
+    def record_activity(self, name: str, start: float, end: float, *, hidden: bool = False) -> None:
+        """Write an activity of the host into the event ring, unless it was short."""
+        if self.ring is None or end - start < MIN_ACTIVITY_S:
+            return
+        exposed = 0.0 if hidden else end - start
+        self._activities[name] += exposed
+        self.ring.write_event(
+            HOST_AXIS, name, Label(), (self.window, -1, -1), NO_COMMUNICATION, (start, start, end, exposed)
+        )
+
+    def take_activities(self) -> dict[str, float]:
+        """Return the seconds that training waited for each activity of the host since the last call."""
+        activities, self._activities = dict(self._activities), defaultdict(float)
+        return activities
 
     def memory_kind(self, kind: MemoryKind) -> AbstractContextManager[None]:
         """Mark the tensors of a `with` block as of this kind, for `dryrun.resource_counter`."""
@@ -163,6 +199,8 @@ class Recorder:
             return start
         end = self.mark()
         record.waits.append((start, end))
+        if self._action is not None:
+            self._action.waits.append((start, end))
         if self.timer.synchronous and record.step:
             self._traffic[record.axis].exposed_s += end - start  # type: ignore[operator]
         return end
@@ -174,6 +212,8 @@ class Recorder:
             self.flight.complete(record.flight)
         else:  # `_resolve` completes it
             self.flight.end_wait()
+        if self.ring is not None and self._enabled and self.timer.synchronous:
+            self._write(record)
 
     def take_traffic(self) -> dict[str, Traffic]:
         """Return the traffic by axis since the last call. On a GPU a wait counts once the device has passed its end."""
@@ -186,7 +226,7 @@ class Recorder:
         communication of its channel if later.
         """
         self.resolve_marks()
-        ends: dict[tuple[Any, ...], float] = {}
+        ends: dict[Channel, float] = {}
         return [_to_event(record, ends) for record in self._ring if record.closed and isinstance(record.issue, float)]
 
     def _add(self, record: EventRecord) -> EventRecord:
@@ -232,18 +272,42 @@ class Recorder:
             self.flight.complete(record.flight)
         if record.axis != COMPUTE and record.step:
             self._traffic[record.axis].exposed_s += sum(b - a for a, b in zip(times[2::2], times[3::2], strict=True))
+        if self.ring is not None:
+            self._write(record)
         return True
 
+    def _write(self, record: EventRecord) -> None:
+        """Write a complete record, whose marks are seconds, into the event ring."""
+        assert self.ring is not None
+        issue: float = record.issue  # type: ignore[assignment]
+        end: float = record.end  # type: ignore[assignment]
+        start, exposed = _start(record, issue, end, self._channel_ends), 0.0
+        for begin, until in record.waits:
+            exposed += until - begin  # type: ignore[operator]
+        self.ring.write_event(
+            record.axis, record.name, record.label, (record.step, record.chunk, record.microbatch),
+            (record.group, record.sequence, record.peer, record.bytes), (issue, start, end, exposed),
+        )  # fmt: skip
 
-def _to_event(record: EventRecord, ends: dict[tuple[Any, ...], float]) -> Event:
-    issue, end, waits = record.issue, record.end, tuple(record.waits)
+
+Channel = tuple[str, str, int]
+"""Communications in their order: the group, and the direction and the peer of messages."""
+
+
+def _start(record: EventRecord, issue: float, end: float, ends: dict[Channel, float]) -> float:
+    """Return when a record started: at its issue, or at the end of the previous communication of its channel."""
+    if record.axis == COMPUTE:
+        return issue
+    channel = (record.group, record.name if record.peer >= 0 else "", record.peer)
+    previous_end = ends.get(channel, issue)
+    ends[channel] = max(previous_end, end)  # a synchronous communication may overtake background communication
+    return min(max(issue, previous_end), end)
+
+
+def _to_event(record: EventRecord, ends: dict[Channel, float]) -> Event:
+    issue, end, waits = record.issue, record.end, () if record.axis == COMPUTE else tuple(record.waits)
     assert isinstance(issue, float) and isinstance(end, float), "a closed record with unresolved marks"
-    start = issue
-    if record.axis != COMPUTE:
-        channel = (record.group, record.name if record.peer >= 0 else "", record.peer)
-        previous_end = ends.get(channel, issue)
-        start = min(max(issue, previous_end), end)
-        ends[channel] = max(previous_end, end)  # a synchronous communication may overtake background communication
+    start = _start(record, issue, end, ends)
     label = record.label
     return Event(
         record.axis, record.name, label.part, record.step, record.chunk, record.microbatch, start, end, record.group,
@@ -271,7 +335,7 @@ class Scope(AbstractContextManager[None]):
 class ActionScope(Scope):
     """A `with` block that is a named action of compute, in the event log and in torch's profiler."""
 
-    __slots__ = ("_flight_event", "_name", "_range", "_record")
+    __slots__ = ("_flight_event", "_name", "_outer_action", "_range", "_record")
 
     def __init__(self, recorder: Recorder, name: str, chunk: int, microbatch: int) -> None:
         super().__init__(recorder, chunk, microbatch)
@@ -282,12 +346,17 @@ class ActionScope(Scope):
         self._range = profiler_range(self._name)
         self._range.__enter__()
         recorder = self._recorder
-        self._record = recorder._add(EventRecord(COMPUTE, self._name, Label(), recorder.mark()))
+        self._outer_action = recorder._action
+        self._record = recorder._action = recorder._add(EventRecord(COMPUTE, self._name, Label(), recorder.mark()))
         self._flight_event = recorder.flight.begin_action(self._name, (recorder._step, *self._scope))
 
     def __exit__(self, *_: object) -> None:
-        self._record.end = self._recorder.mark()
+        recorder = self._recorder
+        recorder._action = self._outer_action
+        self._record.end = recorder.mark()
         self._record.closed = True
-        self._recorder.flight.end_action(self._flight_event)
+        recorder.flight.end_action(self._flight_event)
+        if recorder.ring is not None and recorder.timer.synchronous:
+            recorder._write(self._record)
         self._range.__exit__(None, None, None)
         super().__exit__()

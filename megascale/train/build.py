@@ -18,6 +18,7 @@ from megascale.comm.mesh import Mesh, open_mesh
 from megascale.comm.warm_up import warm_up
 from megascale.config.run import RunConfig
 from megascale.core.errors import DataError
+from megascale.core.event_ring import EventRing
 from megascale.core.flight_writer import FlightRecordWriter
 from megascale.core.rank import Rank
 from megascale.data.loader import BatchShape, Loader, SampleSource
@@ -86,12 +87,18 @@ class Run:
     hooks: Hooks = field(default_factory=Hooks)
 
 
-def build_mesh(config: RunConfig, rank: Rank, device: Device, flight: FlightRecordWriter | None = None) -> Mesh:
-    """Open and warm up this rank's process groups. Requires `comm.init.init_distributed`. `flight`: this rank's flight
-    record.
+def build_mesh(
+    config: RunConfig,
+    rank: Rank,
+    device: Device,
+    flight: FlightRecordWriter | None = None,
+    ring: EventRing | None = None,
+) -> Mesh:
+    """Open and warm up this rank's process groups. Requires `comm.init.init_distributed`. `flight`, `ring`: this
+    rank's flight record and event ring.
     """
     p = config.parallel
-    recorder = Recorder(device.timer(), enabled=config.observe.record, flight=flight)
+    recorder = Recorder(device.timer(), enabled=config.observe.record, flight=flight, ring=ring)
     mesh = open_mesh(
         topology_of(config),
         rank.rank,

@@ -21,6 +21,7 @@ from megascale.comm.control import announce_exit, describe_lost
 from megascale.config.run import RunConfig
 from megascale.config.toml_writer import to_toml
 from megascale.core.errors import ConfigError, Exit, LostPeerError, MegascaleError, Problem
+from megascale.core.event_ring import EventRing
 from megascale.core.files import write_text
 from megascale.core.flight_layout import Phase
 from megascale.core.flight_writer import FlightRecordWriter
@@ -35,7 +36,7 @@ from megascale.ops.advice import slow_backend_hint
 from megascale.ops.select import OpContext, selected_backends
 from megascale.trace.writers import MetricsWriter
 from megascale.train.build import Run, build_mesh, build_rank_run
-from megascale.train.event_file import EventFile
+from megascale.train.event_file import EventFile, begin_ring
 from megascale.train.fault_injection import fault_injection
 from megascale.train.loop import train
 from megascale.train.peak_flops import find_peak_flops
@@ -49,15 +50,17 @@ STORE_ANSWER_S = 2.0
 """Seconds that a failing rank waits for the job's store."""
 
 
-def run_rank(config: RunConfig, rank: Rank, open_weights: OpenWeights, flight: FlightRecordWriter) -> int:
-    """Run this rank to the end and return the exit status. `flight`: this rank's flight record.
+def run_rank(
+    config: RunConfig, rank: Rank, open_weights: OpenWeights, flight: FlightRecordWriter, ring: EventRing | None
+) -> int:
+    """Run this rank to the end and return the exit status. `flight`, `ring`: this rank's flight record and event ring.
 
     `open_weights` opens the folder of `checkpoint.resume = "hf:..."`. On an error the process exits at once, because an
     orderly shutdown of process groups would wait for ranks that wait for this rank.
     """
     stop = StopRequest().install_handlers(lambda message, status: _report_stop(message, status, rank))
     try:
-        status = _run(config, rank, stop, open_weights, flight)
+        status = _run(config, rank, stop, open_weights, flight, ring)
         flight.set_phase(Phase.DONE)
         init.shutdown_distributed()
     except (Exception, KeyboardInterrupt, SystemExit) as error:  # a library may call sys.exit
@@ -116,7 +119,12 @@ def _ask_store(question: Callable[[], str | None]) -> str:
 
 
 def _run(
-    config: RunConfig, rank: Rank, stop: StopRequest, open_weights: OpenWeights, flight: FlightRecordWriter
+    config: RunConfig,
+    rank: Rank,
+    stop: StopRequest,
+    open_weights: OpenWeights,
+    flight: FlightRecordWriter,
+    ring: EventRing | None,
 ) -> Exit:
     flight.set_phase(Phase.RENDEZVOUS)
     device = detect_device(rank.local_rank)
@@ -127,7 +135,7 @@ def _run(
     is_rank_0 = rank.rank == 0
     injection = fault_injection(config, rank)
     flight.set_phase(Phase.GROUPS)
-    mesh = build_mesh(config, rank, device, flight)
+    mesh = build_mesh(config, rank, device, flight, ring)
     flight.set_phase(Phase.BUILD)
     if injection is not None:
         injection.reach("build")
@@ -159,7 +167,8 @@ def _run(
                 run.checkpoints.drop_memory_copies()
             reporter.write_message(f"all {config.train.steps} steps are done: raise train.steps to continue")
             return Exit.OK
-        with EventFile(run, rank):
+        with EventFile(run, rank) as events:
+            begin_ring(run, events.clock_offset_s, peak)
             return train(run, reporter)
     finally:
         reporter.close()

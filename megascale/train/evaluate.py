@@ -52,7 +52,7 @@ class Evaluations(Hook):
             self._evaluate(run)
 
     def _evaluate(self, run: Run) -> None:
-        with run.mesh.recorder.flight.phase(Phase.EVALUATION):
+        with run.mesh.recorder.activity(Phase.EVALUATION):
             metrics = evaluate(run)
             self._reporter.write(metrics)
         run.hooks.evaluation_ends(run, metrics)

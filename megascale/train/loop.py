@@ -14,6 +14,7 @@ from megascale.train.saves import Saves
 from megascale.train.scheduled_gc import ScheduledGC
 from megascale.train.spike import SpikeAlert
 from megascale.train.step import train_step
+from megascale.train.step_rows import StepRows
 
 
 def train(run: Run, reporter: Reporter) -> Exit:
@@ -23,8 +24,8 @@ def train(run: Run, reporter: Reporter) -> Exit:
     try:
         run.hooks.run_begins(run)
         flight.set_phase(Phase.STEP)
-        with run.stop.deferred():
-            stopped = _train_steps(run, reporter)
+        with run.stop.deferred(), StepRows(run) as rows:
+            stopped = _train_steps(run, reporter, rows)
             run.hooks.run_ends(run)
     except BaseException as error:
         run.hooks.run_fails(run, error)
@@ -52,16 +53,18 @@ def standard_hooks(run: Run, reporter: Reporter) -> Hooks:
     )
 
 
-def _train_steps(run: Run, reporter: Reporter) -> bool:
+def _train_steps(run: Run, reporter: Reporter, rows: StepRows) -> bool:
     """Train until the last step or a stop request. Returns True for a stop request."""
     stopped, first_step = False, run.progress.step + 1
     while run.progress.step < run.config.train.steps and not stopped:
         run.hooks.step_begins(run)
+        rows.begin(run.progress.step + 1)
         reporter.start_step()
-        with run.mesh.recorder.flight.phase(Phase.DATA):
+        with run.mesh.recorder.activity(Phase.DATA):
             batch = run.train_loader.batch(run.progress.samples)
         result = train_step(run, batch)
         reporter.end_step(result)
+        rows.end(result)
         if run.progress.step == first_step:
             run.mesh.timeout.tighten()
         run.hooks.step_ends(run, result)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from megascale.account.flops import hardware_flops, mfu, token_flops
 from megascale.catalog.accelerators import Peak
 from megascale.config.run import RunConfig
+from megascale.core.outages import Outages
 from megascale.device import Device
 from megascale.parallel.fp8_linear import CastStats
 from megascale.trace.metrics import MetricsRecord, StepMetrics
-from megascale.trace.outages import Outages
 from megascale.trace.recorder import Recorder
 from megascale.trace.writers import JsonLinesWriter, MetricsWriter, TensorBoardWriter, TerminalWriter
 from megascale.train.cast_monitor import CastMonitor

@@ -24,7 +24,7 @@ class Saves(Hook):
         self._reporter = reporter
 
     def step_ends(self, run: Run, result: StepResult) -> None:
-        with run.mesh.recorder.flight.phase(Phase.CHECKPOINT):
+        with run.mesh.recorder.activity(Phase.CHECKPOINT):
             self._report(
                 run, run.checkpoints.complete_save(result.totals["ranks_written"], result.totals["ranks_failed"])
             )

@@ -117,7 +117,7 @@ def _work_before_read(run: Run, until: Mark) -> None:
     if recorder.timer.synchronous:
         return
     if step < run.config.train.steps:
-        with recorder.flight.phase(Phase.DATA):
+        with recorder.activity(Phase.DATA, hidden=True):
             run.train_loader.prefetch(run.progress.samples + run.config.batch.total)
     while recorder.has_backlog(until):
         run.pipeline.release_sent()

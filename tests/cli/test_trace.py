@@ -14,6 +14,7 @@ import pytest
 
 from megascale.cli.main import main
 from megascale.core.events import RankEvents, event_file_name, write_events
+from tests.eventstore.tables import store_run
 from tests.observe import STEPS, job, on_own_clock, write_run
 
 HEAVY = {"torch", "numpy", "rich", "megatron", "transformers", "tensorboard"}
@@ -200,15 +201,31 @@ def test_folders_without_records(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert refusal(capsys, run).startswith(f"{run}: not a folder")
     run.unlink()
     run.mkdir()
-    hint = "a run writes events when it ends, if observe.record and observe.events are set\n"
+    hint = "ranks write events when a run ends (observe.events), and into its event store before (observe.store)\n"
     err = refusal(capsys, run)
-    assert err.startswith(f"{run}/events: no such folder") and err.endswith(hint)
+    assert err.startswith(f"{run}: no events") and err.endswith(hint)
     (run / "events").mkdir()
     for name in ("rank-x.jsonl", ".rank-00000.jsonl.12.tmp"):
         (run / "events" / name).touch()
     err = refusal(capsys, run)
-    assert err.startswith(f"{run}/events: ") and "rank-00000.jsonl" in err and err.endswith(hint)
+    assert err.startswith(f"{run}: no events") and err.endswith(hint)
     assert list(run.iterdir()) == [run / "events"]
+
+
+def test_a_run_without_event_files_is_read_from_its_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same timeline and means as of the files: the waits, of which the store has the sum, end with their event."""
+    from_files = answer(capsys, write_run(tmp_path / "run", job()))
+    stored = tmp_path / "stored"
+    store_run(stored, job())
+    from_store = answer(capsys, stored)
+    assert from_store["timeline"] == str(stored / "timeline.json")
+    for key in ("ranks", "steps", "arrows", "single", "reversed", "dropped"):
+        assert from_store[key] == from_files[key], key
+    for ours, theirs in zip(from_store["per_step"], from_files["per_step"], strict=True):
+        assert ours == {k: pytest.approx(v, abs=1e-8) if isinstance(v, float) else v for k, v in theirs.items()}
+    assert answer(capsys, stored, "--ranks", "2", "--steps", "2:3")["ranks"] == [2]
+    assert steps_in(stored / "timeline.json") == {2, 3}
+    assert refusal(capsys, stored, "--ranks", "7").startswith(f"{stored}: no events of the chosen rank")
 
 
 def test_a_damaged_file_is_named_with_its_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

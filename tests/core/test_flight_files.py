@@ -1,4 +1,4 @@
-"""Flight records do not stay behind in shared memory."""
+"""Flight records and event rings do not stay behind in shared memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megascale.core import flight_files, flight_record
+from megascale.core.event_ring import RingIdentity, event_ring_path, open_event_ring
 from megascale.core.flight_files import flight_record_files, flight_record_of_rank, read_flight_records
 from megascale.core.flight_reader import read_flight_record
 from megascale.core.flight_record import ATTEMPT_VARIABLE, FLIGHT_RECORD_VARIABLE
@@ -26,6 +27,7 @@ def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_files_are_removed_after_the_block_also_on_an_error(shared_memory: Path) -> None:
     with pytest.raises(KeyboardInterrupt), flight_record_files("a run", range(2)) as paths:
         open_flight_record(FlightIdentity("a run", 0, 2), paths[0])
+        open_event_ring(event_ring_path(paths[0]), RingIdentity(0, 2, 0, {}))
         assert {rank: record.rank for rank, record in read_flight_records(paths).items()} == {0: 0}
         raise KeyboardInterrupt
     assert not list(shared_memory.iterdir())
@@ -34,25 +36,33 @@ def test_files_are_removed_after_the_block_also_on_an_error(shared_memory: Path)
 LEFT = """
 import sys
 from pathlib import Path
+from megascale.core.event_ring import RingIdentity, event_ring_path, open_event_ring
 from megascale.core.flight_writer import FlightIdentity, open_flight_record
-open_flight_record(FlightIdentity("a run"), Path(sys.argv[1]))
+path = Path(sys.argv[1])
+open_flight_record(FlightIdentity("a run"), path)
+open_event_ring(event_ring_path(path), RingIdentity(0, 1, 0, {}))
+if sys.argv[2:]:
+    path.unlink()
 """
 
 
 def test_files_of_ended_ranks_are_removed_first(shared_memory: Path) -> None:
-    names = {name: f"megascale-{os.geteuid()}-{name}-7-00000.flight" for name in ("a_run", "another")}
-    for name in names.values():
-        subprocess.run([sys.executable, "-c", LEFT, str(shared_memory / name)], check=True)
+    for name, more in (("a_run-7-00000", ()), ("a_run-7-00001", ("ring alone",)), ("another-7-00000", ())):
+        path = shared_memory / f"megascale-{os.geteuid()}-{name}.flight"
+        subprocess.run([sys.executable, "-c", LEFT, str(path), *more], check=True)
+    assert len(list(shared_memory.iterdir())) == 5
     with flight_record_files("a run", ()):
-        assert [path.name for path in shared_memory.iterdir()] == [names["another"]]
+        left = sorted(path.name.rpartition("-another-7-")[2] for path in shared_memory.iterdir())
+        assert left == ["00000.events", "00000.flight"]
 
 
 def test_files_of_running_ranks_stay(shared_memory: Path) -> None:
     """Two jobs of the same run's name, in two folders."""
     with flight_record_files("a run", [0]) as paths:
         open_flight_record(FlightIdentity("a run"), paths[0])
+        open_event_ring(event_ring_path(paths[0]), RingIdentity(0, 1, 0, {}))
         with flight_record_files("a run", [0]):
-            assert paths[0].exists()
+            assert paths[0].exists() and event_ring_path(paths[0]).exists()
 
 
 @pytest.mark.parametrize("named", [True, False])

@@ -7,6 +7,7 @@ import re
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,10 @@ from hypothesis import strategies as st
 
 from megascale.comm.group import Group, TrackedWork
 from megascale.config.run import RunConfig
+from megascale.core.event_ring import RingIdentity, open_event_ring
+from megascale.core.event_ring_reader import EventRingReader
 from megascale.core.events import COMPUTE, Event
+from megascale.core.flight_layout import Phase
 from megascale.core.rank import Rank
 from megascale.trace.recorder import MAX_MARKS_AT_ONCE, Recorder, Traffic
 from tests.runs import GPT, build_run, config_of, send_messages, settings
@@ -628,3 +632,80 @@ def test_a_record_of_several_steps_has_their_mean(said: list[Any]) -> None:
         for record in seldom:
             for axis, numbers in record.items():
                 assert (numbers["calls"], numbers["bytes"]) == (plain[0][axis]["calls"], plain[0][axis]["bytes"])
+
+
+@pytest.fixture(params=[Clock, Device])
+def ringed(request: pytest.FixtureRequest, tmp_path: Path) -> Recorder:
+    """A recorder in the first step with an event ring, on a host or before a device."""
+    ring = open_event_ring(tmp_path / "rank.events", RingIdentity(0, 1, 0, {}))
+    return in_a_step(request.param(), ring=ring)
+
+
+def let_pass(timer: Any) -> None:
+    """Let time pass: on a host's clock a second, on a device all its marks."""
+    if timer.synchronous:
+        timer.now += 1.0
+    else:
+        timer.passed = timer.marks
+
+
+def test_the_event_ring_has_the_events_of_the_log(ringed: Recorder, tmp_path: Path) -> None:
+    """Actions, communication in order and out of order, and waits: the same times, whoever resolves them."""
+    timer: Any = ringed.timer
+    for microbatch in range(3):
+        with ringed.action("F", 0, microbatch):
+            let_pass(timer)
+            early = begin(ringed, "tp", 8)
+            let_pass(timer)
+            begin(ringed, "dp", 16, wait=True)
+            let_pass(timer)
+            early.wait()
+    sent = begin(ringed, "pp.up", 4, peer=1)
+    let_pass(timer)
+    assert sent.is_completed()
+    events = {(e.axis, e.sequence, e.microbatch): e for e in ringed.events()}
+    reader = EventRingReader(tmp_path / "rank.events")
+    drained, strings = reader.drain(), reader.strings()
+    found = {(strings[e["axis"]], e["sequence"], e["microbatch"]): e for e in drained.events}
+    assert found.keys() == events.keys() and len(found) == 10
+    for key, event in events.items():
+        row = found[key]
+        assert [row[name] for name in ("issue", "start", "end")] == [event.issue or event.start, event.start, event.end]
+        assert (row["bytes"], row["peer"], strings[row["group_name"]]) == (event.bytes, event.peer, event.group)
+        if event.axis != COMPUTE:
+            assert row["exposed"] == pytest.approx(event.exposed)
+
+
+def test_an_action_s_exposed_time_is_that_of_the_waits_inside(tmp_path: Path) -> None:
+    clock = Clock()
+    recorder = in_a_step(clock, ring=open_event_ring(tmp_path / "rank.events", RingIdentity(0, 1, 0, {})))
+    with recorder.action("B"):
+        clock.now = 2.0
+        work = begin(recorder)
+        with recorder.action("update"):
+            clock.now = 3.0
+        start = recorder.mark()
+        clock.now = 7.0
+        work.wait(start)
+    begin(recorder).wait(5.0)
+    drained = EventRingReader(tmp_path / "rank.events").drain()
+    exposed = {round(float(e["start"])): float(e["exposed"]) for e in drained.events if e["sequence"] < 0}
+    assert exposed == {0: 4.0, 2: 0.0}
+
+
+def test_activities_of_the_host_go_into_the_ring_and_wait_for_no_device(tmp_path: Path) -> None:
+    recorder = Recorder(ring=open_event_ring(tmp_path / "rank.events", RingIdentity(0, 1, 0, {})), enabled=False)
+    recorder.window = 7
+    recorder.record_activity("gc", 1.0, 3.0)
+    recorder.record_activity("data", 3.0, 3.5, hidden=True)
+    recorder.record_activity("gc", 4.0, 4.00001)  # too short
+    with recorder.activity(Phase.EVALUATION):
+        time.sleep(2e-4)
+    reader = EventRingReader(tmp_path / "rank.events")
+    drained, strings = reader.drain(), reader.strings()
+    assert [strings[e["name"]] for e in drained.events] == ["gc", "data", "evaluation"]
+    assert drained.events["exposed"][:2].tolist() == [2.0, 0.0]
+    assert set(drained.events["step"].tolist()) == {7}
+    seconds = recorder.take_activities()
+    assert (seconds["gc"], seconds["data"]) == (2.0, 0.0) and seconds["evaluation"] >= 2e-4
+    assert recorder.take_activities() == {}

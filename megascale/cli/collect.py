@@ -1,0 +1,96 @@
+"""`megascale collect`: the collector of a host's ranks under torchrun or srun, which the first of them starts.
+
+Its standard input is a pipe from that rank, and ends when the rank does. The process ends soon after the last rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from megascale.core.errors import Exit
+from megascale.core.event_ring import event_ring_path
+from megascale.core.event_ring_reader import EventRingError
+from megascale.core.flight_reader import read_flight_record
+from megascale.core.flight_record import FlightRecordError, flight_record_path
+from megascale.core.process import process_exists
+from megascale.eventstore.collector import POLL_S, Collector, CollectorThread
+
+LINGER_S = 60.0
+"""Seconds that the other ranks of the host have to end after the first."""
+
+LAST_ROWS_S = 5.0
+"""Seconds that a rank that ends in order waits for its collector, which a container may end with it."""
+
+
+def add_arguments(sub: argparse.ArgumentParser) -> None:
+    """Declare the subcommand's arguments."""
+    sub.add_argument("name", help="the run's name in the ranks' flight records")
+
+
+@contextlib.contextmanager
+def collector_process(name: str) -> Iterator[None]:
+    """Collect from the ranks of a run on this host, in a process of its own, until they have ended. This process, which
+    is one of them, trains in the `with` block.
+    """
+    words = [sys.executable, "-m", "megascale", "collect", name]
+    try:  # in a session of its own: torchrun ends the sessions of its ranks
+        process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+    except OSError as error:
+        print(f"WARNING: no event store, because its collector cannot be started: {error}", file=sys.stderr)
+        yield
+        return
+    yield
+    assert process.stdin is not None
+    process.stdin.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(LAST_ROWS_S)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the subcommand and return its exit status."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # for the ranks, whose last events are collected
+    os.nice(10)
+    first = os.getppid()
+    records: dict[int, Path] = {}
+    pids: dict[int, int] = {}
+    thread = CollectorThread(Collector(records, _say), _say)
+    while not _has_ended(first):
+        _find_ranks(options.name, records, pids)
+    deadline = time.monotonic() + LINGER_S
+    while any(process_exists(pid) for pid in pids.values() if pid != first) and time.monotonic() < deadline:
+        time.sleep(POLL_S / 5)
+    thread.finish()
+    for path in records.values():
+        event_ring_path(path).unlink(missing_ok=True)
+    return Exit.OK
+
+
+def _has_ended(parent: int) -> bool:
+    """Wait a moment, and return True if standard input or the parent has ended."""
+    readable, _, _ = select.select([sys.stdin.fileno()], [], [], POLL_S)
+    return bool(readable) or os.getppid() != parent
+
+
+def _find_ranks(name: str, records: dict[int, Path], pids: dict[int, int]) -> None:
+    """Add the flight records of the run's ranks that have begun on this host, and their processes."""
+    pattern = flight_record_path(name, 0, 0)
+    for path in set(pattern.parent.glob(pattern.name.replace("-0-00000.", "-*-*."))) - set(records.values()):
+        with contextlib.suppress(OSError, FlightRecordError, EventRingError):
+            record = read_flight_record(path, head_only=True)
+            if record.run == name and process_exists(record.pid):  # the pattern of "a" holds for "a-b"
+                records[record.rank], pids[record.rank] = path, record.pid
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(f"megascale: {text}", file=sys.stderr, flush=True)

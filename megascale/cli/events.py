@@ -1,0 +1,104 @@
+"""`megascale events`: queries of a run's event store, in SQL or by name."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import decimal
+import difflib
+import json
+import math
+import sys
+from typing import Any
+
+from megascale.core.errors import Exit
+from megascale.core.process import exit_on_stop_signals
+from megascale.eventstore.query import Answer, StoreError, answer, open_store
+from megascale.eventstore.ready_queries import READY_QUERIES
+from megascale.eventstore.schema import schema_page
+
+MAX_CELL = 60
+"""Most characters of a text in the printed table."""
+
+
+def add_arguments(sub: argparse.ArgumentParser) -> None:
+    """Declare the subcommand's arguments."""
+    sub.add_argument(
+        "run_dir", metavar="RUN", nargs="?", help="the run's folder, or the path or URL of its event store"
+    )
+    sub.add_argument("query", metavar="QUERY", nargs="?", help="a SELECT, or the name of a ready query (see --list)")
+    sub.add_argument(
+        "--last", metavar="SECONDS", type=float, help="only what was stored in the last seconds of the run"
+    )
+    form = sub.add_mutually_exclusive_group()
+    form.add_argument("--list", action="store_true", help="list the ready queries")
+    form.add_argument("--schema", action="store_true", help="describe the tables")
+    form.add_argument("--json", action="store_true", help="print one JSON object")
+    form.add_argument("--csv", action="store_true", help="print CSV with a head line")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the subcommand and return its exit status."""
+    if options.list:
+        width = max(map(len, READY_QUERIES))
+        print("\n".join(f"{name:<{width}}  {query.help}" for name, query in READY_QUERIES.items()))
+        return Exit.OK
+    if options.schema:
+        print(schema_page())
+        return Exit.OK
+    if options.run_dir is None or options.query is None:
+        raise StoreError("RUN or QUERY is missing", hint="megascale events RUN slowest-ranks; see --list and --schema")
+    sql = query_text(options.query)
+    with exit_on_stop_signals():
+        found = answer(open_store(options.run_dir, last_s=options.last), sql)
+    if options.json:
+        print(json.dumps({"columns": found.columns, "rows": [[_plain(value) for value in row] for row in found.rows]}))
+    elif options.csv:
+        csv.writer(sys.stdout).writerows([found.columns, *found.rows])
+    else:
+        print(format_rows(found))
+    return Exit.OK
+
+
+def query_text(query: str) -> str:
+    """Return the SQL of a ready query, and any other text as it is. Raises: StoreError for an unknown name"""
+    if query in READY_QUERIES:
+        return READY_QUERIES[query].sql
+    if query.strip() and not any(char.isspace() for char in query.strip()):
+        close = difflib.get_close_matches(query, READY_QUERIES, 1)
+        hint = f"did you mean {close[0]}?" if close else "a SELECT, or a name of megascale events --list"
+        raise StoreError(f"there is no ready query {query!r}", hint=hint)
+    return query
+
+
+def format_rows(found: Answer) -> str:
+    """Format rows as a table: numbers to the right, texts to the left."""
+    cells = [[_cell(value) for value in row] for row in found.rows]
+    widths = [max(len(line[index]) for line in [found.columns, *cells]) for index in range(len(found.columns))]
+    right = [
+        all(isinstance(row[index], int | float | decimal.Decimal | None) for row in found.rows)
+        for index in range(len(found.columns))
+    ]
+    lines = [
+        "  ".join(
+            cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(line, widths, right, strict=True)
+        ).rstrip()
+        for line in [found.columns, *cells]
+    ]
+    return "\n".join([*lines, "" if cells else "no rows"]).rstrip()
+
+
+def _cell(value: Any) -> str:
+    text = "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= MAX_CELL else f"{text[: MAX_CELL - 3]}..."
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that JSON has: NaN is null, and what is no number is a text."""
+    if isinstance(value, decimal.Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, int | str | None) else str(value)

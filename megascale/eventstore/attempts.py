@@ -1,0 +1,26 @@
+"""Attempts of a run in its event store: each start of the ranks that trains has a number of its own."""
+
+from __future__ import annotations
+
+from megascale.core.storage import Location
+from megascale.eventstore.schema import TABLES
+from megascale.eventstore.table_files import TableFile
+
+
+def begin_attempt(store: Location, attempt: int, *, new_run: bool) -> int:
+    """Return the number of an attempt that begins: `attempt` as its launcher counts, or one above those in the store. A
+    new run removes the tables of an earlier run.
+
+    Raises: OSError
+    """
+    tables = {table: store / table for table in TABLES}
+    found = {
+        table: [file for name in folder.list_names() if (file := TableFile.from_name(table, name)) is not None]
+        for table, folder in tables.items()
+    }
+    if not new_run:
+        return max([attempt, *(file.attempt + 1 for file in found["ranks"])])
+    for files in found.values():
+        for file in files:
+            (store / file.path).remove()
+    return attempt

@@ -1,0 +1,107 @@
+"""The rows of steps in the event store: times, loss, and tags for what a step contains besides training."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from megascale.account.flops import token_flops
+from megascale.core.event_ring import StepRow
+from megascale.core.flight_layout import Phase
+from megascale.eventstore.schema import TAGS
+
+if TYPE_CHECKING:
+    from megascale.train.build import Run
+    from megascale.train.step import StepResult
+
+TAG_SHARES = {Phase.GC: 0.02, Phase.EVALUATION: 0.0, Phase.CHECKPOINT: 0.02, Phase.DATA: 0.25}
+"""Shares of a step's training time above which an activity of the host is a tag of the step."""
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """A step that has been trained, before the evaluation and save after it."""
+
+    start: float
+    end: float
+    result: StepResult
+
+
+class StepRows:
+    """A context manager for training that writes a row for each step into the rank's event ring, when the next step
+    begins or training ends. Also records Python's garbage collections, automatic ones too, as activities of the host.
+    """
+
+    def __init__(self, run: Run) -> None:
+        config = run.config
+        self._run = run
+        self._recorder = run.mesh.recorder
+        self._tokens = config.batch.total * config.model.seq_length
+        self._flops = self._tokens * token_flops(config.model).full
+        self._first = run.progress.step + 1
+        self._start = self._gc_start = 0.0
+        self._trained: _Trained | None = None
+        self._collections: list[tuple[float, float]] = []  # a collection may interrupt a write into the ring
+
+    def __enter__(self) -> StepRows:
+        gc.callbacks.append(self._take_collection)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        gc.callbacks.remove(self._take_collection)
+        if kind is None:
+            self._recorder.resolve_marks()
+        self._write()
+
+    def begin(self, step: int) -> None:
+        """Note that a step's batch is asked for."""
+        self._write()
+        self._recorder.window = step
+        self._start = time.perf_counter()
+
+    def end(self, result: StepResult) -> None:
+        """Note that a step has been trained."""
+        self._trained = _Trained(self._start, time.perf_counter(), result)
+
+    def _take_collection(self, phase: str, info: Mapping[str, int]) -> None:
+        now = time.perf_counter()
+        if phase == "start":
+            self._gc_start = now
+        elif self._recorder.ring is not None:
+            self._collections.append((self._gc_start, now))
+
+    def _write(self) -> None:
+        """Write the row of the last trained step, which ends now."""
+        collections, self._collections = self._collections, []
+        for start, end in collections:
+            self._recorder.record_activity(Phase.GC, start, end)
+        activities, trained, self._trained = self._recorder.take_activities(), self._trained, None
+        if self._recorder.ring is None or trained is None:
+            return
+        step, train = self._recorder.window, trained.end - trained.start
+        row = StepRow(
+            step=step,
+            start=trained.start,
+            end=time.perf_counter(),
+            train=train,
+            tags=self._tags(step, {name: seconds / train for name, seconds in activities.items()}),
+            loss=trained.result.loss,
+            grad_norm=trained.result.grad_norm,
+            tokens=self._tokens,
+            flops=self._flops,
+            peak_memory=self._run.device.peak_memory(),
+        )
+        self._recorder.ring.write_step(row)
+
+    def _tags(self, step: int, shares: Mapping[str, float]) -> int:
+        """Return the bits of a step's tags."""
+        found = {str(phase) for phase, least in TAG_SHARES.items() if shares.get(phase, 0.0) > least}
+        if step == self._first:
+            found |= {"first step"} | ({"restart"} if step > 1 else set())
+        return sum(1 << TAGS.index(tag) for tag in found)

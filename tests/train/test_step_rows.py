@@ -1,0 +1,101 @@
+"""The rows of steps: one for each step, with what happened in it."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+
+from megascale.core.event_ring import RingIdentity, open_event_ring
+from megascale.core.event_ring_reader import EventRingReader
+from megascale.core.flight_layout import Phase
+from megascale.core.rank import Rank
+from megascale.eventstore.schema import TAGS
+from megascale.train.build import Run
+from megascale.train.step import StepResult
+from megascale.train.step_rows import StepRows
+from tests.runs import GPT, build_run, config_of, settings
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = build_run(Rank(0, 1, 0, "host"), config_of(settings(GPT, tmp_path), tmp_path, world=1))
+    run.mesh.recorder.ring = open_event_ring(tmp_path / "rank.events", RingIdentity(0, 1, 0, {}))
+    return run
+
+
+def result(loss: float) -> StepResult:
+    return StepResult(loss, 2 * loss, 128, 1e-3, {})
+
+
+def written(tmp_path: Path) -> list[tuple[int, float, set[str]]]:
+    """(step, loss, tags) of the rows."""
+    steps = EventRingReader(tmp_path / "rank.events").drain().steps
+    return [
+        (int(s["step"]), float(s["loss"]), {tag for bit, tag in enumerate(TAGS) if s["tags"] >> bit & 1}) for s in steps
+    ]
+
+
+def test_a_step_is_tagged_with_what_took_its_time(run: Run, tmp_path: Path) -> None:
+    recorder = run.mesh.recorder
+    with StepRows(run) as rows:
+        for step, phase in enumerate((None, None, Phase.EVALUATION, Phase.CHECKPOINT, Phase.GC, None), 1):
+            rows.begin(step)
+            rows.end(result(step / 8))
+            if phase is not None:
+                recorder.record_activity(phase, 0.0, 1.0)
+        rows.begin(7)
+        recorder.record_activity(Phase.DATA, 0.0, 1.0, hidden=True)
+        rows.end(result(7 / 8))
+        rows.begin(8)
+        recorder.record_activity(Phase.DATA, 0.0, 1.0)
+        rows.end(result(1.0))
+    assert written(tmp_path) == [
+        (1, 0.125, {"first step"}),
+        (2, 0.25, set()),
+        (3, 0.375, {"evaluation"}),
+        (4, 0.5, {"checkpoint"}),
+        (5, 0.625, {"gc"}),
+        (6, 0.75, set()),
+        (7, 0.875, set()),
+        (8, 1.0, {"data"}),
+    ]
+
+
+def test_the_first_step_after_a_resume_is_a_restart(run: Run, tmp_path: Path) -> None:
+    run.progress.step = 40
+    with StepRows(run) as rows:
+        rows.begin(41)
+        rows.end(result(1.0))
+    assert written(tmp_path) == [(41, 1.0, {"first step", "restart"})]
+
+
+def test_collections_of_python_are_activities(run: Run, tmp_path: Path) -> None:
+    callbacks = list(gc.callbacks)
+    with StepRows(run) as rows:
+        rows.begin(3)
+        kept = [[] for _ in range(200_000)]  # a collection of them takes longer than the shortest activity
+        gc.collect()
+        rows.end(result(1.0))
+    assert gc.callbacks == callbacks and len(kept) == 200_000
+    reader = EventRingReader(tmp_path / "rank.events")
+    events, strings = reader.drain().events, reader.strings()
+    assert "gc" in {strings[event["name"]] for event in events}
+    assert set(events["step"].tolist()) == {3}
+
+
+def test_a_step_that_fails_has_no_row(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), StepRows(run) as rows:
+        rows.begin(1)
+        rows.end(result(1.0))
+        rows.begin(2)
+        raise ZeroDivisionError
+    assert [step for step, _, _ in written(tmp_path)] == [1]
+
+
+def test_without_a_ring_nothing_is_written(run: Run) -> None:
+    run.mesh.recorder.ring = None
+    with StepRows(run) as rows:
+        rows.begin(1)
+        rows.end(result(1.0))
