@@ -69,7 +69,7 @@ def _configured_store(run: Location) -> Location | None:
 
 def open_store(run: str | Path, *, last_s: float | None = None) -> duckdb.DuckDBPyConnection:
     """Open the event store of a run: a view for each table, over the files that there are now. A table without files is
-    an empty view. `last_s`: only the files with the newest rows, of about so many seconds.
+    an empty view. `last_s`: only the files with the rows of the newest seconds.
 
     Raises: StoreError
     """

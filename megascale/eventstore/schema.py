@@ -119,7 +119,7 @@ TABLE_ROWS = {
     "host_metrics": "a metric of a node in a sample, by its agent",
     "states": "what a rank did when its node last looked",
 }
-"""What a row of each table is."""
+"""Meaning of a row, by table."""
 
 
 def schema_page() -> str:

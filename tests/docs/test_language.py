@@ -147,6 +147,7 @@ SHARED = {
     "__init__.py": "every folder has one",
     "attempt.py": "checkpoint: a save in progress; fault: one start of a job's ranks",
     "backends.py": "catalog: the cards; config: the section that selects among them",
+    "events.py": "cli: the command that queries the event store; core: the format of event files",
     "check.py": "cli: the command; schedule: the proofs",
     "driver.py": "cli: the hidden command; fault: the driver of a job",
     "fp8.py": "config: the section; ops: quantization and GEMMs",
