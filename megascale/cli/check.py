@@ -12,11 +12,11 @@ from megascale.account.parameters import parameter_count
 from megascale.cli.argument_types import positive_int
 from megascale.cli.initial_model import compare_initial_model
 from megascale.cli.main import add_config_arguments
-from megascale.config.dataset_files import document_range, read_dataset_files, split_source
+from megascale.config.dataset_files import document_range, read_all_dataset_files, split_source
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
 from megascale.config.toml_writer import to_toml
-from megascale.core.errors import ConfigError, Exit
+from megascale.core.errors import ConfigError, DataError, Exit
 from megascale.core.units import format_bytes, format_count
 from megascale.data.identity import replaced_datasets
 from megascale.launch.host_limits import limit_findings, memory_findings
@@ -65,8 +65,11 @@ def data_summary(config: RunConfig) -> str:
         return ""
     blend = [(1.0, source)] if isinstance(source, str) else source
     total, epochs = 0, 0.0
+    found = read_all_dataset_files([prefix for _, prefix in blend])
     for weight, prefix in blend:
-        files = read_dataset_files(prefix)
+        files = found[prefix]
+        if isinstance(files, DataError):
+            raise files
         tokens = files.tokens_in(*document_range(files.documents, fractions))
         samples = config.train.steps * config.batch.total * weight / sum(weight for weight, _ in blend)
         total, epochs = total + tokens, max(epochs, samples / ((tokens - 1) // config.model.seq_length))

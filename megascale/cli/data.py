@@ -6,6 +6,7 @@ import argparse
 import json
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -17,6 +18,7 @@ from megascale.core.files import fingerprint
 from megascale.core.process import usable_cores
 from megascale.core.units import format_bytes, format_count
 from megascale.data import indexed_dataset
+from megascale.data.block_cache import BlockCache
 from megascale.data.import_dataset import ImportRequest, import_dataset
 from megascale.data.prepare import Prepared, PrepareRequest, prepare_dataset, progress_file
 from megascale.data.tokenizer import Tokenizer, load_tokenizer
@@ -25,13 +27,17 @@ SHOWN_TOKENS = 80
 """Number of tokens that `inspect` shows of a document."""
 
 
+INSPECT_BYTES = 1 << 30
+"""Bytes of blocks of a remote dataset that `inspect` keeps."""
+
+
 def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
     verbs = sub.add_subparsers(dest="verb", metavar="VERB", required=True)
     _add_prepare(verbs.add_parser("prepare", help="tokenize text, .jsonl or .parquet files to a token dataset"))
     _add_import(verbs.add_parser("import", help="convert token files of another project to a token dataset"))
     look = verbs.add_parser("inspect", help="describe a token dataset and show some text")
-    look.add_argument("prefix", metavar="PREFIX", type=Path)
+    look.add_argument("prefix", metavar="PREFIX", help="path or URL of the dataset, without suffix")
     look.add_argument("--tokenizer", metavar="NAME|FILE", help="decodes the text (default: the dataset's tokenizer)")
     look.add_argument("--documents", metavar="N", type=int, default=2, help="documents to show (default: 2)")
     look.add_argument("--json", action="store_true", help="print one JSON object")
@@ -153,7 +159,12 @@ def _shown(tokenizer: Tokenizer, id: int) -> str:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    reader = indexed_dataset.open_dataset(options.prefix)
+    with tempfile.TemporaryDirectory() as folder:
+        _show(options, indexed_dataset.open_dataset(options.prefix, BlockCache(Path(folder), INSPECT_BYTES)))
+    return Exit.OK
+
+
+def _show(options: argparse.Namespace, reader: indexed_dataset.IndexedDataset) -> None:
     facts = {
         "documents": len(reader),
         "tokens": len(reader.tokens),
@@ -162,14 +173,13 @@ def _inspect(options: argparse.Namespace) -> int:
     }
     if options.json:
         print(json.dumps(facts))
-        return Exit.OK
+        return
     print(f"{options.prefix}: {len(reader)} documents, {len(reader.tokens)} tokens, stored as {reader.tokens.dtype}")
     if reader.info:
         origin = reader.info.tokenizer
         print(f"tokenizer {origin.name}, vocabulary {reader.info.vocab_size}, end of document {origin.eod}")
     for line in _preview_lines(options, reader):
         print(line)
-    return Exit.OK
 
 
 def _preview_lines(options: argparse.Namespace, reader: indexed_dataset.IndexedDataset) -> Iterator[str]:

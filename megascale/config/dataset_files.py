@@ -5,18 +5,18 @@ The format is megatron-core's (`data/indexed_dataset.py`). No numpy here: `megas
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-import stat
 import struct
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from megascale.config.train import Blend, DataConfig
 from megascale.core.errors import DataError
 from megascale.core.limits import os_error_hint
+from megascale.core.readable import file_facts, is_url, open_readable, read_file
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the dtype, sequences, document bounds
@@ -25,13 +25,17 @@ TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}
 
 PREPARE_AGAIN_HINT = "copy all files of the dataset again, or prepare it again"
 
+READERS = 32
+"""Remote datasets whose files are read at the same time."""
+
 SplitName = Literal["train", "valid"]
 
 
 @dataclass(frozen=True)
 class DatasetFiles:
     """Sizes of a dataset: documents and tokens. `dtype_code`: megatron-core's code of the tokens' dtype. `bounds`: the
-    number of document bounds. `version`: of the index file, another after a change.
+    number of document bounds. `versions`: of the index and of the tokens, others after a change. `description`: the
+    content of PREFIX.json.
     """
 
     prefix: str
@@ -39,7 +43,9 @@ class DatasetFiles:
     tokens: int
     dtype_code: int
     bounds: int
-    version: str
+    index_bytes: int
+    versions: tuple[str, str]
+    description: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def token_bytes(self) -> int:
@@ -51,7 +57,7 @@ class DatasetFiles:
         Raises: DataError
         """
         try:
-            with open(f"{self.prefix}.idx", "rb") as file:
+            with open_readable(f"{self.prefix}.idx") as (file, _):
                 starts = [self._start(file, document) for document in (first, last)]
         except OSError as error:
             raise _unreadable(error, self.prefix) from None
@@ -73,14 +79,14 @@ def read_dataset_files(prefix: str) -> DatasetFiles:
     """
     try:
         dataset = _read_index(prefix)
-        bin_bytes = _file_size(f"{prefix}.bin")
+        tokens = file_facts(f"{prefix}.bin")
     except FileNotFoundError as error:
         hint = "a prefix is the path without .bin" if Path(prefix).is_file() else "`megascale data prepare` makes it"
         raise DataError(f"there is no file {error.filename}", hint=hint) from None
     except OSError as error:
         raise _unreadable(error, prefix) from None
-    if bin_bytes != dataset.tokens * dataset.token_bytes:
-        what = f"{prefix}.bin has {bin_bytes} bytes, its index says {dataset.tokens * dataset.token_bytes}"
+    if tokens.size != dataset.tokens * dataset.token_bytes:
+        what = f"{prefix}.bin has {tokens.size} bytes, its index says {dataset.tokens * dataset.token_bytes}"
         raise DataError(what, hint=PREPARE_AGAIN_HINT)
     description = read_description(f"{prefix}.json")
     sizes = {"documents": dataset.documents, "tokens": dataset.tokens}
@@ -94,7 +100,24 @@ def read_dataset_files(prefix: str) -> DatasetFiles:
             f"{prefix}.json is of another dataset: tokens of {dataset.token_bytes} bytes hold no vocabulary of {size}"
         )
         raise DataError(what, hint=PREPARE_AGAIN_HINT)
-    return dataset
+    return replace(dataset, versions=(dataset.versions[0], tokens.version), description=description)
+
+
+def read_all_dataset_files(prefixes: Sequence[str]) -> dict[str, DatasetFiles | DataError]:
+    """Read the files of several datasets, and the error of those that cannot be used. Remote ones are read at the same
+    time, because each takes several requests.
+    """
+
+    def read(prefix: str) -> DatasetFiles | DataError:
+        try:
+            return read_dataset_files(prefix)
+        except DataError as error:
+            return error
+
+    if not any(map(is_url, prefixes)):
+        return {prefix: read(prefix) for prefix in prefixes}
+    with ThreadPoolExecutor(READERS) as pool:
+        return dict(zip(prefixes, pool.map(read, prefixes), strict=True))
 
 
 def read_description(path: str) -> dict[str, Any]:
@@ -103,8 +126,7 @@ def read_description(path: str) -> dict[str, Any]:
     Raises: DataError for a file that is no object with a vocabulary and a tokenizer.
     """
     try:
-        with open(path, encoding="utf-8") as file:
-            facts = json.load(file)
+        facts = json.loads(read_file(path))
         tokenizer = facts["tokenizer"]
         facts |= {"vocab_size": int(facts["vocab_size"])}
         facts["tokenizer"] = {**tokenizer, "name": str(tokenizer["name"]), "fingerprint": str(tokenizer["fingerprint"])}
@@ -132,9 +154,8 @@ def document_range(documents: int, fractions: tuple[float, float]) -> tuple[int,
 
 def _read_index(prefix: str) -> DatasetFiles:
     path = f"{prefix}.idx"
-    with open(path, "rb") as file:
-        facts, head = os.fstat(file.fileno()), file.read(HEADER.size)
-        size = facts.st_size
+    with open_readable(path) as (file, facts):
+        size, head = facts.size, file.read(HEADER.size)
         if len(head) < HEADER.size:
             raise DataError(f"{path} is cut short: {size} bytes", hint=PREPARE_AGAIN_HINT)
         magic, version, code, n, bounds = HEADER.unpack(head)
@@ -152,7 +173,7 @@ def _read_index(prefix: str) -> DatasetFiles:
             raise DataError(what, hint=PREPARE_AGAIN_HINT)
         last = _number(file, HEADER.size + 4 * (n - 1), "<i") if n else 0
         end = (_number(file, HEADER.size + 12 * n - 8, "<q") if n else 0) + last * TOKEN_BYTES[code]
-    return DatasetFiles(prefix, n, end // TOKEN_BYTES[code], code, bounds, f"{facts.st_mtime_ns}")
+    return DatasetFiles(prefix, n, end // TOKEN_BYTES[code], code, bounds, size, (facts.version, ""))
 
 
 def _check_modes(path: str, file: Any, start: int, end: int) -> None:
@@ -172,13 +193,6 @@ def _check_modes(path: str, file: Any, start: int, end: int) -> None:
 def _unreadable(error: OSError, prefix: str) -> DataError:
     hint = os_error_hint(error, "check the files and their file system")
     return DataError(f"{error.filename or prefix} cannot be read: {error.strerror or error}", hint=hint)
-
-
-def _file_size(path: str) -> int:
-    facts = Path(path).stat()
-    if not stat.S_ISREG(facts.st_mode):
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-    return facts.st_size
 
 
 def _number(file: Any, place: int, kind: str) -> int:

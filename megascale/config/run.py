@@ -132,14 +132,14 @@ def _absolute_or_url(text: str) -> str:
 
 
 def _absolute(path: str | None) -> str | None:
-    return path and str(Path(path).absolute())
+    return path and _absolute_or_url(path)
 
 
 def _absolute_data(data: DataConfig) -> DataConfig:
     def absolute(source: str | Blend | None) -> str | Blend | None:
         if source is None or isinstance(source, str):
             return _absolute(source)
-        return [(weight, str(Path(prefix).absolute())) for weight, prefix in source]
+        return [(weight, _absolute_or_url(prefix)) for weight, prefix in source]
 
     return data.model_copy(
         update={

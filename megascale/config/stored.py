@@ -15,8 +15,7 @@ from megascale.catalog.tokenizers import TOKENIZERS
 from megascale.config.dataset_files import (
     SplitName,
     document_range,
-    read_dataset_files,
-    read_description,
+    read_all_dataset_files,
     split_source,
 )
 from megascale.config.finding import Finding, Rule
@@ -25,6 +24,7 @@ from megascale.config.train import Blend
 from megascale.core.errors import DataError
 from megascale.core.files import absolute_path, fingerprint, is_readable_file
 from megascale.core.limits import PERMISSIONS_HINT
+from megascale.core.readable import is_url
 
 
 def data_source(c: Any) -> Iterator[Finding]:
@@ -67,19 +67,23 @@ def data_files(c: Any) -> Iterator[Finding]:
     """Check that datasets exist, are whole, share one tokenizer, fit the run's vocabulary, and are named once."""
     d = c.data
     first: PreparedDataset | None = None
+    if unusable := list(_remote_datasets(d)):
+        yield from unusable
+        return
     for key, source in (("data.train", d.train), ("data.valid", d.valid)):
         yield from _repeated(key, source)
-        for prefix in dict.fromkeys(dataset_prefixes(source)):
-            missing = [prefix + end for end in (".bin", ".idx") if not is_readable_file(prefix + end)]
-            if missing:
-                yield _missing_files(key, prefix, missing)
+        prefixes = dict.fromkeys(dataset_prefixes(source))
+        absent = {prefix: names for prefix in prefixes if (names := _missing_names(prefix))}
+        found = read_all_dataset_files([prefix for prefix in prefixes if prefix not in absent])
+        for prefix in prefixes:
+            if prefix in absent:
+                yield _missing_files(key, prefix, absent[prefix])
                 continue
-            try:
-                read_dataset_files(prefix)
-                facts = read_description(f"{prefix}.json")
-            except DataError as error:
-                yield Finding(key, error.message, error.hint)
+            files = found[prefix]
+            if isinstance(files, DataError):
+                yield Finding(key, files.message, files.hint)
                 continue
+            facts = files.description
             if facts:
                 tokenizer = facts["tokenizer"]
                 frame = tokenizer.get("bos"), tokenizer.get("eod")
@@ -113,11 +117,14 @@ def _too_few(
     verb = "train" if split == "train" else "validate"
     weights = [1.0] if source is None or isinstance(source, str) else [weight for weight, _ in source]
     samples = []
+    found = read_all_dataset_files(dataset_prefixes(source))
     for weight, prefix in zip(weights, dataset_prefixes(source), strict=False):
+        files = found[prefix]
         try:
-            files = read_dataset_files(prefix)
+            if isinstance(files, DataError):
+                raise files
             tokens = files.tokens_in(*document_range(files.documents, fractions))
-        except (DataError, OSError):
+        except DataError:
             return  # `data_files` reports it
         if tokens <= length:
             message = f"{prefix}: {tokens} tokens to {verb} on, fewer than one sample of {length} + 1"
@@ -127,6 +134,27 @@ def _too_few(
     if split == "valid" and samples and min(samples) < batch:
         message = f"{min(samples)} samples to validate on are fewer than one global batch of {batch}"
         yield Finding(key, message, "more data, another data.split, or a smaller batch.global")
+
+
+def _remote_datasets(d: Any) -> Iterator[Finding]:
+    """Check that the file systems of remote datasets are installed, and that data.cache is a folder of this host."""
+    for key, source in (("data.train", d.train), ("data.valid", d.valid)):
+        for protocol in dict.fromkeys(p.partition("://")[0] for p in dataset_prefixes(source) if is_url(p)):
+            try:
+                fsspec.get_filesystem_class(protocol)
+            except (ImportError, ValueError) as error:
+                yield Finding(key, f"{protocol}: {error}", "install the package that fsspec names, or give a path")
+            if d.cache is None:
+                message = "datasets in remote storage need a folder for their indices and blocks"
+                yield Finding("data.cache", message, "a folder on a disk of each host, or that hosts share")
+    if d.cache is not None and is_url(d.cache):
+        yield Finding("data.cache", f"{d.cache} is a URL", "a folder on a disk of each host, or that hosts share")
+
+
+def _missing_names(prefix: str) -> list[str]:
+    if is_url(prefix):
+        return []  # reading them tells
+    return [prefix + end for end in (".bin", ".idx") if not is_readable_file(prefix + end)]
 
 
 def _missing_files(key: str, prefix: str, missing: list[str]) -> Finding:

@@ -79,7 +79,9 @@ Blend = list[WeightedPrefix]
 
 
 class DataConfig(Section):
-    """`[data]`: token datasets in megatron-core's .bin/.idx format, named without the extension."""
+    """`[data]`: token datasets in megatron-core's .bin/.idx format, named without the extension: paths, or URLs of an
+    fsspec file system.
+    """
 
     train: FilePath | Annotated[Blend, Field(min_length=1)] | None = Field(
         None, description="a dataset's prefix, or a blend: [[weight, prefix], ...]"
@@ -91,7 +93,16 @@ class DataConfig(Section):
         [0.99, 0.01], description="shares of train's documents for training and validation, if valid is not given"
     )
     tokenizer: FilePath | None = Field(None, description="tokenizer file, compared with the dataset's tokenizer")
-    cache: FilePath | None = Field(None, description="folder of the sample indices; default: beside the first dataset")
+    cache: FilePath | None = Field(
+        None,
+        description="folder of the sample indices, and of blocks of remote datasets; default: beside the first dataset",
+    )
+    cache_bytes: int = Field(
+        64 << 30, ge=64 << 20, le=2**60, description="bytes of blocks of remote datasets that are kept in data.cache"
+    )
+    retry_timeout_s: float = Field(
+        60.0, ge=0, le=600, description="timeout for retries of a failing access to remote datasets, in seconds"
+    )
     mock: bool = Field(False, description="random tokens in place of data, to measure throughput")
 
 

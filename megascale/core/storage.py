@@ -15,6 +15,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from megascale.core.files import absolute_path, atomic_file, sync_file
+from megascale.core.readable import FileFacts
 from megascale.core.wait_notice import WaitNotice
 
 WRITE_HINT = "check that it is mounted, space, permissions"
@@ -33,6 +34,10 @@ PERMANENT_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG,
 
 ERRNO_BY_CLASS = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES, FileExistsError: errno.EEXIST}
 """Error number of exceptions raised without a number."""
+
+
+RANGE_BYTES = 64 << 10
+"""Bytes of a request of a RangedFile."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,16 @@ class Location:
     def size(self) -> int:
         """Return the bytes of a file, or of all files in a folder."""
         return self._retry(lambda fs, path: fs.du(path))
+
+    def facts(self) -> FileFacts:
+        """Return the size and version of a file.
+
+        Raises: FileNotFoundError
+        """
+        found = self._retry(_info)
+        if found.get("type") != "file":
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.url)
+        return FileFacts(int(found["size"]), file_version(found))
 
     def make_folder(self) -> None:
         """Make a new folder and its parents, but no bucket of an object store.
@@ -204,6 +219,41 @@ class Location:
             return True
         number = error.errno if isinstance(error, OSError) else None
         return number in PERMANENT_ERRNOS or (number == errno.EINVAL and self.local_path is not None)
+
+
+class RangedFile:
+    """A file of any file system, read by ranges, with `seek` and `read` of a file object. Small reads share requests.
+
+    Raises: OSError
+    """
+
+    def __init__(self, location: Location) -> None:
+        facts = location.facts()
+        self.size, self.version = facts.size, facts.version
+        self._location = location
+        self._place = 0
+        self._blocks: dict[int, bytes] = {}
+
+    def seek(self, place: int) -> None:
+        self._place = place
+
+    def read(self, count: int) -> bytes:
+        stop, parts = min(self._place + count, self.size), []
+        while self._place < stop:
+            number, within = divmod(self._place, RANGE_BYTES)
+            part = self._block(number)[within : within + stop - self._place]
+            if not part:
+                raise OSError(errno.EIO, "the file is shorter than its size", self._location.url)
+            parts.append(part)
+            self._place += len(part)
+        return b"".join(parts)
+
+    def _block(self, number: int) -> bytes:
+        if number not in self._blocks:
+            start = number * RANGE_BYTES
+            buffer = bytearray(min(RANGE_BYTES, self.size - start))
+            self._blocks[number] = bytes(buffer[: self._location.read_into(memoryview(buffer), start)])
+        return self._blocks[number]
 
 
 def _info(fs: Any, path: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from megascale.config.dataset_files import DatasetFiles, SplitName, document_ran
 from megascale.config.run import RunConfig, dataset_prefixes
 from megascale.core.errors import DataError
 from megascale.core.seeds import seed_of
+from megascale.data.block_cache import BlockCache
 from megascale.data.epoch_index import EpochIndex, IndexShape
 from megascale.data.index_builder import build_in_background
 from megascale.data.index_files import IndexKey, open_index
@@ -47,7 +48,9 @@ class OpenEpoch:
 
     def read(self, number: int) -> np.ndarray:
         """The tokens [s + 1] of a sample, i64."""
-        parts = [self.files.read(piece.document, piece.start, piece.stop) for piece in self.pieces(number)]
+        pieces = [(piece.document, piece.start, piece.stop) for piece in self.pieces(number)]
+        self.files.fetch(pieces)
+        parts = [self.files.read(*piece) for piece in pieces]
         return np.concatenate(parts, dtype=np.int64, casting="same_kind")
 
 
@@ -120,8 +123,13 @@ class EpochDataset:
     def index_key(self, epoch: int) -> IndexKey:
         """The index of an epoch. The seed is numpy's, which are u32."""
         seed = seed_of(self._config.train.seed, "epoch", epoch) % 2**32
-        dataset = {"prefix": self.prefix, "version": self._files.version}
+        dataset = {"prefix": self.prefix, "version": self._files.versions[0]}
         return IndexKey(dataset, epoch, seed, self.shape)
+
+    @cached_property
+    def _cache(self) -> BlockCache:
+        data = self._config.data
+        return BlockCache(self.index_folder, data.cache_bytes, data.retry_timeout_s)
 
     @property
     def index_folder(self) -> Path:
@@ -134,7 +142,7 @@ class EpochDataset:
         return self._open_epochs.get((self.prefix, epoch), lambda: self._open_epoch(epoch))
 
     def _open_epoch(self, epoch: int) -> OpenEpoch:
-        files, key = map_dataset(self.prefix, self._files), self.index_key(epoch)
+        files, key = map_dataset(self.prefix, self._files, self._cache), self.index_key(epoch)
         opened = OpenEpoch(files, open_index(self.index_folder, key, files))
         if epoch + 1 < self.epochs:
             build_in_background(self.index_folder, self.index_key(epoch + 1))

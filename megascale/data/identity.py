@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megascale.config.run import RunConfig, dataset_prefixes
 from megascale.core.files import write_text
+from megascale.core.readable import file_facts, is_url
 
 IDENTITY_FILE = "datasets.json"
 """File in the run's folder: the identities of the run's datasets by prefix, at its last start."""
@@ -22,6 +23,8 @@ def dataset_identity(prefix: str) -> str:
     be read. A dataset that was replaced has another identity, unless it differs between the pieces only.
     """
     digest, sizes = hashlib.sha256(), []
+    if is_url(prefix):
+        return _remote_identity(prefix)
     try:
         for ending in (".idx", ".bin"):
             with open(f"{prefix}{ending}", "rb") as file:
@@ -35,10 +38,24 @@ def dataset_identity(prefix: str) -> str:
     return f"{sizes[1]} bytes of tokens, digest {digest.hexdigest()[:16]}"
 
 
+def _remote_identity(prefix: str) -> str:
+    try:
+        index, tokens = (file_facts(prefix + ending) for ending in (".idx", ".bin"))
+    except OSError as error:
+        return f"{prefix} cannot be read: {error.strerror}"
+    version = hashlib.sha256(f"{index}{tokens}".encode()).hexdigest()[:16]
+    return f"{tokens.size} bytes of tokens, version {version}"
+
+
+def run_prefixes(config: RunConfig) -> list[str]:
+    """The prefixes of a run's datasets, each once. `config`: resolved."""
+    sources = () if config.data.mock else (config.data.train, config.data.valid)
+    return list(dict.fromkeys(prefix for source in sources for prefix in dataset_prefixes(source)))
+
+
 def run_identities(config: RunConfig) -> dict[str, str]:
     """The identities of a run's datasets, by prefix. `config`: resolved."""
-    sources = () if config.data.mock else (config.data.train, config.data.valid)
-    return {prefix: dataset_identity(prefix) for source in sources for prefix in dataset_prefixes(source)}
+    return {prefix: dataset_identity(prefix) for prefix in run_prefixes(config)}
 
 
 def write_identities(config: RunConfig) -> None:

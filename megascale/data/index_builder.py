@@ -50,7 +50,7 @@ def main() -> None:
     key = IndexKey(**(facts | {"shape": IndexShape(**facts["shape"])}))
     path = Path(sys.argv[1]) / key.file_name
     if not path.exists():
-        write_index(path, key, open_dataset_of(key))
+        write_index(path, key, open_dataset_of(key, path.parent))
     path.with_name(f".{path.name}.lock").unlink(missing_ok=True)
 
 

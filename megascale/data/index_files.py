@@ -22,6 +22,7 @@ from megascale.config.dataset_files import read_dataset_files
 from megascale.core.errors import DataError
 from megascale.core.files import atomic_file, build_once
 from megascale.core.limits import os_error_hint
+from megascale.data.block_cache import BlockCache
 from megascale.data.epoch_index import EpochIndex, IndexShape, build_epoch_index
 from megascale.data.indexed_dataset import IndexedDataset, map_dataset
 
@@ -95,10 +96,10 @@ def write_index(path: Path, key: IndexKey, files: IndexedDataset) -> None:
             file.write(bytes(_padded(array.nbytes) - array.nbytes))
 
 
-def open_dataset_of(key: IndexKey) -> IndexedDataset:
-    """Open the dataset of an index."""
+def open_dataset_of(key: IndexKey, folder: Path) -> IndexedDataset:
+    """Open the dataset of an index, whose own index is in `folder` if it is remote."""
     prefix = str(key.dataset["prefix"])
-    return map_dataset(prefix, read_dataset_files(prefix))
+    return map_dataset(prefix, read_dataset_files(prefix), BlockCache(folder, 0))
 
 
 def _build(key: IndexKey, files: IndexedDataset) -> EpochIndex:

@@ -13,6 +13,7 @@ DatasetInfo: PREFIX.json.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,9 @@ import numpy as np
 from megascale.config.dataset_files import PREPARE_AGAIN_HINT, DatasetFiles, read_dataset_files
 from megascale.core.errors import DataError
 from megascale.core.limits import os_error_hint
+from megascale.core.readable import is_url, read_file
+from megascale.data.block_cache import BlockCache
+from megascale.data.remote_tokens import RemoteTokens
 
 HEADER = np.dtype([("magic", "S9"), ("version", "<u8"), ("code", "u1"), ("sequences", "<u8"), ("bounds", "<u8")])
 DTYPE_CODES: dict[int, type[np.generic]] = {
@@ -63,7 +67,7 @@ class IndexedDataset:
     """
 
     prefix: str
-    tokens: np.ndarray
+    tokens: np.ndarray | RemoteTokens
     lengths: np.ndarray
     offsets: np.ndarray
     ends: np.ndarray
@@ -87,6 +91,13 @@ class IndexedDataset:
             raise IndexError(f"tokens {start} to {stop} of document {document}, which has {length} at {first}")
         return part
 
+    def fetch(self, pieces: Iterable[tuple[int, int, int]]) -> None:
+        """Fetch pieces (document, start, stop) of a remote dataset at the same time, before they are read."""
+        if isinstance(self.tokens, RemoteTokens):
+            item = self.tokens.itemsize
+            places = ((int(self.offsets[document]) // item, start, stop) for document, start, stop in pieces)
+            self.tokens.fetch((first + start, first + stop) for first, start, stop in places)
+
     def check_places(self, first: int, last: int, tokens: int) -> None:
         """Check the places of documents [first, last), which have `tokens` tokens, against the size of the tokens.
 
@@ -106,12 +117,12 @@ class IndexedDataset:
             raise DataError(what, hint=PREPARE_AGAIN_HINT)
 
 
-def open_dataset(prefix: str | Path) -> IndexedDataset:
-    """Open a dataset, and check all of its index.
+def open_dataset(prefix: str | Path, cache: BlockCache | None = None) -> IndexedDataset:
+    """Open a dataset, and check all of its index. `cache`: of a remote dataset.
 
     Raises: DataError for files that are missing, damaged, cut short, or of different datasets.
     """
-    dataset = map_dataset(prefix, read_dataset_files(str(prefix)))
+    dataset = map_dataset(prefix, read_dataset_files(str(prefix)), cache)
     if len(dataset.ends) and int(dataset.ends.min()) < 0:
         what = f"{prefix}.idx is damaged: its documents do not end where its sequences do"
         raise DataError(what, hint=PREPARE_AGAIN_HINT)
@@ -119,37 +130,47 @@ def open_dataset(prefix: str | Path) -> IndexedDataset:
     return dataset
 
 
-def map_dataset(prefix: str | Path, files: DatasetFiles) -> IndexedDataset:
-    """Memory-map a dataset, of which `files` are checked, without reading its index.
+def map_dataset(prefix: str | Path, files: DatasetFiles, cache: BlockCache | None = None) -> IndexedDataset:
+    """Memory-map a dataset, of which `files` are checked, without reading its index. `cache`: of a remote dataset,
+    whose index is downloaded, and whose tokens are read by blocks.
 
     Raises: DataError for files that cannot be read.
     """
     try:
-        n, entries = files.documents, np.asarray(np.memmap(f"{prefix}.idx", mode="r"))[HEADER.itemsize :]
+        index: str | Path = f"{prefix}.idx"
+        if is_url(files.prefix):
+            assert cache is not None, "a remote dataset needs a cache"
+            index = cache.whole_file(f"{prefix}.idx", files.index_bytes, files.versions[0])
+        n, entries = files.documents, np.asarray(np.memmap(index, mode="r"))[HEADER.itemsize :]
         lengths, offsets, ends = np.split(entries[: 12 * n + 8 * files.bounds], [4 * n, 12 * n])
         dtype = np.dtype(DTYPE_CODES[files.dtype_code]).newbyteorder("<")
-        tokens = np.asarray(np.memmap(f"{prefix}.bin", dtype, mode="r")) if files.tokens else np.empty(0, dtype)
+        tokens = _open_tokens(files, dtype, cache)
     except OSError as error:
         hint = os_error_hint(error, "the files of a dataset must stay in place while a run reads them")
         raise DataError(f"{prefix} cannot be read: {error.strerror or error}", hint=hint) from None
     numbers = (lengths.view("<i4"), offsets.view("<i8"), ends.view("<i8"))
-    return IndexedDataset(str(prefix), tokens, *numbers, read_info(Path(prefix)))
+    return IndexedDataset(str(prefix), tokens, *numbers, read_info(prefix))
 
 
-def read_info(prefix: Path) -> DatasetInfo | None:
+def _open_tokens(files: DatasetFiles, dtype: np.dtype, cache: BlockCache | None) -> np.ndarray | RemoteTokens:
+    if not files.tokens:
+        return np.empty(0, dtype)
+    name = f"{files.prefix}.bin"
+    if cache is not None and is_url(name):
+        return RemoteTokens(cache.open(name, files.tokens * dtype.itemsize, files.versions[1]), dtype)
+    return np.asarray(np.memmap(name, dtype, mode="r"))
+
+
+def read_info(prefix: str | Path) -> DatasetInfo | None:
     """Read PREFIX.json; None for a dataset of another tool, which has no such file.
 
     Raises: DataError for a file that is unreadable or of another content
     """
-    path = _file(prefix, ".json")
+    path = f"{prefix}.json"
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        facts = json.loads(read_file(path))
         return DatasetInfo(**{**facts, "tokenizer": TokenizerInfo(**facts["tokenizer"])})
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DataError(f"{path} cannot be read: {error!r}", hint=PREPARE_AGAIN_HINT) from None
-
-
-def _file(prefix: Path, ending: str) -> Path:
-    return prefix.with_name(prefix.name + ending)

@@ -7,14 +7,16 @@ the mixture of a configuration.
 from __future__ import annotations
 
 from bisect import bisect_right
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from megascale.config.dataset_files import split_source
+from megascale.config.dataset_files import READERS, split_source
 from megascale.config.run import RunConfig, dataset_prefixes
 from megascale.core.errors import DataError
+from megascale.core.readable import is_url
 from megascale.data.blend import MOST_AHEAD, Blend
 from megascale.data.epochs import EpochDataset, SplitName
 from megascale.data.open_epochs import OpenEpochs
@@ -55,8 +57,8 @@ class Mixture:
 
         Raises: DataError for files that cannot be used, or with fewer tokens than a sample has.
         """
-        for dataset in self.datasets:
-            assert dataset.shape.samples
+        with ThreadPoolExecutor(READERS if any(is_url(d.prefix) for d in self.datasets) else 1) as pool:
+            list(pool.map(lambda dataset: dataset.shape, self.datasets))
 
     def samples_without_repetition(self) -> int:
         """Number of samples of the blend before a dataset repeats."""

@@ -17,7 +17,8 @@ import torch
 import megascale
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
-from megascale.data.identity import run_identities
+from megascale.core.readable import is_url
+from megascale.data.identity import dataset_identity, run_prefixes
 from megascale.device import Device, gpu_stack_versions
 from megascale.ops.library import LIBRARIES
 
@@ -50,7 +51,7 @@ def rank_record(config: RunConfig, rank: Rank, device: Device, env: Mapping[str,
         "code": code_digests(),
         "version": _versions(),
         "environment": variables,
-        "data": run_identities(config),
+        "data": {prefix: dataset_identity(prefix) for prefix in run_prefixes(config) if not is_url(prefix)},
         "job": {"world size": str(rank.world_size), "backend": device.backend},
         "device": {} if device.is_cpu else {"name": device.name},
     }

@@ -44,7 +44,7 @@ def _keep_companions(config: RunConfig, resumed_from: Location | None) -> list[s
 
 def training_tokenizer(config: RunConfig) -> TokenizerInfo | None:
     """The tokenizer of the training data; None for random tokens and for datasets of other tools."""
-    infos = (read_info(Path(prefix)) for prefix in dataset_prefixes(config.data.train))
+    infos = (read_info(prefix) for prefix in dataset_prefixes(config.data.train))
     return next((info.tokenizer for info in infos if info), None)
 
 

@@ -224,7 +224,7 @@ def test_a_key_s_file_differs_in_every_part(samples: Mixture) -> None:
 
 def test_what_is_built_in_memory_is_what_is_built_as_a_file(samples: Mixture, tmp_path: Path) -> None:
     [dataset] = samples.datasets
-    files, key = index_files.open_dataset_of(dataset.index_key(0)), dataset.index_key(0)
+    files, key = index_files.open_dataset_of(dataset.index_key(0), tmp_path), dataset.index_key(0)
     built: EpochIndex = index_files._build(key, files)
     mapped = index_files.open_index(tmp_path / "cache", key, files)
     for name in ("documents", "starts", "order"):

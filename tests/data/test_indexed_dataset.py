@@ -115,7 +115,7 @@ def number(value: int) -> bytes:
 
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "magic": (lambda p: patch(file(p, ".idx"), 0, b"PK"), "not an index of megatron-core's format"),
-    "version": (lambda p: patch(file(p, ".idx"), 9, number(2)), "not an index of megatron-core's format"),
+    "version": (lambda p: patch(file(p, ".idx"), 9, number(2)), "is an index of another version"),
     "format": (lambda p: patch(file(p, ".idx"), 17, b"\x06"), "not an index of megatron-core's format"),
     "count": (lambda p: patch(file(p, ".idx"), 18, number(2**63)), r"set\.idx has 102 bytes"),
     "longer index": (lambda p: patch(file(p, ".idx"), 102, b"more"), r"set\.idx has 106 bytes"),

@@ -1,0 +1,221 @@
+"""Remote files in a local folder: their blocks, each fetched once by the processes that share the folder.
+
+    FOLDER/remote/NAME-DIGEST/000000000042    a block of BLOCK_BYTES; the digest is of URL, size and version
+    FOLDER/remote/NAME-DIGEST/whole           a file that is needed whole, such as an index
+    FOLDER/remote/used                        bytes of all blocks, which stay below `max_bytes`
+
+Blocks that were not read for longest are removed first. Whole files are few, and stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import IO
+
+from megascale.core.errors import DataError
+from megascale.core.files import NO_LOCKS, atomic_file, build_once
+from megascale.core.limits import os_error_hint
+from megascale.core.storage import Location
+
+BLOCK_BYTES = 1 << 20
+"""Bytes of a block: samples are read in random order, and object stores charge by request."""
+
+DOWNLOAD_BYTES = 16 << 20
+"""Bytes of a whole file that are fetched at once."""
+
+FETCHES = 16
+"""Blocks that a process fetches at the same time."""
+
+TOUCH_S = 60.0
+"""Seconds after which the time of a block's last use is written again."""
+
+KEPT_SHARE = 0.9
+"""Share of `max_bytes` that is kept when blocks have to be removed."""
+
+
+@dataclass(frozen=True)
+class BlockCache:
+    """The cache in `folder`. `retry_s`: seconds for which a failing access is tried again."""
+
+    folder: Path
+    max_bytes: int
+    retry_s: float = 60.0
+
+    def open(self, url: str, size: int, version: str) -> CachedFile:
+        """Open a remote file for reading by ranges."""
+        return CachedFile(self, Location(url, self.retry_s), size, self._place(url, size, version))
+
+    def whole_file(self, url: str, size: int, version: str) -> Path:
+        """The local copy of a remote file, downloaded by the first process that asks for it.
+
+        Raises: DataError
+        """
+        path = self._place(url, size, version) / "whole"
+        with self.explained(url):
+            build_once(path, lambda: self._download(Location(url, self.retry_s), size, path))
+        return path
+
+    @contextlib.contextmanager
+    def explained(self, url: str) -> Iterator[None]:
+        """Raise a DataError in place of an OSError."""
+        try:
+            yield
+        except OSError as error:
+            local = str(error.filename or "").startswith(str(self.folder))
+            where = f"{self.folder}, which has copies of {url}," if local else url
+            hint = os_error_hint(error, "data.cache = another folder" if local else "check the storage and the network")
+            raise DataError(f"{where} cannot be used: {error.strerror or error}", hint=hint) from None
+
+    def reserve(self, size: int) -> None:
+        """Count `size` more bytes of blocks, and remove old blocks where they would not fit.
+
+        Raises: OSError
+        """
+        with _locked(self._folder / "used") as file:
+            text = file.read()
+            used = int(text) if text.isdigit() else self._shrink(self.max_bytes)
+            if used + size > self.max_bytes:
+                used = self._shrink(int(KEPT_SHARE * self.max_bytes) - size)
+            file.seek(0)
+            file.truncate()
+            file.write(str(used + size).encode())
+
+    @cached_property
+    def pool(self) -> ThreadPoolExecutor:
+        """Threads that fetch blocks."""
+        return ThreadPoolExecutor(FETCHES, "fetch blocks")
+
+    @property
+    def _folder(self) -> Path:
+        return self.folder / "remote"
+
+    def _place(self, url: str, size: int, version: str) -> Path:
+        digest = hashlib.sha256(f"{url}\n{size}\n{version}".encode()).hexdigest()[:20]
+        return self._folder / f"{Location(url).name[:64]}-{digest}"
+
+    def _download(self, location: Location, size: int, path: Path) -> None:
+        with atomic_file(path) as file:
+            for start in range(0, size, DOWNLOAD_BYTES):
+                file.write(fetch(location, start, min(DOWNLOAD_BYTES, size - start)))
+
+    def _shrink(self, max_bytes: int) -> int:
+        """Remove the blocks that were not read for longest, down to `max_bytes`. Returns the bytes that stay."""
+        blocks = []
+        for folder in os.scandir(self._folder):
+            if folder.is_dir():
+                for entry in os.scandir(folder):
+                    with contextlib.suppress(FileNotFoundError):
+                        if entry.name.isdigit():
+                            facts = entry.stat()
+                            blocks.append((facts.st_mtime_ns, facts.st_size, entry.path))
+        total = sum(size for _, size, _ in blocks)
+        for _, size, path in sorted(blocks):
+            if total <= max_bytes:
+                break
+            Path(path).unlink(missing_ok=True)
+            total -= size
+        return total
+
+
+@dataclass(frozen=True)
+class CachedFile:
+    """A remote file of `size` bytes, whose blocks are in `place`."""
+
+    cache: BlockCache
+    location: Location
+    size: int
+    place: Path
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Read bytes [start, stop), fewer at the end of the file.
+
+        Raises: DataError for storage that fails, and a cache that cannot be written
+        """
+        stop, parts = min(stop, self.size), []
+        with self.cache.explained(self.location.url):
+            while start < stop:
+                number, within = divmod(start, BLOCK_BYTES)
+                count = min(stop - start, BLOCK_BYTES - within)
+                parts.append(self._read_block(number, within, count))
+                start += count
+        return b"".join(parts)
+
+    def fetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Fetch the blocks of byte ranges [start, stop) that are missing, several at a time.
+
+        Raises: DataError
+        """
+        numbers = {n for start, stop in ranges for n in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES))}
+        missing = [number for number in sorted(numbers) if not self._path(number).exists()]
+        if len(missing) > 1:  # a single one is fetched when it is read
+            with self.cache.explained(self.location.url):
+                list(self.cache.pool.map(self._build, missing))
+
+    def _read_block(self, number: int, within: int, count: int) -> bytes:
+        while True:
+            with contextlib.suppress(FileNotFoundError), open(self._path(number), "rb", buffering=0) as file:
+                facts = os.fstat(file.fileno())
+                if facts.st_size == self._block_size(number):
+                    if time.time() - facts.st_mtime > TOUCH_S:
+                        os.utime(file.fileno())
+                    return os.pread(file.fileno(), count, within)
+                self._path(number).unlink(missing_ok=True)  # cut by a crash of the host
+            self._build(number)
+
+    def _build(self, number: int) -> None:
+        build_once(self._path(number), lambda: self._fetch(number))
+
+    def _fetch(self, number: int) -> None:
+        """Fetch a block, into a file that appears when it is whole."""
+        data = fetch(self.location, number * BLOCK_BYTES, self._block_size(number))
+        self.cache.reserve(len(data))
+        path = self._path(number)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            temporary.write_bytes(data)
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+    def _block_size(self, number: int) -> int:
+        return min(BLOCK_BYTES, self.size - number * BLOCK_BYTES)
+
+    def _path(self, number: int) -> Path:
+        return self.place / f"{number:012}"
+
+
+def fetch(location: Location, start: int, count: int) -> bytes:
+    """Read `count` bytes of a remote file.
+
+    Raises: DataError for a file that is shorter; OSError
+    """
+    buffer = bytearray(count)
+    found = location.read_into(memoryview(buffer), start)
+    if found != count:
+        what = f"{location} ends after {start + found} bytes: it was replaced while it is read"
+        raise DataError(what, hint="files of a dataset must stay as they are while a run reads them")
+    return bytes(buffer)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file, which is created if it is missing, and hold its lock."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+        file.seek(0)
+        yield file
