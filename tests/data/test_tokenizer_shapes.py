@@ -33,7 +33,7 @@ def test_a_dataset_holds_these_ids(tmp_path: Path, name: str) -> None:
     theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     for number, text in enumerate(TEXTS):
         (tmp_path / f"{number}.txt").write_text(text)
-    inputs = [tmp_path / f"{number}.txt" for number in range(len(TEXTS))]
+    inputs = [str(tmp_path / f"{number}.txt") for number in range(len(TEXTS))]
     prepare_dataset(PrepareRequest(inputs, tmp_path / "set", str(file)))
     reader = indexed_dataset.open_dataset(tmp_path / "set")
     for number, text in enumerate(TEXTS):
