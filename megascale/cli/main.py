@@ -20,6 +20,7 @@ COMMANDS = {
     "plan": "estimate memory, step time and MFU of a run before a device is booked",
     "train": "train as a rank of torchrun or srun, or launch the ranks on this host",
     "launch": "train with a driver, agents and spare nodes: a job that survives faults",
+    "observe": "watch a job that torchrun or srun starts: what hangs or fails, as incidents",
     "watch": "show the live state of every rank of a run in the terminal",
     "doctor": "describe this machine and the backend of each operation, and test the backends",
     "bench": "measure GEMMs, links, training steps and overlap on this machine",

@@ -107,11 +107,12 @@ class Group:
             if (lost := self.lost_peer_error(error, operation, label, peer)) is None:
                 raise
             raise lost from error
-        self.recorder.flight.issued(record.flight)
         work = TrackedWork(self, started if wait else started.in_background(), record, start)
         if wait:
             work.wait(record.issue)
-        elif self.recorder.timer.synchronous:
+            return work
+        self.recorder.flight.issued(record.flight)
+        if self.recorder.timer.synchronous:
             self.recorder.record_wait(record, record.issue)  # the issuing thread computes: issuing is exposed time
         return work
 
@@ -144,9 +145,9 @@ class TrackedWork:
             return
         recorder = self._group.recorder
         start = recorder.mark() if since is None else since
+        recorder.flight.begin_wait(self._record.flight)
         if self._group.fault_hook is not None:
             self._group.fault_hook("wait", self._record.label)
-        recorder.flight.begin_wait(self._record.flight)
         try:
             self._pending.wait()
         except RuntimeError as error:

@@ -15,37 +15,37 @@ from megascale.core.flight_record import FlightEvent, FlightRecord, FlightRecord
 from megascale.core.shared_file import open_for_reading
 
 _HEADER = struct.Struct(f"<{layout.HEADER_BYTES // layout.WORD}q")
+_HEAD_BYTES = layout.STRINGS_OFFSET
+_AFTER_HEARTBEAT = layout.PROGRESS * layout.WORD
 _GROUP_NUMBERS = struct.Struct(f"<{layout.GROUP_NUMBERS}q")
+_COUNTS = struct.Struct(f"<{layout.COUNTS}q")
 _WAIT_KINDS = {layout.ISSUING: "issuing", layout.WAITING: "waiting", layout.DEVICE: "device"}
 _NS = 1e9
 
 READ_ATTEMPTS = 20
-"""Copies of a record that a reader makes until no write falls into one. The record of a rank that was stopped in the
-middle of a write stays as it is, and the last copy counts.
+"""Copies of a record that a reader makes until two in a row are equal: no write falls into them. The record of a rank
+that was stopped in the middle of a write stays as it is.
 """
 
 
 def read_flight_record(path: Path, *, head_only: bool = False) -> FlightRecord:
     """Read the record of a rank, which may be writing, stopped or gone. `head_only`: without totals, groups and events,
-    at a tenth of the cost.
+    at a twentieth of the cost.
 
     Raises: FlightRecordError if the file is not a record, or its rank has not begun it; OSError
     """
-    content = _copy(path)
+    content = _copy(path, _HEAD_BYTES if head_only else layout.FILE_BYTES)
     return parse_flight_record(content, time.monotonic_ns(), str(path), head_only=head_only)
 
 
-def _copy(path: Path) -> bytes:
-    """Copy the file's content, if possible between two writes."""
-    descriptor = open_for_reading(path)
+def _copy(path: Path, size: int) -> bytes:
+    """Copy the file's first bytes, if possible between two writes. A heartbeat is no such write."""
+    descriptor, content = open_for_reading(path), b""
     try:
         for _ in range(READ_ATTEMPTS):
-            version = os.pread(descriptor, layout.WORD, layout.VERSION * layout.WORD)
-            content = os.pread(descriptor, layout.FILE_BYTES, 0)
-            unchanged = version == os.pread(descriptor, layout.WORD, layout.VERSION * layout.WORD)
-            if unchanged and not (version and version[0] & 1):
+            before, content = content, os.pread(descriptor, size, 0)
+            if content[_AFTER_HEARTBEAT:] == before[_AFTER_HEARTBEAT:]:
                 break
-            time.sleep(0)
         return content
     finally:
         os.close(descriptor)
@@ -56,14 +56,18 @@ def parse_flight_record(content: bytes, read_ns: int, name: str, *, head_only: b
 
     Raises: FlightRecordError
     """
-    if len(content) < layout.FILE_BYTES or (header := _HEADER.unpack_from(content))[layout.MAGIC_WORD] != layout.MAGIC:
+    if (
+        len(content) < (_HEAD_BYTES if head_only else layout.FILE_BYTES)
+        or (header := _HEADER.unpack_from(content))[layout.MAGIC_WORD] != layout.MAGIC
+    ):
         raise FlightRecordError(f"{name}: not a flight record, or its rank has not begun it")
     if header[layout.FORMAT_WORD] != layout.FORMAT:
         raise FlightRecordError(f"{name}: a flight record of format {header[layout.FORMAT_WORD]}, not {layout.FORMAT}")
     strings = [] if head_only else _strings(content, header[layout.STRING_COUNT])
     rows = 0 if head_only else _bounded(header[layout.GROUP_COUNT], layout.GROUPS)
-    groups = [_group(content, index) for index in range(rows)]
-    events = [] if head_only else _events(content, groups, strings)
+    groups = [_group(content, index, header) for index in range(rows)]
+    wait = _wait(header, groups)
+    events = [] if head_only else _events(content, groups, strings, wait)
     return FlightRecord(
         run=_text(content, layout.RUN_OFFSET, layout.RUN_BYTES),
         rank=header[layout.RANK],
@@ -71,7 +75,7 @@ def parse_flight_record(content: bytes, read_ns: int, name: str, *, head_only: b
         pid=header[layout.PID],
         attempt=header[layout.ATTEMPT],
         start=header[layout.START] / _NS,
-        progress=header[layout.VERSION] // 2,
+        progress=header[layout.PROGRESS],
         heartbeat_ns=header[layout.HEARTBEAT],
         updated_ns=header[layout.UPDATED],
         read_ns=read_ns,
@@ -82,7 +86,7 @@ def parse_flight_record(content: bytes, read_ns: int, name: str, *, head_only: b
         step_time_s=header[layout.STEP_TIME] / _NS,
         totals=_totals(content, 0 if head_only else header[layout.TOTAL_COUNT], strings),
         groups={group.key: group for group in groups},
-        wait=_wait(header, groups),
+        wait=wait,
         open=tuple(event for event in events if not event.ended_ns),
         last=tuple(events),
     )
@@ -110,19 +114,23 @@ def _totals(content: bytes, count: int, strings: Sequence[str]) -> dict[str, flo
     return {_string(strings, name): value for (name, value), _ in zip(pairs, range(count), strict=False)}
 
 
-def _group(content: bytes, index: int) -> GroupState:
+def _group(content: bytes, index: int, header: Sequence[int]) -> GroupState:
     start = layout.GROUPS_OFFSET + index * layout.GROUP_BYTES
     numbers = _GROUP_NUMBERS.unpack_from(content, start)
     name_start = start + _GROUP_NUMBERS.size
     size = numbers[layout.GROUP_SIZE]
     ranks = RankRuns(_runs(content, name_start + layout.NAME_BYTES))
+    issued, completed = _COUNTS.unpack_from(content, layout.COUNTS_OFFSET + index * _COUNTS.size)
+    entered = issued
+    if header[layout.WAIT_KIND] == layout.ISSUING and header[layout.WAIT_GROUP] == index:
+        entered = header[layout.WAIT_SEQUENCE] + 1
     return GroupState(
         _text(content, name_start, layout.NAME_BYTES),
         layout.GROUP_KINDS[_bounded(numbers[layout.GROUP_KIND], len(layout.GROUP_KINDS) - 1)],
         ranks if len(ranks) == size else None,
-        numbers[layout.GROUP_ENTERED],
-        numbers[layout.GROUP_ISSUED],
-        numbers[layout.GROUP_COMPLETED],
+        max(entered, issued),
+        issued,
+        completed,
         numbers[layout.GROUP_PEER],
     )
 
@@ -141,16 +149,23 @@ def _wait(header: Sequence[int], groups: Sequence[GroupState]) -> Wait | None:
     return Wait(kind, group, header[layout.WAIT_SEQUENCE], header[layout.WAIT_SINCE])
 
 
-def _events(content: bytes, groups: Sequence[GroupState], strings: Sequence[str]) -> list[FlightEvent]:
+def _events(
+    content: bytes, groups: Sequence[GroupState], strings: Sequence[str], wait: Wait | None
+) -> list[FlightEvent]:
     ring = content[layout.EVENTS_OFFSET : layout.EVENTS_OFFSET + layout.EVENT.size * layout.EVENTS]
     fields = sorted(event for event in layout.EVENT.iter_unpack(ring) if event[0] > 0)
-    return [_event(event, groups, strings) for event in fields]
+    return [_event(event, groups, strings, wait) for event in fields]
 
 
-def _event(fields: Sequence[int], groups: Sequence[GroupState], strings: Sequence[str]) -> FlightEvent:
-    _, issued, waiting, ended, sequence, size, step, peer, microbatch, chunk, group, name, part, layer = fields
+def _event(
+    fields: Sequence[int], groups: Sequence[GroupState], strings: Sequence[str], wait: Wait | None
+) -> FlightEvent:
+    _, issued, ended, sequence, size, step, peer, microbatch, chunk, group, name, part, layer = fields
     known = groups[group] if 0 <= group < len(groups) else None
+    key, waiting = known.key if known else "", 0
+    if wait is not None and wait.kind == "waiting" and (wait.group, wait.sequence) == (key, sequence):
+        waiting = wait.since_ns
     return FlightEvent(
-        known.kind if known else "action", _string(strings, name), known.key if known else "", sequence, peer, step,
-        microbatch, chunk, issued, waiting, ended, size, _string(strings, part), layer,
+        known.kind if known else "action", _string(strings, name), key, sequence, peer, step, microbatch, chunk, issued,
+        waiting, ended, size, _string(strings, part), layer,
     )  # fmt: skip

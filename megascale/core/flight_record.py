@@ -106,7 +106,7 @@ class FlightEvent:
     an action.
 
     Times are ns of the host's monotonic clock: `issued_ns`, or the start of an action; `waiting_ns`, since when compute
-    waits, or 0; `ended_ns`, or 0 while in flight.
+    waits now, or 0; `ended_ns`, or 0 while in flight.
     """
 
     kind: str

@@ -15,7 +15,7 @@ from megascale.core.flight_record import RankRuns
 class FlightTables:
     """The tables in `memory`, whose numbers of 8 bytes are `words`.
 
-    `strings`: index by string. `rows`: row by (group, kind, peer). `row_words`: by row, the place of its first number.
+    `strings`: index by string. `rows`: row by (group, kind, peer).
     """
 
     def __init__(self, memory: mmap.mmap, words: memoryview) -> None:
@@ -23,7 +23,6 @@ class FlightTables:
         self._words = words
         self.strings: dict[str, int] = {}
         self.rows: dict[tuple[str, str, int], int] = {}
-        self.row_words: list[int] = []
         self._totals: dict[str, int] = {}
         self._ranks: dict[tuple[str, str], RankRuns] = {}  # by group, and kind "control" or ""
         for text in ("", "(other)"):
@@ -60,7 +59,7 @@ class FlightTables:
 
     def add_row(self, group: str, kind: str, peer: int) -> int:
         """Take a row. The last row also stands for all that no longer fit."""
-        row = len(self.row_words)
+        row = self._words[layout.GROUP_COUNT]
         if row == layout.GROUPS:
             self.rows[group, kind, peer] = row - 1
             return row - 1
@@ -77,6 +76,5 @@ class FlightTables:
                 place = name_start + layout.NAME_BYTES + index * layout.RUN_OF_RANKS.size
                 layout.RUN_OF_RANKS.pack_into(self._memory, place, *run)
         self.rows[group, kind, peer] = row
-        self.row_words.append(first)
         self._words[layout.GROUP_COUNT] = row + 1
         return row

@@ -3,8 +3,8 @@
 - `FlightRecordWriter`: the rank's record
 - `open_flight_record`: its file
 
-One thread writes at a time, the rank's; only `beat` may be called from another thread. A reader recognizes a copy cut
-by a write at its version: odd while a write is under way, and another one after it.
+One thread writes at a time, the rank's; only `beat` may be called from another thread. A reader recognizes a copy that
+is cut by a write by making two.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ Place = tuple[int, int, int]
 NO_PLACE: Place = (0, -1, -1)
 
 # names of this module, because a look-up in another module costs a twentieth of a write
-_pack_event, _now = EVENT.pack_into, time.monotonic_ns
-_VERSION, _UPDATED = layout.VERSION, layout.UPDATED
-_WAIT_GROUP, _WAIT_SEQUENCE, _WAIT_SINCE = layout.WAIT_GROUP, layout.WAIT_SEQUENCE, layout.WAIT_SINCE
-_WAIT_KIND, _NO_WAIT, _ISSUING, _WAITING = layout.WAIT_KIND, layout.NO_WAIT, layout.ISSUING, layout.WAITING
-_ENTERED, _ISSUED, _COMPLETED = layout.GROUP_ENTERED, layout.GROUP_ISSUED, layout.GROUP_COMPLETED
-_EVENT_BYTES, _EVENTS_WORD, _EVENT_WORDS = EVENT.size, EVENTS_OFFSET // WORD, EVENT.size // WORD
+_pack_event, _pack_write, _now = EVENT.pack_into, layout.WRITE.pack_into, time.monotonic_ns
+_PROGRESS, _UPDATED, _WAIT_KIND = layout.PROGRESS, layout.UPDATED, layout.WAIT_KIND
+_WAIT_GROUP, _WAIT_SEQUENCE, _WRITE_OFFSET = layout.WAIT_GROUP, layout.WAIT_SEQUENCE, layout.WRITE_OFFSET
+_NO_WAIT, _ISSUING, _WAITING = layout.NO_WAIT, layout.ISSUING, layout.WAITING
+_COUNTS_WORD, _COUNTS = layout.COUNTS_OFFSET // WORD, layout.COUNTS
+_EVENT_BYTES, _EVENT_WORDS = EVENT.size, EVENT.size // WORD
+_ENDED_WORD = EVENTS_OFFSET // WORD + layout.EVENT_ENDED
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,8 @@ class FlightRecordWriter:
         self._memory = memory if memory is not None else mmap.mmap(-1, layout.FILE_BYTES)
         self._words = words = memoryview(self._memory).cast("q")
         self.tables = FlightTables(self._memory, words)
-        self._version = self._events = 0
-        self._entered: list[int] = []  # by row
+        self._progress = self._events = 0
+        self._entered = [0] * layout.GROUPS  # by row
         self._phase = Phase.IMPORT
         self._step_times: deque[float] = deque(maxlen=RECENT_STEPS)
         head = {
@@ -91,9 +92,8 @@ class FlightRecordWriter:
 
     def advance(self) -> None:
         """Count progress that no other write shows, such as a file that was read."""
+        self._progress = self._words[_PROGRESS] = self._progress + 1
         self._words[_UPDATED] = _now()
-        self._version += 2
-        self._words[_VERSION] = self._version
 
     def set_phase(self, phase: Phase) -> None:
         """Set what this rank does from now on."""
@@ -136,65 +136,54 @@ class FlightRecordWriter:
         """Note a communication that is about to be issued. A message has a `peer`, a global rank, and `kind` "send" or
         "receive".
         """
-        tables, words = self.tables, self._words
+        tables, memory = self.tables, self._memory
         row = tables.rows.get((group, kind, peer))
         if row is None:
-            row = self._add_row(group, kind, peer)
-        self._version = words[_VERSION] = self._version + 1
+            row = tables.add_row(group, kind, peer)
         now, sequence, number = _now(), self._entered[row], self._events
-        self._entered[row], self._events = sequence + 1, number + 1
         part, layer, _, _ = label
         step, chunk, microbatch = place
         name, part_index = tables.strings.get(operation), tables.strings.get(part)
         _pack_event(
-            self._memory, EVENTS_OFFSET + number % EVENTS * _EVENT_BYTES, number + 1, now, 0, 0, sequence, nbytes, step,
-            peer, microbatch, chunk, row, tables.string(operation) if name is None else name,
+            memory, EVENTS_OFFSET + number % EVENTS * _EVENT_BYTES, number + 1, now, 0, sequence, nbytes, step, peer,
+            microbatch, chunk, row, tables.string(operation) if name is None else name,
             tables.string(part) if part_index is None else part_index, layer,
         )  # fmt: skip
-        words[tables.row_words[row] + _ENTERED] = sequence + 1
-        words[_WAIT_GROUP] = row
-        words[_WAIT_SEQUENCE] = sequence
-        words[_WAIT_SINCE] = words[_UPDATED] = now
-        words[_WAIT_KIND] = _ISSUING
-        self._version = words[_VERSION] = self._version + 1
+        self._progress = progress = self._progress + 1
+        _pack_write(memory, _WRITE_OFFSET, progress, now, _ISSUING, row, sequence, now)
+        self._entered[row], self._events = sequence + 1, number + 1
         return row, sequence, number
 
     def issued(self, handle: Handle) -> None:
-        """Note that the transport has a communication."""
+        """Note that the transport has a communication, which goes on in the background."""
         row, sequence, _ = handle
         words = self._words
-        words[self.tables.row_words[row] + _ISSUED] = sequence + 1
-        words[_WAIT_KIND] = _NO_WAIT
+        words[_COUNTS_WORD + row * _COUNTS] = sequence + 1
+        self._progress = words[_PROGRESS] = self._progress + 1
         words[_UPDATED] = _now()
-        self._version = words[_VERSION] = self._version + 2
+        words[_WAIT_KIND] = _NO_WAIT
 
     def begin_wait(self, handle: Handle) -> None:
-        """Note that this rank waits for the end of a communication."""
-        row, sequence, number = handle
-        words, now = self._words, _now()
-        self._version = words[_VERSION] = self._version + 1
-        words[_WAIT_GROUP] = row
-        words[_WAIT_SEQUENCE] = sequence
-        words[_WAIT_SINCE] = words[_UPDATED] = now
-        words[_WAIT_KIND] = _WAITING
-        if number >= self._events - EVENTS:  # else a newer event has its place
-            words[_EVENTS_WORD + number % EVENTS * _EVENT_WORDS + layout.EVENT_WAITING] = now
-        self._version = words[_VERSION] = self._version + 1
+        """Note that the transport has a communication, and that this rank waits for its end."""
+        row, sequence, _ = handle
+        words, now, place = self._words, _now(), _COUNTS_WORD + row * _COUNTS
+        if words[place] <= sequence:
+            words[place] = sequence + 1
+        self._progress = progress = self._progress + 1
+        _pack_write(self._memory, _WRITE_OFFSET, progress, now, _WAITING, row, sequence, now)
 
     def complete(self, handle: Handle) -> None:
         """Note the end of a communication, and of a wait for it."""
         row, sequence, number = handle
-        words, now = self._words, _now()
-        self._version = words[_VERSION] = self._version + 1
-        if words[_WAIT_SEQUENCE] == sequence and words[_WAIT_GROUP] == row and words[_WAIT_KIND] == _WAITING:
-            words[_WAIT_KIND] = _NO_WAIT
-        place = self.tables.row_words[row] + _COMPLETED
+        words, now, place = self._words, _now(), _COUNTS_WORD + row * _COUNTS + 1
         if words[place] <= sequence:  # the ends of two communications may be noticed in another order
             words[place] = sequence + 1
-        if number >= self._events - EVENTS:
-            words[_EVENTS_WORD + number % EVENTS * _EVENT_WORDS + layout.EVENT_ENDED] = now
+        if number >= self._events - EVENTS:  # else a newer event has its place
+            words[_ENDED_WORD + number % EVENTS * _EVENT_WORDS] = now
+        if words[_WAIT_SEQUENCE] == sequence and words[_WAIT_GROUP] == row and words[_WAIT_KIND] == _WAITING:
+            words[_WAIT_KIND] = _NO_WAIT
+        self._progress = words[_PROGRESS] = self._progress + 1
         words[_UPDATED] = now
-        self._version = words[_VERSION] = self._version + 1
 
     def end_wait(self) -> None:
         """Note that this rank no longer waits, although the communication may be in flight on the device."""
@@ -204,40 +193,33 @@ class FlightRecordWriter:
     @contextlib.contextmanager
     def device_wait(self) -> Iterator[None]:
         """Note that this rank waits for its device in a `with` block."""
-        self._words[_WAIT_SINCE] = _now()
-        self._words[_WAIT_KIND] = layout.DEVICE
-        self.advance()
+        self._progress = progress = self._progress + 1
+        now = _now()
+        _pack_write(self._memory, _WRITE_OFFSET, progress, now, layout.DEVICE, -1, 0, now)
         yield
         self.end_wait()
 
     def begin_action(self, name: str, place: Place) -> int:
         """Note the start of an action of compute. Returns the number of its event."""
         words, now, number = self._words, _now(), self._events
-        self._version = words[_VERSION] = self._version + 1
-        self._events = number + 1
         index = self.tables.strings.get(name)
         step, chunk, microbatch = place
         _pack_event(
-            self._memory, EVENTS_OFFSET + number % EVENTS * _EVENT_BYTES, number + 1, now, 0, 0, -1, 0, step, -1,
+            self._memory, EVENTS_OFFSET + number % EVENTS * _EVENT_BYTES, number + 1, now, 0, -1, 0, step, -1,
             microbatch, chunk, -1, self.tables.string(name) if index is None else index, 0, -1,
         )  # fmt: skip
+        self._events = number + 1
+        self._progress = words[_PROGRESS] = self._progress + 1
         words[_UPDATED] = now
-        self._version = words[_VERSION] = self._version + 1
         return number
 
     def end_action(self, number: int) -> None:
         """Note the end of an action."""
         words, now = self._words, _now()
         if number >= self._events - EVENTS:
-            words[_EVENTS_WORD + number % EVENTS * _EVENT_WORDS + layout.EVENT_ENDED] = now
+            words[_ENDED_WORD + number % EVENTS * _EVENT_WORDS] = now
+        self._progress = words[_PROGRESS] = self._progress + 1
         words[_UPDATED] = now
-        self._version = words[_VERSION] = self._version + 2
-
-    def _add_row(self, group: str, kind: str, peer: int) -> int:
-        row = self.tables.add_row(group, kind, peer)
-        if row == len(self._entered):
-            self._entered.append(0)
-        return row
 
 
 def start_heartbeat(writer: FlightRecordWriter) -> None:

@@ -33,7 +33,7 @@ class LostNode:
 
 @dataclass
 class Attempt:
-    """State of an attempt.
+    """State of an attempt. `numbers`: by node, the number of an observed attempt that the node's agent knows.
 
     `placement`: ranks by node; `busy`: nodes with ranks that have not ended. `ends`: of its ranks, by rank; `lost`:
     lost nodes, by node. `noted`: its first new step is in the log. `answered`: nodes that have answered Collect, with
@@ -50,6 +50,7 @@ class Attempt:
     stuck: set[str] = field(default_factory=set)
     answered: set[str] = field(default_factory=set)
     compared: bool = False
+    numbers: Mapping[str, int] = field(default_factory=dict)
     records: dict[int, FlightRecord] = field(default_factory=dict)
     states: dict[int, str] = field(default_factory=dict)
     stacks: dict[int, str] = field(default_factory=dict)
@@ -81,6 +82,10 @@ class Attempt:
     def has_left_in_order(self) -> bool:
         """True once every rank has left the job in order."""
         return len(self.ends) == self.world and all(end.in_order for end in self.ends.values())
+
+    def number_on(self, node: str) -> int:
+        """Return the number of this attempt in the messages of a node."""
+        return self.numbers.get(node, self.number)
 
     def is_free(self, node: str) -> bool:
         """Return True if no rank of this attempt runs on a node any more, or the node is lost."""

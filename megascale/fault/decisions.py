@@ -22,6 +22,14 @@ SUSPECTED = ("hang", "network", "node", "storage", "unknown")
 
 def conclude(job: Job, finding: Finding, now: float) -> None:
     """Reach the verdict about a fault: log and print the incident, and end the attempt."""
+    job.waiting_since = None
+    job.pending = record(job, finding, _action(job, finding, now), now)
+    stages.stop_attempt(job, now, job.settings.end_grace_s)
+
+
+def _action(job: Job, finding: Finding, now: float) -> Action:
+    if job.plan.observes:
+        return Action("observe", "nothing is done: another launcher starts the ranks")
     kept = [node for node in job.places if node and node not in finding.culprit.nodes]
     reserve = Reserve(
         len(job.roster.spares(node for node in job.places if node)),
@@ -29,11 +37,7 @@ def conclude(job: Job, finding: Finding, now: float) -> None:
         job.plan.revivable,
         shrinkable=job.settings.shrink and job.plan.smaller(len(kept)) is not None,
     )
-    step = completed_step(job)
-    action = decide(finding, step, now, list(job.history.incidents.values()), job.settings, reserve)
-    job.waiting_since = None
-    job.pending = record(job, finding, action, now)
-    stages.stop_attempt(job, now, job.settings.end_grace_s)
+    return decide(finding, completed_step(job), now, list(job.history.incidents.values()), job.settings, reserve)
 
 
 def record(job: Job, finding: Finding, action: Action, now: float) -> Incident:

@@ -36,9 +36,9 @@ HANGS = ("hang: ", "storage: waiting", "network: waiting")
 EVIDENCE_SHOWN = 3
 """Observations in the line for people; the log has all."""
 
-ActionKind = Literal["restart", "replace", "replace_group", "shrink", "stop", "alert", "wait"]
+ActionKind = Literal["restart", "replace", "replace_group", "shrink", "stop", "alert", "wait", "observe"]
 """Actions: restart the ranks in place; replace nodes by spares; replace all nodes of a parallel group; restart with
-fewer replicas; stop the job; only report; wait for the network to recover.
+fewer replicas; stop the job; only report; wait for the network to recover; leave what follows to another launcher.
 """
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megascale.config.fault import FaultConfig
-from megascale.fault import decisions, stages
+from megascale.fault import decisions, observed_stages, stages
 from megascale.fault.attempt import Attempt, HangVerdict, LostNode
 from megascale.fault.classify import Verdict
 from megascale.fault.commands import Command, Log, Request, Say, Send, StartAgent
@@ -47,7 +47,7 @@ START_S = 5.0
 class JobPlan:
     """The ranks of a job. `run`: its name; `arguments`: of its ranks; `logs`: folder of the ranks' logs; `takeover`: an
     earlier driver of this launch may have left an attempt running; `requestable`, `revivable`: see `Reserve`; `checks`:
-    nodes are checked before they join, and after a fault.
+    nodes are checked before they join, and after a fault. `observes`: another launcher starts the ranks.
     `overrides`: further arguments of a layout that has shrunk; `smaller`: the layout for a number of nodes.
     """
 
@@ -60,6 +60,7 @@ class JobPlan:
     requestable: bool = False
     revivable: bool = True
     checks: bool = False
+    observes: bool = False
     overrides: tuple[str, ...] = ()
     smaller: Callable[[int], SmallerLayout | None] = lambda nodes: None
 
@@ -253,6 +254,8 @@ class Job:
         heard = self.roster.members[hello.node].heard if hello.node in self.roster.members else now
         self.roster.join(hello, now)
         current = self.attempt.number if self.attempt is not None else None
+        if hello.observer:
+            return
         if hello.attempt is not None and hello.attempt != current:
             self.do(Send(hello.node, Stop(hello.attempt, 0.0)))
         if hello.attempt != current and self.stage not in (Stage.TAKEOVER, Stage.OPEN) and self._runs_ranks(hello.node):
@@ -262,7 +265,7 @@ class Job:
     def _take(self, node: str, message: AgentMessage, now: float) -> None:
         """Take a message of a joined node into the state."""
         attempt, member = self.attempt, self.roster.members[node]
-        current = attempt is not None and getattr(message, "attempt", None) == attempt.number
+        current = attempt is not None and getattr(message, "attempt", None) == attempt.number_on(node)
         if isinstance(message, Heartbeat):
             self.heartbeats += 1
             if message.ranks or now - member.started > START_S:
@@ -291,9 +294,9 @@ class Job:
 
     def _advance(self, now: float) -> list[Command]:
         """Let the stages act until nothing changes, and return the commands since the last event."""
-        before = None
+        before, act = None, observed_stages.ACT if self.plan.observes else stages.ACT
         while before != (self.stage, self.deadline):
             before = (self.stage, self.deadline)
-            stages.ACT[self.stage](self, now)
+            act[self.stage](self, now)
         commands, self.commands = self.commands, []
         return commands

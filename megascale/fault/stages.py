@@ -37,6 +37,9 @@ OPEN_S = 20.0
 KILL_S = 10.0
 """Seconds beyond their grace in which a node must end its ranks."""
 
+RANKS_S = 60.0
+"""Seconds without a rank after which an observed job that has failed counts as ended: its launcher starts no more."""
+
 MOST_STACKS = 4
 """Most culprits whose stacks are collected."""
 
@@ -162,7 +165,7 @@ def run(job: Job, now: float) -> None:
     elif now >= job.next_look and attempt.watch.is_idle(now) and attempt.watch.hangs(attempt.statuses(job.roster), now):
         attempt.forget_answers()
         job.verdict = None
-        job.do(*(Send(node, Collect(attempt.number)) for node in attempt.placement))
+        job.do(*(Send(node, Collect(attempt.number_on(node))) for node in attempt.placement))
         job.enter(Stage.COLLECT, now + job.settings.evidence_s)
     elif not attempt.noted or job.waiting_since is not None:
         decisions.note_progress(job, now)
@@ -208,7 +211,7 @@ def collect(job: Job, now: float) -> None:
         culprits = [rank for rank in job.verdict.ranks if rank in attempt.node_of][:MOST_STACKS]
         for node in {attempt.node_of[rank] for rank in culprits} if settings.stacks else ():
             ranks = tuple(rank for rank in culprits if attempt.node_of[rank] == node)
-            job.do(Send(node, Collect(attempt.number, stacks=True, ranks=ranks)))
+            job.do(Send(node, Collect(attempt.number_on(node), stacks=True, ranks=ranks)))
         job.deadline = now + (settings.evidence_s / 2 if settings.stacks and culprits else 0.0)
     elif now >= job.deadline or attempt.stacks.keys() >= set(job.verdict.ranks[:MOST_STACKS]):
         decisions.conclude(job, attempt.hang_finding(job.verdict), now)
@@ -221,14 +224,17 @@ def _ask_longer_records(job: Job, ranks: Sequence[int], now: float) -> None:
     for node, asked in by_node.items():
         if asked:
             attempt.answered.discard(node)
-            job.do(Send(node, Collect(attempt.number, ranks=asked, events=EVENTS)))
+            job.do(Send(node, Collect(attempt.number_on(node), ranks=asked, events=EVENTS)))
     attempt.compared, job.verdict = True, None
     job.deadline = now + job.settings.evidence_s
 
 
 def stop_attempt(job: Job, now: float, grace_s: float, *, save: bool = False) -> None:
-    """End the ranks of the attempt. `save`: they may finish their step and save."""
+    """End the ranks of the attempt, unless another launcher does. `save`: they may finish their step and save."""
     attempt = job.attempt
+    if job.plan.observes:
+        job.enter(Stage.STOP, now + RANKS_S)
+        return
     for node in attempt.placement if attempt is not None else ():
         if attempt is not None and node in job.roster.members and not attempt.is_free(node):
             job.do(Send(node, Stop(attempt.number, grace_s, save)))
@@ -307,7 +313,7 @@ def exclude(job: Job, node: str, reason: str, now: float) -> None:
 
 def take_stop_request(job: Job, now: float) -> None:
     """End the job at its user's request."""
-    if job.stage in (Stage.GATHER, Stage.OPEN):
+    if job.stage in (Stage.GATHER, Stage.OPEN) or job.plan.observes:
         finish(job, Exit.STOPPED, now)
     elif job.stage != Stage.DONE:
         grace = job.settings.stop_grace_s if job.stop_requests == 1 else 0.0
