@@ -22,17 +22,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megascale.core.flight_layout import Phase
-from megascale.core.flight_record import FlightEvent, FlightRecord
-from megascale.core.rank import format_ranks
+from megascale.core.flight_record import FlightRecord
 from megascale.observe.divergence import divergent_ranks
-from megascale.observe.waits import WaitGraph, WaitPlace, is_issuing, wait_graph
+from megascale.observe.wait_words import SILENT_S, describe_place, describe_rank
+from megascale.observe.waits import WaitGraph, WaitPlace, wait_graph
 
 VerdictKind = Literal[
     "stopped", "dead", "spinning", "storage", "data", "collective", "network", "divergence", "device", "unknown"
 ]
-
-SILENT_S = 2.0
-"""Seconds without a heartbeat, eight beats, after which code is said to hold Python's lock."""
 
 MOST_EVIDENCE = 8
 """Most lines of evidence."""
@@ -108,9 +105,9 @@ def _verdict(
 ) -> Verdict:
     culprits = sorted(ranks, key=lambda rank: (-_idle_s(graph, rank), rank))
     place = _place_waited_in(culprits, graph)
-    evidence = [_describe_rank(rank, graph, states) for rank in culprits[:4]]
+    evidence = [describe_rank(rank, graph, states) for rank in culprits[:4]]
     if place is not None:
-        evidence.append(_describe_place(place, graph))
+        evidence.append(describe_place(place, graph))
     return Verdict(
         kind, tuple(culprits), place.key if place else "", tuple(evidence[:MOST_EVIDENCE]),
         confident and len(culprits) == 1,
@@ -132,56 +129,17 @@ def _lost_data(lost: Sequence[WaitPlace], graph: WaitGraph, states: Mapping[int,
     """Return the verdict about places that every member has issued: the ranks that wait for data, and their peers."""
     place = max(lost, key=lambda place: max(_idle_s(graph, rank) for rank in graph.waiting[place]))
     ranks = sorted(place.members if place.is_message else graph.waiting[place])
-    evidence = [f"{_describe_place(place, graph)}: all {len(place.members)} ranks have issued it, the data are missing"]
-    evidence += [_describe_rank(rank, graph, states) for rank in ranks[:4]]
+    evidence = [f"{describe_place(place, graph)}: all {len(place.members)} ranks have issued it, the data are missing"]
+    evidence += [describe_rank(rank, graph, states) for rank in ranks[:4]]
     return Verdict("network", tuple(ranks), place.key, tuple(evidence), confident=len(ranks) <= 2)
 
 
 def _divergence(graph: WaitGraph, states: Mapping[int, str]) -> Verdict:
     """Return the verdict about ranks that wait for each other."""
     ranks, evidence, certain, compare = divergent_ranks(graph)
-    described = [*evidence, *(_describe_rank(rank, graph, states) for rank in ranks[:4])]
+    described = [*evidence, *(describe_rank(rank, graph, states) for rank in ranks[:4])]
     place = _place_waited_in(ranks, graph)
     return Verdict(
         "divergence", ranks, place.key if place else "", tuple(described[:MOST_EVIDENCE]),
         confident=certain, compare=compare,
     )  # fmt: skip
-
-
-def _describe_rank(rank: int, graph: WaitGraph, states: Mapping[int, str]) -> str:
-    record = graph.records.get(rank)
-    if record is None:
-        return f"rank {rank} has no flight record"
-    text = f"rank {rank} is in phase {record.phase}, step {record.step}, without progress for {record.idle_s:.1f} s"
-    if state := states.get(rank):
-        text += f", in state {state}"
-    if record.silent_s > SILENT_S:
-        text += f", without a heartbeat for {record.silent_s:.1f} s"
-    if rank in graph.places:
-        verb = "issuing" if is_issuing(record) else "waiting in"
-        return f"{text}, {verb} {_name(graph.places[rank], graph)}"
-    last = next((event for event in reversed(record.last) if event.kind == "action"), None)
-    return f"{text}, in no collective{_describe_action(last)}"
-
-
-def _describe_action(event: FlightEvent | None) -> str:
-    if event is None:
-        return ""
-    where = f" of micro-batch {event.microbatch} on chunk {event.chunk}" if event.microbatch >= 0 else ""
-    return f", {'after' if event.ended_ns else 'in'} {event.name}{where}"
-
-
-def _describe_place(place: WaitPlace, graph: WaitGraph) -> str:
-    missing = graph.missing[place]
-    waiting = [rank for rank in graph.waiting[place] if rank not in graph.stuck] or graph.waiting[place]
-    verb = "wait" if len(waiting) > 1 else "waits"
-    text = f"{format_ranks(sorted(waiting))} {verb} in {_name(place, graph)}"
-    return f"{text} for {format_ranks(sorted(missing))}" if missing else text
-
-
-def _name(place: WaitPlace, graph: WaitGraph) -> str:
-    """Describe a place: 'all_reduce 41 "grads" of group dp'."""
-    record = graph.records[graph.waiting[place][0]]
-    events = [e for e in record.last if e.group == place.key and e.sequence == place.sequence]
-    part = f" {events[-1].part!r}" if events and events[-1].part else ""
-    return f"{events[-1].name if events else 'operation'} {place.sequence}{part} of group {place.key}"

@@ -172,9 +172,13 @@ def _is_mixed(place: WaitPlace, waiting: Sequence[int], records: Mapping[int, Fl
 def _missing_peer(place: WaitPlace, rank: int, records: Mapping[int, FlightRecord]) -> tuple[int, ...]:
     """Return the peer of a message if it has not issued its side."""
     state = records[rank].groups[place.key]
-    side = f"{state.name} {RECEIVE if state.kind == SEND else SEND} {rank}"
-    peer = _state(records, state.peer, side)
+    peer = _state(records, state.peer, other_side(state, rank))
     return (state.peer,) if peer is None or peer.issued <= place.sequence else ()
+
+
+def other_side(state: GroupState, rank: int) -> str:
+    """Return the key under which the peer of a rank counts the messages of `state`."""
+    return f"{state.name} {RECEIVE if state.kind == SEND else SEND} {rank}"
 
 
 def _state(records: Mapping[int, FlightRecord], rank: int, key: str) -> GroupState | None:
