@@ -14,7 +14,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from megascale.core.errors import Exit, MegascaleError
 from megascale.core.handshake import NotAPeerError
 from megascale.core.process import stop_signals
 from megascale.eventstore.collector import FINISH_S, Collector, CollectorThread
+from megascale.fault.agent_exporter import AgentExporter
 from megascale.fault.answers import check_node, read_records, take_stacks
 from megascale.fault.host_metrics import HostMetrics
 from megascale.fault.messages import (
@@ -84,6 +85,10 @@ class Agent:
         self._collector: CollectorThread | None = None
         self._metrics = HostMetrics(Path.cwd())
         self._host: dict[str, float] = {}
+        self._last_host: dict[str, float] = {}
+        self._exporter = AgentExporter(
+            place, self._record_paths, lambda: self._last_host, lambda: self._channel.lost_s, _say
+        )
         self._beat_now = asyncio.Event()
         self._stop_requests = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -113,6 +118,7 @@ class Agent:
                 await self._end_collector()
                 self._ranks.close()
             self._store.close()
+            self._exporter.close()
 
     def _spawn(self, job: Coroutine[Any, Any, None]) -> None:
         """Run a job beside the others; its failure ends the agent."""
@@ -152,7 +158,10 @@ class Agent:
     async def _take(self, message: DriverMessage) -> None:
         match message:
             case Welcome():
-                self._settings = self._settings.model_copy(update=vars(message))
+                self._settings = self._settings.model_copy(
+                    update={name: value for name, value in vars(message).items() if name in FaultConfig.model_fields}
+                )
+                self._exporter.start(message)
             case OpenStore() if not self._observes:
                 self._store.open(message)
                 if (opened := self._store.opened) is not None:
@@ -244,12 +253,15 @@ class Agent:
     async def _sample_metrics(self) -> None:
         while True:
             try:
-                self._host = await call_in_thread(self._metrics.sample, METRICS_S)
+                self._host = self._last_host = await call_in_thread(self._metrics.sample, METRICS_S)
                 if self._collector is not None:
                     self._collector.collector.add_host_metrics(self._host)
             except (TimeoutError, RuntimeError, OSError) as error:
                 _say(f"no metrics of the host: {str(error) or type(error).__name__}")
             await asyncio.sleep(METRICS_S)
+
+    def _record_paths(self) -> Mapping[int, Path]:
+        return {} if self._ranks is None else self._ranks.record_paths()
 
     def _take_signal(self) -> None:
         """Stop on a signal: at the first the ranks may save, the second kills them."""
