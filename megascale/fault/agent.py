@@ -41,6 +41,7 @@ from megascale.fault.messages import (
     Stop,
     Welcome,
 )
+from megascale.fault.node_exporter import METRICS_S
 from megascale.fault.node_place import NodePlace
 from megascale.fault.node_ranks import NodeRanks
 from megascale.fault.ranks import Ranks
@@ -49,9 +50,6 @@ from megascale.fault.scheduler.port import DRIVER_LOST
 from megascale.fault.store_listener import StoreListener
 from megascale.fault.streams import Tls
 from megascale.fault.threads import call_in_thread
-
-METRICS_S = 5.0
-"""Seconds between samples of the host's metrics, and seconds that a sample may take."""
 
 COLLECTOR_S = FINISH_S + 1
 """Seconds that the agent waits at most for the event store."""
@@ -84,11 +82,8 @@ class Agent:
         self._store = StoreListener(place.address)
         self._collector: CollectorThread | None = None
         self._metrics = HostMetrics(Path.cwd())
-        self._host: dict[str, float] = {}
-        self._last_host: dict[str, float] = {}
-        self._exporter = AgentExporter(
-            place, self._record_paths, lambda: self._last_host, lambda: self._channel.lost_s, _say
-        )
+        self._host: Mapping[str, float] = {}
+        self._exporter = AgentExporter(place, lambda: self._channel.lost_s, _say)
         self._beat_now = asyncio.Event()
         self._stop_requests = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -191,6 +186,7 @@ class Agent:
         ranks = self._ranks = NodeRanks(order, self._place.node, self._secret_descriptor, self._report_end)
         ranks.start(self._store.socket_of(order.attempt))
         self._collector = CollectorThread(Collector(ranks.record_paths, _say), _say)
+        self._exporter.collector = self._collector.collector
         self._store.close()
         self._beat_now.set()
 
@@ -253,15 +249,12 @@ class Agent:
     async def _sample_metrics(self) -> None:
         while True:
             try:
-                self._host = self._last_host = await call_in_thread(self._metrics.sample, METRICS_S)
+                self._host = self._exporter.host = await call_in_thread(self._metrics.sample, METRICS_S)
                 if self._collector is not None:
                     self._collector.collector.add_host_metrics(self._host)
             except (TimeoutError, RuntimeError, OSError) as error:
                 _say(f"no metrics of the host: {str(error) or type(error).__name__}")
             await asyncio.sleep(METRICS_S)
-
-    def _record_paths(self) -> Mapping[int, Path]:
-        return {} if self._ranks is None else self._ranks.record_paths()
 
     def _take_signal(self) -> None:
         """Stop on a signal: at the first the ranks may save, the second kills them."""

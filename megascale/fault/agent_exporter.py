@@ -3,34 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from megascale.eventstore.collector import Collector
 from megascale.export.exporter import Endpoint, exporting
 from megascale.export.families import Family
-from megascale.export.host_families import host_families
-from megascale.export.rank_families import rank_families, read_records
+from megascale.export.metrics_server import Say
 from megascale.fault.messages import Welcome
+from megascale.fault.node_exporter import node_families
 from megascale.fault.node_place import NodePlace
 
 
 class AgentExporter:
-    """Serves metrics from the first Welcome on that asks for it, in threads of its own. The functions are called there:
-    `records` returns the paths of flight records by rank, `host` the last sample of the host's metrics, `lost_s` the
-    seconds without a driver.
+    """Serves metrics from the first Welcome on that asks for it, in threads of its own, which read what the agent sets:
+    `collector` of the present ranks, and `host`, the last sample of the host's metrics. `lost_s` returns the seconds
+    without a driver.
     """
 
-    def __init__(
-        self,
-        place: NodePlace,
-        records: Callable[[], Mapping[int, Path]],
-        host: Callable[[], Mapping[str, float]],
-        lost_s: Callable[[], float],
-        say: Callable[[str], None],
-    ) -> None:
+    def __init__(self, place: NodePlace, lost_s: Callable[[], float], say: Say) -> None:
+        self.collector: Collector | None = None
+        self.host: Mapping[str, float] = {}
         self._place = place
-        self._records = records
-        self._host = host
         self._lost_s = lost_s
         self._say = say
         self._open = contextlib.ExitStack()
@@ -40,23 +34,16 @@ class AgentExporter:
         """Begin to serve, if it has not begun."""
         if self._endpoint is not None or not welcome.metrics_port:
             return
-        place, folder = self._place, Path(welcome.folder)
-        self._endpoint = Endpoint(
-            welcome.metrics_address, welcome.metrics_port, welcome.run, folder, place.node, place.address
-        )
+        place, host, port = self._place, welcome.metrics_address, welcome.metrics_port
+        self._endpoint = Endpoint(host, port, welcome.run, Path(welcome.folder), place.node, place.address)
         self._open.enter_context(exporting(self._families, self._endpoint, self._say))
 
     def close(self) -> None:
         """Stop serving."""
         self._open.close()
 
-    def _families(self) -> Iterable[Family]:
-        return list(self._node_families())
-
-    def _node_families(self) -> Iterator[Family]:
+    def _families(self) -> list[Family]:
         assert self._endpoint is not None
-        labels = self._endpoint.labels
-        yield from rank_families(read_records(self._records()), labels)
-        yield from host_families(self._host(), labels)
-        text = "time without a driver; ranks train on meanwhile"
-        yield Family("agent_driver_lost_seconds", "gauge", text, [(labels, self._lost_s())])
+        labels, text = self._endpoint.labels, "time without a driver; ranks train on meanwhile"
+        lost = Family("agent_driver_lost_seconds", "gauge", text, [(labels, self._lost_s())])
+        return [*node_families(self.collector, self.host, labels), lost]

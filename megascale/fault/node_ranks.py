@@ -138,10 +138,6 @@ class NodeRanks:
                 found[rank] = read_flight_record(self._ranks[rank].record_path)
         return found
 
-    def record_paths(self) -> dict[int, Path]:
-        """Return the paths of the flight records; may be called by any thread."""
-        return {rank: local.record_path for rank, local in self._ranks.copy().items()}
-
     def processes(self, ranks: Sequence[int] | None = None) -> dict[int, int]:
         """Return the process ids of running ranks, by default of all."""
         wanted = self.running if ranks is None else [rank for rank in ranks if rank in self.running]

@@ -111,10 +111,6 @@ class ObservedRanks:
                 found[rank] = read_flight_record(self._ranks[rank].path)
         return found
 
-    def record_paths(self) -> dict[int, Path]:
-        """Return the paths of the flight records; may be called by any thread."""
-        return {rank: observed.path for rank, observed in self._ranks.copy().items()}
-
     def processes(self, ranks: Sequence[int] | None = None) -> dict[int, int]:
         """Return the process ids of running ranks, by default of all."""
         wanted = self.running if ranks is None else [rank for rank in ranks if rank in self.running]

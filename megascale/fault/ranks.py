@@ -6,7 +6,6 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Protocol
 
 from megascale.core.flight_record import FlightRecord
@@ -32,9 +31,6 @@ class Ranks(Protocol):
 
     def records(self, ranks: Sequence[int] | None = None) -> dict[int, FlightRecord]:
         """Read the flight records of ranks, by default of all, also of those that have ended."""
-
-    def record_paths(self) -> dict[int, Path]:
-        """Return the paths of the flight records; may be called by any thread."""
 
     def processes(self, ranks: Sequence[int] | None = None) -> dict[int, int]:
         """Return the process ids of running ranks, by default of all."""

@@ -93,4 +93,7 @@ def test_counters_end_with_total_and_values_keep_their_digits() -> None:
     assert "# TYPE megascale_a_bytes_total counter" in text
     parsed = {sample.name: sample for family in text_string_to_metric_families(text) for sample in family.samples}
     assert parsed["megascale_b_ratio"].labels == {"name": 'with "quotes"'}
-    assert (parsed["megascale_a_bytes_total"].labels, parsed["megascale_a_bytes_total"].value) == ({"rank": "1"}, 2.0**40)
+    assert (parsed["megascale_a_bytes_total"].labels, parsed["megascale_a_bytes_total"].value) == (
+        {"rank": "1"},
+        2.0**40,
+    )
