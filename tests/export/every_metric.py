@@ -64,7 +64,7 @@ def every_family(folder: Path) -> list[Family]:
     collector, _ = played_ranks(folder)
     job = Simulation(JobPlan("r", 2, 4, (), "/logs"), FaultConfig(), 1)
     job.run(100.0)
-    lost = Family("agent_driver_lost_seconds", "gauge", "", [(LABELS, 0.0)])
+    lost = Family("agent_driver_lost_seconds", "gauge", "of AgentExporter", [(LABELS, 0.0)])
     ranks, host = rank_families(collector, LABELS), host_families(host_sample(), LABELS)
     return [*ranks, *host, *job_families(job.job, job.now, LABELS), lost]
 
