@@ -7,11 +7,10 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from megascale.core.errors import Exit, MegascaleError
-from megascale.core.process import handling_stops
+from megascale.core.process import interrupt_on_stop_signals
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,17 +41,12 @@ def run(options: argparse.Namespace) -> int:
         _print(console, reader.read())
         return Exit.OK
     try:
-        with handling_stops(_leave):
+        with interrupt_on_stop_signals():
             last = _follow(console, reader)
     except KeyboardInterrupt:
         return Exit.OK
     _print(console, last)
     return Exit.OK
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    """End at a stop signal, with the terminal as it was."""
-    raise KeyboardInterrupt
 
 
 def _follow(console: Console, reader: RunReader) -> RunView:

@@ -50,7 +50,7 @@ def frame(view: RunView, slowness: Sequence[float], findings: Sequence[str], siz
     gravest first.
     """
     head = [*_header(view, size.width), Text(), *_curves(view, size), Text()]
-    letters = _letters(view, slowness)
+    letters = letters_of(view, slowness)
     verdict = list(_verdict(view, findings, letters, size.width))
     incidents = list(_incidents(view, size.width))
     rest = size.height - len(head) - len(verdict) - 2  # heading and legend of the ranks
@@ -110,7 +110,8 @@ def _curves(view: RunView, size: FrameSize) -> Iterator[Text]:
         yield text
 
 
-def _letters(view: RunView, slowness: Sequence[float]) -> list[str]:
+def letters_of(view: RunView, slowness: Sequence[float]) -> list[str]:
+    """Return the letters of all ranks. `slowness`: by rank, excess over its peers' compute time, or empty."""
     limit_s = idle_limit_s(view.step_time_s)
     known = {rank: letter_of(state, _at(slowness, rank), limit_s) for rank, state in enumerate(view.states.ranks)}
     return [known.get(rank, "?") if not view.states.stale else "?" for rank in range(view.world)]
