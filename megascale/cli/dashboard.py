@@ -15,6 +15,8 @@ from megascale.core.process import interrupt_on_stop_signals
 PORT = 8050
 """The port that is tried first, if none is given."""
 
+ANY_ADDRESS = ("0.0.0.0", "::")
+
 EXTRA_HINT = "pip install 'megascale[dashboard]'; megascale watch and megascale report do without"
 
 
@@ -52,13 +54,13 @@ def run(options: argparse.Namespace) -> int:
     ):
         host, port = listener.getsockname()[:2]
         app = make_app(watched_runs(options.folders), token, f"megascale-{port}")
-        shown = f"[{host}]" if ":" in host else host
+        shown = socket.gethostname() if host in ANY_ADDRESS else f"[{host}]" if ":" in host else host
         print(f"open http://{shown}:{port}/?token={token} (Ctrl-C ends the dashboard)", flush=True)
         if is_loopback(host):
             print(f"from another machine: ssh -L {port}:{host}:{port} {socket.gethostname()}", flush=True)
         else:
             print("WARNING: who can record the network's traffic can read the token and the pages", flush=True)
-        with contextlib.closing(DashboardServer(listener, app.server)) as server:
+        with DashboardServer(listener, app.server) as server:
             server.serve_forever()
     return Exit.OK
 

@@ -35,7 +35,7 @@ def make_app(runs: dict[str, WatchedRun], token: str, cookie: str = "megascale-d
     protect(server, token, cookie)
     app = Dash(
         "megascale.dashboard",
-        server=server,
+        server=server,  # type: ignore[arg-type]  # takes a Flask application, whatever its type says
         assets_folder=str(Path(__file__).parent / "assets"),
         serve_locally=True,
         title=", ".join(runs),

@@ -24,8 +24,17 @@ GREY = "#d9d9d9"
 LEAST_HEAT, MOST_HEAT = 0.1, 0.5
 """Excess over the peers at the dark end of the scale, at least and at most."""
 
+CURVE_HEIGHT, WATERFALL_HEIGHT = 270, 420
+"""Pixels of a curve and of a waterfall."""
+
+MOST_NUMBERED, MOST_LINED, MOST_TICKS = 256, 2048, 32
+"""Most cells of a heat map with their rank's number, and with lines between them; most columns with a number each."""
+
+LEAST_SHOWN = 5e-4
+"""Smallest part of a waterfall, as a share of 1."""
+
 CURVES = {
-    "loss": ("loss", ".4g"), "grad_norm": ("gradient norm", ".3g"), "tokens_per_s": ("tokens per second", ".3s"),
+    "loss": ("loss", "~g"), "grad_norm": ("gradient norm", "~g"), "tokens_per_s": ("tokens per second", "~s"),
     "mfu_full": ("MFU", ".1%"),
 }  # fmt: skip
 """Title and format by metric."""
@@ -34,7 +43,7 @@ CURVES = {
 def curve_figure(metric: str, views: Mapping[str, RunView]) -> go.Figure:
     """Return the curves of a metric of several runs, with the incidents of each as marks."""
     title, form = CURVES[metric]
-    figure = blank_figure(title, height=260)
+    figure = blank_figure(title, CURVE_HEIGHT)
     for (name, view), colour in zip(views.items(), _colours(len(views)), strict=True):
         steps, values = view.curves.drawn(metric)
         figure.add_scatter(x=steps, y=values, mode="lines", name=name, line={"color": colour, "width": 1.5})
@@ -44,7 +53,8 @@ def curve_figure(metric: str, views: Mapping[str, RunView]) -> go.Figure:
             figure.add_scatter(x=x, y=y, mode="markers", name=f"{name}, validation", marker=dots)
         _mark_incidents(figure, view, steps, values)
     figure.update_yaxes(tickformat=form)
-    figure.update_xaxes(title="step", title_standoff=4)
+    figure.update_xaxes(title="step", title_standoff=4, tickformat=",d")
+    figure.update_layout(showlegend=len(views) > 1 or any(view.curves.valid for view in views.values()))
     return figure
 
 
@@ -89,14 +99,16 @@ def _heat_map(
     rows, _ = values.shape
     figure = blank_figure(title, height=min(900, max(220, 90 + 14 * rows)))
     low, high = limits
-    gap = 1 if values.size <= 2048 else 0
-    heat = go.Heatmap(z=values, colorscale=scale, zmin=low, zmax=max(high, low + 1e-9), xgap=gap, ygap=gap)
-    figure.add_trace(heat)
+    gap = 1 if values.size <= MOST_LINED else 0
+    figure.add_trace(go.Heatmap(z=values, colorscale=scale, zmin=low, zmax=max(high, low + 1e-9), xgap=gap, ygap=gap))
+    if values.size <= MOST_NUMBERED:
+        figure.update_traces(text=matrix.ranks, texttemplate="%{text}")
     ticks = [row for row, label in enumerate(matrix.labels) if label]
     figure.update_yaxes(
         autorange="reversed", tickvals=ticks, ticktext=[matrix.labels[row] for row in ticks], showgrid=False
     )
-    figure.update_xaxes(title="replica (dp)", showgrid=False, title_standoff=4)
+    figure.update_xaxes(title="replica (dp)", showgrid=False, title_standoff=4, tickformat="d", minallowed=-0.5)
+    figure.update_xaxes(dtick=1 if matrix.ranks.shape[1] <= MOST_TICKS else None)
     figure.update_layout(plot_bgcolor=GREY)
     return figure
 
@@ -106,11 +118,11 @@ def _names(matrix: RankMatrix, nodes: Sequence[str]) -> np.ndarray:
     return np.array(names)[matrix.ranks]
 
 
-def waterfall_figure(ledger: MfuLedger) -> go.Figure:
+def waterfall_figure(breakdown: MfuLedger) -> go.Figure:
     """Return the waterfall from the peak to the achieved MFU."""
-    levels = ledger.waterfall
-    figure = blank_figure(f"MFU points, steps {ledger.first_step} to {ledger.last_step}", height=420)
     whole = ("peak", "achieved")
+    levels = [each for each in breakdown.waterfall if each.name in whole or abs(each.points) >= LEAST_SHOWN]
+    figure = blank_figure(f"MFU points, steps {breakdown.first_step} to {breakdown.last_step}", WATERFALL_HEIGHT)
     figure.add_trace(
         go.Waterfall(
             x=[level.name for level in levels],
@@ -134,12 +146,20 @@ def blank_figure(title: str, height: int) -> go.Figure:
             "title": {"text": title, "font": {"size": 14}, "x": 0.01, "y": 0.97},
             "template": "plotly_white",
             "height": height,
-            "margin": {"l": 56, "r": 16, "t": 34, "b": 40},
-            "legend": {"orientation": "h", "y": 1.12, "x": 1, "xanchor": "right"},
+            "margin": {"l": 56, "r": 16, "t": 40, "b": 40},
+            "legend": {"orientation": "h", "y": 1.02, "x": 1, "xanchor": "right", "yanchor": "bottom"},
             "uirevision": "keep",  # zoom and selection outlive the refresh
             "font": {"family": "sans-serif", "size": 12},
         }
     )
+
+
+def empty_figure() -> go.Figure:
+    """Return a figure for want of another."""
+    figure = blank_figure("", 60)
+    figure.update_xaxes(visible=False)
+    figure.update_yaxes(visible=False)
+    return figure
 
 
 def _colours(count: int) -> list[str]:

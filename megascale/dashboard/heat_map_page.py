@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
-import plotly.graph_objects as go
 from dash import Dash, Input, Output, State, ctx, dcc, html, no_update
 from dash.exceptions import PreventUpdate
 
 from megascale.core.rank import format_ranks
-from megascale.dashboard.figures import excess_figure
-from megascale.dashboard.page import PICKED, RUN, TABS, TICK, Page, Runs, graph, note, table
+from megascale.dashboard.figures import empty_figure, excess_figure
+from megascale.dashboard.page import PICKED, RUN, TABS, TICK, Page, Runs, changed, graph, height_of, note, table
 from megascale.view.rank_matrix import rank_matrix
 from megascale.view.store_view import StoreView
 
-KEY, MAP, PART = "heat", "heat-map", "heat-part"
+KEY, MAP, PART, SHOWN = "heat", "heat-map", "heat-part", "heat-shown"
 COMPUTE = "all compute"
 
 
@@ -25,26 +24,34 @@ def _layout() -> html.Div:
             html.Div([html.Label("part of a step"), part, note(words)], className="row"),
             graph(MAP),
             html.Div(id="outliers"),
+            dcc.Store(SHOWN),
         ]
     )
 
 
 def _register(app: Dash, runs: Runs) -> None:
     @app.callback(
-        [Output(MAP, "figure"), Output(PART, "options"), Output("outliers", "children")],
+        [
+            *(Output(MAP, name) for name in ("figure", "style")),
+            Output(PART, "options"),
+            Output("outliers", "children"),
+            Output(SHOWN, "data"),
+        ],
         [Input(TICK, "n_intervals"), Input(RUN, "value"), Input(TABS, "value"), Input(PART, "value")],
+        State(SHOWN, "data"),
     )
-    def update(tick: int | None, name: str, tab: str, part: str) -> list:
+    def update(tick: int | None, name: str, tab: str, part: str, shown: str | None) -> list:
         if tab != KEY:
             raise PreventUpdate
         run = runs[name]
+        shown = changed(run.store_version, shown)
         if (store := run.store) is None:
-            return [go.Figure(), no_update, note(run.store_problem)]
+            return [empty_figure(), {}, no_update, note(run.store_problem), shown]
         heat = store.heat
         matrix = rank_matrix(run.view().topology)
         title = f"{part}: each rank beside its peers, steps {heat.first_step} to {heat.last_step}"
         figure = excess_figure(title, matrix, _excess(store, part), store.nodes)
-        return [figure, [COMPUTE, *heat.columns], _outliers(store)]
+        return [figure, height_of(figure), [COMPUTE, *heat.columns], _outliers(store), shown]
 
     @app.callback(
         [Output(PICKED, "data", allow_duplicate=True), Output(TABS, "value", allow_duplicate=True)],

@@ -3,38 +3,45 @@
 from __future__ import annotations
 
 import numpy as np
-import plotly.graph_objects as go
-from dash import Dash, Input, Output, html
+from dash import Dash, Input, Output, State, dcc, html
 from dash.exceptions import PreventUpdate
 
 from megascale.core.units import format_bytes
-from megascale.dashboard.figures import memory_figure
-from megascale.dashboard.page import RUN, TABS, TICK, Page, Runs, graph, note, table
+from megascale.dashboard.figures import empty_figure, memory_figure
+from megascale.dashboard.page import RUN, TABS, TICK, Page, Runs, changed, graph, height_of, note, table
 from megascale.layout.topology import Topology
 from megascale.view.rank_matrix import rank_matrix
 
-KEY = "memory"
+KEY, SHOWN = "memory", "memory-shown"
 HEAD = ("stage", "ranks", "least", "median", "most", "rank with the most")
 
 
 def _layout() -> html.Div:
-    return html.Div([graph("memory-map"), html.Div(id="memory-stages")])
+    return html.Div([graph("memory-map"), html.Div(id="memory-stages"), dcc.Store(SHOWN)])
 
 
 def _register(app: Dash, runs: Runs) -> None:
     @app.callback(
-        [Output("memory-map", "figure"), Output("memory-stages", "children")],
+        [
+            *(Output("memory-map", name) for name in ("figure", "style")),
+            Output("memory-stages", "children"),
+            Output(SHOWN, "data"),
+        ],
         [Input(TICK, "n_intervals"), Input(RUN, "value"), Input(TABS, "value")],
+        State(SHOWN, "data"),
     )
-    def update(tick: int | None, name: str, tab: str) -> list:
+    def update(tick: int | None, name: str, tab: str, shown: str | None) -> list:
         if tab != KEY:
             raise PreventUpdate
         run = runs[name]
+        shown = changed(run.store_version, shown)
         if (store := run.store) is None:
-            return [go.Figure(), note(run.store_problem)]
+            return [empty_figure(), {}, note(run.store_problem), shown]
+        if not np.nansum(store.memory):
+            return [empty_figure(), {}, note("the device does not tell its memory"), shown]
         topology = run.view().topology
         figure = memory_figure(rank_matrix(topology), store.memory, store.nodes)
-        return [figure, table(HEAD, _stages(topology, store.memory), "stage-table")]
+        return [figure, height_of(figure), table(HEAD, _stages(topology, store.memory), "stage-table"), shown]
 
 
 def _stages(topology: Topology, memory: np.ndarray) -> list[tuple[str, ...]]:

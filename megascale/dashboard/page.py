@@ -4,18 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from dash import Dash, dcc, html
+import plotly.graph_objects as go
+from dash import Dash, ctx, dcc, html
+from dash.exceptions import PreventUpdate
 
 from megascale.dashboard.runs import WatchedRun
 
 RUN, TABS, TICK, PICKED = "run", "tabs", "tick", "picked"
 """Ids: the run's picker, the tabs, the clock that lets pages follow their run, and the picked rank."""
 
-GRAPH = {"displaylogo": False, "responsive": True, "modeBarButtonsToRemove": ["lasso2d", "select2d", "autoScale2d"]}
+GRAPH: Any = {"displayModeBar": False, "responsive": True, "doubleClick": "reset"}
 """Settings of every graph."""
 
 Runs = dict[str, WatchedRun]
+
+
+def changed(now: object, shown: str | None) -> str:
+    """Return what is shown `now`. Raises: PreventUpdate if it is shown already, and only time has passed"""
+    if ctx.triggered_id == TICK and str(now) == shown:
+        raise PreventUpdate
+    return str(now)
 
 
 @dataclass(frozen=True)
@@ -28,19 +38,24 @@ class Page:
     register: Callable[[Dash, Runs], None]
 
 
-def graph(name: str) -> dcc.Graph:
-    """Return an empty graph, without the controls that nobody needs."""
-    return dcc.Graph(id=name, config=GRAPH, className="graph")
+def graph(name: str, height: int = 0) -> dcc.Graph:
+    """Return an empty graph of `height` pixels, or of its figure's height by an output `style` with `height_of`."""
+    return dcc.Graph(id=name, config=GRAPH, responsive=True, style={"height": f"{height}px"})
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[object]], name: str = "") -> html.Table:
+def height_of(figure: go.Figure) -> dict[str, str]:
+    """Return the style of a graph with a figure: it fills the page's width, and has the figure's height."""
+    return {"height": f"{figure.layout.height}px"}
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], name: str = "") -> html.Table:
     """Return a table. `name`: its id."""
     body = [html.Tr([html.Td(cell) for cell in row]) for row in rows]
     parts = [html.Thead(html.Tr([html.Th(cell) for cell in head])), html.Tbody(body)]
     return html.Table(parts, id=name) if name else html.Table(parts)
 
 
-def facts(rows: Iterable[tuple[str, object]]) -> html.Table:
+def facts(rows: Iterable[tuple[str, str]]) -> html.Table:
     """Return a table of names and values."""
     return html.Table([html.Tr([html.Th(name), html.Td(value)]) for name, value in rows], className="facts")
 

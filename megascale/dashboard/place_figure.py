@@ -13,6 +13,9 @@ from megascale.view.signs import SIGNS
 NUMBERED = 24
 """Most cells of a row that show their rank's number; others show it beside the pointer."""
 
+LEAST_CELLS = 12
+"""Cells of a row that a short group leaves empty, so that neighbours stay close."""
+
 FLOW_COLOURS = {"activations": "#0072b2", "gradients of activations": "#d55e00"}
 
 
@@ -24,10 +27,17 @@ def place_figure(place: RankPlace, letters: Sequence[str]) -> go.Figure:
         _add_group(figure, place, axis, row, letters)
     for flow in place.flows:
         _add_arrow(figure, place, flow, rows["pp"])
+    for number, (what, colour) in enumerate(FLOW_COLOURS.items() if place.flows else ()):
+        words = f"<b style='color:{colour}'>\u2192 {what}</b>"
+        at = {"x": len(place.groups["pp"]) - 0.4, "y": rows["pp"] + 0.2 - 0.4 * number}
+        figure.add_annotation(**at, text=words, showarrow=False, xanchor="left")
     figure.update_layout(showlegend=False)
-    figure.update_xaxes(visible=False, range=[-1.2, max(map(len, place.groups.values()), default=1)])
+    cells = max(LEAST_CELLS, *map(len, place.groups.values())) if place.groups else LEAST_CELLS
+    figure.update_xaxes(visible=False, range=[-0.7, cells])
     ticks = [f"{axis} group" for axis in rows]
-    figure.update_yaxes(tickvals=list(rows.values()), ticktext=ticks, showgrid=False, range=[-0.6, len(rows) - 0.4])
+    figure.update_yaxes(
+        tickvals=list(rows.values()), ticktext=ticks, showgrid=False, zeroline=False, range=[-0.6, len(rows) - 0.4]
+    )
     return figure
 
 

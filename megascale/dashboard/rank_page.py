@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from dash import Dash, Input, Output, State, ctx, dcc, html
+from dash import Dash, Input, Output, ctx, dcc, html
+from dash.development.base_component import Component
 from dash.exceptions import PreventUpdate
 
 from megascale.core.flight_record import FlightEvent, FlightRecord
 from megascale.core.rank import format_ranks
 from megascale.core.units import format_bytes
-from megascale.dashboard.page import PICKED, RUN, TABS, TICK, Page, Runs, facts, graph, note, table
+from megascale.dashboard.page import PICKED, RUN, TABS, TICK, Page, Runs, facts, graph, height_of, note, table
 from megascale.dashboard.place_figure import place_figure
 from megascale.view.frame import letters_of
 from megascale.view.rank_details import RankDetails, read_rank_details
@@ -45,21 +46,21 @@ def _register(app: Dash, runs: Runs) -> None:
         return int(number)
 
     @app.callback(
-        [Output(PLACE, "figure"), Output("rank-details", "children")],
+        [Output(PLACE, "figure"), Output(PLACE, "style"), Output("rank-details", "children")],
         [Input(PICKED, "data"), Input(TICK, "n_intervals"), Input(RUN, "value"), Input(TABS, "value")],
-        State("rank-details", "children"),
     )
-    def update(rank: int, tick: int | None, name: str, tab: str, before: object) -> list:
+    def update(rank: int, tick: int | None, name: str, tab: str) -> list:
         if tab != KEY:
             raise PreventUpdate
         view, store = runs[name].view(), runs[name].store
         rank = min(max(rank, 0), view.world - 1)
         details = read_rank_details(view, rank)
         letters = letters_of(view, store.slowness if store is not None else ())
-        return [place_figure(details.place, letters), html.Div(list(_details(view, store, details, letters[rank])))]
+        figure = place_figure(details.place, letters)
+        return [figure, height_of(figure), html.Div(list(_details(view, store, details, letters[rank])))]
 
 
-def _details(view: RunView, store: StoreView | None, details: RankDetails, letter: str) -> Iterator[object]:
+def _details(view: RunView, store: StoreView | None, details: RankDetails, letter: str) -> Iterator[Component]:
     yield html.Div(
         [
             html.Div([html.H2("Place"), facts(_place(details))]),

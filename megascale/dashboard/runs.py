@@ -48,6 +48,11 @@ class WatchedRun:
         return self._store.latest
 
     @property
+    def store_version(self) -> int:
+        """The number of the newest analyses."""
+        return self._store.version
+
+    @property
     def store_problem(self) -> str:
         """Why there are no analyses."""
         return self._store.error or ("the event store is being read" if self._store.latest is None else "")

@@ -6,13 +6,13 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import plotly.graph_objects as go
 from dash import Dash, Input, Output, dcc, html
 from dash.exceptions import PreventUpdate
 from flask import Flask, Response, abort, request
 
 from megascale.core.events import RankEvents
-from megascale.dashboard.page import PICKED, RUN, TABS, Page, Runs, graph, note
+from megascale.dashboard.figures import empty_figure
+from megascale.dashboard.page import PICKED, RUN, TABS, Page, Runs, graph, height_of, note
 from megascale.dashboard.timeline_figure import timeline_figure
 from megascale.eventstore.query import StoreError, open_store
 from megascale.layout.topology import Topology
@@ -51,7 +51,11 @@ def _register(app: Dash, runs: Runs) -> None:
         return steps[::-1], steps[-2 if len(steps) > 1 else -1] if steps else None
 
     @app.callback(
-        [Output("timeline", "figure"), Output("timeline-note", "children"), Output("download", "href")],
+        [
+            *(Output("timeline", name) for name in ("figure", "style")),
+            Output("timeline-note", "children"),
+            Output("download", "href"),
+        ],
         [
             Input(PICKED, "data"),
             Input("order", "value"),
@@ -62,7 +66,7 @@ def _register(app: Dash, runs: Runs) -> None:
     )
     def update(rank: int, order: str, step: int | None, count: int, name: str) -> list:
         if step is None:
-            return [go.Figure(), note("no events of steps are recorded yet"), ""]
+            return [empty_figure(), {}, note("no events of steps are recorded yet"), ""]
         view = runs[name].view()
         ranks = chosen_ranks(view.topology, rank, order)
         events = read_events(view, ranks, range(step, step + count))
@@ -71,7 +75,8 @@ def _register(app: Dash, runs: Runs) -> None:
         link = f"{DOWNLOAD}?run={name}&rank={rank}&order={order}&step={step}&count={count}"
         missing = [number for number in ranks if number not in {each.rank for each in events}]
         words = f"no events of {len(missing)} ranks in these steps" if missing else ""
-        return [timeline_figure(title, events), note(words), link]
+        figure = timeline_figure(title, events)
+        return [figure, height_of(figure), note(words), link]
 
 
 def serve_download(server: Flask, runs: Runs) -> None:

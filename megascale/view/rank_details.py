@@ -14,7 +14,7 @@ from megascale.fault.incidents import Incident
 from megascale.fault.observations import read_tail
 from megascale.launch.failure import read_record
 from megascale.view.neighbours import RankPlace, place_of
-from megascale.view.rank_states import local_records
+from megascale.view.rank_states import records_of
 from megascale.view.run_view import RunView
 
 if TYPE_CHECKING:
@@ -47,12 +47,12 @@ def read_rank_details(view: RunView, rank: int) -> RankDetails:
         incidents=tuple(each for each in view.incidents if rank in each.culprit.ranks),
     )
     record, source = _flight_record(view, rank)
-    error, log, output = "", None, ()
+    error, log, output = "", None, list[str]()
     for folder in (view.folder / "logs" / f"attempt-{view.attempt}", view.folder / "logs"):
         error = error or _error(folder, rank)
         if not output and (lines := read_tail(folder / f"rank-{rank}.log")):
-            log, output = folder / f"rank-{rank}.log", tuple(lines[-MOST_LINES:])
-    return replace(details, record=record, source=source, error=error, log=log, output=output)
+            log, output = folder / f"rank-{rank}.log", lines[-MOST_LINES:]
+    return replace(details, record=record, source=source, error=error, log=log, output=tuple(output))
 
 
 def _error(logs: Path, rank: int) -> str:
@@ -65,7 +65,7 @@ def _error(logs: Path, rank: int) -> str:
 
 def _flight_record(view: RunView, rank: int) -> tuple[FlightRecord | None, str]:
     """Return the newest flight record of a rank, and where it was found."""
-    if view.is_live and (record := local_records(view.name).get(rank)) is not None:
+    if view.is_live and (record := records_of(view.name, view.states).get(rank)) is not None:
         return record, "shared memory of this host"
     try:
         store = open_store(view.folder)

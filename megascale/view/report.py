@@ -58,7 +58,7 @@ def render_report(view: RunView, store: StoreView | None, timeline: str, notes: 
         _findings(store.findings if store is not None else ()),
         _curves(view),
         *(_heat_map(view.topology, store) if store is not None else ()),
-        *(_waterfall(store.ledger) if store is not None and store.ledger is not None else ()),
+        *(_waterfall(store.breakdown) if store is not None and store.breakdown is not None else ()),
         *(["<h2>Timeline</h2>", timeline] if timeline else []),
         *(_memory(view.topology, store) if store is not None else ()),
         _incidents(view.incidents),
@@ -150,18 +150,18 @@ def _heat_map(topology: Topology, store: StoreView) -> Iterator[str]:
         yield _table(rows, ("outlier", "kind", "ranks", "beside peers", "costs the job"))
 
 
-def _waterfall(ledger: MfuLedger) -> Iterator[str]:
+def _waterfall(breakdown: MfuLedger) -> Iterator[str]:
     bars, left = [], 0.0
-    for level in ledger.waterfall:
+    for level in breakdown.waterfall:
         whole = level.name in ("peak", "achieved")
         start = 0.0 if whole else left
         colour = GREEN if whole else BLUE if level.name == "compute below the peak" else ORANGE
         bars.append(Bar(level.name, start, level.left, f"{100 * level.points:.1f}", colour))
         left = level.left
-    title = f"MFU points, steps {ledger.first_step} to {ledger.last_step}"
+    title = f"MFU points, steps {breakdown.first_step} to {breakdown.last_step}"
     yield "<h2>Where the time went</h2>"
     yield bar_chart(title, bars)
-    yield f"<pre>{escape(ledger.to_text())}</pre>"
+    yield f"<pre>{escape(breakdown.to_text())}</pre>"
 
 
 def _memory(topology: Topology, store: StoreView) -> Iterator[str]:

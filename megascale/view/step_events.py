@@ -60,20 +60,23 @@ def stored_events(
     return [_rank_events(topology, rank, events) for rank, events in by_rank.items() if events]
 
 
+_AS_STORED = ("axis", "name", "part", "step", "chunk", "microbatch", "sequence", "bytes", "peer", "layer", "stage",
+              "direction")  # fmt: skip
+"""Fields of an event that the store has under the same name."""
+
+
 def _event(rows: dict[str, list], at: int) -> Event:
     end, exposed = rows["end_ns"][at], rows["exposed_s"][at]
-    waits = ((end - exposed, end),) if exposed > 0 and rows["axis"][at] != COMPUTE else ()
-    names = ("axis", "name", "part", "step", "chunk", "microbatch")
-    more = ("sequence", "bytes", "peer", "layer", "stage", "direction")
-    return Event(
-        *(rows[name][at] for name in names),
-        rows["start_ns"][at],
-        end,
-        group=rows["group_name"][at],
-        issue=rows["issue_ns"][at],
-        waits=waits,
-        **{name: rows[name][at] for name in more},
-    )
+    fields = {name: rows[name][at] for name in _AS_STORED}
+    fields |= {
+        "start": rows["start_ns"][at],
+        "end": end,
+        "issue": rows["issue_ns"][at],
+        "group": rows["group_name"][at],
+    }
+    if exposed > 0 and rows["axis"][at] != COMPUTE:
+        fields["waits"] = ((end - exposed, end),)
+    return Event(**fields)
 
 
 def _rank_events(topology: Topology, rank: int, events: list[Event]) -> RankEvents:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megascale.core.errors import MegascaleError
-from megascale.eventstore.query import fetch, open_store
+from megascale.eventstore.query import fetch, open_store, store_of
 from megascale.observe.cube_queries import recent_cube
 from megascale.observe.findings import Finding, findings
 from megascale.observe.heatmap import HeatMap, compare, heat_map
 from megascale.observe.mfu_ledger import MfuLedger
 from megascale.observe.step_cube import StepCube
-from megascale.view.run_ledger import run_ledger
+from megascale.view.run_breakdown import run_breakdown
 
 if TYPE_CHECKING:
     import duckdb
@@ -31,7 +31,7 @@ LEAST_PAUSE_S = 5.0
 MOST_SHARE = 0.1
 """Most of a core's time that repeated analyses take."""
 
-HEAT_STEPS = 200
+HEAT_STEPS = 50
 """Steps of the heat map: the newest."""
 
 
@@ -46,7 +46,7 @@ class StoreView:
     memory: np.ndarray
     nodes: tuple[str, ...]
     findings: tuple[Finding, ...]
-    ledger: MfuLedger | None
+    breakdown: MfuLedger | None
     lost: int = 0
 
 
@@ -64,7 +64,7 @@ def read_store_view(folder: Path) -> StoreView | None:
         _memory(store, world),
         _nodes(cube, world),
         tuple(findings(store)),
-        run_ledger(store, folder),
+        run_breakdown(store, folder),
         int(fetch(store, "SELECT coalesce(sum(events_lost), 0) AS lost FROM steps")["lost"][0]),
     )
 
@@ -95,13 +95,15 @@ def _nodes(cube: StepCube, world: int) -> tuple[str, ...]:
 
 class StoreFollower:
     """Analyses of a run that goes on, in a thread that ends with the process. `latest`: None before the first; `error`:
-    why there is none.
+    why there is none; `version`: counts the analyses.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._files: tuple[int, ...] | None = None
         self.latest: StoreView | None = None
         self.error = ""
+        self.version = 0
         self.ended = threading.Event()
 
     def start(self) -> StoreFollower:
@@ -116,8 +118,22 @@ class StoreFollower:
             self.ended.wait(max(LEAST_PAUSE_S, (time.monotonic() - started) / MOST_SHARE))
 
     def refresh(self) -> None:
-        """Analyse the store now."""
+        """Analyse the store now, if its files have changed."""
+        files = _files(self._folder)
+        if files is not None and files == self._files:
+            return
         try:
             self.latest, self.error = read_store_view(self._folder), ""
         except MegascaleError as error:
             self.error = str(error)
+        self._files = files
+        self.version += 1
+
+
+def _files(folder: Path) -> tuple[int, ...] | None:
+    """Return the times at which a table of a local store got its last file; None for a store elsewhere."""
+    try:
+        store = store_of(folder).local_path
+        return None if store is None else tuple(path.stat().st_mtime_ns for path in sorted(store.iterdir()))
+    except (MegascaleError, OSError):
+        return None

@@ -14,7 +14,7 @@ WIDTH = 970
 LEFT, TOP, BOTTOM = 64, 26, 30
 """Pixels: width of the cells, and what is left of them, above and below."""
 
-MIN_SIDE, MAX_SIDE, MIN_LINED = 2.0, 24.0, 5.0
+MIN_SIDE, MAX_SIDE, MIN_LINED = 2.0, 36.0, 5.0
 """Pixels of a cell's side, and of the smallest cells with lines between them."""
 
 MOST_NOTES = 2000
