@@ -26,12 +26,12 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
     from megascale.eventstore.query import open_store
-    from megascale.observe.cube_queries import peak_flops, sampled_cube
+    from megascale.observe.cube_queries import peak_flops, recent_cube, sampled_cube
     from megascale.observe.drift import drift
-    from megascale.view.run_breakdown import run_breakdown
+    from megascale.view.run_breakdown import BUBBLE_STEPS, run_breakdown
 
     store, folder = open_store(options.run), Path(options.run)
-    breakdown = run_breakdown(store, folder)
+    breakdown = run_breakdown(store, folder, recent_cube(store, BUBBLE_STEPS))
     if breakdown is None:
         raise MfuError(f"{options.run}: no complete step yet", hint="rows come some seconds after their step")
     change = drift(sampled_cube(store), peak_flops(store))

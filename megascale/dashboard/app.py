@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dash import Dash, Input, Output, dcc, html
+from dash import Dash, Input, Output, State, dcc, html, no_update
 from flask import Flask
 
 from megascale.dashboard import (
@@ -17,7 +17,7 @@ from megascale.dashboard import (
     timeline_page,
 )
 from megascale.dashboard.gate import protect
-from megascale.dashboard.page import PICKED, RUN, TABS, TICK, Page
+from megascale.dashboard.page import NEWS, PAUSED, PICKED, RUN, TABS, TICK, Page
 from megascale.dashboard.runs import WatchedRun
 
 TICK_S = 2.0
@@ -58,19 +58,23 @@ def _layout(runs: dict[str, WatchedRun]) -> html.Div:
             html.Header([html.Div(id="header"), html.Div(picker, hidden=len(names) == 1)]),
             dcc.Tabs(tabs, id=TABS, value=PAGES[0].key),
             dcc.Interval(TICK, interval=TICK_S * 1000),
+            dcc.Store(NEWS),
             dcc.Store(PICKED, data=0),
         ]
     )
 
 
 def _follow(app: Dash, runs: dict[str, WatchedRun]) -> None:
-    """Keep the header up to date, and stop the tick when all runs have ended and were analysed."""
+    """Keep the header up to date, and let the visible page know when there is something new."""
+    outputs = [Output("header", "children"), Output(NEWS, "data")]
+    inputs = [Input(TICK, "n_intervals"), Input(RUN, "value")]
 
-    @app.callback(Output("header", "children"), Input(TICK, "n_intervals"), Input(RUN, "value"))
-    def header(tick: int | None, name: str) -> list:
-        run = runs[name]
-        view = run.view()
+    @app.callback(outputs, inputs, State(NEWS, "data"), running=PAUSED)
+    def update(tick: int | None, name: str, before: str | None) -> list:
+        view, problem = runs[name].view(), runs[name].problem
         share = f" of {view.steps:,}" if view.steps else ""
-        words = f"step {view.step:,}{share} · attempt {view.attempt} · {view.layout}"
+        words = f"step {view.step:,}{share} \u00b7 attempt {view.attempt} \u00b7 {view.layout}"
         state = html.Span(view.state, className="state " + ("bad" if view.standstill or view.status else "good"))
-        return [html.H1(view.name), state, html.Span(words, className="words"), html.Span(run.problem, className="bad")]
+        news = str([run.news for run in runs.values()])
+        parts = [html.H1(view.name), state, html.Span(words, className="words"), html.Span(problem, className="bad")]
+        return [parts, no_update if news == before else news]

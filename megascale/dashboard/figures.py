@@ -66,7 +66,7 @@ def _mark_incidents(figure: go.Figure, view: RunView, steps: np.ndarray, values:
     if incidents:
         at = [incident.step for incident in incidents]
         figure.add_scatter(
-            x=at, y=np.interp(at, steps, values), mode="markers", name="incidents", hoverinfo="text",
+            x=at, y=np.interp(at, steps, values), mode="markers", hoverinfo="text", showlegend=False,
             marker={"color": RED, "symbol": "x", "size": 9},
             text=[f"incident {incident.id}, step {incident.step}: {incident.what}" for incident in incidents],
         )  # fmt: skip
@@ -97,7 +97,7 @@ def _heat_map(
     title: str, matrix: RankMatrix, values: np.ndarray, scale: object, limits: tuple[float, float]
 ) -> go.Figure:
     rows, _ = values.shape
-    figure = blank_figure(title, height=min(900, max(220, 90 + 14 * rows)))
+    figure = blank_figure(title, height=90 + max(130, rows * (14 if rows <= 32 else 9)))
     low, high = limits
     gap = 1 if values.size <= MOST_LINED else 0
     figure.add_trace(go.Heatmap(z=values, colorscale=scale, zmin=low, zmax=max(high, low + 1e-9), xgap=gap, ygap=gap))
@@ -143,7 +143,7 @@ def blank_figure(title: str, height: int) -> go.Figure:
     """Return a figure in the style of the dashboard, without content."""
     return go.Figure(
         layout={
-            "title": {"text": title, "font": {"size": 14}, "x": 0.01, "y": 0.97},
+            "title": {"text": title, "font": {"size": 14}, "x": 0.01, "y": 1, "yanchor": "top", "pad": {"t": 10}},
             "template": "plotly_white",
             "height": height,
             "margin": {"l": 56, "r": 16, "t": 40, "b": 40},
@@ -157,6 +157,7 @@ def blank_figure(title: str, height: int) -> go.Figure:
 def empty_figure() -> go.Figure:
     """Return a figure for want of another."""
     figure = blank_figure("", 60)
+    figure.update_layout(uirevision="empty")
     figure.update_xaxes(visible=False)
     figure.update_yaxes(visible=False)
     return figure

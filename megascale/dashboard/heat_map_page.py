@@ -8,11 +8,11 @@ from dash.exceptions import PreventUpdate
 
 from megascale.core.rank import format_ranks
 from megascale.dashboard.figures import empty_figure, excess_figure
-from megascale.dashboard.page import PICKED, RUN, TABS, TICK, Page, Runs, changed, graph, height_of, note, table
+from megascale.dashboard.page import NEWS, PAUSED, PICKED, RUN, TABS, Page, Runs, graph, height_of, note, table
 from megascale.view.rank_matrix import rank_matrix
 from megascale.view.store_view import StoreView
 
-KEY, MAP, PART, SHOWN = "heat", "heat-map", "heat-part", "heat-shown"
+KEY, MAP, PART = "heat", "heat-map", "heat-part"
 COMPUTE = "all compute"
 
 
@@ -24,7 +24,6 @@ def _layout() -> html.Div:
             html.Div([html.Label("part of a step"), part, note(words)], className="row"),
             graph(MAP),
             html.Div(id="outliers"),
-            dcc.Store(SHOWN),
         ]
     )
 
@@ -35,23 +34,21 @@ def _register(app: Dash, runs: Runs) -> None:
             *(Output(MAP, name) for name in ("figure", "style")),
             Output(PART, "options"),
             Output("outliers", "children"),
-            Output(SHOWN, "data"),
         ],
-        [Input(TICK, "n_intervals"), Input(RUN, "value"), Input(TABS, "value"), Input(PART, "value")],
-        State(SHOWN, "data"),
+        [Input(NEWS, "data"), Input(RUN, "value"), Input(TABS, "value"), Input(PART, "value")],
+        running=PAUSED,
     )
-    def update(tick: int | None, name: str, tab: str, part: str, shown: str | None) -> list:
+    def update(news: str | None, name: str, tab: str, part: str) -> list:
         if tab != KEY:
             raise PreventUpdate
         run = runs[name]
-        shown = changed(run.store_version, shown)
         if (store := run.store) is None:
-            return [empty_figure(), {}, no_update, note(run.store_problem), shown]
+            return [empty_figure(), {}, no_update, note(run.store_problem)]
         heat = store.heat
         matrix = rank_matrix(run.view().topology)
         title = f"{part}: each rank beside its peers, steps {heat.first_step} to {heat.last_step}"
         figure = excess_figure(title, matrix, _excess(store, part), store.nodes)
-        return [figure, height_of(figure), [COMPUTE, *heat.columns], _outliers(store), shown]
+        return [figure, height_of(figure), [COMPUTE, *heat.columns], _outliers(store)]
 
     @app.callback(
         [Output(PICKED, "data", allow_duplicate=True), Output(TABS, "value", allow_duplicate=True)],

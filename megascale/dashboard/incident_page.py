@@ -8,7 +8,7 @@ from dash import Dash, Input, Output, html
 from dash.exceptions import PreventUpdate
 
 from megascale.core.units import format_duration
-from megascale.dashboard.page import RUN, TABS, TICK, Page, Runs, note, table
+from megascale.dashboard.page import NEWS, RUN, TABS, Page, Runs, note, table
 from megascale.fault.incidents import Incident
 
 KEY = "incidents"
@@ -33,10 +33,8 @@ def _layout() -> html.Div:
 
 
 def _register(app: Dash, runs: Runs) -> None:
-    @app.callback(
-        Output("incident-list", "children"), [Input(TICK, "n_intervals"), Input(RUN, "value"), Input(TABS, "value")]
-    )
-    def update(tick: int | None, name: str, tab: str) -> object:
+    @app.callback(Output("incident-list", "children"), [Input(NEWS, "data"), Input(RUN, "value"), Input(TABS, "value")])
+    def update(news: str | None, name: str, tab: str) -> object:
         if tab != KEY:
             raise PreventUpdate
         view = runs[name].view()

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import numpy as np
-from dash import Dash, Input, Output, State, dcc, html
+from dash import Dash, Input, Output, html
 from dash.exceptions import PreventUpdate
 
 from megascale.core.units import format_bytes
 from megascale.dashboard.figures import empty_figure, memory_figure
-from megascale.dashboard.page import RUN, TABS, TICK, Page, Runs, changed, graph, height_of, note, table
+from megascale.dashboard.page import NEWS, PAUSED, RUN, TABS, Page, Runs, graph, height_of, note, table
 from megascale.layout.topology import Topology
 from megascale.view.rank_matrix import rank_matrix
 
-KEY, SHOWN = "memory", "memory-shown"
+KEY = "memory"
 HEAD = ("stage", "ranks", "least", "median", "most", "rank with the most")
 
 
 def _layout() -> html.Div:
-    return html.Div([graph("memory-map"), html.Div(id="memory-stages"), dcc.Store(SHOWN)])
+    return html.Div([graph("memory-map"), html.Div(id="memory-stages")])
 
 
 def _register(app: Dash, runs: Runs) -> None:
@@ -25,23 +25,21 @@ def _register(app: Dash, runs: Runs) -> None:
         [
             *(Output("memory-map", name) for name in ("figure", "style")),
             Output("memory-stages", "children"),
-            Output(SHOWN, "data"),
         ],
-        [Input(TICK, "n_intervals"), Input(RUN, "value"), Input(TABS, "value")],
-        State(SHOWN, "data"),
+        [Input(NEWS, "data"), Input(RUN, "value"), Input(TABS, "value")],
+        running=PAUSED,
     )
-    def update(tick: int | None, name: str, tab: str, shown: str | None) -> list:
+    def update(news: str | None, name: str, tab: str) -> list:
         if tab != KEY:
             raise PreventUpdate
         run = runs[name]
-        shown = changed(run.store_version, shown)
         if (store := run.store) is None:
-            return [empty_figure(), {}, note(run.store_problem), shown]
+            return [empty_figure(), {}, note(run.store_problem)]
         if not np.nansum(store.memory):
-            return [empty_figure(), {}, note("the device does not tell its memory"), shown]
+            return [empty_figure(), {}, note("the device does not tell its memory")]
         topology = run.view().topology
         figure = memory_figure(rank_matrix(topology), store.memory, store.nodes)
-        return [figure, height_of(figure), table(HEAD, _stages(topology, store.memory), "stage-table"), shown]
+        return [figure, height_of(figure), table(HEAD, _stages(topology, store.memory), "stage-table")]
 
 
 def _stages(topology: Topology, memory: np.ndarray) -> list[tuple[str, ...]]:

@@ -4,41 +4,39 @@ from __future__ import annotations
 
 import math
 
-from dash import Dash, Input, Output, State, dcc, html
+from dash import Dash, Input, Output, html
 from dash.development.base_component import Component
 from dash.exceptions import PreventUpdate
 
 from megascale.core.units import format_count, format_duration
 from megascale.dashboard.figures import CURVE_HEIGHT, CURVES, curve_figure
-from megascale.dashboard.page import RUN, TABS, TICK, Page, Runs, changed, graph, note, table
+from megascale.dashboard.page import NEWS, PAUSED, RUN, TABS, Page, Runs, graph, note, table
 from megascale.view.frame import verdict_of
 from megascale.view.run_view import RunView
 
-KEY, SHOWN = "overview", "overview-shown"
+KEY = "overview"
 HEAD = ("run", "state", "step", "loss", "gradient norm", "tokens/s", "MFU", "step time", "left")
 
 
 def _layout() -> html.Div:
     graphs = html.Div([graph(f"curve-{metric}", CURVE_HEIGHT) for metric in CURVES], className="curves")
-    return html.Div([html.Div(id="verdict"), html.Div(id="runs"), graphs, dcc.Store(SHOWN)])
+    return html.Div([html.Div(id="verdict"), html.Div(id="runs"), graphs])
 
 
 def _register(app: Dash, runs: Runs) -> None:
-    outputs = [Output(SHOWN, "data"), Output("verdict", "children"), Output("runs", "children")]
+    outputs = [Output("verdict", "children"), Output("runs", "children")]
     outputs += [Output(f"curve-{metric}", "figure") for metric in CURVES]
 
-    inputs = [Input(TICK, "n_intervals"), Input(RUN, "value"), Input(TABS, "value")]
+    inputs = [Input(NEWS, "data"), Input(RUN, "value"), Input(TABS, "value")]
 
-    @app.callback(outputs, inputs, State(SHOWN, "data"))
-    def update(tick: int | None, name: str, tab: str, shown: str | None) -> list:
+    @app.callback(outputs, inputs, running=PAUSED)
+    def update(news: str | None, name: str, tab: str) -> list:
         if tab != KEY:
             raise PreventUpdate
         views = {key: run.view() for key, run in runs.items()}
         rows = [_row(key, view) for key, view in views.items()]
-        incidents = [len(view.incidents) for view in views.values()]
-        shown = changed((rows, incidents, verdict_of(views[name], ()), runs[name].store_version), shown)
         figures = (curve_figure(metric, views) for metric in CURVES)
-        return [shown, _verdict(runs, name), table(HEAD, rows, "values"), *figures]
+        return [_verdict(runs, name), table(HEAD, rows, "values"), *figures]
 
 
 def _verdict(runs: Runs, name: str) -> html.Div:

@@ -7,25 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import plotly.graph_objects as go
-from dash import Dash, ctx, dcc, html
-from dash.exceptions import PreventUpdate
+from dash import Dash, Output, dcc, html
 
 from megascale.dashboard.runs import WatchedRun
 
-RUN, TABS, TICK, PICKED = "run", "tabs", "tick", "picked"
-"""Ids: the run's picker, the tabs, the clock that lets pages follow their run, and the picked rank."""
+RUN, TABS, TICK, NEWS, PICKED = "run", "tabs", "tick", "news", "picked"
+"""Ids: the run's picker, the tabs, the clock, what the runs have said last, and the picked rank."""
+
+PAUSED: Any = [(Output(TICK, "disabled"), True, False)]
+"""The clock stands still while a page is made: an answer that takes longer than a tick would never be shown."""
 
 GRAPH: Any = {"displayModeBar": False, "responsive": True, "doubleClick": "reset"}
 """Settings of every graph."""
 
 Runs = dict[str, WatchedRun]
-
-
-def changed(now: object, shown: str | None) -> str:
-    """Return what is shown `now`. Raises: PreventUpdate if it is shown already, and only time has passed"""
-    if ctx.triggered_id == TICK and str(now) == shown:
-        raise PreventUpdate
-    return str(now)
 
 
 @dataclass(frozen=True)

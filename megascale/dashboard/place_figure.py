@@ -13,9 +13,6 @@ from megascale.view.signs import SIGNS
 NUMBERED = 24
 """Most cells of a row that show their rank's number; others show it beside the pointer."""
 
-LEAST_CELLS = 12
-"""Cells of a row that a short group leaves empty, so that neighbours stay close."""
-
 FLOW_COLOURS = {"activations": "#0072b2", "gradients of activations": "#d55e00"}
 
 
@@ -29,11 +26,11 @@ def place_figure(place: RankPlace, letters: Sequence[str]) -> go.Figure:
         _add_arrow(figure, place, flow, rows["pp"])
     for number, (what, colour) in enumerate(FLOW_COLOURS.items() if place.flows else ()):
         words = f"<b style='color:{colour}'>\u2192 {what}</b>"
-        at = {"x": len(place.groups["pp"]) - 0.4, "y": rows["pp"] + 0.2 - 0.4 * number}
+        pipeline = place.groups["pp"]
+        at = {"x": len(pipeline) * _spacing(pipeline) - 0.4, "y": rows["pp"] + 0.2 - 0.4 * number}
         figure.add_annotation(**at, text=words, showarrow=False, xanchor="left")
     figure.update_layout(showlegend=False)
-    cells = max(LEAST_CELLS, *map(len, place.groups.values())) if place.groups else LEAST_CELLS
-    figure.update_xaxes(visible=False, range=[-0.7, cells])
+    figure.update_xaxes(visible=False, range=[-0.7, NUMBERED])
     ticks = [f"{axis} group" for axis in rows]
     figure.update_yaxes(
         tickvals=list(rows.values()), ticktext=ticks, showgrid=False, zeroline=False, range=[-0.6, len(rows) - 0.4]
@@ -47,7 +44,7 @@ def _add_group(figure: go.Figure, place: RankPlace, axis: str, row: int, letters
     numbered = len(group) <= NUMBERED
     own = [rank == place.rank for rank in group]
     figure.add_scatter(
-        x=list(range(len(group))),
+        x=[number * _spacing(group) for number in range(len(group))],
         y=[row] * len(group),
         mode="markers+text" if numbered else "markers",
         text=[str(rank) for rank in group] if numbered else None,
@@ -57,7 +54,7 @@ def _add_group(figure: go.Figure, place: RankPlace, axis: str, row: int, letters
         hoverinfo="text",
         marker={
             "symbol": "square",
-            "size": 30 if numbered else 8,
+            "size": 32 if numbered else 8,
             "color": [sign.colour for sign in signs],
             "line": {
                 "color": ["black" if mine else "white" for mine in own],
@@ -67,11 +64,16 @@ def _add_group(figure: go.Figure, place: RankPlace, axis: str, row: int, letters
     )
 
 
+def _spacing(group: Sequence[int]) -> float:
+    """Return the distance of a row's cells: a row holds NUMBERED cells of full size."""
+    return min(1.0, NUMBERED / len(group))
+
+
 def _add_arrow(figure: go.Figure, place: RankPlace, flow: Flow, row: int) -> None:
     """Draw an arrow between the rank and a neighbour in the pipeline, activations above and gradients below."""
     group = place.groups["pp"]
     ends = (place.rank, flow.rank) if flow.direction == "to" else (flow.rank, place.rank)
-    tail, head = (group.index(rank) for rank in ends)
+    tail, head = (group.index(rank) * _spacing(group) for rank in ends)
     lift = 0.3 if flow.what == "activations" else -0.3
     figure.add_annotation(
         x=head, y=row + lift, ax=tail, ay=row + lift, xref="x", yref="y", axref="x", ayref="y", text="",

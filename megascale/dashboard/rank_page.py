@@ -11,7 +11,7 @@ from dash.exceptions import PreventUpdate
 from megascale.core.flight_record import FlightEvent, FlightRecord
 from megascale.core.rank import format_ranks
 from megascale.core.units import format_bytes
-from megascale.dashboard.page import PICKED, RUN, TABS, TICK, Page, Runs, facts, graph, height_of, note, table
+from megascale.dashboard.page import PAUSED, PICKED, RUN, TABS, TICK, Page, Runs, facts, graph, height_of, note, table
 from megascale.dashboard.place_figure import place_figure
 from megascale.view.frame import letters_of
 from megascale.view.rank_details import RankDetails, read_rank_details
@@ -48,6 +48,7 @@ def _register(app: Dash, runs: Runs) -> None:
     @app.callback(
         [Output(PLACE, "figure"), Output(PLACE, "style"), Output("rank-details", "children")],
         [Input(PICKED, "data"), Input(TICK, "n_intervals"), Input(RUN, "value"), Input(TABS, "value")],
+        running=PAUSED,
     )
     def update(rank: int, tick: int | None, name: str, tab: str) -> list:
         if tab != KEY:

@@ -48,9 +48,17 @@ class WatchedRun:
         return self._store.latest
 
     @property
-    def store_version(self) -> int:
-        """The number of the newest analyses."""
-        return self._store.version
+    def news(self) -> tuple:
+        """A value that differs whenever there is something new."""
+        view = self.view()
+        return (
+            view.step,
+            view.curves.last_step,
+            view.state,
+            len(view.incidents),
+            self._store.version,
+            self.store_problem,
+        )
 
     @property
     def store_problem(self) -> str:

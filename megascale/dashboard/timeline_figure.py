@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import plotly.graph_objects as go
 
-from megascale.core.events import RankEvents
+from megascale.core.events import COMPUTE, RankEvents
 from megascale.dashboard.figures import blank_figure
 from megascale.observe.chrome_trace import TICKS_PER_SECOND, Row, matched_messages, rank_label, rank_rows, step_starts
 from megascale.observe.svg import COLOURS, OTHER_COLOUR, merge_thin_spans, slice_kind
@@ -31,13 +31,16 @@ def timeline_figure(title: str, ranks: Sequence[RankEvents]) -> go.Figure:
     for kind, bars in _bars(names).items():
         _add_bars(figure, kind, bars)
     _add_arrows(figure, rows_by_rank, place)
-    labels = [f"rank {events.rank} ({rank_label(events)}) {row.name}" for events, row in names]
-    labels = [label if label.endswith(" compute") else label.rpartition(" ")[2] for label in labels]
+    labels = [
+        f"rank {events.rank} ({rank_label(events)}) {COMPUTE}" if row.name == COMPUTE else row.name
+        for events, row in names
+    ]
+    downward = [len(names) - 0.5, -0.5]
     figure.update_yaxes(
-        autorange="reversed", tickvals=list(range(len(labels))), ticktext=labels, showgrid=False, zeroline=False
+        range=downward, tickvals=list(range(len(names))), ticktext=labels, showgrid=False, zeroline=False
     )
     figure.update_xaxes(title="ms", title_standoff=4)
-    figure.update_layout(barmode="overlay", bargap=0.15, margin={"l": 190}, hovermode="closest")
+    figure.update_layout(barmode="overlay", bargap=0.15, margin={"l": 190}, hovermode="closest", uirevision=title)
     return figure
 
 

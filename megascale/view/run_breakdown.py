@@ -1,4 +1,4 @@
-"""The breakdown of a run's time and MFU, from its event store, its configuration, and the plan that it saved at its start."""
+"""The breakdown of a run's time, from its event store, its configuration, and the plan that it saved at its start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megascale.config.run import RunConfig
 from megascale.core.events import COMPUTE
-from megascale.observe.cube_queries import mean_cube, peak_flops, recent_cube
+from megascale.observe.cube_queries import mean_cube, peak_flops
 from megascale.observe.mfu_ledger import MfuLedger, mfu_ledger
 from megascale.observe.step_cube import StepCube
 from megascale.simulate.event_simulator import Place, StageTimes
@@ -20,15 +20,17 @@ if TYPE_CHECKING:
     import duckdb
 
 BUBBLE_STEPS = 50
-"""Steps whose forwards and backwards the bubble is computed from: the newest."""
+"""Steps whose forwards and backwards the bubble is computed from."""
 
 
-def run_breakdown(store: duckdb.DuckDBPyConnection, folder: Path) -> MfuLedger | None:
-    """Return the breakdown of all steps of a run; None before its first complete step."""
+def run_breakdown(store: duckdb.DuckDBPyConnection, folder: Path, recent: StepCube) -> MfuLedger | None:
+    """Return the breakdown of all steps of a run; None before its first complete step. `recent`: the newest
+    BUBBLE_STEPS steps, from which the bubble is computed.
+    """
     cube, steps = mean_cube(store)
     if not len(cube.steps):
         return None
-    bubble_s = _bubble(recent_cube(store, BUBBLE_STEPS), _config(folder))
+    bubble_s = _bubble(recent, _config(folder))
     return mfu_ledger(cube, steps, peak_flops(store), bubble_s=bubble_s, plan=_plan(folder))
 
 

@@ -20,7 +20,7 @@ from megascale.observe.findings import Finding, findings
 from megascale.observe.heatmap import HeatMap, compare, heat_map
 from megascale.observe.mfu_ledger import MfuLedger
 from megascale.observe.step_cube import StepCube
-from megascale.view.run_breakdown import run_breakdown
+from megascale.view.run_breakdown import BUBBLE_STEPS, run_breakdown
 
 if TYPE_CHECKING:
     import duckdb
@@ -30,9 +30,6 @@ LEAST_PAUSE_S = 5.0
 
 MOST_SHARE = 0.1
 """Most of a core's time that repeated analyses take."""
-
-HEAT_STEPS = 50
-"""Steps of the heat map: the newest."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ class StoreView:
 def read_store_view(folder: Path) -> StoreView | None:
     """Return the analyses of a run; None before its store has a step. Raises: StoreError"""
     store = open_store(folder)
-    cube = recent_cube(store, HEAT_STEPS)
+    cube = recent_cube(store, BUBBLE_STEPS)
     if not len(cube.steps):
         return None
     ranks = fetch(store, "SELECT max(rank) + 1 AS world FROM ranks")
@@ -64,7 +61,7 @@ def read_store_view(folder: Path) -> StoreView | None:
         _memory(store, world),
         _nodes(cube, world),
         tuple(findings(store)),
-        run_breakdown(store, folder),
+        run_breakdown(store, folder, cube),
         int(fetch(store, "SELECT coalesce(sum(events_lost), 0) AS lost FROM steps")["lost"][0]),
     )
 
