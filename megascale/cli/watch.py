@@ -85,7 +85,7 @@ def _lines(console: Console, view: RunView, store: StoreFollower, height: int) -
     analyses = store.latest
     if analyses is None:
         return frame(view, (), (), size)
-    return frame(view, analyses.slowness, [str(finding) for finding in analyses.findings], size)
+    return frame(view, analyses.slowness, analyses.verdicts, size)
 
 
 def has_blocks(encoding: str, env: Mapping[str, str]) -> bool:

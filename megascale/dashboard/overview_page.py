@@ -41,7 +41,7 @@ def _register(app: Dash, runs: Runs) -> None:
 
 def _verdict(runs: Runs, name: str) -> html.Div:
     view, store = runs[name].view(), runs[name].store
-    findings = [str(finding) for finding in store.findings] if store is not None else []
+    findings = store.verdicts if store is not None else []
     ill = bool(view.standstill or findings or view.history.open)
     lines: list[Component] = [html.P(verdict_of(view, findings), className="verdict bad" if ill else "verdict")]
     if len(findings) > 1:

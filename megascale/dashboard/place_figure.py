@@ -27,7 +27,7 @@ def place_figure(place: RankPlace, letters: Sequence[str]) -> go.Figure:
     for number, (what, colour) in enumerate(FLOW_COLOURS.items() if place.flows else ()):
         words = f"<b style='color:{colour}'>\u2192 {what}</b>"
         pipeline = place.groups["pp"]
-        at = {"x": len(pipeline) * _spacing(pipeline) - 0.4, "y": rows["pp"] + 0.2 - 0.4 * number}
+        at = {"x": len(pipeline) * _spacing(pipeline) - 0.8, "y": rows["pp"] + 0.2 - 0.4 * number}
         figure.add_annotation(**at, text=words, showarrow=False, xanchor="left")
     figure.update_layout(showlegend=False)
     figure.update_xaxes(visible=False, range=[-0.7, NUMBERED])
@@ -65,8 +65,8 @@ def _add_group(figure: go.Figure, place: RankPlace, axis: str, row: int, letters
 
 
 def _spacing(group: Sequence[int]) -> float:
-    """Return the distance of a row's cells: a row holds NUMBERED cells of full size."""
-    return min(1.0, NUMBERED / len(group))
+    """Return the distance of a row's cells: a row holds NUMBERED cells of full size side by side."""
+    return min(2.0, NUMBERED / len(group))
 
 
 def _add_arrow(figure: go.Figure, place: RankPlace, flow: Flow, row: int) -> None:

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 from dash import Dash, Input, Output, dcc, html
 from dash.exceptions import PreventUpdate
 from flask import Flask, Response, abort, request
 
-from megascale.core.events import RankEvents
 from megascale.dashboard.figures import empty_figure
 from megascale.dashboard.page import PICKED, RUN, TABS, Page, Runs, graph, height_of, note
 from megascale.dashboard.timeline_figure import timeline_figure
-from megascale.eventstore.query import StoreError, open_store
 from megascale.layout.topology import Topology
 from megascale.observe.chrome_trace import rank_trace, step_starts, write_trace
-from megascale.view.run_view import RunView
-from megascale.view.step_events import MOST_RANKS, filed_events, filed_steps, stored_events, stored_steps
+from megascale.view.step_events import events_of, steps_with_events
 
 KEY = "timeline"
 ORDERS = {"pp": "pipeline stages", "dp": "replicas", "tp": "tensor-parallel ranks", "all": "all ranks"}
-MOST_STEPS = 5
+MOST_RANKS, MOST_STEPS = 64, 5
+"""Most ranks and steps of a timeline."""
+
 DOWNLOAD = "/perfetto.json"
 
 
@@ -47,7 +45,7 @@ def _register(app: Dash, runs: Runs) -> None:
     def offer_steps(name: str, tab: str) -> tuple[list[int], int | None]:
         if tab != KEY:
             raise PreventUpdate
-        steps = _steps(runs[name].view())
+        steps = steps_with_events(runs[name].folder)
         return steps[::-1], steps[-2 if len(steps) > 1 else -1] if steps else None
 
     @app.callback(
@@ -69,7 +67,7 @@ def _register(app: Dash, runs: Runs) -> None:
             return [empty_figure(), {}, note("no events of steps are recorded yet"), ""]
         view = runs[name].view()
         ranks = chosen_ranks(view.topology, rank, order)
-        events = read_events(view, ranks, range(step, step + count))
+        events = events_of(view.folder, ranks, range(step, step + count))
         span = f"steps {step} to {step + count - 1}" if count > 1 else f"step {step}"
         title = f"{span}, {ORDERS[order]}{f' of rank {rank}' if order != 'all' else ''}"
         link = f"{DOWNLOAD}?run={name}&rank={rank}&order={order}&step={step}&count={count}"
@@ -90,7 +88,7 @@ def serve_download(server: Flask, runs: Runs) -> None:
             ranks = chosen_ranks(view.topology, rank, request.args["order"])
         except (KeyError, ValueError, IndexError):
             abort(404)
-        events = read_events(view, ranks, range(step, step + min(count, MOST_STEPS)))
+        events = events_of(view.folder, ranks, range(step, step + min(count, MOST_STEPS)))
         origin = min((start for each in events for start in step_starts(each).values()), default=0.0)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "timeline.json"
@@ -104,24 +102,6 @@ def chosen_ranks(topology: Topology, rank: int, order: str) -> list[int]:
         return list(range(min(MOST_RANKS, topology.world_size)))
     axes = {"pp": ("pp",), "dp": ("cp", "dp"), "tp": ("tp",)}[order]
     return topology.group(min(max(rank, 0), topology.world_size - 1), *axes)[:MOST_RANKS]
-
-
-def read_events(view: RunView, ranks: Sequence[int], steps: range) -> list[RankEvents]:
-    """Return the events of ranks and steps, from the event store or from the files of a finished run."""
-    try:
-        found = stored_events(open_store(view.folder), view.topology, ranks, steps)
-    except StoreError:
-        found = []
-    return found or filed_events(view.folder, ranks, steps)
-
-
-def _steps(view: RunView) -> list[int]:
-    """Return the steps that can be chosen, ascending."""
-    try:
-        steps = stored_steps(open_store(view.folder))
-    except StoreError:
-        steps = []
-    return steps or filed_steps(view.folder)
 
 
 PAGE = Page(KEY, "Timeline", _layout, _register)

@@ -73,7 +73,7 @@ def render_report(view: RunView, store: StoreView | None, timeline: str, notes: 
 
 def _header(view: RunView, store: StoreView | None) -> str:
     last = view.curves.last
-    findings = [str(finding) for finding in store.findings] if store is not None else []
+    findings = store.verdicts if store is not None else []
     verdict = verdict_of(view, findings)
     bad = " bad" if findings or view.standstill or view.status else ""
     share = f" of {view.steps:,}" if view.steps else ""
@@ -112,7 +112,7 @@ def _curves(view: RunView) -> str:
         line_chart("loss", loss, marks, lambda value: f"{value:.3g}"),
         line_chart("gradient norm", _series(view, "grad_norm"), marks, lambda value: f"{value:.3g}"),
         line_chart("tokens per second", _series(view, "tokens_per_s"), marks, format_count),
-        line_chart("MFU", _series(view, "mfu_full"), marks, lambda value: f"{value:.1%}"),
+        line_chart("MFU", _series(view, "mfu_full"), marks, lambda value: f"{100 * value:.3g}%"),
     ]
     return f"<h2>Curves</h2><div class='charts'>{''.join(charts)}</div>"
 

@@ -32,6 +32,10 @@ MOST_SHARE = 0.1
 """Most of a core's time that repeated analyses take."""
 
 
+MIN_VERDICT_SHARE = 0.005
+"""Smallest share of a step that a finding costs to be more than a remark."""
+
+
 @dataclass(frozen=True)
 class StoreView:
     """What the store says. `slowness` [ranks]: excess over the peers' compute time, such as 0.1; `memory` [ranks]: peak
@@ -45,6 +49,11 @@ class StoreView:
     findings: tuple[Finding, ...]
     breakdown: MfuLedger | None
     lost: int = 0
+
+    @property
+    def verdicts(self) -> list[str]:
+        """The findings that cost enough to be a verdict about the run, in words."""
+        return [str(finding) for finding in self.findings if finding.cost_share >= MIN_VERDICT_SHARE]
 
 
 def read_store_view(folder: Path) -> StoreView | None:
