@@ -46,6 +46,7 @@ class FailingStore:
 def s3_server() -> Iterator[tuple[FailingStore, dict[str, str]]]:
     """Serve S3 with a bucket at s3://bucket. Yields the store and the environment of its clients."""
     import boto3
+    from s3fs import S3FileSystem
     from werkzeug.serving import WSGIRequestHandler, make_server
 
     class Silent(WSGIRequestHandler):
@@ -57,7 +58,9 @@ def s3_server() -> Iterator[tuple[FailingStore, dict[str, str]]]:
     thread.start()
     url = f"http://127.0.0.1:{server.server_port}"
     boto3.client("s3", endpoint_url=url, **KEYS).create_bucket(Bucket="bucket")
+    S3FileSystem.clear_instance_cache()  # clients keep the address that the environment named when they were made
     names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION")
     yield store, {"AWS_ENDPOINT_URL": url, "AWS_MAX_ATTEMPTS": "1"} | dict(zip(names, KEYS.values(), strict=True))
     server.shutdown()
     thread.join()
+    S3FileSystem.clear_instance_cache()

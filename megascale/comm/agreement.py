@@ -118,7 +118,7 @@ def describe_differences(differences: Sequence[Difference], first_host: str) -> 
     """Describe differences from rank 0 on `first_host`, a line for each key; empty without differences."""
     by_key: dict[str, dict[str, list[tuple[int, str]]]] = defaultdict(lambda: defaultdict(list))
     expected = {}
-    for rank, host, key, first_value, value in differences:
+    for rank, host, key, first_value, value in sorted(differences):  # ranks report as they arrive
         by_key[key][value].append((rank, host))
         expected[key] = first_value
     if not by_key:

@@ -39,7 +39,7 @@ READY_QUERIES = {
             round(sum(exposed_ns) / any_value(n) / 1e6, 3) AS exposed_ms,
             round(sum(exposed_ns) / any_value(train), 4) AS share
         FROM step_parts, counted WHERE axis NOT IN ('compute', 'host', 'step') AND {_ORDINARY}
-        GROUP BY axis, name ORDER BY share DESC""",
+        GROUP BY axis, name ORDER BY share DESC, axis, name""",
     ),
     "step-time": ReadyQuery(
         "time of ordinary steps on rank 0, and MFU, by twentieths of the run",
@@ -56,7 +56,7 @@ READY_QUERIES = {
     "tagged-steps": ReadyQuery(
         "steps that contain more than training, with the time that they took beyond it",
         """
-        SELECT attempt, step, string_agg(DISTINCT tags, ',') AS tags, count(*) AS ranks,
+        SELECT attempt, step, string_agg(DISTINCT tags, ',' ORDER BY tags) AS tags, count(*) AS ranks,
             round(max(train_ns) / 1e6, 3) AS train_ms, round(max(end_ns - start_ns - train_ns) / 1e6, 3) AS more_ms
         FROM steps WHERE tags <> '' GROUP BY attempt, step ORDER BY attempt, step""",
     ),
@@ -65,14 +65,14 @@ READY_QUERIES = {
         """
         SELECT attempt, step, rank, round(exposed_ns / 1e6, 3) AS waited_ms, round(exposed_ns / train_ns, 4) AS share
         FROM step_parts JOIN steps USING (attempt, rank, step)
-        WHERE axis = 'host' AND name = 'data' ORDER BY exposed_ns DESC LIMIT 20""",
+        WHERE axis = 'host' AND name = 'data' ORDER BY exposed_ns DESC, attempt, step, rank LIMIT 20""",
     ),
     "gc": ReadyQuery(
         "Python's garbage collections by rank: their number, sum and longest",
         """
         SELECT rank, sum(count) AS collections, count(*) AS steps, round(sum(total_ns) / 1e6, 3) AS ms,
             round(max(max_ns) / 1e6, 3) AS longest_ms
-        FROM step_parts WHERE axis = 'host' AND name = 'gc' GROUP BY rank ORDER BY ms DESC LIMIT 20""",
+        FROM step_parts WHERE axis = 'host' AND name = 'gc' GROUP BY rank ORDER BY ms DESC, rank LIMIT 20""",
     ),
     "entry-spread": ReadyQuery(
         "when ranks issue their last reduction of gradients over dp: first to last of a group, by step",
@@ -92,7 +92,7 @@ READY_QUERIES = {
         """
         SELECT attempt, step, rank, axis, name, part, layer, chunk, microbatch,
             round((end_ns - start_ns) / 1e6, 3) AS ms, round(exposed_ns / 1e6, 3) AS exposed_ms
-        FROM events WHERE step > 0 AND axis <> 'host' ORDER BY end_ns - start_ns DESC LIMIT 20""",
+        FROM events WHERE step > 0 AND axis <> 'host' ORDER BY end_ns - start_ns DESC, attempt, step, rank, start_ns LIMIT 20""",
     ),
     "memory": ReadyQuery(
         "ranks by the peak memory of their device",
@@ -122,6 +122,6 @@ READY_QUERIES = {
         "events that were overwritten before they were stored, by rank",
         """
         SELECT rank, sum(events_lost) AS lost, count(*) FILTER (events_lost > 0) AS steps
-        FROM steps GROUP BY rank HAVING lost > 0 ORDER BY lost DESC""",
+        FROM steps GROUP BY rank HAVING lost > 0 ORDER BY lost DESC, rank""",
     ),
 }

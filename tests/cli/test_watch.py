@@ -29,6 +29,9 @@ RUNNING = [RUNS] * 4
 AHEAD_S = -3600.0
 """Age of a live file that stays fresh for an hour."""
 
+UNSIZED = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+"""The environment without the terminal's size, which readline in a parent process may have set."""
+
 
 class Terminal:
     """`megascale watch RUN` in a pseudo-terminal. `text`: what it has written so far."""
@@ -39,7 +42,7 @@ class Terminal:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "megascale", "watch", str(folder)],
             stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
-            env={**os.environ, "TERM": "xterm-256color", "LC_ALL": "C.UTF-8", **env},
+            env={**UNSIZED, "TERM": "xterm-256color", "LC_ALL": "C.UTF-8", **env},
         )  # fmt: skip
         os.close(theirs)
         self.text = ""

@@ -39,8 +39,8 @@ def file_limit(monkeypatch: pytest.MonkeyPatch) -> object:
 def test_the_need_of_files_grows_with_datasets_splits_and_ranks(tmp_path: Path) -> None:
     one, many = run_of(tmp_path, 1), run_of(tmp_path, 400)
     evaluated = run_of(tmp_path, 400, train__eval_every=1)
-    assert wanted_open_files(many) - wanted_open_files(one) == 399 * 2 * 6
-    assert wanted_open_files(evaluated) - wanted_open_files(many) == 400 * 2 * 6
+    assert wanted_open_files(many) - wanted_open_files(one) == 399 * 2 * 3
+    assert wanted_open_files(evaluated) - wanted_open_files(many) == 400 * 2 * 3
     assert min_open_files(one) < min_open_files(many) < min_open_files(evaluated) < 256  # whatever their number is
     ranks = run_of(tmp_path, 1, parallel__dp=8)
     assert min_open_files(ranks) - min_open_files(one) == 8
@@ -56,19 +56,19 @@ def test_all_epochs_stay_open_where_the_limits_allow(tmp_path: Path, file_limit:
 def test_fewer_stay_open_under_a_low_limit(tmp_path: Path, file_limit: object, monkeypatch: pytest.MonkeyPatch) -> None:
     config, evaluated = run_of(tmp_path, 400), run_of(tmp_path, 400, train__eval_every=1)
     file_limit(1024, 1024)  # type: ignore[operator]
-    assert max_open_epochs(config, 400) == (1024 - 256) // 6
-    assert max_open_epochs(evaluated, 400) == (1024 - 256) // 6 // 2
+    assert max_open_epochs(config, 400) == (1024 - 256) // 3
+    assert max_open_epochs(evaluated, 400) == (1024 - 256) // 3 // 2
     assert not list(limit_findings(config, 1))
     file_limit(sys.maxsize, sys.maxsize)  # type: ignore[operator]
     monkeypatch.setattr(host_limits, "memory_map_limit", lambda: 1000)
-    assert max_open_epochs(config, 400) == 100
+    assert max_open_epochs(config, 400) == 166
 
 
 def test_a_limit_below_the_least_need_is_found(tmp_path: Path, file_limit: object) -> None:
     config = run_of(tmp_path, 400, parallel__dp=8)
     file_limit(50, min_open_files(config) - 1)  # type: ignore[operator]
     [finding] = limit_findings(config, 8)
-    assert finding.message == "a process on this host may open 119 files, a rank needs 120 or more"
+    assert finding.message == "a process on this host may open 95 files, a rank needs 96 or more"
     assert f"ulimit -n {wanted_open_files(config)}" in finding.hint
 
 
