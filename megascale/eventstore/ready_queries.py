@@ -92,7 +92,8 @@ READY_QUERIES = {
         """
         SELECT attempt, step, rank, axis, name, part, layer, chunk, microbatch,
             round((end_ns - start_ns) / 1e6, 3) AS ms, round(exposed_ns / 1e6, 3) AS exposed_ms
-        FROM events WHERE step > 0 AND axis <> 'host' ORDER BY end_ns - start_ns DESC, attempt, step, rank, start_ns LIMIT 20""",
+        FROM events WHERE step > 0 AND axis <> 'host'
+        ORDER BY end_ns - start_ns DESC, attempt, step, rank, start_ns LIMIT 20""",
     ),
     "memory": ReadyQuery(
         "ranks by the peak memory of their device",
