@@ -78,7 +78,7 @@ def run_local_ranks(
                     except MegascaleError:
                         _end(workers)
                         raise
-        if len(workers) < world:
+        if forwarder.stop_requests:  # a signal has missed the ranks that were started after it
             _end(workers)
             return _report_stop(forwarder)
         # threads start after the last fork

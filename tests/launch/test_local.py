@@ -18,7 +18,7 @@ import pytest
 
 from megascale.core.errors import Exit, MegascaleError
 from megascale.launch import environment, flight, local
-from tests.jobs import Job, job_config, lives
+from tests.jobs import Job, heed_signals, job_config, lives
 from tests.launch.dumps import Recorder
 from tests.runs import GPT
 
@@ -396,6 +396,29 @@ def test_a_host_without_any_network(layout: dict, tmp_path: Path) -> None:
         assert not list(tmp_path.glob("runs/test/logs/*.log"))
     else:
         assert result.returncode == Exit.OK and "step 3/3" in result.stdout, result.stderr
+
+
+STOPPED_WHILE_STARTING = """
+import os, signal, sys
+from megascale.cli.main import main
+from megascale.launch import local
+start = local._start
+def interrupted(launch, rank, *rest):
+    if rank == int(sys.argv[1]):
+        os.kill(os.getpid(), signal.SIGINT)
+    return start(launch, rank, *rest)
+local._start = interrupted
+sys.exit(main(["train", sys.argv[2]]))
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_ctrl_c_while_a_rank_is_started_reaches_it(rank: int, tmp_path: Path) -> None:
+    config = job_config(tmp_path, GPT, **{**FOUR, "train__steps": 100000})
+    command = [sys.executable, "-c", STOPPED_WHILE_STARTING, str(rank), str(config)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, preexec_fn=heed_signals)
+    assert result.returncode == Exit.INTERRUPTED, result.stderr
+    assert result.stderr.endswith("megascale: stopped before the first step\n")
 
 
 @pytest.mark.parametrize("layout", [{}, FOUR], ids=["alone", "launcher"])
