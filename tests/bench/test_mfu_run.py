@@ -24,6 +24,7 @@ from megascale.layout.tensors import layer_params
 from megascale.layout.topology import Topology
 from megascale.model import modules
 from megascale.ops import select
+from tests.marks import only_quick
 from tests.runs import LLAMA, build_run, config_of, settings
 from tests.worlds import run_world
 
@@ -239,7 +240,7 @@ def casting(rank: Rank, given: RunConfig) -> tuple[dict[str, float], Counter[str
     return kernels.time_shares(profile, 1.0), Counter(kernels.classify(k.name, k.enclosing) for k in profile.kernels)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", only_quick(["tensorwise", "rowwise"], "rowwise"))
 def test_quantization_has_a_separate_share(tmp_path: Path, recipe: str) -> None:
     wanted = {"train__precision": "fp8", "fp8__recipe": recipe, "fp8__bf16_first": 0, "fp8__bf16_last": 0}
     ((shares, operators),) = run_world(1, casting, config(tmp_path, **wanted))

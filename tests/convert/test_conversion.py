@@ -31,6 +31,7 @@ from megascale.core.errors import CheckpointError, DataError
 from megascale.core.rank import Rank
 from megascale.core.storage import Location
 from megascale.parallel.stateful import WEIGHTS as WEIGHT
+from tests.marks import only_quick
 from tests.oracles.ours import MODELS, Array, Arrays, Piece, join
 from tests.oracles.test_transformers import build, ours_from_gpt2, ours_from_llama
 from tests.runs import FAMILIES, GPT, LLAMA, build_run, config_of, settings
@@ -145,10 +146,11 @@ BEGUN: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "world", "layout"), BEGUN, ids=str)
+@pytest.mark.parametrize("case", only_quick(BEGUN, BEGUN[0], BEGUN[-1]), ids=str)
 def test_a_run_begins_with_a_checkpoint_or_a_hugging_face_folder(
-    tmp_path: Path, name: str, world: int, layout: dict[str, Any]
+    tmp_path: Path, case: tuple[str, int, dict[str, Any]]
 ) -> None:
+    name, world, layout = case
     pretrained(MODELS[name], tmp_path / "theirs", torch.bfloat16)
     from_huggingface(tmp_path / "theirs", tmp_path / "ours")
     layout = {"train__precision": "fp32"} | layout

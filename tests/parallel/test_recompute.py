@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +71,14 @@ CASES = [
     {"model": OLMO2, "model__dropout": 0.1, "train__precision": "bf16"},
     {"model": NEOX, "model__dropout": 0.1, "train__precision": "fp32"},
 ]
+QUICK_CASES = [case for case in CASES if case["model"] in (LLAMA, GEMMA2)]
 FP8_MODEL = LLAMA | {"hidden_size": 256, "ffn_size": 512, "seq_length": 128, "num_layers": 3}
 
 
-def configurations(folder: Path, **layout: Any) -> list[RunConfig]:
-    """Run every case with every setting."""
+def configurations(cases: Sequence[dict[str, Any]], folder: Path, **layout: Any) -> list[RunConfig]:
+    """Run cases with every setting."""
     results = []
-    for case in CASES:
+    for case in cases:
         for setting in SETTINGS.values():
             more = {name: value for name, value in case.items() if name != "model"} | layout
             more |= {f"train__{key}": value for key, value in setting.items()}
@@ -99,15 +101,24 @@ def trained(rank: Rank, configs: list[RunConfig]) -> list[Outcome]:
     return results
 
 
-@pytest.mark.parametrize("layout", only_quick(LAYOUTS, "tp2 sp"))
-def test_every_setting_is_bit_equal(layout: str, tmp_path: Path) -> None:
-    configs = configurations(tmp_path, **LAYOUTS[layout])
+def check_settings(cases: Sequence[dict[str, Any]], layout: str, folder: Path) -> None:
+    configs = configurations(cases, folder, **LAYOUTS[layout])
     for outcomes in run_world(configs[0].world_size, trained, configs):
         for index in range(0, len(configs), len(SETTINGS)):
             curve, weights = outcomes[index]
             for name, (other, theirs) in zip(SETTINGS, outcomes[index:], strict=False):
-                assert other == curve, (CASES[index // len(SETTINGS)], name)
+                assert other == curve, (cases[index // len(SETTINGS)], name)
                 assert np.array_equal(theirs, weights)
+
+
+def test_settings_are_bit_equal(tmp_path: Path) -> None:
+    check_settings(QUICK_CASES, "tp2 sp", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_setting_is_bit_equal(layout: str, tmp_path: Path) -> None:
+    check_settings(CASES, layout, tmp_path)
 
 
 def fp8_configurations(folder: Path, **more: Any) -> list[RunConfig]:

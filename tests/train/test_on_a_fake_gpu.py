@@ -15,6 +15,7 @@ import pytest
 from megascale.catalog.backends import BACKENDS
 from megascale.catalog.recipes import RECIPES
 from megascale.core.rank import Rank
+from tests.marks import only_quick
 from tests.runs import FAMILIES, config_of, settings
 from tests.worlds import run_world
 
@@ -118,14 +119,21 @@ def run_cases(_: Rank, configs: dict[str, Any]) -> dict[str, str]:
     }
 
 
+QUICK = (
+    "llama fp32", "llama sandwich block", "gpt recompute full", "gpt tp2 pp2 dp2 zero2", "llama pp2 dp2 lamb",
+    "llama fp8 delayed",
+)  # fmt: skip
+
+
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Tracebacks of all cases, from one process, because the device type stays the process's accelerator."""
+def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, str]:
+    """Tracebacks of the selected cases, from one process: the device type stays the process's accelerator."""
     folder = tmp_path_factory.mktemp("fake")
-    return run_world(1, run_cases, {case: configured(case, folder) for case in CASES})[0]
+    cases = {item.callspec.params["case"] for item in request.session.items if "outcomes" in item.fixturenames}
+    return run_world(1, run_cases, {case: configured(case, folder) for case in CASES if case in cases})[0]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", only_quick(CASES, *QUICK))
 def test_a_step_waits_for_the_device_once(case: str, outcomes: dict[str, str]) -> None:
     assert not outcomes[case], outcomes[case]
 
