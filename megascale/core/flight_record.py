@@ -31,7 +31,7 @@ ATTEMPT_VARIABLE = "MEGASCALE_ATTEMPT"
 SHARED_MEMORY = Path("/dev/shm")
 
 LAST_EVENTS = 16
-"""Events in the JSON form of a record, besides those in flight."""
+"""Events in the JSON form of a record by default, besides those in flight."""
 
 MAX_OPEN_EVENTS = 32
 """Most events in flight in the JSON form of a record: the newest."""
@@ -180,8 +180,8 @@ class FlightRecord:
         """Seconds without a heartbeat, when the record was read."""
         return max(0, self.read_ns - self.heartbeat_ns) / 1e9
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form: lists in the order of the fields, to be short."""
+    def to_dict(self, events: int = LAST_EVENTS) -> dict[str, Any]:
+        """Return the JSON form, with the newest `events`: lists in the order of the fields, to be short."""
         plain = {name: getattr(self, name) for name in _PLAIN}
         return plain | {
             "totals": dict(self.totals),
@@ -191,7 +191,7 @@ class FlightRecord:
             ],
             "wait": self.wait and [getattr(self.wait, name) for name in Wait.__slots__],
             "open": [_event_list(event) for event in self.open[-MAX_OPEN_EVENTS:]],
-            "last": [_event_list(event) for event in self.last[-LAST_EVENTS:]],
+            "last": [_event_list(event) for event in self.last[max(0, len(self.last) - events) :]],
         }
 
     @classmethod

@@ -21,7 +21,7 @@ def read_records(ranks: Ranks | None, order: Collect) -> Records:
     if ranks is None or ranks.attempt != order.attempt:
         return Records(order.attempt, {}, {})
     states = {rank: process_facts(pid)[0] for rank, pid in ranks.processes(order.ranks).items()}
-    records = {rank: record.to_dict() for rank, record in ranks.records(order.ranks).items()}
+    records = {rank: record.to_dict(order.events) for rank, record in ranks.records(order.ranks).items()}
     return Records(order.attempt, records, states)
 
 

@@ -37,7 +37,7 @@ class Attempt:
 
     `placement`: ranks by node; `busy`: nodes with ranks that have not ended. `ends`: of its ranks, by rank; `lost`:
     lost nodes, by node. `noted`: its first new step is in the log. `answered`: nodes that have answered Collect, with
-    `records`, `states` and `stacks` by rank.
+    `records`, `states` and `stacks` by rank; `compared`: longer records have been asked for.
     """
 
     number: int
@@ -49,6 +49,7 @@ class Attempt:
     lost: dict[str, LostNode] = field(default_factory=dict)
     stuck: set[str] = field(default_factory=set)
     answered: set[str] = field(default_factory=set)
+    compared: bool = False
     records: dict[int, FlightRecord] = field(default_factory=dict)
     states: dict[int, str] = field(default_factory=dict)
     stacks: dict[int, str] = field(default_factory=dict)
@@ -113,6 +114,7 @@ class Attempt:
 
     def forget_answers(self) -> None:
         """Drop the answers to an earlier Collect."""
+        self.compared = False
         for answers in (self.answered, self.records, self.states, self.stacks):
             answers.clear()
 

@@ -18,6 +18,8 @@ from typing import Any, ClassVar, get_args
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from megascale.core.flight_record import LAST_EVENTS
+
 
 class MessageError(ValueError):
     """A peer sent a message of an unknown kind or form."""
@@ -204,11 +206,14 @@ class Stop(_Checked):
 
 @dataclass(frozen=True)
 class Collect(_Checked):
-    """Answer with Records; with `stacks` also with Stacks. `ranks`: None for all of the node."""
+    """Answer with Records; with `stacks` also with Stacks. `ranks`: None for all of the node. `events`: most events of
+    each record.
+    """
 
     attempt: int
     stacks: bool = False
     ranks: tuple[int, ...] | None = None
+    events: int = LAST_EVENTS
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,7 @@ class HangVerdict:
     group: str = ""
     evidence: tuple[str, ...] = ()
     confident: bool = True
+    compare: tuple[int, ...] = ()
 
 
 @dataclass

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from megascale.core.errors import Exit
+from megascale.core.flight_layout import EVENTS
 from megascale.fault import decisions
 from megascale.fault.attempt import Attempt
 from megascale.fault.commands import Exclude, Finish, Request, Say, Send, StartAgent
@@ -197,6 +198,9 @@ def collect(job: Job, now: float) -> None:
         if decisions.has_silent_node(job, now):
             return  # a lost node explains it all: `tick` decides
         job.verdict = job.hang_verdict(attempt.records, attempt.states)
+        if job.verdict.compare and not attempt.compared:
+            _ask_longer_records(job, job.verdict.compare, now)
+            return
         if decisions.waits_for_network(job, now):
             job.next_look = now + settings.heartbeat_s
             job.enter(Stage.RUN, math.inf)
@@ -208,6 +212,18 @@ def collect(job: Job, now: float) -> None:
         job.deadline = now + (settings.evidence_s / 2 if settings.stacks and culprits else 0.0)
     elif now >= job.deadline or attempt.stacks.keys() >= set(job.verdict.ranks[:MOST_STACKS]):
         decisions.conclude(job, attempt.hang_finding(job.verdict), now)
+
+
+def _ask_longer_records(job: Job, ranks: Sequence[int], now: float) -> None:
+    """Ask for all events of ranks whose calls are to be compared, before a second verdict."""
+    attempt = _attempt(job)
+    by_node = {node: tuple(rank for rank in ranks if rank in mine) for node, mine in attempt.placement.items()}
+    for node, asked in by_node.items():
+        if asked:
+            attempt.answered.discard(node)
+            job.do(Send(node, Collect(attempt.number, ranks=asked, events=EVENTS)))
+    attempt.compared, job.verdict = True, None
+    job.deadline = now + job.settings.evidence_s
 
 
 def stop_attempt(job: Job, now: float, grace_s: float, *, save: bool = False) -> None:

@@ -47,7 +47,7 @@ class Verdict:
     """The cause of a hang.
 
     `ranks`: the culprits, those idle for the longest first. `group`: that others wait in, "" if they wait in none.
-    `confident`: a single explanation, and a single rank or link.
+    `confident`: a single explanation, and a single rank or link. `compare`: ranks whose longer records would tell more.
     """
 
     kind: VerdictKind
@@ -55,6 +55,7 @@ class Verdict:
     group: str
     evidence: tuple[str, ...]
     confident: bool
+    compare: tuple[int, ...] = ()
 
 
 def hang_verdict(records: Mapping[int, FlightRecord], states: Mapping[int, str]) -> Verdict:
@@ -73,10 +74,11 @@ def hang_verdict(records: Mapping[int, FlightRecord], states: Mapping[int, str])
         return _verdict(_kind_of_all(culprits, graph, states), culprits, graph, states)
     if graph.stuck:
         return _verdict("collective", graph.stuck, graph, states)
-    if lost := [place for place, missing in graph.missing.items() if not missing]:
-        return _lost_data(lost, graph, states)
-    if awaited:
+    lost = [place for place, missing in graph.missing.items() if not missing]
+    if graph.mixed or (awaited and not lost):
         return _divergence(graph, states)
+    if lost:
+        return _lost_data(lost, graph, states)
     if on_device := list(graph.on_device):
         return _verdict("device", on_device, graph, states, confident=False)
     busy = list(records)
@@ -137,12 +139,12 @@ def _lost_data(lost: Sequence[WaitPlace], graph: WaitGraph, states: Mapping[int,
 
 def _divergence(graph: WaitGraph, states: Mapping[int, str]) -> Verdict:
     """Return the verdict about ranks that wait for each other."""
-    ranks, evidence = divergent_ranks(graph)
+    ranks, evidence, certain, compare = divergent_ranks(graph)
     described = [*evidence, *(_describe_rank(rank, graph, states) for rank in ranks[:4])]
     place = _place_waited_in(ranks, graph)
     return Verdict(
-        "divergence", tuple(ranks), place.key if place else "", tuple(described[:MOST_EVIDENCE]),
-        confident=len(ranks) == 1,
+        "divergence", ranks, place.key if place else "", tuple(described[:MOST_EVIDENCE]),
+        confident=certain, compare=compare,
     )  # fmt: skip
 
 

@@ -12,12 +12,13 @@ If none is missing, the data themselves are: they were sent, or should have been
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megascale.core.flight_layout import CONTROL, PHASES, RECEIVE, SEND, Phase
+from megascale.core.flight_layout import COLLECTIVE, CONTROL, PHASES, RECEIVE, SEND, Phase
 from megascale.core.flight_record import FlightRecord, GroupState, RankRuns
+from megascale.observe.components import closed_components
 
 _ORDER = {phase: index for index, phase in enumerate(PHASES)}
 _JOINING = (Phase.RENDEZVOUS, Phase.GROUPS)
@@ -47,14 +48,16 @@ class WaitGraph:
     """The waits of a job's ranks for each other.
 
     `places`: by waiting rank. `waiting`: the ranks that wait in a place, `missing`: those that the place waits for.
-    `on_phase`, `on_device`: the ranks that a rank in no place waits for, while it joins or leaves the job, or waits for
-    its device. `stuck`: ranks that issue what nobody else is missing in, so that they wait for no rank.
+    `mixed`: places in which ranks have made different calls. `on_phase`, `on_device`: the ranks that a rank in no place
+    waits for, while it joins or leaves the job, or waits for its device. `stuck`: ranks that issue what nobody else is
+    missing in, so that they wait for no rank.
     """
 
     records: Mapping[int, FlightRecord]
     places: dict[int, WaitPlace] = field(default_factory=dict)
     waiting: dict[WaitPlace, list[int]] = field(default_factory=dict)
     missing: dict[WaitPlace, tuple[int, ...]] = field(default_factory=dict)
+    mixed: set[WaitPlace] = field(default_factory=set)
     stuck: set[int] = field(default_factory=set)
     on_phase: dict[int, tuple[int, ...]] = field(default_factory=dict)
     on_device: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -68,6 +71,38 @@ class WaitGraph:
     def waits(self, rank: int) -> bool:
         """Return True if a rank waits, be it for a rank or for data."""
         return (rank in self.places and rank not in self.stuck) or rank in self.on_phase or rank in self.on_device
+
+    def contested(self) -> Iterator[tuple[str, RankRuns, set[int]]]:
+        """Yield the groups whose ranks wait for each other: name, members, and the ranks that wait or are awaited."""
+        for place, missing in self.missing.items():
+            if missing or place in self.mixed:
+                members = RankRuns(()) if place.is_message else place.members
+                yield place.key.partition(" ")[0], members, {*self.waiting[place], *missing}
+        for key, members in self._on_device():
+            yield key.partition(" ")[0], members, set(members)
+
+    def _on_device(self) -> set[tuple[str, RankRuns]]:
+        """Return the groups of ranks that wait for their devices, with collectives in flight."""
+        return {
+            (key, state.ranks)
+            for rank in self.on_device
+            for key, state in self.records[rank].groups.items()
+            if state.kind == COLLECTIVE and state.ranks is not None and state.issued > state.completed
+        }
+
+    def cycle(self) -> tuple[int, ...]:
+        """Return the ranks in which every chain of waits ends: all wait for each other."""
+        components = closed_components(self._edges())
+        return tuple(sorted(node for component in components for node in component if isinstance(node, int)))
+
+    def _edges(self) -> dict[object, Sequence[object]]:
+        """Return the places and ranks that each rank waits for, and the ranks that each place waits for."""
+        edges: dict[object, Sequence[object]] = {}
+        for place, missing in self.missing.items():
+            edges[place] = tuple(place.members) if place in self.mixed else missing
+        for rank in self.records:
+            edges[rank] = (self.places[rank],) if rank in self.places else self.waits_for(rank)
+        return edges
 
     def awaited(self) -> set[int]:
         """Return the ranks that others wait for."""
@@ -88,6 +123,8 @@ def wait_graph(records: Mapping[int, FlightRecord]) -> WaitGraph:
         graph.missing[place] = missing = _missing_in(place, waiting, records)
         if set(missing) <= set(waiting):
             graph.stuck.update(rank for rank in waiting if is_issuing(records[rank]))
+        if not missing and not place.is_message and _is_mixed(place, waiting, records):
+            graph.mixed.add(place)
     _add_phases(graph)
     _add_devices(graph)
     return graph
@@ -119,6 +156,17 @@ def _missing_in(place: WaitPlace, waiting: Sequence[int], records: Mapping[int, 
         return unissued
     here = set(waiting)
     return tuple(rank for rank, state in known.items() if state.completed <= place.sequence and rank not in here)
+
+
+def _is_mixed(place: WaitPlace, waiting: Sequence[int], records: Mapping[int, FlightRecord]) -> bool:
+    """Return True if ranks that wait in a place have made different calls there, which never end."""
+    calls = {
+        (event.name, event.bytes)
+        for rank in waiting
+        for event in records[rank].last
+        if event.group == place.key and event.sequence == place.sequence
+    }
+    return len(calls) > 1
 
 
 def _missing_peer(place: WaitPlace, rank: int, records: Mapping[int, FlightRecord]) -> tuple[int, ...]:

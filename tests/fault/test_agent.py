@@ -87,6 +87,8 @@ def test_a_stopped_rank_shows_and_no_rank_outlives_its_stop(tmp_path: Path) -> N
             assert (record.rank, record.pid, record.phase) == (1, pids[1], "step")
             stacks = await ours.until(Stacks)
             assert "sitecustomize" in stacks.stacks[1], stacks
+            ours.send(Collect(1, ranks=(1,), events=0))
+            assert FlightRecord.from_dict((await ours.until(Records)).records[1]).last == ()
             ours.send(Collect(7))
             assert await ours.until(Records) == Records(7, {}, {})
             ours.send(Stop(1, 0.5))

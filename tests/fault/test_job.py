@@ -10,11 +10,26 @@ import pytest
 
 from megascale.config.fault import FaultConfig
 from megascale.core.errors import Exit
+from megascale.core.flight_layout import EVENTS
+from megascale.core.flight_reader import parse_flight_record
+from megascale.core.flight_record import FlightRecord
+from megascale.core.flight_writer import FlightIdentity, FlightRecordWriter
 from megascale.fault.commands import Finish, Send
 from megascale.fault.decisions import ends_to_replace
 from megascale.fault.incidents import JobHistory
 from megascale.fault.job import Job, JobPlan
-from megascale.fault.messages import Heartbeat, Hello, RankEnd, RanksEnded, RankStatus, Start, Stop, StoreOpened
+from megascale.fault.messages import (
+    Collect,
+    Heartbeat,
+    Hello,
+    RankEnd,
+    RanksEnded,
+    RankStatus,
+    Records,
+    Start,
+    Stop,
+    StoreOpened,
+)
 from megascale.fault.shrink import SmallerLayout
 from megascale.fault.simulation import HangVerdict, Simulation
 from megascale.fault.stages import Stage
@@ -217,6 +232,10 @@ class Cluster:
         return commands
 
 
+def written(writer: FlightRecordWriter) -> FlightRecord:
+    return parse_flight_record(bytes(writer._memory), 1, "record")
+
+
 def test_ranks_fill_nodes_in_the_schedulers_order_not_as_they_join() -> None:
     assert list(Cluster().start().job.attempt.placement) == ["a", "b"]
 
@@ -267,6 +286,26 @@ def test_slow_phases_have_longer_bounds() -> None:
         cluster.now += 1.0
         cluster.beat(phase, 2, idle=bound + 0.5)
         assert cluster.job.stage == "collect", phase
+
+
+def test_a_verdict_may_ask_once_for_longer_records_of_some_ranks() -> None:
+    cluster, verdicts = Cluster().start(), []
+
+    def verdict(records: Any, states: Any) -> HangVerdict:
+        verdicts.append((sorted(records), states))
+        return HangVerdict("divergence", (0, 1), confident=False, compare=(1,))
+
+    cluster.job.hang_verdict = verdict
+    cluster.beat("step", 2)
+    cluster.now += 5.0
+    cluster.beat("step", 2, idle=5.0)
+    record = FlightRecordWriter(FlightIdentity("run", 0, 2))
+    cluster.send("a", Records(0, {0: written(record).to_dict()}, {0: "S"}))
+    asked = cluster.send("b", Records(0, {1: written(record).to_dict()}, {1: "S"}))
+    assert [(c.node, c.message) for c in asked] == [("b", Collect(0, ranks=(1,), events=EVENTS))]
+    stacks = cluster.send("b", Records(0, {1: written(record).to_dict()}, {1: "S"}))
+    assert verdicts == [([0, 1], {0: "S", 1: "S"})] * 2, "the second verdict has the records of all"
+    assert sorted((c.node, c.message.stacks) for c in stacks) == [("a", True), ("b", True)], "it asks for records once"
 
 
 def test_the_first_step_may_take_as_long_as_the_start() -> None:

@@ -1,36 +1,49 @@
-"""Flight records of simulated jobs in which a rank hangs: every rank runs the calls of training until nobody can go on.
+"""Flight records of simulated jobs in which a rank hangs: ranks make the calls of training until nobody can go on.
 
-The calls of a step are data, forwards with tensor-parallel collectives between a receive and a send, the backwards,
-reductions over dp, an all-reduce of totals over the job, and all-gathers over dp.
+A rank's calls are those of its lowered schedule: receives posted ahead, tensor-parallel collectives in every layer of a
+forward and a backward, sends, reductions over dp in the background; then an all-reduce of totals, and all-gathers of
+weights that the next step waits for. On a device the host issues all of this and waits once in a step, for the totals.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megascale.core.flight_layout import COLLECTIVE, RECEIVE, SEND, Phase
+from megascale.core.flight_layout import COLLECTIVE, EVENTS, RECEIVE, SEND, Phase
 from megascale.core.flight_record import FlightEvent, FlightRecord, GroupState, RankRuns, Wait
 from megascale.layout.topology import Topology
+from megascale.schedule.interleaved import interleaved_1f1b
+from megascale.schedule.ir import Action, Kind, build_schedule
+from megascale.schedule.lower import lower
+from megascale.schedule.one_f_one_b import one_f_one_b
 
 
 class Call(NamedTuple):
-    """A call of a rank: "data", "compute", or a communication `name` in the group `key`."""
+    """A call of a rank: "data", an action of compute, a communication `name` in the group `key`, or the "wait" for an
+    earlier one. `token`: of a communication that a later call waits for; without, the call itself waits, but for sends.
+    """
 
     name: str
     key: str = ""
     part: str = ""
-    waits: bool = True
+    layer: int = -1
+    chunk: int = -1
+    microbatch: int = -1
+    token: tuple = ()
+    bytes: int = 8
 
 
 @dataclass(frozen=True)
 class Fault:
     """A fault of `rank` at its call number `call`.
 
-    `kind`: "stop", "lock" (Python's), "hang" before the call, "issue" (hangs while issuing), "skip", or "lose" (a
-    message to the rank, or its part of a collective).
+    `kind`: "stop", "lock" (Python's), "hang" before the call, "issue" (hangs while issuing), "skip", "skip_step" (all
+    such calls to the end of the step), "extra" (makes the call twice), or "lose" (the rank's own data of the call).
     """
 
     kind: str
@@ -38,157 +51,303 @@ class Fault:
     call: int
 
 
+class GroupFacts(NamedTuple):
+    """A group of a rank, or a direction of messages to or from a peer."""
+
+    name: str
+    kind: str
+    ranks: RankRuns
+    peer: int = -1
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a job trains: `vpp` chunks a rank with `layers` in each, `micro_batches` a step. `sequence`: all-gathers and
+    reduce-scatters take turns, as in sequence parallelism, and a call of one kind does not pair with the other.
+    """
+
+    vpp: int = 1
+    layers: int = 2
+    micro_batches: int = 4
+    sequence: bool = False
+
+
+def topology_groups(topology: Topology, rank: int) -> dict[str, GroupFacts]:
+    """Return a rank's groups by key."""
+    runs, stages = RankRuns.from_ranks, list(topology.group(rank, "pp"))
+    groups = {"tp": GroupFacts("tp", COLLECTIVE, runs(topology.group(rank, "tp")))}
+    groups["dp"] = GroupFacts("dp", COLLECTIVE, runs(topology.group(rank, "dp")))
+    if topology.world_size <= 8:
+        groups["world"] = GroupFacts("world", COLLECTIVE, RankRuns(((0, topology.world_size, 1),)))
+    else:
+        groups["world.dp"] = groups["dp"]._replace(name="world.dp")
+        groups["world.tp"] = groups["tp"]._replace(name="world.tp")
+        groups["world.pp"] = GroupFacts("world.pp", COLLECTIVE, runs(stages))
+    for peer in stages:
+        for name, kind in (
+            (("pp.up", SEND), ("pp.down", RECEIVE)) if peer > rank else (("pp.down", SEND), ("pp.up", RECEIVE))
+        ):
+            if peer != rank:
+                groups[f"{name} {kind} {peer}"] = GroupFacts(name, kind, runs(stages), peer)
+    return {key: group for key, group in groups.items() if len(group.ranks) > 1}
+
+
+@functools.lru_cache(maxsize=64)
+def _lowered(pp: int, work: Workload) -> list[list[Action]]:
+    order = one_f_one_b if work.vpp == 1 else interleaved_1f1b
+    return lower(build_schedule(order, pp, work.vpp, work.micro_batches), work.vpp, lookahead=2)
+
+
+class _Program:
+    """The calls of a step of a rank."""
+
+    def __init__(self, topology: Topology, rank: int, work: Workload) -> None:
+        self._groups = topology_groups(topology, rank)
+        self._stages = list(topology.group(rank, "pp"))
+        self._place = self._stages.index(rank)
+        self._work = work
+        self._dp = topology.coord(rank).dp
+
+    def calls(self) -> Iterator[Call]:
+        yield Call("data")
+        for kind, chunk, microbatch in _lowered(len(self._stages), self._work)[self._place]:
+            match kind:
+                case Kind.RECV_F | Kind.RECV_B:
+                    forward = kind is Kind.RECV_F
+                    key = self._peer(chunk, -1 if forward else 1, RECEIVE)
+                    yield Call(RECEIVE, key, "", -1, chunk, microbatch, (forward, chunk, microbatch))
+                case Kind.SEND_F | Kind.SEND_B:
+                    key = self._peer(chunk, 1 if kind is Kind.SEND_F else -1, SEND)
+                    yield Call(SEND, key, "", -1, chunk, microbatch)
+                case Kind.F | Kind.B:
+                    yield Call(kind.value, "", "", -1, chunk, microbatch)
+                    yield from self._tensor_parallel(kind is Kind.F, chunk, microbatch)
+                case Kind.WAIT_PARAMS:
+                    yield Call("wait", "dp", token=("gather", chunk))
+                case Kind.REDUCE:
+                    yield from self._in(
+                        "dp", Call("reduce_scatter", "dp", f"chunk {chunk}", -1, chunk, microbatch, ("reduce", chunk))
+                    )
+        yield from (Call("wait", "dp", token=("reduce", chunk)) for chunk in range(self._work.vpp))
+        if self._dp == 0:  # only this shard has the norms' gradients
+            yield from self._in("tp", Call("all_reduce", "tp", "chunk 0 partial gradients"))
+        for key in ("world", "world.dp", "world.tp", "world.pp"):
+            yield from self._in(key, Call("all_reduce" if key != "world.tp" else "all_gather", key, "totals"))
+        yield Call("host wait")
+        for chunk in range(self._work.vpp):
+            yield from self._in("dp", Call("all_gather", "dp", f"chunk {chunk}", token=("gather", chunk)))
+
+    def _in(self, key: str, *calls: Call) -> tuple[Call, ...]:
+        return calls if key in self._groups else ()
+
+    def _peer(self, chunk: int, step: int, kind: str) -> str:
+        stages = self._stages
+        me, peer = stages[self._place], stages[(chunk * len(stages) + self._place + step) % len(stages)]
+        name = "pp.up" if (peer > me) == (kind == SEND) else "pp.down"
+        return f"{name} {kind} {peer}"
+
+    def _tensor_parallel(self, forward: bool, chunk: int, microbatch: int) -> Iterator[Call]:
+        stage = chunk * len(self._stages) + self._place
+        if stage != (0 if forward else self._work.vpp * len(self._stages) - 1):
+            yield Call("wait", token=(forward, chunk, microbatch))
+            yield from self._in("tp", Call("all_gather", "tp", "", -1, chunk, microbatch, bytes=16))
+        layers = range(stage * self._work.layers, (stage + 1) * self._work.layers)
+        for layer in layers if forward else reversed(layers):
+            for part in ("out", "down") if forward else ("up gradient", "qkv gradient"):
+                if self._work.sequence:
+                    yield from self._in(
+                        "tp", Call("all_gather", "tp", f"{part} input", layer, chunk, microbatch, bytes=32)
+                    )
+                    yield from self._in("tp", Call("reduce_scatter", "tp", part, layer, chunk, microbatch, bytes=64))
+                else:
+                    yield from self._in("tp", Call("all_reduce", "tp", part, layer, chunk, microbatch, bytes=64))
+
+
+def step_calls(topology: Topology, rank: int, work: Workload) -> list[Call]:
+    """Return the calls of a rank in a step."""
+    return list(_Program(topology, rank, work).calls())
+
+
 @dataclass
 class _Rank:
+    """A rank, at call number `at` of its `calls`, each with its step."""
+
     number: int
-    calls: list[Call]
-    groups: dict[str, tuple[str, str, RankRuns, int]]  # name, kind, ranks, peer
+    calls: Sequence[tuple[int, Call]]
+    groups: dict[str, GroupFacts]
     at: int = 0
     entered: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     issued: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     completed: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
-    phase: Phase = Phase.STEP
+    known: dict[str, int] = field(default_factory=dict)  # completed, as the host of a device knows
+    pending: dict[tuple, tuple[str, int]] = field(default_factory=dict)
     wait: Wait | None = None
-    events: deque[FlightEvent] = field(default_factory=lambda: deque(maxlen=32))
+    events: deque[tuple] = field(default_factory=lambda: deque(maxlen=EVENTS))
 
-
-def topology_groups(topology: Topology, rank: int) -> dict[str, tuple[str, str, RankRuns, int]]:
-    """Return a rank's groups by key: (name, kind, ranks, peer)."""
-    runs = RankRuns.from_ranks
-    groups = {
-        "tp": ("tp", COLLECTIVE, runs(topology.group(rank, "tp")), -1),
-        "dp": ("dp", COLLECTIVE, runs(topology.group(rank, "dp")), -1),
-        "world": ("world", COLLECTIVE, RankRuns(((0, topology.world_size, 1),)), -1),
-    }
-    stages = list(topology.group(rank, "pp"))
-    place = stages.index(rank)
-    for name, kind, other in (
-        ("pp.up", SEND, place + 1), ("pp.up", RECEIVE, place - 1), ("pp.down", SEND, place - 1),
-        ("pp.down", RECEIVE, place + 1),
-    ):  # fmt: skip
-        if 0 <= other < len(stages):
-            groups[f"{name} {kind} {stages[other]}"] = (name, kind, runs(stages), stages[other])
-    return groups
-
-
-def step_calls(groups: dict[str, tuple[str, str, RankRuns, int]], micro_batches: int, layers: int) -> list[Call]:
-    """Return the calls of a step, in the order of GPipe."""
-
-    def message(name: str, kind: str) -> list[Call]:
-        return [Call(kind, key, waits=kind == RECEIVE) for key in groups if key.startswith(f"{name} {kind} ")]
-
-    def layer_calls() -> list[Call]:
-        tp = [Call("all_reduce", "tp", f"layer {layer}") for layer in range(layers)]
-        return [Call("compute"), *(tp if len(groups["tp"][2]) > 1 else [])]
-
-    calls = [Call("data")]
-    for _ in range(micro_batches):
-        calls += [*message("pp.up", RECEIVE), *layer_calls(), *message("pp.up", SEND)]
-    for _ in range(micro_batches):
-        calls += [*message("pp.down", RECEIVE), *layer_calls(), *message("pp.down", SEND)]
-    buckets = 2 if len(groups["dp"][2]) > 1 else 0
-    calls += [Call("reduce_scatter", "dp", f"chunk {bucket}") for bucket in range(buckets)]
-    calls += [Call("all_reduce", "world", "totals")]
-    return calls + [Call("all_gather", "dp", f"chunk {bucket}") for bucket in range(buckets)]
+    @property
+    def step(self) -> int:
+        return self.calls[min(self.at, len(self.calls) - 1)][0]
 
 
 class HangingWorld:
-    """A job of `topology` with a fault, run until every rank waits or hangs."""
+    """A job of `topology` with a fault, run until every rank waits or hangs. `fault.call` counts over all `steps`."""
 
     def __init__(
-        self, topology: Topology, fault: Fault, *, steps: int = 3, micro_batches: int = 2, layers: int = 2
+        self, topology: Topology, fault: Fault, work: Workload = Workload(), *, steps: int = 3, device: bool = False
     ) -> None:
         self.fault = fault
-        self.ranks = []
-        for number in range(topology.world_size):
-            groups = topology_groups(topology, number)
-            self.ranks.append(_Rank(number, step_calls(groups, micro_batches, layers) * steps, groups))
-        self._per_step = [len(rank.calls) // steps for rank in self.ranks]
-        self._arrived: defaultdict[tuple[str, RankRuns, int], set[int]] = defaultdict(set)
-        self._ready = deque(range(len(self.ranks)))
+        self._device = device
+        self._ranks = [
+            _Rank(number, _calls(topology, number, work, steps), topology_groups(topology, number))
+            for number in range(topology.world_size)
+        ]
+        culprit = self._ranks[fault.rank]
+        culprit.calls = _with_fault(culprit.calls, fault)
+        key = culprit.calls[fault.call][1].key
+        before = [call for _, call in culprit.calls[: fault.call] if call.key == key and call.name != "wait"]
+        self._lost = (fault.rank, key, len(before)) if fault.kind == "lose" else None
+        self._arrived: defaultdict[tuple[str, RankRuns, int], dict[int, int]] = defaultdict(dict)
+        self._ready = deque(range(len(self._ranks)))
         while self._ready:
-            self._advance(self.ranks[self._ready.popleft()])
+            self._advance(self._ranks[self._ready.popleft()])
+        if device:
+            for rank in self._ranks:
+                self._run_ahead(rank)
 
     def states(self) -> dict[int, str]:
         """The processes' states."""
         letters = {"stop": "T", "lock": "R"}
-        return {r.number: letters.get(self.fault.kind, "S") if self._is_at_fault(r) else "S" for r in self.ranks}
+        return {r.number: letters.get(self.fault.kind, "S") if self._hangs(r) else "S" for r in self._ranks}
 
-    def records(self) -> dict[int, FlightRecord]:
+    def records(self, events: int = EVENTS) -> dict[int, FlightRecord]:
+        """The records of all ranks, with their newest `events`."""
         now = time.monotonic_ns()
-        return {rank.number: self._record(rank, now) for rank in self.ranks}
+        return {rank.number: self._record(rank, now, events) for rank in self._ranks}
 
-    def _step(self, rank: _Rank) -> int:
-        return 1 + rank.at // self._per_step[rank.number]
+    def _hangs(self, rank: _Rank) -> bool:
+        hang = self.fault.kind in ("stop", "lock", "hang", "issue")
+        return hang and rank.number == self.fault.rank and rank.at == self.fault.call
 
-    def _is_at_fault(self, rank: _Rank) -> bool:
-        return rank.number == self.fault.rank and rank.at >= self.fault.call
-
-    def _record(self, rank: _Rank, now: int) -> FlightRecord:
-        silent = self._is_at_fault(rank) and self.fault.kind in ("stop", "lock")
+    def _record(self, rank: _Rank, now: int, events: int) -> FlightRecord:
+        silent = self._hangs(rank) and self.fault.kind in ("stop", "lock")
+        completed = rank.known if self._device else rank.completed
         groups = {
-            key: GroupState(name, kind, runs, rank.entered[key], rank.issued[key], rank.completed[key], peer)
-            for key, (name, kind, runs, peer) in rank.groups.items()
+            key: GroupState(*group[:3], rank.entered[key], rank.issued[key], completed.get(key, 0), group.peer)
+            for key, group in rank.groups.items()
         }
+        last = tuple(FlightEvent(*event) for event in list(rank.events)[-events:])
+        at_data = rank.at < len(rank.calls) and rank.calls[rank.at][1].name == "data"
+        beat, phase = now - (int(5e9) if silent else 0), Phase.DATA if at_data else Phase.STEP
         return FlightRecord(
-            "test", rank.number, len(self.ranks), 1, 0, 0.0, rank.at, now - (int(5e9) if silent else 0), now - int(4e9),
-            now, rank.phase, now, self._step(rank), 0.1, {}, groups, rank.wait, (),
-            tuple(rank.events),
+            "test", rank.number, len(self._ranks), 1, 0, 0.0, rank.at, beat, now - int(4e9), now, phase, now, rank.step,
+            0.1, {}, groups, rank.wait, (), last,
         )  # fmt: skip
 
     def _advance(self, rank: _Rank) -> None:
-        """Run a rank's calls up to one that waits, or to the fault."""
+        """Make a rank's calls up to one that waits, or to the fault."""
         while rank.at < len(rank.calls):
-            call, fault = rank.calls[rank.at], self.fault
-            faulty = rank.number == fault.rank and rank.at == fault.call
-            rank.phase = Phase.DATA if call.name == "data" else Phase.STEP
-            if faulty and fault.kind == "skip":
-                rank.at += 1
-                continue
-            if faulty and (fault.kind in ("stop", "lock", "hang") or not call.key):
+            hangs = self._hangs(rank)
+            if hangs and self.fault.kind != "issue":
                 return
-            if call.key and not self._communicate(rank, call, faulty):
+            if not self._make(rank, rank.calls[rank.at][1], hangs):
                 return
             rank.wait = None
             rank.at += 1
 
-    def _communicate(self, rank: _Rank, call: Call, faulty: bool) -> bool:
-        """Enter, issue and complete a communication; return False while the rank waits in it."""
-        key, sequence = call.key, rank.completed[call.key]
-        if rank.wait is not None and rank.wait.kind == "issuing":
-            return False
-        if rank.entered[key] == sequence:
-            rank.entered[key] += 1
-            _, kind, _, peer = rank.groups[key]
-            rank.events.append(
-                FlightEvent(kind, call.name, key, sequence, peer, self._step(rank), -1, -1, 1, 0, 0, 8, call.part, -1)
-            )
-            if faulty and self.fault.kind == "issue":
-                rank.wait = Wait("issuing", key, sequence, 1)
+    def _make(self, rank: _Rank, call: Call, hangs: bool) -> bool:
+        """Make a call; return False while the rank waits in it."""
+        if call.name == "wait":
+            return self._wait(rank, *rank.pending[call.token]) if call.token in rank.pending else True
+        if call.name == "host wait":
+            rank.known = dict(rank.completed)
+        if not call.key:
+            self._note(rank, call, -1)
+            return True
+        if rank.wait is None:
+            sequence = self._enter(rank, call)
+            if hangs:
+                rank.wait = Wait("issuing", call.key, sequence, 1)
                 return False
-            rank.issued[key] += 1
-            self._arrive(rank, key, sequence, lost=faulty and self.fault.kind == "lose")
-        rank.wait = Wait("waiting", key, sequence, 1)
-        if rank.wait is not None and call.waits and not self._is_complete(rank, key, sequence, faulty):
+            rank.issued[call.key] += 1
+            self._arrive(rank, call.key, sequence, call.bytes)
+        elif rank.wait.kind == "issuing":
             return False
-        rank.completed[key] += 1
+        return bool(call.token) or call.name == SEND or self._wait(rank, call.key, rank.entered[call.key] - 1)
+
+    def _enter(self, rank: _Rank, call: Call) -> int:
+        sequence = rank.entered[call.key]
+        rank.entered[call.key] += 1
+        self._note(rank, call, sequence)
+        if call.token:
+            rank.pending[call.token] = call.key, sequence
+        return sequence
+
+    def _note(self, rank: _Rank, call: Call, sequence: int) -> None:
+        group = rank.groups.get(call.key)
+        kind, peer = (group.kind, group.peer) if group is not None else ("action", -1)
+        if group is not None or call.microbatch >= 0:
+            rank.events.append(
+                (kind, call.name, call.key, sequence, peer, rank.step, call.microbatch, call.chunk, 1, 0, 0,
+                 call.bytes, call.part, call.layer)
+            )  # fmt: skip
+
+    def _wait(self, rank: _Rank, key: str, sequence: int) -> bool:
+        if not self._is_complete(rank, key, sequence):
+            rank.wait = Wait("waiting", key, sequence, 1)
+            return False
+        rank.completed[key] = max(rank.completed[key], sequence + 1)
         return True
 
-    def _arrive(self, rank: _Rank, key: str, sequence: int, *, lost: bool) -> None:
+    def _arrive(self, rank: _Rank, key: str, sequence: int, size: int) -> None:
         name, kind, runs, peer = rank.groups[key]
         if kind == COLLECTIVE:
-            arrived = self._arrived[key, runs, sequence]
-            arrived.add(rank.number)
+            arrived = self._arrived[name, runs, sequence]
+            arrived[rank.number] = size
             if len(arrived) == len(runs):
                 self._ready.extend(runs)
         elif kind == SEND:
-            self._arrived[f"{name} {rank.number}-{peer}", runs, sequence].add(rank.number)
+            self._arrived[f"{name} {rank.number}-{peer}", runs, sequence][rank.number] = size
             self._ready.append(peer)
 
-    def _is_complete(self, rank: _Rank, key: str, sequence: int, lost: bool) -> bool:
-        if lost and self.fault.kind == "lose":
-            return False
+    def _is_complete(self, rank: _Rank, key: str, sequence: int) -> bool:
         name, kind, runs, peer = rank.groups[key]
+        if self._lost == (rank.number, key, sequence):
+            return False
         if kind == COLLECTIVE:
-            return len(self._arrived[key, runs, sequence]) == len(runs)
+            sizes = self._arrived[name, runs, sequence].values()
+            return len(sizes) == len(runs) and len(set(sizes)) == 1
         return bool(self._arrived[f"{name} {peer}-{rank.number}", runs, sequence])
+
+    def _run_ahead(self, rank: _Rank) -> None:
+        """Let the host of a rank whose device hangs issue the rest of its step, and wait for the device."""
+        if self._hangs(rank):
+            return
+        rank.at += rank.wait is not None
+        if rank.at >= len(rank.calls):  # nothing but its device holds a rank that has left out the totals
+            rank.at, rank.wait = len(rank.calls) - 1, Wait("device", "", 0, 1)
+            return
+        while (call := rank.calls[rank.at][1]).name != "host wait":
+            if call.key and call.name != "wait":
+                self._enter(rank, call)
+                rank.issued[call.key] += 1
+            elif not call.key:
+                self._note(rank, call, -1)
+            rank.at += 1
+        rank.wait = Wait("device", "", 0, 1)
+
+
+@functools.lru_cache(maxsize=1 << 15)
+def _calls(topology: Topology, rank: int, work: Workload, steps: int) -> list[tuple[int, Call]]:
+    return [(step, call) for step in range(1, steps + 1) for call in step_calls(topology, rank, work)]
+
+
+def _with_fault(calls: Sequence[tuple[int, Call]], fault: Fault) -> list[tuple[int, Call]]:
+    """Return the calls of the rank at fault, without those that are left out, or with a call too many."""
+    step, key = calls[fault.call][0], calls[fault.call][1].key
+    kept = [*calls[: fault.call]]
+    if fault.kind == "skip":
+        return [*kept, *calls[fault.call + 1 :]]
+    if fault.kind == "skip_step":
+        rest = calls[fault.call :]
+        return kept + [(at, call) for at, call in rest if at != step or call.key != key or call.name == "wait"]
+    return [*kept, calls[fault.call], *calls[fault.call :]] if fault.kind == "extra" else [*calls]

@@ -3,70 +3,136 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from megascale.core.flight_record import LAST_EVENTS
 from megascale.layout.topology import Topology
-from megascale.observe.hang import hang_verdict
-from tests.observe.hanging_worlds import Call, Fault, HangingWorld, step_calls, topology_groups
+from megascale.observe.hang import Verdict, hang_verdict
+from tests.observe.hanging_worlds import Call, Fault, HangingWorld, Workload, step_calls
 
-LAYOUTS = [
-    Topology(tp=2, pp=2, dp=4), Topology(tp=4, pp=4, dp=4), Topology(tp=1, pp=4, dp=2), Topology(tp=1, pp=1, dp=4),
-    Topology(tp=2, pp=1, dp=2),
+SMALL = [
+    (Topology(tp=2, pp=2, dp=2), Workload()), (Topology(pp=4, dp=2), Workload()), (Topology(dp=4), Workload()),
+    (Topology(tp=2, dp=2), Workload()), (Topology(tp=2, pp=2), Workload()), (Topology(tp=2), Workload()),
+    (Topology(tp=4, pp=2), Workload()), (Topology(pp=4), Workload()), (Topology(tp=2, pp=2), Workload(sequence=True)),
+    (Topology(tp=2, pp=2), Workload(vpp=2)),
+]  # fmt: skip
+LARGE = [
+    (Topology(tp=2, pp=2, dp=4), Workload()), (Topology(tp=4, pp=4, dp=4), Workload()),
+    (Topology(tp=2, pp=2, dp=2), Workload(vpp=2)), (Topology(tp=2), Workload(layers=12, sequence=True)),
+    (Topology(tp=2, dp=2), Workload(layers=12)), (Topology(tp=2, pp=2), Workload(layers=12)),
 ]  # fmt: skip
 
+Jobs = list[tuple[Topology, Workload]]
+COUNTS = pytest.mark.parametrize(
+    ("jobs", "count"), [(SMALL, 8), pytest.param(SMALL + LARGE, 100, marks=pytest.mark.slow)], ids=["few", "many"]
+)
 
-def faults(kind: str, count: int) -> Iterator[tuple[Topology, Fault, Call]]:
-    """Draw faults in the second step of random layouts."""
+
+def is_collective(call: Call) -> bool:
+    return call.key != "" and " " not in call.key and call.name != "wait"
+
+
+CALLS: dict[str, Callable[[Call], bool]] = {
+    "issue": lambda call: call.key != "",
+    "skip": is_collective,
+    "skip_step": is_collective,
+    "extra": is_collective,
+    "skip_send": lambda call: call.name == "send",
+    "lose": lambda call: call.key != "" and call.name != "send",
+}
+
+
+def faults(kind: str, jobs: Jobs, count: int, step: int = 2) -> Iterator[tuple[Topology, Workload, Fault, Call]]:
+    """Draw faults in a step of random jobs."""
     draw = random.Random(kind)
     while count:
-        topology = draw.choice(LAYOUTS)
+        topology, work = draw.choice(jobs)
         rank = draw.randrange(topology.world_size)
-        calls = step_calls(topology_groups(topology, rank), 2, 2)
-        at = len(calls) + draw.randrange(len(calls))
-        call = calls[at - len(calls)]
-        if kind == "issue" and not call.key:
-            continue
-        if kind == "skip" and (not call.key or " " in call.key):
-            continue
-        if kind == "lose" and (not call.key or not call.waits):
+        calls = step_calls(topology, rank, work)
+        at = draw.randrange(len(calls))
+        if calls[at].name in ("wait", "host wait") or not CALLS.get(kind, lambda call: True)(calls[at]):
             continue
         count -= 1
-        yield topology, Fault(kind, rank, at), call
+        fault = Fault("skip" if kind == "skip_send" else kind, rank, (step - 1) * len(calls) + at)
+        yield topology, work, fault, calls[at]
+
+
+def verdict_of(world: HangingWorld) -> Verdict:
+    """Reach a verdict as the driver does: from short records, and if it wants, from longer ones of some ranks."""
+    records, states = world.records(LAST_EVENTS), world.states()
+    verdict = hang_verdict(records, states)
+    if verdict.compare:
+        longer = world.records()
+        verdict = hang_verdict(records | {rank: longer[rank] for rank in verdict.compare}, states)
+    return verdict
 
 
 KINDS = {"stop": "stopped", "lock": "spinning", "issue": "collective"}
 
 
+@COUNTS
 @pytest.mark.parametrize("kind", ["stop", "lock", "hang", "issue"])
-def test_a_rank_that_hangs_is_named(kind: str) -> None:
-    for topology, fault, call in faults(kind, 100):
-        world = HangingWorld(topology, fault)
-        verdict = hang_verdict(world.records(), world.states())
+@pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
+def test_a_rank_that_hangs_is_named(kind: str, jobs: Jobs, count: int, device: bool) -> None:
+    for topology, work, fault, call in faults(kind, jobs, count):
+        verdict = verdict_of(HangingWorld(topology, fault, work, device=device))
         expected = KINDS.get(kind, "data" if call.name == "data" else "collective")
-        assert (verdict.ranks, verdict.kind, verdict.confident) == ((fault.rank,), expected, True), (
-            fault,
-            call,
-            verdict,
-        )
+        where = topology, work, fault, call, verdict
+        assert (verdict.ranks, verdict.kind, verdict.confident) == ((fault.rank,), expected, True), where
         assert any(f"rank {fault.rank} is in phase" in line for line in verdict.evidence)
 
 
-def test_a_lost_message_is_the_network_s() -> None:
-    for topology, fault, call in faults("lose", 100):
-        world = HangingWorld(topology, fault)
-        verdict = hang_verdict(world.records(), world.states())
-        assert verdict.kind == "network" and fault.rank in verdict.ranks, (fault, call, verdict)
+@COUNTS
+def test_a_lost_message_is_the_network_s(jobs: Jobs, count: int) -> None:
+    for topology, work, fault, call in faults("lose", jobs, count):
+        verdict = verdict_of(HangingWorld(topology, fault, work))
+        assert verdict.kind == "network" and fault.rank in verdict.ranks, (topology, fault, call, verdict)
         assert verdict.group == call.key
 
 
-def test_a_skipped_collective_is_a_divergence() -> None:
-    """Where the calls of two ranks differ and no third rank is like them, both may be named."""
+@COUNTS
+@pytest.mark.parametrize("kind", ["skip", "skip_step", "extra", "skip_send"])
+def test_a_rank_that_makes_other_calls_is_named(kind: str, jobs: Jobs, count: int) -> None:
+    """Also in groups of two without a third rank of their role, by earlier steps and other micro-batches."""
+    for topology, work, fault, call in faults(kind, jobs, count):
+        verdict = verdict_of(HangingWorld(topology, fault, work))
+        where = topology, work, fault, call, verdict
+        assert (verdict.ranks, verdict.kind, verdict.confident) == ((fault.rank,), "divergence", True), where
+        assert f"rank {fault.rank} " in verdict.evidence[0]
+
+
+@COUNTS
+@pytest.mark.parametrize("kind", ["skip", "extra"])
+def test_a_host_that_is_ahead_of_its_device_is_named(kind: str, jobs: Jobs, count: int) -> None:
+    """Or the two ranks of a group, if the host has issued more since than the record holds."""
     right = 0
-    for topology, fault, call in faults("skip", 100):
-        world = HangingWorld(topology, fault)
-        verdict = hang_verdict(world.records(), world.states())
-        assert verdict.kind == "divergence" and fault.rank in verdict.ranks, (topology, fault, call, verdict)
-        right += verdict.ranks == (fault.rank,)
-    assert right >= 98
+    for topology, work, fault, call in faults(kind, jobs, count):
+        verdict = verdict_of(HangingWorld(topology, fault, work, device=True))
+        assert fault.rank in verdict.ranks and len(verdict.ranks) <= 2, (topology, work, fault, call, verdict)
+        assert verdict.confident == (len(verdict.ranks) == 1)
+        right += verdict.confident
+    assert right >= 0.9 * count
+
+
+def test_without_a_precedent_both_ranks_of_a_group_are_named() -> None:
+    """In the first micro-batch of the first step nothing tells which of two ranks is right."""
+    topology, work = Topology(tp=2, pp=2), Workload()
+    calls = step_calls(topology, 0, work)
+    at = next(place for place, call in enumerate(calls) if call.part == "out")
+    verdict = verdict_of(HangingWorld(topology, Fault("skip", 1, at), work))
+    assert (verdict.ranks, verdict.kind, verdict.confident) == ((0, 1), "divergence", False)
+    assert verdict.evidence[0] == "one of ranks 0, 1 made other calls than the rest"
+
+
+def test_calls_of_other_sizes_are_no_lost_data() -> None:
+    """Both ranks have issued operation n, and wait for its end: one an all-gather, the other a reduce-scatter."""
+    topology, work = Topology(tp=2, dp=2), Workload(sequence=True)
+    calls = step_calls(topology, 0, work)
+    at = len(calls) + next(place for place, call in enumerate(calls) if call.key == "tp")
+    world = HangingWorld(topology, Fault("skip", 3, at), work)
+    waits = {rank: record.wait for rank, record in world.records().items()}
+    assert waits[2] == waits[3]
+    verdict = verdict_of(world)
+    assert (verdict.ranks, verdict.kind) == ((3,), "divergence")
