@@ -188,7 +188,7 @@ def _single_steps(cube: StepCube) -> Iterator[Finding]:
     if excess.sum() < MIN_SLOW_STEPS_SHARE * wall.sum() or not slow.any():
         return
     worst = int(np.argmax(excess))
-    grown = cube.own[:, worst] - np.median(cube.own, 1)
+    grown = (cube.own - np.median(cube.own, 1, keepdims=True))[:, worst] * [not part.is_wait for part in cube.parts]
     rank, part = np.unravel_index(int(np.argmax(grown)), grown.shape)
     numbers = [str(number) for number in cube.steps[slow]]
     evidence = (

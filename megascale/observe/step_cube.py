@@ -46,8 +46,13 @@ class Part(NamedTuple):
     name: str
     chunk: int = -1
 
+    @property
+    def is_wait(self) -> bool:
+        """True for communication, in whose time compute may wait."""
+        return self.axis not in (COMPUTE, HOST_AXIS)
+
     def __str__(self) -> str:
-        name = self.name if self.axis in (COMPUTE, HOST_AXIS) else f"{self.axis} {self.name}"
+        name = f"{self.axis} {self.name}" if self.is_wait else self.name
         return f"{name} of chunk {self.chunk}" if self.chunk >= 0 and self.axis == COMPUTE else name
 
 
@@ -188,7 +193,7 @@ class StepCube:
     @cached_property
     def axes(self) -> tuple[str, ...]:
         """Axes with communication."""
-        return tuple(dict.fromkeys(part.axis for part in self.parts if part.axis not in (COMPUTE, HOST_AXIS)))
+        return tuple(dict.fromkeys(part.axis for part in self.parts if part.is_wait))
 
     @cached_property
     def compute(self) -> Floats:

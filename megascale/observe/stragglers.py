@@ -23,7 +23,7 @@ WINDOW = 50
 """Steps of a window."""
 
 MIN_GROUP_RATIO = 1.5
-MIN_GROUPS = 3
+MIN_GROUPS = 2
 """Smallest ratio of a slow group's transfer to its peers', and fewest groups to compare."""
 
 SAME_SIZE = 0.1

@@ -139,3 +139,11 @@ def test_a_run_without_steps_has_no_findings(tmp_path: Path) -> None:
     fleet.tables = {"ranks": fleet.tables["ranks"]}
     write_store(fleet, tmp_path)
     assert findings(open_store(tmp_path)) == []
+
+
+@pytest.mark.slow
+def test_a_job_of_12288_ranks(tmp_path: Path) -> None:
+    layout = Layout(Topology(tp=8, pp=8, dp=192), chunks=3, steps=12)
+    write_store(Fleet(layout, 7, Fault("slow", rank=12_287, factor=1.15), events=1), tmp_path)
+    (finding,) = findings(open_store(tmp_path))
+    assert (finding.kind, finding.ranks) == ("compute", (12_287,))
