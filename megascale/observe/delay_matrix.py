@@ -23,9 +23,6 @@ MIN_RATIO = 1.5
 MIN_EXCESS_S = 50e-6
 """Smallest excess of a slow cell: below, the clocks and the threads that note the end differ."""
 
-MIN_PEERS = 3
-"""Fewest cells between two stages that are compared among themselves; fewer are compared with all cells."""
-
 NOISE_FLOOR = 0.05
 """Smallest deviation of a cell's median, as a share of the peers' median."""
 
@@ -39,8 +36,8 @@ PathKind = Literal["send", "receive", "node", "link"]
 class SlowPath:
     """A slow node or link. `units`: the node, or the two ends of the link; ranks if all ranks are on one node.
 
-    `kind` "send", "receive" or "node" (both), or "link"; `delay_s`, `peer_s`: median delay of its messages and of their
-    peers'. `per_step_s`: the excess of all messages of its slowest cell in a step, the most that a step can lose.
+    `kind` "send", "receive" or "node" (both), or "link"; `delay_s`, `peer_s`: median delay in its slowest cell and in
+    the cell's peers. `per_step_s`: the excess of all messages of the cell in a step, the most that a step can lose.
     """
 
     kind: PathKind
@@ -99,10 +96,11 @@ def _culprits(matrix: DelayMatrix, cells: _Cells, places: Places) -> Iterator[Sl
     for kind, ends, edges in _explain(cells.edges(matrix.slow)):
         mine = matrix.slow & cells.among(edges)
         ranks = np.unique(cells.ranks[mine][np.isin(cells.units[mine], ends)])
-        excess = ((matrix.delay_s - matrix.peer_s) * matrix.messages)[mine]
+        excess = (matrix.delay_s - matrix.peer_s) * matrix.messages
+        worst = np.flatnonzero(mine)[np.argmax(excess[mine])]
         yield SlowPath(
             kind, tuple(cells.names[end] for end in dict.fromkeys(ends)), tuple(map(int, places.rank[ranks])),
-            float(np.median(matrix.delay_s[mine])), float(np.median(matrix.peer_s[mine])), float(excess.max()),
+            float(matrix.delay_s[worst]), float(matrix.peer_s[worst]), float(excess[worst]),
         )  # fmt: skip
 
 
@@ -134,9 +132,8 @@ def _compare(cells: tuple[Integers, Integers], delay: Floats, places: Places) ->
     peer_s, deviation = np.empty_like(delay), np.empty_like(delay)
     for code in np.unique(role):
         mine = role == code
-        peers = mine if mine.sum() >= MIN_PEERS else here == here[mine][0]
-        peer_s[mine] = median = lower_median(delay[peers])
-        spread = MAD_TO_DEVIATION * lower_median(np.abs(delay[peers] - median))
+        peer_s[mine] = median = lower_median(delay[mine])
+        spread = MAD_TO_DEVIATION * lower_median(np.abs(delay[mine] - median))
         deviation[mine] = max(float(spread), NOISE_FLOOR * float(median))
     return peer_s, deviation
 

@@ -37,6 +37,9 @@ MIN_DATA_SHARE = 0.05
 MIN_SLOW_STEPS_SHARE = 0.01
 """Smallest share of the time that single slow steps cost to be named."""
 
+MAX_SLOW_STEPS = 0.2
+"""Largest share of slow steps: with more, steps vary for a reason that the prediction does not know."""
+
 ALL = "all ranks"
 
 FindingKind = Literal["compute", "data", "host", "gc", "link", "communication", "job", "drift", "steps"]
@@ -185,7 +188,7 @@ def _single_steps(cube: StepCube) -> Iterator[Finding]:
     wall, ordinary = cube.wall.mean(0, dtype=np.float64), np.asarray(cube.ordinary.all(0))
     slow = slow_steps(cube.tokens, cube.flops, wall, ordinary)
     excess = np.where(slow, wall - predict_seconds(cube.tokens, cube.flops, wall, ordinary), 0.0)
-    if excess.sum() < MIN_SLOW_STEPS_SHARE * wall.sum() or not slow.any():
+    if excess.sum() < MIN_SLOW_STEPS_SHARE * wall.sum() or not 0 < slow.mean() <= MAX_SLOW_STEPS:
         return
     worst = int(np.argmax(excess))
     grown = (cube.own - np.median(cube.own, 1, keepdims=True))[:, worst] * [not part.is_wait for part in cube.parts]

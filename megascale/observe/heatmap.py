@@ -34,6 +34,9 @@ MIN_SHARE = 0.005
 BLOCKS, PERSISTENT_BLOCKS = 5, 4
 """Blocks of a window, and blocks in which an outlier shows at least half of the smallest excess."""
 
+ERROR_BLOCKS = 10
+"""Blocks of a window whose means give its standard error."""
+
 MIN_STEPS = 10
 """Fewest steps of a window."""
 
@@ -140,11 +143,13 @@ def compare(cube: StepCube, values: Floats, roles: Integers) -> PeerComparison:
     """Compare the means of `values` [R, S, C] with the medians of peers.
 
     Of an even number of peers the lower median counts, so that of two ranks the slower one differs. The deviation is
-    the largest of: the MAD of the peers' means; a peer's standard error, from its steps; the noise floor.
+    the largest of: the MAD of the peers' means; a peer's standard error, from means of blocks of steps, which depend
+    less on each other than steps do; the noise floor.
     """
     seconds = cube.mean(values)
-    counts = np.maximum(1, cube.ordinary.sum(1))[:, None]
-    spread = np.sqrt(np.maximum(0.0, cube.mean(np.square(values, dtype=np.float64)) - seconds**2) / counts)
+    blocks = np.array_split(np.arange(len(cube.steps)), min(ERROR_BLOCKS, max(1, len(cube.steps))))
+    means = np.stack([cube.take(block).mean(values[:, block]) for block in blocks])
+    spread = means.std(0, ddof=1) / np.sqrt(len(blocks)) if len(blocks) > 1 else np.zeros_like(seconds)
     peer_s, mad = np.empty_like(seconds), np.empty_like(seconds)
     for role in np.unique(roles):
         mine = roles == role

@@ -27,7 +27,7 @@ MIN_GROUPS = 2
 """Smallest ratio of a slow group's transfer to its peers', and fewest groups to compare."""
 
 SAME_SIZE = 0.1
-"""Largest relative difference in bytes between peers."""
+"""Largest relative difference in bytes between a group and its next larger peer."""
 
 PERSISTENT = 0.8
 """Share of the steps in which a slow group is slow."""
@@ -190,9 +190,9 @@ def _compare_groups(
     cube: StepCube, part: Part, transfer: Floats, size: Floats, members: list[Integers]
 ) -> Iterator[SlowGroup]:
     """Yield the slow groups of an operation. `transfer` [groups, S], `size` [groups] in bytes."""
-    classes = np.rint(np.log(np.maximum(size, 1)) / np.log1p(SAME_SIZE))
-    for number in np.unique(classes[size > 0]):
-        peers = np.flatnonzero(classes == number)
+    order = np.argsort(size, kind="stable")
+    ends = np.flatnonzero(np.diff(size[order]) > SAME_SIZE * size[order][:-1]) + 1
+    for peers in np.split(order, ends):
         if len(peers) < MIN_GROUPS or not transfer.shape[1]:
             continue
         seconds, typical = transfer[peers].mean(1), lower_median(transfer[peers])
