@@ -9,18 +9,21 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import types
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
+from megascale.fault.gpu_metrics import GpuMetrics, load_nvml
 from megascale.fault.observations import OomKills
+from megascale.fault.pause_frames import PauseFrames
 
 INFINIBAND = Path("/sys/class/infiniband")
 """Ports of RDMA network cards, as PORT/ports/NUMBER/counters."""
 
-_IB_COUNTERS = ("port_xmit_data", "port_rcv_data", "symbol_error", "link_downed", "link_error_recovery")
+_IB_COUNTERS = (
+    "port_xmit_data", "port_rcv_data", "port_xmit_wait", "symbol_error", "link_downed", "link_error_recovery",
+)  # fmt: skip
 _CLOCK_UNSYNCHRONIZED = 0x0040  # STA_UNSYNC of adjtimex(2)
 _CLOCK_IN_NANOSECONDS = 0x2000  # STA_NANO
 
@@ -32,7 +35,9 @@ class HostMetrics:
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
-        self._gpus = _load_nvml()
+        nvml = load_nvml()
+        self._gpus = None if nvml is None else GpuMetrics(nvml)
+        self._pause = PauseFrames()
         psutil.cpu_percent()  # the first call has nothing to compare with
 
     def sample(self) -> Metrics:
@@ -41,11 +46,14 @@ class HostMetrics:
         for name, path in (("shm", Path("/dev/shm")), ("run", self._folder)):
             with contextlib.suppress(OSError):
                 if path is not None:
-                    metrics[f"disk.{name}.free"] = float(psutil.disk_usage(str(path)).free)
+                    usage = psutil.disk_usage(str(path))
+                    metrics |= {f"disk.{name}.free": float(usage.free), f"disk.{name}.size": float(usage.total)}
+        if (pause := self._pause.count()) is not None:
+            metrics["network.pause"] = float(pause)
         metrics |= dict(_clock_metrics())
         metrics |= dict(_infiniband_metrics(INFINIBAND))
         if self._gpus is not None:
-            metrics |= dict(_gpu_metrics(self._gpus))
+            metrics |= dict(self._gpus.sample())
         return metrics
 
 
@@ -97,40 +105,3 @@ def _infiniband_metrics(root: Path) -> Iterator[tuple[str, float]]:
                 yield f"infiniband.{port.parts[-3]}.{port.name}.{counter}", value
         with contextlib.suppress(OSError):
             yield f"infiniband.{port.parts[-3]}.{port.name}.active", float("ACTIVE" in (port / "state").read_text())
-
-
-def _load_nvml() -> types.ModuleType | None:
-    """Return NVIDIA's management library, ready for use; None on a host without it."""
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    return pynvml
-
-
-def _gpu_metrics(nvml: types.ModuleType) -> Iterator[tuple[str, float]]:
-    """Metrics of each GPU; those that a GPU does not have are absent."""
-    reads = {
-        "percent": lambda gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
-        "memory.used": lambda gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used,
-        "temperature": lambda gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
-        "power_w": lambda gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
-        "clock_mhz": lambda gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
-        "throttle": nvml.nvmlDeviceGetCurrentClocksThrottleReasons,
-        "ecc_uncorrected": lambda gpu: nvml.nvmlDeviceGetTotalEccErrors(
-            gpu, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-        ),
-    }
-    for index in range(nvml.nvmlDeviceGetCount()):
-        try:
-            gpu = nvml.nvmlDeviceGetHandleByIndex(index)
-        except nvml.NVMLError:
-            yield f"gpu{index}.lost", 1.0
-            continue
-        for name, read in reads.items():
-            with contextlib.suppress(nvml.NVMLError):
-                yield f"gpu{index}.{name}", float(read(gpu))

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import math
+import os
+import re
+import shutil
+import socket
+import subprocess
 import types
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from megascale.fault import host_metrics
+from megascale.fault import host_metrics, pause_frames
+from megascale.fault.gpu_metrics import GpuMetrics
 from megascale.fault.host_metrics import HostMetrics
 
 
 def test_every_host_has_these(tmp_path: Path) -> None:
     metrics = HostMetrics(tmp_path).sample()
-    assert {"cpu.percent", "cpu.load", "memory.available", "network.sent", "disk.run.free", "clock.error_s"} <= set(
-        metrics
-    )
+    assert {
+        "cpu.percent",
+        "cpu.load",
+        "memory.available",
+        "network.sent",
+        "disk.run.free",
+        "disk.run.size",
+        "clock.error_s",
+    } <= set(metrics)
     assert all(isinstance(value, float) and math.isfinite(value) for value in metrics.values())
     assert not any(name.startswith("gpu") for name in metrics)
     assert 0 < metrics["memory.available"] < metrics["memory.total"]
@@ -41,8 +54,18 @@ class NVMLError(Exception):
     pass
 
 
-def nvml() -> types.SimpleNamespace:
-    """NVIDIA's library with a healthy GPU, one without a sensor of its clock, and one that is lost."""
+def nvml(errors: Sequence[tuple[int, int]] = ()) -> types.SimpleNamespace:
+    """NVIDIA's library with a healthy GPU, one without a sensor of its clock, and one that is lost. `errors`: pairs of
+    GPU and Xid, in the order in which they happen.
+    """
+    coming = list(errors)
+
+    def event(events: object, timeout_ms: int) -> types.SimpleNamespace:
+        assert timeout_ms == 0
+        if not coming:
+            raise NVMLError  # timeout
+        gpu, xid = coming.pop(0)
+        return types.SimpleNamespace(device=gpu, eventData=xid)
 
     def handle(index: int) -> int:
         if index == 2:
@@ -69,15 +92,71 @@ def nvml() -> types.SimpleNamespace:
         nvmlDeviceGetClockInfo=clock,
         nvmlDeviceGetCurrentClocksThrottleReasons=lambda gpu: 4,
         nvmlDeviceGetTotalEccErrors=lambda gpu, kind, counter: 0,
+        nvmlDeviceGetCurrPcieLinkWidth=lambda gpu: 16,
+        nvmlEventTypeXidCriticalError=8,
+        nvmlEventSetCreate=object,
+        nvmlDeviceRegisterEvents=lambda gpu, kind, events: None,
+        nvmlEventSetWait_v2=event,
+        nvmlDeviceGetIndex=lambda gpu: gpu,
     )
 
 
 def test_gpus_and_one_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_metrics, "_load_nvml", nvml)
+    monkeypatch.setattr(host_metrics, "load_nvml", nvml)
     metrics = HostMetrics().sample()
     assert metrics["gpu0.percent"] == 97
     assert metrics["gpu0.power_w"] == 650
     assert metrics["gpu0.clock_mhz"] == 1980
     assert "gpu1.clock_mhz" not in metrics
     assert metrics["gpu1.temperature"] == 61
+    assert metrics["gpu0.pcie_width"] == 16
     assert metrics["gpu2.lost"] == 1
+
+
+def test_critical_errors_of_gpus_are_counted() -> None:
+    gpus = GpuMetrics(nvml([(0, 31), (1, 79), (0, 48)]))
+    metrics = dict(gpus.sample())
+    assert (metrics["gpu0.xid"], metrics["gpu0.last_xid"]) == (2, 48)
+    assert (metrics["gpu1.xid"], metrics["gpu1.last_xid"]) == (1, 79)
+    again = dict(gpus.sample())
+    assert again["gpu0.xid"] == 2
+
+
+def test_a_library_without_events_of_errors() -> None:
+    library = nvml()
+    del library.nvmlEventSetCreate
+    metrics = dict(GpuMetrics(library).sample())
+    assert metrics["gpu0.percent"] == 97
+    assert "gpu0.xid" not in metrics
+
+
+@pytest.mark.skipif(shutil.which("ip") is None or os.geteuid() != 0, reason="needs root and iproute2")
+def test_counters_of_a_network_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver of virtual links counts no pause frames, but others, in the same form."""
+    name = f"ms{os.getpid() % 10**6}"
+    subprocess.run(["ip", "link", "add", name, "type", "veth", "peer", "name", f"{name}p"], check=True)
+    try:
+        names = pause_frames.counter_names(name)
+        values = dict(zip(names, pause_frames.counters(name, len(names)), strict=True))
+        assert values["peer_ifindex"] == socket.if_nametoindex(f"{name}p")
+        (tmp_path / name / "device").mkdir(parents=True)
+        assert pause_frames.PauseFrames(tmp_path).count() is None
+        monkeypatch.setattr(pause_frames, "_PAUSE", re.compile("peer_ifindex"))
+        assert pause_frames.PauseFrames(tmp_path).count() == values["peer_ifindex"]
+    finally:
+        subprocess.run(["ip", "link", "delete", name], check=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [
+        ("rx_prio3_pause", True),
+        ("tx_pfc_ena_frames_pri5", True),
+        ("port.rx_priority_3_xoff", True),
+        ("rx_global_pause", True),
+        ("rx_prio3_pause_duration", False),
+        ("rx_packets", False),
+    ],
+)
+def test_names_of_pause_counters(name: str, counts: bool) -> None:
+    assert bool(pause_frames._PAUSE.fullmatch(name)) == counts
