@@ -5,19 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
-from megascale.config.loading import load_config
-from megascale.config.run import RunConfig
-from megascale.core.errors import ConfigError, Exit, MegascaleError
-from megascale.core.events import COMPUTE
-from megascale.observe.step_cube import StepCube
-from megascale.simulate.event_simulator import Place, StageTimes
-from megascale.simulate.extrapolate import Pipeline, pipeline_time
-from megascale.simulate.profiles import Overlaps
-
-BUBBLE_STEPS = 50
-"""Steps whose forwards and backwards the bubble is computed from: the newest."""
+from megascale.core.errors import Exit, MegascaleError
 
 
 class MfuError(MegascaleError):
@@ -37,65 +26,18 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
     from megascale.eventstore.query import open_store
-    from megascale.observe.cube_queries import mean_cube, peak_flops, recent_cube, sampled_cube
+    from megascale.observe.cube_queries import peak_flops, recent_cube, sampled_cube
     from megascale.observe.drift import drift
-    from megascale.observe.mfu_ledger import mfu_ledger
+    from megascale.view.run_breakdown import BUBBLE_STEPS, run_breakdown
 
     store, folder = open_store(options.run), Path(options.run)
-    cube, steps = mean_cube(store)
-    if not len(cube.steps):
+    breakdown = run_breakdown(store, folder, recent_cube(store, BUBBLE_STEPS))
+    if breakdown is None:
         raise MfuError(f"{options.run}: no complete step yet", hint="rows come some seconds after their step")
-    peak = peak_flops(store)
-    bubble_s = _bubble(recent_cube(store, BUBBLE_STEPS), _config(folder))
-    breakdown = mfu_ledger(cube, steps, peak, bubble_s=bubble_s, plan=_plan(folder))
-    change = drift(sampled_cube(store), peak)
+    change = drift(sampled_cube(store), peak_flops(store))
     if options.json:
         print(json.dumps({"breakdown": breakdown.to_json(), "drift": change.to_json()}))
         return Exit.OK
     print(f"steps {breakdown.first_step} to {breakdown.last_step}, {breakdown.wall_s:.4g} s, means over ranks:")
     print(breakdown.to_text(), change.to_text(), sep="\n\n")
     return Exit.OK
-
-
-def _plan(folder: Path) -> dict[str, Any]:
-    """Return the plan that the run saved at its start, or the reason why there is none."""
-    try:
-        plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {"reason": f"{folder / 'plan.json'} cannot be read"}
-    return plan if isinstance(plan, dict) else {}
-
-
-def _config(folder: Path) -> RunConfig | None:
-    """Return the configuration of a run's folder, None if it cannot be read."""
-    try:
-        return load_config(str(folder / "config.toml"), skip_sections=["data"])
-    except (ConfigError, OSError):
-        return None
-
-
-def _bubble(cube: StepCube, config: RunConfig | None) -> float:
-    """Return the seconds of a step in which the mean rank waits for its schedule, were messages free and peers equal.
-
-    A chunk takes the mean of its ranks, with their waits for tensor-parallel peers.
-    """
-    if config is None or config.parallel.pp == 1:
-        return 0.0
-    p, m, schedule = config.parallel, config.num_microbatches, config.parallel.schedule
-    assert schedule, "a resolved configuration names its schedule"
-    stage, times = cube.places.coords["pp"], {name: dict[Place, float]() for name in "FB"}
-    for rank in range(p.pp):
-        for chunk in range(p.vpp):
-            own = {name: cube.mean(_chunk(cube, COMPUTE, chunk, name))[stage == rank].mean() / m for name in "FB"}
-            waits = sum(cube.mean(_chunk(cube, axis, chunk))[stage == rank].mean() for axis in ("tp", "cp")) / m
-            for name, seconds in own.items():
-                times[name][rank, chunk] = float(seconds * (1 + waits / max(sum(own.values()), 1e-12)))
-    stages = StageTimes(times["F"], times["B"], 0.0, 0.0, {}, {})
-    busy = m * (sum(times["F"].values()) + sum(times["B"].values())) / p.pp
-    return pipeline_time(Pipeline(schedule, p.pp, p.vpp, m), stages, Overlaps(tp="none", pp=True, dp=True)) - busy
-
-
-def _chunk(cube: StepCube, axis: str, chunk: int, *names: str) -> Any:
-    """Return the own time of a chunk's actions, or the waits of an axis in its actions, [R, S]."""
-    at = [index for index in cube.select(axis, *names) if cube.parts[index].chunk == chunk]
-    return (cube.own if axis == COMPUTE else cube.wait)[:, :, at].sum(2)

@@ -7,16 +7,16 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from megascale.core.errors import Exit, MegascaleError
-from megascale.core.process import handling_stops
+from megascale.core.process import interrupt_on_stop_signals
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from megascale.view.run_view import RunReader, RunView
+    from megascale.view.store_view import StoreFollower
 
 EVERY_S = 1.0
 """Seconds between two frames."""
@@ -36,26 +36,24 @@ def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from megascale.view.run_view import RunReader
+    from megascale.view.store_view import StoreFollower
 
     console, reader = Console(highlight=False), RunReader(options.folder)
+    store = StoreFollower(options.folder)
     if options.once or not console.is_terminal or console.is_dumb_terminal:
-        _print(console, reader.read())
+        store.refresh()
+        _print(console, reader.read(), store)
         return Exit.OK
     try:
-        with handling_stops(_leave):
-            last = _follow(console, reader)
+        with interrupt_on_stop_signals():
+            last = _follow(console, reader, store.start())
     except KeyboardInterrupt:
         return Exit.OK
-    _print(console, last)
+    _print(console, last, store)
     return Exit.OK
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
-    """End at a stop signal, with the terminal as it was."""
-    raise KeyboardInterrupt
-
-
-def _follow(console: Console, reader: RunReader) -> RunView:
+def _follow(console: Console, reader: RunReader, store: StoreFollower) -> RunView:
     """Show a frame each second until the run has ended, and return the last. Raises: MegascaleError at the first"""
     from rich.console import Group
     from rich.live import Live
@@ -65,7 +63,7 @@ def _follow(console: Console, reader: RunReader) -> RunView:
     notes: list[Text] = []
     with Live(console=console, screen=True, auto_refresh=False, redirect_stderr=False) as live:
         while not view.has_ended:
-            live.update(Group(*_lines(console, view, console.height - len(notes)), *notes), refresh=True)
+            live.update(Group(*_lines(console, view, store, console.height - len(notes)), *notes), refresh=True)
             time.sleep(EVERY_S)
             try:
                 view, notes = reader.read(), []
@@ -74,17 +72,20 @@ def _follow(console: Console, reader: RunReader) -> RunView:
     return view
 
 
-def _print(console: Console, view: RunView) -> None:
+def _print(console: Console, view: RunView, store: StoreFollower) -> None:
     height = console.height - 1 if console.is_terminal else LINES_OF_A_PIPE
-    for line in _lines(console, view, height):
+    for line in _lines(console, view, store, height):
         console.print(line, soft_wrap=True)
 
 
-def _lines(console: Console, view: RunView, height: int) -> list:
+def _lines(console: Console, view: RunView, store: StoreFollower, height: int) -> list:
     from megascale.view.frame import FrameSize, frame
 
     size = FrameSize(console.width, height, has_blocks(console.encoding, os.environ))
-    return frame(view, (), (), size)
+    analyses = store.latest
+    if analyses is None:
+        return frame(view, (), (), size)
+    return frame(view, analyses.slowness, analyses.verdicts, size)
 
 
 def has_blocks(encoding: str, env: Mapping[str, str]) -> bool:

@@ -63,6 +63,17 @@ def exit_on_stop_signals() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def interrupt_on_stop_signals() -> Iterator[None]:
+    """Raise KeyboardInterrupt on a stop signal in the block: the ordinary end of what runs until then."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    with handling_stops(leave):
+        yield
+
+
+@contextlib.contextmanager
 def handling_stops(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
     """Install `handler` for all stop signals while the block runs."""
     previous = {number: signal.signal(number, handler) for number in stop_signals()}

@@ -137,8 +137,8 @@ def assign_lanes(slices: Iterable[Slice]) -> list[list[Slice]]:
 
 
 class MessageEnd(NamedTuple):
-    """The slice of a message's send or receive. Both ends have the same key: sender, receiver, group, step, direction,
-    stage and micro-batch.
+    """The slice of a message's send or receive, on a row of its rank. Both ends have the same key: sender, receiver,
+    group, step, direction, stage and micro-batch.
     """
 
     key: tuple[int, int, str, int, str, int, int]
@@ -146,7 +146,7 @@ class MessageEnd(NamedTuple):
     start: int
     end: int
     rank: int
-    thread: int
+    row: int
 
 
 @dataclass(frozen=True)
@@ -216,11 +216,18 @@ def _match_messages(ends: Iterable[MessageEnd]) -> list[tuple[MessageEnd | None,
     return list(itertools.chain.from_iterable(pairs))
 
 
+def matched_messages(ranks: Iterable[tuple[RankEvents, list[Row]]]) -> list[tuple[MessageEnd, MessageEnd]]:
+    """Return send and receive of all messages of which both are on the rows of `ranks`, in time order."""
+    ends = (end for events, rows in ranks for end in _message_ends(events.rank, rows))
+    pairs = [(send, receive) for send, receive in _match_messages(ends) if send and receive]
+    return sorted(pairs, key=lambda pair: pair[0].start)
+
+
 def _arrow(number: int, send: MessageEnd, receive: MessageEnd) -> Iterator[dict[str, Any]]:
     """The two items of an arrow, both within their slices, the second not before the first."""
     for phase, end, tick in (("s", send, send.start), ("f", receive, max(send.start, receive.start))):
         item = {"ph": phase, "name": "message", "cat": "message", "id": number, "bp": "e"}
-        yield {**item, "pid": end.rank, "tid": end.thread, "ts": _microseconds(tick)}
+        yield {**item, "pid": end.rank, "tid": _thread(end.rank, end.row), "ts": _microseconds(tick)}
 
 
 def _message_ends(rank: int, rows_of_rank: list[Row]) -> Iterator[MessageEnd]:
@@ -230,7 +237,7 @@ def _message_ends(rank: int, rows_of_rank: list[Row]) -> Iterator[MessageEnd]:
                 is_receive = event.name == "receive"
                 sender_receiver = (event.peer, rank) if is_receive else (rank, event.peer)
                 key = (*sender_receiver, event.group, event.step, event.direction, event.stage, event.microbatch)
-                yield MessageEnd(key, is_receive, start, end, rank, _thread(rank, number))
+                yield MessageEnd(key, is_receive, start, end, rank, number)
 
 
 def _json_items(items: Iterable[dict[str, Any]]) -> str:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from rich.text import Text
 
 from megascale.core.rank import format_ranks
@@ -33,6 +34,8 @@ MOST_VERDICT_LINES = 6
 MOST_INCIDENTS = 4
 MIN_GRID_ROWS = 2
 
+Floats = Sequence[float] | np.ndarray
+
 _STATE_STYLES = {"runs": "bold green", "done": "bold green", "stopped": "bold"}
 
 
@@ -45,12 +48,12 @@ class FrameSize:
     blocks: bool = True
 
 
-def frame(view: RunView, slowness: Sequence[float], findings: Sequence[str], size: FrameSize) -> list[Text]:
+def frame(view: RunView, slowness: Floats, findings: Sequence[str], size: FrameSize) -> list[Text]:
     """Return the lines of a frame. `slowness`: by rank, excess over its peers' compute time, or empty; `findings`: the
     gravest first.
     """
     head = [*_header(view, size.width), Text(), *_curves(view, size), Text()]
-    letters = _letters(view, slowness)
+    letters = letters_of(view, slowness)
     verdict = list(_verdict(view, findings, letters, size.width))
     incidents = list(_incidents(view, size.width))
     rest = size.height - len(head) - len(verdict) - 2  # heading and legend of the ranks
@@ -110,13 +113,14 @@ def _curves(view: RunView, size: FrameSize) -> Iterator[Text]:
         yield text
 
 
-def _letters(view: RunView, slowness: Sequence[float]) -> list[str]:
+def letters_of(view: RunView, slowness: Floats) -> list[str]:
+    """Return the letters of all ranks. `slowness`: by rank, excess over its peers' compute time, or empty."""
     limit_s = idle_limit_s(view.step_time_s)
     known = {rank: letter_of(state, _at(slowness, rank), limit_s) for rank, state in enumerate(view.states.ranks)}
     return [known.get(rank, "?") if not view.states.stale else "?" for rank in range(view.world)]
 
 
-def _at(values: Sequence[float], rank: int) -> float:
+def _at(values: Floats, rank: int) -> float:
     return values[rank] if rank < len(values) else math.nan
 
 

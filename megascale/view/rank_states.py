@@ -23,6 +23,9 @@ from megascale.fault.alerts import METRICS_FILE
 STALE_S = 10.0
 """Seconds after the time of the next write from which a live file is said to be stale."""
 
+NEAR_STEPS = 2
+"""Steps by which a flight record may be ahead of the live file; a record of another run of the same name is further."""
+
 
 @dataclass(frozen=True)
 class RankStates:
@@ -61,14 +64,17 @@ class RankStatesReader:
         self._clock = clock
         self._written = self._changed = -1.0
 
-    def read(self, run: str) -> RankStates:
-        """Return the states now. Raises: ValueError for a live file of another kind; OSError"""
+    def read(self, run: str, is_ours: Callable[[FlightRecord], bool] = lambda record: True) -> RankStates:
+        """Return the states now. `is_ours`: of a flight record of that name, False for another run's.
+
+        Raises: ValueError for a live file of another kind; OSError
+        """
         live, found = read_live_file(self._folder / LIVE_FILE), RankStates(())
         if live is not None and not self._is_of_an_earlier_run(live):
             found = _from_live_file(live, self._age_s(live))
             if found.status is None and not found.stale:
                 return found
-        records = local_records(run)
+        records = {rank: record for rank, record in local_records(run).items() if is_ours(record)}
         if not records:
             return found
         world = next(iter(records.values())).world
@@ -95,6 +101,16 @@ class RankStatesReader:
 def _from_live_file(live: LiveState, age_s: float) -> RankStates:
     stale = live.status is None and age_s > live.next_s + STALE_S
     return RankStates(live.ranks, age_s, live.attempt, "live file", live.stage, live.status, stale)
+
+
+def records_of(run: str, states: RankStates) -> dict[int, FlightRecord]:
+    """Return the flight records on this host that agree with what is known of a run's ranks."""
+    known = states.ranks
+    return {
+        rank: record
+        for rank, record in local_records(run).items()
+        if record.world == len(known) and abs(record.step - known[rank].step) <= NEAR_STEPS
+    }
 
 
 def local_records(run: str) -> dict[int, FlightRecord]:

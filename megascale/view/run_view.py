@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 import tomllib
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from megascale.config.fault import FaultConfig
 from megascale.config.run import RunConfig
 from megascale.core.errors import Exit, MegascaleError
 from megascale.core.flight_layout import Phase
+from megascale.core.flight_record import FlightRecord
 from megascale.core.live_file import LIVE_FILE
 from megascale.core.process import process_state
 from megascale.core.units import format_count
@@ -26,7 +28,7 @@ from megascale.fault.incidents import LOG_FILE, Incident, JobHistory, read_histo
 from megascale.layout.topology import Topology, topology_of
 from megascale.observe.hang import hang_verdict
 from megascale.view.curves import Curves, MetricsFile
-from megascale.view.rank_states import RankStates, RankStatesReader, local_records
+from megascale.view.rank_states import RankStates, RankStatesReader, records_of
 from megascale.view.signs import STARTING, idle_limit_s
 
 CONFIG_FILE = "config.toml"
@@ -174,7 +176,8 @@ class RunReader:
             if (version := _version(self.folder / LOG_FILE)) != self._history_version:
                 self._history, self._history_version = read_history(self.folder / LOG_FILE), version
             name = self._config.name if self._config is not None else self.folder.resolve().name
-            curves, states = self._metrics.read(), self._states.read(name)
+            curves = self._metrics.read()
+            states = self._states.read(name, functools.partial(_is_of_run, config=self._config, curves=curves))
         except OSError as error:
             message = f"{error.filename or self.folder}: cannot be read: {error.strerror}"
             raise RunFolderError(message, hint="check its permissions") from None
@@ -183,6 +186,14 @@ class RunReader:
         return RunView(
             self.folder, self._config, curves, self._history, states, _standstill(states, self._config, name, curves)
         )
+
+
+def _is_of_run(record: FlightRecord, config: RunConfig | None, curves: Curves) -> bool:
+    """Return False for a flight record of another run of the same name, as far as layout and steps tell."""
+    if config is None:
+        return not curves.last_step
+    known, logged = curves.last_step, config.train.log_every
+    return record.world == config.world_size and (not known or known <= record.step <= known + logged + 1)
 
 
 def read_run_config(folder: Path) -> RunConfig | None:
@@ -215,7 +226,7 @@ def _standstill(states: RankStates, config: RunConfig | None, run: str, curves: 
     if not states.source or states.status is not None or states.stale or states.idle_s < max(limit_s, slow):
         return ""
     text = f"no rank has made progress for {states.idle_s} s"
-    records = local_records(run)
+    records = records_of(run, states)
     if len(records) < len(states.ranks):
         return text
     processes = {}

@@ -1,0 +1,77 @@
+"""`megascale dashboard`: runs as a web page, on loopback and behind a token, without torch."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import secrets
+import socket
+from pathlib import Path
+
+from megascale.core.errors import ConfigError, Exit, Problem
+from megascale.core.network import LOOPBACK, is_loopback
+from megascale.core.process import interrupt_on_stop_signals
+
+PORT = 8050
+"""The port that is tried first, if none is given."""
+
+ANY_ADDRESS = ("0.0.0.0", "::")
+
+EXTRA_HINT = "pip install 'megascale[dashboard]'; megascale watch and megascale report do without"
+
+
+def add_arguments(sub: argparse.ArgumentParser) -> None:
+    """Declare the subcommand's arguments."""
+    sub.add_argument("folders", metavar="RUN", type=Path, nargs="+", help="folders of runs, shown side by side")
+    sub.add_argument(
+        "--host", default=LOOPBACK, help="address to listen on (127.0.0.1); others send the token in clear"
+    )
+    sub.add_argument("--port", type=_port, help=f"port (default: {PORT}, or a free one)")
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65_535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port")
+    return int(text)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the subcommand and return its exit status."""
+    try:
+        from megascale.dashboard.app import make_app
+        from megascale.dashboard.runs import watched_runs
+        from megascale.dashboard.server import DashboardServer
+    except ModuleNotFoundError as error:
+        if error.name not in ("dash", "plotly", "flask", "werkzeug"):
+            raise
+        what = f"the dashboard needs the package {error.name}, which is not installed"
+        raise ConfigError([Problem("environment", "", what, EXTRA_HINT)]) from None
+    token = secrets.token_urlsafe(32)
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        interrupt_on_stop_signals(),
+        open_listener(options.host, options.port) as listener,
+    ):
+        host, port = listener.getsockname()[:2]
+        app = make_app(watched_runs(options.folders), token, f"megascale-{port}")
+        shown = socket.gethostname() if host in ANY_ADDRESS else f"[{host}]" if ":" in host else host
+        print(f"open http://{shown}:{port}/?token={token} (Ctrl-C ends the dashboard)", flush=True)
+        if is_loopback(host):
+            print(f"from another machine: ssh -L {port}:{host}:{port} {socket.gethostname()}", flush=True)
+        else:
+            print("WARNING: who can record the network's traffic can read the token and the pages", flush=True)
+        with DashboardServer(listener, app.server) as server:
+            server.serve_forever()
+    return Exit.OK
+
+
+def open_listener(host: str, port: int | None) -> socket.socket:
+    """Listen at an address; without a port, at PORT or a free one. Raises: ConfigError"""
+    for each in (PORT, 0) if port is None else (port,):
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            return socket.create_server((host, each), family=family, backlog=16)
+        except OSError as error:
+            reason = error.strerror or str(error)
+    hint = "another --port, or an address of this host"
+    raise ConfigError([Problem("command line", "--host, --port", f"{host}:{each} cannot be used: {reason}", hint)])

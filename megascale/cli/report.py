@@ -1,0 +1,51 @@
+"""`megascale report`: what is known about a run as one HTML file, without torch."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megascale.cli.argument_types import own_file
+from megascale.core.errors import Exit, MegascaleError
+from megascale.core.files import write_text
+
+
+class ReportError(MegascaleError):
+    """A report that cannot be written."""
+
+    exit_status = Exit.CONFIG
+
+
+def add_arguments(sub: argparse.ArgumentParser) -> None:
+    """Declare the subcommand's arguments."""
+    from megascale.view.report import FILE_START
+
+    sub.add_argument("folder", metavar="RUN", type=Path, help="the run's folder")
+    output = "the report (default: RUN/report.html)"
+    sub.add_argument("--output", metavar="FILE.html", type=own_file(".html", FILE_START), help=output)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the subcommand and return its exit status."""
+    from megascale.eventstore.query import StoreError
+    from megascale.observe.svg import render_svg
+    from megascale.view.report import render_report
+    from megascale.view.run_view import RunReader
+    from megascale.view.step_events import pictured_events
+    from megascale.view.store_view import read_store_view
+
+    view, notes = RunReader(options.folder).read(), []
+    store = None
+    try:
+        store = read_store_view(options.folder)
+    except StoreError as error:
+        notes.append(f"without the analyses of events: {error.message}")
+    events = pictured_events(options.folder, view.topology)
+    report = render_report(view, store, render_svg(events) if events else "", notes)
+    path = options.output or options.folder / "report.html"
+    try:
+        write_text(path, report)
+    except OSError as error:
+        raise ReportError(f"{path}: cannot be written: {error.strerror}", hint="give another file") from None
+    print(f"{path}: {len(report.encode()) / 1024:.0f} KiB, open it in a browser")
+    return Exit.OK

@@ -1,0 +1,76 @@
+"""The runs that a dashboard shows: each read at most once a second, whoever asks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from megascale.core.errors import MegascaleError
+from megascale.view.run_view import RunReader, RunView
+from megascale.view.store_view import StoreFollower, StoreView
+
+FRESH_S = 1.0
+"""Seconds in which what was read is given again."""
+
+
+class WatchedRun:
+    """A run. `name`: unique in the dashboard; `problem`: why it could not be read the last time, "" otherwise.
+
+    Raises: RunFolderError
+    """
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name = name
+        self.folder = folder
+        self.problem = ""
+        self._reader = RunReader(folder)
+        self._lock = threading.Lock()
+        self._view = self._reader.read()
+        self._read = time.monotonic()
+        self._store = StoreFollower(folder).start()
+
+    def view(self) -> RunView:
+        """Return the model of the run."""
+        with self._lock:
+            if time.monotonic() - self._read > FRESH_S:
+                try:
+                    self._view, self.problem = self._reader.read(), ""
+                except MegascaleError as error:
+                    self.problem = str(error)
+                self._read = time.monotonic()
+            return self._view
+
+    @property
+    def store(self) -> StoreView | None:
+        """The newest analyses of the run's event store; None before the first."""
+        return self._store.latest
+
+    @property
+    def news(self) -> tuple:
+        """A value that differs whenever there is something new."""
+        view = self.view()
+        return (
+            view.step,
+            view.curves.last_step,
+            view.state,
+            len(view.incidents),
+            self._store.version,
+            self.store_problem,
+        )
+
+    @property
+    def store_problem(self) -> str:
+        """Why there are no analyses."""
+        return self._store.error or ("the event store is being read" if self._store.latest is None else "")
+
+
+def watched_runs(folders: Iterable[Path]) -> dict[str, WatchedRun]:
+    """Return runs by name; runs of one name are told apart by their folders. Raises: RunFolderError"""
+    found: dict[str, WatchedRun] = {}
+    for folder in folders:
+        name = folder.resolve().name
+        name = f"{name} ({folder.resolve().parent})" if name in found else name
+        found.setdefault(name, WatchedRun(name, folder))
+    return found

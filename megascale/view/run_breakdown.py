@@ -1,0 +1,78 @@
+"""The breakdown of a run's time, from its event store, its configuration, and the plan that it saved at its start."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megascale.config.run import RunConfig
+from megascale.core.events import COMPUTE
+from megascale.observe.cube_queries import mean_cube, peak_flops
+from megascale.observe.mfu_ledger import MfuLedger, mfu_ledger
+from megascale.observe.step_cube import StepCube
+from megascale.simulate.event_simulator import Place, StageTimes
+from megascale.simulate.extrapolate import Pipeline, pipeline_time
+from megascale.simulate.profiles import Overlaps
+from megascale.view.run_view import read_run_config
+
+if TYPE_CHECKING:
+    import duckdb
+
+BUBBLE_STEPS = 50
+"""Steps whose forwards and backwards the bubble is computed from."""
+
+
+def run_breakdown(store: duckdb.DuckDBPyConnection, folder: Path, recent: StepCube) -> MfuLedger | None:
+    """Return the breakdown of all steps of a run; None before its first complete step. `recent`: the newest
+    BUBBLE_STEPS steps, from which the bubble is computed.
+    """
+    cube, steps = mean_cube(store)
+    if not len(cube.steps):
+        return None
+    bubble_s = _bubble(recent, _config(folder))
+    return mfu_ledger(cube, steps, peak_flops(store), bubble_s=bubble_s, plan=_plan(folder))
+
+
+def _plan(folder: Path) -> dict[str, Any]:
+    """Return the plan that the run saved at its start, or the reason why there is none."""
+    try:
+        plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {"reason": f"{folder / 'plan.json'} cannot be read"}
+    return plan if isinstance(plan, dict) else {}
+
+
+def _config(folder: Path) -> RunConfig | None:
+    """Return the configuration of a run's folder, None if it cannot be read."""
+    try:
+        return read_run_config(folder)
+    except (OSError, ValueError):
+        return None
+
+
+def _bubble(cube: StepCube, config: RunConfig | None) -> float:
+    """Return the seconds of a step in which the mean rank waits for its schedule, were messages free and peers equal.
+
+    A chunk takes the mean of its ranks, with their waits for tensor-parallel peers.
+    """
+    if config is None or config.parallel.pp == 1:
+        return 0.0
+    p, m, schedule = config.parallel, config.num_microbatches, config.parallel.schedule
+    assert schedule, "a resolved configuration names its schedule"
+    stage, times = cube.places.coords["pp"], {name: dict[Place, float]() for name in "FB"}
+    for rank in range(p.pp):
+        for chunk in range(p.vpp):
+            own = {name: cube.mean(_chunk(cube, COMPUTE, chunk, name))[stage == rank].mean() / m for name in "FB"}
+            waits = sum(cube.mean(_chunk(cube, axis, chunk))[stage == rank].mean() for axis in ("tp", "cp")) / m
+            for name, seconds in own.items():
+                times[name][rank, chunk] = float(seconds * (1 + waits / max(sum(own.values()), 1e-12)))
+    stages = StageTimes(times["F"], times["B"], 0.0, 0.0, {}, {})
+    busy = m * (sum(times["F"].values()) + sum(times["B"].values())) / p.pp
+    return pipeline_time(Pipeline(schedule, p.pp, p.vpp, m), stages, Overlaps(tp="none", pp=True, dp=True)) - busy
+
+
+def _chunk(cube: StepCube, axis: str, chunk: int, *names: str) -> Any:
+    """Return the own time of a chunk's actions, or the waits of an axis in its actions, [R, S]."""
+    at = [index for index in cube.select(axis, *names) if cube.parts[index].chunk == chunk]
+    return (cube.own if axis == COMPUTE else cube.wait)[:, :, at].sum(2)

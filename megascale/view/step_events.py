@@ -1,0 +1,54 @@
+"""The events of chosen ranks and steps: from the run's event store, or from the files of its ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megascale.core.events import RankEvents, event_file_name, read_events
+from megascale.eventstore.query import StoreError, fetch, open_store
+from megascale.eventstore.rank_events import read_rank_events
+from megascale.layout.topology import Topology
+
+OFFERED_STEPS = 200
+"""Steps from which a user may choose: the newest."""
+
+PICTURED_RANKS = 8
+"""Most ranks of a report's picture."""
+
+
+def steps_with_events(folder: Path) -> list[int]:
+    """Return the newest steps of which single events are kept, ascending."""
+    with contextlib.suppress(StoreError):
+        newest = f"SELECT DISTINCT step FROM events WHERE step > 0 ORDER BY step DESC LIMIT {OFFERED_STEPS}"
+        if steps := fetch(open_store(folder), newest)["step"].tolist():
+            return sorted(steps)
+    for path in sorted((folder / "events").glob(event_file_name("*"))):
+        with contextlib.suppress(OSError, ValueError):
+            return sorted({event.step for event in read_events(path).events} - {0})[-OFFERED_STEPS:]
+    return []
+
+
+def events_of(folder: Path, ranks: Sequence[int], steps: range) -> list[RankEvents]:
+    """Return the events of ranks in steps, in the order of `ranks`, without ranks that have none."""
+    wanted = set(ranks)
+    found: dict[int, RankEvents] = {}
+    with contextlib.suppress(StoreError):
+        found = {stored.events.rank: stored.events for stored in read_rank_events(folder, wanted.__contains__, steps)}
+    for rank in wanted - {rank for rank, events in found.items() if events.events}:
+        with contextlib.suppress(OSError, ValueError):
+            found[rank] = keep_steps(read_events(folder / "events" / event_file_name(rank)), steps)
+    return [found[rank] for rank in ranks if rank in found and found[rank].events]
+
+
+def keep_steps(events: RankEvents, steps: Collection[int]) -> RankEvents:
+    """Return a rank's events of some steps."""
+    return replace(events, events=tuple(event for event in events.events if event.step in steps))
+
+
+def pictured_events(folder: Path, topology: Topology) -> list[RankEvents]:
+    """Return the events of a late step, of the first ranks of the first pipeline; empty without events."""
+    late = steps_with_events(folder)[-2:][:1]  # the newest may not be whole
+    return events_of(folder, topology.group(0, "pp")[:PICTURED_RANKS], range(late[0], late[0] + 1)) if late else []

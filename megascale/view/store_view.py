@@ -1,0 +1,145 @@
+"""Analyses of a run's event store for the views: slowness by rank, heat map, findings, where the time went, memory.
+
+`read_store_view` computes them once; `StoreFollower` again and again in a thread, for a run that goes on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megascale.core.errors import MegascaleError
+from megascale.eventstore.query import fetch, open_store, store_of
+from megascale.observe.cube_queries import recent_cube
+from megascale.observe.findings import Finding, findings
+from megascale.observe.heatmap import HeatMap, compare, heat_map
+from megascale.observe.mfu_ledger import MfuLedger
+from megascale.observe.step_cube import StepCube
+from megascale.view.run_breakdown import BUBBLE_STEPS, run_breakdown
+
+if TYPE_CHECKING:
+    import duckdb
+
+LEAST_PAUSE_S = 5.0
+"""Seconds between two analyses of a run that goes on."""
+
+MOST_SHARE = 0.1
+"""Most of a core's time that repeated analyses take."""
+
+
+MIN_VERDICT_SHARE = 0.005
+"""Smallest share of a step that a finding costs to be more than a remark."""
+
+
+@dataclass(frozen=True)
+class StoreView:
+    """What the store says. `slowness` [ranks]: excess over the peers' compute time, such as 0.1; `memory` [ranks]: peak
+    bytes of the device; both NaN for a rank without rows. `lost`: events that were overwritten before they were read.
+    """
+
+    heat: HeatMap
+    slowness: np.ndarray
+    memory: np.ndarray
+    nodes: tuple[str, ...]
+    findings: tuple[Finding, ...]
+    breakdown: MfuLedger | None
+    lost: int = 0
+
+    @property
+    def verdicts(self) -> list[str]:
+        """The findings that cost enough to be a verdict about the run, in words."""
+        return [str(finding) for finding in self.findings if finding.cost_share >= MIN_VERDICT_SHARE]
+
+
+def read_store_view(folder: Path) -> StoreView | None:
+    """Return the analyses of a run; None before its store has a step. Raises: StoreError"""
+    store = open_store(folder)
+    cube = recent_cube(store, BUBBLE_STEPS)
+    if not len(cube.steps):
+        return None
+    ranks = fetch(store, "SELECT max(rank) + 1 AS world FROM ranks")
+    world = int(ranks["world"][0])
+    return StoreView(
+        heat_map(cube),
+        _by_rank(world, cube.places.rank, _slowness(cube)),
+        _memory(store, world),
+        _nodes(cube, world),
+        tuple(findings(store)),
+        run_breakdown(store, folder, cube),
+        int(fetch(store, "SELECT coalesce(sum(events_lost), 0) AS lost FROM steps")["lost"][0]),
+    )
+
+
+def _slowness(cube: StepCube) -> np.ndarray:
+    compared = compare(cube, cube.compute[:, :, None], cube.places.codes("pp"))
+    return (compared.seconds / np.maximum(compared.peer_s, 1e-12) - 1)[:, 0]
+
+
+def _by_rank(world: int, ranks: np.ndarray, values: np.ndarray) -> np.ndarray:
+    found = np.full(world, np.nan)
+    found[ranks] = values
+    return found
+
+
+def _memory(store: duckdb.DuckDBPyConnection, world: int) -> np.ndarray:
+    last = "attempt = (SELECT max(attempt) FROM steps)"
+    rows = fetch(store, f"SELECT rank, max(peak_memory_bytes) AS bytes FROM steps WHERE {last} GROUP BY rank")
+    return _by_rank(world, rows["rank"], rows["bytes"])
+
+
+def _nodes(cube: StepCube, world: int) -> tuple[str, ...]:
+    names = [""] * world
+    for rank, node in zip(cube.places.rank.tolist(), cube.places.node.tolist(), strict=True):
+        names[rank] = cube.places.nodes[node]
+    return tuple(names)
+
+
+class StoreFollower:
+    """Analyses of a run that goes on, in a thread that ends with the process. `latest`: None before the first; `error`:
+    why there is none; `version`: counts the analyses.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: tuple[int, ...] | None = None
+        self.latest: StoreView | None = None
+        self.error = ""
+        self.version = 0
+        self.ended = threading.Event()
+
+    def start(self) -> StoreFollower:
+        """Start the thread, and return this object."""
+        threading.Thread(target=self._follow, name="event store", daemon=True).start()
+        return self
+
+    def _follow(self) -> None:
+        while not self.ended.is_set():
+            started = time.monotonic()
+            self.refresh()
+            self.ended.wait(max(LEAST_PAUSE_S, (time.monotonic() - started) / MOST_SHARE))
+
+    def refresh(self) -> None:
+        """Analyse the store now, if its files have changed."""
+        files = _files(self._folder)
+        if files is not None and files == self._files:
+            return
+        try:
+            self.latest, self.error = read_store_view(self._folder), ""
+        except MegascaleError as error:
+            self.error = str(error)
+        self._files = files
+        self.version += 1
+
+
+def _files(folder: Path) -> tuple[int, ...] | None:
+    """Return the times at which a table of a local store got its last file; None for a store elsewhere."""
+    try:
+        store = store_of(folder).local_path
+        return None if store is None else tuple(path.stat().st_mtime_ns for path in sorted(store.iterdir()))
+    except (MegascaleError, OSError):
+        return None

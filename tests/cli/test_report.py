@@ -1,0 +1,46 @@
+"""`megascale report` as a user meets it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megascale.cli.main import main
+from megascale.core.errors import Exit
+from megascale.view.report import FILE_START
+from tests.view.folders import make_run
+from tests.view.stores import make_stored_run
+
+
+def test_a_report_is_written_and_written_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, _ = make_stored_run(tmp_path, steps=20)
+    output = tmp_path / "out.html"
+    for _ in range(2):
+        assert main(["report", str(run), "--output", str(output)]) == Exit.OK
+        assert capsys.readouterr().out.startswith(f"{output}: ")
+        assert output.read_bytes().startswith(FILE_START)
+    assert "<h2>Timeline</h2>" in output.read_text()
+
+
+def test_a_run_without_a_store_has_a_report(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    assert main(["report", str(run)]) == Exit.OK
+    assert "no event store" in (run / "report.html").read_text()
+
+
+def test_no_other_file_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path)
+    other = tmp_path / "mine.html"
+    other.write_text("<html>")
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(run), "--output", str(other)])
+    assert ended.value.code == Exit.CONFIG
+    assert "was not written by this command" in capsys.readouterr().err
+    assert other.read_text() == "<html>"
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path)
+    assert main(["report", str(run), "--output", str(tmp_path / "absent" / "a.html")]) == Exit.CONFIG
+    assert "cannot be written: No such file or directory" in capsys.readouterr().err

@@ -1,0 +1,97 @@
+"""What is known about one rank, wherever it stands."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from megascale.core import flight_record
+from megascale.core.flight_files import flight_record_of_rank
+from megascale.core.flight_reader import read_flight_record
+from megascale.core.flight_record import FLIGHT_RECORD_VARIABLE
+from megascale.core.live_file import LiveRank
+from megascale.core.rank import Rank
+from megascale.core.storage import Location
+from megascale.eventstore.table_files import TableFile, write_rows
+from megascale.view import rank_states
+from megascale.view.rank_details import MOST_LINES, read_rank_details
+from megascale.view.run_view import RunReader
+from tests.eventstore.tables import rows
+from tests.view.folders import incident, make_run, write_incidents, write_live
+
+
+@pytest.fixture(autouse=True)
+def shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    monkeypatch.setattr(rank_states, "SHARED_MEMORY", folder)
+    monkeypatch.setattr(flight_record, "SHARED_MEMORY", folder)
+    return folder
+
+
+def test_place_incidents_error_and_output(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    write_incidents(folder, [incident(1), incident(2)])
+    logs = folder / "logs" / "attempt-2"
+    logs.mkdir(parents=True)
+    (logs / "rank-1.log").write_text("".join(f"line {number}\n" for number in range(200)))
+    (logs / "rank-1.error.json").write_text(json.dumps({"what": "out of memory", "exit_status": 1}))
+    view = RunReader(folder).read()
+    details = read_rank_details(view, 1)
+    assert details.place.groups == {"tp": (0, 1), "pp": (1, 3)}
+    assert [each.id for each in details.incidents] == [1, 2]
+    assert details.error == "out of memory"
+    assert (len(details.output), details.output[-1]) == (MOST_LINES, "line 199")
+    assert details.log == logs / "rank-1.log"
+    assert (details.record, details.source) == (None, "")
+    assert read_rank_details(view, 0).incidents == ()
+    with pytest.raises(IndexError):
+        read_rank_details(view, 4)
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", '{"what": 3}'])
+def test_an_error_file_that_says_nothing(content: str, tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    (folder / "logs").mkdir()
+    (folder / "logs" / "rank-0.error.json").write_text(content)
+    assert read_rank_details(RunReader(folder).read(), 0).error in ("", "3")
+
+
+def test_the_record_of_a_rank_on_this_host(tmp_path: Path, shared_memory: Path) -> None:
+    folder = make_run(tmp_path)
+    write_live(folder, [LiveRank("step", 1)] * 4)
+    path = shared_memory / f"megascale-{os.geteuid()}-test-1-00002.flight"
+    with flight_record_of_rank("test", Rank(2, 4, 0, "h"), {FLIGHT_RECORD_VARIABLE: str(path)}) as record:
+        record.begin_step(1)
+        details = read_rank_details(RunReader(folder).read(), 2)
+    assert details.record is not None
+    assert (details.record.step, details.source) == (1, "shared memory of this host")
+
+
+def test_a_record_of_another_run_of_the_same_name_is_left_out(tmp_path: Path, shared_memory: Path) -> None:
+    folder = make_run(tmp_path)
+    write_live(folder, [LiveRank("step", 50)] * 4)
+    path = shared_memory / f"megascale-{os.geteuid()}-test-1-00002.flight"
+    with flight_record_of_rank("test", Rank(2, 4, 0, "h"), {FLIGHT_RECORD_VARIABLE: str(path)}) as record:
+        record.begin_step(1)
+        assert read_rank_details(RunReader(folder).read(), 2).record is None
+
+
+def test_the_last_record_in_the_store(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    path = tmp_path / "a.flight"
+    with flight_record_of_rank("test", Rank(3, 4, 0, "h"), {FLIGHT_RECORD_VARIABLE: str(path)}) as record:
+        texts = []
+        for step in (7, 8):
+            record.begin_step(step)
+            texts.append(json.dumps(read_flight_record(path).to_dict()))
+    table = rows("states", 3, rank=[3, 3, 0], time_ns=[1, 2, 3], record=[*texts, "nonsense"])
+    write_rows(Location(f"{folder}/events"), TableFile("states", "n", 0, 0, 1), table)
+    view = RunReader(folder).read()
+    details = read_rank_details(view, 3)
+    assert details.record is not None
+    assert (details.record.step, details.source) == (8, "event store")
+    assert read_rank_details(view, 0).record is None

@@ -1,0 +1,73 @@
+"""What the views show of an event store: the numbers of the analyses, by rank."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megascale.core.storage import Location
+from megascale.eventstore.table_files import TableFile, write_rows
+from megascale.view.store_view import StoreFollower, read_store_view
+from tests.eventstore.tables import rows
+from tests.observe.fleet import Fault
+from tests.view.folders import make_run
+from tests.view.stores import make_stored_run
+
+
+def test_a_slow_rank_is_slow_in_every_part_of_the_view(tmp_path: Path) -> None:
+    run, _ = make_stored_run(tmp_path)
+    view = read_store_view(run)
+    assert view is not None
+    assert view.slowness[5] == pytest.approx(0.2, abs=0.03)
+    assert np.abs(np.delete(view.slowness, 5)).max() < 0.03
+    assert [finding.ranks for finding in view.findings] == [(5,)]
+    assert [outlier.ranks for outlier in view.heat.outliers] == [(5,)]
+    assert view.nodes == ("n0000",) * 4 + ("n0001",) * 4
+    assert view.memory.tolist() == [0.0] * 8
+    assert view.breakdown is not None
+    assert (view.breakdown.first_step, view.breakdown.last_step) == (1, 60)
+    assert view.breakdown.seconds["bubble"] > 0, "from the schedule of the run's configuration"
+
+
+def test_a_healthy_run_has_no_findings(tmp_path: Path) -> None:
+    view = read_store_view(make_stored_run(tmp_path, Fault())[0])
+    assert view is not None
+    assert (view.findings, view.heat.outliers) == ((), ())
+
+
+def test_before_the_first_step_there_is_no_view(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    write_rows(Location(f"{run}/events"), TableFile("ranks", "n", 0, 0, 1), rows("ranks", 1))
+    assert read_store_view(run) is None
+
+
+def test_a_store_is_analysed_again_when_it_has_new_files_only(tmp_path: Path) -> None:
+    run, _ = make_stored_run(tmp_path, Fault(), steps=20)
+    follower = StoreFollower(run)
+    follower.refresh()
+    first = follower.latest
+    assert first is not None
+    follower.refresh()
+    assert follower.latest is first
+    write_rows(Location(f"{run}/events"), TableFile("states", "n0", 0, 1, 2), rows("states", 1))
+    follower.refresh()
+    assert follower.latest is not first
+    assert follower.version == 2
+
+
+def test_a_run_without_a_store_says_so_and_is_asked_again(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    follower = StoreFollower(run).start()
+    deadline = time.monotonic() + 60
+    while not follower.error:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    follower.ended.set()
+    assert "no event store" in follower.error
+    make_stored_run(tmp_path / "other")
+    (tmp_path / "other" / "runs" / "test" / "events").rename(run / "events")
+    follower.refresh()
+    assert (follower.error, follower.latest is not None) == ("", True)
