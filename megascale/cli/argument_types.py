@@ -1,9 +1,10 @@
-"""Types of command-line arguments for argparse: integers and floats with a lower bound, lists, and files to write."""
+"""Types of command-line arguments for argparse: integers and floats with a lower bound, lists, ranges, and files to write."""
 
 from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,6 +60,29 @@ def positive_float(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
+
+
+def step_range(text: str) -> range:
+    """Parse steps: A:B, both included, or A alone. Raises: argparse.ArgumentTypeError"""
+    if (steps := _span(text, ":")) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range of steps: A:B with A not above B, or A alone")
+    return steps
+
+
+def rank_ranges(text: str) -> list[range]:
+    """Parse a list of ranks such as 0,1,4-7. Raises: argparse.ArgumentTypeError"""
+    spans = [_span(word, "-") for word in text.split(",")]
+    if None in spans:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of ranks such as 0,1,4-7")
+    return [span for span in spans if span is not None]
+
+
+def _span(text: str, sign: str) -> range | None:
+    """Parse 'A', or 'A' and 'B' with `sign` between them, both included; None for anything else."""
+    first, _, last = text.partition(sign)
+    if not re.fullmatch(rf"\d+({sign}\d+)?", text, re.ASCII) or int(last or first) < int(first):
+        return None
+    return range(int(first), int(last or first) + 1)
 
 
 def own_file(suffix: str, start: bytes) -> Callable[[str], Path]:

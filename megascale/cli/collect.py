@@ -10,12 +10,14 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from megascale.config.run import RunConfig
 from megascale.core.errors import Exit
 from megascale.core.event_ring import event_ring_path
 from megascale.core.event_ring_reader import EventRingError
@@ -23,6 +25,7 @@ from megascale.core.flight_reader import read_flight_record
 from megascale.core.flight_record import FlightRecordError, flight_record_path
 from megascale.core.process import process_exists
 from megascale.eventstore.collector import POLL_S, Collector, CollectorThread
+from megascale.fault.say import say
 
 LINGER_S = 60.0
 """Seconds that the other ranks of the host have to end after the first."""
@@ -33,15 +36,18 @@ LAST_ROWS_S = 5.0
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
-    sub.add_argument("name", help="the run's name in the ranks' flight records")
+    sub.add_argument("folder", type=Path, help="the run's folder, whose name is in the ranks' flight records")
+    sub.add_argument("--metrics-address", default="127.0.0.1", help="observe.metrics_address")
+    sub.add_argument("--metrics-port", type=int, default=0, help="observe.metrics_port")
 
 
 @contextlib.contextmanager
-def collector_process(name: str) -> Iterator[None]:
+def collector_process(config: RunConfig) -> Iterator[None]:
     """Collect from the ranks of a run on this host, in a process of its own, until they have ended. This process, which
     is one of them, trains in the `with` block.
     """
-    words = [sys.executable, "-m", "megascale", "collect", name]
+    words = [sys.executable, "-m", "megascale", "collect", str(config.folder)]
+    words += ["--metrics-address", config.observe.metrics_address, "--metrics-port", str(config.observe.metrics_port)]
     try:  # in a session of its own: torchrun ends the sessions of its ranks
         process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
     except OSError as error:
@@ -57,15 +63,21 @@ def collector_process(name: str) -> Iterator[None]:
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
+    from megascale.export.exporter import Endpoint
+    from megascale.fault.node_exporter import watching_host
+
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # for the ranks, whose last events are collected
     os.nice(10)
     first = os.getppid()
     records: dict[int, Path] = {}
     pids: dict[int, int] = {}
-    thread = CollectorThread(Collector(records, _say), _say)
-    while not _has_ended(first):
-        _find_ranks(options.name, records, pids)
+    thread = CollectorThread(Collector(records, say), say)
+    name, host = options.folder.name, socket.gethostname()
+    endpoint = Endpoint(options.metrics_address, options.metrics_port, name, options.folder, host, host)
+    with watching_host(thread.collector, endpoint, say):
+        while not _has_ended(first):
+            _find_ranks(name, records, pids)
     deadline = time.monotonic() + LINGER_S
     while any(process_exists(pid) for pid in pids.values() if pid != first) and time.monotonic() < deadline:
         time.sleep(POLL_S / 5)
@@ -89,8 +101,3 @@ def _find_ranks(name: str, records: dict[int, Path], pids: dict[int, int]) -> No
             record = read_flight_record(path, head_only=True)
             if record.run == name and process_exists(record.pid):  # the pattern of "a" holds for "a-b"
                 records[record.rank], pids[record.rank] = path, record.pid
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):
-        print(f"megascale: {text}", file=sys.stderr, flush=True)

@@ -32,12 +32,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def _drive(options: argparse.Namespace, config: RunConfig) -> int:
+    from megascale.export.exporter import DRIVER, Endpoint, exporting
     from megascale.fault.alerts import METRICS_FILE, AlertReader
     from megascale.fault.driver import Clock, Driver
     from megascale.fault.incidents import LOG_FILE, IncidentLog, read_history
     from megascale.fault.job import Job, JobPlan
+    from megascale.fault.job_families import job_metrics
     from megascale.fault.live_job import LiveWriter
     from megascale.fault.rpc import DriverServer
+    from megascale.fault.say import say
     from megascale.fault.scheduler.adapters import ADAPTERS
     from megascale.fault.scheduler.remote import SchedulerClient
     from megascale.fault.shrink import smaller_layout
@@ -68,6 +71,9 @@ async def _drive(options: argparse.Namespace, config: RunConfig) -> int:
         revivable=adapter.revivable,
         checks=config.fault.check_nodes,
         smaller=lambda nodes: smaller_layout(config, per_node, nodes),
+        folder=str(config.folder),
+        metrics_address=config.observe.metrics_address,
+        metrics_port=config.observe.metrics_port,
     )
     job = Job(plan, config.fault, history, hang_verdict, now)
     scheduler = await SchedulerClient.connect(socket.socket(fileno=options.scheduler_descriptor))
@@ -75,6 +81,7 @@ async def _drive(options: argparse.Namespace, config: RunConfig) -> int:
         alerts = AlertReader(config.folder / METRICS_FILE)
         live = LiveWriter(LiveFile(config.folder / LIVE_FILE))
         driver = Driver(job, server, scheduler, log, clock, alerts, live)
-        status = await driver.run(start_agents=options.first)
+        with exporting(job_metrics(job, clock.now, DRIVER), Endpoint.of_run(config, DRIVER), say):
+            status = await driver.run(start_agents=options.first)
         await scheduler.close()
     return status

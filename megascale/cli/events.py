@@ -9,13 +9,16 @@ import difflib
 import json
 import math
 import sys
+from pathlib import Path
 from typing import Any
 
+from megascale.cli.argument_types import rank_ranges, step_range
 from megascale.core.errors import Exit
 from megascale.core.process import exit_on_stop_signals
 from megascale.eventstore.query import Answer, StoreError, answer, open_store
 from megascale.eventstore.ready_queries import READY_QUERIES
 from megascale.eventstore.schema import schema_page
+from megascale.export.spans import OTLP_STEPS, SPAN_GROUPS
 
 MAX_CELL = 60
 """Most characters of a text in the printed table."""
@@ -29,6 +32,17 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("query", metavar="QUERY", nargs="?", help="a SELECT, or the name of a ready query (see --list)")
     sub.add_argument(
         "--last", metavar="SECONDS", type=float, help="only what was stored in the last seconds of the run"
+    )
+    export = sub.add_argument_group("export to OpenTelemetry, in the place of a query")
+    export.add_argument(
+        "--otlp", metavar="URL", help="send spans to an OTLP/HTTP receiver, such as http://localhost:4318"
+    )
+    export.add_argument(
+        "--spans", choices=SPAN_GROUPS, default="per_step", help="Megatron-LM's presets of span groups (%(default)s)"
+    )
+    export.add_argument("--ranks", metavar="LIST", type=rank_ranges, help="ranks, such as 0,1,4-7 (the first)")
+    export.add_argument(
+        "--steps", metavar="A:B", type=step_range, help=f"steps A to B, both included (the last {OTLP_STEPS})"
     )
     form = sub.add_mutually_exclusive_group()
     form.add_argument("--list", action="store_true", help="list the ready queries")
@@ -46,6 +60,8 @@ def run(options: argparse.Namespace) -> int:
     if options.schema:
         print(schema_page())
         return Exit.OK
+    if options.otlp is not None and options.run_dir is not None:
+        return _export(options)
     if options.run_dir is None or options.query is None:
         raise StoreError("RUN or QUERY is missing", hint="megascale events RUN slowest-ranks; see --list and --schema")
     sql = query_text(options.query)
@@ -57,6 +73,18 @@ def run(options: argparse.Namespace) -> int:
         csv.writer(sys.stdout).writerows([found.columns, *found.rows])
     else:
         print(format_rows(found))
+    return Exit.OK
+
+
+def _export(options: argparse.Namespace) -> int:
+    """Send spans to a receiver of OpenTelemetry."""
+    from megascale.export.otlp import choose, export_spans
+
+    with exit_on_stop_signals():
+        store = open_store(options.run_dir, last_s=options.last)
+        choice = choose(store, options.spans, options.ranks, options.steps)
+        sent = export_spans(store, Path(options.run_dir).name, choice, options.otlp)
+    print(f"{sent.spans} spans of {sent.steps} steps and {sent.ranks} ranks sent to {options.otlp}")
     return Exit.OK
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import re
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megascale.cli.argument_types import own_file
+from megascale.cli.argument_types import own_file, rank_ranges, step_range
 from megascale.core.errors import Exit, MegascaleError
 from megascale.core.events import COMPUTE, RankEvents, event_file_name, read_events
 from megascale.core.process import exit_on_stop_signals, without_gc
@@ -64,8 +63,8 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
     sub.add_argument("folder", metavar="RUN_DIR", type=Path, help="the run's folder")
     steps = "steps A to B, both included, or A alone (default: the steps that are complete on every chosen rank)"
-    sub.add_argument("--steps", metavar="A:B", type=_steps, help=steps)
-    sub.add_argument("--ranks", metavar="LIST", type=_ranks, help="ranks, such as 0,1,4-7 (default: all)")
+    sub.add_argument("--steps", metavar="A:B", type=step_range, help=steps)
+    sub.add_argument("--ranks", metavar="LIST", type=rank_ranges, help="ranks, such as 0,1,4-7 (default: all)")
     output = "the timeline (default: RUN_DIR/timeline.json)"
     sub.add_argument("--output", metavar="FILE.json", type=own_file(".json", chrome_trace.FILE_START), help=output)
     drawn = (
@@ -73,27 +72,6 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("--svg", metavar="FILE.svg", type=own_file(".svg", svg.FILE_START), help=drawn)
     sub.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def _steps(text: str) -> range:
-    if (steps := _span(text, ":")) is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a range of steps: A:B with A not above B, or A alone")
-    return steps
-
-
-def _ranks(text: str) -> list[range]:
-    spans = [_span(word, "-") for word in text.split(",")]
-    if None in spans:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of ranks such as 0,1,4-7")
-    return [span for span in spans if span is not None]
-
-
-def _span(text: str, sign: str) -> range | None:
-    """Parse 'A', or 'A' and 'B' with `sign` between them, both included; None for anything else."""
-    first, _, last = text.partition(sign)
-    if not re.fullmatch(rf"\d+({sign}\d+)?", text, re.ASCII) or int(last or first) < int(first):
-        return None
-    return range(int(first), int(last or first) + 1)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -25,6 +25,7 @@ from megascale.core.process import die_with_parent
 from megascale.core.rank import STORE_VARIABLE, Rank, local_world_size, rank_from_environment
 from megascale.core.torch_import import torch_import_problem
 from megascale.eventstore.settings import open_ring_of_rank
+from megascale.fault.say import say
 from megascale.launch import environment, flight, local
 from megascale.launch.failure import write_end, write_error
 from megascale.launch.host_limits import limit_findings, wanted_open_files
@@ -59,8 +60,17 @@ def run(options: argparse.Namespace) -> int:
                 print(warning, file=sys.stderr)
             arguments = ["train", options.config, *options.overrides]
             folder = config.folder
+            from megascale.export.exporter import Endpoint
+            from megascale.fault.node_exporter import watching_host
+
+            endpoint = Endpoint.of_run(config, socket.gethostname())
             return local.run_local_ranks(
-                arguments, config.world_size, folder / "logs", folder / flight.DUMP_FOLDER, find_hung
+                arguments,
+                config.world_size,
+                folder / "logs",
+                folder / flight.DUMP_FOLDER,
+                find_hung,
+                lambda collector: watching_host(collector, endpoint, say),
             )
         if "TORCHELASTIC_RUN_ID" in os.environ:
             die_with_parent(os.getppid())  # a killed torchrun leaves its workers training
@@ -68,8 +78,9 @@ def run(options: argparse.Namespace) -> int:
         # before torch, whose import takes seconds
         flight_record = held.enter_context(flight_record_of_rank(config.folder.name, place))
         ring = open_ring_of_rank(config, place, flight_record)
-        if place.local_rank == 0 and config.observe.store and FLIGHT_RECORD_VARIABLE not in os.environ:
-            held.enter_context(collector_process(config.folder.name))  # else the launcher or agent collects
+        collects = config.observe.store or config.observe.metrics_port
+        if place.local_rank == 0 and collects and FLIGHT_RECORD_VARIABLE not in os.environ:
+            held.enter_context(collector_process(config))  # else the launcher or agent collects
         try:
             from megascale.train.entry import run_rank
         except Exception as error:

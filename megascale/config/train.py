@@ -175,3 +175,14 @@ class ObserveConfig(Section):
     store_events_h: float = Field(
         24.0, ge=0, le=87600, description="hours for which single events are kept; 0: only their sums by step"
     )
+    metrics_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="first port for [Prometheus' metrics](observability.md#metrics-and-alerts): the launcher, or the "
+        "driver and each agent, serve them at the first free one of 32; 0: none",
+    )
+    metrics_address: str = Field(
+        "127.0.0.1",
+        description="address of the host at which metrics are served, to anyone who reaches it; 0.0.0.0: on all",
+    )

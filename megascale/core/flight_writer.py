@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +75,7 @@ class FlightRecordWriter:
         self._entered: list[int] = []  # by row
         self._phase = Phase.IMPORT
         self._step_times: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._counts: Counter[str] = Counter()
         head = {
             layout.FORMAT_WORD: layout.FORMAT, layout.RANK: identity.rank, layout.WORLD: identity.world,
             layout.PID: os.getpid(), layout.ATTEMPT: identity.attempt, layout.START: time.time_ns(),
@@ -124,6 +125,15 @@ class FlightRecordWriter:
         for name, value in totals.items():
             self.tables.set_total(name, value)
         self.advance()
+
+    def set_total(self, name: str, value: float) -> None:
+        """Set a total by name."""
+        self.tables.set_total(name, value)
+
+    def count(self, name: str, number: int = 1) -> None:
+        """Add to the total of a name; a number of 0 makes it known before the first."""
+        self._counts[name] += number
+        self.tables.set_total(name, self._counts[name])
 
     def open_group(self, name: str, ranks: Sequence[int], kind: str = "") -> None:
         """Note the global ranks of a group, before its first communication. `kind`: "control", or "" for the rest."""

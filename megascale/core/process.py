@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 _SET_PDEATHSIG = 1  # of prctl(2)
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _PRCTL = ctypes.CDLL(None).prctl  # looked up here: a child of a process with threads must not load a library
 
 
@@ -38,6 +39,15 @@ def process_state(pid: int) -> str:
     """Return the letter of a process's state in /proc, such as "T" for stopped. Raises: OSError without the process"""
     stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     return stat.rpartition(")")[2].split()[0]
+
+
+def process_facts(pid: int) -> tuple[str, int]:
+    """Return the letter of a process's state and its resident bytes; "" and 0 for a process that is gone."""
+    try:
+        pages = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]
+        return process_state(pid), int(pages) * _PAGE_BYTES
+    except OSError:
+        return "", 0
 
 
 def usable_cores() -> int:

@@ -70,6 +70,16 @@ class Collector:
         """Seconds between writes."""
         return self._settings.interval_s if self._settings else StoreSettings.interval_s
 
+    @property
+    def records(self) -> dict[int, Path]:
+        """The paths of the flight records, by rank; for any thread."""
+        return dict(self._records)
+
+    @property
+    def ranks(self) -> dict[int, RankRows]:
+        """The ranks with a ring that was found; for any thread."""
+        return dict(self._ranks)
+
     def add_host_metrics(self, metrics: Mapping[str, float]) -> None:
         """Take a sample of the host's metrics."""
         self._host_metrics.append((time.time_ns(), metrics))
@@ -243,10 +253,10 @@ class CollectorThread:
 
 
 @contextlib.contextmanager
-def collecting(records: Mapping[int, Path], say: Say) -> Iterator[None]:
+def collecting(records: Mapping[int, Path], say: Say) -> Iterator[Collector]:
     """Collect from the ranks with these flight records during a `with` block, at whose end they have ended."""
     thread = CollectorThread(Collector(records, say), say)
     try:
-        yield
+        yield thread.collector
     finally:
         thread.finish()

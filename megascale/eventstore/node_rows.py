@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megascale.core.event_ring_reader import Drained, EventRingReader
+from megascale.eventstore.rank_totals import RankTotals
 from megascale.eventstore.schema import STEP_AXIS, TABLES, TAGS
 from megascale.eventstore.table_files import Columns
 
@@ -56,7 +57,7 @@ class Texts:
 @dataclass
 class RankRows:
     """A rank's ring, and what was drained of it and has not been written. `waiting`: events of steps that go on;
-    `lost`: records that no step has counted yet; `ended`: the rank writes no more.
+    `lost`: records that no step has counted yet; `ended`: the rank writes no more. `totals`: of all that was drained.
     """
 
     ring: EventRingReader
@@ -65,12 +66,14 @@ class RankRows:
     last_step: int = 0
     lost: int = 0
     ended: bool = False
+    totals: RankTotals = field(default_factory=RankTotals)
 
     def drain(self) -> None:
         """Take the ring's new records."""
         new = self.ring.drain()
         if new.lost or len(new.events) or len(new.steps):
             self.drained.append(new)
+            self.totals.add(new)
 
     def take(self, texts: Texts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the new events, the new steps, and the events of steps that have ended."""

@@ -14,7 +14,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from megascale.core.errors import Exit, MegascaleError
 from megascale.core.handshake import NotAPeerError
 from megascale.core.process import stop_signals
 from megascale.eventstore.collector import FINISH_S, Collector, CollectorThread
+from megascale.fault.agent_exporter import AgentExporter
 from megascale.fault.answers import check_node, read_records, take_stacks
 from megascale.fault.host_metrics import HostMetrics
 from megascale.fault.messages import (
@@ -40,6 +41,7 @@ from megascale.fault.messages import (
     Stop,
     Welcome,
 )
+from megascale.fault.node_exporter import METRICS_S
 from megascale.fault.node_place import NodePlace
 from megascale.fault.node_ranks import NodeRanks
 from megascale.fault.ranks import Ranks
@@ -48,9 +50,6 @@ from megascale.fault.scheduler.port import DRIVER_LOST
 from megascale.fault.store_listener import StoreListener
 from megascale.fault.streams import Tls
 from megascale.fault.threads import call_in_thread
-
-METRICS_S = 5.0
-"""Seconds between samples of the host's metrics, and seconds that a sample may take."""
 
 COLLECTOR_S = FINISH_S + 1
 """Seconds that the agent waits at most for the event store."""
@@ -83,7 +82,8 @@ class Agent:
         self._store = StoreListener(place.address)
         self._collector: CollectorThread | None = None
         self._metrics = HostMetrics(Path.cwd())
-        self._host: dict[str, float] = {}
+        self._host: Mapping[str, float] = {}
+        self._exporter = AgentExporter(place, lambda: self._channel.lost_s, _say)
         self._beat_now = asyncio.Event()
         self._stop_requests = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -113,6 +113,7 @@ class Agent:
                 await self._end_collector()
                 self._ranks.close()
             self._store.close()
+            self._exporter.close()
 
     def _spawn(self, job: Coroutine[Any, Any, None]) -> None:
         """Run a job beside the others; its failure ends the agent."""
@@ -152,7 +153,10 @@ class Agent:
     async def _take(self, message: DriverMessage) -> None:
         match message:
             case Welcome():
-                self._settings = self._settings.model_copy(update=vars(message))
+                self._settings = self._settings.model_copy(
+                    update={name: value for name, value in vars(message).items() if name in FaultConfig.model_fields}
+                )
+                self._exporter.start(message)
             case OpenStore() if not self._observes:
                 self._store.open(message)
                 if (opened := self._store.opened) is not None:
@@ -182,6 +186,7 @@ class Agent:
         ranks = self._ranks = NodeRanks(order, self._place.node, self._secret_descriptor, self._report_end)
         ranks.start(self._store.socket_of(order.attempt))
         self._collector = CollectorThread(Collector(ranks.record_paths, _say), _say)
+        self._exporter.collector = self._collector.collector
         self._store.close()
         self._beat_now.set()
 
@@ -244,7 +249,7 @@ class Agent:
     async def _sample_metrics(self) -> None:
         while True:
             try:
-                self._host = await call_in_thread(self._metrics.sample, METRICS_S)
+                self._host = self._exporter.host = await call_in_thread(self._metrics.sample, METRICS_S)
                 if self._collector is not None:
                     self._collector.collector.add_host_metrics(self._host)
             except (TimeoutError, RuntimeError, OSError) as error:

@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Mapping
 
 from megascale.core.errors import MegascaleError
+from megascale.core.process import process_facts
 from megascale.fault.checks.runner import run_check
 from megascale.fault.messages import Check, CheckDone, Collect, Records, Stacks
-from megascale.fault.ranks import Ranks, process_facts
+from megascale.fault.ranks import Ranks
 from megascale.fault.stacks import STACK_S, stack_of
 from megascale.fault.threads import call_in_thread
 

@@ -49,6 +49,7 @@ class JobPlan:
     earlier driver of this launch may have left an attempt running; `requestable`, `revivable`: see `Reserve`; `checks`:
     nodes are checked before they join, and after a fault.
     `overrides`: further arguments of a layout that has shrunk; `smaller`: the layout for a number of nodes.
+    `folder`: of the run; `metrics_address`, `metrics_port`: where agents serve metrics, as in `[observe]`.
     """
 
     run: str
@@ -62,6 +63,9 @@ class JobPlan:
     checks: bool = False
     overrides: tuple[str, ...] = ()
     smaller: Callable[[int], SmallerLayout | None] = lambda nodes: None
+    folder: str = ""
+    metrics_address: str = ""
+    metrics_port: int = 0
 
     @property
     def layout(self) -> dict[str, Any]:
@@ -249,7 +253,8 @@ class Job:
             return
         settings = self.settings
         times = settings.heartbeat_s, settings.poll_s, settings.agent_grace_s, settings.stop_grace_s
-        self.do(Send(hello.node, Welcome(*times)))
+        plan = self.plan
+        self.do(Send(hello.node, Welcome(*times, plan.run, plan.folder, plan.metrics_address, plan.metrics_port)))
         heard = self.roster.members[hello.node].heard if hello.node in self.roster.members else now
         self.roster.join(hello, now)
         current = self.attempt.number if self.attempt is not None else None

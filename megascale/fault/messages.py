@@ -159,12 +159,19 @@ class CheckDone(_Checked):
 
 @dataclass(frozen=True)
 class Welcome(_Checked):
-    """The answer to a Hello: the settings of `[fault]` that an agent needs. Without it an agent has their defaults."""
+    """The answer to a Hello: the settings of `[fault]` that an agent needs. Without it an agent has their defaults.
+
+    `run`: the run's name, `folder`: its folder; `metrics_address`, `metrics_port`: as in `[observe]`.
+    """
 
     heartbeat_s: float
     poll_s: float
     agent_grace_s: float
     stop_grace_s: float
+    run: str = ""
+    folder: str = ""
+    metrics_address: str = ""
+    metrics_port: int = 0
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,11 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Protocol
 
 from megascale.core.flight_record import FlightRecord
-from megascale.core.process import process_state
+from megascale.core.process import process_facts
 from megascale.fault.messages import RankEnd, RankStatus
-
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Ranks(Protocol):
@@ -65,15 +62,6 @@ def rank_status(rank: int, pid: int, record: FlightRecord | None, started: float
         state=state,
         rss=rss,
     )
-
-
-def process_facts(pid: int) -> tuple[str, int]:
-    """Return the letter of a process's state and its resident bytes; "" and 0 for a process that is gone."""
-    try:
-        pages = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]
-        return process_state(pid), int(pages) * _PAGE_BYTES
-    except OSError:
-        return "", 0
 
 
 def call_at_end(pid: int, ended: Callable[[], None]) -> None:

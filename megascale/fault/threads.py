@@ -1,8 +1,13 @@
-"""Calls that may never return, such as those to a sick GPU or file server, beside an event loop."""
+"""Calls between an event loop and threads.
+
+- `call_in_thread`: what may never return, such as a call to a sick GPU or file server, beside the loop
+- `call_in_loop`: from a thread
+"""
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import threading
 from collections.abc import Callable
@@ -31,6 +36,24 @@ async def call_in_thread(function: Callable[[], T], timeout_s: float | None) -> 
 
     threading.Thread(target=run, name=getattr(function, "__name__", "call"), daemon=True).start()
     return await asyncio.wait_for(result, timeout_s)
+
+
+def call_in_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], T], timeout_s: float) -> T:
+    """Return what `function` returns in an event loop, which another thread than this one runs.
+
+    Raises: TimeoutError; RuntimeError after the loop's end; whatever `function` raises
+    """
+    result: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        if result.set_running_or_notify_cancel():
+            try:
+                result.set_result(function())
+            except Exception as error:
+                result.set_exception(error)
+
+    loop.call_soon_threadsafe(run)
+    return result.result(timeout_s)
 
 
 def _set(result: asyncio.Future, value: object, error: Exception | None) -> None:

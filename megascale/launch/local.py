@@ -14,9 +14,11 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from megascale.core.errors import ConfigError, Exit, MegascaleError, Problem
 from megascale.core.flight_files import flight_record_files, read_flight_records
@@ -25,7 +27,7 @@ from megascale.core.live_file import LIVE_FILE
 from megascale.core.network import LOOPBACK, has_loopback, listen
 from megascale.core.process import handling_stops, process_state
 from megascale.core.secret import new_secret, secret_descriptor
-from megascale.eventstore.collector import collecting
+from megascale.eventstore.collector import Collector, collecting
 from megascale.launch.failure import Failure, ProcessEnd, has_left_in_order, root_cause
 from megascale.launch.live_ranks import live_file
 from megascale.launch.workers import Launch, Worker, ending, remove_old_logs, signal_all
@@ -51,12 +53,14 @@ def run_local_ranks(
     logs: Path,
     dump_folder: Path | None = None,
     find_hung: FindHung | None = None,
+    beside: Callable[[Collector], AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> int:
     """Run `python -m megascale ARGUMENTS` as `world` ranks on this host and return the exit status of the job.
 
     Rank 0 shares this terminal; the other ranks write to `logs`/rank-N.log. The first stop signal is forwarded, and the
     ranks finish their step and save; the second kills them. `dump_folder`: dumps of torch's flight recorder.
-    `find_hung`: asked for the rank that others wait for in vain, when they end by their timeout.
+    `find_hung`: asked for the rank that others wait for in vain, when they end by their timeout. `beside`: what runs
+    beside the ranks and their collector.
 
     Raises: ConfigError on a host without a loopback interface; MegascaleError if a rank cannot be started.
     """
@@ -84,7 +88,8 @@ def run_local_ranks(
         # threads start after the last fork
         with (
             live_file(logs.parent / LIVE_FILE, workers, records, _print) as live,
-            collecting(records, _print),
+            collecting(records, _print) as collector,
+            beside(collector),
         ):
             failure = _watch(workers, forwarder, logs, dump_folder)
             if isinstance(failure, int):

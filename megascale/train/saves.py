@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from megascale.checkpoint.save.attempt import SaveResult
@@ -22,6 +23,9 @@ class Saves(Hook):
 
     def __init__(self, reporter: Reporter) -> None:
         self._reporter = reporter
+
+    def run_begins(self, run: Run) -> None:
+        run.mesh.recorder.flight.count("checkpoint_failures", 0)
 
     def step_ends(self, run: Run, result: StepResult) -> None:
         with run.mesh.recorder.activity(Phase.CHECKPOINT):
@@ -69,7 +73,7 @@ class Saves(Hook):
         try:
             run.checkpoints.start_save(run.progress)
         except CheckpointError as error:
-            self._reporter.write_message(f"WARNING: no checkpoint of step {step}: {error}")
+            self._warn_of_failed_save(run, step, error)
             return
         run.hooks.save_starts(run, step)
         if not settings.background:
@@ -84,8 +88,10 @@ class Saves(Hook):
             self.report_copy(saved)
             return
         if saved.error is not None:
-            self._reporter.write_message(f"WARNING: no checkpoint of step {saved.step}: {saved.error}")
+            self._warn_of_failed_save(run, saved.step, saved.error)
             return
+        run.mesh.recorder.flight.set_total("checkpoint_step", saved.step)
+        run.mesh.recorder.flight.set_total("checkpoint_time", time.time())
         waited = (
             f" after waiting {saved.waited_s:.2f} s for the previous save"
             if saved.waited_s > MIN_REPORTED_WAIT_S
@@ -95,6 +101,10 @@ class Saves(Hook):
             f"saved {saved.path}: training paused {saved.stalled_s:.2f} s{waited}, written in {saved.write_s:.2f} s"
         )
         self._warn_on_failure(run.checkpoints.prune)
+
+    def _warn_of_failed_save(self, run: Run, step: int, error: CheckpointError) -> None:
+        run.mesh.recorder.flight.count("checkpoint_failures")
+        self._reporter.write_message(f"WARNING: no checkpoint of step {step}: {error}")
 
     def report_copy(self, saved: SaveResult) -> None:
         """Report the first of several failed copies in memory, and the next that succeeds: one may be due each step."""

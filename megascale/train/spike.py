@@ -49,7 +49,11 @@ class SpikeAlert(Hook):
         self._loss = SpikeMonitor("loss", factor, window)
         self._grad_norm = SpikeMonitor("grad_norm", factor, window)
 
+    def run_begins(self, run: Run) -> None:
+        run.mesh.recorder.flight.count("spikes", 0)
+
     def step_ends(self, run: Run, result: StepResult) -> None:
         for monitor, value in ((self._loss, result.loss), (self._grad_norm, result.grad_norm)):
             if alert := monitor.add(run.progress.step, value):
                 self._reporter.write(alert)
+                run.mesh.recorder.flight.count("spikes")

@@ -1,0 +1,69 @@
+"""Sums over all records that were drained of a rank's event ring: the rank's counters, for metrics.
+
+Texts are indices of the ring's strings, which are resolved when the sums are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from megascale.core.events import COMPUTE, HOST_AXIS
+
+if TYPE_CHECKING:
+    from megascale.core.event_ring_reader import Drained
+
+_AXIS = 1 << 16
+"""A key is the index of the axis times this number, plus the index of the name."""
+
+
+@dataclass
+class RankTotals:
+    """Sums since the rank's start. `train_s`: time of steps, without evaluations and saves; `lost`: records that were
+    overwritten before they were read. One thread adds, others may read.
+    """
+
+    train_s: float = 0.0
+    tokens: int = 0
+    flops: float = 0.0
+    lost: int = 0
+    _busy: dict[int, float] = field(default_factory=dict)
+    _exposed: dict[int, float] = field(default_factory=dict)
+
+    def add(self, drained: Drained) -> None:
+        """Add new records."""
+        import numpy as np
+
+        events, steps = drained.events, drained.steps
+        self.train_s += float(steps["train"].sum())
+        self.tokens += int(steps["tokens"].sum())
+        self.flops += float(steps["flops"].sum())
+        self.lost += drained.lost
+        keys, place = np.unique(events["axis"].astype(np.int64) * _AXIS + events["name"], return_inverse=True)
+        busy = events["end"] - events["start"] - events["exposed"]
+        for sums, times in ((self._busy, busy), (self._exposed, events["exposed"])):
+            for key, seconds in zip(keys.tolist(), np.bincount(place, times, len(keys)).tolist(), strict=True):
+                sums[key] = sums.get(key, 0.0) + seconds
+
+    def compute_s(self, strings: Sequence[str]) -> float:
+        """Return the time of actions of compute, without the waits in them. `strings`: of the ring."""
+        return _sums(self._busy, strings, lambda axis, name: axis if axis == COMPUTE else "").get(COMPUTE, 0.0)
+
+    def exposed_s(self, strings: Sequence[str]) -> dict[str, float]:
+        """Return the time in which compute waited for communication, by axis."""
+        return _sums(self._exposed, strings, lambda axis, name: "" if axis in (COMPUTE, HOST_AXIS) else axis)
+
+    def host_s(self, strings: Sequence[str]) -> dict[str, float]:
+        """Return the time that training waited for an activity of the host, such as data, by name."""
+        return _sums(self._exposed, strings, lambda axis, name: name if axis == HOST_AXIS else "")
+
+
+def _sums(sums: dict[int, float], strings: Sequence[str], name_of: Callable[[str, str], str]) -> dict[str, float]:
+    """Return sums by what `name_of` returns for axis and name; without those for which it is empty."""
+    found: dict[str, float] = {}
+    for key, seconds in sums.copy().items():
+        axis, name = divmod(key, _AXIS)
+        if axis < len(strings) and name < len(strings) and (label := name_of(strings[axis], strings[name])):
+            found[label] = found.get(label, 0.0) + seconds
+    return found
