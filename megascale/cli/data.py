@@ -12,6 +12,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from megascale.catalog.tokenizers import TOKENIZERS
+from megascale.cli import data_of_run
 from megascale.cli.argument_types import positive_int
 from megascale.core.errors import DataError, Exit
 from megascale.core.files import fingerprint
@@ -36,6 +37,8 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     verbs = sub.add_subparsers(dest="verb", metavar="VERB", required=True)
     _add_prepare(verbs.add_parser("prepare", help="tokenize text, .jsonl or .parquet files to a token dataset"))
     _add_import(verbs.add_parser("import", help="convert token files of another project to a token dataset"))
+    data_of_run.add_index_arguments(verbs.add_parser("index", help="build the sample indices of a run in advance"))
+    data_of_run.add_which_arguments(verbs.add_parser("which", help="name the documents that a step of a run has read"))
     look = verbs.add_parser("inspect", help="describe a token dataset and show some text")
     look.add_argument("prefix", metavar="PREFIX", help="path or URL of the dataset, without suffix")
     look.add_argument("--tokenizer", metavar="NAME|FILE", help="decodes the text (default: the dataset's tokenizer)")
@@ -82,10 +85,9 @@ def _add_import(make: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
-    if options.verb == "inspect":
-        return _inspect(options)
-    if options.verb == "import":
-        return _import(options)
+    verbs = {"inspect": _inspect, "import": _import, "index": data_of_run.index, "which": data_of_run.which}
+    if options.verb in verbs:
+        return verbs[options.verb](options)
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

@@ -240,6 +240,17 @@ def batch(c: Any) -> Iterator[Finding]:
         )
 
 
+def skipped_samples(c: Any) -> Iterator[Finding]:
+    """Check that the ranges of data.skip ascend and do not overlap."""
+    end = 0
+    for start, stop in c.data.skip:
+        if start < end or stop <= start:
+            message = f"[{start}, {stop}] is empty, or begins before the end of the range before it"
+            yield Finding("data.skip", message, "ranges [start, stop] in ascending order, such as [[1000, 2000]]")
+            return
+        end = stop
+
+
 MAX_MICROBATCHES = 2**20
 """Micro-batches of a rank in a step: a schedule lists every action of each."""
 
@@ -353,6 +364,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("parallel", "train"), recompute_chunks),
     (("parallel", "batch"), batch),
     (("model", "parallel", "batch", "train", "data"), counts),
+    (("data",), skipped_samples),
     (("train", "optimizer"), learning_rate),
     (("model", "parallel", "train", "fp8", "optimizer", "backends"), backends),
     *stored.RULES,

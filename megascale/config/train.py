@@ -78,6 +78,9 @@ WeightedPrefix = Annotated[tuple[Annotated[Float32, Field(gt=0)], FilePath], Fie
 Blend = list[WeightedPrefix]
 
 
+SampleRange = Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]
+
+
 class DataConfig(Section):
     """`[data]`: token datasets in megatron-core's .bin/.idx format, named without the extension: paths, or URLs of an
     fsspec file system.
@@ -102,6 +105,11 @@ class DataConfig(Section):
     )
     retry_timeout_s: float = Field(
         60.0, ge=0, le=600, description="timeout for retries of a failing access to remote datasets, in seconds"
+    )
+    skip: list[SampleRange] = Field(
+        [],
+        description="ranges [start, stop] of the order of training samples, without stop, which the run leaves out; in "
+        "ascending order",
     )
     mock: bool = Field(False, description="random tokens in place of data, to measure throughput")
 

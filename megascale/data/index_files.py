@@ -68,17 +68,29 @@ def open_index(folder: Path, key: IndexKey, files: IndexedDataset) -> EpochIndex
 
     Raises: DataError for a folder that cannot be written, a damaged file, and lack of memory.
     """
+    if key.is_small:
+        return _build(key, files)
     path = folder / key.file_name
     try:
-        if key.is_small:
-            return _build(key, files)
         build_once(path, lambda: write_index(path, key, files))
-        return _map(path, key)
     except OSError as error:
         what = f"sample indices cannot be kept in {folder}: {error.strerror or error}"
         raise DataError(what, hint=os_error_hint(error, "data.cache = another folder")) from None
     except MemoryError as error:
         raise DataError(f"sample indices do not fit in memory: {error}", hint="more memory") from None
+    return map_index(path, key)
+
+
+def map_index(path: Path, key: IndexKey) -> EpochIndex:
+    """Memory-map the file of an index, and compare it with `key`.
+
+    Raises: DataError for a file that cannot be read, or is not the index
+    """
+    try:
+        return _map(path, key)
+    except OSError as error:
+        hint = os_error_hint(error, "files of data.cache must stay in place while a run reads them")
+        raise DataError(f"{path} cannot be read: {error.strerror or error}", hint=hint) from None
     except ValueError as error:
         raise DataError(f"sample indices are damaged: {path} {error}", hint="remove that file") from None
 

@@ -17,6 +17,7 @@ from megascale.config.dataset_files import READERS, split_source
 from megascale.config.run import RunConfig, dataset_prefixes
 from megascale.core.errors import DataError
 from megascale.core.readable import is_url
+from megascale.core.skipped_ranges import order_index
 from megascale.data.blend import MOST_AHEAD, Blend
 from megascale.data.epochs import EpochDataset, SplitName
 from megascale.data.open_epochs import OpenEpochs
@@ -46,8 +47,9 @@ class Mixture:
         open_epochs = OpenEpochs(max_open_epochs(config, len(prefixes)))
         self.shares = [weight / sum(weights) for weight in weights]
         self.blend = Blend(weights)
+        self._skipped = config.data.skip if split == "train" else []
         self.datasets = [
-            EpochDataset(config, split, prefix, fractions, open_epochs, self.blend.count(number, expected))
+            EpochDataset(config, split, prefix, fractions, open_epochs, self.blend.count(number, self.order(expected)))
             for number, prefix in enumerate(prefixes)
         ]
         self._vocab = config.model.vocab_size
@@ -72,9 +74,13 @@ class Mixture:
             for number, (dataset, share) in enumerate(zip(self.datasets, self.shares, strict=True))
         )
 
+    def order(self, index: int) -> int:
+        """The place of a sample in the order of samples, of which `data.skip` leaves some out."""
+        return order_index(index, self._skipped)
+
     def locate(self, index: int) -> tuple[EpochDataset, int]:
         """The dataset of a sample, and the number of the sample among those of the dataset."""
-        dataset, number = self.blend.locate(index)
+        dataset, number = self.blend.locate(self.order(index))
         return self.datasets[dataset], number
 
     def __getitem__(self, index: int) -> Sample:

@@ -11,8 +11,9 @@ from torch import Tensor
 from megascale.checkpoint.collective_errors import on_all_ranks
 from megascale.checkpoint.format.state import Region
 from megascale.config.model import ModelConfig
-from megascale.config.run import HF_PREFIX
-from megascale.core.errors import CheckpointError
+from megascale.config.run import HF_PREFIX, RunConfig
+from megascale.core.errors import CheckpointError, ConfigError, Problem
+from megascale.core.skipped_ranges import Ranges, below, read_before
 from megascale.core.units import format_count
 from megascale.parallel.stateful import WEIGHTS
 from megascale.train.build import Origin, Run
@@ -52,6 +53,7 @@ def load_initial_state(run: Run, open_weights: OpenWeights) -> str:
     if resumed is None:
         return "\n".join(lines + _load_initial_weights(run, open_weights))
     run.progress = resumed.progress
+    _check_skipped(run.config, resumed.config.get("data", {}).get("skip", []), run.progress.samples)
     source = str(resumed.path) if resumed.path else "the copies in memory"
     run.origin = Origin(source, run.progress.step)
     _check_finite(run, lambda name: f"{source}: {name}")
@@ -59,6 +61,19 @@ def load_initial_state(run: Run, open_weights: OpenWeights) -> str:
     tokens = format_count(run.progress.tokens)
     lines.append(f"resumed from {source}: step {run.progress.step}, {tokens} tokens")
     return "\n".join(lines + [f"changed since the checkpoint: {change}" for change in resumed.changes])
+
+
+def _check_skipped(config: RunConfig, saved: Ranges, samples: int) -> None:
+    """Check that `data.skip` is as it was for the `samples` that the saved run has read: another range among those
+    would move all samples after them.
+
+    Raises: ConfigError on every rank
+    """
+    end = read_before(samples, saved)
+    if below(end, saved) != below(end, config.data.skip):
+        message = f"differs from the checkpoint's {saved} below {end}, up to where the run has read its samples"
+        hint = "keep its ranges, and leave out later samples only, or resume from an earlier checkpoint"
+        raise ConfigError([Problem("data", "data.skip", message, hint)])
 
 
 def _load_initial_weights(run: Run, open_weights: OpenWeights) -> list[str]:

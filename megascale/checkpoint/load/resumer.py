@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from megascale.checkpoint import folders, offline
 from megascale.checkpoint.collective_errors import on_first_rank
@@ -29,11 +31,13 @@ start the storage may not be mounted, and the run must not start from scratch.
 class ResumeResult:
     """The checkpoint resumed from; `path` is None for in-memory copies.
 
-    `changes`: configuration keys that differ from the saved run's. `bytes`: bytes read from storage by all ranks.
+    `config`: the saved run's configuration; `changes`: keys of it that differ. `bytes`: bytes read from storage by all
+    ranks.
     """
 
     progress: Progress
     path: Location | None
+    config: Mapping[str, Any]
     changes: list[str]
     bytes: int
 
@@ -83,7 +87,7 @@ class Resumer:
             return None
         self._loader.check_same_model("the copy in memory", facts.config.get("model", {}))
         self._loader.end_restore()
-        return ResumeResult(facts.progress, None, config_changes(facts.config, self._config), 0)
+        return ResumeResult(facts.progress, None, facts.config, config_changes(facts.config, self._config), 0)
 
     def _load_if_intact(self, path: Location) -> ResumeResult | None:
         """Load a checkpoint; None, with a warning, if it is damaged."""
@@ -95,7 +99,8 @@ class Resumer:
             return None
         if warning := folders.name_warning(path, saved.facts.progress.step):
             self.warnings.append(warning)
-        return ResumeResult(saved.facts.progress, path, config_changes(saved.facts.config, self._config), bytes_read)
+        config = saved.facts.config
+        return ResumeResult(saved.facts.progress, path, config, config_changes(config, self._config), bytes_read)
 
     def _find_candidates(self) -> tuple[list[tuple[int, Location]], list[str]]:
         """Return the steps and folders to try, newest first, and warnings; found by the first rank.

@@ -1,0 +1,117 @@
+"""`data.skip`, and the documents that a step has read: arithmetic equals what a run reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megascale.cli.main import main
+from megascale.config.run import RunConfig
+from megascale.config.toml_writer import to_toml
+from megascale.core.errors import DataError
+from megascale.data.mixture import Mixture
+from megascale.data.which_samples import samples_of_step, step_range
+from tests.data.datasets import data_config, write_dataset
+from tests.jobs import Job, curve, finish, job_config
+from tests.runs import GPT
+
+LENGTHS = [13, 5, 1, 40, 8, 9, 30, 2, 21, 17, 16, 33]
+
+
+def blend_config(folder: Path, **overrides: object) -> RunConfig:
+    for number in (0, 1):
+        write_dataset(folder / str(number), LENGTHS, first=1000 * number)
+    sources = [(0.7, folder / "0"), (0.3, folder / "1")]
+    return data_config(folder, sources, train__steps=40, **overrides)
+
+
+def test_samples_in_skipped_ranges_are_left_out(tmp_path: Path) -> None:
+    every = Mixture(blend_config(tmp_path), "train")
+    config = blend_config(tmp_path, data__skip=[[3, 5], [10, 30]])
+    rest = Mixture(config, "train")
+    order = [index for index in range(100) if not (3 <= index < 5 or 10 <= index < 30)]
+    for position, index in enumerate(order):
+        assert (rest[position].tokens == every[index].tokens).all() and rest.order(position) == index
+    valid = data_config(tmp_path, tmp_path / "0", tmp_path / "1", data__skip=[[0, 5]], train__eval_every=1)
+    assert Mixture(valid, "valid").order(0) == 0, "validation data is not in the order of training samples"
+
+
+@pytest.mark.parametrize("skip", ["[[5, 5]]", "[[5, 3]]", "[[5, 9], [8, 10]]", "[[5, 9], [1, 2]]", "[[-1, 2]]"])
+def test_ranges_that_do_not_ascend_are_refused(skip: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data_config(tmp_path)
+    assert main(["check", str(tmp_path / "config-in.toml"), f"data.skip={skip}"]) == 2
+    assert "data.skip" in capsys.readouterr().err
+
+
+def test_the_documents_of_a_step_are_those_of_its_samples(tmp_path: Path) -> None:
+    config = blend_config(tmp_path, data__skip=[[20, 100]])
+    samples = Mixture(config, "train")
+    documents = {number: sum(LENGTHS[:number]) for number in range(len(LENGTHS))}
+    for step in (1, 3, 7, 30):
+        found = samples_of_step(config, step)
+        assert [sample.sample for sample in found] == list(range(8 * (step - 1), 8 * step))
+        for sample in found:
+            first = 1000 * (sample.dataset == str(tmp_path / "1"))
+            tokens = [
+                first + documents[piece.document] + token
+                for piece in sample.pieces
+                for token in range(piece.start, piece.stop)
+            ]
+            read = samples[sample.sample]
+            assert tokens == [*read.tokens.tolist(), int(read.labels[-1])]
+            assert sample.order == samples.order(sample.sample)
+    assert max(sample.epoch for sample in found) > 1
+
+
+def test_a_step_s_samples_when_the_batch_has_changed(tmp_path: Path) -> None:
+    config = blend_config(tmp_path)
+    assert [step_range(config, step) for step in (1, 2, 40)] == [(0, 8), (8, 8), (312, 8)]
+    config.folder.mkdir(parents=True)
+    records = [{"step": step, "samples": 4 * step} for step in (5, 10, 15)]
+    records += [{"step": 10, "valid_loss": 1.0}, {"step": 15, "samples": 40 + 6 * 5}]  # of a resume with another batch
+    lines = [json.dumps(record) for record in records]
+    (config.folder / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 16, "sam']))
+    assert [step_range(config, step) for step in (1, 5, 6, 10, 11, 15)] == [
+        (0, 4), (16, 4), (20, 4), (36, 4), (40, 6), (64, 6),
+    ]  # fmt: skip
+    assert step_range(config, 17) == (78, 8), "after the last record the configuration tells"
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = blend_config(tmp_path, data__skip=[[8, 16]])
+    run = config.folder
+    run.mkdir(parents=True)
+    (run / "config.toml").write_text(to_toml(config))
+    assert main(["data", "which", str(run), "--step", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "step 2: samples 8 to 15, in the order of samples 16 to 23" and len(lines) == 9
+    assert lines[1].startswith("16  ") and "  epoch 0  documents " in lines[1]
+    assert main(["data", "which", str(run), "--step", "2", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["step"], len(facts["samples"]), facts["samples"][0]["order"]) == (2, 8, 16)
+    assert main(["data", "which", str(tmp_path), "--step", "2"]) == 3
+    assert "is no run's folder" in capsys.readouterr().err
+    with pytest.raises(DataError, match="mock data has no documents"):
+        samples_of_step(data_config(tmp_path), 1)
+
+
+@pytest.mark.slow
+def test_ranges_are_skipped_in_every_layout_and_after_a_resume(tmp_path: Path) -> None:
+    """A run that leaves out later samples from its start, and one that does so from a resume on with another layout."""
+    write_dataset(tmp_path / "a", [60, 41, 33, 25] * 10)
+    (tmp_path / "a.json").unlink()  # the description has a larger vocabulary than the model
+    data = {"data__mock": False, "data__train": str(tmp_path / "a"), "data__split": [1.0, 0.0]}
+    skip, curves = "data.skip=[[32, 50], [60, 61]]", {}
+    for name in ("whole", "resumed", "without"):
+        (tmp_path / name).mkdir()
+        config = job_config(tmp_path / name, GPT | {"vocab_size": 2000}, **data, checkpoint__every=3, train__steps=8)
+        if name == "resumed":
+            finish(config, "train.steps=4", "parallel.dp=2")
+        curves[name] = curve(finish(config, *([] if name == "without" else [skip])))
+    for (_, loss, norm), (_, expected, expected_norm) in zip(curves["resumed"], curves["whole"], strict=True):
+        assert loss == pytest.approx(expected, rel=1e-10) and norm == pytest.approx(expected_norm, rel=1e-8)
+    assert curves["without"][3][1] == curves["whole"][3][1] and curves["without"][4][1] != curves["whole"][4][1]
+    status, _, err = Job(job_config(tmp_path / "whole", GPT | {"vocab_size": 2000}, **data, train__steps=9)).end()
+    assert status == 2 and "data.skip: differs from the checkpoint's [[32, 50], [60, 61]] below " in err
