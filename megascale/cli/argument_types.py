@@ -1,4 +1,4 @@
-"""Types of command-line arguments for argparse: integers and floats with a lower bound, lists, ranges, and files to write."""
+"""Types of command-line arguments for argparse: bounded integers and floats, lists, ranges, and files to write."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def collector_process(config: RunConfig) -> Iterator[None]:
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
-    from megascale.export.exporter import Endpoint
+    from megascale.export.exporter import MetricsEndpoint
     from megascale.fault.node_exporter import watching_host
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
     pids: dict[int, int] = {}
     thread = CollectorThread(Collector(records, say), say)
     name, host = options.folder.name, socket.gethostname()
-    endpoint = Endpoint(options.metrics_address, options.metrics_port, name, options.folder, host, host)
+    endpoint = MetricsEndpoint(options.metrics_address, options.metrics_port, name, options.folder, host, host)
     with watching_host(thread.collector, endpoint, say):
         while not _has_ended(first):
             _find_ranks(name, records, pids)

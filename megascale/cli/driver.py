@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def _drive(options: argparse.Namespace, config: RunConfig) -> int:
-    from megascale.export.exporter import DRIVER, Endpoint, exporting
+    from megascale.export.exporter import DRIVER, MetricsEndpoint, exporting
     from megascale.fault.alerts import METRICS_FILE, AlertReader
     from megascale.fault.driver import Clock, Driver
     from megascale.fault.incidents import LOG_FILE, IncidentLog, read_history
@@ -81,7 +81,7 @@ async def _drive(options: argparse.Namespace, config: RunConfig) -> int:
         alerts = AlertReader(config.folder / METRICS_FILE)
         live = LiveWriter(LiveFile(config.folder / LIVE_FILE))
         driver = Driver(job, server, scheduler, log, clock, alerts, live)
-        with exporting(job_metrics(job, clock.now, DRIVER), Endpoint.of_run(config, DRIVER), say):
+        with exporting(job_metrics(job, clock.now, DRIVER), MetricsEndpoint.of_run(config, DRIVER), say):
             status = await driver.run(start_agents=options.first)
         await scheduler.close()
     return status

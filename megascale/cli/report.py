@@ -18,7 +18,7 @@ class ReportError(MegascaleError):
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
-    from megascale.view.report import FILE_START
+    from megascale.view.html_report import FILE_START
 
     sub.add_argument("folder", metavar="RUN", type=Path, help="the run's folder")
     output = "the report (default: RUN/report.html)"
@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
     from megascale.eventstore.query import StoreError
     from megascale.observe.svg import render_svg
-    from megascale.view.report import render_report
+    from megascale.view.html_report import render_report
     from megascale.view.run_view import RunReader
     from megascale.view.step_events import pictured_events
     from megascale.view.store_view import read_store_view

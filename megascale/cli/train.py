@@ -60,10 +60,10 @@ def run(options: argparse.Namespace) -> int:
                 print(warning, file=sys.stderr)
             arguments = ["train", options.config, *options.overrides]
             folder = config.folder
-            from megascale.export.exporter import Endpoint
+            from megascale.export.exporter import MetricsEndpoint
             from megascale.fault.node_exporter import watching_host
 
-            endpoint = Endpoint.of_run(config, socket.gethostname())
+            endpoint = MetricsEndpoint.of_run(config, socket.gethostname())
             return local.run_local_ranks(
                 arguments,
                 config.world_size,

@@ -16,9 +16,9 @@ from megascale.dashboard import (
     rank_page,
     timeline_page,
 )
-from megascale.dashboard.gate import protect
 from megascale.dashboard.page import NEWS, PAUSED, PICKED, RUN, TABS, TICK, Page
 from megascale.dashboard.runs import WatchedRun
+from megascale.dashboard.token_gate import protect
 
 TICK_S = 2.0
 """Seconds between two looks at the runs."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megascale.config.run import RunConfig
 from megascale.core.files import write_text
-from megascale.export.families import Family, Labels, exposition
+from megascale.export.families import Labels, MetricFamily, exposition
 from megascale.export.metrics_server import MetricsServer, Say
 
 TARGETS = "prometheus"
@@ -32,7 +32,7 @@ _WILDCARDS = ("0.0.0.0", "::", "")
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class MetricsEndpoint:
     """Where a process serves metrics. `host`, `port`: as `observe.metrics_address` and `observe.metrics_port`, 0 for
     none. `run`, `folder`: of the run. `name`: of the process in the run, such as its node; `reach`: the host's name for
     others, if it listens on all interfaces.
@@ -46,7 +46,7 @@ class Endpoint:
     reach: str
 
     @classmethod
-    def of_run(cls, config: RunConfig, name: str) -> Endpoint:
+    def of_run(cls, config: RunConfig, name: str) -> MetricsEndpoint:
         """Return the endpoint of a process of this host in a run."""
         host, port = config.observe.metrics_address, config.observe.metrics_port
         return cls(host, port, config.name, config.folder, name, socket.gethostname())
@@ -69,7 +69,9 @@ class Endpoint:
 
 
 @contextlib.contextmanager
-def exporting(families: Callable[[], Iterable[Family]], endpoint: Endpoint, say: Say) -> Iterator[str | None]:
+def exporting(
+    families: Callable[[], Iterable[MetricFamily]], endpoint: MetricsEndpoint, say: Say
+) -> Iterator[str | None]:
     """Serve families during a `with` block, and yield the address; None if the endpoint has no port, or none is free,
     about which `say` is told.
     """
@@ -97,7 +99,7 @@ def exporting(families: Callable[[], Iterable[Family]], endpoint: Endpoint, say:
         thread.join(CLOSE_S)
 
 
-def _serve(server: MetricsServer, endpoint: Endpoint, address: str, say: Say) -> None:
+def _serve(server: MetricsServer, endpoint: MetricsEndpoint, address: str, say: Say) -> None:
     """Serve, between the writing and the removal of the targets' file: a dead file server holds up this thread only."""
     exposition(())  # imports the library
     path = endpoint.targets_file

@@ -15,7 +15,7 @@ Labels = dict[str, str]
 
 
 @dataclass
-class Family:
+class MetricFamily:
     """A metric with the values of its series. `name`: without prefix, and without the `_total` of a counter."""
 
     name: str
@@ -28,13 +28,13 @@ class Family:
         self.samples.append((dict(labels), value))
 
 
-def exposition(families: Iterable[Family]) -> bytes:
+def exposition(families: Iterable[MetricFamily]) -> bytes:
     """Return the text of families, with the prefix before their names."""
     from prometheus_client.exposition import generate_latest
     from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
     class Collected:
-        """What prometheus_client asks for metrics."""
+        """A collector of prometheus_client."""
 
         def collect(self) -> Iterable[Metric]:
             for family in families:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from megascale.export.families import Family, Labels
+from megascale.export.families import Labels, MetricFamily
 
 _PERCENT = 0.01
 _WORD = 4.0
@@ -68,9 +68,9 @@ _RULES = (
 )
 
 
-def host_families(metrics: Mapping[str, float], labels: Labels) -> Iterable[Family]:
+def host_families(metrics: Mapping[str, float], labels: Labels) -> Iterable[MetricFamily]:
     """Return the families of a sample of a host. `labels`: of all series."""
-    families = {rule.family: Family(rule.family, rule.kind, rule.help) for rule in _RULES}
+    families = {rule.family: MetricFamily(rule.family, rule.kind, rule.help) for rule in _RULES}
     for name, value in metrics.items():
         for rule in _RULES:
             if match := re.fullmatch(rule.pattern, name):

@@ -16,7 +16,7 @@ from megascale import __version__
 from megascale.core.errors import Exit, MegascaleError
 from megascale.core.rank import format_ranks
 from megascale.eventstore.query import fetch
-from megascale.export.spans import OTLP_STEPS, TRAIN_STEP, Choice, Span, read_spans, span_id, trace_id
+from megascale.export.spans import OTLP_STEPS, TRAIN_STEP, SpanSelection, TraceSpan, read_spans, span_id, trace_id
 
 if TYPE_CHECKING:
     import duckdb
@@ -37,14 +37,16 @@ class OtlpError(MegascaleError):
 
 @dataclass(frozen=True)
 class Exported:
-    """What was sent."""
+    """Numbers of spans, steps and ranks that were sent."""
 
     spans: int
     steps: int
     ranks: int
 
 
-def choose(store: duckdb.DuckDBPyConnection, groups: str, ranks: Sequence[range] | None, steps: range | None) -> Choice:
+def choose(
+    store: duckdb.DuckDBPyConnection, groups: str, ranks: Sequence[range] | None, steps: range | None
+) -> SpanSelection:
     """Return what is exported: by default the first rank, and the last OTLP_STEPS steps. Raises: OtlpError"""
     known = fetch(store, "SELECT DISTINCT rank FROM steps ORDER BY rank")["rank"].tolist()
     newest = fetch(store, "SELECT coalesce(max(step), 0) AS step FROM steps")["step"].tolist()[0]
@@ -54,7 +56,7 @@ def choose(store: duckdb.DuckDBPyConnection, groups: str, ranks: Sequence[range]
         raise OtlpError(
             "the store has no steps of these ranks", hint=f"it has ranks {format_ranks(known)}" if known else ""
         )
-    return Choice(groups, chosen, span[0], span[-1])
+    return SpanSelection(groups, chosen, span[0], span[-1])
 
 
 def traces_url(url: str) -> str:
@@ -65,7 +67,7 @@ def traces_url(url: str) -> str:
     return url if parts.path.strip("/") else f"{url.rstrip('/')}{TRACES_PATH}"
 
 
-def export_spans(store: duckdb.DuckDBPyConnection, run: str, choice: Choice, url: str) -> Exported:
+def export_spans(store: duckdb.DuckDBPyConnection, run: str, choice: SpanSelection, url: str) -> Exported:
     """Send the spans of a store to a receiver. `run`: its name.
 
     Raises: OtlpError if OpenTelemetry is not installed, or the receiver does not take them
@@ -89,7 +91,7 @@ def export_spans(store: duckdb.DuckDBPyConnection, run: str, choice: Choice, url
     return Exported(count, len(steps), len(choice.ranks))
 
 
-def _batches(spans: Iterator[Span]) -> Iterator[list[Span]]:
+def _batches(spans: Iterator[TraceSpan]) -> Iterator[list[TraceSpan]]:
     while batch := list(itertools.islice(spans, BATCH)):
         yield batch
 
@@ -120,7 +122,7 @@ def rank_resources(store: duckdb.DuckDBPyConnection, run: str) -> dict[int, Reso
 
 
 def _sdk_spans(
-    run: str, spans: Sequence[Span], resources: dict[int, Resource], choice: Choice
+    run: str, spans: Sequence[TraceSpan], resources: dict[int, Resource], choice: SpanSelection
 ) -> Iterator[ReadableSpan]:
     """Make OpenTelemetry's spans. The steps of other ranks are children of the first rank's, as in one trace."""
     from opentelemetry.sdk.trace import ReadableSpan
@@ -131,7 +133,7 @@ def _sdk_spans(
     first = min(choice.ranks)
     for span in spans:
 
-        def context(key: str, rank: int, span: Span = span) -> SpanContext:
+        def context(key: str, rank: int, span: TraceSpan = span) -> SpanContext:
             return SpanContext(trace_id(run, span), span_id(run, span, key, rank), is_remote=False, trace_flags=sampled)
 
         parent = context(span.parent, span.rank) if span.parent else None

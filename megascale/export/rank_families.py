@@ -14,24 +14,24 @@ from typing import TYPE_CHECKING
 from megascale.core.flight_reader import read_flight_record
 from megascale.core.flight_record import FlightRecord, FlightRecordError
 from megascale.core.process import process_exists, process_facts
-from megascale.export.families import Family, Labels
+from megascale.export.families import Labels, MetricFamily
 
 if TYPE_CHECKING:
     from megascale.eventstore.collector import Collector
     from megascale.eventstore.node_rows import RankRows
 
 _OF_RECORD = {
-    "loss": Family("loss", "gauge", "mean loss of the last step"),
-    "grad_norm": Family("grad_norm", "gauge", "norm of the gradients of the last step, before clipping"),
-    "spikes": Family("spike_alerts", "counter", "spikes of the loss or of the gradient norm"),
-    "checkpoint_step": Family("checkpoint_step", "gauge", "step of the last complete checkpoint of this attempt"),
-    "checkpoint_time": Family("checkpoint_timestamp_seconds", "gauge", "when it was complete, Unix time"),
-    "checkpoint_failures": Family("checkpoint_failures", "counter", "checkpoints that could not be written"),
+    "loss": MetricFamily("loss", "gauge", "mean loss of the last step"),
+    "grad_norm": MetricFamily("grad_norm", "gauge", "norm of the gradients of the last step, before clipping"),
+    "spikes": MetricFamily("spike_alerts", "counter", "spikes of the loss or of the gradient norm"),
+    "checkpoint_step": MetricFamily("checkpoint_step", "gauge", "step of the last complete checkpoint of this attempt"),
+    "checkpoint_time": MetricFamily("checkpoint_timestamp_seconds", "gauge", "when it was complete, Unix time"),
+    "checkpoint_failures": MetricFamily("checkpoint_failures", "counter", "checkpoints that could not be written"),
 }
 """The job's families by the name of a total in rank 0's flight record."""
 
 
-def rank_families(collector: Collector, labels: Labels) -> list[Family]:
+def rank_families(collector: Collector, labels: Labels) -> list[MetricFamily]:
     """Return the families of the ranks that a collector knows. `labels`: of all series."""
     records = read_records(collector.records)
     rings = {rank: rows for rank, rows in sorted(collector.ranks.items()) if rank in records and rows.ring.head.ready}
@@ -54,14 +54,14 @@ def read_records(paths: Mapping[int, Path]) -> dict[int, FlightRecord]:
     return records
 
 
-def _families_of_records(records: Mapping[int, FlightRecord], labels: Labels) -> list[Family]:
-    phase = Family("rank_phase", "gauge", "1: what the rank does now")
-    step = Family("rank_step", "gauge", "current step, from 1")
-    idle = Family("rank_idle_seconds", "gauge", "time without progress")
-    silent = Family("rank_heartbeat_age_seconds", "gauge", "time without a beat of the rank's heartbeat thread")
-    step_time = Family("rank_step_time_seconds", "gauge", "median time of recent steps")
-    started = Family("rank_start_time_seconds", "gauge", "start of the rank's process, Unix time")
-    memory = Family("rank_resident_memory_bytes", "gauge", "memory of the rank's process on the host")
+def _families_of_records(records: Mapping[int, FlightRecord], labels: Labels) -> list[MetricFamily]:
+    phase = MetricFamily("rank_phase", "gauge", "1: what the rank does now")
+    step = MetricFamily("rank_step", "gauge", "current step, from 1")
+    idle = MetricFamily("rank_idle_seconds", "gauge", "time without progress")
+    silent = MetricFamily("rank_heartbeat_age_seconds", "gauge", "time without a beat of the rank's heartbeat thread")
+    step_time = MetricFamily("rank_step_time_seconds", "gauge", "median time of recent steps")
+    started = MetricFamily("rank_start_time_seconds", "gauge", "start of the rank's process, Unix time")
+    memory = MetricFamily("rank_resident_memory_bytes", "gauge", "memory of the rank's process on the host")
     for rank, record in records.items():
         of_rank = labels | {"rank": str(rank)}
         phase.add(1, of_rank | {"phase": str(record.phase)})
@@ -75,13 +75,13 @@ def _families_of_records(records: Mapping[int, FlightRecord], labels: Labels) ->
     return [phase, step, idle, silent, step_time, started, memory]
 
 
-def _families_of_rings(rings: Mapping[int, RankRows], labels: Labels) -> list[Family]:
-    info = Family("rank_info", "gauge", "1: the rank's place in the layout")
-    train = Family("rank_train_seconds", "counter", "time of steps, without evaluations and saves")
-    compute = Family("rank_compute_seconds", "counter", "time of compute, without waits for communication")
-    exposed = Family("rank_exposed_communication_seconds", "counter", "time in which compute waited, by axis")
-    host = Family("rank_host_seconds", "counter", "time in which training waited for the host, by activity")
-    lost = Family("rank_events_lost", "counter", "events that were overwritten before they were read")
+def _families_of_rings(rings: Mapping[int, RankRows], labels: Labels) -> list[MetricFamily]:
+    info = MetricFamily("rank_info", "gauge", "1: the rank's place in the layout")
+    train = MetricFamily("rank_train_seconds", "counter", "time of steps, without evaluations and saves")
+    compute = MetricFamily("rank_compute_seconds", "counter", "time of compute, without waits for communication")
+    exposed = MetricFamily("rank_exposed_communication_seconds", "counter", "time in which compute waited, by axis")
+    host = MetricFamily("rank_host_seconds", "counter", "time in which training waited for the host, by activity")
+    lost = MetricFamily("rank_events_lost", "counter", "events that were overwritten before they were read")
     for rank, rows in rings.items():
         of_rank, strings, totals = labels | {"rank": str(rank)}, rows.ring.strings(), rows.totals
         info.add(1, of_rank | {axis: str(index) for axis, index in rows.ring.head.coord.items()})
@@ -95,19 +95,19 @@ def _families_of_rings(rings: Mapping[int, RankRows], labels: Labels) -> list[Fa
     return [info, train, compute, exposed, host, lost]
 
 
-def _job_families(record: FlightRecord, labels: Labels) -> Iterator[Family]:
-    yield Family("world_size", "gauge", "ranks of the job's attempt", [(labels, record.world)])
+def _job_families(record: FlightRecord, labels: Labels) -> Iterator[MetricFamily]:
+    yield MetricFamily("world_size", "gauge", "ranks of the job's attempt", [(labels, record.world)])
     for name, family in _OF_RECORD.items():
         if name in record.totals:
-            yield Family(family.name, family.kind, family.help, [(labels, record.totals[name])])
+            yield MetricFamily(family.name, family.kind, family.help, [(labels, record.totals[name])])
 
 
-def _work_families(rows: RankRows, labels: Labels) -> Iterator[Family]:
+def _work_families(rows: RankRows, labels: Labels) -> Iterator[MetricFamily]:
     """The work of all ranks since the start of this attempt, by rank 0's ring."""
     totals, peak = rows.totals, rows.ring.head.peak_flops * rows.ring.head.world
-    yield Family("tokens", "counter", "tokens that all ranks have processed", [(labels, totals.tokens)])
+    yield MetricFamily("tokens", "counter", "tokens that all ranks have processed", [(labels, totals.tokens)])
     text = "model FLOPs of all ranks, full-attention convention"
-    yield Family("model_flops", "counter", text, [(labels, totals.flops)])
+    yield MetricFamily("model_flops", "counter", text, [(labels, totals.flops)])
     if peak:
         text = "peak FLOP/s of all devices together"
-        yield Family("peak_flops_per_second", "gauge", text, [(labels, peak)])
+        yield MetricFamily("peak_flops_per_second", "gauge", text, [(labels, peak)])

@@ -43,11 +43,11 @@ _HOST = {
     "data": ("megatron.data_loading", 1),
     "gc": ("megatron.train.gc_collect", 1),
 }
-"""Span of an activity of the host, and the first of SPAN_GROUPS that has it."""
+"""TraceSpan of an activity of the host, and the first of SPAN_GROUPS that has it."""
 
 
 @dataclass(frozen=True)
-class Span:
+class TraceSpan:
     """A span. `key`: unique in its step and rank; `parent`: the key of another one, or "" for none. Times in ns since
     1970.
     """
@@ -63,12 +63,12 @@ class Span:
     attributes: dict[str, Any] = field(default_factory=dict)
 
 
-def trace_id(run: str, span: Span) -> int:
+def trace_id(run: str, span: TraceSpan) -> int:
     """Return the 128-bit identifier of the trace of a span's step."""
     return _number(16, run, span.attempt, span.step)
 
 
-def span_id(run: str, span: Span, key: str, rank: int) -> int:
+def span_id(run: str, span: TraceSpan, key: str, rank: int) -> int:
     """Return the 64-bit identifier of a span with a `key`, on a rank, in the step of another span."""
     return _number(8, run, span.attempt, span.step, rank, key)
 
@@ -79,8 +79,8 @@ def _number(size: int, *parts: object) -> int:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What is exported: a preset of SPAN_GROUPS, ranks, and steps from `first` to `last`."""
+class SpanSelection:
+    """Spans to export: a preset of SPAN_GROUPS, ranks, and steps from `first` to `last`."""
 
     groups: str
     ranks: Sequence[int]
@@ -88,7 +88,7 @@ class Choice:
     last: int
 
 
-def read_spans(store: duckdb.DuckDBPyConnection, choice: Choice) -> Iterator[Span]:
+def read_spans(store: duckdb.DuckDBPyConnection, choice: SpanSelection) -> Iterator[TraceSpan]:
     """Yield the spans of a store, those of a step together, parents first."""
     detail = SPAN_GROUPS.index(choice.groups)
     for first in range(choice.first, choice.last + 1, STEPS_AT_ONCE):
@@ -98,7 +98,7 @@ def read_spans(store: duckdb.DuckDBPyConnection, choice: Choice) -> Iterator[Spa
         yield from sorted(spans, key=lambda span: (span.attempt, span.step, span.start_ns, -span.end_ns))
 
 
-def _rows(store: duckdb.DuckDBPyConnection, columns: str, table: str, choice: Choice) -> list[Row]:
+def _rows(store: duckdb.DuckDBPyConnection, columns: str, table: str, choice: SpanSelection) -> list[Row]:
     chosen = "step BETWEEN ? AND ? AND rank IN (SELECT unnest(?::INTEGER[]))"
     sql = f"SELECT attempt, step, rank, {columns} FROM {table} WHERE {chosen} ORDER BY ALL"
     found = fetch(store, sql, [choice.first, choice.last, list(choice.ranks)])
@@ -107,23 +107,23 @@ def _rows(store: duckdb.DuckDBPyConnection, columns: str, table: str, choice: Ch
     ]
 
 
-def _step_spans(store: duckdb.DuckDBPyConnection, choice: Choice) -> Iterator[Span]:
+def _step_spans(store: duckdb.DuckDBPyConnection, choice: SpanSelection) -> Iterator[TraceSpan]:
     for row in _rows(store, "start_ns, train_ns, loss, grad_norm, tokens, tags", "steps", choice):
         attributes = {
             "megatron.iteration": row["step"], "megatron.loss": row["loss"], "megatron.grad_norm": row["grad_norm"],
             "dl.rank": row["rank"], "megascale.tokens": row["tokens"], "megascale.tags": row["tags"],
         }  # fmt: skip
-        yield Span(
+        yield TraceSpan(
             *_place(row), TRAIN_STEP, TRAIN_STEP, row["start_ns"], row["start_ns"] + row["train_ns"], "", attributes
         )
 
 
-def _event_spans(store: duckdb.DuckDBPyConnection, choice: Choice, detail: int) -> list[Span]:
+def _event_spans(store: duckdb.DuckDBPyConnection, choice: SpanSelection, detail: int) -> list[TraceSpan]:
     columns = (
         "start_ns, end_ns, axis, name, part, layer, direction, chunk, microbatch, group_name, peer, bytes, exposed_ns"
     )
     rows = _rows(store, columns, "events", choice)
-    spans: list[Span] = []
+    spans: list[TraceSpan] = []
     if detail:
         spans += _phase(rows, FORWARD_BACKWARD, frozenset({"F", "B"}))
         spans += _phase(rows, "megatron.optimizer_step", OPTIMIZER_ACTIONS)
@@ -133,7 +133,7 @@ def _event_spans(store: duckdb.DuckDBPyConnection, choice: Choice, detail: int) 
         numbers[_place(row)] += 1
         if name and detail >= least:
             key, times = f"{name} {numbers[_place(row)]}", (row["start_ns"], row["end_ns"])
-            spans.append(Span(*_place(row), key, name, *times, parent if detail else "", _attributes(row)))
+            spans.append(TraceSpan(*_place(row), key, name, *times, parent if detail else "", _attributes(row)))
     return spans
 
 
@@ -141,7 +141,7 @@ def _place(row: Row) -> tuple[int, int, int]:
     return row["attempt"], row["step"], row["rank"]
 
 
-def _phase(rows: Sequence[Row], name: str, actions: frozenset[str]) -> Iterator[Span]:
+def _phase(rows: Sequence[Row], name: str, actions: frozenset[str]) -> Iterator[TraceSpan]:
     """A span of each rank and step from the first to the last of some actions of compute."""
     of_rank: dict[tuple[int, int, int], list[Row]] = {}
     for row in rows:
@@ -152,7 +152,7 @@ def _phase(rows: Sequence[Row], name: str, actions: frozenset[str]) -> Iterator[
         attributes = {"megatron.iteration": step, "dl.rank": rank}
         if name == FORWARD_BACKWARD:
             attributes["megatron.num_microbatches"] = len({row["microbatch"] for row in found})
-        yield Span(attempt, step, rank, name, name, start, end, TRAIN_STEP, attributes)
+        yield TraceSpan(attempt, step, rank, name, name, start, end, TRAIN_STEP, attributes)
 
 
 def _span_of(row: Row) -> tuple[str, str, int]:

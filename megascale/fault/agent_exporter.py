@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megascale.eventstore.collector import Collector
-from megascale.export.exporter import Endpoint, exporting
-from megascale.export.families import Family
+from megascale.export.exporter import MetricsEndpoint, exporting
+from megascale.export.families import MetricFamily
 from megascale.export.metrics_server import Say
 from megascale.fault.messages import Welcome
 from megascale.fault.node_exporter import node_families
@@ -28,22 +28,22 @@ class AgentExporter:
         self._lost_s = lost_s
         self._say = say
         self._open = contextlib.ExitStack()
-        self._endpoint: Endpoint | None = None
+        self._endpoint: MetricsEndpoint | None = None
 
     def start(self, welcome: Welcome) -> None:
         """Begin to serve, if it has not begun."""
         if self._endpoint is not None or not welcome.metrics_port:
             return
         place, host, port = self._place, welcome.metrics_address, welcome.metrics_port
-        self._endpoint = Endpoint(host, port, welcome.run, Path(welcome.folder), place.node, place.address)
+        self._endpoint = MetricsEndpoint(host, port, welcome.run, Path(welcome.folder), place.node, place.address)
         self._open.enter_context(exporting(self._families, self._endpoint, self._say))
 
     def close(self) -> None:
         """Stop serving."""
         self._open.close()
 
-    def _families(self) -> list[Family]:
+    def _families(self) -> list[MetricFamily]:
         assert self._endpoint is not None
         labels, text = self._endpoint.labels, "time without a driver; ranks train on meanwhile"
-        lost = Family("agent_driver_lost_seconds", "gauge", text, [(labels, self._lost_s())])
+        lost = MetricFamily("agent_driver_lost_seconds", "gauge", text, [(labels, self._lost_s())])
         return [*node_families(self.collector, self.host, labels), lost]

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import get_args
 
-from megascale.export.families import Family, Labels
+from megascale.export.families import Labels, MetricFamily
 from megascale.fault.incidents import ActionKind, IncidentClass
 from megascale.fault.job import Job
 from megascale.fault.threads import call_in_loop
@@ -16,20 +16,20 @@ LOOP_S = 2.0
 """Longest time that a scrape waits for the driver's event loop."""
 
 
-def job_families(job: Job, now: float, labels: Labels) -> list[Family]:
+def job_families(job: Job, now: float, labels: Labels) -> list[MetricFamily]:
     """Return the families of a job. `labels`: of all series."""
-    nodes = Family("job_nodes", "gauge", "nodes of the job by state; missing: places without a node")
+    nodes = MetricFamily("job_nodes", "gauge", "nodes of the job by state; missing: places without a node")
     for state, number in _nodes(job, now).items():
         nodes.add(number, labels | {"state": state})
-    age = Family("job_node_heartbeat_age_seconds", "gauge", "time since the last message of a node's agent")
+    age = MetricFamily("job_node_heartbeat_age_seconds", "gauge", "time since the last message of a node's agent")
     for name, member in job.roster.members.items():
         age.add(max(0.0, now - member.heard), labels | {"node": name})
     incidents = list(job.history.incidents.values())
     classes, actions = Counter(one.class_ for one in incidents), Counter(one.action.kind for one in incidents)
-    by_class = Family("job_incidents", "counter", "incidents by class")
+    by_class = MetricFamily("job_incidents", "counter", "incidents by class")
     for class_ in get_args(IncidentClass):  # from 0 on: the first incident must be an increase
         by_class.add(classes[class_], labels | {"class": class_})
-    by_action = Family("job_actions", "counter", "the driver's answers to incidents")
+    by_action = MetricFamily("job_actions", "counter", "the driver's answers to incidents")
     for action in get_args(ActionKind):
         by_action.add(actions[action], labels | {"action": action})
     recoveries = [one.recovered - one.since for one in incidents if one.recovered is not None]
@@ -39,23 +39,25 @@ def job_families(job: Job, now: float, labels: Labels) -> list[Family]:
         age,
         by_class,
         by_action,
-        Family("job_stage", "gauge", "1: what the driver does now", [(labels | {"stage": str(job.stage)}, 1)]),
+        MetricFamily("job_stage", "gauge", "1: what the driver does now", [(labels | {"stage": str(job.stage)}, 1)]),
         _counter("job_attempts", "starts of all ranks", job.history.attempt + 1, labels),
         _counter("job_driver_starts", "drivers of this launch", job.history.drivers, labels),
         _counter("job_steps_lost", lost, sum(one.steps_lost or 0 for one in incidents), labels),
         _counter("job_recovery_seconds", "time from faults to first new steps", sum(recoveries), labels),
-        Family("job_incidents_open", "gauge", "incidents without a new step since", [(labels, len(job.history.open))]),
+        MetricFamily(
+            "job_incidents_open", "gauge", "incidents without a new step since", [(labels, len(job.history.open))]
+        ),
     ]
 
 
-def job_metrics(job: Job, clock: Callable[[], float], node: str) -> Callable[[], list[Family]]:
+def job_metrics(job: Job, clock: Callable[[], float], node: str) -> Callable[[], list[MetricFamily]]:
     """Return a function for the thread of an exporter: what `job_families` returns in this event loop."""
     loop, labels = asyncio.get_running_loop(), {"run": job.plan.run, "node": node}
     return lambda: call_in_loop(loop, lambda: job_families(job, clock(), labels), LOOP_S)
 
 
-def _counter(name: str, help_text: str, value: float, labels: Labels) -> Family:
-    return Family(name, "counter", help_text, [(labels, value)])
+def _counter(name: str, help_text: str, value: float, labels: Labels) -> MetricFamily:
+    return MetricFamily(name, "counter", help_text, [(labels, value)])
 
 
 def _nodes(job: Job, now: float) -> dict[str, int]:

@@ -32,7 +32,7 @@ LEAST_HOSTS = 4
 """Fewer hosts have no majority to compare with."""
 
 COMPANY = 2
-"""With so many other hosts beside it, a host is no outlier: hosts of another pipeline stage differ together."""
+"""Other hosts at the same distance that make a host no outlier: hosts of another pipeline stage differ together."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def distances(means: NDArray[np.float32], floor: float, settings: OutlierSetting
 
 
 def farthest_by_chance(series: int) -> float:
-    """Return a bound for the distance that the farthest of so many healthy series has, if distances are normal."""
+    """Return a bound for the distance of the farthest of `series` healthy series, if distances are normal."""
     return math.sqrt(2 * math.log(series))
 
 

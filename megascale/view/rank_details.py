@@ -1,4 +1,4 @@
-"""What is known about one rank: its place, its flight record, how it ended, and the end of its output."""
+"""Facts about one rank: its place, its flight record, how it ended, and the end of its output."""
 
 from __future__ import annotations
 

@@ -38,8 +38,9 @@ MIN_VERDICT_SHARE = 0.005
 
 @dataclass(frozen=True)
 class StoreView:
-    """What the store says. `slowness` [ranks]: excess over the peers' compute time, such as 0.1; `memory` [ranks]: peak
-    bytes of the device; both NaN for a rank without rows. `lost`: events that were overwritten before they were read.
+    """Analyses of the store. `slowness` [ranks]: excess over the peers' compute time, such as 0.1; `memory` [ranks]:
+    peak bytes of the device; both NaN for a rank without rows. `lost`: events that were overwritten before they were
+    read.
     """
 
     heat: HeatMap

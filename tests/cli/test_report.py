@@ -8,7 +8,7 @@ import pytest
 
 from megascale.cli.main import main
 from megascale.core.errors import Exit
-from megascale.view.report import FILE_START
+from megascale.view.html_report import FILE_START
 from tests.view.folders import make_run
 from tests.view.stores import make_stored_run
 

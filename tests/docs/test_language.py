@@ -155,6 +155,7 @@ SHARED = {
     "local.py": "fault: nodes of this host; launch: ranks of this host",
     "mfu.py": "bench: of a model or a slice of it, measured; cli: of a run, from its event store",
     "plan.py": "cli: the command; search: the plan that it prints",
+    "report.py": "cli: the command; search: the text of a plan",
     "replay.py": "dryrun: costs of equal modules; fault: published failures in simulated time",
     "stages.py": "fault: stages of a job; layout: pipeline stages",
     "watch.py": "cli: the command; fault: the progress of an attempt",

@@ -8,7 +8,7 @@ from megascale.config.fault import FaultConfig
 from megascale.core.event_ring import NO_COMMUNICATION
 from megascale.core.label import Label
 from megascale.eventstore.collector import Collector
-from megascale.export.families import PREFIX, Family
+from megascale.export.families import PREFIX, MetricFamily
 from megascale.export.host_families import host_families
 from megascale.export.rank_families import rank_families
 from megascale.fault.host_metrics import HostMetrics
@@ -59,12 +59,12 @@ def host_sample() -> dict[str, float]:
     return HostMetrics(Path.cwd()).sample() | dict.fromkeys(more, 2.0)
 
 
-def every_family(folder: Path) -> list[Family]:
+def every_family(folder: Path) -> list[MetricFamily]:
     """Return all families."""
     collector, _ = played_ranks(folder)
     job = Simulation(JobPlan("r", 2, 4, (), "/logs"), FaultConfig(), 1)
     job.run(100.0)
-    lost = Family("agent_driver_lost_seconds", "gauge", "of AgentExporter", [(LABELS, 0.0)])
+    lost = MetricFamily("agent_driver_lost_seconds", "gauge", "of AgentExporter", [(LABELS, 0.0)])
     ranks, host = rank_families(collector, LABELS), host_families(host_sample(), LABELS)
     return [*ranks, *host, *job_families(job.job, job.now, LABELS), lost]
 

@@ -12,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from megascale.core.network import listen
 from megascale.export import metrics_server
-from megascale.export.exporter import Endpoint, exporting
-from megascale.export.families import Family, exposition
+from megascale.export.exporter import MetricsEndpoint, exporting
+from megascale.export.families import MetricFamily, exposition
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -23,8 +23,8 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def endpoint(folder: Path, port: int, host: str = "127.0.0.1") -> Endpoint:
-    return Endpoint(host, port, "run", folder, "node/1", "host-1")
+def endpoint(folder: Path, port: int, host: str = "127.0.0.1") -> MetricsEndpoint:
+    return MetricsEndpoint(host, port, "run", folder, "node/1", "host-1")
 
 
 def free_port() -> int:
@@ -35,7 +35,7 @@ def free_port() -> int:
 def test_metrics_are_served_and_found_by_a_file(tmp_path: Path) -> None:
     said: list[str] = []
     place = endpoint(tmp_path, free_port())
-    with exporting(lambda: [Family("x", "gauge", "help", [(place.labels, 3.0)])], place, said.append) as address:
+    with exporting(lambda: [MetricFamily("x", "gauge", "help", [(place.labels, 3.0)])], place, said.append) as address:
         until(lambda: bool(said))
         (target,) = json.loads((tmp_path / "prometheus" / "node_1.json").read_text())
         assert target == {"targets": [address], "labels": {"run": "run"}}
@@ -86,8 +86,8 @@ def test_a_listener_on_all_interfaces_is_named_by_its_host(tmp_path: Path) -> No
 
 def test_counters_end_with_total_and_values_keep_their_digits() -> None:
     families = [
-        Family("a_bytes", "counter", "bytes of a", [({"rank": "1"}, 2.0**40)]),
-        Family("b_ratio", "gauge", 'a "share"', [({"name": 'with "quotes"'}, float("nan"))]),
+        MetricFamily("a_bytes", "counter", "bytes of a", [({"rank": "1"}, 2.0**40)]),
+        MetricFamily("b_ratio", "gauge", 'a "share"', [({"name": 'with "quotes"'}, float("nan"))]),
     ]
     text = exposition(families).decode()
     assert "# TYPE megascale_a_bytes_total counter" in text

@@ -10,7 +10,7 @@ from pathlib import Path
 from megascale.config.fault import FaultConfig
 from megascale.core.flight_writer import FlightIdentity, open_flight_record
 from megascale.eventstore.collector import Collector
-from megascale.export.families import Family
+from megascale.export.families import MetricFamily
 from megascale.export.host_families import host_families
 from megascale.export.rank_families import rank_families, read_records
 from megascale.fault.job import JobPlan
@@ -21,7 +21,7 @@ from tests.export.every_metric import LABELS, every_family, host_sample, played_
 NO_UNITS = ("_ms", "_us", "_ns", "_percent", "_mhz", "_mb", "_gb", "_kb", "milliseconds", "megabytes", "percent")
 
 
-def by_name(families: list[Family]) -> dict[str, list[tuple[dict[str, str], float]]]:
+def by_name(families: list[MetricFamily]) -> dict[str, list[tuple[dict[str, str], float]]]:
     return {family.name: family.samples for family in families}
 
 

@@ -12,11 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.view.charts.bar_chart import Bar, bar_chart
-from megascale.view.charts.grid_chart import Level, grid_chart
+from megascale.view.charts.grid_chart import CellLevel, grid_chart
 from megascale.view.charts.line_chart import Mark, Series, line_chart
 from megascale.view.charts.shapes import nice_ticks
 
-LEVELS = (Level(-math.inf, "#aaaaaa", "low"), Level(0.1, "#bbbbbb", "middle"), Level(0.3, "#cccccc", "high"))
+LEVELS = (
+    CellLevel(-math.inf, "#aaaaaa", "low"),
+    CellLevel(0.1, "#bbbbbb", "middle"),
+    CellLevel(0.3, "#cccccc", "high"),
+)
 
 
 def texts(svg: str) -> list[str]:

@@ -58,8 +58,8 @@ def make(folder: Path, data: Data) -> None:
         header = np.array([(b"MMIDIDX\x00\x00", 1, 8, data.documents, data.documents + 1)], dtype=HEADER)
         with open(prefix.with_suffix(".idx.part"), "wb") as file:
             for part in (header, lengths, ends - lengths.astype(np.int64) * TOKEN_BYTES):
-                file.write(part)
-            file.write(np.arange(data.documents + 1, dtype=np.int64))
+                file.write(part.tobytes())
+            file.write(np.arange(data.documents + 1, dtype=np.int64).tobytes())
         prefix.with_suffix(".idx.part").rename(prefix.with_suffix(".idx"))
 
 
@@ -84,7 +84,7 @@ def run(folder: Path, data: Data) -> None:
     print(f"\n{data.name.format(files=data.files, documents=data.documents)}, samples of {data.seq_length} tokens, ")
     print(f"{data.steps:,} steps of {data.batch:,}: seconds (CPU seconds)\n")
     print("| system | start | import | open or build | first step's samples | RSS MiB |\n|---|---|---|---|---|---|")
-    starts = [("megascale", "first", []), ("megatron-core", "first", [])]
+    starts: list[tuple[str, str, list[str]]] = [("megascale", "first", []), ("megatron-core", "first", [])]
     for _ in range(2):
         starts += [("megascale", "again", ["--again"]), ("megatron-core", "again", ["--again"])]
         starts += [("megatron-core", "again, fast_cache_load", ["--again", "--fast"])]

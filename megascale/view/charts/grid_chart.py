@@ -21,7 +21,7 @@ MOST_NOTES = 2000
 """Most cells that have a text beside the pointer."""
 
 
-class Level(NamedTuple):
+class CellLevel(NamedTuple):
     """A colour, for values from `least` on."""
 
     least: float
@@ -30,7 +30,7 @@ class Level(NamedTuple):
 
 
 def grid_chart(
-    title: str, values: np.ndarray, levels: Sequence[Level], labels: Sequence[str], note: Callable[[int, int], str]
+    title: str, values: np.ndarray, levels: Sequence[CellLevel], labels: Sequence[str], note: Callable[[int, int], str]
 ) -> str:
     """Draw a matrix of values, NaN in grey.
 
@@ -66,7 +66,7 @@ def _lines(rows: int, columns: int, side: float) -> Iterator[str]:
         yield line(LEFT, TOP + row * side, f"h{columns * side:.1f}", "white")
 
 
-def _legend(levels: Sequence[Level], height: float) -> Iterator[str]:
+def _legend(levels: Sequence[CellLevel], height: float) -> Iterator[str]:
     x = LEFT
     for level in levels:
         yield rect(x, height - 18, 10, 10, level.colour)

@@ -17,7 +17,7 @@ from megascale.layout.topology import Topology
 from megascale.observe.findings import Finding
 from megascale.observe.mfu_ledger import MfuLedger
 from megascale.view.charts.bar_chart import Bar, bar_chart
-from megascale.view.charts.grid_chart import Level, grid_chart
+from megascale.view.charts.grid_chart import CellLevel, grid_chart
 from megascale.view.charts.line_chart import Mark, Series, line_chart
 from megascale.view.charts.shapes import BLUE, GREEN, ORANGE, RED, STYLE
 from megascale.view.frame import verdict_of
@@ -44,8 +44,8 @@ th { color: #666; font-weight: normal } .verdict { padding: 8px 12px; background
 """
 
 SLOWNESS_LEVELS = (
-    Level(-math.inf, "#e6f2ea", "as its peers"), Level(0.03, "#fdae6b", "3% slower"), Level(0.10, "#e6550d", "10%"),
-    Level(0.30, "#a63603", "30%"),
+    CellLevel(-math.inf, "#e6f2ea", "as its peers"), CellLevel(0.03, "#fdae6b", "3% slower"),
+    CellLevel(0.10, "#e6550d", "10%"), CellLevel(0.30, "#a63603", "30%"),
 )  # fmt: skip
 
 
@@ -171,8 +171,8 @@ def _memory(topology: Topology, store: StoreView) -> Iterator[str]:
     matrix, low, high = rank_matrix(topology), float(known.min()), float(known.max())
     colours = ("#eff3ff", "#bdd7e7", "#6baed6", "#3182bd", "#08519c")
     steps = [low + (high - low) * number / len(colours) for number in range(len(colours))]
-    levels = [Level(least, colour, format_bytes(least)) for least, colour in zip(steps, colours, strict=True)]
-    levels = levels if high > low else [levels[-1]._replace(least=-math.inf), Level(math.inf, RED, "")]
+    levels = [CellLevel(least, colour, format_bytes(least)) for least, colour in zip(steps, colours, strict=True)]
+    levels = levels if high > low else [levels[-1]._replace(least=-math.inf), CellLevel(math.inf, RED, "")]
     values = matrix.of(store.memory)
 
     def note(row: int, column: int) -> str:

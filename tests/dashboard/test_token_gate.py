@@ -14,9 +14,9 @@ from flask import Flask
 
 from megascale.dashboard import server
 from megascale.dashboard.app import make_app
-from megascale.dashboard.gate import MAX_REQUEST_BYTES
 from megascale.dashboard.runs import watched_runs
 from megascale.dashboard.server import DashboardServer
+from megascale.dashboard.token_gate import MAX_REQUEST_BYTES
 from tests.view.folders import make_run
 
 TOKEN = "a token of this test"

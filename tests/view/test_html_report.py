@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from megascale.view.report import FILE_START, render_report
+from megascale.view.html_report import FILE_START, render_report
 from megascale.view.run_view import RunReader
 from megascale.view.store_view import read_store_view
 from tests.view.folders import incident, make_run, write_incidents
