@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -63,7 +64,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert caught.value.code == 0
     out = capsys.readouterr().out
     for name in COMMANDS:
-        assert f"    {name} " in out
+        assert re.search(rf"^    {name}\s", out, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

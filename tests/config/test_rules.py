@@ -43,6 +43,12 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"fault__hang_s": 70.0},
         {"fault.evaluation_hang_s": "60.0 s is less than fault.hang_s = 70.0"},
     ),
+    (
+        "skipped_samples",
+        {"data__skip": [[0, 10], [5, 20]]},
+        {"data.skip": "[5, 20] is empty, or begins before the end of the range before it"},
+    ),
+    ("skipped_samples", {"data__skip": [[10, 10]]}, {"data.skip": "[10, 10] is empty"}),
     ("nccl_ctas", {"nccl__dp_ctas": [4, 2]}, {"nccl.dp_ctas": "at least 4 and at most 2"}),
     (
         "rope",
