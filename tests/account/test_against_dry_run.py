@@ -51,7 +51,7 @@ def sent_by(dry: Any) -> dict[tuple[str, str], tuple[int, int]]:
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("count", only_quick([6, 500], 6))
+@pytest.mark.parametrize("count", only_quick([4, 500], 4))
 def test_communication_flops_and_state_of_ranks(count: int) -> None:
     """With few jobs the last rank is compared, with the head; with many a rank of every stage."""
 
@@ -65,7 +65,7 @@ def test_communication_flops_and_state_of_ranks(count: int) -> None:
 
 
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("count", only_quick([5, 300], 5))
+@pytest.mark.parametrize("count", only_quick([3, 300], 3))
 def test_memory_of_large_ranks(count: int) -> None:
     """A rank per job is compared; docs/memory.md states the mean and the worst error of many."""
     errors: list[tuple[float, str]] = []

@@ -394,6 +394,7 @@ def save_many_times(rank: Rank, config: Any, count: int) -> list[tuple[int, int,
     return usage
 
 
+@pytest.mark.slow
 def test_fifty_saves_leave_nothing_behind(tmp_path: Path) -> None:
     ((first, *later),) = run_world(1, save_many_times, config_in(tmp_path, checkpoint__keep=1), 50)
     for files, resident, processes in later:

@@ -146,7 +146,7 @@ BEGUN: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("case", only_quick(BEGUN, BEGUN[0], BEGUN[-1]), ids=str)
+@pytest.mark.parametrize("case", only_quick(BEGUN, BEGUN[-1]), ids=str)
 def test_a_run_begins_with_a_checkpoint_or_a_hugging_face_folder(
     tmp_path: Path, case: tuple[str, int, dict[str, Any]]
 ) -> None:

@@ -11,7 +11,7 @@ from megascale.cli.main import main
 from megascale.config.run import RunConfig
 from megascale.core.errors import DataError
 from megascale.data import index_files
-from megascale.data.build_indices import build_indices
+from megascale.data.build_indices import build_indices, expected_samples, splits
 from megascale.data.mixture import Mixture
 from tests.data.datasets import data_config, write_dataset
 
@@ -38,8 +38,9 @@ def test_a_run_finds_what_was_built(config: RunConfig, tmp_path: Path, monkeypat
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()}
     again = build_indices(config, 2)
     assert (again.built, again.found) == (0, 3)
-    for split, count in (("train", 320), ("valid", 100)):
-        samples = Mixture(config, split, 320)
+    for split in splits(config):
+        count = expected_samples(config, split)
+        samples = Mixture(config, split, count)
         assert all(samples[index].tokens.shape == (8,) for index in range(count))
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()} == before
 
@@ -54,7 +55,7 @@ def test_a_damaged_file_is_found(config: RunConfig, tmp_path: Path) -> None:
 def test_the_command(config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(tmp_path / "config-in.toml")
     source = f'data.train=[[1.0, "{tmp_path / "small"}"], [1.0, "{tmp_path / "large"}"]]'
-    words = ["data", "index", path, "data.mock=false", source, "--workers", "1"]
+    words = ["data", "index", path, "data.mock=false", source, "train.eval_every=0", "--workers", "1"]
     assert main(words) == 0
     assert "2 index files of " in (line := capsys.readouterr().out) and ": 2 built, 0 found; 4 have up to " in line
     assert main([*words, "--json"]) == 0

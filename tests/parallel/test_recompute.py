@@ -71,7 +71,7 @@ CASES = [
     {"model": OLMO2, "model__dropout": 0.1, "train__precision": "bf16"},
     {"model": NEOX, "model__dropout": 0.1, "train__precision": "fp32"},
 ]
-QUICK_CASES = [case for case in CASES if case["model"] in (LLAMA, GEMMA2)]
+QUICK_CASES = [CASES[1], next(case for case in CASES if case["model"] == GEMMA2)]
 FP8_MODEL = LLAMA | {"hidden_size": 256, "ffn_size": 512, "seq_length": 128, "num_layers": 3}
 
 
