@@ -60,8 +60,8 @@ def _register(app: Dash, runs: Runs) -> None:
         clicked = on_memory if ctx.triggered_id == "memory-map" else on_heat
         if clicked is None:
             raise PreventUpdate
-        row, column = clicked["points"][0]["pointNumber"]
-        return int(rank_matrix(runs[name].view().topology).ranks[row, column]), "ranks"
+        cell = clicked["points"][0]  # a heat map's axes count columns and rows from 0
+        return int(rank_matrix(runs[name].view().topology).ranks[cell["y"], cell["x"]]), "ranks"
 
 
 def _excess(store: StoreView, part: str) -> np.ndarray:

@@ -41,6 +41,16 @@ def dashboard(*folders: Path) -> Iterator[str]:
         process.wait()
 
 
+TRACES = """
+const plain = value => !value ? value : value._inputArray ? plain(value._inputArray)
+    : ArrayBuffer.isView(value) ? Array.from(value) : Array.isArray(value) ? value.map(plain) : value;
+const graph = document.querySelector('#' + arguments[0] + ' .js-plotly-plot');
+const traces = graph && graph.data ? graph.data : [];
+return traces.map(trace => Object.fromEntries(Object.entries(trace).map(([key, value]) => [key, plain(value)])));
+"""
+"""The traces of a plot, with typed arrays as lists."""
+
+
 class Browser:
     """Headless Chromium."""
 
@@ -80,8 +90,7 @@ class Browser:
 
     def traces(self, graph: str) -> list[dict[str, Any]]:
         """What a graph draws, [] while it draws nothing."""
-        plot = "const g = document.querySelector('#' + arguments[0] + ' .js-plotly-plot');"
-        return self.run(f"{plot} return g && g.data ? g.data : []", graph) or []
+        return self.run(TRACES, graph) or []
 
     def wait_for(self, condition: Callable[[], Any], what: str) -> Any:
         """Return the condition's value once it is true."""
