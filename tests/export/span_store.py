@@ -20,9 +20,10 @@ KILLED = (0, 1, 3)
 EVENTS = (
     ("host", "data", "", "", -1, 0, 2), ("compute", "F", "", "", 0, 2, 10), ("compute", "F", "", "", 1, 10, 18),
     ("tp", "all_gather", "qkv", "forward", 0, 3, 4), ("pp", "send", "", "forward", 0, 10, 11),
-    ("pp", "receive", "", "backward", 0, 18, 20), ("compute", "B", "", "", 0, 20, 36), ("compute", "B", "", "", 1, 36, 50),
-    ("dp", "reduce_scatter", "chunk 0", "", -1, 40, 55), ("dp", "all_gather", "chunk 0", "", -1, 70, 80),
-    ("compute", "grad_norm", "", "", -1, 56, 60), ("compute", "update", "", "", -1, 60, 70), ("host", "gc", "", "", -1, 80, 90),
+    ("pp", "receive", "", "backward", 0, 18, 20), ("compute", "B", "", "", 0, 20, 36),
+    ("compute", "B", "", "", 1, 36, 50), ("dp", "reduce_scatter", "chunk 0", "", -1, 40, 55),
+    ("compute", "grad_norm", "", "", -1, 56, 60), ("compute", "update", "", "", -1, 60, 70),
+    ("dp", "all_gather", "chunk 0", "", -1, 70, 80), ("host", "gc", "", "", -1, 80, 90),
     ("host", "evaluation", "", "", -1, 100, 130), ("host", "checkpoint", "", "", -1, 130, 140),
 )  # fmt: skip
 """The events of a step: axis, name, part, direction, micro-batch, start and end in ms since the step's start."""
@@ -44,7 +45,7 @@ def start_ns(attempt: int, rank: int, step: int) -> int:
 
 
 def _tables(attempt: int, rank: int, steps: tuple[int, ...], lost: list[int]) -> dict[str, dict[str, list[Any]]]:
-    who = {"attempt": attempt, "rank": rank}
+    who, node = {"attempt": attempt, "rank": rank}, {"node": f"node-{rank}", "host": f"host-{rank}"}
     starts = [start_ns(attempt, rank, step) for step in steps]
     of_step = [(step, event) for step in [*steps, *lost] for event in EVENTS]
     axis, name, part, direction, microbatch, start, end = (list(column) for column in zip(*EVENTS, strict=True))
@@ -62,5 +63,5 @@ def _tables(attempt: int, rank: int, steps: tuple[int, ...], lost: list[int]) ->
             "steps", len(steps), **who, step=list(steps), start_ns=starts, train_ns=90 * MS, loss=2.5, grad_norm=1.5,
             end_ns=[one + 140 * MS for one in starts], tokens=4096, tags="evaluation,checkpoint",
         ),
-        "ranks": rows("ranks", **who, world=2, node=f"node-{rank}", host=f"host-{rank}", pp=rank, pid=100 * attempt + rank),
+        "ranks": rows("ranks", **who, **node, world=2, pp=rank, pid=100 * attempt + rank),
     }  # fmt: skip

@@ -152,9 +152,8 @@ def test_a_bad_url_is_one_message(run: Path, capsys: pytest.CaptureFixture[str],
 
 
 def test_without_opentelemetry_the_message_says_what_to_install(run: Path) -> None:
-    code = (
-        "import sys; sys.modules['opentelemetry'] = None; from megascale.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    )  # fmt: skip
+    imports = "import sys; sys.modules['opentelemetry'] = None; from megascale.cli.main import main"
+    code = f"{imports}; sys.exit(main(sys.argv[1:]))"
     words = [sys.executable, "-c", code, "events", str(run), "--otlp", "http://127.0.0.1:1"]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 2
