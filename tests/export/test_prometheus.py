@@ -34,10 +34,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     folder = tmp_path_factory.mktemp("prometheus")
     settings = {"observe__store": True, "train__steps": 10**6, "checkpoint__every": 20, "observe__metrics_port": 19500}
     (folder / "launch").mkdir()
-    local = Job(job_config(folder, GPT, parallel__tp=2, parallel__pp=2, **settings))
-    launched = LaunchedJob(
-        launch_config(folder / "launch", name="launched", **settings), "fault.check_nodes=false", "--nodes", "2"
+    configs = (
+        job_config(folder, GPT, parallel__tp=2, parallel__pp=2, **settings),
+        launch_config(folder / "launch", **settings),
     )
+    local = Job(configs[0])
+    launched = LaunchedJob(configs[1], "name=launched", "fault.check_nodes=false", "--nodes", "2")
     launched.folder = folder / "launch" / "runs" / "launched"
     try:
         with prometheus(folder, [local.folder, launched.folder]) as server:
