@@ -81,6 +81,15 @@ def test_a_rank_that_has_ended_has_no_series_and_a_stopped_one_has(tmp_path: Pat
     assert read_records({1: path}) == {}
 
 
+def test_a_host_without_rank_0_says_how_many_ranks_there_should_be(tmp_path: Path) -> None:
+    """The alert about missing ranks is also about rank 0."""
+    path = tmp_path / "rank.flight"
+    open_flight_record(FlightIdentity("r", 3, 4), path).begin_step(1)
+    found = by_name(rank_families(Collector({3: path}, print), LABELS))
+    assert found["world_size"] == [(LABELS, 4)]
+    assert "loss" not in found
+
+
 def test_a_rank_without_a_ring_has_its_state(tmp_path: Path) -> None:
     path = tmp_path / "rank.flight"
     record = open_flight_record(FlightIdentity("r", 0, 1), path)

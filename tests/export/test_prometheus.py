@@ -91,7 +91,8 @@ def test_panels_have_valid_queries_and_data(served: Prometheus, path: Path) -> N
 def test_both_kinds_of_launchers_are_found_with_all_their_ranks(served: Prometheus) -> None:
     for run in ("test", "launched"):
         assert len(served.query(f'megascale_rank_step{{run="{run}"}}')) == 4
-        assert len(served.query(f'megascale_loss{{run="{run}"}}')) == 1
+        (loss,) = served.query(f'megascale_loss{{run="{run}"}}')
+        assert set(loss["metric"]) == {"__name__", "run", "node", "instance", "job"}
         assert served.query(f'sum(rate(megascale_tokens_total{{run="{run}"}}[10s]))')[0]["value"][1] != "0"
     targets = {one["labels"]["run"] for one in served.get("targets")["activeTargets"] if one["health"] == "up"}
     assert targets == {"test", "launched"}
