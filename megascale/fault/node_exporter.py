@@ -38,7 +38,8 @@ def node_families(collector: Collector | None, host: Mapping[str, float], labels
 def watching_host(collector: Collector, endpoint: MetricsEndpoint, say: Say) -> Iterator[None]:
     """Sample the host's metrics for the event store during a `with` block, and serve them with those of the ranks."""
     sampler = _Sampler(collector, endpoint.folder, say)
-    threading.Thread(target=sampler.run, name="host metrics", daemon=True).start()  # may wait for a dead disk
+    with contextlib.suppress(RuntimeError):  # this process may have no thread left
+        threading.Thread(target=sampler.run, name="host metrics", daemon=True).start()  # may wait for a dead disk
     labels = endpoint.labels
     with exporting(lambda: node_families(collector, sampler.fresh(), labels), endpoint, say):
         try:
