@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from megascale.config.fault import FaultConfig
@@ -129,6 +130,13 @@ def test_nodes_and_incidents_of_a_job() -> None:
     assert sum(value for _, value in found["job_actions"]) == 1
     assert found["job_attempts"] == [(labels, 2)]
     assert found["job_recovery_seconds"][0][1] > 0
+    (one,) = sim.job.history.incidents.values()
+    assert one.recovered is not None
+    twin = replace(one, id=one.id + 1, since=one.since - 10, steps_lost=7)
+    sim.job.history.incidents |= {one.id: replace(one, steps_lost=7), twin.id: twin}  # the same step ended both
+    again = by_name(job_families(sim.job, sim.now, labels))
+    assert again["job_steps_lost"] == [(labels, 7)]
+    assert again["job_recovery_seconds"] == [(labels, one.recovered - one.since + 10)]
     for _ in range(2):  # and there is one spare
         sim.lose_node(sim.job.used[0])
         sim.run(sim.now + 30)
