@@ -40,8 +40,9 @@ format: install ## put the code into the house style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: install ## write the generated pages of docs/
+docs: install ## write the generated pages of docs/, and the Grafana dashboards
 	$(BIN)/python tools/config_reference.py
+	$(BIN)/python tools/grafana.py
 
 chaos: install ## kill, hang and slow ranks of the quickstart's model, and watch it go on
 	$(BIN)/python tools/chaos.py

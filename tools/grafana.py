@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import sys
 from pathlib import Path
@@ -40,6 +41,7 @@ HEIGHT = {"curves": 8, "value": 4}
 
 def main() -> int:
     """Write the dashboards. Exit status: 0."""
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     for board in BOARDS:
         write_text(FOLDER / f"{board.uid}.json", text_of(board))
     return 0

@@ -18,7 +18,11 @@ from megascale.core.process import exit_on_stop_signals
 from megascale.eventstore.query import Answer, StoreError, answer, open_store
 from megascale.eventstore.ready_queries import READY_QUERIES
 from megascale.eventstore.schema import schema_page
+from megascale.eventstore.table_files import STORE_FOLDER
 from megascale.export.spans import OTLP_STEPS, SPAN_GROUPS
+
+DEFAULT_SPANS = "per_step"
+"""Preset of span groups that is exported."""
 
 MAX_CELL = 60
 """Most characters of a text in the printed table."""
@@ -37,9 +41,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     export.add_argument(
         "--otlp", metavar="URL", help="send spans to an OTLP/HTTP receiver, such as http://localhost:4318"
     )
-    export.add_argument(
-        "--spans", choices=SPAN_GROUPS, default="per_step", help="Megatron-LM's presets of span groups (%(default)s)"
-    )
+    export.add_argument("--spans", choices=SPAN_GROUPS, help=f"Megatron-LM's presets of span groups ({DEFAULT_SPANS})")
     export.add_argument("--ranks", metavar="LIST", type=rank_ranges, help="ranks, such as 0,1,4-7 (the first)")
     export.add_argument(
         "--steps", metavar="A:B", type=step_range, help=f"steps A to B, both included (the last {OTLP_STEPS})"
@@ -62,6 +64,9 @@ def run(options: argparse.Namespace) -> int:
         return Exit.OK
     if options.otlp is not None and options.run_dir is not None:
         return _export(options)
+    if options.spans or options.ranks or options.steps:
+        hint = "in a query write WHERE rank = ... AND step BETWEEN ... AND ..."
+        raise StoreError("--spans, --ranks and --steps choose what --otlp sends", hint=hint)
     if options.run_dir is None or options.query is None:
         raise StoreError("RUN or QUERY is missing", hint="megascale events RUN slowest-ranks; see --list and --schema")
     sql = query_text(options.query)
@@ -80,12 +85,20 @@ def _export(options: argparse.Namespace) -> int:
     """Send spans to a receiver of OpenTelemetry."""
     from megascale.export.otlp import choose, export_spans
 
+    if options.query is not None:
+        raise StoreError("--otlp stands in the place of a query", hint="leave out --otlp, or the query")
     with exit_on_stop_signals():
         store = open_store(options.run_dir, last_s=options.last)
-        choice = choose(store, options.spans, options.ranks, options.steps)
-        sent = export_spans(store, Path(options.run_dir).name, choice, options.otlp)
+        choice = choose(store, options.spans or DEFAULT_SPANS, options.ranks, options.steps)
+        sent = export_spans(store, _run_name(options.run_dir), choice, options.otlp)
     print(f"{sent.spans} spans of {sent.steps} steps and {sent.ranks} ranks sent to {options.otlp}")
     return Exit.OK
+
+
+def _run_name(run: str) -> str:
+    """Return the name of a run by the path or URL of its folder, or of its store."""
+    parts = run.rstrip("/").split("/") if "://" in run else Path(run).resolve().parts
+    return parts[-2] if parts[-1] == STORE_FOLDER and len(parts) > 1 else parts[-1]
 
 
 def query_text(query: str) -> str:

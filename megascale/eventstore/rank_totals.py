@@ -20,8 +20,8 @@ _AXIS = 1 << 16
 
 @dataclass
 class RankTotals:
-    """Sums since the rank's start. `train_s`: time of steps, without evaluations and saves; `lost`: records that were
-    overwritten before they were read. One thread adds, others may read.
+    """Sums since the rank's start, which never decrease. `train_s`: time of steps, without evaluations and saves;
+    `lost`: records that were overwritten before they were read. One thread adds, others may read.
     """
 
     train_s: float = 0.0
@@ -41,7 +41,7 @@ class RankTotals:
         self.flops += float(steps["flops"].sum())
         self.lost += drained.lost
         keys, place = np.unique(events["axis"].astype(np.int64) * _AXIS + events["name"], return_inverse=True)
-        busy = events["end"] - events["start"] - events["exposed"]
+        busy = np.maximum(events["end"] - events["start"] - events["exposed"], 0.0)  # rounded: a bit below 0
         for sums, times in ((self._busy, busy), (self._exposed, events["exposed"])):
             for key, seconds in zip(keys.tolist(), np.bincount(place, times, len(keys)).tolist(), strict=True):
                 sums[key] = sums.get(key, 0.0) + seconds

@@ -1,12 +1,16 @@
 """Export of a run's spans by OTLP/HTTP, from its event store: ranks take no part in it, and pay nothing.
 
-Needs the extra `otel`. Headers, timeouts and certificates come from OpenTelemetry's own variables, such as
+Needs the extra `otel`. Headers, time limits and certificates come from OpenTelemetry's own variables, such as
 OTEL_EXPORTER_OTLP_HEADERS.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import logging
+import socket
+import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,7 +20,7 @@ from megascale import __version__
 from megascale.core.errors import Exit, MegascaleError
 from megascale.core.rank import format_ranks
 from megascale.eventstore.query import fetch
-from megascale.export.spans import OTLP_STEPS, TRAIN_STEP, SpanSelection, TraceSpan, read_spans, span_id, trace_id
+from megascale.export.spans import OTLP_STEPS, SpanSelection, TraceSpan, read_spans, span_id, trace_id
 
 if TYPE_CHECKING:
     import duckdb
@@ -27,6 +31,9 @@ BATCH = 512
 """Spans in a request."""
 
 TRACES_PATH = "/v1/traces"
+
+CONNECT_S = 10.0
+"""Longest time until the receiver's host answers."""
 
 
 class OtlpError(MegascaleError):
@@ -52,17 +59,21 @@ def choose(
     newest = fetch(store, "SELECT coalesce(max(step), 0) AS step FROM steps")["step"].tolist()[0]
     chosen = known[:1] if ranks is None else [rank for rank in known if any(rank in one for one in ranks)]
     span = range(max(1, newest - OTLP_STEPS + 1), newest + 1) if steps is None else steps
+    if not known:
+        raise OtlpError("the store has no steps", hint="the first rows come with a run's first steps")
     if not chosen:
-        raise OtlpError(
-            "the store has no steps of these ranks", hint=f"it has ranks {format_ranks(known)}" if known else ""
-        )
+        raise OtlpError("the store has no steps of these ranks", hint=f"it has {format_ranks(known)}")
     return SpanSelection(groups, chosen, span[0], span[-1])
 
 
 def traces_url(url: str) -> str:
     """Return the URL of the receiver of traces: a URL without a path gets the standard one. Raises: OtlpError"""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        valid = False
+    if not valid:
         raise OtlpError(f"{url!r} is no URL of an OTLP/HTTP receiver", hint="such as http://localhost:4318")
     return url if parts.path.strip("/") else f"{url.rstrip('/')}{TRACES_PATH}"
 
@@ -70,7 +81,7 @@ def traces_url(url: str) -> str:
 def export_spans(store: duckdb.DuckDBPyConnection, run: str, choice: SpanSelection, url: str) -> Exported:
     """Send the spans of a store to a receiver. `run`: its name.
 
-    Raises: OtlpError if OpenTelemetry is not installed, or the receiver does not take them
+    Raises: OtlpError if OpenTelemetry is not installed, there are no spans, or the receiver does not take them
     """
     endpoint = traces_url(url)
     try:
@@ -78,17 +89,60 @@ def export_spans(store: duckdb.DuckDBPyConnection, run: str, choice: SpanSelecti
         from opentelemetry.sdk.trace.export import SpanExportResult
     except ImportError as error:
         raise OtlpError(f"OpenTelemetry is not installed: {error}", hint="pip install 'megascale[otel]'") from None
-    resources = rank_resources(store, run)
-    exporter, count, steps = OTLPSpanExporter(endpoint=endpoint), 0, set[tuple[int, int]]()
-    try:
-        for spans in _batches(read_spans(store, choice)):
-            if exporter.export([*_sdk_spans(run, spans, resources, choice)]) is not SpanExportResult.SUCCESS:
-                raise OtlpError(f"{endpoint} does not take spans", hint="see the lines above; is a collector there?")
-            count += len(spans)
-            steps |= {(span.attempt, span.step) for span in spans}
-    finally:
-        exporter.shutdown()
+    _connect(endpoint)
+    resources, count, steps = rank_resources(store, run), 0, set[tuple[int, int]]()
+    with _log_lines() as lines:
+        exporter = OTLPSpanExporter(endpoint=endpoint)
+        try:
+            for spans in _batches(read_spans(store, choice)):
+                if exporter.export([*_sdk_spans(run, spans, resources)]) is not SpanExportResult.SUCCESS:
+                    why = lines[0] if lines else "no reason is known"
+                    raise OtlpError(f"{endpoint} does not take spans: {why}", hint="is it an OTLP/HTTP receiver?")
+                count += len(spans)
+                steps |= {(span.attempt, span.step) for span in spans}
+        finally:
+            exporter.shutdown()
+    if not count:
+        asked = f"steps {choice.first} to {choice.last} have no spans of the preset {choice.groups}"
+        raise OtlpError(asked, hint="check --steps; `--spans per_step` has every step")
     return Exported(count, len(steps), len(choice.ranks))
+
+
+def _connect(endpoint: str) -> None:
+    """Look whether anything listens: at once, where OpenTelemetry would try again for its whole time limit."""
+    parts = urlsplit(endpoint)
+    host, port = parts.hostname or "", parts.port or {"http": 80, "https": 443}[parts.scheme]
+    if parts.scheme in urllib.request.getproxies() and not urllib.request.proxy_bypass(host):
+        return
+    try:
+        socket.create_connection((host, port), CONNECT_S).close()
+    except OSError as error:
+        why = error.strerror or error
+        raise OtlpError(f"nothing answers at {host}:{port}: {why}", hint="start a collector, or check --otlp") from None
+
+
+class _Lines(logging.Handler):
+    """Keeps the texts of what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def _log_lines() -> Iterator[list[str]]:
+    """Collect what OpenTelemetry logs in a `with` block, in the place of stderr: a failure says its first line."""
+    logger, handler = logging.getLogger("opentelemetry"), _Lines()
+    propagated, logger.propagate = logger.propagate, False
+    logger.addHandler(handler)
+    try:
+        yield handler.texts
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagated
 
 
 def _batches(spans: Iterator[TraceSpan]) -> Iterator[list[TraceSpan]]:
@@ -96,54 +150,53 @@ def _batches(spans: Iterator[TraceSpan]) -> Iterator[list[TraceSpan]]:
         yield batch
 
 
-def rank_resources(store: duckdb.DuckDBPyConnection, run: str) -> dict[int, Resource]:
-    """Return the resource of each rank: host, process, and its place in the layout."""
+def rank_resources(store: duckdb.DuckDBPyConnection, run: str) -> dict[tuple[int, int], Resource]:
+    """Return the resources by attempt and rank: host, process, and the rank's place in the layout."""
     from opentelemetry.sdk.resources import Resource
 
-    ranks = fetch(store, "SELECT * FROM ranks QUALIFY row_number() OVER (PARTITION BY rank ORDER BY attempt DESC) = 1")
     axes = {"tp": "tensor_parallel", "cp": "context_parallel", "dp": "data_parallel", "pp": "pipeline_parallel"}
-    sizes = {axis: int(ranks[axis].max()) + 1 for axis in axes if len(ranks[axis])}
+    sizes = ", ".join(f"1 + max({axis}) OVER (PARTITION BY attempt) AS {axis}s" for axis in axes)
+    once = "QUALIFY row_number() OVER (PARTITION BY attempt, rank ORDER BY start_ns DESC) = 1"
+    found = fetch(store, f"SELECT *, {sizes} FROM ranks {once}")
     resources = {}
-    for index, rank in enumerate(ranks["rank"].tolist()):
+    for values in zip(*(column.tolist() for column in found.values()), strict=True):
+        row = dict(zip(found, values, strict=True))
         attributes: dict[str, Any] = {
             "service.name": "megascale",
             "service.version": __version__,
-            "service.instance.id": f"{run}-rank{rank}",
+            "service.instance.id": f"{run}-rank{row['rank']}",
             "megascale.run": run,
-            "host.name": ranks["host"][index],
-            "process.pid": int(ranks["pid"][index]),
-            "dl.rank": rank,
-            "dl.world_size": int(ranks["world"][index]),
+            "megascale.attempt": row["attempt"],
+            "host.name": row["host"],
+            "process.pid": row["pid"],
+            "dl.rank": row["rank"],
+            "dl.world_size": row["world"],
         }
         for axis, name in axes.items():
-            attributes |= {f"dl.{name}.size": sizes[axis], f"dl.{name}.rank": int(ranks[axis][index])}
-        resources[rank] = Resource(attributes)
+            attributes |= {f"dl.{name}.size": row[f"{axis}s"], f"dl.{name}.rank": row[axis]}
+        resources[row["attempt"], row["rank"]] = Resource(attributes)
     return resources
 
 
 def _sdk_spans(
-    run: str, spans: Sequence[TraceSpan], resources: dict[int, Resource], choice: SpanSelection
+    run: str, spans: Sequence[TraceSpan], resources: dict[tuple[int, int], Resource]
 ) -> Iterator[ReadableSpan]:
-    """Make OpenTelemetry's spans. The steps of other ranks are children of the first rank's, as in one trace."""
+    """Make OpenTelemetry's spans."""
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope
     from opentelemetry.trace import SpanContext, TraceFlags
 
     scope, sampled = InstrumentationScope("megascale", __version__), TraceFlags(TraceFlags.SAMPLED)
-    first = min(choice.ranks)
     for span in spans:
 
         def context(key: str, rank: int, span: TraceSpan = span) -> SpanContext:
             return SpanContext(trace_id(run, span), span_id(run, span, key, rank), is_remote=False, trace_flags=sampled)
 
-        parent = context(span.parent, span.rank) if span.parent else None
-        if span.key == TRAIN_STEP and span.rank != first:
-            parent = context(TRAIN_STEP, first)
         yield ReadableSpan(
             name=span.name,
             context=context(span.key, span.rank),
-            parent=parent,
-            resource=resources.get(span.rank),
+            parent=context(span.parent, span.parent_rank) if span.parent else None,
+            resource=resources.get((span.attempt, span.rank)),
             attributes=span.attributes,
             start_time=span.start_ns,
             end_time=span.end_ns,

@@ -1,7 +1,8 @@
 """Metrics of the ranks of a host in Prometheus' form, from their flight records and event rings: read when they are
 asked for, without the ranks' help. A rank whose process has ended has no series.
 
-The job's own numbers, such as its loss, come with rank 0.
+The job's own numbers, such as its loss, come with rank 0; only its size comes with every host, because rank 0 may be
+the one that is missing.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ def rank_families(collector: Collector, labels: Labels) -> list[MetricFamily]:
     records = read_records(collector.records)
     rings = {rank: rows for rank, rows in sorted(collector.ranks.items()) if rank in records and rows.ring.head.ready}
     families = [*_families_of_records(records, labels), *_families_of_rings(rings, labels)]
+    if records:
+        world = max(record.world for record in records.values())
+        families.append(MetricFamily("world_size", "gauge", "ranks of the job's attempt", [(labels, world)]))
     if 0 in records:
         families += _job_families(records[0], labels)
     if 0 in rings:
@@ -96,7 +100,6 @@ def _families_of_rings(rings: Mapping[int, RankRows], labels: Labels) -> list[Me
 
 
 def _job_families(record: FlightRecord, labels: Labels) -> Iterator[MetricFamily]:
-    yield MetricFamily("world_size", "gauge", "ranks of the job's attempt", [(labels, record.world)])
     for name, family in _OF_RECORD.items():
         if name in record.totals:
             yield MetricFamily(family.name, family.kind, family.help, [(labels, record.totals[name])])

@@ -1,8 +1,9 @@
 """Spans of a run from its event store, with the names of Megatron-core's OpenTelemetry instrumentation.
 
 The names are those of Megatron-LM's documentation (docs/user-guide/observability): `megatron.train_step` and its parts,
-in its span groups. What Megatron has no span for is named in its way, `megatron.SUBSYSTEM.OPERATION`. Attributes that
-training frameworks share begin with `dl.`, and ours with `megascale.`.
+in its span groups. What Megatron has no span for is named in its way, `megatron.SUBSYSTEM.OPERATION`; so is the
+reduction of gradients, `megatron.grad_sync`, from its issue to its end, where Megatron has its start and its finish.
+Attributes that training frameworks share begin with `dl.`, and ours with `megascale.`.
 
 A step is a trace, of all ranks together: identifiers follow from run, attempt, step and rank, so that ranks need not
 exchange them, and a second export replaces the first.
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     import duckdb
 
 SPAN_GROUPS = ("default", "per_step", "all")
-"""Megatron's presets: evaluations and checkpoints; also steps, forward and backward, and optimizer; also micro-batches
-and communication.
+"""Megatron's presets: evaluations and checkpoints; also steps with their phases, data, messages between stages and the
+reduction of gradients; also micro-batches and all other communication.
 """
 
 TRAIN_STEP, FORWARD_BACKWARD = "megatron.train_step", "megatron.forward_backward"
@@ -48,8 +49,8 @@ _HOST = {
 
 @dataclass(frozen=True)
 class TraceSpan:
-    """A span. `key`: unique in its step and rank; `parent`: the key of another one, or "" for none. Times in ns since
-    1970.
+    """A span. `key`: unique in its step and rank. `parent`: the key of another span of the step, or "" for none;
+    `parent_rank`: that span's rank. Times in ns since 1970.
     """
 
     attempt: int
@@ -60,6 +61,7 @@ class TraceSpan:
     start_ns: int
     end_ns: int
     parent: str = ""
+    parent_rank: int = -1
     attributes: dict[str, Any] = field(default_factory=dict)
 
 
@@ -89,12 +91,21 @@ class SpanSelection:
 
 
 def read_spans(store: duckdb.DuckDBPyConnection, choice: SpanSelection) -> Iterator[TraceSpan]:
-    """Yield the spans of a store, those of a step together, parents first."""
+    """Yield the spans of a store, those of a step together. A parent is always among them: what a killed rank left of a
+    step that it did not end has none.
+    """
     detail = SPAN_GROUPS.index(choice.groups)
     for first in range(choice.first, choice.last + 1, STEPS_AT_ONCE):
         part = replace(choice, first=first, last=min(choice.last, first + STEPS_AT_ONCE - 1))
         spans = list(_step_spans(store, part)) if detail else []
         spans += _event_spans(store, part, detail)
+        known = {(span.attempt, span.step, span.rank, span.key) for span in spans}
+        spans = [
+            span
+            if (span.attempt, span.step, span.parent_rank, span.parent) in known
+            else replace(span, parent="", parent_rank=-1)
+            for span in spans
+        ]
         yield from sorted(spans, key=lambda span: (span.attempt, span.step, span.start_ns, -span.end_ns))
 
 
@@ -108,14 +119,17 @@ def _rows(store: duckdb.DuckDBPyConnection, columns: str, table: str, choice: Sp
 
 
 def _step_spans(store: duckdb.DuckDBPyConnection, choice: SpanSelection) -> Iterator[TraceSpan]:
+    """Spans of steps: a step is a tree, whose root is the span of its first rank."""
+    roots: dict[tuple[int, int], int] = {}
     for row in _rows(store, "start_ns, train_ns, loss, grad_norm, tokens, tags", "steps", choice):
         attributes = {
             "megatron.iteration": row["step"], "megatron.loss": row["loss"], "megatron.grad_norm": row["grad_norm"],
             "dl.rank": row["rank"], "megascale.tokens": row["tokens"], "megascale.tags": row["tags"],
         }  # fmt: skip
-        yield TraceSpan(
-            *_place(row), TRAIN_STEP, TRAIN_STEP, row["start_ns"], row["start_ns"] + row["train_ns"], "", attributes
-        )
+        root = roots.setdefault((row["attempt"], row["step"]), row["rank"])
+        parent = ("", -1) if root == row["rank"] else (TRAIN_STEP, root)
+        times = (row["start_ns"], row["start_ns"] + row["train_ns"])
+        yield TraceSpan(*_place(row), TRAIN_STEP, TRAIN_STEP, *times, *parent, attributes)
 
 
 def _event_spans(store: duckdb.DuckDBPyConnection, choice: SpanSelection, detail: int) -> list[TraceSpan]:
@@ -133,7 +147,7 @@ def _event_spans(store: duckdb.DuckDBPyConnection, choice: SpanSelection, detail
         numbers[_place(row)] += 1
         if name and detail >= least:
             key, times = f"{name} {numbers[_place(row)]}", (row["start_ns"], row["end_ns"])
-            spans.append(TraceSpan(*_place(row), key, name, *times, parent if detail else "", _attributes(row)))
+            spans.append(TraceSpan(*_place(row), key, name, *times, parent, row["rank"], _attributes(row)))
     return spans
 
 
@@ -152,7 +166,7 @@ def _phase(rows: Sequence[Row], name: str, actions: frozenset[str]) -> Iterator[
         attributes = {"megatron.iteration": step, "dl.rank": rank}
         if name == FORWARD_BACKWARD:
             attributes["megatron.num_microbatches"] = len({row["microbatch"] for row in found})
-        yield TraceSpan(attempt, step, rank, name, name, start, end, TRAIN_STEP, attributes)
+        yield TraceSpan(attempt, step, rank, name, name, start, end, TRAIN_STEP, rank, attributes)
 
 
 def _span_of(row: Row) -> tuple[str, str, int]:
@@ -166,9 +180,9 @@ def _span_of(row: Row) -> tuple[str, str, int]:
         return known.get(name, ""), FORWARD_BACKWARD, 2
     if name in ("send", "receive"):
         operation = "send" if name == "send" else "recv"
-        return f"megatron.p2p.{operation}_{row['direction'] or 'other'}", FORWARD_BACKWARD, 2
+        return f"megatron.p2p.{operation}_{row['direction'] or 'other'}", FORWARD_BACKWARD, 1
     if axis == "dp" and name in ("reduce_scatter", "all_reduce"):
-        return "megatron.grad_sync", TRAIN_STEP, 2
+        return "megatron.grad_sync", TRAIN_STEP, 1
     return f"megatron.{axis}.{name}", TRAIN_STEP, 2
 
 

@@ -253,6 +253,7 @@ class Agent:
                 if self._collector is not None:
                     self._collector.collector.add_host_metrics(self._host)
             except (TimeoutError, RuntimeError, OSError) as error:
+                self._exporter.host = {}  # a dead host must not look as it did before
                 _say(f"no metrics of the host: {str(error) or type(error).__name__}")
             await asyncio.sleep(METRICS_S)
 

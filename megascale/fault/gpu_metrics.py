@@ -12,6 +12,7 @@ class GpuMetrics:
 
     def __init__(self, nvml: types.ModuleType) -> None:
         self._nvml = nvml
+        self._count = 0
         self._xids: dict[int, list[int]] = {}
         self._events = None
         with contextlib.suppress(nvml.NVMLError, AttributeError):
@@ -39,18 +40,19 @@ class GpuMetrics:
             ),
         }
         self._take_xids()
-        for index in range(nvml.nvmlDeviceGetCount()):
+        with contextlib.suppress(nvml.NVMLError):  # a GPU that is lost may take all with it: those of before are lost
+            self._count = nvml.nvmlDeviceGetCount()
+        for index in range(self._count):
             if index in self._xids:
                 yield f"gpu{index}.xid", float(len(self._xids[index]))
                 yield from ((f"gpu{index}.last_xid", float(xid)) for xid in self._xids[index][-1:])
-            try:
+            found = {}
+            with contextlib.suppress(nvml.NVMLError):
                 gpu = nvml.nvmlDeviceGetHandleByIndex(index)
-            except nvml.NVMLError:
-                yield f"gpu{index}.lost", 1.0
-                continue
-            for name, read in reads.items():
-                with contextlib.suppress(nvml.NVMLError):
-                    yield f"gpu{index}.{name}", float(read(gpu))
+                for name, read in reads.items():
+                    with contextlib.suppress(nvml.NVMLError):
+                        found[f"gpu{index}.{name}"] = float(read(gpu))
+            yield from found.items() if found else [(f"gpu{index}.lost", 1.0)]
 
     def _take_xids(self) -> None:
         """Take the errors since the last call, without waiting for more."""

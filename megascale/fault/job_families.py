@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import get_args
 
 from megascale.export.families import Labels, MetricFamily
-from megascale.fault.incidents import ActionKind, IncidentClass
+from megascale.fault.incidents import ActionKind, Incident, IncidentClass
 from megascale.fault.job import Job
 from megascale.fault.threads import call_in_loop
 
@@ -32,7 +32,7 @@ def job_families(job: Job, now: float, labels: Labels) -> list[MetricFamily]:
     by_action = MetricFamily("job_actions", "counter", "the driver's answers to incidents")
     for action in get_args(ActionKind):
         by_action.add(actions[action], labels | {"action": action})
-    recoveries = [one.recovered - one.since for one in incidents if one.recovered is not None]
+    recoveries = _recoveries(incidents)
     lost = "steps that were trained a second time"
     return [
         nodes,
@@ -42,8 +42,13 @@ def job_families(job: Job, now: float, labels: Labels) -> list[MetricFamily]:
         MetricFamily("job_stage", "gauge", "1: what the driver does now", [(labels | {"stage": str(job.stage)}, 1)]),
         _counter("job_attempts", "starts of all ranks", job.history.attempt + 1, labels),
         _counter("job_driver_starts", "drivers of this launch", job.history.drivers, labels),
-        _counter("job_steps_lost", lost, sum(one.steps_lost or 0 for one in incidents), labels),
-        _counter("job_recovery_seconds", "time from faults to first new steps", sum(recoveries), labels),
+        _counter("job_steps_lost", lost, sum(steps for _, steps in recoveries), labels),
+        _counter(
+            "job_recovery_seconds",
+            "time from faults to first new steps",
+            sum(seconds for seconds, _ in recoveries),
+            labels,
+        ),
         MetricFamily(
             "job_incidents_open", "gauge", "incidents without a new step since", [(labels, len(job.history.open))]
         ),
@@ -54,6 +59,18 @@ def job_metrics(job: Job, clock: Callable[[], float], node: str) -> Callable[[],
     """Return a function for the thread of an exporter: what `job_families` returns in this event loop."""
     loop, labels = asyncio.get_running_loop(), {"run": job.plan.run, "node": node}
     return lambda: call_in_loop(loop, lambda: job_families(job, clock(), labels), LOOP_S)
+
+
+def _recoveries(incidents: Sequence[Incident]) -> list[tuple[float, int]]:
+    """Return seconds and lost steps of each recovery: one new step ends all incidents that were open, once."""
+    ended: dict[float, list[Incident]] = {}
+    for one in incidents:
+        if one.recovered is not None:
+            ended.setdefault(one.recovered, []).append(one)
+    return [
+        (time - min(one.since for one in some), max(one.steps_lost or 0 for one in some))
+        for time, some in ended.items()
+    ]
 
 
 def _counter(name: str, help_text: str, value: float, labels: Labels) -> MetricFamily:

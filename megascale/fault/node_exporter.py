@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from megascale.core.outages import Outages
 from megascale.eventstore.collector import Collector
 from megascale.export.exporter import MetricsEndpoint, exporting
 from megascale.export.families import Labels, MetricFamily
@@ -22,6 +24,9 @@ from megascale.fault.host_metrics import HostMetrics
 METRICS_S = 5.0
 """Seconds between samples of the host's metrics, and seconds that a sample may take."""
 
+STALE_S = 30.0
+"""Age from which a sample is not served any more: a host whose disk is dead must not look as it did before."""
+
 
 def node_families(collector: Collector | None, host: Mapping[str, float], labels: Labels) -> list[MetricFamily]:
     """Return the families of a node. `host`: the last sample of its metrics."""
@@ -32,10 +37,11 @@ def node_families(collector: Collector | None, host: Mapping[str, float], labels
 @contextlib.contextmanager
 def watching_host(collector: Collector, endpoint: MetricsEndpoint, say: Say) -> Iterator[None]:
     """Sample the host's metrics for the event store during a `with` block, and serve them with those of the ranks."""
-    sampler = _Sampler(collector, endpoint.folder)
-    threading.Thread(target=sampler.run, name="host metrics", daemon=True).start()  # may wait for a dead disk
+    sampler = _Sampler(collector, endpoint.folder, say)
+    with contextlib.suppress(RuntimeError):  # this process may have no thread left
+        threading.Thread(target=sampler.run, name="host metrics", daemon=True).start()  # may wait for a dead disk
     labels = endpoint.labels
-    with exporting(lambda: node_families(collector, sampler.last, labels), endpoint, say):
+    with exporting(lambda: node_families(collector, sampler.fresh(), labels), endpoint, say):
         try:
             yield
         finally:
@@ -43,16 +49,28 @@ def watching_host(collector: Collector, endpoint: MetricsEndpoint, say: Say) -> 
 
 
 class _Sampler:
-    """Samples the host until `ended`. `last`: the last sample."""
+    """Samples the host until `ended`."""
 
-    def __init__(self, collector: Collector, folder: Path) -> None:
+    def __init__(self, collector: Collector, folder: Path, say: Say) -> None:
         self._collector = collector
         self._folder = folder
-        self.last: Mapping[str, float] = {}
+        self._say = say
+        self._last: Mapping[str, float] = {}
+        self._sampled = time.monotonic()
         self.ended = threading.Event()
 
     def run(self) -> None:
-        metrics = HostMetrics(self._folder)
-        while not self.ended.wait(0 if not self.last else METRICS_S):
-            self.last = metrics.sample()
-            self._collector.add_host_metrics(self.last)
+        metrics, outages = HostMetrics(self._folder), Outages()
+        while not self.ended.is_set():
+            try:
+                self._last, self._sampled = metrics.sample(), time.monotonic()
+                self._collector.add_host_metrics(self._last)
+                outages.ends("sample")
+            except (OSError, RuntimeError, ValueError) as error:
+                if outages.begins("sample"):
+                    self._say(f"WARNING: no metrics of the host: {error!r}; tried again every {METRICS_S:g} s")
+            self.ended.wait(METRICS_S)
+
+    def fresh(self) -> Mapping[str, float]:
+        """Return the last sample; an empty one if it is older than STALE_S."""
+        return self._last if time.monotonic() - self._sampled < STALE_S else {}

@@ -25,7 +25,8 @@ class Saves(Hook):
         self._reporter = reporter
 
     def run_begins(self, run: Run) -> None:
-        run.mesh.recorder.flight.count("checkpoint_failures", 0)
+        if run.config.checkpoint.every:  # the metric also says that this run saves
+            run.mesh.recorder.flight.count("checkpoint_failures", 0)
 
     def step_ends(self, run: Run, result: StepResult) -> None:
         with run.mesh.recorder.activity(Phase.CHECKPOINT):

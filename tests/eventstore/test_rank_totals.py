@@ -34,6 +34,17 @@ def test_time_by_kind_over_several_drains(tmp_path: Path) -> None:
     assert (totals.train_s, totals.tokens, totals.flops, totals.lost) == (1.5, 8192, 2e15, 0)
 
 
+def test_an_action_that_only_waits_takes_nothing_from_the_sum(tmp_path: Path) -> None:
+    """Prometheus takes a counter that decreases for one that began anew, and its whole value for an increase."""
+    rank, totals = PlayedRank(tmp_path, 0, tmp_path), RankTotals()
+    reader = EventRingReader(event_ring_path(rank.path))
+    rank.compute(1, "F", 1.0, 2.0)
+    totals.add(reader.drain())
+    rank.compute(1, "F", 1000.1, 1000.3, exposed=0.2)  # 1000.3 - 1000.1 is a bit less
+    totals.add(reader.drain())
+    assert totals.compute_s(reader.strings()) == 1.0
+
+
 def test_lost_records_are_counted(tmp_path: Path) -> None:
     rank, totals = PlayedRank(tmp_path, 0, tmp_path), RankTotals()
     reader = EventRingReader(event_ring_path(rank.path))

@@ -60,7 +60,7 @@ def prometheus(folder: Path, runs: Sequence[Path]) -> Iterator[Prometheus]:
     for old, new in (
         ("15s", "1s"),
         ("alerts.yml", str(EXAMPLE.with_name("alerts.yml"))),
-        ("/path/to/runs/*/prometheus/*.json", files),
+        ("/path/to/run/prometheus/*.json", files),
     ):
         assert old in text
         text = text.replace(old, new)

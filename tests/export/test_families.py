@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from megascale.config.fault import FaultConfig
@@ -81,6 +82,15 @@ def test_a_rank_that_has_ended_has_no_series_and_a_stopped_one_has(tmp_path: Pat
     assert read_records({1: path}) == {}
 
 
+def test_a_host_without_rank_0_says_how_many_ranks_there_should_be(tmp_path: Path) -> None:
+    """The alert about missing ranks is also about rank 0."""
+    path = tmp_path / "rank.flight"
+    open_flight_record(FlightIdentity("r", 3, 4), path).begin_step(1)
+    found = by_name(rank_families(Collector({3: path}, print), LABELS))
+    assert found["world_size"] == [(LABELS, 4)]
+    assert "loss" not in found
+
+
 def test_a_rank_without_a_ring_has_its_state(tmp_path: Path) -> None:
     path = tmp_path / "rank.flight"
     record = open_flight_record(FlightIdentity("r", 0, 1), path)
@@ -120,6 +130,13 @@ def test_nodes_and_incidents_of_a_job() -> None:
     assert sum(value for _, value in found["job_actions"]) == 1
     assert found["job_attempts"] == [(labels, 2)]
     assert found["job_recovery_seconds"][0][1] > 0
+    (one,) = sim.job.history.incidents.values()
+    assert one.recovered is not None
+    twin = replace(one, id=one.id + 1, since=one.since - 10, steps_lost=7)
+    sim.job.history.incidents |= {one.id: replace(one, steps_lost=7), twin.id: twin}  # the same step ended both
+    again = by_name(job_families(sim.job, sim.now, labels))
+    assert again["job_steps_lost"] == [(labels, 7)]
+    assert again["job_recovery_seconds"] == [(labels, one.recovered - one.since + 10)]
     for _ in range(2):  # and there is one spare
         sim.lose_node(sim.job.used[0])
         sim.run(sim.now + 30)

@@ -34,10 +34,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     folder = tmp_path_factory.mktemp("prometheus")
     settings = {"observe__store": True, "train__steps": 10**6, "checkpoint__every": 20, "observe__metrics_port": 19500}
     (folder / "launch").mkdir()
-    local = Job(job_config(folder, GPT, parallel__tp=2, parallel__pp=2, **settings))
-    launched = LaunchedJob(
-        launch_config(folder / "launch", name="launched", **settings), "fault.check_nodes=false", "--nodes", "2"
+    configs = (
+        job_config(folder, GPT, parallel__tp=2, parallel__pp=2, **settings),
+        launch_config(folder / "launch", **settings),
     )
+    local = Job(configs[0])
+    launched = LaunchedJob(configs[1], "name=launched", "fault.check_nodes=false", "--nodes", "2")
     launched.folder = folder / "launch" / "runs" / "launched"
     try:
         with prometheus(folder, [local.folder, launched.folder]) as server:
@@ -89,7 +91,8 @@ def test_panels_have_valid_queries_and_data(served: Prometheus, path: Path) -> N
 def test_both_kinds_of_launchers_are_found_with_all_their_ranks(served: Prometheus) -> None:
     for run in ("test", "launched"):
         assert len(served.query(f'megascale_rank_step{{run="{run}"}}')) == 4
-        assert len(served.query(f'megascale_loss{{run="{run}"}}')) == 1
+        (loss,) = served.query(f'megascale_loss{{run="{run}"}}')
+        assert set(loss["metric"]) == {"__name__", "run", "node", "instance", "job"}
         assert served.query(f'sum(rate(megascale_tokens_total{{run="{run}"}}[10s]))')[0]["value"][1] != "0"
     targets = {one["labels"]["run"] for one in served.get("targets")["activeTargets"] if one["health"] == "up"}
     assert targets == {"test", "launched"}

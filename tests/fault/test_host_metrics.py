@@ -113,6 +113,22 @@ def test_gpus_and_one_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     assert metrics["gpu2.lost"] == 1
 
 
+def test_a_gpu_that_answers_nothing_is_lost_and_ends_no_sample() -> None:
+    """NVML gives the handle of a GPU that fell off the bus a while ago, or fails as a whole."""
+
+    def fail(*_: object) -> None:
+        raise NVMLError
+
+    library = nvml()
+    gpus = GpuMetrics(library)
+    assert dict(gpus.sample())["gpu0.percent"] == 97
+    for name in list(vars(library)):
+        if name.startswith(("nvmlDeviceGet", "nvmlEventSetWait")) and "Handle" not in name:
+            setattr(library, name, fail)
+    found = {name: value for name, value in gpus.sample() if not name.endswith("xid")}
+    assert found == {"gpu0.lost": 1.0, "gpu1.lost": 1.0, "gpu2.lost": 1.0}
+
+
 def test_critical_errors_of_gpus_are_counted() -> None:
     gpus = GpuMetrics(nvml([(0, 31), (1, 79), (0, 48)]))
     metrics = dict(gpus.sample())
