@@ -1,4 +1,4 @@
-"""`megascale diagnose`: whether a run hangs, which rank the others wait for, and why; without torch, also afterwards."""
+"""`megascale diagnose`: whether a run hangs, which rank the others wait for, and why; also afterwards, without torch."""
 
 from __future__ import annotations
 

@@ -57,7 +57,9 @@ class WaitLink:
 
 def waiting_sets(graph: WaitGraph) -> list[WaitingSet]:
     """Return the waits of a graph, those of most ranks first. A rank that is stuck in a call's issue waits for none."""
-    found = [_set_in(place, ranks, graph) for place, all_ in graph.waiting.items() if (ranks := set(all_) - graph.stuck)]
+    found = [
+        _set_in(place, ranks, graph) for place, all_ in graph.waiting.items() if (ranks := set(all_) - graph.stuck)
+    ]
     for waits, what in ((graph.on_phase, "in phase {}"), (graph.on_device, "for its device")):
         same: defaultdict[tuple[str, tuple[int, ...]], list[int]] = defaultdict(list)
         for rank, awaited in waits.items():
@@ -96,7 +98,7 @@ def distances(sets: Sequence[WaitingSet], culprits: Collection[int]) -> dict[Wai
 
 
 def wait_chain(sets: Sequence[WaitingSet], culprits: Collection[int]) -> list[WaitLink]:
-    """Return the shortest chain to a culprit from the rank that is farthest from one; empty if no rank waits for one."""
+    """Return the shortest chain to a culprit, from the rank farthest from all; empty if no rank waits for one."""
     far = distances(sets, culprits)
     links = {rank: (far[each], each) for each in far for rank in each.ranks}
     start = max((rank for rank in links if rank not in culprits), key=lambda rank: (links[rank][0], -rank), default=-1)

@@ -4,10 +4,11 @@ ranks and from the dumps of torch's flight recorder. `view.diagnosis_text` print
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megascale.core.flight_layout import Phase
 from megascale.core.flight_record import FlightEvent
@@ -17,6 +18,7 @@ from megascale.fault.classify import classify_hang
 from megascale.fault.incidents import Culprit
 from megascale.fault.observations import read_tail
 from megascale.fault.stacks import stack_of
+from megascale.launch.failure import read_records
 from megascale.launch.flight import DUMP_FOLDER, find_suspect
 from megascale.observe.hang import SILENT_S, Verdict, hang_verdict
 from megascale.observe.wait_chain import WaitingSet, WaitLink, distances, wait_chain, waiting_sets
@@ -56,7 +58,8 @@ class Diagnosis:
 
     `idle_s`: for which no rank had made progress when it was last seen, and the limit from which that is a hang.
     `slow_ranks`: ranks beyond the limit while others make progress. `verdict`, `what` and `culprits`: of a hang.
-    `waiting`: nearest the culprits first. `recorder`: the verdict of the flight recorder's dumps, "" without dumps.
+    `waiting`: nearest the culprits first; `links`: of each to a culprit, 0 if none leads there. `recorder`: what the
+    dumps of torch's flight recorder say, "" without dumps. `error`: the first of a run that has ended.
     """
 
     view: RunView
@@ -72,6 +75,7 @@ class Diagnosis:
     chain: tuple[WaitLink, ...] = ()
     culprits: tuple[CulpritFacts, ...] = ()
     recorder: str = ""
+    error: str = ""
     notes: tuple[str, ...] = ()
 
 
@@ -80,25 +84,52 @@ def diagnose(view: RunView, states: LastStates, read_stack: Callable[[int], str]
 
     Raises: StatesError if neither states nor dumps tell anything
     """
-    recorder = _recorder(view.folder)
+    recorder, suspected = _recorder(view.folder)
+    errors = [] if view.is_live else _errors(view)
+    common = Diagnosis(view, states, "unknown", recorder=recorder, error=_first(errors), notes=states.notes)
     working = [state.record for state in states.by_rank.values() if state.record.phase is not Phase.DONE]
     if view.status == 0 or (states.by_rank and not working):
-        return Diagnosis(view, states, "has ended", recorder=recorder, notes=states.notes)
+        return replace(common, condition="has ended")
     if not working:
         if not recorder:
             raise _nothing_known(view, states)
-        return Diagnosis(view, states, "unknown", recorder=recorder, notes=states.notes)
+        return common
     limit_s = standstill_limit_s({str(record.phase) for record in working}, view.config, view.curves)
     idle_s = min(record.idle_s for record in working)
     if view.is_live and not all(state.is_local for state in states.by_rank.values()):
         idle_s = float(view.states.idle_s)  # newer than the store
-    if idle_s < limit_s:
-        slow = tuple(record.rank for record in working if record.idle_s >= limit_s)
-        return Diagnosis(
-            view, states, "makes progress" if view.is_live else "has ended", idle_s, limit_s, slow, recorder=recorder,
-            notes=states.notes,
-        )  # fmt: skip
-    return _hang(view, states, idle_s, limit_s, recorder, read_stack)
+    common = replace(common, idle_s=idle_s, limit_s=limit_s)
+    if idle_s >= limit_s or (not view.is_live and (suspected or _ended_by_timeout(errors))):
+        return _hang(common, read_stack)
+    if not view.is_live:
+        return replace(common, condition="has ended")
+    slow = tuple(record.rank for record in working if record.idle_s >= limit_s)
+    return replace(common, condition="makes progress", slow_ranks=slow)
+
+
+def _errors(view: RunView) -> list[Mapping[str, Any]]:
+    """Return the errors with which ranks ended, the earliest first; none where a file cannot be read."""
+    for folder in _log_folders(view):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            if records := read_records(folder):
+                return [record for record in records.values() if record["what"]]
+    return []
+
+
+def _log_folders(view: RunView) -> tuple[Path, Path]:
+    """Return the folders of logs under a driver, and without one."""
+    return view.folder / "logs" / f"attempt-{view.attempt}", view.folder / "logs"
+
+
+def _first(errors: Sequence[Mapping[str, Any]]) -> str:
+    """Return the first error that does not only report the loss of another rank, else the first."""
+    causes = [error for error in errors if not error["peer_was_lost"]] or errors
+    return f"rank {causes[0]['rank']} on {causes[0]['host']}: {causes[0]['what']}" if causes else ""
+
+
+def _ended_by_timeout(errors: Sequence[Mapping[str, Any]]) -> bool:
+    """Return True if ranks ended because another did not come in time, and for no other reason: they had hung."""
+    return bool(errors) and all(e["peer_was_lost"] for e in errors) and "timed out" in errors[0]["what"].lower()
 
 
 def _nothing_known(view: RunView, states: LastStates) -> StatesError:
@@ -108,20 +139,26 @@ def _nothing_known(view: RunView, states: LastStates) -> StatesError:
     return StatesError(f"{view.folder}: nothing tells what the ranks do: {where}{reasons}", hint=hint)
 
 
-def _hang(
-    view: RunView, states: LastStates, idle_s: float, limit_s: float, recorder: str, read_stack: Callable[[int], str]
-) -> Diagnosis:
+def _hang(common: Diagnosis, read_stack: Callable[[int], str]) -> Diagnosis:
+    view, states = common.view, common.states
     records = states.records
     verdict = hang_verdict(records, states.letters)
     sets = waiting_sets(wait_graph(records))
     far = distances(sets, verdict.ranks)
     ordered = sorted(sets, key=lambda each: far.get(each, len(sets) + 1))
-    culprits = tuple(_facts(view, rank, states, read_stack) for rank in verdict.ranks[:MOST_CULPRITS])
-    return Diagnosis(
-        view, states, "hangs", idle_s, limit_s, verdict=verdict, what=_what(verdict, states), waiting=tuple(ordered),
-        links=tuple(far.get(each, 0) for each in ordered), chain=tuple(wait_chain(sets, verdict.ranks)),
-        culprits=culprits, recorder=recorder, notes=(*states.notes, *_old_states(view, states, idle_s)),
-    )  # fmt: skip
+    idle_s = max([common.idle_s, *(records[rank].idle_s for rank in verdict.ranks if rank in records)])
+    return replace(
+        common,
+        condition="hangs",
+        idle_s=idle_s,
+        verdict=verdict,
+        what=_what(verdict, states),
+        waiting=tuple(ordered),
+        links=tuple(far.get(each, 0) for each in ordered),
+        chain=tuple(wait_chain(sets, verdict.ranks)),
+        culprits=tuple(_facts(view, rank, states, read_stack) for rank in verdict.ranks[:MOST_CULPRITS]),
+        notes=(*states.notes, *_old_states(view, states, common.idle_s)),
+    )
 
 
 def _what(verdict: Verdict, states: LastStates) -> str:
@@ -150,19 +187,20 @@ def _facts(view: RunView, rank: int, states: LastStates, read_stack: Callable[[i
     state = states.by_rank.get(rank)
     events = state.record.last[-MOST_EVENTS:] if state is not None else ()
     stack = read_stack(state.record.pid) if state is not None and state.is_local else ""
-    for folder in (view.folder / "logs" / f"attempt-{view.attempt}", view.folder / "logs"):
+    for folder in _log_folders(view):
         if output := read_tail(folder / f"rank-{rank}.log"):
             return CulpritFacts(rank, state, events, stack, folder / f"rank-{rank}.log", tuple(output[-LOG_LINES:]))
     return CulpritFacts(rank, state, events, stack)
 
 
-def _recorder(run: Path) -> str:
-    """Return the verdict of the dumps of torch's flight recorder, "" without dumps."""
+def _recorder(run: Path) -> tuple[str, bool]:
+    """Return what the dumps of torch's flight recorder say, "" without dumps, and True if they name a rank."""
     count = sum(1 for _ in (run / DUMP_FOLDER).glob("*_rank_*"))
     if not count:
-        return ""
+        return "", False
     suspect = find_suspect(run / DUMP_FOLDER)
-    return f"{count} dump{'s' if count > 1 else ''}: {suspect or 'no rank is known to wait for another'}"
+    text = f"{count} dump{'s' if count > 1 else ''}: {suspect or 'no rank is known to wait for another'}"
+    return text, suspect is not None
 
 
 def nodes_of(ranks: Sequence[int], states: LastStates) -> list[str]:

@@ -72,6 +72,8 @@ def _head(found: Diagnosis) -> Iterator[str]:
     else:
         yield "UNKNOWN: no state of a rank is left, only dumps of torch's flight recorder"
     yield f"run      {view.folder}: {view.layout}; {view.state}"
+    if found.error:
+        yield f"error    {found.error}"
 
 
 def _step(found: Diagnosis) -> str:
@@ -84,7 +86,8 @@ def _seen(found: Diagnosis) -> Iterator[str]:
     for source, ranks in found.states.sources().items():
         ages = [found.states.by_rank[rank].age_s for rank in ranks]
         since = f", {format_duration(max(ages))} ago" if max(ages) >= 1 else ", now"
-        yield f"seen     {format_ranks(ranks)}: {source}{since}"
+        who = f"all {len(ranks)} ranks" if len(ranks) == found.view.world else format_ranks(ranks)
+        yield f"seen     {who}: {source}{since}"
     yield from (f"note     {note}" for note in found.notes)
 
 
@@ -193,6 +196,7 @@ def diagnosis_json(found: Diagnosis) -> dict[str, Any]:
         "chain": [{"rank": link.rank, "what": link.waiting.what, "awaited": link.awaited} for link in found.chain],
         "culprits": [_culprit_json(culprit) for culprit in found.culprits],
         "flight_recorder": found.recorder,
+        "error": found.error,
         "notes": list(found.notes),
     }  # fmt: skip
 

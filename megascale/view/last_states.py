@@ -143,9 +143,7 @@ def _stored(view: RunView) -> tuple[dict[int, tuple[int, str]], dict[int, str]]:
     return {rank: (at_ns, text) for rank, at_ns, text in rows}, dict(nodes)
 
 
-def _parse(
-    rows: Mapping[int, tuple[int, Any]], view: RunView, now: float
-) -> tuple[dict[int, LastState], list[int]]:
+def _parse(rows: Mapping[int, tuple[int, Any]], view: RunView, now: float) -> tuple[dict[int, LastState], list[int]]:
     """Return the states in rows of the event store, and the ranks whose rows are damaged."""
     found, damaged = {}, []
     known = view.states.ranks if view.is_live or view.states.stale else ()
