@@ -1,4 +1,4 @@
-"""`megascale diagnose`: whether a run hangs, which rank the others wait for, and why; also afterwards, without torch."""
+"""`megascale diagnose`: whether a run hangs, for which rank the others wait, and why; also of an ended run."""
 
 from __future__ import annotations
 

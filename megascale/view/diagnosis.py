@@ -27,6 +27,7 @@ from megascale.view.last_states import LastState, LastStates, StatesError
 from megascale.view.run_view import RunView, standstill_limit_s
 
 Condition = Literal["hangs", "makes progress", "has ended", "unknown"]
+"""Of a run. It hangs also by torch's flight recorder alone, then without a verdict."""
 
 MOST_CULPRITS = 4
 """Most culprits whose events, stack and output are shown."""
@@ -93,7 +94,7 @@ def diagnose(view: RunView, states: LastStates, read_stack: Callable[[int], str]
     if not working:
         if not recorder:
             raise _nothing_known(view, states)
-        return common
+        return replace(common, condition="hangs", what=recorder) if suspected else common
     limit_s = standstill_limit_s({str(record.phase) for record in working}, view.config, view.curves)
     idle_s = min(record.idle_s for record in working)
     if view.is_live and not all(state.is_local for state in states.by_rank.values()):

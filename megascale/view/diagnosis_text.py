@@ -61,6 +61,8 @@ def _head(found: Diagnosis) -> Iterator[str]:
         where = f", in group {verdict.group}" if verdict.group else ""
         yield f"verdict  {verdict.kind}{where}; {sure}"
         yield f"hang     no rank has made progress for {idle}, step {_step(found)}"
+    elif found.condition == "hangs":
+        yield f"HUNG, by torch's flight recorder alone: {found.what}"
     elif found.condition == "makes progress":
         yield f"NO HANG: the run makes progress, step {_step(found)}; the last was {idle} ago"
         if found.slow_ranks:
@@ -70,7 +72,7 @@ def _head(found: Diagnosis) -> Iterator[str]:
     elif found.condition == "has ended":
         yield f"NO HANG: the run has ended ({view.state}), step {_step(found)}"
     else:
-        yield "UNKNOWN: no state of a rank is left, only dumps of torch's flight recorder"
+        yield "UNKNOWN: no state of a rank is left, only dumps of torch's flight recorder, in which no rank waits"
     yield f"run      {view.folder}: {view.layout}; {view.state}"
     if found.error:
         yield f"error    {found.error}"
