@@ -1,4 +1,4 @@
-"""Who waits for whom in a hang: the ranks that wait in the same place for the same ranks, and the chain from any of
+"""The chain of waits in a hang: sets of ranks that wait in the same place for the same ranks, and the way from any of
 them to the culprit.
 
 - `waiting_sets`: the wait graph as sets of ranks; `distances`: their links to the culprits
