@@ -27,7 +27,7 @@ from megascale.view.last_states import LastState, LastStates, StatesError
 from megascale.view.run_view import RunView, standstill_limit_s
 
 Condition = Literal["hangs", "makes progress", "has ended", "unknown"]
-"""Of a run. It hangs also by torch's flight recorder alone, then without a verdict."""
+"""Conditions of a run. By the dumps of torch's flight recorder alone a run hangs without a verdict."""
 
 MOST_CULPRITS = 4
 """Most culprits whose events, stack and output are shown."""
@@ -54,8 +54,8 @@ class CulpritFacts:
 
 
 @dataclass(frozen=True)
-class Diagnosis:
-    """What is known about a run that may hang.
+class RunDiagnosis:
+    """The condition of a run, and the verdict if it hangs.
 
     `idle_s`: for which no rank had made progress when it was last seen, and the limit from which that is a hang.
     `slow_ranks`: ranks beyond the limit while others make progress. `verdict`, `what` and `culprits`: of a hang.
@@ -80,14 +80,14 @@ class Diagnosis:
     notes: tuple[str, ...] = ()
 
 
-def diagnose(view: RunView, states: LastStates, read_stack: Callable[[int], str] = stack_of) -> Diagnosis:
+def diagnose(view: RunView, states: LastStates, read_stack: Callable[[int], str] = stack_of) -> RunDiagnosis:
     """Return the diagnosis of a run. `read_stack`: of a process on this host.
 
     Raises: StatesError if neither states nor dumps tell anything
     """
     recorder, suspected = _recorder(view.folder)
     errors = [] if view.is_live else _errors(view)
-    common = Diagnosis(view, states, "unknown", recorder=recorder, error=_first(errors), notes=states.notes)
+    common = RunDiagnosis(view, states, "unknown", recorder=recorder, error=_first(errors), notes=states.notes)
     working = [state.record for state in states.by_rank.values() if state.record.phase is not Phase.DONE]
     if view.status == 0 or (states.by_rank and not working):
         return replace(common, condition="has ended")
@@ -140,7 +140,7 @@ def _nothing_known(view: RunView, states: LastStates) -> StatesError:
     return StatesError(f"{view.folder}: nothing tells what the ranks do: {where}{reasons}", hint=hint)
 
 
-def _hang(common: Diagnosis, read_stack: Callable[[int], str]) -> Diagnosis:
+def _hang(common: RunDiagnosis, read_stack: Callable[[int], str]) -> RunDiagnosis:
     view, states = common.view, common.states
     records = states.records
     verdict = hang_verdict(records, states.letters)

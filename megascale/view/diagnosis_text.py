@@ -8,7 +8,7 @@ from typing import Any
 from megascale.core.flight_record import FlightEvent
 from megascale.core.rank import format_ranks
 from megascale.core.units import format_duration
-from megascale.view.diagnosis import CulpritFacts, Diagnosis, nodes_of
+from megascale.view.diagnosis import CulpritFacts, RunDiagnosis, nodes_of
 
 MOST_SETS = 16
 """Most rows of the table of waits."""
@@ -23,12 +23,12 @@ FEW = 6
 """Most ranks that a cell of the table names."""
 
 
-def diagnosis_text(found: Diagnosis) -> str:
+def diagnosis_text(found: RunDiagnosis) -> str:
     """Return a diagnosis as text."""
     return "\n".join(_lines(found))
 
 
-def _lines(found: Diagnosis) -> Iterator[str]:
+def _lines(found: RunDiagnosis) -> Iterator[str]:
     yield from _head(found)
     yield from _seen(found)
     if found.verdict is not None:
@@ -51,7 +51,7 @@ def _section(title: str, lines: Sequence[str]) -> Iterator[str]:
         yield from (f"  {line}" for line in lines)
 
 
-def _head(found: Diagnosis) -> Iterator[str]:
+def _head(found: RunDiagnosis) -> Iterator[str]:
     """Yield the verdict first, then the run."""
     view, verdict = found.view, found.verdict
     idle = format_duration(found.idle_s)
@@ -78,13 +78,13 @@ def _head(found: Diagnosis) -> Iterator[str]:
         yield f"error    {found.error}"
 
 
-def _step(found: Diagnosis) -> str:
+def _step(found: RunDiagnosis) -> str:
     total = f" of {found.view.steps:,}" if found.view.steps else ""
     step = max((record.step for record in found.states.records.values()), default=found.view.step)
     return f"{step:,}{total}"
 
 
-def _seen(found: Diagnosis) -> Iterator[str]:
+def _seen(found: RunDiagnosis) -> Iterator[str]:
     for source, ranks in found.states.sources().items():
         ages = [found.states.by_rank[rank].age_s for rank in ranks]
         since = f", {format_duration(max(ages))} ago" if max(ages) >= 1 else ", now"
@@ -93,7 +93,7 @@ def _seen(found: Diagnosis) -> Iterator[str]:
     yield from (f"note     {note}" for note in found.notes)
 
 
-def _table(found: Diagnosis) -> Iterator[str]:
+def _table(found: RunDiagnosis) -> Iterator[str]:
     rows = [("group", "sequence", "members", "wait there", "have not come")]
     for each in found.waiting[:MOST_SETS]:
         rows.append((
@@ -117,7 +117,7 @@ def _few(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:FEW])) + rest
 
 
-def _chain(found: Diagnosis) -> Iterator[str]:
+def _chain(found: RunDiagnosis) -> Iterator[str]:
     links = list(map(str, found.chain))
     if len(links) > MOST_LINKS:
         half = MOST_LINKS // 2
@@ -170,7 +170,7 @@ def _event(event: FlightEvent) -> str:
     return f"step {event.step}  {' '.join(filter(None, words))}: {took}"
 
 
-def diagnosis_json(found: Diagnosis) -> dict[str, Any]:
+def diagnosis_json(found: RunDiagnosis) -> dict[str, Any]:
     """Return a diagnosis as JSON."""
     verdict, states = found.verdict, found.states
     return {

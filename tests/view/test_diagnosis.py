@@ -19,7 +19,7 @@ from megascale.core.live_file import LiveRank
 from megascale.core.storage import Location
 from megascale.eventstore.table_files import TableFile, write_rows
 from megascale.view import diagnosis, rank_states
-from megascale.view.diagnosis import Diagnosis, diagnose
+from megascale.view.diagnosis import RunDiagnosis, diagnose
 from megascale.view.diagnosis_text import diagnosis_json, diagnosis_text
 from megascale.view.last_states import SHARED, STORED, StatesError, read_last_states
 from megascale.view.run_view import RunReader
@@ -39,7 +39,7 @@ def shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return folder
 
 
-def found_in(run: Path) -> Diagnosis:
+def found_in(run: Path) -> RunDiagnosis:
     view = RunReader(run).read()
     return diagnose(view, read_last_states(view))
 

@@ -12,7 +12,7 @@ from megascale.layout.topology import Topology
 from megascale.view import rank_states
 from megascale.view.charts.shapes import FILE_START, RED
 from megascale.view.charts.wait_picture import MOST_PLACES, wait_picture
-from megascale.view.diagnosis import Diagnosis, diagnose
+from megascale.view.diagnosis import RunDiagnosis, diagnose
 from megascale.view.last_states import read_last_states
 from megascale.view.run_view import RunReader
 from tests.view.folders import make_run
@@ -26,7 +26,7 @@ def no_live_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(rank_states, "SHARED_MEMORY", tmp_path / "none")
 
 
-def found_in(run: Path) -> Diagnosis:
+def found_in(run: Path) -> RunDiagnosis:
     view = RunReader(run).read()
     return diagnose(view, read_last_states(view))
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from megascale.core.rank import format_ranks
 from megascale.observe.wait_chain import WaitingSet
 from megascale.view.charts.shapes import BLUE, GREY, RED, STYLE, document, line, rect, text
-from megascale.view.diagnosis import Diagnosis, nodes_of
+from megascale.view.diagnosis import RunDiagnosis, nodes_of
 
 MOST_PLACES = 20
 """Most places with a box each."""
@@ -65,7 +65,7 @@ class _Box:
         return format_ranks(ranks, FEW), where, ", ".join(filter(None, (group, for_whom)))
 
 
-def wait_picture(found: Diagnosis) -> str:
+def wait_picture(found: RunDiagnosis) -> str:
     """Draw the waits of a diagnosis as SVG; of a run that does not hang, only its title."""
     if found.verdict is None:
         return document(640, 40, f"{found.view.name}: the run {found.condition}", [_HEAD])
@@ -82,7 +82,7 @@ def wait_picture(found: Diagnosis) -> str:
     return document(width, height, title, [_HEAD, *arrows, *shapes, *_draw_culprit(culprit, found)])
 
 
-def _boxes(found: Diagnosis) -> list[_Box]:
+def _boxes(found: RunDiagnosis) -> list[_Box]:
     boxes: dict[object, _Box] = {}
     for links, each in zip(found.links, found.waiting, strict=True):
         column = min(links, MOST_COLUMNS)
@@ -147,7 +147,7 @@ def _draw(box: _Box) -> Iterator[str]:
     yield from _write(box, lines)
 
 
-def _draw_culprit(box: _Box, found: Diagnosis) -> Iterator[str]:
+def _draw_culprit(box: _Box, found: RunDiagnosis) -> Iterator[str]:
     assert found.verdict is not None
     verdict = found.verdict
     nodes = nodes_of(verdict.ranks, found.states)
