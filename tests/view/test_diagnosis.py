@@ -14,8 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from megascale.core.flight_files import flight_record_of_rank
 from megascale.core.flight_layout import Phase
+from megascale.core.flight_record import FLIGHT_RECORD_VARIABLE
 from megascale.core.live_file import LiveRank
+from megascale.core.rank import Rank
 from megascale.core.storage import Location
 from megascale.eventstore.table_files import TableFile, write_rows
 from megascale.view import diagnosis, rank_states
@@ -204,6 +207,20 @@ def test_live_ranks_on_this_host(
     assert diagnosis_text(found).startswith("HANGS: rank 2 on ")
     assert found.culprits[0].stack and found.culprits[0].state is not None
     assert found.culprits[0].state.record.pid == ranks[2].pid
+
+
+def test_another_job_of_the_same_name_on_this_host(
+    tmp_path: Path, ranks: list[subprocess.Popen[str]], shared_memory: Path
+) -> None:
+    """Its ranks are at another step than the live file says of the run's."""
+    run = make_run(tmp_path)
+    write_live(run, [LiveRank("step", 10)] * 4)
+    path = shared_memory / f"megascale-{os.geteuid()}-test-2-00001.flight"
+    with flight_record_of_rank("test", Rank(1, 4, 0, "h"), {FLIGHT_RECORD_VARIABLE: str(path)}) as other:
+        other.begin_step(500)
+        assert found_in(run).states.sources() == {SHARED: [0, 1, 2, 3]}
+        other.begin_step(11)
+        assert found_in(run).states.sources() == {SHARED: [0, 2, 3]}
 
 
 def test_some_ranks_are_on_other_hosts(
