@@ -28,7 +28,8 @@ WITHOUT_TORCH = (
     "eventstore",
 )
 COMMANDS = tuple(
-    f"megascale.cli.{name}" for name in ("main", "check", "train", "bench", "data", "trace", "doctor", "watch")
+    f"megascale.cli.{name}"
+    for name in ("main", "check", "train", "bench", "data", "trace", "doctor", "watch", "diagnose")
 )
 KERNELS = {"megascale.ops.cast_transpose": "triton"}
 """Modules in the language of a library (Triton), imported only where the library is installed."""

@@ -21,6 +21,7 @@ COMMANDS = {
     "train": "train as a rank of torchrun or srun, or launch the ranks on this host",
     "launch": "train with a driver, agents and spare nodes: a job that survives faults",
     "watch": "show the live state of every rank of a run in the terminal",
+    "diagnose": "say whether a run hangs, which rank the others wait for, and why",
     "dashboard": "show runs as a web page: curves, heat map, timeline, every rank",
     "report": "write what is known about a run as one HTML file",
     "doctor": "describe this machine and the backend of each operation, and test the backends",

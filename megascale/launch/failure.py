@@ -172,7 +172,7 @@ def root_cause(logs: Path, ends: Mapping[int, ProcessEnd], dump_folder: Path | N
     killed by SIGABRT either waited for a stuck rank, or failed in C++.
     """
     host = os.uname().nodename
-    records = _read_records(logs)
+    records = read_records(logs)
     errors = [record for record in records.values() if record["what"]]
     causes = [error for error in errors if not error["peer_was_lost"]]
     silent = sorted((rank for rank in ends if rank not in records), key=lambda rank: (ends[rank].time, rank))
@@ -228,7 +228,7 @@ def _find_suspect(dumps: Path) -> flight.Suspect | None:
         return None
 
 
-def _read_records(logs: Path) -> dict[int, dict[str, Any]]:
+def read_records(logs: Path) -> dict[int, dict[str, Any]]:
     """Read the ranks' files by rank, the earliest first."""
     records = [json.loads(path.read_text(encoding="utf-8")) for path in logs.glob(ERROR_FILE_NAME.format("*"))]
     return {record["rank"]: record for record in sorted(records, key=lambda record: record["time"])}
@@ -240,7 +240,7 @@ def main(logs: str, status: str, dump_folder: str = "", tasks: str = "0") -> Non
 
     srun's own status is the highest of its tasks, often of a task that srun ended after the first failure.
     """
-    records = _read_records(Path(logs))
+    records = read_records(Path(logs))
     errors = [record for record in records.values() if record["what"]]
     causes = [error for error in errors if not error["peer_was_lost"]]
     silent = [rank for rank in range(int(tasks)) if rank not in records]

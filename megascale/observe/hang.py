@@ -25,7 +25,7 @@ from megascale.core.flight_layout import Phase
 from megascale.core.flight_record import FlightEvent, FlightRecord
 from megascale.core.rank import format_ranks
 from megascale.observe.divergence import divergent_ranks
-from megascale.observe.waits import WaitGraph, WaitPlace, is_issuing, wait_graph
+from megascale.observe.waits import WaitGraph, WaitPlace, is_issuing, place_name, wait_graph
 
 VerdictKind = Literal[
     "stopped", "dead", "spinning", "storage", "data", "collective", "network", "divergence", "device", "unknown"
@@ -159,7 +159,7 @@ def _describe_rank(rank: int, graph: WaitGraph, states: Mapping[int, str]) -> st
         text += f", without a heartbeat for {record.silent_s:.1f} s"
     if rank in graph.places:
         verb = "issuing" if is_issuing(record) else "waiting in"
-        return f"{text}, {verb} {_name(graph.places[rank], graph)}"
+        return f"{text}, {verb} {place_name(graph.places[rank], graph)}"
     last = next((event for event in reversed(record.last) if event.kind == "action"), None)
     return f"{text}, in no collective{_describe_action(last)}"
 
@@ -175,13 +175,5 @@ def _describe_place(place: WaitPlace, graph: WaitGraph) -> str:
     missing = graph.missing[place]
     waiting = [rank for rank in graph.waiting[place] if rank not in graph.stuck] or graph.waiting[place]
     verb = "wait" if len(waiting) > 1 else "waits"
-    text = f"{format_ranks(sorted(waiting))} {verb} in {_name(place, graph)}"
+    text = f"{format_ranks(sorted(waiting))} {verb} in {place_name(place, graph)}"
     return f"{text} for {format_ranks(sorted(missing))}" if missing else text
-
-
-def _name(place: WaitPlace, graph: WaitGraph) -> str:
-    """Describe a place: 'all_reduce 41 "grads" of group dp'."""
-    record = graph.records[graph.waiting[place][0]]
-    events = [e for e in record.last if e.group == place.key and e.sequence == place.sequence]
-    part = f" {events[-1].part!r}" if events and events[-1].part else ""
-    return f"{events[-1].name if events else 'operation'} {place.sequence}{part} of group {place.key}"

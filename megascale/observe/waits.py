@@ -130,6 +130,14 @@ def wait_graph(records: Mapping[int, FlightRecord]) -> WaitGraph:
     return graph
 
 
+def place_name(place: WaitPlace, graph: WaitGraph) -> str:
+    """Describe a place: 'all_reduce 41 "grads" of group dp'."""
+    record = graph.records[graph.waiting[place][0]]
+    events = [e for e in record.last if e.group == place.key and e.sequence == place.sequence]
+    part = f" {events[-1].part!r}" if events and events[-1].part else ""
+    return f"{events[-1].name if events else 'operation'} {place.sequence}{part} of group {place.key}"
+
+
 def is_issuing(record: FlightRecord) -> bool:
     """Return True if a rank has entered a communication and not issued it."""
     return record.wait is not None and record.wait.kind == "issuing"

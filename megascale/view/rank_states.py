@@ -74,7 +74,7 @@ class RankStatesReader:
             found = _from_live_file(live, self._age_s(live))
             if found.status is None and not found.stale:
                 return found
-        records = {rank: record for rank, record in local_records(run).items() if is_ours(record)}
+        records = local_records(run, is_ours)
         if not records:
             return found
         world = next(iter(records.values())).world
@@ -106,16 +106,16 @@ def _from_live_file(live: LiveState, age_s: float) -> RankStates:
 def records_of(run: str, states: RankStates) -> dict[int, FlightRecord]:
     """Return the flight records on this host that agree with what is known of a run's ranks."""
     known = states.ranks
-    return {
-        rank: record
-        for rank, record in local_records(run).items()
-        if record.world == len(known) and abs(record.step - known[rank].step) <= NEAR_STEPS
-    }
+
+    def agrees(record: FlightRecord) -> bool:
+        return record.world == len(known) and abs(record.step - known[record.rank].step) <= NEAR_STEPS
+
+    return local_records(run, agrees)
 
 
-def local_records(run: str) -> dict[int, FlightRecord]:
-    """Return the flight records of the ranks of a run that live on this host, by rank. Of two records of a rank, of
-    two jobs of the same name, none can be told to be the run's.
+def local_records(run: str, is_ours: Callable[[FlightRecord], bool] = lambda record: True) -> dict[int, FlightRecord]:
+    """Return the flight records of the ranks of a run that live on this host, by rank. `is_ours`: False for a record of
+    another job of that name. Of two records of a rank that both may be the run's, none is.
     """
     found: dict[int, FlightRecord] = {}
     ambiguous: set[int] = set()
@@ -124,7 +124,9 @@ def local_records(run: str) -> dict[int, FlightRecord]:
             if path.lstat().st_uid != os.geteuid():
                 continue
             record = read_flight_record(path)
-            if record.run == run and 0 <= record.rank < record.world and process_state(record.pid) != "Z":
+            if record.run != run or not 0 <= record.rank < record.world or not is_ours(record):
+                continue
+            if process_state(record.pid) != "Z":
                 ambiguous |= {record.rank} & found.keys()
                 found[record.rank] = record
     return {rank: record for rank, record in found.items() if rank not in ambiguous}

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -219,11 +219,8 @@ def _version(path: Path) -> tuple[int, int] | None:
 
 def _standstill(states: RankStates, config: RunConfig | None, run: str, curves: Curves) -> str:
     """Return the reason why no rank makes progress, "" if one does; with the culprit if all ranks are on this host."""
-    limit_s = idle_limit_s(curves.last.get("step_time_s", 0.0))
-    slow = max(
-        (_slow_phase_s(rank.phase, config.fault if config else FaultConfig()) for rank in states.ranks), default=0
-    )
-    if not states.source or states.status is not None or states.stale or states.idle_s < max(limit_s, slow):
+    limit_s = standstill_limit_s({rank.phase for rank in states.ranks}, config, curves)
+    if not states.source or states.status is not None or states.stale or states.idle_s < limit_s:
         return ""
     text = f"no rank has made progress for {states.idle_s} s"
     records = records_of(run, states)
@@ -235,6 +232,13 @@ def _standstill(states: RankStates, config: RunConfig | None, run: str, curves: 
             processes[rank] = process_state(record.pid)
     finding = classify_hang(hang_verdict(records, processes), 0.0, {}, tuple(records), {})
     return f"{text}: {finding.what} [{'; '.join(finding.evidence)}]"
+
+
+def standstill_limit_s(phases: Iterable[str], config: RunConfig | None, curves: Curves) -> float:
+    """Return the seconds without progress on any rank, with ranks in these phases, from which a job stands still."""
+    settings = config.fault if config is not None else FaultConfig()
+    slow_s = max((_slow_phase_s(phase, settings) for phase in phases), default=0.0)
+    return max(idle_limit_s(curves.last.get("step_time_s", 0.0)), slow_s)
 
 
 def _slow_phase_s(phase: str, settings: FaultConfig) -> float:

@@ -149,6 +149,7 @@ SHARED = {
     "backends.py": "catalog: the cards; config: the section that selects among them",
     "events.py": "cli: the command that queries the event store; core: the format of event files",
     "check.py": "cli: the command; schedule: the proofs",
+    "diagnose.py": "cli: the command that says whether a run hangs; fault: which node or link is bad",
     "driver.py": "cli: the hidden command; fault: the driver of a job",
     "fp8.py": "config: the section; ops: quantization and GEMMs",
     "launch.py": "cli: the command; config: the section",

@@ -1,0 +1,87 @@
+"""`megascale diagnose` as the person on call meets it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megascale.cli.main import main
+from megascale.core.errors import Exit
+from tests.jobs import Job, job_config
+from tests.runs import GPT
+from tests.view.folders import make_run
+from tests.view.hung_runs import CULPRIT, make_hung_run
+
+SECONDS = 120
+
+
+def diagnosed(run: Path, *arguments: str) -> dict:
+    command = [sys.executable, "-m", "megascale", "diagnose", str(run), "--json", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode == Exit.OK, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_text_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, picture = make_hung_run(tmp_path), tmp_path / "waits.svg"
+    for _ in range(2):
+        assert main(["diagnose", str(run), "--picture", str(picture)]) == Exit.OK
+        assert capsys.readouterr().out.startswith(f"HUNG when last seen: rank {CULPRIT} on node1 ")
+        assert picture.read_text().startswith("<svg")
+    assert main(["diagnose", str(run), "--json"]) == Exit.OK
+    assert json.loads(capsys.readouterr().out)["verdict"]["ranks"] == [CULPRIT]
+
+
+def test_without_torch(tmp_path: Path) -> None:
+    run = make_hung_run(tmp_path)
+    code = "import sys; sys.modules['torch'] = None; from megascale.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "diagnose", str(run), "--picture", str(tmp_path / "a.svg")]
+    assert subprocess.run(command, capture_output=True, timeout=SECONDS, check=False).returncode == Exit.OK
+
+
+def test_wrong_input_is_one_clear_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diagnose", str(tmp_path / "absent")]) == Exit.CONFIG
+    assert "no such folder" in capsys.readouterr().err
+    assert main(["diagnose", str(make_run(tmp_path))]) == Exit.CONFIG
+    error = capsys.readouterr().err
+    assert "nothing tells what the ranks do" in error and error.count("\n") == 1
+    run = make_hung_run(tmp_path / "other")
+    assert main(["diagnose", str(run), "--picture", str(tmp_path / "absent" / "a.svg")]) == Exit.CONFIG
+    assert "cannot be written: No such file or directory" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_real_job_that_hangs_lives_again_and_is_killed(tmp_path: Path) -> None:
+    """A stopped rank is named with its stack, and from the store alone once all processes are gone."""
+    config = job_config(
+        tmp_path, GPT, parallel__tp=2, parallel__pp=2, train__steps=10**6, train__precision="fp32",
+        observe__store=True, observe__store_interval_s=1.0,
+    )  # fmt: skip
+    job = Job(config)
+    job.wait_for_step(2)
+    assert diagnosed(job.folder)["condition"] == "makes progress"
+    os.kill(job.ranks()[3], signal.SIGSTOP)
+    found = _wait_for_hang(job.folder)
+    assert (found["verdict"]["kind"], found["verdict"]["ranks"]) == ("stopped", [3])
+    assert found["verdict"]["confident"] and found["chain"][-1]["awaited"] == 3
+    assert "megascale/train" in found["culprits"][0]["stack"]
+    time.sleep(3)  # the store's interval
+    job.kill()
+    found = diagnosed(job.folder)
+    assert (found["condition"], found["verdict"]["ranks"]) == ("hangs", [3])
+    assert {source["source"] for source in found["sources"]} == {"event store"}
+
+
+def _wait_for_hang(run: Path) -> dict:
+    deadline = time.monotonic() + SECONDS
+    while (found := diagnosed(run))["condition"] != "hangs":
+        assert time.monotonic() < deadline, found
+        time.sleep(1)
+    return found
