@@ -236,6 +236,7 @@ def test_killed_in_the_middle(folder: Path) -> None:
 
 def test_interrupted_from_the_keyboard(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     process = start(Path("out/set"))
+    wait_for(lambda: Path("out/.set.bin.part").stat().st_size > 8 << 20)  # several tasks are done
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (130, "", "interrupted: the same command continues\n")
