@@ -166,7 +166,7 @@ class StepCube:
             ordinary,
             warm,
             entered,
-            size.reshape(shape[0], -1),
+            size.reshape(shape[0], len(parts)),
             tokens,
             flops,
             forwards,

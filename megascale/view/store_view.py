@@ -58,10 +58,10 @@ class StoreView:
 
 
 def read_store_view(folder: Path) -> StoreView | None:
-    """Return the analyses of a run; None before its store has a step. Raises: StoreError"""
+    """Return the analyses of a run; None before its store has a step of a rank that it knows. Raises: StoreError"""
     store = open_store(folder)
     cube = recent_cube(store, BUBBLE_STEPS)
-    if not len(cube.steps):
+    if not len(cube.steps) or not len(cube.places.rank):
         return None
     ranks = fetch(store, "SELECT max(rank) + 1 AS world FROM ranks")
     world = int(ranks["world"][0])
@@ -121,7 +121,11 @@ class StoreFollower:
     def _follow(self) -> None:
         while not self.ended.is_set():
             started = time.monotonic()
-            self.refresh()
+            try:
+                self.refresh()
+            except Exception as error:  # a bug: the reader of the page learns why there is no more to see
+                self.error = f"the event store is no longer read: {error!r}"
+                raise
             self.ended.wait(max(LEAST_PAUSE_S, (time.monotonic() - started) / MOST_SHARE))
 
     def refresh(self) -> None:

@@ -61,6 +61,7 @@ def measured(rank: Rank, given: RunConfig, fit: bool = False) -> Any:
     return result, said
 
 
+@pytest.mark.slow
 def test_a_run_is_measured(tmp_path: Path) -> None:
     ((result, said),) = run_world(1, measured, config(tmp_path))
     assert result.step.count == 20

@@ -197,6 +197,7 @@ def test_a_damaged_copy_is_passed_over(tmp_path: Path, memory: Path) -> None:
         assert (step, place) == (1, "step-00000001")
 
 
+@pytest.mark.slow
 def test_another_layout_and_another_run_load_from_storage(tmp_path: Path, memory: Path) -> None:
     config = config_with(tmp_path, checkpoint__memory_dir=str(memory), parallel__tp=2)
     run_world(2, train_and_exit, config, 2, 1)

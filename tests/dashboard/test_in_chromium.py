@@ -177,7 +177,7 @@ def test_a_live_run_is_followed(browser: Browser, tmp_path: Path) -> None:
             browser.wait_for(lambda: len(browser.traces("curve-loss")[0]["x"]) > first, "more steps")
             os.kill(stopped, signal.SIGSTOP)
             browser.wait_for(lambda: "stands still" in browser.text("#header"), "the standstill")
-            assert "rank 3 is stopped" in browser.text("#verdict")
+            browser.wait_for(lambda: "rank 3 is stopped" in browser.text("#verdict"), "the verdict")
             os.kill(stopped, signal.SIGCONT)
             browser.wait_for(lambda: "runs" in browser.text("#header"), "progress")
             time.sleep(1)
@@ -187,4 +187,5 @@ def test_a_live_run_is_followed(browser: Browser, tmp_path: Path) -> None:
     finally:
         if job.process.poll() is None:
             os.kill(stopped, signal.SIGCONT)
+            job.signal(signal.SIGTERM)
         job.end()

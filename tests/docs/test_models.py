@@ -22,15 +22,14 @@ SHAPE_OF = {"llama": "llama3", "smollm": "gpt_neox", "mistral": "llama2", "qwen"
             "olmo": "gpt_neox", "pythia": "gpt_neox", "phi": "llama2"}  # fmt: skip
 """Tokenizer of a family, by the first word of its name."""
 
-FAMILIES = {
-    "llama 3": (), "smollm": pytest.mark.slow, "mistral nemo": pytest.mark.slow, "qwen 2.5": pytest.mark.slow,
-    "qwen 3": pytest.mark.slow, "gemma 2": pytest.mark.slow, "gemma 3": pytest.mark.slow, "olmo 2": pytest.mark.slow,
-    "pythia": pytest.mark.slow, "phi 3": pytest.mark.slow,
-}  # fmt: skip
+FAMILIES = (
+    "llama 3", "smollm", "mistral nemo", "qwen 2.5", "qwen 3", "gemma 2", "gemma 3", "olmo 2", "pythia", "phi 3",
+)  # fmt: skip
 SMALLER = ("train.steps=2", "optimizer.warmup_steps=1", "batch.global=2", "model.seq_length=16", "train.precision=fp32")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in FAMILIES.items()])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
 def test_five_commands_train_foreign_weights(name: str, tmp_path: Path) -> None:
     weights, tuned = tmp_path / "build" / "weights", tmp_path / "build" / "tuned"
     net = make_tiny(name, vocab_size=400, max_position_embeddings=64)

@@ -376,7 +376,7 @@ def resume(run: Any) -> Any:
     return run
 
 
-@pytest.mark.parametrize(("precision", "close"), [("fp32", 1e-5), ("bf16", 1e-2)])
+@pytest.mark.parametrize(("precision", "close"), [("fp32", 1e-5), pytest.param("bf16", 1e-2, marks=pytest.mark.slow)])
 def test_resumes_bit_equal_and_in_another_layout(precision: str, close: float, tmp_path: Path) -> None:
     more = {"train__precision": precision, "checkpoint__every": 1}
     config = configuration(tmp_path, "gpt", parallel__tp=2, parallel__dp=2, **more, **SMALL)

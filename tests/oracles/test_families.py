@@ -22,7 +22,7 @@ from tests.runs import build_run, config_of, curve_of, settings
 from tests.worlds import run_world
 
 BATCH = Batch()
-QUICK = ("qwen 2.5", "phi 3")
+QUICK = ("qwen 2.5",)
 """Families whose runs in several processes are quick tests: biases in part of the layers, and fused tensors."""
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from megascale.core.storage import Location
 from megascale.eventstore.table_files import TableFile, write_rows
+from megascale.view import store_view
 from megascale.view.store_view import StoreFollower, read_store_view
 from tests.eventstore.tables import rows
 from tests.observe.fleet import Fault
@@ -38,10 +39,24 @@ def test_a_healthy_run_has_no_findings(tmp_path: Path) -> None:
     assert (view.findings, view.heat.outliers) == ((), ())
 
 
-def test_before_the_first_step_there_is_no_view(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tables", [("ranks",), ("steps",), ("steps", "step_parts")], ids=" ".join)
+def test_before_the_first_step_of_a_known_rank_there_is_no_view(tables: tuple[str, ...], tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    write_rows(Location(f"{run}/events"), TableFile("ranks", "n", 0, 0, 1), rows("ranks", 1))
+    for table in tables:
+        columns = rows(table, 1) if table == "ranks" else rows(table, 1, step=1)
+        write_rows(Location(f"{run}/events"), TableFile(table, "n", 0, 0, 1), columns)
     assert read_store_view(run) is None
+
+
+def test_a_bug_in_an_analysis_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(folder: Path) -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(store_view, "read_store_view", fail)
+    follower = StoreFollower(make_stored_run(tmp_path)[0])
+    with pytest.raises(ValueError, match="a bug"):
+        follower._follow()
+    assert "no longer read: ValueError('a bug')" in follower.error
 
 
 def test_a_store_is_analysed_again_when_it_has_new_files_only(tmp_path: Path) -> None:
