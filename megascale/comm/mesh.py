@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from megascale.comm.p2p import Channel, P2PCommunicator, ProcessGroupP2P, channe
 from megascale.comm.timeout import Timeout
 from megascale.config.launch import LaunchConfig
 from megascale.config.nccl import NcclConfig
+from megascale.core.flight_layout import RECEIVE, SEND
 from megascale.layout.topology import DATA_AXES, MAX_FLAT_REDUCE_RANKS, Coord, Topology
 from megascale.trace.recorder import Recorder
 
@@ -105,18 +106,30 @@ def open_mesh(
         reductions = replace(dp, name="world.dp"), replace(tp, name="world.tp"), pipeline
     stage_rank = list(stages).index(rank)
     up, down = (Group(way, tuple(stages), stage_rank, recorder=recorder) for way in ("pp.up", "pp.down"))
-    start_p2p = ProcessGroupP2P(_open_channels(stages, rank, wrap_around, options), options.timeout)
+    channels = _open_channels(stages, rank, wrap_around, options)
     embedding = single_rank_group("tied", rank)
     if tied and topology.pp > 1:
         if rank in (stages[0], stages[-1]):
             embedding = open_group("tied", [stages[0], stages[-1]], rank, recorder, options, slot_bytes=SLOT)
         else:
             open_process_group(PLACEHOLDER_GROUP, [rank], options)
-    p2p = P2PCommunicator(up, down, start_p2p)
+    p2p = P2PCommunicator(up, down, ProcessGroupP2P(channels, options.timeout))
     mesh = Mesh(topology, rank, tp, dp, up, down, embedding, world, reductions, recorder, p2p, options.timeout)
+    _expect_communication(mesh, channels)
     if recorder.timer.synchronous:
         _warn_without_rings(mesh)
     return mesh
+
+
+def _expect_communication(mesh: Mesh, channels: Iterable[Channel]) -> None:
+    """Note in the flight record what this rank will take part in."""
+    flight = mesh.recorder.flight
+    for group in (mesh.tp, mesh.dp, mesh.tied, *mesh.reduction_groups):
+        if group.size > 1:
+            flight.expect(group.name)
+    for sender, receiver in channels:
+        kind, peer = (SEND, receiver) if sender == mesh.rank else (RECEIVE, sender)
+        flight.expect((mesh.up if sender < receiver else mesh.down).name, kind, peer)
 
 
 def _warn_without_rings(mesh: Mesh) -> None:

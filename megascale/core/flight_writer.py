@@ -139,6 +139,13 @@ class FlightRecordWriter:
         """Note the global ranks of a group, before its first communication. `kind`: "control", or "" for the rest."""
         self.tables.open_group(name, ranks, kind)
 
+    def expect(self, group: str, kind: str = COLLECTIVE, peer: int = -1) -> None:
+        """Note that this rank takes part in the collectives of a group, or in messages to or from a peer, before the
+        first of them: readers tell by it which ranks make the same calls.
+        """
+        if (group, kind, peer) not in self.tables.rows:
+            self._add_row(group, kind, peer)
+
     def enter(
         self, group: str, operation: str, label: Label = Label(), nbytes: int = 0, peer: int = -1,
         place: Place = NO_PLACE, kind: str = COLLECTIVE,

@@ -57,8 +57,9 @@ Follower = tuple[Any, ...]
 
 
 def role_of(record: FlightRecord) -> Role:
-    """Return the role of a rank."""
-    return frozenset((state.name, state.kind, _distance(record.rank, state.peer)) for state in record.groups.values())
+    """Return the role of a rank. Its groups are known from their opening on; control data passes when it is due."""
+    states = (state for state in record.groups.values() if state.kind != CONTROL)
+    return frozenset((state.name, state.kind, _distance(record.rank, state.peer)) for state in states)
 
 
 def follower(call: Call, following: Call, likeness: Likeness) -> Follower:

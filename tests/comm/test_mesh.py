@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from megascale.comm import mesh as mesh_module
 from megascale.comm import open_group as open_module
-from megascale.comm.mesh import open_mesh, single_process_mesh
+from megascale.comm.mesh import Mesh, open_mesh, single_process_mesh
+from megascale.core.flight_layout import CONTROL
+from megascale.core.flight_reader import parse_flight_record
 from megascale.core.rank import Rank
 from megascale.layout.topology import Topology
 from tests.worlds import run_world
@@ -72,6 +74,12 @@ def test_each_channel_has_a_group_of_its_two_ranks(topology: Topology, around: b
         assert len(names) == len(set(names)) and set(names) == channels
 
 
+def rows(mesh: Mesh) -> set[str]:
+    """The groups and directions of messages in the flight record of a mesh's rank."""
+    record = parse_flight_record(bytes(mesh.recorder.flight._memory), 0, "test")
+    return {key for key, state in record.groups.items() if state.kind != CONTROL}
+
+
 def talk(rank: Rank, shapes: list[tuple[Topology, bool, bool]]) -> list[float]:
     """In one mesh after the other: each stage hears its neighbours' numbers, twice on each channel, all of which is
     posted before anything is waited for. Returns what the ends of each pipeline sum.
@@ -83,6 +91,7 @@ def talk(rank: Rank, shapes: list[tuple[Topology, bool, bool]]) -> list[float]:
     sums = []
     for topology, tied, around in shapes:
         mesh = open_mesh(topology, rank.rank, tied=tied, wrap_around=around)
+        expected = rows(mesh)
         channels, own, p = mesh.p2p, mesh.coord.pp, topology.pp
         neighbours = sorted({n % p for n in (own - 1, own + 1) if around or 0 <= n < p})
         received = [(torch.zeros(1), torch.zeros(1)) for _ in neighbours]
@@ -94,6 +103,9 @@ def talk(rank: Rank, shapes: list[tuple[Topology, bool, bool]]) -> list[float]:
         assert [tuple(map(float, pair)) for pair in received] == [(n, n + 0.5) for n in neighbours]
         ends = torch.ones(1)
         all_reduce(mesh.tied, ends)
+        for group in (mesh.tp, mesh.dp):
+            all_reduce(group, torch.ones(1))
+        assert rows(mesh) == expected, "the record knows what a rank takes part in before its first communication"
         sums.append(float(ends))
     return sums
 

@@ -64,12 +64,14 @@ class GroupFacts(NamedTuple):
 class Workload:
     """What a job trains: `vpp` chunks a rank with `layers` in each, `micro_batches` a step. `sequence`: all-gathers and
     reduce-scatters take turns, as in sequence parallelism, and a call of one kind does not pair with the other.
+    `bucketed`: each layer's gradients are reduced within the last backward, as soon as they are complete.
     """
 
     vpp: int = 1
     layers: int = 2
     micro_batches: int = 4
     sequence: bool = False
+    bucketed: bool = False
 
 
 def topology_groups(topology: Topology, rank: int) -> dict[str, GroupFacts]:
@@ -124,11 +126,14 @@ class _Program:
                     yield from self._tensor_parallel(kind is Kind.F, chunk, microbatch)
                 case Kind.WAIT_PARAMS:
                     yield Call("wait", "dp", token=("gather", chunk))
-                case Kind.REDUCE:
+                case Kind.REDUCE if not self._work.bucketed:
                     yield from self._in(
                         "dp", Call("reduce_scatter", "dp", f"chunk {chunk}", -1, chunk, microbatch, ("reduce", chunk))
                     )
-        yield from (Call("wait", "dp", token=("reduce", chunk)) for chunk in range(self._work.vpp))
+        reduced = [("reduce", chunk) for chunk in range(self._work.vpp)]
+        if self._work.bucketed:
+            reduced = [("reduce", chunk, layer) for _, chunk in reduced for layer in range(self._work.layers)]
+        yield from (Call("wait", "dp", token=token) for token in reduced)
         if self._dp == 0:  # only this shard has the norms' gradients
             yield from self._in("tp", Call("all_reduce", "tp", "chunk 0 partial gradients"))
         for key in ("world", "world.dp", "world.tp", "world.pp"):
@@ -161,6 +166,13 @@ class _Program:
                     yield from self._in("tp", Call("reduce_scatter", "tp", part, layer, chunk, microbatch, bytes=64))
                 else:
                     yield from self._in("tp", Call("all_reduce", "tp", part, layer, chunk, microbatch, bytes=64))
+            if self._work.bucketed and not forward and microbatch == self._work.micro_batches - 1:
+                number = layer - layers[0]
+                yield from self._in(
+                    "dp",
+                    Call("reduce_scatter", "dp", f"chunk {chunk}.{number}", -1, chunk, microbatch,
+                         ("reduce", chunk, number)),
+                )  # fmt: skip
 
 
 def step_calls(topology: Topology, rank: int, work: Workload) -> list[Call]:

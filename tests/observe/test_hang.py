@@ -16,7 +16,7 @@ SMALL = [
     (Topology(tp=2, pp=2, dp=2), Workload()), (Topology(pp=4, dp=2), Workload()), (Topology(dp=4), Workload()),
     (Topology(tp=2, dp=2), Workload()), (Topology(tp=2, pp=2), Workload()), (Topology(tp=2), Workload()),
     (Topology(tp=4, pp=2), Workload()), (Topology(pp=4), Workload()), (Topology(tp=2, pp=2), Workload(sequence=True)),
-    (Topology(tp=2, pp=2), Workload(vpp=2)),
+    (Topology(tp=2, pp=2), Workload(vpp=2)), (Topology(tp=2, pp=2, dp=2), Workload(bucketed=True)),
 ]  # fmt: skip
 LARGE = [
     (Topology(tp=2, pp=2, dp=4), Workload()), (Topology(tp=4, pp=4, dp=4), Workload()),
@@ -136,3 +136,14 @@ def test_calls_of_other_sizes_are_no_lost_data() -> None:
     assert waits[2] == waits[3]
     verdict = verdict_of(world)
     assert (verdict.ranks, verdict.kind) == ((3,), "divergence")
+
+
+@pytest.mark.parametrize("bucketed", [False, True], ids=["after", "within the backward"])
+def test_a_reduction_left_out_of_the_first_step_is_told_by_tensor_parallel_ranks(bucketed: bool) -> None:
+    """They made it, and no earlier step is known; other micro-batches have none, which says nothing."""
+    topology, work = Topology(tp=2, pp=2, dp=2), Workload(bucketed=bucketed)
+    for rank in range(topology.world_size):
+        for at, call in enumerate(step_calls(topology, rank, work)):
+            if call.name == "reduce_scatter":
+                verdict = verdict_of(HangingWorld(topology, Fault("skip", rank, at), work))
+                assert (verdict.ranks, verdict.kind) == ((rank,), "divergence"), (rank, call, verdict)
