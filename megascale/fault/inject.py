@@ -88,7 +88,8 @@ class Injector:
 
     def __init__(self, injection: Injection, rank: int, world: int, folder: Path) -> None:
         self._log = InjectionLog(folder)
-        self._began = time.time()
+        self._first_step = 0
+        self._warm_since = math.inf  # its second step, when nothing is imported and connected any more
         struck = self._log.struck()
         self._planned: list[PlannedFault] = []
         self._logged: set[str] = set()
@@ -105,6 +106,9 @@ class Injector:
     def strikes(self, phase: str, step: int) -> Fault | None:
         """Return and log the fault of this phase of this step, if any; step 0 comes before the first step."""
         if self._random is not None and step:
+            self._first_step = self._first_step or step
+            if step > self._first_step:
+                self._warm_since = min(self._warm_since, time.time())
             self._plan_random_fault(phase, step)
         for planned in self._planned:
             fault = planned.fault
@@ -119,9 +123,13 @@ class Injector:
         return None
 
     def _plan_random_fault(self, phase: str, step: int) -> None:
-        """Plan the next random fault for this step if due. Faults due while the rank did not train are skipped."""
+        """Plan the next random fault for this step if due. Faults due while the rank did not train, and in its first
+        step, are skipped.
+        """
         planned = self._next
-        while planned.due < self._began if planned.due else planned.fault.step < step:
+        if planned.due and math.isinf(self._warm_since):
+            return
+        while planned.due < self._warm_since if planned.due else planned.fault.step < step:
             planned = self._next = next(self._future)
         if planned.fault.phase == phase and (planned.due <= time.time() if planned.due else planned.fault.step == step):
             self._planned.append(replace(planned, fault=replace(planned.fault, step=step)))

@@ -37,8 +37,8 @@ class RankStatus(_Checked):
 
     From its flight record: `phase`, `step`, `progress`, `step_time_s` (of recent steps, 0 before the first has ended),
     `idle_s` (seconds without progress), `silent_s` (seconds without a beat of the rank's heartbeat thread).
-    `first_step`: the first step of the attempt, 0 before. `state`: the letter of /proc/PID/stat
-    (R, S, D, T, Z), "" if unknown. `rss`: bytes.
+    `first_step`: the first step of the attempt, 0 before. `waits`: for the end of a communication, or for its device.
+    `state`: the letter of /proc/PID/stat (R, S, D, T, Z), "" if unknown. `rss`: bytes.
     """
 
     rank: int
@@ -50,6 +50,7 @@ class RankStatus(_Checked):
     silent_s: float = 0.0
     step_time_s: float = 0.0
     first_step: int = 0
+    waits: bool = False
     state: str = ""
     rss: int = 0
 

@@ -59,6 +59,7 @@ def rank_status(rank: int, pid: int, record: FlightRecord | None, started: float
         silent_s=max(0.0, now - record.heartbeat_ns / 1e9),
         step_time_s=record.step_time_s,
         first_step=record.first_step,
+        waits=record.wait is not None and record.wait.kind in ("waiting", "device"),
         state=state,
         rss=rss,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from megascale.config.fault import FaultConfig
 from megascale.core.flight_layout import Phase
@@ -64,15 +64,18 @@ class ProgressWatch:
         """Return True if no rank has made progress for `fault.hang_s`: `hangs` knows whether that is too long."""
         return self.idle_s(now) >= self._settings.hang_s
 
-    def hangs(self, statuses: Iterable[RankStatus], now: float) -> bool:
-        """Return True if no rank has made progress for longer than its phase explains. `statuses`: of all ranks."""
+    def hangs(self, statuses: Sequence[RankStatus], now: float) -> bool:
+        """Return True if no rank has made progress for longer than its phase explains. `statuses`: of all ranks.
+
+        The phase of a rank that waits explains nothing: it waits for a rank that does not, if there is one.
+        """
         idle = self.idle_s(now)
         if not self.is_idle(now):
             return False
-        bounds = [(self._bound_s(status), status.state in STOPPED_STATES) for status in statuses]
-        if any(stopped and idle >= bound for bound, stopped in bounds):
+        if any(status.state in STOPPED_STATES and idle >= self._bound_s(status) for status in statuses):
             return True
-        return bool(bounds) and idle >= max(bound for bound, _ in bounds)
+        bounds = [self._bound_s(status) for status in [each for each in statuses if not each.waits] or statuses]
+        return bool(bounds) and idle >= max(bounds)
 
     def _bound_s(self, status: RankStatus) -> float:
         settings = self._settings

@@ -91,6 +91,21 @@ def test_random_faults_by_time_leave_out_those_of_an_outage(tmp_path: Path, monk
     assert len(struck(again, inject.RANDOM_PHASES)) == 1
 
 
+def test_random_faults_by_time_leave_out_those_of_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which imports and connects, and on a busy host may take longer than the time between two faults."""
+    now = [1000.0]
+    monkeypatch.setattr(inject.time, "time", lambda: now[0])
+    text = parse_injection("random mtbf_s=10 seed=1 kinds=kill")
+    due = [planned.due for planned in islice(random_faults(text.random, 1, 1000.0), 2)]  # type: ignore[arg-type]
+    injector = Injector(text, 0, 1, tmp_path)
+    now[0] = due[0] + 0.1
+    assert not any(injector.strikes(phase, step) for step in (4, 5) for phase in inject.RANDOM_PHASES)
+    now[0] = due[1] + 0.1
+    assert any(injector.strikes(phase, 5) for phase in inject.RANDOM_PHASES)
+
+
 def test_random_faults_are_apart() -> None:
     drawn = [planned.due for planned in islice(random_faults(RandomFaults(("kill",), 10.0, apart=8.0), 4, 0.0), 500)]
     gaps = [later - earlier for earlier, later in pairwise(drawn)]

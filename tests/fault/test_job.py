@@ -133,6 +133,20 @@ def test_a_hang_in_the_first_step_of_nodes_that_have_trained_is_found_sooner(kno
     assert watch.hangs([status(8, 4.0)], 57.0)
 
 
+def test_the_phase_of_a_rank_that_waits_explains_no_hang() -> None:
+    """Ranks in a checkpoint wait for a rank that hangs in its step; ranks that all wait may be sending much."""
+    watch = ProgressWatch(FaultConfig(), 0.0)
+    watch.beat([status(7, 0.0)], 1.0)
+    watch.beat([status(8, 0.0)], 2.0)
+    waiting = RankStatus(1, 1, "checkpoint", 8, 1, 4.0, 0.0, 0.5, 7, waits=True)
+    saving = replace(waiting, waits=False)
+    stuck = replace(status(8, 4.0), waits=False)
+    assert watch.hangs([stuck, waiting], 6.0)
+    assert not watch.hangs([stuck, saving], 6.0)
+    assert not watch.hangs([waiting, waiting], 6.0)
+    assert watch.hangs([waiting, waiting], 2.0 + FaultConfig().checkpoint_hang_s)
+
+
 def test_the_first_step_of_an_attempt_is_the_measure_of_the_next() -> None:
     sim = simulation()
     took = sim.job.attempt.watch.first_step_took  # type: ignore[union-attr]

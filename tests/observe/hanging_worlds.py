@@ -130,6 +130,9 @@ class _Program:
                     yield from self._in(
                         "dp", Call("reduce_scatter", "dp", f"chunk {chunk}", -1, chunk, microbatch, ("reduce", chunk))
                     )
+        yield from self._step_end()
+
+    def _step_end(self) -> Iterator[Call]:
         reduced = [("reduce", chunk) for chunk in range(self._work.vpp)]
         if self._work.bucketed:
             reduced = [("reduce", chunk, layer) for _, chunk in reduced for layer in range(self._work.layers)]

@@ -69,7 +69,8 @@ class NoScheduler:
 def statuses(ranks: Sequence[int], step: int) -> tuple[RankStatus, ...]:
     """Return the states of healthy ranks."""
     return tuple(
-        RankStatus(rank, 1000 + rank, "step", step, 100 * step, 0.1, 0.1, 1.0, 1, "R", 1 << 30) for rank in ranks
+        RankStatus(rank, 1000 + rank, "step", step, 100 * step, 0.1, 0.1, 1.0, 1, state="R", rss=1 << 30)
+        for rank in ranks
     )
 
 
