@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import megascale
+from tests.runs import GPT, settings, write_config
 
 WITHOUT_TORCH = (
     "core",
@@ -34,6 +35,19 @@ COMMANDS = tuple(
 KERNELS = {"megascale.ops.cast_transpose": "triton"}
 """Modules in the language of a library (Triton), imported only where the library is installed."""
 HEAVY = {"torch", "tensorboard", "transformers", "megatron", "pyarrow", "duckdb", "dash", "plotly"}
+
+
+NOT_AT_A_START = (
+    "torch.distributed.checkpoint",  # a second of CPU, for the first checkpoint on storage
+    "torch.distributed.tensor",
+    "sympy",  # which torch.autograd.backward would import
+    "torch._dynamo",
+    "tensorboard",
+    "megascale.launch.local",
+    "megascale.eventstore.collector",
+    "megascale.observe",
+)
+"""Modules that a rank does without until it saves: each costs time in every restart of a job."""
 
 
 def modules(*packages: str) -> list[str]:
@@ -102,6 +116,28 @@ def test_what_a_module_does_without(name: str, absent: str, tmp_path: Path) -> N
     loaded = after_importing([name], tmp_path)["ours"]
     assert name in loaded
     assert not [other for other in loaded if other.startswith(absent)]
+
+
+def test_a_rank_starts_without_what_its_first_steps_do_not_need(tmp_path: Path) -> None:
+    tree = settings(GPT, tmp_path, train__steps=3, checkpoint__every=1000)
+    code = f"""
+import json, sys
+from megascale.checkpoint.checkpoints import Checkpoints
+from megascale.cli.main import main
+found, save = [], Checkpoints.start_save
+def start_save(*arguments):
+    found.append(list(sys.modules))
+    save(*arguments)
+Checkpoints.start_save = start_save
+status = main(["train", {str(write_config(tree, tmp_path / "config.toml"))!r}])
+print(json.dumps([status, *found, list(sys.modules)]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    status, at_save, at_end = json.loads(done.stdout.splitlines()[-1])
+    absent = {name: [other for other in at_save if f"{other}.".startswith(f"{name}.")] for name in NOT_AT_A_START}
+    assert status == 0
+    assert {name: found for name, found in absent.items() if found} == {}
+    assert {"torch.distributed.checkpoint", "torch.distributed.tensor", "sympy"} <= set(at_end)
 
 
 def test_the_question_notices_torch(tmp_path: Path) -> None:

@@ -31,8 +31,9 @@ class Expected:
 @dataclass(frozen=True)
 class FaultCase:
     """A case. `inject`: `fault.inject` of the job; `settings`: further overrides; `spares`: of the job. `most_lost`:
-    most steps that may be computed twice. `same_curve`: the loss of every step equals the undisturbed run's. `testbed`:
-    the nodes are hosts of a testbed, joined by links.
+    most steps that may be computed twice. `same_curve`: the loss of every step equals the undisturbed run's. `says`:
+    words of the job's output. `testbed`: the nodes are hosts of a testbed, joined by links. `disk_bytes`: size of a
+    file system that the checkpoints have to themselves.
     """
 
     name: str
@@ -44,7 +45,9 @@ class FaultCase:
     settings: tuple[str, ...] = field(default=())
     most_lost: int = 1
     same_curve: bool = True
+    says: str = ""
     testbed: bool = False
+    disk_bytes: int = 0
 
 
 def rank_case(
@@ -164,7 +167,17 @@ CASES = (
     ),
     FaultCase(
         "disk full", "D5", "a checkpoint finds no space: training goes on", "full_disk rank=1 step=8", Expected(),
-        settings=KEEP_CHECKPOINTS,
+        settings=KEEP_CHECKPOINTS, says="no checkpoint of step 8",
+    ),
+    FaultCase(
+        "file system full", "D5", "a full file system of checkpoints for six steps: training goes on",
+        "fill_disk node=0 step=6 steps=6", Expected(),
+        settings=KEEP_CHECKPOINTS, says="No space left on device", disk_bytes=64 << 20,
+    ),
+    FaultCase(
+        "file system stays full", "D5", "a full file system of checkpoints to the end: the last save fails",
+        "fill_disk node=0 step=6", Expected(("storage",), actions=("restart", "stop"), status=Exit.DO_NOT_REQUEUE),
+        settings=KEEP_CHECKPOINTS, says="No space left on device", disk_bytes=64 << 20,
     ),
     FaultCase(
         "no copies in memory", "D14", "a node is lost, copies in memory off: the newest checkpoint",

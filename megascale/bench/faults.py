@@ -15,6 +15,8 @@ from typing import Any
 
 from megascale.bench.fault_cases import Expected, FaultCase
 from megascale.bench.fault_jobs import JobResult, run_job
+from megascale.bench.outside_faults import CHECKPOINTS
+from megascale.bench.small_disk import small_disk
 from megascale.config.injection import parse_injection
 from megascale.fault.incidents import Incident
 from megascale.launch.cpu_quota import CpuQuotaError
@@ -85,6 +87,9 @@ def run_case(case: FaultCase, folder: Path, nodes: int, undisturbed: Sequence[tu
     """
     name = case.name.replace(" ", "-").replace(",", "")
     run = partial(run_job, folder, name, nodes, f"train.steps={STEPS}", *case.settings, spares=case.spares)
+    if case.disk_bytes:
+        with small_disk(folder / name / CHECKPOINTS, case.disk_bytes):
+            return judge(case, run(inject=case.inject), undisturbed)
     if not case.testbed:
         return judge(case, run(inject=case.inject), undisturbed)
     with Testbed(nodes + case.spares, HostLink()) as testbed:
@@ -106,6 +111,8 @@ def _problems(result: CaseResult, undisturbed: Sequence[tuple[int, float]]) -> I
         yield f"exit status {job.status} instead of {int(expected.status)}"
     if job.injected is None:
         yield "the fault did not strike"
+    if case.says not in job.output:
+        yield f"the output does not say: {case.says}"
     if case.same_curve and job.curve != list(undisturbed):
         yield "the losses differ from those of the undisturbed run"
     yield from (f"left behind: {what}" for what in job.left_behind)

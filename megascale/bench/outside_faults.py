@@ -1,7 +1,7 @@
 """Faults of nodes, links and the driver, which strike a running `megascale launch` from outside.
 
 All processes of a job inherit a variable that names the run's folder; those of a node also have its name. Links need a
-testbed, whose host i is node i.
+testbed, whose host i is node i; a full disk needs one of its own for the run's checkpoints.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megascale.bench.link_faults import LINK_FAULTS, link_fault
+from megascale.bench.small_disk import empty_disk, fill_disk
 from megascale.config.injection import Fault, parse_injection
 from megascale.core.rank import NODE_VARIABLE
 from megascale.fault.inject import InjectionLog, PlannedFault, describe, faults_of_target
@@ -23,6 +24,9 @@ from megascale.launch.testbed import Testbed
 
 RUN_VARIABLE = "MEGASCALE_FAULTS_RUN"
 """Environment variable that marks the processes of a job: the folder of its run."""
+
+CHECKPOINTS = "checkpoints"
+"""The folder of checkpoints in that of a run."""
 
 POLL_S = 0.05
 
@@ -48,9 +52,8 @@ class OutsideFaults(threading.Thread):
                 return
         faults = [fault for target in ("node", "driver") for fault in self._remaining(target)]
         for fault in sorted(faults, key=lambda fault: fault.step):
-            while last_step(self._folder) < fault.step - 1:
-                if self._ended.wait(POLL_S):
-                    return
+            if not self._wait_for_step(fault.step - 1):
+                return
             InjectionLog(self._folder).add(PlannedFault(describe(fault), fault), "", fault.step)
             self._strike(fault)
 
@@ -60,11 +63,21 @@ class OutsideFaults(threading.Thread):
         else:
             strike, heal = process_fault(fault, self._folder)
         strike()
-        if fault.for_s is None:
+        if fault.for_s is None and fault.steps == 1:
             self._lasting.append(heal)
+            return
+        if fault.for_s is None:
+            self._wait_for_step(fault.step + fault.steps - 1)
         else:
             self._ended.wait(fault.for_s)
-            heal()
+        heal()
+
+    def _wait_for_step(self, step: int) -> bool:
+        """Wait until the run has finished a step; return False if the job ended before."""
+        while last_step(self._folder) < step:
+            if self._ended.wait(POLL_S):
+                return False
+        return True
 
     def end(self) -> None:
         """Stop waiting for steps, end the thread, and end the faults that last."""
@@ -97,6 +110,9 @@ def process_fault(fault: Fault, run: Path) -> tuple[Callable[[], object], Callab
         case "throttle_cpu":
             quota = CpuQuota(f"megascale-{os.getpid()}-{node}", fault.cores)
             return lambda: quota.limit(job_processes(run, node)), quota.lift
+        case "fill_disk":
+            disk = run / CHECKPOINTS
+            return lambda: fill_disk(disk), lambda: empty_disk(disk)
         case _:
             raise ValueError(f"{fault.kind} needs hosts of a testbed")
 

@@ -12,9 +12,13 @@ import torch
 
 from megascale.checkpoint.folders import complete_checkpoints
 from megascale.checkpoint.format import manifest
-from megascale.checkpoint.format.safetensors_file import MIN_CHECKSUM_BLOCK_BYTES, SafetensorsFile, TensorEntry
+from megascale.checkpoint.format.safetensors_file import (
+    MAX_READ_BYTES,
+    MIN_CHECKSUM_BLOCK_BYTES,
+    SafetensorsFile,
+    TensorEntry,
+)
 from megascale.checkpoint.format.state import SAFETENSORS_DTYPES, Progress, slices
-from megascale.checkpoint.load.reader import MAX_READ_BYTES, CheckpointReader, ReadRequest
 from megascale.core.errors import CheckpointError
 from megascale.core.limits import os_error_hint
 from megascale.core.storage import Location
@@ -58,6 +62,8 @@ def read_tensor(folder: Location, saved: manifest.Manifest, name: str) -> torch.
 
     Raises: DamagedError if a part of it is missing or fails its checksum
     """
+    from megascale.checkpoint.load.reader import CheckpointReader, ReadRequest  # a rank finds checkpoints without it
+
     tensor = saved.tensors[name]
     if sum(math.prod(shard.size) for shard in tensor.shards) != math.prod(tensor.shape):
         raise manifest.DamagedError(f"{folder} holds only a part of {name}")

@@ -54,9 +54,9 @@ def run(options: argparse.Namespace) -> int:
     place = place_from_environment(os.environ)
     secret, descriptor = job_secret(None), inheritable_secret()
     raise_soft_limits(OPEN_FILES)
-    observed = None if options.observe is None else functools.partial(ObservedRanks, options.observe.absolute())
+    observe = None if options.observe is None else functools.partial(ObservedRanks, options.observe.absolute())
     try:
-        status = asyncio.run(Agent(place, secret, descriptor, tls_from_environment(), observed).run())
+        status = asyncio.run(Agent(place, secret, descriptor, tls_from_environment(), observe).run())
     except MegascaleError as error:
         print(error, file=sys.stderr)
         status = int(error.exit_status)

@@ -63,7 +63,7 @@ def run_nodes(options: argparse.Namespace) -> int:
         if not options.nodes:
             hint = "--nodes N for N processes of this host, or start it with torchrun or srun"
             raise ConfigError([Problem("command line", "--nodes", "no launcher has started this process", hint)])
-        diagnosis = asyncio.run(_diagnose_processes(options.nodes, plan))
+        diagnosis = asyncio.run(diagnose_processes(options.nodes, plan))
     elif (from_launcher := _diagnose_hosts(rank, plan)) is None:
         return Exit.OK
     else:
@@ -72,7 +72,7 @@ def run_nodes(options: argparse.Namespace) -> int:
     return Exit.OK if diagnosis.ok else Exit.UNCLASSIFIED
 
 
-async def _diagnose_processes(count: int, plan: DiagnosisPlan) -> Diagnosis:
+async def diagnose_processes(count: int, plan: DiagnosisPlan) -> Diagnosis:
     """Diagnose `count` nodes that are processes of this host."""
     secret = os.environ.get(SECRET_VARIABLE) or new_secret()
 

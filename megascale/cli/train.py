@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from megascale.cli.collect import collector_process
 from megascale.cli.main import add_config_arguments
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
@@ -25,11 +24,9 @@ from megascale.core.process import die_with_parent
 from megascale.core.rank import STORE_VARIABLE, Rank, local_world_size, rank_from_environment
 from megascale.core.torch_import import torch_import_problem
 from megascale.eventstore.settings import open_ring_of_rank
-from megascale.fault.say import say
-from megascale.launch import environment, flight, local
+from megascale.launch import environment, flight
 from megascale.launch.failure import write_end, write_error
 from megascale.launch.host_limits import limit_findings, wanted_open_files
-from megascale.observe.hang import hang_verdict
 
 if TYPE_CHECKING:
     from megascale.train.resume import InitialWeights
@@ -56,22 +53,7 @@ def run(options: argparse.Namespace) -> int:
                 write_error(error, rank)
             raise
         if rank is None and config.world_size > 1:
-            if warning := environment.warn_of_idle_hosts(config.world_size):
-                print(warning, file=sys.stderr)
-            arguments = ["train", options.config, *options.overrides]
-            folder = config.folder
-            from megascale.export.exporter import MetricsEndpoint
-            from megascale.fault.node_exporter import watching_host
-
-            endpoint = MetricsEndpoint.of_run(config, socket.gethostname())
-            return local.run_local_ranks(
-                arguments,
-                config.world_size,
-                folder / "logs",
-                folder / flight.DUMP_FOLDER,
-                find_hung,
-                lambda collector: watching_host(collector, endpoint, say),
-            )
+            return _launch_ranks(options, config)
         if "TORCHELASTIC_RUN_ID" in os.environ:
             die_with_parent(os.getppid())  # a killed torchrun leaves its workers training
         place = rank or Rank(0, 1, 0, socket.gethostname())
@@ -80,6 +62,8 @@ def run(options: argparse.Namespace) -> int:
         ring = open_ring_of_rank(config, place, flight_record)
         collects = config.observe.store or config.observe.metrics_port
         if place.local_rank == 0 and collects and FLIGHT_RECORD_VARIABLE not in os.environ:
+            from megascale.cli.collect import collector_process
+
             held.enter_context(collector_process(config))  # else the launcher or agent collects
         try:
             from megascale.train.entry import run_rank
@@ -92,8 +76,30 @@ def run(options: argparse.Namespace) -> int:
         return status
 
 
+def _launch_ranks(options: argparse.Namespace, config: RunConfig) -> int:
+    """Launch the layout's ranks on this host. What only a launcher needs is imported here: a rank starts without."""
+    from megascale.export.exporter import MetricsEndpoint
+    from megascale.fault.node_exporter import watching_host
+    from megascale.fault.say import say
+    from megascale.launch import local
+
+    if warning := environment.warn_of_idle_hosts(config.world_size):
+        print(warning, file=sys.stderr)
+    endpoint = MetricsEndpoint.of_run(config, socket.gethostname())
+    return local.run_local_ranks(
+        ["train", options.config, *options.overrides],
+        config.world_size,
+        config.folder / "logs",
+        config.folder / flight.DUMP_FOLDER,
+        find_hung,
+        lambda collector: watching_host(collector, endpoint, say),
+    )
+
+
 def find_hung(records: Mapping[int, FlightRecord], states: Mapping[int, str]) -> tuple[int, str] | None:
     """Return the rank that hangs and the evidence; None if the flight records name no single rank."""
+    from megascale.observe.hang import hang_verdict
+
     verdict = hang_verdict(records, states)
     return (verdict.ranks[0], f"{verdict.kind}: {'; '.join(verdict.evidence)}") if verdict.confident else None
 

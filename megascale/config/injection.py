@@ -77,7 +77,9 @@ KINDS: Mapping[str, FaultKind] = {
     "throttle_cpu": FaultKind(
         "node", "the node's processes have the time of `cores` cores", options=LENGTH, required=("cores",)
     ),
-    "fill_disk": FaultKind("node", "the disk of the run's folder is full on the node", options=LENGTH),
+    "fill_disk": FaultKind(
+        "node", "the file system of the node's checkpoints is full, for `steps` steps", options=("steps",)
+    ),
     "kill_driver": FaultKind("driver", "the driver is killed"),
 }
 """Kinds of faults by name. Ranks inject their own; the program that runs the test injects the others."""

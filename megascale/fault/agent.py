@@ -9,12 +9,9 @@ which save, and itself.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import socket
 import sys
-import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +19,8 @@ from megascale.config.fault import FaultConfig
 from megascale.core.errors import Exit, MegascaleError
 from megascale.core.handshake import NotAPeerError
 from megascale.core.process import stop_signals
-from megascale.eventstore.collector import FINISH_S, Collector, CollectorThread
 from megascale.fault.agent_exporter import AgentExporter
+from megascale.fault.agent_ranks import AgentRanks, Observe
 from megascale.fault.answers import check_node, read_records, take_stacks
 from megascale.fault.host_metrics import HostMetrics
 from megascale.fault.messages import (
@@ -31,28 +28,18 @@ from megascale.fault.messages import (
     Check,
     Collect,
     DriverMessage,
-    Heartbeat,
-    Hello,
     Leave,
     OpenStore,
-    RankEnd,
-    RanksEnded,
     Start,
     Stop,
     Welcome,
 )
 from megascale.fault.node_exporter import METRICS_S
 from megascale.fault.node_place import NodePlace
-from megascale.fault.node_ranks import NodeRanks
-from megascale.fault.ranks import Ranks
 from megascale.fault.rpc import AgentChannel
 from megascale.fault.scheduler.port import DRIVER_LOST
-from megascale.fault.store_listener import StoreListener
 from megascale.fault.streams import Tls
 from megascale.fault.threads import call_in_thread
-
-COLLECTOR_S = FINISH_S + 1
-"""Seconds that the agent waits at most for the event store."""
 
 LOST_DRIVER_GRACE_S = 60.0
 """Seconds that the ranks have to save when no driver has come back."""
@@ -61,7 +48,7 @@ LOST_DRIVER_GRACE_S = 60.0
 class Agent:
     """The agent of a node. `secret`: the key of the job; `secret_descriptor`: from which ranks read the secret.
 
-    `observed`: ranks of another launcher, which this agent only watches.
+    `observe`: finds ranks of another launcher, which this agent only watches.
     """
 
     def __init__(
@@ -70,21 +57,18 @@ class Agent:
         secret: bytes,
         secret_descriptor: int,
         tls: Tls | None = None,
-        observed: Callable[[Callable[[RankEnd], None]], Ranks] | None = None,
+        observe: Observe | None = None,
     ) -> None:
         self._place = place
         self._settings = FaultConfig()
-        self._secret_descriptor = secret_descriptor
         self._channel = AgentChannel(place.driver, secret, self._greeting, tls)
-        self._started = time.time()
-        self._ranks: Ranks | None = observed(self._report_end) if observed else None
-        self._observes = observed is not None
-        self._store = StoreListener(place.address)
-        self._collector: CollectorThread | None = None
+        self._exporter = AgentExporter(place, lambda: self._channel.lost_s, _say)
         self._metrics = HostMetrics(Path.cwd())
         self._host: Mapping[str, float] = {}
-        self._exporter = AgentExporter(place, lambda: self._channel.lost_s, _say)
         self._beat_now = asyncio.Event()
+        self._ranks = AgentRanks(
+            place, secret_descriptor, self._exporter, self._channel.send, self._beat_now.set, _say, observe
+        )
         self._stop_requests = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -107,12 +91,7 @@ class Agent:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            if self._ranks is not None:
-                if not self._observes:
-                    await self._ranks.stop(0)
-                await self._end_collector()
-                self._ranks.close()
-            self._store.close()
+            await self._ranks.close()
             self._exporter.close()
 
     def _spawn(self, job: Coroutine[Any, Any, None]) -> None:
@@ -127,20 +106,8 @@ class Agent:
             self._leaving.set_exception(error)
 
     def _greeting(self) -> list[AgentMessage]:
-        """Return the first messages of a connection: what runs here, and what an earlier driver may have missed."""
-        place, ranks = self._place, self._ranks
-        attempt, running = (None, ()) if ranks is None else (ranks.attempt, ranks.running)
-        said: list[AgentMessage] = [
-            Hello(
-                place.node, socket.gethostname(), place.address, place.slots, attempt, running,
-                observer=self._observes, started=self._started,
-            )
-        ]  # fmt: skip
-        if (opened := self._store.opened) is not None:
-            said.append(opened)
-        if ranks is not None and ranks.ends:
-            said.append(RanksEnded(ranks.attempt, tuple(ranks.ends.values())))
-        return said
+        """Return the first messages of a connection."""
+        return self._ranks.greeting()
 
     async def _serve(self) -> None:
         try:
@@ -157,14 +124,12 @@ class Agent:
                     update={name: value for name, value in vars(message).items() if name in FaultConfig.model_fields}
                 )
                 self._exporter.start(message)
-            case OpenStore() if not self._observes:
-                self._store.open(message)
-                if (opened := self._store.opened) is not None:
-                    self._channel.send(opened)
-            case Start() if not self._observes:
-                await self._start(message)
+            case OpenStore() if not self._ranks.observes:
+                self._ranks.open_store(message)
+            case Start() if not self._ranks.observes:
+                await self._ranks.start(message)
             case Stop():
-                self._spawn(self._stop(message))
+                self._spawn(self._ranks.stop(message))
             case Collect():
                 self._spawn(self._collect(message))
             case Check():
@@ -174,50 +139,10 @@ class Agent:
             case _:
                 _say(f"an observer takes no {type(message).__name__}")
 
-    async def _start(self, order: Start) -> None:
-        """Start an attempt. Ranks of an earlier one are killed before: a place never has two owners."""
-        if self._ranks is not None:
-            if self._ranks.attempt >= order.attempt:
-                self._report_ends()
-                return
-            await self._ranks.stop(0)
-            await self._end_collector(wait=False)
-            self._ranks.close()
-        ranks = self._ranks = NodeRanks(order, self._place.node, self._secret_descriptor, self._report_end)
-        ranks.start(self._store.socket_of(order.attempt))
-        self._collector = CollectorThread(Collector(ranks.record_paths, _say), _say)
-        self._exporter.collector = self._collector.collector
-        self._store.close()
-        self._beat_now.set()
-
-    async def _end_collector(self, *, wait: bool = True) -> None:
-        """Have the collector read what the ranks have left, and with `wait` write it."""
-        if (collector := self._collector) is None:
-            return
-        self._collector = None
-        with contextlib.suppress(TimeoutError, RuntimeError):
-            await call_in_thread(collector.finish if wait else collector.drain, COLLECTOR_S)
-
-    async def _stop(self, order: Stop) -> None:
-        ranks = self._ranks
-        if ranks is None or ranks.attempt != order.attempt or self._observes:
-            self._channel.send(RanksEnded(order.attempt, ()))
-            return
-        self._report_ends(stuck=await ranks.stop(order.grace_s, save=order.save))
-
-    def _report_end(self, end: RankEnd) -> None:
-        if self._ranks is not None:
-            self._channel.send(RanksEnded(self._ranks.attempt, (end,)))
-            self._beat_now.set()
-
-    def _report_ends(self, stuck: Sequence[int] = ()) -> None:
-        if self._ranks is not None:
-            self._channel.send(RanksEnded(self._ranks.attempt, tuple(self._ranks.ends.values()), tuple(stuck)))
-
     async def _collect(self, order: Collect) -> None:
-        self._channel.send(read_records(self._ranks, order))
+        self._channel.send(read_records(self._ranks.present, order))
         if order.stacks:
-            self._channel.send(await take_stacks(self._ranks, order))
+            self._channel.send(await take_stacks(self._ranks.present, order))
 
     async def _check(self, order: Check) -> None:
         self._channel.send(await check_node(order, self._place.slots))
@@ -225,10 +150,8 @@ class Agent:
     async def _send_beats(self) -> None:
         """Send heartbeats, at once when a rank starts or ends."""
         while True:
-            ranks = self._ranks
-            attempt, statuses = (None, ()) if ranks is None else (ranks.attempt, ranks.statuses())
             host, self._host = self._host or None, {}
-            self._channel.send(Heartbeat(time.time(), attempt if statuses else None, statuses, host))
+            self._channel.send(self._ranks.heartbeat(host))
             self._beat_now.clear()
             try:
                 await asyncio.wait_for(self._beat_now.wait(), self._settings.heartbeat_s)
@@ -238,8 +161,7 @@ class Agent:
     async def _watch_ranks(self) -> None:
         """Read the flight records, and watch for a driver that stays away."""
         while True:
-            if self._ranks is not None:
-                self._ranks.poll()
+            self._ranks.poll()
             if self._channel.lost_s > self._settings.agent_grace_s:
                 lost = f"no driver at {self._place.driver} for {self._channel.lost_s:.0f} s"
                 await self._leave(lost, DRIVER_LOST, LOST_DRIVER_GRACE_S)
@@ -250,8 +172,7 @@ class Agent:
         while True:
             try:
                 self._host = self._exporter.host = await call_in_thread(self._metrics.sample, METRICS_S)
-                if self._collector is not None:
-                    self._collector.collector.add_host_metrics(self._host)
+                self._ranks.add_host_metrics(self._host)
             except (TimeoutError, RuntimeError, OSError) as error:
                 self._exporter.host = {}  # a dead host must not look as it did before
                 _say(f"no metrics of the host: {str(error) or type(error).__name__}")
@@ -265,8 +186,7 @@ class Agent:
 
     async def _leave(self, reason: str, status: int, grace_s: float) -> None:
         _say(reason)
-        if self._ranks is not None and not self._observes:
-            self._report_ends(stuck=await self._ranks.stop(grace_s, save=grace_s > 0))
+        await self._ranks.leave(grace_s)
         if not self._leaving.done():
             self._leaving.set_result(int(status))
 

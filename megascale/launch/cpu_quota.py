@@ -28,15 +28,15 @@ class CpuQuotaError(MegascaleError):
 
 
 class CpuQuota:
-    """A quota of `cores`, such as 0.25, for the processes that join the control group `name`.
+    """A quota of `cores`, such as 0.25, in each period for the processes that join the control group `name`.
 
     Raises: CpuQuotaError
     """
 
-    def __init__(self, name: str, cores: float) -> None:
-        if not 1000 / PERIOD_US <= cores < math.inf:
-            raise CpuQuotaError(f"{cores:g} cores for a host", hint=f"{1000 / PERIOD_US} or more")
-        quota = round(cores * PERIOD_US)
+    def __init__(self, name: str, cores: float, period_us: int = PERIOD_US) -> None:
+        if not 1000 / period_us <= cores < math.inf:
+            raise CpuQuotaError(f"{cores:g} cores for a host", hint=f"{1000 / period_us} or more")
+        quota = round(cores * period_us)
         version2 = (_ROOT / "cgroup.controllers").is_file()
         self.cgroup = (_ROOT if version2 else _ROOT / "cpu") / name
         try:
@@ -44,9 +44,9 @@ class CpuQuota:
                 (_ROOT / "cgroup.subtree_control").write_text("+cpu")
             self.cgroup.mkdir()
             if version2:
-                (self.cgroup / "cpu.max").write_text(f"{quota} {PERIOD_US}")
+                (self.cgroup / "cpu.max").write_text(f"{quota} {period_us}")
             else:
-                (self.cgroup / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+                (self.cgroup / "cpu.cfs_period_us").write_text(str(period_us))
                 (self.cgroup / "cpu.cfs_quota_us").write_text(str(quota))
         except OSError as error:
             remove_cgroup(self.cgroup)

@@ -31,6 +31,7 @@ from megascale.comm.collectives import all_gather
 from megascale.comm.group import Group, TrackedWork
 from megascale.comm.mesh import Mesh
 from megascale.core.label import BACKWARD, FORWARD, Label
+from megascale.parallel.backward import run_backward
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.param_and_grad_buffers import ParamAndGradBuffers
 from megascale.schedule.ir import Action, Kind, RankSchedule
@@ -188,7 +189,7 @@ class _Execution:
             grad = self._p.loss_scalar(1.0)
         x, edge = self._saved.pop(key)
         self._p.buffers.prepare_backward(action.chunk, last=is_last)
-        torch.autograd.backward((edge,), (grad,))
+        run_backward(edge, grad)
         if x is not None:
             assert x.grad is not None, "the chunk's output depends on its input"
             self._to_send[Kind.B, *key] = x.grad

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megascale.parallel.backward import run_backward
+
 
 class Recomputation(NamedTuple):
     """A tensor to recompute as function(x), outside of autograd.
@@ -50,7 +52,7 @@ class _Recomputed(torch.autograd.Function):
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
             out = ctx.recompute(leaf)
-        torch.autograd.backward(out, grads[0])
+        run_backward(out, grads[0])
         return leaf.grad, None, None
 
 

@@ -12,6 +12,15 @@ from megascale.checkpoint.format import crc
 MIN_CHECKSUM_BLOCK_BYTES = 256 << 10
 """Smallest checksum block. A reader of a part of a tensor reads and checks whole blocks."""
 
+HEADER_BYTES = 4 << 10
+"""Upper bound of the header of a file with one shard."""
+
+MAX_SHARD_BYTES = 64 << 20
+"""Largest stored shard, except for a larger row: the memory that a reader needs beside its state."""
+
+MAX_READ_BYTES = 64 << 20
+"""Largest read, except for a larger shard."""
+
 MAX_CHECKSUMS = 1 << 20
 """Approximate limit of checksums in a manifest: a larger checkpoint has larger blocks."""
 

@@ -26,14 +26,12 @@ from torch.futures import Future
 
 from megascale.checkpoint.collective_errors import OtherRankError
 from megascale.checkpoint.format import manifest
+from megascale.checkpoint.format.safetensors_file import MAX_READ_BYTES
 from megascale.checkpoint.format.state import Region
 from megascale.checkpoint.planners import shard_key
 from megascale.comm.collectives import all_gather
 from megascale.comm.group import Group, single_rank_group
 from megascale.core.storage import Location
-
-MAX_READ_BYTES = 64 << 20
-"""Largest read, except for a larger shard."""
 
 
 class ReadRequest(NamedTuple):

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch.distributed.checkpoint.planner import LoadPlan
 
 from megascale.checkpoint.collective_errors import on_all_ranks, on_first_rank
 from megascale.checkpoint.format import manifest
 from megascale.checkpoint.format.state import Region
-from megascale.checkpoint.load.reader import CheckpointReader
-from megascale.checkpoint.planners import LoadPlanner
 from megascale.comm.mesh import Mesh
 from megascale.comm.totals import broadcast_bytes
 from megascale.config.model import ModelConfig
@@ -21,6 +18,9 @@ from megascale.core.errors import CheckpointError
 from megascale.core.storage import Location
 from megascale.device import Device
 from megascale.parallel.stateful import WEIGHTS, GlobalTensor, Stateful
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import LoadPlan
 
 
 class StateLoader:
@@ -37,6 +37,9 @@ class StateLoader:
 
         Raises: on every rank the same DamagedError if it is damaged, CheckpointError if it holds another model
         """
+        from megascale.checkpoint.load.reader import CheckpointReader  # torch's planners: a second that a start from
+        from megascale.checkpoint.planners import LoadPlanner  # copies in memory does not have
+
         saved = self._read_manifest(path)
         self.check_same_model(path, saved.facts.config.get("model", {}))
         reader = CheckpointReader(path, saved, self._mesh.tp, self._device.torch_device)

@@ -11,16 +11,18 @@ import functools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megascale.checkpoint.collective_errors import on_first_rank
 from megascale.checkpoint.format import manifest
-from megascale.checkpoint.save.write_plan import WritePlan
 from megascale.checkpoint.save.writer_process import WriterProcess
 from megascale.comm.mesh import Mesh
 from megascale.core.errors import CheckpointError
 from megascale.core.storage import Location
 from megascale.core.wait_notice import WaitNotice
+
+if TYPE_CHECKING:
+    from megascale.checkpoint.save.write_plan import WritePlan
 
 
 @dataclass(frozen=True)

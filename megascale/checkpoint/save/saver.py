@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -23,12 +23,12 @@ from megascale.checkpoint import folders
 from megascale.checkpoint.collective_errors import on_all_ranks, on_first_rank
 from megascale.checkpoint.companions import copy_companions
 from megascale.checkpoint.format import manifest
+from megascale.checkpoint.format.safetensors_file import HEADER_BYTES, MAX_SHARD_BYTES
 from megascale.checkpoint.format.state import split_shards
 from megascale.checkpoint.memory.copies import SLOTS
 from megascale.checkpoint.memory.memory_checkpoints import MemoryCheckpoints
 from megascale.checkpoint.save.attempt import SaveAttempt, SaveResult
 from megascale.checkpoint.save.snapshot import Snapshot
-from megascale.checkpoint.save.write_plan import HEADER_BYTES, MAX_SHARD_BYTES, WritePlan, make_write_plan
 from megascale.checkpoint.save.writer_process import WriterProcess
 from megascale.comm.mesh import Mesh
 from megascale.core.errors import CheckpointError
@@ -36,6 +36,9 @@ from megascale.core.limits import os_error_hint
 from megascale.core.storage import WRITE_HINT, Location
 from megascale.device import Device
 from megascale.parallel.stateful import GlobalTensor
+
+if TYPE_CHECKING:
+    from megascale.checkpoint.save.write_plan import WritePlan
 
 _NewFolder = tuple[Location, dict[str, manifest.StoredFile]]
 """The folder of a checkpoint, and the companions in it."""
@@ -115,8 +118,7 @@ class CheckpointSaver:
         path = self._share_folder(folder, new_folder) if folder is not None else None
         companions = new_folder.result()[1] if new_folder else {}
         if path is not None:
-            # The plan holds for every save and slot: all slots have the same offsets.
-            self._plan = self._plan or make_write_plan(self._state, self._slots[0], self._file_bytes, self._mesh)
+            self._plan = self._plan or self._make_write_plan()
         plan = None if path is None else self._plan
         self._attempt = attempt = SaveAttempt(self._mesh, facts, slot, path, plan, waited_s, companions)
         self.fault_hook("write")
@@ -138,6 +140,12 @@ class CheckpointSaver:
                 raise CheckpointError(what, hint=os_error_hint(error, WRITE_HINT)) from None
 
         return folder / on_first_rank(self._mesh.world, name, "the folder of a checkpoint")
+
+    def _make_write_plan(self) -> WritePlan:
+        """Plan the writes of every save and slot: all slots have the same offsets."""
+        from megascale.checkpoint.save.write_plan import make_write_plan  # torch's planners: a second that no start has
+
+        return make_write_plan(self._state, self._slots[0], self._file_bytes, self._mesh)
 
     def _writer_request(self, attempt: SaveAttempt) -> dict[str, dict[str, Any]]:
         """Return the request to the writer (`writer.execute`).

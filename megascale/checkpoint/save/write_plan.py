@@ -21,12 +21,6 @@ from megascale.parallel.stateful import GlobalTensor
 ENTRY_BYTES = 192
 """Upper bound of a shard's entry in a file's header, without its key."""
 
-HEADER_BYTES = 4 << 10
-"""Upper bound of the header of a file with one shard."""
-
-MAX_SHARD_BYTES = 64 << 20
-"""Largest stored shard, except for a larger row: the memory that a reader needs beside its state."""
-
 
 @dataclass(frozen=True)
 class WritePlan:

@@ -1,0 +1,158 @@
+"""The ranks of an agent's node, over the attempts of a job: started and ended at the driver's order, and reported.
+
+With the ranks of an attempt go the socket of the job's store, if rank 0 is among them, and the collector of their
+events.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from megascale.eventstore.collector import FINISH_S, Collector, CollectorThread
+from megascale.fault.agent_exporter import AgentExporter
+from megascale.fault.messages import (
+    AgentMessage,
+    Heartbeat,
+    Hello,
+    OpenStore,
+    RankEnd,
+    RanksEnded,
+    Start,
+    Stop,
+)
+from megascale.fault.node_place import NodePlace
+from megascale.fault.node_ranks import NodeRanks
+from megascale.fault.ranks import Ranks
+from megascale.fault.store_listener import StoreListener
+from megascale.fault.threads import call_in_thread
+
+COLLECTOR_S = FINISH_S + 1
+"""Seconds that the agent waits at most for the event store."""
+
+Observe = Callable[[Callable[[RankEnd], None]], Ranks]
+"""Function (what to call with each end of a rank): find the ranks of another launcher."""
+
+
+class AgentRanks:
+    """The ranks of the present attempt on the node at `place`. `secret_descriptor`: from which ranks read the secret.
+
+    `send` sends a message to the driver; `changed` is called when a rank has started or ended. `observe`: finds ranks
+    of another launcher, which are only watched.
+    """
+
+    def __init__(
+        self,
+        place: NodePlace,
+        secret_descriptor: int,
+        exporter: AgentExporter,
+        send: Callable[[AgentMessage], object],
+        changed: Callable[[], object],
+        say: Callable[[str], None],
+        observe: Observe | None = None,
+    ) -> None:
+        self._place = place
+        self._secret_descriptor = secret_descriptor
+        self._exporter = exporter
+        self._send = send
+        self._changed = changed
+        self._say = say
+        self._started = time.time()
+        self._store = StoreListener(place.address)
+        self._collector: CollectorThread | None = None
+        self.observes = observe is not None
+        self.present: Ranks | None = observe(self._report_end) if observe else None
+
+    def greeting(self) -> list[AgentMessage]:
+        """Return the first messages of a connection: what runs here, and what an earlier driver may have missed."""
+        place, ranks = self._place, self.present
+        attempt, running = (None, ()) if ranks is None else (ranks.attempt, ranks.running)
+        said: list[AgentMessage] = [
+            Hello(
+                place.node, socket.gethostname(), place.address, place.slots, attempt, running,
+                observer=self.observes, started=self._started,
+            )
+        ]  # fmt: skip
+        if (opened := self._store.opened) is not None:
+            said.append(opened)
+        if ranks is not None and ranks.ends:
+            said.append(RanksEnded(ranks.attempt, tuple(ranks.ends.values())))
+        return said
+
+    def open_store(self, order: OpenStore) -> None:
+        """Open the socket of an attempt's store."""
+        self._store.open(order)
+        if (opened := self._store.opened) is not None:
+            self._send(opened)
+
+    async def start(self, order: Start) -> None:
+        """Start an attempt. Ranks of an earlier one are killed before: a place never has two owners."""
+        if self.present is not None:
+            if self.present.attempt >= order.attempt:
+                self._report_ends()
+                return
+            await self.present.stop(0)
+            await self._end_collector(wait=False)
+            self.present.close()
+        ranks = self.present = NodeRanks(order, self._place.node, self._secret_descriptor, self._report_end)
+        ranks.start(self._store.socket_of(order.attempt))
+        self._collector = CollectorThread(Collector(ranks.record_paths, self._say), self._say)
+        self._exporter.collector = self._collector.collector
+        self._store.close()
+        self._changed()
+
+    async def stop(self, order: Stop) -> None:
+        """End the ranks of an attempt, and report all ends."""
+        ranks = self.present
+        if ranks is None or ranks.attempt != order.attempt or self.observes:
+            self._send(RanksEnded(order.attempt, ()))
+            return
+        self._report_ends(stuck=await ranks.stop(order.grace_s, save=order.save))
+
+    async def leave(self, grace_s: float) -> None:
+        """End the ranks of any attempt, which save if they have time to, and report all ends."""
+        if self.present is not None and not self.observes:
+            self._report_ends(stuck=await self.present.stop(grace_s, save=grace_s > 0))
+
+    def poll(self) -> None:
+        """Read the heads of the flight records of the running ranks."""
+        if self.present is not None:
+            self.present.poll()
+
+    def heartbeat(self, host: Mapping[str, float] | None) -> Heartbeat:
+        """Return the states of the running ranks as a message. `host`: a new sample of the host's metrics, or None."""
+        attempt, statuses = (None, ()) if self.present is None else (self.present.attempt, self.present.statuses())
+        return Heartbeat(time.time(), attempt if statuses else None, statuses, host)
+
+    def add_host_metrics(self, host: Mapping[str, float]) -> None:
+        """Have a sample of the host's metrics written to the event store."""
+        if self._collector is not None:
+            self._collector.collector.add_host_metrics(host)
+
+    async def close(self) -> None:
+        """Kill the ranks that were started here, write what they have left, and remove it."""
+        if self.present is not None:
+            if not self.observes:
+                await self.present.stop(0)
+            await self._end_collector()
+            self.present.close()
+        self._store.close()
+
+    async def _end_collector(self, *, wait: bool = True) -> None:
+        """Have the collector read what the ranks have left, and with `wait` write it."""
+        if (collector := self._collector) is None:
+            return
+        self._collector = None
+        with contextlib.suppress(TimeoutError, RuntimeError):
+            await call_in_thread(collector.finish if wait else collector.drain, COLLECTOR_S)
+
+    def _report_end(self, end: RankEnd) -> None:
+        if self.present is not None:
+            self._send(RanksEnded(self.present.attempt, (end,)))
+            self._changed()
+
+    def _report_ends(self, stuck: Sequence[int] = ()) -> None:
+        if self.present is not None:
+            self._send(RanksEnded(self.present.attempt, tuple(self.present.ends.values()), tuple(stuck)))
