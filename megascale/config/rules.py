@@ -227,6 +227,17 @@ def recompute_chunks(c: Any) -> Iterator[Finding]:
         yield Finding("train.recompute_chunks", "names a chunk twice", "remove the duplicate")
 
 
+def document_mask(c: Any) -> Iterator[Finding]:
+    """Check that keys of the document mask have an effect."""
+    d = c.data
+    given = {"boundary_loss": d.boundary_loss, "eod": d.eod is not None, "document_length": d.document_length}
+    for key in (key for key, value in given.items() if value and d.mask != "document"):
+        yield Finding(f"data.{key}", f"has no effect with mask = {d.mask}", "mask = document, or remove the key")
+    if d.eod is not None and d.eod >= c.model.vocab_size:
+        message = f"{d.eod} is no token of a vocabulary of {c.model.vocab_size}"
+        yield Finding("data.eod", message, "the id of the end-of-document token")
+
+
 def batch(c: Any) -> Iterator[Finding]:
     """Check that micro x dp divides the global batch."""
     dp = c.parallel.dp if isinstance(c.parallel.dp, int) else 1
@@ -289,6 +300,7 @@ def backends(c: Any) -> Iterator[Finding]:
     for operation, registry in BACKENDS.items():
         requested = getattr(c.backends, operation)
         requirement = Requirement.for_operation(operation, c.model, dtype, c.optimizer.name, c.parallel.tp, recipe)
+        requirement = requirement.with_documents() if c.data.mask == "document" else requirement
         if requested != AUTO and (reason := unmet_requirement(registry[requested], requirement)):
             yield Finding(f"backends.{operation}", f"{requested} {reason}", "auto, or another backend")
 
@@ -365,8 +377,9 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("parallel", "batch"), batch),
     (("model", "parallel", "batch", "train", "data"), counts),
     (("data",), skipped_samples),
+    (("model", "data"), document_mask),
     (("train", "optimizer"), learning_rate),
-    (("model", "parallel", "train", "fp8", "optimizer", "backends"), backends),
+    (("model", "parallel", "train", "fp8", "optimizer", "backends", "data"), backends),
     *stored.RULES,
     (("launch", "checkpoint"), timeouts),
     (("nccl",), nccl_ctas),

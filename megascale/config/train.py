@@ -111,6 +111,26 @@ class DataConfig(Section):
         description="ranges [start, stop] of the order of training samples, without stop, which the run leaves out; in "
         "ascending order",
     )
+    mask: Literal["causal", "document"] = Field(
+        "causal",
+        description="what a token attends to: causal, all earlier tokens of its sample; document, those of its own "
+        "document, where positions restart too",
+    )
+    boundary_loss: bool = Field(
+        False,
+        description="with mask = document, count the loss of a document's first token, which the end of the document "
+        "before it predicts",
+    )
+    eod: NonNegativeInt | None = Field(
+        None,
+        description="with mask = document, a token that ends a document also within the documents of the dataset's "
+        "index",
+    )
+    document_length: Count | None = Field(
+        None,
+        description="with mask = document, expected tokens of a document, for estimates before a run and for mock "
+        "data; default: seq_length, which is the upper bound of the cost of attention",
+    )
     mock: bool = Field(False, description="random tokens in place of data, to measure throughput")
 
 

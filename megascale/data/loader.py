@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from megascale.data.mixture import Sample
+from megascale.ops.boundaries import Boundaries
 from megascale.parallel.microbatch import MicroBatch, StepBatch
 from megascale.parallel.rng import Dropout
 
@@ -30,6 +31,13 @@ class SampleSource(Protocol):
     """Samples by index, as a loader reads them: a Mixture or a MockMixture."""
 
     def __getitem__(self, index: int) -> Sample: ...
+
+
+class BoundarySource(Protocol):
+    """Document boundaries of samples by index, for stages that read no tokens."""
+
+    def positions(self, index: int) -> np.ndarray:
+        """The positions of a sample's tokens within their documents, with `data.mask = "document"`."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +59,9 @@ class BatchShape:
 
 
 class Loader:
-    """Loads the batches of a split on data-parallel rank `rank`. `samples` is None on ranks between the first and the
-    last pipeline stage, whose micro-batches carry no tokens. `fault_hook`: called before a batch is read.
+    """Loads the batches of a split on data-parallel rank `rank`. Between the first and the last pipeline stage
+    micro-batches carry no tokens: `samples` is None there. With a document mask `boundaries` is given instead: every
+    stage needs them. `fault_hook`: called before a batch is read.
     """
 
     def __init__(
@@ -64,6 +73,7 @@ class Loader:
         dropout: float,
         seed: int,
         device: torch.device,
+        boundaries: BoundarySource | None = None,
     ) -> None:
         self._samples = samples
         self._shape = shape
@@ -71,6 +81,7 @@ class Loader:
         self._dropout = dropout
         self._seed = seed
         self._device = device
+        self._boundaries = boundaries
         self._prefetched: tuple[int, StepBatch] | None = None
         self.fault_hook: Callable[[], None] | None = None
 
@@ -100,14 +111,18 @@ class Loader:
         indices = [consumed_samples + row for row in self._shape.rows(index, self._rank)]
         dropout = Dropout(self._dropout, self._seed, indices, self._device)
         if self._samples is None:
-            return MicroBatch(None, None, None, dropout), 0
+            rows = [self._boundaries.positions(number) for number in indices] if self._boundaries else []
+            found = Boundaries.from_positions(rows, self._device) if rows else None
+            return MicroBatch(None, None, None, dropout, found), 0
         samples = [self._samples[number] for number in indices]
         tokens, labels = self._to_device([s.tokens for s in samples]), self._to_device([s.labels for s in samples])
+        placed = [sample.positions for sample in samples if sample.positions is not None]
+        boundaries = Boundaries.from_positions(placed, self._device) if placed else None
         if all(sample.mask is None for sample in samples):
-            return MicroBatch(tokens, labels, None, dropout), labels.numel()
+            return MicroBatch(tokens, labels, None, dropout, boundaries), labels.numel()
         masks = [np.ones_like(s.labels) if s.mask is None else s.mask for s in samples]
         loss_tokens = sum(int(mask.sum()) for mask in masks)  # on the host: a sum on the device would synchronize
-        return MicroBatch(tokens, labels, self._to_device(masks), dropout), loss_tokens
+        return MicroBatch(tokens, labels, self._to_device(masks), dropout, boundaries), loss_tokens
 
     def _to_device(self, rows: list[np.ndarray]) -> Tensor:
         """Stack rows [s] to [s, b] on the device."""

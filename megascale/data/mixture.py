@@ -19,18 +19,23 @@ from megascale.core.errors import DataError
 from megascale.core.readable import is_url
 from megascale.core.skipped_ranges import order_index
 from megascale.data.blend import MOST_AHEAD, Blend
+from megascale.data.document_mask import document_starts, label_mask, positions_in_documents
 from megascale.data.epochs import EpochDataset, SplitName
 from megascale.data.open_epochs import OpenEpochs
 from megascale.launch.host_limits import max_open_epochs
+from megascale.layout.document_lengths import equal_documents
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A training sample: tokens and labels [s], i64; mask [s] in {0, 1}, or None if every label counts in the loss."""
+    """A training sample: tokens and labels [s], i64; mask [s] in {0, 1}, or None if every label counts in the loss;
+    positions [s], i64, of tokens within their documents with `data.mask = "document"`, otherwise None.
+    """
 
     tokens: np.ndarray
     labels: np.ndarray
     mask: np.ndarray | None
+    positions: np.ndarray | None = None
 
 
 class Mixture:
@@ -53,6 +58,8 @@ class Mixture:
             for number, prefix in enumerate(prefixes)
         ]
         self._vocab = config.model.vocab_size
+        self._data = config.data
+        self._length = config.model.seq_length
 
     def check(self) -> None:
         """Open the headers of all datasets.
@@ -92,20 +99,50 @@ class Mixture:
             what = f"sample {index}, from {dataset.prefix}, has token {odd}; model.vocab_size is {self._vocab}"
             wider = "" if smallest < 0 else f"a vocabulary of at least {largest + 1}, or "
             raise DataError(what, hint=f"{wider}data that this model's tokenizer has prepared")
-        return Sample(tokens[:-1], tokens[1:], None)
+        if self._data.mask == "causal":
+            return Sample(tokens[:-1], tokens[1:], None)
+        starts = self._starts(dataset, number, tokens)
+        mask = None if self._data.boundary_loss else label_mask(starts, self._length)
+        return Sample(tokens[:-1], tokens[1:], mask, positions_in_documents(starts, self._length))
+
+    def positions(self, index: int) -> np.ndarray:
+        """The positions of a sample's tokens within their documents [s], i64, for stages that need no tokens."""
+        if self._data.eod is not None:
+            positions = self[index].positions
+            assert positions is not None, "only a document mask asks for positions"
+            return positions
+        return positions_in_documents(self._starts(*self.locate(index)), self._length)
+
+    def _starts(self, dataset: EpochDataset, number: int, tokens: np.ndarray | None = None) -> np.ndarray:
+        lengths = [piece.stop - piece.start for piece in dataset.pieces(number)]
+        return document_starts(lengths, tokens, self._data.eod)
 
 
 class MockMixture:
-    """Uniformly random tokens for speed measurements. The random generator of sample i is seeded with (seed, i)."""
+    """Uniformly random tokens for speed measurements. The random generator of sample i is seeded with (seed, i). With
+    `data.mask = "document"`, documents of `data.document_length` tokens fill the sample.
+    """
 
     def __init__(self, config: RunConfig, split: SplitName) -> None:
         self._seed = (config.train.seed << 1) + (split == "valid")
         self._shape = (config.model.seq_length + 1,)
         self._vocab = config.model.vocab_size
+        self._mask: np.ndarray | None = None
+        self._positions: np.ndarray | None = None
+        if config.data.mask == "document":
+            length = config.model.seq_length
+            starts = document_starts(equal_documents(length, config.data.document_length))
+            self._positions = positions_in_documents(starts, length)
+            self._mask = None if config.data.boundary_loss else label_mask(starts, length)
 
     def __getitem__(self, index: int) -> Sample:
         ids = np.random.default_rng((self._seed, index)).integers(self._vocab, size=self._shape)
-        return Sample(ids[:-1], ids[1:], None)
+        return Sample(ids[:-1], ids[1:], self._mask, self._positions)
+
+    def positions(self, index: int) -> np.ndarray:
+        """The positions of a sample's tokens within their documents [s], i64."""
+        assert self._positions is not None, "only a document mask asks for positions"
+        return self._positions
 
 
 def build_mixture(config: RunConfig, split: SplitName, expected: int = 0) -> Mixture | MockMixture:

@@ -7,19 +7,21 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from megascale.ops.boundaries import Boundaries
 from megascale.parallel.rng import Dropout
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """Tokens and labels [s, b], i64, on the stages that need them; `mask` [s, b] is 1 where a label counts in the loss,
-    None if all labels count.
+    None if all labels count. `boundaries`: of documents, on every stage, with `data.mask = "document"`.
     """
 
     tokens: Tensor | None
     labels: Tensor | None
     mask: Tensor | None
     dropout: Dropout
+    boundaries: Boundaries | None = None
 
 
 @dataclass(frozen=True)

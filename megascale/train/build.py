@@ -21,8 +21,8 @@ from megascale.core.errors import DataError
 from megascale.core.event_ring import EventRing
 from megascale.core.flight_writer import FlightRecordWriter
 from megascale.core.rank import Rank
-from megascale.data.loader import BatchShape, Loader, SampleSource
-from megascale.data.mixture import Mixture, SplitName, build_mixture
+from megascale.data.loader import BatchShape, Loader
+from megascale.data.mixture import Mixture, MockMixture, SplitName, build_mixture
 from megascale.device import Device
 from megascale.layout.chunks import chunk_buckets, stages_of
 from megascale.layout.recompute_policy import recompute_policy
@@ -247,13 +247,22 @@ def build_loaders(config: RunConfig, mesh: Mesh, device: Device) -> tuple[Loader
 
 def _loader(config: RunConfig, split: SplitName, mesh: Mesh, device: Device, dropout: float) -> Loader:
     """Build the loader of a split. Rank 0 checks the data; the other ranks open what they read when they read it."""
-    samples: SampleSource | None = None
-    if mesh.coord.pp in (0, mesh.topology.pp - 1):
+    samples: Mixture | MockMixture | None = None
+    reads_tokens = mesh.coord.pp in (0, mesh.topology.pp - 1)
+    if reads_tokens or config.data.mask == "document":
         samples = build_mixture(config, split, config.train.steps * config.batch.total if split == "train" else 0)
     if mesh.rank == 0 and isinstance(samples, Mixture):
         samples.check()
     shape = BatchShape(config.batch.total, config.batch.micro, config.dp)
-    return Loader(samples, shape, mesh.coord.dp, dropout=dropout, seed=config.train.seed, device=device.torch_device)
+    return Loader(
+        samples if reads_tokens else None,
+        shape,
+        mesh.coord.dp,
+        dropout=dropout,
+        seed=config.train.seed,
+        device=device.torch_device,
+        boundaries=samples,
+    )
 
 
 def _evaluation_batches(config: RunConfig, mesh: Mesh) -> int:

@@ -49,6 +49,12 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"data.skip": "[5, 20] is empty, or begins before the end of the range before it"},
     ),
     ("skipped_samples", {"data__skip": [[10, 10]]}, {"data.skip": "[10, 10] is empty"}),
+    ("document_mask", {"data__boundary_loss": True}, {"data.boundary_loss": "has no effect with mask = causal"}),
+    (
+        "document_mask",
+        {"data__mask": "document", "data__eod": 101},
+        {"data.eod": "101 is no token of a vocabulary of 101"},
+    ),
     ("nccl_ctas", {"nccl__dp_ctas": [4, 2]}, {"nccl.dp_ctas": "at least 4 and at most 2"}),
     (
         "rope",

@@ -1,0 +1,41 @@
+"""The documents in a sample of concatenated documents: positions that restart, and labels that do not count. No torch.
+
+With `data.mask = "document"` a token attends to the earlier tokens of its own document, as if each document of a sample
+were a sequence of its own. The first token of a document is then no label: nothing before it predicts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def document_starts(lengths: Sequence[int], tokens: np.ndarray | None = None, eod: int | None = None) -> np.ndarray:
+    """The places in a sample at which a document begins, ascending and from 0, i64. `lengths`: of the parts of
+    documents that it consists of; `eod`: a document also begins after each such token of `tokens`.
+    """
+    starts = np.cumsum([0, *lengths[:-1]], dtype=np.int64)
+    if eod is None or tokens is None:
+        return starts
+    after = np.flatnonzero(tokens[:-1] == eod) + 1
+    return np.union1d(starts, after)
+
+
+def positions_in_documents(starts: np.ndarray, count: int) -> np.ndarray:
+    """The position of each of `count` tokens within its document [count], i64."""
+    inside = starts[starts < count]
+    firsts = np.repeat(inside, np.diff([*inside, count]))
+    return np.arange(count, dtype=np.int64) - firsts
+
+
+def label_mask(starts: np.ndarray, count: int) -> np.ndarray | None:
+    """The mask of `count` labels, of which label i is token i + 1: 0 for the first token of a document. None if no
+    document begins among them.
+    """
+    firsts = starts[starts > 0]
+    if not len(firsts):
+        return None
+    mask = np.ones(count, dtype=np.int64)
+    mask[firsts - 1] = 0
+    return mask
