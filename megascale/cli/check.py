@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterator
 
+from megascale.account.attended import describe_documents
 from megascale.account.memory import fullest_rank
 from megascale.account.parameters import parameter_count
 from megascale.cli.argument_types import positive_int
@@ -100,10 +101,11 @@ def summary(config: RunConfig) -> str:
     tokens = config.batch.total * m.seq_length
     rank = fullest_rank(config)
     kinds = {**vars(rank), "total": rank.total}
+    documents = f"{text}\n" if (text := describe_documents(config)) else ""
     memory = "\n".join(f"  {kind:<12}{format_bytes(size):>10}" for kind, size in kinds.items())
     return (
         f"{config.name}: {format_count(parameter_count(m))} parameters, {layout} = {config.world_size} processes, "
         f"{config.num_microbatches} micro-batches of {config.batch.micro}, {format_count(tokens)} tokens per step, "
         f"{format_count(tokens * config.train.steps)} in {config.train.steps} steps: no mistakes found\n"
-        f"{data_summary(config)}memory of the fullest rank\n{memory}"
+        f"{data_summary(config)}{documents}memory of the fullest rank\n{memory}"
     )

@@ -67,6 +67,10 @@ class Boundaries:
             self._shared[key] = compute()
         return self._shared[key]  # type: ignore[return-value]
 
+    def release(self) -> None:
+        """Drop the shared results, after the last use of the micro-batch."""
+        self._shared.clear()
+
     def _on_device(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(array)
         if self.device.type == "cpu":

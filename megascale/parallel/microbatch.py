@@ -23,6 +23,11 @@ class MicroBatch:
     dropout: Dropout
     boundaries: Boundaries | None = None
 
+    def release(self) -> None:
+        """Free what layers have shared for this micro-batch, after its last use."""
+        if self.boundaries is not None:
+            self.boundaries.release()
+
 
 @dataclass(frozen=True)
 class StepBatch:

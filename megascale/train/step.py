@@ -23,6 +23,7 @@ from megascale.core.flight_layout import Phase
 from megascale.device import Mark
 from megascale.parallel.microbatch import StepBatch
 from megascale.train.finite_check import check_step_finite
+from megascale.train.score_totals import add_scores
 from megascale.train.step_totals import StepTotals
 
 if TYPE_CHECKING:
@@ -103,6 +104,8 @@ def _local_totals(run: Run, batch: StepBatch, loss: Tensor, sq_norm: Tensor) -> 
     """Return this rank's parts of the totals of a step."""
     totals, (written, failed) = StepTotals(run.mesh, loss.device), run.checkpoints.poll_save()
     totals.add_per_microbatch(loss=loss, tokens=batch.loss_tokens)
+    if run.config.data.mask == "document":
+        add_scores(totals, run.config.model, batch)
     totals.add(stops=float(run.stop.requested), ranks_written=written, ranks_failed=failed, sq_norm=sq_norm)
     run.hooks.add_totals(run, totals)
     return totals

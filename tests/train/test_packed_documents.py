@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megascale.account.flops import token_flops
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.data import dataset_writer
@@ -21,6 +22,7 @@ from megascale.parallel.microbatch import MicroBatch, StepBatch
 from megascale.parallel.rng import Dropout
 from megascale.train.build import build_order
 from megascale.train.evaluate import evaluate
+from megascale.train.score_totals import per_token, take_scores
 from megascale.train.step import train_step
 from tests.data.datasets import ORIGIN
 from tests.runs import MODELS, build_run, config_of, settings
@@ -76,11 +78,12 @@ def configure(case: Case, dataset: Path, folder: Path, **keys: Any) -> RunConfig
 
 @dataclass(frozen=True)
 class Outcome:
-    """Losses, gradient norms and loss tokens of steps and of an evaluation, and the parts of the gradient of the first
-    step that this rank has, by name.
+    """Losses, gradient norms and loss tokens of steps and of an evaluation, model FLOPs of steps in both conventions,
+    and the parts of the gradient of the first step that this rank has, by name.
     """
 
     steps: list[tuple[float, float, int]]
+    flops: list[tuple[float, float]]
     evaluation: tuple[float, int]
     gradient: dict[str, list[tuple[tuple[slice, ...], np.ndarray]]]
     shapes: dict[str, tuple[int, ...]]
@@ -141,10 +144,12 @@ def documents_of(sample: Sample) -> Iterator[tuple[MicroBatch, int]]:
 
 
 def _outcome(run: Any, evaluation: Any, load: Any) -> Outcome:
-    steps, gradient, shapes = [], {}, {}
+    steps, flops, gradient, shapes = [], [], {}, {}
     for step in range(STEPS):
-        result = train_step(run, load(run))
+        batch = load(run)
+        result = train_step(run, batch)
         steps.append((result.loss, result.grad_norm, result.loss_tokens))
+        flops.append(flops_of(run, batch, result.totals))
         if step == 0:  # the first moment is a tenth of the gradient
             for name, tensor in run.optimizer.global_tensors().items():
                 if name.startswith("exp_avg."):
@@ -158,7 +163,19 @@ def _outcome(run: Any, evaluation: Any, load: Any) -> Outcome:
                     ]
                     shapes[name] = tuple(tensor.shape)
     run.buffers.finish_param_gather()
-    return Outcome(steps, (evaluation.valid_loss, evaluation.valid_tokens), gradient, shapes)
+    return Outcome(steps, flops, (evaluation.valid_loss, evaluation.valid_tokens), gradient, shapes)
+
+
+def flops_of(run: Any, batch: StepBatch, totals: Any) -> tuple[float, float]:
+    """Model FLOPs of a step, full and causal: by its totals, or by the length of each micro-batch."""
+    model, scores = run.config.model, take_scores(run.config.model, totals)
+    if scores is not None:
+        tokens = run.config.batch.total * model.seq_length
+        counted = token_flops(model, per_token([scores], tokens))
+        return tokens * counted.full, tokens * counted.causal
+    lengths = [len(part.tokens) for part in batch.micro_batches if part.tokens is not None]
+    each = [(n, token_flops(model.model_copy(update={"seq_length": n}))) for n in lengths]
+    return sum(n * counted.full for n, counted in each), sum(n * counted.causal for n, counted in each)
 
 
 def joined(ranks: list[Outcome]) -> dict[str, Tensor]:
@@ -180,6 +197,7 @@ def check(layout: dict[str, Any], names: list[str], dataset: Path, folder: Path,
         steps, evaluation = outcomes[0].steps, outcomes[0].evaluation
         assert [tokens for *_, tokens in steps] == [tokens for *_, tokens in expected.steps], name
         assert evaluation[1] == expected.evaluation[1], name
+        close(outcomes[0].flops, expected.flops, 1e-12)
         close(evaluation[0], expected.evaluation[0], 1e-12)
         close(steps[0][:2], expected.steps[0][:2], 1e-12)
         close([step[:2] for step in steps], [step[:2] for step in expected.steps], 1e-9)  # Adam amplifies rounding
