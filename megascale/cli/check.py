@@ -76,7 +76,17 @@ def data_summary(config: RunConfig) -> str:
         total, epochs = total + tokens, max(epochs, samples / ((tokens - 1) // config.model.seq_length))
     count = f"{len(blend)} datasets" if len(blend) > 1 else "a dataset"
     most = " at most" if len(blend) > 1 else ""
-    return f"trains on {format_count(total)} tokens of {count}, {epochs:.3g} epochs{most}\n"
+    padding = f"; {share:.2%} of the tokens are padding" if (share := padding_share(config)) else ""
+    return f"trains on {format_count(total)} tokens of {count}, {epochs:.3g} epochs{most}{padding}\n"
+
+
+def padding_share(config: RunConfig) -> float:
+    """The share of padding in the training data, from the lengths of the documents; 0 if they are concatenated."""
+    if config.data.packing == "concat":
+        return 0.0
+    from megascale.data.mixture import Mixture  # imports numpy
+
+    return Mixture(config, "train").padding()
 
 
 def host_warnings(config: RunConfig) -> Iterator[str]:

@@ -228,8 +228,10 @@ def recompute_chunks(c: Any) -> Iterator[Finding]:
 
 
 def document_mask(c: Any) -> Iterator[Finding]:
-    """Check that keys of the document mask have an effect."""
+    """Check that keys of packing and of the document mask have an effect."""
     d = c.data
+    if d.mock and d.packing != "concat":
+        yield Finding("data.packing", "has no effect on mock data", "remove the key")
     given = {"boundary_loss": d.boundary_loss, "eod": d.eod is not None, "document_length": d.document_length}
     for key in (key for key, value in given.items() if value and d.mask != "document"):
         yield Finding(f"data.{key}", f"has no effect with mask = {d.mask}", "mask = document, or remove the key")

@@ -111,6 +111,11 @@ class DataConfig(Section):
         description="ranges [start, stop] of the order of training samples, without stop, which the run leaves out; in "
         "ascending order",
     )
+    packing: Literal["concat", "best_fit"] = Field(
+        "concat",
+        description="how documents fill samples: concat, end to end and cut at seq_length; best_fit, no document is "
+        "cut that fits, and padding fills a sample",
+    )
     mask: Literal["causal", "document"] = Field(
         "causal",
         description="what a token attends to: causal, all earlier tokens of its sample; document, those of its own "

@@ -14,10 +14,17 @@ from pathlib import Path
 
 import numpy as np
 
-from megascale.config.dataset_files import DatasetFiles, SplitName, document_range, read_dataset_files
+from megascale.config.dataset_files import (
+    PREPARE_AGAIN_HINT,
+    DatasetFiles,
+    SplitName,
+    document_range,
+    read_dataset_files,
+)
 from megascale.config.run import RunConfig, dataset_prefixes
 from megascale.core.errors import DataError
 from megascale.core.seeds import seed_of
+from megascale.data.best_fit_index import BestFitShape, best_fit_shape
 from megascale.data.block_cache import BlockCache
 from megascale.data.epoch_index import EpochIndex, IndexShape
 from megascale.data.index_builder import build_in_background
@@ -96,7 +103,13 @@ class EpochDataset:
                 f"fewer than one sample of {length} + 1",
                 hint="more data, another data.split, or a shorter model.seq_length",
             )
-        return IndexShape(first, last, tokens, length)
+        shape = IndexShape(first, last, tokens, length)
+        if self._config.data.packing == "concat":
+            return shape
+        lengths = map_dataset(self.prefix, self._files, self._cache).lengths
+        if int(lengths[first:last].min(initial=0)) < 0:
+            raise DataError(f"{self.prefix}.idx is damaged: a document has a negative length", hint=PREPARE_AGAIN_HINT)
+        return best_fit_shape(shape, lengths)
 
     @property
     def epochs(self) -> int:
@@ -104,14 +117,15 @@ class EpochDataset:
         return -(-self._expected // self.shape.samples)
 
     def read(self, index: int) -> np.ndarray:
-        """The tokens [s + 1] of a sample, i64. Samples never end."""
+        """The tokens [s + 1] of a sample, i64, or fewer and the rest is padding. Samples never end."""
         epoch, number = divmod(index, self.shape.samples)
         opened = self._epoch(epoch)
         try:
             tokens = opened.read(number)
         except (IndexError, ValueError) as error:
             raise self._changed(index, str(error)) from None
-        if len(tokens) != self.shape.seq_length + 1:
+        wanted = self.shape.seq_length + 1
+        if len(tokens) != wanted and not (isinstance(self.shape, BestFitShape) and 0 < len(tokens) < wanted):
             raise self._changed(index, f"its documents have {len(tokens)} tokens")
         return tokens
 

@@ -18,6 +18,7 @@ from megascale.config.run import RunConfig, dataset_prefixes
 from megascale.core.errors import DataError
 from megascale.core.readable import is_url
 from megascale.core.skipped_ranges import order_index
+from megascale.data.best_fit_index import BestFitShape
 from megascale.data.blend import MOST_AHEAD, Blend
 from megascale.data.document_mask import document_starts, label_mask, positions_in_documents
 from megascale.data.epochs import EpochDataset, SplitName
@@ -29,7 +30,7 @@ from megascale.layout.document_lengths import equal_documents
 @dataclass(frozen=True)
 class Sample:
     """A training sample: tokens and labels [s], i64; mask [s] in {0, 1}, or None if every label counts in the loss;
-    positions [s], i64, of tokens within their documents with `data.mask = "document"`, otherwise None.
+    positions [s], i64, of tokens within their documents with `data.mask = "document"`, -1 for padding, otherwise None.
     """
 
     tokens: np.ndarray
@@ -92,18 +93,24 @@ class Mixture:
 
     def __getitem__(self, index: int) -> Sample:
         dataset, number = self.locate(index)
-        tokens = dataset.read(number)
+        tokens = self._checked(index, dataset, dataset.read(number))
+        filled, wanted = len(tokens), self._length + 1
+        tokens = tokens if filled == wanted else np.pad(tokens, (0, wanted - filled))
+        within = self._data.mask == "document"
+        starts = self._starts(dataset, number, tokens) if within else np.zeros(1, dtype=np.int64)
+        positions = positions_in_documents(starts, self._length, filled) if within else None
+        mask = label_mask(starts[:1] if self._data.boundary_loss else starts, self._length, filled)
+        return Sample(tokens[:-1], tokens[1:], mask, positions)
+
+    def _checked(self, index: int, dataset: EpochDataset, tokens: np.ndarray) -> np.ndarray:
+        """Raises: DataError for a token outside the model's vocabulary"""
         smallest, largest = int(tokens.min()), int(tokens.max())
         if smallest < 0 or largest >= self._vocab:
             odd = smallest if smallest < 0 else largest
             what = f"sample {index}, from {dataset.prefix}, has token {odd}; model.vocab_size is {self._vocab}"
             wider = "" if smallest < 0 else f"a vocabulary of at least {largest + 1}, or "
             raise DataError(what, hint=f"{wider}data that this model's tokenizer has prepared")
-        if self._data.mask == "causal":
-            return Sample(tokens[:-1], tokens[1:], None)
-        starts = self._starts(dataset, number, tokens)
-        mask = None if self._data.boundary_loss else label_mask(starts, self._length)
-        return Sample(tokens[:-1], tokens[1:], mask, positions_in_documents(starts, self._length))
+        return tokens
 
     def positions(self, index: int) -> np.ndarray:
         """The positions of a sample's tokens within their documents [s], i64, for stages that need no tokens."""
@@ -111,11 +118,22 @@ class Mixture:
             positions = self[index].positions
             assert positions is not None, "only a document mask asks for positions"
             return positions
-        return positions_in_documents(self._starts(*self.locate(index)), self._length)
+        dataset, number = self.locate(index)
+        filled = sum(piece.stop - piece.start for piece in dataset.pieces(number))
+        return positions_in_documents(self._starts(dataset, number), self._length, filled)
 
     def _starts(self, dataset: EpochDataset, number: int, tokens: np.ndarray | None = None) -> np.ndarray:
         lengths = [piece.stop - piece.start for piece in dataset.pieces(number)]
         return document_starts(lengths, tokens, self._data.eod)
+
+    def padding(self) -> float:
+        """The share of padding in the tokens of samples; no tokens are read for it."""
+        shapes = (dataset.shape for dataset in self.datasets)
+        return sum(
+            share * shape.padding
+            for share, shape in zip(self.shares, shapes, strict=True)
+            if isinstance(shape, BestFitShape)
+        )
 
 
 class MockMixture:

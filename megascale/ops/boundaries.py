@@ -18,25 +18,40 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Boundaries:
     """Documents in the rows of a micro-batch. `starts`: for each row the positions at which a document begins, of which
-    the first is 0; `length`: tokens of a row, s. Every stage derives what it needs from all of the rows, whatever part
+    the first is 0; `length`: tokens of a row, s; `padded`: whether the last document of a row is padding, which costs
+    attention but is none of the model's work. Every stage derives what it needs from all of the rows, whatever part
     of the sequence it holds. The tensors are on `device`.
     """
 
     starts: tuple[tuple[int, ...], ...]
     length: int
     device: torch.device
+    padded: tuple[bool, ...] = ()
     _shared: dict[Hashable, object] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def from_positions(cls, rows: Sequence[np.ndarray], device: torch.device) -> Boundaries:
-        """Find the boundaries in rows of positions [s] within a document: a document begins where they are 0."""
-        starts = tuple(tuple(np.flatnonzero(row == 0).tolist()) for row in rows)
-        return cls(starts, len(rows[0]), device)
+        """Find the boundaries in rows of positions [s] within a document: a document begins where they are 0, and
+        padding where they are negative.
+        """
+        padded = tuple(bool(row[-1] < 0) for row in rows)
+        begins = [row == 0 for row in rows]
+        for row, begin in zip(rows, begins, strict=True):
+            begin[1:] |= (row[1:] < 0) & (row[:-1] >= 0)
+        starts = tuple(tuple(np.flatnonzero(begin).tolist()) for begin in begins)
+        return cls(starts, len(rows[0]), device, padded if any(padded) else ())
 
     @cached_property
     def lengths(self) -> tuple[tuple[int, ...], ...]:
         """The tokens of each document, by row."""
         return tuple(tuple(end - start for start, end in pairwise((*row, self.length))) for row in self.starts)
+
+    @property
+    def real_lengths(self) -> list[int]:
+        """The tokens of each document of all rows, without padding."""
+        padded = self.padded or (False,) * len(self.lengths)
+        rows = zip(self.lengths, padded, strict=True)
+        return [length for lengths, is_padded in rows for length in (lengths[:-1] if is_padded else lengths)]
 
     @property
     def longest(self) -> int:

@@ -50,6 +50,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ),
     ("skipped_samples", {"data__skip": [[10, 10]]}, {"data.skip": "[10, 10] is empty"}),
     ("document_mask", {"data__boundary_loss": True}, {"data.boundary_loss": "has no effect with mask = causal"}),
+    ("document_mask", {"data__packing": "best_fit"}, {"data.packing": "has no effect on mock data"}),
     (
         "document_mask",
         {"data__mask": "document", "data__eod": 101},

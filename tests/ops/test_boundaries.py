@@ -61,6 +61,13 @@ def test_positions_restart_and_offsets_span_the_rows() -> None:
     assert found.cu_seqlens.tolist() == [0, 3, 4, 6, 12] and found.cu_seqlens.dtype == torch.int32
 
 
+def test_padding_is_apart_from_documents() -> None:
+    found = Boundaries.from_positions([np.array([0, 1, 0, -1, -1]), np.array([0, 1, 2, 3, 4])], CPU)
+    assert found.starts == ((0, 2, 3), (0,)) and found.padded == (True, False)
+    assert found.real_lengths == [2, 1, 5], "padding is none of the model's work"
+    assert found.positions[:, 0].tolist() == [0, 1, 0, 0, 1], "positions that every model has"
+
+
 @given(st.integers(1, 60), st.one_of(st.none(), st.integers(1, 80)))
 def test_expected_documents_fill_a_row(s: int, length: int | None) -> None:
     lengths = equal_documents(s, length)

@@ -46,13 +46,14 @@ class Case:
 CASES = {
     "gpt": Case("gpt"),
     "llama": Case("llama"),
+    "gpt, best fit": Case("gpt", {}, {"data__packing": "best_fit"}),
     "gpt, parallel block, windows": Case("gpt", {"block": "parallel", "window": [5, 0]}),
     "llama, window, recomputed": Case("llama", {"window": 3}, {"train__recompute": "full"}),
     "gemma2, recomputed attention": Case("gemma2", GEMMA_LIKE, {"train__recompute": "selective"}),
     "neox": Case("neox", {"block": "parallel_two_norms"}),
     "olmo2": Case("olmo2", {"qk_norm": "full"}),
 }
-QUICK_CASES = ["gpt", "gemma2, recomputed attention"]
+QUICK_CASES = ["gpt, best fit", "gemma2, recomputed attention"]
 QUICK_LAYOUTS = ["tp2 sp", "pp2 vpp2 dp2 zero1"]
 
 
@@ -78,7 +79,7 @@ def configure(case: Case, dataset: Path, folder: Path, **keys: Any) -> RunConfig
 
 @dataclass(frozen=True)
 class Outcome:
-    """Losses, gradient norms and loss tokens of steps and of an evaluation, model FLOPs of steps in both conventions,
+    """Losses, gradient norms and loss tokens of steps and of an evaluation, FLOPs of attention in both conventions,
     and the parts of the gradient of the first step that this rank has, by name.
     """
 
@@ -133,7 +134,7 @@ def train_separate(rank: Rank, configs: list[RunConfig]) -> list[Outcome]:
 def documents_of(sample: Sample) -> Iterator[tuple[MicroBatch, int]]:
     """The documents of a sample as micro-batches, and the labels of each that count."""
     assert sample.positions is not None
-    starts = [*np.flatnonzero(sample.positions == 0), len(sample.tokens)]
+    starts = [*np.flatnonzero(sample.positions == 0), int((sample.positions >= 0).sum())]  # padding is left out
     for start, stop in itertools.pairwise(starts):
         part = slice(start, stop)
         mask = np.ones(stop - start, dtype=np.int64) if sample.mask is None else sample.mask[part]
@@ -167,15 +168,16 @@ def _outcome(run: Any, evaluation: Any, load: Any) -> Outcome:
 
 
 def flops_of(run: Any, batch: StepBatch, totals: Any) -> tuple[float, float]:
-    """Model FLOPs of a step, full and causal: by its totals, or by the length of each micro-batch."""
+    """FLOPs of attention in a step, full and causal: by its totals, or by the length of each micro-batch."""
     model, scores = run.config.model, take_scores(run.config.model, totals)
     if scores is not None:
         tokens = run.config.batch.total * model.seq_length
         counted = token_flops(model, per_token([scores], tokens))
-        return tokens * counted.full, tokens * counted.causal
+        return tokens * counted.full_attention, tokens * counted.causal_attention
     lengths = [len(part.tokens) for part in batch.micro_batches if part.tokens is not None]
     each = [(n, token_flops(model.model_copy(update={"seq_length": n}))) for n in lengths]
-    return sum(n * counted.full for n, counted in each), sum(n * counted.causal for n, counted in each)
+    full, causal = (sum(n * getattr(flops, f"{kind}_attention") for n, flops in each) for kind in ("full", "causal"))
+    return full, causal
 
 
 def joined(ranks: list[Outcome]) -> dict[str, Tensor]:
