@@ -13,6 +13,7 @@ from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.recipes import RECIPES
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config import stored
+from megascale.config.batch_rampup import full_batch_steps
 from megascale.config.finding import Finding, Rule
 from megascale.config.injection import parse_injection
 from megascale.config.run import RunConfig, model_parallel_size
@@ -253,6 +254,21 @@ def batch(c: Any) -> Iterator[Finding]:
         )
 
 
+def batch_rampup(c: Any) -> Iterator[Finding]:
+    """Check that the batch grows to batch.global in whole increments, each of which micro x dp divides."""
+    if c.batch.rampup is None:
+        return
+    start, increment, _ = c.batch.rampup
+    unit, key = c.batch.micro * (c.parallel.dp if isinstance(c.parallel.dp, int) else 1), "batch.rampup"
+    if start >= c.batch.total or (c.batch.total - start) % increment:
+        message = f"the batch does not grow from {start} by {increment} to batch.global = {c.batch.total}"
+        yield Finding(key, message, "[start, increment, samples] with a multiple of increment between start and global")
+    for name, size in (("start", start), ("increment", increment)):
+        if size % unit:
+            message = f"{name} {size} is not divisible by micro x dp = {unit}"
+            yield Finding(key, message, f"a multiple of {unit}")
+
+
 def skipped_samples(c: Any) -> Iterator[Finding]:
     """Check that the ranges of data.skip ascend and do not overlap."""
     end = 0
@@ -284,14 +300,15 @@ def learning_rate(c: Any) -> Iterator[Finding]:
     o = c.optimizer
     if o.min_lr > o.lr:
         yield Finding("optimizer.min_lr", f"{o.min_lr:g} is more than lr = {o.lr:g}", f"at most {o.lr:g}")
-    if o.warmup_steps >= c.train.steps:
-        yield Finding(
-            "optimizer.warmup_steps",
-            f"{o.warmup_steps} of train.steps = {c.train.steps}",
-            f"fewer than {c.train.steps}",
+    steps = full_batch_steps(c)
+    if o.warmup_steps >= steps:
+        of = f"train.steps = {c.train.steps}"
+        of = (
+            of if steps == c.train.steps else f"{steps} steps of batch.global, as many samples as {of} with the ramp-up"
         )
-    elif o.decay == "wsd" and (o.decay_steps or 0) > c.train.steps - o.warmup_steps:
-        steps_left = c.train.steps - o.warmup_steps
+        yield Finding("optimizer.warmup_steps", f"{o.warmup_steps} of {of}", f"fewer than {steps}")
+    elif o.decay == "wsd" and (o.decay_steps or 0) > steps - o.warmup_steps:
+        steps_left = steps - o.warmup_steps
         yield Finding("optimizer.decay_steps", f"{o.decay_steps} do not fit after the warm-up", f"at most {steps_left}")
 
 
@@ -377,10 +394,11 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("train",), recompute),
     (("parallel", "train"), recompute_chunks),
     (("parallel", "batch"), batch),
+    (("parallel", "batch"), batch_rampup),
     (("model", "parallel", "batch", "train", "data"), counts),
     (("data",), skipped_samples),
     (("model", "data"), document_mask),
-    (("train", "optimizer"), learning_rate),
+    (("batch", "train", "optimizer"), learning_rate),
     (("model", "parallel", "train", "fp8", "optimizer", "backends", "data"), backends),
     *stored.RULES,
     (("launch", "checkpoint"), timeouts),
@@ -416,3 +434,4 @@ def world_findings(c: RunConfig, world_size: int) -> Iterator[Finding]:
         return
     if not uneven:  # else the rule `batch` has reported
         yield from batch(c.resolve(world_size))
+        yield from batch_rampup(c.resolve(world_size))

@@ -24,6 +24,12 @@ class BatchConfig(Section):
         alias="global", description="sequences in a step, over all ranks"
     )
 
+    rampup: Annotated[list[Count], Field(min_length=3, max_length=3)] | None = Field(
+        None,
+        description="[start, increment, samples]: the batch of the first step, which grows by increment to global, at "
+        "equal distances over the first samples of the run",
+    )
+
 
 class TrainConfig(Section):
     """`[train]`"""

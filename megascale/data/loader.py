@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megascale.config.batch_rampup import BatchSizes
 from megascale.data.mixture import Sample
 from megascale.ops.boundaries import Boundaries
 from megascale.parallel.microbatch import MicroBatch, StepBatch
@@ -61,7 +62,7 @@ class BatchShape:
 class Loader:
     """Loads the batches of a split on data-parallel rank `rank`. Between the first and the last pipeline stage
     micro-batches carry no tokens: `samples` is None there. With a document mask `boundaries` is given instead: every
-    stage needs them. `fault_hook`: called before a batch is read.
+    stage needs them. `sizes`: of batches during a ramp-up. `fault_hook`: called before a batch is read.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Loader:
         seed: int,
         device: torch.device,
         boundaries: BoundarySource | None = None,
+        sizes: BatchSizes | None = None,
     ) -> None:
         self._samples = samples
         self._shape = shape
@@ -82,6 +84,7 @@ class Loader:
         self._seed = seed
         self._device = device
         self._boundaries = boundaries
+        self._sizes = sizes
         self._prefetched: tuple[int, StepBatch] | None = None
         self.fault_hook: Callable[[], None] | None = None
 
@@ -92,7 +95,10 @@ class Loader:
             return prefetched[1]
         if self.fault_hook is not None:
             self.fault_hook()
-        parts = [self._micro_batch(consumed_samples, index) for index in range(self._shape.num_microbatches)]
+        shape = self._shape
+        if self._sizes is not None:
+            shape = replace(shape, global_batch=self._sizes.at(consumed_samples))
+        parts = [self._micro_batch(consumed_samples, index) for index in range(shape.num_microbatches)]
         return StepBatch([micro_batch for micro_batch, _ in parts], sum(loss_tokens for _, loss_tokens in parts))
 
     def prefetch(self, consumed_samples: int) -> None:

@@ -51,7 +51,7 @@ class Reporter:
         self._cast_monitor = CastMonitor()
         self.outages = Outages()
         self._step_tokens = config.batch.total * config.model.seq_length  # processed tokens; the loss may mask some
-        self._steps = self._loss_tokens = 0
+        self._steps = self._loss_tokens = self._tokens = 0
         self._scores: list[Scores] = []  # of each step, with a document mask
         self._seconds = 0.0
         self._started = time.perf_counter()
@@ -72,6 +72,8 @@ class Reporter:
         self._seconds += seconds
         self._steps += 1
         self._loss_tokens += result.loss_tokens
+        samples = result.totals.get("samples")  # with a batch ramp-up
+        self._tokens += self._step_tokens if samples is None else int(samples) * self._config.model.seq_length
         if scores := take_scores(self._config.model, result.totals):
             self._scores.append(scores)
         self._recorder.resolve_marks()
@@ -79,10 +81,10 @@ class Reporter:
     def write_step(self, result: StepResult, progress: Progress, cast_stats: Mapping[str, CastStats]) -> None:
         """Write metrics over the steps since the last record. `cast_stats`: FP8 casts of this step, by tensor."""
         if self._scores:
-            scores = per_token(self._scores, self._steps * self._step_tokens)
+            scores = per_token(self._scores, self._tokens)
             self._flops = token_flops(self._config.model, scores)
             self._hardware = hardware_flops(self._config, scores)
-        speed, traffic = self._steps * self._step_tokens / self._seconds, self._recorder.take_traffic()
+        speed, traffic = self._tokens / self._seconds, self._recorder.take_traffic()
         peak = self._peak.flops * self._world if self._peak else None
         self.write(
             StepMetrics(
@@ -107,7 +109,7 @@ class Reporter:
         )
         for warning in self._cast_monitor.update(cast_stats):
             self.write_message(f"WARNING: step {progress.step}: {warning}")
-        self._steps = self._loss_tokens = 0
+        self._steps = self._loss_tokens = self._tokens = 0
         self._scores.clear()
         self._seconds = 0.0
 

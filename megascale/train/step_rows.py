@@ -95,7 +95,7 @@ class StepRows:
             tags=self._tags(step, {name: seconds / train for name, seconds in activities.items()}),
             loss=trained.result.loss,
             grad_norm=trained.result.grad_norm,
-            tokens=self._tokens,
+            tokens=self._tokens_of(trained.result),
             flops=self._flops_of(trained.result),
             peak_memory=self._run.device.peak_memory(),
         )
@@ -103,10 +103,15 @@ class StepRows:
 
     def _flops_of(self, result: StepResult) -> float:
         """Return the model FLOPs of a step, by the documents that it has attended to."""
-        scores = take_scores(self._model, result.totals)
+        scores, tokens = take_scores(self._model, result.totals), self._tokens_of(result)
         if scores is None:
-            return self._flops
-        return self._tokens * token_flops(self._model, per_token([scores], self._tokens)).full
+            return self._flops * tokens / self._tokens
+        return tokens * token_flops(self._model, per_token([scores], tokens)).full
+
+    def _tokens_of(self, result: StepResult) -> int:
+        """Return the tokens of a step, fewer while the batch grows."""
+        samples = result.totals.get("samples")
+        return self._tokens if samples is None else int(samples) * self._model.seq_length
 
     def _tags(self, step: int, shares: Mapping[str, float]) -> int:
         """Return the bits of a step's tags."""
