@@ -6,6 +6,7 @@ the first `samples` of the run. It is a function of the samples before a step al
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,11 @@ class BatchSizes:
     def levels(self) -> int:
         """Increments from the first to the last size."""
         return (self.total - self.start) // self.increment
+
+    @property
+    def common(self) -> int:
+        """The largest number of sequences that divides every batch."""
+        return math.gcd(self.total, self.start, self.increment)
 
     def at(self, consumed: int) -> int:
         """The batch of the step after `consumed` samples."""
@@ -44,7 +50,7 @@ class BatchSizes:
 
 def batch_sizes(config: Any) -> BatchSizes:
     """The batches of a run with this section `batch`, all equal without a ramp-up."""
-    start, increment, samples = config.batch.rampup or (config.batch.total, 1, 0)
+    start, increment, samples = config.batch.rampup or (config.batch.total, config.batch.total, 0)
     return BatchSizes(config.batch.total, start, increment, samples)
 
 

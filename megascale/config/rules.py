@@ -254,6 +254,21 @@ def batch(c: Any) -> Iterator[Finding]:
         )
 
 
+def document_order(c: Any) -> Iterator[Finding]:
+    """Check that a file of the order of documents has one dataset, which is concatenated."""
+    d = c.data
+    if d.order is None:
+        return
+    for found, message, hint in (
+        (d.mock, "has no effect on mock data", "remove the key"),
+        (isinstance(d.train, list), "is the order of one dataset, and data.train is a blend", "a single dataset"),
+        (d.packing != "concat", f"has no effect with packing = {d.packing}", "packing = concat, or remove the key"),
+    ):
+        if found:
+            yield Finding("data.order", message, hint)
+            return
+
+
 def batch_rampup(c: Any) -> Iterator[Finding]:
     """Check that the batch grows to batch.global in whole increments, each of which micro x dp divides."""
     if c.batch.rampup is None:
@@ -397,6 +412,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("parallel", "batch"), batch_rampup),
     (("model", "parallel", "batch", "train", "data"), counts),
     (("data",), skipped_samples),
+    (("data",), document_order),
     (("model", "data"), document_mask),
     (("batch", "train", "optimizer"), learning_rate),
     (("model", "parallel", "train", "fp8", "optimizer", "backends", "data"), backends),

@@ -148,6 +148,7 @@ def _absolute_data(data: DataConfig) -> DataConfig:
             "valid": absolute(data.valid),
             "tokenizer": data.tokenizer if data.tokenizer in TOKENIZERS.cards else _absolute(data.tokenizer),
             "cache": _absolute(data.cache),
+            "order": _absolute(data.order),
         }
     )
 

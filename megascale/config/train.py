@@ -122,6 +122,11 @@ class DataConfig(Section):
         description="how documents fill samples: concat, end to end and cut at seq_length; best_fit, no document is "
         "cut that fits, and padding fills a sample",
     )
+    order: FilePath | None = Field(
+        None,
+        description="file of the order in which documents are concatenated and read, the same in every epoch: a .npy "
+        "of document numbers; default: shuffled",
+    )
     mask: Literal["causal", "document"] = Field(
         "causal",
         description="what a token attends to: causal, all earlier tokens of its sample; document, those of its own "

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from megascale.core.errors import DataError
 from megascale.core.seeds import seed_of
 from megascale.data.best_fit_index import BestFitShape, best_fit_shape
 from megascale.data.block_cache import BlockCache
+from megascale.data.document_order import order_identity
 from megascale.data.epoch_index import EpochIndex, IndexShape
 from megascale.data.index_builder import build_in_background
 from megascale.data.index_files import IndexKey, open_index
@@ -137,7 +139,9 @@ class EpochDataset:
     def index_key(self, epoch: int) -> IndexKey:
         """The index of an epoch. The seed is numpy's, which are u32."""
         seed = seed_of(self._config.train.seed, "epoch", epoch) % 2**32
-        dataset = {"prefix": self.prefix, "version": self._files.versions[0]}
+        dataset: dict[str, Any] = {"prefix": self.prefix, "version": self._files.versions[0]}
+        if self._config.data.order and self._split == "train":
+            dataset["order"] = order_identity(self._config.data.order)
         return IndexKey(dataset, epoch, seed, self.shape)
 
     @cached_property

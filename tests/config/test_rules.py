@@ -49,6 +49,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"data.skip": "[5, 20] is empty, or begins before the end of the range before it"},
     ),
     ("skipped_samples", {"data__skip": [[10, 10]]}, {"data.skip": "[10, 10] is empty"}),
+    ("document_order", {"data__order": "order.npy"}, {"data.order": "has no effect on mock data"}),
     (
         "batch_rampup",
         {"batch__rampup": [3, 2, 10]},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 from megascale.layout.document_lengths import count_document_scores, equal_documents
 from megascale.layout.windows import QUERY_BLOCK
+from megascale.ops import compiled
 from megascale.ops.boundaries import Boundaries
 from megascale.ops.core_attention import Attend, causal_attention, torch_attend
 from megascale.ops.flash import flash
@@ -201,6 +204,21 @@ def test_flex_builds_one_mask_for_all_layers() -> None:
     boundaries = Boundaries(ROWS, S, CPU)
     assert document_block_mask(boundaries, 4) is document_block_mask(boundaries, 4)
     assert document_block_mask(boundaries, 4) is not document_block_mask(boundaries, S)
+
+
+def test_other_documents_need_no_other_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention is compiled once for a window, not for the documents of every step."""
+    counter = CompileCounter()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    given = [t.detach().float() for t in qkv(BLOCK + 5, 1, 16)]
+    attend = flex(compiled.compile_function(flex_attention))
+    with torch.no_grad():
+        for inner in (3, 70, BLOCK):
+            boundaries = Boundaries(((0, inner),), BLOCK + 5, CPU)
+            torch.testing.assert_close(
+                attend(*given, None, None, 0.0, boundaries), torch_attend()(*given, None, None, 0.0, boundaries)
+            )
+    assert counter.frame_count == 1
 
 
 def test_kernels_that_cannot_restart_positions_are_not_selected() -> None:
